@@ -1,0 +1,51 @@
+# Everything runs in .venv, which is made on first use. `make help` lists the targets.
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
+STAMP := $(VENV)/stamp
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format docs bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## */  \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s%s\n", $$1, $$2 }'
+
+# torch first and pinned: left to the resolver, pip may fetch several GB of GPU builds before it decides.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	@test -x $(BIN)/python || { echo "making $(VENV) (a few minutes, once)"; $(PYTHON) -m venv $(VENV); }
+	@$(PIP) "$$(grep '^torch==' constraints.txt)" "$$(grep '^hatchling==' constraints.txt)"
+	@$(PIP) --no-build-isolation -e '.[ase,test,docs,bench,demo]'
+	@touch $@
+
+demo: $(STAMP)  ## train charges with long-range electrostatics, run dynamics, draw a picture
+	@$(BIN)/python examples/01_train_charges.py
+
+test: $(STAMP)  ## the tests that every change must pass (tests marked gpu run where there is a GPU)
+	$(PYTEST) -m "not slow"
+
+test-all: $(STAMP)  ## all tests: soaks, races, inductor everywhere, long hypothesis runs
+	HYPOTHESIS_PROFILE=long $(PYTEST)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+docs: $(STAMP)  ## the HTML documentation, without warnings, in docs/_build/html
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+
+bench: $(STAMP)  ## overhead against bare references
+	$(BIN)/python benchmarks/overhead.py
+
+clean:  ## remove what the targets above made, except .venv and Warp's kernel cache
+	rm -rf build dist docs/_build docs/generated examples/output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find nvalchemiops tests benchmarks examples docs -type d -name __pycache__ -prune -exec rm -rf {} +

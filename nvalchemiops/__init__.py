@@ -1,0 +1,18 @@
+"""Warp-backed PyTorch custom operators for atomistic simulation.
+
+Importing this package loads neither torch nor Warp. Subpackages are loaded when first used:
+``import nvalchemiops; nvalchemiops.torch.neighbors`` works without a second import.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "1.0.0.dev0"
+
+_SUBMODULES = frozenset({"constants", "interactions", "launch", "neighbors", "torch", "types"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -1,0 +1,145 @@
+"""Starting Warp: safely for a library, and quietly for a command.
+
+`ensure_warp` comes before the first kernel and leaves the user's ``wp.config`` as it is, except where Warp
+could not run at all. `quiet_warp` is for processes of our own (the commands, the demo): it turns Warp's
+messages off, so a library must not call it.
+"""
+
+import contextlib
+import os
+import stat
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import warp as wp
+
+from nvalchemiops import __version__
+
+NO_DRIVER_MESSAGE = b"Could not find or load the NVIDIA CUDA driver"
+
+_lock = threading.RLock()
+_ready = False
+
+
+def ensure_warp() -> None:
+    """Initialise Warp and make sure that its kernel cache can be written. Cheap when called again.
+
+    Where the default cache cannot be written (a read-only or missing home), a folder below the system's
+    temporary one is used instead, with a warning; the folder carries the versions of this library and of
+    Warp, and belongs to the current user alone. A location chosen by the user (``WARP_CACHE_PATH`` or
+    ``wp.config.kernel_cache_dir``) is never replaced: what Warp says about it is raised, and a read-only one
+    is a good place for kernels compiled ahead.
+
+    Raises
+    ------
+    OSError
+        If the location that the user chose cannot be created.
+    """
+    if _ready:
+        return
+    with _lock:
+        if not _ready:
+            _start()
+
+
+def _start() -> None:
+    global _ready
+    # after a wp.init() elsewhere the setting holds Warp's own choice, which is not the user's
+    setting = wp.config.kernel_cache_dir
+    chosen_by_user = "WARP_CACHE_PATH" in os.environ or setting not in (None, str(_default_cache()))
+    if chosen_by_user:
+        wp.init()
+    elif not _default_cache().is_absolute():
+        # without a home Warp would take a folder below the working directory
+        _fall_back("there is no home directory")
+    else:
+        try:
+            wp.init()
+            _check_writable(wp.config.kernel_cache_dir)
+        except OSError as error:
+            _fall_back(f"{error.filename or wp.config.kernel_cache_dir}: {error.strerror or error}")
+    _ready = True
+
+
+def _default_cache() -> Path:
+    """Where Warp keeps its kernels on Linux unless told otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
+    return Path(base) / "warp" / wp.config.version
+
+
+def _check_writable(folder: str | None) -> None:
+    # only an attempt tells: permission bits say nothing about read-only mounts and quotas
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _fall_back(reason: str) -> None:
+    base = _private_temporary_folder()
+    folder = base / wp.config.version
+    folder.mkdir(exist_ok=True)
+    wp.config.kernel_cache_dir = str(base)  # Warp appends its version when it starts ...
+    with without_driver_message():  # and has given this line already where it starts a second time
+        wp.init()
+    wp.config.kernel_cache_dir = str(folder)  # ... but not if it had started before
+    warnings.warn(
+        f"Warp's kernel cache cannot be written ({reason}); using {folder} instead. "
+        "Set WARP_CACHE_PATH to a folder of your choice.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
+
+
+def _private_temporary_folder() -> Path:
+    """A folder that processes of this user share and that nobody else can put compiled code into."""
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    name = f"nvalchemiops-{__version__}-warp-{wp.config.version}-{user}"
+    folder = Path(tempfile.gettempdir()) / name
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if hasattr(os, "getuid"):
+        status = folder.lstat()
+        ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
+        if not ours:
+            return Path(tempfile.mkdtemp(prefix=f"{name}-"))
+    return folder
+
+
+def quiet_warp() -> None:
+    """Initialise Warp without its banner, build messages and missing-driver line. For our own processes only.
+
+    Warnings and errors still come through.
+    """
+    wp.config.log_level = max(wp.config.log_level, wp.LOG_WARNING)
+    with without_driver_message():
+        ensure_warp()
+
+
+@contextlib.contextmanager
+def without_driver_message() -> Iterator[None]:
+    """Drop the line about a missing CUDA driver from standard error, and nothing else.
+
+    Warp prints it from native code, past ``sys.stderr`` and its own log level, so the file descriptor is
+    redirected meanwhile and everything else is written afterwards.
+    """
+    sys.stderr.flush()
+    try:
+        original = os.dup(2)
+    except OSError:  # a process without standard error
+        yield
+        return
+    with tempfile.TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(original, 2)
+            os.close(original)
+            caught.seek(0)
+            for line in caught:
+                if NO_DRIVER_MESSAGE not in line:
+                    os.write(2, line)

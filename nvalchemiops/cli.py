@@ -1,0 +1,224 @@
+"""The ``nvalchemiops`` command: what is installed here, and compiling kernels ahead."""
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pkgutil
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import nvalchemiops
+
+OPTIONAL_PACKAGES = ("torch", "jax", "ase")
+"""Packages that a subpackage may need and an installation may lack."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status: 0 for success, 1 for a failed kernel, 2 for misuse."""
+    options = _parser().parse_args(arguments)
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_note
+        return options.run(options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nvalchemiops", description=nvalchemiops.__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"nvalchemiops {nvalchemiops.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    info = commands.add_parser("info", help="print versions, devices, threads and the kernel cache")
+    info.add_argument("--json", action="store_true", help="print one JSON object")
+    info.set_defaults(run=_info)
+
+    warmup = commands.add_parser("warmup", help="compile every kernel ahead of its first use")
+    warmup.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        help="compile for the CPU or for every CUDA device; by default for all devices there are",
+    )
+    warmup.set_defaults(run=_warmup)
+    return parser
+
+
+def _show_note(message: Warning | str, *details: Any, **more: Any) -> None:
+    print(f"note: {message}", file=sys.stderr)
+
+
+# -- info -----------------------------------------------------------------------------------------
+
+
+def describe() -> dict[str, Any]:
+    """Versions, devices, threads and kernel cache of this installation, as plain data.
+
+    Turns Warp's messages off for the process, as a command may and a library may not.
+    """
+    from nvalchemiops._warp import quiet_warp
+
+    quiet_warp()
+    import warp as wp
+
+    torch = _import_if_installed("torch")
+    devices: list[dict[str, Any]] = [
+        {
+            "name": "cpu",
+            "processor": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads() if torch else os.cpu_count(),
+        }
+    ]
+    for index in range(torch.cuda.device_count() if torch and torch.cuda.is_available() else 0):
+        card = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "name": f"cuda:{index}",
+                "processor": card.name,
+                "compute_capability": f"{card.major}.{card.minor}",
+                "memory_gib": round(card.total_memory / 2**30, 1),
+                "usable_by_warp": index < wp.get_cuda_device_count(),
+            }
+        )
+    cache = Path(str(wp.config.kernel_cache_dir))  # set, once Warp has started
+    return {
+        "versions": {
+            "nvalchemiops": nvalchemiops.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__ if torch else None,
+            "warp": wp.config.version,
+            "numpy": _version("numpy"),
+            "sympy": _version("sympy"),
+        },
+        "devices": devices,
+        "kernel_cache": {
+            "path": str(cache),
+            "compiled_modules": sum(1 for entry in cache.glob("wp_*") if entry.is_dir()),
+        },
+    }
+
+
+def _import_if_installed(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _info(options: argparse.Namespace) -> int:
+    facts = describe()
+    if options.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    for package, version in facts["versions"].items():
+        print(f"{package:14s}{version or 'not installed'}")
+    for device in facts["devices"]:
+        print(f"{device['name']:14s}{_device_line(device)}")
+    cache = facts["kernel_cache"]
+    print(f"{'kernel cache':14s}{cache['path']} ({cache['compiled_modules']} compiled modules)")
+    return 0
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    if "threads" in device:
+        return f"{device['processor']}, {device['threads']} threads"
+    capability = f"compute capability {device['compute_capability']}"
+    note = "" if device["usable_by_warp"] else ", not usable by Warp (driver too old?)"
+    return f"{device['processor']}, {device['memory_gib']} GiB, {capability}{note}"
+
+
+# -- warmup ---------------------------------------------------------------------------------------
+
+
+def _warmup(options: argparse.Namespace) -> int:
+    from nvalchemiops._warp import quiet_warp
+
+    quiet_warp()
+    import warp as wp
+
+    cards = [str(device) for device in wp.get_cuda_devices()]
+    if options.device == "cuda" and not cards:
+        print("nvalchemiops warmup: there is no CUDA device that Warp can use", file=sys.stderr)
+        return 2
+    devices = {"cpu": ["cpu"], "cuda": cards, None: ["cpu", *cards]}[options.device]
+    jobs = [(name, build, device) for device in devices for name, build in all_kernels()]
+    failures = []
+    with _Progress(len(jobs)) as progress:
+        for name, build, device in jobs:
+            progress.begin(f"{name} [{device}]")
+            try:
+                wp.load_module(build().module, device=device)
+            except Exception as error:  # one broken kernel must not hide the others
+                failures.append(f"{name} [{device}]: {error}")
+            progress.end()
+    for failure in failures:
+        print(f"nvalchemiops warmup: {failure}", file=sys.stderr)
+    print(f"{len(jobs) - len(failures)} of {len(jobs)} kernels ready in {wp.config.kernel_cache_dir}")
+    return 1 if failures else 0
+
+
+def all_kernels() -> list[tuple[str, Callable[[], Any]]]:
+    """Every registered kernel as ``(name, build)``, after importing each module that may define some."""
+    for _ in import_all(nvalchemiops):
+        pass
+    from nvalchemiops.launch import registered_kernels
+
+    return sorted(registered_kernels(), key=lambda entry: entry[0])
+
+
+def import_all(package: ModuleType) -> Iterator[ModuleType]:
+    """Import and yield every module below ``package``, except where an optional package is missing."""
+    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        if found.name.endswith(".__main__"):
+            continue
+        try:
+            module = importlib.import_module(found.name)
+        except ImportError as error:
+            if error.name in OPTIONAL_PACKAGES:
+                continue
+            raise
+        yield module
+        if found.ispkg:
+            yield from import_all(module)
+
+
+class _Progress:
+    """A tqdm bar where tqdm is installed, otherwise one line for each step."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.done = 0
+        self.bar: Any = None
+        if importlib.util.find_spec("tqdm") is not None:
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=total, unit="kernel", file=sys.stderr)
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def begin(self, label: str) -> None:
+        if self.bar is None:
+            print(f"[{self.done + 1}/{self.total}] {label}", file=sys.stderr)
+        else:
+            self.bar.set_description(label)
+
+    def end(self) -> None:
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update()

@@ -1,0 +1,359 @@
+"""The one caller of Warp launches: CPU chunks on threads, GPU lanes, and a tape for each thread.
+
+Warp runs a CPU launch on one thread, records on one tape per process and spends most of a small launch
+in Python. This module answers all three, and knows no kernel by name.
+"""
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops import __version__
+from nvalchemiops._warp import ensure_warp
+
+MINIMUM_CHUNK = 256
+"""Rows below which a CPU chunk is not worth handing to a thread (about 20 microseconds for the hand-over)."""
+
+OFFSET = "offset"
+"""Name of the first parameter of a gather-only kernel: the row at which its chunk begins."""
+
+
+# -- kernels: where they live, and a list of all of them ------------------------------------------
+
+_registered: list[tuple[str, Callable[[], wp.Kernel]]] = []
+
+
+def kernel_module(name: str) -> Any:
+    """The Warp module for one kernel: compiled alone, in a cache folder that carries this library's version."""
+    release = "".join(c if c.isalnum() else "_" for c in __version__)
+    return wp.get_module(f"nvalchemiops_{release}_{name}")
+
+
+def kernel_variants(
+    *variants: tuple[Any, ...],
+) -> Callable[[Callable[..., wp.Kernel]], Callable[..., wp.Kernel]]:
+    """Cache a kernel factory by its arguments and list ``variants`` for ``nvalchemiops warmup``.
+
+    Parameters
+    ----------
+    *variants : tuple
+        Argument tuples of the specialisations worth compiling ahead.
+    """
+
+    def decorate(factory: Callable[..., wp.Kernel]) -> Callable[..., wp.Kernel]:
+        cached = functools.cache(factory)
+        for arguments in variants:
+            label = ", ".join(str(a) for a in arguments)
+            _registered.append((f"{factory.__name__}({label})", functools.partial(cached, *arguments)))
+        return cached
+
+    return decorate
+
+
+def registered_kernels() -> list[tuple[str, Callable[[], wp.Kernel]]]:
+    """Every kernel specialisation that imported modules declared, as ``(name, build)``."""
+    return list(_registered)
+
+
+def gather_only(kernel: wp.Kernel) -> wp.Kernel:
+    """Declare that each thread of ``kernel`` writes only what no other thread touches.
+
+    Only such kernels are split over CPU threads. Their first parameter must be ``offset: wp.int32``, added to
+    ``wp.tid()``; `launch` supplies it. They must have no adjoint (``enable_backward=False``): a Warp adjoint
+    scatters, and Warp's CPU atomics are not atomic.
+
+    Raises
+    ------
+    TypeError
+        If the first parameter is not ``offset: wp.int32``, or the kernel has an adjoint.
+    """
+    first = kernel.adj.args[0] if kernel.adj.args else None
+    if first is None or first.label != OFFSET or first.type is not wp.int32:
+        raise TypeError(
+            f"gather-only kernel '{kernel.key}' needs `{OFFSET}: wp.int32` as its first parameter"
+        )
+    if kernel.options.get("enable_backward") is not False:
+        raise TypeError(f"gather-only kernel '{kernel.key}' needs enable_backward=False: adjoints scatter")
+    kernel.gather_only = True
+    return kernel
+
+
+# -- tapes: one for each thread -------------------------------------------------------------------
+
+_thread = threading.local()
+_recorders_lock = threading.Lock()
+_recorders = 0
+
+
+class _TapeRouter(wp.Tape):
+    """Warp's process-wide tape while anything records: hands each launch to the tape of its own thread."""
+
+    def record_launch(self, *args: Any, **kwargs: Any) -> None:
+        if (tape := active_tape()) is not None:
+            tape.record_launch(*args, **kwargs)
+
+    def record_func(self, *args: Any, **kwargs: Any) -> None:
+        if (tape := active_tape()) is not None:
+            tape.record_func(*args, **kwargs)
+
+    def record_scope_begin(self, *args: Any, **kwargs: Any) -> None:
+        if (tape := active_tape()) is not None:
+            tape.record_scope_begin(*args, **kwargs)
+
+    def record_scope_end(self, *args: Any, **kwargs: Any) -> None:
+        if (tape := active_tape()) is not None:
+            tape.record_scope_end(*args, **kwargs)
+
+
+_router = _TapeRouter()
+
+
+def active_tape() -> wp.Tape | None:
+    """The tape that records this thread's launches, or None."""
+    return getattr(_thread, "tape", None)
+
+
+@contextlib.contextmanager
+def record() -> Iterator[wp.Tape]:
+    """Record the launches of this thread, and of no other, on a new tape.
+
+    Raises
+    ------
+    RuntimeError
+        If a plain ``with wp.Tape()`` is active: Warp has room for one tape per process.
+    """
+    global _recorders
+    tape = wp.Tape()
+    with _recorders_lock:
+        if _recorders == 0:
+            try:
+                _router.__enter__()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    "a wp.Tape is active around this torch operation; leave it first: torch's autograd "
+                    "differentiates the operation, and Warp has room for one tape per process"
+                ) from error
+        _recorders += 1
+    outer, _thread.tape = active_tape(), tape
+    _thread.depth = getattr(_thread, "depth", 0) + 1
+    try:
+        yield tape
+    finally:
+        _thread.tape = outer
+        _thread.depth -= 1
+        with _recorders_lock:
+            _recorders -= 1
+            if _recorders == 0:
+                _router.__exit__(None, None, None)
+
+
+# -- CPU threads ----------------------------------------------------------------------------------
+
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+_pool_lock = threading.Lock()
+_threads: Callable[[], int] = lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def set_thread_count(source: Callable[[], int]) -> None:
+    """Ask ``source`` for the number of CPU threads at each launch; the torch layer passes torch's setting."""
+    global _threads
+    _threads = source
+
+
+def thread_count() -> int:
+    """CPU threads that a gather-only launch may use now."""
+    return max(1, _threads())
+
+
+def _workers(count: int) -> ThreadPoolExecutor:
+    global _pool, _pool_size
+    with _pool_lock:
+        if _pool is None or _pool_size < count:
+            # an outgrown pool ends by itself once nobody holds it and its queue is empty
+            _pool, _pool_size = ThreadPoolExecutor(count, "nvalchemiops"), count
+        return _pool
+
+
+def _forget_threads() -> None:
+    """A forked child has only the thread that forked: no workers, no other recorders, and fresh locks."""
+    global _pool, _pool_size, _pool_lock, _recorders, _recorders_lock
+    _pool, _pool_size = None, 0
+    _pool_lock, _recorders_lock = threading.Lock(), threading.Lock()
+    mine = getattr(_thread, "depth", 0)
+    if _recorders and not mine:
+        _router.__exit__(None, None, None)
+    _recorders = mine
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
+
+
+# -- launches -------------------------------------------------------------------------------------
+
+
+def launch(
+    kernel: wp.Kernel,
+    dim: int | Sequence[int],
+    inputs: Sequence[Any],
+    outputs: Sequence[Any] = (),
+    *,
+    device: Any,
+    stream: wp.Stream | None = None,
+    lanes: int = 0,
+    record_tape: bool = True,
+) -> None:
+    """Launch ``kernel`` over ``dim`` threads; split over CPU threads if it is declared `gather_only`.
+
+    Parameters
+    ----------
+    kernel : wp.Kernel
+        A gather-only kernel gets its ``offset`` argument from here; leave it out of ``inputs``.
+    dim : int or sequence of int
+        Number of rows, or launch grid.
+    inputs, outputs : sequence
+        Arguments in the kernel's order: Warp arrays, array descriptors or plain values.
+    device : wp.Device or str
+    stream : wp.Stream, optional
+        Stream to launch on; the device's current one by default.
+    lanes : int, optional
+        On a GPU, threads that share each row: the kernel reads ``row, lane = wp.tid()`` and strides by
+        ``wp.block_dim()``. One lane on the CPU. 0 (the default): the kernel has no lane index.
+    record_tape : bool, optional
+        False keeps the launch off any active tape, which makes it cheaper. Gather-only kernels have no
+        adjoint and are never recorded.
+    """
+    ensure_warp()
+    device = wp.get_device(device)
+    grid = (dim,) if isinstance(dim, int) else tuple(dim)
+    block = lanes or None
+    if lanes:
+        grid = (*grid, 1 if device.is_cpu else lanes)
+    arguments = [*inputs, *outputs]
+    if not getattr(kernel, "gather_only", False):
+        if record_tape or kernel.is_generic:
+            wp.launch(
+                kernel,
+                grid,
+                inputs=arguments,
+                device=device,
+                stream=stream,
+                record_tape=record_tape,
+                block_dim=block,
+            )
+        else:
+            _launch_recorded(kernel, grid, arguments, device, stream, block)
+        return
+
+    rows = grid[0]
+    chunks = 1
+    if device.is_cpu and rows >= 2 * MINIMUM_CHUNK and not getattr(_thread, "is_worker", False):
+        chunks = min(thread_count(), rows // MINIMUM_CHUNK)
+    if chunks == 1:
+        _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
+        return
+    edges = [rows * c // chunks for c in range(chunks + 1)]
+    pieces = [((b - a, *grid[1:]), [a, *arguments]) for a, b in zip(edges, edges[1:])]
+    pool = _workers(chunks - 1)
+    waiting = [
+        pool.submit(_launch_in_worker, kernel, piece, rest, device, block) for piece, rest in pieces[1:]
+    ]
+    try:
+        _launch_recorded(kernel, *pieces[0], device, stream, block)
+    finally:
+        # wait for all before raising: the arrays must outlive every chunk
+        errors = [w.exception() for w in waiting]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def launch_adjoint(
+    kernel: wp.Kernel,
+    dim: int | Sequence[int],
+    inputs: Sequence[Any],
+    adjoints: Sequence[Any],
+    *,
+    device: Any,
+    stream: wp.Stream | None = None,
+) -> None:
+    """Run the adjoint that Warp derived for ``kernel``: adds to the gradients of its inputs. Never split.
+
+    Parameters
+    ----------
+    inputs, adjoints : sequence
+        One entry for each kernel parameter, outputs included; None for an adjoint that is not wanted.
+    """
+    ensure_warp()
+    wp.launch(
+        kernel,
+        dim,
+        inputs=inputs,
+        adj_inputs=adjoints,
+        device=device,
+        stream=stream,
+        adjoint=True,
+        record_tape=False,
+    )
+
+
+def _launch_in_worker(
+    kernel: wp.Kernel, grid: tuple[int, ...], arguments: list[Any], device: Any, block: int | None
+) -> None:
+    _thread.is_worker = True
+    _launch_recorded(kernel, grid, arguments, device, None, block)
+
+
+def _launch_recorded(
+    kernel: wp.Kernel,
+    grid: tuple[int, ...],
+    arguments: list[Any],
+    device: Any,
+    stream: wp.Stream | None,
+    block: int | None,
+) -> None:
+    """Launch through a command kept per thread, a quarter of the cost of ``wp.launch``.
+
+    The command keeps descriptors only (addresses and shapes), so it holds no memory alive between launches.
+    """
+    if 0 in grid:
+        return
+    arguments = [a.__ctype__() if isinstance(a, wp.array) else a for a in arguments]
+    if kernel.is_generic:
+        wp.launch(
+            kernel, grid, inputs=arguments, device=device, stream=stream, record_tape=False, block_dim=block
+        )
+        return
+    commands = _thread.__dict__.setdefault("commands", {})
+    key = (kernel, device.alias, block)
+    command = commands.get(key)
+    if command is None:
+        command = commands[key] = wp.launch(
+            kernel, grid, inputs=arguments, device=device, record_tape=False, record_cmd=True, block_dim=block
+        )
+    else:
+        if len(arguments) != len(kernel.adj.args):
+            raise TypeError(
+                f"kernel '{kernel.key}' takes {len(kernel.adj.args)} arguments, got {len(arguments)}"
+            )
+        command.set_dim(grid)
+        descriptor = descriptor_type()
+        for index, value in enumerate(arguments):
+            if type(value) is descriptor:
+                command.set_param_at_index_from_ctype(index, value)
+            else:
+                command.set_param_at_index(index, value)
+    command.launch(stream)
+
+
+@functools.cache
+def descriptor_type() -> type:
+    """Warp's array descriptor (address, shape, strides), which it names only through its instances."""
+    return type(wp.empty(1, dtype=wp.int32, device="cpu").__ctype__())

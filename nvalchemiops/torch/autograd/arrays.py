@@ -1,0 +1,185 @@
+"""Torch tensors as Warp arrays, and torch's current stream as Warp's."""
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import warp as wp
+
+from nvalchemiops._warp import ensure_warp
+from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
+from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
+
+
+def needs_grad(*tensors: Any) -> bool:
+    """True if any of the tensors needs gradients; whatever is not a tensor is ignored.
+
+    Inside the body of a `warp_custom_op` this answers for the op's arguments and for tensors derived from
+    them (``positions.contiguous()``), eagerly and in compiled graphs alike.
+    """
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool | None = None) -> wp.array:
+    """View a tensor as a Warp array, without a copy.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        On the CPU or a CUDA device. The array keeps it alive.
+    warp_dtype : Warp type
+        Scalar, vector or matrix type; vectors and matrices take the trailing dimensions, so ``(n, 3)`` viewed
+        as ``wp.vec3d`` is an array of n vectors.
+    requires_grad : bool, optional
+        Whether the array gets a gradient buffer, of its own: ``tensor.grad`` is neither read nor written.
+        By default the tensor decides (``tensor.requires_grad``).
+
+    Returns
+    -------
+    wp.array
+
+    Raises
+    ------
+    TypeError
+        If the dtypes do not match, or a gradient is asked for an integer or bool tensor.
+    ValueError
+        If the trailing dimensions do not match ``warp_dtype`` or are not contiguous, so that no view exists:
+        call ``.contiguous()`` first.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`tensor` must be a torch.Tensor, got {type(tensor).__name__}")
+    track = tensor.requires_grad if requires_grad is None else bool(requires_grad)
+    array = _view(tensor, warp_dtype)
+    if track:
+        if not tensor.dtype.is_floating_point:
+            raise TypeError(f"`requires_grad`: a tensor of dtype {tensor.dtype} has no gradient")
+        gradient = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        array.grad = _view(gradient, warp_dtype)
+        array.requires_grad = True
+        array._torch_gradient = gradient
+    return array
+
+
+def gradient_tensor(array: wp.array) -> torch.Tensor:
+    """The gradient buffer of a Warp array as a tensor (a view)."""
+    tensor = getattr(array, "_torch_gradient", None)
+    return wp.to_torch(array.grad, requires_grad=False) if tensor is None else tensor
+
+
+@functools.cache
+def _layout(warp_dtype: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    if not is_warp_dtype(warp_dtype):
+        raise TypeError(f"`warp_dtype` must be a Warp scalar, vector or matrix type, got {warp_dtype!r}")
+    return TORCH_DTYPES[scalar_type(warp_dtype)], inner_shape(warp_dtype)
+
+
+def _view(tensor: torch.Tensor, warp_dtype: Any) -> wp.array:
+    dtype, inner = _layout(warp_dtype)
+    if tensor.dtype is not dtype:
+        raise TypeError(f"`tensor` has dtype {tensor.dtype}, but {warp_dtype.__name__} needs {dtype}")
+    shape, strides = outer_layout(tensor, inner, warp_dtype)
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"`tensor` is on '{tensor.device}'; Warp reaches only the CPU and CUDA devices")
+    array = wp.array(
+        ptr=tensor.data_ptr(),
+        dtype=warp_dtype,
+        shape=shape,
+        strides=strides,
+        device=warp_device(tensor.device),
+        copy=False,
+    )
+    array._tensor = tensor
+    return array
+
+
+def outer_layout(
+    tensor: torch.Tensor, inner: tuple[int, ...], warp_dtype: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and byte strides of the array elements that a tensor holds, the trailing ``inner`` shape taken off."""
+    size = tensor.element_size()
+    shape, steps = tuple(tensor.shape), tensor.stride()
+    if inner:
+        outer = len(shape) - len(inner)
+        if outer < 0 or shape[outer:] != inner:
+            raise ValueError(
+                f"`tensor` of shape {shape} is no array of {warp_dtype.__name__}: it must end in {inner}"
+            )
+        expected = 1
+        for length, step in zip(reversed(inner), reversed(steps), strict=False):
+            if step != expected and tensor.numel():
+                raise ValueError(
+                    f"`tensor` of shape {shape} has strides {steps}, so it cannot be viewed as {warp_dtype.__name__} "
+                    "without a copy: call .contiguous() first"
+                )
+            expected *= length
+        # one vector or matrix alone is an array of one element
+        shape, steps = (shape[:outer], steps[:outer]) if outer else ((1,), (expected,))
+    elif not shape:
+        shape, steps = (1,), (1,)
+    return shape, tuple(step * size for step in steps)
+
+
+@functools.cache
+def warp_device(device: torch.device) -> wp.Device:
+    """The Warp device of a torch device."""
+    ensure_warp()
+    return wp.device_from_torch(device)
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+# Warp's current stream belongs to the device, not to the thread: one body at a time may bind it
+_bind_locks: dict[int, threading.RLock] = {}
+_bind_locks_guard = threading.Lock()
+
+
+@functools.lru_cache(maxsize=64)
+def _warp_stream(device_index: int, handle: int) -> wp.Stream:
+    return wp.Stream(f"cuda:{device_index}", cuda_stream=handle)
+
+
+def current_stream(device: torch.device) -> wp.Stream:
+    """Torch's current CUDA stream on ``device`` as a Warp stream."""
+    stream = torch.cuda.current_stream(device)
+    warp_device(device)
+    return _warp_stream(stream.device.index, stream.cuda_stream)
+
+
+@contextmanager
+def warp_stream_from_torch(*values: Any) -> Iterator[wp.Stream | None]:
+    """Bind Warp's current stream to torch's for everything launched inside; nothing to do on the CPU.
+
+    Parameters
+    ----------
+    *values
+        Tensors, devices or streams; the first CUDA one decides the device. The rest is ignored.
+
+    Yields
+    ------
+    wp.Stream or None
+        The bound stream, None on the CPU. Warp does not wait for whatever ran on its own stream before:
+        memory comes from torch's allocator, whose order torch's stream keeps.
+    """
+    device = _first_cuda_device(values)
+    if device is None:
+        yield None
+        return
+    stream = current_stream(device)
+    with _bind_locks_guard:
+        lock = _bind_locks.setdefault(stream.device.ordinal, threading.RLock())
+    with lock, wp.ScopedStream(stream, sync_enter=False, sync_exit=False):
+        yield stream
+
+
+def _first_cuda_device(values: tuple[Any, ...]) -> torch.device | None:
+    for value in values:
+        if isinstance(value, torch.Tensor) or type(value).__name__ == "Stream":
+            value = value.device
+        elif isinstance(value, str):
+            value = torch.device(value)
+        if isinstance(value, torch.device) and value.type == "cuda":
+            return value if value.index is not None else torch.device("cuda", torch.cuda.current_device())
+    return None

@@ -1,0 +1,145 @@
+"""How ops enter torch's function transforms (``torch.func``, ``vmap``) in eager mode.
+
+The derivative formula lives on the op. Transforms do not look there: they want an ``autograd.Function`` with
+``setup_context``, ``vmap`` and ``jvp``. This module wraps an op in one, for eager transforms only.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nvalchemiops.torch.autograd.tapes import NotDifferentiableError
+
+transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+Pullback = Callable[[Sequence[Any], Sequence[torch.Tensor], Sequence[torch.Tensor | None]], tuple[Any, ...]]
+"""Maps (inputs, outputs, output gradients) to one gradient or None per input."""
+
+
+def transformable(
+    name: str,
+    call: Callable[..., Any],
+    pullback: Pullback,
+    differentiable_outputs: Sequence[int],
+    fold: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """A callable like ``call`` that function transforms can enter.
+
+    Parameters
+    ----------
+    name : str
+        For messages and graph nodes.
+    call : callable
+        The op; takes positional arguments, returns a tensor or a tuple of tensors.
+    pullback : callable
+        The vector-Jacobian product, built from callables that are themselves transformable.
+    differentiable_outputs : sequence of int
+    fold : callable, optional
+        The vmap rule ``fold(info, in_dims, *args) -> (outputs, out_dims)``; by default slices are evaluated one
+        after the other and stacked.
+    """
+
+    def enter(*args: Any) -> Any:
+        return Transformable.apply(*args) if transforms_active() else call(*args)
+
+    class Transformable(torch.autograd.Function):
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return call(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            outputs = output if isinstance(output, tuple) else (output,)
+            fixed = [o for i, o in enumerate(outputs) if i not in differentiable_outputs]
+            ctx.mark_non_differentiable(*fixed)
+            ctx.set_materialize_grads(False)
+            tensors = [a for a in (*inputs, *outputs) if isinstance(a, torch.Tensor)]
+            ctx.save_for_backward(*tensors)
+            ctx.save_for_forward(*tensors)
+            ctx.plain = [None if isinstance(a, torch.Tensor) else (a,) for a in inputs]
+            ctx.n_outputs = len(outputs)
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+            inputs, outputs = _restore(ctx)
+            if all(c is None for c in cotangents):
+                return (None,) * len(inputs)
+            return pullback(inputs, outputs, cotangents)
+
+        @staticmethod
+        def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
+            inputs, outputs = _restore(ctx)
+            moved = [i for i, t in enumerate(tangents) if isinstance(t, torch.Tensor)]
+            result: list[torch.Tensor | None] = [None] * len(outputs)
+
+            def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                given: list[torch.Tensor | None] = [None] * len(outputs)
+                for i, c in zip(differentiable_outputs, cotangents, strict=True):
+                    given[i] = c
+                gradients = pullback(inputs, outputs, given)
+                return tuple(
+                    torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in moved
+                )
+
+            pushed = transpose(
+                pull, [outputs[i] for i in differentiable_outputs], [tangents[i] for i in moved]
+            )
+            for i, t in zip(differentiable_outputs, pushed, strict=True):
+                result[i] = t
+            return tuple(result) if len(result) > 1 else result[0]
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+            if fold is not None:
+                return fold(info, in_dims, *args)
+            return _one_by_one(enter, info.batch_size, in_dims, args)
+
+    Transformable.__name__ = Transformable.__qualname__ = name
+    return enter
+
+
+def _restore(ctx: Any) -> tuple[list[Any], list[torch.Tensor]]:
+    tensors = iter(ctx.saved_tensors)
+    inputs = [next(tensors) if plain is None else plain[0] for plain in ctx.plain]
+    return inputs, list(tensors)
+
+
+def transpose(
+    pull: Callable[..., tuple[torch.Tensor, ...]],
+    like: Sequence[torch.Tensor],
+    tangents: Sequence[Any],
+) -> list[torch.Tensor]:
+    """Transpose the linear map ``pull`` and apply it to ``tangents``: a Jacobian-vector product from a vjp.
+
+    By differentiating ``pull`` with respect to the cotangents, where it can be differentiated; where it is the
+    last of its chain, column by column: exact as well, one call per output element.
+    """
+    zeros = [torch.zeros_like(t) for t in like]
+    try:
+        _, push = torch.func.vjp(pull, *zeros)
+        return list(push(tuple(tangents)))
+    except NotDifferentiableError:
+        pass
+    sizes = [z.numel() for z in zeros]
+    basis = torch.eye(sum(sizes), dtype=zeros[0].dtype, device=zeros[0].device).split(sizes, dim=1)
+
+    def row(*flat: torch.Tensor) -> torch.Tensor:
+        gradients = pull(*(f.reshape(z.shape) for f, z in zip(flat, zeros, strict=True)))
+        return sum((g * t).sum() for g, t in zip(gradients, tangents, strict=True))  # type: ignore[return-value]
+
+    products = torch.func.vmap(row)(*basis)
+    return [p.reshape(z.shape) for p, z in zip(products.split(sizes), zeros, strict=True)]
+
+
+def _one_by_one(
+    call: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]
+) -> Any:
+    slices = [
+        call(*(a if d is None else a.select(d, b) for a, d in zip(args, in_dims, strict=True)))
+        for b in range(size)
+    ]
+    if not isinstance(slices[0], tuple):
+        return torch.stack(slices), 0
+    stacked = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+    return stacked, (0,) * len(stacked)

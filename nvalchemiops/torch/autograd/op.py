@@ -1,0 +1,802 @@
+"""`warp_custom_op`: a torch op from a Python body that launches Warp kernels.
+
+One registration serves eager mode, ``torch.compile``, ``torch.export`` and function transforms. Two ways to
+differentiate (docs/custom_ops.md): a tape that the body records, or another op given as ``backward``.
+"""
+
+import functools
+import hashlib
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import warp as wp
+
+from nvalchemiops import __version__
+from nvalchemiops.torch.autograd import tapes
+from nvalchemiops.torch.autograd.arrays import warp_stream_from_torch
+from nvalchemiops.torch.autograd.functorch import transformable, transforms_active
+from nvalchemiops.torch.autograd.specs import OutputSpec, read_parameters, split_grad_arrays
+from nvalchemiops.torch.autograd.tapes import NotDifferentiableError, Recording
+
+_C = torch._C
+_AUTOGRAD_KEYS = (
+    _C.DispatchKey.AutogradCPU,
+    _C.DispatchKey.AutogradCUDA,
+    _C.DispatchKey.AutogradOther,
+    _C.DispatchKey.ADInplaceOrView,
+)
+
+Backward = Callable[..., Any] | Literal["tape", "none"]
+
+
+def warp_custom_op(
+    name: str,
+    outputs: Sequence[OutputSpec],
+    grad_arrays: Sequence[str] | None = None,
+    mutates_args: Sequence[str] = (),
+    *,
+    backward: Backward = "tape",
+    vmap: Callable[..., Any] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Turn a function that launches Warp kernels into a torch custom op.
+
+    The function's annotated signature becomes the op's: tensors, optional tensors, int, float, bool, str and
+    sequences of int, with defaults. The result has that signature and works eagerly, in ``torch.compile`` with
+    ``fullgraph=True``, in ``torch.export`` and, eagerly, under ``torch.func``. Warp's current stream is torch's
+    current one while the body runs.
+
+    Parameters
+    ----------
+    name : str
+        ``"namespace::name"``.
+    outputs : sequence of OutputSpec
+        What the body returns, in order. One output is returned as a tensor, several as a tuple, none as None.
+    grad_arrays : sequence of str, optional
+        Names of the differentiable outputs, then of the differentiable inputs. By default all outputs and all
+        tensor inputs except index-like names (``neighbor_list``, ``batch_idx``, ...), mutated ones and, at run
+        time, integer and bool tensors. An empty sequence: nothing is differentiable, and outputs carry no graph.
+    mutates_args : sequence of str, optional
+        Inputs that the body writes in place. They are never differentiable.
+    backward : "tape", "none" or callable, optional
+        How to differentiate. ``"tape"`` (default): the body records a ``wp.Tape`` when ``needs_grad`` says so and
+        hands it over with `attach_for_backward`; one order. A callable: another op, or a function composed of ops
+        and torch operations. Its parameters are bound by name: any input's name, any output's name, and
+        ``grad_<output>`` for incoming gradients (zeros when none arrives, or None if annotated ``Tensor | None``).
+        An op's outputs must be called ``grad_<input>``; a function returns a tuple in the order of the
+        differentiable inputs, or a dict by input name. Such ops keep no state and differentiate as often as the
+        backward does. ``"none"``: asking for a derivative raises; for the last op of such a chain.
+    vmap : callable, optional
+        Rule for ``torch.func.vmap`` of an op with explicit backward, ``vmap(info, in_dims, *args) -> (outputs,
+        out_dims)`` as in ``torch.autograd.Function.vmap``, all inputs given. By default slices run one by one.
+
+    Returns
+    -------
+    callable
+        A decorator. The decorated function has an attribute ``op``, the `WarpOp`.
+
+    Raises
+    ------
+    TypeError
+        Unannotated or unsupported parameters, names of inputs that are no tensors.
+    ValueError
+        Unknown or duplicate names, an output called like an input, a name that is taken.
+
+    Notes
+    -----
+    Tensor inputs reach the body contiguous (a copy is made of others, except of mutated ones), on one device,
+    with ``requires_grad`` set exactly where a gradient will be wanted. Outputs are checked against ``outputs``.
+    Changing a saved input in place before the backward pass is an error, as everywhere in torch.
+
+    Examples
+    --------
+    >>> @warp_custom_op("demo::square", outputs=[OutputSpec("y", wp.float64, lambda x: x.shape)])
+    ... def square(x: torch.Tensor) -> torch.Tensor:
+    ...     y = torch.empty_like(x)
+    ...     track = needs_grad(x)
+    ...     x_array = warp_from_torch(x, wp.float64)
+    ...     y_array = warp_from_torch(y, wp.float64, requires_grad=track)
+    ...     with WarpAutogradContextManager(track) as tape:
+    ...         wp.launch(square_kernel, dim=x.shape[0], inputs=[x_array], outputs=[y_array])
+    ...     if track:
+    ...         attach_for_backward(y, tape, x=x_array, y=y_array)
+    ...     return y
+    """
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        return WarpOp(body, name, outputs, grad_arrays, mutates_args, backward, vmap).public
+
+    return decorate
+
+
+class WarpOp:
+    """One registered op: its schema, its implementations for each dispatch key, and its public function.
+
+    Attributes
+    ----------
+    name : str
+    parameters, outputs : tuple
+        As declared.
+    public : callable
+        The function that users call.
+    overload : torch._ops.OpOverload
+        The registered op, with hidden trailing arguments and, for a tape op, the token as a last output.
+    """
+
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        name: str,
+        outputs: Sequence[OutputSpec],
+        grad_arrays: Sequence[str] | None = None,
+        mutates_args: Sequence[str] = (),
+        backward: Backward = "tape",
+        vmap: Callable[..., Any] | None = None,
+        identity: str = "",
+    ) -> None:
+        namespace, separator, short = name.partition("::") if isinstance(name, str) else ("", "", "")
+        if not (separator and namespace.isidentifier() and short.isidentifier()):
+            raise ValueError(f"`name` must be 'namespace::name' with two identifiers, got {name!r}")
+        self.name = name
+        self.body = body
+        self.parameters = read_parameters(body, name)
+        self.outputs = tuple(outputs)
+        self._check_names(mutates_args)
+        self.mutated = tuple(i for i, p in enumerate(self.parameters) if p.name in mutates_args)
+        self.tensors = tuple(i for i, p in enumerate(self.parameters) if p.is_tensor)
+        self.diff_outputs, self.diff_inputs = split_grad_arrays(
+            grad_arrays, self.parameters, self.outputs, tuple(mutates_args), name
+        )
+        self._mutates_args = tuple(mutates_args)
+        if backward not in ("tape", "none") and not callable(backward):
+            raise TypeError(f"{name}: `backward` must be 'tape', 'none' or a callable, got {backward!r}")
+        self.backward = backward
+        self.differentiable = bool(self.diff_outputs)
+        self.recorded = backward == "tape" and self.differentiable
+        self._formula = _Formula(self, backward) if callable(backward) else None
+        self.identity = _fingerprint(body, backward, self.outputs, identity)
+        self._register()
+        self.public = self._make_public(vmap)
+
+    def _check_names(self, mutates_args: Sequence[str]) -> None:
+        names = [p.name for p in self.parameters]
+        seen: set[str] = set()
+        for spec in self.outputs:
+            if not isinstance(spec, OutputSpec):
+                raise TypeError(f"{self.name}: `outputs` must hold OutputSpec, got {spec!r}")
+            if spec.name in names:
+                raise ValueError(f"{self.name}: output '{spec.name}' has the name of an input")
+            if spec.name in seen:
+                raise ValueError(f"{self.name}: two outputs are called '{spec.name}'")
+            seen.add(spec.name)
+        if isinstance(mutates_args, str):
+            raise TypeError(f"{self.name}: `mutates_args` must be a sequence of names, got a string")
+        for name in mutates_args:
+            if name not in names:
+                raise ValueError(f"{self.name}: `mutates_args` names '{name}', which is no input")
+            if not self.parameters[names.index(name)].is_tensor:
+                raise TypeError(f"{self.name}: `mutates_args` names '{name}', which is no tensor")
+
+    # -- registration -----------------------------------------------------------------------------
+
+    def _register(self) -> None:
+        library = _library(self.name, self.body)
+        short = self.name.partition("::")[2]
+        count = len(self.parameters)
+        declared = [p.declaration(i in self.mutated, f"a{i}") for i, p in enumerate(self.parameters)]
+        hidden = ["int _record=0"] if self.recorded else []
+        # the identity makes compile caches tell two releases of an op apart
+        hidden.append("int _identity=0")
+        returns = ["Tensor"] * (len(self.outputs) + self.recorded)
+        library.define(f"{short}({', '.join([*declared, *hidden])}) -> {_returns(returns)}")
+        self.overload = getattr(getattr(torch.ops, library.ns), short).default
+        # the dispatcher drops trailing arguments that equal their defaults
+        self._defaults = tuple(None if p.required else p.default for p in self.parameters) + (0,) * len(
+            hidden
+        )
+        self._count = count
+        library.impl(short, self._run, "CompositeExplicitAutograd")
+        library._register_fake(short, self._fake)
+        library.impl(short, self._autograd, "Autograd", with_keyset=True)
+        if self.mutated:
+            library.impl(short, self._bump_versions, "ADInplaceOrView", with_keyset=True)
+        for device in ("CPU", "CUDA"):
+            library.impl(short, functools.partial(self._autocast, device), f"Autocast{device}")
+        if self.recorded:
+            self._register_backward(library, short)
+        self._function = self._make_function()
+
+    def _register_backward(self, library: Any, short: str) -> None:
+        declared = ["Tensor _token"]
+        for i, p in enumerate(self.parameters):
+            kind = "Tensor?" if i in self.mutated else p.schema_type
+            declared.append(f"{kind} {p.name}")
+        declared += [f"Tensor? _output_{o.name}" for o in self.outputs]
+        declared += [f"Tensor? _grad_{self.outputs[i].name}" for i in self.diff_outputs]
+        declared += ["int _record", "int _identity"]
+        library.define(
+            f"{short}_backward({', '.join(declared)}) -> {_returns(['Tensor'] * len(self.diff_inputs))}"
+        )
+        self.backward_overload = getattr(getattr(torch.ops, library.ns), f"{short}_backward").default
+        library.impl(f"{short}_backward", self._run_backward, "CompositeExplicitAutograd")
+        library._register_fake(f"{short}_backward", self._fake_backward)
+        library.impl(f"{short}_backward", self._autograd_backward, "Autograd", with_keyset=True)
+        self._call_backward = transformable(
+            f"{short}_backward",
+            self.backward_overload,
+            lambda inputs, outputs, cotangents: self._refuse_second_order(),
+            range(len(self.diff_inputs)),
+        )
+
+    def _make_public(self, vmap: Callable[..., Any] | None) -> Callable[..., Any]:
+        count = len(self.outputs)
+        hidden = (0, self.identity) if self.recorded else (self.identity,)
+        self._transformed = transformable(
+            self.name.replace("::", "_"), self._call_with_identity, self._pullback, self.diff_outputs, vmap
+        )
+        names = [p.name for p in self.parameters]
+        signature = [p.name if p.required else f"{p.name}=_default_{p.name}" for p in self.parameters]
+        values = {f"_default_{p.name}": p.default for p in self.parameters if not p.required}
+        values |= {
+            "_compiling": torch.compiler.is_compiling,
+            "_transforms": transforms_active,
+            "_transformed": self._transformed,
+            "_op": self.overload,
+        }
+        if self.recorded:
+            result = "_result[0]" if count == 1 else f"_result[:{count}]"
+        else:
+            result = "_result"
+        function = self.body.__name__ if self.body.__name__.isidentifier() else "op"
+        source = f"""
+def _make({", ".join(values)}):
+    def {function}({", ".join(signature)}):
+        if not _compiling() and _transforms():
+            _result = _transformed({", ".join(names)})
+        else:
+            _result = _op({", ".join([*names, *map(str, hidden)])})
+        return {result}
+    return {function}
+"""
+        scope: dict[str, Any] = {}
+        exec(compile(source, f"<op {self.name}>", "exec"), scope)
+        public = functools.wraps(self.body)(scope["_make"](**values))
+        public.op = self  # type: ignore[attr-defined]
+        return public
+
+    def _call_with_identity(self, *args: Any) -> Any:
+        if self.recorded:
+            # under a transform every differentiable input may be wanted, at whatever level
+            return self.overload(*args, self._record_everything(args), self.identity)
+        return self.overload(*args, self.identity)
+
+    # -- running the body -------------------------------------------------------------------------
+
+    def _complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return args if len(args) == len(self._defaults) else args + self._defaults[len(args) :]
+
+    def _device(self, inputs: Sequence[Any]) -> torch.device:
+        first = None
+        for i in self.tensors:
+            tensor = inputs[i]
+            if tensor is None:
+                continue
+            device = tensor.device
+            if first is None:
+                first, at = device, i
+            elif device != first:
+                raise ValueError(
+                    f"{self.name}: `{self.parameters[i].name}` is on {device}, but `{self.parameters[at].name}` is "
+                    f"on {first}; move one of them"
+                )
+        return torch.device("cpu") if first is None else first
+
+    def _run(self, *args: Any) -> Any:
+        args = self._complete(args)
+        inputs = args[: self._count]
+        device = self._device(inputs)
+        if self.recorded:
+            record = args[self._count]
+            if record:
+                results, recording = self._record(inputs, record, device)
+                return (*results, tapes.keep(recording))
+            results, _, _ = self._call_body(inputs, self._prepare(inputs, 0), device)
+            return (*results, tapes.new_token())
+        results, _, _ = self._call_body(inputs, self._prepare(inputs, 0), device)
+        return _unpack(results)
+
+    def _prepare(self, inputs: Sequence[Any], record: int) -> list[Any]:
+        prepared = list(inputs)
+        for i in self.tensors:
+            tensor = prepared[i]
+            if tensor is None:
+                continue
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            if i not in self.mutated and not tensor.is_contiguous():
+                tensor = tensor.contiguous()
+            prepared[i] = tensor
+        for bit, i in enumerate(self.diff_inputs):
+            if record >> bit & 1:
+                tensor = prepared[i]
+                # a leaf of its own: one tensor passed in two places keeps two gradients
+                prepared[i] = tensor.detach().requires_grad_()
+        return prepared
+
+    def _record(
+        self, inputs: Sequence[Any], record: int, device: torch.device
+    ) -> tuple[list[torch.Tensor], Recording]:
+        # a body that mutates its arguments may overwrite what its own tape reads: it works on copies
+        own = bool(self.mutated)
+        worked = [a.clone() if own and isinstance(a, torch.Tensor) else a for a in inputs]
+        exclude = _C._dispatch_tls_local_exclude_set()
+        for key in _AUTOGRAD_KEYS:
+            exclude = exclude.remove(key)
+        # with autograd on inside the body, torch itself answers `requires_grad` for derived tensors
+        with _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), exclude), torch.enable_grad():
+            results, found, arrays = self._call_body(worked, self._prepare(worked, record), device)
+            # The tape keeps the body's own tensors. Returned themselves, they would get a graph that keeps the tape:
+            # a cycle through C++ that Python never collects.
+            results = [r.detach() for r in results]
+        for i in self.mutated:
+            if inputs[i] is not None:
+                inputs[i].copy_(worked[i])
+        return results, Recording(found, arrays, [inputs[i] for i in self.tensors], results, own)
+
+    def _call_body(
+        self, inputs: Sequence[Any], prepared: Sequence[Any], device: torch.device
+    ) -> tuple[list[torch.Tensor], list[wp.Tape], dict[str, wp.array]]:
+        if device.type == "cuda":
+            with torch.cuda.device(device), warp_stream_from_torch(device):
+                result = self.body(*prepared)
+        else:
+            result = self.body(*prepared)
+        return self._check_outputs(result, inputs, prepared, device)
+
+    def _check_outputs(
+        self, result: Any, inputs: Sequence[Any], prepared: Sequence[Any], device: torch.device
+    ) -> tuple[list[torch.Tensor], list[wp.Tape], dict[str, wp.array]]:
+        specs = self.outputs
+        if not specs:
+            if result is not None:
+                raise ValueError(
+                    f"{self.name}: the body returned {type(result).__name__}, but no output is declared"
+                )
+            return [], [], {}
+        if isinstance(result, torch.Tensor):
+            result = (result,)
+        if not isinstance(result, (tuple, list)) or len(result) != len(specs):
+            got = len(result) if isinstance(result, (tuple, list)) else repr(type(result).__name__)
+            names = ", ".join(f"'{s.name}'" for s in specs)
+            raise ValueError(
+                f"{self.name}: the body returned {got} outputs, but {len(specs)} are declared: {names}"
+            )
+        owners = {
+            t.untyped_storage().data_ptr(): f"input `{self.parameters[i].name}`"
+            for source in (prepared, inputs)
+            for i in self.tensors
+            if (t := source[i]) is not None and t.numel()
+        }
+        found: list[wp.Tape] = []
+        arrays: dict[str, wp.array] = {}
+        results = []
+        for spec, output in zip(specs, result, strict=True):
+            if not isinstance(output, torch.Tensor):
+                raise TypeError(f"{self.name}: output '{spec.name}' is {type(output).__name__}, not a tensor")
+            shape, dtype = spec.resolve(inputs)
+            if tuple(output.shape) != shape or output.dtype is not dtype or output.device != device:
+                raise ValueError(
+                    f"{self.name}: output '{spec.name}' has shape {tuple(output.shape)}, {output.dtype}, on "
+                    f"{output.device}; its OutputSpec says {shape}, {dtype}, on {device}"
+                )
+            if output.numel():
+                address = output.untyped_storage().data_ptr()
+                if address in owners:
+                    raise ValueError(
+                        f"{self.name}: output '{spec.name}' shares memory with {owners[address]}: return a copy"
+                    )
+                owners[address] = f"output '{spec.name}'"
+            if output.__dict__:
+                tape, attached = tapes.detach_all(output)
+                if tape is not None and not any(tape is t for t in found):
+                    found.append(tape)
+                arrays |= attached
+            if output.requires_grad:
+                output = output.detach()
+            results.append(output if output.is_contiguous() else output.contiguous())
+        return results, found, arrays
+
+    def _run_backward(self, *args: Any) -> Any:
+        token, rest = args[0], args[1:]
+        inputs = list(rest[: self._count])
+        cotangents = rest[self._count + len(self.outputs) : -2]
+        record = args[-2]
+        recording = tapes.find(token)
+        if recording is None or not recording.is_fresh([inputs[i] for i in self.tensors]):
+            if self.mutated:
+                raise RuntimeError(
+                    f"{self.name}: the recorded execution is gone, and an op that mutates its arguments cannot be "
+                    "run again for its backward pass"
+                )
+            _, recording = self._record(inputs, record, self._device(inputs))
+        wanted = [
+            (self.parameters[i].name, inputs[i])
+            for bit, i in enumerate(self.diff_inputs)
+            if record >> bit & 1
+        ]
+        names = [self.outputs[i].name for i in self.diff_outputs]
+        found = tapes.gradients_of(recording, dict(zip(names, cotangents, strict=True)), wanted, self.name)
+        given = iter(found)
+        device = self._device(inputs)
+        return _unpack(
+            [
+                next(given) if record >> bit & 1 else torch.empty(0, device=device)
+                for bit in range(len(self.diff_inputs))
+            ]
+        )
+
+    # -- fakes ------------------------------------------------------------------------------------
+
+    def _fake(self, *args: Any) -> Any:
+        args = self._complete(args)
+        inputs = args[: self._count]
+        device = self._device(inputs)
+        results = []
+        for spec in self.outputs:
+            shape, dtype = spec.resolve(inputs)
+            results.append(torch.empty(shape, dtype=dtype, device=device))
+        if self.recorded:
+            return (*results, torch.empty(1, dtype=torch.int64, device="cpu"))
+        return _unpack(results)
+
+    def _fake_backward(self, *args: Any) -> Any:
+        inputs, record = args[1:], args[-2]
+        device = self._device(inputs)
+        return _unpack(
+            [
+                torch.empty(inputs[i].shape, dtype=inputs[i].dtype, device=device)
+                if record >> bit & 1
+                else torch.empty(0, device=device)
+                for bit, i in enumerate(self.diff_inputs)
+            ]
+        )
+
+    # -- autograd ---------------------------------------------------------------------------------
+
+    def _wanted(self, inputs: Sequence[Any]) -> int:
+        record = 0
+        for bit, i in enumerate(self.diff_inputs):
+            tensor = inputs[i]
+            if tensor is not None and tensor.requires_grad:
+                record |= 1 << bit
+        return record
+
+    def _record_everything(self, inputs: Sequence[Any]) -> int:
+        record = 0
+        for bit, i in enumerate(self.diff_inputs):
+            if inputs[i] is not None and inputs[i].is_floating_point():
+                record |= 1 << bit
+        return record
+
+    def _autograd(self, keyset: Any, *args: Any) -> Any:
+        if transforms_active():
+            raise RuntimeError(
+                f"{self.name}: torch.func transforms of this op work in eager mode only. Inside torch.compile use "
+                "torch.autograd.grad (docs/custom_ops.md), or leave the transform outside of the compiled function"
+            )
+        args = self._complete(args)
+        if torch.is_grad_enabled():
+            for i in self.mutated:
+                if args[i] is not None and args[i].requires_grad:
+                    raise ValueError(
+                        f"{self.name}: `{self.parameters[i].name}` is written in place, so it cannot require a "
+                        "gradient: pass a detached tensor"
+                    )
+            record = self._wanted(args)
+            if record:
+                return self._function.apply(keyset, record, *args)
+        with _C._AutoDispatchBelowAutograd():
+            return self.overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+
+    def _make_function(self) -> Any:
+        op = self
+
+        def forward(ctx: Any, keyset: Any, record: int, *args: Any) -> Any:
+            inputs = args[: op._count]
+            with _C._AutoDispatchBelowAutograd():
+                if op.recorded:
+                    args = (*inputs, record, args[-1])
+                result = op.overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+            outputs = result if isinstance(result, tuple) else (result,)
+            ctx.set_materialize_grads(False)
+            fixed = [o for i, o in enumerate(outputs) if i not in op.diff_outputs]
+            if fixed:
+                ctx.mark_non_differentiable(*fixed)
+            ctx.record, ctx.identity = record, args[-1]
+            if op.recorded:
+                op._save_for_tape(ctx, inputs, outputs)
+            elif op._formula is not None:
+                op._formula.save(ctx, inputs, outputs)
+            return result
+
+        def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
+            if all(c is None for c in cotangents):
+                return (None,) * (2 + len(op._defaults))
+            if op.recorded:
+                token, inputs, outputs = op._saved_for_tape(ctx)
+                gradients = op._tape_pullback(token, inputs, outputs, cotangents, ctx.record, ctx.identity)
+            elif op._formula is not None:
+                inputs, outputs, shapes = op._formula.restore(ctx)
+                gradients = op._formula(inputs, outputs, cotangents, shapes)
+            else:
+                raise op._no_derivative()
+            return (None, None, *gradients, *(None,) * (len(op._defaults) - op._count))
+
+        name = self.name.replace("::", "_")
+        return type(
+            name,
+            (torch.autograd.Function,),
+            {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+        )
+
+    def _save_for_tape(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+        # Eagerly, torch guards the saved inputs against changes, and the recording itself notices a changed
+        # output. A compiled graph overwrites any buffer that nobody needs any more, without a trace: there the
+        # outputs, which the tape reads, must be inputs of the backward op too.
+        traced = type(outputs[0]) is not torch.Tensor
+        tensors = [None if i in self.mutated else inputs[i] for i in self.tensors]
+        ctx.save_for_backward(outputs[-1], *tensors, *(outputs[:-1] if traced else ()))
+        ctx.plain = [a for i, a in enumerate(inputs) if i not in self.tensors]
+
+    def _saved_for_tape(self, ctx: Any) -> tuple[torch.Tensor, list[Any], list[Any]]:
+        token, *saved = ctx.saved_tensors
+        tensors, plain = iter(saved[: len(self.tensors)]), iter(ctx.plain)
+        inputs = [next(tensors) if i in self.tensors else next(plain) for i in range(self._count)]
+        outputs = saved[len(self.tensors) :] or [None] * len(self.outputs)
+        return token, inputs, outputs
+
+    def _tape_pullback(
+        self,
+        token: torch.Tensor,
+        inputs: Sequence[Any],
+        outputs: Sequence[torch.Tensor | None],
+        cotangents: Sequence[torch.Tensor | None],
+        record: int,
+        identity: int,
+    ) -> list[torch.Tensor | None]:
+        given = [cotangents[i] for i in self.diff_outputs]
+        call = self.backward_overload if torch.compiler.is_compiling() else self._call_backward
+        found = call(token, *inputs, *outputs, *given, record, identity)
+        found = found if isinstance(found, tuple) else (found,)
+        gradients: list[torch.Tensor | None] = [None] * self._count
+        for bit, i in enumerate(self.diff_inputs):
+            if record >> bit & 1:
+                gradients[i] = found[bit]
+        return gradients
+
+    def _pullback(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[torch.Tensor],
+        cotangents: Sequence[torch.Tensor | None],
+    ) -> tuple[Any, ...]:
+        """The vector-Jacobian product under function transforms."""
+        if self.recorded:
+            record = self._record_everything(inputs)
+            nothing = [None] * len(self.outputs)
+            return tuple(self._tape_pullback(outputs[-1], inputs, nothing, cotangents, record, self.identity))
+        if self._formula is not None:
+            shapes = [(o.shape, o.dtype, o.device) for o in outputs]
+            return tuple(self._formula(inputs, outputs, cotangents, shapes))
+        raise self._no_derivative()
+
+    def _no_derivative(self) -> NotDifferentiableError:
+        return NotDifferentiableError(
+            f"{self.name} has no derivative: it was declared with backward='none', as the last of a chain of "
+            "derivatives. Give it a backward, or ask for one order less"
+        )
+
+    def _refuse_second_order(self) -> Any:
+        raise NotDifferentiableError(
+            f"{self.name}: a second derivative was asked for, but this op differentiates through a Warp tape, which "
+            "gives one order. Ways out: return the first derivative (forces, dE/dq) as an output of the op and "
+            "differentiate that, or give the op an explicit backward: warp_custom_op(..., backward=...)"
+        )
+
+    def _autograd_backward(self, keyset: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+            return self._second_order.apply(keyset, *args)
+        with _C._AutoDispatchBelowAutograd():
+            return self.backward_overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+
+    @functools.cached_property
+    def _second_order(self) -> Any:
+        op = self
+
+        class SecondOrder(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+                with _C._AutoDispatchBelowAutograd():
+                    return op.backward_overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+
+            @staticmethod
+            def backward(ctx: Any, *cotangents: Any) -> Any:
+                return op._refuse_second_order()
+
+        SecondOrder.__name__ = self.name.replace("::", "_") + "_backward"
+        return SecondOrder
+
+    # -- other dispatch keys ----------------------------------------------------------------------
+
+    def _bump_versions(self, keyset: Any, *args: Any) -> Any:
+        complete = self._complete(args)
+        for i in self.mutated:
+            if complete[i] is not None:
+                torch.autograd.graph.increment_version(complete[i])
+        with _C._AutoDispatchBelowADInplaceOrView():
+            return self.overload.redispatch(keyset & _C._after_ADInplaceOrView_keyset, *complete)
+
+    def _autocast(self, device: str, *args: Any) -> Any:
+        """Under autocast the op computes as without: half precision inputs widen, the rest stays."""
+        half = (torch.float16, torch.bfloat16)
+        widened = [
+            a.to(torch.float32)
+            if isinstance(a, torch.Tensor) and a.dtype in half and i not in self.mutated
+            else a
+            for i, a in enumerate(self._complete(args))
+        ]
+        key = _C.DispatchKey.AutocastCPU if device == "CPU" else _C.DispatchKey.AutocastCUDA
+        with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(key)):
+            return self.overload(*widened)
+
+
+class _Formula:
+    """An explicit backward, its parameters bound by name to inputs, outputs and incoming gradients."""
+
+    def __init__(self, op: WarpOp, backward: Callable[..., Any]) -> None:
+        self.op = op
+        self.backward = backward
+        inputs = {p.name: i for i, p in enumerate(op.parameters)}
+        outputs = {s.name: i for i, s in enumerate(op.outputs)}
+        gradients = {f"grad_{op.outputs[i].name}": i for i in op.diff_outputs}
+        wanted = getattr(backward, "op", None)
+        self.sources: list[tuple[str, int, bool]] = []
+        for name, parameter in inspect.signature(backward).parameters.items():
+            if name in inputs:
+                self.sources.append(("input", inputs[name], False))
+            elif name in outputs:
+                self.sources.append(("output", outputs[name], False))
+            elif name in gradients:
+                annotation = parameter.annotation
+                text = annotation if isinstance(annotation, str) else repr(annotation)
+                self.sources.append(("gradient", gradients[name], "None" in text or "Optional" in text))
+            else:
+                raise ValueError(
+                    f"{op.name}: `backward` has a parameter '{name}', which is neither an input {list(inputs)}, nor "
+                    f"an output {list(outputs)}, nor an incoming gradient {list(gradients)}"
+                )
+        self.order: list[int] | None = None
+        if isinstance(wanted, WarpOp):
+            produced = [s.name for s in wanted.outputs]
+            names = [f"grad_{op.parameters[i].name}" for i in op.diff_inputs]
+            if sorted(produced) != sorted(names):
+                raise ValueError(
+                    f"{op.name}: the backward op must have the outputs {names}, it has {produced}"
+                )
+            self.order = [produced.index(n) for n in names]
+        self.saved_inputs = sorted({i for kind, i, _ in self.sources if kind == "input" and i in op.tensors})
+        self.saved_outputs = sorted({i for kind, i, _ in self.sources if kind == "output"})
+
+    def save(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+        ctx.save_for_backward(
+            *(inputs[i] for i in self.saved_inputs), *(outputs[i] for i in self.saved_outputs)
+        )
+        ctx.plain = [None if i in self.op.tensors else a for i, a in enumerate(inputs)]
+        ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
+
+    def restore(self, ctx: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        saved = ctx.saved_tensors
+        inputs = list(ctx.plain)
+        for i, tensor in zip(self.saved_inputs, saved, strict=False):
+            inputs[i] = tensor
+        outputs: list[Any] = [None] * len(self.op.outputs)
+        for i, tensor in zip(self.saved_outputs, saved[len(self.saved_inputs) :], strict=True):
+            outputs[i] = tensor
+        return inputs, outputs, ctx.shapes
+
+    def __call__(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        cotangents: Sequence[torch.Tensor | None],
+        shapes: Sequence[tuple[Any, torch.dtype, torch.device]],
+    ) -> list[torch.Tensor | None]:
+        """One gradient or None per declared input."""
+        arguments = []
+        for kind, i, optional in self.sources:
+            if kind == "input":
+                arguments.append(inputs[i])
+            elif kind == "output":
+                arguments.append(outputs[i])
+            else:
+                cotangent = cotangents[i]
+                if cotangent is None and not optional:
+                    shape, dtype, device = shapes[i]
+                    cotangent = torch.zeros(shape, dtype=dtype, device=device)
+                arguments.append(cotangent)
+        result = self.backward(*arguments)
+        gradients: list[torch.Tensor | None] = [None] * self.op._count
+        positions = self.op.diff_inputs
+        if isinstance(result, dict):
+            names = {self.op.parameters[i].name: i for i in positions}
+            for name, gradient in result.items():
+                if name not in names:
+                    raise ValueError(
+                        f"{self.op.name}: `backward` returned a gradient for '{name}', not one of {list(names)}"
+                    )
+                gradients[names[name]] = gradient
+            return gradients
+        if not isinstance(result, (tuple, list)):
+            result = (result,)
+        if len(result) != len(positions):
+            raise ValueError(
+                f"{self.op.name}: `backward` returned {len(result)} gradients for {len(positions)} inputs"
+            )
+        for slot, i in enumerate(positions):
+            gradients[i] = result[self.order[slot] if self.order else slot]
+        return gradients
+
+
+def _unpack(results: Sequence[torch.Tensor]) -> Any:
+    if not results:
+        return None
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _returns(kinds: Sequence[str]) -> str:
+    return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
+
+
+# -- names and identities -------------------------------------------------------------------------
+
+_libraries: dict[str, tuple[Any, tuple[str, str]]] = {}
+
+
+def _library(name: str, body: Callable[..., Any]) -> Any:
+    """A library to define ``name`` in. Running the same definition again (a notebook cell) replaces it."""
+    origin = (body.__module__, body.__qualname__)
+    if name in _libraries:
+        library, previous = _libraries.pop(name)
+        if previous != origin:
+            _libraries[name] = (library, previous)
+            raise ValueError(f"`name`: '{name}' is taken by {previous[0]}.{previous[1]}")
+        library._destroy()
+    library = torch.library.Library(name.partition("::")[0], "FRAGMENT")
+    _libraries[name] = (library, origin)
+    return library
+
+
+def _fingerprint(body: Callable[..., Any], backward: Any, outputs: Sequence[OutputSpec], extra: str) -> int:
+    """A number that changes with the release, the body, the backward and the specs (positive, below 2^56)."""
+    parts = [__version__, wp.__version__, extra, callable_identity(body), callable_identity(backward)]
+    parts += [callable_identity(v) for o in outputs for v in (o.shape, o.dtype)]
+    return int(hashlib.sha256("\n".join(parts).encode()).hexdigest()[:14], 16) | 1
+
+
+def callable_identity(value: Any) -> str:
+    """What tells two functions apart: code, defaults, and what they close over; ``repr`` for anything else."""
+    op = getattr(value, "op", None)
+    if isinstance(op, WarpOp):
+        return str(op.identity)
+    if not isinstance(value, types.FunctionType):
+        return repr(value)
+    cells = [c.cell_contents for c in value.__closure__ or ()]
+    parts = [_code_text(value.__code__), *map(callable_identity, (*(value.__defaults__ or ()), *cells))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _code_text(code: types.CodeType) -> str:
+    constants = [_code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"

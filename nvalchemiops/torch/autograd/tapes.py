@@ -1,0 +1,326 @@
+"""Recording an op's launches on a tape, keeping the tape exactly as long as its graph, and replaying it."""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import warp as wp
+
+from nvalchemiops.launch import record
+from nvalchemiops.torch.autograd.arrays import gradient_tensor, warp_from_torch, warp_stream_from_torch
+
+_TAPE = "_warp_tape"
+_PREFIX = "_wp_"
+
+
+class NotDifferentiableError(RuntimeError):
+    """A derivative was asked for that does not exist. The message names the op and the way out."""
+
+
+# -- helpers for bodies, and for hand-written autograd functions ----------------------------------
+
+
+@contextlib.contextmanager
+def WarpAutogradContextManager(enable: bool) -> Iterator[wp.Tape | None]:
+    """Record this thread's launches if ``enable``: yields the ``wp.Tape``, else None."""
+    if not enable:
+        yield None
+        return
+    with record() as tape:
+        yield tape
+
+
+def attach_for_backward(output: torch.Tensor, tape: wp.Tape | None = None, **warp_arrays: wp.array) -> None:
+    """Leave a tape and the arrays it recorded on an output, for the backward pass.
+
+    Parameters
+    ----------
+    output : torch.Tensor
+        Gets the attributes ``_warp_tape`` and ``_wp_<name>``.
+    tape : wp.Tape, optional
+    **warp_arrays : wp.array
+        The arrays of outputs and differentiable inputs, by the names of the op's signature and outputs.
+    """
+    setattr(output, _TAPE, tape)
+    for name, array in warp_arrays.items():
+        setattr(output, _PREFIX + name, array)
+
+
+def retrieve_for_backward(
+    output: torch.Tensor, *array_names: str
+) -> tuple[wp.Tape | None, dict[str, wp.array]]:
+    """The tape and, of the named arrays, those that were attached to ``output``."""
+    arrays = {
+        name: getattr(output, _PREFIX + name) for name in array_names if hasattr(output, _PREFIX + name)
+    }
+    return getattr(output, _TAPE, None), arrays
+
+
+def detach_all(output: torch.Tensor) -> tuple[wp.Tape | None, dict[str, wp.array]]:
+    """Take off everything that `attach_for_backward` left on ``output``."""
+    attributes = output.__dict__
+    names = [name for name in attributes if name.startswith(_PREFIX)]
+    arrays = {name[len(_PREFIX) :]: attributes.pop(name) for name in names}
+    return attributes.pop(_TAPE, None), arrays
+
+
+def extract_gradients(
+    ctx: Any, warp_arrays: Mapping[str, wp.array], input_names: Sequence[str]
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of the inputs after a tape's backward pass, in signature order.
+
+    Parameters
+    ----------
+    ctx : object
+        Holds each input under its name (``ctx.positions``), as saved in the forward pass.
+    warp_arrays : mapping
+        The attached arrays by name.
+    input_names : sequence of str
+
+    Returns
+    -------
+    tuple
+        For each name: None if ``ctx.<name>`` is no tensor or needs no gradient, zeros if its array is missing,
+        and otherwise the gradient, in memory of its own.
+    """
+    gradients: list[torch.Tensor | None] = []
+    for name in input_names:
+        tensor = getattr(ctx, name)
+        if not isinstance(tensor, torch.Tensor) or not tensor.requires_grad:
+            gradients.append(None)
+            continue
+        gradients.append(_gradient_like(tensor, warp_arrays.get(name)))
+    return tuple(gradients)
+
+
+def standard_backward(
+    ctx: Any,
+    grad_outputs: torch.Tensor | Sequence[torch.Tensor | None],
+    output_names: str | Sequence[str],
+    array_names: Sequence[str],
+    input_names: Sequence[str],
+    output_dtypes: Any = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Backward pass of a hand-written ``autograd.Function`` whose forward called `attach_for_backward`.
+
+    Parameters
+    ----------
+    ctx : object
+        Holds each output and each input under its name.
+    grad_outputs : torch.Tensor or sequence of torch.Tensor or None
+        Gradients of the outputs; None counts as zero.
+    output_names : str or sequence of str
+        One output by string, several by sequence. The first one holds the tape.
+    array_names, input_names : sequence of str
+        Attached arrays to look up; inputs whose gradients are wanted, in signature order.
+    output_dtypes : Warp type or sequence, optional
+        Warp dtype of each output; required for a sequence of outputs. A single output's dtype is read from
+        its attached array.
+
+    Raises
+    ------
+    ValueError
+        If counts do not match, several outputs come without ``output_dtypes``, or gradients of several
+        outputs are no tuple.
+    """
+    if isinstance(output_names, str):
+        names: list[str] = [output_names]
+        dtypes = None if output_dtypes is None else _as_list(output_dtypes)
+        grads = list(grad_outputs) if isinstance(grad_outputs, (tuple, list)) else [grad_outputs]
+    else:
+        names = list(output_names)
+        if output_dtypes is None:
+            raise ValueError(
+                "`output_dtypes` is required with a sequence of `output_names`, one Warp dtype for each"
+            )
+        if not isinstance(grad_outputs, (tuple, list)):
+            raise ValueError(
+                f"`grad_outputs` must be a tuple for a sequence of outputs, got {type(grad_outputs).__name__}"
+            )
+        dtypes, grads = _as_list(output_dtypes), list(grad_outputs)
+    if len(grads) != len(names):
+        raise ValueError(f"`grad_outputs` has {len(grads)} entries for {len(names)} `output_names`")
+    if dtypes is not None and len(dtypes) != len(names):
+        raise ValueError(f"`output_dtypes` has {len(dtypes)} entries for {len(names)} `output_names`")
+
+    tape, arrays = retrieve_for_backward(getattr(ctx, names[0]), *{*names, *array_names, *input_names})
+    for name in names[1:]:
+        for key, array in retrieve_for_backward(getattr(ctx, name), *{*names, *array_names, *input_names})[
+            1
+        ].items():
+            arrays.setdefault(key, array)
+    if tape is None:
+        raise ValueError(f"output `{names[0]}` holds no tape: was attach_for_backward called with one?")
+    for name, dtype in zip(names, dtypes or (), strict=False):
+        if name in arrays and arrays[name].dtype is not dtype:
+            raise ValueError(
+                f"output `{name}` was attached with dtype {arrays[name].dtype.__name__}, not {dtype.__name__}"
+            )
+    replay([tape], arrays, dict(zip(names, grads, strict=True)), "standard_backward")
+    return extract_gradients(ctx, arrays, input_names)
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def _gradient_like(tensor: torch.Tensor, array: wp.array | None) -> torch.Tensor:
+    if array is None or array.grad is None:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    # a copy: the array's own buffer is written again by the next backward through a retained graph
+    return gradient_tensor(array).reshape(tensor.shape).clone()
+
+
+def replay(
+    tapes: Sequence[wp.Tape],
+    arrays: Mapping[str, wp.array],
+    cotangents: Mapping[str, torch.Tensor | None],
+    op_name: str,
+) -> None:
+    """Run recorded launches backwards: leaves the gradients of all arrays in their gradient buffers.
+
+    Any number of times on one tape: each pass starts from zero, and the incoming gradients are copied.
+    """
+    given = [g for g in cotangents.values() if g is not None]
+    with torch.no_grad(), warp_stream_from_torch(*given):
+        for tape in tapes:
+            tape.zero()
+        for name, cotangent in cotangents.items():
+            if cotangent is None:
+                continue
+            array = arrays.get(name)
+            if array is None or array.grad is None:
+                raise NotDifferentiableError(
+                    f"{op_name}: a gradient arrives for output '{name}', but its body attached no array with a "
+                    f"gradient under that name: pass {name}=warp_from_torch({name}, dtype, requires_grad=True) to "
+                    "attach_for_backward, or leave the name out of `grad_arrays`"
+                )
+            buffer = gradient_tensor(array)
+            buffer.copy_(cotangent.reshape(buffer.shape))
+        for tape in reversed(tapes):
+            tape.backward()
+
+
+# -- state of one execution of a tape op ----------------------------------------------------------
+
+
+class Recording:
+    """What one recorded execution leaves for its backward pass."""
+
+    __slots__ = ("__weakref__", "arrays", "guard", "inputs", "lock", "outputs", "owns_data", "tapes")
+
+    def __init__(
+        self,
+        tapes: list[wp.Tape],
+        arrays: dict[str, wp.array],
+        inputs: Sequence[torch.Tensor | None],
+        outputs: Sequence[torch.Tensor],
+        owns_data: bool,
+    ) -> None:
+        self.tapes = tapes
+        self.arrays = arrays
+        self.inputs = [None if t is None else _Witness(t) for t in inputs]
+        self.outputs = [_Witness(t) for t in outputs]
+        self.owns_data = owns_data
+        self.lock = threading.Lock()
+        self.guard: Any = None
+
+    def is_fresh(self, inputs: Sequence[torch.Tensor | None]) -> bool:
+        """Whether the memory that the tape refers to still holds what it held when it was recorded.
+
+        It does not when a compiled graph recomputed an input (its first copy may have been overwritten), when
+        a saved tensor went through a hook that moved it, or when an output was changed in place.
+        """
+        if not all(w.unchanged() for w in self.outputs):
+            return False
+        return self.owns_data or all(
+            t is None or w is None or w.same_memory(t) for w, t in zip(self.inputs, inputs, strict=True)
+        )
+
+
+class _Witness:
+    """Remembers where a tensor lay and which version it had, and keeps its memory from being given away."""
+
+    __slots__ = ("alias", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.alias = tensor.detach()
+        self.version = None if self.alias.is_inference() else self.alias._version
+
+    def unchanged(self) -> bool:
+        return self.version is None or self.alias._version == self.version
+
+    def same_memory(self, tensor: torch.Tensor) -> bool:
+        alias = self.alias
+        return (
+            alias.data_ptr() == tensor.data_ptr()
+            and alias.shape == tensor.shape
+            and alias.stride() == tensor.stride()
+        )
+
+
+_recordings: dict[int, Recording] = {}
+
+
+def live_recordings() -> int:
+    """How many recorded executions are kept for a backward pass that may still come."""
+    return len(_recordings)
+
+
+def new_token() -> torch.Tensor:
+    """The hidden output of one execution, in memory of its own; it stands for a recording if `keep` was told so.
+
+    It lies on the CPU, so that looking it up never waits for a GPU.
+    """
+    return torch.zeros(1, dtype=torch.int64)
+
+
+def keep(recording: Recording) -> torch.Tensor:
+    """Keep a recording exactly as long as the memory of the returned token lives.
+
+    The token's Python object comes and goes as autograd saves and wraps it, and its content must be the same in
+    every run for compilers to trust the op; its storage is what lives as long as the graph.
+    """
+    token = new_token()
+    address = token.data_ptr()
+    recording.guard = weakref.ref(token.untyped_storage(), lambda _: _recordings.pop(address, None))
+    _recordings[address] = recording
+    return token
+
+
+def find(token: torch.Tensor) -> Recording | None:
+    """The recording that a token stands for; None if it recorded nothing, or is a copy of one that did."""
+    return _recordings.get(token.data_ptr())
+
+
+def gradients_of(
+    recording: Recording,
+    cotangents: Mapping[str, torch.Tensor | None],
+    wanted: Sequence[tuple[str, torch.Tensor]],
+    op_name: str,
+) -> list[torch.Tensor]:
+    """Gradients of the ``wanted`` inputs, in memory of their own."""
+    if not recording.tapes:
+        raise NotDifferentiableError(
+            f"{op_name}: a gradient was asked for, but the body recorded no tape. Record the launches with "
+            "WarpAutogradContextManager(needs_grad(...)) and hand the tape over with attach_for_backward, or give "
+            "the op an explicit backward: warp_custom_op(..., backward=...)"
+        )
+    with recording.lock:
+        replay(recording.tapes, recording.arrays, cotangents, op_name)
+        return [_gradient_like(tensor, recording.arrays.get(name)) for name, tensor in wanted]
+
+
+__all__ = [
+    "NotDifferentiableError",
+    "Recording",
+    "WarpAutogradContextManager",
+    "attach_for_backward",
+    "extract_gradients",
+    "retrieve_for_backward",
+    "standard_backward",
+    "warp_from_torch",
+]

@@ -1,0 +1,474 @@
+"""One Warp kernel as a torch function: allocate the outputs, launch, and, if asked, differentiate.
+
+For code that has a kernel and wants a tensor back. An op that launches several kernels is written with
+`nvalchemiops.torch.autograd.warp_custom_op`.
+"""
+
+import hashlib
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import warp as wp
+
+from nvalchemiops.torch.autograd import OutputSpec, WarpOp
+from nvalchemiops.torch.autograd.op import callable_identity
+from nvalchemiops.torch.launch import launch, launch_adjoint
+from nvalchemiops.types import is_warp_dtype
+
+Dim = int | Sequence[int] | Callable[..., Any] | None
+
+NAMESPACE = "nvalchemiops_kernels"
+
+__all__ = [
+    "any_torch_tensors",
+    "call_kernel",
+    "call_kernel_via_torch",
+    "call_kernel_via_torch_compile",
+    "differentiable_kernel",
+    "extract_input_shapes",
+    "get_or_register_torch_op",
+    "is_torch_tensor",
+]
+
+
+def is_torch_tensor(value: Any) -> bool:
+    """True for a torch tensor."""
+    return isinstance(value, torch.Tensor)
+
+
+def any_torch_tensors(*values: Any) -> bool:
+    """True if any value is a torch tensor, or a list or tuple that holds one."""
+    return any(any_torch_tensors(*v) if isinstance(v, (list, tuple)) else is_torch_tensor(v) for v in values)
+
+
+def extract_input_shapes(*inputs: Any) -> tuple[tuple[int, ...] | None, ...]:
+    """The shape of each tensor or Warp array among the inputs, None for anything else."""
+    return tuple(tuple(v.shape) if isinstance(v, (torch.Tensor, wp.array)) else None for v in inputs)
+
+
+def call_kernel(
+    kernel: wp.Kernel, *inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Allocate the outputs (zero-filled), launch ``kernel`` on torch's current stream, return the outputs.
+
+    Parameters
+    ----------
+    kernel : wp.Kernel
+        Its parameters are the inputs, then the outputs.
+    *inputs
+        Tensors and numbers in the kernel's order. Tensors may be strided wherever a view exists.
+    outputs : sequence of OutputSpec
+    dim : int, sequence of int or callable of the inputs, optional
+        Launch grid; by default the elements of the first output.
+
+    Raises
+    ------
+    ValueError
+        If an input requires a gradient while gradients are recorded: this function has none. Use
+        `differentiable_kernel`, or detach.
+    """
+    if torch.is_grad_enabled():
+        for position, value in enumerate(inputs):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise ValueError(
+                    f"call_kernel: input {position} of kernel '{kernel.key}' requires a gradient, and a bare launch has "
+                    "none: use differentiable_kernel(kernel), or pass tensor.detach()"
+                )
+    return _unpack(_allocate_and_launch(kernel, tuple(outputs), dim, inputs))
+
+
+def get_or_register_torch_op(
+    kernel: wp.Kernel, outputs: Sequence[OutputSpec], *, dim: Dim = None, differentiable: bool = False
+) -> Callable[..., Any]:
+    """The torch op of one kernel and its output specs: registered at the first call, the same one ever after.
+
+    Parameters
+    ----------
+    kernel, outputs, dim
+        As for `call_kernel`. Callables count as the same if their code and what they close over are.
+    differentiable : bool, optional
+        False: asking the op for a derivative raises. True: its backward launches the kernel's Warp adjoint, one
+        order.
+
+    Returns
+    -------
+    callable
+        Takes the kernel's inputs under their own names, eagerly and inside ``torch.compile``. Get it once, outside
+        of the compiled function.
+    """
+    outputs = tuple(outputs)
+    key = ("kernel", kernel, _spec_key(outputs), _dim_key(dim), differentiable)
+    return _registered(
+        key, lambda: _forward_op(kernel, outputs, dim, "adjoint" if differentiable else "none")
+    )
+
+
+def call_kernel_via_torch(
+    kernel: wp.Kernel, *inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Launch ``kernel`` in eager mode, differentiable by its Warp adjoint. Arguments as for `call_kernel`."""
+    result: torch.Tensor | tuple[torch.Tensor, ...] = get_or_register_torch_op(
+        kernel, outputs, dim=dim, differentiable=_has_adjoint(kernel)
+    )(*inputs)
+    return result
+
+
+def call_kernel_via_torch_compile(
+    kernel: wp.Kernel, *inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Launch ``kernel`` from inside ``torch.compile(fullgraph=True)``, differentiable by its Warp adjoint.
+
+    Arguments as for `call_kernel`; ``outputs`` and a callable ``dim`` must live outside of the compiled function
+    (at module level, say), because the op is looked up while tracing.
+    """
+    name, identity = _op_while_tracing(kernel, dim, *outputs).split()
+    op = getattr(torch.ops.nvalchemiops_kernels, name).default
+    result: torch.Tensor | tuple[torch.Tensor, ...] = op(*inputs, int(identity))
+    return result
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _op_while_tracing(kernel: wp.Kernel, dim: Dim, *outputs: OutputSpec) -> str:
+    # a string, because the compiler takes few other constants; each spec by itself, because it looks into lists
+    op = get_or_register_torch_op(kernel, outputs, dim=dim, differentiable=_has_adjoint(kernel)).op  # type: ignore[attr-defined]
+    return f"{op.name.partition('::')[2]} {op.identity}"
+
+
+def differentiable_kernel(
+    forward_kernel: wp.Kernel,
+    backward_kernel: wp.Kernel | None = None,
+    save_for_backward: Sequence[int] | None = None,
+    num_grad_inputs: int | None = None,
+) -> Callable[..., Any]:
+    """Pair a kernel with its derivative.
+
+    Parameters
+    ----------
+    forward_kernel : wp.Kernel
+        Parameters: the inputs, then the outputs.
+    backward_kernel : wp.Kernel, optional
+        Parameters: the saved inputs, then the gradient of each output, then one gradient to write for each of the
+        first ``num_grad_inputs`` inputs (allocated zero-filled, shaped like the input). Launched over the same
+        grid. Without one, the adjoint that Warp derives for ``forward_kernel`` is launched, without a tape.
+    save_for_backward : sequence of int, optional
+        Positions of the inputs that the backward kernel gets; all by default.
+    num_grad_inputs : int, optional
+        All inputs by default.
+
+    Returns
+    -------
+    callable
+        ``function(*inputs, outputs=[OutputSpec, ...], dim=None)``, differentiable once; a second derivative
+        raises. ``function.op(outputs, dim)`` is the registered op for use inside ``torch.compile``.
+
+    Raises
+    ------
+    ValueError
+        If the kernels' parameters do not match this description; the message names the parameter.
+    """
+    if not isinstance(forward_kernel, wp.Kernel):
+        raise TypeError(f"`forward_kernel` must be a Warp kernel, got {type(forward_kernel).__name__}")
+    if backward_kernel is None:
+        if save_for_backward is not None or num_grad_inputs is not None:
+            raise ValueError(
+                "`save_for_backward` and `num_grad_inputs` describe a `backward_kernel`, which is not given"
+            )
+        if not _has_adjoint(forward_kernel):
+            raise ValueError(f"`forward_kernel`: '{forward_kernel.key}' was built with enable_backward=False")
+
+    def op(outputs: Sequence[OutputSpec], dim: Dim = None) -> Callable[..., Any]:
+        outputs = tuple(outputs)
+        if backward_kernel is None:
+            return get_or_register_torch_op(forward_kernel, outputs, dim=dim, differentiable=True)
+        saved = None if save_for_backward is None else tuple(save_for_backward)
+        key = (
+            "pair",
+            forward_kernel,
+            backward_kernel,
+            _spec_key(outputs),
+            _dim_key(dim),
+            saved,
+            num_grad_inputs,
+        )
+        return _registered(
+            key, lambda: _paired_op(forward_kernel, backward_kernel, outputs, dim, saved, num_grad_inputs)
+        )
+
+    def function(*inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None) -> Any:
+        return op(outputs, dim)(*inputs)
+
+    function.op = op  # type: ignore[attr-defined]
+    return function
+
+
+# -- building ops ---------------------------------------------------------------------------------
+
+_ops: dict[Any, Callable[..., Any]] = {}
+_ops_lock = threading.RLock()
+
+
+def _registered(key: Any, build: Callable[[], WarpOp]) -> Callable[..., Any]:
+    with _ops_lock:
+        if key not in _ops:
+            _ops[key] = build().public
+        return _ops[key]
+
+
+def _spec_key(outputs: Sequence[OutputSpec]) -> tuple[Any, ...]:
+    return tuple(
+        tuple(callable_identity(v) if _is_function(v) else v for v in vars(spec).values()) for spec in outputs
+    )
+
+
+def _dim_key(dim: Dim) -> Any:
+    if callable(dim):
+        return callable_identity(dim)
+    return tuple(dim) if isinstance(dim, Sequence) else dim
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not is_warp_dtype(value)
+
+
+def _has_adjoint(kernel: wp.Kernel) -> bool:
+    enabled = kernel.options.get("enable_backward")
+    return bool(kernel.module.options.get("enable_backward", True) if enabled is None else enabled)
+
+
+def _grid(dim: Dim, inputs: Sequence[Any], outputs: Sequence[OutputSpec]) -> tuple[int, ...]:
+    if callable(dim):
+        dim = dim(*inputs)
+    if dim is None:
+        shape, _ = outputs[0].resolve(inputs)
+        dtype = outputs[0].dtype if is_warp_dtype(outputs[0].dtype) else outputs[0].dtype(*inputs)
+        inner = len(getattr(dtype, "_shape_", ()))
+        dim = shape[: len(shape) - inner] or (1,)
+    return (dim,) if isinstance(dim, int) else tuple(dim)
+
+
+def _zeros(spec: OutputSpec, inputs: Sequence[Any]) -> torch.Tensor:
+    device = next((v.device for v in inputs if isinstance(v, torch.Tensor)), None)
+    shape, dtype = spec.resolve(inputs)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _allocate_and_launch(
+    kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, inputs: Sequence[Any]
+) -> list[torch.Tensor]:
+    results = [_zeros(spec, inputs) for spec in outputs]
+    launch(kernel, _grid(dim, inputs, outputs), inputs, results)
+    return results
+
+
+def _unpack(results: Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _arguments(kernel: wp.Kernel) -> list[Any]:
+    """The kernel's own parameters, without the offset that the launch helper supplies."""
+    return list(kernel.adj.args[1:] if getattr(kernel, "gather_only", False) else kernel.adj.args)
+
+
+def _annotation(argument: Any, kernel: wp.Kernel) -> Any:
+    kind = argument.type
+    if hasattr(kind, "ndim") and hasattr(kind, "dtype"):
+        return torch.Tensor
+    for annotation, names in (
+        (bool, "bool"),
+        (int, "int8 int16 int32 int64 uint8 uint16 uint32 uint64"),
+        (float, "float16 float32 float64"),
+    ):
+        if kind is annotation or any(kind is getattr(wp, name) for name in names.split()):
+            return annotation
+    raise TypeError(
+        f"kernel '{kernel.key}': parameter `{argument.label}` of type {kind} is neither an array nor a number; pass vectors "
+        "and matrices as arrays of one element"
+    )
+
+
+def _body(
+    function: Callable[..., Any], parameters: Sequence[tuple[str, Any]], name: str
+) -> Callable[..., Any]:
+    """A function with the given annotated signature that passes its arguments on as one tuple."""
+
+    def body(*arguments: Any) -> Any:
+        return function(arguments)
+
+    body.__name__ = body.__qualname__ = name
+    body.__annotations__ = dict(parameters)
+    body.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=a) for n, a in parameters]
+    )
+    return body
+
+
+def _forward_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, backward: str) -> WarpOp:
+    count = len(_arguments(kernel)) - len(outputs)
+    if count < 1:
+        raise ValueError(
+            f"kernel '{kernel.key}' has too few parameters for {len(outputs)} `outputs` and an input"
+        )
+    parameters = [(a.label, _annotation(a, kernel)) for a in _arguments(kernel)[:count]]
+    body = _body(
+        lambda inputs: _unpack(_allocate_and_launch(kernel, outputs, dim, inputs)), parameters, kernel.key
+    )
+    identity = _identity(kernel, outputs, dim, backward)
+    formula: Any = "none"
+    if backward == "adjoint":
+        formula = _adjoint_op(kernel, parameters, outputs, dim, identity).public
+    return WarpOp(body, _op_name(kernel, identity), outputs, backward=formula, identity=identity)
+
+
+def _adjoint_op(
+    kernel: wp.Kernel,
+    parameters: list[tuple[str, Any]],
+    outputs: tuple[OutputSpec, ...],
+    dim: Dim,
+    identity: str,
+) -> WarpOp:
+    """The op that launches Warp's adjoint of ``kernel``: one gradient for each floating-point array."""
+    arguments = _arguments(kernel)
+    count = len(parameters)
+    tracked = [
+        i for i in range(count) if parameters[i][1] is torch.Tensor and _is_float(arguments[i].type.dtype)
+    ]
+
+    def run(values: Sequence[Any]) -> Any:
+        inputs, results = values[:count], values[count : count + len(outputs)]
+        # the adjoint consumes the incoming gradients
+        cotangents = [c.clone(memory_format=torch.contiguous_format) for c in values[count + len(outputs) :]]
+        gradients: list[torch.Tensor | None] = [None] * count
+        for i in tracked:
+            gradients[i] = torch.zeros_like(inputs[i], memory_format=torch.contiguous_format)
+        launch_adjoint(kernel, _grid(dim, inputs, outputs), [*inputs, *results], [*gradients, *cotangents])
+        return tuple(gradients[i] for i in tracked)
+
+    names = [
+        *parameters,
+        *((o.name, torch.Tensor) for o in outputs),
+        *((f"grad_{o.name}", torch.Tensor) for o in outputs),
+    ]
+    specs = [
+        OutputSpec(
+            f"grad_{parameters[i][0]}",
+            lambda *values, i=i: wp.dtype_from_torch(values[i].dtype),
+            lambda *values, i=i: values[i].shape,
+        )
+        for i in tracked
+    ]
+    return WarpOp(
+        _body(run, names, f"{kernel.key}_adjoint"),
+        _op_name(kernel, identity) + "_adjoint",
+        specs,
+        backward="none",
+    )
+
+
+def _paired_op(
+    forward_kernel: wp.Kernel,
+    backward_kernel: wp.Kernel,
+    outputs: tuple[OutputSpec, ...],
+    dim: Dim,
+    saved: tuple[int, ...] | None,
+    num_grad_inputs: int | None,
+) -> WarpOp:
+    arguments = _arguments(forward_kernel)
+    count = len(arguments) - len(outputs)
+    if count < 1:
+        raise ValueError(
+            f"kernel '{forward_kernel.key}' has too few parameters for {len(outputs)} `outputs` and an input"
+        )
+    parameters = [(a.label, _annotation(a, forward_kernel)) for a in arguments[:count]]
+    saved = tuple(range(count)) if saved is None else saved
+    n_grads = count if num_grad_inputs is None else num_grad_inputs
+    if not all(0 <= i < count for i in saved):
+        raise ValueError(
+            f"`save_for_backward` {saved} names inputs that '{forward_kernel.key}' does not have ({count})"
+        )
+    if not 1 <= n_grads <= count:
+        raise ValueError(f"`num_grad_inputs` is {n_grads}, but '{forward_kernel.key}' has {count} inputs")
+    for label, annotation in parameters[:n_grads]:
+        argument = arguments[[p[0] for p in parameters].index(label)]
+        if annotation is not torch.Tensor or not _is_float(argument.type.dtype):
+            raise ValueError(
+                f"`num_grad_inputs` covers `{label}`, which is no floating-point array: put it behind the others"
+            )
+    expected = len(saved) + len(outputs) + n_grads
+    given = _arguments(backward_kernel)
+    if len(given) != expected:
+        raise ValueError(
+            f"`backward_kernel`: '{backward_kernel.key}' has {len(given)} parameters, but {len(saved)} saved inputs, "
+            f"{len(outputs)} output gradients and {n_grads} input gradients make {expected}"
+        )
+    identity = _identity(forward_kernel, outputs, dim, _identity(backward_kernel, (), saved, str(n_grads)))
+
+    def run(values: Sequence[Any]) -> Any:
+        grid, shapes, rest = values[0], values[1 : 1 + n_grads], values[1 + n_grads :]
+        like = rest[len(saved)]
+        gradients = [torch.zeros(s, dtype=like.dtype, device=like.device) for s in shapes]
+        launch(backward_kernel, grid, rest, gradients)
+        return tuple(gradients)
+
+    # shapes of all inputs travel as numbers, so an input need not be saved for its gradient to have a shape
+    names: list[tuple[str, Any]] = [("launch_grid", list[int])]
+    names += [(f"shape_{i}", list[int]) for i in range(n_grads)]
+    names += [(f"saved_{i}", parameters[i][1]) for i in saved]
+    names += [(f"cotangent_{o.name}", torch.Tensor) for o in outputs]
+    first = 1 + n_grads + len(saved)
+    specs = [
+        OutputSpec(
+            f"grad_{parameters[i][0]}",
+            lambda *values: wp.dtype_from_torch(values[first].dtype),
+            lambda *values, i=i: tuple(values[1 + i]),
+        )
+        for i in range(n_grads)
+    ]
+    name = _op_name(forward_kernel, identity)
+    backward_op = WarpOp(
+        _body(run, names, f"{backward_kernel.key}_backward"), name + "_backward", specs, backward="none"
+    )
+
+    def formula(values: Sequence[Any]) -> Any:
+        inputs, cotangents = values[:count], values[count:]
+        grid = list(_grid(dim, inputs, outputs))
+        shapes = [list(inputs[i].shape) for i in range(n_grads)]
+        found = backward_op.public(grid, *shapes, *(inputs[i] for i in saved), *cotangents)
+        found = found if isinstance(found, tuple) else (found,)
+        return {parameters[i][0]: found[i] for i in range(n_grads)}
+
+    binding = [*parameters, *((f"grad_{o.name}", torch.Tensor) for o in outputs)]
+    body = _body(
+        lambda inputs: _unpack(_allocate_and_launch(forward_kernel, outputs, dim, inputs)),
+        parameters,
+        forward_kernel.key,
+    )
+    tracked = [o.name for o in outputs] + [p[0] for p in parameters[:n_grads]]
+    return WarpOp(
+        body, name, outputs, tracked, backward=_body(formula, binding, "backward"), identity=identity
+    )
+
+
+def _is_float(dtype: Any) -> bool:
+    return dtype is Any or getattr(dtype, "_wp_scalar_type_", dtype) in (wp.float16, wp.float32, wp.float64)
+
+
+def _identity(kernel: wp.Kernel, outputs: Sequence[OutputSpec], dim: Any, extra: str) -> str:
+    """The same in every process for the same kernel and specs: it names the op, also in exported programs."""
+    text = repr(
+        (
+            kernel.key,
+            kernel.adj.source,
+            [str(a.type) for a in kernel.adj.args],
+            _spec_key(outputs),
+            _dim_key(dim),
+            extra,
+        )
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _op_name(kernel: wp.Kernel, identity: str) -> str:
+    return f"{NAMESPACE}::{kernel.key}_{identity}"

@@ -1,0 +1,59 @@
+"""Shared fixtures. Kernels compile into Warp's usual cache (or WARP_CACHE_PATH), which all workers share."""
+
+import os
+import sys
+from collections.abc import Iterator
+
+# One compile process per test worker is plenty on the machines that run this.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# A cached joint graph does not know that the formula of one of our operators was edited.
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE", "0")
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, max_examples=25, database=None)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=500, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+NO_GPU = "no GPU: torch.cuda.is_available() is False"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Two workers share two cores. Tests about threads set their own number and put this one back.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """Keyword arguments for ``torch.testing.assert_close`` and ``numpy.testing.assert_allclose``."""
+    return {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float64: {"rtol": 1e-10, "atol": 1e-10}}[dtype]
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled_graphs() -> Iterator[None]:
+    """Leave no compiled graph and no recompile count to the next test.
+
+    Costs nothing until something is compiled: torch imports its compiler with the first use.
+    """
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()

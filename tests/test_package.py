@@ -1,0 +1,348 @@
+"""The package as a thing to install and import: what it loads, what it needs, what it leaves alone."""
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import textwrap
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import nvalchemiops
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "nvalchemiops"
+
+TOP_LEVEL = {
+    "pyproject.toml",
+    "nvalchemiops",
+    "tests",
+    "benchmarks",
+    "docs",
+    "README.md",
+    "examples",
+    "Makefile",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "constraints.txt",
+    ".ci",
+}
+DOT_FILES = {".gitignore", ".gitattributes", ".editorconfig", ".github"}
+
+
+def environment_with(**changes: str | None) -> dict[str, str]:
+    """This process's environment with changes; None unsets a variable."""
+    return {k: v for k, v in {**os.environ, **changes}.items() if v is not None}
+
+
+def run_python(code: str, *, cwd: Path | None = None, **environment: str | None):
+    """Run ``code`` in a new interpreter and return the finished process."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    env = environment_with(**environment)
+    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def python_says(code: str, **options):
+    """The JSON that ``code`` prints last; fails with the error output of a process that fails."""
+    finished = run_python(code, **options)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+# -- metadata -------------------------------------------------------------------------------------
+
+
+def test_version_is_written_in_one_place():
+    assert nvalchemiops.__version__ == "1.0.0.dev0"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "version" not in project
+    assert "version" in project["dynamic"]
+    holders = [p for p in PACKAGE.rglob("*.py") if nvalchemiops.__version__ in p.read_text()]
+    assert holders == [PACKAGE / "__init__.py"]
+
+
+def test_every_dependency_is_pinned_by_the_constraints():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = (ROOT / "constraints.txt").read_text().lower().splitlines()
+    lines = [line for line in text if not line.startswith("#")]
+    pinned = {line.split("==")[0].replace("_", "-") for line in lines}
+    wanted = [project["dependencies"], *project["optional-dependencies"].values()]
+    names = {re.match(r"[A-Za-z0-9_-]+", entry)[0].lower() for group in wanted for entry in group}
+    assert names <= pinned
+    assert "torch==2.13.0" in lines
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", line) for line in lines), "no suffix, address or path"
+
+
+def test_top_level_holds_what_is_agreed_and_nothing_else():
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    present = {line.split("/")[0] for line in listing.stdout.splitlines() if (ROOT / line).exists()}
+    assert present - DOT_FILES == TOP_LEVEL
+
+
+def test_no_postponed_annotations_where_kernels_are_built():
+    # Warp reads annotations as objects; as strings, a type that only an annotation names is lost
+    offenders = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "__future__":
+                offenders.append(str(path.relative_to(ROOT)))
+    assert not offenders
+
+
+def test_layers_below_torch_do_not_import_it():
+    offenders = []
+    for path in PACKAGE.rglob("*.py"):
+        if path.is_relative_to(PACKAGE / "torch") or path == PACKAGE / "cli.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            if any(re.match(r"(nvalchemiops\.)?(torch|jax)(\.|$)", name) for name in names):
+                offenders.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not offenders
+
+
+# -- import ---------------------------------------------------------------------------------------
+
+
+def test_import_loads_neither_torch_nor_warp():
+    loaded = python_says(
+        "import nvalchemiops, nvalchemiops.constants, nvalchemiops.cli, sys, json\n"
+        "print(json.dumps([m for m in ('torch', 'warp', 'numpy', 'sympy') if m in sys.modules]))"
+    )
+    assert loaded == []
+
+
+def test_subpackages_load_on_first_use():
+    assert (
+        python_says(
+            "import nvalchemiops, json\nprint(json.dumps(nvalchemiops.constants.COULOMB_HARTREE_BOHR))"
+        )
+        == 1.0
+    )
+    with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
+        _ = nvalchemiops.no_such_thing
+
+
+def test_importing_the_torch_layer_compiles_nothing_and_leaves_warp_settings_alone(tmp_path):
+    before, after = python_says(
+        """
+        import json, warp as wp
+        def settings():
+            return {k: repr(v) for k, v in vars(wp.config).items() if not k.startswith("__")}
+        before = settings()
+        from nvalchemiops.cli import import_all
+        import nvalchemiops, nvalchemiops.torch
+        for module in import_all(nvalchemiops):
+            pass
+        print(json.dumps([before, settings()]))
+        """,
+        WARP_CACHE_PATH=str(tmp_path),
+    )
+    # Warp itself fills in the resolved cache folder when it starts
+    before.pop("kernel_cache_dir"), after.pop("kernel_cache_dir")
+    assert after == before
+    assert not list(tmp_path.rglob("wp_*"))
+
+
+@pytest.mark.parametrize("absent", [["torch"], ["jax"], ["ase"], ["torch", "jax", "ase"]])
+def test_everything_else_imports_without_optional_packages(absent):
+    modules = python_says(
+        f"""
+        import json, sys
+        sys.modules.update(dict.fromkeys({absent!r}))
+        import nvalchemiops
+        from nvalchemiops.cli import import_all
+        print(json.dumps([m.__name__ for m in import_all(nvalchemiops)]))
+        """
+    )
+    assert {"nvalchemiops.constants", "nvalchemiops.launch", "nvalchemiops.types"} <= set(modules)
+    if "torch" not in absent:
+        assert "nvalchemiops.torch.autograd" in modules
+    else:
+        assert {"nvalchemiops.neighbors", "nvalchemiops.interactions.electrostatics"} <= set(modules)
+        assert not [m for m in modules if m.startswith("nvalchemiops.torch")]
+
+
+def test_importing_everything_warns_of_nothing():
+    finished = run_python(
+        """
+        import torch, warp  # their own warnings are theirs
+        import warnings
+        warnings.simplefilter("error")
+        import nvalchemiops
+        from nvalchemiops.cli import import_all
+        print(len(list(import_all(nvalchemiops))))
+        """
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+# -- wheel and sdist ------------------------------------------------------------------------------
+
+
+def test_wheel_and_sdist_build_and_the_wheel_works_elsewhere(tmp_path):
+    dist, site = tmp_path / "dist", tmp_path / "site"
+    quietly = {"check": True, "capture_output": True, "text": True}
+    # the wheel is built from the sdist, so this also shows that the sdist is complete
+    subprocess.run([sys.executable, "-m", "build", "--no-isolation", "-o", dist, ROOT], **quietly)
+    (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
+
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    info = f"nvalchemiops-{nvalchemiops.__version__}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"nvalchemiops", info}
+    assert {"nvalchemiops/py.typed", f"{info}/licenses/LICENSE"} <= set(names)
+    sources = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*.py")}
+    assert sources <= set(names)
+
+    with tarfile.open(sdist) as archive:
+        inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert {"pyproject.toml", "LICENSE", "tests/conftest.py", "Makefile", "constraints.txt"} <= inside
+    assert not [
+        name for name in inside if name.startswith((".venv", ".gpu", "docs/_build")) or "__pycache__" in name
+    ]
+
+    install = [
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--disable-pip-version-check",
+        "--target",
+        site,
+        wheel,
+    ]
+    subprocess.run([sys.executable, "-m", "pip", *install], **quietly)
+    path, version, constant = python_says(
+        "import json, nvalchemiops, nvalchemiops.torch\n"
+        "from nvalchemiops.constants import COULOMB_EV_ANGSTROM as k\n"
+        "print(json.dumps([nvalchemiops.__file__, nvalchemiops.__version__, k]))",
+        cwd=tmp_path,
+        PYTHONPATH=str(site),
+    )
+    assert Path(path).is_relative_to(site)
+    assert version == nvalchemiops.__version__
+    assert constant == pytest.approx(14.39964547, abs=1e-8)
+
+
+# -- Warp's start and its kernel cache ------------------------------------------------------------
+
+KERNEL = """
+import json, sys, warnings
+import warp as wp
+from nvalchemiops._warp import ensure_warp
+
+@wp.kernel
+def double(x: wp.array(dtype=wp.float64)):
+    i = wp.tid()
+    x[i] = wp.float64(2.0) * x[i]
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    ensure_warp()
+    ensure_warp()
+x = wp.array([1.0, 2.0, 3.0], dtype=wp.float64, device="cpu")
+wp.launch(double, 3, inputs=[x], device="cpu")
+print(json.dumps([x.numpy().tolist(), wp.config.kernel_cache_dir, [str(w.message) for w in caught]]))
+"""
+
+
+@pytest.fixture
+def kernel_script(tmp_path) -> Path:
+    path = tmp_path / "kernel_script.py"  # Warp reads the source of kernels, so they need a file
+    path.write_text(KERNEL)
+    return path
+
+
+def run_kernel(script: Path, **environment: str | None):
+    clean = {"WARP_CACHE_PATH": None, "XDG_CACHE_HOME": None, "TMPDIR": str(script.parent)}
+    env = environment_with(**{**clean, **environment})
+    return subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=300)
+
+
+def result_of(finished):
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def test_home_that_cannot_exist(tmp_path, kernel_script):
+    (tmp_path / "file").write_text("not a folder")
+    numbers, folder, messages = result_of(run_kernel(kernel_script, HOME=str(tmp_path / "file" / "home")))
+    assert numbers == [2.0, 4.0, 6.0]
+    assert Path(folder).is_relative_to(tmp_path)
+    assert re.search(rf"nvalchemiops-{re.escape(nvalchemiops.__version__)}-warp-[\d.]+-", folder)
+    assert len(messages) == 1
+    assert "WARP_CACHE_PATH" in messages[0]
+    assert list(Path(folder).glob("wp_*"))
+    assert Path(folder).parent.stat().st_mode & 0o077 == 0
+
+    again = result_of(run_kernel(kernel_script, HOME=str(tmp_path / "file" / "home")))
+    assert again[1] == folder, "processes of one user share the replacement"
+
+
+def test_no_home_at_all(tmp_path, kernel_script):
+    # Warp alone would make a folder below the working directory
+    numbers, folder, messages = result_of(run_kernel(kernel_script, XDG_CACHE_HOME=""))
+    assert numbers == [2.0, 4.0, 6.0]
+    assert Path(folder).is_relative_to(tmp_path)
+    assert len(messages) == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder that even root cannot write into")
+def test_existing_cache_that_is_read_only(tmp_path, kernel_script):
+    (tmp_path / "warp").mkdir()
+    (tmp_path / "warp" / importlib.metadata.version("warp-lang")).symlink_to("/proc")
+    numbers, folder, messages = result_of(run_kernel(kernel_script, XDG_CACHE_HOME=str(tmp_path)))
+    assert numbers == [2.0, 4.0, 6.0]
+    assert "nvalchemiops" in folder
+    assert len(messages) == 1
+
+
+def test_replacement_folder_of_somebody_else_is_not_trusted(tmp_path, kernel_script):
+    (tmp_path / "file").write_text("not a folder")
+    environment = {"HOME": str(tmp_path / "file" / "home")}
+    folder = Path(result_of(run_kernel(kernel_script, **environment))[1])
+    folder.parent.chmod(0o777)  # now others could put compiled code there
+    assert result_of(run_kernel(kernel_script, **environment))[1] != str(folder)
+
+
+def test_cache_chosen_by_the_user_is_kept(tmp_path, kernel_script):
+    chosen = tmp_path / "chosen"
+    _, folder, messages = result_of(run_kernel(kernel_script, WARP_CACHE_PATH=str(chosen)))
+    assert Path(folder).is_relative_to(chosen)
+    assert messages == []
+
+
+def test_cache_chosen_by_the_user_is_never_replaced(tmp_path, kernel_script):
+    (tmp_path / "file").write_text("not a folder")
+    finished = run_kernel(kernel_script, WARP_CACHE_PATH=str(tmp_path / "file" / "cache"))
+    assert finished.returncode != 0
+    assert "NotADirectoryError" in finished.stderr
+
+
+def test_eight_processes_start_at_once_on_an_empty_cache(tmp_path, kernel_script):
+    env = environment_with(WARP_CACHE_PATH=str(tmp_path / "cache"))
+    started = [
+        subprocess.Popen([sys.executable, str(kernel_script)], env=env, stdout=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
+    outputs = [process.communicate(timeout=300)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * 8
+    results = [json.loads(output.splitlines()[-1]) for output in outputs]
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == [2.0, 4.0, 6.0]
