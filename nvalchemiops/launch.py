@@ -4,11 +4,10 @@ Warp runs a CPU launch on one thread, records on one tape per process and spends
 in Python. This module answers all three, and knows no kernel by name.
 """
 
-import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -61,6 +60,14 @@ def registered_kernels() -> list[tuple[str, Callable[[], wp.Kernel]]]:
     return list(_registered)
 
 
+_GATHER_ONLY = "_nvalchemiops_gather_only"
+
+
+def is_gather_only(kernel: wp.Kernel) -> bool:
+    """Whether `gather_only` was declared for ``kernel``."""
+    return getattr(kernel, _GATHER_ONLY, False)
+
+
 def gather_only(kernel: wp.Kernel) -> wp.Kernel:
     """Declare that each thread of ``kernel`` writes only what no other thread touches.
 
@@ -75,12 +82,10 @@ def gather_only(kernel: wp.Kernel) -> wp.Kernel:
     """
     first = kernel.adj.args[0] if kernel.adj.args else None
     if first is None or first.label != OFFSET or first.type is not wp.int32:
-        raise TypeError(
-            f"gather-only kernel '{kernel.key}' needs `{OFFSET}: wp.int32` as its first parameter"
-        )
+        raise TypeError(f"gather-only kernel '{kernel.key}' needs `{OFFSET}: wp.int32` as its first parameter")
     if kernel.options.get("enable_backward") is not False:
         raise TypeError(f"gather-only kernel '{kernel.key}' needs enable_backward=False: adjoints scatter")
-    kernel.gather_only = True
+    setattr(kernel, _GATHER_ONLY, True)
     return kernel
 
 
@@ -119,33 +124,35 @@ def active_tape() -> wp.Tape | None:
     return getattr(_thread, "tape", None)
 
 
-@contextlib.contextmanager
-def record() -> Iterator[wp.Tape]:
-    """Record the launches of this thread, and of no other, on a new tape.
+class record:  # used as a context manager, named like a function
+    """Record the launches of this thread, and of no other, on a new tape: ``with record() as tape``.
 
     Raises
     ------
     RuntimeError
         If a plain ``with wp.Tape()`` is active: Warp has room for one tape per process.
     """
-    global _recorders
-    tape = wp.Tape()
-    with _recorders_lock:
-        if _recorders == 0:
-            try:
-                _router.__enter__()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    "a wp.Tape is active around this torch operation; leave it first: torch's autograd "
-                    "differentiates the operation, and Warp has room for one tape per process"
-                ) from error
-        _recorders += 1
-    outer, _thread.tape = active_tape(), tape
-    _thread.depth = getattr(_thread, "depth", 0) + 1
-    try:
-        yield tape
-    finally:
-        _thread.tape = outer
+
+    def __enter__(self) -> wp.Tape:
+        global _recorders
+        with _recorders_lock:
+            if _recorders == 0:
+                try:
+                    _router.__enter__()
+                except RuntimeError as error:
+                    raise RuntimeError(
+                        "a wp.Tape is active around this torch operation; leave it first: torch's autograd "
+                        "differentiates the operation, and Warp has room for one tape per process"
+                    ) from error
+            _recorders += 1
+        self._outer = active_tape()
+        tape = _thread.tape = wp.Tape()
+        _thread.depth = getattr(_thread, "depth", 0) + 1
+        return tape
+
+    def __exit__(self, *error: object) -> None:
+        global _recorders
+        _thread.tape = self._outer
         _thread.depth -= 1
         with _recorders_lock:
             _recorders -= 1
@@ -158,7 +165,13 @@ def record() -> Iterator[wp.Tape]:
 _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 _pool_lock = threading.Lock()
-_threads: Callable[[], int] = lambda: len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def _available_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+_threads: Callable[[], int] = _available_cores
 
 
 def set_thread_count(source: Callable[[], int]) -> None:
@@ -237,7 +250,7 @@ def launch(
     if lanes:
         grid = (*grid, 1 if device.is_cpu else lanes)
     arguments = [*inputs, *outputs]
-    if not getattr(kernel, "gather_only", False):
+    if not is_gather_only(kernel):
         if record_tape or kernel.is_generic:
             wp.launch(
                 kernel,
@@ -262,9 +275,7 @@ def launch(
     edges = [rows * c // chunks for c in range(chunks + 1)]
     pieces = [((b - a, *grid[1:]), [a, *arguments]) for a, b in zip(edges, edges[1:])]
     pool = _workers(chunks - 1)
-    waiting = [
-        pool.submit(_launch_in_worker, kernel, piece, rest, device, block) for piece, rest in pieces[1:]
-    ]
+    waiting = [pool.submit(_launch_in_worker, kernel, piece, rest, device, block) for piece, rest in pieces[1:]]
     try:
         _launch_recorded(kernel, *pieces[0], device, stream, block)
     finally:
@@ -327,9 +338,7 @@ def _launch_recorded(
         return
     arguments = [a.__ctype__() if isinstance(a, wp.array) else a for a in arguments]
     if kernel.is_generic:
-        wp.launch(
-            kernel, grid, inputs=arguments, device=device, stream=stream, record_tape=False, block_dim=block
-        )
+        wp.launch(kernel, grid, inputs=arguments, device=device, stream=stream, record_tape=False, block_dim=block)
         return
     commands = _thread.__dict__.setdefault("commands", {})
     key = (kernel, device.alias, block)
@@ -340,9 +349,7 @@ def _launch_recorded(
         )
     else:
         if len(arguments) != len(kernel.adj.args):
-            raise TypeError(
-                f"kernel '{kernel.key}' takes {len(kernel.adj.args)} arguments, got {len(arguments)}"
-            )
+            raise TypeError(f"kernel '{kernel.key}' takes {len(kernel.adj.args)} arguments, got {len(arguments)}")
         command.set_dim(grid)
         descriptor = descriptor_type()
         for index, value in enumerate(arguments):

@@ -20,7 +20,20 @@ REAL: dict[str, Real] = {
 
 SCALARS = frozenset(
     getattr(wp, name)
-    for name in ["bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
+    for name in [
+        "bool",
+        "int8",
+        "uint8",
+        "int16",
+        "uint16",
+        "int32",
+        "uint32",
+        "int64",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+    ]
 )
 
 

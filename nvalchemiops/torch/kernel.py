@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import warp as wp
 
+from nvalchemiops.launch import is_gather_only
 from nvalchemiops.torch.autograd import OutputSpec, WarpOp
 from nvalchemiops.torch.autograd.op import callable_identity
 from nvalchemiops.torch.launch import launch, launch_adjoint
@@ -74,8 +75,8 @@ def call_kernel(
         for position, value in enumerate(inputs):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise ValueError(
-                    f"call_kernel: input {position} of kernel '{kernel.key}' requires a gradient, and a bare launch has "
-                    "none: use differentiable_kernel(kernel), or pass tensor.detach()"
+                    f"call_kernel: input {position} of kernel '{kernel.key}' requires a gradient, and a bare launch "
+                    "has none: use differentiable_kernel(kernel), or pass tensor.detach()"
                 )
     return _unpack(_allocate_and_launch(kernel, tuple(outputs), dim, inputs))
 
@@ -101,9 +102,7 @@ def get_or_register_torch_op(
     """
     outputs = tuple(outputs)
     key = ("kernel", kernel, _spec_key(outputs), _dim_key(dim), differentiable)
-    return _registered(
-        key, lambda: _forward_op(kernel, outputs, dim, "adjoint" if differentiable else "none")
-    )
+    return _registered(key, lambda: _forward_op(kernel, outputs, dim, "adjoint" if differentiable else "none"))
 
 
 def call_kernel_via_torch(
@@ -218,9 +217,7 @@ def _registered(key: Any, build: Callable[[], WarpOp]) -> Callable[..., Any]:
 
 
 def _spec_key(outputs: Sequence[OutputSpec]) -> tuple[Any, ...]:
-    return tuple(
-        tuple(callable_identity(v) if _is_function(v) else v for v in vars(spec).values()) for spec in outputs
-    )
+    return tuple(tuple(callable_identity(v) if _is_function(v) else v for v in vars(spec).values()) for spec in outputs)
 
 
 def _dim_key(dim: Dim) -> Any:
@@ -246,7 +243,7 @@ def _grid(dim: Dim, inputs: Sequence[Any], outputs: Sequence[OutputSpec]) -> tup
         dtype = outputs[0].dtype if is_warp_dtype(outputs[0].dtype) else outputs[0].dtype(*inputs)
         inner = len(getattr(dtype, "_shape_", ()))
         dim = shape[: len(shape) - inner] or (1,)
-    return (dim,) if isinstance(dim, int) else tuple(dim)
+    return (dim,) if isinstance(dim, int) else tuple(dim)  # type: ignore[arg-type]
 
 
 def _zeros(spec: OutputSpec, inputs: Sequence[Any]) -> torch.Tensor:
@@ -269,7 +266,7 @@ def _unpack(results: Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tenso
 
 def _arguments(kernel: wp.Kernel) -> list[Any]:
     """The kernel's own parameters, without the offset that the launch helper supplies."""
-    return list(kernel.adj.args[1:] if getattr(kernel, "gather_only", False) else kernel.adj.args)
+    return list(kernel.adj.args[1:] if is_gather_only(kernel) else kernel.adj.args)
 
 
 def _annotation(argument: Any, kernel: wp.Kernel) -> Any:
@@ -284,14 +281,12 @@ def _annotation(argument: Any, kernel: wp.Kernel) -> Any:
         if kind is annotation or any(kind is getattr(wp, name) for name in names.split()):
             return annotation
     raise TypeError(
-        f"kernel '{kernel.key}': parameter `{argument.label}` of type {kind} is neither an array nor a number; pass vectors "
-        "and matrices as arrays of one element"
+        f"kernel '{kernel.key}': parameter `{argument.label}` of type {kind} is neither an array nor a number; "
+        "pass vectors and matrices as arrays of one element"
     )
 
 
-def _body(
-    function: Callable[..., Any], parameters: Sequence[tuple[str, Any]], name: str
-) -> Callable[..., Any]:
+def _body(function: Callable[..., Any], parameters: Sequence[tuple[str, Any]], name: str) -> Callable[..., Any]:
     """A function with the given annotated signature that passes its arguments on as one tuple."""
 
     def body(*arguments: Any) -> Any:
@@ -308,13 +303,9 @@ def _body(
 def _forward_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, backward: str) -> WarpOp:
     count = len(_arguments(kernel)) - len(outputs)
     if count < 1:
-        raise ValueError(
-            f"kernel '{kernel.key}' has too few parameters for {len(outputs)} `outputs` and an input"
-        )
+        raise ValueError(f"kernel '{kernel.key}' has too few parameters for {len(outputs)} `outputs` and an input")
     parameters = [(a.label, _annotation(a, kernel)) for a in _arguments(kernel)[:count]]
-    body = _body(
-        lambda inputs: _unpack(_allocate_and_launch(kernel, outputs, dim, inputs)), parameters, kernel.key
-    )
+    body = _body(lambda inputs: _unpack(_allocate_and_launch(kernel, outputs, dim, inputs)), parameters, kernel.key)
     identity = _identity(kernel, outputs, dim, backward)
     formula: Any = "none"
     if backward == "adjoint":
@@ -332,9 +323,7 @@ def _adjoint_op(
     """The op that launches Warp's adjoint of ``kernel``: one gradient for each floating-point array."""
     arguments = _arguments(kernel)
     count = len(parameters)
-    tracked = [
-        i for i in range(count) if parameters[i][1] is torch.Tensor and _is_float(arguments[i].type.dtype)
-    ]
+    tracked = [i for i in range(count) if parameters[i][1] is torch.Tensor and _is_float(arguments[i].type.dtype)]
 
     def run(values: Sequence[Any]) -> Any:
         inputs, results = values[:count], values[count : count + len(outputs)]
@@ -446,9 +435,7 @@ def _paired_op(
         forward_kernel.key,
     )
     tracked = [o.name for o in outputs] + [p[0] for p in parameters[:n_grads]]
-    return WarpOp(
-        body, name, outputs, tracked, backward=_body(formula, binding, "backward"), identity=identity
-    )
+    return WarpOp(body, name, outputs, tracked, backward=_body(formula, binding, "backward"), identity=identity)
 
 
 def _is_float(dtype: Any) -> bool:

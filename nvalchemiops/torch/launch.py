@@ -86,7 +86,7 @@ def describe(
 ) -> tuple[torch.device, list[Any]]:
     """Array descriptors for tensors, other arguments as they are; and the device of the tensors."""
     ensure_warp()
-    declared = kernel.adj.args[1:] if getattr(kernel, "gather_only", False) else kernel.adj.args
+    declared = kernel.adj.args[1:] if core.is_gather_only(kernel) else kernel.adj.args
     if len(arguments) != len(declared):
         raise TypeError(f"kernel '{kernel.key}' takes {len(declared)} arguments, got {len(arguments)}")
     device = None

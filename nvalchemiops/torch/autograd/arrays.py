@@ -13,6 +13,8 @@ from nvalchemiops._warp import ensure_warp
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
 from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
 
+_GRADIENT = "_nvalchemiops_gradient"
+
 
 def needs_grad(*tensors: Any) -> bool:
     """True if any of the tensors needs gradients; whatever is not a tensor is ignored.
@@ -52,20 +54,20 @@ def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool |
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"`tensor` must be a torch.Tensor, got {type(tensor).__name__}")
     track = tensor.requires_grad if requires_grad is None else bool(requires_grad)
-    array = _view(tensor, warp_dtype)
+    array: Any = _view(tensor, warp_dtype)
     if track:
         if not tensor.dtype.is_floating_point:
             raise TypeError(f"`requires_grad`: a tensor of dtype {tensor.dtype} has no gradient")
         gradient = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         array.grad = _view(gradient, warp_dtype)
         array.requires_grad = True
-        array._torch_gradient = gradient
+        setattr(array, _GRADIENT, gradient)
     return array
 
 
 def gradient_tensor(array: wp.array) -> torch.Tensor:
     """The gradient buffer of a Warp array as a tensor (a view)."""
-    tensor = getattr(array, "_torch_gradient", None)
+    tensor = getattr(array, _GRADIENT, None)
     return wp.to_torch(array.grad, requires_grad=False) if tensor is None else tensor
 
 
@@ -81,9 +83,7 @@ def _view(tensor: torch.Tensor, warp_dtype: Any) -> wp.array:
     if tensor.dtype is not dtype:
         raise TypeError(f"`tensor` has dtype {tensor.dtype}, but {warp_dtype.__name__} needs {dtype}")
     shape, strides = outer_layout(tensor, inner, warp_dtype)
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"`tensor` is on '{tensor.device}'; Warp reaches only the CPU and CUDA devices")
-    array = wp.array(
+    array: Any = wp.array(
         ptr=tensor.data_ptr(),
         dtype=warp_dtype,
         shape=shape,
@@ -104,9 +104,7 @@ def outer_layout(
     if inner:
         outer = len(shape) - len(inner)
         if outer < 0 or shape[outer:] != inner:
-            raise ValueError(
-                f"`tensor` of shape {shape} is no array of {warp_dtype.__name__}: it must end in {inner}"
-            )
+            raise ValueError(f"`tensor` of shape {shape} is no array of {warp_dtype.__name__}: it must end in {inner}")
         expected = 1
         for length, step in zip(reversed(inner), reversed(steps), strict=False):
             if step != expected and tensor.numel():
@@ -124,8 +122,16 @@ def outer_layout(
 
 @functools.cache
 def warp_device(device: torch.device) -> wp.Device:
-    """The Warp device of a torch device."""
+    """The Warp device of a torch device.
+
+    Raises
+    ------
+    ValueError
+        If Warp does not reach it.
+    """
     ensure_warp()
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"a tensor is on '{device}'; Warp reaches only the CPU and CUDA devices")
     return wp.device_from_torch(device)
 
 

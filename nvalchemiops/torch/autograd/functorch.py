@@ -78,13 +78,9 @@ def transformable(
                 for i, c in zip(differentiable_outputs, cotangents, strict=True):
                     given[i] = c
                 gradients = pullback(inputs, outputs, given)
-                return tuple(
-                    torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in moved
-                )
+                return tuple(torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in moved)
 
-            pushed = transpose(
-                pull, [outputs[i] for i in differentiable_outputs], [tangents[i] for i in moved]
-            )
+            pushed = transpose(pull, [outputs[i] for i in differentiable_outputs], [tangents[i] for i in moved])
             for i, t in zip(differentiable_outputs, pushed, strict=True):
                 result[i] = t
             return tuple(result) if len(result) > 1 else result[0]
@@ -117,7 +113,7 @@ def transpose(
     """
     zeros = [torch.zeros_like(t) for t in like]
     try:
-        _, push = torch.func.vjp(pull, *zeros)
+        push = torch.func.vjp(pull, *zeros)[1]
         return list(push(tuple(tangents)))
     except NotDifferentiableError:
         pass
@@ -126,18 +122,15 @@ def transpose(
 
     def row(*flat: torch.Tensor) -> torch.Tensor:
         gradients = pull(*(f.reshape(z.shape) for f, z in zip(flat, zeros, strict=True)))
-        return sum((g * t).sum() for g, t in zip(gradients, tangents, strict=True))  # type: ignore[return-value]
+        return sum((g * t).sum() for g, t in zip(gradients, tangents, strict=True))
 
     products = torch.func.vmap(row)(*basis)
     return [p.reshape(z.shape) for p, z in zip(products.split(sizes), zeros, strict=True)]
 
 
-def _one_by_one(
-    call: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]
-) -> Any:
+def _one_by_one(call: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Any:
     slices = [
-        call(*(a if d is None else a.select(d, b) for a, d in zip(args, in_dims, strict=True)))
-        for b in range(size)
+        call(*(a if d is None else a.select(d, b) for a, d in zip(args, in_dims, strict=True))) for b in range(size)
     ]
     if not isinstance(slices[0], tuple):
         return torch.stack(slices), 0

@@ -22,12 +22,15 @@ from nvalchemiops.torch.autograd.specs import OutputSpec, read_parameters, split
 from nvalchemiops.torch.autograd.tapes import NotDifferentiableError, Recording
 
 _C = torch._C
+_is_batched = _C._functorch.is_legacy_batchedtensor
+_BACKENDS = (_C.DispatchKey.CPU, _C.DispatchKey.CUDA)
 _AUTOGRAD_KEYS = (
     _C.DispatchKey.AutogradCPU,
     _C.DispatchKey.AutogradCUDA,
     _C.DispatchKey.AutogradOther,
     _C.DispatchKey.ADInplaceOrView,
 )
+_AUTOCAST_KEYS = (_C.DispatchKey.AutocastCPU, _C.DispatchKey.AutocastCUDA)
 
 Backward = Callable[..., Any] | Literal["tape", "none"]
 
@@ -149,7 +152,8 @@ class WarpOp:
         self.diff_outputs, self.diff_inputs = split_grad_arrays(
             grad_arrays, self.parameters, self.outputs, tuple(mutates_args), name
         )
-        self._mutates_args = tuple(mutates_args)
+        self._diff_names = [self.outputs[i].name for i in self.diff_outputs]
+        self._bits = {i: bit for bit, i in enumerate(self.diff_inputs)}
         if backward not in ("tape", "none") and not callable(backward):
             raise TypeError(f"{name}: `backward` must be 'tape', 'none' or a callable, got {backward!r}")
         self.backward = backward
@@ -193,9 +197,7 @@ class WarpOp:
         library.define(f"{short}({', '.join([*declared, *hidden])}) -> {_returns(returns)}")
         self.overload = getattr(getattr(torch.ops, library.ns), short).default
         # the dispatcher drops trailing arguments that equal their defaults
-        self._defaults = tuple(None if p.required else p.default for p in self.parameters) + (0,) * len(
-            hidden
-        )
+        self._defaults = tuple(None if p.required else p.default for p in self.parameters) + (0,) * len(hidden)
         self._count = count
         library.impl(short, self._run, "CompositeExplicitAutograd")
         library._register_fake(short, self._fake)
@@ -216,9 +218,7 @@ class WarpOp:
         declared += [f"Tensor? _output_{o.name}" for o in self.outputs]
         declared += [f"Tensor? _grad_{self.outputs[i].name}" for i in self.diff_outputs]
         declared += ["int _record", "int _identity"]
-        library.define(
-            f"{short}_backward({', '.join(declared)}) -> {_returns(['Tensor'] * len(self.diff_inputs))}"
-        )
+        library.define(f"{short}_backward({', '.join(declared)}) -> {_returns(['Tensor'] * len(self.diff_inputs))}")
         self.backward_overload = getattr(getattr(torch.ops, library.ns), f"{short}_backward").default
         library.impl(f"{short}_backward", self._run_backward, "CompositeExplicitAutograd")
         library._register_fake(f"{short}_backward", self._fake_backward)
@@ -313,37 +313,28 @@ def _make({", ".join(values)}):
             tensor = prepared[i]
             if tensor is None:
                 continue
-            if tensor.requires_grad:
+            track = record and i in self._bits and record >> self._bits[i] & 1
+            if track or tensor.requires_grad:
+                # a leaf of its own: one tensor passed in two places keeps two gradients
                 tensor = tensor.detach()
             if i not in self.mutated and not tensor.is_contiguous():
                 tensor = tensor.contiguous()
-            prepared[i] = tensor
-        for bit, i in enumerate(self.diff_inputs):
-            if record >> bit & 1:
-                tensor = prepared[i]
-                # a leaf of its own: one tensor passed in two places keeps two gradients
-                prepared[i] = tensor.detach().requires_grad_()
+            prepared[i] = tensor.requires_grad_() if track else tensor
         return prepared
 
-    def _record(
-        self, inputs: Sequence[Any], record: int, device: torch.device
-    ) -> tuple[list[torch.Tensor], Recording]:
+    def _record(self, inputs: Sequence[Any], record: int, device: torch.device) -> tuple[list[torch.Tensor], Recording]:
         # a body that mutates its arguments may overwrite what its own tape reads: it works on copies
         own = bool(self.mutated)
         worked = [a.clone() if own and isinstance(a, torch.Tensor) else a for a in inputs]
-        exclude = _C._dispatch_tls_local_exclude_set()
-        for key in _AUTOGRAD_KEYS:
-            exclude = exclude.remove(key)
-        # with autograd on inside the body, torch itself answers `requires_grad` for derived tensors
-        with _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), exclude), torch.enable_grad():
+        with _autograd_inside(), torch.enable_grad():
             results, found, arrays = self._call_body(worked, self._prepare(worked, record), device)
-            # The tape keeps the body's own tensors. Returned themselves, they would get a graph that keeps the tape:
-            # a cycle through C++ that Python never collects.
-            results = [r.detach() for r in results]
         for i in self.mutated:
             if inputs[i] is not None:
                 inputs[i].copy_(worked[i])
-        return results, Recording(found, arrays, [inputs[i] for i in self.tensors], results, own)
+        recording = Recording(found, arrays, [inputs[i] for i in self.tensors], results, own)
+        # The recording keeps the body's own tensors. Returned themselves, they would get a graph that keeps the
+        # recording: a cycle through C++ that Python never collects.
+        return [r.detach() for r in results], recording
 
     def _call_body(
         self, inputs: Sequence[Any], prepared: Sequence[Any], device: torch.device
@@ -361,24 +352,20 @@ def _make({", ".join(values)}):
         specs = self.outputs
         if not specs:
             if result is not None:
-                raise ValueError(
-                    f"{self.name}: the body returned {type(result).__name__}, but no output is declared"
-                )
+                raise ValueError(f"{self.name}: the body returned {type(result).__name__}, but no output is declared")
             return [], [], {}
         if isinstance(result, torch.Tensor):
             result = (result,)
         if not isinstance(result, (tuple, list)) or len(result) != len(specs):
             got = len(result) if isinstance(result, (tuple, list)) else repr(type(result).__name__)
             names = ", ".join(f"'{s.name}'" for s in specs)
-            raise ValueError(
-                f"{self.name}: the body returned {got} outputs, but {len(specs)} are declared: {names}"
-            )
-        owners = {
-            t.untyped_storage().data_ptr(): f"input `{self.parameters[i].name}`"
-            for source in (prepared, inputs)
-            for i in self.tensors
-            if (t := source[i]) is not None and t.numel()
-        }
+            raise ValueError(f"{self.name}: the body returned {got} outputs, but {len(specs)} are declared: {names}")
+        owners: dict[int, Any] = {}
+        for i in self.tensors:
+            if inputs[i] is not None and inputs[i].numel():
+                owners[inputs[i].untyped_storage().data_ptr()] = self.parameters[i]
+                if prepared[i] is not inputs[i]:
+                    owners[prepared[i].untyped_storage().data_ptr()] = self.parameters[i]
         found: list[wp.Tape] = []
         arrays: dict[str, wp.array] = {}
         results = []
@@ -395,9 +382,9 @@ def _make({", ".join(values)}):
                 address = output.untyped_storage().data_ptr()
                 if address in owners:
                     raise ValueError(
-                        f"{self.name}: output '{spec.name}' shares memory with {owners[address]}: return a copy"
+                        f"{self.name}: output '{spec.name}' shares memory with '{owners[address].name}': return a copy"
                     )
-                owners[address] = f"output '{spec.name}'"
+                owners[address] = spec
             if output.__dict__:
                 tape, attached = tapes.detach_all(output)
                 if tape is not None and not any(tape is t for t in found):
@@ -414,22 +401,17 @@ def _make({", ".join(values)}):
         cotangents = rest[self._count + len(self.outputs) : -2]
         record = args[-2]
         recording = tapes.find(token)
+        device = self._device(inputs)
         if recording is None or not recording.is_fresh([inputs[i] for i in self.tensors]):
             if self.mutated:
                 raise RuntimeError(
                     f"{self.name}: the recorded execution is gone, and an op that mutates its arguments cannot be "
                     "run again for its backward pass"
                 )
-            _, recording = self._record(inputs, record, self._device(inputs))
-        wanted = [
-            (self.parameters[i].name, inputs[i])
-            for bit, i in enumerate(self.diff_inputs)
-            if record >> bit & 1
-        ]
-        names = [self.outputs[i].name for i in self.diff_outputs]
-        found = tapes.gradients_of(recording, dict(zip(names, cotangents, strict=True)), wanted, self.name)
+            _, recording = self._record(inputs, record, device)
+        wanted = [(self.parameters[i].name, inputs[i]) for bit, i in enumerate(self.diff_inputs) if record >> bit & 1]
+        found = tapes.gradients_of(recording, dict(zip(self._diff_names, cotangents)), wanted, self.name)
         given = iter(found)
-        device = self._device(inputs)
         return _unpack(
             [
                 next(given) if record >> bit & 1 else torch.empty(0, device=device)
@@ -497,18 +479,16 @@ def _make({", ".join(values)}):
             record = self._wanted(args)
             if record:
                 return self._function.apply(keyset, record, *args)
-        with _C._AutoDispatchBelowAutograd():
-            return self.overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+        return _below_autograd(self.overload, self._run, keyset, args)
 
     def _make_function(self) -> Any:
         op = self
 
         def forward(ctx: Any, keyset: Any, record: int, *args: Any) -> Any:
             inputs = args[: op._count]
-            with _C._AutoDispatchBelowAutograd():
-                if op.recorded:
-                    args = (*inputs, record, args[-1])
-                result = op.overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+            if op.recorded:
+                args = (*inputs, record, args[-1])
+            result = _below_autograd(op.overload, op._run, keyset, args)
             outputs = result if isinstance(result, tuple) else (result,)
             ctx.set_materialize_grads(False)
             fixed = [o for i, o in enumerate(outputs) if i not in op.diff_outputs]
@@ -567,7 +547,10 @@ def _make({", ".join(values)}):
         identity: int,
     ) -> list[torch.Tensor | None]:
         given = [cotangents[i] for i in self.diff_outputs]
-        call = self.backward_overload if torch.compiler.is_compiling() else self._call_backward
+        watched = torch.is_grad_enabled() or transforms_active() or _C._len_torch_dispatch_stack()
+        # autograd.grad(..., is_grads_batched=True) brings batched tensors without a transform
+        plain = type(token) is torch.Tensor and not any(g is not None and _is_batched(g) for g in given)
+        call = self._run_backward if plain and not watched else self._call_backward
         found = call(token, *inputs, *outputs, *given, record, identity)
         found = found if isinstance(found, tuple) else (found,)
         gradients: list[torch.Tensor | None] = [None] * self._count
@@ -608,8 +591,7 @@ def _make({", ".join(values)}):
     def _autograd_backward(self, keyset: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._second_order.apply(keyset, *args)
-        with _C._AutoDispatchBelowAutograd():
-            return self.backward_overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+        return _below_autograd(self.backward_overload, self._run_backward, keyset, args)
 
     @functools.cached_property
     def _second_order(self) -> Any:
@@ -618,8 +600,7 @@ def _make({", ".join(values)}):
         class SecondOrder(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-                with _C._AutoDispatchBelowAutograd():
-                    return op.backward_overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+                return _below_autograd(op.backward_overload, op._run_backward, keyset, args)
 
             @staticmethod
             def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -642,12 +623,10 @@ def _make({", ".join(values)}):
         """Under autocast the op computes as without: half precision inputs widen, the rest stays."""
         half = (torch.float16, torch.bfloat16)
         widened = [
-            a.to(torch.float32)
-            if isinstance(a, torch.Tensor) and a.dtype in half and i not in self.mutated
-            else a
+            a.to(torch.float32) if isinstance(a, torch.Tensor) and a.dtype in half and i not in self.mutated else a
             for i, a in enumerate(self._complete(args))
         ]
-        key = _C.DispatchKey.AutocastCPU if device == "CPU" else _C.DispatchKey.AutocastCUDA
+        key = _AUTOCAST_KEYS[device != "CPU"]
         with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(key)):
             return self.overload(*widened)
 
@@ -682,17 +661,13 @@ class _Formula:
             produced = [s.name for s in wanted.outputs]
             names = [f"grad_{op.parameters[i].name}" for i in op.diff_inputs]
             if sorted(produced) != sorted(names):
-                raise ValueError(
-                    f"{op.name}: the backward op must have the outputs {names}, it has {produced}"
-                )
+                raise ValueError(f"{op.name}: the backward op must have the outputs {names}, it has {produced}")
             self.order = [produced.index(n) for n in names]
         self.saved_inputs = sorted({i for kind, i, _ in self.sources if kind == "input" and i in op.tensors})
         self.saved_outputs = sorted({i for kind, i, _ in self.sources if kind == "output"})
 
     def save(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
-        ctx.save_for_backward(
-            *(inputs[i] for i in self.saved_inputs), *(outputs[i] for i in self.saved_outputs)
-        )
+        ctx.save_for_backward(*(inputs[i] for i in self.saved_inputs), *(outputs[i] for i in self.saved_outputs))
         ctx.plain = [None if i in self.op.tensors else a for i, a in enumerate(inputs)]
         ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
 
@@ -741,12 +716,38 @@ class _Formula:
         if not isinstance(result, (tuple, list)):
             result = (result,)
         if len(result) != len(positions):
-            raise ValueError(
-                f"{self.op.name}: `backward` returned {len(result)} gradients for {len(positions)} inputs"
-            )
+            raise ValueError(f"{self.op.name}: `backward` returned {len(result)} gradients for {len(positions)} inputs")
         for slot, i in enumerate(positions):
             gradients[i] = result[self.order[slot] if self.order else slot]
         return gradients
+
+
+def _autograd_inside() -> Any:
+    """Switch autograd back on in the implementation of an op, and autocast off.
+
+    Then torch itself knows, for the body's arguments and for whatever is derived from them, what requires grad.
+    """
+    exclude = _C._dispatch_tls_local_exclude_set()
+    bits = exclude.raw_repr()
+    if bits not in _without_autograd:
+        for key in _AUTOGRAD_KEYS:
+            exclude = exclude.remove(key)
+        for key in _AUTOCAST_KEYS:
+            exclude = exclude.add(key)
+        _without_autograd[bits] = exclude
+    return _C._ForceDispatchKeyGuard(_C._dispatch_tls_local_include_set(), _without_autograd[bits])
+
+
+_without_autograd: dict[int, Any] = {}
+
+
+def _below_autograd(overload: Any, implementation: Callable[..., Any], keyset: Any, args: tuple[Any, ...]) -> Any:
+    """Continue a dispatch below autograd; straight to the implementation if no mode or tracer wants to see the call."""
+    keyset = keyset & _C._after_autograd_keyset
+    with _C._AutoDispatchBelowAutograd():
+        if keyset.highestPriorityTypeId() in _BACKENDS:
+            return implementation(*args)
+        return overload.redispatch(keyset, *args)
 
 
 def _unpack(results: Sequence[torch.Tensor]) -> Any:

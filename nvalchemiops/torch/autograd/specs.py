@@ -29,7 +29,29 @@ TORCH_DTYPES: dict[Any, torch.dtype] = {
 }
 
 INDEX_LIKE = frozenset(
-    ["neighbor_list", "neighbor_ptr", "neighbor_shifts", "neighbor_matrix", "neighbor_matrix_shifts", "num_neighbors", "batch_idx", "batch_ptr", "mask_value", "fill_value", "idx_i", "idx_j", "unit_shifts", "pbc", "numbers", "atomic_numbers", "exclusions", "target_indices", "rebuild_flags", "miller_indices", "mesh_dimensions"]
+    [
+        "neighbor_list",
+        "neighbor_ptr",
+        "neighbor_shifts",
+        "neighbor_matrix",
+        "neighbor_matrix_shifts",
+        "num_neighbors",
+        "batch_idx",
+        "batch_ptr",
+        "mask_value",
+        "fill_value",
+        "idx_i",
+        "idx_j",
+        "unit_shifts",
+        "pbc",
+        "numbers",
+        "atomic_numbers",
+        "exclusions",
+        "target_indices",
+        "rebuild_flags",
+        "miller_indices",
+        "mesh_dimensions",
+    ]
 )
 """Names that never carry a gradient, whatever their dtype."""
 
@@ -77,9 +99,7 @@ class OutputSpec:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise ValueError(f"OutputSpec: `name` must be an identifier, got {self.name!r}")
         if not is_warp_dtype(self.dtype) and not callable(self.dtype):
-            raise TypeError(
-                f"OutputSpec '{self.name}': `dtype` must be a Warp type or a callable, got {self.dtype!r}"
-            )
+            raise TypeError(f"OutputSpec '{self.name}': `dtype` must be a Warp type or a callable, got {self.dtype!r}")
         if not callable(self.shape):
             object.__setattr__(self, "shape", tuple(self.shape))
             inner = inner_shape(self.dtype) if is_warp_dtype(self.dtype) else ()
@@ -109,18 +129,16 @@ class Parameter:
 
     @property
     def is_tensor(self) -> bool:
+        """Whether it takes a tensor (or None)."""
         return self.schema_type in ("Tensor", "Tensor?")
 
     @property
-    def optional(self) -> bool:
-        return self.schema_type.endswith("?")
-
-    @property
     def required(self) -> bool:
+        """Whether it has no default."""
         return self.default is inspect.Parameter.empty
 
     def declaration(self, mutated: bool = False, alias: str = "a") -> str:
-        """This parameter as a piece of a torch schema."""
+        """How the parameter reads in a torch schema."""
         kind = self.schema_type.replace("Tensor", f"Tensor({alias}!)", 1) if mutated else self.schema_type
         if self.required:
             return f"{kind} {self.name}"
@@ -165,9 +183,7 @@ def read_parameters(body: Callable[..., Any], op_name: str) -> tuple[Parameter, 
     parameters = []
     for name, parameter in inspect.signature(body).parameters.items():
         if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            raise TypeError(
-                f"{op_name}: parameter `{name}` must be an ordinary one, not {parameter.kind.description}"
-            )
+            raise TypeError(f"{op_name}: parameter `{name}` must be an ordinary one, not {parameter.kind.description}")
         if parameter.annotation is inspect.Parameter.empty:
             raise TypeError(f"{op_name}: parameter `{name}` needs a type annotation")
         kind = schema_type(hints[name])
@@ -204,14 +220,10 @@ def split_grad_arrays(
     output_names = [o.name for o in outputs]
     input_names = [p.name for p in parameters]
     if grad_arrays is None:
-        inputs = [
-            p.name for p in parameters if p.is_tensor and p.name not in INDEX_LIKE and p.name not in mutated
-        ]
+        inputs = [p.name for p in parameters if p.is_tensor and p.name not in INDEX_LIKE and p.name not in mutated]
         grad_arrays = [*output_names, *inputs] if output_names and inputs else []
     if isinstance(grad_arrays, str):
-        raise TypeError(
-            f"{op_name}: `grad_arrays` must be a sequence of names, got the string {grad_arrays!r}"
-        )
+        raise TypeError(f"{op_name}: `grad_arrays` must be a sequence of names, got the string {grad_arrays!r}")
     seen: set[str] = set()
     first_input = None
     for name in grad_arrays:

@@ -1,9 +1,9 @@
 """Recording an op's launches on a tape, keeping the tape exactly as long as its graph, and replaying it."""
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,14 +23,9 @@ class NotDifferentiableError(RuntimeError):
 # -- helpers for bodies, and for hand-written autograd functions ----------------------------------
 
 
-@contextlib.contextmanager
-def WarpAutogradContextManager(enable: bool) -> Iterator[wp.Tape | None]:
-    """Record this thread's launches if ``enable``: yields the ``wp.Tape``, else None."""
-    if not enable:
-        yield None
-        return
-    with record() as tape:
-        yield tape
+def WarpAutogradContextManager(enable: bool) -> AbstractContextManager[wp.Tape | None]:
+    """Record this thread's launches if ``enable``: a context manager that yields the ``wp.Tape``, else None."""
+    return record() if enable else nullcontext()
 
 
 def attach_for_backward(output: torch.Tensor, tape: wp.Tape | None = None, **warp_arrays: wp.array) -> None:
@@ -49,13 +44,9 @@ def attach_for_backward(output: torch.Tensor, tape: wp.Tape | None = None, **war
         setattr(output, _PREFIX + name, array)
 
 
-def retrieve_for_backward(
-    output: torch.Tensor, *array_names: str
-) -> tuple[wp.Tape | None, dict[str, wp.array]]:
+def retrieve_for_backward(output: torch.Tensor, *array_names: str) -> tuple[wp.Tape | None, dict[str, wp.array]]:
     """The tape and, of the named arrays, those that were attached to ``output``."""
-    arrays = {
-        name: getattr(output, _PREFIX + name) for name in array_names if hasattr(output, _PREFIX + name)
-    }
+    arrays = {name: getattr(output, _PREFIX + name) for name in array_names if hasattr(output, _PREFIX + name)}
     return getattr(output, _TAPE, None), arrays
 
 
@@ -129,13 +120,11 @@ def standard_backward(
     if isinstance(output_names, str):
         names: list[str] = [output_names]
         dtypes = None if output_dtypes is None else _as_list(output_dtypes)
-        grads = list(grad_outputs) if isinstance(grad_outputs, (tuple, list)) else [grad_outputs]
+        grads: list[Any] = list(grad_outputs) if isinstance(grad_outputs, (tuple, list)) else [grad_outputs]
     else:
         names = list(output_names)
         if output_dtypes is None:
-            raise ValueError(
-                "`output_dtypes` is required with a sequence of `output_names`, one Warp dtype for each"
-            )
+            raise ValueError("`output_dtypes` is required with a sequence of `output_names`, one Warp dtype for each")
         if not isinstance(grad_outputs, (tuple, list)):
             raise ValueError(
                 f"`grad_outputs` must be a tuple for a sequence of outputs, got {type(grad_outputs).__name__}"
@@ -148,9 +137,7 @@ def standard_backward(
 
     tape, arrays = retrieve_for_backward(getattr(ctx, names[0]), *{*names, *array_names, *input_names})
     for name in names[1:]:
-        for key, array in retrieve_for_backward(getattr(ctx, name), *{*names, *array_names, *input_names})[
-            1
-        ].items():
+        for key, array in retrieve_for_backward(getattr(ctx, name), *{*names, *array_names, *input_names})[1].items():
             arrays.setdefault(key, array)
     if tape is None:
         raise ValueError(f"output `{names[0]}` holds no tape: was attach_for_backward called with one?")
@@ -171,7 +158,8 @@ def _gradient_like(tensor: torch.Tensor, array: wp.array | None) -> torch.Tensor
     if array is None or array.grad is None:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     # a copy: the array's own buffer is written again by the next backward through a retained graph
-    return gradient_tensor(array).reshape(tensor.shape).clone()
+    gradient = gradient_tensor(array).clone()
+    return gradient if gradient.shape == tensor.shape else gradient.reshape(tensor.shape)
 
 
 def replay(
@@ -185,7 +173,8 @@ def replay(
     Any number of times on one tape: each pass starts from zero, and the incoming gradients are copied.
     """
     given = [g for g in cotangents.values() if g is not None]
-    with torch.no_grad(), warp_stream_from_torch(*given):
+    bound = warp_stream_from_torch(*given) if any(g.is_cuda for g in given) else nullcontext()
+    with torch.no_grad(), bound:
         for tape in tapes:
             tape.zero()
         for name, cotangent in cotangents.items():
@@ -199,7 +188,7 @@ def replay(
                     "attach_for_backward, or leave the name out of `grad_arrays`"
                 )
             buffer = gradient_tensor(array)
-            buffer.copy_(cotangent.reshape(buffer.shape))
+            buffer.copy_(cotangent if cotangent.shape == buffer.shape else cotangent.reshape(buffer.shape))
         for tape in reversed(tapes):
             tape.backward()
 
@@ -208,9 +197,21 @@ def replay(
 
 
 class Recording:
-    """What one recorded execution leaves for its backward pass."""
+    """What one recorded execution leaves for its backward pass.
 
-    __slots__ = ("__weakref__", "arrays", "guard", "inputs", "lock", "outputs", "owns_data", "tapes")
+    Parameters
+    ----------
+    tapes, arrays
+        What the body attached.
+    inputs : sequence of torch.Tensor or None
+        The op's tensor inputs as they were passed. Holding them keeps their memory from being given away.
+    outputs : sequence of torch.Tensor
+        The body's own outputs, aliases of those returned.
+    owns_data : bool
+        The tape refers to copies that nobody else can change.
+    """
+
+    __slots__ = ("__weakref__", "arrays", "guard", "inputs", "lock", "outputs", "owns_data", "tapes", "versions")
 
     def __init__(
         self,
@@ -222,8 +223,9 @@ class Recording:
     ) -> None:
         self.tapes = tapes
         self.arrays = arrays
-        self.inputs = [None if t is None else _Witness(t) for t in inputs]
-        self.outputs = [_Witness(t) for t in outputs]
+        self.inputs = inputs
+        self.outputs = outputs
+        self.versions = [t._version for t in outputs]
         self.owns_data = owns_data
         self.lock = threading.Lock()
         self.guard: Any = None
@@ -234,32 +236,15 @@ class Recording:
         It does not when a compiled graph recomputed an input (its first copy may have been overwritten), when
         a saved tensor went through a hook that moved it, or when an output was changed in place.
         """
-        if not all(w.unchanged() for w in self.outputs):
+        if any(t._version != v for t, v in zip(self.outputs, self.versions)):
             return False
         return self.owns_data or all(
-            t is None or w is None or w.same_memory(t) for w, t in zip(self.inputs, inputs, strict=True)
+            new is None or old is None or _same_memory(old, new) for old, new in zip(self.inputs, inputs, strict=True)
         )
 
 
-class _Witness:
-    """Remembers where a tensor lay and which version it had, and keeps its memory from being given away."""
-
-    __slots__ = ("alias", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.alias = tensor.detach()
-        self.version = None if self.alias.is_inference() else self.alias._version
-
-    def unchanged(self) -> bool:
-        return self.version is None or self.alias._version == self.version
-
-    def same_memory(self, tensor: torch.Tensor) -> bool:
-        alias = self.alias
-        return (
-            alias.data_ptr() == tensor.data_ptr()
-            and alias.shape == tensor.shape
-            and alias.stride() == tensor.stride()
-        )
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 _recordings: dict[int, Recording] = {}

@@ -1,0 +1,76 @@
+"""Lattice geometry: the only place that knows that the rows of a cell are its lattice vectors.
+
+Conventions: ``cell[a]`` is lattice vector a, in any handedness; atom j in image S lies at ``x_j + S @ cell``, so
+the displacement from atom i is ``r_ij = x_j - x_i + S @ cell``. Arithmetic is in float64.
+"""
+
+import numpy as np
+import warp as wp
+
+SMALLEST_VOLUME_RATIO = 1e-10
+"""Least volume of the periodic lattice vectors relative to the product of their lengths. Below it, rounding
+of the cell decides where the images are."""
+
+
+@wp.func
+def lattice_point(shift: wp.vec3i, cell: wp.mat33d):
+    """Position ``S @ cell`` of the image with integer coordinates ``shift``."""
+    return wp.float64(shift[0]) * cell[0] + wp.float64(shift[1]) * cell[1] + wp.float64(shift[2]) * cell[2]
+
+
+@wp.func
+def separation(x_i: wp.vec3d, x_j: wp.vec3d, shift: wp.vec3i, cell: wp.mat33d):
+    """Displacement ``x_j - x_i + S @ cell`` from atom i to atom j in image ``shift``."""
+    return x_j - x_i + lattice_point(shift, cell)
+
+
+@wp.func
+def volume(cell: wp.mat33d):
+    """Volume of the cell, positive in either handedness."""
+    return wp.abs(wp.determinant(cell))
+
+
+@wp.func
+def reciprocal_point(miller: wp.vec3i, cell: wp.mat33d):
+    """Wave vector k with ``k . cell[a] = 2 pi miller[a]``."""
+    two_pi = wp.float64(6.283185307179586)
+    dual = wp.transpose(wp.inverse(cell))
+    return two_pi * lattice_point(miller, dual)
+
+
+def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
+    """Dual basis of the periodic lattice vectors, within the space that they span.
+
+    Parameters
+    ----------
+    cell : (n_systems, 3, 3) array
+        Rows along open axes are never read.
+    pbc : (n_systems, 3) bool array
+
+    Returns
+    -------
+    (n_systems, 3, 3) float64 array
+        Row a is the vector with ``dual[a] . cell[b] = 1 if a == b else 0`` for periodic a and b; zero along open
+        axes. ``1 / |dual[a]|`` is the distance between the lattice planes along a.
+
+    Raises
+    ------
+    ValueError
+        If periodic lattice vectors are zero, not finite or linearly dependent; the message names ``cell``.
+    """
+    rows = np.where(pbc[:, :, None], np.asarray(cell, dtype=np.float64), 0.0)
+    if not np.isfinite(rows).all():
+        raise ValueError("`cell` has entries that are not finite along a periodic axis")
+    lengths = np.where(pbc, np.linalg.norm(rows, axis=2), 1.0)
+    if (lengths == 0.0).any():
+        raise ValueError("`cell` has a zero lattice vector along a periodic axis")
+    units = rows / lengths[:, :, None]
+    # the Gram determinant is the squared volume of unit vectors along the periodic axes; 1 stands for open ones
+    gram = units @ units.transpose(0, 2, 1) + np.eye(3) * ~pbc[:, None, :]
+    ratio = np.sqrt(np.maximum(np.linalg.det(gram), 0.0))
+    if (ratio < SMALLEST_VOLUME_RATIO).any():
+        system = int(np.argmin(ratio))
+        raise ValueError(f"`cell` is singular: the periodic lattice vectors of system {system} are linearly dependent")
+    dual = np.linalg.pinv(units, rcond=1e-14).transpose(0, 2, 1) / lengths[:, :, None]
+    # exactly zero along open axes: rounding there would look like a thin crystal of its own
+    return np.ascontiguousarray(np.where(pbc[:, :, None], dual, 0.0))

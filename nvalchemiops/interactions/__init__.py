@@ -1,0 +1,1 @@
+"""Physics: every formula and the kernels that sum it, free of torch."""

@@ -1,0 +1,1 @@
+"""Interactions of torch tensors."""

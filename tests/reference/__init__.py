@@ -1,0 +1,1 @@
+"""Slow references, straight from the definitions, in float64 numpy."""
