@@ -210,10 +210,26 @@ def main() -> None:
         }
     )
     checks = [
-        ("forward above a bare op, same launch (us)", found["forward: ours, same launch"] - found["forward: bare torch.library op"], 25.0),
-        ("explicit, forward + backward, over a bare Function", found["both: explicit op, same launch"] / found["both: bare autograd.Function"], 2.5),
-        ("explicit with our launch, over a bare Function", found["both: explicit op, our launch"] / found["both: bare autograd.Function"], 2.5),
-        ("tape, forward + backward, over a minimal tape", found["both: tape op"] / found["both: minimal tape Function"], 1.3),
+        (
+            "forward above a bare op, same launch (us)",
+            found["forward: ours, same launch"] - found["forward: bare torch.library op"],
+            25.0,
+        ),
+        (
+            "explicit, forward + backward, over a bare Function",
+            found["both: explicit op, same launch"] / found["both: bare autograd.Function"],
+            2.5,
+        ),
+        (
+            "explicit with our launch, over a bare Function",
+            found["both: explicit op, our launch"] / found["both: bare autograd.Function"],
+            2.5,
+        ),
+        (
+            "tape, forward + backward, over a minimal tape",
+            found["both: tape op"] / found["both: minimal tape Function"],
+            1.3,
+        ),
     ]
     print(f"torch {torch.__version__}, warp {wp.config.version}, {platform.machine()}, 1 thread, {N} float64 numbers\n")
     for name, value in found.items():
@@ -223,7 +239,11 @@ def main() -> None:
         print(f"{name:52s}{value:8.2f}   asked: at most {limit:g}")
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"microseconds": found, "checks": [dict(zip(("name", "value", "limit"), c)) for c in checks]}, file, indent=2)
+            json.dump(
+                {"microseconds": found, "checks": [dict(zip(("name", "value", "limit"), c)) for c in checks]},
+                file,
+                indent=2,
+            )
 
 
 if __name__ == "__main__":

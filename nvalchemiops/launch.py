@@ -347,13 +347,18 @@ def _launch_recorded(
         command = commands[key] = wp.launch(
             kernel, grid, inputs=arguments, device=device, record_tape=False, record_cmd=True, block_dim=block
         )
+        command.grid = grid
     else:
-        if len(arguments) != len(kernel.adj.args):
-            raise TypeError(f"kernel '{kernel.key}' takes {len(kernel.adj.args)} arguments, got {len(arguments)}")
-        command.set_dim(grid)
+        declared = kernel.adj.args
+        if len(arguments) != len(declared):
+            raise TypeError(f"kernel '{kernel.key}' takes {len(declared)} arguments, got {len(arguments)}")
+        if command.grid != grid:
+            command.set_dim(grid)
+            command.grid = grid
         descriptor = descriptor_type()
         for index, value in enumerate(arguments):
-            if type(value) is descriptor:
+            kind = type(value)
+            if kind is descriptor or (kind is int and declared[index].type is wp.int32):
                 command.set_param_at_index_from_ctype(index, value)
             else:
                 command.set_param_at_index(index, value)

@@ -12,24 +12,13 @@ import warp as wp
 
 from nvalchemiops.geometry import separation
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.neighbors.rows import direction
 
 BOX_SLACK = 1e-9
 """Widening of the box of images, in cells, relative to the size of the numbers: rounding must not drop one."""
 
 MAX_CELLS_APART = 2**30
 """Cells that two atoms may be apart, so that image numbers fit into int32."""
-
-
-@wp.func
-def is_upper(i: wp.int32, j: wp.int32, shift: wp.vec3i):
-    """Whether a half list keeps this one of the two directions of a pair."""
-    if i != j:
-        return i < j
-    if shift[0] != 0:
-        return shift[0] > 0
-    if shift[1] != 0:
-        return shift[1] > 0
-    return shift[2] > 0
 
 
 @kernel_variants(())
@@ -79,7 +68,7 @@ def naive_search() -> Any:
                     for c in range(low[2], high[2] + 1):
                         shift = wp.vec3i(a, b, c)
                         is_self = i == j and a == 0 and b == 0 and c == 0
-                        if not is_self and (half == 0 or is_upper(i, j, shift)):
+                        if not is_self and (half == 0 or direction(i, j, shift) > 0):
                             if wp.length(separation(x_i, positions[j], shift, box)) < cutoff:
                                 if fill != 0:
                                     index[slot] = j

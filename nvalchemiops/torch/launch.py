@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import warp as wp
@@ -85,49 +85,70 @@ def describe(
     kernel: wp.Kernel, arguments: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None = None
 ) -> tuple[torch.device, list[Any]]:
     """Array descriptors for tensors, other arguments as they are; and the device of the tensors."""
-    ensure_warp()
-    declared = kernel.adj.args[1:] if core.is_gather_only(kernel) else kernel.adj.args
-    if len(arguments) != len(declared):
-        raise TypeError(f"kernel '{kernel.key}' takes {len(declared)} arguments, got {len(arguments)}")
+    expected = _parameters(kernel)
+    if len(arguments) != len(expected):
+        raise TypeError(f"kernel '{kernel.key}' takes {len(expected)} arguments, got {len(arguments)}")
     device = None
     descriptors = []
-    for position, (argument, value) in enumerate(zip(declared, arguments, strict=True)):
+    for position, value in enumerate(arguments):
         if not isinstance(value, torch.Tensor):
             descriptors.append(value)
             continue
         if device is None:
             device = value.device
         elif value.device != device:
-            raise ValueError(f"`{argument.label}` is on {value.device}, but other arguments are on {device}")
-        gradient = gradients[position] if gradients is not None else None
-        try:
-            descriptors.append(_descriptor(value, argument.type, gradient))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"kernel '{kernel.key}', argument `{argument.label}`: {error}") from None
+            raise ValueError(f"`{expected[position].name}` is on {value.device}, but other arguments are on {device}")
+        descriptors.append(_descriptor(value, kernel, expected[position], gradients and gradients[position]))
     if device is None:
         raise TypeError(f"kernel '{kernel.key}' got no tensor, so its device is unknown")
     return device, descriptors
 
 
-def _descriptor(tensor: torch.Tensor, array_type: Any, gradient: torch.Tensor | None) -> Any:
-    element = getattr(array_type, "dtype", None)
-    if element is None:
-        raise TypeError("the kernel expects a plain value here, not a tensor")
-    if element is Any:
+class _Expected(NamedTuple):
+    """What a kernel parameter asks of a tensor."""
+
+    name: str
+    element: Any  # Warp dtype of the array; None: a plain value; Any: a generic kernel
+    dtype: torch.dtype | None
+    inner: tuple[int, ...]
+    ndim: int
+
+
+@functools.cache
+def _parameters(kernel: wp.Kernel) -> tuple[_Expected, ...]:
+    ensure_warp()
+    expected = []
+    for argument in kernel.adj.args[core.is_gather_only(kernel) :]:
+        element = getattr(argument.type, "dtype", None)
+        if element is None or element is Any:
+            expected.append(_Expected(argument.label, element, None, (), 0))
+        else:
+            dtype = TORCH_DTYPES[scalar_type(element)]
+            expected.append(_Expected(argument.label, element, dtype, inner_shape(element), argument.type.ndim))
+    return tuple(expected)
+
+
+def _descriptor(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected, gradient: torch.Tensor | None) -> Any:
+    if expected.element is None:
+        raise TypeError(f"{_label(kernel, expected)}: the kernel expects a plain value here, not a tensor")
+    if expected.element is Any:
         # a generic kernel picks its overload from the array's type, which a bare descriptor does not carry
         if tensor.dtype not in _KERNEL_SCALARS:
-            raise TypeError(f"tensor dtype {tensor.dtype} has no Warp scalar type")
+            raise TypeError(f"{_label(kernel, expected)}: dtype {tensor.dtype} has no Warp scalar type")
         return wp.from_torch(tensor.detach(), dtype=_KERNEL_SCALARS[tensor.dtype])
-    expected, inner = _element(element)
-    if tensor.dtype is not expected:
-        raise TypeError(f"expected dtype {expected}, got {tensor.dtype}")
-    shape, strides = outer_layout(tensor, inner, element)
-    if len(shape) != array_type.ndim:
-        raise ValueError(f"expected {array_type.ndim} array dimensions, got shape {tuple(tensor.shape)}")
+    if tensor.dtype is not expected.dtype:
+        raise TypeError(f"{_label(kernel, expected)}: expected dtype {expected.dtype}, got {tensor.dtype}")
+    try:
+        shape, strides = outer_layout(tensor, expected.inner, expected.element)
+    except ValueError as error:
+        raise ValueError(f"{_label(kernel, expected)}: {error}") from None
+    if len(shape) != expected.ndim:
+        raise ValueError(
+            f"{_label(kernel, expected)}: expected {expected.ndim} array dimensions, got shape {tuple(tensor.shape)}"
+        )
     address = 0 if gradient is None else gradient.data_ptr()
     return core.descriptor_type()(tensor.data_ptr(), address, len(shape), shape, strides)
 
 
-@functools.cache
-def _element(dtype: Any) -> tuple[torch.dtype, tuple[int, ...]]:
-    return TORCH_DTYPES[scalar_type(dtype)], inner_shape(dtype)
+def _label(kernel: wp.Kernel, expected: _Expected) -> str:
+    return f"kernel '{kernel.key}', argument `{expected.name}`"

@@ -12,7 +12,8 @@ charge -Q/V is added, so it travels as the k vector with Miller indices (0, 0, 0
 
 Each term comes with all first derivatives of the total energy E = Σ_i q_i φ_i / 2: forces ``-dE/dr_i``, charge
 gradients ``dE/dq_i = φ_i`` and virials ``-dE/dstrain``, shared out over the atoms. Warp's adjoints of these kernels
-are then second derivatives of the energy.
+are then second derivatives of the energy. Outputs are plain sums, accumulated in their loops: Warp's adjoint takes a
+variable that a loop has changed at its initial value, so nothing may multiply a finished sum.
 
 Sources: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304; S. W. de Leeuw, J. W. Perram and
 E. R. Smith, Proc. R. Soc. A 373, 27 (1980), doi:10.1098/rspa.1980.0135; for the virial S. Nosé and M. L. Klein, Mol.
@@ -24,7 +25,7 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.geometry import lattice_point, reciprocal_point, separation, volume
+from nvalchemiops.geometry import reciprocal_point, separation, volume
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 
 PI = wp.constant(wp.float64(3.141592653589793))
@@ -42,6 +43,25 @@ def screened_coulomb(r: wp.float64, alpha: wp.float64):
 @wp.func
 def is_origin(miller: wp.vec3i):
     return miller[0] == 0 and miller[1] == 0 and miller[2] == 0
+
+
+@wp.func
+def potential_weight(miller: wp.vec3i, k: wp.vec3d, alpha: wp.float64, volume: wp.float64):
+    """Factor of S(k) in the potential, for k and -k together; for the origin that of the background."""
+    if is_origin(miller):
+        return -PI / (alpha * alpha * volume)
+    k2 = wp.dot(k, k)
+    return wp.float64(8.0) * PI * wp.exp(-k2 / (wp.float64(4.0) * alpha * alpha)) / (k2 * volume)
+
+
+@wp.func
+def strain_factor(miller: wp.vec3i, k: wp.vec3d, alpha: wp.float64):
+    """Minus the logarithmic derivative of `potential_weight` by strain: 1 - 2 k k^T (1/k² + 1/4α²)."""
+    unit = wp.identity(n=3, dtype=wp.float64)
+    if is_origin(miller):
+        return unit
+    factor = wp.float64(2.0) / wp.dot(k, k) + wp.float64(0.5) / (alpha * alpha)
+    return unit - factor * wp.outer(k, k)
 
 
 def _finish(kernel: Any, differentiable: bool) -> Any:
@@ -80,33 +100,36 @@ def real_space(differentiable: bool) -> Any:
     ):
         i = offset + wp.tid()
         s = system[i]
+        q = charges[i]
+        e = wp.float64(0.0)
+        f = wp.vec3d()
         phi = wp.float64(0.0)
-        field = wp.vec3d()
-        stress = wp.mat33d()
+        w = wp.mat33d()
         for slot in range(begin[i], end[i]):
             j = index[slot]
             if j != padding:
                 d = separation(positions[i], positions[j], shift[slot], cell[s])
                 r = wp.length(d)
                 value, slope = screened_coulomb(r, alpha[s])
-                phi += charges[j] * value
-                pull = charges[j] * slope / r * d
-                field += pull
+                part = charges[j] * value
+                pull = q * charges[j] * slope / r * d
+                e += wp.float64(0.5) * q * part
+                f += pull
+                phi += part
                 if with_virial != 0:
-                    stress += wp.outer(pull, d)
-        q = charges[i]
-        energy[i] = wp.float64(0.5) * q * phi
-        force[i] = q * field
+                    w += -wp.float64(0.5) * wp.outer(pull, d)
+        energy[i] = e
+        force[i] = f
         potential[i] = phi
         if with_virial != 0:
-            virial[i] = -wp.float64(0.5) * q * stress
+            virial[i] = w
 
     return _finish(kernel, differentiable)
 
 
 @kernel_variants((False,), (True,))
 def structure_factors(differentiable: bool) -> Any:
-    """Kernel for S(k) times its weight in the potential: one thread sums all atoms of the system for one k.
+    """Kernel for k and S(k) times its weight in the potential: one thread sums all atoms of the system for one k.
 
     The list of k vectors holds one of each pair k, -k (weight 2), and (0, 0, 0) for the background.
     """
@@ -122,26 +145,22 @@ def structure_factors(differentiable: bool) -> Any:
         first_atom: wp.array(dtype=wp.int32),  # (n_systems + 1,), into `atoms`
         miller: wp.array(dtype=wp.vec3i),  # (n_k,), sorted by system
         k_system: wp.array(dtype=wp.int32),  # (n_k,)
+        k_vectors: wp.array(dtype=wp.vec3d),  # (n_k,)
         weighted: wp.array(dtype=wp.vec2d),  # (n_k,), real and imaginary part
     ):
         t = offset + wp.tid()
         s = k_system[t]
         k = reciprocal_point(miller[t], cell[s])
+        weight = potential_weight(miller[t], k, alpha[s], volume(cell[s]))
         real = wp.float64(0.0)
         imaginary = wp.float64(0.0)
         for slot in range(first_atom[s], first_atom[s + 1]):
             i = atoms[slot]
             phase = wp.dot(k, positions[i])
-            real += charges[i] * wp.cos(phase)
-            imaginary += charges[i] * wp.sin(phase)
-        if is_origin(miller[t]):
-            weight = -PI / (alpha[s] * alpha[s] * volume(cell[s]))
-            weighted[t] = wp.vec2d(weight * real, wp.float64(0.0))
-        else:
-            k2 = wp.dot(k, k)
-            damping = wp.exp(-k2 / (wp.float64(4.0) * alpha[s] * alpha[s]))
-            pair_weight = wp.float64(8.0) * PI * damping / (k2 * volume(cell[s]))
-            weighted[t] = wp.vec2d(pair_weight * real, pair_weight * imaginary)
+            real += weight * charges[i] * wp.cos(phase)
+            imaginary += weight * charges[i] * wp.sin(phase)
+        k_vectors[t] = k
+        weighted[t] = wp.vec2d(real, imaginary)
 
     return _finish(kernel, differentiable)
 
@@ -155,12 +174,12 @@ def reciprocal_space(differentiable: bool) -> Any:
         offset: wp.int32,
         positions: wp.array(dtype=wp.vec3d),
         charges: wp.array(dtype=wp.float64),
-        cell: wp.array(dtype=wp.mat33d),
         alpha: wp.array(dtype=wp.float64),
         system: wp.array(dtype=wp.int32),  # (n_atoms,)
         miller: wp.array(dtype=wp.vec3i),  # (n_k,)
         first_k: wp.array(dtype=wp.int32),  # (n_systems + 1,), into `miller`
-        weighted: wp.array(dtype=wp.vec2d),  # (n_k,), from `structure_factors`
+        k_vectors: wp.array(dtype=wp.vec3d),  # (n_k,), from `structure_factors`
+        weighted: wp.array(dtype=wp.vec2d),  # (n_k,), likewise
         with_virial: wp.int32,
         energy: wp.array(dtype=wp.float64),
         force: wp.array(dtype=wp.vec3d),
@@ -169,34 +188,28 @@ def reciprocal_space(differentiable: bool) -> Any:
     ):
         i = offset + wp.tid()
         s = system[i]
-        a = alpha[s]
-        dual = wp.transpose(wp.inverse(cell[s]))
         x = positions[i]
-        phi = wp.float64(0.0)
-        slope = wp.vec3d()
+        q = charges[i]
+        self_potential = -TWO_OVER_SQRT_PI * alpha[s] * q
+        e = wp.float64(0.5) * q * self_potential
+        f = wp.vec3d()
+        phi = self_potential
         stress = wp.mat33d()
         for t in range(first_k[s], first_k[s + 1]):
-            m = miller[t]
-            k = wp.float64(2.0) * PI * lattice_point(m, dual)
+            k = k_vectors[t]
             phase = wp.dot(k, x)
             c = wp.cos(phase)
             h = wp.sin(phase)
-            w = weighted[t]
-            part = w[0] * c + w[1] * h
+            part = weighted[t][0] * c + weighted[t][1] * h
+            e += wp.float64(0.5) * q * part
+            f += q * (weighted[t][0] * h - weighted[t][1] * c) * k
             phi += part
-            slope += (w[1] * c - w[0] * h) * k
             if with_virial != 0:
-                stress += part * wp.identity(n=3, dtype=wp.float64)
-                if not is_origin(m):
-                    k2 = wp.dot(k, k)
-                    factor = wp.float64(2.0) / k2 + wp.float64(0.5) / (a * a)
-                    stress += -part * factor * wp.outer(k, k)
-        q = charges[i]
-        phi += -TWO_OVER_SQRT_PI * a * q
-        energy[i] = wp.float64(0.5) * q * phi
-        force[i] = -q * slope
+                stress += wp.float64(0.5) * q * part * strain_factor(miller[t], k, alpha[s])
+        energy[i] = e
+        force[i] = f
         potential[i] = phi
         if with_virial != 0:
-            virial[i] = wp.float64(0.5) * q * stress
+            virial[i] = stress
 
     return _finish(kernel, differentiable)

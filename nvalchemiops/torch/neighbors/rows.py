@@ -1,16 +1,22 @@
-"""The one form of a neighbor list that kernels read: rows ``begin[i] .. end[i]`` of flat ``index`` and ``shift``."""
+"""Neighbor lists in either public format, as the rows that kernels read (`nvalchemiops.neighbors.rows`)."""
 
 from typing import Any, NamedTuple
 
 import torch
+import warp as wp
+
+from nvalchemiops.neighbors import rows as core
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.launch import launch
 
 
 class Rows(NamedTuple):
-    """Rows of neighbors of all atoms, from either public format.
+    """Neighbors of all atoms as flat rows.
 
     Attributes
     ----------
     begin, end : (n_atoms,) int32 tensor
+        Where each atom's row begins and ends.
     index : (n_slots,) int32 tensor
     shift : (n_slots, 3) int32 tensor
     padding : int
@@ -23,65 +29,101 @@ class Rows(NamedTuple):
     shift: torch.Tensor
     padding: int
 
-    def pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Atoms i, neighbors j (int64) and shifts of all slots that are no padding."""
-        atoms = torch.arange(self.begin.shape[0], device=self.begin.device)
-        i = torch.repeat_interleave(atoms, self.end - self.begin)
-        kept = (self.index != self.padding).nonzero().squeeze(1)
-        return i[kept], self.index[kept].long(), self.shift[kept]
-
 
 def rows_from_matrix(
     neighbor_matrix: Any, neighbor_matrix_shifts: Any, fill_value: int | None, n_atoms: int
-) -> Rows:
-    """Rows of a neighbor matrix (n_atoms, width); padding equals ``fill_value``, n_atoms by default."""
+) -> tuple[Rows, torch.Tensor]:
+    """Rows of a neighbor matrix (n_atoms, width), padded with ``fill_value`` (n_atoms by default), and no claims."""
     _check("neighbor_matrix", neighbor_matrix, (n_atoms, None))
     width = neighbor_matrix.shape[1]
     _check("neighbor_matrix_shifts", neighbor_matrix_shifts, (n_atoms, width, 3))
     begin = torch.arange(n_atoms, dtype=torch.int32, device=neighbor_matrix.device) * width
-    return Rows(
-        begin,
-        begin + width,
-        _int32(neighbor_matrix).reshape(-1),
-        _int32(neighbor_matrix_shifts).reshape(-1, 3),
-        n_atoms if fill_value is None else int(fill_value),
-    )
+    index = _int32(neighbor_matrix).reshape(-1)
+    padding = n_atoms if fill_value is None else int(fill_value)
+    return Rows(begin, begin + width, index, _int32(neighbor_matrix_shifts).reshape(-1, 3), padding), index[:0]
 
 
-def rows_from_list(neighbor_list: Any, neighbor_ptr: Any, neighbor_shifts: Any, n_atoms: int) -> Rows:
-    """Rows of a list of pairs (2, n_pairs) sorted by the first atom; ``neighbor_ptr`` is counted if absent."""
+def rows_from_list(
+    neighbor_list: Any, neighbor_ptr: Any, neighbor_shifts: Any, n_atoms: int
+) -> tuple[Rows, torch.Tensor]:
+    """Rows of a list of pairs (2, n_pairs), and the atom that each pair claims to belong to.
+
+    ``neighbor_ptr`` is counted if absent. Whether the claims hold, `inspect_rows` finds out.
+    """
     _check("neighbor_list", neighbor_list, (2, None))
     n_pairs = neighbor_list.shape[1]
     _check("neighbor_shifts", neighbor_shifts, (n_pairs, 3))
-    first = neighbor_list[0]
-    if n_pairs and bool((first.diff() < 0).any()):
-        raise ValueError("`neighbor_list` must be sorted by its first row")
-    atoms = torch.arange(n_atoms + 1, dtype=first.dtype, device=first.device)
-    counted = torch.searchsorted(first.contiguous(), atoms).to(torch.int32)
-    if neighbor_ptr is not None:
+    first, index = _int32(neighbor_list[0]), _int32(neighbor_list[1])
+    if neighbor_ptr is None:
+        atoms = torch.arange(n_atoms + 1, dtype=torch.int32, device=first.device)
+        ptr = torch.searchsorted(first, atoms, out_int32=True)
+    else:
         _check("neighbor_ptr", neighbor_ptr, (n_atoms + 1,))
-        if not torch.equal(_int32(neighbor_ptr), counted):
-            raise ValueError("`neighbor_ptr` does not fit the first row of `neighbor_list`")
-    return Rows(counted[:-1], counted[1:], _int32(neighbor_list[1]), _int32(neighbor_shifts), -1)
-
-
-def check_full_list(rows: Rows, n_atoms: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The pairs of the rows; raise if an index is out of range, or if the list holds one direction of pairs only.
-
-    A gather kernel needs both directions of each pair, so a half list would give wrong results. Reads values.
-    """
-    i, j, shift = rows.pairs()
-    if j.numel() and not (0 <= int(j.min()) and int(j.max()) < n_atoms):
-        raise ValueError(f"neighbor indices must be in 0 .. {n_atoms - 1}, or equal to the fill value for padding")
-    # the code of a pair's direction: by atoms, then by image
-    direction = torch.sign(j - i)
-    for a in range(3):
-        direction = torch.where(direction == 0, torch.sign(shift[:, a]), direction)
-    if int(direction.sum()) != 0:
+        ptr = _int32(neighbor_ptr)
+    if int(ptr[0]) != 0 or int(ptr[-1]) != n_pairs:
         raise ValueError(
-            "the neighbor list is not full: it must hold both (i, j, S) and (j, i, -S) of each pair (half_fill=False)"
+            f"`neighbor_ptr` must rise from 0 to n_pairs = {n_pairs}, and `neighbor_list` hold atoms 0 .. {n_atoms - 1}"
         )
-    return i, j, shift
+    return Rows(ptr[:-1], ptr[1:], index, _int32(neighbor_shifts), -1), first
+
+
+@warp_custom_op(
+    "nvalchemiops::inspect_rows",
+    outputs=[
+        OutputSpec("fault", wp.int32, lambda positions, *_: (positions.shape[0],)),
+        OutputSpec("balance", wp.int32, lambda positions, *_: (positions.shape[0],)),
+        OutputSpec("reach", wp.float64, lambda positions, *_: (positions.shape[0],)),
+    ],
+    grad_arrays=(),
+    backward="none",
+)
+def _inspect(
+    positions: torch.Tensor,
+    cell: torch.Tensor,
+    batch_idx: torch.Tensor,
+    row_begin: torch.Tensor,
+    row_end: torch.Tensor,
+    index: torch.Tensor,
+    shift: torch.Tensor,
+    padding: int,
+    first: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    n_atoms = positions.shape[0]
+    report = (batch_idx.new_empty(n_atoms), batch_idx.new_empty(n_atoms), positions.new_empty(n_atoms))
+    inputs = [positions, cell, batch_idx, row_begin, row_end, index, shift, padding, first]
+    launch(core.inspect_rows(), n_atoms, inputs, report)
+    return report
+
+
+def inspect_rows(
+    rows: Rows, first: torch.Tensor, positions: torch.Tensor, cell: torch.Tensor, batch_idx: torch.Tensor
+) -> torch.Tensor:
+    """Largest distance (n_atoms,) in each row of a full list. Reads values on the host.
+
+    Raises
+    ------
+    ValueError
+        An index is out of range or in another system, pairs are not sorted by atom, or the list does not hold both
+        directions of each pair: a gather kernel would give wrong results.
+    """
+    wide = positions.detach().double(), cell.detach().double()
+    fault, balance, reach = _inspect(*wide, batch_idx, *rows, first)
+    worst = int(fault.max()) if fault.numel() else 0
+    if worst == core.OUT_OF_RANGE:
+        raise ValueError(
+            f"`neighbor_list` or `neighbor_matrix`: indices must be in 0 .. {batch_idx.shape[0] - 1}, or for padding "
+            "of a matrix equal to `mask_value`"
+        )
+    if worst == core.OTHER_SYSTEM:
+        raise ValueError("`batch_idx`: the neighbor list joins atoms of different systems")
+    if worst == core.UNSORTED:
+        raise ValueError("`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit that row")
+    if int(balance.sum()) != 0:
+        raise ValueError(
+            "`neighbor_list` or `neighbor_matrix` is not full: it must hold both (i, j, S) and (j, i, -S) of each pair "
+            "(half_fill=False)"
+        )
+    return reach
 
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,9 @@ def estimate_ewald_parameters(
     alpha = parameters.optimal_alpha(count, volume)
     r_c = parameters.real_cutoff(alpha, spacing, accuracy)
     k_c = parameters.reciprocal_cutoff(alpha, spacing, accuracy)
-    return EwaldParameters(*(torch.as_tensor(v, dtype=positions.dtype, device=positions.device) for v in (alpha, r_c, k_c)))
+    return EwaldParameters(
+        *(torch.as_tensor(v, dtype=positions.dtype, device=positions.device) for v in (alpha, r_c, k_c))
+    )
 
 
 def systems_of(

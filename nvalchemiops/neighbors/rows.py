@@ -1,0 +1,85 @@
+"""The one form of neighbor lists that kernels read, and a kernel that looks a list over before it is used.
+
+The neighbors of atom i are ``index[begin[i]] .. index[end[i] - 1]``, with their images in ``shift``. A matrix fills
+this with ``begin[i] = i * width``, a list of pairs with its pointers; entries equal to ``padding`` are skipped.
+"""
+
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops.geometry import separation
+from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+
+OUT_OF_RANGE = 1
+OTHER_SYSTEM = 2
+UNSORTED = 3
+
+_OUT_OF_RANGE = wp.constant(OUT_OF_RANGE)
+_OTHER_SYSTEM = wp.constant(OTHER_SYSTEM)
+_UNSORTED = wp.constant(UNSORTED)
+
+
+@wp.func
+def direction(i: wp.int32, j: wp.int32, shift: wp.vec3i):
+    """+1 for the direction (i, j, S) of a pair that a half list keeps, -1 for the other one, 0 for an atom itself."""
+    if i != j:
+        return wp.sign(j - i)
+    if shift[0] != 0:
+        return wp.sign(shift[0])
+    if shift[1] != 0:
+        return wp.sign(shift[1])
+    return wp.sign(shift[2])
+
+
+@kernel_variants(())
+def inspect_rows() -> Any:
+    """Kernel that reports, for each atom's row, a fault (0: none), the balance of directions, and the reach.
+
+    Summed over a full list the directions cancel. The reach is the largest distance.
+    """
+
+    @wp.kernel(module=kernel_module("inspect_rows"), enable_backward=False)
+    def inspect(
+        offset: wp.int32,
+        positions: wp.array(dtype=wp.vec3d),  # (n_atoms,)
+        cell: wp.array(dtype=wp.mat33d),  # (n_systems,)
+        system: wp.array(dtype=wp.int32),  # (n_atoms,)
+        begin: wp.array(dtype=wp.int32),  # (n_atoms,)
+        end: wp.array(dtype=wp.int32),
+        index: wp.array(dtype=wp.int32),  # (n_slots,)
+        shift: wp.array(dtype=wp.vec3i),
+        padding: wp.int32,
+        first: wp.array(dtype=wp.int32),  # (n_slots,), the atom of each slot as the list has it; empty in a matrix
+        fault: wp.array(dtype=wp.int32),  # (n_atoms,)
+        balance: wp.array(dtype=wp.int32),
+        reach: wp.array(dtype=wp.float64),
+    ):
+        i = offset + wp.tid()
+        wrong = int(0)
+        sum = int(0)
+        longest = wp.float64(0.0)
+        low = begin[i]
+        high = end[i]
+        if low < 0 or high < low or high > index.shape[0]:
+            wrong = _UNSORTED
+            low = high
+        for slot in range(low, high):
+            j = index[slot]
+            if first.shape[0] > 0:
+                if first[slot] != i:
+                    wrong = _UNSORTED
+            if j != padding:
+                if j < 0 or j >= system.shape[0]:
+                    wrong = _OUT_OF_RANGE
+                elif system[j] != system[i]:
+                    wrong = _OTHER_SYSTEM
+                else:
+                    sum += direction(i, j, shift[slot])
+                    d = separation(positions[i], positions[j], shift[slot], cell[system[i]])
+                    longest = wp.max(longest, wp.length(d))
+        fault[i] = wrong
+        balance[i] = sum
+        reach[i] = longest
+
+    return gather_only(inspect)

@@ -1,0 +1,383 @@
+"""The same numbers from compiled graphs: aot_eager for everything, inductor once for each kind of op."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+import warp as wp
+from torch.utils.checkpoint import checkpoint
+
+from nvalchemiops.torch.autograd import OutputSpec, live_recordings, warp_custom_op
+
+from .ops import (
+    cube,
+    cube_reference,
+    fill,
+    leaf,
+    like,
+    square_and_cube,
+    square_and_cube_reference,
+    weighted_square,
+    weighted_square_reference,
+    with_scratch,
+)
+
+BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+SLOW_INDUCTOR = pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])]
+)
+OPS = pytest.mark.parametrize(
+    "op, reference", [(weighted_square, weighted_square_reference), (cube, cube_reference)], ids=["tape", "explicit"]
+)
+
+
+def gradients(function, *inputs):
+    return torch.autograd.grad(function(*inputs), inputs)
+
+
+def chain(f, pair):
+    """Ops fed by ops and by torch, one tensor twice, an unused output, non-contiguous intermediates."""
+
+    def loss(x, w):
+        a = f(torch.sin(x), w)
+        b = f(a * 1.5, a)
+        y, z = pair(b, torch.cos(w))
+        u, _ = pair(torch.stack([x, w])[:, ::2].T[:, 1], w[: (w.shape[0] + 1) // 2])
+        return (y * z).sum() + f(z, w).tanh().sum() + u.sum()
+
+    return loss
+
+
+@OPS
+@BACKENDS
+def test_chain_equals_eager_and_reference(op, reference, backend):
+    x, w = leaf(6), leaf(6, seed=1)
+    compiled = torch.compile(chain(op, square_and_cube), fullgraph=True, backend=backend)
+    expected = chain(reference, square_and_cube_reference)
+    start = live_recordings()
+    torch.testing.assert_close(compiled(x, w), expected(x, w))
+    torch.testing.assert_close(gradients(compiled, x, w), gradients(expected, x, w))
+    first, second = compiled(x, w), compiled(w, x)  # two executions before any backward pass
+    torch.testing.assert_close(torch.autograd.grad(first, (x, w)), gradients(expected, x, w))
+    torch.testing.assert_close(torch.autograd.grad(second, (x, w)), gradients(lambda x, w: expected(w, x), x, w))
+    compiled(x, w)  # abandoned
+    with torch.no_grad():
+        assert not compiled(x, w).requires_grad
+    del first, second
+    assert live_recordings() == start
+
+
+@SLOW_INDUCTOR
+def test_inputs_whose_buffers_the_compiler_takes_back(backend):
+    """The op's input is a cheap intermediate: recomputed in the backward graph, its first copy overwritten."""
+
+    def loss(f):
+        def inner(x, w):
+            y = f(x * 2.0 + 1.0, w * 0.5)
+            for _ in range(4):
+                y = torch.sin(y) * 1.01 + 0.1
+            return (y * f(torch.cos(y), y)).sum()
+
+        return inner
+
+    x, w = leaf(2_000), leaf(2_000, seed=1)
+    for budget in (1.0, 0.5, 0.0):
+        torch.compiler.reset()
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            compiled = torch.compile(loss(weighted_square), fullgraph=True, backend=backend)
+            found = gradients(compiled, x, w)
+        torch.testing.assert_close(found, gradients(loss(weighted_square_reference), x, w))
+
+
+@OPS
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_eager(op, reference, use_reentrant):
+    x, w = leaf(6), leaf(6, seed=1)
+    plain = gradients(lambda x, w: chain(op, square_and_cube)(x, w), x, w)
+    found = gradients_by_backward(
+        lambda x, w: checkpoint(chain(op, square_and_cube), x, w, use_reentrant=use_reentrant), x, w
+    )
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+
+
+def gradients_by_backward(function, *inputs):
+    inputs = [i.detach().clone().requires_grad_() for i in inputs]
+    function(*inputs).backward()
+    return tuple(i.grad for i in inputs)
+
+
+@OPS
+@SLOW_INDUCTOR
+def test_checkpoint_compiled(op, reference, backend):
+    x, w = leaf(6), leaf(6, seed=1)
+    inner = chain(op, square_and_cube)
+    compiled = torch.compile(
+        lambda x, w: checkpoint(inner, x, w, use_reentrant=False) * 2, fullgraph=True, backend=backend
+    )
+    start = live_recordings()
+    torch.testing.assert_close(gradients(compiled, x, w), tuple(2 * g for g in gradients(inner, x, w)))
+    assert live_recordings() == start
+
+
+@OPS
+@SLOW_INDUCTOR
+def test_dynamic_shapes_compile_at_most_twice(op, reference, backend):
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(lambda x, w: op(x * 2, w).sum(), fullgraph=True, backend=counter)
+    for n in (5, 9, 4, 12, 7, 33):
+        x, w = leaf(n), leaf(n, seed=1)
+        torch.testing.assert_close(gradients(compiled, x, w), gradients(lambda x, w: reference(x * 2, w).sum(), x, w))
+    assert counter.frame_count <= 2
+
+
+@OPS
+def test_a_hundred_optimiser_steps_stay_together(op, reference):
+    def train(step):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 4, dtype=torch.float64)
+        optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
+        x, w = leaf(4).detach(), leaf(4, seed=1).detach()
+        losses = []
+        for _ in range(100):
+            optimiser.zero_grad()
+            loss = step(layer, x, w)
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+        return losses
+
+    def step(layer, x, w):
+        return (op(layer(x), w) - 1.0).pow(2).sum()
+
+    eager = train(step)
+    compiled = train(torch.compile(step, fullgraph=True, backend="aot_eager"))
+    plain = train(lambda layer, x, w: (reference(layer(x), w) - 1.0).pow(2).sum())
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(plain, eager)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        (weighted_square, (leaf(5), leaf(5, seed=1), 2.0)),
+        (weighted_square, (leaf(5), leaf(5, seed=1).detach())),
+        (weighted_square, (leaf(10)[::2], leaf(1).expand(5))),
+        (weighted_square, (leaf(0), leaf(0))),
+        (square_and_cube, (leaf(5), leaf(5, seed=1))),
+        (cube, (leaf(5), leaf(5, seed=1))),
+        (cube.op.backward, (leaf(5), leaf(5, seed=1), leaf(5, seed=2))),
+        (with_scratch, (leaf(5), leaf(5, seed=1), torch.zeros(5, dtype=torch.float64))),
+        (fill, (torch.zeros(5, dtype=torch.float64), 2.0)),
+    ],
+    ids=lambda call: call[0].op.name,
+)
+def test_opcheck(call):
+    op, arguments = call
+    torch.library.opcheck(op.op.overload, arguments)
+
+
+@OPS
+def test_opcheck_of_the_backward_of_a_tape_op(op, reference):
+    if not op.op.recorded:
+        pytest.skip("an explicit op's backward is an op of its own, checked above")
+    x, w = leaf(5).detach(), leaf(5, seed=1).detach()
+    y, token = op.op.overload(x, w, 1.0, 0b11, 1)
+    torch.library.opcheck(op.op.backward_overload, (token, x, w, 1.0, y, torch.ones_like(y), 0b11, 1))
+
+
+@BACKENDS
+def test_mutated_buffers(backend):
+    def loss(x, w, scratch):
+        y = with_scratch(torch.sin(x), w, scratch)
+        return (y * 2).sum() + (scratch * x).sum()
+
+    def expected(x, w):
+        s = torch.sin(x)
+        return (s * w * s * 2).sum() + ((s * w).detach() * x).sum()
+
+    x, w, scratch = leaf(6), leaf(6, seed=1), torch.zeros(6, dtype=torch.float64)
+    compiled = torch.compile(loss, fullgraph=True, backend=backend)
+    value = compiled(x, w, scratch)
+    torch.testing.assert_close(value, expected(x, w))
+    torch.testing.assert_close(scratch, (torch.sin(x) * w).detach())
+    torch.testing.assert_close(torch.autograd.grad(value, (x, w)), gradients(expected, x, w))
+
+
+@OPS
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(op, reference, strict):
+    class Model(torch.nn.Module):
+        def forward(self, x, w):
+            y = op(x * 2, w)
+            return y.sum(), y
+
+    x, w = leaf(6).detach(), leaf(6, seed=1).detach()
+    n = torch.export.Dim("n", min=2, max=100)
+    program = torch.export.export(Model(), (x, w), dynamic_shapes=({0: n}, {0: n}), strict=strict)
+    for size in (6, 11):
+        x, w = leaf(size).detach(), leaf(size, seed=1).detach()
+        torch.testing.assert_close(program.module()(x, w)[1], reference(x * 2, w))
+
+
+def test_exported_program_without_the_library_names_it(tmp_path):
+    from nvalchemiops.torch.interactions.electrostatics import ewald_summation
+
+    class Model(torch.nn.Module):
+        def forward(self, positions, charges, cell):
+            matrix = torch.tensor([[1], [0]], dtype=torch.int32)
+            shifts = torch.zeros(2, 1, 3, dtype=torch.int32)
+            return ewald_summation(
+                positions,
+                charges,
+                cell,
+                alpha=0.5,
+                k_cutoff=3.0,
+                neighbor_matrix=matrix,
+                neighbor_matrix_shifts=shifts,
+                cutoff=2.5,
+                compute_forces=True,
+            )
+
+    positions = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.1, 0.9]], dtype=torch.float64)
+    charges = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    cell = 4.0 * torch.eye(3, dtype=torch.float64)
+    program = torch.export.export(Model(), (positions, charges, cell))
+    path = tmp_path / "model.pt2"
+    torch.export.save(program, path)
+    eager = Model()(positions, charges, cell)
+    torch.testing.assert_close(torch.export.load(path).module()(positions, charges, cell), eager)
+    script = f"import torch; torch.export.load({str(path)!r}).module()"
+    bare = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert bare.returncode != 0
+    assert "nvalchemiops" in bare.stderr
+    with_import = subprocess.run(
+        [sys.executable, "-c", "import nvalchemiops.torch.interactions.electrostatics; " + script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert with_import.returncode == 0, with_import.stderr
+
+
+def force_loss(f):
+    def loss(x, w):
+        energy = torch.sin(f(x * w, w)).sum()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy + slope.pow(2).sum()
+
+    return loss
+
+
+@BACKENDS
+def test_parameter_gradient_of_a_force_loss(backend):
+    """The known trap: a wrong factor in the gradient, with the right loss."""
+    x, w = leaf(6), leaf(6, seed=1)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(force_loss(cube), fullgraph=True, backend=backend)
+        value = compiled(x, w)
+        found = torch.autograd.grad(value, (x, w))
+    torch.testing.assert_close(value, force_loss(cube_reference)(x, w))
+    torch.testing.assert_close(found, gradients(force_loss(cube), x, w))
+    torch.testing.assert_close(found, gradients(force_loss(cube_reference), x, w))
+
+
+@pytest.mark.parametrize("op", [weighted_square, cube], ids=["tape", "explicit"])
+def test_function_transforms_inside_a_graph_raise(op):
+    x, w = leaf(5).detach(), leaf(5, seed=1).detach()
+    compiled = torch.compile(lambda x: torch.func.grad(lambda x: op(x, w).sum())(x), backend="aot_eager")
+    with pytest.raises(RuntimeError, match="eager mode only"):
+        compiled(x)
+
+
+@OPS
+def test_autocast_changes_nothing(op, reference):
+    x, w = leaf(6), leaf(6, seed=1)
+    for function in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = function(x, w)
+        torch.testing.assert_close(y, reference(x, w))
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x), torch.autograd.grad(reference(x, w).sum(), x))
+
+
+def test_half_precision_from_an_autocast_layer_is_widened():
+    @warp_custom_op(
+        "tests::dtype_seen", [OutputSpec("y", wp.float32, lambda x: x.shape)], backward=lambda grad_y: 2 * grad_y
+    )
+    def dtype_seen(x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        product = (x[:, None] @ x[None, :]).diagonal()
+        assert product.dtype == torch.float32, "torch operations in the body are not autocast either"
+        return 2 * x
+
+    x = torch.rand(4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = torch.nn.functional.linear(x[None], torch.eye(4))[0]
+        assert half.dtype == torch.bfloat16
+        y = dtype_seen(half)
+    assert y.dtype == torch.float32
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((4,), 2.0))
+
+
+def test_integers_for_float_arguments():
+    x, w = leaf(4), leaf(4, seed=1)
+    torch.testing.assert_close(weighted_square(x, w, 3), weighted_square(x, w, s=3.0))
+    torch.testing.assert_close(
+        torch.compile(weighted_square, fullgraph=True, backend="aot_eager")(x, w, 3), weighted_square(x, w, 3.0)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+def test_changed_backward_is_seen_past_a_shared_compile_cache(tmp_path):
+    """A release changes a derivative; the compile cache of the old release is still there."""
+    script = tmp_path / "release.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys
+            import torch
+            import warp as wp
+            from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+
+            factor = float(sys.argv[1])
+            scope = {}
+            body = f"def backward(grad_y):\\n    return grad_y * {factor}\\n"
+            exec(body, scope)
+
+            @warp_custom_op("tests::changed", [OutputSpec("y", wp.float64, lambda x: x.shape)], backward=scope["backward"])
+            def changed(x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+            torch.compile(lambda x: changed(torch.sin(x)).sum(), fullgraph=True)(x).backward()
+            print(round((x.grad[0] / torch.cos(torch.tensor(1.0, dtype=torch.float64))).item(), 12))
+            """
+        )
+    )
+    import os
+
+    environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), TORCHINDUCTOR_AUTOGRAD_CACHE="1")
+    found = [
+        subprocess.run(
+            [sys.executable, str(script), factor], capture_output=True, text=True, check=True, env=environment
+        ).stdout.split()[-1]
+        for factor in ("2.0", "2.0", "7.0")
+    ]
+    assert found == ["2.0", "2.0", "7.0"]
+
+
+def test_identity_changes_with_the_backward():
+    def make(name, factor):
+        return warp_custom_op(name, [like("y")], backward=factor)(_double)
+
+    one = make("tests::identity_one", lambda grad_y: 2 * grad_y)
+    two = make("tests::identity_two", lambda grad_y: 3 * grad_y)
+    same = make("tests::identity_same", lambda grad_y: 2 * grad_y)
+    assert one.op.identity == same.op.identity != two.op.identity
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
