@@ -4,14 +4,24 @@ The derivative formula lives on the op. Transforms do not look there: they want 
 ``setup_context``, ``vmap`` and ``jvp``. This module wraps an op in one, for eager transforms only.
 """
 
+import contextlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
 
 from nvalchemiops.torch.autograd.tapes import NotDifferentiableError
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def derivative_asked() -> bool:
+    """Whether a transform or forward-mode differentiation is on, which an op alone would not notice."""
+    return transforms_active() or forward_ad._current_level >= 0
+
 
 Pullback = Callable[[Sequence[Any], Sequence[torch.Tensor], Sequence[torch.Tensor | None]], tuple[Any, ...]]
 """Maps (inputs, outputs, output gradients) to one gradient or None per input."""
@@ -23,6 +33,7 @@ def transformable(
     pullback: Pullback,
     differentiable_outputs: Sequence[int],
     fold: Callable[..., Any] | None = None,
+    orders: float = math.inf,
 ) -> Callable[..., Any]:
     """A callable like ``call`` that function transforms can enter.
 
@@ -38,10 +49,12 @@ def transformable(
     fold : callable, optional
         The vmap rule ``fold(info, in_dims, *args) -> (outputs, out_dims)``; by default slices are evaluated one
         after the other and stacked.
+    orders : float, optional
+        How many derivatives the chain of pullbacks provides, as far as is known.
     """
 
     def enter(*args: Any) -> Any:
-        return Transformable.apply(*args) if transforms_active() else call(*args)
+        return Transformable.apply(*args) if derivative_asked() else call(*args)
 
     class Transformable(torch.autograd.Function):
         @staticmethod
@@ -69,6 +82,13 @@ def transformable(
 
         @staticmethod
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
+            stack = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]  # this one included
+            if stack.count(torch._C._functorch.TransformType.Jvp) > 1:
+                # torch drops the outer tangents of a custom function here without a word
+                raise NotDifferentiableError(
+                    f"{name}: forward mode inside forward mode (jacfwd of jacfwd, jvp of jvp) is not supported by "
+                    "torch for custom functions; use reverse mode for one of them: hessian, jacfwd(jacrev(f))"
+                )
             inputs, outputs = _restore(ctx)
             moved = [i for i, t in enumerate(tangents) if isinstance(t, torch.Tensor)]
             result: list[torch.Tensor | None] = [None] * len(outputs)
@@ -80,7 +100,10 @@ def transformable(
                 gradients = pullback(inputs, outputs, given)
                 return tuple(torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in moved)
 
-            pushed = transpose(pull, [outputs[i] for i in differentiable_outputs], [tangents[i] for i in moved])
+            like = [outputs[i] for i in differentiable_outputs]
+            # differentiating the pullback uses one more order than the columns of its matrix do
+            spare = orders >= 2 + stack.count(torch._C._functorch.TransformType.Grad)
+            pushed = transpose(pull, like, [tangents[i] for i in moved], differentiate=spare)
             for i, t in zip(differentiable_outputs, pushed, strict=True):
                 result[i] = t
             return tuple(result) if len(result) > 1 else result[0]
@@ -105,18 +128,18 @@ def transpose(
     pull: Callable[..., tuple[torch.Tensor, ...]],
     like: Sequence[torch.Tensor],
     tangents: Sequence[Any],
+    differentiate: bool = True,
 ) -> list[torch.Tensor]:
     """Transpose the linear map ``pull`` and apply it to ``tangents``: a Jacobian-vector product from a vjp.
 
-    By differentiating ``pull`` with respect to the cotangents, where it can be differentiated; where it is the
-    last of its chain, column by column: exact as well, one call per output element.
+    By differentiating ``pull`` with respect to the cotangents, if there is an order to spare; otherwise column by
+    column: exact as well, one call per output element.
     """
     zeros = [torch.zeros_like(t) for t in like]
-    try:
-        push = torch.func.vjp(pull, *zeros)[1]
-        return list(push(tuple(tangents)))
-    except NotDifferentiableError:
-        pass
+    if differentiate:
+        with contextlib.suppress(NotDifferentiableError):
+            push = torch.func.vjp(pull, *zeros)[1]
+            return list(push(tuple(tangents)))
     sizes = [z.numel() for z in zeros]
     basis = torch.eye(sum(sizes), dtype=zeros[0].dtype, device=zeros[0].device).split(sizes, dim=1)
 

@@ -4,9 +4,11 @@ One registration serves eager mode, ``torch.compile``, ``torch.export`` and func
 differentiate (docs/custom_ops.md): a tape that the body records, or another op given as ``backward``.
 """
 
+import contextlib
 import functools
 import hashlib
 import inspect
+import math
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -17,7 +19,7 @@ import warp as wp
 from nvalchemiops import __version__
 from nvalchemiops.torch.autograd import tapes
 from nvalchemiops.torch.autograd.arrays import warp_stream_from_torch
-from nvalchemiops.torch.autograd.functorch import transformable, transforms_active
+from nvalchemiops.torch.autograd.functorch import derivative_asked, transformable, transforms_active
 from nvalchemiops.torch.autograd.specs import OutputSpec, read_parameters, split_grad_arrays
 from nvalchemiops.torch.autograd.tapes import NotDifferentiableError, Recording
 
@@ -228,20 +230,36 @@ class WarpOp:
             self.backward_overload,
             lambda inputs, outputs, cotangents: self._refuse_second_order(),
             range(len(self.diff_inputs)),
+            orders=0,
         )
+
+    @property
+    def orders(self) -> float:
+        """How many derivatives the op has, as far as is known: a backward that is a function may have any number."""
+        if self.recorded:
+            return 1
+        if self._formula is None:
+            return 0
+        backward = getattr(self.backward, "op", None)
+        return 1 + backward.orders if isinstance(backward, WarpOp) else math.inf
 
     def _make_public(self, vmap: Callable[..., Any] | None) -> Callable[..., Any]:
         count = len(self.outputs)
         hidden = (0, self.identity) if self.recorded else (self.identity,)
         self._transformed = transformable(
-            self.name.replace("::", "_"), self._call_with_identity, self._pullback, self.diff_outputs, vmap
+            self.name.replace("::", "_"),
+            self._call_with_identity,
+            self._pullback,
+            self.diff_outputs,
+            vmap,
+            self.orders,
         )
         names = [p.name for p in self.parameters]
         signature = [p.name if p.required else f"{p.name}=_default_{p.name}" for p in self.parameters]
         values = {f"_default_{p.name}": p.default for p in self.parameters if not p.required}
         values |= {
             "_compiling": torch.compiler.is_compiling,
-            "_transforms": transforms_active,
+            "_derivative_asked": derivative_asked,
             "_transformed": self._transformed,
             "_op": self.overload,
         }
@@ -253,7 +271,7 @@ class WarpOp:
         source = f"""
 def _make({", ".join(values)}):
     def {function}({", ".join(signature)}):
-        if not _compiling() and _transforms():
+        if not _compiling() and _derivative_asked():
             _result = _transformed({", ".join(names)})
         else:
             _result = _op({", ".join([*names, *map(str, hidden)])})
@@ -402,7 +420,8 @@ def _make({", ".join(values)}):
         record = args[-2]
         recording = tapes.find(token)
         device = self._device(inputs)
-        if recording is None or not recording.is_fresh([inputs[i] for i in self.tensors]):
+        outputs = rest[self._count : self._count + len(self.outputs)]
+        if recording is None or not recording.is_fresh([inputs[i] for i in self.tensors], outputs):
             if self.mutated:
                 raise RuntimeError(
                     f"{self.name}: the recorded execution is gone, and an op that mutates its arguments cannot be "
@@ -786,16 +805,20 @@ def _fingerprint(body: Callable[..., Any], backward: Any, outputs: Sequence[Outp
     return int(hashlib.sha256("\n".join(parts).encode()).hexdigest()[:14], 16) | 1
 
 
-def callable_identity(value: Any) -> str:
+def callable_identity(value: Any, _inside: tuple[Any, ...] = ()) -> str:
     """What tells two functions apart: code, defaults, and what they close over; ``repr`` for anything else."""
     op = getattr(value, "op", None)
     if isinstance(op, WarpOp):
         return str(op.identity)
     if not isinstance(value, types.FunctionType):
         return repr(value)
-    cells = [c.cell_contents for c in value.__closure__ or ()]
-    parts = [_code_text(value.__code__), *map(callable_identity, (*(value.__defaults__ or ()), *cells))]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    captured = list(value.__defaults__ or ())
+    for cell in value.__closure__ or ():
+        with contextlib.suppress(ValueError):  # still empty: a backward that refers to its own op
+            captured.append(cell.cell_contents)
+    inside = (*_inside, value)
+    parts = [callable_identity(c, inside) for c in captured if not any(c is v for v in inside)]
+    return hashlib.sha256("\n".join([_code_text(value.__code__), *parts]).encode()).hexdigest()
 
 
 def _code_text(code: types.CodeType) -> str:

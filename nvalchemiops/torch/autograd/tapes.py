@@ -230,16 +230,20 @@ class Recording:
         self.lock = threading.Lock()
         self.guard: Any = None
 
-    def is_fresh(self, inputs: Sequence[torch.Tensor | None]) -> bool:
+    def is_fresh(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> bool:
         """Whether the memory that the tape refers to still holds what it held when it was recorded.
+
+        The arguments are what the backward pass was given; outputs are None where their version tells enough.
 
         It does not when a compiled graph recomputed an input (its first copy may have been overwritten), when
         a saved tensor went through a hook that moved it, or when an output was changed in place.
         """
         if any(t._version != v for t, v in zip(self.outputs, self.versions)):
             return False
+        if not all(new is None or _same_memory(old, new) for old, new in zip(self.outputs, outputs)):
+            return False
         return self.owns_data or all(
-            new is None or old is None or _same_memory(old, new) for old, new in zip(self.inputs, inputs, strict=True)
+            new is None or old is None or _same_memory(old, new) for old, new in zip(self.inputs, inputs)
         )
 
 
