@@ -1,5 +1,6 @@
 """The same numbers from compiled graphs: aot_eager for everything, inductor once for each kind of op."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -347,7 +348,9 @@ def test_changed_backward_is_seen_past_a_shared_compile_cache(tmp_path):
             body = f"def backward(grad_y):\\n    return grad_y * {factor}\\n"
             exec(body, scope)
 
-            @warp_custom_op("tests::changed", [OutputSpec("y", wp.float64, lambda x: x.shape)], backward=scope["backward"])
+            spec = OutputSpec("y", wp.float64, lambda x: x.shape)
+
+            @warp_custom_op("tests::changed", [spec], backward=scope["backward"])
             def changed(x: torch.Tensor) -> torch.Tensor:
                 return x * 2
 
@@ -357,8 +360,6 @@ def test_changed_backward_is_seen_past_a_shared_compile_cache(tmp_path):
             """
         )
     )
-    import os
-
     environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), TORCHINDUCTOR_AUTOGRAD_CACHE="1")
     found = [
         subprocess.run(

@@ -152,9 +152,11 @@ def transpose(
 
 
 def _one_by_one(call: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Any:
-    slices = [
-        call(*(a if d is None else a.select(d, b) for a, d in zip(args, in_dims, strict=True))) for b in range(size)
-    ]
+    def slice_of(argument: Any, dimension: Any, b: int) -> Any:
+        # torch gives a sequence of numbers a sequence of dimensions, all None
+        return argument.select(dimension, b) if isinstance(dimension, int) else argument
+
+    slices = [call(*(slice_of(a, d, b) for a, d in zip(args, in_dims, strict=True))) for b in range(size)]
     if not isinstance(slices[0], tuple):
         return torch.stack(slices), 0
     stacked = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
