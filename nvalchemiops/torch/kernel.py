@@ -15,7 +15,7 @@ import warp as wp
 
 from nvalchemiops.launch import is_gather_only
 from nvalchemiops.torch.autograd import OutputSpec, WarpOp
-from nvalchemiops.torch.autograd.op import callable_identity
+from nvalchemiops.torch.autograd.naming import callable_identity
 from nvalchemiops.torch.launch import launch, launch_adjoint
 from nvalchemiops.types import is_warp_dtype
 

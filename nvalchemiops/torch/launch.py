@@ -98,7 +98,8 @@ def describe(
             device = value.device
         elif value.device != device:
             raise ValueError(f"`{expected[position].name}` is on {value.device}, but other arguments are on {device}")
-        descriptors.append(_descriptor(value, kernel, expected[position], gradients and gradients[position]))
+        gradient = gradients[position] if gradients is not None else None
+        descriptors.append(_descriptor(value, kernel, expected[position], gradient))
     if device is None:
         raise TypeError(f"kernel '{kernel.key}' got no tensor, so its device is unknown")
     return device, descriptors
@@ -119,12 +120,13 @@ def _parameters(kernel: wp.Kernel) -> tuple[_Expected, ...]:
     ensure_warp()
     expected = []
     for argument in kernel.adj.args[core.is_gather_only(kernel) :]:
-        element = getattr(argument.type, "dtype", None)
+        kind: Any = argument.type
+        element = getattr(kind, "dtype", None)
         if element is None or element is Any:
             expected.append(_Expected(argument.label, element, None, (), 0))
         else:
             dtype = TORCH_DTYPES[scalar_type(element)]
-            expected.append(_Expected(argument.label, element, dtype, inner_shape(element), argument.type.ndim))
+            expected.append(_Expected(argument.label, element, dtype, inner_shape(element), kind.ndim))
     return tuple(expected)
 
 

@@ -4,22 +4,19 @@ One registration serves eager mode, ``torch.compile``, ``torch.export`` and func
 differentiate (docs/custom_ops.md): a tape that the body records, or another op given as ``backward``.
 """
 
-import contextlib
 import functools
-import hashlib
-import inspect
 import math
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 import warp as wp
 
-from nvalchemiops import __version__
 from nvalchemiops.torch.autograd import tapes
 from nvalchemiops.torch.autograd.arrays import warp_stream_from_torch
+from nvalchemiops.torch.autograd.formula import Formula
 from nvalchemiops.torch.autograd.functorch import derivative_asked, transformable, transforms_active
+from nvalchemiops.torch.autograd.naming import fingerprint, library_for
 from nvalchemiops.torch.autograd.specs import OutputSpec, read_parameters, split_grad_arrays
 from nvalchemiops.torch.autograd.tapes import NotDifferentiableError, Recording
 
@@ -161,8 +158,8 @@ class WarpOp:
         self.backward = backward
         self.differentiable = bool(self.diff_outputs)
         self.recorded = backward == "tape" and self.differentiable
-        self._formula = _Formula(self, backward) if callable(backward) else None
-        self.identity = _fingerprint(body, backward, self.outputs, identity)
+        self._formula = Formula(self, backward) if callable(backward) else None
+        self.identity = fingerprint(body, backward, self.outputs, identity)
         self._register()
         self.public = self._make_public(vmap)
 
@@ -188,7 +185,7 @@ class WarpOp:
     # -- registration -----------------------------------------------------------------------------
 
     def _register(self) -> None:
-        library = _library(self.name, self.body)
+        library = library_for(self.name, self.body)
         short = self.name.partition("::")[2]
         count = len(self.parameters)
         declared = [p.declaration(i in self.mutated, f"a{i}") for i, p in enumerate(self.parameters)]
@@ -650,97 +647,6 @@ def _make({", ".join(values)}):
             return self.overload(*widened)
 
 
-class _Formula:
-    """An explicit backward, its parameters bound by name to inputs, outputs and incoming gradients."""
-
-    def __init__(self, op: WarpOp, backward: Callable[..., Any]) -> None:
-        self.op = op
-        self.backward = backward
-        inputs = {p.name: i for i, p in enumerate(op.parameters)}
-        outputs = {s.name: i for i, s in enumerate(op.outputs)}
-        gradients = {f"grad_{op.outputs[i].name}": i for i in op.diff_outputs}
-        wanted = getattr(backward, "op", None)
-        self.sources: list[tuple[str, int, bool]] = []
-        for name, parameter in inspect.signature(backward).parameters.items():
-            if name in inputs:
-                self.sources.append(("input", inputs[name], False))
-            elif name in outputs:
-                self.sources.append(("output", outputs[name], False))
-            elif name in gradients:
-                annotation = parameter.annotation
-                text = annotation if isinstance(annotation, str) else repr(annotation)
-                self.sources.append(("gradient", gradients[name], "None" in text or "Optional" in text))
-            else:
-                raise ValueError(
-                    f"{op.name}: `backward` has a parameter '{name}', which is neither an input {list(inputs)}, nor "
-                    f"an output {list(outputs)}, nor an incoming gradient {list(gradients)}"
-                )
-        self.order: list[int] | None = None
-        if isinstance(wanted, WarpOp):
-            produced = [s.name for s in wanted.outputs]
-            names = [f"grad_{op.parameters[i].name}" for i in op.diff_inputs]
-            if sorted(produced) != sorted(names):
-                raise ValueError(f"{op.name}: the backward op must have the outputs {names}, it has {produced}")
-            self.order = [produced.index(n) for n in names]
-        self.saved_inputs = sorted({i for kind, i, _ in self.sources if kind == "input" and i in op.tensors})
-        self.saved_outputs = sorted({i for kind, i, _ in self.sources if kind == "output"})
-
-    def save(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
-        ctx.save_for_backward(*(inputs[i] for i in self.saved_inputs), *(outputs[i] for i in self.saved_outputs))
-        ctx.plain = [None if i in self.op.tensors else a for i, a in enumerate(inputs)]
-        ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
-
-    def restore(self, ctx: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        saved = ctx.saved_tensors
-        inputs = list(ctx.plain)
-        for i, tensor in zip(self.saved_inputs, saved, strict=False):
-            inputs[i] = tensor
-        outputs: list[Any] = [None] * len(self.op.outputs)
-        for i, tensor in zip(self.saved_outputs, saved[len(self.saved_inputs) :], strict=True):
-            outputs[i] = tensor
-        return inputs, outputs, ctx.shapes
-
-    def __call__(
-        self,
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
-        cotangents: Sequence[torch.Tensor | None],
-        shapes: Sequence[tuple[Any, torch.dtype, torch.device]],
-    ) -> list[torch.Tensor | None]:
-        """One gradient or None per declared input."""
-        arguments = []
-        for kind, i, optional in self.sources:
-            if kind == "input":
-                arguments.append(inputs[i])
-            elif kind == "output":
-                arguments.append(outputs[i])
-            else:
-                cotangent = cotangents[i]
-                if cotangent is None and not optional:
-                    shape, dtype, device = shapes[i]
-                    cotangent = torch.zeros(shape, dtype=dtype, device=device)
-                arguments.append(cotangent)
-        result = self.backward(*arguments)
-        gradients: list[torch.Tensor | None] = [None] * self.op._count
-        positions = self.op.diff_inputs
-        if isinstance(result, dict):
-            names = {self.op.parameters[i].name: i for i in positions}
-            for name, gradient in result.items():
-                if name not in names:
-                    raise ValueError(
-                        f"{self.op.name}: `backward` returned a gradient for '{name}', not one of {list(names)}"
-                    )
-                gradients[names[name]] = gradient
-            return gradients
-        if not isinstance(result, (tuple, list)):
-            result = (result,)
-        if len(result) != len(positions):
-            raise ValueError(f"{self.op.name}: `backward` returned {len(result)} gradients for {len(positions)} inputs")
-        for slot, i in enumerate(positions):
-            gradients[i] = result[self.order[slot] if self.order else slot]
-        return gradients
-
-
 def _autograd_inside() -> Any:
     """Switch autograd back on in the implementation of an op, and autocast off.
 
@@ -777,50 +683,3 @@ def _unpack(results: Sequence[torch.Tensor]) -> Any:
 
 def _returns(kinds: Sequence[str]) -> str:
     return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
-
-
-# -- names and identities -------------------------------------------------------------------------
-
-_libraries: dict[str, tuple[Any, tuple[str, str]]] = {}
-
-
-def _library(name: str, body: Callable[..., Any]) -> Any:
-    """A library to define ``name`` in. Running the same definition again (a notebook cell) replaces it."""
-    origin = (body.__module__, body.__qualname__)
-    if name in _libraries:
-        library, previous = _libraries.pop(name)
-        if previous != origin:
-            _libraries[name] = (library, previous)
-            raise ValueError(f"`name`: '{name}' is taken by {previous[0]}.{previous[1]}")
-        library._destroy()
-    library = torch.library.Library(name.partition("::")[0], "FRAGMENT")
-    _libraries[name] = (library, origin)
-    return library
-
-
-def _fingerprint(body: Callable[..., Any], backward: Any, outputs: Sequence[OutputSpec], extra: str) -> int:
-    """A number that changes with the release, the body, the backward and the specs (positive, below 2^56)."""
-    parts = [__version__, wp.__version__, extra, callable_identity(body), callable_identity(backward)]
-    parts += [callable_identity(v) for o in outputs for v in (o.shape, o.dtype)]
-    return int(hashlib.sha256("\n".join(parts).encode()).hexdigest()[:14], 16) | 1
-
-
-def callable_identity(value: Any, _inside: tuple[Any, ...] = ()) -> str:
-    """What tells two functions apart: code, defaults, and what they close over; ``repr`` for anything else."""
-    op = getattr(value, "op", None)
-    if isinstance(op, WarpOp):
-        return str(op.identity)
-    if not isinstance(value, types.FunctionType):
-        return repr(value)
-    captured = list(value.__defaults__ or ())
-    for cell in value.__closure__ or ():
-        with contextlib.suppress(ValueError):  # still empty: a backward that refers to its own op
-            captured.append(cell.cell_contents)
-    inside = (*_inside, value)
-    parts = [callable_identity(c, inside) for c in captured if not any(c is v for v in inside)]
-    return hashlib.sha256("\n".join([_code_text(value.__code__), *parts]).encode()).hexdigest()
-
-
-def _code_text(code: types.CodeType) -> str:
-    constants = [_code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
-    return f"{code.co_code.hex()} {code.co_names} {constants}"

@@ -1,0 +1,103 @@
+"""The explicit way to differentiate an op: another op, or a function of ops, bound by parameter names."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.autograd.op import WarpOp
+
+
+class Formula:
+    """An explicit backward, its parameters bound by name to inputs, outputs and incoming gradients."""
+
+    def __init__(self, op: "WarpOp", backward: Callable[..., Any]) -> None:
+        self.op = op
+        self.backward = backward
+        inputs = {p.name: i for i, p in enumerate(op.parameters)}
+        outputs = {s.name: i for i, s in enumerate(op.outputs)}
+        gradients = {f"grad_{op.outputs[i].name}": i for i in op.diff_outputs}
+        wanted = getattr(backward, "op", None)  # a WarpOp, if the backward is one
+        self.sources: list[tuple[str, int, bool]] = []
+        for name, parameter in inspect.signature(backward).parameters.items():
+            if name in inputs:
+                self.sources.append(("input", inputs[name], False))
+            elif name in outputs:
+                self.sources.append(("output", outputs[name], False))
+            elif name in gradients:
+                annotation = parameter.annotation
+                text = annotation if isinstance(annotation, str) else repr(annotation)
+                self.sources.append(("gradient", gradients[name], "None" in text or "Optional" in text))
+            else:
+                raise ValueError(
+                    f"{op.name}: `backward` has a parameter '{name}', which is neither an input {list(inputs)}, nor "
+                    f"an output {list(outputs)}, nor an incoming gradient {list(gradients)}"
+                )
+        self.order: list[int] | None = None
+        if wanted is not None:
+            produced = [s.name for s in wanted.outputs]
+            names = [f"grad_{op.parameters[i].name}" for i in op.diff_inputs]
+            if sorted(produced) != sorted(names):
+                raise ValueError(f"{op.name}: the backward op must have the outputs {names}, it has {produced}")
+            self.order = [produced.index(n) for n in names]
+        self.saved_inputs = sorted({i for kind, i, _ in self.sources if kind == "input" and i in op.tensors})
+        self.saved_outputs = sorted({i for kind, i, _ in self.sources if kind == "output"})
+
+    def save(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
+        """Keep on ``ctx`` what the backward asks for, and no more."""
+        ctx.save_for_backward(*(inputs[i] for i in self.saved_inputs), *(outputs[i] for i in self.saved_outputs))
+        ctx.plain = [None if i in self.op.tensors else a for i, a in enumerate(inputs)]
+        ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
+
+    def restore(self, ctx: Any) -> tuple[list[Any], list[Any], list[Any]]:
+        """Inputs and outputs as `save` kept them, None for the rest; and what the outputs look like."""
+        saved = ctx.saved_tensors
+        inputs = list(ctx.plain)
+        for i, tensor in zip(self.saved_inputs, saved, strict=False):
+            inputs[i] = tensor
+        outputs: list[Any] = [None] * len(self.op.outputs)
+        for i, tensor in zip(self.saved_outputs, saved[len(self.saved_inputs) :], strict=True):
+            outputs[i] = tensor
+        return inputs, outputs, ctx.shapes
+
+    def __call__(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        cotangents: Sequence[torch.Tensor | None],
+        shapes: Sequence[tuple[Any, torch.dtype, torch.device]],
+    ) -> list[torch.Tensor | None]:
+        """One gradient or None per declared input."""
+        arguments = []
+        for kind, i, optional in self.sources:
+            if kind == "input":
+                arguments.append(inputs[i])
+            elif kind == "output":
+                arguments.append(outputs[i])
+            else:
+                cotangent = cotangents[i]
+                if cotangent is None and not optional:
+                    shape, dtype, device = shapes[i]
+                    cotangent = torch.zeros(shape, dtype=dtype, device=device)
+                arguments.append(cotangent)
+        result = self.backward(*arguments)
+        gradients: list[torch.Tensor | None] = [None] * self.op._count
+        positions = self.op.diff_inputs
+        if isinstance(result, dict):
+            names = {self.op.parameters[i].name: i for i in positions}
+            for name, gradient in result.items():
+                if name not in names:
+                    raise ValueError(
+                        f"{self.op.name}: `backward` returned a gradient for '{name}', not one of {list(names)}"
+                    )
+                gradients[names[name]] = gradient
+            return gradients
+        if not isinstance(result, (tuple, list)):
+            result = (result,)
+        if len(result) != len(positions):
+            raise ValueError(f"{self.op.name}: `backward` returned {len(result)} gradients for {len(positions)} inputs")
+        for slot, i in enumerate(positions):
+            gradients[i] = result[self.order[slot] if self.order else slot]
+        return gradients
