@@ -7,6 +7,8 @@ in Python. This module answers all three, and knows no kernel by name.
 import functools
 import os
 import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,8 +18,8 @@ import warp as wp
 from nvalchemiops import __version__
 from nvalchemiops._warp import ensure_warp
 
-MINIMUM_CHUNK = 256
-"""Rows below which a CPU chunk is not worth handing to a thread (about 20 microseconds for the hand-over)."""
+MINIMUM_CHUNK = 100e-6
+"""Seconds of work below which a chunk is not handed to a thread: about what the hand-over takes."""
 
 OFFSET = "offset"
 """Name of the first parameter of a gather-only kernel: the row at which its chunk begins."""
@@ -196,9 +198,9 @@ def _workers(count: int) -> ThreadPoolExecutor:
 
 def _forget_threads() -> None:
     """A forked child has only the thread that forked: no workers, no other recorders, and fresh locks."""
-    global _pool, _pool_size, _pool_lock, _recorders, _recorders_lock
+    global _load_lock, _pool, _pool_size, _pool_lock, _recorders, _recorders_lock
     _pool, _pool_size = None, 0
-    _pool_lock, _recorders_lock = threading.Lock(), threading.Lock()
+    _load_lock, _pool_lock, _recorders_lock = threading.RLock(), threading.Lock(), threading.Lock()
     mine = getattr(_thread, "depth", 0)
     if _recorders and not mine:
         _router.__exit__(None, None, None)
@@ -207,6 +209,13 @@ def _forget_threads() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_threads)
+
+
+# Warp loads modules without a lock: threads that build or load the same one at once can crash the process
+_load_lock = threading.RLock()
+
+_row_cost: "weakref.WeakKeyDictionary[wp.Kernel, float]" = weakref.WeakKeyDictionary()
+"""Seconds per row in the last CPU launch of each gather-only kernel; only decides how many chunks are made."""
 
 
 # -- launches -------------------------------------------------------------------------------------
@@ -265,12 +274,18 @@ def launch(
             _launch_recorded(kernel, grid, arguments, device, stream, block)
         return
 
-    rows = grid[0]
-    chunks = 1
-    if device.is_cpu and rows >= 2 * MINIMUM_CHUNK and not getattr(_thread, "is_worker", False):
-        chunks = min(thread_count(), rows // MINIMUM_CHUNK)
-    if chunks == 1:
+    if not device.is_cpu:
         _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
+        return
+    rows = grid[0]
+    chunks = 1 if getattr(_thread, "is_worker", False) else min(thread_count(), rows)
+    if chunks > 1:
+        # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole
+        chunks = min(chunks, int(rows * _row_cost.get(kernel, 0.0) / MINIMUM_CHUNK))
+    start = time.perf_counter()
+    if chunks <= 1:
+        _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
+        _row_cost[kernel] = (time.perf_counter() - start) / max(rows, 1)
         return
     edges = [rows * c // chunks for c in range(chunks + 1)]
     pieces = [((b - a, *grid[1:]), [a, *arguments]) for a, b in zip(edges, edges[1:])]
@@ -278,6 +293,7 @@ def launch(
     waiting = [pool.submit(_launch_in_worker, kernel, piece, rest, device, block) for piece, rest in pieces[1:]]
     try:
         _launch_recorded(kernel, *pieces[0], device, stream, block)
+        _row_cost[kernel] = (time.perf_counter() - start) / edges[1]
     finally:
         # wait for all before raising: the arrays must outlive every chunk
         errors = [w.exception() for w in waiting]
@@ -344,9 +360,10 @@ def _launch_recorded(
     key = (kernel, device.alias, block)
     command = commands.get(key)
     if command is None:
-        command = commands[key] = wp.launch(
-            kernel, grid, inputs=arguments, device=device, record_tape=False, record_cmd=True, block_dim=block
-        )
+        with _load_lock:
+            command = commands[key] = wp.launch(
+                kernel, grid, inputs=arguments, device=device, record_tape=False, record_cmd=True, block_dim=block
+            )
         command.grid = grid
     else:
         declared = kernel.adj.args

@@ -14,18 +14,14 @@ import nvalchemiops
 from nvalchemiops import cli
 
 
-def command(
-    *arguments: str, code: str | None = None, **environment: str | None
-) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str, code: str | None = None, **environment: str | None) -> subprocess.CompletedProcess[str]:
     """Run ``python -m nvalchemiops`` (or ``code``) in a process of its own: the command silences Warp there.
 
     An environment variable given as None is unset.
     """
     start = ["-m", "nvalchemiops"] if code is None else ["-c", textwrap.dedent(code)]
     env = {k: v for k, v in {**os.environ, **environment}.items() if v is not None}
-    return subprocess.run(
-        [sys.executable, *start, *arguments], env=env, capture_output=True, text=True, timeout=600
-    )
+    return subprocess.run([sys.executable, *start, *arguments], env=env, capture_output=True, text=True, timeout=600)
 
 
 def test_info_as_json():

@@ -20,7 +20,7 @@ def test_examples_run(page, tmp_path):
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stderr[-3000:]
     if page.name == "README.md":
-        assert "1.747564594" in run.stdout
+        assert "1.747564595" in run.stdout
 
 
 def test_pages_with_examples_are_found():

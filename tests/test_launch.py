@@ -47,6 +47,12 @@ def lane_sum(offset: wp.int32, x: wp.array2d(dtype=wp.float64), y: wp.array(dtyp
 
 
 @pytest.fixture
+def always_split(monkeypatch):
+    """Split from the second launch on, however short it was."""
+    monkeypatch.setattr(core, "MINIMUM_CHUNK", 1e-15)
+
+
+@pytest.fixture
 def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
@@ -59,30 +65,35 @@ def run_row_sum(x):
     return y, where
 
 
-@pytest.mark.parametrize("rows", [0, 1, 511, 512, 1_000, 5_003])
-def test_same_bits_at_any_number_of_threads(rows, threads):
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 1_000, 5_003])
+def test_same_bits_at_any_number_of_threads(rows, threads, always_split):
     x = torch.rand(rows, 7)
+    run_row_sum(torch.rand(100, 7))
     found = {}
     for n in (1, 2, 3, 4):
         threads(n)
         found[n], where = run_row_sum(x)
-        chunks = min(n, rows // core.MINIMUM_CHUNK) if rows >= 2 * core.MINIMUM_CHUNK else 1
-        assert len(where.unique()) == min(rows, chunks), "rows per chunk"
+        assert len(where.unique()) == min(rows, n), "one chunk per thread"
     assert all(torch.equal(found[1], y) for y in found.values())
     i = torch.arange(rows)[:, None] + torch.arange(7)
     torch.testing.assert_close(found[1], (torch.sin(x.double()) * i).sum(1))
 
 
-def test_small_launches_stay_whole(threads):
-    threads(4)
-    assert run_row_sum(torch.rand(2 * core.MINIMUM_CHUNK - 1, 3))[1].unique().tolist() == [0]
+def test_small_launches_stay_whole_and_large_ones_are_split(threads):
+    threads(2)
+    for _ in range(3):
+        assert len(run_row_sum(torch.rand(20, 3))[1].unique()) == 1
+    large = torch.rand(200_000, 20)  # tens of milliseconds
+    run_row_sum(large)
+    assert len(run_row_sum(large)[1].unique()) == 2
 
 
-def test_the_number_of_threads_is_torchs(threads):
+def test_the_number_of_threads_is_torchs(threads, always_split):
     for n in (1, 2, 3):
         threads(n)
         assert core.thread_count() == n
-        assert len(run_row_sum(torch.rand(10 * core.MINIMUM_CHUNK, 3))[1].unique()) == n
+        run_row_sum(torch.rand(1_000, 3))
+        assert len(run_row_sum(torch.rand(1_000, 3))[1].unique()) == n
 
 
 def test_scattering_kernels_are_never_split(threads):
@@ -155,8 +166,9 @@ def test_launch_commands_keep_no_memory_alive():
     assert storage() is None
 
 
-def test_errors_in_a_chunk_reach_the_caller(threads, monkeypatch):
+def test_errors_in_a_chunk_reach_the_caller(threads, always_split, monkeypatch):
     threads(2)
+    run_row_sum(torch.rand(100, 3))
     original = core._launch_recorded
 
     def fails(kernel, grid, arguments, *rest):
@@ -169,7 +181,7 @@ def test_errors_in_a_chunk_reach_the_caller(threads, monkeypatch):
         run_row_sum(torch.rand(4_000, 3))
 
 
-def test_many_threads_launch_at_once(threads):
+def test_many_threads_launch_at_once(threads, always_split):
     threads(2)
     inputs = [torch.rand(3_000, 5) for _ in range(6)]
     expected = [run_row_sum(x)[0] for x in inputs]
@@ -199,7 +211,9 @@ def test_a_forked_child_launches_on_threads_of_its_own():
         import warp as wp
 
         torch.set_num_threads(2)
+        core.MINIMUM_CHUNK = 1e-15
         x = torch.rand(5_000, 5)
+        run_row_sum(x)
         expected, where = run_row_sum(x)
         assert len(where.unique()) == 2
         entered, leave = threading.Event(), threading.Event()

@@ -129,10 +129,7 @@ def test_import_loads_neither_torch_nor_warp():
 
 def test_subpackages_load_on_first_use():
     assert (
-        python_says(
-            "import nvalchemiops, json\nprint(json.dumps(nvalchemiops.constants.COULOMB_HARTREE_BOHR))"
-        )
-        == 1.0
+        python_says("import nvalchemiops, json\nprint(json.dumps(nvalchemiops.constants.COULOMB_HARTREE_BOHR))") == 1.0
     )
     with pytest.raises(AttributeError, match="no attribute 'no_such_thing'"):
         _ = nvalchemiops.no_such_thing
@@ -213,9 +210,7 @@ def test_wheel_and_sdist_build_and_the_wheel_works_elsewhere(tmp_path):
     with tarfile.open(sdist) as archive:
         inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"pyproject.toml", "LICENSE", "tests/conftest.py", "Makefile", "constraints.txt"} <= inside
-    assert not [
-        name for name in inside if name.startswith((".venv", ".gpu", "docs/_build")) or "__pycache__" in name
-    ]
+    assert not [name for name in inside if name.startswith((".venv", ".gpu", "docs/_build")) or "__pycache__" in name]
 
     install = [
         "install",

@@ -68,7 +68,8 @@ def naive_search() -> Any:
                     for c in range(low[2], high[2] + 1):
                         shift = wp.vec3i(a, b, c)
                         is_self = i == j and a == 0 and b == 0 and c == 0
-                        if not is_self and (half == 0 or direction(i, j, shift) > 0):
+                        # nested: Warp evaluates both sides of `and`
+                        if not is_self and (half == 0 or direction(i, j, shift) > 0):  # noqa: SIM102
                             if wp.length(separation(x_i, positions[j], shift, box)) < cutoff:
                                 if fill != 0:
                                     index[slot] = j

@@ -129,11 +129,14 @@ def call_kernel_via_torch_compile(
     return result
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def _op_while_tracing(kernel: wp.Kernel, dim: Dim, *outputs: OutputSpec) -> str:
     # a string, because the compiler takes few other constants; each spec by itself, because it looks into lists
     op = get_or_register_torch_op(kernel, outputs, dim=dim, differentiable=_has_adjoint(kernel)).op  # type: ignore[attr-defined]
     return f"{op.name.partition('::')[2]} {op.identity}"
+
+
+# what torch.compiler.assume_constant_result sets, without the second that importing the compiler takes
+_op_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def differentiable_kernel(

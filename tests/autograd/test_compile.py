@@ -223,27 +223,19 @@ def test_export(op, reference, strict):
 
 
 def test_exported_program_without_the_library_names_it(tmp_path):
-    from nvalchemiops.torch.interactions.electrostatics import ewald_summation
+    """Energies and forces of the real-space Ewald op, saved, and loaded with and without the library."""
+    from nvalchemiops.torch.interactions.electrostatics.ewald import _real_space
 
     class Model(torch.nn.Module):
         def forward(self, positions, charges, cell):
-            matrix = torch.tensor([[1], [0]], dtype=torch.int32)
-            shifts = torch.zeros(2, 1, 3, dtype=torch.int32)
-            return ewald_summation(
-                positions,
-                charges,
-                cell,
-                alpha=0.5,
-                k_cutoff=3.0,
-                neighbor_matrix=matrix,
-                neighbor_matrix_shifts=shifts,
-                cutoff=2.5,
-                compute_forces=True,
-            )
+            one = torch.ones(1, dtype=torch.float64)
+            integers = [torch.tensor(values, dtype=torch.int32) for values in ([0, 0], [0, 1], [1, 2], [1, 0])]
+            shift = torch.zeros(2, 3, dtype=torch.int32)
+            return _real_space(positions, charges, cell, one, *integers, shift, -1, False)[:2]
 
     positions = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.1, 0.9]], dtype=torch.float64)
     charges = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    cell = 4.0 * torch.eye(3, dtype=torch.float64)
+    cell = 4.0 * torch.eye(3, dtype=torch.float64).unsqueeze(0)
     program = torch.export.export(Model(), (positions, charges, cell))
     path = tmp_path / "model.pt2"
     torch.export.save(program, path)

@@ -61,6 +61,23 @@ def test_a_strided_view_reads_what_torch_reads(view):
     torch.testing.assert_close(torch.from_numpy(warp_from_torch(tensor, wp.vec3d).numpy().copy()), tensor.contiguous())
 
 
+@pytest.mark.parametrize("view", [lambda t: t[::2], lambda t: t[:1].expand(1, 3), lambda t: t[3:4], lambda t: t[:0]])
+def test_a_strided_view_has_a_gradient(view):
+    tensor = view(torch.ones(10, 3, dtype=torch.float64))
+    array = warp_from_torch(tensor, wp.vec3d, requires_grad=True)
+    assert array.grad.shape == array.shape and array.grad.strides == array.strides
+    assert not array.grad.numpy().any()
+
+
+def test_one_repeated_element_with_a_gradient():
+    w = torch.ones((), dtype=torch.float64, requires_grad=True)
+    torch.testing.assert_close(
+        torch.autograd.grad(weighted_square(leaf(1), w.expand(1)).sum(), w)[0], leaf(1).pow(2)[0]
+    )
+    with pytest.raises(ValueError, match="expand"):
+        warp_from_torch(torch.ones(1, dtype=torch.float64).expand(4), wp.float64, requires_grad=True)
+
+
 def test_gradient_tracking_is_inherited_unless_told():
     plain, tracked = torch.ones(3), torch.ones(3, requires_grad=True)
     assert not warp_from_torch(plain, wp.float32).requires_grad

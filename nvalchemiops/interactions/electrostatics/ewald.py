@@ -42,6 +42,7 @@ def screened_coulomb(r: wp.float64, alpha: wp.float64):
 
 @wp.func
 def is_origin(miller: wp.vec3i):
+    """Whether these are the Miller indices of k = 0, which stands for the background."""
     return miller[0] == 0 and miller[1] == 0 and miller[2] == 0
 
 

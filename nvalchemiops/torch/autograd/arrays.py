@@ -1,6 +1,7 @@
 """Torch tensors as Warp arrays, and torch's current stream as Warp's."""
 
 import functools
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,11 +59,22 @@ def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool |
     if track:
         if not tensor.dtype.is_floating_point:
             raise TypeError(f"`requires_grad`: a tensor of dtype {tensor.dtype} has no gradient")
-        gradient = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        gradient = _zeros_laid_out_like(tensor)
         array.grad = _view(gradient, warp_dtype)
         array.requires_grad = True
         setattr(array, _GRADIENT, gradient)
     return array
+
+
+def _zeros_laid_out_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros with the strides of ``tensor``, as Warp wants a gradient to have."""
+    if tensor.is_contiguous():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if any(step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape)):
+        raise ValueError(
+            "`tensor` repeats its elements (expand), so its gradient has no place: call .contiguous() first"
+        )
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
 
 
 def gradient_tensor(array: wp.array) -> torch.Tensor:
@@ -101,6 +113,9 @@ def outer_layout(
     """Shape and byte strides of the array elements that a tensor holds, the trailing ``inner`` shape taken off."""
     size = tensor.element_size()
     shape, steps = tuple(tensor.shape), tensor.stride()
+    if 1 in shape and tensor.is_contiguous():
+        # the stride along one element is anything in torch; Warp compares it
+        steps = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
     if inner:
         outer = len(shape) - len(inner)
         if outer < 0 or shape[outer:] != inner:

@@ -1,7 +1,5 @@
 """Neighbor lists of torch tensors."""
 
-from typing import Any
-
 import numpy as np
 import torch
 import warp as wp
@@ -12,6 +10,7 @@ from nvalchemiops.neighbors.naive import MAX_CELLS_APART, naive_search
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.eager import eager
 
 __all__ = ["neighbor_list"]
 
@@ -77,6 +76,7 @@ def _naive_fill(
     return index, shifts
 
 
+@eager
 def neighbor_list(
     positions: torch.Tensor,
     cutoff: float | None = None,
@@ -182,7 +182,7 @@ def neighbor_list(
 
     wide = positions.detach().to(torch.float64)
     wide_cell = cell.detach().to(torch.float64)
-    planes = dual_vectors(wide_cell.cpu().numpy(), periodic)
+    planes = dual_vectors(checks.on_host(wide_cell), periodic)
     _check_extent(wide, planes, cutoff)
     # along an open axis the shift is always zero, so the cell may hold anything there; NaN times zero is not zero
     wide_cell = torch.where(torch.as_tensor(periodic, device=wide.device).unsqueeze(-1), wide_cell, 0.0)

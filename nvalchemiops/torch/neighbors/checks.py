@@ -9,6 +9,15 @@ import torch
 FLOATS = (torch.float32, torch.float64)
 
 
+def on_host(tensor: torch.Tensor) -> np.ndarray:
+    """The values of a tensor as a numpy array, also under ``torch.func.grad`` and its like."""
+    values = tensor.detach().cpu()
+    while torch._C._functorch.is_gradtrackingtensor(values):
+        values = torch._C._functorch.get_unwrapped(values)
+    with torch._C._DisableFuncTorch():
+        return values.numpy()
+
+
 def check_positions(positions: Any) -> None:
     """Raise unless ``positions`` is a finite float32 or float64 tensor (n_atoms, 3). Reads the values."""
     if not isinstance(positions, torch.Tensor):
@@ -59,7 +68,7 @@ def check_pbc(pbc: Any, positions: torch.Tensor, n_systems: int) -> np.ndarray:
         raise TypeError(f"`pbc` must be bool, got {tensor.dtype}")
     if tuple(tensor.shape) not in ((3,), (n_systems, 3)):
         raise ValueError(f"`pbc` must have shape (3,) or ({n_systems}, 3), got {tuple(tensor.shape)}")
-    return np.broadcast_to(tensor.detach().cpu().numpy(), (n_systems, 3)).copy()
+    return np.broadcast_to(on_host(tensor), (n_systems, 3)).copy()
 
 
 def check_batch_idx(batch_idx: Any, positions: torch.Tensor, n_systems: int | None = None) -> tuple[torch.Tensor, int]:

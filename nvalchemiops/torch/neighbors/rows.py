@@ -17,15 +17,15 @@ class Rows(NamedTuple):
     ----------
     begin, end : (n_atoms,) int32 tensor
         Where each atom's row begins and ends.
-    index : (n_slots,) int32 tensor
+    neighbor : (n_slots,) int32 tensor
     shift : (n_slots, 3) int32 tensor
     padding : int
-        Entries of ``index`` that stand for no neighbor, whatever the number.
+        Entries of ``neighbor`` that stand for no neighbor, whatever the number.
     """
 
     begin: torch.Tensor
     end: torch.Tensor
-    index: torch.Tensor
+    neighbor: torch.Tensor
     shift: torch.Tensor
     padding: int
 

@@ -22,6 +22,7 @@ from nvalchemiops.torch.autograd import (
 from nvalchemiops.torch.interactions.electrostatics.parameters import system_sizes, systems_of
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors import neighbor_list as build_neighbor_list
+from nvalchemiops.torch.neighbors.eager import eager
 from nvalchemiops.torch.neighbors.rows import Rows, inspect_rows, rows_from_list, rows_from_matrix
 
 MAX_WAVE_VECTORS = 1e8
@@ -49,7 +50,7 @@ def _real_space(
     shift: torch.Tensor,
     padding: int,
     with_virial: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     track = needs_grad(positions, charges, cell, alpha)
     inputs = _warp_inputs(positions, charges, cell, alpha)
     results, outputs = _new_outputs(positions, with_virial, track)
@@ -75,7 +76,7 @@ def _reciprocal_space(
     k_system: torch.Tensor,
     first_k: torch.Tensor,
     with_virial: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     track = needs_grad(positions, charges, cell, alpha)
     inputs = _warp_inputs(positions, charges, cell, alpha)
     results, outputs = _new_outputs(positions, with_virial, track)
@@ -87,9 +88,9 @@ def _reciprocal_space(
     )
     millers = warp_from_torch(miller, wp.vec3i)
     with WarpAutogradContextManager(track) as tape:
-        arguments = [*inputs.values(), order, atom_ptr, millers, k_systems]
+        arguments: list[Any] = [*inputs.values(), order, atom_ptr, millers, k_systems]
         _launch(kernels.structure_factors, track, n_k, arguments, [k_vectors, factors])
-        fixed = [inputs["positions"], inputs["charges"], inputs["alpha"], system, millers, k_ptr]
+        fixed: list[Any] = [inputs["positions"], inputs["charges"], inputs["alpha"], system, millers, k_ptr]
         arguments = [*fixed, k_vectors, factors, int(with_virial)]
         _launch(kernels.reciprocal_space, track, positions.shape[0], arguments, outputs.values())
     if track:
@@ -127,6 +128,7 @@ def _launch(factory: Any, track: bool, rows: int, inputs: Any, outputs: Any) -> 
     launch(factory(track), rows, arrays, list(outputs), device=device)
 
 
+@eager
 def ewald_summation(
     positions: torch.Tensor,
     charges: torch.Tensor,
@@ -238,7 +240,7 @@ def ewald_summation(
     n_systems = cell.shape[0]
     if not checks.check_pbc(pbc, positions, n_systems).all():
         raise NotImplementedError("`pbc`: the Ewald sum is periodic along all axes; open axes are not available yet")
-    lattice = cell.detach().to(torch.float64).cpu().numpy()
+    lattice = checks.on_host(cell.detach().to(torch.float64))
     dual_vectors(lattice, np.ones((n_systems, 3), dtype=bool))  # raises for a singular cell
 
     given = _given_rows(
@@ -258,9 +260,9 @@ def ewald_summation(
     else:
         rows = _build_rows(positions, float(r_c.max(initial=0.0)) if cutoff is None else cutoff, cell, batch_idx)
     if k_cutoff is None:
-        k_c = parameters.reciprocal_cutoff(splitting.detach().cpu().numpy(), sizes[2], accuracy)
+        k_c = parameters.reciprocal_cutoff(checks.on_host(splitting), sizes[2], accuracy)
     else:
-        k_c = _per_system("k_cutoff", k_cutoff, n_systems, positions.device).detach().cpu().numpy()
+        k_c = checks.on_host(_per_system("k_cutoff", k_cutoff, n_systems, positions.device))
 
     wide = (positions.double(), charges.double(), cell.double(), splitting)
     real = _real_space(*wide, batch_idx, *rows, compute_virial)
@@ -312,14 +314,20 @@ def _given_rows(
 
 def _per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:
     """A positive number, or one for each system, as float64 tensor (n_systems,) that keeps its graph."""
-    tensor = torch.as_tensor(value, device=device)
+    try:
+        # through numpy, which keeps Python's float64
+        tensor = (
+            value.to(device) if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value), device=device)
+        )
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"`{name}` must be a number or a tensor, got {type(value).__name__}") from None
     if tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"`{name}` must be real numbers, got {tensor.dtype}")
     if tuple(tensor.shape) not in ((), (1,), (n_systems,)):
         raise ValueError(f"`{name}` must be a number or have shape ({n_systems},), got {tuple(tensor.shape)}")
     if not bool(((tensor > 0) & torch.isfinite(tensor)).all()):
         raise ValueError(f"`{name}` must be positive and finite")
-    return tensor.double().expand(n_systems)
+    return tensor.double() * torch.ones(n_systems, dtype=torch.float64, device=device)
 
 
 def _splitting(
@@ -329,7 +337,7 @@ def _splitting(
     count, volume, spacing = sizes
     if alpha is not None:
         splitting = _per_system("alpha", alpha, count.shape[0], positions.device)
-        return splitting, parameters.real_cutoff(splitting.detach().cpu().numpy(), spacing, accuracy)
+        return splitting, parameters.real_cutoff(checks.on_host(splitting), spacing, accuracy)
     best = parameters.optimal_alpha(count, volume)
     r_c = parameters.real_cutoff(best, spacing, accuracy)
     if reach is not None:
@@ -342,8 +350,8 @@ def _splitting(
 def _reach(farthest: torch.Tensor, batch_idx: torch.Tensor, n_systems: int) -> np.ndarray:
     """Largest distance in the list, for each system; infinite where no atom is."""
     reach = np.zeros(n_systems)
-    system = batch_idx.cpu().numpy()
-    np.maximum.at(reach, system, farthest.cpu().numpy())
+    system = checks.on_host(batch_idx)
+    np.maximum.at(reach, system, checks.on_host(farthest))
     empty = np.bincount(system, minlength=n_systems) == 0
     if ((reach == 0.0) & ~empty).any():
         raise ValueError(
@@ -385,7 +393,9 @@ def _wave_vectors(
     lengths = np.array([m.shape[0] for m in lists])
     system = np.repeat(np.arange(len(lists), dtype=np.int32), lengths)
     first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return tuple(torch.as_tensor(a, device=batch_idx.device) for a in (np.concatenate(lists), system, first))
+    miller = np.concatenate(lists)
+    device = batch_idx.device
+    return torch.tensor(miller, device=device), torch.tensor(system, device=device), torch.tensor(first, device=device)
 
 
 @functools.lru_cache(maxsize=256)

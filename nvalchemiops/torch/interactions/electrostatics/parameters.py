@@ -89,7 +89,7 @@ def systems_of(
 
 def system_sizes(cell: torch.Tensor, batch_idx: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Atoms, volume and average distance (V/N)^(1/3) of each system, on the host."""
-    lattice = cell.detach().to(torch.float64).cpu().numpy()
+    lattice = checks.on_host(cell.detach().to(torch.float64))
     volume = np.abs(np.linalg.det(lattice))
-    count = torch.bincount(batch_idx, minlength=cell.shape[0]).cpu().numpy().astype(np.float64)
+    count = checks.on_host(torch.bincount(batch_idx, minlength=cell.shape[0])).astype(np.float64)
     return count, volume, np.cbrt(volume / np.maximum(count, 1.0))
