@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 # One compile process per test worker is plenty on the machines that run this.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -46,6 +46,20 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
     """Keyword arguments for ``torch.testing.assert_close`` and ``numpy.testing.assert_allclose``."""
     return {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float64: {"rtol": 1e-10, "atol": 1e-10}}[dtype]
+
+
+@pytest.fixture
+def always_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split from the second launch on, however short it was."""
+    monkeypatch.setattr("nvalchemiops.launch.MINIMUM_CHUNK", 1e-15)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Set the number of CPU threads; the old one comes back afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

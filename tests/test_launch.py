@@ -46,19 +46,6 @@ def lane_sum(offset: wp.int32, x: wp.array2d(dtype=wp.float64), y: wp.array(dtyp
         y[i] = whole[0]
 
 
-@pytest.fixture
-def always_split(monkeypatch):
-    """Split from the second launch on, however short it was."""
-    monkeypatch.setattr(core, "MINIMUM_CHUNK", 1e-15)
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def run_row_sum(x):
     y, where = torch.empty(x.shape[0], dtype=torch.float64), torch.empty(x.shape[0], dtype=torch.int32)
     launch(row_sum, x.shape[0], [x], [y, where])

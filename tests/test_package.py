@@ -156,6 +156,35 @@ def test_importing_the_torch_layer_compiles_nothing_and_leaves_warp_settings_alo
     assert not list(tmp_path.rglob("wp_*"))
 
 
+def test_a_kernel_is_compiled_alone_and_once(tmp_path):
+    """Using op B never recompiles op A, whatever was defined in between (R07)."""
+    before, after = python_says(
+        """
+        import json, os
+        from pathlib import Path
+        import torch
+        from nvalchemiops.torch.interactions.electrostatics import ewald_summation
+        from nvalchemiops.torch.neighbors import neighbor_list
+
+        def compiled():
+            folders = Path(os.environ["WARP_CACHE_PATH"]).rglob("wp_nvalchemiops*")
+            return {folder.name: max(f.stat().st_mtime_ns for f in folder.iterdir()) for folder in folders}
+
+        x, cell = torch.rand(4, 3, dtype=torch.float64), 4.0 * torch.eye(3, dtype=torch.float64)
+        neighbor_list(x, 2.0, cell)
+        first = compiled()
+        ewald_summation(x, torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64), cell)
+        neighbor_list(x, 3.0, cell)
+        print(json.dumps([first, compiled()]))
+        """,
+        WARP_CACHE_PATH=str(tmp_path),
+    )
+    assert len(before) == 1 and len(after) > len(before)
+    assert {name: after[name] for name in before} == before
+    release = "".join(c if c.isalnum() else "_" for c in nvalchemiops.__version__)
+    assert all(release in name for name in after), "the folder of each kernel carries the release"
+
+
 @pytest.mark.parametrize("absent", [["torch"], ["jax"], ["ase"], ["torch", "jax", "ase"]])
 def test_everything_else_imports_without_optional_packages(absent):
     modules = python_says(

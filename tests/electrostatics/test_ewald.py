@@ -340,17 +340,14 @@ def test_compiled_ops_equal_eager():
     close(*results, rtol=1e-13, atol=1e-13)
 
 
-def test_one_thread_or_two_give_the_same_bits():
-    system = crystal("rocksalt", 5.64, 7, 0.1)  # 686 atoms: enough to be split
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            results.append(summed(system, accuracy=1e-3, **ALL))
-    finally:
-        torch.set_num_threads(threads)
-    close(*results, rtol=0, atol=0)
+def test_any_number_of_threads_gives_the_same_bits(threads, always_split):
+    system = crystal("rocksalt", 5.64, 3, 0.1)
+    results = []
+    for count in (1, 2, 3):
+        threads(count)
+        results.append(summed(system, accuracy=1e-3, **ALL))
+    for other in results[1:]:
+        close(results[0], other, rtol=0, atol=0)
 
 
 # -- bad input ------------------------------------------------------------------------------------

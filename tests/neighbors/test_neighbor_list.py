@@ -177,18 +177,14 @@ def test_batch_equals_singles(by, device):
     assert torch.equal(shifts.cpu(), torch.cat(expected_shifts))
 
 
-def test_one_thread_or_two_give_the_same_list():
+def test_any_number_of_threads_gives_the_same_list(threads, always_split):
     rng = np.random.default_rng(5)
-    positions, cell = torch.as_tensor(rng.uniform(0, 12, (700, 3))), 12.0 * torch.eye(3, dtype=torch.float64)
-    threads = torch.get_num_threads()
-    try:
-        results = []
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            results.append(neighbor_list(positions, 3.0, cell))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(*results))
+    positions, cell = torch.as_tensor(rng.uniform(0, 12, (300, 3))), 12.0 * torch.eye(3, dtype=torch.float64)
+    results = []
+    for count in (1, 2, 3):
+        threads(count)
+        results.append(neighbor_list(positions, 3.0, cell))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
 def test_float32_finds_the_pairs_of_its_own_positions():

@@ -113,8 +113,8 @@ def outer_layout(
     """Shape and byte strides of the array elements that a tensor holds, the trailing ``inner`` shape taken off."""
     size = tensor.element_size()
     shape, steps = tuple(tensor.shape), tensor.stride()
-    if 1 in shape and tensor.is_contiguous():
-        # the stride along one element is anything in torch; Warp compares it
+    if (1 in shape or 0 in shape) and tensor.is_contiguous():
+        # the stride along one element or none is anything in torch; Warp compares it
         steps = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
     if inner:
         outer = len(shape) - len(inner)

@@ -1,0 +1,168 @@
+"""Every op of the library, one property after the other: opcheck, layouts, in-place changes, stored values."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nvalchemiops.torch import neighbors
+from nvalchemiops.torch.autograd import live_recordings
+from nvalchemiops.torch.interactions.electrostatics import ewald, ewald_summation
+from nvalchemiops.torch.neighbors import rows
+from tests.systems import SYSTEMS, System, batch, crystal, triclinic
+
+ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
+STORED = Path(__file__).parent / "stored_values.json"
+
+
+def op_calls(system: System):
+    """Each op of the library with arguments as the public functions pass them."""
+    x, q, cell, system_of = system
+    n_systems = cell.shape[0]
+    pairs, ptr, shifts = neighbors.neighbor_list(x, 4.0, cell, batch_idx=system_of, return_neighbor_list=True)
+    alpha = torch.full((n_systems,), 0.6, dtype=torch.float64)
+    first = torch.cat([system_of.new_zeros(1), torch.bincount(system_of, minlength=n_systems).cumsum(0).int()])
+    planes = torch.as_tensor(neighbors.dual_vectors(cell.numpy(), np.ones((n_systems, 3), dtype=bool)))
+    search = (x, cell, planes, system_of, first, 4.0, False)
+    found_rows = rows.rows_from_list(pairs, ptr, shifts, x.shape[0])
+    waves = ewald._wave_vectors(cell.numpy(), np.full(n_systems, 2.0), system_of)
+    atoms = ewald._sorted_atoms(system_of, n_systems)
+    return {
+        neighbors._naive_count: search,
+        neighbors._naive_fill: (*search, ptr[:-1].contiguous(), pairs.shape[1], -1),
+        rows._inspect: (x, cell, system_of, *found_rows[0], found_rows[1]),
+        ewald._real_space: (x, q, cell, alpha, system_of, *found_rows[0], True),
+        ewald._reciprocal_space: (x, q, cell, alpha, system_of, *atoms, *waves, True),
+    }
+
+
+TWO = batch(triclinic(5, charged=True), crystal("rocksalt", 5.6, 1, 0.1))
+OPS = list(op_calls(TWO))
+
+
+def test_no_op_is_forgotten():
+    import nvalchemiops.cli
+    from nvalchemiops.torch.autograd import naming
+
+    list(nvalchemiops.cli.import_all(nvalchemiops))
+    registered = {name for name in naming._libraries if name.startswith("nvalchemiops::")}
+    assert registered == {op.op.name for op in OPS}
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.op.name)
+@pytest.mark.parametrize("system", [TWO, SYSTEMS["no atoms"]()], ids=["two systems", "no atoms"])
+def test_opcheck(op, system):
+    arguments = op_calls(system)[op]
+    # leaves, as a training loop passes them
+    arguments = tuple(
+        a.clone().requires_grad_(op.op.differentiable) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        for a in arguments
+    )
+    torch.library.opcheck(op.op.overload, arguments)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.op.name)
+def test_outputs_have_memory_of_their_own(op):
+    arguments = op_calls(TWO)[op]
+    outputs = op(*arguments)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    owners = [
+        t.untyped_storage().data_ptr() for t in (*arguments, *outputs) if isinstance(t, torch.Tensor) and t.numel()
+    ]
+    mine = owners[-sum(o.numel() > 0 for o in outputs) :]
+    assert len(set(mine)) == len(mine) and not set(mine) & set(owners[: -len(mine)])
+
+
+def test_weights_of_atoms_and_systems():
+    """Not only the gradient of the plain sum."""
+    x, q, cell, system_of = TWO
+    generator = torch.Generator().manual_seed(3)
+
+    def leaves():
+        return [t.clone().requires_grad_() for t in (x, q, cell)]
+
+    for reduction, size in (("atom", x.shape[0]), ("system", 2)):
+        weights = torch.randn(size, generator=generator, dtype=torch.float64)
+        inputs = leaves()
+        energies = ewald_summation(*inputs, batch_idx=system_of, energy_reduction=reduction)
+        found = torch.autograd.grad(energies, inputs, grad_outputs=weights)
+        expected = [torch.zeros_like(t) for t in inputs]
+        for weight, k in zip(weights, range(size), strict=True):
+            inputs = leaves()
+            energy = ewald_summation(*inputs, batch_idx=system_of, energy_reduction=reduction)[k]
+            for total, part in zip(expected, torch.autograd.grad(energy, inputs), strict=True):
+                total += weight * part
+        torch.testing.assert_close(list(found), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("which", ["positions", "charges", "cell", "neighbor_shifts"])
+def test_changing_an_input_between_forward_and_backward(which):
+    x, q, cell, _ = triclinic(5)
+    pairs, ptr, shifts = neighbors.neighbor_list(x, 4.0, cell, return_neighbor_list=True)
+
+    def run(change):
+        leaves = [t.clone().requires_grad_() for t in (x, q, cell)]
+        inputs = dict(zip(("positions", "charges", "cell"), (t * 1.0 for t in leaves), strict=True))
+        inputs |= {"neighbor_list": pairs.clone(), "neighbor_ptr": ptr.clone(), "neighbor_shifts": shifts.clone()}
+        energy = ewald_summation(**inputs, alpha=0.6).sum()
+        if change:
+            inputs[which].detach().add_(1)
+        return torch.autograd.grad(energy, leaves)
+
+    expected = run(change=False)
+    try:
+        found = run(change=True)
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error)
+    else:
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_strided_inputs_equal_contiguous_ones():
+    x, q, cell, _ = triclinic(6)
+    wide = torch.zeros(12, 6, dtype=torch.float64)
+    wide[::2, ::2] = x
+    strided = wide[::2, ::2], torch.stack([q, q], dim=1)[:, 0], cell.mT.contiguous().mT
+    assert not any(t.is_contiguous() for t in strided)
+    torch.testing.assert_close(ewald_summation(*strided, **ALL), ewald_summation(x, q, cell, **ALL), rtol=0, atol=0)
+    torch.testing.assert_close(
+        neighbors.neighbor_list(strided[0], 4.0, strided[2]), neighbors.neighbor_list(x, 4.0, cell), rtol=0, atol=0
+    )
+
+
+def test_nothing_is_left_of_dropped_results():
+    x, q, cell, _ = triclinic(5)
+    x.requires_grad_()
+    start = live_recordings()
+    for _ in range(300):
+        ewald_summation(x, q, cell, alpha=0.6, cutoff=4.0)
+    assert live_recordings() == start
+
+
+def test_values_stay_what_they_were():
+    """Between releases numbers move only with an entry in the changelog: then run this file as a script."""
+    stored = json.loads(STORED.read_text())
+    computed = compute_values()
+    assert computed.keys() == stored.keys()
+    for name, values in computed.items():
+        np.testing.assert_allclose(values, stored[name], rtol=1e-9, atol=1e-9, err_msg=name)
+
+
+def compute_values():
+    values = {}
+    for name in SYSTEMS:
+        system = SYSTEMS[name]()
+        energies, forces, slopes, virial = ewald_summation(
+            system.positions, system.charges, system.cell, accuracy=1e-12, **ALL
+        )
+        values[name] = [energies.sum().item(), *forces.reshape(-1)[:6].tolist(), *slopes[:3].tolist()]
+        values[name] += virial.reshape(-1).tolist()
+        _, counts, shifts = neighbors.neighbor_list(system.positions, 4.5, system.cell)
+        values[name + ", neighbors"] = [int(counts.sum()), *shifts.abs().sum((0, 1)).tolist()]
+    return values
+
+
+if __name__ == "__main__":
+    STORED.write_text(json.dumps(compute_values(), indent=1) + "\n")
