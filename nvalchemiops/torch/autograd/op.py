@@ -328,25 +328,28 @@ def _make({", ".join(values)}):
             tensor = prepared[i]
             if tensor is None:
                 continue
-            track = record and i in self._bits and record >> self._bits[i] & 1
-            if track or tensor.requires_grad:
-                # a leaf of its own: one tensor passed in two places keeps two gradients
+            if tensor.requires_grad:
                 tensor = tensor.detach()
             if i not in self.mutated and not tensor.is_contiguous():
                 tensor = tensor.contiguous()
+            track = record and i in self._bits and record >> self._bits[i] & 1
             prepared[i] = tensor.requires_grad_() if track else tensor
         return prepared
 
     def _record(self, inputs: Sequence[Any], record: int, device: torch.device) -> tuple[list[torch.Tensor], Recording]:
-        # a body that mutates its arguments may overwrite what its own tape reads: it works on copies
+        # Aliases, because one tensor passed in two places needs two gradients; or copies, for a body that mutates its
+        # arguments and may overwrite what its own tape reads.
         own = bool(self.mutated)
-        worked = [a.clone() if own and isinstance(a, torch.Tensor) else a for a in inputs]
+        worked = list(inputs)
+        for i in self.tensors:
+            if inputs[i] is not None:
+                worked[i] = inputs[i].clone() if own else inputs[i].detach()
         with _autograd_inside(), torch.enable_grad():
             results, found, arrays = self._call_body(worked, self._prepare(worked, record), device)
         for i in self.mutated:
             if inputs[i] is not None:
                 inputs[i].copy_(worked[i])
-        recording = Recording(found, arrays, [inputs[i] for i in self.tensors], results, own)
+        recording = Recording(found, arrays, [worked[i] for i in self.tensors], results, own)
         # The recording keeps the body's own tensors. Returned themselves, they would get a graph that keeps the
         # recording: a cycle through C++ that Python never collects.
         return [r.detach() for r in results], recording

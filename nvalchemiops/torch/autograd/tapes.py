@@ -204,7 +204,7 @@ class Recording:
     tapes, arrays
         What the body attached.
     inputs : sequence of torch.Tensor or None
-        The op's tensor inputs as they were passed. Holding them keeps their memory from being given away.
+        Aliases of the op's tensor inputs. Holding them keeps their memory from being given away.
     outputs : sequence of torch.Tensor
         The body's own outputs, aliases of those returned.
     owns_data : bool
@@ -275,7 +275,13 @@ def keep(recording: Recording) -> torch.Tensor:
     """
     token = new_token()
     address = token.data_ptr()
-    recording.guard = weakref.ref(token.untyped_storage(), lambda _: _recordings.pop(address, None))
+
+    def drop(guard: Any) -> None:
+        # the address may be another token's by now
+        if (kept := _recordings.get(address)) is not None and kept.guard is guard:
+            del _recordings[address]
+
+    recording.guard = weakref.ref(token.untyped_storage(), drop)
     _recordings[address] = recording
     return token
 
