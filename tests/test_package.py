@@ -100,6 +100,19 @@ def test_no_postponed_annotations_where_kernels_are_built():
     assert not offenders
 
 
+def test_every_launch_goes_through_the_helper():
+    """One place decides about threads, lanes and tapes; user code in docstrings and docs may launch as it likes."""
+    offenders = []
+    for path in PACKAGE.rglob("*.py"):
+        if path == PACKAGE / "launch.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if called in ("wp.launch", "wp.launch_tiled", "warp.launch", "warp.launch_tiled"):
+                offenders.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not offenders
+
+
 def test_layers_below_torch_do_not_import_it():
     offenders = []
     for path in PACKAGE.rglob("*.py"):
