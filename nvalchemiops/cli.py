@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["cpu", "cuda"],
         help="compile for the CPU or for every CUDA device; by default for all devices there are",
     )
+    warmup.add_argument("name", nargs="*", help="only kernels whose name contains one of these; by default all")
     warmup.set_defaults(run=_warmup)
     return parser
 
@@ -152,7 +153,14 @@ def _warmup(options: argparse.Namespace) -> int:
         print("nvalchemiops warmup: there is no CUDA device that Warp can use", file=sys.stderr)
         return 2
     devices = {"cpu": ["cpu"], "cuda": cards, None: ["cpu", *cards]}[options.device]
-    jobs = [(name, build, device) for device in devices for name, build in all_kernels()]
+    kernels = [(n, build) for n, build in all_kernels() if not options.name or any(part in n for part in options.name)]
+    if not kernels:
+        known = ", ".join(n for n, _ in all_kernels())
+        print(
+            f"nvalchemiops warmup: no kernel is called {' or '.join(options.name)}; there are {known}", file=sys.stderr
+        )
+        return 2
+    jobs = [(name, build, device) for device in devices for name, build in kernels]
     failures = []
     with _Progress(len(jobs)) as progress:
         for name, build, device in jobs:

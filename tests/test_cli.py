@@ -104,7 +104,7 @@ cli.all_kernels = lambda: [(name, lambda name=name: kernels[name]) for name in s
 if "no-bar" in sys.argv:
     sys.modules["tqdm"] = None
     cli.importlib.util.find_spec = lambda name: None
-sys.exit(cli.main(["warmup", "--device", "cpu"]))
+sys.exit(cli.main(["warmup", "--device", "cpu", *[a[1:] for a in sys.argv if a.startswith("=")]]))
 """
 
 
@@ -142,6 +142,15 @@ def test_warmup_reports_a_broken_kernel_and_builds_the_others(warmup):
     assert finished.returncode == 1
     assert finished.stdout.startswith("1 of 2 kernels ready in ")
     assert "nvalchemiops warmup: bad [cpu]: " in finished.stderr
+
+
+def test_warmup_of_named_kernels_only(warmup):
+    finished = warmup("bad,good", "no-bar", "=goo")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == "[1/1] good [cpu]\n"
+    finished = warmup("bad,good", "=nothing")
+    assert finished.returncode == 2
+    assert finished.stderr == "nvalchemiops warmup: no kernel is called nothing; there are bad, good\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
