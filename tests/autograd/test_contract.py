@@ -272,6 +272,17 @@ def test_all_kinds_of_parameters():
     assert compiled(x).tolist() == [6.5, 6.5]
 
 
+def test_defaults_that_a_schema_cannot_express():
+    @warp_custom_op("tests::odd_defaults", outputs=[like("y")], grad_arrays=())
+    def op(x: torch.Tensor, top: float = float("inf"), text: str = 'a"b\\c\n', n: int = 2) -> torch.Tensor:
+        assert text == 'a"b\\c\n'
+        return x.clamp(max=top) * n
+
+    x = torch.ones(2, dtype=torch.float64)
+    assert op(x).tolist() == [2.0, 2.0] and op(x, 0.5).tolist() == [1.0, 1.0]
+    assert torch.compile(op, fullgraph=True, backend="aot_eager")(x).tolist() == [2.0, 2.0]
+
+
 def test_the_torch_dtype_of_a_spec_can_be_overridden():
     @warp_custom_op("tests::wide", [OutputSpec("n", wp.int32, lambda x: (1,), torch_dtype=torch.int64)], grad_arrays=())
     def op(x: torch.Tensor) -> torch.Tensor:

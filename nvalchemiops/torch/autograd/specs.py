@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -140,9 +141,10 @@ class Parameter:
     def declaration(self, mutated: bool = False, alias: str = "a") -> str:
         """How the parameter reads in a torch schema."""
         kind = self.schema_type.replace("Tensor", f"Tensor({alias}!)", 1) if mutated else self.schema_type
-        if self.required:
-            return f"{kind} {self.name}"
         default = self.default
+        if self.required or not _has_literal(default):
+            # the public function fills in what a schema cannot express
+            return f"{kind} {self.name}"
         if isinstance(default, str):
             text = f'"{default}"'
         elif isinstance(default, (list, tuple)):
@@ -150,6 +152,12 @@ class Parameter:
         else:
             text = repr(default)
         return f"{kind} {self.name}={text}"
+
+
+def _has_literal(default: Any) -> bool:
+    if isinstance(default, float):
+        return math.isfinite(default)
+    return not isinstance(default, str) or (default.isprintable() and not set(default) & set('"\\'))
 
 
 def schema_type(annotation: Any) -> str | None:
