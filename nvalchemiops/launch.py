@@ -8,7 +8,6 @@ import functools
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -214,7 +213,7 @@ if hasattr(os, "register_at_fork"):
 # Warp loads modules without a lock: threads that build or load the same one at once can crash the process
 _load_lock = threading.RLock()
 
-_row_cost: "weakref.WeakKeyDictionary[wp.Kernel, float]" = weakref.WeakKeyDictionary()
+_row_cost: dict[wp.Kernel, float] = {}
 """Seconds per row in the last CPU launch of each gather-only kernel; only decides how many chunks are made."""
 
 
@@ -253,7 +252,8 @@ def launch(
         adjoint and are never recorded.
     """
     ensure_warp()
-    device = wp.get_device(device)
+    if not isinstance(device, wp.Device):
+        device = wp.get_device(device)
     grid = (dim,) if isinstance(dim, int) else tuple(dim)
     block = lanes or None
     if lanes:
@@ -278,14 +278,16 @@ def launch(
         _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
         return
     rows = grid[0]
-    chunks = 1 if getattr(_thread, "is_worker", False) else min(thread_count(), rows)
-    if chunks > 1:
-        # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole
-        chunks = min(chunks, int(rows * _row_cost.get(kernel, 0.0) / MINIMUM_CHUNK))
+    threads = min(thread_count(), rows)
+    if threads <= 1 or getattr(_thread, "is_worker", False):
+        _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
+        return
+    # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole
+    chunks = min(threads, int(rows * _row_cost.get(kernel, 0.0) / MINIMUM_CHUNK))
     start = time.perf_counter()
     if chunks <= 1:
         _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
-        _row_cost[kernel] = (time.perf_counter() - start) / max(rows, 1)
+        _row_cost[kernel] = (time.perf_counter() - start) / rows
         return
     edges = [rows * c // chunks for c in range(chunks + 1)]
     pieces = [((b - a, *grid[1:]), [a, *arguments]) for a, b in zip(edges, edges[1:])]
