@@ -93,6 +93,20 @@ def test_inputs_whose_buffers_the_compiler_takes_back(backend):
 
 
 @OPS
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_traced_forward_and_backward(op, reference, tracing_mode):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def both(x, w):
+        return gradients(lambda x, w: op(torch.sin(x), w).pow(2).sum(), x, w)
+
+    graph = make_fx(both, tracing_mode=tracing_mode)(leaf(6), leaf(6, seed=1))
+    x, w = leaf(6, seed=2), leaf(6, seed=3)
+    expected = gradients(lambda x, w: reference(torch.sin(x), w).pow(2).sum(), x, w)
+    torch.testing.assert_close([g.detach() for g in graph(x, w)], list(expected))
+
+
+@OPS
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_eager(op, reference, use_reentrant):
     x, w = leaf(6), leaf(6, seed=1)
@@ -120,6 +134,17 @@ def test_checkpoint_compiled(op, reference, backend):
     start = live_recordings()
     torch.testing.assert_close(gradients(compiled, x, w), tuple(2 * g for g in gradients(inner, x, w)))
     assert live_recordings() == start
+
+
+@OPS
+@SLOW_INDUCTOR
+def test_compiled_backward_of_an_eager_forward(op, reference, backend):
+    """Torch's compiled autograd traces the backward pass by itself."""
+    x, w = leaf(6), leaf(6, seed=1)
+    compiler = torch.compile(backend=backend, fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        found = gradients_by_backward(lambda x, w: op(torch.sin(x), w).pow(2).sum(), x, w)
+    torch.testing.assert_close(found, gradients(lambda x, w: reference(torch.sin(x), w).pow(2).sum(), x, w))
 
 
 @OPS

@@ -566,10 +566,20 @@ def _make({", ".join(values)}):
         identity: int,
     ) -> list[torch.Tensor | None]:
         given = [cotangents[i] for i in self.diff_outputs]
-        watched = torch.is_grad_enabled() or transforms_active() or _C._len_torch_dispatch_stack()
-        # autograd.grad(..., is_grads_batched=True) brings batched tensors without a transform
-        plain = type(token) is torch.Tensor and not any(g is not None and _is_batched(g) for g in given)
-        call = self._run_backward if plain and not watched else self._call_backward
+        call: Callable[..., Any]
+        if torch.compiler.is_compiling():
+            call = self.backward_overload
+        elif (
+            type(token) is not torch.Tensor
+            or torch.is_grad_enabled()
+            or transforms_active()
+            or _C._len_torch_dispatch_stack()
+            # autograd.grad(..., is_grads_batched=True) brings batched tensors without a transform
+            or any(g is not None and _is_batched(g) for g in given)
+        ):
+            call = self._call_backward
+        else:
+            call = self._run_backward  # plain tensors, and nobody watches
         found = call(token, *inputs, *outputs, *given, record, identity)
         found = found if isinstance(found, tuple) else (found,)
         gradients: list[torch.Tensor | None] = [None] * self._count
