@@ -5,11 +5,12 @@ in Python. This module answers all three, and knows no kernel by name.
 """
 
 import functools
+import operator
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import warp as wp
@@ -90,6 +91,10 @@ def gather_only(kernel: wp.Kernel) -> wp.Kernel:
     return kernel
 
 
+class NotDifferentiableError(RuntimeError):
+    """A derivative was asked for that does not exist, or would silently be incomplete."""
+
+
 # -- tapes: one for each thread -------------------------------------------------------------------
 
 _thread = threading.local()
@@ -100,9 +105,13 @@ _recorders = 0
 class _TapeRouter(wp.Tape):
     """Warp's process-wide tape while anything records: hands each launch to the tape of its own thread."""
 
-    def record_launch(self, *args: Any, **kwargs: Any) -> None:
+    def record_launch(
+        self, kernel: wp.Kernel, dim: Any, max_blocks: int, inputs: Any, outputs: Any, *args: Any, **kwargs: Any
+    ) -> None:
         if (tape := active_tape()) is not None:
-            tape.record_launch(*args, **kwargs)
+            if not has_adjoint(kernel):
+                _refuse_tracked(kernel, [*inputs, *outputs])
+            tape.record_launch(kernel, dim, max_blocks, inputs, outputs, *args, **kwargs)
 
     def record_func(self, *args: Any, **kwargs: Any) -> None:
         if (tape := active_tape()) is not None:
@@ -131,11 +140,13 @@ class record:  # used as a context manager, named like a function
     Raises
     ------
     RuntimeError
-        If a plain ``with wp.Tape()`` is active: Warp has room for one tape per process.
+        If this thread records already, or a plain ``with wp.Tape()`` is active: Warp has room for one tape per process.
     """
 
     def __enter__(self) -> wp.Tape:
         global _recorders
+        if active_tape() is not None:
+            raise RuntimeError("this thread records on a tape already; launches inside would be lost to it")
         with _recorders_lock:
             if _recorders == 0:
                 try:
@@ -146,15 +157,12 @@ class record:  # used as a context manager, named like a function
                         "differentiates the operation, and Warp has room for one tape per process"
                     ) from error
             _recorders += 1
-        self._outer = active_tape()
         tape = _thread.tape = wp.Tape()
-        _thread.depth = getattr(_thread, "depth", 0) + 1
         return tape
 
     def __exit__(self, *error: object) -> None:
         global _recorders
-        _thread.tape = self._outer
-        _thread.depth -= 1
+        _thread.tape = None
         with _recorders_lock:
             _recorders -= 1
             if _recorders == 0:
@@ -200,10 +208,10 @@ def _forget_threads() -> None:
     global _load_lock, _pool, _pool_size, _pool_lock, _recorders, _recorders_lock
     _pool, _pool_size = None, 0
     _load_lock, _pool_lock, _recorders_lock = threading.RLock(), threading.Lock(), threading.Lock()
-    mine = getattr(_thread, "depth", 0)
+    mine = active_tape() is not None
     if _recorders and not mine:
         _router.__exit__(None, None, None)
-    _recorders = mine
+    _recorders = int(mine)
 
 
 if hasattr(os, "register_at_fork"):
@@ -254,11 +262,13 @@ def launch(
     ensure_warp()
     if not isinstance(device, wp.Device):
         device = wp.get_device(device)
-    grid = (dim,) if isinstance(dim, int) else tuple(dim)
+    grid = tuple(dim) if isinstance(dim, Sequence) else (operator.index(dim),)
     block = lanes or None
     if lanes:
         grid = (*grid, 1 if device.is_cpu else lanes)
     arguments = [*inputs, *outputs]
+    if active_tape() is not None and (not record_tape or is_gather_only(kernel)):
+        _refuse_tracked(kernel, arguments)
     if not is_gather_only(kernel):
         if record_tape or kernel.is_generic:
             wp.launch(
@@ -292,16 +302,16 @@ def launch(
     edges = [rows * c // chunks for c in range(chunks + 1)]
     pieces = [((b - a, *grid[1:]), [a, *arguments]) for a, b in zip(edges, edges[1:])]
     pool = _workers(chunks - 1)
-    waiting = [pool.submit(_launch_in_worker, kernel, piece, rest, device, block) for piece, rest in pieces[1:]]
+    waiting: list[Future[None]] = []
     try:
+        for piece, rest in pieces[1:]:
+            waiting.append(pool.submit(_launch_in_worker, kernel, piece, rest, device, block))
         _launch_recorded(kernel, *pieces[0], device, stream, block)
         _row_cost[kernel] = (time.perf_counter() - start) / edges[1]
     finally:
-        # wait for all before raising: the arrays must outlive every chunk
-        errors = [w.exception() for w in waiting]
-    for error in errors:
-        if error is not None:
-            raise error
+        _wait_for_all(waiting)
+    for chunk in waiting:
+        chunk.result()
 
 
 def launch_adjoint(
@@ -333,6 +343,33 @@ def launch_adjoint(
     )
 
 
+def _wait_for_all(chunks: Sequence[Future[None]]) -> None:
+    """Wait even through Ctrl-C, which is raised afterwards: the arrays must outlive every chunk that writes to them."""
+    interrupt = None
+    while not all(chunk.done() for chunk in chunks):
+        try:
+            wait(chunks)
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+def _refuse_tracked(kernel: wp.Kernel, arguments: Sequence[Any]) -> None:
+    """Raise if a launch that a tape cannot differentiate gets arrays whose gradients somebody wants."""
+    if any(isinstance(a, wp.array) and a.requires_grad for a in arguments):
+        raise NotDifferentiableError(
+            f"kernel '{kernel.key}' is launched inside a recording, on arrays with gradients, but it has no adjoint "
+            "(enable_backward=False), or this launch is not recorded: its part of the gradient would be missing"
+        )
+
+
+def has_adjoint(kernel: wp.Kernel) -> bool:
+    """Whether Warp derives an adjoint for ``kernel``."""
+    enabled = kernel.options.get("enable_backward")
+    return bool(kernel.module.options.get("enable_backward", True) if enabled is None else enabled)
+
+
 def _launch_in_worker(
     kernel: wp.Kernel, grid: tuple[int, ...], arguments: list[Any], device: Any, block: int | None
 ) -> None:
@@ -354,21 +391,24 @@ def _launch_recorded(
     """
     if 0 in grid:
         return
-    arguments = [a.__ctype__() if isinstance(a, wp.array) else a for a in arguments]
     if kernel.is_generic:
         wp.launch(kernel, grid, inputs=arguments, device=device, stream=stream, record_tape=False, block_dim=block)
         return
     commands = _thread.__dict__.setdefault("commands", {})
     key = (kernel, device.alias, block)
     command = commands.get(key)
+    declared = kernel.adj.args
+    for argument, value in zip(declared, arguments):
+        if type(value) is int and argument.type is wp.int32 and not -(2**31) <= value < 2**31:
+            raise ValueError(f"kernel '{kernel.key}': `{argument.label}` = {value} does not fit into 32 bits")
     if command is None:
         with _load_lock:
             command = commands[key] = wp.launch(
                 kernel, grid, inputs=arguments, device=device, record_tape=False, record_cmd=True, block_dim=block
             )
         command.grid = grid
+        command.fwd_args = None  # or it would keep the arrays of each launch alive until the next one
     else:
-        declared = kernel.adj.args
         if len(arguments) != len(declared):
             raise TypeError(f"kernel '{kernel.key}' takes {len(declared)} arguments, got {len(arguments)}")
         if command.grid != grid:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import warp as wp
 
-from nvalchemiops.launch import is_gather_only
+from nvalchemiops.launch import has_adjoint, is_gather_only
 from nvalchemiops.torch.autograd import OutputSpec, WarpOp
-from nvalchemiops.torch.autograd.naming import callable_identity
+from nvalchemiops.torch.autograd.naming import value_identity
 from nvalchemiops.torch.launch import launch, launch_adjoint
 from nvalchemiops.types import is_warp_dtype
 
@@ -110,7 +110,7 @@ def call_kernel_via_torch(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Launch ``kernel`` in eager mode, differentiable by its Warp adjoint. Arguments as for `call_kernel`."""
     result: torch.Tensor | tuple[torch.Tensor, ...] = get_or_register_torch_op(
-        kernel, outputs, dim=dim, differentiable=_has_adjoint(kernel)
+        kernel, outputs, dim=dim, differentiable=has_adjoint(kernel)
     )(*inputs)
     return result
 
@@ -131,7 +131,7 @@ def call_kernel_via_torch_compile(
 
 def _op_while_tracing(kernel: wp.Kernel, dim: Dim, *outputs: OutputSpec) -> str:
     # a string, because the compiler takes few other constants; each spec by itself, because it looks into lists
-    op = get_or_register_torch_op(kernel, outputs, dim=dim, differentiable=_has_adjoint(kernel)).op  # type: ignore[attr-defined]
+    op = get_or_register_torch_op(kernel, outputs, dim=dim, differentiable=has_adjoint(kernel)).op  # type: ignore[attr-defined]
     return f"{op.name.partition('::')[2]} {op.identity}"
 
 
@@ -152,7 +152,7 @@ def differentiable_kernel(
     forward_kernel : wp.Kernel
         Parameters: the inputs, then the outputs.
     backward_kernel : wp.Kernel, optional
-        Parameters: the saved inputs, then the gradient of each output, then one gradient to write for each of the
+        Parameters: the saved inputs, then the gradient of each floating-point output, then one to write for each of the
         first ``num_grad_inputs`` inputs (allocated zero-filled, shaped like the input). Launched over the same
         grid. Without one, the adjoint that Warp derives for ``forward_kernel`` is launched, without a tape.
     save_for_backward : sequence of int, optional
@@ -178,7 +178,7 @@ def differentiable_kernel(
             raise ValueError(
                 "`save_for_backward` and `num_grad_inputs` describe a `backward_kernel`, which is not given"
             )
-        if not _has_adjoint(forward_kernel):
+        if not has_adjoint(forward_kernel):
             raise ValueError(f"`forward_kernel`: '{forward_kernel.key}' was built with enable_backward=False")
 
     def op(outputs: Sequence[OutputSpec], dim: Dim = None) -> Callable[..., Any]:
@@ -219,23 +219,12 @@ def _registered(key: Any, build: Callable[[], WarpOp]) -> Callable[..., Any]:
         return _ops[key]
 
 
-def _spec_key(outputs: Sequence[OutputSpec]) -> tuple[Any, ...]:
-    return tuple(tuple(callable_identity(v) if _is_function(v) else v for v in vars(spec).values()) for spec in outputs)
+def _spec_key(outputs: Sequence[OutputSpec]) -> tuple[str, ...]:
+    return tuple(value_identity(v) for o in outputs for v in (o.name, o.dtype, o.shape, o.torch_dtype))
 
 
-def _dim_key(dim: Dim) -> Any:
-    if callable(dim):
-        return callable_identity(dim)
-    return tuple(dim) if isinstance(dim, Sequence) else dim
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not is_warp_dtype(value)
-
-
-def _has_adjoint(kernel: wp.Kernel) -> bool:
-    enabled = kernel.options.get("enable_backward")
-    return bool(kernel.module.options.get("enable_backward", True) if enabled is None else enabled)
+def _dim_key(dim: Dim) -> str:
+    return value_identity(list(dim) if isinstance(dim, Sequence) else dim)
 
 
 def _grid(dim: Dim, inputs: Sequence[Any], outputs: Sequence[OutputSpec]) -> tuple[int, ...]:
@@ -310,10 +299,11 @@ def _forward_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, ba
     parameters = [(a.label, _annotation(a, kernel)) for a in _arguments(kernel)[:count]]
     body = _body(lambda inputs: _unpack(_allocate_and_launch(kernel, outputs, dim, inputs)), parameters, kernel.key)
     identity = _identity(kernel, outputs, dim, backward)
+    name = _op_name(kernel, identity)
     formula: Any = "none"
     if backward == "adjoint":
-        formula = _adjoint_op(kernel, parameters, outputs, dim, identity).public
-    return WarpOp(body, _op_name(kernel, identity), outputs, backward=formula, identity=identity)
+        formula = _adjoint_op(kernel, parameters, outputs, dim, name).public
+    return WarpOp(body, name, outputs, backward=formula, identity=identity)
 
 
 def _adjoint_op(
@@ -321,7 +311,7 @@ def _adjoint_op(
     parameters: list[tuple[str, Any]],
     outputs: tuple[OutputSpec, ...],
     dim: Dim,
-    identity: str,
+    name: str,
 ) -> WarpOp:
     """The op that launches Warp's adjoint of ``kernel``: one gradient for each floating-point array."""
     arguments = _arguments(kernel)
@@ -331,7 +321,8 @@ def _adjoint_op(
     def run(values: Sequence[Any]) -> Any:
         inputs, results = values[:count], values[count : count + len(outputs)]
         # the adjoint consumes the incoming gradients
-        cotangents = [c.clone(memory_format=torch.contiguous_format) for c in values[count + len(outputs) :]]
+        given = (c.clone(memory_format=torch.contiguous_format) for c in values[count + len(outputs) :])
+        cotangents = [next(given) if o.may_be_float else None for o in outputs]
         gradients: list[torch.Tensor | None] = [None] * count
         for i in tracked:
             gradients[i] = torch.zeros_like(inputs[i], memory_format=torch.contiguous_format)
@@ -341,7 +332,7 @@ def _adjoint_op(
     names = [
         *parameters,
         *((o.name, torch.Tensor) for o in outputs),
-        *((f"grad_{o.name}", torch.Tensor) for o in outputs),
+        *((f"grad_{o.name}", torch.Tensor) for o in outputs if o.may_be_float),
     ]
     specs = [
         OutputSpec(
@@ -353,7 +344,7 @@ def _adjoint_op(
     ]
     return WarpOp(
         _body(run, names, f"{kernel.key}_adjoint"),
-        _op_name(kernel, identity) + "_adjoint",
+        f"{name}_adjoint",
         specs,
         backward="none",
     )
@@ -388,32 +379,32 @@ def _paired_op(
             raise ValueError(
                 f"`num_grad_inputs` covers `{label}`, which is no floating-point array: put it behind the others"
             )
-    expected = len(saved) + len(outputs) + n_grads
+    with_gradient = [o for o in outputs if o.may_be_float]
+    expected = len(saved) + len(with_gradient) + n_grads
     given = _arguments(backward_kernel)
     if len(given) != expected:
         raise ValueError(
             f"`backward_kernel`: '{backward_kernel.key}' has {len(given)} parameters, but {len(saved)} saved inputs, "
-            f"{len(outputs)} output gradients and {n_grads} input gradients make {expected}"
+            f"{len(with_gradient)} output gradients and {n_grads} input gradients make {expected}"
         )
     identity = _identity(forward_kernel, outputs, dim, _identity(backward_kernel, (), saved, str(n_grads)))
 
     def run(values: Sequence[Any]) -> Any:
-        grid, shapes, rest = values[0], values[1 : 1 + n_grads], values[1 + n_grads :]
-        like = rest[len(saved)]
-        gradients = [torch.zeros(s, dtype=like.dtype, device=like.device) for s in shapes]
-        launch(backward_kernel, grid, rest, gradients)
+        gradients = [_zeros(spec, values) for spec in specs]
+        launch(backward_kernel, values[0], values[1 + n_grads :], gradients)
         return tuple(gradients)
 
     # shapes of all inputs travel as numbers, so an input need not be saved for its gradient to have a shape
     names: list[tuple[str, Any]] = [("launch_grid", list[int])]
     names += [(f"shape_{i}", list[int]) for i in range(n_grads)]
     names += [(f"saved_{i}", parameters[i][1]) for i in saved]
-    names += [(f"cotangent_{o.name}", torch.Tensor) for o in outputs]
+    names += [(f"cotangent_{o.name}", torch.Tensor) for o in with_gradient]
     first = 1 + n_grads + len(saved)
+    elements = [a.type.dtype for a in given[-n_grads:]]
     specs = [
         OutputSpec(
             f"grad_{parameters[i][0]}",
-            lambda *values: wp.dtype_from_torch(values[first].dtype),
+            (lambda *values: wp.dtype_from_torch(values[first].dtype)) if elements[i] is Any else elements[i],
             lambda *values, i=i: tuple(values[1 + i]),
         )
         for i in range(n_grads)
@@ -431,13 +422,13 @@ def _paired_op(
         found = found if isinstance(found, tuple) else (found,)
         return {parameters[i][0]: found[i] for i in range(n_grads)}
 
-    binding = [*parameters, *((f"grad_{o.name}", torch.Tensor) for o in outputs)]
+    binding = [*parameters, *((f"grad_{o.name}", torch.Tensor) for o in with_gradient)]
     body = _body(
         lambda inputs: _unpack(_allocate_and_launch(forward_kernel, outputs, dim, inputs)),
         parameters,
         forward_kernel.key,
     )
-    tracked = [o.name for o in outputs] + [p[0] for p in parameters[:n_grads]]
+    tracked = [o.name for o in with_gradient] + [p[0] for p in parameters[:n_grads]]
     return WarpOp(body, name, outputs, tracked, backward=_body(formula, binding, "backward"), identity=identity)
 
 
@@ -447,18 +438,18 @@ def _is_float(dtype: Any) -> bool:
 
 def _identity(kernel: wp.Kernel, outputs: Sequence[OutputSpec], dim: Any, extra: str) -> str:
     """The same in every process for the same kernel and specs: it names the op, also in exported programs."""
-    text = repr(
-        (
-            kernel.key,
-            kernel.adj.source,
-            [str(a.type) for a in kernel.adj.args],
-            _spec_key(outputs),
-            _dim_key(dim),
-            extra,
-        )
-    )
+    types_ = [
+        value_identity(getattr(a.type, "dtype", a.type)) + str(getattr(a.type, "ndim", "")) for a in kernel.adj.args
+    ]
+    text = repr((value_identity(kernel), types_, _spec_key(outputs), _dim_key(dim), extra))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _op_name(kernel: wp.Kernel, identity: str) -> str:
-    return f"{NAMESPACE}::{kernel.key}_{identity}"
+    """A name of its own, also for two kernels that look alike in everything that counts."""
+    name = f"{NAMESPACE}::{kernel.key}_{identity}"
+    count = _names_given[name] = _names_given.get(name, 0) + 1
+    return name if count == 1 else f"{name}_{count}"
+
+
+_names_given: dict[str, int] = {}

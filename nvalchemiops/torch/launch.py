@@ -9,7 +9,7 @@ import warp as wp
 
 from nvalchemiops import launch as core
 from nvalchemiops._warp import ensure_warp
-from nvalchemiops.torch.autograd.arrays import current_stream, outer_layout, warp_device
+from nvalchemiops.torch.autograd.arrays import current_stream, outer_layout, refuse_lazy, warp_device
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
 from nvalchemiops.types import inner_shape, scalar_type
 
@@ -48,8 +48,16 @@ def launch(
         A tensor's dtype does not fit the kernel's parameter.
     ValueError
         A tensor's shape or strides do not fit, or the tensors lie on different devices.
+    NotDifferentiableError
+        Inside a recording, which this launch would escape.
     """
     arguments = [*inputs, *outputs]
+    recording = core.active_tape() is not None
+    if recording and any(isinstance(a, torch.Tensor) and a.is_floating_point() for a in arguments):
+        raise core.NotDifferentiableError(
+            f"kernel '{kernel.key}' is launched on tensors inside a recording, which would miss it: pass Warp arrays "
+            "to nvalchemiops.launch.launch there, or launch outside of the recording"
+        )
     device, descriptors = describe(kernel, arguments)
     core.launch(
         kernel,
@@ -133,6 +141,7 @@ def _parameters(kernel: wp.Kernel) -> tuple[_Expected, ...]:
 def _descriptor(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected, gradient: torch.Tensor | None) -> Any:
     if expected.element is None:
         raise TypeError(f"{_label(kernel, expected)}: the kernel expects a plain value here, not a tensor")
+    refuse_lazy(tensor)
     if expected.element is Any:
         # a generic kernel picks its overload from the array's type, which a bare descriptor does not carry
         if tensor.dtype not in _KERNEL_SCALARS:

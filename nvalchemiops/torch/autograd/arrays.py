@@ -70,10 +70,14 @@ def _zeros_laid_out_like(tensor: torch.Tensor) -> torch.Tensor:
     """Zeros with the strides of ``tensor``, as Warp wants a gradient to have."""
     if tensor.is_contiguous():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    if any(step == 0 and length > 1 for step, length in zip(tensor.stride(), tensor.shape)):
-        raise ValueError(
-            "`tensor` repeats its elements (expand), so its gradient has no place: call .contiguous() first"
-        )
+    reached = 0
+    for step, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1):
+        if step <= reached:
+            raise ValueError(
+                "`tensor` has elements that share memory (expand, unfold), so they cannot have gradients of their own: "
+                "call .contiguous() first"
+            )
+        reached += step * (length - 1)
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
 
 
@@ -95,6 +99,7 @@ def _view(tensor: torch.Tensor, warp_dtype: Any) -> wp.array:
     if tensor.dtype is not dtype:
         raise TypeError(f"`tensor` has dtype {tensor.dtype}, but {warp_dtype.__name__} needs {dtype}")
     shape, strides = outer_layout(tensor, inner, warp_dtype)
+    refuse_lazy(tensor)
     array: Any = wp.array(
         ptr=tensor.data_ptr(),
         dtype=warp_dtype,
@@ -105,6 +110,20 @@ def _view(tensor: torch.Tensor, warp_dtype: Any) -> wp.array:
     )
     array._tensor = tensor
     return array
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor is not what it stands for: torch negates, conjugates or makes zeros on reading."""
+    return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
+
+
+def refuse_lazy(tensor: torch.Tensor) -> None:
+    """Raise for a tensor that a kernel would read wrong."""
+    if is_lazy(tensor):
+        raise ValueError(
+            "`tensor` is negated, conjugated or zero only by a flag (after .conj().imag, say), which kernels do not "
+            "see: pass tensor.resolve_neg().clone()"
+        )
 
 
 def outer_layout(

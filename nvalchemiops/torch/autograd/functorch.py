@@ -13,7 +13,7 @@ import torch
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
-from nvalchemiops.torch.autograd.tapes import NotDifferentiableError
+from nvalchemiops.launch import NotDifferentiableError
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
@@ -64,7 +64,8 @@ def transformable(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
-            fixed = [o for i, o in enumerate(outputs) if i not in differentiable_outputs]
+            ctx.differentiable = [i for i in differentiable_outputs if outputs[i].is_floating_point()]
+            fixed = [o for i, o in enumerate(outputs) if i not in ctx.differentiable]
             ctx.mark_non_differentiable(*fixed)
             ctx.set_materialize_grads(False)
             tensors = [a for a in (*inputs, *outputs) if isinstance(a, torch.Tensor)]
@@ -95,16 +96,16 @@ def transformable(
 
             def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 given: list[torch.Tensor | None] = [None] * len(outputs)
-                for i, c in zip(differentiable_outputs, cotangents, strict=True):
+                for i, c in zip(ctx.differentiable, cotangents, strict=True):
                     given[i] = c
                 gradients = pullback(inputs, outputs, given)
                 return tuple(torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in moved)
 
-            like = [outputs[i] for i in differentiable_outputs]
+            like = [outputs[i] for i in ctx.differentiable]
             # differentiating the pullback uses one more order than the columns of its matrix do
             spare = orders >= 2 + stack.count(torch._C._functorch.TransformType.Grad)
             pushed = transpose(pull, like, [tangents[i] for i in moved], differentiate=spare)
-            for i, t in zip(differentiable_outputs, pushed, strict=True):
+            for i, t in zip(ctx.differentiable, pushed, strict=True):
                 result[i] = t
             return tuple(result) if len(result) > 1 else result[0]
 
@@ -141,14 +142,14 @@ def transpose(
             push = torch.func.vjp(pull, *zeros)[1]
             return list(push(tuple(tangents)))
     sizes = [z.numel() for z in zeros]
-    basis = torch.eye(sum(sizes), dtype=zeros[0].dtype, device=zeros[0].device).split(sizes, dim=1)
+    basis = torch.eye(sum(sizes), dtype=torch.float64, device=zeros[0].device).split(sizes, dim=1)
 
     def row(*flat: torch.Tensor) -> torch.Tensor:
-        gradients = pull(*(f.reshape(z.shape) for f, z in zip(flat, zeros, strict=True)))
-        return sum((g * t).sum() for g, t in zip(gradients, tangents, strict=True))
+        gradients = pull(*(f.to(z.dtype).reshape(z.shape) for f, z in zip(flat, zeros, strict=True)))
+        return sum((g.double() * t.double()).sum() for g, t in zip(gradients, tangents, strict=True))
 
     products = torch.func.vmap(row)(*basis)
-    return [p.reshape(z.shape) for p, z in zip(products.split(sizes), zeros, strict=True)]
+    return [p.to(z.dtype).reshape(z.shape) for p, z in zip(products.split(sizes), zeros, strict=True)]
 
 
 def _one_by_one(call: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Any:
@@ -156,6 +157,8 @@ def _one_by_one(call: Callable[..., Any], size: int, in_dims: Sequence[int | Non
         # torch gives a sequence of numbers a sequence of dimensions, all None
         return argument.select(dimension, b) if isinstance(dimension, int) else argument
 
+    if size == 0:
+        raise ValueError("vmap over a dimension of size 0: nothing to evaluate, so the outputs are unknown")
     slices = [call(*(slice_of(a, d, b) for a, d in zip(args, in_dims, strict=True))) for b in range(size)]
     if not isinstance(slices[0], tuple):
         return torch.stack(slices), 0

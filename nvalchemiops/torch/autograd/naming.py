@@ -6,13 +6,19 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import warp as wp
 
 from nvalchemiops import __version__
 from nvalchemiops.torch.autograd.specs import OutputSpec
+from nvalchemiops.types import SCALARS, inner_shape, is_warp_dtype, scalar_type
 
 _libraries: dict[str, tuple[Any, tuple[str, str]]] = {}
+_identities: dict[str, set[int]] = {}
+
+_FOREIGN = frozenset({"builtins", "numpy", "torch", "warp"})
+"""Packages whose functions count by name: their versions are part of every identity."""
 
 
 def library_for(name: str, body: Callable[..., Any]) -> Any:
@@ -29,29 +35,75 @@ def library_for(name: str, body: Callable[..., Any]) -> Any:
     return library
 
 
+def replaced_identities(name: str, identity: int) -> frozenset[int]:
+    """Identities that ``name`` had before it was defined again, differently: functions left over from then."""
+    known = _identities.setdefault(name, set())
+    known.add(identity)
+    return frozenset(known - {identity})
+
+
 def fingerprint(body: Callable[..., Any], backward: Any, outputs: Sequence[OutputSpec], extra: str) -> int:
     """A number that changes with the release, the body, the backward and the specs (positive, below 2^56)."""
-    parts = [__version__, wp.__version__, extra, callable_identity(body), callable_identity(backward)]
-    parts += [callable_identity(v) for o in outputs for v in (o.shape, o.dtype)]
-    return int(hashlib.sha256("\n".join(parts).encode()).hexdigest()[:14], 16) | 1
+    versions = [__version__, torch.__version__, wp.__version__, np.__version__]
+    parts = [*versions, extra, value_identity(body), value_identity(backward)]
+    parts += [value_identity(v) for o in outputs for v in (o.name, o.shape, o.dtype, o.torch_dtype)]
+    return int(_digest(parts)[:14], 16) | 1
 
 
-def callable_identity(value: Any, _inside: tuple[Any, ...] = ()) -> str:
-    """What tells two functions apart: code, defaults, and what they close over; ``repr`` for anything else."""
+def value_identity(value: Any, _inside: tuple[Any, ...] = ()) -> str:
+    """What tells two values apart, the same in every process.
+
+    Functions count by their code, defaults, what they close over and the globals they name, kernels by their source
+    as well, arrays by their contents, anything else by its ``repr``.
+    """
+    if any(value is v for v in _inside):
+        return "recursion"
+    inside = (*_inside, value)
     op = getattr(value, "op", None)
     if op is not None and hasattr(op, "identity"):
         return str(op.identity)
-    if not isinstance(value, types.FunctionType):
-        return repr(value)
-    captured = list(value.__defaults__ or ())
-    for cell in value.__closure__ or ():
+    if isinstance(value, wp.Kernel | wp.Function):
+        source = getattr(getattr(value, "adj", None), "source", "")
+        return _digest([value.key, str(source), value_identity(value.func, inside)])
+    if isinstance(value, types.FunctionType):
+        return _function_identity(value, inside)
+    if isinstance(value, torch.Tensor):
+        return _digest([str(value.dtype), str(value.shape), repr(value.detach().cpu().reshape(-1).tolist())])
+    if isinstance(value, np.ndarray):
+        return _digest([str(value.dtype), str(value.shape), repr(value.reshape(-1).tolist())])
+    if isinstance(value, tuple | list):
+        return _digest([value_identity(v, inside) for v in value])
+    if is_warp_dtype(value):
+        return f"{scalar_type(value).__name__}{inner_shape(value)}"
+    if type(value) in SCALARS:  # a Warp number, whose repr is an address
+        return f"{type(value).__name__}({value.value})"
+    return repr(value)
+
+
+def _function_identity(function: types.FunctionType, inside: tuple[Any, ...]) -> str:
+    named = (function.__module__ or "").partition(".")[0]
+    if named in _FOREIGN:
+        return f"{function.__module__}.{function.__qualname__}"
+    captured = [*(function.__defaults__ or ()), *sorted((function.__kwdefaults__ or {}).items())]
+    for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # still empty: a backward that refers to its own op
             captured.append(cell.cell_contents)
-    inside = (*_inside, value)
-    parts = [callable_identity(c, inside) for c in captured if not any(c is v for v in inside)]
-    return hashlib.sha256("\n".join([_code_text(value.__code__), *parts]).encode()).hexdigest()
+    names = _names(function.__code__)
+    captured += [
+        v for n, v in function.__globals__.items() if n in names and not isinstance(v, types.ModuleType | type)
+    ]
+    return _digest([_code_text(function.__code__), *(value_identity(c, inside) for c in captured)])
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return set(code.co_names).union(*(_names(c) for c in inner))
 
 
 def _code_text(code: types.CodeType) -> str:
     constants = [_code_text(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
     return f"{code.co_code.hex()} {code.co_names} {constants}"
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

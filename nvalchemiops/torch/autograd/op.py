@@ -12,13 +12,14 @@ from typing import Any, Literal
 import torch
 import warp as wp
 
+from nvalchemiops.launch import NotDifferentiableError, active_tape
 from nvalchemiops.torch.autograd import tapes
-from nvalchemiops.torch.autograd.arrays import warp_stream_from_torch
+from nvalchemiops.torch.autograd.arrays import is_lazy, warp_stream_from_torch
 from nvalchemiops.torch.autograd.formula import Formula
 from nvalchemiops.torch.autograd.functorch import derivative_asked, transformable, transforms_active
-from nvalchemiops.torch.autograd.naming import fingerprint, library_for
+from nvalchemiops.torch.autograd.naming import fingerprint, library_for, replaced_identities
 from nvalchemiops.torch.autograd.specs import OutputSpec, read_parameters, split_grad_arrays
-from nvalchemiops.torch.autograd.tapes import NotDifferentiableError, Recording
+from nvalchemiops.torch.autograd.tapes import Recording
 
 _C = torch._C
 _is_batched = _C._functorch.is_legacy_batchedtensor
@@ -30,6 +31,9 @@ _AUTOGRAD_KEYS = (
     _C.DispatchKey.ADInplaceOrView,
 )
 _AUTOCAST_KEYS = (_C.DispatchKey.AutocastCPU, _C.DispatchKey.AutocastCUDA)
+
+MAX_ARGUMENTS = 64
+"""What torch's schemas allow; the derivative of an op takes its inputs, outputs and their gradients."""
 
 Backward = Callable[..., Any] | Literal["tape", "none"]
 
@@ -146,6 +150,11 @@ class WarpOp:
         self.parameters = read_parameters(body, name)
         self.outputs = tuple(outputs)
         self._check_names(mutates_args)
+        if len(self.parameters) + 2 * len(self.outputs) + 4 > MAX_ARGUMENTS:
+            raise ValueError(
+                f"{name}: {len(self.parameters)} parameters and {len(self.outputs)} outputs are more than a torch op "
+                f"and its derivative can have ({MAX_ARGUMENTS} arguments); stack some of them"
+            )
         self.mutated = tuple(i for i, p in enumerate(self.parameters) if p.name in mutates_args)
         self.tensors = tuple(i for i, p in enumerate(self.parameters) if p.is_tensor)
         self.diff_outputs, self.diff_inputs = split_grad_arrays(
@@ -160,6 +169,7 @@ class WarpOp:
         self.recorded = backward == "tape" and self.differentiable
         self._formula = Formula(self, backward) if callable(backward) else None
         self.identity = fingerprint(body, backward, self.outputs, identity)
+        self._replaced = replaced_identities(name, self.identity)
         self._register()
         self.public = self._make_public(vmap)
 
@@ -188,7 +198,11 @@ class WarpOp:
         library = library_for(self.name, self.body)
         short = self.name.partition("::")[2]
         count = len(self.parameters)
-        declared = [p.declaration(i in self.mutated, f"a{i}") for i, p in enumerate(self.parameters)]
+        # in a schema, as in Python, nothing without a default follows a default
+        without = max((i for i, p in enumerate(self.parameters) if not p.has_literal), default=-1)
+        declared = [
+            p.declaration(i in self.mutated, f"a{i}", with_default=i > without) for i, p in enumerate(self.parameters)
+        ]
         hidden = ["int _record=0"] if self.recorded else []
         # the identity makes compile caches tell two releases of an op apart
         hidden.append("int _identity=0")
@@ -243,14 +257,16 @@ class WarpOp:
     def _make_public(self, vmap: Callable[..., Any] | None) -> Callable[..., Any]:
         count = len(self.outputs)
         hidden = (0, self.identity) if self.recorded else (self.identity,)
-        self._transformed = transformable(
-            self.name.replace("::", "_"),
-            self._call_with_identity,
-            self._pullback,
-            self.diff_outputs,
-            vmap,
-            self.orders,
-        )
+        self._transformed: Callable[..., Any] = self._refuse_transforms
+        if not self.mutated:
+            self._transformed = transformable(
+                self.name.replace("::", "_"),
+                self._call_with_identity,
+                self._pullback,
+                self.diff_outputs,
+                vmap,
+                self.orders,
+            )
         names = [p.name for p in self.parameters]
         signature = [p.name if p.required else f"{p.name}=_default_{p.name}" for p in self.parameters]
         values = {f"_default_{p.name}": p.default for p in self.parameters if not p.required}
@@ -281,6 +297,12 @@ def _make({", ".join(values)}):
         public.op = self  # type: ignore[attr-defined]
         return public
 
+    def _refuse_transforms(self, *args: Any) -> Any:
+        raise RuntimeError(
+            f"{self.name} writes into its arguments, which torch.func transforms and forward mode cannot follow: call "
+            "it outside of them"
+        )
+
     def _call_with_identity(self, *args: Any) -> Any:
         if self.recorded:
             # under a transform every differentiable input may be wanted, at whatever level
@@ -298,6 +320,11 @@ def _make({", ".join(values)}):
             tensor = inputs[i]
             if tensor is None:
                 continue
+            if tensor.layout is not torch.strided:
+                raise TypeError(
+                    f"{self.name}: `{self.parameters[i].name}` has layout {tensor.layout}; kernels need torch.strided: "
+                    "call .to_dense() first"
+                )
             device = tensor.device
             if first is None:
                 first, at = device, i
@@ -312,6 +339,13 @@ def _make({", ".join(values)}):
         args = self._complete(args)
         inputs = args[: self._count]
         device = self._device(inputs)
+        if self.mutated:
+            self._refuse_overlap(inputs)
+        if self.differentiable and active_tape() is not None:
+            raise NotDifferentiableError(
+                f"{self.name} was called inside a recording, whose gradient would miss it: launch its kernels there, "
+                "or call it outside"
+            )
         if self.recorded:
             record = args[self._count]
             if record:
@@ -321,6 +355,23 @@ def _make({", ".join(values)}):
             return (*results, tapes.new_token())
         results, _, _ = self._call_body(inputs, self._prepare(inputs, 0), device)
         return _unpack(results)
+
+    def _refuse_overlap(self, inputs: Sequence[Any]) -> None:
+        """A body that writes into memory which it reads as another input depends on the order of its threads."""
+        for i in self.mutated:
+            if inputs[i] is None or not inputs[i].numel():
+                continue
+            low, high = _memory_range(inputs[i])
+            for k in self.tensors:
+                other = inputs[k]
+                if k == i or other is None or not other.numel():
+                    continue
+                other_low, other_high = _memory_range(other)
+                if low < other_high and other_low < high:
+                    raise ValueError(
+                        f"{self.name}: `{self.parameters[i].name}` is written in place and overlaps "
+                        f"`{self.parameters[k].name}` in memory: pass a tensor of its own"
+                    )
 
     def _prepare(self, inputs: Sequence[Any], record: int) -> list[Any]:
         prepared = list(inputs)
@@ -488,6 +539,11 @@ def _make({", ".join(values)}):
                 "torch.autograd.grad (docs/custom_ops.md), or leave the transform outside of the compiled function"
             )
         args = self._complete(args)
+        if args[-1] in self._replaced:
+            raise RuntimeError(
+                f"{self.name} was defined again, differently, since this function was made: give each op a name of "
+                "its own"
+            )
         if torch.is_grad_enabled():
             for i in self.mutated:
                 if args[i] is not None and args[i].requires_grad:
@@ -510,7 +566,7 @@ def _make({", ".join(values)}):
             result = _below_autograd(op.overload, op._run, keyset, args)
             outputs = result if isinstance(result, tuple) else (result,)
             ctx.set_materialize_grads(False)
-            fixed = [o for i, o in enumerate(outputs) if i not in op.diff_outputs]
+            fixed = [o for i, o in enumerate(outputs) if i not in op.diff_outputs or not o.is_floating_point()]
             if fixed:
                 ctx.mark_non_differentiable(*fixed)
             ctx.record, ctx.identity = record, args[-1]
@@ -576,6 +632,8 @@ def _make({", ".join(values)}):
             or _C._len_torch_dispatch_stack()
             # autograd.grad(..., is_grads_batched=True) brings batched tensors without a transform
             or any(g is not None and _is_batched(g) for g in given)
+            # tensors that torch resolves on the way through its dispatcher
+            or any(isinstance(t, torch.Tensor) and (is_lazy(t) or t.is_meta) for t in inputs)
         ):
             call = self._call_backward
         else:
@@ -686,6 +744,12 @@ def _below_autograd(overload: Any, implementation: Callable[..., Any], keyset: A
         if keyset.highestPriorityTypeId() in _BACKENDS:
             return implementation(*args)
         return overload.redispatch(keyset, *args)
+
+
+def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
+    low = tensor.data_ptr()
+    reach = sum(step * (length - 1) for step, length in zip(tensor.stride(), tensor.shape))
+    return low, low + (reach + 1) * tensor.element_size()
 
 
 def _unpack(results: Sequence[torch.Tensor]) -> Any:

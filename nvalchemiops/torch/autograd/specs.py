@@ -109,6 +109,13 @@ class OutputSpec:
                     f"OutputSpec '{self.name}': `shape` {self.shape} must end in {inner}, the components of its dtype"
                 )
 
+    @property
+    def may_be_float(self) -> bool:
+        """False if the output is known to hold integers or bools, which have no gradient."""
+        if self.torch_dtype is not None:
+            return self.torch_dtype.is_floating_point
+        return not is_warp_dtype(self.dtype) or TORCH_DTYPES[scalar_type(self.dtype)].is_floating_point
+
     def resolve(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], torch.dtype]:
         """Shape and torch dtype of this output for the given inputs (real, fake or symbolic)."""
         shape = tuple(self.shape(*inputs)) if callable(self.shape) else self.shape
@@ -138,12 +145,16 @@ class Parameter:
         """Whether it has no default."""
         return self.default is inspect.Parameter.empty
 
-    def declaration(self, mutated: bool = False, alias: str = "a") -> str:
+    @property
+    def has_literal(self) -> bool:
+        """Whether it has a default that a torch schema can express; the public function fills in the others."""
+        return not self.required and _has_literal(self.default)
+
+    def declaration(self, mutated: bool = False, alias: str = "a", with_default: bool = True) -> str:
         """How the parameter reads in a torch schema."""
         kind = self.schema_type.replace("Tensor", f"Tensor({alias}!)", 1) if mutated else self.schema_type
         default = self.default
-        if self.required or not _has_literal(default):
-            # the public function fills in what a schema cannot express
+        if not (with_default and self.has_literal):
             return f"{kind} {self.name}"
         if isinstance(default, str):
             text = f'"{default}"'
@@ -229,7 +240,8 @@ def split_grad_arrays(
     input_names = [p.name for p in parameters]
     if grad_arrays is None:
         inputs = [p.name for p in parameters if p.is_tensor and p.name not in INDEX_LIKE and p.name not in mutated]
-        grad_arrays = [*output_names, *inputs] if output_names and inputs else []
+        floats = [o.name for o in outputs if o.may_be_float]
+        grad_arrays = [*floats, *inputs] if floats and inputs else []
     if isinstance(grad_arrays, str):
         raise TypeError(f"{op_name}: `grad_arrays` must be a sequence of names, got the string {grad_arrays!r}")
     seen: set[str] = set()
@@ -239,6 +251,8 @@ def split_grad_arrays(
             raise ValueError(f"{op_name}: `grad_arrays` names '{name}' twice")
         seen.add(name)
         if name in output_names:
+            if not outputs[output_names.index(name)].may_be_float:
+                raise TypeError(f"{op_name}: `grad_arrays` names '{name}', which holds no floating-point numbers")
             if first_input is not None:
                 raise ValueError(
                     f"{op_name}: `grad_arrays` lists outputs first, but '{name}' comes after the input '{first_input}'"

@@ -9,15 +9,11 @@ from typing import Any
 import torch
 import warp as wp
 
-from nvalchemiops.launch import record
+from nvalchemiops.launch import NotDifferentiableError, record
 from nvalchemiops.torch.autograd.arrays import gradient_tensor, warp_from_torch, warp_stream_from_torch
 
 _TAPE = "_warp_tape"
 _PREFIX = "_wp_"
-
-
-class NotDifferentiableError(RuntimeError):
-    """A derivative was asked for that does not exist. The message names the op and the way out."""
 
 
 # -- helpers for bodies, and for hand-written autograd functions ----------------------------------
@@ -38,8 +34,19 @@ def attach_for_backward(output: torch.Tensor, tape: wp.Tape | None = None, **war
     tape : wp.Tape, optional
     **warp_arrays : wp.array
         The arrays of outputs and differentiable inputs, by the names of the op's signature and outputs.
+
+    Raises
+    ------
+    ValueError
+        If another tape was attached to ``output`` before.
     """
-    setattr(output, _TAPE, tape)
+    attached = getattr(output, _TAPE, None)
+    if tape is not None and attached is not None and attached is not tape:
+        raise ValueError(
+            "`output` holds another tape already, which would be lost: record all launches on one tape, or attach each "
+            "tape to an output of its own"
+        )
+    setattr(output, _TAPE, attached if tape is None else tape)
     for name, array in warp_arrays.items():
         setattr(output, _PREFIX + name, array)
 
@@ -298,9 +305,10 @@ def gradients_of(
     op_name: str,
 ) -> list[torch.Tensor]:
     """Gradients of the ``wanted`` inputs, in memory of their own."""
-    if not recording.tapes:
+    recorded = any(tape.launches for tape in recording.tapes)
+    if not recorded and any(tensor.numel() for _, tensor in wanted):
         raise NotDifferentiableError(
-            f"{op_name}: a gradient was asked for, but the body recorded no tape. Record the launches with "
+            f"{op_name}: a gradient was asked for, but the body recorded no launch. Record the launches with "
             "WarpAutogradContextManager(needs_grad(...)) and hand the tape over with attach_for_backward, or give "
             "the op an explicit backward: warp_custom_op(..., backward=...)"
         )
