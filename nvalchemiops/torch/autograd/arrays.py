@@ -55,14 +55,15 @@ def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool |
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"`tensor` must be a torch.Tensor, got {type(tensor).__name__}")
     track = tensor.requires_grad if requires_grad is None else bool(requires_grad)
-    array: Any = _view(tensor, warp_dtype)
+    layout = _array_layout(tensor, warp_dtype)
+    gradient = None
     if track:
         if not tensor.dtype.is_floating_point:
             raise TypeError(f"`requires_grad`: a tensor of dtype {tensor.dtype} has no gradient")
         gradient = _zeros_laid_out_like(tensor)
-        array.grad = _view(gradient, warp_dtype)
-        array.requires_grad = True
-        setattr(array, _GRADIENT, gradient)
+        layout |= {"grad": _array(gradient, layout), "requires_grad": True}
+    array = _array(tensor, layout)
+    setattr(array, _GRADIENT, gradient)
     return array
 
 
@@ -94,20 +95,18 @@ def _layout(warp_dtype: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     return TORCH_DTYPES[scalar_type(warp_dtype)], inner_shape(warp_dtype)
 
 
-def _view(tensor: torch.Tensor, warp_dtype: Any) -> wp.array:
+def _array_layout(tensor: torch.Tensor, warp_dtype: Any) -> dict[str, Any]:
+    """What `wp.array` must be told to view the tensor, but for the address."""
     dtype, inner = _layout(warp_dtype)
     if tensor.dtype is not dtype:
         raise TypeError(f"`tensor` has dtype {tensor.dtype}, but {warp_dtype.__name__} needs {dtype}")
-    shape, strides = outer_layout(tensor, inner, warp_dtype)
     refuse_lazy(tensor)
-    array: Any = wp.array(
-        ptr=tensor.data_ptr(),
-        dtype=warp_dtype,
-        shape=shape,
-        strides=strides,
-        device=warp_device(tensor.device),
-        copy=False,
-    )
+    shape, strides = outer_layout(tensor, inner, warp_dtype)
+    return {"dtype": warp_dtype, "shape": shape, "strides": strides, "device": warp_device(tensor.device)}
+
+
+def _array(tensor: torch.Tensor, layout: dict[str, Any]) -> wp.array:
+    array: Any = wp.array(ptr=tensor.data_ptr(), copy=False, **layout)
     array._tensor = tensor
     return array
 

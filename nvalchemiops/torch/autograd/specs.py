@@ -1,6 +1,7 @@
 """What an op declares: its parameters, read from the body's annotations, and its outputs."""
 
 import dataclasses
+import functools
 import inspect
 import math
 import types
@@ -112,19 +113,26 @@ class OutputSpec:
     @property
     def may_be_float(self) -> bool:
         """False if the output is known to hold integers or bools, which have no gradient."""
-        if self.torch_dtype is not None:
-            return self.torch_dtype.is_floating_point
-        return not is_warp_dtype(self.dtype) or TORCH_DTYPES[scalar_type(self.dtype)].is_floating_point
+        known = self._known_dtype
+        return known is None or known.is_floating_point
 
     def resolve(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], torch.dtype]:
         """Shape and torch dtype of this output for the given inputs (real, fake or symbolic)."""
         shape = tuple(self.shape(*inputs)) if callable(self.shape) else self.shape
-        if self.torch_dtype is not None:
-            return shape, self.torch_dtype
-        dtype = self.dtype if is_warp_dtype(self.dtype) else self.dtype(*inputs)
+        known = self._known_dtype
+        if known is not None:
+            return shape, known
+        dtype = self.dtype(*inputs)
         if not is_warp_dtype(dtype):
             raise TypeError(f"OutputSpec '{self.name}': `dtype` returned {dtype!r}, which is no Warp type")
         return shape, TORCH_DTYPES[scalar_type(dtype)]
+
+    @functools.cached_property
+    def _known_dtype(self) -> torch.dtype | None:
+        """The torch dtype, if no input has a say in it."""
+        if self.torch_dtype is not None:
+            return self.torch_dtype
+        return TORCH_DTYPES[scalar_type(self.dtype)] if is_warp_dtype(self.dtype) else None
 
 
 @dataclasses.dataclass(frozen=True)

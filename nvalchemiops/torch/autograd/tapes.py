@@ -181,7 +181,8 @@ def replay(
     """
     given = [g for g in cotangents.values() if g is not None]
     bound = warp_stream_from_torch(*given) if any(g.is_cuda for g in given) else nullcontext()
-    with torch.no_grad(), bound:
+    quiet = torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+    with quiet, bound:
         for tape in tapes:
             tape.zero()
         for name, cotangent in cotangents.items():
