@@ -225,6 +225,16 @@ def test_the_public_function_has_the_signature_of_the_body():
         weighted_square(x, w, token=3)
 
 
+def test_a_tape_op_leaves_the_obvious_name_for_its_backward_free():
+    @warp_custom_op("tests::weighted_square_backward", outputs=[like("z")], backward="none")
+    def weighted_square_backward(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    x = leaf(3)
+    torch.testing.assert_close(weighted_square_backward(x.detach()), x.detach() + 1)
+    torch.testing.assert_close(torch.autograd.grad(weighted_square(x, x.detach()).sum(), x)[0], 2 * x * x)
+
+
 def test_specs_get_all_declared_inputs_with_defaults():
     seen = []
 

@@ -224,6 +224,7 @@ class WarpOp:
         self._function = self._make_function()
 
     def _register_backward(self, library: Any, short: str) -> None:
+        short = f"{short}__tape_backward"  # a name that nobody gives to an op of their own
         declared = ["Tensor _token"]
         for i, p in enumerate(self.parameters):
             kind = "Tensor?" if i in self.mutated else p.schema_type
@@ -231,13 +232,13 @@ class WarpOp:
         declared += [f"Tensor? _output_{o.name}" for o in self.outputs]
         declared += [f"Tensor? _grad_{self.outputs[i].name}" for i in self.diff_outputs]
         declared += ["int _record", "int _identity"]
-        library.define(f"{short}_backward({', '.join(declared)}) -> {_returns(['Tensor'] * len(self.diff_inputs))}")
-        self.backward_overload = getattr(getattr(torch.ops, library.ns), f"{short}_backward").default
-        library.impl(f"{short}_backward", self._run_backward, "CompositeExplicitAutograd")
-        library._register_fake(f"{short}_backward", self._fake_backward)
-        library.impl(f"{short}_backward", self._autograd_backward, "Autograd", with_keyset=True)
+        library.define(f"{short}({', '.join(declared)}) -> {_returns(['Tensor'] * len(self.diff_inputs))}")
+        self.backward_overload = getattr(getattr(torch.ops, library.ns), short).default
+        library.impl(short, self._run_backward, "CompositeExplicitAutograd")
+        library._register_fake(short, self._fake_backward)
+        library.impl(short, self._autograd_backward, "Autograd", with_keyset=True)
         self._call_backward = transformable(
-            f"{short}_backward",
+            short,
             self.backward_overload,
             lambda inputs, outputs, cotangents: self._refuse_second_order(),
             range(len(self.diff_inputs)),
