@@ -276,6 +276,15 @@ def test_wheel_and_sdist_build_and_the_wheel_works_elsewhere(tmp_path):
     assert version == nvalchemiops.__version__
     assert constant == pytest.approx(14.39964547, abs=1e-8)
 
+    # the documented examples, against the wheel and outside of the checkout
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(["import nvalchemiops", *blocks, "print(nvalchemiops.__file__)"]))
+    environment = environment_with(PYTHONPATH=str(site))
+    run = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert Path(run.stdout.splitlines()[-1]).is_relative_to(site)
+
 
 # -- Warp's start and its kernel cache ------------------------------------------------------------
 

@@ -10,7 +10,15 @@ import torch
 import warp as wp
 from torch.utils.checkpoint import checkpoint
 
-from nvalchemiops.torch.autograd import OutputSpec, live_recordings, warp_custom_op
+from nvalchemiops.torch.autograd import (
+    OutputSpec,
+    WarpAutogradContextManager,
+    attach_for_backward,
+    live_recordings,
+    needs_grad,
+    warp_custom_op,
+    warp_from_torch,
+)
 
 from .ops import (
     cube,
@@ -21,6 +29,7 @@ from .ops import (
     square_and_cube,
     square_and_cube_reference,
     weighted_square,
+    weighted_square_kernel,
     weighted_square_reference,
     with_scratch,
 )
@@ -156,6 +165,40 @@ def test_dynamic_shapes_compile_at_most_twice(op, reference, backend):
         x, w = leaf(n), leaf(n, seed=1)
         torch.testing.assert_close(gradients(compiled, x, w), gradients(lambda x, w: reference(x * 2, w).sum(), x, w))
     assert counter.frame_count <= 2
+
+
+@warp_custom_op("tests::with_optional", outputs=[like("y")])
+def with_optional(
+    x: torch.Tensor, w: torch.Tensor | None = None, s: float = 2.0, shift: torch.Tensor | None = None
+) -> torch.Tensor:
+    y = torch.empty_like(x)
+    track = needs_grad(x, w)
+    arrays = {"x": warp_from_torch(x, wp.float64), "y": warp_from_torch(y, wp.float64, requires_grad=track)}
+    if w is not None:
+        arrays["w"] = warp_from_torch(w, wp.float64)
+    with WarpAutogradContextManager(track) as tape:
+        inputs = [arrays["x"], arrays.get("w", arrays["x"]), s]
+        wp.launch(weighted_square_kernel, x.shape[0], inputs, [arrays["y"]], device="cpu")
+    if track:
+        attach_for_backward(y, tape, **arrays)
+    return y
+
+
+@BACKENDS
+def test_optional_inputs_present_and_absent(backend):
+    x, w = leaf(5), leaf(5, seed=1)
+
+    def both(x, w):
+        return with_optional(torch.sin(x), w).sum() + with_optional(x * 2).sum() + with_optional(w, s=3.0).sum()
+
+    def expected(x, w):
+        return (2 * torch.sin(x) ** 2 * w).sum() + (2 * (2 * x) ** 3).sum() + (3 * w**3).sum()
+
+    torch.testing.assert_close(gradients(both, x, w), gradients(expected, x, w))
+    compiled = torch.compile(both, fullgraph=True, backend=backend)
+    torch.testing.assert_close(gradients(compiled, x, w), gradients(expected, x, w))
+    torch.library.opcheck(with_optional.op.overload, (x,))
+    torch.library.opcheck(with_optional.op.overload, (x, w, 2.0, None))
 
 
 @OPS

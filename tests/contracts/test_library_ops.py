@@ -132,6 +132,15 @@ def test_strided_inputs_equal_contiguous_ones():
     )
 
 
+def test_autocast_changes_nothing():
+    x, q, cell, _ = (t.float() if t.is_floating_point() else t for t in triclinic(5))
+    plain = ewald_summation(x, q, cell, **ALL)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        torch.testing.assert_close(ewald_summation(x, q, cell, **ALL), plain, rtol=0, atol=0)
+    with pytest.raises(TypeError, match=r"`charges` has dtype torch.float64, but `positions` has torch.float32"):
+        ewald_summation(x, q.double(), cell)
+
+
 def test_nothing_is_left_of_dropped_results():
     x, q, cell, _ = triclinic(5)
     x.requires_grad_()

@@ -68,9 +68,10 @@ def value_identity(value: Any, _inside: tuple[Any, ...] = ()) -> str:
     if isinstance(value, types.FunctionType):
         return _function_identity(value, inside)
     if isinstance(value, torch.Tensor):
-        return _digest([str(value.dtype), str(value.shape), repr(value.detach().cpu().reshape(-1).tolist())])
-    if isinstance(value, np.ndarray):
-        return _digest([str(value.dtype), str(value.shape), repr(value.reshape(-1).tolist())])
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return _digest([str(value.dtype), str(value.shape), hashlib.sha256(content.tobytes()).hexdigest()])
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return _digest([str(value.dtype), str(value.shape), hashlib.sha256(value.tobytes()).hexdigest()])
     if isinstance(value, tuple | list):
         return _digest([value_identity(v, inside) for v in value])
     if is_warp_dtype(value):
