@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import warp as wp
@@ -218,8 +219,16 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_threads)
 
 
-# Warp loads modules without a lock: threads that build or load the same one at once can crash the process
+# Warp loads modules without a lock, and threads that build or load the same one at once can crash the process. So
+# whatever may be a first launch holds this lock; workers of a split launch find the module loaded.
 _load_lock = threading.RLock()
+_loaded: set[tuple[wp.Kernel, str]] = set()
+
+
+def loading() -> AbstractContextManager[Any]:
+    """Hold this while launching what may not be compiled and loaded yet."""
+    return _load_lock
+
 
 _row_cost: dict[wp.Kernel, float] = {}
 """Seconds per row in the last CPU launch of each gather-only kernel; only decides how many chunks are made."""
@@ -271,15 +280,18 @@ def launch(
         _refuse_tracked(kernel, arguments)
     if not is_gather_only(kernel):
         if record_tape or kernel.is_generic:
-            wp.launch(
-                kernel,
-                grid,
-                inputs=arguments,
-                device=device,
-                stream=stream,
-                record_tape=record_tape,
-                block_dim=block,
-            )
+            first = (kernel, device.alias) not in _loaded
+            with loading() if first else nullcontext():
+                wp.launch(
+                    kernel,
+                    grid,
+                    inputs=arguments,
+                    device=device,
+                    stream=stream,
+                    record_tape=record_tape,
+                    block_dim=block,
+                )
+            _loaded.add((kernel, device.alias))
         else:
             _launch_recorded(kernel, grid, arguments, device, stream, block)
         return
@@ -301,6 +313,8 @@ def launch(
         return
     edges = [rows * c // chunks for c in range(chunks + 1)]
     pieces = [((b - a, *grid[1:]), [a, *arguments]) for a, b in zip(edges, edges[1:])]
+    with loading():
+        wp.load_module(kernel.module, device=device)  # again, if the module has got another kernel since
     pool = _workers(chunks - 1)
     waiting: list[Future[None]] = []
     try:
@@ -402,7 +416,7 @@ def _launch_recorded(
         if type(value) is int and argument.type is wp.int32 and not -(2**31) <= value < 2**31:
             raise ValueError(f"kernel '{kernel.key}': `{argument.label}` = {value} does not fit into 32 bits")
     if command is None:
-        with _load_lock:
+        with nullcontext() if getattr(_thread, "is_worker", False) else loading():
             command = commands[key] = wp.launch(
                 kernel, grid, inputs=arguments, device=device, record_tape=False, record_cmd=True, block_dim=block
             )

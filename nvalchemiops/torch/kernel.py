@@ -132,7 +132,7 @@ def call_kernel_via_torch_compile(
 def _op_while_tracing(kernel: wp.Kernel, dim: Dim, *outputs: OutputSpec) -> str:
     # a string, because the compiler takes few other constants; each spec by itself, because it looks into lists
     op = get_or_register_torch_op(kernel, outputs, dim=dim, differentiable=has_adjoint(kernel)).op  # type: ignore[attr-defined]
-    return f"{op.name.partition('::')[2]} {op.identity}"
+    return f"{op.registered.partition('::')[2]} {op.identity}"
 
 
 # what torch.compiler.assume_constant_result sets, without the second that importing the compiler takes

@@ -301,7 +301,7 @@ def test_the_torch_dtype_of_a_spec_can_be_overridden():
     assert op(torch.ones(3)).dtype == torch.int64
 
 
-def test_running_a_definition_again_replaces_it_and_another_one_is_refused():
+def test_running_a_definition_again_works_and_another_one_is_refused():
     def define():
         @warp_custom_op("tests::again", outputs=[like("y")], grad_arrays=())
         def again(x: torch.Tensor) -> torch.Tensor:

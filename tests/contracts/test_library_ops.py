@@ -47,7 +47,7 @@ def test_no_op_is_forgotten():
     from nvalchemiops.torch.autograd import naming
 
     list(nvalchemiops.cli.import_all(nvalchemiops))
-    registered = {name for name in naming._libraries if name.startswith("nvalchemiops::")}
+    registered = {name for name in naming._definitions if name.startswith("nvalchemiops::")}
     assert registered == {op.op.name for op in OPS}
 
 

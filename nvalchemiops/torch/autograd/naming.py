@@ -14,32 +14,28 @@ from nvalchemiops import __version__
 from nvalchemiops.torch.autograd.specs import OutputSpec
 from nvalchemiops.types import SCALARS, inner_shape, is_warp_dtype, scalar_type
 
-_libraries: dict[str, tuple[Any, tuple[str, str]]] = {}
-_identities: dict[str, set[int]] = {}
+_definitions: dict[str, tuple[tuple[str, str], int]] = {}
+_libraries: list[Any] = []  # an op lives as long as its library
 
 _FOREIGN = frozenset({"builtins", "numpy", "torch", "warp"})
 """Packages whose functions count by name: their versions are part of every identity."""
 
 
-def library_for(name: str, body: Callable[..., Any]) -> Any:
-    """A library to define ``name`` in. Running the same definition again (a notebook cell) replaces it."""
+def library_for(name: str, body: Callable[..., Any]) -> tuple[Any, str]:
+    """A library to define ``name`` in, and the name to register, without its namespace.
+
+    Running the same definition again (a notebook cell, a factory) registers another op, under a numbered name: taking
+    the first one back would leave functions and compiled graphs that call into freed memory.
+    """
     origin = (body.__module__, body.__qualname__)
-    if name in _libraries:
-        library, previous = _libraries.pop(name)
-        if previous != origin:
-            _libraries[name] = (library, previous)
-            raise ValueError(f"`name`: '{name}' is taken by {previous[0]}.{previous[1]}")
-        library._destroy()
-    library = torch.library.Library(name.partition("::")[0], "FRAGMENT")
-    _libraries[name] = (library, origin)
-    return library
-
-
-def replaced_identities(name: str, identity: int) -> frozenset[int]:
-    """Identities that ``name`` had before it was defined again, differently: functions left over from then."""
-    known = _identities.setdefault(name, set())
-    known.add(identity)
-    return frozenset(known - {identity})
+    previous, count = _definitions.get(name, (origin, 0))
+    if previous != origin:
+        raise ValueError(f"`name`: '{name}' is taken by {previous[0]}.{previous[1]}")
+    _definitions[name] = (origin, count + 1)
+    namespace, _, short = name.partition("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    _libraries.append(library)
+    return library, short if count == 0 else f"{short}__{count + 1}"
 
 
 def fingerprint(body: Callable[..., Any], backward: Any, outputs: Sequence[OutputSpec], extra: str) -> int:

@@ -12,12 +12,12 @@ from typing import Any, Literal
 import torch
 import warp as wp
 
-from nvalchemiops.launch import NotDifferentiableError, active_tape
+from nvalchemiops.launch import NotDifferentiableError, active_tape, loading
 from nvalchemiops.torch.autograd import tapes
 from nvalchemiops.torch.autograd.arrays import is_lazy, warp_stream_from_torch
 from nvalchemiops.torch.autograd.formula import Formula
 from nvalchemiops.torch.autograd.functorch import derivative_asked, transformable, transforms_active
-from nvalchemiops.torch.autograd.naming import fingerprint, library_for, replaced_identities
+from nvalchemiops.torch.autograd.naming import fingerprint, library_for
 from nvalchemiops.torch.autograd.specs import OutputSpec, read_parameters, split_grad_arrays
 from nvalchemiops.torch.autograd.tapes import Recording
 
@@ -122,7 +122,8 @@ class WarpOp:
 
     Attributes
     ----------
-    name : str
+    name, registered : str
+        As given, and as registered: with a number, if the same definition ran before.
     parameters, outputs : tuple
         As declared.
     public : callable
@@ -169,7 +170,7 @@ class WarpOp:
         self.recorded = backward == "tape" and self.differentiable
         self._formula = Formula(self, backward) if callable(backward) else None
         self.identity = fingerprint(body, backward, self.outputs, identity)
-        self._replaced = replaced_identities(name, self.identity)
+        self._loaded: set[tuple[torch.device, bool]] = set()
         self._register()
         self.public = self._make_public(vmap)
 
@@ -195,8 +196,8 @@ class WarpOp:
     # -- registration -----------------------------------------------------------------------------
 
     def _register(self) -> None:
-        library = library_for(self.name, self.body)
-        short = self.name.partition("::")[2]
+        library, short = library_for(self.name, self.body)
+        self.registered = f"{library.ns}::{short}"
         count = len(self.parameters)
         # in a schema, as in Python, nothing without a default follows a default
         without = max((i for i, p in enumerate(self.parameters) if not p.has_literal), default=-1)
@@ -406,14 +407,24 @@ def _make({", ".join(values)}):
         # recording: a cycle through C++ that Python never collects.
         return [r.detach() for r in results], recording
 
+    def _run_body(self, prepared: Sequence[Any], device: torch.device) -> Any:
+        # bodies launch as they like, so the first call of each kind (with gradients the kernels may be others) is alone
+        kind = (device, any(isinstance(a, torch.Tensor) and a.requires_grad for a in prepared))
+        if kind in self._loaded:
+            return self.body(*prepared)
+        with loading():
+            result = self.body(*prepared)
+        self._loaded.add(kind)
+        return result
+
     def _call_body(
         self, inputs: Sequence[Any], prepared: Sequence[Any], device: torch.device
     ) -> tuple[list[torch.Tensor], list[wp.Tape], dict[str, wp.array]]:
         if device.type == "cuda":
             with torch.cuda.device(device), warp_stream_from_torch(device):
-                result = self.body(*prepared)
+                result = self._run_body(prepared, device)
         else:
-            result = self.body(*prepared)
+            result = self._run_body(prepared, device)
         return self._check_outputs(result, inputs, prepared, device)
 
     def _check_outputs(
@@ -540,11 +551,6 @@ def _make({", ".join(values)}):
                 "torch.autograd.grad (docs/custom_ops.md), or leave the transform outside of the compiled function"
             )
         args = self._complete(args)
-        if args[-1] in self._replaced:
-            raise RuntimeError(
-                f"{self.name} was defined again, differently, since this function was made: give each op a name of "
-                "its own"
-            )
         if torch.is_grad_enabled():
             for i in self.mutated:
                 if args[i] is not None and args[i].requires_grad:
