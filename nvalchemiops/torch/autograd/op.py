@@ -353,9 +353,9 @@ def _make({", ".join(values)}):
             if record:
                 results, recording = self._record(inputs, record, device)
                 return (*results, tapes.keep(recording))
-            results, _, _ = self._call_body(inputs, self._prepare(inputs, 0), device)
+            results, _, _ = self._call_body(inputs, self._prepare(inputs, 0), device, False)
             return (*results, tapes.new_token())
-        results, _, _ = self._call_body(inputs, self._prepare(inputs, 0), device)
+        results, _, _ = self._call_body(inputs, self._prepare(inputs, 0), device, False)
         return _unpack(results)
 
     def _refuse_overlap(self, inputs: Sequence[Any]) -> None:
@@ -398,7 +398,7 @@ def _make({", ".join(values)}):
             if inputs[i] is not None:
                 worked[i] = inputs[i].clone() if own else inputs[i].detach()
         with _autograd_inside(), torch.enable_grad():
-            results, found, arrays = self._call_body(worked, self._prepare(worked, record), device)
+            results, found, arrays = self._call_body(worked, self._prepare(worked, record), device, True)
         for i in self.mutated:
             if inputs[i] is not None:
                 inputs[i].copy_(worked[i])
@@ -407,9 +407,9 @@ def _make({", ".join(values)}):
         # recording: a cycle through C++ that Python never collects.
         return [r.detach() for r in results], recording
 
-    def _run_body(self, prepared: Sequence[Any], device: torch.device) -> Any:
+    def _run_body(self, prepared: Sequence[Any], device: torch.device, tracked: bool) -> Any:
         # bodies launch as they like, so the first call of each kind (with gradients the kernels may be others) is alone
-        kind = (device, any(isinstance(a, torch.Tensor) and a.requires_grad for a in prepared))
+        kind = (device, tracked)
         if kind in self._loaded:
             return self.body(*prepared)
         with loading():
@@ -418,13 +418,13 @@ def _make({", ".join(values)}):
         return result
 
     def _call_body(
-        self, inputs: Sequence[Any], prepared: Sequence[Any], device: torch.device
+        self, inputs: Sequence[Any], prepared: Sequence[Any], device: torch.device, tracked: bool
     ) -> tuple[list[torch.Tensor], list[wp.Tape], dict[str, wp.array]]:
         if device.type == "cuda":
             with torch.cuda.device(device), warp_stream_from_torch(device):
-                result = self._run_body(prepared, device)
+                result = self._run_body(prepared, device, tracked)
         else:
-            result = self._run_body(prepared, device)
+            result = self._run_body(prepared, device, tracked)
         return self._check_outputs(result, inputs, prepared, device)
 
     def _check_outputs(
