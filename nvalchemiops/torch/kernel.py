@@ -17,7 +17,7 @@ from nvalchemiops.launch import has_adjoint, is_gather_only
 from nvalchemiops.torch.autograd import OutputSpec, WarpOp
 from nvalchemiops.torch.autograd.naming import value_identity
 from nvalchemiops.torch.launch import launch, launch_adjoint
-from nvalchemiops.types import is_warp_dtype
+from nvalchemiops.types import inner_shape, is_warp_dtype
 
 Dim = int | Sequence[int] | Callable[..., Any] | None
 
@@ -100,7 +100,10 @@ def get_or_register_torch_op(
         Takes the kernel's inputs under their own names, eagerly and inside ``torch.compile``. Get it once, outside
         of the compiled function.
     """
-    outputs = tuple(outputs)
+    return _single_op(kernel, tuple(outputs), dim, differentiable).public
+
+
+def _single_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, differentiable: bool) -> WarpOp:
     key = ("kernel", kernel, _spec_key(outputs), _dim_key(dim), differentiable)
     return _registered(key, lambda: _forward_op(kernel, outputs, dim, "adjoint" if differentiable else "none"))
 
@@ -131,7 +134,7 @@ def call_kernel_via_torch_compile(
 
 def _op_while_tracing(kernel: wp.Kernel, dim: Dim, *outputs: OutputSpec) -> str:
     # a string, because the compiler takes few other constants; each spec by itself, because it looks into lists
-    op = get_or_register_torch_op(kernel, outputs, dim=dim, differentiable=has_adjoint(kernel)).op  # type: ignore[attr-defined]
+    op = _single_op(kernel, outputs, dim, has_adjoint(kernel))
     return f"{op.registered.partition('::')[2]} {op.identity}"
 
 
@@ -197,7 +200,7 @@ def differentiable_kernel(
         )
         return _registered(
             key, lambda: _paired_op(forward_kernel, backward_kernel, outputs, dim, saved, num_grad_inputs)
-        )
+        ).public
 
     def function(*inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None) -> Any:
         return op(outputs, dim)(*inputs)
@@ -208,14 +211,14 @@ def differentiable_kernel(
 
 # -- building ops ---------------------------------------------------------------------------------
 
-_ops: dict[Any, Callable[..., Any]] = {}
+_ops: dict[Any, WarpOp] = {}
 _ops_lock = threading.RLock()
 
 
-def _registered(key: Any, build: Callable[[], WarpOp]) -> Callable[..., Any]:
+def _registered(key: Any, build: Callable[[], WarpOp]) -> WarpOp:
     with _ops_lock:
         if key not in _ops:
-            _ops[key] = build().public
+            _ops[key] = build()
         return _ops[key]
 
 
@@ -228,14 +231,12 @@ def _dim_key(dim: Dim) -> str:
 
 
 def _grid(dim: Dim, inputs: Sequence[Any], outputs: Sequence[OutputSpec]) -> tuple[int, ...]:
-    if callable(dim):
-        dim = dim(*inputs)
-    if dim is None:
+    grid: Any = dim(*inputs) if callable(dim) else dim
+    if grid is None:
         shape, _ = outputs[0].resolve(inputs)
         dtype = outputs[0].dtype if is_warp_dtype(outputs[0].dtype) else outputs[0].dtype(*inputs)
-        inner = len(getattr(dtype, "_shape_", ()))
-        dim = shape[: len(shape) - inner] or (1,)
-    return (dim,) if isinstance(dim, int) else tuple(dim)  # type: ignore[arg-type]
+        grid = shape[: len(shape) - len(inner_shape(dtype))] or (1,)
+    return (grid,) if isinstance(grid, int) else tuple(grid)
 
 
 def _zeros(spec: OutputSpec, inputs: Sequence[Any]) -> torch.Tensor:

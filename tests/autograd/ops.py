@@ -1,5 +1,8 @@
 """Small ops with known derivatives, one of each kind, and their plain torch references."""
 
+from collections.abc import Callable
+
+import pytest
 import torch
 import warp as wp
 
@@ -172,3 +175,14 @@ def with_scratch(x: torch.Tensor, w: torch.Tensor, scratch: torch.Tensor) -> tor
 @warp_custom_op("tests::fill", outputs=[], mutates_args=("buffer",))
 def fill(buffer: torch.Tensor, value: float) -> None:
     buffer.fill_(value)
+
+
+# -- what several test files share ----------------------------------------------------------------
+
+OPS = pytest.mark.parametrize(
+    "op, reference", [(weighted_square, weighted_square_reference), (cube, cube_reference)], ids=["tape", "explicit"]
+)
+
+
+def gradients(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(function(*inputs).sum(), inputs)

@@ -21,9 +21,11 @@ from nvalchemiops.torch.autograd import (
 )
 
 from .ops import (
+    OPS,
     cube,
     cube_reference,
     fill,
+    gradients,
     leaf,
     like,
     square_and_cube,
@@ -38,13 +40,6 @@ BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("induct
 SLOW_INDUCTOR = pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])]
 )
-OPS = pytest.mark.parametrize(
-    "op, reference", [(weighted_square, weighted_square_reference), (cube, cube_reference)], ids=["tape", "explicit"]
-)
-
-
-def gradients(function, *inputs):
-    return torch.autograd.grad(function(*inputs), inputs)
 
 
 def chain(f, pair):

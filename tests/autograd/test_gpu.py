@@ -10,28 +10,22 @@ from nvalchemiops.torch.autograd import live_recordings, warp_stream_from_torch
 from nvalchemiops.torch.kernel import differentiable_kernel
 
 from .ops import (
+    OPS,
     cube,
     cube_reference,
+    gradients,
     product_kernel,
     square_and_cube,
     weighted_square,
-    weighted_square_reference,
 )
 from .test_kernel_api import PRODUCT
 
 pytestmark = pytest.mark.gpu
-OPS = pytest.mark.parametrize(
-    "op, reference", [(weighted_square, weighted_square_reference), (cube, cube_reference)], ids=["tape", "explicit"]
-)
 
 
 def inputs(n=4_096):
     x, w = (torch.rand(n, dtype=torch.float64, device="cuda") + 0.5 for _ in range(2))
     return x.requires_grad_(), w.requires_grad_()
-
-
-def gradients(function, *arguments):
-    return torch.autograd.grad(function(*arguments).sum(), arguments)
 
 
 @OPS

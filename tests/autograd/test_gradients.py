@@ -20,9 +20,11 @@ from nvalchemiops.torch.autograd import (
 )
 
 from .ops import (
+    OPS,
     cube,
     cube_reference,
     fill,
+    gradients,
     leaf,
     like,
     square_and_cube,
@@ -33,10 +35,6 @@ from .ops import (
     with_scratch,
 )
 
-OPS = pytest.mark.parametrize(
-    "op, reference", [(weighted_square, weighted_square_reference), (cube, cube_reference)], ids=["tape", "explicit"]
-)
-
 
 @pytest.fixture(autouse=True)
 def no_recording_is_left():
@@ -45,10 +43,6 @@ def no_recording_is_left():
     yield
     gc.collect()
     assert live_recordings() == before
-
-
-def gradients(function, *inputs):
-    return torch.autograd.grad(function(*inputs), inputs)
 
 
 @OPS

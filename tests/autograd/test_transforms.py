@@ -6,6 +6,7 @@ import torch
 from nvalchemiops.torch.autograd import NotDifferentiableError, live_recordings, warp_custom_op
 
 from .ops import (
+    OPS,
     cube,
     cube_reference,
     leaf,
@@ -13,7 +14,6 @@ from .ops import (
     square_and_cube,
     square_and_cube_reference,
     weighted_square,
-    weighted_square_reference,
 )
 
 F = torch.func
@@ -52,9 +52,7 @@ SECOND_ORDER = {
 
 
 @pytest.mark.parametrize("transform", FIRST_ORDER.values(), ids=FIRST_ORDER)
-@pytest.mark.parametrize(
-    "op, reference", [(weighted_square, weighted_square_reference), (cube, cube_reference)], ids=["tape", "explicit"]
-)
+@OPS
 def test_first_order(transform, op, reference):
     torch.testing.assert_close(transform(op), transform(reference))
 
@@ -77,9 +75,7 @@ def test_forward_mode_inside_forward_mode_raises(op):
         F.jacfwd(F.jacfwd(scalar(op)))(X, W)
 
 
-@pytest.mark.parametrize(
-    "op, reference", [(weighted_square, weighted_square_reference), (cube, cube_reference)], ids=["tape", "explicit"]
-)
+@OPS
 def test_dual_numbers_without_a_transform(op, reference):
     with torch.autograd.forward_ad.dual_level():
         found, expected = (

@@ -10,7 +10,7 @@ import torch
 import warp as wp
 
 from nvalchemiops.launch import NotDifferentiableError, record
-from nvalchemiops.torch.autograd.arrays import gradient_tensor, warp_from_torch, warp_stream_from_torch
+from nvalchemiops.torch.autograd.arrays import gradient_tensor, warp_stream_from_torch
 
 _TAPE = "_warp_tape"
 _PREFIX = "_wp_"
@@ -316,15 +316,3 @@ def gradients_of(
     with recording.lock:
         replay(recording.tapes, recording.arrays, cotangents, op_name)
         return [_gradient_like(tensor, recording.arrays.get(name)) for name, tensor in wanted]
-
-
-__all__ = [
-    "NotDifferentiableError",
-    "Recording",
-    "WarpAutogradContextManager",
-    "attach_for_backward",
-    "extract_gradients",
-    "retrieve_for_backward",
-    "standard_backward",
-    "warp_from_torch",
-]
