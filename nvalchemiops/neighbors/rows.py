@@ -29,7 +29,9 @@ def direction(i: wp.int32, j: wp.int32, shift: wp.vec3i):
         return wp.sign(shift[0])
     if shift[1] != 0:
         return wp.sign(shift[1])
-    return wp.sign(shift[2])
+    if shift[2] != 0:
+        return wp.sign(shift[2])
+    return 0
 
 
 @kernel_variants(())

@@ -10,7 +10,7 @@ import torch
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.autograd import live_recordings
 from nvalchemiops.torch.interactions.electrostatics import ewald, ewald_summation
-from nvalchemiops.torch.neighbors import rows
+from nvalchemiops.torch.neighbors import rows, search
 from tests.systems import SYSTEMS, System, batch, crystal, triclinic
 
 ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
@@ -24,14 +24,17 @@ def op_calls(system: System):
     pairs, ptr, shifts = neighbors.neighbor_list(x, 4.0, cell, batch_idx=system_of, return_neighbor_list=True)
     alpha = torch.full((n_systems,), 0.6, dtype=torch.float64)
     first = torch.cat([system_of.new_zeros(1), torch.bincount(system_of, minlength=n_systems).cumsum(0).int()])
-    planes = torch.as_tensor(neighbors.dual_vectors(cell.numpy(), np.ones((n_systems, 3), dtype=bool)))
-    search = (x, cell, planes, system_of, first, 4.0, False)
+    targets = torch.arange(min(2, x.shape[0]), dtype=torch.int32)
+    query = (x, 4.0, cell, torch.tensor([True, True, False]), system_of, first, targets, False, 0)
+    memory = [targets.new_empty((len(targets), *rest)) for rest in ((90,), (), (90, 3))]
+    flags = torch.ones(n_systems, dtype=torch.bool)
     found_rows = rows.rows_from_list(pairs, ptr, shifts, x.shape[0])
     waves = ewald._wave_vectors(cell.numpy(), np.full(n_systems, 2.0), system_of)
     atoms = ewald._sorted_atoms(system_of, n_systems)
     return {
-        neighbors._naive_count: search,
-        neighbors._naive_fill: (*search, ptr[:-1].contiguous(), pairs.shape[1], -1),
+        search.neighbor_pairs: query,
+        search.neighbor_matrix_of: (*query, -1),
+        search.fill_neighbor_matrix: (*query, flags, -1, *memory),
         rows._inspect: (x, cell, system_of, *found_rows[0], found_rows[1]),
         ewald._real_space: (x, q, cell, alpha, system_of, *found_rows[0], True),
         ewald._reciprocal_space: (x, q, cell, alpha, system_of, *atoms, *waves, True),

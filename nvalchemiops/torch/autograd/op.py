@@ -18,7 +18,7 @@ from nvalchemiops.torch.autograd.arrays import is_lazy, warp_stream_from_torch
 from nvalchemiops.torch.autograd.formula import Formula
 from nvalchemiops.torch.autograd.functorch import derivative_asked, transformable, transforms_active
 from nvalchemiops.torch.autograd.naming import fingerprint, library_for
-from nvalchemiops.torch.autograd.specs import OutputSpec, read_parameters, split_grad_arrays
+from nvalchemiops.torch.autograd.specs import OutputSpec, fill_sizes, read_parameters, split_grad_arrays
 from nvalchemiops.torch.autograd.tapes import Recording
 
 _C = torch._C
@@ -450,10 +450,13 @@ def _make({", ".join(values)}):
         found: list[wp.Tape] = []
         arrays: dict[str, wp.array] = {}
         results = []
+        sizes: dict[str, int] = {}
         for spec, output in zip(specs, result, strict=True):
             if not isinstance(output, torch.Tensor):
                 raise TypeError(f"{self.name}: output '{spec.name}' is {type(output).__name__}, not a tensor")
             shape, dtype = spec.resolve(inputs)
+            if len(shape) == output.ndim:
+                shape = fill_sizes(shape, sizes, output.size)
             if tuple(output.shape) != shape or output.dtype is not dtype or output.device != device:
                 raise ValueError(
                     f"{self.name}: output '{spec.name}' has shape {tuple(output.shape)}, {output.dtype}, on "
@@ -508,8 +511,10 @@ def _make({", ".join(values)}):
         inputs = args[: self._count]
         device = self._device(inputs)
         results = []
+        sizes: dict[str, Any] = {}
         for spec in self.outputs:
             shape, dtype = spec.resolve(inputs)
+            shape = fill_sizes(shape, sizes, lambda _: torch.library.get_ctx().new_dynamic_size())
             results.append(torch.empty(shape, dtype=dtype, device=device))
         if self.recorded:
             return (*results, torch.empty(1, dtype=torch.int64, device="cpu"))

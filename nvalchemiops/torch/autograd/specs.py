@@ -71,6 +71,16 @@ _SCHEMA_TYPES: dict[Any, str] = {
 
 
 @dataclasses.dataclass(frozen=True)
+class DynamicSize:
+    """A size in a shape of an `OutputSpec` that only running the op tells; the same ``name`` is the same number.
+
+    Under ``torch.compile`` it becomes an unbacked size. The op waits for its device to learn it.
+    """
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
 class OutputSpec:
     """One output of an op: enough to know its shape and dtype without running anything.
 
@@ -83,7 +93,8 @@ class OutputSpec:
         that returns one.
     shape : tuple or callable
         The torch shape, trailing vector dimensions included: ``(n, 3)`` for n ``wp.vec3d``. Or a callable of
-        the op's inputs that returns one. It must work under symbolic shapes: use ``tensor.shape``.
+        the op's inputs that returns one. It must work under symbolic shapes: use ``tensor.shape``. A size that
+        depends on the data is a `DynamicSize`.
     torch_dtype : torch.dtype, optional
         Overrides the torch dtype that follows from ``dtype``.
 
@@ -171,6 +182,17 @@ class Parameter:
         else:
             text = repr(default)
         return f"{kind} {self.name}={text}"
+
+
+def fill_sizes(shape: tuple[Any, ...], sizes: dict[str, Any], new_size: Callable[[int], Any]) -> tuple[Any, ...]:
+    """``shape`` with a number for each `DynamicSize`, from ``sizes`` or else ``new_size(dimension)``, kept by name."""
+    filled = list(shape)
+    for dimension, size in enumerate(shape):
+        if isinstance(size, DynamicSize):
+            if size.name not in sizes:
+                sizes[size.name] = new_size(dimension)
+            filled[dimension] = sizes[size.name]
+    return tuple(filled)
 
 
 def _has_literal(default: Any) -> bool:

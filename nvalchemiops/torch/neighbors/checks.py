@@ -18,15 +18,15 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
         return values.numpy()
 
 
-def check_positions(positions: Any) -> None:
-    """Raise unless ``positions`` is a finite float32 or float64 tensor (n_atoms, 3). Reads the values."""
+def check_positions(positions: Any, finite: bool = True) -> None:
+    """Raise unless ``positions`` is a float32 or float64 tensor (n_atoms, 3), with finite values if asked."""
     if not isinstance(positions, torch.Tensor):
         raise TypeError(f"`positions` must be a torch.Tensor, got {type(positions).__name__}")
     if positions.dtype not in FLOATS:
         raise TypeError(f"`positions` must be float32 or float64, got {positions.dtype}")
     if positions.ndim != 2 or positions.shape[1] != 3:
         raise ValueError(f"`positions` must have shape (n_atoms, 3), got {tuple(positions.shape)}")
-    if not bool(torch.isfinite(positions).all()):
+    if finite and not bool(torch.isfinite(positions).all()):
         raise ValueError("`positions` has entries that are NaN or infinite")
 
 
@@ -90,3 +90,92 @@ def check_batch_idx(batch_idx: Any, positions: torch.Tensor, n_systems: int | No
     elif high >= n_systems:
         raise ValueError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
     return batch_idx.to(torch.int32).contiguous(), n_systems
+
+
+def check_systems(
+    positions: torch.Tensor,
+    cell: Any,
+    pbc: Any,
+    batch_idx: Any,
+    batch_ptr: Any,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, int | None]:
+    """Cell and pbc as tensors or None, and the number of systems as far as shapes tell it.
+
+    Raises unless shapes, dtypes and devices of all four fit together. The values are not read, with one exception:
+    without a cell, pbc must be False, or is refused inside ``torch.compile``.
+    """
+    n_systems = None
+    if batch_idx is None and batch_ptr is None:
+        n_systems = 1
+    if batch_ptr is not None:
+        check_index("batch_ptr", batch_ptr, positions, (None,))
+        if batch_ptr.shape[0] < 1:
+            raise ValueError("`batch_ptr` must have shape (n_systems + 1,), got (0,)")
+        n_systems = batch_ptr.shape[0] - 1
+    if batch_idx is not None:
+        check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
+    if cell is not None:
+        if not isinstance(cell, torch.Tensor):
+            raise TypeError(f"`cell` must be a torch.Tensor, got {type(cell).__name__}")
+        if cell.dtype != positions.dtype:
+            raise TypeError(f"`cell` has dtype {cell.dtype}, but `positions` has {positions.dtype}")
+        if cell.device != positions.device:
+            raise ValueError(f"`cell` is on {cell.device}, but `positions` is on {positions.device}")
+        if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
+            raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
+        n_systems = _same_number("cell", cell.shape[0] if cell.ndim == 3 else 1, n_systems)
+    if pbc is None:
+        return cell, None, n_systems
+    pbc = torch.as_tensor(pbc, device=positions.device) if not isinstance(pbc, torch.Tensor) else pbc
+    if pbc.dtype != torch.bool:
+        raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
+    if pbc.device != positions.device:
+        raise ValueError(f"`pbc` is on {pbc.device}, but `positions` is on {positions.device}")
+    if pbc.ndim == 0:
+        pbc = pbc.expand(3)
+    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3:
+        raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")
+    n_systems = _same_number("pbc", pbc.shape[0] if pbc.ndim == 2 else 1, n_systems)
+    if cell is None:
+        if torch.compiler.is_compiling() or bool(pbc.any()):
+            raise ValueError("`pbc` is given without a `cell`: say where the images are, or leave it out")
+        return None, None, n_systems
+    return cell, pbc, n_systems
+
+
+def _same_number(name: str, number: int, n_systems: int | None) -> int | None:
+    """The number of systems; raise unless ``number``, the leading dimension of an argument, is that or one for all."""
+    if n_systems is None:
+        return None if number == 1 else number
+    if number not in (1, n_systems):
+        raise ValueError(f"`{name}` is for {number} systems, but there are {n_systems}")
+    return n_systems
+
+
+def check_index(
+    name: str, tensor: Any, positions: torch.Tensor, shape: tuple[int | None, ...], writable: bool = False
+) -> None:
+    """Raise unless ``tensor`` holds integers in the given shape (None: any size); int32 and contiguous if writable."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype != torch.int32 and (writable or tensor.dtype != torch.int64):
+        raise TypeError(f"`{name}` must be int32, got {tensor.dtype}")
+    fits = tensor.ndim == len(shape) and all(n is None or n == m for n, m in zip(shape, tensor.shape))
+    if not fits:
+        expected = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"`{name}` must have shape ({expected}), got {tuple(tensor.shape)}")
+    if tensor.device != positions.device:
+        raise ValueError(f"`{name}` is on {tensor.device}, but `positions` is on {positions.device}")
+    if writable and not tensor.is_contiguous():
+        raise ValueError(f"`{name}` is written in place, so it must be contiguous")
+
+
+def check_flags(rebuild_flags: Any, positions: torch.Tensor, n_systems: int | None) -> None:
+    """Raise unless ``rebuild_flags`` is a bool tensor with one entry for each system, as far as their number shows."""
+    if not isinstance(rebuild_flags, torch.Tensor) or rebuild_flags.dtype != torch.bool:
+        raise TypeError("`rebuild_flags` must be a bool tensor")
+    if rebuild_flags.ndim != 1 or (n_systems is not None and rebuild_flags.shape[0] != n_systems):
+        expected = "n_systems" if n_systems is None else n_systems
+        raise ValueError(f"`rebuild_flags` must have shape ({expected},), got {tuple(rebuild_flags.shape)}")
+    if rebuild_flags.device != positions.device:
+        raise ValueError(f"`rebuild_flags` is on {rebuild_flags.device}, but `positions` is on {positions.device}")

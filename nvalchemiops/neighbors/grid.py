@@ -1,0 +1,403 @@
+"""Bins that sort atoms by place, in every system of a batch: work and memory follow the atoms, never the volume.
+
+A system gets three bin coordinates ``u = planes @ x``. Along a periodic axis they count fractions of the cell, which
+is cut into ``bins`` equal parts, as many as fit at a thickness of the cutoff; along an open axis they count cutoffs,
+in a direction orthogonal to all periodic lattice vectors. A pair within the cutoff differs in each by at most
+``reach = cutoff |planes[a]|`` bins, since ``|planes[a] . d| <= |planes[a]| |d|``.
+
+The bins of a system are kept on a *ring* of slots, ``(t_x + A t_y + B t_z) mod size``, whose size, a power of two,
+is about the number of atoms, however many bins the volume has. Bins that share a slot are far apart: their atoms
+are told from each other by the distance alone. No atom is found twice, since the slots of all bins that one search
+visits in one image of the cell are distinct: they are part of a box of `SEARCHED_BINS` bins along each axis, and A, B
+and size are such that no two bins of a box like that meet. (A small system is one bin on a ring of one slot.)
+
+Wrapped atoms lie within the cell along periodic axes. ``x_i = w_i + m_i @ cell`` keeps the whole cells ``m_i`` that
+were taken off, so that images found between wrapped atoms can be told in terms of the positions as given.
+"""
+
+import functools
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops.geometry import SMALLEST_VOLUME_RATIO, lattice_point
+from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+
+AUTOMATIC = 0
+NAIVE = 1  # all atoms of a system in one bin
+BINNED = 2
+
+SEARCHED_BINS = 4
+"""Bins along an axis that a search visits in one image, at most: two cutoffs of bins a cutoff thick, and rounding."""
+
+SMALLEST_RING = 64
+"""Slots with which A = 4, B = 16 keep a box of `SEARCHED_BINS` bins apart."""
+
+ONE_BIN_OPEN = 256
+"""Atoms up to which an open axis is not cut into bins: testing all of them costs no more than looking bins up."""
+
+ONE_BIN_PERIODIC = 32
+"""The same for periodic axes, where one bin is searched again in each image."""
+
+MOST_BINS = 2**20
+"""Bins along a periodic axis, at most: a thicker bin is as good."""
+
+MOST_IMAGES = 2.0**27
+"""Images of the cell that one atom may see: more than a list can hold."""
+
+MOST_CELLS = 2.0**29
+"""Cells that an atom may be away from the one at the origin, so that differences of image numbers fit into int32."""
+
+FARTHEST_BIN = 2.0**30
+"""Where bin coordinates along open axes end: what lies beyond is put into the last bin."""
+
+SLACK = 1e-9
+"""Widening of a search, relative to the size of the numbers: rounding must not hide a bin."""
+
+LANES = 8
+"""Candidates that the search tests at once on a CPU: coordinates are padded by as many."""
+
+# entries of the array of faults: nonzero where something was wrong with the input
+BAD_CUTOFF, BAD_POSITIONS, BAD_CELL, BAD_SYSTEM, FAR_AWAY, BAD_TARGET, N_FAULTS = range(7)
+
+_BAD_CUTOFF = wp.constant(BAD_CUTOFF)
+_BAD_POSITIONS = wp.constant(BAD_POSITIONS)
+_BAD_CELL = wp.constant(BAD_CELL)
+_BAD_SYSTEM = wp.constant(BAD_SYSTEM)
+_FAR_AWAY = wp.constant(FAR_AWAY)
+_NAIVE = wp.constant(NAIVE)
+_AUTOMATIC = wp.constant(AUTOMATIC)
+
+
+def ring_slots(n_atoms: int, n_systems: int, method: int) -> int:
+    """Slots that the rings of all systems take, at most; see `ring_offset`."""
+    return 2 * n_atoms + n_systems * (SMALLEST_RING if method == BINNED else 1)
+
+
+@wp.func
+def ring_offset(first_atom: wp.int32, system: wp.int32, method: wp.int32):
+    """First slot of a system: room for twice its atoms, since a power of two above n is less than 2 n."""
+    if method == wp.static(BINNED):
+        return 2 * first_atom + wp.static(SMALLEST_RING) * system
+    return 2 * first_atom + system
+
+
+@wp.func
+def orthonormal_completion(rows: wp.mat33d, periodic: wp.vec3i):
+    """Rows along periodic axes as they are, orthonormal rows orthogonal to them along the open ones."""
+    n_periodic = periodic[0] + periodic[1] + periodic[2]
+    if n_periodic == 3:
+        return rows
+    if n_periodic == 0:
+        return wp.identity(n=3, dtype=wp.float64)
+    complete = rows
+    if n_periodic == 2:
+        for a in range(3):
+            if periodic[a] == 0:
+                complete[a] = wp.normalize(wp.cross(rows[(a + 1) % 3], rows[(a + 2) % 3]))
+        return complete
+    for a in range(3):
+        if periodic[a] != 0:
+            axis = rows[a]
+            least = wp.argmin(wp.vec3d(wp.abs(axis[0]), wp.abs(axis[1]), wp.abs(axis[2])))
+            helper = wp.vec3d()
+            helper[wp.int32(least)] = wp.float64(1.0)
+            second = wp.normalize(wp.cross(axis, helper))
+            complete[(a + 1) % 3] = second
+            complete[(a + 2) % 3] = wp.cross(axis, second)
+    return complete
+
+
+@wp.func
+def fold(x: wp.vec3d, lattice: wp.mat33d, planes: wp.mat33d, bins: wp.vec3i):
+    """Whole cells to take off ``x`` so that it lies inside the cell along periodic axes, as floating-point numbers.
+
+    Twice, since far away the first quotient is rounded to more than the slack of a search.
+    """
+    cells = wp.vec3d()
+    for _ in range(2):
+        u = planes * (x - (cells[0] * lattice[0] + cells[1] * lattice[1] + cells[2] * lattice[2]))
+        for a in range(3):
+            if bins[a] > 0:
+                cells[a] = cells[a] + wp.floor(u[a])
+    return cells
+
+
+@wp.func
+def bin_number(u: wp.float64, bins: wp.int32):
+    """The bin of coordinate ``u``, in bins: within the cell along a periodic axis, anywhere along an open one."""
+    if bins > 0:
+        return wp.clamp(wp.int32(wp.floor(u)), 0, bins - 1)
+    end = wp.float64(wp.static(FARTHEST_BIN))
+    return wp.int32(wp.clamp(wp.floor(u), -end, end))
+
+
+@wp.func
+def bin_coordinates(x: wp.vec3d, planes: wp.mat33d, bins: wp.vec3i):
+    """``planes @ x`` in bins."""
+    u = planes * x
+    for a in range(3):
+        if bins[a] > 0:
+            u[a] = u[a] * wp.float64(bins[a])
+    return u
+
+
+@wp.func
+def slot_on_ring(bin_y: wp.int32, bin_z: wp.int32, ring: wp.vec4i):
+    """The slot of bin (0, bin_y, bin_z), counted from the start of the ring; ``ring`` is (offset, size, A, B).
+
+    Unsigned numbers, which may overflow: modulo a power of two that does no harm.
+    """
+    slot = wp.uint32(ring[2]) * wp.uint32(bin_y) + wp.uint32(ring[3]) * wp.uint32(bin_z)
+    return wp.int32(slot & wp.uint32(ring[1] - 1))
+
+
+@functools.cache
+def _kernels() -> dict[str, wp.Kernel]:
+    """All kernels of this file, in one Warp module: they are always used together."""
+    module = kernel_module("neighbor_grid")
+
+    @wp.kernel(module=module, enable_backward=False)
+    def describe(
+        offset: wp.int32,
+        cell: wp.array(dtype=wp.mat33d),  # (n_systems,), or one for all, or none
+        pbc: wp.array2d(dtype=wp.bool),  # (n_systems, 3), or one for all, or none: all periodic
+        first_atom: wp.array(dtype=wp.int32),  # (n_systems + 1,)
+        n_atoms: wp.int32,
+        cutoff: wp.float64,
+        method: wp.int32,
+        lattice: wp.array(dtype=wp.mat33d),  # (n_systems,), zero along open axes
+        planes: wp.array(dtype=wp.mat33d),  # (n_systems,)
+        reach: wp.array(dtype=wp.vec3d),  # (n_systems,), in bins
+        bins: wp.array(dtype=wp.vec3i),  # (n_systems,), 0 along open axes
+        ring: wp.array(dtype=wp.vec4i),  # (n_systems,), see slot_on_ring
+        fault: wp.array(dtype=wp.int32),
+    ):
+        s = offset + wp.tid()
+        # clamped, so that pointers which make no sense lead to a fault and not out of bounds
+        first = wp.clamp(first_atom[s], 0, n_atoms)
+        last = wp.clamp(first_atom[s + 1], first, n_atoms)
+        atoms = last - first
+        if first_atom[s] != first or first_atom[s + 1] != last:
+            fault[_BAD_SYSTEM] = 1
+        if s == 0 and first != 0:
+            fault[_BAD_SYSTEM] = 1
+        if s == lattice.shape[0] - 1 and last != n_atoms:
+            fault[_BAD_SYSTEM] = 1
+
+        periodic = wp.vec3i(0, 0, 0)
+        rows = wp.identity(n=3, dtype=wp.float64)
+        lengths = wp.vec3d(wp.float64(1.0), wp.float64(1.0), wp.float64(1.0))
+        given = wp.mat33d()
+        usable = bool(True)
+        if cell.shape[0] > 0:
+            box = cell[wp.min(s, cell.shape[0] - 1)]
+            for a in range(3):
+                is_periodic = bool(True)
+                if pbc.shape[0] > 0:
+                    is_periodic = pbc[wp.min(s, pbc.shape[0] - 1), a]
+                if is_periodic:
+                    periodic[a] = 1
+                    given[a] = box[a]
+                    lengths[a] = wp.length(box[a])
+                    # also False for NaN
+                    usable = usable and lengths[a] > wp.float64(0.0) and wp.isfinite(lengths[a])
+                    rows[a] = box[a] / lengths[a]
+        complete = orthonormal_completion(rows, periodic)
+        determinant = wp.dot(complete[0], wp.cross(complete[1], complete[2]))
+        usable = usable and wp.abs(determinant) >= wp.float64(wp.static(SMALLEST_VOLUME_RATIO))
+        if not usable:
+            fault[_BAD_CELL] = 1
+            given = wp.mat33d()
+            complete = wp.identity(n=3, dtype=wp.float64)
+            determinant = wp.float64(1.0)
+            periodic = wp.vec3i(0, 0, 0)
+            lengths = wp.vec3d(wp.float64(1.0), wp.float64(1.0), wp.float64(1.0))
+        dual = wp.mat33d()
+        for a in range(3):
+            dual[a] = wp.cross(complete[(a + 1) % 3], complete[(a + 2) % 3]) / (determinant * lengths[a])
+
+        n_bins = wp.vec3i(0, 0, 0)
+        far = wp.vec3d()
+        in_one = bool(True)
+        open_bins = bool(False)
+        n_total = wp.float64(1.0)
+        n_images = wp.float64(1.0)
+        for a in range(3):
+            if periodic[a] != 0:
+                fraction = cutoff * wp.length(dual[a])
+                n_bins[a] = 1
+                if method != _NAIVE and (method != _AUTOMATIC or atoms > wp.static(ONE_BIN_PERIODIC)):
+                    n_bins[a] = wp.int32(
+                        wp.clamp(
+                            wp.floor(wp.float64(1.0) / fraction), wp.float64(1.0), wp.float64(wp.static(MOST_BINS))
+                        )
+                    )
+                # rounding of the dual vectors, where the cell is nearly flat
+                defect = wp.float64(0.0)
+                for b in range(3):
+                    if periodic[b] != 0:
+                        expected = wp.where(a == b, wp.float64(1.0), wp.float64(0.0))
+                        error = wp.abs(wp.dot(dual[a], given[b]) - expected)
+                        defect += error * (wp.float64(3.0) + cutoff * wp.length(dual[b]))
+                slack = defect + wp.float64(wp.static(SLACK)) * (wp.float64(1.0) + fraction)
+                far[a] = (fraction + slack) * wp.float64(n_bins[a])
+                in_one = in_one and n_bins[a] == 1
+                n_total *= wp.float64(n_bins[a])
+                n_images *= wp.float64(2.0) * fraction + wp.float64(1.0)
+            else:
+                if method != _NAIVE and (method != _AUTOMATIC or atoms > wp.static(ONE_BIN_OPEN)):
+                    dual[a] = dual[a] / cutoff
+                    far[a] = wp.float64(1.0 + 2.0 * wp.static(SLACK))
+                    in_one = False
+                    open_bins = True
+                else:
+                    dual[a] = wp.vec3d()
+        # also for NaN and infinity
+        if not (n_images < wp.float64(wp.static(MOST_IMAGES))):
+            fault[_BAD_CUTOFF] = 1
+            far = wp.vec3d()
+
+        size = int(1)
+        skip_y = int(0)
+        skip_z = int(0)
+        if not in_one:
+            size = int(wp.static(SMALLEST_RING))
+            skip_y = int(4)
+            skip_z = int(16)
+            power = int(6)
+            while size < atoms:
+                size = 2 * size
+                power += 1
+            if power > 6:
+                # odd, so that a row along any axis goes round the whole ring
+                skip_y = (1 << (power // 3)) + 1
+                skip_z = (1 << (2 * power // 3)) + 1
+            if not open_bins and n_total <= wp.float64(size):
+                # every bin has a slot of its own, and neighbors along x and y stand close together
+                skip_y = wp.max(n_bins[0], 1)
+                skip_z = skip_y * wp.max(n_bins[1], 1)
+        lattice[s] = given
+        planes[s] = dual
+        reach[s] = far
+        bins[s] = n_bins
+        ring[s] = wp.vec4i(ring_offset(first, s, method), size, skip_y, skip_z)
+
+    @wp.kernel(module=module, enable_backward=False)
+    def locate(
+        offset: wp.int32,
+        positions: wp.array(dtype=wp.vec3d),  # (n_atoms,)
+        system: wp.array(dtype=wp.int32),  # (n_atoms,), or none: one system
+        first_atom: wp.array(dtype=wp.int32),
+        lattice: wp.array(dtype=wp.mat33d),
+        planes: wp.array(dtype=wp.mat33d),
+        bins: wp.array(dtype=wp.vec3i),
+        ring: wp.array(dtype=wp.vec4i),
+        slot: wp.array(dtype=wp.int32),  # (n_atoms,)
+        fault: wp.array(dtype=wp.int32),
+    ):
+        i = offset + wp.tid()
+        s = int(0)
+        if system.shape[0] > 0:
+            s = system[i]
+            if s < 0 or s >= lattice.shape[0]:
+                fault[_BAD_SYSTEM] = 1
+                s = 0
+            if i < first_atom[s] or i >= first_atom[s + 1]:
+                fault[_BAD_SYSTEM] = 1
+        x = positions[i]
+        place = ring[s]
+        here = place[0]
+        if not wp.isfinite(x):
+            fault[_BAD_POSITIONS] = 1
+        else:
+            n_bins = bins[s]
+            cells = fold(x, lattice[s], planes[s], n_bins)
+            if wp.max(wp.abs(cells)) > wp.float64(wp.static(MOST_CELLS)):
+                fault[_FAR_AWAY] = 1
+            else:
+                w = x - (cells[0] * lattice[s][0] + cells[1] * lattice[s][1] + cells[2] * lattice[s][2])
+                u = bin_coordinates(w, planes[s], n_bins)
+                on_ring = slot_on_ring(bin_number(u[1], n_bins[1]), bin_number(u[2], n_bins[2]), place)
+                here = place[0] + ((on_ring + bin_number(u[0], n_bins[0])) & (place[1] - 1))
+        slot[i] = here
+
+    @wp.kernel(module=module, enable_backward=False)
+    def sort(
+        slot: wp.array(dtype=wp.int32),  # (n_atoms,)
+        begin: wp.array(dtype=wp.int32),  # (n_slots + 2,), zeros; then where the atoms of each slot begin
+        order: wp.array(dtype=wp.int32),  # (n_atoms,)
+    ):
+        # one thread: counting sort, two passes. Counts go two entries ahead, since the last pass moves them by one
+        n_atoms = slot.shape[0]
+        for i in range(n_atoms):
+            s = slot[i] + 2
+            begin[s] = begin[s] + 1
+        for s in range(2, begin.shape[0]):
+            begin[s] = begin[s] + begin[s - 1]
+        for i in range(n_atoms):
+            s = slot[i] + 1
+            k = begin[s]
+            begin[s] = k + 1
+            order[k] = i
+
+    @wp.kernel(module=module, enable_backward=False)
+    def place(
+        offset: wp.int32,
+        positions: wp.array(dtype=wp.vec3d),
+        system: wp.array(dtype=wp.int32),
+        lattice: wp.array(dtype=wp.mat33d),
+        planes: wp.array(dtype=wp.mat33d),
+        bins: wp.array(dtype=wp.vec3i),
+        order: wp.array(dtype=wp.int32),
+        coordinates: wp.array2d(dtype=wp.float64),  # (3, n_atoms + LANES), wrapped, in the order of the slots
+        entry: wp.array(dtype=wp.vec4i),  # (n_atoms,), the atom and its whole cells, in the same order
+    ):
+        k = offset + wp.tid()
+        i = order[k]
+        s = int(0)
+        if system.shape[0] > 0:
+            s = wp.clamp(system[i], 0, lattice.shape[0] - 1)
+        x = positions[i]
+        cells = fold(x, lattice[s], planes[s], bins[s])
+        m = wp.vec3i()
+        if wp.isfinite(x) and wp.max(wp.abs(cells)) <= wp.float64(wp.static(MOST_CELLS)):
+            m = wp.vec3i(wp.int32(cells[0]), wp.int32(cells[1]), wp.int32(cells[2]))
+            x = x - lattice_point(m, lattice[s])
+        else:
+            # found by nobody, finds nobody
+            x = wp.vec3d(wp.static(wp.float64(wp.nan)), wp.static(wp.float64(wp.nan)), wp.static(wp.float64(wp.nan)))
+        for a in range(3):
+            coordinates[a, k] = x[a]
+        entry[k] = wp.vec4i(i, m[0], m[1], m[2])
+
+    return {
+        "describe": gather_only(describe),
+        "locate": gather_only(locate),
+        "sort": sort,
+        "place": gather_only(place),
+    }
+
+
+@kernel_variants(())
+def describe_systems() -> Any:
+    """Kernel that lays out the bins of each system."""
+    return _kernels()["describe"]
+
+
+@kernel_variants(())
+def locate_atoms() -> Any:
+    """Kernel that finds the slot of each atom."""
+    return _kernels()["locate"]
+
+
+@kernel_variants(())
+def sort_atoms() -> Any:
+    """Kernel for one CPU thread that orders atoms by slot, and by number within one."""
+    return _kernels()["sort"]
+
+
+@kernel_variants(())
+def place_atoms() -> Any:
+    """Kernel that wraps atoms into the cell and writes them in the order of their slots."""
+    return _kernels()["place"]

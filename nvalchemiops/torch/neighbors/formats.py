@@ -1,0 +1,653 @@
+"""Neighbor lists from one format to another, their check, and the differentiable distances of their pairs.
+
+Everything here is plain torch: it differentiates, compiles and runs on any device by itself. A *matrix* has one row of
+``width`` slots per atom, of which the first ``num_neighbors[i]`` count. A *list* has one column (i, j) per pair, sorted
+by i, and ``neighbor_ptr[i]`` says where the pairs of atom i begin. ``shifts`` hold the image S of each neighbor, which
+is at ``r_ij = x_j - x_i + S @ cell``.
+
+Arguments whose *values* are wrong raise in eager mode, where that takes one wait for a GPU. Inside ``torch.compile``
+and while a CUDA graph is captured no value can be read, so these checks are left out there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nvalchemiops.neighbors import NeighborOverflowError
+
+__all__ = [
+    "check_full_list",
+    "full_to_half",
+    "get_neighbor_list_from_neighbor_matrix",
+    "get_neighbor_matrix_from_neighbor_list",
+    "half_to_full",
+    "list_geometry",
+    "matrix_geometry",
+]
+
+NO_NEIGHBOR = -1
+"""A padding that is never the number of an atom."""
+
+
+# -- matrix and list ------------------------------------------------------------------------------
+
+
+def get_neighbor_list_from_neighbor_matrix(
+    neighbor_matrix: torch.Tensor,
+    num_neighbors: torch.Tensor,
+    neighbor_shift_matrix: torch.Tensor | None = None,
+    fill_value: int = NO_NEIGHBOR,
+) -> tuple[torch.Tensor, ...]:
+    """The pairs of a neighbor matrix as a list, in the order of the rows.
+
+    A slot is a pair if it stands before its row's count *and* differs from ``fill_value``. So whatever an old build
+    left behind a count is never a pair. A slot before the count that equals ``fill_value`` is padding too, as
+    everywhere in this library, even if the number is that of an atom: ``neighbor_ptr`` counts what is returned.
+
+    Parameters
+    ----------
+    neighbor_matrix : (n_atoms, width) int32 tensor
+    num_neighbors : (n_atoms,) int32 tensor
+    neighbor_shift_matrix : (n_atoms, width, 3) int32 tensor, optional
+    fill_value : int, optional
+        The padding of ``neighbor_matrix``. The default is no atom's number, so that the counts alone decide.
+
+    Returns
+    -------
+    neighbor_list : (2, n_pairs) int32 tensor
+        i and j of each pair, sorted by i.
+    neighbor_ptr : (n_atoms + 1,) int32 tensor
+        Where the pairs of each atom begin, then n_pairs.
+    shifts : (n_pairs, 3) int32 tensor
+        Left out without ``neighbor_shift_matrix``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    NeighborOverflowError
+        A count is larger than the width: pairs are missing in the matrix. (Compiled, the pairs that are there are
+        returned, and ``num_neighbors`` tells.)
+
+    Notes
+    -----
+    The number of pairs depends on the values, so a GPU is waited for. To compile this with ``fullgraph=True``, set
+    ``torch._dynamo.config.capture_dynamic_output_shape_ops``.
+    """
+    _check_indices("neighbor_matrix", neighbor_matrix, (None, None))
+    n_atoms, width = neighbor_matrix.shape
+    _check_indices("num_neighbors", num_neighbors, (n_atoms,), neighbor_matrix)
+    if neighbor_shift_matrix is not None:
+        _check_indices("neighbor_shift_matrix", neighbor_shift_matrix, (n_atoms, width, 3), neighbor_matrix)
+    if n_atoms and _values_can_be_read(num_neighbors):
+        fewest, most = torch.stack(torch.aminmax(num_neighbors)).tolist()
+        if most > width:
+            raise NeighborOverflowError(width, most)
+        if fewest < 0:
+            raise ValueError(f"`num_neighbors` has the negative entry {fewest}")
+
+    kept = _counted(num_neighbors, width) & (neighbor_matrix != fill_value)
+    place = kept.reshape(-1).nonzero().squeeze(1)
+    i = torch.div(place, max(width, 1), rounding_mode="floor").to(torch.int32)
+    j = neighbor_matrix.reshape(-1).index_select(0, place).to(torch.int32)
+    pairs, ptr = torch.stack([i, j]), _pointers(kept.sum(1))
+    if neighbor_shift_matrix is None:
+        return pairs, ptr
+    return pairs, ptr, neighbor_shift_matrix.reshape(-1, 3).index_select(0, place).to(torch.int32)
+
+
+def get_neighbor_matrix_from_neighbor_list(
+    neighbor_list: torch.Tensor,
+    neighbor_ptr: torch.Tensor,
+    shifts: torch.Tensor | None = None,
+    max_neighbors: int | None = None,
+    fill_value: int | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The pairs of a list as a neighbor matrix, in the order of the list.
+
+    Parameters
+    ----------
+    neighbor_list : (2, n_pairs) int32 tensor
+        i and j of each pair, sorted by i.
+    neighbor_ptr : (n_atoms + 1,) int32 tensor
+    shifts : (n_pairs, 3) int32 tensor, optional
+    max_neighbors : int, optional
+        Width of the matrix; by default what the longest row needs, for which a GPU is waited for.
+    fill_value : int, optional
+        Padding; n_atoms by default.
+
+    Returns
+    -------
+    neighbor_matrix : (n_atoms, width) int32 tensor
+    num_neighbors : (n_atoms,) int32 tensor
+    shifts : (n_atoms, width, 3) int32 tensor
+        Zero in padding. Left out without ``shifts``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; compiled also: no ``max_neighbors``.
+    NeighborOverflowError
+        A row is longer than ``max_neighbors``. (Compiled, the row is cut, and its count, which is not, tells.)
+    """
+    n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
+    counts = neighbor_ptr.diff().to(torch.int32)
+    if max_neighbors is not None and max_neighbors < 0:
+        raise ValueError(f"`max_neighbors` must not be negative, got {max_neighbors}")
+    if _values_can_be_read(neighbor_list):
+        _check_rows(neighbor_list, neighbor_ptr)
+        longest = int(counts.max()) if n_atoms else 0
+        width = longest if max_neighbors is None else int(max_neighbors)
+        if longest > width:
+            raise NeighborOverflowError(width, longest)
+    elif max_neighbors is None:
+        raise ValueError("`max_neighbors` is needed where values cannot be read: it is the width of the matrix")
+    else:
+        width = int(max_neighbors)
+
+    # gather form: each slot looks its pair up, and what is no pair reads one entry behind the list
+    column = torch.arange(width, dtype=neighbor_ptr.dtype, device=neighbor_ptr.device)
+    place = torch.where(_counted(counts, width), neighbor_ptr[:-1].unsqueeze(1) + column, n_pairs).reshape(-1)
+    padding = n_atoms if fill_value is None else int(fill_value)
+    j = neighbor_list[1].to(torch.int32)
+    matrix = torch.cat([j, j.new_full((1,), padding)]).index_select(0, place).reshape(n_atoms, width)
+    if shifts is None:
+        return matrix, counts
+    images = torch.cat([shifts, shifts.new_zeros(1, 3)]).to(torch.int32)
+    return matrix, counts, images.index_select(0, place).reshape(n_atoms, width, 3)
+
+
+# -- half and full --------------------------------------------------------------------------------
+
+
+def half_to_full(
+    neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor, shifts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Both directions of each pair of a half list.
+
+    A half list holds of each pair the direction (i, j, S) with i < j, or i = j and the first non-zero entry of S
+    positive. The full list holds (j, i, -S) as well. In each of its rows the pairs that are new stand before those of
+    the half list; rows that are ordered by j, then S, remain so.
+
+    Parameters
+    ----------
+    neighbor_list : (2, n_pairs) int32 tensor
+        i and j of each pair, sorted by i.
+    neighbor_ptr : (n_atoms + 1,) int32 tensor
+    shifts : (n_pairs, 3) int32 tensor, optional
+
+    Returns
+    -------
+    neighbor_list : (2, 2 n_pairs) int32 tensor
+    neighbor_ptr : (n_atoms + 1,) int32 tensor
+    shifts : (2 n_pairs, 3) int32 tensor
+        Left out if not given.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message. A pair that is not the direction that a half list keeps, such as half of
+        those of a full list: they would come out twice. (That one pair stands twice in the half list is not noticed
+        here; see `check_full_list`.)
+    """
+    n_atoms, _ = _check_list(neighbor_list, neighbor_ptr, shifts)
+    if _values_can_be_read(neighbor_list):
+        _check_rows(neighbor_list, neighbor_ptr)
+        _check_range(neighbor_list, n_atoms)
+        wrong = _direction(neighbor_list, shifts) <= 0
+        if bool(wrong.any()):
+            first = _pair_at(neighbor_list, shifts, int(wrong.to(torch.uint8).argmax()))
+            raise ValueError(
+                f"`neighbor_list` is not a half list: it holds (i, j, S) = {first}, but a half list keeps i < j, or "
+                "i = j and the first non-zero entry of S positive. A full list needs no expanding"
+            )
+
+    # The other directions come before their row's own ones, since their j is smaller. In a stable sort they stand in
+    # the order of the half list, so by j; only the images of one pair, now -S, are the wrong way round.
+    flipped = _flip_runs(neighbor_list)
+    i, j = neighbor_list.to(torch.int32)
+    row, order = torch.sort(torch.cat([j.index_select(0, flipped), i]), stable=True)
+    column = torch.cat([i.index_select(0, flipped), j]).index_select(0, order)
+    atoms = torch.arange(n_atoms + 1, dtype=torch.int32, device=row.device)
+    pairs, ptr = torch.stack([row, column]), torch.searchsorted(row, atoms, out_int32=True)
+    if shifts is None:
+        return pairs, ptr
+    images = torch.cat([-shifts.index_select(0, flipped), shifts]).to(torch.int32)
+    return pairs, ptr, images.index_select(0, order)
+
+
+def full_to_half(
+    neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor, shifts: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """One direction of each pair of a full list: that with i < j, or i = j and the first non-zero of S positive.
+
+    Parameters
+    ----------
+    neighbor_list : (2, n_pairs) int32 tensor
+        i and j of each pair, sorted by i.
+    neighbor_ptr : (n_atoms + 1,) int32 tensor
+    shifts : (n_pairs, 3) int32 tensor, optional
+
+    Returns
+    -------
+    neighbor_list : (2, n_pairs / 2) int32 tensor
+    neighbor_ptr : (n_atoms + 1,) int32 tensor
+    shifts : (n_pairs / 2, 3) int32 tensor
+        Left out if not given.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message. A list that has not as many pairs in the one direction as in the other,
+        so is not full. (Whether they are the same pairs, `check_full_list` finds out, at more cost.)
+    """
+    n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
+    direction = _direction(neighbor_list, shifts)
+    if _values_can_be_read(neighbor_list):
+        _check_rows(neighbor_list, neighbor_ptr)
+        _check_range(neighbor_list, n_atoms)
+        there, back = torch.stack([(direction > 0).sum(), (direction < 0).sum()]).tolist()
+        if there != back or there + back != n_pairs:
+            raise ValueError(
+                f"`neighbor_list` is not a full list: {there} pairs have the direction that a half list keeps, {back} "
+                f"the other one, and {n_pairs - there - back} join an atom with itself. Build it with half_fill=False"
+            )
+    # half of a full list is a static size, which `nonzero` does not know
+    kept = (direction > 0).nonzero_static(size=n_pairs // 2).squeeze(1)
+    pairs = neighbor_list.index_select(1, kept).to(torch.int32)
+    atoms = torch.arange(n_atoms + 1, dtype=torch.int32, device=pairs.device)
+    ptr = torch.searchsorted(pairs[0].contiguous(), atoms, out_int32=True)
+    if shifts is None:
+        return pairs, ptr
+    return pairs, ptr, shifts.index_select(0, kept).to(torch.int32)
+
+
+def check_full_list(
+    neighbor_list: torch.Tensor | None = None,
+    neighbor_ptr: torch.Tensor | None = None,
+    shifts: torch.Tensor | None = None,
+    *,
+    neighbor_matrix: torch.Tensor | None = None,
+    num_neighbors: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    fill_value: int = NO_NEIGHBOR,
+) -> None:
+    """Raise unless a list or matrix is full: each (i, j, S) once, and with it (j, i, -S) once.
+
+    A gather-form kernel, in which an atom reads its own row and writes its own result, is wrong without a message on
+    any other list. This check is for debugging: it sorts all pairs and waits for a GPU. It knows no positions, so it
+    cannot tell whether *both* directions of a pair are missing.
+
+    Parameters
+    ----------
+    neighbor_list : (2, n_pairs) int32 tensor
+        i and j of each pair, sorted by i.
+    neighbor_ptr : (n_atoms + 1,) int32 tensor
+    shifts : (n_pairs, 3) int32 tensor, optional
+    neighbor_matrix, num_neighbors, neighbor_matrix_shifts, fill_value : optional
+        A matrix instead of a list, as for `get_neighbor_list_from_neighbor_matrix`.
+
+    Raises
+    ------
+    ValueError
+        An index out of range, pairs not sorted by i, pointers that do not fit, an atom that is its own neighbor
+        without an image, a pair listed twice, a pair without its reverse. The message names the first such pair.
+    TypeError
+        A bad dtype.
+    NeighborOverflowError
+        A count is larger than the width of the matrix.
+    """
+    if neighbor_matrix is not None:
+        if neighbor_list is not None or neighbor_ptr is not None or shifts is not None:
+            raise ValueError("`neighbor_matrix` and `neighbor_list` are two forms of one thing: give one of them")
+        if num_neighbors is None:
+            raise ValueError("`num_neighbors` is needed with `neighbor_matrix`")
+        neighbor_list, neighbor_ptr, *images = get_neighbor_list_from_neighbor_matrix(
+            neighbor_matrix, num_neighbors, neighbor_matrix_shifts, fill_value
+        )
+        shifts = images[0] if images else None
+    if neighbor_list is None or neighbor_ptr is None:
+        raise ValueError("`neighbor_list` and `neighbor_ptr`, or `neighbor_matrix` and `num_neighbors`, are needed")
+    n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
+    _check_rows(neighbor_list, neighbor_ptr)
+    _check_range(neighbor_list, n_atoms)
+    if n_pairs == 0:
+        return
+    direction = _direction(neighbor_list, shifts)
+    _raise_at(direction == 0, neighbor_list, shifts, "joins an atom with itself, without an image: leave it out")
+
+    i, j = neighbor_list.to(torch.int64)
+    images_of = torch.zeros(n_pairs, 3, dtype=torch.int64, device=i.device) if shifts is None else shifts.long()
+    there = (i, j, *images_of.unbind(1))
+    back = (j, i, *(-images_of).unbind(1))
+    number = _number_of_each([torch.cat(both) for both in zip(there, back)])
+    occurrences = torch.zeros(2 * n_pairs, dtype=torch.int64, device=i.device)
+    occurrences.index_add_(0, number[:n_pairs], torch.ones_like(i))
+    twice = occurrences.index_select(0, number[:n_pairs]) > 1
+    _raise_at(twice, neighbor_list, shifts, "is listed more than once: do not append images or rows to a full list")
+    advice = "has no (j, i, -S), so the list is not full: build it with half_fill=False, or use `half_to_full`"
+    _raise_at(occurrences.index_select(0, number[n_pairs:]) == 0, neighbor_list, shifts, advice)
+
+
+# -- geometry -------------------------------------------------------------------------------------
+
+
+def list_geometry(
+    positions: torch.Tensor,
+    neighbor_list: torch.Tensor,
+    shifts: torch.Tensor | None = None,
+    cell: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances and displacements ``r_ij = x_j - x_i + S @ cell`` of the pairs of a list.
+
+    Differentiable in ``positions`` and ``cell`` to any order. The derivatives of a distance of zero (atoms on top of
+    each other) are zero.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, float32 or float64, length
+    neighbor_list : (2, n_pairs) int32 tensor
+        i and j of each pair, in any order.
+    shifts : (n_pairs, 3) int32 tensor, optional
+        S of each pair; together with ``cell``.
+    cell : (3, 3), (1, 3, 3) or (n_systems, 3, 3) tensor, length, optional
+        Rows are lattice vectors. One cell is that of all systems. Rows along which no pair is shifted may hold
+        anything, also NaN.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order; needed with more than one cell.
+    target_indices : (n_rows,) int32 tensor, optional
+        For a list whose first row numbers rows, such as that of a matrix with ``target_indices``: row r is that of
+        atom ``target_indices[r]``. (What `neighbor_list` returns as a list names atoms already.)
+
+    Returns
+    -------
+    distances : (n_pairs,) tensor, length
+    vectors : (n_pairs, 3) tensor, length
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad shape, dtype or combination of arguments, named in the message.
+    IndexError
+        An index without an atom (on a GPU a device-side assertion).
+    """
+    _check_positions(positions)
+    _check_indices("neighbor_list", neighbor_list, (2, None), positions)
+    if shifts is not None:
+        _check_indices("shifts", shifts, (neighbor_list.shape[1], 3), positions)
+    i, j = neighbor_list.unbind(0)
+    if target_indices is not None:
+        _check_indices("target_indices", target_indices, (None,), positions)
+        i = target_indices.index_select(0, i)
+    lattice = _lattice(positions, shifts, cell, batch_idx)
+    vectors = positions.index_select(0, j) - positions.index_select(0, i)
+    if shifts is not None and lattice is not None:
+        system = None if batch_idx is None or lattice.shape[0] == 1 else batch_idx.index_select(0, i)
+        vectors = vectors + _lattice_points(shifts, [_rows(lattice, axis, system) for axis in range(3)])
+    return _length(vectors), vectors
+
+
+def matrix_geometry(
+    positions: torch.Tensor,
+    neighbor_matrix: torch.Tensor,
+    num_neighbors: torch.Tensor | None = None,
+    shifts: torch.Tensor | None = None,
+    cell: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+    *,
+    fill_value: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances and displacements ``r_ij = x_j - x_i + S @ cell`` of the slots of a neighbor matrix.
+
+    As `list_geometry`, with static shapes. In padding both are exactly zero, and so are all derivatives, whatever
+    index and shift stand there.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, float32 or float64, length
+    neighbor_matrix : (n_rows, width) int32 tensor
+    num_neighbors : (n_rows,) int32 tensor, optional
+        Slots from this one on are padding. Without it ``fill_value`` alone decides.
+    shifts : (n_rows, width, 3) int32 tensor, optional
+        S of each neighbor; together with ``cell``.
+    cell : (3, 3), (1, 3, 3) or (n_systems, 3, 3) tensor, length, optional
+        Rows are lattice vectors. One cell is that of all systems. Rows along which no neighbor is shifted may hold
+        anything, also NaN.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order; needed with more than one cell.
+    target_indices : (n_rows,) int32 tensor, optional
+        Row r is that of atom ``target_indices[r]``. Without it n_rows is n_atoms.
+    fill_value : int, optional
+        Slots equal to it are padding too, even if the number is that of an atom. Without ``num_neighbors`` the default
+        is n_atoms, otherwise there is none.
+
+    Returns
+    -------
+    distances : (n_rows, width) tensor, length
+    vectors : (n_rows, width, 3) tensor, length
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad shape, dtype or combination of arguments, named in the message.
+    IndexError
+        An index without an atom, not in padding (on a GPU a device-side assertion).
+    """
+    _check_positions(positions)
+    n_atoms = positions.shape[0]
+    _check_indices("neighbor_matrix", neighbor_matrix, (None, None), positions)
+    n_rows, width = neighbor_matrix.shape
+    if target_indices is not None:
+        _check_indices("target_indices", target_indices, (n_rows,), positions)
+    elif n_rows != n_atoms:
+        raise ValueError(f"`neighbor_matrix` must have {n_atoms} rows, one for each atom, got {n_rows}")
+    if num_neighbors is not None:
+        _check_indices("num_neighbors", num_neighbors, (n_rows,), positions)
+        occupied = _counted(num_neighbors, width)
+        if fill_value is not None:
+            occupied = occupied & (neighbor_matrix != fill_value)
+    else:
+        occupied = neighbor_matrix != (n_atoms if fill_value is None else fill_value)
+    if shifts is not None:
+        _check_indices("shifts", shifts, (n_rows, width, 3), positions)
+    lattice = _lattice(positions, shifts, cell, batch_idx)
+
+    # padding points to the row's own atom: a valid index, near in memory
+    if target_indices is None:
+        own = torch.arange(n_rows, dtype=neighbor_matrix.dtype, device=positions.device)
+        x_i = positions
+    else:
+        own = target_indices.to(neighbor_matrix.dtype)
+        x_i = positions.index_select(0, own)
+    j = torch.where(occupied, neighbor_matrix, own.unsqueeze(1))
+    vectors = positions.index_select(0, j.reshape(-1)).reshape(n_rows, width, 3) - x_i.unsqueeze(1)
+    if shifts is not None and lattice is not None:
+        system = None if batch_idx is None or lattice.shape[0] == 1 else batch_idx.index_select(0, own)
+        rows = [_rows(lattice, axis, system).unsqueeze(-2) for axis in range(3)]
+        vectors = vectors + _lattice_points(torch.where(occupied.unsqueeze(-1), shifts, 0), rows)
+    vectors = torch.where(occupied.unsqueeze(-1), vectors, 0.0)
+    return _length(vectors), vectors
+
+
+def _lattice(positions: torch.Tensor, shifts: torch.Tensor | None, cell: Any, batch_idx: Any) -> torch.Tensor | None:
+    """The cell as (1, 3, 3) or (n_systems, 3, 3), checked together with what it depends on."""
+    if batch_idx is not None:
+        _check_indices("batch_idx", batch_idx, (positions.shape[0],), positions)
+    if cell is None:
+        if shifts is not None:
+            raise ValueError("`cell` is needed with `shifts`, which count its lattice vectors")
+        return None
+    if not isinstance(cell, torch.Tensor):
+        raise TypeError(f"`cell` must be a torch.Tensor, got {type(cell).__name__}")
+    if cell.dtype != positions.dtype:
+        raise TypeError(f"`cell` has dtype {cell.dtype}, but `positions` has {positions.dtype}")
+    if cell.device != positions.device:
+        raise ValueError(f"`cell` is on {cell.device}, but `positions` is on {positions.device}")
+    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
+        raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
+    if shifts is None:
+        raise ValueError("`shifts` are needed with `cell`: without them neighbors in other images are misplaced")
+    if cell.ndim == 2:
+        return cell.unsqueeze(0)
+    if cell.shape[0] != 1 and batch_idx is None:
+        raise ValueError(f"`batch_idx` is needed with {cell.shape[0]} cells")
+    return cell
+
+
+def _rows(cell: torch.Tensor, axis: int, system: torch.Tensor | None) -> torch.Tensor:
+    """Lattice vector ``axis`` of each system in ``system``, or of the only one."""
+    return cell[:, axis] if system is None else cell[:, axis].index_select(0, system)
+
+
+def _lattice_points(shifts: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``S @ cell`` where what is not shifted does not read the cell, which may be NaN there.
+
+    Written out: a matrix product might be rounded to TF32, and would multiply NaN by zero.
+    """
+    points = torch.zeros((), dtype=rows[0].dtype, device=rows[0].device)
+    for axis, row in enumerate(rows):
+        count = shifts[..., axis, None]
+        points = points + torch.where(count != 0, count.to(row.dtype) * row, 0.0)
+    return points
+
+
+def _length(vectors: torch.Tensor) -> torch.Tensor:
+    """Euclidean length, whose derivatives are zero where it is zero."""
+    square = vectors.square().sum(-1)
+    is_zero = square == 0.0
+    # the inner choice keeps the infinite slope of the root out of the gradient, the outer one restores the value
+    return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, square).sqrt())
+
+
+# -- helpers --------------------------------------------------------------------------------------
+
+
+def _values_can_be_read(tensor: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _counted(counts: torch.Tensor, width: int) -> torch.Tensor:
+    """Which slots (n_rows, width) stand before their row's count."""
+    return torch.arange(width, dtype=counts.dtype, device=counts.device) < counts.unsqueeze(1)
+
+
+def _pointers(counts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+
+
+def _direction(neighbor_list: torch.Tensor, shifts: torch.Tensor | None) -> torch.Tensor:
+    """+1 for the direction of a pair that a half list keeps, -1 for the other one, 0 for an atom with itself."""
+    i, j = neighbor_list.unbind(0)
+    sign = (j > i).to(torch.int8) - (j < i).to(torch.int8)
+    if shifts is not None:
+        for component in shifts.unbind(1):
+            sign = torch.where(sign == 0, component.sign().to(torch.int8), sign)
+    return sign
+
+
+def _flip_runs(neighbor_list: torch.Tensor) -> torch.Tensor:
+    """The permutation of the pairs that reverses each run of equal (i, j)."""
+    n_pairs = neighbor_list.shape[1]
+    place = torch.arange(n_pairs, device=neighbor_list.device)
+    if n_pairs < 2:
+        return place
+    new = (neighbor_list[:, 1:] != neighbor_list[:, :-1]).any(0)
+    edge = new.new_ones(1)
+    first = torch.where(torch.cat([edge, new]), place, 0).cummax(0).values
+    last = torch.where(torch.cat([new, edge]), place, n_pairs).flip(0).cummin(0).values.flip(0)
+    return first + last - place
+
+
+def _number_of_each(keys: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number for each tuple of ``keys``, equal where the tuples are equal."""
+    order = torch.arange(keys[0].shape[0], device=keys[0].device)
+    for key in reversed(keys):
+        order = order.index_select(0, torch.sort(key.index_select(0, order), stable=True).indices)
+    table = torch.stack([key.index_select(0, order) for key in keys])
+    new = (table[:, 1:] != table[:, :-1]).any(0)
+    number = torch.zeros_like(order)
+    number[order[1:]] = new.cumsum(0)
+    return number
+
+
+def _pair_at(neighbor_list: torch.Tensor, shifts: torch.Tensor | None, place: int) -> tuple[int, int, tuple[int, ...]]:
+    """(i, j, S) of one pair, for messages."""
+    i, j = neighbor_list[:, place].tolist()
+    return i, j, (0, 0, 0) if shifts is None else tuple(shifts[place].tolist())
+
+
+def _raise_at(wrong: torch.Tensor, neighbor_list: torch.Tensor, shifts: torch.Tensor | None, fault: str) -> None:
+    if wrong.numel() and bool(wrong.any()):
+        first = _pair_at(neighbor_list, shifts, int(wrong.to(torch.uint8).argmax()))
+        raise ValueError(f"`neighbor_list`: the pair (i, j, S) = {first} {fault}")
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def _check_positions(positions: Any) -> None:
+    if not isinstance(positions, torch.Tensor):
+        raise TypeError(f"`positions` must be a torch.Tensor, got {type(positions).__name__}")
+    if positions.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"`positions` must be float32 or float64, got {positions.dtype}")
+    if positions.ndim != 2 or positions.shape[1] != 3:
+        raise ValueError(f"`positions` must have shape (n_atoms, 3), got {tuple(positions.shape)}")
+
+
+def _check_indices(name: str, tensor: Any, shape: tuple[int | None, ...], beside: torch.Tensor | None = None) -> None:
+    """Raise unless ``tensor`` holds integers, has this shape (None: any size) and lies on the device of ``beside``."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"`{name}` must be int32 (or int64), got {tensor.dtype}")
+    if tensor.ndim != len(shape) or any(s is not None and s != t for s, t in zip(shape, tensor.shape)):
+        wanted = ", ".join("any" if s is None else str(s) for s in shape)
+        raise ValueError(f"`{name}` must have shape ({wanted}), got {tuple(tensor.shape)}")
+    if beside is not None and tensor.device != beside.device:
+        raise ValueError(f"`{name}` is on {tensor.device}, but the other tensors are on {beside.device}")
+
+
+def _check_list(neighbor_list: Any, neighbor_ptr: Any, shifts: Any) -> tuple[int, int]:
+    """Numbers of atoms and pairs; raise unless the shapes fit."""
+    _check_indices("neighbor_list", neighbor_list, (2, None))
+    _check_indices("neighbor_ptr", neighbor_ptr, (None,), neighbor_list)
+    n_pairs = neighbor_list.shape[1]
+    if neighbor_ptr.shape[0] < 1:
+        raise ValueError("`neighbor_ptr` must have shape (n_atoms + 1,), got (0,)")
+    if shifts is not None:
+        _check_indices("shifts", shifts, (n_pairs, 3), neighbor_list)
+    return neighbor_ptr.shape[0] - 1, n_pairs
+
+
+def _check_rows(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> None:
+    """Raise unless the pointers rise from 0 to n_pairs and the pairs stand where these say."""
+    n_pairs = neighbor_list.shape[1]
+    edges = (neighbor_ptr[0] == 0) & (neighbor_ptr[-1] == n_pairs) & (neighbor_ptr.diff() >= 0).all()
+    place = torch.arange(n_pairs, dtype=neighbor_ptr.dtype, device=neighbor_ptr.device)
+    row = torch.searchsorted(neighbor_ptr[1:].contiguous(), place, right=True)
+    fits, sorted_by_i = torch.stack([edges, (row == neighbor_list[0]).all()]).tolist()
+    if not fits:
+        raise ValueError(f"`neighbor_ptr` must rise from 0 to n_pairs = {n_pairs}, got {neighbor_ptr.tolist()[:20]}")
+    if not sorted_by_i:
+        first = int((row != neighbor_list[0]).to(torch.uint8).argmax())
+        i, j = neighbor_list[:, first].tolist()
+        raise ValueError(
+            f"`neighbor_list` must be sorted by its first row, as `neighbor_ptr` says: pair {first}, (i, j) = "
+            f"({i}, {j}), stands in the row of atom {int(row[first])}"
+        )
+
+
+def _check_range(neighbor_list: torch.Tensor, n_atoms: int) -> None:
+    wrong = (neighbor_list < 0) | (neighbor_list >= n_atoms)
+    if wrong.numel() and bool(wrong.any()):
+        first = int(wrong.any(0).to(torch.uint8).argmax())
+        i, j = neighbor_list[:, first].tolist()
+        raise ValueError(
+            f"`neighbor_list`: pair {first}, (i, j) = ({i}, {j}), names an atom outside of 0 .. {n_atoms - 1}"
+        )

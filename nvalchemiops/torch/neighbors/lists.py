@@ -1,0 +1,646 @@
+"""The public functions that build neighbor lists: checks of their arguments, and one call of the search."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nvalchemiops.geometry import dual_vectors
+from nvalchemiops.neighbors.grid import AUTOMATIC, BINNED, NAIVE, ONE_BIN_OPEN
+from nvalchemiops.torch.memory import new_empty
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.formats import (
+    get_neighbor_list_from_neighbor_matrix,
+    list_geometry,
+    matrix_geometry,
+)
+from nvalchemiops.torch.neighbors.search import (
+    Query,
+    batch_size,
+    check_size,
+    fill_neighbor_matrix,
+    neighbor_matrix_of,
+    neighbor_pairs,
+    raise_faults,
+    raise_overflow,
+    systems_of,
+)
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Systems(NamedTuple):
+    """What divides the atoms into systems, as in `neighbor_list`."""
+
+    cell: torch.Tensor | None
+    pbc: torch.Tensor | None
+    batch_idx: torch.Tensor | None
+    batch_ptr: torch.Tensor | None
+
+
+class Form(NamedTuple):
+    """What the results look like, as in `neighbor_list`."""
+
+    half_fill: bool
+    fill_value: int | None
+    as_list: bool
+    return_vectors: bool = False
+    return_distances: bool = False
+    check: bool = True
+
+
+class Memory(NamedTuple):
+    """Tensors that the caller gives for the results, as in `neighbor_list`."""
+
+    neighbor_matrix: torch.Tensor | None = None
+    neighbor_matrix_shifts: torch.Tensor | None = None
+    num_neighbors: torch.Tensor | None = None
+    neighbor_vectors: torch.Tensor | None = None
+    neighbor_distances: torch.Tensor | None = None
+
+
+METHODS = {
+    None: AUTOMATIC,
+    "naive": NAIVE,
+    "batch_naive": NAIVE,
+    "naive_dual_cutoff": NAIVE,
+    "batch_naive_dual_cutoff": NAIVE,
+    "cell_list": BINNED,
+    "batch_cell_list": BINNED,
+}
+
+
+def neighbor_list(
+    positions: torch.Tensor,
+    cutoff: float | None = None,
+    cell: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    batch_ptr: torch.Tensor | None = None,
+    cutoff2: float | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    method: str | None = None,
+    wrap_positions: bool = True,
+    *,
+    max_neighbors: int | None = None,
+    max_neighbors2: int | None = None,
+    return_vectors: bool = False,
+    return_distances: bool = False,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    num_neighbors: torch.Tensor | None = None,
+    neighbor_vectors: torch.Tensor | None = None,
+    neighbor_distances: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+    check: bool = True,
+) -> Tensors:
+    """Find all pairs of atoms closer than ``cutoff``, each with the image of the cell that the neighbor is in.
+
+    Neighbor j of atom i in image S is at ``r_ij = x_j - x_i + S @ cell``; a pair belongs to the list if
+    ``|r_ij| < cutoff``, computed in float64. The list is exact for cells of any shape and handedness, also thinner
+    than the cutoff (then one pair appears in several images, and an atom may neighbor its own images), and for
+    positions anywhere. The order of neighbors within a row depends on nothing but the atom's own system, and is the
+    same each time.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, float32 or float64, length
+        Inside the cell or not.
+    cutoff : float, length, positive
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
+        Rows are lattice vectors; dtype as the positions. A single one holds for all systems. Without it nothing is
+        periodic, and no shifts are returned.
+    pbc : (3,) or (n_systems, 3) bool tensor, optional
+        Periodicity along each lattice vector; along a False axis the cell never matters. With a cell the default is
+        True along all axes.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, non-decreasing. Atoms of different systems are never neighbors.
+    batch_ptr : (n_systems + 1,) int32 tensor, optional
+        First atom of each system, then n_atoms. Either or both of the two may be given.
+    cutoff2 : float, length, optional
+        Build a second list, for this cutoff, in the same call.
+    half_fill : bool, optional
+        List each pair once: the direction with i < j, or i = j and the first non-zero entry of S positive.
+    fill_value : int, optional
+        Padding of the matrix; n_atoms by default.
+    return_neighbor_list : bool, optional
+        Return a list of pairs instead of a matrix.
+    method : str, optional
+        ``"naive"`` tests all pairs of a system, ``"cell_list"`` sorts atoms into bins first; ``"batch_naive"`` and
+        ``"batch_cell_list"`` are the same for batches, ``"naive_dual_cutoff"`` and ``"batch_naive_dual_cutoff"`` the
+        same for two cutoffs. All find the same pairs. By default each system gets what is faster for it.
+    wrap_positions : bool, optional
+        False promises positions inside the cell. Wrapping costs next to nothing here, so the result is the same.
+    max_neighbors, max_neighbors2 : int, optional
+        Width of the matrix (of the second list), and the most neighbors an atom may have; by default what is needed.
+    return_vectors, return_distances : bool, optional
+        Also return the displacement vectors r_ij and their lengths, with gradients of any order to positions and
+        cell. Padding is zero, with zero gradients.
+    neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances : tensors, optional
+        Memory for the results, of the shapes given below, contiguous; the matrices' width takes the place of
+        ``max_neighbors``. They are filled in place and returned.
+    rebuild_flags : (n_systems,) or (1,) bool tensor, optional
+        Search only the systems with True; rows of the others stay as they are in the memory given for all results.
+    target_indices : (n_rows,) int32 tensor, optional
+        Rows for these atoms only, in this order, with neighbors among all atoms.
+    check : bool, optional
+        False: with ``max_neighbors`` or given memory, do not look at the values on the host, so that nothing waits
+        for a GPU. Then an atom with more than ``max_neighbors`` neighbors shows by ``num_neighbors``, which still
+        counts all of them, and an atom whose position is not finite by a count of 2**31 - 1; other faulty values go
+        unnoticed. The same holds inside ``torch.compile``.
+
+    Returns
+    -------
+    neighbor_matrix : (n_atoms, width) int32 tensor
+        Neighbors of each atom, then padding. With ``return_neighbor_list`` instead ``neighbor_list`` (2, n_pairs):
+        i and j of each pair, sorted by i.
+    num_neighbors : (n_atoms,) int32 tensor
+        Or ``neighbor_ptr`` (n_atoms + 1,): where the pairs of each atom begin, then n_pairs.
+    shifts : (n_atoms, width, 3) or (n_pairs, 3) int32 tensor
+        S of each neighbor. Left out without a cell.
+    distances : (n_atoms, width) or (n_pairs,) tensor
+        If asked for. Dtype as the positions.
+    vectors : (n_atoms, width, 3) or (n_pairs, 3) tensor
+        If asked for.
+
+    With ``cutoff2`` all of these for the first list, then for the second. With ``target_indices`` n_rows takes the
+    place of n_atoms, and row r of the matrix belongs to atom ``target_indices[r]``; i of a pair is the atom, and the
+    pairs are sorted by row.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message: shapes, dtypes, devices, a cutoff that is not positive, positions that
+        are not finite, a singular cell along a periodic axis, ``pbc`` without a cell, a decreasing ``batch_idx``, a
+        method for one system together with batch information.
+    NeighborOverflowError
+        An atom has more than ``max_neighbors`` neighbors. Nothing is ever truncated without saying so.
+
+    Notes
+    -----
+    Without ``max_neighbors`` the sizes of the results depend on the positions, so the search waits for a GPU once;
+    under ``torch.compile`` they are unbacked sizes. With ``max_neighbors`` and ``check=False`` nothing waits.
+    """
+    if method not in METHODS:
+        known = ", ".join(f"'{name}'" for name in METHODS if name)
+        raise ValueError(f"`method` must be one of {known}, or None for the automatic choice; got {method!r}")
+    if method is not None:
+        if not method.startswith("batch_") and (batch_idx is not None or batch_ptr is not None):
+            raise ValueError(f"`method`: '{method}' is for one system, but batch_idx or batch_ptr is given; use None")
+        if method.endswith("_dual_cutoff") and cutoff2 is None:
+            raise ValueError(f"`cutoff2` is required by the method '{method}'")
+    if cutoff is None:
+        raise ValueError("`cutoff` is required")
+    systems = Systems(cell, pbc, batch_idx, batch_ptr)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check)
+    memory = Memory(neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances)
+    rows = target_indices
+    if cutoff2 is None:
+        if max_neighbors2 is not None:
+            raise ValueError("`max_neighbors2` is for a second list: give `cutoff2`")
+        return _build(METHODS[method], positions, cutoff, systems, form, max_neighbors, memory, rebuild_flags, rows)
+    for name, tensor in {**memory._asdict(), "rebuild_flags": rebuild_flags}.items():
+        if tensor is not None:
+            raise ValueError(f"`{name}` is for one list: with cutoff2 use batch_naive_neighbor_list_dual_cutoff")
+    first = _build(METHODS[method], positions, cutoff, systems, form, max_neighbors, rows=rows)
+    names = ("cutoff2", "max_neighbors2")
+    return first + _build(METHODS[method], positions, cutoff2, systems, form, max_neighbors2, rows=rows, names=names)
+
+
+def cell_list(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None,
+    pbc: torch.Tensor | None,
+    max_neighbors: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    num_neighbors: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+    return_vectors: bool = False,
+    return_distances: bool = False,
+    neighbor_vectors: torch.Tensor | None = None,
+    neighbor_distances: torch.Tensor | None = None,
+) -> Tensors:
+    """Neighbor list of one system, its atoms sorted into bins. Arguments and results as in `neighbor_list`."""
+    return batch_cell_list(
+        positions,
+        cutoff,
+        cell,
+        pbc,
+        None,
+        max_neighbors,
+        half_fill,
+        fill_value,
+        return_neighbor_list,
+        neighbor_matrix,
+        neighbor_matrix_shifts,
+        num_neighbors,
+        rebuild_flags,
+        target_indices,
+        return_vectors,
+        return_distances,
+        neighbor_vectors,
+        neighbor_distances,
+    )
+
+
+def batch_cell_list(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None,
+    pbc: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    max_neighbors: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    num_neighbors: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+    return_vectors: bool = False,
+    return_distances: bool = False,
+    neighbor_vectors: torch.Tensor | None = None,
+    neighbor_distances: torch.Tensor | None = None,
+    batch_ptr: torch.Tensor | None = None,
+) -> Tensors:
+    """Neighbor lists of a batch, atoms sorted into bins. Arguments and results as in `neighbor_list`."""
+    systems = Systems(cell, pbc, batch_idx, batch_ptr)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    memory = Memory(neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances)
+    return _build(BINNED, positions, cutoff, systems, form, max_neighbors, memory, rebuild_flags, target_indices)
+
+
+def batch_naive_neighbor_list(
+    positions: torch.Tensor,
+    cutoff: float,
+    batch_idx: torch.Tensor | None = None,
+    batch_ptr: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+    cell: torch.Tensor | None = None,
+    max_neighbors: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    num_neighbors: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    wrap_positions: bool = True,
+    *,
+    return_distances: bool = False,
+    return_vectors: bool = False,
+    neighbor_vectors: torch.Tensor | None = None,
+    neighbor_distances: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+) -> Tensors:
+    """Neighbor lists of a batch by tests of all pairs. Arguments and results as in `neighbor_list`."""
+    systems = Systems(cell, pbc, batch_idx, batch_ptr)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    memory = Memory(neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances)
+    return _build(NAIVE, positions, cutoff, systems, form, max_neighbors, memory, rebuild_flags, target_indices)
+
+
+def naive_neighbor_list(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+    max_neighbors: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    num_neighbors: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    wrap_positions: bool = True,
+    *,
+    return_distances: bool = False,
+    return_vectors: bool = False,
+    neighbor_vectors: torch.Tensor | None = None,
+    neighbor_distances: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+) -> Tensors:
+    """Neighbor list of one system by tests of all pairs. Arguments and results as in `neighbor_list`."""
+    return batch_naive_neighbor_list(
+        positions,
+        cutoff,
+        None,
+        None,
+        pbc,
+        cell,
+        max_neighbors,
+        half_fill,
+        fill_value,
+        return_neighbor_list,
+        neighbor_matrix,
+        neighbor_matrix_shifts,
+        num_neighbors,
+        rebuild_flags,
+        return_distances=return_distances,
+        return_vectors=return_vectors,
+        neighbor_vectors=neighbor_vectors,
+        neighbor_distances=neighbor_distances,
+        target_indices=target_indices,
+    )
+
+
+def batch_naive_neighbor_list_dual_cutoff(
+    positions: torch.Tensor,
+    cutoff1: float,
+    cutoff2: float,
+    batch_idx: torch.Tensor | None = None,
+    batch_ptr: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+    cell: torch.Tensor | None = None,
+    max_neighbors1: int | None = None,
+    max_neighbors2: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix1: torch.Tensor | None = None,
+    neighbor_matrix2: torch.Tensor | None = None,
+    neighbor_matrix_shifts1: torch.Tensor | None = None,
+    neighbor_matrix_shifts2: torch.Tensor | None = None,
+    num_neighbors1: torch.Tensor | None = None,
+    num_neighbors2: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    wrap_positions: bool = True,
+) -> Tensors:
+    """Two neighbor lists of a batch by tests of all pairs: the results of `neighbor_list` for each cutoff in turn."""
+    systems = Systems(cell, pbc, batch_idx, batch_ptr)
+    form = Form(half_fill, fill_value, return_neighbor_list)
+    results: Tensors = ()
+    for number, cutoff, room, memory in (
+        (1, cutoff1, max_neighbors1, Memory(neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)),
+        (2, cutoff2, max_neighbors2, Memory(neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)),
+    ):
+        names = (f"cutoff{number}", f"max_neighbors{number}")
+        results += _build(NAIVE, positions, cutoff, systems, form, room, memory, rebuild_flags, names=names)
+    return results
+
+
+def naive_neighbor_list_dual_cutoff(
+    positions: torch.Tensor,
+    cutoff1: float,
+    cutoff2: float,
+    pbc: torch.Tensor | None = None,
+    cell: torch.Tensor | None = None,
+    max_neighbors1: int | None = None,
+    max_neighbors2: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix1: torch.Tensor | None = None,
+    neighbor_matrix2: torch.Tensor | None = None,
+    neighbor_matrix_shifts1: torch.Tensor | None = None,
+    neighbor_matrix_shifts2: torch.Tensor | None = None,
+    num_neighbors1: torch.Tensor | None = None,
+    num_neighbors2: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    wrap_positions: bool = True,
+) -> Tensors:
+    """Two neighbor lists of one system by tests of all pairs: the results of `neighbor_list` for each cutoff."""
+    return batch_naive_neighbor_list_dual_cutoff(
+        positions,
+        cutoff1,
+        cutoff2,
+        None,
+        None,
+        pbc,
+        cell,
+        max_neighbors1,
+        max_neighbors2,
+        half_fill,
+        fill_value,
+        return_neighbor_list,
+        neighbor_matrix1,
+        neighbor_matrix2,
+        neighbor_matrix_shifts1,
+        neighbor_matrix_shifts2,
+        num_neighbors1,
+        num_neighbors2,
+        rebuild_flags,
+    )
+
+
+def suggest_neighbor_list_method(
+    positions: torch.Tensor,
+    cutoff: float | None = None,
+    cell: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    batch_ptr: torch.Tensor | None = None,
+    cutoff2: float | None = None,
+) -> str:
+    """A method of `neighbor_list` that suits these arguments; None, the default, suits each system by itself."""
+    batched = batch_idx is not None or batch_ptr is not None
+    n_systems = 1
+    if batch_ptr is not None:
+        n_systems = max(batch_ptr.shape[0] - 1, 1)
+    elif batch_idx is not None:
+        n_systems = batch_size(cell, pbc) or int(batch_idx.max()) + 1
+    small = positions.shape[0] <= ONE_BIN_OPEN * n_systems
+    name = "batch_" if batched else ""
+    if small and cutoff2 is not None:
+        return name + "naive_dual_cutoff"
+    return name + ("naive" if small else "cell_list")
+
+
+def estimate_cell_list_sizes(
+    cell: torch.Tensor,
+    pbc: torch.Tensor,
+    cutoff: float,
+    max_nbins: int = 524288,
+    min_cells_per_dimension: int = 4,
+) -> tuple[int, torch.Tensor]:
+    """How many bins a cell list over the whole cell has, and how many bins a search goes in each direction.
+
+    For callers that plan memory: the lists of this library need no such numbers, since their bins follow the atoms.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (1, 3, 3) tensor, length
+    pbc : (3,) or (1, 3) bool tensor
+    cutoff : float, length
+    max_nbins : int, optional
+        Bins in all, at most.
+    min_cells_per_dimension : int, optional
+        Bins along each axis, at least, as long as ``max_nbins`` allows.
+
+    Returns
+    -------
+    max_total_cells : int
+    neighbor_search_radius : (3,) int32 tensor
+    """
+    if cell.ndim == 3 and cell.shape[0] != 1:
+        raise ValueError("`cell` must be one cell; use estimate_batch_cell_list_sizes for several")
+    total, radius = estimate_batch_cell_list_sizes(cell, pbc, cutoff, max_nbins, min_cells_per_dimension)
+    return total, radius[0]
+
+
+def estimate_batch_cell_list_sizes(
+    cell: torch.Tensor,
+    pbc: torch.Tensor,
+    cutoff: float,
+    max_nbins: int = 8192,
+    min_cells_per_dimension: int = 4,
+) -> tuple[int, torch.Tensor]:
+    """The same as `estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all systems, radii (n_systems, 3)."""
+    cutoff = checks.check_positive("cutoff", cutoff)
+    for name, value in (("max_nbins", max_nbins), ("min_cells_per_dimension", min_cells_per_dimension)):
+        if int(value) < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}")
+    if not isinstance(cell, torch.Tensor) or not cell.is_floating_point() or cell.shape[-2:] != (3, 3):
+        raise ValueError("`cell` must be a floating-point tensor of shape (3, 3) or (n_systems, 3, 3)")
+    cells = checks.on_host(cell.reshape(-1, 3, 3)).astype(np.float64)
+    periodic = checks.check_pbc(pbc, cell, len(cells))
+    lengths = np.linalg.norm(cells, axis=2)
+    steepness = np.linalg.norm(dual_vectors(cells, periodic), axis=2)
+    heights = np.where(periodic, 1.0 / np.where(periodic, steepness, 1.0), np.where(np.isfinite(lengths), lengths, 0.0))
+    bins = np.maximum(np.floor(heights / cutoff), min_cells_per_dimension)
+    # thin out the most divided axes first
+    while (over := bins.prod(axis=1) > max_nbins).any():
+        rows = np.nonzero(over)[0]
+        axes = bins[rows].argmax(axis=1)
+        others = bins[rows].prod(axis=1) / bins[rows, axes]
+        bins[rows, axes] = np.maximum(np.minimum(np.floor(max_nbins / others), np.ceil(bins[rows, axes] / 2)), 1)
+    radius = np.ceil(cutoff * bins / np.maximum(heights, cutoff * 1e-6)).astype(np.int64)
+    radius = np.where(periodic, radius, np.minimum(radius, bins.astype(np.int64)))
+    return int(bins.prod(axis=1).sum()), torch.as_tensor(radius, dtype=torch.int32, device=cell.device)
+
+
+def _build(
+    method: int,
+    positions: torch.Tensor,
+    cutoff: float,
+    systems: Systems,
+    form: Form,
+    max_neighbors: int | None,
+    memory: Memory = Memory(),  # noqa: B008 (immutable)
+    rebuild_flags: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+    names: tuple[str, str] = ("cutoff", "max_neighbors"),
+) -> Tensors:
+    """One list, as `neighbor_list` describes it; ``rows`` are its target_indices."""
+    checks.check_positions(positions, finite=False)
+    cutoff = checks.check_positive(names[0], cutoff)
+    _, _, batch_idx, batch_ptr = systems
+    cell, pbc, n_systems = checks.check_systems(positions, *systems)
+    if rows is not None:
+        checks.check_index("target_indices", rows, positions, (None,))
+    width = _width(positions, rows, cell, max_neighbors, names[1], memory)
+    if rebuild_flags is not None:
+        checks.check_flags(rebuild_flags, positions, n_systems)
+        for name, tensor in zip(Memory._fields, memory[: 3 if cell is not None else 1] + memory[2:3]):
+            if tensor is None:
+                raise ValueError(f"`rebuild_flags` needs `{name}`, whose rows it keeps")
+    fill_value = positions.shape[0] if form.fill_value is None else int(form.fill_value)
+    lattice = None if cell is None else cell.detach()
+    query = Query(positions.detach(), cutoff, lattice, pbc, batch_idx, batch_ptr, rows, form.half_fill, method)
+    may_read = form.check and not torch.compiler.is_compiling()
+
+    shifts: torch.Tensor | None
+    if form.as_list and memory.neighbor_matrix is None and memory.neighbor_matrix_shifts is None:
+        pairs, ptr, shifts = neighbor_pairs(*query)
+        if width is not None and may_read:
+            raise_overflow(ptr.diff(), width, query)
+        results: Tensors = (pairs, ptr)
+    else:
+        if width is None:
+            matrix, count, shifts = neighbor_matrix_of(*query, fill_value)
+            if memory.num_neighbors is not None:
+                count = memory.num_neighbors.copy_(count)
+        else:
+            matrix, shifts, count = _rows_of(positions, rows, cell, width, memory)
+            fault = fill_neighbor_matrix(*query, rebuild_flags, fill_value, matrix, count, shifts)
+            if may_read:
+                raise_faults(fault)
+                raise_overflow(count, width, query)
+        results = (matrix, count)
+        if form.as_list:
+            pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, count, shifts, fill_value=fill_value)
+            shifts = rest[0] if rest else None
+            if rows is not None:
+                pairs = torch.stack([rows.to(torch.int32)[pairs[0].long()], pairs[1]])
+            results = (pairs, ptr)
+    if cell is None:
+        shifts = None
+    else:
+        results += (shifts,)  # type: ignore[operator]
+
+    want_distances = form.return_distances or memory.neighbor_distances is not None
+    want_vectors = form.return_vectors or memory.neighbor_vectors is not None
+    if want_distances or want_vectors:
+        if batch_ptr is not None and batch_idx is None:
+            batch_idx = systems_of(batch_ptr, positions.shape[0])
+        if form.as_list:
+            distances, vectors = list_geometry(positions, pairs, shifts, cell, batch_idx)
+        else:
+            distances, vectors = matrix_geometry(positions, matrix, count, shifts, cell, batch_idx, rows)
+        for wanted, tensor, given in (
+            (want_distances, distances, memory.neighbor_distances),
+            (want_vectors, vectors, memory.neighbor_vectors),
+        ):
+            if wanted:
+                results += (tensor if given is None else given.copy_(tensor),)
+    return results
+
+
+def _rows_of(
+    positions: torch.Tensor, rows: torch.Tensor | None, cell: torch.Tensor | None, width: int, memory: Memory
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Matrix, shifts (with a cell) and counts to write to: those given, or new ones."""
+    n_rows = positions.shape[0] if rows is None else rows.shape[0]
+    matrix, shifts, count = memory[:3]
+    if matrix is None:
+        matrix = new_empty((n_rows, width), torch.int32, positions.device)
+    if shifts is None and cell is not None:
+        shifts = new_empty((n_rows, width, 3), torch.int32, positions.device)
+    if count is None:
+        count = new_empty((n_rows,), torch.int32, positions.device)
+    return matrix, shifts, count
+
+
+def _width(
+    positions: torch.Tensor,
+    rows: torch.Tensor | None,
+    cell: torch.Tensor | None,
+    max_neighbors: int | None,
+    name: str,
+    memory: Memory,
+) -> int | None:
+    """Columns of the matrix, from whatever tells them; None if nothing does."""
+    n_rows = positions.shape[0] if rows is None else rows.shape[0]
+    width = max_neighbors
+    if width is not None:
+        if isinstance(width, bool) or not isinstance(width, (int, np.integer, torch.SymInt)):
+            raise TypeError(f"`{name}` must be an int, got {type(width).__name__}")
+        if width < 0:
+            raise ValueError(f"`{name}` must not be negative, got {width}")
+    shapes = {"neighbor_matrix": (n_rows, None), "neighbor_matrix_shifts": (n_rows, None, 3)}
+    for label, shape in shapes.items():
+        tensor = getattr(memory, label)
+        if tensor is None:
+            continue
+        checks.check_index(label, tensor, positions, shape, writable=True)
+        if width is not None and tensor.shape[1] != width:
+            raise ValueError(f"`{label}` has {tensor.shape[1]} columns, but `{name}` says {width}")
+        width, name = tensor.shape[1], label
+    if memory.neighbor_matrix_shifts is not None and cell is None:
+        raise ValueError("`neighbor_matrix_shifts` is given, but without `cell` there are no shifts")
+    if memory.num_neighbors is not None:
+        checks.check_index("num_neighbors", memory.num_neighbors, positions, (n_rows,), writable=True)
+    if width is not None:
+        check_size(n_rows * width)
+    return width

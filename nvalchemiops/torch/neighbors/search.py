@@ -1,0 +1,370 @@
+"""The neighbor search as torch ops: a list, a matrix as wide as needed, a matrix of given width.
+
+All geometry is computed in float64, whatever the dtype of the positions.
+"""
+
+from typing import NamedTuple
+
+import torch
+import warp as wp
+
+from nvalchemiops.neighbors import NeighborOverflowError, grid
+from nvalchemiops.neighbors.search import NOT_FINITE, search_neighbors
+from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
+from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.memory import new_empty
+
+MAX_SLOTS = 2**31 - 1
+"""Entries that a list may have: rows are addressed with int32."""
+
+SEARCH_LANES = 32
+"""Threads of a GPU that share a row: one warp, which the search counts on."""
+
+FAULTS = {
+    grid.BAD_POSITIONS: "`positions` has entries that are NaN or infinite",
+    grid.BAD_SYSTEM: (
+        "`batch_idx` and `batch_ptr` must describe the same systems, one after the other: `batch_idx` not negative, "
+        "not decreasing and below the number of systems, `batch_ptr` rising from 0 to the number of atoms"
+    ),
+    grid.BAD_CELL: (
+        "`cell` is singular: along periodic axes its lattice vectors must be finite, not zero and linearly independent"
+    ),
+    grid.BAD_CUTOFF: "`cutoff` is too large for `cell`: more images of an atom than a list can hold",
+    grid.FAR_AWAY: "`positions`: an atom is more cells away than image numbers can hold; wrap positions first",
+    grid.BAD_TARGET: "`target_indices` has entries that are no atoms",
+}
+
+
+class Query(NamedTuple):
+    """What to search for; see `neighbor_list`. All but positions and cutoff may be None."""
+
+    positions: torch.Tensor
+    cutoff: float
+    cell: torch.Tensor | None = None
+    pbc: torch.Tensor | None = None
+    batch_idx: torch.Tensor | None = None
+    batch_ptr: torch.Tensor | None = None
+    target_indices: torch.Tensor | None = None
+    half: bool = False
+    method: int = grid.AUTOMATIC
+
+
+class _Binned(NamedTuple):
+    """Arguments of the search kernel up to the rows."""
+
+    coordinates: torch.Tensor
+    entry: torch.Tensor
+    begin: torch.Tensor
+    system: torch.Tensor
+    lattice: torch.Tensor
+    planes: torch.Tensor
+    reach: torch.Tensor
+    bins: torch.Tensor
+    ring: torch.Tensor
+    cutoff: float
+    half: int
+    targets: torch.Tensor
+    rank: torch.Tensor
+    active: torch.Tensor
+
+
+class _Search:
+    """Atoms in their bins; one search counts, another one fills."""
+
+    def __init__(self, query: Query, may_wait: bool = True, rebuild_flags: torch.Tensor | None = None) -> None:
+        self.query = query
+        self.rebuild_flags = rebuild_flags
+        self.device = query.positions.device
+        self.nothing = self._new(0)
+        self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device=self.device)
+        targets = self.nothing if query.target_indices is None else query.target_indices.to(torch.int32)
+        self.n_rows = query.positions.shape[0] if query.target_indices is None else targets.shape[0]
+        self.binned = self._bin(targets, *self._systems(may_wait))
+
+    def _new(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _systems(self, may_wait: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """System of each atom (empty: there is one), and where the atoms of each begin."""
+        positions, _, cell, pbc, batch_idx, batch_ptr, *_ = self.query
+        n_atoms = positions.shape[0]
+        if batch_ptr is not None:
+            first_atom = batch_ptr.to(torch.int32)
+            if batch_idx is None:
+                batch_idx = systems_of(first_atom, n_atoms)
+            return batch_idx.to(torch.int32), first_atom
+        if batch_idx is None:
+            return self.nothing, torch.arange(2, dtype=torch.int32, device=self.device).mul_(n_atoms)
+        n_systems = batch_size(cell, pbc)
+        if n_systems is None and self.rebuild_flags is not None:
+            n_systems = self.rebuild_flags.shape[0]
+        if n_systems is None and may_wait:
+            n_systems = 1 + (int(batch_idx.max()) if n_atoms else 0)
+            if n_systems < 1 or n_systems > MAX_SLOTS:
+                raise ValueError(FAULTS[grid.BAD_SYSTEM])
+        system = batch_idx.to(torch.int32)
+        if n_systems is None:
+            # numbered anew: there are no more systems with atoms than atoms. A step down stays one, and is found
+            n_systems = max(n_atoms, 1)
+            steps = torch.diff(system, prepend=system[:1]).sign()
+            system = torch.where(system < 0, system, steps.cumsum(0, dtype=torch.int32))
+        numbers = torch.arange(n_systems + 1, dtype=torch.int32, device=self.device)
+        return system, torch.searchsorted(system, numbers, out_int32=True)
+
+    def _bin(self, targets: torch.Tensor, system: torch.Tensor, first_atom: torch.Tensor) -> _Binned:
+        query = self.query
+        positions = query.positions.to(torch.float64)
+        n_atoms, n_systems = positions.shape[0], first_atom.shape[0] - 1
+        float64 = torch.float64
+        cell = positions.new_empty((0, 3, 3)) if query.cell is None else query.cell.to(float64).reshape(-1, 3, 3)
+        pbc = self._new(0, 3, dtype=torch.bool) if query.pbc is None else query.pbc.reshape(-1, 3)
+        layout = (
+            self._new(n_systems, 3, 3, dtype=float64),  # lattice
+            self._new(n_systems, 3, 3, dtype=float64),  # planes
+            self._new(n_systems, 3, dtype=float64),  # reach
+            self._new(n_systems, 3),  # bins
+            self._new(n_systems, 4),  # ring
+        )
+        lattice, planes, _, bins, ring = layout
+        launch(
+            grid.describe_systems(),
+            n_systems,
+            [cell.contiguous(), pbc.contiguous(), first_atom, n_atoms, query.cutoff, query.method],
+            [*layout, self.fault],
+        )
+        slot = self._new(n_atoms)
+        launch(
+            grid.locate_atoms(),
+            n_atoms,
+            [positions, system, first_atom, lattice, planes, bins, ring],
+            [slot, self.fault],
+        )
+        n_slots = grid.ring_slots(n_atoms, n_systems, query.method)
+        if self.device.type == "cpu":
+            order = self._new(n_atoms)
+            begin = torch.zeros(n_slots + 2, dtype=torch.int32)
+            launch(grid.sort_atoms(), 1, [slot], [begin, order])
+        else:
+            slot, order = torch.sort(slot, stable=True)
+            order = order.to(torch.int32)
+            begin = torch.searchsorted(
+                slot, torch.arange(n_slots + 1, dtype=torch.int32, device=self.device), out_int32=True
+            )
+        coordinates = self._new(3, n_atoms + grid.LANES, dtype=float64)
+        entry = self._new(n_atoms, 4)
+        launch(grid.place_atoms(), n_atoms, [positions, system, lattice, planes, bins, order], [coordinates, entry])
+        rank = self.nothing
+        if query.target_indices is not None:
+            rank = self._new(n_atoms)
+            rank[order.long()] = torch.arange(n_atoms, dtype=torch.int32, device=self.device)
+        active = self.rebuild_flags
+        if active is None:
+            active = self._new(0, dtype=torch.bool)
+        return _Binned(coordinates, entry, begin, system, *layout, query.cutoff, int(query.half), targets, rank, active)
+
+    def run(
+        self,
+        count: torch.Tensor | None,
+        index: torch.Tensor | None = None,
+        shifts: torch.Tensor | None = None,
+        *,
+        first: torch.Tensor | None = None,
+        row_begin: torch.Tensor | None = None,
+        width: int = -1,
+        fill_value: int = 0,
+    ) -> None:
+        """Count neighbors, and write them to rows if there are rows."""
+        nothing = self.nothing
+        launch(
+            search_neighbors(),
+            self.n_rows,
+            [*self.binned, nothing if row_begin is None else row_begin, width, fill_value],
+            [
+                nothing if count is None else count,
+                nothing if index is None else index,
+                nothing if first is None else first,
+                nothing.reshape(0, 3) if shifts is None else shifts,
+                self.fault,
+            ],
+            lanes=SEARCH_LANES,
+        )
+
+    def count(self) -> torch.Tensor:
+        """Neighbors of the atom of each row. Waits for the device and raises what is wrong with the input."""
+        count = self._new(self.n_rows)
+        self.run(count)
+        raise_faults(self.fault)
+        return count
+
+
+def batch_size(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> int | None:
+    """Number of systems, as far as the shapes of cell and pbc tell: either may be one for all."""
+    for tensor, single in ((cell, 2), (pbc, 1)):
+        if tensor is not None and tensor.ndim > single and tensor.shape[0] != 1:
+            return tensor.shape[0]
+    return None
+
+
+def raise_faults(fault: torch.Tensor) -> None:
+    """Raise ValueError for the first fault that kernels noticed, if any. Waits for the device."""
+    found = fault.tolist()
+    if any(found):
+        raise ValueError(next(text for number, text in FAULTS.items() if found[number]))
+
+
+def raise_overflow(count: torch.Tensor, width: int, query: Query) -> None:
+    """Raise `NeighborOverflowError` if a row needs more than ``width`` entries. Waits for the device."""
+    if count.shape[0] == 0 or (most := int(count.max())) <= width:
+        return
+    atom = int(count.argmax())
+    if query.target_indices is not None:
+        atom = int(query.target_indices[atom])
+    system = None
+    if query.batch_idx is not None:
+        system = int(query.batch_idx[atom])
+    elif query.batch_ptr is not None:
+        system = int(systems_of(query.batch_ptr, query.positions.shape[0])[atom])
+    raise NeighborOverflowError(width, most, system)
+
+
+def systems_of(batch_ptr: torch.Tensor, n_atoms: int) -> torch.Tensor:
+    """``batch_idx`` from ``batch_ptr``."""
+    atoms = torch.arange(n_atoms, dtype=batch_ptr.dtype, device=batch_ptr.device)
+    return torch.searchsorted(batch_ptr[1:], atoms, right=True, out_int32=True)
+
+
+def check_size(size: int) -> None:
+    """Raise unless a list of ``size`` entries can be addressed."""
+    if size > MAX_SLOTS:
+        raise ValueError(
+            f"`cutoff`: the list would have {size} entries, more than int32 can address; split the atoms by "
+            "`target_indices`"
+        )
+
+
+_N_PAIRS = DynamicSize("n_pairs")
+
+
+def _n_rows(positions: torch.Tensor, *inputs: object) -> int:
+    targets = inputs[5]
+    return positions.shape[0] if targets is None else targets.shape[0]  # type: ignore[attr-defined]
+
+
+@warp_custom_op(
+    "nvalchemiops::neighbor_pairs",
+    outputs=[
+        OutputSpec("pairs", wp.int32, lambda *_: (2, _N_PAIRS)),
+        OutputSpec("ptr", wp.int32, lambda *inputs: (_n_rows(*inputs) + 1,)),
+        OutputSpec("shifts", wp.vec3i, lambda *_: (_N_PAIRS, 3)),
+    ],
+    grad_arrays=(),
+    backward="none",
+)
+def neighbor_pairs(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None,
+    pbc: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    batch_ptr: torch.Tensor | None,
+    target_indices: torch.Tensor | None,
+    half: bool,
+    method: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The list format. Waits for the device to learn the number of pairs, and raises what is wrong with the input."""
+    search = _Search(Query(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method))
+    ends = search.count().cumsum(0)
+    size = int(ends[-1]) if search.n_rows else 0
+    check_size(size)
+    ptr = search._new(search.n_rows + 1)
+    ptr[:1] = 0
+    ptr[1:] = ends
+    pairs = new_empty((2, size), torch.int32, search.device)
+    shifts = new_empty((size, 3), torch.int32, search.device)
+    search.run(None, pairs[1], shifts, first=pairs[0], row_begin=ptr)
+    return pairs, ptr, shifts
+
+
+_WIDTH = DynamicSize("width")
+
+
+@warp_custom_op(
+    "nvalchemiops::neighbor_matrix",
+    outputs=[
+        OutputSpec("matrix", wp.int32, lambda *inputs: (_n_rows(*inputs), _WIDTH)),
+        OutputSpec("count", wp.int32, lambda *inputs: (_n_rows(*inputs),)),
+        OutputSpec("shifts", wp.vec3i, lambda *inputs: (_n_rows(*inputs), _WIDTH, 3)),
+    ],
+    grad_arrays=(),
+    backward="none",
+)
+def neighbor_matrix_of(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None,
+    pbc: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    batch_ptr: torch.Tensor | None,
+    target_indices: torch.Tensor | None,
+    half: bool,
+    method: int,
+    fill_value: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The matrix format, as wide as needed. Waits for the device, and raises what is wrong with the input."""
+    search = _Search(Query(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method))
+    count = search.count()
+    width = int(count.max()) if search.n_rows else 0
+    check_size(search.n_rows * width)
+    matrix = new_empty((search.n_rows, width), torch.int32, search.device)
+    shifts = new_empty((search.n_rows, width, 3), torch.int32, search.device)
+    search.run(None, matrix.view(-1), shifts.view(-1, 3), width=width, fill_value=fill_value)
+    return matrix, count, shifts
+
+
+@warp_custom_op(
+    "nvalchemiops::fill_neighbor_matrix",
+    outputs=[OutputSpec("fault", wp.int32, (grid.N_FAULTS,))],
+    grad_arrays=(),
+    mutates_args=("matrix", "count", "shifts"),
+    backward="none",
+)
+def fill_neighbor_matrix(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None,
+    pbc: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    batch_ptr: torch.Tensor | None,
+    target_indices: torch.Tensor | None,
+    half: bool,
+    method: int,
+    rebuild_flags: torch.Tensor | None,
+    fill_value: int,
+    matrix: torch.Tensor,
+    count: torch.Tensor,
+    shifts: torch.Tensor | None,
+) -> torch.Tensor:
+    """The matrix format in given memory. Waits for nothing: faults are returned, counts tell what did not fit."""
+    query = Query(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
+    search = _Search(query, may_wait=False, rebuild_flags=rebuild_flags)
+    search.run(
+        count,
+        matrix.view(-1),
+        None if shifts is None else shifts.view(-1, 3),
+        width=matrix.shape[1],
+        fill_value=fill_value,
+    )
+    return search.fault
+
+
+__all__ = [
+    "NOT_FINITE",
+    "batch_size",
+    "check_size",
+    "fill_neighbor_matrix",
+    "neighbor_matrix_of",
+    "neighbor_pairs",
+    "raise_faults",
+    "raise_overflow",
+    "systems_of",
+]

@@ -1,0 +1,342 @@
+"""`VerletList`: a neighbor list for dynamics and relaxations, searched for anew only when it must be."""
+
+import math
+import operator
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
+from nvalchemiops.torch.neighbors.eager import eager
+from nvalchemiops.torch.neighbors.formats import NO_NEIGHBOR, get_neighbor_list_from_neighbor_matrix
+from nvalchemiops.torch.neighbors.rebuild_detection import (
+    batch_neighbor_list_needs_rebuild,
+    neighbor_list_needs_rebuild,
+)
+
+__all__ = ["VerletList"]
+
+GROWTH = 1.2
+"""Room for a row that did not fit, relative to what it needs: density fluctuates, and each growth copies the list."""
+
+
+class _Systems(NamedTuple):
+    """What a list is searched in, detached; as given, except that pbc is a tensor."""
+
+    positions: torch.Tensor
+    cell: torch.Tensor | None
+    pbc: torch.Tensor | None
+    batch_idx: torch.Tensor | None
+    batch_ptr: torch.Tensor | None
+
+    def form(self) -> tuple[Any, ...]:
+        """Shapes, dtypes and devices: where they differ, no list can be kept."""
+        return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in self)
+
+
+class _Kept(NamedTuple):
+    """A list, and per system what it was built from."""
+
+    systems: _Systems
+    system: torch.Tensor | None  # (n_atoms,) int64, None: there is one system
+    n_systems: int
+    rows: tuple[torch.Tensor, ...]  # matrix, counts, shifts if there is a cell
+    result: tuple[torch.Tensor, ...]
+
+
+class VerletList:
+    """A neighbor list with a skin, which stays good while atoms move less than half of it.
+
+    The list is built with ``reach = cutoff + skin``, so it holds all pairs closer than ``cutoff`` until an atom is
+    further than ``skin / 2`` from where it was. Then the pairs of its system are searched for again. In a batch each
+    system has its own turn, and the others keep their rows. A system is also searched again when its cell changes at
+    all (along periodic axes) or its pbc does, and everything is when the number of atoms or systems, ``batch_idx``,
+    ``batch_ptr``, a dtype or a device changes. Positions may be wrapped between calls, but each fold of an atom makes
+    the shifts of its pairs stale and costs a search; leave them unwrapped where you can.
+
+    The distances of pairs change from call to call, so leave out those beyond the cutoff, with
+    `nvalchemiops.torch.neighbors.formats.list_geometry` or ``matrix_geometry`` for example; pair operators with a
+    ``cutoff`` do so by themselves.
+
+    Parameters
+    ----------
+    cutoff : float, length, positive
+    skin : float, length, not negative
+        With zero every change of a coordinate costs a search. Large skins make long lists, small ones many searches;
+        0.1 to 0.3 of the cutoff is usual.
+    half_fill : bool, optional
+        List each pair once, as in `neighbor_list`.
+    fill_value : int, optional
+        Padding of the matrix; n_atoms by default.
+    max_neighbors : int, optional
+        Width of the matrix to begin with. A row that needs more widens it, by a fifth more than the row needs.
+    return_neighbor_list : bool, optional
+        Return lists of pairs instead of matrices. Their lengths differ from search to search.
+    method : str, optional
+        As in `neighbor_list`.
+
+    Attributes
+    ----------
+    reach : float
+        ``cutoff + skin``.
+    max_neighbors : int or None
+        Present width of the matrix; None before the first search if it was not given.
+    num_calls, num_builds : int
+        How often the list was asked for, and in how many of these calls some system was searched.
+    rebuilt : (n_systems,) bool tensor or None
+        Which systems the last call searched.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+
+    Notes
+    -----
+    *What is returned is never changed afterwards*: a search writes to new memory. Graphs that autograd keeps stay
+    valid across searches, and so do lists that you store. While nothing is searched, the same tensors are returned.
+    Do not write to them.
+
+    Each call waits for a GPU once, to learn whether to search. Inside ``torch.compile`` the call is a graph break:
+    call it outside, and compile the function that takes the matrix, whose shapes change only when it is widened.
+
+    Examples
+    --------
+    >>> verlet = VerletList(cutoff=5.0, skin=1.0)
+    >>> for step in range(1000):
+    ...     matrix, count, shifts = verlet(positions, cell)
+    ...     distances, vectors = matrix_geometry(positions, matrix, count, shifts, cell)
+    ...     within = (distances > 0) & (distances < 5.0)
+    ...     ...
+    """
+
+    def __init__(
+        self,
+        cutoff: float,
+        skin: float,
+        *,
+        half_fill: bool = False,
+        fill_value: int | None = None,
+        max_neighbors: int | None = None,
+        return_neighbor_list: bool = False,
+        method: str | None = None,
+    ) -> None:
+        self.cutoff = _number("cutoff", cutoff)
+        if self.cutoff <= 0.0:
+            raise ValueError(f"`cutoff` must be positive, got {cutoff}")
+        self.skin = _number("skin", skin)
+        if self.skin < 0.0:
+            raise ValueError(f"`skin` must not be negative, got {skin}")
+        self.reach = self.cutoff + self.skin
+        self.half_fill = bool(half_fill)
+        self.fill_value = None if fill_value is None else _integer("fill_value", fill_value)
+        self.max_neighbors = None if max_neighbors is None else _integer("max_neighbors", max_neighbors)
+        if self.max_neighbors is not None and self.max_neighbors < 0:
+            raise ValueError(f"`max_neighbors` must not be negative, got {max_neighbors}")
+        self.return_neighbor_list = bool(return_neighbor_list)
+        self.method = method
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the list, so that the next call searches everything, and count from zero. The width is kept."""
+        self.num_calls = 0
+        self.num_builds = 0
+        self.rebuilt: torch.Tensor | None = None
+        self._kept: _Kept | None = None
+
+    @eager
+    def __call__(
+        self,
+        positions: torch.Tensor,
+        cell: torch.Tensor | None = None,
+        pbc: torch.Tensor | None = None,
+        batch_idx: torch.Tensor | None = None,
+        batch_ptr: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The list for these positions, searched for where it must be.
+
+        Parameters
+        ----------
+        positions, cell, pbc, batch_idx, batch_ptr
+            As in `neighbor_list`. They may need gradients, and may be changed in place between calls.
+
+        Returns
+        -------
+        tuple of tensors
+            What `neighbor_list` returns for the cutoff ``reach``: matrix, counts and, with a cell, shifts, or a list
+            of pairs, its pointers and shifts. The pairs are those within reach at the last search.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As in `neighbor_list`. The list that is kept stays what it was.
+        """
+        self.num_calls += 1
+        # an inference tensor could not be saved for a backward pass later on
+        with torch.no_grad(), torch.inference_mode(False), torch._C._DisableFuncTorch():
+            if pbc is not None and not isinstance(pbc, torch.Tensor):
+                pbc = torch.as_tensor(pbc, device=getattr(positions, "device", None))
+            given = _Systems(*(_plain(t) for t in (positions, cell, pbc, batch_idx, batch_ptr)))
+            kept, flags = self._kept, None
+            if kept is not None and given.form() == kept.systems.form():
+                flags = _stale(kept, given, self.skin / 2.0)
+                other_batch, some, every = torch.stack([_other_batch(kept, given), flags.any(), flags.all()]).tolist()
+                if not (some or other_batch):
+                    self.rebuilt = flags
+                    return kept.result
+                if every or other_batch:
+                    flags = None
+            self._kept = self._build(given, flags)
+            self.num_builds += 1
+            return self._kept.result
+
+    def _build(self, given: _Systems, flags: torch.Tensor | None) -> _Kept:
+        """The list of the flagged systems, or of all."""
+        rows = self._search(given, flags)
+        if flags is None:
+            systems = _Systems(*(None if t is None else t.clone() for t in given))
+            system, n_systems = _numbering(systems)
+            self.rebuilt = torch.ones(n_systems, dtype=torch.bool, device=given.positions.device)
+        else:
+            assert self._kept is not None
+            old, system, n_systems, *_ = self._kept
+            cell, pbc = given.cell, given.pbc
+            positions = torch.where(_of_atoms(flags, system, n_systems), given.positions, old.positions)
+            # one cell for all flags all systems, so here there is one for each, or it has not changed
+            if cell is not None:
+                cell = torch.where(flags.reshape(-1, 1, 1), cell, old.cell) if _each(cell, 3, n_systems) else old.cell
+            if pbc is not None:
+                pbc = torch.where(flags.reshape(-1, 1), pbc, old.pbc) if _each(pbc, 2, n_systems) else old.pbc
+            systems = _Systems(positions, cell, pbc, old.batch_idx, old.batch_ptr)
+            self.rebuilt = flags
+        result = rows
+        if self.return_neighbor_list:
+            result = get_neighbor_list_from_neighbor_matrix(*rows)
+        return _Kept(systems, system, n_systems, rows, result)
+
+    def _search(self, given: _Systems, flags: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """New rows for the flagged systems beside copies of the old ones, or for all. Widens the matrix as needed."""
+        from nvalchemiops.torch.neighbors import neighbor_list  # which imports this module
+
+        # in a list of pairs nothing is padding, whatever number the caller has for it
+        fill_value = NO_NEIGHBOR if self.return_neighbor_list else self.fill_value
+        padding = given.positions.shape[0] if fill_value is None else fill_value
+        width = ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors
+        while True:
+            options: dict[str, Any] = {"max_neighbors": width}
+            if flags is not None and self._kept is not None:
+                names = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")
+                copies = _widened(self._kept.rows, width, padding)
+                options = {"rebuild_flags": flags, **dict(zip(names, copies))}
+            try:
+                rows = neighbor_list(
+                    given.positions,
+                    self.reach,
+                    given.cell,
+                    given.pbc,
+                    given.batch_idx,
+                    given.batch_ptr,
+                    half_fill=self.half_fill,
+                    fill_value=fill_value,
+                    method=self.method,
+                    **options,
+                )
+            except NeighborOverflowError as error:
+                needed = error.num_neighbors
+                if needed <= width:
+                    raise
+                width = ROW_MULTIPLE * math.ceil(GROWTH * needed / ROW_MULTIPLE)
+                continue
+            self.max_neighbors = width
+            return rows
+
+
+def _stale(kept: _Kept, given: _Systems, threshold: float) -> torch.Tensor:
+    """Which systems (n_systems,) are no longer those that the list was built for. Does not wait."""
+    old = kept.systems
+    if kept.system is None:
+        flags = neighbor_list_needs_rebuild(old.positions, given.positions, threshold)
+    else:
+        flags = batch_neighbor_list_needs_rebuild(
+            old.positions, given.positions, kept.system, threshold, num_systems=kept.n_systems
+        )
+    if given.cell is not None and old.cell is not None:
+        changed = (given.cell != old.cell).any(-1).reshape(-1, 3)
+        if given.pbc is not None and old.pbc is not None:
+            # an open axis may hold NaN, which differs from itself
+            changed = (changed & given.pbc) | (given.pbc != old.pbc).reshape(-1, 3)
+        flags = flags | changed.any(-1)
+    return flags
+
+
+def _other_batch(kept: _Kept, given: _Systems) -> torch.Tensor:
+    """Whether atoms are now divided into systems in another way. Does not wait."""
+    other = torch.zeros((), dtype=torch.bool, device=given.positions.device)
+    for now, before in ((given.batch_idx, kept.systems.batch_idx), (given.batch_ptr, kept.systems.batch_ptr)):
+        if now is not None and before is not None:
+            other = other | (now != before).any()
+    return other
+
+
+def _numbering(systems: _Systems) -> tuple[torch.Tensor | None, int]:
+    """System of each atom, None if there is one, and the number of systems; of arguments that were checked."""
+    positions, cell, pbc, batch_idx, batch_ptr = systems
+    if batch_ptr is not None:
+        atoms = torch.arange(positions.shape[0], dtype=batch_ptr.dtype, device=batch_ptr.device)
+        return torch.searchsorted(batch_ptr[1:], atoms, right=True), batch_ptr.shape[0] - 1
+    if batch_idx is None:
+        return None, 1
+    n_systems = 1
+    if cell is not None and cell.ndim == 3:
+        n_systems = cell.shape[0]
+    if pbc is not None and pbc.ndim == 2:
+        n_systems = max(n_systems, pbc.shape[0])
+    if n_systems == 1 and batch_idx.numel():
+        n_systems = int(batch_idx.max()) + 1
+    return batch_idx.to(torch.int64), n_systems
+
+
+def _of_atoms(flags: torch.Tensor, system: torch.Tensor | None, n_systems: int) -> torch.Tensor:
+    """Flags of systems as a column of atoms."""
+    return (flags if system is None or n_systems == 1 else flags.index_select(0, system)).unsqueeze(-1)
+
+
+def _each(tensor: torch.Tensor, ndim: int, n_systems: int) -> bool:
+    return tensor.ndim == ndim and tensor.shape[0] == n_systems
+
+
+def _widened(rows: tuple[torch.Tensor, ...], width: int, padding: int) -> list[torch.Tensor]:
+    """Copies of matrix, counts and shifts with ``width`` columns."""
+    matrix, counts, *shifts = rows
+    n_rows, old = matrix.shape
+    copies = [matrix.new_full((n_rows, width), padding), counts.clone()]
+    copies[0][:, :old] = matrix
+    for shift in shifts:
+        copies.append(shift.new_zeros(n_rows, width, 3))
+        copies[-1][:, :old] = shift
+    return copies
+
+
+def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor without its graph, and out of the wrappers of ``torch.func.grad`` and its like."""
+    while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"`{name}` must be finite, got {number}")
+    return number
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}") from None
