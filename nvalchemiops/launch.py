@@ -4,6 +4,7 @@ Warp runs a CPU launch on one thread, records on one tape per process and spends
 in Python. This module answers all three, and knows no kernel by name.
 """
 
+import ctypes
 import functools
 import operator
 import os
@@ -411,31 +412,57 @@ def _launch_recorded(
     commands = _thread.__dict__.setdefault("commands", {})
     key = (kernel, device.alias, block)
     command = commands.get(key)
-    declared = kernel.adj.args
-    for argument, value in zip(declared, arguments):
-        if type(value) is int and argument.type is wp.int32 and not -(2**31) <= value < 2**31:
-            raise ValueError(f"kernel '{kernel.key}': `{argument.label}` = {value} does not fit into 32 bits")
     if command is None:
+        command = commands[key] = _Command(kernel, grid, arguments, device, block)
+    command.launch(grid, arguments, stream)
+
+
+class _Command:
+    """A launch recorded by Warp, whose grid and arguments are replaced each time; for one thread."""
+
+    def __init__(
+        self, kernel: wp.Kernel, grid: tuple[int, ...], arguments: list[Any], device: Any, block: int | None
+    ) -> None:
+        self.kernel = kernel
+        self.grid: tuple[int, ...] = ()
         with nullcontext() if getattr(_thread, "is_worker", False) else loading():
-            command = commands[key] = wp.launch(
+            self.recorded = wp.launch(
                 kernel, grid, inputs=arguments, device=device, record_tape=False, record_cmd=True, block_dim=block
             )
-        command.grid = grid
-        command.fwd_args = None  # or it would keep the arrays of each launch alive until the next one
-    else:
-        if len(arguments) != len(declared):
-            raise TypeError(f"kernel '{kernel.key}' takes {len(declared)} arguments, got {len(arguments)}")
-        if command.grid != grid:
-            command.set_dim(grid)
-            command.grid = grid
+        self.recorded.fwd_args = None  # or it would keep the arrays of each launch alive until the next one
+        self.is_cpu = device.is_cpu
         descriptor = descriptor_type()
-        for index, value in enumerate(arguments):
-            kind = type(value)
-            if kind is descriptor or (kind is int and declared[index].type is wp.int32):
-                command.set_param_at_index_from_ctype(index, value)
+        kinds: dict[Any, type] = {wp.int32: int, wp.float64: float, wp.float32: float}
+        self.parameters: list[tuple[str, Any]] = [
+            (a.label, descriptor if hasattr(a.type, "dtype") else kinds.get(a.type)) for a in kernel.adj.args
+        ]
+        # what a kernel on the CPU is called with: one structure of all arguments, which Warp would build each time
+        fields = [(a.label, type(value)) for a, value in zip(kernel.adj.args, self.recorded.params[1:])]
+        self.structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})()
+
+    def launch(self, grid: tuple[int, ...], arguments: list[Any], stream: wp.Stream | None) -> None:
+        recorded, parameters = self.recorded, self.parameters
+        if len(arguments) != len(parameters):
+            raise TypeError(f"kernel '{self.kernel.key}' takes {len(parameters)} arguments, got {len(arguments)}")
+        if self.grid != grid:
+            recorded.set_dim(grid)
+            self.grid = grid
+        for index, (value, (name, direct)) in enumerate(zip(arguments, parameters)):
+            if type(value) is not direct:
+                recorded.set_param_at_index(index, value)
+                if self.is_cpu:
+                    setattr(self.structure, name, recorded.params[index + 1])
+                continue
+            if direct is int and not -(2**31) <= value < 2**31:
+                raise ValueError(f"kernel '{self.kernel.key}': `{name}` = {value} does not fit into 32 bits")
+            if self.is_cpu:
+                setattr(self.structure, name, value)
             else:
-                command.set_param_at_index(index, value)
-    command.launch(stream)
+                recorded.set_param_at_index_from_ctype(index, value)
+        if self.is_cpu:
+            recorded.hooks.forward(ctypes.byref(recorded.params[0]), ctypes.byref(self.structure))
+        else:
+            recorded.launch(stream)
 
 
 @functools.cache

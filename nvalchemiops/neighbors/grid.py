@@ -20,7 +20,7 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.geometry import SMALLEST_VOLUME_RATIO, lattice_point
+from nvalchemiops.geometry import SMALLEST_VOLUME_RATIO
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 
 AUTOMATIC = 0
@@ -60,6 +60,9 @@ LANES = 8
 # entries of the array of faults: nonzero where something was wrong with the input
 BAD_CUTOFF, BAD_POSITIONS, BAD_CELL, BAD_SYSTEM, FAR_AWAY, BAD_TARGET, N_FAULTS = range(7)
 
+SERIAL = 4096
+"""Atoms up to which one launch on one CPU thread prepares a search: more launches would cost more than they save."""
+
 _BAD_CUTOFF = wp.constant(BAD_CUTOFF)
 _BAD_POSITIONS = wp.constant(BAD_POSITIONS)
 _BAD_CELL = wp.constant(BAD_CELL)
@@ -72,6 +75,17 @@ _AUTOMATIC = wp.constant(AUTOMATIC)
 def ring_slots(n_atoms: int, n_systems: int, method: int) -> int:
     """Slots that the rings of all systems take, at most; see `ring_offset`."""
     return 2 * n_atoms + n_systems * (SMALLEST_RING if method == BINNED else 1)
+
+
+@wp.struct
+class Grid:
+    """The bins of one system; see the top of this file."""
+
+    lattice: wp.mat33d  # zero along open axes
+    planes: wp.mat33d
+    reach: wp.vec3d  # in bins
+    bins: wp.vec3i  # 0 along open axes
+    ring: wp.vec4i  # first slot, size, A, B
 
 
 @wp.func
@@ -109,16 +123,22 @@ def orthonormal_completion(rows: wp.mat33d, periodic: wp.vec3i):
 
 
 @wp.func
-def fold(x: wp.vec3d, lattice: wp.mat33d, planes: wp.mat33d, bins: wp.vec3i):
+def cells_to_vector(cells: wp.vec3d, lattice: wp.mat33d):
+    """``cells @ lattice`` for whole cells that may be too many for integers."""
+    return cells[0] * lattice[0] + cells[1] * lattice[1] + cells[2] * lattice[2]
+
+
+@wp.func
+def fold(x: wp.vec3d, grid: Grid):
     """Whole cells to take off ``x`` so that it lies inside the cell along periodic axes, as floating-point numbers.
 
     Twice, since far away the first quotient is rounded to more than the slack of a search.
     """
     cells = wp.vec3d()
     for _ in range(2):
-        u = planes * (x - (cells[0] * lattice[0] + cells[1] * lattice[1] + cells[2] * lattice[2]))
+        u = grid.planes * (x - cells_to_vector(cells, grid.lattice))
         for a in range(3):
-            if bins[a] > 0:
+            if grid.bins[a] > 0:
                 cells[a] = cells[a] + wp.floor(u[a])
     return cells
 
@@ -133,18 +153,18 @@ def bin_number(u: wp.float64, bins: wp.int32):
 
 
 @wp.func
-def bin_coordinates(x: wp.vec3d, planes: wp.mat33d, bins: wp.vec3i):
+def bin_coordinates(x: wp.vec3d, grid: Grid):
     """``planes @ x`` in bins."""
-    u = planes * x
+    u = grid.planes * x
     for a in range(3):
-        if bins[a] > 0:
-            u[a] = u[a] * wp.float64(bins[a])
+        if grid.bins[a] > 0:
+            u[a] = u[a] * wp.float64(grid.bins[a])
     return u
 
 
 @wp.func
 def slot_on_ring(bin_y: wp.int32, bin_z: wp.int32, ring: wp.vec4i):
-    """The slot of bin (0, bin_y, bin_z), counted from the start of the ring; ``ring`` is (offset, size, A, B).
+    """The slot of bin (0, bin_y, bin_z), counted from the first one of the ring.
 
     Unsigned numbers, which may overflow: modulo a power of two that does no harm.
     """
@@ -152,230 +172,295 @@ def slot_on_ring(bin_y: wp.int32, bin_z: wp.int32, ring: wp.vec4i):
     return wp.int32(slot & wp.uint32(ring[1] - 1))
 
 
+@wp.func
+def layout(
+    s: wp.int32,
+    n_systems: wp.int32,
+    cell: wp.array(dtype=wp.mat33d),
+    pbc: wp.array2d(dtype=wp.bool),
+    first_atom: wp.array(dtype=wp.int32),
+    n_atoms: wp.int32,
+    cutoff: wp.float64,
+    method: wp.int32,
+    fault: wp.array(dtype=wp.int32),
+):
+    """The bins of system s."""
+    # clamped, so that pointers which make no sense lead to a fault and not out of bounds
+    first = wp.clamp(first_atom[s], 0, n_atoms)
+    last = wp.clamp(first_atom[s + 1], first, n_atoms)
+    atoms = last - first
+    if first_atom[s] != first or first_atom[s + 1] != last:
+        fault[_BAD_SYSTEM] = 1
+    if s == 0 and first != 0:
+        fault[_BAD_SYSTEM] = 1
+    if s == n_systems - 1 and last != n_atoms:
+        fault[_BAD_SYSTEM] = 1
+
+    periodic = wp.vec3i(0, 0, 0)
+    rows = wp.identity(n=3, dtype=wp.float64)
+    lengths = wp.vec3d(wp.float64(1.0), wp.float64(1.0), wp.float64(1.0))
+    given = wp.mat33d()
+    usable = bool(True)
+    if cell.shape[0] > 0:
+        box = cell[wp.min(s, cell.shape[0] - 1)]
+        for a in range(3):
+            is_periodic = bool(True)
+            if pbc.shape[0] > 0:
+                is_periodic = pbc[wp.min(s, pbc.shape[0] - 1), a]
+            if is_periodic:
+                periodic[a] = 1
+                given[a] = box[a]
+                lengths[a] = wp.length(box[a])
+                # also False for NaN
+                usable = usable and lengths[a] > wp.float64(0.0) and wp.isfinite(lengths[a])
+                rows[a] = box[a] / lengths[a]
+    complete = orthonormal_completion(rows, periodic)
+    determinant = wp.dot(complete[0], wp.cross(complete[1], complete[2]))
+    usable = usable and wp.abs(determinant) >= wp.float64(wp.static(SMALLEST_VOLUME_RATIO))
+    if not usable:
+        fault[_BAD_CELL] = 1
+        given = wp.mat33d()
+        complete = wp.identity(n=3, dtype=wp.float64)
+        determinant = wp.float64(1.0)
+        periodic = wp.vec3i(0, 0, 0)
+        lengths = wp.vec3d(wp.float64(1.0), wp.float64(1.0), wp.float64(1.0))
+    dual = wp.mat33d()
+    for a in range(3):
+        dual[a] = wp.cross(complete[(a + 1) % 3], complete[(a + 2) % 3]) / (determinant * lengths[a])
+
+    n_bins = wp.vec3i(0, 0, 0)
+    far = wp.vec3d()
+    in_one = bool(True)
+    open_bins = bool(False)
+    n_total = wp.float64(1.0)
+    n_images = wp.float64(1.0)
+    for a in range(3):
+        if periodic[a] != 0:
+            fraction = cutoff * wp.length(dual[a])
+            n_bins[a] = 1
+            if method != _NAIVE and (method != _AUTOMATIC or atoms > wp.static(ONE_BIN_PERIODIC)):
+                n_bins[a] = wp.int32(
+                    wp.clamp(wp.floor(wp.float64(1.0) / fraction), wp.float64(1.0), wp.float64(wp.static(MOST_BINS)))
+                )
+            # rounding of the dual vectors, where the cell is nearly flat
+            defect = wp.float64(0.0)
+            for b in range(3):
+                if periodic[b] != 0:
+                    expected = wp.where(a == b, wp.float64(1.0), wp.float64(0.0))
+                    error = wp.abs(wp.dot(dual[a], given[b]) - expected)
+                    defect += error * (wp.float64(3.0) + cutoff * wp.length(dual[b]))
+            slack = defect + wp.float64(wp.static(SLACK)) * (wp.float64(1.0) + fraction)
+            far[a] = (fraction + slack) * wp.float64(n_bins[a])
+            in_one = in_one and n_bins[a] == 1
+            n_total *= wp.float64(n_bins[a])
+            n_images *= wp.float64(2.0) * fraction + wp.float64(1.0)
+        else:
+            if method != _NAIVE and (method != _AUTOMATIC or atoms > wp.static(ONE_BIN_OPEN)):
+                dual[a] = dual[a] / cutoff
+                far[a] = wp.float64(1.0 + 2.0 * wp.static(SLACK))
+                in_one = False
+                open_bins = True
+            else:
+                dual[a] = wp.vec3d()
+    # also for NaN and infinity
+    if not (n_images < wp.float64(wp.static(MOST_IMAGES))):
+        fault[_BAD_CUTOFF] = 1
+        far = wp.vec3d()
+
+    size = int(1)
+    skip_y = int(0)
+    skip_z = int(0)
+    if not in_one:
+        size = int(wp.static(SMALLEST_RING))
+        skip_y = int(4)
+        skip_z = int(16)
+        power = int(6)
+        while size < atoms:
+            size = 2 * size
+            power += 1
+        if power > 6:
+            # odd, so that a row along any axis goes round the whole ring
+            skip_y = (1 << (power // 3)) + 1
+            skip_z = (1 << (2 * power // 3)) + 1
+        if not open_bins and n_total <= wp.float64(size):
+            # every bin has a slot of its own, and neighbors along x and y stand close together
+            skip_y = wp.max(n_bins[0], 1)
+            skip_z = skip_y * wp.max(n_bins[1], 1)
+    grid = Grid()
+    grid.lattice = given
+    grid.planes = dual
+    grid.reach = far
+    grid.bins = n_bins
+    grid.ring = wp.vec4i(ring_offset(first, s, method), size, skip_y, skip_z)
+    return grid
+
+
+@wp.func
+def system_of(i: wp.int32, system: wp.array(dtype=wp.int32), n_systems: wp.int32):
+    """System of atom i; without numbers of systems there is one. In range, whatever the numbers."""
+    if system.shape[0] == 0:
+        return 0
+    return wp.clamp(system[i], 0, n_systems - 1)
+
+
+@wp.func
+def slot_of(
+    i: wp.int32,
+    positions: wp.array(dtype=wp.vec3d),
+    system: wp.array(dtype=wp.int32),
+    first_atom: wp.array(dtype=wp.int32),
+    grids: wp.array(dtype=Grid),
+    fault: wp.array(dtype=wp.int32),
+):
+    """The slot of atom i."""
+    s = system_of(i, system, grids.shape[0])
+    if system.shape[0] > 0:  # noqa: SIM102 (Warp evaluates both sides of `and`)
+        if system[i] != s or i < first_atom[s] or i >= first_atom[s + 1]:
+            fault[_BAD_SYSTEM] = 1
+    x = positions[i]
+    grid = grids[s]
+    if not wp.isfinite(x):
+        fault[_BAD_POSITIONS] = 1
+        return grid.ring[0]
+    cells = fold(x, grid)
+    if wp.max(wp.abs(cells)) > wp.float64(wp.static(MOST_CELLS)):
+        fault[_FAR_AWAY] = 1
+        return grid.ring[0]
+    u = bin_coordinates(x - cells_to_vector(cells, grid.lattice), grid)
+    line = slot_on_ring(bin_number(u[1], grid.bins[1]), bin_number(u[2], grid.bins[2]), grid.ring)
+    return grid.ring[0] + ((line + bin_number(u[0], grid.bins[0])) & (grid.ring[1] - 1))
+
+
+@wp.func
+def sort_by_slot(slot: wp.array(dtype=wp.int32), begin: wp.array(dtype=wp.int32), order: wp.array(dtype=wp.int32)):
+    """Counting sort. Counts go two entries ahead into ``begin``, which is zero, for the last pass moves them by one."""
+    n_atoms = slot.shape[0]
+    for i in range(n_atoms):
+        s = slot[i] + 2
+        begin[s] = begin[s] + 1
+    for s in range(2, begin.shape[0]):
+        begin[s] = begin[s] + begin[s - 1]
+    for i in range(n_atoms):
+        s = slot[i] + 1
+        k = begin[s]
+        begin[s] = k + 1
+        order[k] = i
+
+
+@wp.func
+def place(
+    k: wp.int32,
+    positions: wp.array(dtype=wp.vec3d),
+    system: wp.array(dtype=wp.int32),
+    grids: wp.array(dtype=Grid),
+    order: wp.array(dtype=wp.int32),
+    coordinates: wp.array2d(dtype=wp.float64),
+    entry: wp.array(dtype=wp.vec4i),
+):
+    """Wrap the k-th atom in the order of slots, and write it there."""
+    i = order[k]
+    grid = grids[system_of(i, system, grids.shape[0])]
+    x = positions[i]
+    cells = fold(x, grid)
+    m = wp.vec3i()
+    if wp.isfinite(x) and wp.max(wp.abs(cells)) <= wp.float64(wp.static(MOST_CELLS)):
+        m = wp.vec3i(wp.int32(cells[0]), wp.int32(cells[1]), wp.int32(cells[2]))
+        x = x - cells_to_vector(cells, grid.lattice)
+    else:
+        # found by nobody, finds nobody
+        x = wp.vec3d(wp.float64(wp.nan), wp.float64(wp.nan), wp.float64(wp.nan))
+    for a in range(3):
+        coordinates[a, k] = x[a]
+    entry[k] = wp.vec4i(i, m[0], m[1], m[2])
+
+
 @functools.cache
 def _kernels() -> dict[str, wp.Kernel]:
-    """All kernels of this file, in one Warp module: they are always used together."""
+    """All kernels of this file, in one Warp module: they are always used together.
+
+    Arrays: cell (n_systems,), or one for all, or none; pbc (n_systems, 3), or one for all, or none: all periodic;
+    first_atom (n_systems + 1,); system (n_atoms,), or none: one system; grids (n_systems,); slot, order (n_atoms,);
+    begin (n_slots + 2,), zeros, then where the atoms of each slot begin; coordinates (3, n_atoms + LANES), wrapped,
+    and entry (n_atoms,), each atom and its whole cells, both in the order of the slots.
+    """
     module = kernel_module("neighbor_grid")
 
     @wp.kernel(module=module, enable_backward=False)
     def describe(
         offset: wp.int32,
-        cell: wp.array(dtype=wp.mat33d),  # (n_systems,), or one for all, or none
-        pbc: wp.array2d(dtype=wp.bool),  # (n_systems, 3), or one for all, or none: all periodic
-        first_atom: wp.array(dtype=wp.int32),  # (n_systems + 1,)
+        cell: wp.array(dtype=wp.mat33d),
+        pbc: wp.array2d(dtype=wp.bool),
+        first_atom: wp.array(dtype=wp.int32),
         n_atoms: wp.int32,
         cutoff: wp.float64,
         method: wp.int32,
-        lattice: wp.array(dtype=wp.mat33d),  # (n_systems,), zero along open axes
-        planes: wp.array(dtype=wp.mat33d),  # (n_systems,)
-        reach: wp.array(dtype=wp.vec3d),  # (n_systems,), in bins
-        bins: wp.array(dtype=wp.vec3i),  # (n_systems,), 0 along open axes
-        ring: wp.array(dtype=wp.vec4i),  # (n_systems,), see slot_on_ring
+        grids: wp.array(dtype=Grid),
         fault: wp.array(dtype=wp.int32),
     ):
         s = offset + wp.tid()
-        # clamped, so that pointers which make no sense lead to a fault and not out of bounds
-        first = wp.clamp(first_atom[s], 0, n_atoms)
-        last = wp.clamp(first_atom[s + 1], first, n_atoms)
-        atoms = last - first
-        if first_atom[s] != first or first_atom[s + 1] != last:
-            fault[_BAD_SYSTEM] = 1
-        if s == 0 and first != 0:
-            fault[_BAD_SYSTEM] = 1
-        if s == lattice.shape[0] - 1 and last != n_atoms:
-            fault[_BAD_SYSTEM] = 1
-
-        periodic = wp.vec3i(0, 0, 0)
-        rows = wp.identity(n=3, dtype=wp.float64)
-        lengths = wp.vec3d(wp.float64(1.0), wp.float64(1.0), wp.float64(1.0))
-        given = wp.mat33d()
-        usable = bool(True)
-        if cell.shape[0] > 0:
-            box = cell[wp.min(s, cell.shape[0] - 1)]
-            for a in range(3):
-                is_periodic = bool(True)
-                if pbc.shape[0] > 0:
-                    is_periodic = pbc[wp.min(s, pbc.shape[0] - 1), a]
-                if is_periodic:
-                    periodic[a] = 1
-                    given[a] = box[a]
-                    lengths[a] = wp.length(box[a])
-                    # also False for NaN
-                    usable = usable and lengths[a] > wp.float64(0.0) and wp.isfinite(lengths[a])
-                    rows[a] = box[a] / lengths[a]
-        complete = orthonormal_completion(rows, periodic)
-        determinant = wp.dot(complete[0], wp.cross(complete[1], complete[2]))
-        usable = usable and wp.abs(determinant) >= wp.float64(wp.static(SMALLEST_VOLUME_RATIO))
-        if not usable:
-            fault[_BAD_CELL] = 1
-            given = wp.mat33d()
-            complete = wp.identity(n=3, dtype=wp.float64)
-            determinant = wp.float64(1.0)
-            periodic = wp.vec3i(0, 0, 0)
-            lengths = wp.vec3d(wp.float64(1.0), wp.float64(1.0), wp.float64(1.0))
-        dual = wp.mat33d()
-        for a in range(3):
-            dual[a] = wp.cross(complete[(a + 1) % 3], complete[(a + 2) % 3]) / (determinant * lengths[a])
-
-        n_bins = wp.vec3i(0, 0, 0)
-        far = wp.vec3d()
-        in_one = bool(True)
-        open_bins = bool(False)
-        n_total = wp.float64(1.0)
-        n_images = wp.float64(1.0)
-        for a in range(3):
-            if periodic[a] != 0:
-                fraction = cutoff * wp.length(dual[a])
-                n_bins[a] = 1
-                if method != _NAIVE and (method != _AUTOMATIC or atoms > wp.static(ONE_BIN_PERIODIC)):
-                    n_bins[a] = wp.int32(
-                        wp.clamp(
-                            wp.floor(wp.float64(1.0) / fraction), wp.float64(1.0), wp.float64(wp.static(MOST_BINS))
-                        )
-                    )
-                # rounding of the dual vectors, where the cell is nearly flat
-                defect = wp.float64(0.0)
-                for b in range(3):
-                    if periodic[b] != 0:
-                        expected = wp.where(a == b, wp.float64(1.0), wp.float64(0.0))
-                        error = wp.abs(wp.dot(dual[a], given[b]) - expected)
-                        defect += error * (wp.float64(3.0) + cutoff * wp.length(dual[b]))
-                slack = defect + wp.float64(wp.static(SLACK)) * (wp.float64(1.0) + fraction)
-                far[a] = (fraction + slack) * wp.float64(n_bins[a])
-                in_one = in_one and n_bins[a] == 1
-                n_total *= wp.float64(n_bins[a])
-                n_images *= wp.float64(2.0) * fraction + wp.float64(1.0)
-            else:
-                if method != _NAIVE and (method != _AUTOMATIC or atoms > wp.static(ONE_BIN_OPEN)):
-                    dual[a] = dual[a] / cutoff
-                    far[a] = wp.float64(1.0 + 2.0 * wp.static(SLACK))
-                    in_one = False
-                    open_bins = True
-                else:
-                    dual[a] = wp.vec3d()
-        # also for NaN and infinity
-        if not (n_images < wp.float64(wp.static(MOST_IMAGES))):
-            fault[_BAD_CUTOFF] = 1
-            far = wp.vec3d()
-
-        size = int(1)
-        skip_y = int(0)
-        skip_z = int(0)
-        if not in_one:
-            size = int(wp.static(SMALLEST_RING))
-            skip_y = int(4)
-            skip_z = int(16)
-            power = int(6)
-            while size < atoms:
-                size = 2 * size
-                power += 1
-            if power > 6:
-                # odd, so that a row along any axis goes round the whole ring
-                skip_y = (1 << (power // 3)) + 1
-                skip_z = (1 << (2 * power // 3)) + 1
-            if not open_bins and n_total <= wp.float64(size):
-                # every bin has a slot of its own, and neighbors along x and y stand close together
-                skip_y = wp.max(n_bins[0], 1)
-                skip_z = skip_y * wp.max(n_bins[1], 1)
-        lattice[s] = given
-        planes[s] = dual
-        reach[s] = far
-        bins[s] = n_bins
-        ring[s] = wp.vec4i(ring_offset(first, s, method), size, skip_y, skip_z)
+        grids[s] = layout(s, grids.shape[0], cell, pbc, first_atom, n_atoms, cutoff, method, fault)
 
     @wp.kernel(module=module, enable_backward=False)
     def locate(
         offset: wp.int32,
-        positions: wp.array(dtype=wp.vec3d),  # (n_atoms,)
-        system: wp.array(dtype=wp.int32),  # (n_atoms,), or none: one system
+        positions: wp.array(dtype=wp.vec3d),
+        system: wp.array(dtype=wp.int32),
         first_atom: wp.array(dtype=wp.int32),
-        lattice: wp.array(dtype=wp.mat33d),
-        planes: wp.array(dtype=wp.mat33d),
-        bins: wp.array(dtype=wp.vec3i),
-        ring: wp.array(dtype=wp.vec4i),
-        slot: wp.array(dtype=wp.int32),  # (n_atoms,)
+        grids: wp.array(dtype=Grid),
+        slot: wp.array(dtype=wp.int32),
         fault: wp.array(dtype=wp.int32),
     ):
         i = offset + wp.tid()
-        s = int(0)
-        if system.shape[0] > 0:
-            s = system[i]
-            if s < 0 or s >= lattice.shape[0]:
-                fault[_BAD_SYSTEM] = 1
-                s = 0
-            if i < first_atom[s] or i >= first_atom[s + 1]:
-                fault[_BAD_SYSTEM] = 1
-        x = positions[i]
-        place = ring[s]
-        here = place[0]
-        if not wp.isfinite(x):
-            fault[_BAD_POSITIONS] = 1
-        else:
-            n_bins = bins[s]
-            cells = fold(x, lattice[s], planes[s], n_bins)
-            if wp.max(wp.abs(cells)) > wp.float64(wp.static(MOST_CELLS)):
-                fault[_FAR_AWAY] = 1
-            else:
-                w = x - (cells[0] * lattice[s][0] + cells[1] * lattice[s][1] + cells[2] * lattice[s][2])
-                u = bin_coordinates(w, planes[s], n_bins)
-                on_ring = slot_on_ring(bin_number(u[1], n_bins[1]), bin_number(u[2], n_bins[2]), place)
-                here = place[0] + ((on_ring + bin_number(u[0], n_bins[0])) & (place[1] - 1))
-        slot[i] = here
+        slot[i] = slot_of(i, positions, system, first_atom, grids, fault)
 
     @wp.kernel(module=module, enable_backward=False)
-    def sort(
-        slot: wp.array(dtype=wp.int32),  # (n_atoms,)
-        begin: wp.array(dtype=wp.int32),  # (n_slots + 2,), zeros; then where the atoms of each slot begin
-        order: wp.array(dtype=wp.int32),  # (n_atoms,)
-    ):
-        # one thread: counting sort, two passes. Counts go two entries ahead, since the last pass moves them by one
-        n_atoms = slot.shape[0]
-        for i in range(n_atoms):
-            s = slot[i] + 2
-            begin[s] = begin[s] + 1
-        for s in range(2, begin.shape[0]):
-            begin[s] = begin[s] + begin[s - 1]
-        for i in range(n_atoms):
-            s = slot[i] + 1
-            k = begin[s]
-            begin[s] = k + 1
-            order[k] = i
+    def sort(slot: wp.array(dtype=wp.int32), begin: wp.array(dtype=wp.int32), order: wp.array(dtype=wp.int32)):
+        sort_by_slot(slot, begin, order)
 
     @wp.kernel(module=module, enable_backward=False)
-    def place(
+    def put(
         offset: wp.int32,
         positions: wp.array(dtype=wp.vec3d),
         system: wp.array(dtype=wp.int32),
-        lattice: wp.array(dtype=wp.mat33d),
-        planes: wp.array(dtype=wp.mat33d),
-        bins: wp.array(dtype=wp.vec3i),
+        grids: wp.array(dtype=Grid),
         order: wp.array(dtype=wp.int32),
-        coordinates: wp.array2d(dtype=wp.float64),  # (3, n_atoms + LANES), wrapped, in the order of the slots
-        entry: wp.array(dtype=wp.vec4i),  # (n_atoms,), the atom and its whole cells, in the same order
+        coordinates: wp.array2d(dtype=wp.float64),
+        entry: wp.array(dtype=wp.vec4i),
     ):
-        k = offset + wp.tid()
-        i = order[k]
-        s = int(0)
-        if system.shape[0] > 0:
-            s = wp.clamp(system[i], 0, lattice.shape[0] - 1)
-        x = positions[i]
-        cells = fold(x, lattice[s], planes[s], bins[s])
-        m = wp.vec3i()
-        if wp.isfinite(x) and wp.max(wp.abs(cells)) <= wp.float64(wp.static(MOST_CELLS)):
-            m = wp.vec3i(wp.int32(cells[0]), wp.int32(cells[1]), wp.int32(cells[2]))
-            x = x - lattice_point(m, lattice[s])
-        else:
-            # found by nobody, finds nobody
-            x = wp.vec3d(wp.static(wp.float64(wp.nan)), wp.static(wp.float64(wp.nan)), wp.static(wp.float64(wp.nan)))
-        for a in range(3):
-            coordinates[a, k] = x[a]
-        entry[k] = wp.vec4i(i, m[0], m[1], m[2])
+        place(offset + wp.tid(), positions, system, grids, order, coordinates, entry)
+
+    @wp.kernel(module=module, enable_backward=False)
+    def prepare(
+        positions: wp.array(dtype=wp.vec3d),
+        cell: wp.array(dtype=wp.mat33d),
+        pbc: wp.array2d(dtype=wp.bool),
+        system: wp.array(dtype=wp.int32),
+        first_atom: wp.array(dtype=wp.int32),
+        cutoff: wp.float64,
+        method: wp.int32,
+        grids: wp.array(dtype=Grid),
+        slot: wp.array(dtype=wp.int32),
+        begin: wp.array(dtype=wp.int32),
+        order: wp.array(dtype=wp.int32),
+        coordinates: wp.array2d(dtype=wp.float64),
+        entry: wp.array(dtype=wp.vec4i),
+        fault: wp.array(dtype=wp.int32),
+    ):
+        n_atoms = positions.shape[0]
+        for s in range(grids.shape[0]):
+            grids[s] = layout(s, grids.shape[0], cell, pbc, first_atom, n_atoms, cutoff, method, fault)
+        for i in range(n_atoms):
+            slot[i] = slot_of(i, positions, system, first_atom, grids, fault)
+        sort_by_slot(slot, begin, order)
+        for k in range(n_atoms):
+            place(k, positions, system, grids, order, coordinates, entry)
 
     return {
         "describe": gather_only(describe),
         "locate": gather_only(locate),
         "sort": sort,
-        "place": gather_only(place),
+        "put": gather_only(put),
+        "prepare": prepare,
     }
 
 
@@ -400,4 +485,10 @@ def sort_atoms() -> Any:
 @kernel_variants(())
 def place_atoms() -> Any:
     """Kernel that wraps atoms into the cell and writes them in the order of their slots."""
-    return _kernels()["place"]
+    return _kernels()["put"]
+
+
+@kernel_variants(())
+def prepare_search() -> Any:
+    """Kernel for one CPU thread that does what the other four do."""
+    return _kernels()["prepare"]

@@ -9,21 +9,21 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.geometry import lattice_point
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 from nvalchemiops.neighbors.grid import (
-    BAD_TARGET,
     FARTHEST_BIN,
     LANES,
+    Grid,
     bin_coordinates,
-    slot_on_ring,
+    system_of,
 )
-from nvalchemiops.neighbors.rows import direction
 
 NOT_FINITE = 2**31 - 1
 """Count of an atom whose neighbors cannot be told: its position is not finite or too far away."""
 
-_BAD_TARGET = wp.constant(BAD_TARGET)
+ROWS_PER_THREAD = 16
+"""Rows that one task on a CPU goes through: what Warp does for each task costs as much as a tenth of a row."""
+
 _NOT_FINITE = wp.constant(NOT_FINITE)
 
 
@@ -36,39 +36,31 @@ def _compaction_table() -> str:
     return ",".join(entries)
 
 
-# Candidates begin .. end - 1 stand in a row in memory: vectors of LANES on a CPU, one for each lane of a warp on a GPU.
+# Bins are looked through in lines along x, image by image. The candidates of one line and image stand in a row in
+# memory (or in two, where the ring ends between them): vectors of LANES on a CPU, one for each lane of a warp on a GPU.
 # `found` counts; the first `room` are written, at `row` and on.
 _SCAN = f"""
     const double *x = coordinates.data;
     const double *y = x + coordinates.shape[1];
     const double *z = y + coordinates.shape[1];
     const int *atoms = reinterpret_cast<const int *>(entry.data);
+    const int *slots = begin.data + grid.ring[0];
+    const int last_slot = grid.ring[1] - 1;
+    const int bins = grid.bins[0];
+    const auto image_of = [](int number, int bins) {{
+        // most bins lie in the cell itself, and a division takes longer than all the rest
+        if (bins == 0 || (number >= 0 && number < bins)) return 0;
+        return number >= 0 ? number / bins : -((bins - 1 - number) / bins);
+    }};
     int *out_index = index.data ? index.data + row : nullptr;
     int *out_first = first.data ? first.data + row : nullptr;
     int *out_shift = shifts.data ? reinterpret_cast<int *>(shifts.data) + 3 * static_cast<long long>(row) : nullptr;
+    const int i = atoms[4 * k_i];
+    const double x_i = x[k_i], y_i = y[k_i], z_i = z[k_i];
+    int found = 0;
+    const double cutoff_squared = cutoff * cutoff;
 #if defined(__CUDA_ARCH__)
     const int lane = threadIdx.x & 31;
-    for (int base = begin; base < end; base += 32) {{
-        const int k = base + lane;
-        bool hit = false;
-        if (k < end && k != own && atoms[4 * k] >= lowest) {{
-            const double dx = (x[k] - x_i[0]) + image[0];
-            const double dy = (y[k] - x_i[1]) + image[1];
-            const double dz = (z[k] - x_i[2]) + image[2];
-            hit = dx * dx + dy * dy + dz * dz < cutoff_squared;
-        }}
-        const unsigned hits = __ballot_sync(0xffffffffu, hit);
-        const int slot = found + __popc(hits & ((1u << lane) - 1u));
-        if (hit && slot < room) {{
-            out_index[slot] = atoms[4 * k];
-            if (out_first) out_first[slot] = i;
-            if (out_shift) {{
-                int *at = out_shift + 3 * static_cast<long long>(slot);
-                for (int a = 0; a < 3; ++a) at[a] = shift[a] - atoms[4 * k + 1 + a];
-            }}
-        }}
-        found += __popc(hits);
-    }}
 #else
     static const unsigned long long lanes_of[{1 << LANES}] = {{{_compaction_table()}}};
     typedef double doubles __attribute__((ext_vector_type({LANES}), aligned(8)));
@@ -77,64 +69,149 @@ _SCAN = f"""
     typedef unsigned char bytes __attribute__((ext_vector_type({LANES})));
     const int most = 256;
     int hits[most + {LANES}];
-    for (int from = begin; from < end; from += most) {{
-        const int to = end - from < most ? end : from + most;
-        int n = 0;
-        for (int k = from; k < to; k += {LANES}) {{
-            const doubles dx = (*(const doubles *)(x + k) - x_i[0]) + image[0];
-            const doubles dy = (*(const doubles *)(y + k) - x_i[1]) + image[1];
-            const doubles dz = (*(const doubles *)(z + k) - x_i[2]) + image[2];
-            bools close = __builtin_convertvector(dx * dx + dy * dy + dz * dz < cutoff_squared, bools);
-            unsigned mask = *(unsigned char *)&close;
-            if (to - k < {LANES}) mask &= (1u << (to - k)) - 1u;
-            if (own >= k && own < k + {LANES}) mask &= ~(1u << (own - k));
-            if (lowest > 0)
-                for (int lane = 0; lane < {LANES}; ++lane)
-                    if ((mask >> lane & 1u) && atoms[4 * (k + lane)] < lowest) mask &= ~(1u << lane);
-            if (room > 0) *(ints *)(hits + n) = __builtin_convertvector(*(const bytes *)&lanes_of[mask], ints) + k;
-            n += __builtin_popcount(mask);
-        }}
-        const int write = n < room - found ? n : room - found;
-        for (int t = 0; t < write; ++t) out_index[found + t] = atoms[4 * hits[t]];
-        if (out_first)
-            for (int t = 0; t < write; ++t) out_first[found + t] = i;
-        if (out_shift) {{
-            int *at = out_shift + 3 * static_cast<long long>(found);
-            for (int t = 0; t < write; ++t, at += 3) {{
-                const int *m = atoms + 4 * hits[t];
-                at[0] = shift[0] - m[1];
-                at[1] = shift[1] - m[2];
-                at[2] = shift[2] - m[3];
-            }}
-        }}
-        found += n;
-    }}
+    // `about`: where the atom is, the image that is looked at, the square of the cutoff
+    const auto test = [](const double *x, const double *y, const double *z, int n, const double *about, int *hits,
+                         bool shifted) __attribute__((always_inline)) {{
+        int found = 0;
+        for (int k = 0; k < n; k += {LANES}) {{
+            doubles dx = *(const doubles *)(x + k) - about[0];
+            doubles dy = *(const doubles *)(y + k) - about[1];
+            doubles dz = *(const doubles *)(z + k) - about[2];
+            if (shifted) dx += about[3], dy += about[4], dz += about[5];
+#if defined(__FMA__) || defined(__aarch64__)
+            doubles squared = dx * dx;
+            squared = __builtin_elementwise_fma(dy, dy, squared);
+            squared = __builtin_elementwise_fma(dz, dz, squared);
+#else
+            const doubles squared = dx * dx + dy * dy + dz * dz;
 #endif
+            bools close = __builtin_convertvector(squared < about[6], bools);
+            unsigned mask = *(unsigned char *)&close;
+            if (n - k < {LANES}) mask &= (1u << (n - k)) - 1u;
+            if (hits) *(ints *)(hits + found) = __builtin_convertvector(*(const bytes *)&lanes_of[mask], ints) + k;
+            found += __builtin_popcount(mask);
+        }}
+        return found;
+    }};
+    // functions of their own, or the loops around them would take the registers away
+    const auto count_near = [test](const double *x, const double *y, const double *z, int n, const double *about,
+                                   bool shifted) __attribute__((noinline)) {{
+        return shifted ? test(x, y, z, n, about, nullptr, true) : test(x, y, z, n, about, nullptr, false);
+    }};
+    const auto list_near = [test](const double *x, const double *y, const double *z, int n, const double *about,
+                                  bool shifted, int *hits) __attribute__((noinline)) {{
+        return shifted ? test(x, y, z, n, about, hits, true) : test(x, y, z, n, about, hits, false);
+    }};
+#endif
+    for (int bin_z = low[2]; bin_z <= high[2]; ++bin_z)
+    for (int bin_y = low[1]; bin_y <= high[1]; ++bin_y)
+    for (int image_x = image_of(low[0], bins); image_x <= image_of(high[0], bins); ++image_x) {{
+        const int image_y = image_of(bin_y, grid.bins[1]), image_z = image_of(bin_z, grid.bins[2]);
+        const auto along = [&](int a) {{
+            return (image_y * grid.lattice.data[1][a] + image_z * grid.lattice.data[2][a])
+                + image_x * grid.lattice.data[0][a];
+        }};
+        const double t_x = along(0), t_y = along(1), t_z = along(2);
+        const int shift_x = cells[0] + image_x, shift_y = cells[1] + image_y, shift_z = cells[2] + image_z;
+        const int sign = image_x ? image_x : image_y ? image_y : image_z;
+        const int own = sign ? -1 : k_i;
+        const int lowest = half ? i + (sign <= 0) : 0;
+        int from_bin = low[0] - image_x * bins, to_bin = high[0] - image_x * bins;
+        if (bins > 0) {{
+            from_bin = from_bin > 0 ? from_bin : 0;
+            to_bin = to_bin < bins - 1 ? to_bin : bins - 1;
+        }}
+        // as slot_on_ring
+        const unsigned line = static_cast<unsigned>(grid.ring[2]) * (bin_y - image_y * grid.bins[1])
+            + static_cast<unsigned>(grid.ring[3]) * (bin_z - image_z * grid.bins[2]);
+        const int from_slot = static_cast<int>(line + from_bin) & last_slot;
+        const int to_slot = from_slot + (to_bin - from_bin);
+        for (int part = 0; part <= (to_slot > last_slot); ++part) {{
+            const int start = slots[part ? 0 : from_slot];
+            const int end = slots[(part ? to_slot - last_slot - 1 : to_slot < last_slot ? to_slot : last_slot) + 1];
+#if defined(__CUDA_ARCH__)
+            for (int base = start; base < end; base += 32) {{
+                const int k = base + lane;
+                bool hit = false;
+                if (k < end && k != own && atoms[4 * k] >= lowest) {{
+                    const double dx = (x[k] - x_i) + t_x, dy = (y[k] - y_i) + t_y, dz = (z[k] - z_i) + t_z;
+                    hit = dx * dx + dy * dy + dz * dz < cutoff_squared;
+                }}
+                const unsigned hits = __ballot_sync(0xffffffffu, hit);
+                const int slot = found + __popc(hits & ((1u << lane) - 1u));
+                if (hit && slot < room) {{
+                    out_index[slot] = atoms[4 * k];
+                    if (out_first) out_first[slot] = i;
+                    if (out_shift) {{
+                        int *at = out_shift + 3 * static_cast<long long>(slot);
+                        at[0] = shift_x - atoms[4 * k + 1];
+                        at[1] = shift_y - atoms[4 * k + 2];
+                        at[2] = shift_z - atoms[4 * k + 3];
+                    }}
+                }}
+                found += __popc(hits);
+            }}
+#else
+            const double about[7] = {{x_i, y_i, z_i, t_x, t_y, t_z, cutoff_squared}};
+            for (int from = start; from < end; from += most) {{
+                const int length = end - from < most ? end - from : most;
+                const bool with_self = own >= from && own < from + length;
+                int n;
+                if (room <= 0 && !half) {{
+                    n = count_near(x + from, y + from, z + from, length, about, sign);
+                    found += n - with_self;
+                    continue;
+                }}
+                n = list_near(x + from, y + from, z + from, length, about, sign, hits);
+                if (half || with_self) {{
+                    int kept = 0;
+                    for (int t = 0; t < n; ++t) {{
+                        hits[kept] = hits[t];
+                        kept += from + hits[t] != own && atoms[4 * (from + hits[t])] >= lowest;
+                    }}
+                    n = kept;
+                }}
+                const int write = n < room - found ? n : room - found;
+                for (int t = 0; t < write; ++t) out_index[found + t] = atoms[4 * (from + hits[t])];
+                if (out_first)
+                    for (int t = 0; t < write; ++t) out_first[found + t] = i;
+                if (out_shift) {{
+                    int *at = out_shift + 3 * static_cast<long long>(found);
+                    for (int t = 0; t < write; ++t, at += 3) {{
+                        const int *m = atoms + 4 * (from + hits[t]);
+                        at[0] = shift_x - m[1];
+                        at[1] = shift_y - m[2];
+                        at[2] = shift_z - m[3];
+                    }}
+                }}
+                found += n;
+            }}
+#endif
+        }}
+    }}
     return found;
 """
 
 
 @wp.func_native(_SCAN)
-def scan(  # type: ignore[empty-body]
+def search_around(  # type: ignore[empty-body]
+    k_i: wp.int32,
+    low: wp.vec3i,
+    high: wp.vec3i,
+    cells: wp.vec3i,
+    grid: Grid,
     coordinates: wp.array2d(dtype=wp.float64),
     entry: wp.array(dtype=wp.vec4i),
-    begin: wp.int32,
-    end: wp.int32,
-    own: wp.int32,
-    lowest: wp.int32,
-    i: wp.int32,
-    x_i: wp.vec3d,
-    image: wp.vec3d,
-    cutoff_squared: wp.float64,
-    shift: wp.vec3i,
+    begin: wp.array(dtype=wp.int32),
+    cutoff: wp.float64,
+    half: wp.int32,
     row: wp.int32,
     room: wp.int32,
-    found: wp.int32,
     index: wp.array(dtype=wp.int32),
     first: wp.array(dtype=wp.int32),
     shifts: wp.array(dtype=wp.vec3i),
 ) -> wp.int32:
-    """Look through candidates for neighbors of atom i, in one image; returns ``found`` with theirs added."""
+    """Look through bins ``low .. high`` for neighbors of the atom at ``k_i``, whose whole cells are ``cells``."""
     ...
 
 
@@ -162,21 +239,14 @@ def pad(
 
 
 @wp.func
-def image_of(number: wp.int32, bins: wp.int32):
-    """The image of the cell that bin ``number`` of an endless row of cells lies in."""
-    if bins == 0:
-        return 0
-    image = number / bins
-    if image * bins > number:
-        image -= 1
-    return image
-
-
-@wp.func
-def outermost_bin(u: wp.float64):
-    """Bin number of an end of a search, along any axis."""
+def outermost_bins(u: wp.vec3d):
+    """Bin numbers of an end of a search."""
     end = wp.float64(wp.static(FARTHEST_BIN))
-    return wp.int32(wp.clamp(wp.floor(u), -end, end))
+    return wp.vec3i(
+        wp.int32(wp.clamp(wp.floor(u[0]), -end, end)),
+        wp.int32(wp.clamp(wp.floor(u[1]), -end, end)),
+        wp.int32(wp.clamp(wp.floor(u[2]), -end, end)),
+    )
 
 
 @kernel_variants(())
@@ -190,15 +260,10 @@ def search_neighbors() -> Any:
         entry: wp.array(dtype=wp.vec4i),
         begin: wp.array(dtype=wp.int32),  # (n_slots + 1 or more,), where the atoms of each slot begin
         system: wp.array(dtype=wp.int32),  # (n_atoms,), or none: one system
-        lattice: wp.array(dtype=wp.mat33d),  # see grid.describe_systems
-        planes: wp.array(dtype=wp.mat33d),
-        reach: wp.array(dtype=wp.vec3d),
-        bins: wp.array(dtype=wp.vec3i),
-        ring: wp.array(dtype=wp.vec4i),
+        grids: wp.array(dtype=Grid),  # (n_systems,)
         cutoff: wp.float64,
         half: wp.int32,
-        targets: wp.array(dtype=wp.int32),  # (n_rows,), the atom of each row; or none: all atoms
-        rank: wp.array(dtype=wp.int32),  # (n_atoms,), where in the order each atom stands; with targets
+        target: wp.array(dtype=wp.int32),  # (n_rows,), place in the order of the atom of each row; or none: all atoms
         active: wp.array(dtype=wp.bool),  # (n_systems,), systems to search; or none: all
         row_begin: wp.array(dtype=wp.int32),  # (n_rows + 1,), or none: rows of equal width
         width: wp.int32,  # -1: count only
@@ -207,108 +272,61 @@ def search_neighbors() -> Any:
         index: wp.array(dtype=wp.int32),  # flat rows
         first: wp.array(dtype=wp.int32),  # the same length, gets the atom of the row; or none
         shifts: wp.array(dtype=wp.vec3i),  # the same length; or none
-        fault: wp.array(dtype=wp.int32),
+        rows_per_thread: wp.int32,
     ):
-        task, lane = wp.tid()
-        k = offset + task
-        row = k
-        if targets.shape[0] > 0:
-            target = targets[row]
-            if target < 0 or target >= entry.shape[0]:
-                # there may be no atom at all to read anything from
-                fault[_BAD_TARGET] = 1
-                if width > 0:
-                    pad(index, shifts, fill_value, row * width, (row + 1) * width)
-                if lane == 0 and count.shape[0] > 0:
-                    count[row] = _NOT_FINITE
-                return
-            k = rank[target]
-        else:
-            row = entry[k][0]
-        own = entry[k]
-        i = own[0]
-        s = int(0)
-        if system.shape[0] > 0:
-            s = wp.clamp(system[i], 0, lattice.shape[0] - 1)
-        if active.shape[0] > 0:  # noqa: SIM102 (Warp evaluates both sides of `and`)
-            if not active[s]:
-                return
-        start = row * width
-        room = wp.max(width, wp.int32(0))
-        if row_begin.shape[0] > 0:
-            start = row_begin[row]
-            room = row_begin[row + 1] - start
-
-        x_i = wp.vec3d(coordinates[0, k], coordinates[1, k], coordinates[2, k])
-        known = not wp.isnan(x_i[0])
-        found = int(0)
-        if known:
-            box = lattice[s]
-            n_bins = bins[s]
-            place = ring[s]
-            last_slot = place[1] - 1
-            u = bin_coordinates(x_i, planes[s], n_bins)
-            low_x = outermost_bin(u[0] - reach[s][0])
-            high_x = outermost_bin(u[0] + reach[s][0])
-            low_y = outermost_bin(u[1] - reach[s][1])
-            high_y = outermost_bin(u[1] + reach[s][1])
-            low_z = outermost_bin(u[2] - reach[s][2])
-            high_z = outermost_bin(u[2] + reach[s][2])
-            for z in range(low_z, high_z + 1):
-                image_z = image_of(z, n_bins[2])
-                for y in range(low_y, high_y + 1):
-                    image_y = image_of(y, n_bins[1])
-                    line = slot_on_ring(y - image_y * n_bins[1], z - image_z * n_bins[2], place)
-                    for image_x in range(image_of(low_x, n_bins[0]), image_of(high_x, n_bins[0]) + 1):
-                        from_x = low_x
-                        to_x = high_x
-                        if n_bins[0] > 0:
-                            from_x = wp.max(low_x - image_x * n_bins[0], 0)
-                            to_x = wp.min(high_x - image_x * n_bins[0], n_bins[0] - 1)
-                        shift = wp.vec3i(image_x, image_y, image_z)
-                        sign = direction(i, i, shift)
-                        itself = int(-1)
-                        if sign == 0:
-                            itself = k
-                        lowest = int(0)
-                        if half != 0:
-                            lowest = i
-                            if sign <= 0:
-                                lowest = i + 1
-                        # bins of a line stand side by side on the ring, which may end between them
-                        from_slot = (line + from_x) & last_slot
-                        to_slot = from_slot + (to_x - from_x)
-                        for part in range(2):
-                            a = from_slot
-                            b = wp.min(to_slot, last_slot)
-                            if part == 1:
-                                a = 0
-                                b = to_slot - last_slot - 1
-                            if b >= a:
-                                found = scan(
-                                    coordinates,
-                                    entry,
-                                    begin[place[0] + a],
-                                    begin[place[0] + b + 1],
-                                    itself,
-                                    lowest,
-                                    i,
-                                    x_i,
-                                    lattice_point(shift, box),
-                                    cutoff * cutoff,
-                                    shift + wp.vec3i(own[1], own[2], own[3]),
-                                    start,
-                                    room,
-                                    found,
-                                    index,
-                                    first,
-                                    shifts,
-                                )
-        if width > 0:
-            pad(index, shifts, fill_value, start + wp.min(wp.int32(found), room), start + width)
-        if not known:
-            found = _NOT_FINITE
-        if lane == 0 and count.shape[0] > 0:
-            count[row] = found
+        thread, lane = wp.tid()
+        n_rows = wp.where(target.shape[0] > 0, target.shape[0], entry.shape[0])
+        first_row = (offset + thread) * rows_per_thread
+        for task in range(first_row, wp.min(first_row + rows_per_thread, n_rows)):
+            k = task
+            if target.shape[0] > 0:
+                k = target[task]
+            row = task
+            i = int(-1)
+            s = int(0)
+            known = bool(False)
+            wanted = bool(True)
+            if k >= 0:  # -1: there is no such atom
+                i = entry[k][0]
+                if target.shape[0] == 0:
+                    row = i
+                s = system_of(i, system, grids.shape[0])
+                known = not wp.isnan(coordinates[0, k])
+                if active.shape[0] > 0:
+                    wanted = active[s]
+            start = row * width
+            room = wp.max(width, wp.int32(0))
+            if row_begin.shape[0] > 0:
+                start = row_begin[row]
+                room = row_begin[row + 1] - start
+            found = int(0)
+            if known and wanted:
+                grid = grids[s]
+                u = bin_coordinates(wp.vec3d(coordinates[0, k], coordinates[1, k], coordinates[2, k]), grid)
+                low = outermost_bins(u - grid.reach)
+                high = outermost_bins(u + grid.reach)
+                found = search_around(
+                    k,
+                    low,
+                    high,
+                    wp.vec3i(entry[k][1], entry[k][2], entry[k][3]),
+                    grid,
+                    coordinates,
+                    entry,
+                    begin,
+                    cutoff,
+                    half,
+                    start,
+                    room,
+                    index,
+                    first,
+                    shifts,
+                )
+            if width > 0 and wanted:
+                pad(index, shifts, fill_value, start + wp.min(wp.int32(found), room), start + width)
+            if not known:
+                found = _NOT_FINITE
+            if lane == 0 and wanted and count.shape[0] > 0:
+                count[row] = found
 
     return gather_only(search)

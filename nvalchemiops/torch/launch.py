@@ -1,6 +1,7 @@
 """Launch a Warp kernel on torch tensors: views by the kernel's own argument types, torch's current stream."""
 
 import functools
+import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -93,21 +94,30 @@ def describe(
     kernel: wp.Kernel, arguments: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None = None
 ) -> tuple[torch.device, list[Any]]:
     """Array descriptors for tensors, other arguments as they are; and the device of the tensors."""
-    expected = _parameters(kernel)
-    if len(arguments) != len(expected):
-        raise TypeError(f"kernel '{kernel.key}' takes {len(expected)} arguments, got {len(arguments)}")
+    parameters = _parameters(kernel)
+    if len(arguments) != len(parameters):
+        raise TypeError(f"kernel '{kernel.key}' takes {len(parameters)} arguments, got {len(arguments)}")
     device = None
-    descriptors = []
-    for position, value in enumerate(arguments):
+    descriptors: list[Any] = []
+    # inlined as far as it goes: a launch of a small kernel is nearly all of this loop
+    describe_tensor = core.descriptor_type().from_buffer_copy  # type: ignore[attr-defined]
+    for position, (value, expected) in enumerate(zip(arguments, parameters)):
         if not isinstance(value, torch.Tensor):
             descriptors.append(value)
             continue
-        if device is None:
+        if device != value.device:
+            if device is not None:
+                raise ValueError(f"`{expected.name}` is on {value.device}, but other arguments are on {device}")
             device = value.device
-        elif value.device != device:
-            raise ValueError(f"`{expected[position].name}` is on {value.device}, but other arguments are on {device}")
-        gradient = gradients[position] if gradients is not None else None
-        descriptors.append(_descriptor(value, kernel, expected[position], gradient))
+        if value.dtype is not expected.dtype or value.is_neg() or value._is_zerotensor():
+            descriptors.append(_unusual(value, kernel, expected))
+            continue
+        layout = expected.layouts.get((value.shape, value.stride()))
+        if layout is None:
+            layout = _layout(value, kernel, expected)
+        gradient = None if gradients is None else gradients[position]
+        addresses = _pack_addresses(value.data_ptr(), 0 if gradient is None else gradient.data_ptr())
+        descriptors.append(describe_tensor(addresses + layout))
     if device is None:
         raise TypeError(f"kernel '{kernel.key}' got no tensor, so its device is unknown")
     return device, descriptors
@@ -121,6 +131,7 @@ class _Expected(NamedTuple):
     dtype: torch.dtype | None
     inner: tuple[int, ...]
     ndim: int
+    layouts: dict[tuple[torch.Size, tuple[int, ...]], bytes]  # what a descriptor says of shape and strides
 
 
 @functools.cache
@@ -131,24 +142,34 @@ def _parameters(kernel: wp.Kernel) -> tuple[_Expected, ...]:
         kind: Any = argument.type
         element = getattr(kind, "dtype", None)
         if element is None or element is Any:
-            expected.append(_Expected(argument.label, element, None, (), 0))
+            expected.append(_Expected(argument.label, element, None, (), 0, {}))
         else:
             dtype = TORCH_DTYPES[scalar_type(element)]
-            expected.append(_Expected(argument.label, element, dtype, inner_shape(element), kind.ndim))
+            expected.append(_Expected(argument.label, element, dtype, inner_shape(element), kind.ndim, {}))
     return tuple(expected)
 
 
-def _descriptor(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected, gradient: torch.Tensor | None) -> Any:
+def _unusual(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> Any:
+    """The argument for a tensor that is no array of the declared dtype: for a generic kernel, or else an error."""
     if expected.element is None:
         raise TypeError(f"{_label(kernel, expected)}: the kernel expects a plain value here, not a tensor")
     refuse_lazy(tensor)
-    if expected.element is Any:
-        # a generic kernel picks its overload from the array's type, which a bare descriptor does not carry
-        if tensor.dtype not in _KERNEL_SCALARS:
-            raise TypeError(f"{_label(kernel, expected)}: dtype {tensor.dtype} has no Warp scalar type")
-        return wp.from_torch(tensor.detach(), dtype=_KERNEL_SCALARS[tensor.dtype])
-    if tensor.dtype is not expected.dtype:
+    if expected.element is not Any:
         raise TypeError(f"{_label(kernel, expected)}: expected dtype {expected.dtype}, got {tensor.dtype}")
+    # a generic kernel picks its overload from the array's type, which a bare descriptor does not carry
+    if tensor.dtype not in _KERNEL_SCALARS:
+        raise TypeError(f"{_label(kernel, expected)}: dtype {tensor.dtype} has no Warp scalar type")
+    return wp.from_torch(tensor.detach(), dtype=_KERNEL_SCALARS[tensor.dtype])
+
+
+KEPT_LAYOUTS = 64
+"""Layouts that are kept for each parameter of a kernel: most launches see the same few again and again."""
+
+_pack_addresses = struct.Struct("QQ").pack
+
+
+def _layout(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> bytes:
+    """A descriptor of ``tensor`` but for the two addresses, with which it begins."""
     try:
         shape, strides = outer_layout(tensor, expected.inner, expected.element)
     except ValueError as error:
@@ -157,8 +178,11 @@ def _descriptor(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected, gr
         raise ValueError(
             f"{_label(kernel, expected)}: expected {expected.ndim} array dimensions, got shape {tuple(tensor.shape)}"
         )
-    address = 0 if gradient is None else gradient.data_ptr()
-    return core.descriptor_type()(tensor.data_ptr(), address, len(shape), shape, strides)
+    descriptor = core.descriptor_type()(0, 0, len(shape), shape, strides)
+    if len(expected.layouts) >= KEPT_LAYOUTS:
+        expected.layouts.clear()
+    layout = expected.layouts[tensor.shape, tensor.stride()] = bytes(descriptor)[struct.calcsize("QQ") :]
+    return layout
 
 
 def _label(kernel: wp.Kernel, expected: _Expected) -> str:

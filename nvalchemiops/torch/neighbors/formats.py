@@ -167,8 +167,8 @@ def half_to_full(
     """Both directions of each pair of a half list.
 
     A half list holds of each pair the direction (i, j, S) with i < j, or i = j and the first non-zero entry of S
-    positive. The full list holds (j, i, -S) as well. In each of its rows the pairs that are new stand before those of
-    the half list; rows that are ordered by j, then S, remain so.
+    positive. The full list holds (j, i, -S) as well, and its rows are ordered by j, whatever the order of the half
+    list's. If that is ordered by j, then S, so is the full list.
 
     Parameters
     ----------
@@ -203,18 +203,16 @@ def half_to_full(
                 "i = j and the first non-zero entry of S positive. A full list needs no expanding"
             )
 
-    # The other directions come before their row's own ones, since their j is smaller. In a stable sort they stand in
-    # the order of the half list, so by j; only the images of one pair, now -S, are the wrong way round.
-    flipped = _flip_runs(neighbor_list)
-    i, j = neighbor_list.to(torch.int32)
-    row, order = torch.sort(torch.cat([j.index_select(0, flipped), i]), stable=True)
-    column = torch.cat([i.index_select(0, flipped), j]).index_select(0, order)
-    atoms = torch.arange(n_atoms + 1, dtype=torch.int32, device=row.device)
-    pairs, ptr = torch.stack([row, column]), torch.searchsorted(row, atoms, out_int32=True)
+    # reversed as a whole, so that a stable sort leaves -S of one pair ascending where S was
+    i, j = neighbor_list.to(torch.int64).unbind(0)
+    row, column = torch.cat([j.flip(0), i]), torch.cat([i.flip(0), j])
+    order = torch.sort(row * n_atoms + column, stable=True).indices
+    pairs = torch.stack([row, column]).to(torch.int32).index_select(1, order)
+    atoms = torch.arange(n_atoms + 1, dtype=torch.int32, device=pairs.device)
+    ptr = torch.searchsorted(pairs[0].contiguous(), atoms, out_int32=True)
     if shifts is None:
         return pairs, ptr
-    images = torch.cat([-shifts.index_select(0, flipped), shifts]).to(torch.int32)
-    return pairs, ptr, images.index_select(0, order)
+    return pairs, ptr, torch.cat([-shifts.flip(0), shifts]).to(torch.int32).index_select(0, order)
 
 
 def full_to_half(
@@ -345,6 +343,7 @@ def list_geometry(
 
     Differentiable in ``positions`` and ``cell`` to any order. The derivatives of a distance of zero (atoms on top of
     each other) are zero.
+    On a GPU torch sums gradients in no fixed order unless ``torch.use_deterministic_algorithms`` is on.
 
     Parameters
     ----------
@@ -378,15 +377,17 @@ def list_geometry(
     _check_indices("neighbor_list", neighbor_list, (2, None), positions)
     if shifts is not None:
         _check_indices("shifts", shifts, (neighbor_list.shape[1], 3), positions)
-    i, j = neighbor_list.unbind(0)
+    # gradients are summed with these indices, which torch does ten times faster on the CPU if they are int64
+    i, j = neighbor_list.to(torch.int64).unbind(0)
     if target_indices is not None:
         _check_indices("target_indices", target_indices, (None,), positions)
-        i = target_indices.index_select(0, i)
+        i = target_indices.to(torch.int64).index_select(0, i)
     lattice = _lattice(positions, shifts, cell, batch_idx)
     vectors = positions.index_select(0, j) - positions.index_select(0, i)
     if shifts is not None and lattice is not None:
-        system = None if batch_idx is None or lattice.shape[0] == 1 else batch_idx.index_select(0, i)
-        vectors = vectors + _lattice_points(shifts, [_rows(lattice, axis, system) for axis in range(3)])
+        system = None if batch_idx is None or lattice.shape[0] == 1 else batch_idx.to(torch.int64).index_select(0, i)
+        rows = [_rows(lattice, axis, system) for axis in range(3)]
+        vectors = _displaced(vectors, shifts, rows, _is_complete(lattice))
     return _length(vectors), vectors
 
 
@@ -462,14 +463,18 @@ def matrix_geometry(
         x_i = positions
     else:
         own = target_indices.to(neighbor_matrix.dtype)
-        x_i = positions.index_select(0, own)
-    j = torch.where(occupied, neighbor_matrix, own.unsqueeze(1))
-    vectors = positions.index_select(0, j.reshape(-1)).reshape(n_rows, width, 3) - x_i.unsqueeze(1)
+        x_i = positions.index_select(0, own.to(torch.int64))
+    # int64, since torch sums gradients ten times faster with it on the CPU
+    j = torch.where(occupied, neighbor_matrix, own.unsqueeze(1)).reshape(-1).to(torch.int64)
+    vectors = positions.index_select(0, j).reshape(n_rows, width, 3) - x_i.unsqueeze(1)
     if shifts is not None and lattice is not None:
-        system = None if batch_idx is None or lattice.shape[0] == 1 else batch_idx.index_select(0, own)
+        system = None
+        if batch_idx is not None and lattice.shape[0] != 1:
+            system = batch_idx.to(torch.int64).index_select(0, own)
         rows = [_rows(lattice, axis, system).unsqueeze(-2) for axis in range(3)]
-        vectors = vectors + _lattice_points(torch.where(occupied.unsqueeze(-1), shifts, 0), rows)
-    vectors = torch.where(occupied.unsqueeze(-1), vectors, 0.0)
+        vectors = _displaced(vectors, shifts, rows, _is_complete(lattice))
+    # also where the atom's own position is not known, and where old shifts stand behind the count
+    vectors = vectors.masked_fill(~occupied.unsqueeze(-1), 0.0)
     return _length(vectors), vectors
 
 
@@ -503,21 +508,32 @@ def _rows(cell: torch.Tensor, axis: int, system: torch.Tensor | None) -> torch.T
     return cell[:, axis] if system is None else cell[:, axis].index_select(0, system)
 
 
-def _lattice_points(shifts: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``S @ cell`` where what is not shifted does not read the cell, which may be NaN there.
+def _displaced(
+    vectors: torch.Tensor, shifts: torch.Tensor, rows: Sequence[torch.Tensor], complete: bool
+) -> torch.Tensor:
+    """``vectors + S @ cell``; unless the cell is complete, what is not shifted does not read it: it may be NaN there.
 
-    Written out: a matrix product might be rounded to TF32, and would multiply NaN by zero.
+    Written out, since a matrix product might be rounded to TF32, and ``addcmul`` is rounded in one way or another.
+    Either way of reading the cell gives the same bits.
     """
-    points = torch.zeros((), dtype=rows[0].dtype, device=rows[0].device)
     for axis, row in enumerate(rows):
         count = shifts[..., axis, None]
-        points = points + torch.where(count != 0, count.to(row.dtype) * row, 0.0)
-    return points
+        part = count.to(row.dtype) * row
+        vectors = vectors + (part if complete else torch.where(count != 0, part, 0.0))
+    return vectors
+
+
+def _is_complete(cell: torch.Tensor) -> bool:
+    """Whether the cell is known to be finite, which saves work. Looks only where that costs no wait."""
+    if cell.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return bool(torch.isfinite(cell).all())
 
 
 def _length(vectors: torch.Tensor) -> torch.Tensor:
     """Euclidean length, whose derivatives are zero where it is zero."""
-    square = vectors.square().sum(-1)
+    x, y, z = vectors.unbind(-1)
+    square = x * x + y * y + z * z
     is_zero = square == 0.0
     # the inner choice keeps the infinite slope of the root out of the gradient, the outer one restores the value
     return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, square).sqrt())
@@ -549,19 +565,6 @@ def _direction(neighbor_list: torch.Tensor, shifts: torch.Tensor | None) -> torc
         for component in shifts.unbind(1):
             sign = torch.where(sign == 0, component.sign().to(torch.int8), sign)
     return sign
-
-
-def _flip_runs(neighbor_list: torch.Tensor) -> torch.Tensor:
-    """The permutation of the pairs that reverses each run of equal (i, j)."""
-    n_pairs = neighbor_list.shape[1]
-    place = torch.arange(n_pairs, device=neighbor_list.device)
-    if n_pairs < 2:
-        return place
-    new = (neighbor_list[:, 1:] != neighbor_list[:, :-1]).any(0)
-    edge = new.new_ones(1)
-    first = torch.where(torch.cat([edge, new]), place, 0).cummax(0).values
-    last = torch.where(torch.cat([new, edge]), place, n_pairs).flip(0).cummin(0).values.flip(0)
-    return first + last - place
 
 
 def _number_of_each(keys: Sequence[torch.Tensor]) -> torch.Tensor:

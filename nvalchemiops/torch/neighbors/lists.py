@@ -569,7 +569,7 @@ def _build(
                 raise_overflow(count, width, query)
         results = (matrix, count)
         if form.as_list:
-            pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, count, shifts, fill_value=fill_value)
+            pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, count, shifts)
             shifts = rest[0] if rest else None
             if rows is not None:
                 pairs = torch.stack([rows.to(torch.int32)[pairs[0].long()], pairs[1]])

@@ -9,10 +9,11 @@ import torch
 import warp as wp
 
 from nvalchemiops.neighbors import NeighborOverflowError, grid
-from nvalchemiops.neighbors.search import NOT_FINITE, search_neighbors
+from nvalchemiops.neighbors.search import NOT_FINITE, ROWS_PER_THREAD, search_neighbors
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.memory import new_empty
+from nvalchemiops.types import inner_shape
 
 MAX_SLOTS = 2**31 - 1
 """Entries that a list may have: rows are addressed with int32."""
@@ -56,15 +57,10 @@ class _Binned(NamedTuple):
     entry: torch.Tensor
     begin: torch.Tensor
     system: torch.Tensor
-    lattice: torch.Tensor
-    planes: torch.Tensor
-    reach: torch.Tensor
-    bins: torch.Tensor
-    ring: torch.Tensor
+    grids: torch.Tensor
     cutoff: float
     half: int
-    targets: torch.Tensor
-    rank: torch.Tensor
+    target: torch.Tensor
     active: torch.Tensor
 
 
@@ -77,9 +73,8 @@ class _Search:
         self.device = query.positions.device
         self.nothing = self._new(0)
         self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device=self.device)
-        targets = self.nothing if query.target_indices is None else query.target_indices.to(torch.int32)
-        self.n_rows = query.positions.shape[0] if query.target_indices is None else targets.shape[0]
-        self.binned = self._bin(targets, *self._systems(may_wait))
+        self.n_rows = (query.positions if query.target_indices is None else query.target_indices).shape[0]
+        self.binned = self._bin(*self._systems(may_wait))
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -111,56 +106,59 @@ class _Search:
         numbers = torch.arange(n_systems + 1, dtype=torch.int32, device=self.device)
         return system, torch.searchsorted(system, numbers, out_int32=True)
 
-    def _bin(self, targets: torch.Tensor, system: torch.Tensor, first_atom: torch.Tensor) -> _Binned:
+    def _bin(self, system: torch.Tensor, first_atom: torch.Tensor) -> _Binned:
         query = self.query
         positions = query.positions.to(torch.float64)
         n_atoms, n_systems = positions.shape[0], first_atom.shape[0] - 1
         float64 = torch.float64
         cell = positions.new_empty((0, 3, 3)) if query.cell is None else query.cell.to(float64).reshape(-1, 3, 3)
         pbc = self._new(0, 3, dtype=torch.bool) if query.pbc is None else query.pbc.reshape(-1, 3)
-        layout = (
-            self._new(n_systems, 3, 3, dtype=float64),  # lattice
-            self._new(n_systems, 3, 3, dtype=float64),  # planes
-            self._new(n_systems, 3, dtype=float64),  # reach
-            self._new(n_systems, 3),  # bins
-            self._new(n_systems, 4),  # ring
-        )
-        lattice, planes, _, bins, ring = layout
-        launch(
-            grid.describe_systems(),
-            n_systems,
-            [cell.contiguous(), pbc.contiguous(), first_atom, n_atoms, query.cutoff, query.method],
-            [*layout, self.fault],
-        )
-        slot = self._new(n_atoms)
-        launch(
-            grid.locate_atoms(),
-            n_atoms,
-            [positions, system, first_atom, lattice, planes, bins, ring],
-            [slot, self.fault],
-        )
+        cell, pbc = cell.contiguous(), pbc.contiguous()
         n_slots = grid.ring_slots(n_atoms, n_systems, query.method)
+        grids = self._new(n_systems, *inner_shape(grid.Grid), dtype=torch.uint8)
+        slot = self._new(n_atoms)
+        coordinates = self._new(3, n_atoms + grid.LANES, dtype=float64)
+        entry = self._new(n_atoms, 4)
         if self.device.type == "cpu":
             order = self._new(n_atoms)
             begin = torch.zeros(n_slots + 2, dtype=torch.int32)
-            launch(grid.sort_atoms(), 1, [slot], [begin, order])
-        else:
-            slot, order = torch.sort(slot, stable=True)
-            order = order.to(torch.int32)
-            begin = torch.searchsorted(
-                slot, torch.arange(n_slots + 1, dtype=torch.int32, device=self.device), out_int32=True
+        if self.device.type == "cpu" and n_atoms <= grid.SERIAL:
+            launch(
+                grid.prepare_search(),
+                1,
+                [positions, cell, pbc, system, first_atom, query.cutoff, query.method],
+                [grids, slot, begin, order, coordinates, entry, self.fault],
             )
-        coordinates = self._new(3, n_atoms + grid.LANES, dtype=float64)
-        entry = self._new(n_atoms, 4)
-        launch(grid.place_atoms(), n_atoms, [positions, system, lattice, planes, bins, order], [coordinates, entry])
-        rank = self.nothing
-        if query.target_indices is not None:
-            rank = self._new(n_atoms)
-            rank[order.long()] = torch.arange(n_atoms, dtype=torch.int32, device=self.device)
+        else:
+            launch(
+                grid.describe_systems(),
+                n_systems,
+                [cell, pbc, first_atom, n_atoms, query.cutoff, query.method],
+                [grids, self.fault],
+            )
+            launch(grid.locate_atoms(), n_atoms, [positions, system, first_atom, grids], [slot, self.fault])
+            if self.device.type == "cpu":
+                launch(grid.sort_atoms(), 1, [slot], [begin, order])
+            else:
+                slot, order = torch.sort(slot, stable=True)
+                order = order.to(torch.int32)
+                numbers = torch.arange(n_slots + 1, dtype=torch.int32, device=self.device)
+                begin = torch.searchsorted(slot, numbers, out_int32=True)
+            launch(grid.place_atoms(), n_atoms, [positions, system, grids, order], [coordinates, entry])
+        target = self.nothing if query.target_indices is None else self._places(query.target_indices, order)
         active = self.rebuild_flags
         if active is None:
             active = self._new(0, dtype=torch.bool)
-        return _Binned(coordinates, entry, begin, system, *layout, query.cutoff, int(query.half), targets, rank, active)
+        return _Binned(coordinates, entry, begin, system, grids, query.cutoff, int(query.half), target, active)
+
+    def _places(self, atoms: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """Where in ``order`` the given atoms stand, -1 for what is no atom."""
+        n_atoms = order.shape[0]
+        known = (atoms >= 0) & (atoms < n_atoms)
+        self.fault[grid.BAD_TARGET] |= ~known.all()
+        rank = self._new(n_atoms + 1)  # one more, so that there is something to read even without atoms
+        rank[order.long()] = torch.arange(n_atoms, dtype=torch.int32, device=self.device)
+        return torch.where(known, rank[torch.where(known, atoms, n_atoms).long()], -1)
 
     def run(
         self,
@@ -175,16 +173,17 @@ class _Search:
     ) -> None:
         """Count neighbors, and write them to rows if there are rows."""
         nothing = self.nothing
+        rows_per_thread = ROWS_PER_THREAD if self.device.type == "cpu" else 1
         launch(
             search_neighbors(),
-            self.n_rows,
+            -(-self.n_rows // rows_per_thread),
             [*self.binned, nothing if row_begin is None else row_begin, width, fill_value],
             [
                 nothing if count is None else count,
                 nothing if index is None else index,
                 nothing if first is None else first,
                 nothing.reshape(0, 3) if shifts is None else shifts,
-                self.fault,
+                rows_per_thread,
             ],
             lanes=SEARCH_LANES,
         )

@@ -1,15 +1,19 @@
 """`VerletList`: a neighbor list for dynamics and relaxations, searched for anew only when it must be."""
 
+import contextlib
 import math
 import operator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
 from nvalchemiops.torch.neighbors.eager import eager
-from nvalchemiops.torch.neighbors.formats import NO_NEIGHBOR, get_neighbor_list_from_neighbor_matrix
+from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
 from nvalchemiops.torch.neighbors.rebuild_detection import (
     batch_neighbor_list_needs_rebuild,
     neighbor_list_needs_rebuild,
@@ -30,9 +34,13 @@ class _Systems(NamedTuple):
     batch_idx: torch.Tensor | None
     batch_ptr: torch.Tensor | None
 
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "_Systems":
+        """The result of ``function`` for each tensor."""
+        return _Systems(function(self.positions), *(None if t is None else function(t) for t in self[1:]))
+
     def form(self) -> tuple[Any, ...]:
         """Shapes, dtypes and devices: where they differ, no list can be kept."""
-        return tuple(None if t is None else (t.shape, t.dtype, t.device) for t in self)
+        return tuple((t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else t for t in self)
 
 
 class _Kept(NamedTuple):
@@ -173,11 +181,13 @@ class VerletList:
             As in `neighbor_list`. The list that is kept stays what it was.
         """
         self.num_calls += 1
+        if not isinstance(positions, torch.Tensor):
+            raise TypeError(f"`positions` must be a torch.Tensor, got {type(positions).__name__}")
+        if pbc is not None and not isinstance(pbc, torch.Tensor):
+            pbc = torch.as_tensor(pbc, device=positions.device)
+        given = _Systems(positions, cell, pbc, batch_idx, batch_ptr).map(_plain)
         # an inference tensor could not be saved for a backward pass later on
-        with torch.no_grad(), torch.inference_mode(False), torch._C._DisableFuncTorch():
-            if pbc is not None and not isinstance(pbc, torch.Tensor):
-                pbc = torch.as_tensor(pbc, device=getattr(positions, "device", None))
-            given = _Systems(*(_plain(t) for t in (positions, cell, pbc, batch_idx, batch_ptr)))
+        with torch.no_grad(), torch.inference_mode(False), _outside_of_transforms():
             kept, flags = self._kept, None
             if kept is not None and given.form() == kept.systems.form():
                 flags = _stale(kept, given, self.skin / 2.0)
@@ -195,33 +205,30 @@ class VerletList:
         """The list of the flagged systems, or of all."""
         rows = self._search(given, flags)
         if flags is None:
-            systems = _Systems(*(None if t is None else t.clone() for t in given))
+            systems = given.map(torch.clone)
             system, n_systems = _numbering(systems)
             self.rebuilt = torch.ones(n_systems, dtype=torch.bool, device=given.positions.device)
         else:
             assert self._kept is not None
             old, system, n_systems, *_ = self._kept
-            cell, pbc = given.cell, given.pbc
-            positions = torch.where(_of_atoms(flags, system, n_systems), given.positions, old.positions)
-            # one cell for all flags all systems, so here there is one for each, or it has not changed
-            if cell is not None:
-                cell = torch.where(flags.reshape(-1, 1, 1), cell, old.cell) if _each(cell, 3, n_systems) else old.cell
-            if pbc is not None:
-                pbc = torch.where(flags.reshape(-1, 1), pbc, old.pbc) if _each(pbc, 2, n_systems) else old.pbc
-            systems = _Systems(positions, cell, pbc, old.batch_idx, old.batch_ptr)
+            assert system is not None  # flags are given for some systems of several
+            positions = torch.where(flags.index_select(0, system).unsqueeze(-1), given.positions, old.positions)
+            # cells and pbc of the others are the same as before, except for lattice vectors along open axes
+            now = given.map(torch.clone)
+            systems = _Systems(positions, now.cell, now.pbc, old.batch_idx, old.batch_ptr)
             self.rebuilt = flags
         result = rows
         if self.return_neighbor_list:
-            result = get_neighbor_list_from_neighbor_matrix(*rows)
+            # the counts alone decide: the caller's padding may be the number of an atom
+            matrix, counts, *shifts = rows
+            result = get_neighbor_list_from_neighbor_matrix(matrix, counts, shifts[0] if shifts else None)
         return _Kept(systems, system, n_systems, rows, result)
 
     def _search(self, given: _Systems, flags: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """New rows for the flagged systems beside copies of the old ones, or for all. Widens the matrix as needed."""
         from nvalchemiops.torch.neighbors import neighbor_list  # which imports this module
 
-        # in a list of pairs nothing is padding, whatever number the caller has for it
-        fill_value = NO_NEIGHBOR if self.return_neighbor_list else self.fill_value
-        padding = given.positions.shape[0] if fill_value is None else fill_value
+        padding = given.positions.shape[0] if self.fill_value is None else self.fill_value
         width = ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors
         while True:
             options: dict[str, Any] = {"max_neighbors": width}
@@ -238,7 +245,7 @@ class VerletList:
                     given.batch_idx,
                     given.batch_ptr,
                     half_fill=self.half_fill,
-                    fill_value=fill_value,
+                    fill_value=padding,
                     method=self.method,
                     **options,
                 )
@@ -297,15 +304,6 @@ def _numbering(systems: _Systems) -> tuple[torch.Tensor | None, int]:
     return batch_idx.to(torch.int64), n_systems
 
 
-def _of_atoms(flags: torch.Tensor, system: torch.Tensor | None, n_systems: int) -> torch.Tensor:
-    """Flags of systems as a column of atoms."""
-    return (flags if system is None or n_systems == 1 else flags.index_select(0, system)).unsqueeze(-1)
-
-
-def _each(tensor: torch.Tensor, ndim: int, n_systems: int) -> bool:
-    return tensor.ndim == ndim and tensor.shape[0] == n_systems
-
-
 def _widened(rows: tuple[torch.Tensor, ...], width: int, padding: int) -> list[torch.Tensor]:
     """Copies of matrix, counts and shifts with ``width`` columns."""
     matrix, counts, *shifts = rows
@@ -318,11 +316,27 @@ def _widened(rows: tuple[torch.Tensor, ...], width: int, padding: int) -> list[t
     return copies
 
 
-def _plain(tensor: torch.Tensor | None) -> torch.Tensor | None:
+@contextlib.contextmanager
+def _outside_of_transforms() -> Iterator[None]:
+    """As if no ``torch.func`` transform and no forward mode were on: ops that write in place refuse to run in them."""
+    level = forward_ad._current_level
+    forward_ad._current_level = -1
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        forward_ad._current_level = level
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its graph, and out of the wrappers of ``torch.func.grad`` and its like."""
-    while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_gradtrackingtensor(tensor):
+    if not isinstance(tensor, torch.Tensor):
+        return tensor  # `neighbor_list` says what is wrong
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor.detach() if isinstance(tensor, torch.Tensor) else tensor
+    if torch._C._functorch.is_batchedtensor(tensor):
+        raise ValueError("`VerletList` does not work under torch.func.vmap: give the mapped systems as one batch")
+    return tensor.detach()
 
 
 def _number(name: str, value: Any) -> float:

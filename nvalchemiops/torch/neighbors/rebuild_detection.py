@@ -1,0 +1,322 @@
+"""Is a neighbor list still good? Tests whether atoms moved further than the skin of the list allows.
+
+A list that was built with ``cutoff + skin`` holds all pairs closer than ``cutoff`` as long as no atom moved further
+than ``skin / 2``. So pass that as ``skin_distance_threshold``, and rebuild the systems for which the answer is True.
+`VerletList` does so by itself.
+
+**The displacement is that of the coordinates as given.** A list's shifts S belong to these coordinates: the neighbor
+is at ``x_j + S @ cell``. If an atom leaves the cell on one side and is put back on the other, it hardly moved, but the
+shifts of its pairs are off by one: the list is stale. The smallest displacement over all images would call it good,
+and forces would be wrong from then on. So ``cell``, ``cell_inv`` and ``pbc`` are accepted and their shapes are checked,
+but they do not soften the test. To be spared a rebuild at every fold, do not wrap positions between rebuilds: the
+lists and all operators of this library take positions anywhere.
+
+A changed cell makes every list stale as well, which positions do not show: compare the cell yourself, or use
+`VerletList`.
+
+Nothing here waits for a GPU, except where stated.
+"""
+
+import math
+from typing import Any
+
+import torch
+
+__all__ = [
+    "batch_cell_list_needs_rebuild",
+    "batch_neighbor_list_needs_rebuild",
+    "cell_list_needs_rebuild",
+    "check_cell_list_rebuild_needed",
+    "check_neighbor_list_rebuild_needed",
+    "neighbor_list_needs_rebuild",
+]
+
+
+def neighbor_list_needs_rebuild(
+    reference_positions: torch.Tensor,
+    current_positions: torch.Tensor,
+    skin_distance_threshold: float,
+    update_reference_positions: bool = False,
+    cell: torch.Tensor | None = None,
+    cell_inv: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Whether some atom is further than the threshold from where it was when the list was built.
+
+    Parameters
+    ----------
+    reference_positions : (n_atoms, 3) tensor, float32 or float64, length
+        Positions that the list was built from. A copy: a tensor that the integrator moves shows no displacement.
+    current_positions : (n_atoms, 3) tensor of the same dtype, length
+        Not folded since then, or the answer is True (see above).
+    skin_distance_threshold : float, length, not negative
+        Half of the skin. With zero every change counts.
+    update_reference_positions : bool, optional
+        Copy the current positions into ``reference_positions``, in place, if the answer is True.
+    cell, cell_inv : (3, 3) or (1, 3, 3) tensor, optional
+        Checked, but without effect (see above).
+    pbc : (3,) or (1, 3) bool tensor, optional
+        Likewise.
+
+    Returns
+    -------
+    (1,) bool tensor
+        True also if a position is NaN or infinite, so that the build that follows can report it. Not differentiable.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    _check_pair(reference_positions, current_positions)
+    threshold = _check_threshold(skin_distance_threshold)
+    _check_lattice(cell, cell_inv, pbc, current_positions, 1)
+    stale = _moved(reference_positions, current_positions, threshold).any().reshape(1)
+    if update_reference_positions:
+        _update(reference_positions, current_positions, stale)
+    return stale
+
+
+def check_neighbor_list_rebuild_needed(
+    reference_positions: torch.Tensor,
+    current_positions: torch.Tensor,
+    skin_distance_threshold: float,
+    update_reference_positions: bool = False,
+    cell: torch.Tensor | None = None,
+    cell_inv: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`neighbor_list_needs_rebuild` under another name that clients use; also a (1,) bool tensor."""
+    return neighbor_list_needs_rebuild(
+        reference_positions, current_positions, skin_distance_threshold, update_reference_positions, cell, cell_inv, pbc
+    )
+
+
+def batch_neighbor_list_needs_rebuild(
+    reference_positions: torch.Tensor,
+    current_positions: torch.Tensor,
+    batch_idx: torch.Tensor,
+    skin_distance_threshold: float,
+    update_reference_positions: bool = False,
+    cell: torch.Tensor | None = None,
+    cell_inv: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+    *,
+    num_systems: int | None = None,
+) -> torch.Tensor:
+    """For each system, whether some atom is further than the threshold from where it was when the list was built.
+
+    Parameters
+    ----------
+    reference_positions, current_positions, skin_distance_threshold
+        As for `neighbor_list_needs_rebuild`.
+    batch_idx : (n_atoms,) int32 tensor
+        System of each atom, in any order.
+    update_reference_positions : bool, optional
+        Copy the current positions of those systems whose answer is True into ``reference_positions``, in place.
+    cell, cell_inv : (3, 3) or (n_systems, 3, 3) tensor, optional
+        Checked, but without effect (see above), except that they tell the number of systems. A single one is that of
+        all systems.
+    pbc : (3,) or (n_systems, 3) bool tensor, optional
+        Likewise.
+    num_systems : int, optional
+        Number of systems. By default what ``cell``, ``cell_inv`` or ``pbc`` tell, and without these the largest entry
+        of ``batch_idx`` plus one, for which a GPU is waited for.
+
+    Returns
+    -------
+    (n_systems,) bool tensor
+        The result is that of `neighbor_list_needs_rebuild` for each system by itself; False for one without atoms.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; compiled also: no argument tells the number of systems. An entry of
+        ``batch_idx`` outside of the systems (on a GPU a device-side assertion).
+    """
+    _check_pair(reference_positions, current_positions)
+    threshold = _check_threshold(skin_distance_threshold)
+    _check_batch_idx(batch_idx, current_positions)
+    n_systems = _number_of_systems(batch_idx, cell, cell_inv, pbc, num_systems)
+    _check_lattice(cell, cell_inv, pbc, current_positions, n_systems)
+    system = batch_idx.to(torch.int64)
+    moved = _moved(reference_positions, current_positions, threshold)
+    # a maximum of integers does not depend on the order in which threads arrive
+    worst = torch.zeros(n_systems, dtype=torch.int32, device=system.device)
+    stale = worst.scatter_reduce(0, system, moved.to(torch.int32), "amax") > 0
+    if update_reference_positions:
+        _update(reference_positions, current_positions, stale.index_select(0, system))
+    return stale
+
+
+def cell_list_needs_rebuild(current_positions: torch.Tensor, cell: torch.Tensor, pbc: torch.Tensor) -> torch.Tensor:
+    """Whether the bins of an earlier cell list cannot be used again: always True.
+
+    This library keeps no bins between two calls, so there is never an old cell list that is still good. Clients that
+    ask get the answer that makes them build one.
+
+    Parameters
+    ----------
+    current_positions : (n_atoms, 3) tensor, float32 or float64, length
+    cell : (3, 3) or (1, 3, 3) tensor, length
+    pbc : (3,) or (1, 3) bool tensor
+
+    Returns
+    -------
+    (1,) bool tensor
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    _check_positions("current_positions", current_positions)
+    _check_lattice(cell, None, pbc, current_positions, 1, required=True)
+    return torch.ones(1, dtype=torch.bool, device=current_positions.device)
+
+
+def check_cell_list_rebuild_needed(current_positions: torch.Tensor, cell: torch.Tensor, pbc: torch.Tensor) -> bool:
+    """`cell_list_needs_rebuild` as a Python bool: always True, after the same checks."""
+    cell_list_needs_rebuild(current_positions, cell, pbc)
+    return True
+
+
+def batch_cell_list_needs_rebuild(
+    current_positions: torch.Tensor, batch_idx: torch.Tensor, cell: torch.Tensor, pbc: torch.Tensor
+) -> torch.Tensor:
+    """For each system, whether the bins of an earlier cell list cannot be used again: always True.
+
+    See `cell_list_needs_rebuild`.
+
+    Parameters
+    ----------
+    current_positions : (n_atoms, 3) tensor, float32 or float64, length
+    batch_idx : (n_atoms,) int32 tensor
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    pbc : (3,) or (n_systems, 3) bool tensor
+
+    Returns
+    -------
+    (n_systems,) bool tensor
+        If neither ``cell`` nor ``pbc`` tells n_systems, it is the largest entry of ``batch_idx`` plus one, for which a
+        GPU is waited for.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    _check_positions("current_positions", current_positions)
+    _check_batch_idx(batch_idx, current_positions)
+    n_systems = _number_of_systems(batch_idx, cell, None, pbc, None)
+    _check_lattice(cell, None, pbc, current_positions, n_systems, required=True)
+    return torch.ones(n_systems, dtype=torch.bool, device=current_positions.device)
+
+
+def _moved(reference: torch.Tensor, current: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Which atoms (n_atoms,) are further than the threshold from their reference."""
+    with torch.no_grad():
+        if threshold == 0.0:
+            # the square of a tiny displacement would vanish; an infinite position has moved, wherever it was
+            return ((current != reference) | ~torch.isfinite(current)).any(1)
+        # in float64, so that the square of what float32 holds neither vanishes nor overflows
+        displacement = (current.to(torch.float64) - reference.to(torch.float64)).square().sum(1).sqrt()
+        # not `>`: what is NaN has moved
+        return ~(displacement <= threshold)
+
+
+def _update(reference: torch.Tensor, current: torch.Tensor, stale: torch.Tensor) -> None:
+    with torch.no_grad():
+        reference.copy_(torch.where(stale.unsqueeze(-1), current, reference))
+
+
+def _number_of_systems(batch_idx: torch.Tensor, cell: Any, cell_inv: Any, pbc: Any, given: int | None) -> int:
+    if given is not None and given < 0:
+        raise ValueError(f"`num_systems` must not be negative, got {given}")
+    shapes = [t.shape[0] for t, ndim in ((cell, 3), (cell_inv, 3), (pbc, 2)) if getattr(t, "ndim", None) == ndim]
+    several = [size for size in shapes if size != 1]
+    told = given if given is not None else several[0] if several else None
+    if torch.compiler.is_compiling():
+        if told is None and not shapes:
+            raise ValueError("`num_systems` is needed where values cannot be read: it is the size of the result")
+        return 1 if told is None else told
+    if told is not None and batch_idx.device.type != "cpu":
+        return told  # the scatter asserts the range, without waiting
+    low, high = torch.stack(torch.aminmax(batch_idx)).tolist() if batch_idx.numel() else (0, -1)
+    if low < 0:
+        raise ValueError(f"`batch_idx` has the negative entry {low}")
+    if told is None:
+        return max(high + 1, len(shapes[:1]))
+    if high >= told:
+        raise ValueError(f"`batch_idx` has the entry {high}, but there are {told} systems")
+    return told
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def _check_positions(name: str, positions: Any) -> None:
+    if not isinstance(positions, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(positions).__name__}")
+    if positions.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"`{name}` must be float32 or float64, got {positions.dtype}")
+    if positions.ndim != 2 or positions.shape[1] != 3:
+        raise ValueError(f"`{name}` must have shape (n_atoms, 3), got {tuple(positions.shape)}")
+
+
+def _check_pair(reference: Any, current: Any) -> None:
+    _check_positions("reference_positions", reference)
+    _check_positions("current_positions", current)
+    if reference.dtype != current.dtype:
+        raise TypeError(f"`reference_positions` has dtype {reference.dtype}, but `current_positions` {current.dtype}")
+    if reference.shape != current.shape:
+        raise ValueError(
+            f"`reference_positions` has shape {tuple(reference.shape)}, but `current_positions` "
+            f"{tuple(current.shape)}: a list for other atoms must be built anew"
+        )
+    if reference.device != current.device:
+        raise ValueError(f"`reference_positions` is on {reference.device}, but `current_positions` on {current.device}")
+
+
+def _check_threshold(threshold: Any) -> float:
+    if isinstance(threshold, torch.Tensor) or not hasattr(threshold, "__float__"):
+        raise TypeError(f"`skin_distance_threshold` must be a number, got {type(threshold).__name__}")
+    if not 0.0 <= threshold < math.inf:
+        raise ValueError(f"`skin_distance_threshold` must be finite and not negative, got {threshold}")
+    return float(threshold)
+
+
+def _check_batch_idx(batch_idx: Any, positions: torch.Tensor) -> None:
+    if not isinstance(batch_idx, torch.Tensor):
+        raise TypeError(f"`batch_idx` must be a torch.Tensor, got {type(batch_idx).__name__}")
+    if batch_idx.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"`batch_idx` must be int32 (or int64), got {batch_idx.dtype}")
+    n_atoms = positions.shape[0]
+    if batch_idx.shape != (n_atoms,):
+        raise ValueError(f"`batch_idx` must have shape (n_atoms,) = ({n_atoms},), got {tuple(batch_idx.shape)}")
+    if batch_idx.device != positions.device:
+        raise ValueError(f"`batch_idx` is on {batch_idx.device}, but the positions are on {positions.device}")
+
+
+def _check_lattice(
+    cell: Any, cell_inv: Any, pbc: Any, positions: torch.Tensor, n_systems: int, required: bool = False
+) -> None:
+    for name, tensor in (("cell", cell), ("cell_inv", cell_inv)):
+        if tensor is None and not (required and name == "cell"):
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+        if not tensor.is_floating_point():
+            raise TypeError(f"`{name}` must be float32 or float64, got {tensor.dtype}")
+        if tensor.shape not in ((n_systems, 3, 3), (1, 3, 3), (3, 3)):
+            raise ValueError(f"`{name}` must have shape (3, 3) or ({n_systems}, 3, 3), got {tuple(tensor.shape)}")
+        if tensor.device != positions.device:
+            raise ValueError(f"`{name}` is on {tensor.device}, but the positions are on {positions.device}")
+    if pbc is None and not required:
+        return
+    if not isinstance(pbc, torch.Tensor):
+        raise TypeError(f"`pbc` must be a torch.Tensor, got {type(pbc).__name__}")
+    if pbc.dtype != torch.bool:
+        raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
+    if pbc.shape not in ((n_systems, 3), (1, 3), (3,)):
+        raise ValueError(f"`pbc` must have shape (3,) or ({n_systems}, 3), got {tuple(pbc.shape)}")
