@@ -27,11 +27,17 @@ AUTOMATIC = 0
 NAIVE = 1  # all atoms of a system in one bin
 BINNED = 2
 
-SEARCHED_BINS = 4
-"""Bins along an axis that a search visits in one image, at most: two cutoffs of bins a cutoff thick, and rounding."""
+SEARCHED_BINS = 7
+"""Bins along an axis that a search visits in one image, at most: twice a reach of two, and three that it rounds to."""
 
 SMALLEST_RING = 64
-"""Slots with which A = 4, B = 16 keep a box of `SEARCHED_BINS` bins apart."""
+"""Slots of a ring, at least, unless the system is one bin."""
+
+SMALLEST_SHARED_RING = 512
+"""Slots from which on bins may share a slot: A and B of smaller rings would not keep `SEARCHED_BINS` apart."""
+
+ROUNDED_UP = 1.2
+"""Bins as thick as this many cutoffs are still good. Thicker ones are made half as thick, and the reach is two."""
 
 ONE_BIN_OPEN = 256
 """Atoms up to which an open axis is not cut into bins: testing all of them costs no more than looking bins up."""
@@ -74,7 +80,7 @@ _AUTOMATIC = wp.constant(AUTOMATIC)
 
 def ring_slots(n_atoms: int, n_systems: int, method: int) -> int:
     """Slots that the rings of all systems take, at most; see `ring_offset`."""
-    return 2 * n_atoms + n_systems * (SMALLEST_RING if method == BINNED else 1)
+    return 2 * n_atoms + n_systems * (SMALLEST_SHARED_RING if method == BINNED else 1)
 
 
 @wp.struct
@@ -89,10 +95,24 @@ class Grid:
 
 
 @wp.func
+def ring_size(atoms: wp.int32, method: wp.int32):
+    """Slots of a system that is not in one bin: a power of two, less than twice the atoms or than `ring_offset` leaves.
+
+    In the automatic choice no system of up to `ONE_BIN_PERIODIC` atoms gets here.
+    """
+    size = int(wp.static(SMALLEST_RING))
+    if method == wp.static(BINNED):
+        size = int(wp.static(SMALLEST_SHARED_RING))
+    while size < atoms:
+        size = 2 * size
+    return size
+
+
+@wp.func
 def ring_offset(first_atom: wp.int32, system: wp.int32, method: wp.int32):
     """First slot of a system: room for twice its atoms, since a power of two above n is less than 2 n."""
     if method == wp.static(BINNED):
-        return 2 * first_atom + wp.static(SMALLEST_RING) * system
+        return 2 * first_atom + wp.static(SMALLEST_SHARED_RING) * system
     return 2 * first_atom + system
 
 
@@ -234,14 +254,20 @@ def layout(
     open_bins = bool(False)
     n_total = wp.float64(1.0)
     n_images = wp.float64(1.0)
+    size = ring_size(atoms, method)
+    most_bins = wp.float64(wp.static(MOST_BINS))
+    if size < wp.static(SMALLEST_SHARED_RING):
+        most_bins = wp.floor(wp.cbrt(wp.float64(size) + wp.float64(0.5)))
     for a in range(3):
         if periodic[a] != 0:
             fraction = cutoff * wp.length(dual[a])
             n_bins[a] = 1
             if method != _NAIVE and (method != _AUTOMATIC or atoms > wp.static(ONE_BIN_PERIODIC)):
-                n_bins[a] = wp.int32(
-                    wp.clamp(wp.floor(wp.float64(1.0) / fraction), wp.float64(1.0), wp.float64(wp.static(MOST_BINS)))
-                )
+                # a cell that is a whole number of cutoffs but for rounding is one
+                fit = wp.floor(wp.float64(1.0) / fraction + wp.float64(1e-6))
+                if fit >= wp.float64(1.0) and fit * fraction * wp.float64(wp.static(ROUNDED_UP)) < wp.float64(1.0):
+                    fit = wp.floor(wp.float64(2.0) / fraction)
+                n_bins[a] = wp.int32(wp.clamp(fit, wp.float64(1.0), most_bins))
             # rounding of the dual vectors, where the cell is nearly flat
             defect = wp.float64(0.0)
             for b in range(3):
@@ -267,25 +293,21 @@ def layout(
         fault[_BAD_CUTOFF] = 1
         far = wp.vec3d()
 
-    size = int(1)
     skip_y = int(0)
     skip_z = int(0)
-    if not in_one:
-        size = int(wp.static(SMALLEST_RING))
-        skip_y = int(4)
-        skip_z = int(16)
-        power = int(6)
-        while size < atoms:
-            size = 2 * size
+    if in_one:
+        size = 1
+    elif not open_bins and n_total <= wp.float64(size):
+        # every bin has a slot of its own, and neighbors along x and y stand close together
+        skip_y = wp.max(n_bins[0], 1)
+        skip_z = skip_y * wp.max(n_bins[1], 1)
+    else:
+        # odd, so that a row along any axis goes round the whole ring
+        power = int(0)
+        while (1 << power) < size:
             power += 1
-        if power > 6:
-            # odd, so that a row along any axis goes round the whole ring
-            skip_y = (1 << (power // 3)) + 1
-            skip_z = (1 << (2 * power // 3)) + 1
-        if not open_bins and n_total <= wp.float64(size):
-            # every bin has a slot of its own, and neighbors along x and y stand close together
-            skip_y = wp.max(n_bins[0], 1)
-            skip_z = skip_y * wp.max(n_bins[1], 1)
+        skip_y = (1 << (power // 3)) + 1
+        skip_z = (1 << (2 * power // 3)) + 1
     grid = Grid()
     grid.lattice = given
     grid.planes = dual

@@ -3,6 +3,11 @@
 One kernel counts and fills, so that both round alike. The displacement between wrapped atoms is computed as
 ``(w_j - w_i) + S @ cell``, which changes sign exactly when the pair is looked at from the other side: a full list is
 symmetric to the last bit.
+
+The body is C++, since Warp's language has neither vectors of candidates nor votes among the lanes of a warp. On a GPU
+the lanes of a warp share a row and test as many candidates at once. On a CPU the atoms of a bin, which stand side by
+side in the order of the search, share what they look through: candidates are copied once from all bins within reach
+to a block of memory, and each atom of the bin tests the block in vectors.
 """
 
 from typing import Any
@@ -10,21 +15,19 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.neighbors.grid import (
-    FARTHEST_BIN,
-    LANES,
-    Grid,
-    bin_coordinates,
-    system_of,
-)
+from nvalchemiops.neighbors.grid import FARTHEST_BIN, LANES, Grid
 
 NOT_FINITE = 2**31 - 1
 """Count of an atom whose neighbors cannot be told: its position is not finite or too far away."""
 
-ROWS_PER_THREAD = 16
-"""Rows that one task on a CPU goes through: what Warp does for each task costs as much as a tenth of a row."""
+ROWS_PER_THREAD = 128
+"""Rows that one task on a CPU goes through: several bins full of atoms that share their candidates."""
 
-_NOT_FINITE = wp.constant(NOT_FINITE)
+BLOCK = 512
+"""Candidates that are copied at once: as much as stays in the nearest cache."""
+
+GROUP = 32
+"""Atoms that share candidates, at most."""
 
 
 def _compaction_table() -> str:
@@ -36,217 +39,332 @@ def _compaction_table() -> str:
     return ",".join(entries)
 
 
-# Bins are looked through in lines along x, image by image. The candidates of one line and image stand in a row in
-# memory (or in two, where the ring ends between them): vectors of LANES on a CPU, one for each lane of a warp on a GPU.
-# `found` counts; the first `room` are written, at `row` and on.
-_SCAN = f"""
+_SEARCH = f"""
     const double *x = coordinates.data;
     const double *y = x + coordinates.shape[1];
     const double *z = y + coordinates.shape[1];
-    const int *atoms = reinterpret_cast<const int *>(entry.data);
-    const int *slots = begin.data + grid.ring[0];
-    const int last_slot = grid.ring[1] - 1;
-    const int bins = grid.bins[0];
+    const int *atoms = reinterpret_cast<const int *>(entry.data);  // i, and the whole cells taken off it
+    const double cutoff_squared = cutoff * cutoff;
+    const bool fill = width >= 0 || row_begin.shape[0] > 0;
+
+    struct Row {{
+        int k, row, system, room, low[3], high[3];
+        long long start;
+        bool known, wanted;
+    }};
+    const auto bin_of = [](double u) {{
+        const double end = {FARTHEST_BIN};
+        u = ::floor(u);
+        return static_cast<int>(u < -end ? -end : u > end ? end : u);
+    }};
+    const auto look_up = [&](int task) {{
+        Row r;
+        r.k = target.shape[0] > 0 ? target.data[task] : task;
+        r.row = task;
+        r.system = 0;
+        r.known = false;
+        r.wanted = true;
+        if (r.k >= 0) {{  // -1: there is no such atom
+            const int i = atoms[4 * r.k];
+            if (target.shape[0] == 0) r.row = i;
+            if (system.shape[0] > 0) {{
+                const int s = system.data[i], last = grids.shape[0] - 1;
+                r.system = s < 0 ? 0 : s > last ? last : s;
+            }}
+            if (active.shape[0] > 0) r.wanted = active.data[r.system];
+            r.known = x[r.k] == x[r.k];
+            const auto &grid = grids.data[r.system];
+            for (int a = 0; a < 3; ++a) {{
+                double u = grid.planes.data[a][0] * x[r.k] + grid.planes.data[a][1] * y[r.k]
+                    + grid.planes.data[a][2] * z[r.k];
+                if (grid.bins[a] > 0) u *= grid.bins[a];
+                r.low[a] = bin_of(u - grid.reach[a]);
+                r.high[a] = bin_of(u + grid.reach[a]);
+            }}
+        }}
+        r.start = static_cast<long long>(r.row) * width;
+        r.room = width > 0 ? width : 0;
+        if (row_begin.shape[0] > 0) {{
+            r.start = row_begin.data[r.row];
+            r.room = row_begin.data[r.row + 1] - row_begin.data[r.row];
+        }}
+        return r;
+    }};
+    const auto finish = [&](const Row &r, int found, int lane, int lanes) {{
+        if (width > 0) {{
+            const int written = found < width ? found : width;
+            for (int slot = written + lane; slot < width; slot += lanes) index.data[r.start + slot] = fill_value;
+            if (shifts.shape[0] > 0) {{
+                int *components = reinterpret_cast<int *>(shifts.data) + 3 * r.start;
+                for (long long c = 3LL * written + lane; c < 3LL * width; c += lanes) components[c] = 0;
+            }}
+        }}
+        if (count.shape[0] > 0 && lane == 0) count.data[r.row] = r.known ? found : {NOT_FINITE};
+    }};
+
+    // Bins within reach, in lines along x, image by image: atoms of one line and image stand in a row in memory, or in
+    // two where the ring ends between them. Calls visit(begin, end, image, displacement of the image) for each.
     const auto image_of = [](int number, int bins) {{
         // most bins lie in the cell itself, and a division takes longer than all the rest
         if (bins == 0 || (number >= 0 && number < bins)) return 0;
         return number >= 0 ? number / bins : -((bins - 1 - number) / bins);
     }};
-    int *out_index = index.data ? index.data + row : nullptr;
-    int *out_first = first.data ? first.data + row : nullptr;
-    int *out_shift = shifts.data ? reinterpret_cast<int *>(shifts.data) + 3 * static_cast<long long>(row) : nullptr;
-    const int i = atoms[4 * k_i];
-    const double x_i = x[k_i], y_i = y[k_i], z_i = z[k_i];
-    int found = 0;
-    const double cutoff_squared = cutoff * cutoff;
+    const auto for_each_run = [&](const auto &grid, const int *low, const int *high, const auto &visit) {{
+        const int *slots = begin.data + grid.ring[0];
+        const int last_slot = grid.ring[1] - 1, bins = grid.bins[0];
+        for (int bin_z = low[2]; bin_z <= high[2]; ++bin_z)
+        for (int bin_y = low[1]; bin_y <= high[1]; ++bin_y)
+        for (int image_x = image_of(low[0], bins); image_x <= image_of(high[0], bins); ++image_x) {{
+            const int image[3] = {{image_x, image_of(bin_y, grid.bins[1]), image_of(bin_z, grid.bins[2])}};
+            double moved[3];
+            for (int a = 0; a < 3; ++a)
+                moved[a] = (image[0] * grid.lattice.data[0][a] + image[1] * grid.lattice.data[1][a])
+                    + image[2] * grid.lattice.data[2][a];
+            int from = low[0] - image_x * bins, to = high[0] - image_x * bins;
+            if (bins > 0) {{
+                from = from > 0 ? from : 0;
+                to = to < bins - 1 ? to : bins - 1;
+            }}
+            // as slot_on_ring
+            const unsigned line = static_cast<unsigned>(grid.ring[2]) * (bin_y - image[1] * grid.bins[1])
+                + static_cast<unsigned>(grid.ring[3]) * (bin_z - image[2] * grid.bins[2]);
+            const int first_slot = static_cast<int>(line + from) & last_slot;
+            const int end_slot = first_slot + (to - from) + 1;
+            visit(slots[first_slot], slots[end_slot <= last_slot ? end_slot : last_slot + 1], image, moved);
+            if (end_slot > last_slot + 1) visit(slots[0], slots[end_slot - last_slot - 1], image, moved);
+        }}
+    }};
+
 #if defined(__CUDA_ARCH__)
     const int lane = threadIdx.x & 31;
+    for (int task = first_task; task < last_task; ++task) {{
+        const Row r = look_up(task);
+        if (!r.wanted) continue;
+        int found = 0;
+        if (r.known) {{
+            const int *own = atoms + 4 * r.k;
+            const double x_i = x[r.k], y_i = y[r.k], z_i = z[r.k];
+            for_each_run(grids.data[r.system], r.low, r.high,
+                [&](int from, int to, const int *image, const double *moved) {{
+                const int sign = image[0] ? image[0] : image[1] ? image[1] : image[2];
+                const int lowest = half ? own[0] + (sign <= 0) : 0;
+                for (int base = from; base < to; base += 32) {{
+                    const int k = base + lane;
+                    bool hit = false;
+                    if (k < to && (sign || k != r.k) && atoms[4 * k] >= lowest) {{
+                        const double dx = (x[k] - x_i) + moved[0];
+                        const double dy = (y[k] - y_i) + moved[1];
+                        const double dz = (z[k] - z_i) + moved[2];
+                        hit = fma(dz, dz, fma(dy, dy, dx * dx)) < cutoff_squared;
+                    }}
+                    const unsigned hits = __ballot_sync(0xffffffffu, hit);
+                    const int slot = found + __popc(hits & ((1u << lane) - 1u));
+                    if (hit && slot < r.room) {{
+                        index.data[r.start + slot] = atoms[4 * k];
+                        if (first.shape[0] > 0) first.data[r.start + slot] = own[0];
+                        if (shifts.shape[0] > 0) {{
+                            int *at = reinterpret_cast<int *>(shifts.data) + 3 * (r.start + slot);
+                            for (int a = 0; a < 3; ++a) at[a] = (image[a] + own[1 + a]) - atoms[4 * k + 1 + a];
+                        }}
+                    }}
+                    found += __popc(hits);
+                }}
+            }});
+        }}
+        finish(r, found, lane, 32);
+    }}
 #else
     static const unsigned long long lanes_of[{1 << LANES}] = {{{_compaction_table()}}};
     typedef double doubles __attribute__((ext_vector_type({LANES}), aligned(8)));
     typedef int ints __attribute__((ext_vector_type({LANES}), aligned(4)));
     typedef bool bools __attribute__((ext_vector_type({LANES})));
     typedef unsigned char bytes __attribute__((ext_vector_type({LANES})));
-    const int most = 256;
-    int hits[most + {LANES}];
-    // `about`: where the atom is, the image that is looked at, the square of the cutoff
-    const auto test = [](const double *x, const double *y, const double *z, int n, const double *about, int *hits,
-                         bool shifted) __attribute__((always_inline)) {{
-        int found = 0;
-        for (int k = 0; k < n; k += {LANES}) {{
-            doubles dx = *(const doubles *)(x + k) - about[0];
-            doubles dy = *(const doubles *)(y + k) - about[1];
-            doubles dz = *(const doubles *)(z + k) - about[2];
-            if (shifted) dx += about[3], dy += about[4], dz += about[5];
+    typedef int four __attribute__((ext_vector_type(4), aligned(4)));
+    struct Block {{
+        int n;
+        bool shifted;  // some candidate is in another image
+        double x[{BLOCK + LANES}], y[{BLOCK + LANES}], z[{BLOCK + LANES}];
+        double moved_x[{BLOCK + LANES}], moved_y[{BLOCK + LANES}], moved_z[{BLOCK + LANES}];
+        four pair[{BLOCK}];  // the image less the whole cells of j, and -j
+        unsigned key[{BLOCK}];  // 2 j, plus 1 for an image in the direction that half lists keep
+        int hits[{BLOCK + LANES}];
+    }} block;
+
+    // Neighbors of an atom in the block, and their places if asked for, without the atom itself at place `own`.
+    // Functions of their own, or the loops around them would take the registers away.
+    const auto test = [](const Block &b, const double *at, double cutoff_squared, int own, int *hits, bool shifted)
+        __attribute__((always_inline)) {{
+        int n = 0;
+        for (int c = 0; c < b.n; c += {LANES}) {{
+            doubles dx = *(const doubles *)(b.x + c) - at[0];
+            doubles dy = *(const doubles *)(b.y + c) - at[1];
+            doubles dz = *(const doubles *)(b.z + c) - at[2];
+            if (shifted) {{
+                dx += *(const doubles *)(b.moved_x + c);
+                dy += *(const doubles *)(b.moved_y + c);
+                dz += *(const doubles *)(b.moved_z + c);
+            }}
 #if defined(__FMA__) || defined(__aarch64__)
-            doubles squared = dx * dx;
-            squared = __builtin_elementwise_fma(dy, dy, squared);
-            squared = __builtin_elementwise_fma(dz, dz, squared);
+            const doubles squared = __builtin_elementwise_fma(dz, dz, __builtin_elementwise_fma(dy, dy, dx * dx));
 #else
             const doubles squared = dx * dx + dy * dy + dz * dz;
 #endif
-            bools close = __builtin_convertvector(squared < about[6], bools);
+            bools close = __builtin_convertvector(squared < cutoff_squared, bools);
             unsigned mask = *(unsigned char *)&close;
-            if (n - k < {LANES}) mask &= (1u << (n - k)) - 1u;
-            if (hits) *(ints *)(hits + found) = __builtin_convertvector(*(const bytes *)&lanes_of[mask], ints) + k;
-            found += __builtin_popcount(mask);
-        }}
-        return found;
-    }};
-    // functions of their own, or the loops around them would take the registers away
-    const auto count_near = [test](const double *x, const double *y, const double *z, int n, const double *about,
-                                   bool shifted) __attribute__((noinline)) {{
-        return shifted ? test(x, y, z, n, about, nullptr, true) : test(x, y, z, n, about, nullptr, false);
-    }};
-    const auto list_near = [test](const double *x, const double *y, const double *z, int n, const double *about,
-                                  bool shifted, int *hits) __attribute__((noinline)) {{
-        return shifted ? test(x, y, z, n, about, hits, true) : test(x, y, z, n, about, hits, false);
-    }};
-#endif
-    for (int bin_z = low[2]; bin_z <= high[2]; ++bin_z)
-    for (int bin_y = low[1]; bin_y <= high[1]; ++bin_y)
-    for (int image_x = image_of(low[0], bins); image_x <= image_of(high[0], bins); ++image_x) {{
-        const int image_y = image_of(bin_y, grid.bins[1]), image_z = image_of(bin_z, grid.bins[2]);
-        const auto along = [&](int a) {{
-            return (image_y * grid.lattice.data[1][a] + image_z * grid.lattice.data[2][a])
-                + image_x * grid.lattice.data[0][a];
-        }};
-        const double t_x = along(0), t_y = along(1), t_z = along(2);
-        const int shift_x = cells[0] + image_x, shift_y = cells[1] + image_y, shift_z = cells[2] + image_z;
-        const int sign = image_x ? image_x : image_y ? image_y : image_z;
-        const int own = sign ? -1 : k_i;
-        const int lowest = half ? i + (sign <= 0) : 0;
-        int from_bin = low[0] - image_x * bins, to_bin = high[0] - image_x * bins;
-        if (bins > 0) {{
-            from_bin = from_bin > 0 ? from_bin : 0;
-            to_bin = to_bin < bins - 1 ? to_bin : bins - 1;
-        }}
-        // as slot_on_ring
-        const unsigned line = static_cast<unsigned>(grid.ring[2]) * (bin_y - image_y * grid.bins[1])
-            + static_cast<unsigned>(grid.ring[3]) * (bin_z - image_z * grid.bins[2]);
-        const int from_slot = static_cast<int>(line + from_bin) & last_slot;
-        const int to_slot = from_slot + (to_bin - from_bin);
-        for (int part = 0; part <= (to_slot > last_slot); ++part) {{
-            const int start = slots[part ? 0 : from_slot];
-            const int end = slots[(part ? to_slot - last_slot - 1 : to_slot < last_slot ? to_slot : last_slot) + 1];
-#if defined(__CUDA_ARCH__)
-            for (int base = start; base < end; base += 32) {{
-                const int k = base + lane;
-                bool hit = false;
-                if (k < end && k != own && atoms[4 * k] >= lowest) {{
-                    const double dx = (x[k] - x_i) + t_x, dy = (y[k] - y_i) + t_y, dz = (z[k] - z_i) + t_z;
-                    hit = dx * dx + dy * dy + dz * dz < cutoff_squared;
-                }}
-                const unsigned hits = __ballot_sync(0xffffffffu, hit);
-                const int slot = found + __popc(hits & ((1u << lane) - 1u));
-                if (hit && slot < room) {{
-                    out_index[slot] = atoms[4 * k];
-                    if (out_first) out_first[slot] = i;
-                    if (out_shift) {{
-                        int *at = out_shift + 3 * static_cast<long long>(slot);
-                        at[0] = shift_x - atoms[4 * k + 1];
-                        at[1] = shift_y - atoms[4 * k + 2];
-                        at[2] = shift_z - atoms[4 * k + 3];
-                    }}
-                }}
-                found += __popc(hits);
+            if (hits) {{
+                if (own >= c && own < c + {LANES}) mask &= ~(1u << (own - c));
+                *(ints *)(hits + n) = __builtin_convertvector(*(const bytes *)&lanes_of[mask], ints) + c;
             }}
-#else
-            const double about[7] = {{x_i, y_i, z_i, t_x, t_y, t_z, cutoff_squared}};
-            for (int from = start; from < end; from += most) {{
-                const int length = end - from < most ? end - from : most;
-                const bool with_self = own >= from && own < from + length;
-                int n;
-                if (room <= 0 && !half) {{
-                    n = count_near(x + from, y + from, z + from, length, about, sign);
-                    found += n - with_self;
+            n += __builtin_popcount(mask);
+        }}
+        return n;
+    }};
+    const auto count_near = [test](const Block &b, const double *at, double cutoff_squared, int own)
+        __attribute__((noinline)) {{
+        const int itself = own >= 0;
+        if (b.shifted) return test(b, at, cutoff_squared, own, nullptr, true) - itself;
+        return test(b, at, cutoff_squared, own, nullptr, false) - itself;
+    }};
+    const auto list_near = [test](Block &b, const double *at, double cutoff_squared, int own)
+        __attribute__((noinline)) {{
+        if (b.shifted) return test(b, at, cutoff_squared, own, b.hits, true);
+        return test(b, at, cutoff_squared, own, b.hits, false);
+    }};
+
+    Row group[{GROUP}];
+    int found[{GROUP}], own[{GROUP}];
+    for (int task = first_task; task < last_task;) {{
+        // atoms that follow each other, in one system and in bins so close that one box of bins is no larger than twice
+        // the reach and three, which the slots of the ring are made for
+        int members = 0, low[3], high[3];
+        for (; task < last_task && members < {GROUP}; ++task) {{
+            const Row r = look_up(task);
+            if (!r.wanted) continue;
+            if (!r.known) {{
+                finish(r, 0, 0, 1);
+                continue;
+            }}
+            bool together = members == 0 || r.system == group[0].system;
+            for (int a = 0; a < 3 && members > 0; ++a) {{
+                const int apart = r.low[a] + r.high[a] - group[0].low[a] - group[0].high[a];
+                together = together && apart >= -1 && apart <= 1;
+            }}
+            if (!together) break;
+            for (int a = 0; a < 3; ++a) {{
+                low[a] = members == 0 || r.low[a] < low[a] ? r.low[a] : low[a];
+                high[a] = members == 0 || r.high[a] > high[a] ? r.high[a] : high[a];
+            }}
+            found[members] = 0;
+            own[members] = -1;
+            group[members++] = r;
+        }}
+        if (members == 0) continue;
+
+        const auto test_block = [&]() {{
+            for (int c = block.n; c < block.n + {LANES}; ++c) block.x[c] = __builtin_nan("");  // near to nothing
+            for (int g = 0; g < members; ++g) {{
+                const Row &r = group[g];
+                const int *atom = atoms + 4 * r.k;
+                const double at[3] = {{x[r.k], y[r.k], z[r.k]}};
+                if (!fill && !half) {{
+                    found[g] += count_near(block, at, cutoff_squared, own[g]);
                     continue;
                 }}
-                n = list_near(x + from, y + from, z + from, length, about, sign, hits);
-                if (half || with_self) {{
+                int n = list_near(block, at, cutoff_squared, own[g]);
+                if (half) {{
+                    const unsigned key = 2u * atom[0];
                     int kept = 0;
                     for (int t = 0; t < n; ++t) {{
-                        hits[kept] = hits[t];
-                        kept += from + hits[t] != own && atoms[4 * (from + hits[t])] >= lowest;
+                        block.hits[kept] = block.hits[t];
+                        kept += block.key[block.hits[t]] > key;
                     }}
                     n = kept;
                 }}
-                const int write = n < room - found ? n : room - found;
-                for (int t = 0; t < write; ++t) out_index[found + t] = atoms[4 * (from + hits[t])];
-                if (out_first)
-                    for (int t = 0; t < write; ++t) out_first[found + t] = i;
-                if (out_shift) {{
-                    int *at = out_shift + 3 * static_cast<long long>(found);
-                    for (int t = 0; t < write; ++t, at += 3) {{
-                        const int *m = atoms + 4 * (from + hits[t]);
-                        at[0] = shift_x - m[1];
-                        at[1] = shift_y - m[2];
-                        at[2] = shift_z - m[3];
+                const int write = n < r.room - found[g] ? n : r.room - found[g];
+                const long long from = r.start + found[g];
+                if (write > 0) {{
+                    int *const out = index.data + from, i = atom[0];
+                    for (int t = 0; t < write; ++t) out[t] = -block.pair[block.hits[t]].w;
+                    if (first.shape[0] > 0) {{
+                        int *const out = first.data + from;
+                        for (int t = 0; t < write; ++t) out[t] = i;
+                    }}
+                    if (shifts.shape[0] > 0) {{
+                        int *at = reinterpret_cast<int *>(shifts.data) + 3 * from;
+                        const four cells = ((const four *)atom)->yzwx;
+                        // four numbers at once, the last of which the next three overwrite
+                        for (int t = 0; t < write - 1; ++t, at += 3) *(four *)at = block.pair[block.hits[t]] + cells;
+                        const four last = block.pair[block.hits[write - 1]] + cells;
+                        at[0] = last.x;
+                        at[1] = last.y;
+                        at[2] = last.z;
                     }}
                 }}
-                found += n;
+                found[g] += n;
             }}
-#endif
-        }}
+            block.n = 0;
+            block.shifted = false;
+            for (int g = 0; g < members; ++g) own[g] = -1;
+        }};
+        block.n = 0;
+        block.shifted = false;
+        for_each_run(grids.data[group[0].system], low, high,
+            [&](int from, int to, const int *image, const double *moved) {{
+            const int sign = image[0] ? image[0] : image[1] ? image[1] : image[2];
+            const four shift = {{image[0], image[1], image[2], 0}};
+            while (from < to) {{
+                const int n = to - from < {BLOCK} - block.n ? to - from : {BLOCK} - block.n, at = block.n;
+                for (int c = 0; c < n; ++c) {{
+                    block.x[at + c] = x[from + c];
+                    block.y[at + c] = y[from + c];
+                    block.z[at + c] = z[from + c];
+                    block.moved_x[at + c] = moved[0];
+                    block.moved_y[at + c] = moved[1];
+                    block.moved_z[at + c] = moved[2];
+                }}
+                if (fill)
+                    for (int c = 0; c < n; ++c) block.pair[at + c] = shift - ((const four *)atoms)[from + c].yzwx;
+                if (half)
+                    for (int c = 0; c < n; ++c) block.key[at + c] = 2u * atoms[4 * (from + c)] + (sign > 0);
+                if (sign) block.shifted = true;
+                else
+                    for (int g = 0; g < members; ++g)
+                        if (group[g].k >= from && group[g].k < from + n) own[g] = at + group[g].k - from;
+                block.n += n;
+                from += n;
+                if (block.n == {BLOCK}) test_block();
+            }}
+        }});
+        if (block.n > 0) test_block();
+        for (int g = 0; g < members; ++g) finish(group[g], found[g], 0, 1);
     }}
-    return found;
+#endif
 """
 
 
-@wp.func_native(_SCAN)
-def search_around(  # type: ignore[empty-body]
-    k_i: wp.int32,
-    low: wp.vec3i,
-    high: wp.vec3i,
-    cells: wp.vec3i,
-    grid: Grid,
+@wp.func_native(_SEARCH)
+def search_rows(
+    first_task: wp.int32,
+    last_task: wp.int32,
     coordinates: wp.array2d(dtype=wp.float64),
     entry: wp.array(dtype=wp.vec4i),
     begin: wp.array(dtype=wp.int32),
+    system: wp.array(dtype=wp.int32),
+    grids: wp.array(dtype=Grid),
     cutoff: wp.float64,
     half: wp.int32,
-    row: wp.int32,
-    room: wp.int32,
+    target: wp.array(dtype=wp.int32),
+    active: wp.array(dtype=wp.bool),
+    row_begin: wp.array(dtype=wp.int32),
+    width: wp.int32,
+    fill_value: wp.int32,
+    count: wp.array(dtype=wp.int32),
     index: wp.array(dtype=wp.int32),
     first: wp.array(dtype=wp.int32),
     shifts: wp.array(dtype=wp.vec3i),
-) -> wp.int32:
-    """Look through bins ``low .. high`` for neighbors of the atom at ``k_i``, whose whole cells are ``cells``."""
-    ...
-
-
-_PAD = """
-#if defined(__CUDA_ARCH__)
-    const int lane = threadIdx.x & 31, lanes = 32;
-#else
-    const int lane = 0, lanes = 1;
-#endif
-    for (int slot = from_ + lane; slot < to; slot += lanes) index.data[slot] = value;
-    if (shifts.data) {
-        int *components = reinterpret_cast<int *>(shifts.data);
-        for (long long c = 3 * static_cast<long long>(from_) + lane; c < 3 * static_cast<long long>(to); c += lanes)
-            components[c] = 0;
-    }
-"""
-
-
-@wp.func_native(_PAD)
-def pad(
-    index: wp.array(dtype=wp.int32), shifts: wp.array(dtype=wp.vec3i), value: wp.int32, from_: wp.int32, to: wp.int32
 ):
-    """Fill the rest of a row of a matrix."""
+    """Find the neighbors of the atoms of some rows; arguments as in `search_neighbors`."""
     ...
-
-
-@wp.func
-def outermost_bins(u: wp.vec3d):
-    """Bin numbers of an end of a search."""
-    end = wp.float64(wp.static(FARTHEST_BIN))
-    return wp.vec3i(
-        wp.int32(wp.clamp(wp.floor(u[0]), -end, end)),
-        wp.int32(wp.clamp(wp.floor(u[1]), -end, end)),
-        wp.int32(wp.clamp(wp.floor(u[2]), -end, end)),
-    )
 
 
 @kernel_variants(())
@@ -274,59 +392,28 @@ def search_neighbors() -> Any:
         shifts: wp.array(dtype=wp.vec3i),  # the same length; or none
         rows_per_thread: wp.int32,
     ):
-        thread, lane = wp.tid()
+        thread, _lane = wp.tid()
         n_rows = wp.where(target.shape[0] > 0, target.shape[0], entry.shape[0])
         first_row = (offset + thread) * rows_per_thread
-        for task in range(first_row, wp.min(first_row + rows_per_thread, n_rows)):
-            k = task
-            if target.shape[0] > 0:
-                k = target[task]
-            row = task
-            i = int(-1)
-            s = int(0)
-            known = bool(False)
-            wanted = bool(True)
-            if k >= 0:  # -1: there is no such atom
-                i = entry[k][0]
-                if target.shape[0] == 0:
-                    row = i
-                s = system_of(i, system, grids.shape[0])
-                known = not wp.isnan(coordinates[0, k])
-                if active.shape[0] > 0:
-                    wanted = active[s]
-            start = row * width
-            room = wp.max(width, wp.int32(0))
-            if row_begin.shape[0] > 0:
-                start = row_begin[row]
-                room = row_begin[row + 1] - start
-            found = int(0)
-            if known and wanted:
-                grid = grids[s]
-                u = bin_coordinates(wp.vec3d(coordinates[0, k], coordinates[1, k], coordinates[2, k]), grid)
-                low = outermost_bins(u - grid.reach)
-                high = outermost_bins(u + grid.reach)
-                found = search_around(
-                    k,
-                    low,
-                    high,
-                    wp.vec3i(entry[k][1], entry[k][2], entry[k][3]),
-                    grid,
-                    coordinates,
-                    entry,
-                    begin,
-                    cutoff,
-                    half,
-                    start,
-                    room,
-                    index,
-                    first,
-                    shifts,
-                )
-            if width > 0 and wanted:
-                pad(index, shifts, fill_value, start + wp.min(wp.int32(found), room), start + width)
-            if not known:
-                found = _NOT_FINITE
-            if lane == 0 and wanted and count.shape[0] > 0:
-                count[row] = found
+        search_rows(
+            first_row,
+            wp.min(first_row + rows_per_thread, n_rows),
+            coordinates,
+            entry,
+            begin,
+            system,
+            grids,
+            cutoff,
+            half,
+            target,
+            active,
+            row_begin,
+            width,
+            fill_value,
+            count,
+            index,
+            first,
+            shifts,
+        )
 
     return gather_only(search)

@@ -40,8 +40,9 @@ def launch(
     ----------
     kernel : wp.Kernel
     dim : int or sequence of int
-    inputs, outputs : sequence of torch.Tensor or number
-        In the order of the kernel's parameters, without the ``offset`` of a gather-only kernel.
+    inputs, outputs : sequence of torch.Tensor, number or None
+        In the order of the kernel's parameters, without the ``offset`` of a gather-only kernel. None stands for an
+        array without elements.
 
     Raises
     ------
@@ -93,7 +94,7 @@ def launch_adjoint(
 def describe(
     kernel: wp.Kernel, arguments: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None = None
 ) -> tuple[torch.device, list[Any]]:
-    """Array descriptors for tensors, other arguments as they are; and the device of the tensors."""
+    """Array descriptors for tensors (and None), other arguments as they are; and the device of the tensors."""
     parameters = _parameters(kernel)
     if len(arguments) != len(parameters):
         raise TypeError(f"kernel '{kernel.key}' takes {len(parameters)} arguments, got {len(arguments)}")
@@ -103,7 +104,7 @@ def describe(
     describe_tensor = core.descriptor_type().from_buffer_copy  # type: ignore[attr-defined]
     for position, (value, expected) in enumerate(zip(arguments, parameters)):
         if not isinstance(value, torch.Tensor):
-            descriptors.append(value)
+            descriptors.append(expected.absent if value is None and expected.absent is not None else value)
             continue
         if device != value.device:
             if device is not None:
@@ -132,6 +133,7 @@ class _Expected(NamedTuple):
     inner: tuple[int, ...]
     ndim: int
     layouts: dict[tuple[torch.Size, tuple[int, ...]], bytes]  # what a descriptor says of shape and strides
+    absent: Any  # descriptor of an array without elements; None for a plain value or a generic kernel
 
 
 @functools.cache
@@ -142,10 +144,11 @@ def _parameters(kernel: wp.Kernel) -> tuple[_Expected, ...]:
         kind: Any = argument.type
         element = getattr(kind, "dtype", None)
         if element is None or element is Any:
-            expected.append(_Expected(argument.label, element, None, (), 0, {}))
+            expected.append(_Expected(argument.label, element, None, (), 0, {}, None))
         else:
             dtype = TORCH_DTYPES[scalar_type(element)]
-            expected.append(_Expected(argument.label, element, dtype, inner_shape(element), kind.ndim, {}))
+            absent = core.descriptor_type()(0, 0, kind.ndim, (0,) * kind.ndim, (0,) * kind.ndim)
+            expected.append(_Expected(argument.label, element, dtype, inner_shape(element), kind.ndim, {}, absent))
     return tuple(expected)
 
 

@@ -56,12 +56,12 @@ class _Binned(NamedTuple):
     coordinates: torch.Tensor
     entry: torch.Tensor
     begin: torch.Tensor
-    system: torch.Tensor
+    system: torch.Tensor | None
     grids: torch.Tensor
     cutoff: float
     half: int
-    target: torch.Tensor
-    active: torch.Tensor
+    target: torch.Tensor | None
+    active: torch.Tensor | None
 
 
 class _Search:
@@ -71,7 +71,6 @@ class _Search:
         self.query = query
         self.rebuild_flags = rebuild_flags
         self.device = query.positions.device
-        self.nothing = self._new(0)
         self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device=self.device)
         self.n_rows = (query.positions if query.target_indices is None else query.target_indices).shape[0]
         self.binned = self._bin(*self._systems(may_wait))
@@ -79,8 +78,8 @@ class _Search:
     def _new(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _systems(self, may_wait: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """System of each atom (empty: there is one), and where the atoms of each begin."""
+    def _systems(self, may_wait: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """System of each atom (None: there is one), and where the atoms of each begin."""
         positions, _, cell, pbc, batch_idx, batch_ptr, *_ = self.query
         n_atoms = positions.shape[0]
         if batch_ptr is not None:
@@ -89,7 +88,7 @@ class _Search:
                 batch_idx = systems_of(first_atom, n_atoms)
             return batch_idx.to(torch.int32), first_atom
         if batch_idx is None:
-            return self.nothing, torch.arange(2, dtype=torch.int32, device=self.device).mul_(n_atoms)
+            return None, torch.arange(2, dtype=torch.int32, device=self.device).mul_(n_atoms)
         n_systems = batch_size(cell, pbc)
         if n_systems is None and self.rebuild_flags is not None:
             n_systems = self.rebuild_flags.shape[0]
@@ -106,14 +105,13 @@ class _Search:
         numbers = torch.arange(n_systems + 1, dtype=torch.int32, device=self.device)
         return system, torch.searchsorted(system, numbers, out_int32=True)
 
-    def _bin(self, system: torch.Tensor, first_atom: torch.Tensor) -> _Binned:
+    def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> _Binned:
         query = self.query
         positions = query.positions.to(torch.float64)
         n_atoms, n_systems = positions.shape[0], first_atom.shape[0] - 1
         float64 = torch.float64
-        cell = positions.new_empty((0, 3, 3)) if query.cell is None else query.cell.to(float64).reshape(-1, 3, 3)
-        pbc = self._new(0, 3, dtype=torch.bool) if query.pbc is None else query.pbc.reshape(-1, 3)
-        cell, pbc = cell.contiguous(), pbc.contiguous()
+        cell = None if query.cell is None else query.cell.to(float64).reshape(-1, 3, 3).contiguous()
+        pbc = None if query.pbc is None else query.pbc.reshape(-1, 3).contiguous()
         n_slots = grid.ring_slots(n_atoms, n_systems, query.method)
         grids = self._new(n_systems, *inner_shape(grid.Grid), dtype=torch.uint8)
         slot = self._new(n_atoms)
@@ -145,11 +143,10 @@ class _Search:
                 numbers = torch.arange(n_slots + 1, dtype=torch.int32, device=self.device)
                 begin = torch.searchsorted(slot, numbers, out_int32=True)
             launch(grid.place_atoms(), n_atoms, [positions, system, grids, order], [coordinates, entry])
-        target = self.nothing if query.target_indices is None else self._places(query.target_indices, order)
-        active = self.rebuild_flags
-        if active is None:
-            active = self._new(0, dtype=torch.bool)
-        return _Binned(coordinates, entry, begin, system, grids, query.cutoff, int(query.half), target, active)
+        target = None if query.target_indices is None else self._places(query.target_indices, order)
+        return _Binned(
+            coordinates, entry, begin, system, grids, query.cutoff, int(query.half), target, self.rebuild_flags
+        )
 
     def _places(self, atoms: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         """Where in ``order`` the given atoms stand, -1 for what is no atom."""
@@ -172,19 +169,12 @@ class _Search:
         fill_value: int = 0,
     ) -> None:
         """Count neighbors, and write them to rows if there are rows."""
-        nothing = self.nothing
         rows_per_thread = ROWS_PER_THREAD if self.device.type == "cpu" else 1
         launch(
             search_neighbors(),
             -(-self.n_rows // rows_per_thread),
-            [*self.binned, nothing if row_begin is None else row_begin, width, fill_value],
-            [
-                nothing if count is None else count,
-                nothing if index is None else index,
-                nothing if first is None else first,
-                nothing.reshape(0, 3) if shifts is None else shifts,
-                rows_per_thread,
-            ],
+            [*self.binned, row_begin, width, fill_value],
+            [count, index, first, shifts, rows_per_thread],
             lanes=SEARCH_LANES,
         )
 
