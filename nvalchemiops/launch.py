@@ -10,8 +10,8 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from nvalchemiops import __version__
 from nvalchemiops._warp import ensure_warp
 
 MINIMUM_CHUNK = 100e-6
-"""Seconds of work below which a chunk is not handed to a thread: about what the hand-over takes."""
+"""Seconds that it takes to hand a chunk over to a thread and to hear from it: chunks that take less stay whole."""
 
 OFFSET = "offset"
 """Name of the first parameter of a gather-only kernel: the row at which its chunk begins."""
@@ -231,8 +231,8 @@ def loading() -> AbstractContextManager[Any]:
     return _load_lock
 
 
-_row_cost: dict[wp.Kernel, float] = {}
-"""Seconds per row in the last CPU launch of each gather-only kernel; only decides how many chunks are made."""
+_row_cost: dict[tuple[wp.Kernel, Hashable], float] = {}
+"""Seconds per row in the last CPU launch of each kind of each gather-only kernel; only decides on chunks."""
 
 
 # -- launches -------------------------------------------------------------------------------------
@@ -248,6 +248,7 @@ def launch(
     stream: wp.Stream | None = None,
     lanes: int = 0,
     record_tape: bool = True,
+    kind: Hashable = None,
 ) -> None:
     """Launch ``kernel`` over ``dim`` threads; split over CPU threads if it is declared `gather_only`.
 
@@ -268,6 +269,8 @@ def launch(
     record_tape : bool, optional
         False keeps the launch off any active tape, which makes it cheaper. Gather-only kernels have no
         adjoint and are never recorded.
+    kind : hashable, optional
+        Tells launches of one kernel apart whose rows take different times.
     """
     ensure_warp()
     if not isinstance(device, wp.Device):
@@ -306,13 +309,16 @@ def launch(
         _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
         return
     # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole
-    chunks = min(threads, int(rows * _row_cost.get(kernel, 0.0) / MINIMUM_CHUNK))
+    cost = _row_cost.get((kernel, kind), 0.0)
+    chunks = min(threads, int(rows * cost / (2.0 * MINIMUM_CHUNK)))
     start = time.perf_counter()
     if chunks <= 1:
         _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
-        _row_cost[kernel] = (time.perf_counter() - start) / rows
+        _row_cost[kernel, kind] = (time.perf_counter() - start) / rows
         return
-    edges = [rows * c // chunks for c in range(chunks + 1)]
+    # this thread does more than the others, since it begins at once
+    share = max(1, int((rows - MINIMUM_CHUNK / cost) / chunks))
+    edges = [0, *(rows - share * (chunks - 1 - c) for c in range(chunks))]
     pieces = [((b - a, *grid[1:]), [a, *arguments]) for a, b in zip(edges, edges[1:])]
     with loading():
         wp.load_module(kernel.module, device=device)  # again, if the module has got another kernel since
@@ -321,8 +327,9 @@ def launch(
     try:
         for piece, rest in pieces[1:]:
             waiting.append(pool.submit(_launch_in_worker, kernel, piece, rest, device, block))
+        start = time.perf_counter()
         _launch_recorded(kernel, *pieces[0], device, stream, block)
-        _row_cost[kernel] = (time.perf_counter() - start) / edges[1]
+        _row_cost[kernel, kind] = (time.perf_counter() - start) / edges[1]
     finally:
         _wait_for_all(waiting)
     for chunk in waiting:
@@ -361,11 +368,12 @@ def launch_adjoint(
 def _wait_for_all(chunks: Sequence[Future[None]]) -> None:
     """Wait even through Ctrl-C, which is raised afterwards: the arrays must outlive every chunk that writes to them."""
     interrupt = None
-    while not all(chunk.done() for chunk in chunks):
-        try:
-            wait(chunks)
-        except BaseException as error:
-            interrupt = error
+    for chunk in chunks:
+        while not chunk.done():
+            try:
+                chunk.exception()
+            except BaseException as error:
+                interrupt = error
     if interrupt is not None:
         raise interrupt
 

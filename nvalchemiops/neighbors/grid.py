@@ -54,6 +54,9 @@ MOST_IMAGES = 2.0**27
 MOST_CELLS = 2.0**29
 """Cells that an atom may be away from the one at the origin, so that differences of image numbers fit into int32."""
 
+NEAR_CELLS = 1000.0
+"""Cells from the origin within which quotients are rounded to much less than `SLACK`; beyond, atoms fold twice."""
+
 FARTHEST_BIN = 2.0**30
 """Where bin coordinates along open axes end: what lies beyond is put into the last bin."""
 
@@ -149,17 +152,22 @@ def cells_to_vector(cells: wp.vec3d, lattice: wp.mat33d):
 
 
 @wp.func
-def fold(x: wp.vec3d, grid: Grid):
-    """Whole cells to take off ``x`` so that it lies inside the cell along periodic axes, as floating-point numbers.
-
-    Twice, since far away the first quotient is rounded to more than the slack of a search.
-    """
+def whole_cells(u: wp.vec3d, bins: wp.vec3i):
+    """The whole part of fractional coordinates along periodic axes."""
     cells = wp.vec3d()
-    for _ in range(2):
-        u = grid.planes * (x - cells_to_vector(cells, grid.lattice))
-        for a in range(3):
-            if grid.bins[a] > 0:
-                cells[a] = cells[a] + wp.floor(u[a])
+    for a in range(3):
+        if bins[a] > 0:
+            cells[a] = wp.floor(u[a])
+    return cells
+
+
+@wp.func
+def fold(x: wp.vec3d, grid: Grid):
+    """Whole cells to take off ``x`` so that it lies inside the cell along periodic axes, as floating-point numbers."""
+    cells = whole_cells(grid.planes * x, grid.bins)
+    if wp.max(wp.abs(cells)) > wp.float64(wp.static(NEAR_CELLS)):
+        rest = x - cells_to_vector(cells, grid.lattice)
+        cells = cells + whole_cells(grid.planes * rest, grid.bins)
     return cells
 
 

@@ -20,11 +20,17 @@ from nvalchemiops.neighbors.grid import FARTHEST_BIN, LANES, Grid
 NOT_FINITE = 2**31 - 1
 """Count of an atom whose neighbors cannot be told: its position is not finite or too far away."""
 
-ROWS_PER_THREAD = 128
+ROWS_PER_THREAD = 64
 """Rows that one task on a CPU goes through: several bins full of atoms that share their candidates."""
 
 BLOCK = 512
 """Candidates that are copied at once: as much as stays in the nearest cache."""
+
+SCRATCH_WIDTH = 128
+"""Neighbors of an atom that a small search has room for before it counts; with more it searches once again."""
+
+SCRATCH_ROWS = 2048
+"""Rows up to which a search writes before it counts."""
 
 GROUP = 32
 """Atoms that share candidates, at most."""
@@ -417,3 +423,94 @@ def search_neighbors() -> Any:
         )
 
     return gather_only(search)
+
+
+_COPY = """
+#if defined(__CUDA_ARCH__)
+    const int lane = threadIdx.x & 31, lanes = 32;
+#else
+    const int lane = 0, lanes = 1;
+#endif
+    const bool in_list = row_begin.shape[0] > 0;
+    for (int row = first_row; row < last_row; ++row) {
+        const int n = count.data[row], i = atom.shape[0] > 0 ? atom.data[row] : row;
+        const int *from = scratch.data + static_cast<long long>(row) * scratch_width;
+        const long long start = in_list ? row_begin.data[row] : static_cast<long long>(row) * width;
+        const int room = in_list ? n : width;
+        int *to = index.data + start;
+        for (int t = lane; t < n; t += lanes) to[t] = from[t];
+        for (int t = n + lane; t < room; t += lanes) to[t] = fill_value;
+        if (first.shape[0] > 0) {
+            int *to = first.data + start;
+            for (int t = lane; t < n; t += lanes) to[t] = i;
+        }
+        if (shifts.shape[0] > 0) {
+            const int *from = reinterpret_cast<const int *>(scratch_shifts.data)
+                + 3 * static_cast<long long>(row) * scratch_width;
+            int *to = reinterpret_cast<int *>(shifts.data) + 3 * start;
+            for (int t = lane; t < 3 * n; t += lanes) to[t] = from[t];
+            for (int t = 3 * n + lane; t < 3 * room; t += lanes) to[t] = 0;
+        }
+    }
+"""
+
+
+@wp.func_native(_COPY)
+def copy_rows(
+    first_row: wp.int32,
+    last_row: wp.int32,
+    count: wp.array(dtype=wp.int32),
+    scratch: wp.array(dtype=wp.int32),
+    scratch_shifts: wp.array(dtype=wp.vec3i),
+    scratch_width: wp.int32,
+    atom: wp.array(dtype=wp.int32),
+    row_begin: wp.array(dtype=wp.int32),
+    width: wp.int32,
+    fill_value: wp.int32,
+    index: wp.array(dtype=wp.int32),
+    first: wp.array(dtype=wp.int32),
+    shifts: wp.array(dtype=wp.vec3i),
+):
+    """Copy rows of neighbors; arguments as in `compact_neighbors`."""
+    ...
+
+
+@kernel_variants(())
+def compact_neighbors() -> Any:
+    """Kernel that moves rows of neighbors from a wide matrix to a list or to a matrix of another width."""
+
+    @wp.kernel(module=kernel_module("neighbor_compaction"), enable_backward=False)
+    def compact(
+        offset: wp.int32,
+        count: wp.array(dtype=wp.int32),  # (n_rows,)
+        scratch: wp.array(dtype=wp.int32),  # flat rows of scratch_width, each filled up to its count
+        scratch_shifts: wp.array(dtype=wp.vec3i),
+        scratch_width: wp.int32,
+        atom: wp.array(dtype=wp.int32),  # (n_rows,), the atom of each row; or none: all atoms in their order
+        row_begin: wp.array(dtype=wp.int32),  # as in search_neighbors, like all that follow
+        width: wp.int32,
+        fill_value: wp.int32,
+        index: wp.array(dtype=wp.int32),
+        first: wp.array(dtype=wp.int32),
+        shifts: wp.array(dtype=wp.vec3i),
+        rows_per_thread: wp.int32,
+    ):
+        thread, _lane = wp.tid()
+        first_row = (offset + thread) * rows_per_thread
+        copy_rows(
+            first_row,
+            wp.min(first_row + rows_per_thread, count.shape[0]),
+            count,
+            scratch,
+            scratch_shifts,
+            scratch_width,
+            atom,
+            row_begin,
+            width,
+            fill_value,
+            index,
+            first,
+            shifts,
+        )
+
+    return gather_only(compact)

@@ -2,7 +2,7 @@
 
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +30,12 @@ def launch(
     outputs: Sequence[Any] = (),
     *,
     lanes: int = 0,
+    kind: Hashable = None,
 ) -> None:
     """Launch ``kernel`` on tensors, on the device of the first one and on torch's current stream.
 
     For the bodies of ops that need no tape: launches are not recorded. See `nvalchemiops.launch.launch` for
-    ``lanes``, and for what is split over CPU threads.
+    ``lanes`` and ``kind``, and for what is split over CPU threads.
 
     Parameters
     ----------
@@ -69,6 +70,7 @@ def launch(
         stream=current_stream(device) if device.type == "cuda" else None,
         lanes=lanes,
         record_tape=False,
+        kind=kind,
     )
 
 

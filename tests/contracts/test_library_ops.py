@@ -34,6 +34,7 @@ def op_calls(system: System):
     return {
         search.neighbor_pairs: query,
         search.neighbor_matrix_of: (*query, -1),
+        search.neighbor_matrix_of_width: (*query, -1, 90),
         search.fill_neighbor_matrix: (*query, flags, -1, *memory),
         rows._inspect: (x, cell, system_of, *found_rows[0], found_rows[1]),
         ewald._real_space: (x, q, cell, alpha, system_of, *found_rows[0], True),

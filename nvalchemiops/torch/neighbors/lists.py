@@ -20,6 +20,7 @@ from nvalchemiops.torch.neighbors.search import (
     check_size,
     fill_neighbor_matrix,
     neighbor_matrix_of,
+    neighbor_matrix_of_width,
     neighbor_pairs,
     raise_faults,
     raise_overflow,
@@ -562,20 +563,24 @@ def _build(
             if memory.num_neighbors is not None:
                 count = memory.num_neighbors.copy_(count)
         else:
-            matrix, shifts, count = _rows_of(positions, rows, cell, width, memory)
-            fault = fill_neighbor_matrix(*query, rebuild_flags, fill_value, matrix, count, shifts)
+            if memory[:3] == (None, None, None):
+                matrix, count, shifts, fault = neighbor_matrix_of_width(*query, fill_value, width)
+            else:
+                matrix, shifts, count = _rows_of(positions, rows, cell, width, memory)
+                fault = fill_neighbor_matrix(*query, rebuild_flags, fill_value, matrix, count, shifts)
             if may_read:
                 raise_faults(fault)
                 raise_overflow(count, width, query)
         results = (matrix, count)
         if form.as_list:
-            pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, count, shifts)
+            images = None if cell is None else shifts
+            pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, count, images)
             shifts = rest[0] if rest else None
             if rows is not None:
                 pairs = torch.stack([rows.to(torch.int32)[pairs[0].long()], pairs[1]])
             results = (pairs, ptr)
     if cell is None:
-        shifts = None
+        shifts = None  # the ops return an empty one
     else:
         results += (shifts,)  # type: ignore[operator]
 

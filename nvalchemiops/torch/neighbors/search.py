@@ -3,13 +3,20 @@
 All geometry is computed in float64, whatever the dtype of the positions.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import warp as wp
 
 from nvalchemiops.neighbors import NeighborOverflowError, grid
-from nvalchemiops.neighbors.search import NOT_FINITE, ROWS_PER_THREAD, search_neighbors
+from nvalchemiops.neighbors.search import (
+    NOT_FINITE,
+    ROWS_PER_THREAD,
+    SCRATCH_ROWS,
+    SCRATCH_WIDTH,
+    compact_neighbors,
+    search_neighbors,
+)
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.memory import new_empty
@@ -70,6 +77,7 @@ class _Search:
     def __init__(self, query: Query, may_wait: bool = True, rebuild_flags: torch.Tensor | None = None) -> None:
         self.query = query
         self.rebuild_flags = rebuild_flags
+        self.scratch: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.device = query.positions.device
         self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device=self.device)
         self.n_rows = (query.positions if query.target_indices is None else query.target_indices).shape[0]
@@ -169,21 +177,56 @@ class _Search:
         fill_value: int = 0,
     ) -> None:
         """Count neighbors, and write them to rows if there are rows."""
-        rows_per_thread = ROWS_PER_THREAD if self.device.type == "cpu" else 1
-        launch(
+        self._launch(
             search_neighbors(),
-            -(-self.n_rows // rows_per_thread),
             [*self.binned, row_begin, width, fill_value],
-            [count, index, first, shifts, rows_per_thread],
-            lanes=SEARCH_LANES,
+            [count, index, first, shifts],
+            kind="count" if index is None else "fill",
         )
 
+    def _launch(self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], kind: str | None = None) -> None:
+        rows_per_thread = ROWS_PER_THREAD if self.device.type == "cpu" else 1
+        n_threads = -(-self.n_rows // rows_per_thread)
+        launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], lanes=SEARCH_LANES, kind=kind)
+
     def count(self) -> torch.Tensor:
-        """Neighbors of the atom of each row. Waits for the device and raises what is wrong with the input."""
+        """Neighbors of the atom of each row. Waits for the device and raises what is wrong with the input.
+
+        In a small search on a CPU they are written at the same time, to memory that `fill` copies from.
+        """
         count = self._new(self.n_rows)
-        self.run(count)
+        if self.device.type == "cpu" and self.n_rows <= SCRATCH_ROWS:
+            index = self._new(self.n_rows * SCRATCH_WIDTH)
+            shifts = None if self.query.cell is None else self._new(self.n_rows * SCRATCH_WIDTH, 3)
+            begin = torch.arange(0, (self.n_rows + 1) * SCRATCH_WIDTH, SCRATCH_WIDTH, dtype=torch.int32)
+            self.run(count, index, shifts, row_begin=begin)
+            self.scratch = (index, shifts)
+        else:
+            self.run(count)
         raise_faults(self.fault)
         return count
+
+    def fill(self, count: torch.Tensor, most: int, index: torch.Tensor, shifts: torch.Tensor, **rows: Any) -> None:
+        """Write neighbors to rows, after `count`, whose largest entry is ``most``; ``rows`` as in `run`."""
+        if self.scratch is None or most > SCRATCH_WIDTH:
+            self.run(None, index, shifts, **rows)
+            return
+        scratch, scratch_shifts = self.scratch
+        atoms = self.query.target_indices
+        self._launch(
+            compact_neighbors(),
+            [
+                count,
+                scratch,
+                scratch_shifts,
+                SCRATCH_WIDTH,
+                None if atoms is None else atoms.to(torch.int32),
+                rows.get("row_begin"),
+                rows.get("width", -1),
+                rows.get("fill_value", 0),
+            ],
+            [index, rows.get("first"), shifts],
+        )
 
 
 def batch_size(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> int | None:
@@ -244,7 +287,7 @@ def _n_rows(positions: torch.Tensor, *inputs: object) -> int:
     outputs=[
         OutputSpec("pairs", wp.int32, lambda *_: (2, _N_PAIRS)),
         OutputSpec("ptr", wp.int32, lambda *inputs: (_n_rows(*inputs) + 1,)),
-        OutputSpec("shifts", wp.vec3i, lambda *_: (_N_PAIRS, 3)),
+        OutputSpec("shifts", wp.vec3i, lambda *inputs: (0 if inputs[2] is None else _N_PAIRS, 3)),
     ],
     grad_arrays=(),
     backward="none",
@@ -262,15 +305,17 @@ def neighbor_pairs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The list format. Waits for the device to learn the number of pairs, and raises what is wrong with the input."""
     search = _Search(Query(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method))
-    ends = search.count().cumsum(0)
+    count = search.count()
+    most = int(count.max()) if search.n_rows else 0
+    ends = count.cumsum(0)
     size = int(ends[-1]) if search.n_rows else 0
     check_size(size)
     ptr = search._new(search.n_rows + 1)
     ptr[:1] = 0
     ptr[1:] = ends
     pairs = new_empty((2, size), torch.int32, search.device)
-    shifts = new_empty((size, 3), torch.int32, search.device)
-    search.run(None, pairs[1], shifts, first=pairs[0], row_begin=ptr)
+    shifts = new_empty((0 if cell is None else size, 3), torch.int32, search.device)
+    search.fill(count, most, pairs[1], shifts, first=pairs[0], row_begin=ptr)
     return pairs, ptr, shifts
 
 
@@ -282,7 +327,7 @@ _WIDTH = DynamicSize("width")
     outputs=[
         OutputSpec("matrix", wp.int32, lambda *inputs: (_n_rows(*inputs), _WIDTH)),
         OutputSpec("count", wp.int32, lambda *inputs: (_n_rows(*inputs),)),
-        OutputSpec("shifts", wp.vec3i, lambda *inputs: (_n_rows(*inputs), _WIDTH, 3)),
+        OutputSpec("shifts", wp.vec3i, lambda *inputs: (0 if inputs[2] is None else _n_rows(*inputs), _WIDTH, 3)),
     ],
     grad_arrays=(),
     backward="none",
@@ -305,9 +350,43 @@ def neighbor_matrix_of(
     width = int(count.max()) if search.n_rows else 0
     check_size(search.n_rows * width)
     matrix = new_empty((search.n_rows, width), torch.int32, search.device)
-    shifts = new_empty((search.n_rows, width, 3), torch.int32, search.device)
-    search.run(None, matrix.view(-1), shifts.view(-1, 3), width=width, fill_value=fill_value)
+    shifts = new_empty((0 if cell is None else search.n_rows, width, 3), torch.int32, search.device)
+    search.fill(count, width, matrix.view(-1), shifts.view(-1, 3), width=width, fill_value=fill_value)
     return matrix, count, shifts
+
+
+@warp_custom_op(
+    "nvalchemiops::neighbor_matrix_of_width",
+    outputs=[
+        OutputSpec("matrix", wp.int32, lambda *inputs: (_n_rows(*inputs), inputs[-1])),
+        OutputSpec("count", wp.int32, lambda *inputs: (_n_rows(*inputs),)),
+        OutputSpec("shifts", wp.vec3i, lambda *inputs: (0 if inputs[2] is None else _n_rows(*inputs), inputs[-1], 3)),
+        OutputSpec("fault", wp.int32, (grid.N_FAULTS,)),
+    ],
+    grad_arrays=(),
+    backward="none",
+)
+def neighbor_matrix_of_width(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None,
+    pbc: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    batch_ptr: torch.Tensor | None,
+    target_indices: torch.Tensor | None,
+    half: bool,
+    method: int,
+    fill_value: int,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The matrix format in a given width. Waits for nothing: faults are returned, counts tell what did not fit."""
+    query = Query(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
+    search = _Search(query, may_wait=False)
+    matrix = new_empty((search.n_rows, width), torch.int32, search.device)
+    count = new_empty((search.n_rows,), torch.int32, search.device)
+    shifts = new_empty((0 if cell is None else search.n_rows, width, 3), torch.int32, search.device)
+    search.run(count, matrix.view(-1), shifts.view(-1, 3), width=width, fill_value=fill_value)
+    return matrix, count, shifts, search.fault
 
 
 @warp_custom_op(
@@ -333,7 +412,7 @@ def fill_neighbor_matrix(
     count: torch.Tensor,
     shifts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The matrix format in given memory. Waits for nothing: faults are returned, counts tell what did not fit."""
+    """The same in given memory."""
     query = Query(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
     search = _Search(query, may_wait=False, rebuild_flags=rebuild_flags)
     search.run(
@@ -352,6 +431,7 @@ __all__ = [
     "check_size",
     "fill_neighbor_matrix",
     "neighbor_matrix_of",
+    "neighbor_matrix_of_width",
     "neighbor_pairs",
     "raise_faults",
     "raise_overflow",
