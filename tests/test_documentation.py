@@ -24,7 +24,7 @@ def test_examples_run(page, tmp_path):
 
 
 def test_pages_with_examples_are_found():
-    assert {page.name for page in WITH_CODE} >= {"README.md", "custom_ops.md"}
+    assert {page.name for page in WITH_CODE} >= {"README.md", "custom_ops.md", "neighbors.md"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

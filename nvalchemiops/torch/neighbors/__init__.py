@@ -12,8 +12,10 @@ from nvalchemiops.torch.neighbors.lists import (
     neighbor_list,
     suggest_neighbor_list_method,
 )
+from nvalchemiops.torch.neighbors.verlet import VerletList
 
 __all__ = [
+    "VerletList",
     "batch_cell_list",
     "batch_naive_neighbor_list",
     "batch_naive_neighbor_list_dual_cutoff",

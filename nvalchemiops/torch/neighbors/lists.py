@@ -563,7 +563,7 @@ def _build(
             if memory.num_neighbors is not None:
                 count = memory.num_neighbors.copy_(count)
         else:
-            if memory[:3] == (None, None, None):
+            if all(tensor is None for tensor in memory[:3]):
                 matrix, count, shifts, fault = neighbor_matrix_of_width(*query, fill_value, width)
             else:
                 matrix, shifts, count = _rows_of(positions, rows, cell, width, memory)
