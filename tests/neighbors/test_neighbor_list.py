@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference.neighbors import all_pairs
-from tests.systems import SYSTEMS, batch
+from tests.systems import SYSTEMS, batch, triclinic
 
 FULLY = (True, True, True)
 
@@ -265,3 +265,27 @@ BATCH = torch.tensor([0, 1], dtype=torch.int32)
 def test_bad_input_is_an_error_that_names_the_argument(error, argument, options):
     with pytest.raises(error, match=argument):
         neighbor_list(**{"positions": X, "cutoff": 1.0, **options})
+
+
+@pytest.mark.parametrize("form", ["matrix", "memory", "numbered anew"])
+def test_a_given_capacity_reads_no_value(form, monkeypatch):
+    """What CUDA graphs and a busy GPU need; every way from a tensor to a number is shut."""
+    system = batch(triclinic(5), SYSTEMS["rocksalt"]())
+    options = {"batch_idx": system.batch_idx, "max_neighbors": 150}
+    if form != "numbered anew":
+        options["cell"] = system.cell
+    if form == "memory":
+        n = len(system.charges)
+        shapes = {"neighbor_matrix": (n, 150), "neighbor_matrix_shifts": (n, 150, 3), "num_neighbors": (n,)}
+        options |= {name: torch.empty(shape, dtype=torch.int32) for name, shape in shapes.items()}
+        options["rebuild_flags"] = torch.ones(2, dtype=torch.bool)
+    expected = [t.clone() for t in neighbor_list(system.positions, 4.0, **options)]
+
+    def shut(*_, **__):
+        raise AssertionError("a value was read")
+
+    for way in ("item", "tolist", "__int__", "__float__", "__bool__", "__index__", "nonzero", "numpy"):
+        monkeypatch.setattr(torch.Tensor, way, shut)
+    found = neighbor_list(system.positions, 4.0, **options, check=False)
+    monkeypatch.undo()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
