@@ -291,7 +291,7 @@ def layout(
         else:
             if method != _NAIVE and (method != _AUTOMATIC or atoms > wp.static(ONE_BIN_OPEN)):
                 dual[a] = dual[a] / cutoff
-                far[a] = wp.float64(1.0 + 2.0 * wp.static(SLACK))
+                far[a] = wp.float64(1.0) + wp.float64(2.0) * wp.float64(wp.static(SLACK))  # literals add in float32
                 in_one = False
                 open_bins = True
             else:

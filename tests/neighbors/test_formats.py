@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from torch.autograd import gradcheck, gradgradcheck
 
 from nvalchemiops.neighbors import NeighborOverflowError
@@ -435,8 +436,8 @@ def test_compiled_formats_equal_eager(crystal):
     assert same(full, pairs) and len(half[0][0]) == len(pairs[0][0]) // 2
 
 
-def test_compiled_lists_of_unknown_length(crystal, monkeypatch):
-    monkeypatch.setattr("torch._dynamo.config.capture_dynamic_output_shape_ops", True)
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compiled_lists_of_unknown_length(crystal):
     x, cell, batch_idx, pairs, matrix, _ = two_systems(crystal)
 
     def chain(matrix, count, shifts):

@@ -41,6 +41,27 @@ def check_positive(name: str, value: Any) -> float:
     return number
 
 
+def check_int(name: str, value: Any) -> int:
+    """The value; raise unless it is a whole number that fits into 32 bits."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
+        raise TypeError(f"`{name}` must be an int, got {type(value).__name__}")
+    if isinstance(value, (int, np.integer)) and not -(2**31) <= value < 2**31:
+        raise ValueError(f"`{name}` must fit into 32 bits, got {value}")
+    return value  # type: ignore[return-value]
+
+
+def check_like(name: str, memory: Any, values: torch.Tensor) -> None:
+    """Raise unless ``memory`` is a tensor that takes ``values`` as they are."""
+    if not isinstance(memory, torch.Tensor) or memory.dtype != values.dtype:
+        kind = memory.dtype if isinstance(memory, torch.Tensor) else type(memory).__name__
+        raise TypeError(f"`{name}` must be a tensor of {values.dtype}, got {kind}")
+    if memory.shape != values.shape or memory.device != values.device:
+        raise ValueError(
+            f"`{name}` must have shape {tuple(values.shape)} on {values.device}, got {tuple(memory.shape)} on "
+            f"{memory.device}"
+        )
+
+
 def check_cell(cell: Any, positions: torch.Tensor, n_systems: int) -> torch.Tensor:
     """The cell as (n_systems, 3, 3); raise unless shape, dtype and device fit."""
     if not isinstance(cell, torch.Tensor):

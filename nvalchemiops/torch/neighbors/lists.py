@@ -207,8 +207,7 @@ def neighbor_list(
         if tensor is not None:
             raise ValueError(f"`{name}` is for one list: with cutoff2 use batch_naive_neighbor_list_dual_cutoff")
     first = _build(METHODS[method], positions, cutoff, systems, form, max_neighbors, rows=rows)
-    names = ("cutoff2", "max_neighbors2")
-    return first + _build(METHODS[method], positions, cutoff2, systems, form, max_neighbors2, rows=rows, names=names)
+    return first + _build(METHODS[method], positions, cutoff2, systems, form, max_neighbors2, rows=rows, suffix="2")
 
 
 def cell_list(
@@ -382,12 +381,11 @@ def batch_naive_neighbor_list_dual_cutoff(
     systems = Systems(cell, pbc, batch_idx, batch_ptr)
     form = Form(half_fill, fill_value, return_neighbor_list)
     results: Tensors = ()
-    for number, cutoff, room, memory in (
-        (1, cutoff1, max_neighbors1, Memory(neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)),
-        (2, cutoff2, max_neighbors2, Memory(neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)),
+    for suffix, cutoff, room, memory in (
+        ("1", cutoff1, max_neighbors1, Memory(neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)),
+        ("2", cutoff2, max_neighbors2, Memory(neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)),
     ):
-        names = (f"cutoff{number}", f"max_neighbors{number}")
-        results += _build(NAIVE, positions, cutoff, systems, form, room, memory, rebuild_flags, names=names)
+        results += _build(NAIVE, positions, cutoff, systems, form, room, memory, rebuild_flags, suffix=suffix)
     return results
 
 
@@ -484,7 +482,7 @@ def estimate_cell_list_sizes(
     max_total_cells : int
     neighbor_search_radius : (3,) int32 tensor
     """
-    if cell.ndim == 3 and cell.shape[0] != 1:
+    if isinstance(cell, torch.Tensor) and cell.ndim == 3 and cell.shape[0] != 1:
         raise ValueError("`cell` must be one cell; use estimate_batch_cell_list_sizes for several")
     total, radius = estimate_batch_cell_list_sizes(cell, pbc, cutoff, max_nbins, min_cells_per_dimension)
     return total, radius[0]
@@ -500,7 +498,7 @@ def estimate_batch_cell_list_sizes(
     """The same as `estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all systems, radii (n_systems, 3)."""
     cutoff = checks.check_positive("cutoff", cutoff)
     for name, value in (("max_nbins", max_nbins), ("min_cells_per_dimension", min_cells_per_dimension)):
-        if int(value) < 1:
+        if checks.check_int(name, value) < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}")
     if not isinstance(cell, torch.Tensor) or not cell.is_floating_point() or cell.shape[-2:] != (3, 3):
         raise ValueError("`cell` must be a floating-point tensor of shape (3, 3) or (n_systems, 3, 3)")
@@ -531,22 +529,22 @@ def _build(
     memory: Memory = Memory(),  # noqa: B008 (immutable)
     rebuild_flags: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
-    names: tuple[str, str] = ("cutoff", "max_neighbors"),
+    suffix: str = "",
 ) -> Tensors:
-    """One list, as `neighbor_list` describes it; ``rows`` are its target_indices."""
+    """One list, as `neighbor_list` describes it; ``rows`` are its target_indices, ``suffix`` ends names in messages."""
     checks.check_positions(positions, finite=False)
-    cutoff = checks.check_positive(names[0], cutoff)
+    cutoff = checks.check_positive(f"cutoff{suffix}", cutoff)
     _, _, batch_idx, batch_ptr = systems
     cell, pbc, n_systems = checks.check_systems(positions, *systems)
     if rows is not None:
         checks.check_index("target_indices", rows, positions, (None,))
-    width = _width(positions, rows, cell, max_neighbors, names[1], memory)
+    width = _width(positions, rows, cell, max_neighbors, memory, suffix)
     if rebuild_flags is not None:
         checks.check_flags(rebuild_flags, positions, n_systems)
         for name, tensor in zip(Memory._fields, memory[: 3 if cell is not None else 1] + memory[2:3]):
             if tensor is None:
-                raise ValueError(f"`rebuild_flags` needs `{name}`, whose rows it keeps")
-    fill_value = positions.shape[0] if form.fill_value is None else int(form.fill_value)
+                raise ValueError(f"`rebuild_flags` needs `{name}{suffix}`, whose rows it keeps")
+    fill_value = positions.shape[0] if form.fill_value is None else checks.check_int("fill_value", form.fill_value)
     lattice = None if cell is None else cell.detach()
     query = Query(positions.detach(), cutoff, lattice, pbc, batch_idx, batch_ptr, rows, form.half_fill, method)
     may_read = form.check and not torch.compiler.is_compiling()
@@ -593,12 +591,15 @@ def _build(
             distances, vectors = list_geometry(positions, pairs, shifts, cell, batch_idx)
         else:
             distances, vectors = matrix_geometry(positions, matrix, count, shifts, cell, batch_idx, rows)
-        for wanted, tensor, given in (
-            (want_distances, distances, memory.neighbor_distances),
-            (want_vectors, vectors, memory.neighbor_vectors),
+        for name, wanted, tensor, given in (
+            ("neighbor_distances", want_distances, distances, memory.neighbor_distances),
+            ("neighbor_vectors", want_vectors, vectors, memory.neighbor_vectors),
         ):
             if wanted:
-                results += (tensor if given is None else given.copy_(tensor),)
+                if given is not None:
+                    checks.check_like(name, given, tensor)
+                    tensor = given.copy_(tensor)
+                results += (tensor,)
     return results
 
 
@@ -622,30 +623,29 @@ def _width(
     rows: torch.Tensor | None,
     cell: torch.Tensor | None,
     max_neighbors: int | None,
-    name: str,
     memory: Memory,
+    suffix: str,
 ) -> int | None:
     """Columns of the matrix, from whatever tells them; None if nothing does."""
     n_rows = positions.shape[0] if rows is None else rows.shape[0]
+    name = f"max_neighbors{suffix}"
     width = max_neighbors
-    if width is not None:
-        if isinstance(width, bool) or not isinstance(width, (int, np.integer, torch.SymInt)):
-            raise TypeError(f"`{name}` must be an int, got {type(width).__name__}")
-        if width < 0:
-            raise ValueError(f"`{name}` must not be negative, got {width}")
-    shapes = {"neighbor_matrix": (n_rows, None), "neighbor_matrix_shifts": (n_rows, None, 3)}
-    for label, shape in shapes.items():
-        tensor = getattr(memory, label)
+    if width is not None and checks.check_int(name, width) < 0:
+        raise ValueError(f"`{name}` must not be negative, got {width}")
+    for label, tensor, trailing in (
+        (f"neighbor_matrix{suffix}", memory.neighbor_matrix, ()),
+        (f"neighbor_matrix_shifts{suffix}", memory.neighbor_matrix_shifts, (3,)),
+    ):
         if tensor is None:
             continue
-        checks.check_index(label, tensor, positions, shape, writable=True)
+        checks.check_index(label, tensor, positions, (n_rows, None, *trailing), writable=True)
         if width is not None and tensor.shape[1] != width:
             raise ValueError(f"`{label}` has {tensor.shape[1]} columns, but `{name}` says {width}")
         width, name = tensor.shape[1], label
     if memory.neighbor_matrix_shifts is not None and cell is None:
-        raise ValueError("`neighbor_matrix_shifts` is given, but without `cell` there are no shifts")
+        raise ValueError(f"`neighbor_matrix_shifts{suffix}` is given, but without `cell` there are no shifts")
     if memory.num_neighbors is not None:
-        checks.check_index("num_neighbors", memory.num_neighbors, positions, (n_rows,), writable=True)
+        checks.check_index(f"num_neighbors{suffix}", memory.num_neighbors, positions, (n_rows,), writable=True)
     if width is not None:
         check_size(n_rows * width)
     return width

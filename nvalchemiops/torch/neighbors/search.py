@@ -102,11 +102,12 @@ class _Search:
             n_systems = self.rebuild_flags.shape[0]
         if n_systems is None and may_wait:
             n_systems = 1 + (int(batch_idx.max()) if n_atoms else 0)
-            if n_systems < 1 or n_systems > MAX_SLOTS:
-                raise ValueError(FAULTS[grid.BAD_SYSTEM])
+            if n_systems < 1 or n_systems > 2 * n_atoms + 1000:
+                n_systems = None
         system = batch_idx.to(torch.int32)
         if n_systems is None:
-            # numbered anew: there are no more systems with atoms than atoms. A step down stays one, and is found
+            # numbered anew: there are no more systems with atoms than atoms. Negative numbers and steps down stay,
+            # and are found
             n_systems = max(n_atoms, 1)
             steps = torch.diff(system, prepend=system[:1]).sign()
             system = torch.where(system < 0, system, steps.cumsum(0, dtype=torch.int32))

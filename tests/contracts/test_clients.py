@@ -1,0 +1,280 @@
+"""The calls that existing clients make, word for word as they make them (../shared/clients.md).
+
+Neighbor lists of torch-sim and AIMNet, and the Ewald sums that take these lists. What the clients call beyond that
+(DSF, PME, dispersion) joins this file with the functions themselves.
+"""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+
+from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.torch import neighbors
+from nvalchemiops.torch.interactions.electrostatics import estimate_ewald_parameters, ewald_summation
+from nvalchemiops.torch.neighbors import batch_cell_list, batch_naive_neighbor_list, neighbor_list
+from tests.reference.neighbors import assert_pairs, every_image
+from tests.systems import SYSTEMS, batch, crystal, triclinic
+
+SIGNATURES = {
+    "neighbor_list": "positions, cutoff=None, cell=None, pbc=None, batch_idx=None, batch_ptr=None, cutoff2=None, "
+    "half_fill=False, fill_value=None, return_neighbor_list=False, method=None, wrap_positions=True",
+    "cell_list": "positions, cutoff, cell, pbc, max_neighbors=None, half_fill=False, fill_value=None, "
+    "return_neighbor_list=False, neighbor_matrix=None, neighbor_matrix_shifts=None, num_neighbors=None, "
+    "rebuild_flags=None, target_indices=None, return_vectors=False, return_distances=False, neighbor_vectors=None, "
+    "neighbor_distances=None",
+    "naive_neighbor_list": "positions, cutoff, cell=None, pbc=None, max_neighbors=None, half_fill=False, "
+    "fill_value=None, return_neighbor_list=False, neighbor_matrix=None, neighbor_matrix_shifts=None, "
+    "num_neighbors=None, rebuild_flags=None, wrap_positions=True, *, return_distances=False, return_vectors=False, "
+    "neighbor_vectors=None, neighbor_distances=None, target_indices=None",
+    "naive_neighbor_list_dual_cutoff": "positions, cutoff1, cutoff2, pbc=None, cell=None, max_neighbors1=None, "
+    "max_neighbors2=None, half_fill=False, fill_value=None, return_neighbor_list=False, neighbor_matrix1=None, "
+    "neighbor_matrix2=None, neighbor_matrix_shifts1=None, neighbor_matrix_shifts2=None, num_neighbors1=None, "
+    "num_neighbors2=None, rebuild_flags=None, wrap_positions=True",
+    "batch_cell_list": "positions, cutoff, cell, pbc, batch_idx, max_neighbors=None, half_fill=False, "
+    "fill_value=None, return_neighbor_list=False, neighbor_matrix=None, neighbor_matrix_shifts=None, "
+    "num_neighbors=None, rebuild_flags=None, target_indices=None, return_vectors=False, return_distances=False, "
+    "neighbor_vectors=None, neighbor_distances=None, batch_ptr=None",
+    "batch_naive_neighbor_list": "positions, cutoff, batch_idx=None, batch_ptr=None, pbc=None, cell=None, "
+    "max_neighbors=None, half_fill=False, fill_value=None, return_neighbor_list=False, neighbor_matrix=None, "
+    "neighbor_matrix_shifts=None, num_neighbors=None, rebuild_flags=None, wrap_positions=True, *, "
+    "return_distances=False, return_vectors=False, neighbor_vectors=None, neighbor_distances=None, "
+    "target_indices=None",
+    "batch_naive_neighbor_list_dual_cutoff": "positions, cutoff1, cutoff2, batch_idx=None, batch_ptr=None, pbc=None, "
+    "cell=None, max_neighbors1=None, max_neighbors2=None, half_fill=False, fill_value=None, "
+    "return_neighbor_list=False, neighbor_matrix1=None, neighbor_matrix2=None, neighbor_matrix_shifts1=None, "
+    "neighbor_matrix_shifts2=None, num_neighbors1=None, num_neighbors2=None, rebuild_flags=None, wrap_positions=True",
+    "estimate_cell_list_sizes": "cell, pbc, cutoff, max_nbins=524288, min_cells_per_dimension=4",
+    "estimate_batch_cell_list_sizes": "cell, pbc, cutoff, max_nbins=8192, min_cells_per_dimension=4",
+    "suggest_neighbor_list_method": "",
+    "neighbor_utils.estimate_max_neighbors": "cutoff, atomic_density=0.2, safety_factor=None, "
+    "max_neighbors_lower_bound=16",
+    "neighbor_utils.get_neighbor_list_from_neighbor_matrix": "neighbor_matrix, num_neighbors, "
+    "neighbor_shift_matrix=None, fill_value=-1",
+    "rebuild_detection.batch_cell_list_needs_rebuild": "current_positions, batch_idx, cell, pbc",
+    "rebuild_detection.batch_neighbor_list_needs_rebuild": "reference_positions, current_positions, batch_idx, "
+    "skin_distance_threshold, update_reference_positions=False, cell=None, cell_inv=None, pbc=None, *, "
+    "num_systems=None",
+    "rebuild_detection.cell_list_needs_rebuild": "current_positions, cell, pbc",
+    "rebuild_detection.check_cell_list_rebuild_needed": "current_positions, cell, pbc",
+    "rebuild_detection.check_neighbor_list_rebuild_needed": "reference_positions, current_positions, "
+    "skin_distance_threshold, update_reference_positions=False, cell=None, cell_inv=None, pbc=None",
+    "rebuild_detection.neighbor_list_needs_rebuild": "reference_positions, current_positions, "
+    "skin_distance_threshold, update_reference_positions=False, cell=None, cell_inv=None, pbc=None",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_begin_as_clients_know_them(name):
+    """Names, order and defaults; ours follow, by keyword only."""
+    import nvalchemiops.torch.neighbors.neighbor_utils
+    import nvalchemiops.torch.neighbors.rebuild_detection  # noqa: F401
+
+    function = neighbors
+    for part in name.split("."):
+        function = getattr(function, part)
+    ours = inspect.signature(function).parameters
+    if not SIGNATURES[name]:
+        assert callable(function)
+        return
+    theirs = inspect.signature(eval(f"lambda {SIGNATURES[name]}: None")).parameters
+    for place, (known, parameter) in enumerate(theirs.items()):
+        assert ours[known].default == parameter.default
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            assert list(ours)[place] == known and ours[known].kind is parameter.kind
+    assert all(p.kind is p.KEYWORD_ONLY for key, p in ours.items() if key not in theirs)
+
+
+# -- torch-sim ----------------------------------------------------------------------------------------------
+
+
+def lattices():
+    """Systems of every kind in one batch: skewed, left-handed, thin, open, partly open, with a dummy cell."""
+    made = [
+        (SYSTEMS["rocksalt"](), (True, True, True)),
+        (SYSTEMS["triclinic"](), (True, True, True)),
+        (crystal("zincblende", 3.6, (3, 1, 1), 0.1), (True, True, True)),
+        (SYSTEMS["triclinic"]()._replace(cell=SYSTEMS["triclinic"]().cell[:, [1, 0, 2]]), (True, True, False)),
+        (SYSTEMS["cesiumchloride"](), (False, False, False)),
+        (SYSTEMS["one atom"](), (True, True, True)),
+        (triclinic(9)._replace(cell=torch.eye(3, dtype=torch.float64)[None]), (False, False, False)),
+        (triclinic(7)._replace(cell=torch.zeros(1, 3, 3, dtype=torch.float64)), (False, False, False)),
+    ]
+    return [system for system, _ in made], torch.tensor([pbc for _, pbc in made])
+
+
+@pytest.mark.parametrize("search", [batch_naive_neighbor_list, batch_cell_list])
+@pytest.mark.parametrize("cutoff", [3.0, 8.0])
+def test_torch_sim_neighbors(search, cutoff, dtype):
+    systems, pbc = lattices()
+    together = batch(*systems).to(dtype)
+    # its cells are stored by columns
+    cell = together.cell.mT.contiguous().mT
+    res = search(
+        positions=together.positions,
+        cutoff=cutoff,
+        batch_idx=together.batch_idx.to(torch.int32),
+        cell=cell,
+        pbc=pbc,
+        return_neighbor_list=True,
+    )
+    pairs = res[0]
+    shifts = res[2] if len(res) == 3 else torch.zeros(pairs.shape[1], 3)
+    assert pairs.shape[0] == 2 and len(res) == 3
+    system = together.batch_idx[pairs[0].long()]
+    assert torch.equal(system, together.batch_idx[pairs[1].long()])
+    assert (system.diff() >= 0).all()
+    rows = torch.cat([pairs.T, shifts], dim=1).numpy()
+    first = 0
+    for n in range(len(systems)):
+        x = together.positions[together.batch_idx == n].double()
+        slack = 1e-12 if dtype == torch.float64 else 1e-5
+        expected = every_image(x, cutoff, together.cell[n].double(), pbc[n].tolist(), slack)
+        assert_pairs(rows[(system == n).numpy()] - np.array([first, first, 0, 0, 0]), expected)
+        first += len(x)
+    # the distances it computes from them
+    moved = (shifts[:, None].to(dtype) @ together.cell[system.long()]).squeeze(1)
+    vectors = together.positions[pairs[1].long()] - together.positions[pairs[0].long()] + moved
+    assert (vectors.norm(dim=1) < cutoff * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_torch_sim_ewald(several, dtype):
+    """No alpha, a list of 8 angstrom, energies per atom summed into float64 with `scatter_add_`."""
+    systems = [SYSTEMS["rocksalt"](), SYSTEMS["triclinic"](), SYSTEMS["zincblende"]()]
+    system = (batch(*systems) if several else systems[0]).to(dtype)
+    n_systems = len(system.cell)
+    res = batch_cell_list(
+        positions=system.positions,
+        cutoff=8.0,
+        batch_idx=system.batch_idx,
+        cell=system.cell,
+        pbc=torch.ones(n_systems, 3, dtype=torch.bool),
+        return_neighbor_list=True,
+    )
+    energy, forces, virial = ewald_summation(
+        positions=system.positions,
+        charges=system.charges,
+        cell=system.cell,
+        neighbor_list=res[0],
+        neighbor_ptr=res[1],
+        neighbor_shifts=res[2],
+        batch_idx=system.batch_idx if several else None,
+        compute_forces=True,
+        compute_virial=True,
+        accuracy=1e-6,
+    )
+    total = torch.zeros(n_systems, dtype=torch.float64)
+    total.scatter_add_(0, system.batch_idx.long(), energy.to(torch.float64))
+    stress = -virial / torch.linalg.det(system.cell).abs().reshape(-1, 1, 1)
+    assert forces.shape == system.positions.shape and stress.shape == (n_systems, 3, 3)
+    if dtype == torch.float64:
+        assert energy.dtype == torch.float64
+    for n, one in enumerate(systems[:n_systems]):
+        alone = ewald_summation(one.positions, one.charges, one.cell, alpha=0.6, k_cutoff=12.0, cutoff=10.0)
+        torch.testing.assert_close(total[n], alone.sum(), rtol=2e-4, atol=0)
+
+
+# -- AIMNet -------------------------------------------------------------------------------------------------
+
+
+class AdaptiveList:
+    """What AIMNet does: guess a width, catch the overflow, read the number needed, grow and try again."""
+
+    def __init__(self, cutoff, max_neighbors=8):
+        self.cutoff, self.max_neighbors, self.attempts = cutoff, max_neighbors, 0
+
+    def __call__(self, positions, cell=None, pbc=None, batch_idx=None, fill_value=None):
+        while True:
+            self.attempts += 1
+            try:
+                if cell is None:
+                    return neighbor_list(
+                        positions=positions,
+                        cutoff=self.cutoff,
+                        batch_idx=batch_idx,
+                        max_neighbors=self.max_neighbors,
+                        half_fill=False,
+                        fill_value=fill_value,
+                        method="batch_naive",
+                    )
+                return neighbor_list(
+                    positions=positions,
+                    cutoff=self.cutoff,
+                    cell=cell,
+                    pbc=pbc,
+                    batch_idx=batch_idx,
+                    max_neighbors=self.max_neighbors,
+                    half_fill=False,
+                    fill_value=fill_value,
+                )
+            except NeighborOverflowError as error:
+                assert error.num_neighbors > self.max_neighbors
+                self.max_neighbors = (error.num_neighbors + 15) // 16 * 16
+
+
+@pytest.mark.parametrize("periodic", [False, True])
+def test_aimnet_neighbors(periodic, dtype):
+    together = batch(SYSTEMS["rocksalt"](), SYSTEMS["triclinic"](), SYSTEMS["one atom"]()).to(dtype)
+    n_atoms = len(together.charges)
+    where = {"cell": together.cell, "pbc": torch.ones(3, 3, dtype=torch.bool)} if periodic else {}
+    adaptive = AdaptiveList(5.0)
+    results = adaptive(together.positions, batch_idx=together.batch_idx, fill_value=n_atoms, **where)
+    assert adaptive.attempts == 2 and len(results) == (3 if periodic else 2)
+    matrix, count = results[:2]
+    assert matrix.shape == (n_atoms, adaptive.max_neighbors) and int(count.max()) > adaptive.max_neighbors - 16
+    filled = torch.arange(adaptive.max_neighbors)[None] < count[:, None]
+    assert (matrix[~filled] == n_atoms).all()
+    exact = neighbor_list(together.positions, 5.0, batch_idx=together.batch_idx, **where)
+    assert torch.equal(exact[1], count)
+    assert torch.equal(exact[0], matrix[:, : exact[0].shape[1]])
+    # padding points at an atom that the client appends
+    padded = torch.cat([together.positions, together.positions.new_zeros(1, 3)])
+    assert padded[matrix.long()].shape == (*matrix.shape, 3)
+
+
+def test_aimnet_neighbors_with_a_valid_index_as_padding():
+    """The padding atom is a row of the matrix too; slots equal to its index are padding, whatever stands there."""
+    system = SYSTEMS["triclinic"]()
+    n_atoms = len(system.charges)
+    matrix, count, shifts = neighbor_list(system.positions, 4.0, system.cell, max_neighbors=64, fill_value=n_atoms - 1)
+    filled = torch.arange(64)[None] < count[:, None]
+    assert (matrix[~filled] == n_atoms - 1).all() and not shifts[~filled].any()
+
+
+def test_aimnet_one_molecule_without_a_cell():
+    x = torch.as_tensor(np.random.default_rng(0).uniform(0, 6, (30, 3)))
+    matrix, count = AdaptiveList(3.0)(x, batch_idx=torch.zeros(30, dtype=torch.int32), fill_value=30)
+    slots = torch.arange(matrix.shape[1])[None] < count[:, None]
+    i, slot = slots.nonzero().T
+    found = torch.stack([i, matrix[i, slot], *torch.zeros(3, len(i))], dim=1)
+    assert_pairs(found.long().numpy(), every_image(x, 3.0))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_aimnet_ewald(several):
+    """The list built with the cutoff that the estimate gave for the same accuracy; no alpha; all in the graph."""
+    system = batch(SYSTEMS["rocksalt"](), SYSTEMS["cesiumchloride"]()) if several else SYSTEMS["rocksalt"]()
+    n_atoms = len(system.charges)
+    described = {"batch_idx": system.batch_idx} if several else {}
+    parameters = estimate_ewald_parameters(system.positions, system.cell, accuracy=1e-6, **described)
+    cutoff = float(torch.as_tensor(parameters.real_space_cutoff).max())
+    pbc = torch.ones(len(system.cell), 3, dtype=torch.bool)
+    adaptive = AdaptiveList(cutoff)
+    matrix, _, shifts = adaptive(system.positions, system.cell, pbc, system.batch_idx, n_atoms)
+    leaves = [t.clone().requires_grad_() for t in (system.positions, system.charges, system.cell)]
+    given = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "mask_value": n_atoms, "accuracy": 1e-6}
+    energies = ewald_summation(*leaves, **given, **described)
+    gradients = torch.autograd.grad(energies.sum(), leaves)
+    energies, forces, charge_gradients, virial = ewald_summation(
+        *leaves,
+        **given,
+        **described,
+        compute_forces=True,
+        compute_charge_gradients=True,
+        compute_virial=True,
+    )
+    torch.testing.assert_close(forces, -gradients[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(charge_gradients, gradients[1], rtol=1e-9, atol=1e-9)
+    assert virial.shape == (len(system.cell), 3, 3)
