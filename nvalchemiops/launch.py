@@ -20,8 +20,11 @@ import warp as wp
 from nvalchemiops import __version__
 from nvalchemiops._warp import ensure_warp
 
-MINIMUM_CHUNK = 100e-6
-"""Seconds that it takes to hand a chunk over to a thread and to hear from it: chunks that take less stay whole."""
+MINIMUM_CHUNK = 250e-6
+"""Seconds of work for each thread, at least: a launch of less than twice this stays whole."""
+
+HAND_OVER = 0.4
+"""Part of `MINIMUM_CHUNK` in which a thread wakes up; the launching thread does that much more than the others."""
 
 OFFSET = "offset"
 """Name of the first parameter of a gather-only kernel: the row at which its chunk begins."""
@@ -310,14 +313,14 @@ def launch(
         return
     # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole
     cost = _row_cost.get((kernel, kind), 0.0)
-    chunks = min(threads, int(rows * cost / (2.0 * MINIMUM_CHUNK)))
+    chunks = min(threads, int(rows * cost / MINIMUM_CHUNK))
     start = time.perf_counter()
     if chunks <= 1:
         _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
         _row_cost[kernel, kind] = (time.perf_counter() - start) / rows
         return
     # this thread does more than the others, since it begins at once
-    share = max(1, int((rows - MINIMUM_CHUNK / cost) / chunks))
+    share = max(1, int((rows - HAND_OVER * MINIMUM_CHUNK / cost) / chunks))
     edges = [0, *(rows - share * (chunks - 1 - c) for c in range(chunks))]
     pieces = [((b - a, *grid[1:]), [a, *arguments]) for a, b in zip(edges, edges[1:])]
     with loading():

@@ -186,19 +186,19 @@ _SEARCH = f"""
     typedef bool bools __attribute__((ext_vector_type({LANES})));
     typedef unsigned char bytes __attribute__((ext_vector_type({LANES})));
     typedef int four __attribute__((ext_vector_type(4), aligned(4)));
-    struct Block {{
-        int n;
-        bool shifted;  // some candidate is in another image
+    struct alignas(64) Block {{
         double x[{BLOCK + LANES}], y[{BLOCK + LANES}], z[{BLOCK + LANES}];
         double moved_x[{BLOCK + LANES}], moved_y[{BLOCK + LANES}], moved_z[{BLOCK + LANES}];
         four pair[{BLOCK}];  // the image less the whole cells of j, and -j
         unsigned key[{BLOCK}];  // 2 j, plus 1 for an image in the direction that half lists keep
         int hits[{BLOCK + LANES}];
+        int n;
+        bool shifted;  // some candidate is in another image
     }} block;
 
-    // Neighbors of an atom in the block, and their places if asked for, without the atom itself at place `own`.
-    // Functions of their own, or the loops around them would take the registers away.
-    const auto test = [](const Block &b, const double *at, double cutoff_squared, int own, int *hits, bool shifted)
+    // Neighbors of an atom in the block, and their places if asked for. Functions of their own, or the loops around
+    // them would take the registers away.
+    const auto test = [](const Block &b, const double *at, double cutoff_squared, int *hits, bool shifted)
         __attribute__((always_inline)) {{
         int n = 0;
         for (int c = 0; c < b.n; c += {LANES}) {{
@@ -217,24 +217,18 @@ _SEARCH = f"""
 #endif
             bools close = __builtin_convertvector(squared < cutoff_squared, bools);
             unsigned mask = *(unsigned char *)&close;
-            if (hits) {{
-                if (own >= c && own < c + {LANES}) mask &= ~(1u << (own - c));
-                *(ints *)(hits + n) = __builtin_convertvector(*(const bytes *)&lanes_of[mask], ints) + c;
-            }}
+            if (hits) *(ints *)(hits + n) = __builtin_convertvector(*(const bytes *)&lanes_of[mask], ints) + c;
             n += __builtin_popcount(mask);
         }}
         return n;
     }};
-    const auto count_near = [test](const Block &b, const double *at, double cutoff_squared, int own)
-        __attribute__((noinline)) {{
-        const int itself = own >= 0;
-        if (b.shifted) return test(b, at, cutoff_squared, own, nullptr, true) - itself;
-        return test(b, at, cutoff_squared, own, nullptr, false) - itself;
+    const auto count_near = [test](const Block &b, const double *at, double cutoff_squared) __attribute__((noinline)) {{
+        if (b.shifted) return test(b, at, cutoff_squared, nullptr, true);
+        return test(b, at, cutoff_squared, nullptr, false);
     }};
-    const auto list_near = [test](Block &b, const double *at, double cutoff_squared, int own)
-        __attribute__((noinline)) {{
-        if (b.shifted) return test(b, at, cutoff_squared, own, b.hits, true);
-        return test(b, at, cutoff_squared, own, b.hits, false);
+    const auto list_near = [test](Block &b, const double *at, double cutoff_squared) __attribute__((noinline)) {{
+        if (b.shifted) return test(b, at, cutoff_squared, b.hits, true);
+        return test(b, at, cutoff_squared, b.hits, false);
     }};
 
     Row group[{GROUP}];
@@ -272,11 +266,15 @@ _SEARCH = f"""
                 const Row &r = group[g];
                 const int *atom = atoms + 4 * r.k;
                 const double at[3] = {{x[r.k], y[r.k], z[r.k]}};
+                double &itself = block.x[own[g] < 0 ? block.n : own[g]];
+                const double before = itself;
+                itself = __builtin_nan("");
+                int n = fill || half ? list_near(block, at, cutoff_squared) : count_near(block, at, cutoff_squared);
+                itself = before;
                 if (!fill && !half) {{
-                    found[g] += count_near(block, at, cutoff_squared, own[g]);
+                    found[g] += n;
                     continue;
                 }}
-                int n = list_near(block, at, cutoff_squared, own[g]);
                 if (half) {{
                     const unsigned key = 2u * atom[0];
                     int kept = 0;

@@ -3,6 +3,7 @@
 All geometry is computed in float64, whatever the dtype of the positions.
 """
 
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -197,8 +198,8 @@ class _Search:
         """
         count = self._new(self.n_rows)
         if self.device.type == "cpu" and self.n_rows <= SCRATCH_ROWS:
-            index = self._new(self.n_rows * SCRATCH_WIDTH)
-            shifts = None if self.query.cell is None else self._new(self.n_rows * SCRATCH_WIDTH, 3)
+            index, all_shifts = _scratch()
+            shifts = None if self.query.cell is None else all_shifts
             begin = torch.arange(0, (self.n_rows + 1) * SCRATCH_WIDTH, SCRATCH_WIDTH, dtype=torch.int32)
             self.run(count, index, shifts, row_begin=begin)
             self.scratch = (index, shifts)
@@ -228,6 +229,21 @@ class _Search:
             ],
             [index, rows.get("first"), shifts],
         )
+
+
+_kept = threading.local()
+
+
+def _scratch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and shifts of a small search on a CPU, 4 MiB that each thread keeps.
+
+    Memory of that size comes fresh from the system each time, or not, as the allocator sees fit: then a search of a
+    thousand atoms would spend a quarter of its time on page faults.
+    """
+    if not hasattr(_kept, "scratch"):
+        size = SCRATCH_ROWS * SCRATCH_WIDTH
+        _kept.scratch = (torch.empty(size, dtype=torch.int32), torch.empty((size, 3), dtype=torch.int32))
+    return _kept.scratch
 
 
 def batch_size(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> int | None:
