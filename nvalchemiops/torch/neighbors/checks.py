@@ -18,16 +18,16 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
         return values.numpy()
 
 
-def check_positions(positions: Any, finite: bool = True) -> None:
+def check_positions(positions: Any, finite: bool = True, name: str = "positions") -> None:
     """Raise unless ``positions`` is a float32 or float64 tensor (n_atoms, 3), with finite values if asked."""
     if not isinstance(positions, torch.Tensor):
-        raise TypeError(f"`positions` must be a torch.Tensor, got {type(positions).__name__}")
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(positions).__name__}")
     if positions.dtype not in FLOATS:
-        raise TypeError(f"`positions` must be float32 or float64, got {positions.dtype}")
+        raise TypeError(f"`{name}` must be float32 or float64, got {positions.dtype}")
     if positions.ndim != 2 or positions.shape[1] != 3:
-        raise ValueError(f"`positions` must have shape (n_atoms, 3), got {tuple(positions.shape)}")
+        raise ValueError(f"`{name}` must have shape (n_atoms, 3), got {tuple(positions.shape)}")
     if finite and not bool(torch.isfinite(positions).all()):
-        raise ValueError("`positions` has entries that are NaN or infinite")
+        raise ValueError(f"`{name}` has entries that are NaN or infinite")
 
 
 def check_positive(name: str, value: Any) -> float:
@@ -62,14 +62,21 @@ def check_like(name: str, memory: Any, values: torch.Tensor) -> None:
         )
 
 
-def check_cell(cell: Any, positions: torch.Tensor, n_systems: int) -> torch.Tensor:
-    """The cell as (n_systems, 3, 3); raise unless shape, dtype and device fit."""
+def check_lattice(cell: Any, positions: torch.Tensor) -> None:
+    """Raise unless ``cell`` is one cell or several, of the dtype and on the device of the positions."""
     if not isinstance(cell, torch.Tensor):
         raise TypeError(f"`cell` must be a torch.Tensor, got {type(cell).__name__}")
     if cell.dtype != positions.dtype:
         raise TypeError(f"`cell` has dtype {cell.dtype}, but `positions` has {positions.dtype}")
     if cell.device != positions.device:
         raise ValueError(f"`cell` is on {cell.device}, but `positions` is on {positions.device}")
+    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
+        raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
+
+
+def check_cell(cell: Any, positions: torch.Tensor, n_systems: int) -> torch.Tensor:
+    """The cell as (n_systems, 3, 3); raise unless shape, dtype and device fit."""
+    check_lattice(cell, positions)
     if cell.shape == (3, 3) and n_systems == 1:
         return cell.unsqueeze(0)
     if cell.shape != (n_systems, 3, 3):
@@ -136,14 +143,7 @@ def check_systems(
     if batch_idx is not None:
         check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
     if cell is not None:
-        if not isinstance(cell, torch.Tensor):
-            raise TypeError(f"`cell` must be a torch.Tensor, got {type(cell).__name__}")
-        if cell.dtype != positions.dtype:
-            raise TypeError(f"`cell` has dtype {cell.dtype}, but `positions` has {positions.dtype}")
-        if cell.device != positions.device:
-            raise ValueError(f"`cell` is on {cell.device}, but `positions` is on {positions.device}")
-        if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
-            raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
+        check_lattice(cell, positions)
         n_systems = _same_number("cell", cell.shape[0] if cell.ndim == 3 else 1, n_systems)
     if pbc is None:
         return cell, None, n_systems
@@ -174,9 +174,16 @@ def _same_number(name: str, number: int, n_systems: int | None) -> int | None:
 
 
 def check_index(
-    name: str, tensor: Any, positions: torch.Tensor, shape: tuple[int | None, ...], writable: bool = False
+    name: str,
+    tensor: Any,
+    beside: torch.Tensor | None,
+    shape: tuple[int | None, ...],
+    writable: bool = False,
 ) -> None:
-    """Raise unless ``tensor`` holds integers in the given shape (None: any size); int32 and contiguous if writable."""
+    """Raise unless ``tensor`` holds integers in this shape (None: any size), on the device of ``beside``.
+
+    One that is written to must be int32 and contiguous.
+    """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
     if tensor.dtype != torch.int32 and (writable or tensor.dtype != torch.int64):
@@ -185,8 +192,8 @@ def check_index(
     if not fits:
         expected = ", ".join("any" if n is None else str(n) for n in shape)
         raise ValueError(f"`{name}` must have shape ({expected}), got {tuple(tensor.shape)}")
-    if tensor.device != positions.device:
-        raise ValueError(f"`{name}` is on {tensor.device}, but `positions` is on {positions.device}")
+    if beside is not None and tensor.device != beside.device:
+        raise ValueError(f"`{name}` is on {tensor.device}, but other arguments are on {beside.device}")
     if writable and not tensor.is_contiguous():
         raise ValueError(f"`{name}` is written in place, so it must be contiguous")
 

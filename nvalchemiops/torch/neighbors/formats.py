@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.torch.neighbors import checks
 
 __all__ = [
     "check_full_list",
@@ -75,11 +76,11 @@ def get_neighbor_list_from_neighbor_matrix(
     The number of pairs depends on the values, so a GPU is waited for. To compile this with ``fullgraph=True``, set
     ``torch._dynamo.config.capture_dynamic_output_shape_ops``.
     """
-    _check_indices("neighbor_matrix", neighbor_matrix, (None, None))
+    checks.check_index("neighbor_matrix", neighbor_matrix, None, (None, None))
     n_atoms, width = neighbor_matrix.shape
-    _check_indices("num_neighbors", num_neighbors, (n_atoms,), neighbor_matrix)
+    checks.check_index("num_neighbors", num_neighbors, neighbor_matrix, (n_atoms,))
     if neighbor_shift_matrix is not None:
-        _check_indices("neighbor_shift_matrix", neighbor_shift_matrix, (n_atoms, width, 3), neighbor_matrix)
+        checks.check_index("neighbor_shift_matrix", neighbor_shift_matrix, neighbor_matrix, (n_atoms, width, 3))
     if n_atoms and _values_can_be_read(num_neighbors):
         fewest, most = torch.stack(torch.aminmax(num_neighbors)).tolist()
         if most > width:
@@ -373,14 +374,14 @@ def list_geometry(
     IndexError
         An index without an atom (on a GPU a device-side assertion).
     """
-    _check_positions(positions)
-    _check_indices("neighbor_list", neighbor_list, (2, None), positions)
+    checks.check_positions(positions, finite=False)
+    checks.check_index("neighbor_list", neighbor_list, positions, (2, None))
     if shifts is not None:
-        _check_indices("shifts", shifts, (neighbor_list.shape[1], 3), positions)
+        checks.check_index("shifts", shifts, positions, (neighbor_list.shape[1], 3))
     # gradients are summed with these indices, which torch does ten times faster on the CPU if they are int64
     i, j = neighbor_list.to(torch.int64).unbind(0)
     if target_indices is not None:
-        _check_indices("target_indices", target_indices, (None,), positions)
+        checks.check_index("target_indices", target_indices, positions, (None,))
         i = target_indices.to(torch.int64).index_select(0, i)
     lattice = _lattice(positions, shifts, cell, batch_idx)
     vectors = positions.index_select(0, j) - positions.index_select(0, i)
@@ -438,23 +439,23 @@ def matrix_geometry(
     IndexError
         An index without an atom, not in padding (on a GPU a device-side assertion).
     """
-    _check_positions(positions)
+    checks.check_positions(positions, finite=False)
     n_atoms = positions.shape[0]
-    _check_indices("neighbor_matrix", neighbor_matrix, (None, None), positions)
+    checks.check_index("neighbor_matrix", neighbor_matrix, positions, (None, None))
     n_rows, width = neighbor_matrix.shape
     if target_indices is not None:
-        _check_indices("target_indices", target_indices, (n_rows,), positions)
+        checks.check_index("target_indices", target_indices, positions, (n_rows,))
     elif n_rows != n_atoms:
         raise ValueError(f"`neighbor_matrix` must have {n_atoms} rows, one for each atom, got {n_rows}")
     if num_neighbors is not None:
-        _check_indices("num_neighbors", num_neighbors, (n_rows,), positions)
+        checks.check_index("num_neighbors", num_neighbors, positions, (n_rows,))
         occupied = _counted(num_neighbors, width)
         if fill_value is not None:
             occupied = occupied & (neighbor_matrix != fill_value)
     else:
         occupied = neighbor_matrix != (n_atoms if fill_value is None else fill_value)
     if shifts is not None:
-        _check_indices("shifts", shifts, (n_rows, width, 3), positions)
+        checks.check_index("shifts", shifts, positions, (n_rows, width, 3))
     lattice = _lattice(positions, shifts, cell, batch_idx)
 
     # padding points to the row's own atom: a valid index, near in memory
@@ -481,19 +482,12 @@ def matrix_geometry(
 def _lattice(positions: torch.Tensor, shifts: torch.Tensor | None, cell: Any, batch_idx: Any) -> torch.Tensor | None:
     """The cell as (1, 3, 3) or (n_systems, 3, 3), checked together with what it depends on."""
     if batch_idx is not None:
-        _check_indices("batch_idx", batch_idx, (positions.shape[0],), positions)
+        checks.check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
     if cell is None:
         if shifts is not None:
             raise ValueError("`cell` is needed with `shifts`, which count its lattice vectors")
         return None
-    if not isinstance(cell, torch.Tensor):
-        raise TypeError(f"`cell` must be a torch.Tensor, got {type(cell).__name__}")
-    if cell.dtype != positions.dtype:
-        raise TypeError(f"`cell` has dtype {cell.dtype}, but `positions` has {positions.dtype}")
-    if cell.device != positions.device:
-        raise ValueError(f"`cell` is on {cell.device}, but `positions` is on {positions.device}")
-    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
-        raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
+    checks.check_lattice(cell, positions)
     if shifts is None:
         raise ValueError("`shifts` are needed with `cell`: without them neighbors in other images are misplaced")
     if cell.ndim == 2:
@@ -594,37 +588,15 @@ def _raise_at(wrong: torch.Tensor, neighbor_list: torch.Tensor, shifts: torch.Te
 # -- checks ---------------------------------------------------------------------------------------
 
 
-def _check_positions(positions: Any) -> None:
-    if not isinstance(positions, torch.Tensor):
-        raise TypeError(f"`positions` must be a torch.Tensor, got {type(positions).__name__}")
-    if positions.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"`positions` must be float32 or float64, got {positions.dtype}")
-    if positions.ndim != 2 or positions.shape[1] != 3:
-        raise ValueError(f"`positions` must have shape (n_atoms, 3), got {tuple(positions.shape)}")
-
-
-def _check_indices(name: str, tensor: Any, shape: tuple[int | None, ...], beside: torch.Tensor | None = None) -> None:
-    """Raise unless ``tensor`` holds integers, has this shape (None: any size) and lies on the device of ``beside``."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"`{name}` must be int32 (or int64), got {tensor.dtype}")
-    if tensor.ndim != len(shape) or any(s is not None and s != t for s, t in zip(shape, tensor.shape)):
-        wanted = ", ".join("any" if s is None else str(s) for s in shape)
-        raise ValueError(f"`{name}` must have shape ({wanted}), got {tuple(tensor.shape)}")
-    if beside is not None and tensor.device != beside.device:
-        raise ValueError(f"`{name}` is on {tensor.device}, but the other tensors are on {beside.device}")
-
-
 def _check_list(neighbor_list: Any, neighbor_ptr: Any, shifts: Any) -> tuple[int, int]:
     """Numbers of atoms and pairs; raise unless the shapes fit."""
-    _check_indices("neighbor_list", neighbor_list, (2, None))
-    _check_indices("neighbor_ptr", neighbor_ptr, (None,), neighbor_list)
+    checks.check_index("neighbor_list", neighbor_list, None, (2, None))
+    checks.check_index("neighbor_ptr", neighbor_ptr, neighbor_list, (None,))
     n_pairs = neighbor_list.shape[1]
     if neighbor_ptr.shape[0] < 1:
         raise ValueError("`neighbor_ptr` must have shape (n_atoms + 1,), got (0,)")
     if shifts is not None:
-        _check_indices("shifts", shifts, (n_pairs, 3), neighbor_list)
+        checks.check_index("shifts", shifts, neighbor_list, (n_pairs, 3))
     return neighbor_ptr.shape[0] - 1, n_pairs
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.torch.neighbors import checks
+
 __all__ = [
     "batch_cell_list_needs_rebuild",
     "batch_neighbor_list_needs_rebuild",
@@ -136,7 +138,7 @@ def batch_neighbor_list_needs_rebuild(
     """
     _check_pair(reference_positions, current_positions)
     threshold = _check_threshold(skin_distance_threshold)
-    _check_batch_idx(batch_idx, current_positions)
+    checks.check_index("batch_idx", batch_idx, current_positions, (current_positions.shape[0],))
     n_systems = _number_of_systems(batch_idx, cell, cell_inv, pbc, num_systems)
     _check_lattice(cell, cell_inv, pbc, current_positions, n_systems)
     system = batch_idx.to(torch.int64)
@@ -170,7 +172,7 @@ def cell_list_needs_rebuild(current_positions: torch.Tensor, cell: torch.Tensor,
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    _check_positions("current_positions", current_positions)
+    checks.check_positions(current_positions, finite=False, name="current_positions")
     _check_lattice(cell, None, pbc, current_positions, 1, required=True)
     return torch.ones(1, dtype=torch.bool, device=current_positions.device)
 
@@ -206,8 +208,8 @@ def batch_cell_list_needs_rebuild(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    _check_positions("current_positions", current_positions)
-    _check_batch_idx(batch_idx, current_positions)
+    checks.check_positions(current_positions, finite=False, name="current_positions")
+    checks.check_index("batch_idx", batch_idx, current_positions, (current_positions.shape[0],))
     n_systems = _number_of_systems(batch_idx, cell, None, pbc, None)
     _check_lattice(cell, None, pbc, current_positions, n_systems, required=True)
     return torch.ones(n_systems, dtype=torch.bool, device=current_positions.device)
@@ -255,18 +257,9 @@ def _number_of_systems(batch_idx: torch.Tensor, cell: Any, cell_inv: Any, pbc: A
 # -- checks ---------------------------------------------------------------------------------------
 
 
-def _check_positions(name: str, positions: Any) -> None:
-    if not isinstance(positions, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(positions).__name__}")
-    if positions.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"`{name}` must be float32 or float64, got {positions.dtype}")
-    if positions.ndim != 2 or positions.shape[1] != 3:
-        raise ValueError(f"`{name}` must have shape (n_atoms, 3), got {tuple(positions.shape)}")
-
-
 def _check_pair(reference: Any, current: Any) -> None:
-    _check_positions("reference_positions", reference)
-    _check_positions("current_positions", current)
+    checks.check_positions(reference, finite=False, name="reference_positions")
+    checks.check_positions(current, finite=False, name="current_positions")
     if reference.dtype != current.dtype:
         raise TypeError(f"`reference_positions` has dtype {reference.dtype}, but `current_positions` {current.dtype}")
     if reference.shape != current.shape:
@@ -284,18 +277,6 @@ def _check_threshold(threshold: Any) -> float:
     if not 0.0 <= threshold < math.inf:
         raise ValueError(f"`skin_distance_threshold` must be finite and not negative, got {threshold}")
     return float(threshold)
-
-
-def _check_batch_idx(batch_idx: Any, positions: torch.Tensor) -> None:
-    if not isinstance(batch_idx, torch.Tensor):
-        raise TypeError(f"`batch_idx` must be a torch.Tensor, got {type(batch_idx).__name__}")
-    if batch_idx.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"`batch_idx` must be int32 (or int64), got {batch_idx.dtype}")
-    n_atoms = positions.shape[0]
-    if batch_idx.shape != (n_atoms,):
-        raise ValueError(f"`batch_idx` must have shape (n_atoms,) = ({n_atoms},), got {tuple(batch_idx.shape)}")
-    if batch_idx.device != positions.device:
-        raise ValueError(f"`batch_idx` is on {batch_idx.device}, but the positions are on {positions.device}")
 
 
 def _check_lattice(
