@@ -48,8 +48,8 @@ ONE_BIN_PERIODIC = 32
 MOST_BINS = 2**20
 """Bins along a periodic axis, at most: a thicker bin is as good."""
 
-MOST_IMAGES = 2.0**27
-"""Images of the cell that one atom may see: more than a list can hold."""
+MOST_NEIGHBORS = 2.0**31
+"""Atoms in all images that one atom may see: counts are int32."""
 
 MOST_CELLS = 2.0**29
 """Cells that an atom may be away from the one at the origin, so that differences of image numbers fit into int32."""
@@ -169,6 +169,13 @@ def fold(x: wp.vec3d, grid: Grid):
         rest = x - cells_to_vector(cells, grid.lattice)
         cells = cells + whole_cells(grid.planes * rest, grid.bins)
     return cells
+
+
+@wp.func
+def few(cells: wp.vec3d):
+    """Whether whole cells are few enough to be told as integers; not if they overflowed to NaN on the way."""
+    most = wp.float64(wp.static(MOST_CELLS))
+    return wp.abs(cells[0]) <= most and wp.abs(cells[1]) <= most and wp.abs(cells[2]) <= most
 
 
 @wp.func
@@ -297,7 +304,7 @@ def layout(
             else:
                 dual[a] = wp.vec3d()
     # also for NaN and infinity
-    if not (n_images < wp.float64(wp.static(MOST_IMAGES))):
+    if not (n_images * wp.float64(wp.max(atoms, 1)) < wp.float64(wp.static(MOST_NEIGHBORS))):
         fault[_BAD_CUTOFF] = 1
         far = wp.vec3d()
 
@@ -353,7 +360,7 @@ def slot_of(
         fault[_BAD_POSITIONS] = 1
         return grid.ring[0]
     cells = fold(x, grid)
-    if wp.max(wp.abs(cells)) > wp.float64(wp.static(MOST_CELLS)):
+    if not few(cells):
         fault[_FAR_AWAY] = 1
         return grid.ring[0]
     u = bin_coordinates(x - cells_to_vector(cells, grid.lattice), grid)
@@ -393,7 +400,7 @@ def place(
     x = positions[i]
     cells = fold(x, grid)
     m = wp.vec3i()
-    if wp.isfinite(x) and wp.max(wp.abs(cells)) <= wp.float64(wp.static(MOST_CELLS)):
+    if wp.isfinite(x) and few(cells):
         m = wp.vec3i(wp.int32(cells[0]), wp.int32(cells[1]), wp.int32(cells[2]))
         x = x - cells_to_vector(cells, grid.lattice)
     else:

@@ -246,7 +246,8 @@ _SEARCH = f"""
             }}
             bool together = members == 0 || r.system == group[0].system;
             for (int a = 0; a < 3 && members > 0; ++a) {{
-                const int apart = r.low[a] + r.high[a] - group[0].low[a] - group[0].high[a];
+                const long long apart = (static_cast<long long>(r.low[a]) + r.high[a]) - group[0].low[a]
+                    - group[0].high[a];
                 together = together && apart >= -1 && apart <= 1;
             }}
             if (!together) break;

@@ -933,3 +933,72 @@ def test_a_large_search_uses_all_threads(threads, monkeypatch):
         helpers.append(max((handed_over.count(key) for key in set(handed_over)), default=0))
     assert helpers[0] == 0 and helpers[1] >= 1 and helpers[2] >= 2
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+# -- what a review found: crashes at the ends of numbers ------------------------------------------
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_atoms_at_opposite_ends_of_the_bins(axis):
+    """Bins end at some distance: atoms beyond share the last ones, and search no more than these."""
+    x = torch.zeros(2, 3, dtype=torch.float64)
+    x[:, axis] = torch.tensor([-1e12, 1e12])
+    assert not neighbor_list(x, 1.0, method="cell_list")[1].any()
+    x = torch.rand(300, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 10.0
+    x[:, axis] += torch.tensor([-1e10] * 150 + [1e10] * 150)
+    _, count = neighbor_list(x, 5.0)
+    assert torch.equal(count, neighbor_list(x, 5.0, method="naive")[1]) and count.sum() > 0
+
+
+def test_a_batch_of_no_system_has_no_atoms():
+    x, idx = torch.rand(6, 3), torch.zeros(6, dtype=torch.int32)
+    rows = {"neighbor_matrix": torch.zeros(6, 9).int(), "num_neighbors": torch.zeros(6).int()}
+    for options in (
+        {"batch_ptr": torch.tensor([0])},
+        {"batch_ptr": torch.tensor([0]), "check": False},
+        {"cell": torch.zeros(0, 3, 3), "batch_idx": idx},
+        {"cell": torch.eye(3), "pbc": torch.zeros(0, 3, dtype=torch.bool), "batch_idx": idx},
+        {"batch_idx": idx, "rebuild_flags": torch.zeros(0, dtype=torch.bool), **rows},
+    ):
+        with pytest.raises(ValueError, match=r"batch_ptr|rebuild_flags"):
+            neighbor_list(x, 1.0, **options)
+    pairs, ptr, shifts = neighbor_list(x[:0], 1.0, torch.zeros(0, 3, 3), batch_idx=idx[:0], return_neighbor_list=True)
+    assert pairs.shape == (2, 0) and ptr.tolist() == [0] and shifts.shape == (0, 3)
+
+
+def test_more_neighbors_than_int32_counts_are_refused():
+    x, cell, along = torch.zeros(17, 3, dtype=torch.float64), torch.eye(3, dtype=torch.float64), [True, False, False]
+    with pytest.raises(ValueError, match="cutoff"):
+        neighbor_list(x, 2.0**26 - 1, cell, torch.tensor(along), target_indices=torch.tensor([0]), max_neighbors=4)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_neighbors": 4}, {"return_neighbor_list": True}])
+def test_coordinates_that_overflow_are_named(options):
+    for large in (1e308, -1.7e308):
+        with pytest.raises(ValueError, match="positions"):
+            neighbor_list(torch.tensor([[large, 0.0, 0.0]]).double(), 0.05, 0.1 * torch.eye(3).double(), **options)
+
+
+def test_lists_under_vmap_are_checked():
+    x, cell = torch.rand(2, 20, 3), 2.0 * torch.eye(3)
+
+    def matrix(x, room):
+        return neighbor_list(x, 1.0, cell, max_neighbors=room)[0]
+
+    found = torch.vmap(lambda x: matrix(x, 60))(x)
+    assert torch.equal(found, torch.stack([matrix(part, 60) for part in x]))
+    with pytest.raises(NeighborOverflowError, match="max_neighbors"):
+        torch.vmap(lambda x: matrix(x, 2))(x)
+    x[1, 3] = torch.nan
+    with pytest.raises(ValueError, match="positions"):
+        torch.vmap(lambda x: matrix(x, 60))(x)
+
+
+def test_bins_for_more_systems_than_memory_has():
+    """Systems that are only numbers take no bins of their own."""
+    n = 40_000
+    x = torch.rand(n, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 100.0
+    idx = torch.arange(n, dtype=torch.int32) // 50
+    options = {"batch_idx": idx, "max_neighbors": 60}
+    tracked = neighbor_list(x, 2.0, method="batch_cell_list", check=False, **options)
+    assert all(torch.equal(a, b) for a, b in zip(tracked, neighbor_list(x, 2.0, **options), strict=True))

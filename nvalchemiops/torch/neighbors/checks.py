@@ -132,6 +132,21 @@ def check_systems(
     Raises unless shapes, dtypes and devices of all four fit together. The values are not read, with one exception:
     without a cell, pbc must be False, or is refused inside ``torch.compile``.
     """
+    cell, pbc, n_systems = _systems(positions, cell, pbc, batch_idx, batch_ptr)
+    if n_systems == 0 and positions.shape[0] > 0:
+        raise ValueError(
+            f"`batch_ptr`, `cell` or `pbc` is for no system at all, but there are {positions.shape[0]} atoms"
+        )
+    return cell, pbc, n_systems
+
+
+def _systems(
+    positions: torch.Tensor,
+    cell: Any,
+    pbc: Any,
+    batch_idx: Any,
+    batch_ptr: Any,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, int | None]:
     n_systems = None
     if batch_idx is None and batch_ptr is None:
         n_systems = 1
@@ -202,7 +217,8 @@ def check_flags(rebuild_flags: Any, positions: torch.Tensor, n_systems: int | No
     """Raise unless ``rebuild_flags`` is a bool tensor with one entry for each system, as far as their number shows."""
     if not isinstance(rebuild_flags, torch.Tensor) or rebuild_flags.dtype != torch.bool:
         raise TypeError("`rebuild_flags` must be a bool tensor")
-    if rebuild_flags.ndim != 1 or (n_systems is not None and rebuild_flags.shape[0] != n_systems):
+    size = rebuild_flags.shape[0] if rebuild_flags.ndim == 1 else None
+    if size is None or (size == 0 and positions.shape[0] > 0) or n_systems not in (None, size):
         expected = "n_systems" if n_systems is None else n_systems
         raise ValueError(f"`rebuild_flags` must have shape ({expected},), got {tuple(rebuild_flags.shape)}")
     if rebuild_flags.device != positions.device:

@@ -29,6 +29,9 @@ MAX_SLOTS = 2**31 - 1
 SEARCH_LANES = 32
 """Threads of a GPU that share a row: one warp, which the search counts on."""
 
+MOST_SPARE_SLOTS = 2**22
+"""Slots beyond a few for each atom that a search by bins may take, when it is asked for by name."""
+
 FAULTS = {
     grid.BAD_POSITIONS: "`positions` has entries that are NaN or infinite",
     grid.BAD_SYSTEM: (
@@ -122,7 +125,11 @@ class _Search:
         float64 = torch.float64
         cell = None if query.cell is None else query.cell.to(float64).reshape(-1, 3, 3).contiguous()
         pbc = None if query.pbc is None else query.pbc.reshape(-1, 3).contiguous()
-        n_slots = grid.ring_slots(n_atoms, n_systems, query.method)
+        # bins for every system may be more than memory has, where there are many more systems than atoms
+        method = query.method
+        if grid.ring_slots(n_atoms, n_systems, method) > 8 * n_atoms + MOST_SPARE_SLOTS:
+            method = grid.AUTOMATIC
+        n_slots = grid.ring_slots(n_atoms, n_systems, method)
         grids = self._new(n_systems, *inner_shape(grid.Grid), dtype=torch.uint8)
         slot = self._new(n_atoms)
         coordinates = self._new(3, n_atoms + grid.LANES, dtype=float64)
@@ -134,14 +141,14 @@ class _Search:
             launch(
                 grid.prepare_search(),
                 1,
-                [positions, cell, pbc, system, first_atom, query.cutoff, query.method],
+                [positions, cell, pbc, system, first_atom, query.cutoff, method],
                 [grids, slot, begin, order, coordinates, entry, self.fault],
             )
         else:
             launch(
                 grid.describe_systems(),
                 n_systems,
-                [cell, pbc, first_atom, n_atoms, query.cutoff, query.method],
+                [cell, pbc, first_atom, n_atoms, query.cutoff, method],
                 [grids, self.fault],
             )
             launch(grid.locate_atoms(), n_atoms, [positions, system, first_atom, grids], [slot, self.fault])
@@ -256,24 +263,33 @@ def batch_size(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> int | Non
 
 def raise_faults(fault: torch.Tensor) -> None:
     """Raise ValueError for the first fault that kernels noticed, if any. Waits for the device."""
-    found = fault.tolist()
+    found = _values(fault).reshape(-1, grid.N_FAULTS).any(0).tolist()
     if any(found):
         raise ValueError(next(text for number, text in FAULTS.items() if found[number]))
 
 
 def raise_overflow(count: torch.Tensor, width: int, query: Query) -> None:
     """Raise `NeighborOverflowError` if a row needs more than ``width`` entries. Waits for the device."""
-    if count.shape[0] == 0 or (most := int(count.max())) <= width:
+    values = _values(count)
+    if values.numel() == 0 or (most := int(values.max())) <= width:
         return
-    atom = int(count.argmax())
-    if query.target_indices is not None:
-        atom = int(query.target_indices[atom])
     system = None
-    if query.batch_idx is not None:
-        system = int(query.batch_idx[atom])
-    elif query.batch_ptr is not None:
-        system = int(systems_of(query.batch_ptr, query.positions.shape[0])[atom])
+    if values is count:  # else one of the slices of a vmap, and it is not known which
+        atom = int(count.argmax())
+        if query.target_indices is not None:
+            atom = int(query.target_indices[atom])
+        if query.batch_idx is not None:
+            system = int(query.batch_idx[atom])
+        elif query.batch_ptr is not None:
+            system = int(systems_of(query.batch_ptr, query.positions.shape[0])[atom])
     raise NeighborOverflowError(width, most, system)
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, without what ``torch.func`` has wrapped around it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def systems_of(batch_ptr: torch.Tensor, n_atoms: int) -> torch.Tensor:
