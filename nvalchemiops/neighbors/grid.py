@@ -112,6 +112,15 @@ def ring_size(atoms: wp.int32, method: wp.int32):
 
 
 @wp.func
+def shared_skips(size: wp.int32):
+    """A and B of a ring whose slots are shared: odd, so that a row along any axis goes round the whole ring."""
+    power = int(0)
+    while (1 << power) < size:
+        power += 1
+    return wp.vec2i((1 << (power // 3)) + 1, (1 << (2 * power // 3)) + 1)
+
+
+@wp.func
 def ring_offset(first_atom: wp.int32, system: wp.int32, method: wp.int32):
     """First slot of a system: room for twice its atoms, since a power of two above n is less than 2 n."""
     if method == wp.static(BINNED):
@@ -317,12 +326,9 @@ def layout(
         skip_y = wp.max(n_bins[0], 1)
         skip_z = skip_y * wp.max(n_bins[1], 1)
     else:
-        # odd, so that a row along any axis goes round the whole ring
-        power = int(0)
-        while (1 << power) < size:
-            power += 1
-        skip_y = (1 << (power // 3)) + 1
-        skip_z = (1 << (2 * power // 3)) + 1
+        skips = shared_skips(size)
+        skip_y = skips[0]
+        skip_z = skips[1]
     grid = Grid()
     grid.lattice = given
     grid.planes = dual

@@ -9,7 +9,7 @@ from ase.neighborlist import primitive_neighbor_list
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.neighbors import NeighborOverflowError, grid
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference.neighbors import all_pairs
 from tests.systems import SYSTEMS, batch, triclinic
@@ -289,3 +289,13 @@ def test_a_given_capacity_reads_no_value(form, monkeypatch):
     found = neighbor_list(system.positions, 4.0, **options, check=False)
     monkeypatch.undo()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_bins_that_share_a_slot_are_never_searched_together():
+    """Or a pair would be listed twice: no two bins of a box of `SEARCHED_BINS` meet, on a ring of any size."""
+    apart = np.arange(1 - grid.SEARCHED_BINS, grid.SEARCHED_BINS)
+    x, y, z = np.meshgrid(apart, apart, apart, indexing="ij")
+    for power in range(grid.SMALLEST_SHARED_RING.bit_length() - 1, 31):
+        size = 1 << power
+        skip_y, skip_z = (int(skip) for skip in grid.shared_skips(size))
+        assert ((x + skip_y * y + skip_z * z) % size == 0).sum() == 1, f"a ring of {size} slots"

@@ -11,7 +11,6 @@ import warp as wp
 
 from nvalchemiops.neighbors import NeighborOverflowError, grid
 from nvalchemiops.neighbors.search import (
-    NOT_FINITE,
     ROWS_PER_THREAD,
     SCRATCH_ROWS,
     SCRATCH_WIDTH,
@@ -136,7 +135,7 @@ class _Search:
         entry = self._new(n_atoms, 4)
         if self.device.type == "cpu":
             order = self._new(n_atoms)
-            begin = torch.zeros(n_slots + 2, dtype=torch.int32)
+            begin = torch.zeros(n_slots + 2, dtype=torch.int32, device=self.device)
         if self.device.type == "cpu" and n_atoms <= grid.SERIAL:
             launch(
                 grid.prepare_search(),
@@ -207,7 +206,8 @@ class _Search:
         if self.device.type == "cpu" and self.n_rows <= SCRATCH_ROWS:
             index, all_shifts = _scratch()
             shifts = None if self.query.cell is None else all_shifts
-            begin = torch.arange(0, (self.n_rows + 1) * SCRATCH_WIDTH, SCRATCH_WIDTH, dtype=torch.int32)
+            ends = (self.n_rows + 1) * SCRATCH_WIDTH
+            begin = torch.arange(0, ends, SCRATCH_WIDTH, dtype=torch.int32, device=self.device)
             self.run(count, index, shifts, row_begin=begin)
             self.scratch = (index, shifts)
         else:
@@ -249,7 +249,9 @@ def _scratch() -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not hasattr(_kept, "scratch"):
         size = SCRATCH_ROWS * SCRATCH_WIDTH
-        _kept.scratch = (torch.empty(size, dtype=torch.int32), torch.empty((size, 3), dtype=torch.int32))
+        # whatever the default device is
+        index = torch.empty(size, dtype=torch.int32, device="cpu")
+        _kept.scratch = (index, torch.empty((size, 3), dtype=torch.int32, device="cpu"))
     return _kept.scratch
 
 
@@ -459,7 +461,6 @@ def fill_neighbor_matrix(
 
 
 __all__ = [
-    "NOT_FINITE",
     "batch_size",
     "check_size",
     "fill_neighbor_matrix",
