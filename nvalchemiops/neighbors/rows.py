@@ -1,7 +1,8 @@
 """The one form of neighbor lists that kernels read, and a kernel that looks a list over before it is used.
 
-The neighbors of atom i are ``index[begin[i]] .. index[end[i] - 1]``, with their images in ``shift``. A matrix fills
-this with ``begin[i] = i * width``, a list of pairs with its pointers; entries equal to ``padding`` are skipped.
+The neighbors of atom i are ``index[row_begin[i]] .. index[row_begin[i + 1] - 1]`` in a list of pairs, and in a matrix,
+which comes without ``row_begin``, ``index[i * width] .. index[(i + 1) * width - 1]``. Their images stand in ``shift``,
+and entries equal to ``padding`` are skipped.
 """
 
 from typing import Any
@@ -47,10 +48,10 @@ def inspect_rows() -> Any:
         positions: wp.array(dtype=wp.vec3d),  # (n_atoms,)
         cell: wp.array(dtype=wp.mat33d),  # (n_systems,)
         system: wp.array(dtype=wp.int32),  # (n_atoms,)
-        begin: wp.array(dtype=wp.int32),  # (n_atoms,)
-        end: wp.array(dtype=wp.int32),
+        row_begin: wp.array(dtype=wp.int32),  # (n_atoms + 1,), or none: a matrix
         index: wp.array(dtype=wp.int32),  # (n_slots,)
         shift: wp.array(dtype=wp.vec3i),
+        width: wp.int32,
         padding: wp.int32,
         first: wp.array(dtype=wp.int32),  # (n_slots,), the atom of each slot as the list has it; empty in a matrix
         fault: wp.array(dtype=wp.int32),  # (n_atoms,)
@@ -61,12 +62,16 @@ def inspect_rows() -> Any:
         wrong = int(0)
         sum = int(0)
         longest = wp.float64(0.0)
-        low = begin[i]
-        high = end[i]
-        if low < 0 or high < low or high > index.shape[0]:
+        low = wp.int64(i) * wp.int64(width)
+        high = low + wp.int64(width)
+        if row_begin.shape[0] > 0:
+            low = wp.int64(row_begin[i])
+            high = wp.int64(row_begin[i + 1])
+        if low < wp.int64(0) or high < low or high > wp.int64(index.shape[0]):
             wrong = _UNSORTED
             low = high
-        for slot in range(low, high):
+        slot = low
+        while slot < high:
             j = index[slot]
             # nested: Warp evaluates both sides of `and`
             if first.shape[0] > 0:  # noqa: SIM102
@@ -81,6 +86,7 @@ def inspect_rows() -> Any:
                     sum += direction(i, j, shift[slot])
                     d = separation(positions[i], positions[j], shift[slot], cell[system[i]])
                     longest = wp.max(longest, wp.length(d))
+            slot += wp.int64(1)
         fault[i] = wrong
         balance[i] = sum
         reach[i] = longest

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.torch import neighbors
+from nvalchemiops.interactions.pair.potentials import DSF
+from nvalchemiops.torch import neighbors, segments
 from nvalchemiops.torch.autograd import live_recordings
 from nvalchemiops.torch.interactions.electrostatics import ewald, ewald_summation
+from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import rows, search
 from tests.systems import SYSTEMS, System, batch, crystal, triclinic
 
@@ -28,7 +30,11 @@ def op_calls(system: System):
     query = (x, 4.0, cell, torch.tensor([True, True, False]), system_of, first, targets, False, 0)
     memory = [targets.new_empty((len(targets), *rest)) for rest in ((90,), (), (90, 3))]
     flags = torch.ones(n_systems, dtype=torch.bool)
-    found_rows = rows.rows_from_list(pairs, ptr, shifts, x.shape[0])
+    found = rows.rows_of(rows.GivenNeighbors(pairs, ptr, shifts), x, periodic=True)
+    directions = [torch.randn(2, *t.shape, dtype=t.dtype) for t in (x, cell, q.unsqueeze(1), alpha.unsqueeze(1), q)]
+    values = (x, cell, q.unsqueeze(1), alpha.unsqueeze(1), torch.randn_like(q))
+    given = (system_of, n_systems, found.begin, found.first, found.neighbors, found.shifts, None, 0)
+    none, distances = (None,) * 3, (found.width, found.padding, 4.0, 0.0)
     waves = ewald._wave_vectors(cell.numpy(), np.full(n_systems, 2.0), system_of)
     atoms = ewald._sorted_atoms(system_of, n_systems)
     return {
@@ -36,8 +42,10 @@ def op_calls(system: System):
         search.neighbor_matrix_of: (*query, -1),
         search.neighbor_matrix_of_width: (*query, -1, 90),
         search.fill_neighbor_matrix: (*query, flags, -1, *memory),
-        rows._inspect: (x, cell, system_of, *found_rows[0], found_rows[1]),
-        ewald._real_space: (x, q, cell, alpha, system_of, *found_rows[0], True),
+        rows._inspect: (x, cell, system_of, found.begin, found.neighbors, found.shifts, 0, found.padding, found.first),
+        pair_sum: (DSF.text, "wrcpg", "rcpgw|rcpgw", *values, *directions, *given, *none, *distances),
+        segments.system_sums: (x, system_of, n_systems),
+        segments.spread_systems: (cell, system_of, x.shape[0]),
         ewald._reciprocal_space: (x, q, cell, alpha, system_of, *atoms, *waves, True),
     }
 

@@ -1,4 +1,4 @@
-"""The Ewald sum as gather kernels.
+"""The reciprocal part of the Ewald sum as gather kernels.
 
 With charges q, splitting parameter α, cell volume V and total charge Q, the potential at atom i is
 
@@ -25,19 +25,11 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.geometry import reciprocal_point, separation, volume
+from nvalchemiops.geometry import reciprocal_point, volume
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 
 PI = wp.constant(wp.float64(3.141592653589793))
 TWO_OVER_SQRT_PI = wp.constant(wp.float64(1.1283791670955126))
-
-
-@wp.func
-def screened_coulomb(r: wp.float64, alpha: wp.float64):
-    """Value and slope of erfc(α r) / r."""
-    value = wp.erfc(alpha * r) / r
-    slope = -(value + TWO_OVER_SQRT_PI * alpha * wp.exp(-alpha * alpha * r * r)) / r
-    return value, slope
 
 
 @wp.func
@@ -74,58 +66,6 @@ def _options(name: str, differentiable: bool) -> dict[str, Any]:
         "module": kernel_module(f"{name}_differentiable" if differentiable else name),
         "enable_backward": differentiable,
     }
-
-
-@kernel_variants((False,), (True,))
-def real_space(differentiable: bool) -> Any:
-    """Kernel for the real-space term: one thread walks the neighbor row of one atom (a full list)."""
-
-    @wp.kernel(**_options("ewald_real_space", differentiable))
-    def kernel(
-        offset: wp.int32,
-        positions: wp.array(dtype=wp.vec3d),  # (n_atoms,)
-        charges: wp.array(dtype=wp.float64),  # (n_atoms,)
-        cell: wp.array(dtype=wp.mat33d),  # (n_systems,)
-        alpha: wp.array(dtype=wp.float64),  # (n_systems,)
-        system: wp.array(dtype=wp.int32),  # (n_atoms,)
-        begin: wp.array(dtype=wp.int32),  # (n_atoms,), where the row begins ...
-        end: wp.array(dtype=wp.int32),  # ... and ends
-        index: wp.array(dtype=wp.int32),  # flat rows
-        shift: wp.array(dtype=wp.vec3i),
-        padding: wp.int32,  # entries of `index` to skip
-        with_virial: wp.int32,
-        energy: wp.array(dtype=wp.float64),
-        force: wp.array(dtype=wp.vec3d),
-        potential: wp.array(dtype=wp.float64),
-        virial: wp.array(dtype=wp.mat33d),  # (n_atoms,), or empty without `with_virial`
-    ):
-        i = offset + wp.tid()
-        s = system[i]
-        q = charges[i]
-        e = wp.float64(0.0)
-        f = wp.vec3d()
-        phi = wp.float64(0.0)
-        w = wp.mat33d()
-        for slot in range(begin[i], end[i]):
-            j = index[slot]
-            if j != padding:
-                d = separation(positions[i], positions[j], shift[slot], cell[s])
-                r = wp.length(d)
-                value, slope = screened_coulomb(r, alpha[s])
-                part = charges[j] * value
-                pull = q * charges[j] * slope / r * d
-                e += wp.float64(0.5) * q * part
-                f += pull
-                phi += part
-                if with_virial != 0:
-                    w += -wp.float64(0.5) * wp.outer(pull, d)
-        energy[i] = e
-        force[i] = f
-        potential[i] = phi
-        if with_virial != 0:
-            virial[i] = w
-
-    return _finish(kernel, differentiable)
 
 
 @kernel_variants((False,), (True,))

@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from nvalchemiops.torch.autograd.op import WarpOp
 
 
+WANTED = "wanted"
+"""Name of the parameter that gets the names of the inputs whose gradients somebody will read."""
+
+
 class Formula:
     """An explicit backward, its parameters bound by name to inputs, outputs and incoming gradients."""
 
@@ -22,7 +26,9 @@ class Formula:
         wanted = getattr(backward, "op", None)  # a WarpOp, if the backward is one
         self.sources: list[tuple[str, int, bool]] = []
         for name, parameter in inspect.signature(backward).parameters.items():
-            if name in inputs:
+            if name == WANTED and name not in inputs:
+                self.sources.append(("wanted", 0, False))
+            elif name in inputs:
                 self.sources.append(("input", inputs[name], False))
             elif name in outputs:
                 self.sources.append(("output", outputs[name], False))
@@ -33,7 +39,7 @@ class Formula:
             else:
                 raise ValueError(
                     f"{op.name}: `backward` has a parameter '{name}', which is neither an input {list(inputs)}, nor "
-                    f"an output {list(outputs)}, nor an incoming gradient {list(gradients)}"
+                    f"an output {list(outputs)}, nor an incoming gradient {list(gradients)}, nor '{WANTED}'"
                 )
         self.order: list[int] | None = None
         if wanted is not None:
@@ -68,14 +74,18 @@ class Formula:
         outputs: Sequence[Any],
         cotangents: Sequence[torch.Tensor | None],
         shapes: Sequence[tuple[Any, torch.dtype, torch.device]],
+        record: int = -1,
     ) -> list[torch.Tensor | None]:
-        """One gradient or None per declared input."""
+        """One gradient or None per declared input. A bit of ``record`` for each differentiable input: is it wanted."""
         arguments = []
         for kind, i, optional in self.sources:
             if kind == "input":
                 arguments.append(inputs[i])
             elif kind == "output":
                 arguments.append(outputs[i])
+            elif kind == "wanted":
+                read = (self.op.parameters[k].name for bit, k in enumerate(self.op.diff_inputs) if record >> bit & 1)
+                arguments.append(frozenset(read))
             else:
                 cotangent = cotangents[i]
                 if cotangent is None and not optional:

@@ -23,8 +23,10 @@ def derivative_asked() -> bool:
     return transforms_active() or forward_ad._current_level >= 0
 
 
-Pullback = Callable[[Sequence[Any], Sequence[torch.Tensor], Sequence[torch.Tensor | None]], tuple[Any, ...]]
-"""Maps (inputs, outputs, output gradients) to one gradient or None per input."""
+Pullback = Callable[
+    [Sequence[Any], Sequence[torch.Tensor], Sequence[torch.Tensor | None], Sequence[bool]], tuple[Any, ...]
+]
+"""Maps inputs, outputs, output gradients, and whether an input's gradient is needed, to a gradient or None for each."""
 
 
 def transformable(
@@ -79,7 +81,7 @@ def transformable(
             inputs, outputs = _restore(ctx)
             if all(c is None for c in cotangents):
                 return (None,) * len(inputs)
-            return pullback(inputs, outputs, cotangents)
+            return pullback(inputs, outputs, cotangents, ctx.needs_input_grad)
 
         @staticmethod
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
@@ -93,12 +95,13 @@ def transformable(
             inputs, outputs = _restore(ctx)
             moved = [i for i, t in enumerate(tangents) if isinstance(t, torch.Tensor)]
             result: list[torch.Tensor | None] = [None] * len(outputs)
+            needed = [isinstance(t, torch.Tensor) for t in tangents]
 
             def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 given: list[torch.Tensor | None] = [None] * len(outputs)
                 for i, c in zip(ctx.differentiable, cotangents, strict=True):
                     given[i] = c
-                gradients = pullback(inputs, outputs, given)
+                gradients = pullback(inputs, outputs, given, needed)
                 return tuple(torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in moved)
 
             like = [outputs[i] for i in ctx.differentiable]

@@ -69,8 +69,9 @@ def warp_custom_op(
     backward : "tape", "none" or callable, optional
         How to differentiate. ``"tape"`` (default): the body records a ``wp.Tape`` when ``needs_grad`` says so and
         hands it over with `attach_for_backward`; one order. A callable: another op, or a function composed of ops
-        and torch operations. Its parameters are bound by name: any input's name, any output's name, and
-        ``grad_<output>`` for incoming gradients (zeros when none arrives, or None if annotated ``Tensor | None``).
+        and torch operations. Its parameters are bound by name: any input's name, any output's name,
+        ``grad_<output>`` for incoming gradients (zeros when none arrives, or None if annotated ``Tensor | None``), and
+        ``wanted`` for the names of the inputs whose gradients will be read (those of others may be left out).
         An op's outputs must be called ``grad_<input>``; a function returns a tuple in the order of the
         differentiable inputs, or a dict by input name. Such ops keep no state and differentiate as often as the
         backward does. ``"none"``: asking for a derivative raises; for the last op of such a chain.
@@ -241,7 +242,7 @@ class WarpOp:
         self._call_backward = transformable(
             short,
             self.backward_overload,
-            lambda inputs, outputs, cotangents: self._refuse_second_order(),
+            lambda inputs, outputs, cotangents, needed: self._refuse_second_order(),
             range(len(self.diff_inputs)),
             orders=0,
         )
@@ -596,7 +597,7 @@ def _make({", ".join(values)}):
                 gradients = op._tape_pullback(token, inputs, outputs, cotangents, ctx.record, ctx.identity)
             elif op._formula is not None:
                 inputs, outputs, shapes = op._formula.restore(ctx)
-                gradients = op._formula(inputs, outputs, cotangents, shapes)
+                gradients = op._formula(inputs, outputs, cotangents, shapes, ctx.record)
             else:
                 raise op._no_derivative()
             return (None, None, *gradients, *(None,) * (len(op._defaults) - op._count))
@@ -663,15 +664,17 @@ def _make({", ".join(values)}):
         inputs: Sequence[Any],
         outputs: Sequence[torch.Tensor],
         cotangents: Sequence[torch.Tensor | None],
+        needed: Sequence[bool],
     ) -> tuple[Any, ...]:
         """The vector-Jacobian product under function transforms."""
+        record = self._record_everything(inputs)
         if self.recorded:
-            record = self._record_everything(inputs)
             nothing = [None] * len(self.outputs)
             return tuple(self._tape_pullback(outputs[-1], inputs, nothing, cotangents, record, self.identity))
         if self._formula is not None:
             shapes = [(o.shape, o.dtype, o.device) for o in outputs]
-            return tuple(self._formula(inputs, outputs, cotangents, shapes))
+            record &= sum(1 << bit for bit, i in enumerate(self.diff_inputs) if needed[i])
+            return tuple(self._formula(inputs, outputs, cotangents, shapes, record))
         raise self._no_derivative()
 
     def _no_derivative(self) -> NotDifferentiableError:

@@ -1,6 +1,6 @@
 """Neighbor lists in either public format, as the rows that kernels read (`nvalchemiops.neighbors.rows`)."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import warp as wp
@@ -8,63 +8,181 @@ import warp as wp
 from nvalchemiops.neighbors import rows as core
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.formats import check_full_list, half_to_full
+from nvalchemiops.torch.neighbors.lists import neighbor_list
+
+NOTHING = -(2**31)
+"""Padding of a list that has none."""
+
+
+class GivenNeighbors(NamedTuple):
+    """Neighbors as a caller gives them: a list of pairs, a matrix, or neither."""
+
+    neighbor_list: torch.Tensor | None = None
+    neighbor_ptr: torch.Tensor | None = None
+    shifts: torch.Tensor | None = None
+    neighbor_matrix: torch.Tensor | None = None
+    matrix_shifts: torch.Tensor | None = None
+    fill_value: int | None = None
 
 
 class Rows(NamedTuple):
-    """Neighbors of all atoms as flat rows.
+    """Neighbors of all atoms as flat rows, a full list.
 
     Attributes
     ----------
-    begin, end : (n_atoms,) int32 tensor
-        Where each atom's row begins and ends.
-    neighbor : (n_slots,) int32 tensor
-    shift : (n_slots, 3) int32 tensor
+    begin : (n_atoms + 1,) int32 tensor or None
+        Where the row of each atom begins; None for rows of equal width.
+    neighbors : (n_slots,) int32 tensor
+    shifts : (n_slots, 3) int32 tensor or None
+        None without periodicity.
+    width : int
+        Of the rows of a matrix.
     padding : int
-        Entries of ``neighbor`` that stand for no neighbor, whatever the number.
+        Entries of ``neighbors`` that stand for no neighbor, whatever the number.
+    first : (n_slots,) int32 tensor or None
+        The atom that each slot of a list claims to belong to; kernels look whether the ends of rows agree.
     """
 
-    begin: torch.Tensor
-    end: torch.Tensor
-    neighbor: torch.Tensor
-    shift: torch.Tensor
+    begin: torch.Tensor | None
+    neighbors: torch.Tensor
+    shifts: torch.Tensor | None
+    width: int
     padding: int
+    first: torch.Tensor | None
 
 
-def rows_from_matrix(
-    neighbor_matrix: Any, neighbor_matrix_shifts: Any, fill_value: int | None, n_atoms: int
-) -> tuple[Rows, torch.Tensor]:
-    """Rows of a neighbor matrix (n_atoms, width), padded with ``fill_value`` (n_atoms by default), and no claims."""
-    _check("neighbor_matrix", neighbor_matrix, (n_atoms, None))
-    width = neighbor_matrix.shape[1]
-    _check("neighbor_matrix_shifts", neighbor_matrix_shifts, (n_atoms, width, 3))
-    begin = torch.arange(n_atoms, dtype=torch.int32, device=neighbor_matrix.device) * width
-    index = _int32(neighbor_matrix).reshape(-1)
-    padding = n_atoms if fill_value is None else int(fill_value)
-    return Rows(begin, begin + width, index, _int32(neighbor_matrix_shifts).reshape(-1, 3), padding), index[:0]
+def rows_of(
+    given: GivenNeighbors, positions: torch.Tensor, periodic: bool, half_list: bool = False, check: bool = False
+) -> Rows | None:
+    """The rows of a list or matrix, or None if neither is given.
 
+    Parameters
+    ----------
+    given : GivenNeighbors
+    positions : (n_atoms, 3) tensor
+    periodic : bool
+        Whether there is a cell; then there must be shifts.
+    half_list : bool
+        The list has each pair once: it is expanded.
+    check : bool
+        Raise unless the list is full, and a half list half. Sorts all pairs and reads values.
 
-def rows_from_list(
-    neighbor_list: Any, neighbor_ptr: Any, neighbor_shifts: Any, n_atoms: int
-) -> tuple[Rows, torch.Tensor]:
-    """Rows of a list of pairs (2, n_pairs), and the atom that each pair claims to belong to.
-
-    ``neighbor_ptr`` is counted if absent. Whether the claims hold, `inspect_rows` finds out.
+    Raises
+    ------
+    ValueError, TypeError
+        Both formats are given, or parts without the list that they belong to; shapes, dtypes, devices.
     """
-    _check("neighbor_list", neighbor_list, (2, None))
-    n_pairs = neighbor_list.shape[1]
-    _check("neighbor_shifts", neighbor_shifts, (n_pairs, 3))
-    first, index = _int32(neighbor_list[0]), _int32(neighbor_list[1])
-    if neighbor_ptr is None:
+    has_list, has_matrix = given.neighbor_list is not None, given.neighbor_matrix is not None
+    if has_list and has_matrix:
+        raise ValueError("`neighbor_list` and `neighbor_matrix` are both given; give one of them")
+    for name, value, is_there in (
+        ("neighbor_ptr", given.neighbor_ptr, has_list),
+        ("neighbor_shifts", given.shifts, has_list),
+        ("neighbor_matrix_shifts", given.matrix_shifts, has_matrix),
+        ("fill_value", given.fill_value, has_list or has_matrix),
+    ):
+        if value is not None and not is_there:
+            raise ValueError(f"`{name}` is given without the list that it belongs to")
+    if not (has_list or has_matrix):
+        return None
+    shifts = given.shifts if has_list else given.matrix_shifts
+    if periodic != (shifts is not None):
+        name = "neighbor_shifts" if has_list else "neighbor_matrix_shifts"
+        missing, there = (name, "cell") if periodic else ("cell", name)
+        raise ValueError(f"`{missing}` is needed with `{there}`: together they say where the images are")
+    rows = (_from_list if has_list else _from_matrix)(given, positions)
+    if half_list or check:
+        rows = _expanded(rows, half_list, check)
+    return rows
+
+
+def build_rows(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    pbc: torch.Tensor | None = None,
+) -> Rows:
+    """Rows of all neighbors closer than ``cutoff``; ``batch_idx`` in any order."""
+    order = None
+    if batch_idx is not None and not _is_sorted(batch_idx):
+        batch_idx, order = torch.sort(batch_idx, stable=True)
+        positions = positions.index_select(0, order)
+    lattice = None if cell is None else cell.detach()
+    pairs, ptr, *images = neighbor_list(positions.detach(), cutoff, lattice, pbc, batch_idx, return_neighbor_list=True)
+    shifts = images[0] if images else None
+    if order is not None:
+        # each row as a whole to the place of its atom
+        pairs = order.to(torch.int32)[pairs.long()]
+        first, place = torch.sort(pairs[0], stable=True)
+        pairs = torch.stack([first, pairs[1].index_select(0, place)])
+        shifts = None if shifts is None else shifts.index_select(0, place)
+        atoms = torch.arange(positions.shape[0] + 1, dtype=torch.int32, device=first.device)
+        ptr = torch.searchsorted(first, atoms, out_int32=True)
+    return Rows(ptr, pairs[1].contiguous(), shifts, 0, NOTHING, None)
+
+
+def _is_sorted(batch_idx: torch.Tensor) -> bool:
+    """Whether it is known to be; a GPU is not asked."""
+    if batch_idx.is_cuda or torch.compiler.is_compiling():
+        return False
+    return bool((batch_idx[1:] >= batch_idx[:-1]).all())
+
+
+def _from_matrix(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
+    matrix, shifts, n_atoms = given.neighbor_matrix, given.matrix_shifts, positions.shape[0]
+    checks.check_index("neighbor_matrix", matrix, positions, (n_atoms, None))
+    assert matrix is not None
+    width = matrix.shape[1]
+    if shifts is not None:
+        checks.check_index("neighbor_matrix_shifts", shifts, positions, (n_atoms, width, 3))
+        shifts = _int32(shifts).view(-1, 3)
+    padding = n_atoms if given.fill_value is None else checks.check_int("fill_value", given.fill_value)
+    return Rows(None, _int32(matrix).view(-1), shifts, width, padding, None)
+
+
+def _from_list(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
+    pairs, ptr, shifts, n_atoms = given.neighbor_list, given.neighbor_ptr, given.shifts, positions.shape[0]
+    checks.check_index("neighbor_list", pairs, positions, (2, None))
+    assert pairs is not None
+    first = _int32(pairs[0])
+    if ptr is None:
         atoms = torch.arange(n_atoms + 1, dtype=torch.int32, device=first.device)
         ptr = torch.searchsorted(first, atoms, out_int32=True)
     else:
-        _check("neighbor_ptr", neighbor_ptr, (n_atoms + 1,))
-        ptr = _int32(neighbor_ptr)
-    if int(ptr[0]) != 0 or int(ptr[-1]) != n_pairs:
-        raise ValueError(
-            f"`neighbor_ptr` must rise from 0 to n_pairs = {n_pairs}, and `neighbor_list` hold atoms 0 .. {n_atoms - 1}"
-        )
-    return Rows(ptr[:-1], ptr[1:], index, _int32(neighbor_shifts), -1), first
+        checks.check_index("neighbor_ptr", ptr, positions, (n_atoms + 1,))
+    if shifts is not None:
+        checks.check_index("neighbor_shifts", shifts, positions, (pairs.shape[1], 3))
+        shifts = _int32(shifts)
+    padding = NOTHING if given.fill_value is None else checks.check_int("fill_value", given.fill_value)
+    return Rows(_int32(ptr), _int32(pairs[1]), shifts, 0, padding, first)
+
+
+def _expanded(rows: Rows, half_list: bool, check: bool) -> Rows:
+    """A full list of the pairs in ``rows``, without padding."""
+    begin, neighbors, shifts, width, padding, first = rows
+    if begin is None or first is None:
+        n_atoms = neighbors.shape[0] // max(width, 1)
+        first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
+    else:
+        n_atoms = begin.shape[0] - 1
+    places = (neighbors != padding).nonzero().squeeze(1)
+    pairs = torch.stack([first, neighbors]).index_select(1, places)
+    shifts = None if shifts is None else shifts.index_select(0, places)
+    atoms = torch.arange(n_atoms + 1, dtype=torch.int32, device=pairs.device)
+    ptr = torch.searchsorted(pairs[0].contiguous(), atoms, out_int32=True)
+    if half_list:
+        pairs, ptr, *images = half_to_full(pairs, ptr, shifts)
+        shifts = images[0] if images else None
+    if check:
+        check_full_list(pairs, ptr, shifts)
+    return Rows(ptr, pairs[1].contiguous(), shifts, 0, NOTHING, pairs[0].contiguous())
+
+
+def _int32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.int32).contiguous()
 
 
 @warp_custom_op(
@@ -81,24 +199,22 @@ def _inspect(
     positions: torch.Tensor,
     cell: torch.Tensor,
     batch_idx: torch.Tensor,
-    row_begin: torch.Tensor,
-    row_end: torch.Tensor,
-    index: torch.Tensor,
-    shift: torch.Tensor,
+    row_begin: torch.Tensor | None,
+    neighbors: torch.Tensor,
+    shifts: torch.Tensor,
+    width: int,
     padding: int,
-    first: torch.Tensor,
+    first: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     n_atoms = positions.shape[0]
     report = (batch_idx.new_empty(n_atoms), batch_idx.new_empty(n_atoms), positions.new_empty(n_atoms))
-    inputs = [positions, cell, batch_idx, row_begin, row_end, index, shift, padding, first]
+    inputs = [positions, cell, batch_idx, row_begin, neighbors, shifts, width, padding, first]
     launch(core.inspect_rows(), n_atoms, inputs, report)
     return report
 
 
-def inspect_rows(
-    rows: Rows, first: torch.Tensor, positions: torch.Tensor, cell: torch.Tensor, batch_idx: torch.Tensor
-) -> torch.Tensor:
-    """Largest distance (n_atoms,) in each row of a full list. Reads values on the host.
+def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_idx: torch.Tensor) -> torch.Tensor:
+    """Largest distance (n_atoms,) in each row of a full periodic list. Reads values on the host.
 
     Raises
     ------
@@ -107,7 +223,9 @@ def inspect_rows(
         directions of each pair: a gather kernel would give wrong results.
     """
     wide = positions.detach().double(), cell.detach().double()
-    fault, balance, reach = _inspect(*wide, batch_idx, *rows, first)
+    assert rows.shifts is not None
+    begin, neighbors, shifts, width, padding, first = rows
+    fault, balance, reach = _inspect(*wide, batch_idx, begin, neighbors, shifts, width, padding, first)
     worst = int(fault.max()) if fault.numel() else 0
     if worst == core.OUT_OF_RANGE:
         raise ValueError(
@@ -124,17 +242,3 @@ def inspect_rows(
             "(half_fill=False)"
         )
     return reach
-
-
-def _int32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.int32).contiguous()
-
-
-def _check(name: str, tensor: Any, shape: tuple[int | None, ...]) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"`{name}` must be int32 (or int64), got {tensor.dtype}")
-    if tensor.ndim != len(shape) or any(s is not None and s != t for s, t in zip(shape, tensor.shape)):
-        wanted = ", ".join("any" if s is None else str(s) for s in shape)
-        raise ValueError(f"`{name}` must have shape ({wanted}), got {tuple(tensor.shape)}")

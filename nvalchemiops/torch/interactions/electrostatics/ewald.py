@@ -1,4 +1,4 @@
-"""The Ewald sum as two tape ops, and the public function that prepares their inputs and adds their results."""
+"""The Ewald sum: reciprocal space as a tape op, real space by the pair machinery, and the function that adds them."""
 
 import functools
 from typing import Any
@@ -10,6 +10,7 @@ import warp as wp
 from nvalchemiops.geometry import dual_vectors
 from nvalchemiops.interactions.electrostatics import ewald as kernels
 from nvalchemiops.interactions.electrostatics import parameters
+from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.launch import launch
 from nvalchemiops.torch.autograd import (
     OutputSpec,
@@ -19,11 +20,13 @@ from nvalchemiops.torch.autograd import (
     warp_custom_op,
     warp_from_torch,
 )
+from nvalchemiops.torch.interactions.electrostatics.coulomb import check_charges
 from nvalchemiops.torch.interactions.electrostatics.parameters import system_sizes, systems_of
+from nvalchemiops.torch.interactions.pair.potential import Wanted, evaluate
 from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors import neighbor_list as build_neighbor_list
 from nvalchemiops.torch.neighbors.eager import eager
-from nvalchemiops.torch.neighbors.rows import Rows, inspect_rows, rows_from_list, rows_from_matrix
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, inspect_rows, rows_of
+from nvalchemiops.torch.segments import system_sums
 
 MAX_WAVE_VECTORS = 1e8
 """More than this is a mistake in the arguments rather than a system; the sum would take hours."""
@@ -35,32 +38,6 @@ _OUTPUTS = [
     OutputSpec("virials", wp.mat33d, lambda *inputs: (inputs[0].shape[0] if inputs[-1] else 0, 3, 3)),
 ]
 _DIFFERENTIABLE = [*(spec.name for spec in _OUTPUTS), "positions", "charges", "cell", "alpha"]
-
-
-@warp_custom_op("nvalchemiops::ewald_real_space", outputs=_OUTPUTS, grad_arrays=_DIFFERENTIABLE)
-def _real_space(
-    positions: torch.Tensor,
-    charges: torch.Tensor,
-    cell: torch.Tensor,
-    alpha: torch.Tensor,
-    batch_idx: torch.Tensor,
-    row_begin: torch.Tensor,
-    row_end: torch.Tensor,
-    index: torch.Tensor,
-    shift: torch.Tensor,
-    padding: int,
-    with_virial: bool,
-) -> tuple[torch.Tensor, ...]:
-    track = needs_grad(positions, charges, cell, alpha)
-    inputs = _warp_inputs(positions, charges, cell, alpha)
-    results, outputs = _new_outputs(positions, with_virial, track)
-    integers = [warp_from_torch(t, wp.int32) for t in (batch_idx, row_begin, row_end, index)]
-    rows = [*integers, warp_from_torch(shift, wp.vec3i), padding, int(with_virial)]
-    with WarpAutogradContextManager(track) as tape:
-        _launch(kernels.real_space, track, positions.shape[0], [*inputs.values(), *rows], outputs.values())
-    if track:
-        attach_for_backward(results[0], tape, **inputs, **outputs)
-    return results
 
 
 @warp_custom_op("nvalchemiops::ewald_reciprocal_space", outputs=_OUTPUTS, grad_arrays=_DIFFERENTIABLE)
@@ -233,7 +210,7 @@ def ewald_summation(
     if energy_reduction not in ("atom", "system"):
         raise ValueError(f"`energy_reduction` must be 'atom' or 'system', got {energy_reduction!r}")
     checks.check_positions(positions)
-    _check_charges(charges, positions)
+    check_charges(charges, positions)
     accuracy = checks.check_positive("accuracy", accuracy)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     batch_idx, cell = systems_of(positions, cell, batch_idx)
@@ -243,73 +220,45 @@ def ewald_summation(
     lattice = checks.on_host(cell.detach().to(torch.float64))
     dual_vectors(lattice, np.ones((n_systems, 3), dtype=bool))  # raises for a singular cell
 
-    given = _given_rows(
-        positions.shape[0],
-        (neighbor_list, neighbor_ptr, neighbor_shifts),
-        (neighbor_matrix, neighbor_matrix_shifts, mask_value),
+    given = GivenNeighbors(
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value
     )
     sizes = system_sizes(cell, batch_idx)
+    rows = rows_of(given, positions, periodic=True)
     reach: float | np.ndarray | None = cutoff
-    if given is not None:
-        farthest = inspect_rows(*given, positions, cell, batch_idx)
+    if rows is not None:
+        farthest = inspect_rows(rows, positions, cell, batch_idx)
         if cutoff is None and alpha is None:
             reach = _reach(farthest, batch_idx, n_systems)
     splitting, r_c = _splitting(alpha, reach, sizes, accuracy, positions)
-    if given is not None:
-        rows = given[0]
-    else:
-        rows = _build_rows(positions, float(r_c.max(initial=0.0)) if cutoff is None else cutoff, cell, batch_idx)
+    if rows is None:
+        rows = build_rows(positions, float(r_c.max(initial=0.0)) if cutoff is None else cutoff, cell, batch_idx)
     if k_cutoff is None:
         k_c = parameters.reciprocal_cutoff(checks.on_host(splitting), sizes[2], accuracy)
     else:
         k_c = checks.on_host(_per_system("k_cutoff", k_cutoff, n_systems, positions.device))
 
     wide = (positions.double(), charges.double(), cell.double(), splitting)
-    real = _real_space(*wide, batch_idx, *rows, compute_virial)
-    reciprocal = _reciprocal_space(
+    real = evaluate(
+        potentials.EWALD_REAL_SPACE,
+        wide[0],
+        wide[2],
+        {"q": wide[1], "alpha": splitting},
+        rows,
+        Wanted(compute_forces, ("q",) * compute_charge_gradients, compute_virial, energy_reduction),
+        cutoff=None,
+        batch_idx=batch_idx,
+    )
+    energies, forces, charge_gradients, virials = _reciprocal_space(
         *wide, batch_idx, *_sorted_atoms(batch_idx, n_systems), *_wave_vectors(lattice, k_c, batch_idx), compute_virial
     )
-    energies, forces, charge_gradients, virials = (a + b for a, b in zip(real, reciprocal))
-    results = [energies if energy_reduction == "atom" else _sum_systems(energies, batch_idx, n_systems)]
-    results += [forces] if compute_forces else []
-    results += [charge_gradients] if compute_charge_gradients else []
-    results += [_sum_systems(virials, batch_idx, n_systems)] if compute_virial else []
+    reciprocal = [energies if energy_reduction == "atom" else system_sums(energies, batch_idx, n_systems)]
+    reciprocal += [forces] if compute_forces else []
+    reciprocal += [charge_gradients] if compute_charge_gradients else []
+    reciprocal += [system_sums(virials, batch_idx, n_systems)] if compute_virial else []
+    results = [a + b for a, b in zip(real if isinstance(real, tuple) else (real,), reciprocal)]
     narrow = tuple(r.to(positions.dtype) for r in results)
     return narrow if len(narrow) > 1 else narrow[0]
-
-
-def _check_charges(charges: Any, positions: torch.Tensor) -> None:
-    if not isinstance(charges, torch.Tensor):
-        raise TypeError(f"`charges` must be a torch.Tensor, got {type(charges).__name__}")
-    n_atoms = positions.shape[0]
-    if charges.ndim == 2 and charges.shape[0] == n_atoms:
-        raise NotImplementedError("`charges`: several channels are not available yet; call once for each")
-    if tuple(charges.shape) != (n_atoms,):
-        raise ValueError(f"`charges` must have shape (n_atoms,) = ({n_atoms},), got {tuple(charges.shape)}")
-    if charges.dtype != positions.dtype:
-        raise TypeError(f"`charges` has dtype {charges.dtype}, but `positions` has {positions.dtype}")
-    if charges.device != positions.device:
-        raise ValueError(f"`charges` is on {charges.device}, but `positions` is on {positions.device}")
-
-
-def _given_rows(
-    n_atoms: int, as_list: tuple[Any, Any, Any], as_matrix: tuple[Any, Any, Any]
-) -> tuple[Rows, torch.Tensor] | None:
-    pairs, matrix = as_list[0], as_matrix[0]
-    if pairs is not None and matrix is not None:
-        raise ValueError("`neighbor_list` and `neighbor_matrix` are both given; give one of them")
-    for name, value, needed in (
-        ("neighbor_ptr", as_list[1], pairs),
-        ("neighbor_shifts", as_list[2], pairs),
-        ("neighbor_matrix_shifts", as_matrix[1], matrix),
-    ):
-        if value is not None and needed is None:
-            raise ValueError(f"`{name}` is given without the list that it belongs to")
-    if pairs is not None:
-        return rows_from_list(*as_list, n_atoms)
-    if matrix is not None:
-        return rows_from_matrix(*as_matrix, n_atoms)
-    return None
 
 
 def _per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:
@@ -360,17 +309,6 @@ def _reach(farthest: torch.Tensor, batch_idx: torch.Tensor, n_systems: int) -> n
     return np.where(empty, np.inf, reach)
 
 
-def _build_rows(positions: torch.Tensor, cutoff: float, cell: torch.Tensor, batch_idx: torch.Tensor) -> Rows:
-    n_atoms = positions.shape[0]
-    order = torch.argsort(batch_idx, stable=True)
-    (_, j), ptr, shift = build_neighbor_list(
-        positions[order].detach(), cutoff, cell, batch_idx=batch_idx[order], return_neighbor_list=True
-    )
-    place = torch.empty_like(order)
-    place[order] = torch.arange(n_atoms, device=order.device)
-    return Rows(ptr[:-1][place], ptr[1:][place], order.to(torch.int32)[j], shift, -1)
-
-
 def _sorted_atoms(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Atoms sorted by system, and where each system begins."""
     counts = torch.bincount(batch_idx, minlength=n_systems)
@@ -401,9 +339,3 @@ def _wave_vectors(
 @functools.lru_cache(maxsize=256)
 def _miller_indices(cell: bytes, k_cutoff: float) -> np.ndarray:
     return parameters.miller_indices(np.frombuffer(cell).reshape(3, 3), k_cutoff)
-
-
-def _sum_systems(values: torch.Tensor, batch_idx: torch.Tensor, n_systems: int) -> torch.Tensor:
-    zeros = values.new_zeros((n_systems, *values.shape[1:]))
-    # index_put accumulates in a fixed order, also on a GPU
-    return zeros.index_put((batch_idx.long(),), values, accumulate=True)

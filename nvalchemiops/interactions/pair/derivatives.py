@@ -1,0 +1,334 @@
+"""Derivatives of a pair's energy, of any order, printed as C++.
+
+Let F(y) = Σ_pairs ω u(r, p_i, p_j, θ) be the energy with weights, y the collection of all that it depends on:
+positions, cell, parameters, and weights, ω = (w_i + w_j)/2 for a pair. The family of functions
+
+    T_n(y; v_1 .. v_n) = gradient by y of the n-fold derivative of F in the directions v_1 .. v_n
+
+is closed under differentiation: the vector-Jacobian product of T_n with a vector v is T_{n+1}(y; v_1 .. v_n, v) for y,
+and T_n with v in the place of v_k for v_k. T_0 holds the forces, and as the gradient by the weights the energies of
+the atoms. F is linear in the weights, so a direction that changes nothing but the weights stands for them, one order
+lower.
+
+Geometry enters through scalar products alone: s = d.d of the displacement d, and b_k = d.δ_k, c_kl = δ_k.δ_l with
+its changes δ_k in the directions. In the direction v_k, s changes by 2 b_k, b_l by c_kl, parameters and weights by
+their part of v_k; so each derivative is again a function of scalars, and its gradient by d is 2 F_s d + Σ F_b_k δ_k.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from nvalchemiops.interactions.pair.expression import Formula, pair_energy, self_energy, symbols_of
+from nvalchemiops.math.special import FUNCTIONS
+
+POSITIONS, CELL, PARAMETERS, GLOBALS, WEIGHTS, VIRIAL = "r", "c", "p", "g", "w", "v"
+"""Letters for what a direction consists of, and for the gradients that are wanted; that by the weights is energies."""
+
+
+class Request(NamedTuple):
+    """Which member of the family, and which parts of it.
+
+    Attributes
+    ----------
+    formula : Formula
+    directions : tuple of str
+        The letters of what each direction changes.
+    outputs : str
+        The letters of the gradients that are wanted.
+    weights : bool
+        Whether atoms have weights other than one.
+    excluding : bool
+        Whether some pairs are excluded or scaled by a factor.
+    """
+
+    formula: Formula
+    directions: tuple[str, ...]
+    outputs: str
+    weights: bool = False
+    excluding: bool = False
+
+    @property
+    def moves(self) -> tuple[bool, ...]:
+        """Which directions change displacements."""
+        return tuple(POSITIONS in d or CELL in d for d in self.directions)
+
+
+class Program(NamedTuple):
+    """Statements and results in C++.
+
+    Attributes
+    ----------
+    inputs : set of str
+        Names of the symbols that are used.
+    shared, of_pair : list of str
+        Statements that all pairs of an atom share, and those of each pair.
+    results : dict
+        Code for "energy", "slope", "slope<k>", "own<m>", "table<m>" and "shared<m>", and what an atom by itself adds:
+        "self_energy", "self_own<m>" and "self_shared<m>".
+    functions : list of str
+        Names of the functions called.
+    """
+
+    inputs: set[str]
+    shared: list[str]
+    of_pair: list[str]
+    results: dict[str, str]
+    functions: list[str]
+
+
+@functools.cache
+def program(request: Request) -> Program:
+    """Statements that compute the wanted parts of ``T_n`` for one pair."""
+    return _Printer(derivatives(request)).program()
+
+
+def derivatives(request: Request) -> dict[str, Any]:
+    """The wanted parts of ``T_n`` for a pair and for an atom as sympy expressions; names as in `Program.results`."""
+    import sympy
+
+    formula, outputs = request.formula, request.outputs
+    symbols = symbols_of(formula)
+    omega, weight = sympy.Symbol("omega", real=True), sympy.Symbol("w_i", real=True)
+    alone = self_energy(formula)
+    pair, atom = omega * pair_energy(formula), weight * (0 if alone is None else alone)
+    products: list[tuple[int, Any]] = []  # of the directions so far: number, b
+    for k, parts in enumerate(request.directions):
+        changes: list[tuple[Any, Any]] = []
+        if request.moves[k]:
+            b = sympy.Symbol(f"b{k}", real=True)
+            changes += [(symbols.squared, 2 * b)]
+            changes += [(other, sympy.Symbol(f"c{earlier}_{k}", real=True)) for earlier, other in products]
+        if PARAMETERS in parts:
+            changes += [(x, direction_of(x, k)) for x in (*symbols.own, *symbols.other, *symbols.of_pair)]
+        if GLOBALS in parts:
+            changes += [(x, direction_of(x, k)) for x in symbols.of_system]
+        if WEIGHTS in parts:
+            changes += [(omega, sympy.Symbol(f"eta{k}", real=True)), (weight, direction_of(weight, k))]
+        pair, atom = (sympy.Add(*(f.diff(x) * change for x, change in changes)) for f in (pair, atom))
+        if request.moves[k]:
+            products.append((k, b))
+    results: dict[str, Any] = {}
+    if WEIGHTS in outputs:
+        results |= {"energy": pair.diff(omega), "self_energy": atom.diff(weight)}
+    if set(outputs) & {POSITIONS, CELL, VIRIAL}:
+        results["slope"] = 2 * pair.diff(symbols.squared)
+        results |= {f"slope{k}": pair.diff(b) for k, b in products}
+    if PARAMETERS in outputs:
+        results |= {str(x): pair.diff(x) for x in (*symbols.own, *symbols.of_pair)}
+        results |= {f"self_{x}": atom.diff(x) for x in symbols.own}
+    if GLOBALS in outputs:
+        results |= {str(x): pair.diff(x) for x in symbols.of_system}
+        results |= {f"self_{x}": atom.diff(x) for x in symbols.of_system}
+    fixed = {} if request.weights else {weight: 1}
+    if not (request.weights or request.excluding):
+        fixed[omega] = 1
+    results = {name: result.subs(fixed) for name, result in results.items()}
+    return {name: result for name, result in results.items() if result != 0 or not name.startswith("self_")}
+
+
+def direction_of(symbol: Any, k: int) -> Any:
+    """The symbol for the part of direction k that belongs to ``symbol``."""
+    import sympy
+
+    return sympy.Symbol(f"{symbol}_d{k}", real=True)
+
+
+def is_shared(name: str) -> bool:
+    """Whether all pairs of an atom have the same value of this symbol."""
+    return name.startswith(("own", "shared", "w_i")) or name in ("cutoff", "r_switch")
+
+
+class _Code(NamedTuple):
+    text: str
+    shared: bool  # among the pairs of an atom
+
+
+class _Printer:
+    """Prints expressions as statements, each part once; what pairs share apart from the rest."""
+
+    def __init__(self, results: Mapping[str, Any]) -> None:
+        import sympy
+
+        self.functions: list[str] = []
+        self.inputs: set[str] = set()
+        self.statements: dict[bool, list[str]] = {True: [], False: []}
+        self.done: dict[Any, _Code] = {}
+        self.squared = sympy.Symbol("s", positive=True)
+        expressions = [_with_shared_exponential(e) for e in results.values()]
+        # powers of the distance hide behind symbols, or common subexpressions would tear them apart
+        powers = {p for e in expressions for p in e.atoms(sympy.Pow) if p.base == self.squared and p.exp.is_Rational}
+        self.has_root = any(not p.exp.is_Integer for p in powers)
+        self.powers = {sympy.Symbol(f"power{p.exp}", positive=True): p for p in powers}
+        expressions = [e.xreplace({p: symbol for symbol, p in self.powers.items()}) for e in expressions]
+        parts, reduced = sympy.cse(expressions, symbols=sympy.numbered_symbols("part", real=True), order="canonical")
+        for symbol, expression in parts:
+            self.done[symbol] = self.code(expression)
+        self.results = {name: self.code(e).text for name, e in zip(results, reduced)}
+
+    def program(self) -> Program:
+        return Program(self.inputs, self.statements[True], self.statements[False], self.results, self.functions)
+
+    def keep(self, text: str, shared: bool) -> _Code:
+        """A name for the value of ``text``, which may be a name or a number already."""
+        if re.fullmatch(r"\w+|one\([-+.\w]+\)", text):
+            return _Code(text, shared)
+        name = f"{'a' if shared else 'x'}{len(self.statements[shared])}"
+        self.statements[shared].append(f"const {'one' if shared else 'lanes'} {name} = {text};")
+        return _Code(name, shared)
+
+    def code(self, expression: Any) -> _Code:
+        found = self.done.get(expression)
+        if found is None:
+            found = self.done[expression] = self.print(expression)
+        return found
+
+    def print(self, expression: Any) -> _Code:
+        if expression in self.powers:
+            return self.code(self.powers[expression])
+        if expression.is_Symbol:
+            self.inputs.add(str(expression))
+            return _Code(str(expression), is_shared(str(expression)))
+        if expression.is_number:
+            return _Code(f"one({float(expression)!r})", True)
+        if expression.is_Add:
+            return self.sum(expression)
+        if expression.is_Mul:
+            return self.product(expression)
+        if expression.is_Pow:
+            return self.power(expression.base, expression.exp)
+        return self.call(expression)
+
+    def sum(self, expression: Any) -> _Code:
+        sums: dict[bool, str] = {}
+        for term in expression.as_ordered_terms():
+            negative = term.as_coeff_Mul()[0].is_negative
+            code = self.code(-term if negative else term)
+            sign = "-" if negative else "+" if code.shared in sums else ""
+            sums[code.shared] = f"{sums.get(code.shared, '')} {sign} {code.text}".strip()
+        return self.join(sums, "+")
+
+    def join(self, groups: Mapping[bool, str], operator: str) -> _Code:
+        if True not in groups:
+            return self.keep(groups[False], False)
+        shared = self.keep(groups[True], True)
+        if False not in groups:
+            return shared
+        other = groups[False]
+        return self.keep(f"{shared.text} {operator} {other}" if other[0] != "-" else f"{shared.text} {other}", False)
+
+    def product(self, expression: Any) -> _Code:
+        above: dict[bool, list[str]] = {True: [], False: []}
+        below: dict[bool, list[str]] = {True: [], False: []}
+        for factor in expression.args:
+            base, exponent = factor.as_base_exp()
+            inverted = exponent.is_number and exponent.is_negative and base != self.squared and not base.is_number
+            code = self.code(base**-exponent if inverted else factor)
+            (below if inverted else above)[code.shared].append(code.text)
+        groups = {}
+        for shared in (True, False):
+            text = " * ".join(above[shared])
+            if below[shared]:
+                text = f"{text or 'one(1.0)'} / ({' * '.join(below[shared])})"
+            if text:
+                groups[shared] = text
+        if True in groups and False in groups and not above[False]:
+            # one division instead of a division and a product
+            shared_part = self.keep(groups[True], True)
+            return self.keep(f"{shared_part.text} / ({' * '.join(below[False])})", False)
+        return self.join(groups, "*")
+
+    def power(self, base: Any, exponent: Any) -> _Code:
+        import sympy
+
+        if base == self.squared and exponent.is_Rational and exponent.q <= 2:
+            return self.power_of_distance(exponent)
+        if exponent.is_Integer:
+            if exponent > 0:
+                return self.integer_power(base, int(exponent))
+            code = self.code(base**-exponent)
+            return self.keep(f"one(1.0) / {code.text}", code.shared)
+        if exponent.is_Rational and exponent.q == 2:
+            whole, root = divmod(exponent.p, 2)[0], sympy.Symbol("root of") * base
+            if root not in self.done:
+                code = self.code(base)
+                self.done[root] = self.keep(f"{self.function('sqrt', code.shared)}({code.text})", code.shared)
+            if exponent == sympy.Rational(1, 2):
+                return self.done[root]
+            if exponent == -sympy.Rational(1, 2):
+                return self.keep(f"one(1.0) / {self.done[root].text}", self.done[root].shared)
+            factor = self.code(base**whole)
+            return self.keep(f"{factor.text} * {self.done[root].text}", factor.shared)
+        a, b = self.code(base), self.code(exponent)
+        shared = a.shared and b.shared
+        return self.keep(f"{self.function('pow', shared)}({self.wide(a, shared)}, {self.wide(b, shared)})", shared)
+
+    def power_of_distance(self, exponent: Any) -> _Code:
+        """Powers of s from the square root and the inverse, of which one each is computed."""
+        import sympy
+
+        half = sympy.Rational(1, 2)
+        if exponent == half:
+            self.code(self.squared)
+            return self.keep(f"{self.function('sqrt', False)}(s)", False)
+        if exponent == -half:
+            return self.keep(f"one(1.0) / {self.code(sympy.sqrt(self.squared)).text}", False)
+        if exponent == -1:
+            if self.has_root:
+                inverse = self.code(self.squared**-half).text
+                return self.keep(f"{inverse} * {inverse}", False)
+            return self.keep(f"one(1.0) / {self.code(self.squared).text}", False)
+        if not exponent.is_Integer:
+            whole = exponent - (half if exponent > 0 else -half)
+            root = self.code(self.squared ** (half if exponent > 0 else -half))
+            return self.keep(f"{self.code(self.squared**whole).text} * {root.text}", False)
+        if exponent > 0:
+            return self.integer_power(self.squared, int(exponent))
+        if exponent % 2:
+            a, b = self.code(self.squared ** (exponent + 1)), self.code(1 / self.squared)
+        else:
+            a = b = self.code(self.squared ** (exponent / 2))
+        return self.keep(f"{a.text} * {b.text}", False)
+
+    def integer_power(self, base: Any, exponent: int) -> _Code:
+        if exponent == 1:
+            return self.code(base)
+        a = self.code(base ** (exponent // 2 if exponent % 2 == 0 else exponent - 1))
+        b = a if exponent % 2 == 0 else self.code(base)
+        return self.keep(f"{a.text} * {b.text}", a.shared)
+
+    def call(self, expression: Any) -> _Code:
+        name = type(expression).__name__.lower()
+        arguments = [self.code(a) for a in expression.args]
+        shared = all(a.shared for a in arguments)
+        texts = [self.wide(a, shared) for a in arguments]
+        if name == "step":
+            kind = "one" if shared else "lanes"
+            (x,) = texts
+            return self.keep(f"{x} >= one(0.0) ? {kind}(one(1.0)) : {x} < one(0.0) ? {kind}(one(0.0)) : {x}", shared)
+        if name == "select":
+            condition, a, b = texts
+            # a condition that is no number gives none
+            text = f"{condition} == one(0.0) ? {b} : {condition} == {condition} ? {a} : {condition}"
+            return self.keep(text, shared)
+        return self.keep(f"{self.function(name, shared)}({', '.join(texts)})", shared)
+
+    def wide(self, code: _Code, shared: bool) -> str:
+        return f"lanes({code.text})" if code.shared and not shared else code.text
+
+    def function(self, name: str, shared: bool) -> str:
+        if name not in FUNCTIONS:
+            raise NotImplementedError(f"there is no C++ for the function {name}")
+        if name not in self.functions:
+            self.functions.append(name)
+        return f"{name}_{'one' if shared else 'lanes'}"
+
+
+def _with_shared_exponential(expression: Any) -> Any:
+    """Error functions as functions of x and exp(-x^2), which their derivatives contain as well."""
+    import sympy
+
+    erfc_from, erf_from = sympy.Function("erfc_from"), sympy.Function("erf_from")
+    expression = expression.replace(sympy.erfc, lambda x: erfc_from(x, sympy.exp(-(x**2))))
+    return expression.replace(sympy.erf, lambda x: erf_from(x, sympy.exp(-(x**2))))

@@ -1,0 +1,435 @@
+"""From the text of a pair potential to a sympy expression. The text is data: it is parsed, never run.
+
+The grammar is that of arithmetic in Python, with ``^`` as another way to write ``**``; definitions follow after
+semicolons, as in ``"4*epsilon*((sigma/r)**12 - (sigma/r)**6); sigma = (sigma1 + sigma2)/2; epsilon = ..."``, in any
+order. Parameters of the two atoms end in 1 and 2. The conventions are those of OpenMM's custom forces.
+"""
+
+import ast
+import dataclasses
+import difflib
+import functools
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import sympy
+
+MAX_LENGTH = 10_000
+"""Characters in an expression. A longer one is a mistake, and would take minutes to differentiate."""
+
+MAX_EXPONENT = 200
+"""Largest numeric exponent: r**200 over- or underflows within a factor of 35 in r."""
+
+MAX_NUMBER = 1e300
+
+RESERVED = ("r", "cutoff", "r_switch", "pi")
+"""Symbols with a meaning of their own: the distance, and where the potential ends and begins to be switched off."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """A pair potential as it was written: all that its kernels depend on.
+
+    Attributes
+    ----------
+    expression : str
+    per_atom, global_parameters, per_pair : tuple of str
+        Parameters of each atom, of the system, and of each pair of species.
+    shifted : bool
+        Subtract the value at the cutoff.
+    switched : bool
+        Go to zero smoothly from ``r_switch`` to ``cutoff``.
+    self_energy : str
+        Energy of an atom by itself, a function of its parameters; nothing by default.
+    """
+
+    expression: str
+    per_atom: tuple[str, ...] = ()
+    global_parameters: tuple[str, ...] = ()
+    per_pair: tuple[str, ...] = ()
+    shifted: bool = False
+    switched: bool = False
+    self_energy: str = ""
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The formula as a string, from which `Formula.read` makes it again, in any process."""
+        return json.dumps(dataclasses.astuple(self), separators=(",", ":"))
+
+    @staticmethod
+    @functools.cache
+    def read(text: str) -> "Formula":
+        """The formula that ``text`` was made of."""
+        return Formula(*(tuple(v) if isinstance(v, list) else v for v in json.loads(text)))
+
+
+class Symbols(NamedTuple):
+    """The variables of the energy of a pair. What belongs to one atom comes twice."""
+
+    squared: "sympy.Symbol"  # square of the distance
+    own: tuple["sympy.Symbol", ...]  # parameters of the first atom
+    other: tuple["sympy.Symbol", ...]  # and of the second one
+    of_pair: tuple["sympy.Symbol", ...]
+    of_system: tuple["sympy.Symbol", ...]
+    cutoff: "sympy.Symbol"
+    r_switch: "sympy.Symbol"
+
+
+def check_names(formula: Formula) -> None:
+    """Raise unless the declared names are distinct identifiers without a meaning of their own."""
+    seen: dict[str, str] = {name: "is reserved" for name in (*RESERVED, *FUNCTIONS)}
+    for kind in ("per_atom", "global_parameters", "per_pair"):
+        names = getattr(formula, kind)
+        for name in names:
+            if not isinstance(name, str) or not name.isidentifier():
+                raise ValueError(f"`{kind}` must hold names of parameters, got {name!r}")
+            for written in (name + "1", name + "2") if kind == "per_atom" else (name,):
+                if written in seen:
+                    raise ValueError(f"`{kind}`: the symbol '{written}' of '{name}' {seen[written]}")
+                seen[written] = f"is taken by `{kind}`"
+
+
+@functools.cache
+def symbols_of(formula: Formula) -> Symbols:
+    """The sympy symbols for a formula, named as the generated code names them."""
+    import sympy
+
+    def numbered(prefix: str, names: Sequence[str]) -> tuple[Any, ...]:
+        return tuple(sympy.Symbol(f"{prefix}{k}", real=True) for k in range(len(names)))
+
+    return Symbols(
+        sympy.Symbol("s", positive=True),
+        numbered("own", formula.per_atom),
+        numbered("other", formula.per_atom),
+        numbered("table", formula.per_pair),
+        numbered("shared", formula.global_parameters),
+        sympy.Symbol("cutoff", positive=True),
+        sympy.Symbol("r_switch", positive=True),
+    )
+
+
+@functools.cache
+def pair_energy(formula: Formula) -> Any:
+    """The energy of a pair closer than the cutoff as a sympy expression of `symbols_of` the formula.
+
+    Raises
+    ------
+    ValueError
+        The expression cannot be read, uses an unknown symbol or function, or does not use a declared one; the message
+        says which and where. Or it changes its value when the two atoms are exchanged: a pair has no order.
+    TypeError
+        The expression is no string.
+    """
+    import sympy
+
+    check_names(formula)
+    symbols = symbols_of(formula)
+    known: dict[str, Any] = {
+        "r": sympy.sqrt(symbols.squared),
+        "pi": sympy.pi,
+        "cutoff": symbols.cutoff,
+        "r_switch": symbols.r_switch,
+    }
+    for name, own, other in zip(formula.per_atom, symbols.own, symbols.other):
+        known |= {name + "1": own, name + "2": other}
+    known |= dict(zip(formula.global_parameters, symbols.of_system))
+    known |= dict(zip(formula.per_pair, symbols.of_pair))
+
+    energy = _Reader("expression", formula.expression, known, formula.per_atom).read()
+    _check_uses(energy, formula, symbols)
+    _check_symmetry(energy, formula, symbols)
+    if formula.shifted:
+        energy -= energy.subs(symbols.squared, symbols.cutoff**2)
+    if formula.switched:
+        energy *= _switch(sympy.sqrt(symbols.squared), symbols)
+    return energy
+
+
+@functools.cache
+def self_energy(formula: Formula) -> Any:
+    """The energy of an atom by itself as a sympy expression of its own parameters, or None. Raises as `pair_energy`."""
+    import sympy
+
+    if not formula.self_energy:
+        return None
+    symbols = symbols_of(formula)
+    known = {"pi": sympy.pi, "cutoff": symbols.cutoff, "r_switch": symbols.r_switch}
+    known |= dict(zip(formula.per_atom, symbols.own)) | dict(zip(formula.global_parameters, symbols.of_system))
+    return _Reader("self_energy", formula.self_energy, known, ()).read()
+
+
+def _switch(r: Any, symbols: Symbols) -> Any:
+    """1 up to ``r_switch``, then 1 - 10 x^3 + 15 x^4 - 6 x^5, of which two derivatives vanish at both ends."""
+    x = (r - symbols.r_switch) / (symbols.cutoff - symbols.r_switch)
+    return Select(Step(x), 1 + x**3 * (-10 + x * (15 - 6 * x)), 1)
+
+
+def _check_uses(energy: Any, formula: Formula, symbols: Symbols) -> None:
+    used = energy.free_symbols
+    for kind, groups in (
+        ("per_atom", tuple(zip(symbols.own, symbols.other))),
+        ("global_parameters", tuple((g,) for g in symbols.of_system)),
+        ("per_pair", tuple((t,) for t in symbols.of_pair)),
+    ):
+        for name, group in zip(getattr(formula, kind), groups):
+            if not used.intersection(group):
+                raise ValueError(f"`{kind}` declares '{name}', but the energy does not depend on it")
+
+
+def _check_symmetry(energy: Any, formula: Formula, symbols: Symbols) -> None:
+    exchange = dict(zip((*symbols.own, *symbols.other), (*symbols.other, *symbols.own)))
+    if not exchange or energy.xreplace(exchange) == energy:
+        return
+    import mpmath
+    import sympy
+
+    arguments = sorted({*energy.free_symbols, *energy.xreplace(exchange).free_symbols}, key=str)
+    modules: list[Any] = [{"Step": lambda x: int(x >= 0), "Select": lambda c, a, b: a if c else b}, "mpmath"]
+    both = [sympy.lambdify(arguments, e, modules) for e in (energy, energy.xreplace(exchange))]
+    source = random.Random(0)
+    compared = 0
+    for _ in range(40):
+        point = [mpmath.mpf(source.uniform(0.3, 2.0)) for _ in arguments]
+        try:
+            there, back = (f(*point) for f in both)
+        except (ArithmeticError, ValueError):  # outside of the domain of a function
+            continue
+        if not (mpmath.isfinite(there) and mpmath.isfinite(back)):
+            continue
+        compared += 1
+        if abs(there - back) > 1e-9 * (abs(there) + abs(back)) + 1e-12:
+            raise ValueError(
+                "`expression` is not symmetric: it changes its value when the two atoms are exchanged, but a pair has "
+                f"no order. At r = {float(mpmath.sqrt(_value(symbols.squared, arguments, point))):.3f} with random "
+                f"parameters it gives {float(there.real):.6g} and {float(back.real):.6g}. Write it symmetrically, for "
+                "instance as the mean of both orders"
+            )
+    if not compared:
+        raise ValueError("`expression` has no finite value at any of 40 random points between 0.3 and 2")
+
+
+def _value(symbol: Any, arguments: Sequence[Any], point: Sequence[Any]) -> Any:
+    return dict(zip(arguments, point)).get(symbol, 1)
+
+
+class _Reader:
+    """Reads one expression with its definitions, by walking Python's syntax tree of it."""
+
+    def __init__(self, label: str, text: Any, known: dict[str, Any], per_atom: Sequence[str]) -> None:
+        if not isinstance(text, str):
+            raise TypeError(f"`{label}` must be a string, got {type(text).__name__}")
+        if len(text) > MAX_LENGTH:
+            raise ValueError(f"`{label}` has {len(text)} characters, more than {MAX_LENGTH}")
+        self.label = label
+        self.text = text
+        self.known = dict(known)
+        self.per_atom = per_atom
+        self.definitions: dict[str, tuple[str, int]] = {}
+        self.reading: list[str] = []
+
+    def read(self) -> Any:
+        parts: list[tuple[str, int]] = []
+        start = 0
+        for part in self.text.split(";"):
+            parts.append((part, start))
+            start += len(part) + 1
+        (energy, at), *definitions = parts
+        for part, where in definitions:
+            if not part.strip():
+                continue
+            match = re.match(r"\s*([^\W\d]\w*)\s*=(?!=)", part)
+            if not match:
+                raise self.error("a definition must read `name = expression`", where + len(part) - len(part.lstrip()))
+            name = match[1]
+            if name in self.known or name in FUNCTIONS or name in self.definitions:
+                raise self.error(f"the name '{name}' is taken", where + match.start(1))
+            self.definitions[name] = (part[match.end() :], where + match.end())
+        try:
+            result = self.parse(energy, at)
+            for name in self.definitions:
+                self.symbol(name, self.definitions[name][1])
+        except RecursionError:
+            raise ValueError(f"`{self.label}` is nested too deeply") from None
+        return result
+
+    def error(self, message: str, position: int) -> ValueError:
+        begin = max(0, position - 40)
+        excerpt = self.text[begin : position + 40].replace("\n", " ")
+        return ValueError(
+            f"`{self.label}`, column {position + 1}: {message}\n    {excerpt}\n    {' ' * (position - begin)}^"
+        )
+
+    def parse(self, part: str, offset: int) -> Any:
+        # Python's ^ binds more loosely than +, so it is replaced before; columns are counted back
+        text, columns = "", []
+        for column, c in enumerate(part):
+            c = "**" if c == "^" else " " if c.isspace() else c
+            text += c
+            columns += [offset + column] * len(c.encode())
+        columns.append(offset + len(part))
+        stripped = text.lstrip()
+        skipped = len(text.encode()) - len(stripped.encode())
+        if not stripped.strip():
+            raise self.error("an expression is missing", offset)
+        try:
+            tree = ast.parse(stripped, mode="eval")
+        except SyntaxError as error:
+            at = min(skipped + (error.offset or 1) - 1, len(columns) - 1)
+            raise self.error(f"not an arithmetic expression ({error.msg})", columns[at]) from None
+        except (MemoryError, ValueError) as error:
+            raise self.error(f"not an arithmetic expression ({error})", offset) from None
+        return self.convert(tree.body, lambda node: columns[skipped + node.col_offset])
+
+    def symbol(self, name: str, position: int) -> Any:
+        if name in self.known:
+            return self.known[name]
+        if name in self.definitions:
+            if name in self.reading:
+                raise self.error(f"'{name}' is defined by itself", position)
+            self.reading.append(name)
+            self.known[name] = self.parse(*self.definitions[name])
+            self.reading.pop()
+            return self.known[name]
+        if name in self.per_atom:
+            raise self.error(
+                f"'{name}' belongs to each atom: write {name}1 and {name}2, or define it, as in "
+                f"`; {name} = ({name}1 + {name}2)/2`",
+                position,
+            )
+        known = [*self.known, *self.definitions]
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(sorted(known))}"
+        raise self.error(f"unknown symbol '{name}'{hint}", position)
+
+    def convert(self, node: ast.AST, column: Callable[[Any], int]) -> Any:
+        """The sympy expression for one node of the syntax tree."""
+        import sympy
+
+        match node:
+            case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+                if not abs(value) <= MAX_NUMBER:
+                    raise self.error("the number is too large", column(node))
+                result: Any = sympy.Rational(repr(value))  # decimal fractions as they are written
+            case ast.Name(id=name):
+                result = self.symbol(name, column(node))
+            case ast.UnaryOp(op=ast.UAdd() | ast.USub() as sign, operand=operand):
+                result = self.convert(operand, column)
+                result = -result if isinstance(sign, ast.USub) else result
+            case ast.BinOp(left=left, op=op, right=right):
+                a, b = self.convert(left, column), self.convert(right, column)
+                match op:
+                    case ast.Add():
+                        result = a + b
+                    case ast.Sub():
+                        result = a - b
+                    case ast.Mult():
+                        result = a * b
+                    case ast.Div():
+                        result = a / b
+                    case ast.Pow():
+                        if b.is_number and not abs(b) <= MAX_EXPONENT:
+                            raise self.error(f"the exponent is larger than {MAX_EXPONENT}", column(right))
+                        result = a**b
+                    case _:
+                        raise self.error(f"the operator {type(op).__name__} is not known here", column(node))
+            case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
+                result = self.call(name, [self.convert(a, column) for a in arguments], column(node))
+            case ast.Compare():
+                raise self.error("comparisons are not known here: use step(x), which is 1 for x >= 0", column(node))
+            case _:
+                raise self.error(f"{type(node).__name__} is not known here", column(node))
+        if result.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo):
+            raise self.error("this is not finite", column(node))
+        if result.is_Rational and max(abs(result.p), result.q) > MAX_NUMBER:
+            raise self.error("the number is too large", column(node))
+        return result
+
+    def call(self, name: str, arguments: list[Any], position: int) -> Any:
+        if name not in FUNCTIONS:
+            close = difflib.get_close_matches(name, FUNCTIONS, 1)
+            hint = f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(sorted(FUNCTIONS))}"
+            raise self.error(f"unknown function '{name}'{hint}", position)
+        count, make = FUNCTIONS[name]
+        if len(arguments) != count:
+            raise self.error(f"{name} takes {count} argument{'s' * (count > 1)}, got {len(arguments)}", position)
+        return make(*arguments)
+
+
+def _sympy(name: str) -> Callable[..., Any]:
+    def make(*arguments: Any) -> Any:
+        import sympy
+
+        return getattr(sympy, name)(*arguments)
+
+    return make
+
+
+def Step(x: Any) -> Any:
+    """1 for x >= 0, otherwise 0; a function whose derivative is taken to be zero."""
+    return _piecewise_functions()[0](x)
+
+
+def Select(condition: Any, a: Any, b: Any) -> Any:
+    """``a`` where the condition is not zero, ``b`` elsewhere."""
+    return _piecewise_functions()[1](condition, a, b)
+
+
+@functools.cache
+def _piecewise_functions() -> tuple[Any, Any]:
+    """The two as sympy functions, made late: importing this module must not import sympy."""
+    import sympy
+
+    class Step(sympy.Function):
+        nargs = 1
+
+        @classmethod
+        def eval(cls, x: Any) -> Any:
+            return sympy.Integer(int(x >= 0)) if x.is_number and x.is_real else None
+
+        def _eval_derivative(self, x: Any) -> Any:
+            return sympy.S.Zero
+
+        def _eval_is_real(self) -> bool:
+            return True
+
+    class Select(sympy.Function):
+        nargs = 3
+
+        @classmethod
+        def eval(cls, condition: Any, a: Any, b: Any) -> Any:
+            if a == b:
+                return a
+            return (b if condition == 0 else a) if condition.is_number else None
+
+        def _eval_derivative(self, x: Any) -> Any:
+            condition, a, b = self.args
+            return self.func(condition, a.diff(x), b.diff(x))
+
+        def _eval_is_real(self) -> bool:
+            return True
+
+    return Step, Select
+
+
+def _absolute(x: Any) -> Any:
+    return x * (2 * Step(x) - 1)
+
+
+_ELEMENTARY = ("sqrt", "exp", "log", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "erf", "erfc")
+
+_ELEMENTARY = ("sqrt", "exp", "log", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "erf", "erfc")
+
+FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
+    **{name: (1, _sympy(name)) for name in _ELEMENTARY},
+    "abs": (1, _absolute),
+    "min": (2, lambda a, b: Select(Step(b - a), a, b)),
+    "max": (2, lambda a, b: Select(Step(a - b), a, b)),
+    "step": (1, Step),
+    "select": (3, Select),
+}
+"""Functions of the language, with their number of arguments. ``step(x)`` is 1 for x >= 0 and otherwise 0;
+``select(c, a, b)`` is a where c is not zero, otherwise b."""

@@ -1,0 +1,143 @@
+"""Ready-made pair potentials: each an expression, with its source.
+
+Energies are those of a pair. Charges are in units in which the Coulomb energy is ``q1*q2/r``. Where parameters belong
+to pairs of species rather than to atoms, the same expression is used with tables, see `with_tables`.
+"""
+
+import dataclasses
+
+from nvalchemiops.interactions.pair.expression import Formula
+
+MIXING = {
+    # C. Kong, J. Chem. Phys. 59, 2464 (1973), doi:10.1063/1.1680358, compares these rules
+    "lorentz-berthelot": "sigma = (sigma1 + sigma2)/2; epsilon = sqrt(epsilon1*epsilon2)",
+    "geometric": "sigma = sqrt(sigma1*sigma2); epsilon = sqrt(epsilon1*epsilon2)",
+    # M. Waldman and A. T. Hagler, J. Comput. Chem. 14, 1077 (1993), doi:10.1002/jcc.540140909
+    "waldman-hagler": (
+        "sigma = ((sigma1^6 + sigma2^6)/2)^(1/6); "
+        "epsilon = 2*sqrt(epsilon1*epsilon2)*sigma1^3*sigma2^3/(sigma1^6 + sigma2^6)"
+    ),
+}
+"""Rules by which sigma and epsilon of a pair follow from those of its atoms."""
+
+
+def lennard_jones(mixing: str | None = "lorentz-berthelot", repulsive: int = 12, attractive: int = 6) -> Formula:
+    """``C epsilon ((sigma/r)^n - (sigma/r)^m)``, of depth epsilon and zero at sigma.
+
+    C = n/(n - m) (n/m)^(m/(n - m)) is 4 for n = 12, m = 6. Sources: J. E. Lennard-Jones, Proc. R. Soc. A 106, 463
+    (1924), doi:10.1098/rspa.1924.0082; for any exponents G. Mie, Ann. Phys. 316, 657 (1903),
+    doi:10.1002/andp.19033160802. Without mixing sigma and epsilon are tables.
+    """
+    n, m = repulsive, attractive
+    for name, exponent in (("repulsive", n), ("attractive", m)):
+        if isinstance(exponent, bool) or not isinstance(exponent, int) or exponent < 1:
+            raise ValueError(f"`{name}` must be a positive int, got {exponent!r}")
+    if n <= m:
+        raise ValueError(f"`repulsive` = {n} must be larger than `attractive` = {m}")
+    energy = f"({n}/({n} - {m})) * ({n}/{m})^({m}/({n} - {m})) * epsilon * ((sigma/r)^{n} - (sigma/r)^{m})"
+    return _mixed(energy, mixing)
+
+
+def soft_core_lennard_jones(mixing: str | None = "lorentz-berthelot") -> Formula:
+    """Lennard-Jones with a finite core: lambda scales it on and off in free-energy calculations.
+
+    ``4 epsilon lambda (1/x^2 - 1/x)``, ``x = softness (1 - lambda) + (r/sigma)^6``. Source: T. C. Beutler et al., Chem.
+    Phys. Lett. 222, 529 (1994), doi:10.1016/0009-2614(94)00397-1.
+    """
+    energy = "4*epsilon*scale*(1/x^2 - 1/x); x = softness*(1 - scale) + (r/sigma)^6"
+    return _mixed(energy, mixing, ("scale", "softness"))
+
+
+def _mixed(energy: str, mixing: str | None, global_parameters: tuple[str, ...] = ()) -> Formula:
+    if mixing is None:
+        return Formula(energy, (), global_parameters, ("sigma", "epsilon"))
+    if mixing not in MIXING:
+        raise ValueError(f"`mixing` must be one of {', '.join(map(repr, MIXING))} or None, got {mixing!r}")
+    return Formula(f"{energy}; {MIXING[mixing]}", ("sigma", "epsilon"), global_parameters)
+
+
+COULOMB = Formula("q1*q2/r", ("q",))
+
+EWALD_REAL_SPACE = Formula("q1*q2*erfc(alpha*r)/r", ("q",), ("alpha",))
+"""The short-range part of the Ewald sum; alpha is the splitting parameter.
+
+Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
+"""
+
+WOLF = Formula(
+    "q1*q2*(erfc(alpha*r)/r - erfc(alpha*cutoff)/cutoff)",
+    ("q",),
+    ("alpha",),
+    self_energy="-(erfc(alpha*cutoff)/(2*cutoff) + alpha/sqrt(pi))*q^2",
+)
+"""Damped and shifted Coulomb energy: the charge within the cutoff is neutralised on its surface.
+
+Source: D. Wolf, P. Keblinski, S. R. Phillpot and J. Eggebrecht, J. Chem. Phys. 110, 8254 (1999),
+doi:10.1063/1.478738, eq. (5.13).
+"""
+
+DSF = Formula(
+    "q1*q2*(erfc(alpha*r)/r - at_cutoff + slope*(r - cutoff)); at_cutoff = erfc(alpha*cutoff)/cutoff; "
+    "slope = at_cutoff/cutoff + 2*alpha/sqrt(pi)*exp(-alpha^2*cutoff^2)/cutoff",
+    ("q",),
+    ("alpha",),
+    self_energy=WOLF.self_energy,
+)
+"""Damped shifted force: like `WOLF`, with forces that go to zero at the cutoff as well.
+
+Source: C. J. Fennell and J. D. Gezelter, J. Chem. Phys. 124, 234104 (2006), doi:10.1063/1.2206581, eq. (19), with the
+self energy of Wolf's sum.
+"""
+
+REACTION_FIELD = Formula(
+    "q1*q2*(1/r + k*r^2 - (1/cutoff + k*cutoff^2)); k = (dielectric - 1)/((2*dielectric + 1)*cutoff^3)",
+    ("q",),
+    ("dielectric",),
+)
+"""Coulomb energy in a cavity of the size of the cutoff in a dielectric continuum, zero at the cutoff.
+
+Source: I. G. Tironi, R. Sperb, P. E. Smith and W. F. van Gunsteren, J. Chem. Phys. 102, 5451 (1995),
+doi:10.1063/1.469273, without ions in the continuum.
+"""
+
+YUKAWA = Formula("q1*q2*exp(-kappa*r)/r", ("q",), ("kappa",))
+"""Screened Coulomb energy; 1/kappa is the screening length.
+
+Source: H. Yukawa, Proc. Phys.-Math. Soc. Japan 17, 48 (1935), doi:10.11429/ppmsj1919.17.0_48.
+"""
+
+MORSE = Formula("depth*x*(x - 2); x = exp(-steepness*(r - r0))", (), ("depth", "steepness", "r0"))
+"""``depth (exp(-2 a (r - r0)) - 2 exp(-a (r - r0)))``, with its minimum -depth at r0.
+
+Source: P. M. Morse, Phys. Rev. 34, 57 (1929), doi:10.1103/PhysRev.34.57.
+"""
+
+BUCKINGHAM = Formula("A*exp(-r/rho) - C/r^6", (), ("A", "rho", "C"))
+"""Exponential repulsion and dispersion. It goes to minus infinity at r = 0: keep atoms apart.
+
+Source: R. A. Buckingham, Proc. R. Soc. A 168, 264 (1938), doi:10.1098/rspa.1938.0173.
+"""
+
+BORN_MAYER_HUGGINS = Formula("A*exp((sigma - r)/rho) - C/r^6 - D/r^8", (), ("A", "sigma", "rho", "C", "D"))
+"""Repulsion and dispersion of ions, without their Coulomb energy.
+
+Sources: M. Born and J. E. Mayer, Z. Phys. 75, 1 (1932), doi:10.1007/BF01340511; M. L. Huggins and J. E. Mayer,
+J. Chem. Phys. 1, 643 (1933), doi:10.1063/1.1749344.
+"""
+
+
+def ziegler_biersack_littmark(coulomb_constant: float, bohr_radius: float) -> Formula:
+    """Screened repulsion of nuclei at short distance; ``z`` is the atomic number.
+
+    Source: J. F. Ziegler, J. P. Biersack and U. Littmark, The Stopping and Range of Ions in Matter, vol. 1 (Pergamon,
+    1985); the universal screening function.
+    """
+    terms = ((0.18175, 3.19980), (0.50986, 0.94229), (0.28022, 0.40290), (0.02817, 0.20162))
+    screening = " + ".join(f"{weight}*exp(-{rate}*x)" for weight, rate in terms)
+    length = f"{0.8854 * bohr_radius!r}/(z1^0.23 + z2^0.23)"
+    return Formula(f"{coulomb_constant!r}*z1*z2/r*({screening}); x = r/length; length = {length}", ("z",))
+
+
+def with_tables(formula: Formula) -> Formula:
+    """The same potential, with tables by species instead of global parameters."""
+    return dataclasses.replace(formula, global_parameters=(), per_pair=formula.global_parameters)

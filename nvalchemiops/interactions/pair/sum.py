@@ -1,0 +1,631 @@
+"""The one kernel of all pair potentials: an atom walks its row of neighbors and sums what a formula says.
+
+The kernel is written for one `Request` (which derivatives of which formula) and one precision. List and matrix, one
+system and many, the form and the padding of rows are data. It is in gather form: an atom writes its own results and
+nothing else. So results do not depend on the number of threads, and not on pairs beyond the cutoff or padding, which
+are dropped before anything is added.
+
+The body is C++. On a CPU neighbors within the cutoff are collected, `LANES` at a time evaluated in vectors, and added
+up in float64. On a GPU the lanes of a warp share a row, evaluate a neighbor each in the precision of the positions,
+and add up in float64.
+"""
+
+import functools
+import hashlib
+import linecache
+import re
+import textwrap
+from typing import Any, NamedTuple
+
+import warp as wp
+
+from nvalchemiops.interactions.pair import derivatives
+from nvalchemiops.interactions.pair.derivatives import (
+    CELL,
+    GLOBALS,
+    PARAMETERS,
+    POSITIONS,
+    VIRIAL,
+    WEIGHTS,
+    Program,
+    Request,
+)
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.launch import gather_only, kernel_module
+from nvalchemiops.math.special import LANES, scalar_functions, vector_functions
+
+BLOCK = 64
+"""Neighbors that are collected before they are evaluated, at most; a multiple of `LANES`."""
+
+WARP = 32
+"""Threads of a GPU that share a row."""
+
+
+class Variant(NamedTuple):
+    """What a kernel is written for.
+
+    Attributes
+    ----------
+    request : Request
+    precision : str
+        "float32" or "float64": that of positions and results.
+    periodic : bool
+        Whether there are shifts and cells.
+    n_species : int
+        Species in tables of parameters; 0 without tables.
+    """
+
+    request: Request
+    precision: str
+    periodic: bool
+    n_species: int
+
+    @property
+    def formula(self) -> Formula:
+        """The potential."""
+        return self.request.formula
+
+    @property
+    def by_system(self) -> bool:
+        """Whether an atom must know its system."""
+        return self.periodic or bool(self.formula.global_parameters)
+
+    @property
+    def keeps_shifts(self) -> bool:
+        """Whether the image of a neighbor matters beyond its position."""
+        return CELL in self.request.outputs or any(CELL in d for d in self.request.directions)
+
+    @property
+    def n_parameters(self) -> int:
+        """Columns of the parameters of atoms: one for each parameter, and in tables one for each species."""
+        return len(self.formula.per_atom) + len(self.formula.per_pair) * self.n_species
+
+
+class Array(NamedTuple):
+    """An array that a kernel takes."""
+
+    name: str
+    element: str  # "real", or a Warp scalar type
+    ndim: int
+
+
+def width_of_sums(outputs: str, n_globals: int) -> dict[str, int]:
+    """Columns that each output summed over a system takes, in their order."""
+    widths = {CELL: 9, GLOBALS: n_globals, VIRIAL: 9}
+    return {letter: width for letter, width in widths.items() if letter in outputs}
+
+
+def inputs_of(variant: Variant) -> list[Array]:
+    """Arrays that the kernel reads, in their order."""
+    formula, directions = variant.formula, variant.request.directions
+    arrays = [Array("positions", "real", 2)]
+    arrays += [Array("cell", "real", 3)] * variant.periodic
+    arrays += [Array("parameters", "real", 2)] * bool(variant.n_parameters)
+    arrays += [Array("global_parameters", "real", 2)] * bool(formula.global_parameters)
+    arrays += [Array("weights", "real", 1)] * variant.request.weights
+    for letter, name, ndim in (
+        (POSITIONS, "positions", 3),
+        (CELL, "cell", 4),
+        (PARAMETERS, "parameters", 3),
+        (GLOBALS, "global_parameters", 3),
+        (WEIGHTS, "weights", 2),
+    ):
+        if any(letter in d for d in directions):
+            arrays.append(Array(f"direction_{name}", "real", ndim))
+    arrays += [Array("batch_idx", "int32", 1)] * variant.by_system
+    arrays += [Array("row_begin", "int32", 1), Array("first", "int32", 1), Array("neighbors", "int32", 1)]
+    arrays += [Array("shifts", "int32", 2)] * variant.periodic
+    arrays += [Array("species", "int32", 1)] * bool(variant.n_species)
+    if variant.request.excluding:
+        arrays += [Array("excluded_begin", "int32", 1), Array("excluded", "int32", 1)]
+        arrays += [Array("excluded_factors", "float64", 1)]
+    return arrays
+
+
+def outputs_of(variant: Variant) -> list[Array]:
+    """Arrays that the kernel writes, in their order."""
+    outputs = variant.request.outputs
+    arrays = [Array("energies", "real", 1)] * (WEIGHTS in outputs)
+    arrays += [Array("position_gradients", "real", 2)] * (POSITIONS in outputs)
+    arrays += [Array("parameter_gradients", "real", 2)] * (PARAMETERS in outputs)
+    arrays += [Array("sums", "float64", 2)] * bool(width_of_sums(outputs, 1))
+    return [*arrays, Array("fault", "int32", 1)]
+
+
+SCALARS = {
+    "width": "wp.int32",  # of a matrix
+    "padding": "wp.int32",  # the index that stands for no neighbor
+    "cutoff_distance": "wp.float64",
+    "switch_distance": "wp.float64",
+}
+"""Plain numbers that the kernel takes, between inputs and outputs."""
+
+
+@functools.cache
+def pair_kernel(variant: Variant) -> Any:
+    """The kernel for ``variant``, compiled at its first launch and kept on disk by its content.
+
+    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `SCALARS` and the arrays of
+    `outputs_of`.
+    """
+    body = source(variant)
+    real = getattr(wp, variant.precision)
+    parameters = {a.name: _annotation(a) for a in inputs_of(variant)}
+    parameters |= dict(SCALARS)
+    parameters |= {a.name: _annotation(a) for a in outputs_of(variant)}
+    declared = ", ".join(f"{name}: {kind}" for name, kind in parameters.items())
+    text = (
+        f"def row_sum(i: wp.int32, {declared}): ...\n\n"
+        f"def pair_sum(offset: wp.int32, {declared}):\n"
+        f"    row, _lane = wp.tid()\n"
+        f"    row_sum(offset + row, {', '.join(parameters)})\n"
+    )
+    digest = hashlib.sha256((body + text).encode()).hexdigest()[:20]
+    # Warp reads the text of kernels through `inspect`, which finds generated text here
+    file = f"<nvalchemiops pair sum {digest}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    scope: dict[str, Any] = {"wp": wp, "real": real}
+    exec(compile(text, file, "exec"), scope)
+    scope["row_sum"] = wp.func_native(body)(scope["row_sum"])
+    kernel = wp.kernel(module=kernel_module(f"pair_sum_{digest}"), enable_backward=False)(scope["pair_sum"])
+    return gather_only(kernel)
+
+
+def _annotation(array: Array) -> str:
+    element = "real" if array.element == "real" else f"wp.{array.element}"
+    return f"wp.array(dtype={element}, ndim={array.ndim})"
+
+
+# -- the body -------------------------------------------------------------------------------------
+
+FAULTS = {
+    1: "the neighbors hold an atom that does not exist",
+    2: "the list must be sorted by its first row, and `neighbor_ptr` rise from 0 to the number of pairs and fit it",
+    3: "`batch_idx` holds a system that does not exist",
+    4: "`species` holds a species that the tables do not have",
+}
+"""What a kernel found wrong with indices. It reads nothing that they point to, and the results of the atom are NaN."""
+
+_SKELETON = """
+    typedef @real@ real;
+    const int n_atoms = positions.shape[0];
+    const bool is_list = row_begin.shape[0] > 0;
+    const long long begin = is_list ? row_begin.data[i] : static_cast<long long>(i) * width;
+    long long end = is_list ? row_begin.data[i + 1] : begin + width;
+    int broken = 0;
+    if (begin < 0 || begin > end || end > neighbors.shape[0] || (i == 0 && begin > 0)
+        || (i == n_atoms - 1 && end < neighbors.shape[0])) broken = 2;
+    else if (first.shape[0] > 0 && begin < end && (first.data[begin] != i || first.data[end - 1] != i)) broken = 2;
+    @checks@
+    if (broken) end = begin;
+
+#if defined(__CUDA_ARCH__)
+    @scalar_functions@
+#else
+    @vector_functions@
+#endif
+    const real *own = positions.data + 3LL * i;
+    const one x_i[3] = {one(own[0]), one(own[1]), one(own[2])};
+    const one cutoff = cutoff_distance, r_switch = switch_distance, cutoff_squared = cutoff * cutoff;
+    @shared@
+
+    const auto displacement = [&](long long slot, one *d) {
+        const real *x_j = positions.data + 3LL * neighbors.data[slot];
+        for (int a = 0; a < 3; ++a) d[a] = one(x_j[a]) - x_i[a];
+        @image@
+    };
+    @is_nearest@
+    // The neighbor in a slot, if there is one. What is NaN is close.
+    struct Neighbor {
+        int j, shift[3];
+        one d[3], factor;
+        bool close;
+    };
+    const auto look_at = [&](long long slot, Neighbor &it) {
+        it.j = neighbors.data[slot];
+        if (it.j == padding) return false;
+        if (it.j < 0 || it.j >= n_atoms) {
+            broken = 1;
+            return false;
+        }
+        displacement(slot, it.d);
+        @look@
+        const one squared = it.d[0] * it.d[0] + it.d[1] * it.d[1] + it.d[2] * it.d[2];
+        it.close = !(squared >= cutoff_squared);
+        return true;
+    };
+
+#if defined(__CUDA_ARCH__)
+    @totals_gpu@
+    const int lane = threadIdx.x & @last_thread@;
+    const auto add_up = [](double sum) {
+        for (int step = @half_warp@; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        return sum;
+    };
+    for (long long slot = begin + lane; slot < end; slot += @warp@) {
+        Neighbor it;
+        if (!look_at(slot, it) || !it.close) continue;
+        const auto take = [&](const real *from, long long stride) { return one(from[stride * it.j]); };
+        const auto kept = [](one value) { return static_cast<double>(value); };
+        @take_both_gpu@
+        const one d0 = it.d[0], d1 = it.d[1], d2 = it.d[2];
+        @data_gpu@
+        @evaluation@
+        @tables_gpu@
+    }
+    for (int step = @half_warp@; step > 0; step /= 2) {
+        const int other = __shfl_xor_sync(0xffffffffu, broken, step);
+        broken = other > broken ? other : broken;
+    }
+    @reduce_tables@
+#else
+    @totals@
+    struct alignas(64) Block {
+        double d[3][@block@ + 1], factor[@block@ + 1];
+        int shift[3][@block@ + 1], j[@block@ + 1];
+    } block;
+    const condition numbers = {@numbers@};
+    const auto add_up = [](lanes values) {
+        double sum = values[0];
+        for (int l = 1; l < @lanes@; ++l) sum += values[l];
+        return sum;
+    };
+    const int lane = 0;
+    for (long long slot = begin; slot < end;) {
+        int n = 0;
+        for (; slot < end && n < @block@; ++slot) {
+            Neighbor it;
+            if (!look_at(slot, it)) continue;
+            block.j[n] = it.j;
+            for (int a = 0; a < 3; ++a) block.d[a][n] = it.d[a];
+            @collect@
+            n += it.close;
+        }
+        // what fills the last vector exists, and its values are not kept
+        for (int rest = n; rest % @lanes@; ++rest) {
+            block.j[rest] = i;
+            for (int a = 0; a < 3; ++a) block.d[a][rest] = 1.0;
+            @fill@
+        }
+        for (int at = 0; at < n; at += @lanes@) {
+            const int *j = block.j + at;
+            const condition live = numbers < n - at;
+            const auto take = [j](const real *from, long long stride) {
+                lanes values;
+                for (int l = 0; l < @lanes@; ++l) values[l] = from[stride * j[l]];
+                return values;
+            };
+            const auto kept = [live](lanes values) { return live ? values : lanes(0.0); };
+            const auto load = [at](const auto *from) {
+                lanes values;
+                for (int l = 0; l < @lanes@; ++l) values[l] = from[at + l];
+                return values;
+            };
+            @take_both@
+            const lanes d0 = load(block.d[0]), d1 = load(block.d[1]), d2 = load(block.d[2]);
+            @data@
+            @evaluation@
+            @tables@
+        }
+    }
+#endif
+    const double error = broken ? __builtin_nan("") : 0.0;
+    @sums@
+    if (lane > 0) return;
+    if (broken) fault.data[0] = broken;
+    @results@
+"""
+
+
+def source(variant: Variant) -> str:
+    """The C++ that sums the row of atom i."""
+    program = derivatives.program(variant.request)
+    totals = _totals(variant, program)
+    evaluation = [*program.of_pair]
+    if "slope" in program.results:
+        evaluation += [f"const lanes g{a} = {_gradient(program, a)};" for a in range(3)]
+    evaluation += [f"total_{name} += kept({value});" for name, value in totals.items()]
+    n_tables = len(_tables(program)) * variant.n_species
+    tables = [f"double table_sums[{n_tables}] = {{}};"] if n_tables else []
+    pieces: dict[str, list[str]] = {
+        "checks": _checks(variant),
+        "shared": [*_data_of_atom(variant, program), *program.shared],
+        "image": _IMAGE.strip().splitlines() * variant.periodic,
+        "is_nearest": (
+            _IS_NEAREST.strip().splitlines()
+            if variant.periodic
+            else ["const auto is_nearest = [](long long) { return true; };"]
+        )
+        * variant.request.excluding,
+        "look": _look(variant),
+        "collect": _collect(variant, "it.factor", "it.shift[a]"),
+        "fill": _collect(variant, "1.0", "0"),
+        "data": [
+            *["const lanes factor = load(block.factor);"] * variant.request.excluding,
+            *[f"const lanes shift{a} = load(block.shift[{a}]);" for a in range(3) if variant.keeps_shifts],
+            *_data_of_pair(variant, program),
+        ],
+        "data_gpu": [
+            *["const one factor = it.factor;"] * variant.request.excluding,
+            *[f"const one shift{a} = it.shift[{a}];" for a in range(3) if variant.keeps_shifts],
+            *_data_of_pair(variant, program),
+        ],
+        "take_both": [
+            "const auto take_both = [&](const real *from, long long stride) {",
+            "    lanes values;",
+            f"    for (int l = 0; l < {LANES}; ++l)",
+            "        values[l] = 0.5 * (from[stride * i + species.data[j[l]]] + from[stride * j[l] + own_species]);",
+            "    return values;",
+            "};",
+        ]
+        * bool(variant.n_species),
+        "take_both_gpu": [
+            "const auto take_both = [&](const real *from, long long stride) {",
+            "    return one(0.5) * (from[stride * i + species.data[it.j]] + from[stride * it.j + own_species]);",
+            "};",
+        ]
+        * bool(variant.n_species),
+        "evaluation": evaluation,
+        "totals": [*(f"lanes total_{name} = 0.0;" for name in totals), *tables],
+        "totals_gpu": [*(f"double total_{name} = 0.0;" for name in totals), *tables],
+        "tables": [
+            f"for (int l = 0; l < {LANES} && at + l < n; ++l) table_sums[{column} + species.data[j[l]]] += {value}[l];"
+            for column, value in _table_columns(variant, program)
+        ],
+        "tables_gpu": [
+            f"table_sums[{column} + species.data[it.j]] += {value};"
+            for column, value in _table_columns(variant, program)
+        ],
+        "reduce_tables": ["for (double &sum : table_sums) sum = add_up(sum);"] * bool(tables),
+        "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
+        "results": _results(variant, program),
+        "scalar_functions": textwrap.dedent(scalar_functions(program.functions, "real")).strip().splitlines(),
+        "vector_functions": textwrap.dedent(vector_functions(program.functions)).strip().splitlines(),
+    }
+    numbers = {
+        "real": {"float32": "float", "float64": "double"}[variant.precision],
+        "block": BLOCK,
+        "lanes": LANES,
+        "warp": WARP,
+        "half_warp": WARP // 2,
+        "last_thread": WARP - 1,
+        "numbers": ", ".join(map(str, range(LANES))),
+    }
+    lines: list[str] = []
+    for line in _SKELETON.splitlines():
+        whole = re.fullmatch(r"( *)@(\w+)@", line)
+        if whole:
+            lines += [whole[1] + piece for piece in pieces[whole[2]]]
+        else:
+            lines.append(re.sub(r"@(\w+)@", lambda match: str(numbers[match[1]]), line))
+    return "\n".join(lines) + "\n"
+
+
+def _number_of(letter: str, k: int, variant: Variant) -> int:
+    """The place of direction k among those that have this letter: only these are stored."""
+    return sum(letter in d for d in variant.request.directions[:k])
+
+
+def _checks(variant: Variant) -> list[str]:
+    lines = []
+    if variant.by_system:
+        n_systems = "cell.shape[0]" if variant.periodic else "global_parameters.shape[0]"
+        lines += ["int system = batch_idx.shape[0] > 0 ? batch_idx.data[i] : 0;"]
+        lines += [f"if (system < 0 || system >= {n_systems}) broken = 3, system = 0;"]
+    if variant.n_species:
+        lines += ["int own_species = species.data[i];"]
+        lines += [f"if (own_species < 0 || own_species >= {variant.n_species}) broken = 4, own_species = 0;"]
+    return lines
+
+
+def _data_of_atom(variant: Variant, program: Program) -> list[str]:
+    """Loads of what all pairs of the atom share."""
+    formula, n = variant.formula, variant.n_parameters
+    wanted = []
+    if variant.periodic:
+        wanted.append(("one h[9]", [f"one(cell.data[9 * system + {c}])" for c in range(9)]))
+    if variant.request.weights:
+        wanted.append(("one w_i", ["weights.data[i]"]))
+    names = [("", "", 0)] + [(f"_d{k}", "direction_", k) for k in range(len(variant.request.directions))]
+    for suffix, prefix, k in names:
+        at = {letter: f"{_number_of(letter, k, variant)}LL" if suffix else "0LL" for letter in "rcpgw"}
+        for m in range(len(formula.per_atom)):
+            if f"own{m}{suffix}" in program.inputs:
+                place = f"{prefix}parameters.data[({at[PARAMETERS]} * n_atoms + i) * {n} + {m}]"
+                wanted.append((f"one own{m}{suffix}", [place]))
+        for m in range(len(formula.global_parameters)):
+            if f"shared{m}{suffix}" in program.inputs:
+                row = f"{at[GLOBALS]} * global_parameters.shape[0] + system"
+                place = f"{prefix}global_parameters.data[({row}) * {len(formula.global_parameters)} + {m}]"
+                wanted.append((f"one shared{m}{suffix}", [place]))
+        if not suffix:
+            continue
+        parts = variant.request.directions[k]
+        if POSITIONS in parts:
+            row = f"3 * ({at[POSITIONS]} * n_atoms + i)"
+            places = [f"one(direction_positions.data[{row} + {a}])" for a in range(3)]
+            wanted.append((f"one x_i{suffix}[3]", places))
+        if CELL in parts:
+            row = f"9 * ({at[CELL]} * cell.shape[0] + system)"
+            wanted.append((f"one h{suffix}[9]", [f"one(direction_cell.data[{row} + {c}])" for c in range(9)]))
+        if f"w_i{suffix}" in program.inputs or f"eta{k}" in program.inputs:
+            wanted.append((f"one w_i{suffix}", [f"direction_weights.data[{at[WEIGHTS]} * n_atoms + i]"]))
+    return [
+        f"const {name} = " + (f"{{{', '.join(values)}}};" if name.endswith("]") else f"{values[0]};")
+        for name, values in wanted
+    ]
+
+
+def _look(variant: Variant) -> list[str]:
+    """What else makes a neighbor: its image, and whether the pair is excluded or scaled."""
+    lines = []
+    if variant.keeps_shifts:
+        lines += ["for (int a = 0; a < 3; ++a) it.shift[a] = shifts.data[3 * slot + a];"]
+    if variant.request.excluding:
+        lines += [
+            "it.factor = one(1.0);",
+            "for (int e = excluded_begin.data[i]; e < excluded_begin.data[i + 1]; ++e)",
+            "    if (excluded.data[e] == it.j && is_nearest(slot)) it.factor = excluded_factors.data[e];",
+            "if (it.factor == one(0.0)) return false;",
+        ]
+    if variant.n_species:
+        lines += [
+            "const int its_species = species.data[it.j];",
+            f"if (its_species < 0 || its_species >= {variant.n_species}) {{",
+            "    broken = 4;",
+            "    return false;",
+            "}",
+        ]
+    return lines
+
+
+_IMAGE = """
+const int *shift = shifts.data + 3 * slot;
+if (shift[0] | shift[1] | shift[2])
+    for (int a = 0; a < 3; ++a) d[a] += shift[0] * h[a] + shift[1] * h[3 + a] + shift[2] * h[6 + a];
+"""
+
+_IS_NEAREST = """
+// Whether no other image of the same neighbor is closer. Of two at one distance, both atoms choose the same.
+const auto is_nearest = [&](long long slot) {
+    const auto squared_at = [&](long long place) {
+        one d[3];
+        displacement(place, d);
+        return d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
+    };
+    const int j = neighbors.data[slot], *shift = shifts.data + 3 * slot;
+    for (long long place = begin; place < end; ++place) {
+        if (place == slot || neighbors.data[place] != j) continue;
+        const one mine = squared_at(slot), other = squared_at(place);
+        const int *image = shifts.data + 3 * place;
+        int order = 0;
+        for (int a = 2; a >= 0; --a) order = image[a] < shift[a] ? -1 : image[a] > shift[a] ? 1 : order;
+        if (other < mine || (other == mine && order == (i < j ? -1 : 1))) return false;
+    }
+    return true;
+};
+"""
+
+
+def _collect(variant: Variant, factor: str, shift: str) -> list[str]:
+    """Stores of what a block keeps of a neighbor, beside its displacement."""
+    place = "n" if factor.startswith("it") else "rest"
+    lines = [f"block.factor[{place}] = {factor};"] * variant.request.excluding
+    return lines + [f"for (int a = 0; a < 3; ++a) block.shift[a][{place}] = {shift};"] * variant.keeps_shifts
+
+
+def _data_of_pair(variant: Variant, program: Program) -> list[str]:
+    """What the formula is a function of."""
+    formula, n, directions = variant.formula, variant.n_parameters, variant.request.directions
+    lines = ["const lanes s = d0 * d0 + d1 * d1 + d2 * d2;"]
+    names = [("", "parameters.data")]
+    moved: list[int] = []
+    for k, parts in enumerate(directions):
+        at = f"{_number_of(PARAMETERS, k, variant)}LL * n_atoms * {n}"
+        names.append((f"_d{k}", f"direction_parameters.data + {at}"))
+        if not variant.request.moves[k]:
+            continue
+        for a in range(3):
+            change = []
+            if POSITIONS in parts:
+                row = f"3LL * {_number_of(POSITIONS, k, variant)} * n_atoms + {a}"
+                change.append(f"(take(direction_positions.data + {row}, 3) - x_i_d{k}[{a}])")
+            if CELL in parts:
+                change.append("(" + " + ".join(f"shift{c} * h_d{k}[{3 * c + a}]" for c in range(3)) + ")")
+            lines.append(f"const lanes d{a}_d{k} = {' + '.join(change)};")
+        lines.append(f"const lanes b{k} = {_dot('', f'_d{k}')};")
+        lines += [f"const lanes c{earlier}_{k} = {_dot(f'_d{earlier}', f'_d{k}')};" for earlier in moved]
+        moved.append(k)
+    for suffix, start in names:
+        for m in range(len(formula.per_atom)):
+            if f"other{m}{suffix}" in program.inputs:
+                lines.append(f"const lanes other{m}{suffix} = take({start} + {m}, {n});")
+        for m in range(len(formula.per_pair)):
+            if f"table{m}{suffix}" in program.inputs:
+                column = len(formula.per_atom) + m * variant.n_species
+                lines.append(f"const lanes table{m}{suffix} = take_both({start} + {column}, {n});")
+    for suffix in ("", *(f"_d{k}" for k in range(len(directions)))):
+        name = f"eta{suffix.removeprefix('_d')}" if suffix else "omega"
+        if name not in program.inputs:
+            continue
+        factors = ["factor"] * variant.request.excluding
+        if suffix:
+            at = f"{_number_of(WEIGHTS, int(suffix[2:]), variant)}LL * n_atoms"
+            factors.append(f"one(0.5) * (w_i{suffix} + take(direction_weights.data + {at}, 1))")
+        elif variant.request.weights:
+            factors.append("one(0.5) * (w_i + take(weights.data, 1))")
+        lines.append(f"const lanes {name} = {' * '.join(factors)};")
+    return lines
+
+
+def _dot(a: str, b: str) -> str:
+    return " + ".join(f"d{c}{a} * d{c}{b}" for c in range(3))
+
+
+def _gradient(program: Program, a: int) -> str:
+    """The gradient of a pair's contribution by component a of its displacement."""
+    terms = [f"{program.results['slope']} * d{a}"]
+    for name, value in program.results.items():
+        if re.fullmatch(r"slope\d+", name):
+            terms.append(f"{value} * d{a}_d{name.removeprefix('slope')}")
+    return " + ".join(terms)
+
+
+def _tables(program: Program) -> list[str]:
+    return [name for name in program.results if name.startswith("table")]
+
+
+def _table_columns(variant: Variant, program: Program) -> list[tuple[int, str]]:
+    return [
+        (number * variant.n_species, f"lanes({program.results[name]})") for number, name in enumerate(_tables(program))
+    ]
+
+
+def _totals(variant: Variant, program: Program) -> dict[str, str]:
+    """Names of the sums over a row, and what a pair adds to each."""
+    outputs, results = variant.request.outputs, program.results
+    totals = {}
+    if WEIGHTS in outputs:
+        totals["energy"] = results["energy"]
+    if POSITIONS in outputs:
+        totals |= {f"x{a}": f"g{a}" for a in range(3)}
+    if CELL in outputs:
+        totals |= {f"h{c}{a}": f"shift{c} * g{a}" for c in range(3) for a in range(3)}
+    if VIRIAL in outputs:
+        totals |= {f"v{a}{b}": f"g{a} * d{b}" for a in range(3) for b in range(a, 3)}
+    totals |= {name: value for name, value in results.items() if re.fullmatch(r"(own|shared)\d+", name)}
+    return {name: f"lanes({value})" for name, value in totals.items()}
+
+
+def _alone(program: Program, name: str) -> str:
+    """What an atom by itself adds to a result."""
+    value = program.results.get(f"self_{name}")
+    return f" + {value}" if value else ""
+
+
+def _results(variant: Variant, program: Program) -> list[str]:
+    """Stores. A pair stands in two rows, so what belongs to both atoms is halved."""
+    outputs, formula = variant.request.outputs, variant.formula
+    lines = []
+    if WEIGHTS in outputs:
+        lines.append(f"energies.data[i] = 0.5 * sum_energy{_alone(program, 'energy')};")
+    if POSITIONS in outputs:
+        lines += [f"position_gradients.data[3LL * i + {a}] = -sum_x{a};" for a in range(3)]
+    if PARAMETERS in outputs:
+        n = variant.n_parameters
+        place = f"parameter_gradients.data[{n}LL * i + {{}}]"
+        lines += [f"{place.format(m)} = sum_own{m}{_alone(program, f'own{m}')};" for m in range(len(formula.per_atom))]
+        if _tables(program):
+            first, count = len(formula.per_atom), len(_tables(program)) * variant.n_species
+            store = f"{place.format(f'{first} + t')} = 0.5 * table_sums[t] + error;"
+            lines.append(f"for (int t = 0; t < {count}; ++t) {store}")
+    columns = []
+    if CELL in outputs:
+        columns += [f"0.5 * sum_h{c}{a}" for c in range(3) for a in range(3)]
+    if GLOBALS in outputs:
+        columns += [
+            f"0.5 * sum_shared{m}{_alone(program, f'shared{m}')}" for m in range(len(formula.global_parameters))
+        ]
+    if VIRIAL in outputs:
+        columns += [f"-0.5 * sum_v{min(a, b)}{max(a, b)}" for a in range(3) for b in range(3)]
+    return lines + [f"sums.data[{len(columns)}LL * i + {c}] = {value};" for c, value in enumerate(columns)]

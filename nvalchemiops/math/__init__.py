@@ -1,0 +1,1 @@
+"""Functions that make sense in a text without atoms."""

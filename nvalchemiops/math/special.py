@@ -1,0 +1,205 @@
+"""Elementary and special functions as C++ text for generated kernels: on the CPU for eight numbers at a time.
+
+Warp compiles kernels for the CPU without automatic vectorisation and calls the C library for each number. Here `exp`
+and the error functions work on vectors of `LANES` numbers; the others go to the library number by number. On a GPU,
+where a thread has one pair, all of them are CUDA's.
+
+The text defines the types ``lanes`` (numbers of several pairs), ``condition`` (what comparing them gives),
+and ``one`` (a number that all pairs share), and a function ``<name>_lanes`` for each name asked for.
+
+Accuracy on the CPU, in units of 1e-16 relative: exp 2.5; erfcx 4.5. ``erfc`` is ``exp(-x^2) erfcx(x)``, in which the
+rounding of x^2 is amplified by x^2. The force needs the same exponential, so `erfc_from` and `erf_from` take it as an
+argument.
+
+Coefficients are those of Chebyshev interpolation, converted to powers (`tests/math/test_special.py` computes them
+again). The variable (x - K)/(x + K), which maps all x >= 0 to a finite interval, is that of M. M. Shepherd and
+J. G. Laframboise, Math. Comp. 36, 249 (1981), doi:10.1090/S0025-5718-1981-0595058-X.
+"""
+
+from collections.abc import Iterable
+
+LANES = 8
+"""Numbers in a vector on the CPU: one register of 512 bits, or two of 256."""
+
+ERFCX_CENTER = 3.0
+"""K in the variable t = (x - K)/(x + K)."""
+
+ERFCX = (
+    1.2530080582697296,
+    -0.13562110612458117,
+    -0.04756229435342038,
+    0.1296451587027594,
+    -0.11927366341676002,
+    0.0683080273440099,
+    -0.023770514891530075,
+    0.0025293918156939696,
+    0.0018886900977441495,
+    -0.0007798322696543306,
+    -0.00010515831297813128,
+    0.0001250993424583729,
+    4.94412434222366e-06,
+    -2.0100542268525612e-05,
+    -7.187883834404266e-07,
+    3.472370944977168e-06,
+    3.3669790806407595e-07,
+    -6.166011460398726e-07,
+    -1.205414228648938e-07,
+    1.0183620603842736e-07,
+    2.7843881265502222e-08,
+    -1.3312919661038687e-08,
+    -3.1813541434969274e-09,
+    9.862533510345587e-10,
+)
+"""(1 + 2x) exp(x^2) erfc(x) for x >= 0, in powers of t."""
+
+ERF = (
+    1.1283791670955126,
+    -0.3761263890318375,
+    0.11283791670954882,
+    -0.026866170645077334,
+    0.005223977624823223,
+    -0.0008548326981129666,
+    0.00012055331122299266,
+    -1.4925595519506043e-05,
+    1.6461004480962034e-06,
+    -1.6350354461959655e-07,
+    1.4660051998394848e-08,
+    -1.1373902296430911e-09,
+    5.958930743134941e-11,
+)
+"""erf(x) / x for 0 <= x <= 1, in powers of x^2."""
+
+EXP = (
+    1.0,
+    1.0,
+    0.5000000000000019,
+    0.16666666666666702,
+    0.04166666666648808,
+    0.008333333333309526,
+    0.0013888888952318045,
+    0.00019841269909219843,
+    2.480148547921643e-05,
+    2.755722495611072e-06,
+    2.7632640675430235e-07,
+    2.5114870219497476e-08,
+)
+"""exp(x) for |x| <= log(2) / 2, in powers of x."""
+
+
+def _horner(coefficients: Iterable[float], variable: str) -> str:
+    first, *rest = reversed(tuple(coefficients))
+    text = repr(first)
+    for c in rest:
+        text = f"({text} * {variable} + {c!r})"
+    return text
+
+
+_EXP = f"""
+    const auto exp_lanes = [](lanes x) {{
+        // 2^n exp(y) with |y| <= log(2) / 2; beyond the ends 0 and infinity, and a NaN stays one
+        const lanes n = __builtin_elementwise_rint(x * 1.4426950408889634);
+        const lanes y = (x - n * 0.6931471803691238) - n * 1.9082149292705877e-10;
+        const lanes inside = x < -708.0 ? lanes(-708.0) : x > 709.0 ? lanes(709.0) : x;
+        const auto power = __builtin_convertvector(
+            __builtin_elementwise_rint((inside == inside ? inside : lanes(0.0)) * 1.4426950408889634), condition);
+        union {{ condition bits; lanes value; }} scale = {{(power + 1023) << 52}};
+        const lanes value = {_horner(EXP, "y")} * scale.value;
+        return x < -708.0 ? lanes(0.0) : x > 709.78 ? lanes(__builtin_inf()) : value;
+    }};
+"""
+
+_ERFCX = f"""
+    const auto erfcx_lanes = [](lanes x) {{  // for x >= 0
+        const lanes share = 1.0 / ((x + {ERFCX_CENTER}) * (1.0 + 2.0 * x));
+        const lanes t = (x - {ERFCX_CENTER}) * (1.0 + 2.0 * x) * share;
+        return {_horner(ERFCX, "t")} * (x + {ERFCX_CENTER}) * share;
+    }};
+"""
+
+_ERFC_FROM = """
+    const auto erfc_from_lanes = [=](lanes x, lanes exponential) {
+        const lanes tail = erfcx_lanes(x < 0.0 ? -x : x) * exponential;
+        return x < 0.0 ? 2.0 - tail : tail;
+    };
+"""
+
+_ERF_FROM = f"""
+    const auto erf_from_lanes = [=](lanes x, lanes exponential) {{
+        const lanes size = x < 0.0 ? -x : x, y = x * x;
+        const lanes far = 1.0 - erfcx_lanes(size) * exponential;
+        return size < 1.0 ? x * {_horner(ERF, "y")} : x < 0.0 ? -far : far;
+    }};
+"""
+
+_BY_LIBRARY = ("log", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh")
+
+_VECTOR_TYPES = f"""
+    typedef double one;
+    typedef double lanes __attribute__((ext_vector_type({LANES})));
+    typedef decltype(lanes(0.0) < lanes(0.0)) condition;
+    const auto sqrt_lanes = [](lanes x) {{ return __builtin_elementwise_sqrt(x); }};
+    const auto exp_one = [](one x) {{ return wp::exp(x); }};
+    const auto sqrt_one = [](one x) {{ return wp::sqrt(x); }};
+    const auto pow_one = [](one x, one y) {{ return wp::pow(x, y); }};
+    const auto erfc_from_one = [](one x, one) {{ return wp::erfc(x); }};
+    const auto erf_from_one = [](one x, one) {{ return wp::erf(x); }};
+"""
+
+_NEEDS = {"erfc_from": ("exp", "erfcx"), "erf_from": ("exp", "erfcx")}
+_VECTOR = {"exp": _EXP, "erfcx": _ERFCX, "erfc_from": _ERFC_FROM, "erf_from": _ERF_FROM, "sqrt": ""}
+_VECTOR["pow"] = f"""
+    const auto pow_lanes = [](lanes x, lanes y) {{
+        lanes result;
+        for (int l = 0; l < {LANES}; ++l) result[l] = wp::pow(x[l], y[l]);
+        return result;
+    }};
+"""
+for _name in _BY_LIBRARY:
+    _VECTOR[_name] = f"""
+    const auto {_name}_one = [](one x) {{ return wp::{_name}(x); }};
+    const auto {_name}_lanes = [](lanes x) {{
+        lanes result;
+        for (int l = 0; l < {LANES}; ++l) result[l] = wp::{_name}(x[l]);
+        return result;
+    }};
+"""
+
+_SCALAR_TYPES = """
+    typedef {real} one;
+    typedef one lanes;
+    typedef bool condition;
+    const auto sqrt_one = [](one x) {{ return ::sqrt(x); }};
+    const auto exp_one = [](one x) {{ return ::exp(x); }};
+    const auto pow_one = [](one x, one y) {{ return ::pow(x, y); }};
+    const auto erfc_from_one = [](one x, one exponential) {{
+        return x < one(0) ? one(2) - ::erfcx(-x) * exponential : ::erfcx(x) * exponential;
+    }};
+    const auto erf_from_one = [](one x, one) {{ return ::erf(x); }};
+    const auto sqrt_lanes = sqrt_one;
+    const auto exp_lanes = exp_one;
+    const auto pow_lanes = pow_one;
+    const auto erfc_from_lanes = erfc_from_one;
+    const auto erf_from_lanes = erf_from_one;
+"""
+
+
+def vector_functions(names: Iterable[str]) -> str:
+    """Types, and functions of these names, for vectors of numbers on the CPU."""
+    wanted: list[str] = []
+    for name in names:
+        wanted += [n for n in (*_NEEDS.get(name, ()), name) if n not in wanted]
+    return _VECTOR_TYPES + "".join(_VECTOR[name] for name in wanted)
+
+
+def scalar_functions(names: Iterable[str], real: str) -> str:
+    """The same for one number at a time, of the C type ``real``, on a GPU."""
+    text = _SCALAR_TYPES.format(real=real)
+    for name in names:
+        if name in _BY_LIBRARY:
+            text += f"    const auto {name}_one = [](one x) {{ return ::{name}(x); }};\n"
+            text += f"    const auto {name}_lanes = {name}_one;\n"
+    return text
+
+
+FUNCTIONS = frozenset(_VECTOR)
+"""Names that `vector_functions` and `scalar_functions` know."""

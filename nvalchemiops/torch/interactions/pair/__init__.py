@@ -1,0 +1,33 @@
+"""Pair potentials of torch tensors, each from one line of mathematics, differentiable to any order."""
+
+from nvalchemiops.torch.interactions.pair.potential import PairPotential
+from nvalchemiops.torch.interactions.pair.ready import (
+    born_mayer_huggins,
+    buckingham,
+    coulomb,
+    damped_shifted_force,
+    ewald_real_space,
+    lennard_jones,
+    morse,
+    reaction_field,
+    soft_core_lennard_jones,
+    wolf,
+    yukawa,
+    ziegler_biersack_littmark,
+)
+
+__all__ = [
+    "PairPotential",
+    "born_mayer_huggins",
+    "buckingham",
+    "coulomb",
+    "damped_shifted_force",
+    "ewald_real_space",
+    "lennard_jones",
+    "morse",
+    "reaction_field",
+    "soft_core_lennard_jones",
+    "wolf",
+    "yukawa",
+    "ziegler_biersack_littmark",
+]

@@ -1,0 +1,389 @@
+"""One op for the energies of all pair potentials and all their derivatives.
+
+It evaluates the family ``T_n`` of `nvalchemiops.interactions.pair.derivatives`, and its derivative is itself, one
+order higher. So it differentiates as often as anybody asks, and each order is a kernel that is printed and compiled
+when it is first needed.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import warp as wp
+
+from nvalchemiops.interactions.pair import sum as core
+from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.segments import add_systems, spread_systems
+
+INPUTS = {
+    POSITIONS: "positions",
+    CELL: "cell",
+    PARAMETERS: "parameters",
+    GLOBALS: "global_parameters",
+    WEIGHTS: "weights",
+}
+"""What the energy depends on, by the letters of `nvalchemiops.interactions.pair.derivatives`."""
+
+Direction = dict[str, torch.Tensor]
+"""A change of the inputs, by letter; what is left out does not change."""
+
+# -- outputs --------------------------------------------------------------------------------------
+
+
+def _shapes(outputs: str, positions: Any, cell: Any, parameters: Any, global_parameters: Any, n_systems: int) -> Any:
+    """Shapes of the outputs, one without elements for what is not wanted."""
+    shapes = {
+        WEIGHTS: (positions.shape[0],),
+        POSITIONS: (positions.shape[0], 3),
+        CELL: (n_systems, 3, 3),
+        PARAMETERS: None if parameters is None else tuple(parameters.shape),
+        GLOBALS: None if global_parameters is None else tuple(global_parameters.shape),
+        VIRIAL: (n_systems, 3, 3),
+    }
+    return {letter: shape if letter in outputs else (0,) for letter, shape in shapes.items()}
+
+
+def _spec(name: str, letter: str) -> OutputSpec:
+    def shape(_: str, outputs: str, __: str, *rest: Any) -> Any:
+        positions, cell, parameters, global_parameters = rest[:4]
+        return _shapes(outputs, positions, cell, parameters, global_parameters, rest[11])[letter]
+
+    def dtype(*inputs: Any) -> Any:
+        return wp.float32 if inputs[3].dtype is torch.float32 else wp.float64
+
+    return OutputSpec(name, dtype, shape)
+
+
+OUTPUTS = {
+    WEIGHTS: "energies",
+    POSITIONS: "position_gradients",
+    CELL: "cell_gradients",
+    PARAMETERS: "parameter_gradients",
+    GLOBALS: "global_gradients",
+    VIRIAL: "virial",
+}
+"""What the op returns, in its order, by letter."""
+
+
+@functools.cache
+def _kernel(
+    formula: str,
+    directions: str,
+    outputs: str,
+    precision: str,
+    periodic: bool,
+    n_species: int,
+    weights: bool,
+    excluding: bool,
+) -> tuple[Any, list[str], list[str], dict[str, int]]:
+    """The kernel, the names of its arrays, and the columns of its sums over systems."""
+    parts = tuple(directions.split("|")) if directions else ()
+    request = Request(Formula.read(formula), parts, outputs, weights, excluding)
+    variant = core.Variant(request, precision, periodic, n_species)
+    read, written = core.inputs_of(variant), core.outputs_of(variant)
+    widths = core.width_of_sums(outputs, len(request.formula.global_parameters))
+    return core.pair_kernel(variant), [a.name for a in read], [a.name for a in written], widths
+
+
+# -- the derivative -------------------------------------------------------------------------------
+
+
+def _pullback(
+    formula: str,
+    outputs: str,
+    directions: str,
+    positions: torch.Tensor,
+    cell: torch.Tensor | None,
+    parameters: torch.Tensor | None,
+    global_parameters: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    direction_positions: torch.Tensor | None,
+    direction_cell: torch.Tensor | None,
+    direction_parameters: torch.Tensor | None,
+    direction_global_parameters: torch.Tensor | None,
+    direction_weights: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    n_systems: int,
+    row_begin: torch.Tensor | None,
+    first: torch.Tensor | None,
+    neighbors: torch.Tensor,
+    shifts: torch.Tensor | None,
+    species: torch.Tensor | None,
+    n_species: int,
+    excluded_begin: torch.Tensor | None,
+    excluded: torch.Tensor | None,
+    excluded_factors: torch.Tensor | None,
+    width: int,
+    padding: int,
+    cutoff: float,
+    r_switch: float,
+    wanted: frozenset[str],
+    grad_energies: torch.Tensor | None,
+    grad_position_gradients: torch.Tensor | None,
+    grad_cell_gradients: torch.Tensor | None,
+    grad_parameter_gradients: torch.Tensor | None,
+    grad_global_gradients: torch.Tensor | None,
+    grad_virial: torch.Tensor | None,
+) -> dict[str, torch.Tensor]:
+    values = {
+        POSITIONS: positions,
+        CELL: cell,
+        PARAMETERS: parameters,
+        GLOBALS: global_parameters,
+        WEIGHTS: weights,
+    }
+    stacked = {
+        POSITIONS: direction_positions,
+        CELL: direction_cell,
+        PARAMETERS: direction_parameters,
+        GLOBALS: direction_global_parameters,
+        WEIGHTS: direction_weights,
+    }
+    incoming = {
+        POSITIONS: grad_position_gradients,
+        CELL: grad_cell_gradients,
+        PARAMETERS: grad_parameter_gradients,
+        GLOBALS: grad_global_gradients,
+        WEIGHTS: grad_energies,
+    }
+    rest = (
+        batch_idx,
+        n_systems,
+        row_begin,
+        first,
+        neighbors,
+        shifts,
+        species,
+        n_species,
+        excluded_begin,
+        excluded,
+        excluded_factors,
+        width,
+        padding,
+        cutoff,
+        r_switch,
+    )
+    old = _unstack(directions, stacked)
+    new = {letter: g for letter, g in incoming.items() if g is not None and letter in outputs}
+    gradients: dict[str, torch.Tensor] = {}
+
+    def evaluate(along: Sequence[Direction], letters: str) -> dict[str, torch.Tensor]:
+        return _evaluate(formula, letters, values, along, rest)
+
+    def add(letter: str, gradient: torch.Tensor) -> None:
+        name = INPUTS[letter]
+        gradients[name] = gradients[name] + gradient if name in gradients else gradient
+
+    if grad_virial is not None and VIRIAL in outputs:
+        # the virial is -Σ x_i (dE/dx_i)^T - h^T dE/dh, a function of other outputs as far as derivatives go
+        change = -0.5 * (grad_virial + grad_virial.mT)
+        per_atom = spread_systems(change, batch_idx, positions.shape[0])
+        moved = {POSITIONS: torch.einsum("ia,iab->ib", positions, per_atom)}
+        if cell is not None:
+            moved[CELL] = cell @ change
+        direct = [letter for letter in moved if INPUTS[letter] in wanted]
+        slopes = evaluate(old, "".join(direct)) if direct else {}
+        if POSITIONS in direct:
+            add(POSITIONS, torch.einsum("iab,ib->ia", per_atom, slopes[POSITIONS]))
+        if CELL in direct:
+            add(CELL, slopes[CELL] @ change)
+        for letter, part in moved.items():
+            new[letter] = new[letter] + part if letter in new else part
+    if not new:
+        return gradients
+
+    letters = "".join(letter for letter, name in INPUTS.items() if name in wanted and values[letter] is not None)
+    if letters:
+        for letter, gradient in evaluate([*old, new], letters).items():
+            add(letter, gradient)
+
+    # by one of the directions: in its place stands the incoming one
+    parts: dict[str, list[torch.Tensor]] = {}
+    for k, direction in enumerate(old):
+        letters = "".join(letter for letter in direction if f"direction_{INPUTS[letter]}" in wanted)
+        if letters:
+            found = evaluate([*old[:k], *old[k + 1 :], new], letters)
+            for letter, gradient in found.items():
+                parts.setdefault(letter, []).append(gradient)
+    for letter, slices in parts.items():
+        gradients[f"direction_{INPUTS[letter]}"] = torch.stack(slices)
+    return gradients
+
+
+def _unstack(directions: str, stacked: dict[str, torch.Tensor | None]) -> list[Direction]:
+    taken = dict.fromkeys(INPUTS, 0)
+    found = []
+    for letters in directions.split("|") if directions else ():
+        direction = {}
+        for letter in letters:
+            source = stacked[letter]
+            assert source is not None
+            direction[letter] = source[taken[letter]]
+            taken[letter] += 1
+        found.append(direction)
+    return found
+
+
+def _evaluate(
+    formula: str,
+    outputs: str,
+    values: dict[str, torch.Tensor | None],
+    directions: Sequence[Direction],
+    rest: tuple[Any, ...],
+) -> dict[str, torch.Tensor]:
+    """The outputs with these letters for the derivative in ``directions``; one that vanishes is left out."""
+    for k, direction in enumerate(directions):
+        if set(direction) == {WEIGHTS}:
+            # The energy is linear in the weights: this direction takes their place, and nothing depends on them, or
+            # on how other directions change them, any more.
+            values = values | {WEIGHTS: direction[WEIGHTS]}
+            others = [*directions[:k], *directions[k + 1 :]]
+            directions = [{letter: v for letter, v in d.items() if letter != WEIGHTS} for d in others]
+            outputs = outputs.replace(WEIGHTS, "")
+            break
+    if not outputs:
+        return {}
+    text = "|".join("".join(letter for letter in INPUTS if letter in d) for d in directions)
+    stacks = []
+    for letter in INPUTS:
+        parts = [d[letter] for d in directions if letter in d]
+        stacks.append(torch.stack(parts) if parts else None)
+    found = pair_sum(formula, outputs, text, *(values[letter] for letter in INPUTS), *stacks, *rest)
+    return {letter: result for letter, result in zip(OUTPUTS, found) if letter in outputs}
+
+
+# -- the op ---------------------------------------------------------------------------------------
+
+
+@warp_custom_op(
+    "nvalchemiops::pair_sum",
+    outputs=[_spec(name, letter) for letter, name in OUTPUTS.items()],
+    grad_arrays=[*OUTPUTS.values(), *INPUTS.values(), *(f"direction_{name}" for name in INPUTS.values())],
+    backward=_pullback,
+)
+def pair_sum(
+    formula: str,
+    outputs: str,
+    directions: str,
+    positions: torch.Tensor,
+    cell: torch.Tensor | None,
+    parameters: torch.Tensor | None,
+    global_parameters: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    direction_positions: torch.Tensor | None,
+    direction_cell: torch.Tensor | None,
+    direction_parameters: torch.Tensor | None,
+    direction_global_parameters: torch.Tensor | None,
+    direction_weights: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    n_systems: int,
+    row_begin: torch.Tensor | None,
+    first: torch.Tensor | None,
+    neighbors: torch.Tensor,
+    shifts: torch.Tensor | None,
+    species: torch.Tensor | None,
+    n_species: int,
+    excluded_begin: torch.Tensor | None,
+    excluded: torch.Tensor | None,
+    excluded_factors: torch.Tensor | None,
+    width: int,
+    padding: int,
+    cutoff: float,
+    r_switch: float,
+) -> tuple[torch.Tensor, ...]:
+    """Gradient of the n-fold directional derivative of the weighted energy; parts that are not wanted are empty.
+
+    Parameters
+    ----------
+    formula : str
+        `Formula.text` of the potential.
+    outputs : str
+        Letters of the gradients that are wanted: by positions (r), cell (c), parameters (p), global parameters (g) and
+        weights (w, the energies), and the virial (v, without directions only).
+    directions : str
+        For each direction the letters of what it changes, separated by ``|``.
+    positions : (n_atoms, 3) tensor
+    cell : (n_systems, 3, 3) tensor, optional
+        Goes with ``shifts``.
+    parameters : (n_atoms, n_parameters) tensor, optional
+        Columns are the parameters of the atom, then for each table its row for the species of the atom.
+    global_parameters : (n_systems, n_global) tensor, optional
+    weights : (n_atoms,) tensor, optional
+        Of the energies in the sum; one by default.
+    direction_* : tensor, optional
+        Like the input, with a leading dimension for the directions that have its letter.
+    batch_idx : (n_atoms,) int32 tensor, optional
+    n_systems : int
+    row_begin, first, neighbors, shifts, width, padding
+        See `nvalchemiops.torch.neighbors.rows.Rows`.
+    species : (n_atoms,) int32 tensor, optional
+    n_species : int
+    excluded_begin, excluded, excluded_factors
+        Rows of pairs whose nearest image has a factor: (n_atoms + 1,) int32, (n,) int32, (n,) float64.
+    cutoff, r_switch : float
+        Distances.
+    """
+    precision = "float32" if positions.dtype is torch.float32 else "float64"
+    kernel, read, written, columns = _kernel(
+        formula,
+        directions,
+        outputs,
+        precision,
+        shifts is not None,
+        n_species,
+        weights is not None,
+        excluded is not None,
+    )
+    n_atoms, device = positions.shape[0], positions.device
+    given = {
+        "positions": positions,
+        "cell": cell,
+        "parameters": parameters,
+        "global_parameters": global_parameters,
+        "weights": weights,
+        "direction_positions": direction_positions,
+        "direction_cell": direction_cell,
+        "direction_parameters": direction_parameters,
+        "direction_global_parameters": direction_global_parameters,
+        "direction_weights": direction_weights,
+        "batch_idx": batch_idx,
+        "row_begin": row_begin,
+        "first": first,
+        "neighbors": neighbors,
+        "shifts": shifts,
+        "species": species,
+        "excluded_begin": excluded_begin,
+        "excluded": excluded,
+        "excluded_factors": excluded_factors,
+    }
+    shapes = _shapes(outputs, positions, cell, parameters, global_parameters, n_systems)
+    results = {
+        letter: torch.empty(shapes[letter], dtype=positions.dtype, device=device)
+        for letter in OUTPUTS
+        if letter not in columns
+    }
+    memory: dict[str, torch.Tensor] = {OUTPUTS[letter]: result for letter, result in results.items()}
+    memory["fault"] = torch.zeros(1, dtype=torch.int32, device=device)
+    if columns:
+        memory["sums"] = torch.empty((n_atoms, sum(columns.values())), dtype=torch.float64, device=device)
+    launch(
+        kernel,
+        n_atoms,
+        [*(given[name] for name in read), width, padding, cutoff, r_switch],
+        [memory[name] for name in written],
+        lanes=core.WARP,
+    )
+    if device.type == "cpu":
+        fault = int(memory["fault"])
+        if fault:
+            raise ValueError(f"`neighbor_list` or `neighbor_matrix`: {core.FAULTS[fault]}")
+    if columns:
+        sums = add_systems(memory["sums"], batch_idx, n_systems)
+        for letter, part in zip(columns, sums.split(list(columns.values()), dim=1)):
+            # memory of its own for each
+            results[letter] = part.to(positions.dtype, copy=len(columns) > 1).reshape(shapes[letter])
+    return tuple(results[letter] for letter in OUTPUTS)

@@ -1,0 +1,519 @@
+"""`PairPotential`: a formula for the energy of a pair, and the call that sums it over neighbors."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.interactions.pair.expression import Formula, pair_energy
+from nvalchemiops.interactions.pair.expression import self_energy as alone
+from nvalchemiops.torch.interactions.pair.op import pair_sum
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.segments import system_sums
+
+
+class PairPotential:
+    """A potential that is a sum over pairs of a function of the distance, written as one line of mathematics.
+
+    ``E = Σ u(r_ij)`` over all pairs closer than the cutoff, each once; half of it belongs to either atom. Energies,
+    forces, virials and gradients by all parameters are computed in one pass over the pairs, and each of them
+    differentiates again, to any order. The expression is parsed, differentiated and printed as a kernel; the kernel
+    for each precision and order compiles once, when it is first needed (about half a second), and stays on disk.
+
+    Parameters
+    ----------
+    expression : str
+        The energy of a pair as a function of the distance ``r``. Arithmetic as in Python (``^`` is ``**``) and the
+        functions sqrt, exp, log, sin, cos, tan, asin, acos, atan, sinh, cosh, tanh, erf, erfc, abs, min, max,
+        ``step(x)`` (1 for x >= 0, otherwise 0) and ``select(c, a, b)`` (a where c is not zero, otherwise b). After
+        semicolons, definitions in any order: ``"...; sigma = (sigma1 + sigma2)/2"``. ``cutoff`` and ``pi`` are known.
+        It must not change when the two atoms are exchanged.
+    per_atom : sequence of str, optional
+        Parameters of each atom; in the expression with 1 and 2 for the two atoms, as in ``q1*q2/r``.
+    global_parameters : sequence of str, optional
+        Parameters of the system.
+    per_pair : sequence of str, optional
+        Parameters of each pair of species, given as tables.
+    cutoff : float, length, optional
+        Pairs at this distance or farther are left out. Without it all pairs in the list count.
+    shifted : bool, optional
+        Subtract the value at the cutoff, so that the energy is continuous.
+    r_switch : float, length, optional
+        From here to the cutoff go to zero smoothly, with two continuous derivatives (see Notes).
+    self_energy : str, optional
+        Energy of an atom by itself, a function of its own and the global parameters, as in ``"-alpha/sqrt(pi)*q**2"``.
+
+    Raises
+    ------
+    ValueError
+        The expression cannot be read (the message shows where), uses an unknown name, does not use a declared one,
+        or is not symmetric; or the distances do not fit: ``r_switch >= cutoff``, or either without a cutoff.
+    TypeError
+        The expression is no string.
+
+    Notes
+    -----
+    The switching function is ``1 - 10 x³ + 15 x⁴ - 6 x⁵`` with ``x = (r - r_switch)/(cutoff - r_switch)``.
+
+    At the kinks of ``abs``, ``min``, ``max``, ``step`` and ``select`` one of the two one-sided derivatives is taken.
+    The names and the meaning of ``step`` and ``select`` are those of OpenMM's custom forces.
+
+    Examples
+    --------
+    >>> potential = PairPotential(
+    ...     "4*epsilon*((sigma/r)**12 - (sigma/r)**6); sigma = (sigma1 + sigma2)/2; epsilon = sqrt(epsilon1*epsilon2)",
+    ...     per_atom=("sigma", "epsilon"),
+    ...     cutoff=8.0,
+    ... )
+    >>> energies, forces = potential(positions, cell, sigma=3.4, epsilon=0.0104, compute_forces=True)
+    """
+
+    def __init__(
+        self,
+        expression: str,
+        per_atom: Sequence[str] = (),
+        global_parameters: Sequence[str] = (),
+        per_pair: Sequence[str] = (),
+        *,
+        cutoff: float | None = None,
+        shifted: bool = False,
+        r_switch: float | None = None,
+        self_energy: str = "",
+    ) -> None:
+        for kind, value in (("per_atom", per_atom), ("global_parameters", global_parameters), ("per_pair", per_pair)):
+            if isinstance(value, str):
+                raise TypeError(f"`{kind}` must be a sequence of names, got the string {value!r}")
+        self.formula = Formula(
+            expression,
+            tuple(per_atom),
+            tuple(global_parameters),
+            tuple(per_pair),
+            bool(shifted),
+            r_switch is not None,
+            self_energy,
+        )
+        self.cutoff, self.r_switch = check_distances(self.formula, cutoff, r_switch)
+        pair_energy(self.formula)  # raises for an expression that cannot be used
+        alone(self.formula)
+
+    def __call__(
+        self,
+        positions: torch.Tensor,
+        cell: torch.Tensor | None = None,
+        *,
+        neighbor_list: torch.Tensor | None = None,
+        neighbor_ptr: torch.Tensor | None = None,
+        neighbor_shifts: torch.Tensor | None = None,
+        neighbor_matrix: torch.Tensor | None = None,
+        neighbor_matrix_shifts: torch.Tensor | None = None,
+        fill_value: int | None = None,
+        half_list: bool = False,
+        neighbor_cutoff: float | None = None,
+        batch_idx: torch.Tensor | None = None,
+        num_systems: int | None = None,
+        pbc: torch.Tensor | None = None,
+        species: torch.Tensor | None = None,
+        exclusions: torch.Tensor | None = None,
+        exclusion_factors: torch.Tensor | None = None,
+        compute_forces: bool = False,
+        compute_gradients: Sequence[str] = (),
+        compute_virial: bool = False,
+        energy_reduction: str = "atom",
+        check: bool = False,
+        **parameters: float | torch.Tensor,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Energies and, as asked, forces, gradients by parameters and virial.
+
+        Parameters
+        ----------
+        positions : (n_atoms, 3) tensor, float32 or float64, length
+            Inside the cell or not.
+        cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
+            Rows are lattice vectors. Without it nothing is periodic.
+        neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
+            Pairs (2, n_pairs) sorted by the first atom, where each atom's pairs begin (n_atoms + 1,), images
+            (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`. Without neighbors given they are built.
+        neighbor_matrix, neighbor_matrix_shifts : tensors, optional
+            The same as matrix (n_atoms, width), (n_atoms, width, 3).
+        fill_value : int, optional
+            What stands for no neighbor, even if it is the number of an atom. For a matrix n_atoms by default.
+        half_list : bool, optional
+            The list has each pair once (i < j, or i = j and the first non-zero entry of the shift positive). It is
+            expanded in each call, so a full list is faster.
+        neighbor_cutoff : float, length, optional
+            The reach of the list given; then one shorter than the potential's cutoff is an error.
+        batch_idx : (n_atoms,) int32 tensor, optional
+            System of each atom, in any order.
+        num_systems : int, optional
+            Taken from the cell by default, without a cell from the largest entry of ``batch_idx``, which is read.
+        pbc : bool tensor, optional
+            Periodicity, for building a list; True along all axes by default.
+        species : (n_atoms,) int tensor, optional
+            Row of each atom in the tables; required with ``per_pair``.
+        exclusions : (2, n) int tensor, optional
+            Pairs that do not interact, or with a factor, as for bonded and 1-4 pairs. Of a pair's images in the list
+            the nearest is meant, so it does not matter in which cell the atoms are stored.
+        exclusion_factors : (n,) tensor, optional
+            Factors of their energies; zero by default.
+        compute_forces, compute_virial : bool, optional
+            Return ``-dE/dR``, and ``-dE/dstrain``; stress is ``-virial / volume``.
+        compute_gradients : sequence of str, optional
+            Names of parameters whose gradients ``dE/dp`` to return.
+        energy_reduction : {"atom", "system"}, optional
+            Energies per atom, or summed over systems.
+        check : bool, optional
+            For debugging: raise unless the list is full, or half if ``half_list`` says so. Sorts all pairs.
+        **parameters
+            Each declared parameter by its name: per atom a number or a tensor (n_atoms,); global a number or a
+            tensor () or (n_systems,); per pair a tensor (n_species, n_species), of which [a, b] and [b, a] are
+            averaged. Tensors may be trained.
+
+        Returns
+        -------
+        energies : (n_atoms,) or (n_systems,) tensor
+        forces : (n_atoms, 3) tensor, if asked for
+        gradients : tensors in the order of ``compute_gradients``
+            Of the sum of all energies; of the shape of the parameter, but (n_systems,) for a global one.
+        virial : (n_systems, 3, 3) tensor, if asked for
+
+        All have the dtype of the positions and are differentiable to any order in positions, cell and parameters.
+        Sums are in float64 and do not depend on the number of threads, on padding, or on pairs beyond the cutoff.
+
+        Raises
+        ------
+        ValueError, TypeError
+            A bad argument, named in the message: a parameter that is missing, unknown, or of a wrong shape, dtype or
+            device; neighbors out of range (looked for on the CPU always, on a GPU with ``check``; without it their
+            atoms get NaN), or not sorted; distances.
+
+        Notes
+        -----
+        Two atoms in one place have what the formula gives: an infinite or NaN energy and NaN forces for a potential
+        that diverges; the others are not affected unless they interact with the two. A NaN in a position or parameter
+        becomes NaN for that atom and those within its neighbor list.
+        """
+        given = GivenNeighbors(
+            neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
+        )
+        wanted = Wanted(compute_forces, tuple(compute_gradients), compute_virial, energy_reduction)
+        return evaluate(
+            self.formula,
+            positions,
+            cell,
+            parameters,
+            given,
+            wanted,
+            cutoff=self.cutoff,
+            r_switch=self.r_switch,
+            half_list=half_list,
+            neighbor_cutoff=neighbor_cutoff,
+            batch_idx=batch_idx,
+            num_systems=num_systems,
+            pbc=pbc,
+            species=species,
+            exclusions=exclusions,
+            exclusion_factors=exclusion_factors,
+            check=check,
+        )
+
+    @classmethod
+    def of(
+        cls, formula: Formula, *, cutoff: float | None = None, shifted: bool = False, r_switch: float | None = None
+    ) -> "PairPotential":
+        """The potential for a formula that is known to be right."""
+        potential = cls.__new__(cls)
+        formula = dataclasses.replace(formula, shifted=bool(shifted), switched=r_switch is not None)
+        potential.formula = formula
+        potential.cutoff, potential.r_switch = check_distances(formula, cutoff, r_switch)
+        return potential
+
+    def __repr__(self) -> str:
+        formula = self.formula
+        parts = [repr(formula.expression)]
+        parts += [f"{name}={getattr(formula, name)}" for name in ("per_atom", "global_parameters", "per_pair")]
+        parts += [f"cutoff={self.cutoff}"] * (self.cutoff is not None) + ["shifted=True"] * formula.shifted
+        parts += [f"r_switch={self.r_switch}"] * formula.switched
+        parts += [f"self_energy={formula.self_energy!r}"] * bool(formula.self_energy)
+        return f"PairPotential({', '.join(parts)})"
+
+
+class Wanted(NamedTuple):
+    """What a call returns beside the energies."""
+
+    forces: bool = False
+    gradients: tuple[str, ...] = ()
+    virial: bool = False
+    energy_reduction: str = "atom"
+
+
+def check_distances(formula: Formula, cutoff: Any, r_switch: Any) -> tuple[float | None, float | None]:
+    """The two as floats; raise unless the formula has what it needs."""
+    if cutoff is not None:
+        cutoff = checks.check_positive("cutoff", cutoff)
+    elif formula.shifted or formula.switched:
+        raise ValueError("`cutoff` is needed: " + ("`r_switch`" if formula.switched else "`shifted`") + " refers to it")
+    elif "cutoff" in formula.expression + formula.self_energy:
+        raise ValueError("`cutoff` is needed: the expression contains it")
+    if r_switch is not None:
+        r_switch = checks.check_positive("r_switch", r_switch)
+        if r_switch >= cutoff:
+            raise ValueError(f"`r_switch` = {r_switch} must be smaller than `cutoff` = {cutoff}")
+    return cutoff, r_switch
+
+
+def evaluate(
+    formula: Formula,
+    positions: torch.Tensor,
+    cell: torch.Tensor | None,
+    parameters: Mapping[str, Any],
+    given: GivenNeighbors | Rows,
+    wanted: Wanted,
+    *,
+    cutoff: float | None,
+    r_switch: float | None = None,
+    half_list: bool = False,
+    neighbor_cutoff: float | None = None,
+    batch_idx: torch.Tensor | None = None,
+    num_systems: int | None = None,
+    pbc: torch.Tensor | None = None,
+    species: torch.Tensor | None = None,
+    exclusions: torch.Tensor | None = None,
+    exclusion_factors: torch.Tensor | None = None,
+    check: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Sum ``formula`` over pairs; arguments as for `PairPotential.__call__`, neighbors also as rows."""
+    checks.check_positions(positions, finite=False)
+    if wanted.energy_reduction not in ("atom", "system"):
+        raise ValueError(f"`energy_reduction` must be 'atom' or 'system', got {wanted.energy_reduction!r}")
+    cell, batch_idx, n_systems = _systems(positions, cell, batch_idx, num_systems, formula, wanted)
+    values, tables = _parameters(formula, parameters, positions, species, n_systems)
+    if isinstance(given, Rows):
+        rows = given
+    else:
+        rows = _rows(given, positions, cell, cutoff, half_list, neighbor_cutoff, batch_idx, pbc, check)
+    excluded = _excluded(exclusions, exclusion_factors, positions)
+
+    outputs = "w" + "r" * wanted.forces
+    for name in wanted.gradients:
+        if name not in parameters:
+            raise ValueError(f"`compute_gradients` names '{name}', which is no parameter of this potential")
+        letter = "g" if name in formula.global_parameters else "p"
+        outputs += letter * (letter not in outputs)
+    outputs += "v" * wanted.virial
+    energies, position_gradients, _, parameter_gradients, global_gradients, virial = pair_sum(
+        formula.text,
+        outputs,
+        "",
+        positions,
+        cell,
+        values[0],
+        values[1],
+        None,
+        None,
+        None,
+        None,
+        None,
+        None,
+        batch_idx,
+        n_systems,
+        rows.begin,
+        rows.first,
+        rows.neighbors,
+        rows.shifts,
+        tables[0],
+        tables[1],
+        *excluded,
+        rows.width,
+        rows.padding,
+        float("inf") if cutoff is None else cutoff,
+        0.0 if r_switch is None else r_switch,
+    )
+    if wanted.energy_reduction == "system":
+        energies = system_sums(energies, batch_idx, n_systems)
+    results = [energies]
+    if wanted.forces:
+        results.append(-position_gradients)
+    for name in wanted.gradients:
+        if name in formula.per_atom:
+            results.append(parameter_gradients[:, formula.per_atom.index(name)])
+        elif name in formula.global_parameters:
+            results.append(global_gradients[:, formula.global_parameters.index(name)])
+        else:
+            at = len(formula.per_atom) + tables[1] * formula.per_pair.index(name)
+            rows_of_table = parameter_gradients[:, at : at + tables[1]]
+            assert tables[0] is not None
+            zeros = rows_of_table.new_zeros(tables[1], tables[1])
+            results.append(zeros.index_put((tables[0].long(),), rows_of_table, accumulate=True))
+    if wanted.virial:
+        results.append(virial)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _systems(
+    positions: torch.Tensor, cell: Any, batch_idx: Any, num_systems: int | None, formula: Formula, wanted: Wanted
+) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """Cell (n_systems, 3, 3) or None, system of each atom as int32 or None, and the number of systems."""
+    if num_systems is not None:
+        num_systems = checks.check_int("num_systems", num_systems)
+    if cell is not None:
+        checks.check_lattice(cell, positions)
+        cell = cell.reshape(-1, 3, 3)
+    if batch_idx is None:
+        if num_systems not in (None, 1) or (cell is not None and cell.shape[0] != 1):
+            raise ValueError("`batch_idx` is needed to tell several systems apart")
+        return cell, None, 1
+    checks.check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
+    batch_idx = batch_idx.to(torch.int32)
+    if num_systems is None:
+        if cell is not None and cell.shape[0] != 1:
+            num_systems = cell.shape[0]
+        elif not (cell is not None or formula.global_parameters or wanted.virial or wanted.energy_reduction != "atom"):
+            num_systems = 1  # nobody asks
+            return None, None, 1
+        elif torch.compiler.is_compiling():
+            raise ValueError("`num_systems` is needed inside torch.compile, where `batch_idx` cannot be read")
+        else:
+            num_systems = int(batch_idx.max()) + 1 if batch_idx.shape[0] else 1
+    if cell is not None and cell.shape[0] != num_systems:
+        if cell.shape[0] != 1:
+            raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {num_systems}")
+        cell = cell.expand(num_systems, 3, 3)
+    return cell, batch_idx, num_systems
+
+
+def _parameters(
+    formula: Formula, parameters: Mapping[str, Any], positions: torch.Tensor, species: Any, n_systems: int
+) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor | None, int]]:
+    """Parameters of atoms and of systems as the op wants them; species and their number."""
+    known = (*formula.per_atom, *formula.global_parameters, *formula.per_pair)
+    for name in known:
+        if name not in parameters:
+            raise ValueError(f"`{name}` is missing: this potential needs {', '.join(known)}")
+    for name in parameters:
+        if name not in known:
+            raise TypeError(
+                f"`{name}` is no argument, and no parameter of this potential ({', '.join(known) or 'none'})"
+            )
+    n_atoms = positions.shape[0]
+    columns = [_column(name, parameters[name], n_atoms, "n_atoms", positions) for name in formula.per_atom]
+    of_systems = [
+        _column(name, parameters[name], n_systems, "n_systems", positions) for name in formula.global_parameters
+    ]
+    n_species = 0
+    if formula.per_pair:
+        if species is None:
+            raise ValueError("`species` is needed: it says which row of the tables belongs to an atom")
+        checks.check_index("species", species, positions, (n_atoms,))
+        species = species.to(torch.int32)
+        for name in formula.per_pair:
+            table = parameters[name]
+            check_real(name, table, positions)
+            n_species = n_species or table.shape[0]
+            if tuple(table.shape) != (n_species, n_species):
+                raise ValueError(
+                    f"`{name}` must have shape (n_species, n_species) = ({n_species}, {n_species}), got "
+                    f"{tuple(table.shape)}"
+                )
+            # a species without a row is found by the kernel, which says so
+            columns.append(table[species.long().clamp(0, max(n_species - 1, 0))])
+    elif species is not None:
+        raise ValueError("`species` is given, but the potential has no tables (per_pair)")
+    return (_together(columns), _together(of_systems)), (species, n_species)
+
+
+def _column(name: str, value: Any, size: int, size_name: str, positions: torch.Tensor) -> torch.Tensor:
+    """A parameter as a tensor (size, 1)."""
+    if not isinstance(value, torch.Tensor):
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"`{name}` must be a number or a tensor, got {type(value).__name__}") from None
+        return torch.full((size, 1), number, dtype=positions.dtype, device=positions.device)
+    check_real(name, value, positions)
+    if value.ndim == 0 or (value.ndim == 1 and value.shape[0] == 1):
+        return value.reshape(1, 1).expand(size, 1)
+    if value.ndim != 1 or value.shape[0] != size:
+        raise ValueError(
+            f"`{name}` must be a number or have shape ({size_name},) = ({size},), got {tuple(value.shape)}"
+        )
+    return value.unsqueeze(1)
+
+
+def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
+    """Raise unless ``value`` is a tensor of the dtype and on the device of the positions."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+    if value.dtype != positions.dtype:
+        raise TypeError(f"`{name}` has dtype {value.dtype}, but `positions` has {positions.dtype}")
+    if value.device != positions.device:
+        raise ValueError(f"`{name}` is on {value.device}, but `positions` is on {positions.device}")
+
+
+def _together(columns: list[torch.Tensor]) -> torch.Tensor | None:
+    if len(columns) > 1:
+        return torch.cat(columns, dim=1)
+    return columns[0] if columns else None
+
+
+def _rows(
+    given: GivenNeighbors,
+    positions: torch.Tensor,
+    cell: torch.Tensor | None,
+    cutoff: float | None,
+    half_list: bool,
+    neighbor_cutoff: float | None,
+    batch_idx: torch.Tensor | None,
+    pbc: Any,
+    check: bool,
+) -> Rows:
+    if neighbor_cutoff is not None:
+        reach = checks.check_positive("neighbor_cutoff", neighbor_cutoff)
+        if cutoff is not None and reach < cutoff:
+            raise ValueError(f"`cutoff` = {cutoff} is beyond the list's reach, `neighbor_cutoff` = {reach}")
+    rows = rows_of(given, positions, cell is not None, half_list, check)
+    if rows is not None:
+        return rows
+    if half_list or neighbor_cutoff is not None:
+        raise ValueError("`half_list` and `neighbor_cutoff` describe a list, but none is given")
+    if cutoff is None:
+        raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without a cutoff no list can be built")
+    return build_rows(positions, cutoff, cell, batch_idx, pbc)
+
+
+def _excluded(
+    exclusions: Any, factors: Any, positions: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """Rows of the pairs with a factor: where each begins, the other atom, the factor."""
+    if exclusions is None:
+        if factors is not None:
+            raise ValueError("`exclusion_factors` is given without `exclusions`")
+        return None, None, None
+    checks.check_index("exclusions", exclusions, positions, (2, None))
+    n_pairs, n_atoms = exclusions.shape[1], positions.shape[0]
+    if factors is None:
+        factors = torch.zeros(n_pairs, dtype=torch.float64, device=positions.device)
+    if not isinstance(factors, torch.Tensor) or not factors.is_floating_point():
+        raise TypeError("`exclusion_factors` must be a tensor of floats")
+    if factors.requires_grad:
+        raise ValueError("`exclusion_factors` cannot be trained: pass a detached tensor")
+    if tuple(factors.shape) != (n_pairs,) or factors.device != positions.device:
+        raise ValueError(
+            f"`exclusion_factors` must have shape ({n_pairs},) on {positions.device}, got {tuple(factors.shape)} on "
+            f"{factors.device}"
+        )
+    first, second = exclusions.to(torch.int64)
+    if not torch.compiler.is_compiling() and not exclusions.is_cuda and n_pairs:
+        if int(exclusions.min()) < 0 or int(exclusions.max()) >= n_atoms:
+            raise ValueError(f"`exclusions` must hold atoms in 0 .. {n_atoms - 1}")
+        if bool((first == second).any()):
+            raise ValueError("`exclusions` joins an atom with itself")
+        keys = torch.minimum(first, second) * n_atoms + torch.maximum(first, second)
+        if torch.unique(keys).shape[0] != n_pairs:
+            raise ValueError("`exclusions` holds a pair twice")
+    row, order = torch.sort(torch.cat([first, second]), stable=True)
+    other = torch.cat([second, first]).index_select(0, order).to(torch.int32)
+    both = torch.cat([factors, factors]).to(torch.float64).index_select(0, order)
+    atoms = torch.arange(n_atoms + 1, device=row.device)
+    return torch.searchsorted(row, atoms, out_int32=True), other, both

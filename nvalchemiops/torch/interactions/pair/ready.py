@@ -1,0 +1,125 @@
+"""Ready-made pair potentials, formulas and sources in `nvalchemiops.interactions.pair.potentials`."""
+
+from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM
+from nvalchemiops.interactions.pair import potentials
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch.interactions.pair.potential import PairPotential
+
+
+def lennard_jones(
+    cutoff: float | None = None,
+    *,
+    mixing: str | None = "lorentz-berthelot",
+    repulsive: int = 12,
+    attractive: int = 6,
+    shifted: bool = False,
+    r_switch: float | None = None,
+) -> PairPotential:
+    """Lennard-Jones (12-6) or Mie (n-m) potential, of depth ``epsilon`` and zero at ``sigma``.
+
+    Parameters
+    ----------
+    cutoff : float, length, optional
+    mixing : {"lorentz-berthelot", "geometric", "waldman-hagler"} or None, optional
+        How ``sigma`` and ``epsilon`` of a pair follow from those of its atoms. None: they are tables by species.
+    repulsive, attractive : int, optional
+        The exponents n > m. The prefactor keeps the depth epsilon.
+    shifted, r_switch
+        As for `PairPotential`.
+    """
+    formula = potentials.lennard_jones(mixing, repulsive, attractive)
+    return PairPotential.of(formula, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
+
+
+def soft_core_lennard_jones(
+    cutoff: float | None = None,
+    *,
+    mixing: str | None = "lorentz-berthelot",
+    shifted: bool = False,
+    r_switch: float | None = None,
+) -> PairPotential:
+    """Lennard-Jones potential with a finite core, for free energies (Beutler et al. 1994).
+
+    ``4 epsilon scale (1/x² - 1/x)`` with ``x = softness (1 - scale) + (r/sigma)⁶``; ``sigma`` and ``epsilon`` as for
+    `lennard_jones`, ``scale`` (the coupling, 0 to 1) and ``softness`` (0.5 is usual) global. The gradient by ``scale``
+    is what thermodynamic integration integrates.
+    """
+    formula = potentials.soft_core_lennard_jones(mixing)
+    return PairPotential.of(formula, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
+
+
+def coulomb(cutoff: float | None = None, *, shifted: bool = False, r_switch: float | None = None) -> PairPotential:
+    """Coulomb energy ``q1 q2 / r`` of charges ``q``, in units in which the constant is one."""
+    return PairPotential.of(potentials.COULOMB, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
+
+
+def ewald_real_space(cutoff: float | None = None) -> PairPotential:
+    """Short-range part ``q1 q2 erfc(alpha r) / r`` of the Ewald sum; ``alpha`` (1/length) is global."""
+    return PairPotential.of(potentials.EWALD_REAL_SPACE, cutoff=cutoff)
+
+
+def wolf(cutoff: float) -> PairPotential:
+    """Wolf's sum of charges ``q``, with damping ``alpha`` (1/length, global) and its self energy (Wolf et al. 1999)."""
+    return PairPotential.of(potentials.WOLF, cutoff=cutoff)
+
+
+def damped_shifted_force(cutoff: float) -> PairPotential:
+    """Damped shifted force of charges ``q`` (Fennell and Gezelter 2006), with damping ``alpha`` (1/length, global).
+
+    Energies and forces go to zero at the cutoff. The self energy is that of Wolf's sum.
+    """
+    return PairPotential.of(potentials.DSF, cutoff=cutoff)
+
+
+def reaction_field(cutoff: float) -> PairPotential:
+    """Charges ``q`` in a cavity of radius ``cutoff`` in a continuum of constant ``dielectric`` (Tironi et al. 1995)."""
+    return PairPotential.of(potentials.REACTION_FIELD, cutoff=cutoff)
+
+
+def yukawa(cutoff: float | None = None, *, shifted: bool = False, r_switch: float | None = None) -> PairPotential:
+    """Screened Coulomb energy ``q1 q2 exp(-kappa r) / r`` of charges ``q``; ``kappa`` (1/length) is global."""
+    return PairPotential.of(potentials.YUKAWA, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
+
+
+def morse(
+    cutoff: float | None = None, *, tables: bool = False, shifted: bool = False, r_switch: float | None = None
+) -> PairPotential:
+    """``depth (exp(-2 steepness (r - r0)) - 2 exp(-steepness (r - r0)))``, of depth ``depth`` at ``r0``.
+
+    With ``tables`` the three parameters are tables by species, otherwise global.
+    """
+    return _by_pair(potentials.MORSE, tables, cutoff, shifted, r_switch)
+
+
+def buckingham(
+    cutoff: float | None = None, *, tables: bool = False, shifted: bool = False, r_switch: float | None = None
+) -> PairPotential:
+    """``A exp(-r/rho) - C/r⁶``; it has no lower bound at r = 0. Parameters are global, or tables by species."""
+    return _by_pair(potentials.BUCKINGHAM, tables, cutoff, shifted, r_switch)
+
+
+def born_mayer_huggins(
+    cutoff: float | None = None, *, tables: bool = False, shifted: bool = False, r_switch: float | None = None
+) -> PairPotential:
+    """``A exp((sigma - r)/rho) - C/r⁶ - D/r⁸``, without charges. Parameters are global, or tables by species."""
+    return _by_pair(potentials.BORN_MAYER_HUGGINS, tables, cutoff, shifted, r_switch)
+
+
+def ziegler_biersack_littmark(
+    cutoff: float | None = None,
+    *,
+    coulomb_constant: float = COULOMB_EV_ANGSTROM,
+    bohr_radius: float = BOHR_IN_ANGSTROM,
+    shifted: bool = False,
+    r_switch: float | None = None,
+) -> PairPotential:
+    """Universal screened repulsion (ZBL) of nuclei with atomic numbers ``z``, by default in eV and angstrom."""
+    formula = potentials.ziegler_biersack_littmark(float(coulomb_constant), float(bohr_radius))
+    return PairPotential.of(formula, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
+
+
+def _by_pair(
+    formula: Formula, tables: bool, cutoff: float | None, shifted: bool, r_switch: float | None
+) -> PairPotential:
+    formula = potentials.with_tables(formula) if tables else formula
+    return PairPotential.of(formula, cutoff=cutoff, shifted=shifted, r_switch=r_switch)

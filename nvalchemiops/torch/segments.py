@@ -1,0 +1,103 @@
+"""Sums over the atoms of each system, reproducible to the last bit (`nvalchemiops.segments`)."""
+
+from typing import Any
+
+import torch
+import warp as wp
+
+from nvalchemiops.segments import BLOCK, sum_rows
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.launch import launch
+
+FEW = 64 * BLOCK
+"""Up to this many atoms in all, the systems are not divided among threads."""
+
+
+def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int) -> torch.Tensor:
+    """Sums (n_systems, n_columns) in float64 of contiguous ``values`` (n_atoms, n_columns); for bodies of ops."""
+    n_atoms, n_columns = values.shape
+    result = torch.empty((n_systems, n_columns), dtype=torch.float64, device=values.device)
+    if n_atoms == 0 or result.numel() == 0:
+        return result.zero_()
+    order = begin = block_begin = None
+    n_blocks = -(-n_atoms // BLOCK)
+    if n_systems > 1:
+        if batch_idx is None:
+            raise ValueError(f"`batch_idx` is needed to tell {n_systems} systems apart")
+        order, begin = _sorted(batch_idx, n_systems)
+    kernel = sum_rows("float32" if values.dtype is torch.float32 else "float64")
+    if n_atoms <= FEW:
+        launch(kernel, n_systems, [values, order, begin, None, 0], [result], kind="systems")
+        return result
+    if begin is not None:
+        # how many blocks there are is not read back; each system has at most one that is not full
+        n_blocks += n_systems
+        block_begin = torch.zeros_like(begin)
+        block_begin[1:] = ((begin.diff() + (BLOCK - 1)) // BLOCK).cumsum(0)
+    partial = torch.empty((n_blocks, n_columns), dtype=torch.float64, device=values.device)
+    launch(kernel, n_blocks, [values, order, begin, block_begin, 1], [partial], kind="blocks")
+    launch(sum_rows("float64"), n_systems, [partial, None, block_begin, None, 0], [result], kind="systems")
+    return result
+
+
+def _sorted(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Atoms sorted by system, or None if they are; and where each system begins."""
+    order = None
+    if batch_idx.is_cuda or not bool((batch_idx[1:] >= batch_idx[:-1]).all()):
+        batch_idx, order = torch.sort(batch_idx, stable=True)
+        order = order.to(torch.int32)
+    if not batch_idx.is_cuda and not 0 <= int(batch_idx[0]) <= int(batch_idx[-1]) < n_systems:
+        raise ValueError(f"`batch_idx` must hold numbers in 0 .. {n_systems - 1}")
+    systems = torch.arange(n_systems + 1, dtype=batch_idx.dtype, device=batch_idx.device)
+    return order, torch.searchsorted(batch_idx, systems, out_int32=True)
+
+
+def _real(values: torch.Tensor, *_: object) -> Any:
+    return {torch.float32: wp.float32, torch.float64: wp.float64}[values.dtype]
+
+
+def _sums_pullback(batch_idx: torch.Tensor | None, values: torch.Tensor, grad_sums: torch.Tensor) -> torch.Tensor:
+    return spread_systems(grad_sums, batch_idx, values.shape[0])
+
+
+def _spread_pullback(
+    batch_idx: torch.Tensor | None, per_system: torch.Tensor, grad_values: torch.Tensor
+) -> torch.Tensor:
+    return system_sums(grad_values, batch_idx, per_system.shape[0])
+
+
+@warp_custom_op(
+    "nvalchemiops::system_sums",
+    outputs=[OutputSpec("sums", _real, lambda values, _, n_systems: (n_systems, *values.shape[1:]))],
+    backward=_sums_pullback,
+)
+def system_sums(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int) -> torch.Tensor:
+    """Sum of ``values`` (n_atoms, ...) over the atoms of each system (n_systems, ...), in a fixed order.
+
+    Parameters
+    ----------
+    values : (n_atoms, ...) tensor, float32 or float64
+        Summed in float64.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order; not needed for one system.
+    n_systems : int
+    """
+    shape = (n_systems, *values.shape[1:])
+    if values.numel() == 0:
+        return values.new_zeros(shape)
+    return add_systems(values.reshape(values.shape[0], -1), batch_idx, n_systems).to(values.dtype).reshape(shape)
+
+
+@warp_custom_op(
+    "nvalchemiops::spread_systems",
+    outputs=[OutputSpec("values", _real, lambda per_system, _, n_atoms: (n_atoms, *per_system.shape[1:]))],
+    backward=_spread_pullback,
+)
+def spread_systems(per_system: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> torch.Tensor:
+    """For each atom the value (n_atoms, ...) of its system in ``per_system`` (n_systems, ...).
+
+    The transpose of `system_sums`, and unlike indexing itself with a reproducible derivative on a GPU.
+    """
+    if batch_idx is None:
+        return per_system.expand(n_atoms, *per_system.shape[1:]).clone()
+    return per_system.index_select(0, batch_idx)
