@@ -284,15 +284,14 @@ def test_export(op, reference, strict):
 
 
 def test_exported_program_without_the_library_names_it(tmp_path):
-    """Energies and forces of the real-space Ewald op, saved, and loaded with and without the library."""
-    from nvalchemiops.torch.interactions.electrostatics.ewald import _real_space
+    """Energies and forces of the real-space Ewald sum, saved, and loaded with and without the library."""
+    from nvalchemiops.torch.interactions.electrostatics import ewald_real_space
 
     class Model(torch.nn.Module):
         def forward(self, positions, charges, cell):
-            one = torch.ones(1, dtype=torch.float64)
-            integers = [torch.tensor(values, dtype=torch.int32) for values in ([0, 0], [0, 1], [1, 2], [1, 0])]
-            shift = torch.zeros(2, 3, dtype=torch.int32)
-            return _real_space(positions, charges, cell, one, *integers, shift, -1, False)[:2]
+            pairs, ptr = (torch.tensor(values, dtype=torch.int32) for values in ([[0, 1], [1, 0]], [0, 1, 2]))
+            shifts = torch.zeros(2, 3, dtype=torch.int32)
+            return ewald_real_space(positions, charges, cell, 1.0, pairs, ptr, shifts, compute_forces=True)
 
     positions = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.1, 0.9]], dtype=torch.float64)
     charges = torch.tensor([1.0, -1.0], dtype=torch.float64)
