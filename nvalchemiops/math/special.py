@@ -16,10 +16,9 @@ again). The variable (x - K)/(x + K), which maps all x >= 0 to a finite interval
 J. G. Laframboise, Math. Comp. 36, 249 (1981), doi:10.1090/S0025-5718-1981-0595058-X.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-LANES = 8
-"""Numbers in a vector on the CPU: one register of 512 bits, or two of 256."""
+from nvalchemiops.math.vectors import LANES
 
 ERFCX_CENTER = 3.0
 """K in the variable t = (x - K)/(x + K)."""
@@ -86,24 +85,28 @@ EXP = (
 """exp(x) for |x| <= log(2) / 2, in powers of x."""
 
 
-def _horner(coefficients: Iterable[float], variable: str) -> str:
-    first, *rest = reversed(tuple(coefficients))
-    text = repr(first)
-    for c in rest:
-        text = f"({text} * {variable} + {c!r})"
-    return text
+def _polynomial(coefficients: Sequence[float], x: str) -> str:
+    """Even and odd powers of ``x`` by Horner's rule, which the processor works on at once; needs ``square``."""
+    chains = []
+    for part in (coefficients[::2], coefficients[1::2]):
+        text = repr(part[-1])
+        for c in reversed(part[:-1]):
+            text = f"({text} * square + {c!r})"
+        chains.append(text)
+    return f"({chains[1]} * {x} + {chains[0]})"
 
 
 _EXP = f"""
     const auto exp_lanes = [](lanes x) {{
         // 2^n exp(y) with |y| <= log(2) / 2; beyond the ends 0 and infinity, and a NaN stays one
-        const lanes n = __builtin_elementwise_rint(x * 1.4426950408889634);
-        const lanes y = (x - n * 0.6931471803691238) - n * 1.9082149292705877e-10;
         const lanes inside = x < -708.0 ? lanes(-708.0) : x > 709.0 ? lanes(709.0) : x;
-        const auto power = __builtin_convertvector(
-            __builtin_elementwise_rint((inside == inside ? inside : lanes(0.0)) * 1.4426950408889634), condition);
-        union {{ condition bits; lanes value; }} scale = {{(power + 1023) << 52}};
-        const lanes value = {_horner(EXP, "y")} * scale.value;
+        // added to this number, n stands in the last bits
+        const double shift = 6755399441055744.0;
+        union {{ lanes value; condition bits; }} sum = {{inside * 1.4426950408889634 + shift}}, scale;
+        const lanes n = sum.value - shift;
+        const lanes y = (x - n * 0.6931471803691238) - n * 1.9082149292705877e-10;
+        scale.bits = (sum.bits + 1023) << 52;
+        const lanes square = y * y, value = {_polynomial(EXP, "y")} * scale.value;
         return x < -708.0 ? lanes(0.0) : x > 709.78 ? lanes(__builtin_inf()) : value;
     }};
 """
@@ -111,8 +114,8 @@ _EXP = f"""
 _ERFCX = f"""
     const auto erfcx_lanes = [](lanes x) {{  // for x >= 0
         const lanes share = 1.0 / ((x + {ERFCX_CENTER}) * (1.0 + 2.0 * x));
-        const lanes t = (x - {ERFCX_CENTER}) * (1.0 + 2.0 * x) * share;
-        return {_horner(ERFCX, "t")} * (x + {ERFCX_CENTER}) * share;
+        const lanes t = (x - {ERFCX_CENTER}) * (1.0 + 2.0 * x) * share, square = t * t;
+        return {_polynomial(ERFCX, "t")} * (x + {ERFCX_CENTER}) * share;
     }};
 """
 
@@ -125,9 +128,9 @@ _ERFC_FROM = """
 
 _ERF_FROM = f"""
     const auto erf_from_lanes = [=](lanes x, lanes exponential) {{
-        const lanes size = x < 0.0 ? -x : x, y = x * x;
+        const lanes size = x < 0.0 ? -x : x, y = x * x, square = y * y;
         const lanes far = 1.0 - erfcx_lanes(size) * exponential;
-        return size < 1.0 ? x * {_horner(ERF, "y")} : x < 0.0 ? -far : far;
+        return size < 1.0 ? x * {_polynomial(ERF, "y")} : x < 0.0 ? -far : far;
     }};
 """
 

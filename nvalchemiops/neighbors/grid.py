@@ -63,9 +63,6 @@ FARTHEST_BIN = 2.0**30
 SLACK = 1e-9
 """Widening of a search, relative to the size of the numbers: rounding must not hide a bin."""
 
-LANES = 8
-"""Candidates that the search tests at once on a CPU: coordinates are padded by as many."""
-
 # entries of the array of faults: nonzero where something was wrong with the input
 BAD_CUTOFF, BAD_POSITIONS, BAD_CELL, BAD_SYSTEM, FAR_AWAY, BAD_TARGET, N_FAULTS = range(7)
 

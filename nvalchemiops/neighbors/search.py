@@ -15,7 +15,8 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.neighbors.grid import FARTHEST_BIN, LANES, Grid
+from nvalchemiops.math.vectors import LANES, lanes_of_masks
+from nvalchemiops.neighbors.grid import FARTHEST_BIN, Grid
 
 NOT_FINITE = 2**31 - 1
 """Count of an atom whose neighbors cannot be told: its position is not finite or too far away."""
@@ -34,15 +35,6 @@ SCRATCH_ROWS = 2048
 
 GROUP = 32
 """Atoms that share candidates, at most."""
-
-
-def _compaction_table() -> str:
-    """For each set of lanes, as a bit mask: the numbers of its lanes, packed into the low bytes of an integer."""
-    entries = []
-    for mask in range(1 << LANES):
-        lanes = [lane for lane in range(LANES) if mask >> lane & 1]
-        entries.append(f"0x{sum(lane << (8 * n) for n, lane in enumerate(lanes)):x}ULL")
-    return ",".join(entries)
 
 
 _SEARCH = f"""
@@ -180,7 +172,7 @@ _SEARCH = f"""
         finish(r, found, lane, 32);
     }}
 #else
-    static const unsigned long long lanes_of[{1 << LANES}] = {{{_compaction_table()}}};
+    static const unsigned long long lanes_of[{1 << LANES}] = {{{lanes_of_masks()}}};
     typedef double doubles __attribute__((ext_vector_type({LANES}), aligned(8)));
     typedef int ints __attribute__((ext_vector_type({LANES}), aligned(4)));
     typedef bool bools __attribute__((ext_vector_type({LANES})));

@@ -32,7 +32,8 @@ from nvalchemiops.interactions.pair.derivatives import (
 )
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.launch import gather_only, kernel_module
-from nvalchemiops.math.special import LANES, scalar_functions, vector_functions
+from nvalchemiops.math.special import scalar_functions, vector_functions
+from nvalchemiops.math.vectors import LANES, lanes_of_masks
 
 BLOCK = 64
 """Neighbors that are collected before they are evaluated, at most; a multiple of `LANES`."""
@@ -260,9 +261,11 @@ _SKELETON = """
     @reduce_tables@
 #else
     @totals@
+    // Slots that were looked at, and the numbers of those that are close. What fills the last vector exists, and its
+    // values are not kept.
     struct alignas(64) Block {
-        double d[3][@block@ + 1], factor[@block@ + 1];
-        int shift[3][@block@ + 1], j[@block@ + 1];
+        double d[3][@room@], factor[@room@];
+        int shift[3][@room@], j[@room@], close[@room@];
     } block;
     const condition numbers = {@numbers@};
     const auto add_up = [](lanes values) {
@@ -271,42 +274,60 @@ _SKELETON = """
         return sum;
     };
     const int lane = 0;
+    int m = 0, n = 0;
     for (long long slot = begin; slot < end;) {
-        int n = 0;
-        for (; slot < end && n < @block@; ++slot) {
+        @fast@
+        for (; slot < end && m < @block@; ++slot) {
             Neighbor it;
             if (!look_at(slot, it)) continue;
-            block.j[n] = it.j;
-            for (int a = 0; a < 3; ++a) block.d[a][n] = it.d[a];
+            block.j[m] = it.j;
+            for (int a = 0; a < 3; ++a) block.d[a][m] = it.d[a];
             @collect@
+            block.close[n] = m++;
             n += it.close;
         }
-        // what fills the last vector exists, and its values are not kept
-        for (int rest = n; rest % @lanes@; ++rest) {
-            block.j[rest] = i;
-            for (int a = 0; a < 3; ++a) block.d[a][rest] = 1.0;
+        const bool all = m == n;
+        const int whole = slot < end ? n - n % @lanes@ : n;
+        for (int rest = 0; rest < @lanes@; ++rest) {
+            block.close[n + rest] = m;
+            block.j[m + rest] = i;
+            for (int a = 0; a < 3; ++a) block.d[a][m + rest] = 1.0;
             @fill@
         }
-        for (int at = 0; at < n; at += @lanes@) {
-            const int *j = block.j + at;
+        for (int at = 0; at < whole; at += @lanes@) {
+            const int *close = block.close + at;
             const condition live = numbers < n - at;
-            const auto take = [j](const real *from, long long stride) {
+            int j[@lanes@];
+            for (int l = 0; l < @lanes@; ++l) j[l] = block.j[close[l]];
+            const auto load = [=](const auto *from) {
+                lanes values;
+                if (all)
+                    for (int l = 0; l < @lanes@; ++l) values[l] = from[at + l];
+                else
+                    for (int l = 0; l < @lanes@; ++l) values[l] = from[close[l]];
+                return values;
+            };
+            const auto take = [&](const real *from, long long stride) {
                 lanes values;
                 for (int l = 0; l < @lanes@; ++l) values[l] = from[stride * j[l]];
                 return values;
             };
             const auto kept = [live](lanes values) { return live ? values : lanes(0.0); };
-            const auto load = [at](const auto *from) {
-                lanes values;
-                for (int l = 0; l < @lanes@; ++l) values[l] = from[at + l];
-                return values;
-            };
             @take_both@
             const lanes d0 = load(block.d[0]), d1 = load(block.d[1]), d2 = load(block.d[2]);
             @data@
             @evaluation@
             @tables@
         }
+        // Neighbors that fill no vector wait for more: which of them meet does not depend on those that are not close.
+        for (m = 0; whole + m < n; ++m) {
+            const int from = block.close[whole + m];
+            block.close[m] = m;
+            block.j[m] = block.j[from];
+            for (int a = 0; a < 3; ++a) block.d[a][m] = block.d[a][from];
+            @keep@
+        }
+        n = m;
     }
 #endif
     const double error = broken ? __builtin_nan("") : 0.0;
@@ -338,8 +359,10 @@ def source(variant: Variant) -> str:
         )
         * variant.request.excluding,
         "look": _look(variant),
-        "collect": _collect(variant, "it.factor", "it.shift[a]"),
-        "fill": _collect(variant, "1.0", "0"),
+        "fast": _fast(variant),
+        "collect": _collect(variant, "[m]", "it.factor", "it.shift[a]"),
+        "keep": _collect(variant, "[m]", "block.factor[from]", "block.shift[a][from]"),
+        "fill": _collect(variant, "[m + rest]", "1.0", "0"),
         "data": [
             *["const lanes factor = load(block.factor);"] * variant.request.excluding,
             *[f"const lanes shift{a} = load(block.shift[{a}]);" for a in range(3) if variant.keeps_shifts],
@@ -385,20 +408,14 @@ def source(variant: Variant) -> str:
     numbers = {
         "real": {"float32": "float", "float64": "double"}[variant.precision],
         "block": BLOCK,
+        "room": BLOCK + 2 * LANES,
         "lanes": LANES,
         "warp": WARP,
         "half_warp": WARP // 2,
         "last_thread": WARP - 1,
         "numbers": ", ".join(map(str, range(LANES))),
     }
-    lines: list[str] = []
-    for line in _SKELETON.splitlines():
-        whole = re.fullmatch(r"( *)@(\w+)@", line)
-        if whole:
-            lines += [whole[1] + piece for piece in pieces[whole[2]]]
-        else:
-            lines.append(re.sub(r"@(\w+)@", lambda match: str(numbers[match[1]]), line))
-    return "\n".join(lines) + "\n"
+    return "\n".join(_filled(_SKELETON, pieces, numbers)) + "\n"
 
 
 def _number_of(letter: str, k: int, variant: Variant) -> int:
@@ -507,11 +524,79 @@ const auto is_nearest = [&](long long slot) {
 """
 
 
-def _collect(variant: Variant, factor: str, shift: str) -> list[str]:
+_FAST = f"""
+// {LANES} slots at a time, as long as all hold neighbors
+static const unsigned long long lanes_of[{1 << LANES}] = {{{lanes_of_masks()}}};
+for (; slot + {LANES} <= end && m < {BLOCK}; slot += {LANES}, m += {LANES}) {{
+    typedef int ints __attribute__((ext_vector_type({LANES}), aligned(4)));
+    typedef double doubles __attribute__((ext_vector_type({LANES}), aligned(8)));
+    typedef bool bools __attribute__((ext_vector_type({LANES})));
+    typedef unsigned char bytes __attribute__((ext_vector_type({LANES})));
+    const auto as_bits = [](bools values) {{ return *reinterpret_cast<const unsigned char *>(&values); }};
+    const int *j = neighbors.data + slot;
+    const ints places = *reinterpret_cast<const ints *>(j);
+    if (as_bits(__builtin_convertvector((places == padding) | (places < 0) | (places >= n_atoms), bools))) break;
+    lanes d[3];
+    for (int a = 0; a < 3; ++a) {{
+        for (int l = 0; l < {LANES}; ++l) d[a][l] = positions.data[3LL * j[l] + a];
+        d[a] -= x_i[a];
+    }}
+    @image@
+    const lanes squared = d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
+    const unsigned mask = as_bits(__builtin_convertvector(!(squared >= cutoff_squared), bools));
+    *reinterpret_cast<ints *>(block.j + m) = places;
+    for (int a = 0; a < 3; ++a) *reinterpret_cast<doubles *>(block.d[a] + m) = d[a];
+    @collect_all@
+    const ints hits = __builtin_convertvector(*reinterpret_cast<const bytes *>(&lanes_of[mask]), ints);
+    *reinterpret_cast<ints *>(block.close + n) = hits + m;
+    n += __builtin_popcount(mask);
+}}
+"""
+
+_IMAGE_OF_ALL = f"""
+const int *shift = shifts.data + 3 * slot;
+const ints some = *reinterpret_cast<const ints *>(shift) | *reinterpret_cast<const ints *>(shift + {LANES})
+    | *reinterpret_cast<const ints *>(shift + {2 * LANES});
+if (as_bits(__builtin_convertvector(some != 0, bools))) {{
+    lanes image[3];
+    for (int a = 0; a < 3; ++a)
+        for (int l = 0; l < {LANES}; ++l) image[a][l] = shift[3 * l + a];
+    for (int a = 0; a < 3; ++a) d[a] += image[0] * h[a] + image[1] * h[3 + a] + image[2] * h[6 + a];
+}}
+"""
+
+
+def _fast(variant: Variant) -> list[str]:
+    """The way through a row without exclusions and tables."""
+    if variant.request.excluding or variant.n_species:
+        return []
+    keep = [
+        f"for (int l = 0; l < {LANES}; ++l)",
+        "    for (int a = 0; a < 3; ++a) block.shift[a][m + l] = shift[3 * l + a];",
+    ]
+    pieces = {
+        "image": _IMAGE_OF_ALL.strip().splitlines() * variant.periodic,
+        "collect_all": keep * variant.keeps_shifts,
+    }
+    return _filled(_FAST.strip(), pieces, {})
+
+
+def _filled(text: str, pieces: dict[str, list[str]], numbers: dict[str, Any]) -> list[str]:
+    """The lines of ``text`` with lines in the place of ``@name@`` that has a line of its own, and numbers elsewhere."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        whole = re.fullmatch(r"( *)@(\w+)@", line)
+        if whole:
+            lines += [whole[1] + piece for piece in pieces[whole[2]]]
+        else:
+            lines.append(re.sub(r"@(\w+)@", lambda match: str(numbers[match[1]]), line))
+    return lines
+
+
+def _collect(variant: Variant, place: str, factor: str, shift: str) -> list[str]:
     """Stores of what a block keeps of a neighbor, beside its displacement."""
-    place = "n" if factor.startswith("it") else "rest"
-    lines = [f"block.factor[{place}] = {factor};"] * variant.request.excluding
-    return lines + [f"for (int a = 0; a < 3; ++a) block.shift[a][{place}] = {shift};"] * variant.keeps_shifts
+    lines = [f"block.factor{place} = {factor};"] * variant.request.excluding
+    return lines + [f"for (int a = 0; a < 3; ++a) block.shift[a]{place} = {shift};"] * variant.keeps_shifts
 
 
 def _data_of_pair(variant: Variant, program: Program) -> list[str]:

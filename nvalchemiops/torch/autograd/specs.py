@@ -133,10 +133,12 @@ class OutputSpec:
         known = self._known_dtype
         if known is not None:
             return shape, known
-        dtype = self.dtype(*inputs)
-        if not is_warp_dtype(dtype):
-            raise TypeError(f"OutputSpec '{self.name}': `dtype` returned {dtype!r}, which is no Warp type")
-        return shape, TORCH_DTYPES[scalar_type(dtype)]
+        dtype = _torch_dtype(self.dtype(*inputs))
+        if dtype is None:
+            raise TypeError(
+                f"OutputSpec '{self.name}': `dtype` returned {self.dtype(*inputs)!r}, which is no Warp type"
+            )
+        return shape, dtype
 
     @functools.cached_property
     def _known_dtype(self) -> torch.dtype | None:
@@ -144,6 +146,12 @@ class OutputSpec:
         if self.torch_dtype is not None:
             return self.torch_dtype
         return TORCH_DTYPES[scalar_type(self.dtype)] if is_warp_dtype(self.dtype) else None
+
+
+@functools.cache
+def _torch_dtype(dtype: Any) -> torch.dtype | None:
+    """The torch dtype for a Warp type, or None if it is none."""
+    return TORCH_DTYPES[scalar_type(dtype)] if is_warp_dtype(dtype) else None
 
 
 @dataclasses.dataclass(frozen=True)

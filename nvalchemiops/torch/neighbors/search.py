@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import warp as wp
 
+from nvalchemiops.math.vectors import LANES
 from nvalchemiops.neighbors import NeighborOverflowError, grid
 from nvalchemiops.neighbors.search import (
     ROWS_PER_THREAD,
@@ -131,7 +132,7 @@ class _Search:
         n_slots = grid.ring_slots(n_atoms, n_systems, method)
         grids = self._new(n_systems, *inner_shape(grid.Grid), dtype=torch.uint8)
         slot = self._new(n_atoms)
-        coordinates = self._new(3, n_atoms + grid.LANES, dtype=float64)
+        coordinates = self._new(3, n_atoms + LANES, dtype=float64)
         entry = self._new(n_atoms, 4)
         if self.device.type == "cpu":
             order = self._new(n_atoms)

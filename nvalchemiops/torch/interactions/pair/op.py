@@ -6,7 +6,7 @@ when it is first needed.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,38 +34,36 @@ Direction = dict[str, torch.Tensor]
 # -- outputs --------------------------------------------------------------------------------------
 
 
-def _shapes(outputs: str, positions: Any, cell: Any, parameters: Any, global_parameters: Any, n_systems: int) -> Any:
-    """Shapes of the outputs, one without elements for what is not wanted."""
-    shapes = {
-        WEIGHTS: (positions.shape[0],),
-        POSITIONS: (positions.shape[0], 3),
-        CELL: (n_systems, 3, 3),
-        PARAMETERS: None if parameters is None else tuple(parameters.shape),
-        GLOBALS: None if global_parameters is None else tuple(global_parameters.shape),
-        VIRIAL: (n_systems, 3, 3),
-    }
-    return {letter: shape if letter in outputs else (0,) for letter, shape in shapes.items()}
+def _spec(name: str, letter: str, shape: Callable[..., tuple[Any, ...]]) -> OutputSpec:
+    """An output of the dtype of the positions; without elements where it is not wanted."""
+
+    def shape_or_nothing(_: str, outputs: str, __: str, *inputs: Any) -> tuple[Any, ...]:
+        return shape(*inputs) if letter in outputs else (0,)
+
+    return OutputSpec(name, _precision, shape_or_nothing)
 
 
-def _spec(name: str, letter: str) -> OutputSpec:
-    def shape(_: str, outputs: str, __: str, *rest: Any) -> Any:
-        positions, cell, parameters, global_parameters = rest[:4]
-        return _shapes(outputs, positions, cell, parameters, global_parameters, rest[11])[letter]
-
-    def dtype(*inputs: Any) -> Any:
-        return wp.float32 if inputs[3].dtype is torch.float32 else wp.float64
-
-    return OutputSpec(name, dtype, shape)
+def _precision(_: str, __: str, ___: str, positions: torch.Tensor, *____: Any) -> Any:
+    return wp.float32 if positions.dtype is torch.float32 else wp.float64
 
 
-OUTPUTS = {
-    WEIGHTS: "energies",
-    POSITIONS: "position_gradients",
-    CELL: "cell_gradients",
-    PARAMETERS: "parameter_gradients",
-    GLOBALS: "global_gradients",
-    VIRIAL: "virial",
+def _of_atoms(positions: Any, *_: Any) -> Any:
+    return (positions.shape[0],)
+
+
+def _of_systems(*inputs: Any) -> Any:
+    return (inputs[11], 3, 3)
+
+
+_SPECS = {
+    WEIGHTS: _spec("energies", WEIGHTS, _of_atoms),
+    POSITIONS: _spec("position_gradients", POSITIONS, lambda *inputs: inputs[0].shape),
+    CELL: _spec("cell_gradients", CELL, _of_systems),
+    PARAMETERS: _spec("parameter_gradients", PARAMETERS, lambda *inputs: inputs[2].shape),
+    GLOBALS: _spec("global_gradients", GLOBALS, lambda *inputs: inputs[3].shape),
+    VIRIAL: _spec("virial", VIRIAL, _of_systems),
 }
+OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
 """What the op returns, in its order, by letter."""
 
 
@@ -261,9 +259,10 @@ def _evaluate(
 
 @warp_custom_op(
     "nvalchemiops::pair_sum",
-    outputs=[_spec(name, letter) for letter, name in OUTPUTS.items()],
+    outputs=list(_SPECS.values()),
     grad_arrays=[*OUTPUTS.values(), *INPUTS.values(), *(f"direction_{name}" for name in INPUTS.values())],
     backward=_pullback,
+    trusted=True,
 )
 def pair_sum(
     formula: str,
@@ -360,14 +359,14 @@ def pair_sum(
         "excluded": excluded,
         "excluded_factors": excluded_factors,
     }
-    shapes = _shapes(outputs, positions, cell, parameters, global_parameters, n_systems)
-    results = {
-        letter: torch.empty(shapes[letter], dtype=positions.dtype, device=device)
-        for letter in OUTPUTS
-        if letter not in columns
-    }
-    memory: dict[str, torch.Tensor] = {OUTPUTS[letter]: result for letter, result in results.items()}
-    memory["fault"] = torch.zeros(1, dtype=torch.int32, device=device)
+    memory = {"fault": torch.zeros(1, dtype=torch.int32, device=device)}
+    if WEIGHTS in outputs:
+        memory["energies"] = positions.new_empty(n_atoms)
+    if POSITIONS in outputs:
+        memory["position_gradients"] = torch.empty_like(positions)
+    if PARAMETERS in outputs:
+        assert parameters is not None
+        memory["parameter_gradients"] = torch.empty_like(parameters)
     if columns:
         memory["sums"] = torch.empty((n_atoms, sum(columns.values())), dtype=torch.float64, device=device)
     launch(
@@ -382,8 +381,9 @@ def pair_sum(
         if fault:
             raise ValueError(f"`neighbor_list` or `neighbor_matrix`: {core.FAULTS[fault]}")
     if columns:
-        sums = add_systems(memory["sums"], batch_idx, n_systems)
-        for letter, part in zip(columns, sums.split(list(columns.values()), dim=1)):
+        parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(columns.values()), dim=1)
+        for letter, part in zip(columns, parts):
             # memory of its own for each
-            results[letter] = part.to(positions.dtype, copy=len(columns) > 1).reshape(shapes[letter])
-    return tuple(results[letter] for letter in OUTPUTS)
+            part = part.to(positions.dtype, copy=len(columns) > 1)
+            memory[OUTPUTS[letter]] = part if letter == GLOBALS else part.reshape(n_systems, 3, 3)
+    return tuple(memory[name] if name in memory else positions.new_empty(0) for name in OUTPUTS.values())
