@@ -29,11 +29,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import Peer, seconds
 
 CUTOFF, DENSITY, THREADS, MOLECULES = 5.0, 0.1, 2, 512
 BATCH = f"{MOLECULES} molecules"
 ROUNDS = {100: 30, 1_000: 30, 10_000: 25, 100_000: 7, 1_000_000: 3, BATCH: 15}
-BURST = 0.01  # seconds of calls in a row: a short call alone would mostly find the caches of the others
 COMPARED = 20_000  # atoms up to which pairs are compared, not only their number
 PATIENCE = {"ASE": 5.0}  # seconds for one call, beyond which larger sizes are left out
 # how many times faster than whom the issue asks for: our list than vesin, each format than the peer's
@@ -132,28 +132,6 @@ def others(case: int | str) -> Contenders:
     return calls
 
 
-class Peer:
-    """The 0.5.0 release in an interpreter of its own, which runs `serve` of this file."""
-
-    def __init__(self, python: str, device: str) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        self.process: Any = subprocess.Popen(
-            [python, os.path.abspath(__file__), "--serve", "--device", device],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd="/",
-            env=environment,
-        )
-        self.version = self.ask("")
-
-    def ask(self, *question: Any) -> Any:
-        print(json.dumps(question), file=self.process.stdin, flush=True)
-        answer = next(line for line in self.process.stdout if line.startswith("answer "))
-        return json.loads(answer.removeprefix("answer "))
-
-
 def serve(device: str) -> None:
     import nvalchemiops
 
@@ -172,27 +150,6 @@ def serve(device: str) -> None:
 
 
 # -- measuring ----------------------------------------------------------------------------------------------
-
-
-def seconds(call: Callable[[], Any], device: str = "cpu") -> float:
-    """Wall time of a call, the mean of a short burst; on a GPU until the last kernel has ended."""
-    total, calls = 0.0, 0
-    call()  # the first call after another contender pays for the caches that this one left
-    while total < BURST:
-        if device == "cpu":
-            start = time.perf_counter()
-            result = call()
-            total += time.perf_counter() - start
-        else:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            result = call()
-            end.record()
-            end.synchronize()
-            total += 1e-3 * start.elapsed_time(end)
-        del result  # freed outside of the time
-        calls += 1
-    return total / calls
 
 
 def measure(case: int | str, peer: Peer | None, device: str, rounds: int, skip: set[str]) -> dict[str, float]:
@@ -359,7 +316,7 @@ def main() -> None:
     quiet_warp()
     torch.set_num_threads(THREADS)
     device = options.device
-    peer = Peer(options.peer, device) if os.access(options.peer, os.X_OK) else None
+    peer = Peer(options.peer, __file__, device) if os.access(options.peer, os.X_OK) else None
     print(f"torch {torch.__version__}, {platform.machine()}, {device}, {THREADS} threads, ", end="")
     print(f"peer {peer.version}" if peer else "no peer (--peer or NVALCHEMIOPS_PEER_PYTHON)")
     rates = write_rates(device)

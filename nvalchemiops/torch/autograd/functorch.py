@@ -92,7 +92,8 @@ def transformable(
                     f"{name}: forward mode inside forward mode (jacfwd of jacfwd, jvp of jvp) is not supported by "
                     "torch for custom functions; use reverse mode for one of them: hessian, jacfwd(jacrev(f))"
                 )
-            inputs, outputs = _restore(ctx)
+            # without their own tangents, or the pullback would push them forward again, without end
+            inputs, outputs = ([_primal(t) for t in tensors] for tensors in _restore(ctx))
             moved = [i for i, t in enumerate(tangents) if isinstance(t, torch.Tensor)]
             result: list[torch.Tensor | None] = [None] * len(outputs)
             needed = [isinstance(t, torch.Tensor) for t in tangents]
@@ -120,6 +121,10 @@ def transformable(
 
     Transformable.__name__ = Transformable.__qualname__ = name
     return enter
+
+
+def _primal(value: Any) -> Any:
+    return forward_ad.unpack_dual(value).primal if isinstance(value, torch.Tensor) else value
 
 
 def _restore(ctx: Any) -> tuple[list[Any], list[torch.Tensor]]:

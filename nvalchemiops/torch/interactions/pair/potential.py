@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvalchemiops.interactions.pair import sum as core
+from nvalchemiops.interactions.pair.derivatives import POSITIONS, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula, pair_energy
 from nvalchemiops.interactions.pair.expression import self_energy as alone
 from nvalchemiops.torch.interactions.pair.op import pair_sum
@@ -217,6 +219,12 @@ class PairPotential:
             exclusion_factors=exclusion_factors,
             check=check,
         )
+
+    def source(self, *, compute_forces: bool = True, precision: str = "float64") -> str:
+        """The C++ of the kernel that sums energies, and forces, of a periodic system: what the expression became."""
+        outputs = WEIGHTS + POSITIONS * compute_forces
+        n_species = 2 * bool(self.formula.per_pair)
+        return core.source(core.Variant(Request(self.formula, (), outputs), precision, True, n_species))
 
     @classmethod
     def of(

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
 def test_training_charges_shrinks_the_errors(tmp_path):
@@ -22,3 +22,17 @@ def test_training_charges_shrinks_the_errors(tmp_path):
     # progress bars only: no banner, no build messages, no warnings
     said = [line for line in re.split(r"[\r\n]+", finished.stderr) if line.strip()]
     assert all(re.match(r"(melting|training|dynamics):", line) for line in said), finished.stderr
+
+
+def test_fitting_finds_the_reference(tmp_path):
+    picture = tmp_path / "fit.png"
+    command = [sys.executable, EXAMPLES / "02_fit_pair_potential.py", "--output", picture]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert picture.stat().st_size > 20_000
+    found = dict(re.findall(r"(depth|r0|steepness) = ([\d.]+)", finished.stdout))
+    for name, value in {"depth": 0.3429, "steepness": 1.3588, "r0": 2.866}.items():
+        assert abs(float(found[name]) - value) < 2e-3 * value
+    force_errors = [float(e) for e in re.findall(r"force error \(RMS\) ([\d.]+)", finished.stdout)]
+    assert force_errors[0] > 100.0 and force_errors[2] < 2.0  # Lennard-Jones cannot, Morse must
+    assert not finished.stderr.strip(), finished.stderr
