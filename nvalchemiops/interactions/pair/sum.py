@@ -10,7 +10,6 @@ up in float64. On a GPU the lanes of a warp share a row, evaluate a neighbor eac
 and add up in float64.
 """
 
-import functools
 import hashlib
 import linecache
 import re
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 import warp as wp
 
-from nvalchemiops.interactions.pair import derivatives
+from nvalchemiops.interactions.pair import derivatives, potentials
 from nvalchemiops.interactions.pair.derivatives import (
     CELL,
     GLOBALS,
@@ -31,7 +30,7 @@ from nvalchemiops.interactions.pair.derivatives import (
     Request,
 )
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.launch import gather_only, kernel_module
+from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 from nvalchemiops.math.special import scalar_functions, vector_functions
 from nvalchemiops.math.vectors import LANES, lanes_of_masks
 
@@ -60,6 +59,11 @@ class Variant(NamedTuple):
     precision: str
     periodic: bool
     n_species: int
+
+    def __str__(self) -> str:
+        """A short name."""
+        energy, _, _ = self.formula.expression.partition(";")
+        return " ".join([energy, *self.request.directions, "->", self.request.outputs, self.precision])
 
     @property
     def formula(self) -> Formula:
@@ -142,7 +146,20 @@ SCALARS = {
 """Plain numbers that the kernel takes, between inputs and outputs."""
 
 
-@functools.cache
+_COMMON = [
+    (Variant(Request(formula, (), outputs, weights), "float64", True, 0),)
+    for formula in (
+        potentials.lennard_jones(),
+        potentials.COULOMB,
+        potentials.EWALD_REAL_SPACE,
+        potentials.DSF,
+    )
+    for outputs, weights in (("wr", False), ("wrv", False), ("r", True))
+]
+"""What most calls come to: energies with forces, with virial, and the derivative of energies by positions."""
+
+
+@kernel_variants(*_COMMON)
 def pair_kernel(variant: Variant) -> Any:
     """The kernel for ``variant``, compiled at its first launch and kept on disk by its content.
 
@@ -330,7 +347,7 @@ _SKELETON = """
         n = m;
     }
 #endif
-    const double error = broken ? __builtin_nan("") : 0.0;
+    const double zero = 0.0, error = broken ? zero / zero : 0.0;
     @sums@
     if (lane > 0) return;
     if (broken) fault.data[0] = broken;

@@ -17,6 +17,7 @@ from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.neighbors.rows import NOTHING
 from nvalchemiops.torch.segments import add_systems, spread_systems
 
 INPUTS = {
@@ -254,6 +255,85 @@ def _evaluate(
     return {letter: result for letter, result in zip(OUTPUTS, found) if letter in outputs}
 
 
+# -- many at once ---------------------------------------------------------------------------------
+
+FOLDED_SLOTS = 2**22
+"""Neighbors that a mapped call lists at once, at most: the lists are repeated for each slice."""
+
+_BY_ATOM = ("positions", "parameters", "weights", "batch_idx", "species")
+_BY_SYSTEM = ("cell", "global_parameters")
+
+
+def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """The rule for ``vmap``: slices become systems of one call."""
+    names = [p.name for p in pair_sum.op.parameters]  # type: ignore[attr-defined]
+    given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
+    for name, dim in dims.items():
+        if isinstance(dim, int):
+            if not given[name].is_floating_point():
+                raise NotImplementedError(f"vmap over `{name}`: map positions, cells and parameters over one list")
+            given[name] = given[name].movedim(dim, 0)
+    mapped = {name for name, dim in dims.items() if isinstance(dim, int)}
+    chunk = max(1, FOLDED_SLOTS // max(given["neighbors"].shape[0], 1))
+    parts = []
+    for start in range(0, info.batch_size, chunk):
+        count = min(chunk, info.batch_size - start)
+        slices = {name: v[start : start + count] if name in mapped else v for name, v in given.items()}
+        parts.append(_folded(slices, mapped, count))
+    results = tuple(torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in zip(*parts))
+    return results, (0,) * len(results)
+
+
+def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.Tensor]:
+    """Results with a leading dimension for ``count`` slices, of which ``mapped`` are given."""
+    n_atoms = given["positions"].shape["positions" in mapped]
+    n_systems = given["n_systems"]
+
+    def repeated(name: str, axis: int = 0) -> torch.Tensor | None:
+        """All slices of an argument, one after the other along ``axis``."""
+        value = given[name]
+        if value is None:
+            return None
+        if name not in mapped:
+            value = value.unsqueeze(0).expand(count, *value.shape)
+        return value.movedim(0, axis).flatten(axis, axis + 1)
+
+    def numbered(name: str, step: int) -> torch.Tensor | None:
+        """The integers of an argument for all slices, each slice with numbers of its own."""
+        value = given[name]
+        if value is None:
+            return None
+        steps = step * torch.arange(count, dtype=value.dtype, device=value.device)
+        return value.unsqueeze(0) + steps.unsqueeze(1)
+
+    folded = dict(given)
+    folded |= {name: repeated(name) for name in (*_BY_ATOM, *_BY_SYSTEM, "neighbors", "shifts", "excluded_factors")}
+    folded |= {f"direction_{name}": repeated(f"direction_{name}", 1) for name in INPUTS.values()}
+    folded["n_systems"] = count * n_systems
+    if given["batch_idx"] is None:
+        atoms = torch.arange(count, dtype=torch.int32, device=given["neighbors"].device)
+        folded["batch_idx"] = atoms.repeat_interleave(n_atoms)
+    else:
+        folded["batch_idx"] = numbered("batch_idx", n_systems).flatten()  # type: ignore[union-attr]
+    neighbors = numbered("neighbors", n_atoms)
+    assert neighbors is not None
+    folded["neighbors"] = torch.where(given["neighbors"] == given["padding"], NOTHING, neighbors).flatten()
+    folded["padding"] = NOTHING
+    for name in ("first", "excluded"):
+        numbers = numbered(name, n_atoms)
+        folded[name] = None if numbers is None else numbers.flatten()
+    for name, entries in (("row_begin", "neighbors"), ("excluded_begin", "excluded")):
+        if given[name] is not None:
+            begins = numbered(name, given[entries].shape[0])
+            assert begins is not None
+            folded[name] = torch.cat([begins[:, :-1].flatten(), begins[-1, -1:]])
+    found = pair_sum(**folded)
+    return [
+        result.unflatten(0, (count, -1)) if letter in given["outputs"] else result.new_empty(count, 0)
+        for letter, result in zip(OUTPUTS, found)
+    ]
+
+
 # -- the op ---------------------------------------------------------------------------------------
 
 
@@ -262,6 +342,7 @@ def _evaluate(
     outputs=list(_SPECS.values()),
     grad_arrays=[*OUTPUTS.values(), *INPUTS.values(), *(f"direction_{name}" for name in INPUTS.values())],
     backward=_pullback,
+    vmap=_fold,
     trusted=True,
 )
 def pair_sum(

@@ -1,0 +1,174 @@
+"""Pair potentials on a GPU, and what can be told about their GPU code without one."""
+
+import pytest
+import torch
+import warp as wp
+
+from nvalchemiops.interactions.pair import sum as source
+from nvalchemiops.interactions.pair.derivatives import Request
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.interactions.pair.potentials import DSF
+from nvalchemiops.torch.interactions.pair import PairPotential, damped_shifted_force, lennard_jones
+from nvalchemiops.torch.interactions.pair import op as ops
+from nvalchemiops.torch.neighbors import neighbor_list
+from tests.systems import batch, crystal, triclinic
+
+TWO = batch(triclinic(6, charged=True), crystal("rocksalt", 5.6, 2, 0.2))
+EVERYTHING = {"compute_forces": True, "compute_virial": True}
+
+TABLES = PairPotential("c*exp(-a*r) + q1*q2*erf(r)/r", ("q",), (), ("c", "a"), cutoff=5.0, r_switch=4.0)
+TABLE = torch.tensor([[1.0, 2.0], [2.0, 0.5]], dtype=torch.float64)
+EXCLUDED = {
+    "exclusions": torch.tensor([[0, 1], [2, 4]]),
+    "exclusion_factors": torch.tensor([0.0, 0.5], dtype=torch.float64),
+}
+
+
+def results(device, dtype=torch.float64):
+    """Energies and first and second derivatives of potentials that between them use all parts of the kernel."""
+    system = TWO.to(dtype).to(device)
+    x, q, cell = (t.clone().requires_grad_() for t in system[:3])
+    matrix, _, shifts = neighbor_list(x.detach(), 6.0, cell.detach(), batch_idx=system.batch_idx)
+    near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "batch_idx": system.batch_idx}
+    table = TABLE.to(dtype).to(device)
+    species = (torch.arange(len(q), device=device) % 2).int()
+    excluded = {name: value.to(device) for name, value in EXCLUDED.items()}
+    calls = [
+        damped_shifted_force(5.0)(x, cell, q=q, alpha=0.3, **near, **EVERYTHING, compute_gradients=["q", "alpha"]),
+        lennard_jones(5.0, r_switch=4.0)(x, cell, sigma=1.7, epsilon=0.1, **near, **EVERYTHING, **excluded),
+        TABLES(x, cell, q=q, c=table, a=table, species=species, **near, **EVERYTHING, compute_gradients=["c"]),
+    ]
+    found = [r for call in calls for r in call]
+    loss = sum((r / (1.0 + r.detach().abs())).square().sum() for r in found)
+    slopes = torch.autograd.grad(loss, (x, q, cell), create_graph=True)
+    curvature = torch.autograd.grad(sum(s.tanh().sum() for s in slopes), (x, q, cell))
+    return [r.detach() for r in (*found, *slopes, *curvature)]
+
+
+def assert_equal(found, expected, tolerance):
+    for a, b in zip(found, expected, strict=True):
+        size = b.double().abs().max().clamp(min=1.0)
+        torch.testing.assert_close(a.double() / size, b.double() / size, rtol=0.0, atol=tolerance, check_device=False)
+
+
+@pytest.mark.gpu
+def test_gpu_equals_cpu(dtype):
+    expected = results(torch.device("cpu"))
+    found = [r.cpu() for r in results(torch.device("cuda"), dtype)]
+    # second derivatives in single precision lose digits to the steepness of the potentials
+    assert_equal(found, expected, 1e-11 if dtype is torch.float64 else 2e-3)
+
+
+@pytest.mark.gpu
+def test_bits_repeat_on_a_gpu():
+    first = results(torch.device("cuda"))
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(results(torch.device("cuda")), first, strict=True))
+
+
+@pytest.mark.gpu
+def test_nothing_waits_and_a_graph_replays():
+    system = TWO.to(torch.device("cuda"))
+    matrix, _, shifts = neighbor_list(system.positions, 6.0, system.cell, batch_idx=system.batch_idx)
+    near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "batch_idx": system.batch_idx}
+    potential = damped_shifted_force(5.0)
+    x = system.positions.clone().requires_grad_()
+
+    def step():
+        energies, forces = potential(x, system.cell, q=system.charges, alpha=0.3, **near, compute_forces=True)
+        return (*torch.autograd.grad(energies.sum() + forces.square().sum(), x), forces)
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x += 0.01
+    graph.replay()
+    torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_wrong_index_on_a_gpu_is_nan_not_a_crash():
+    system = TWO.to(torch.device("cuda"))
+    matrix, _, shifts = neighbor_list(system.positions, 6.0, system.cell, batch_idx=system.batch_idx)
+    matrix[3, 0] = 10**6
+    potential = damped_shifted_force(5.0)
+    near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "batch_idx": system.batch_idx}
+    energies = potential(system.positions, system.cell, q=system.charges, alpha=0.3, **near)
+    assert energies.isnan().nonzero().flatten().tolist() == [3]
+
+
+# -- without a GPU --------------------------------------------------------------------------------
+
+ONE_LANE = """
+    struct { int x; } threadIdx = {0};
+    static const auto __shfl_xor_sync = [](unsigned, auto value, int) { return value; };
+    static const auto scaled_erfc = [](double x) { return wp::exp(x * x) * wp::erfc(x); };
+"""
+
+
+@pytest.fixture
+def gpu_branch(monkeypatch):
+    """The kernels' GPU branch, built for the CPU with warps of one thread."""
+    written = source.source
+
+    def rewritten(variant):
+        text = written(variant)
+        assert text.count("#if defined(__CUDA_ARCH__)") == 2 and "::erfcx" in text
+        text = text.replace("#if defined(__CUDA_ARCH__)", "#if 1").replace("::erfcx", "scaled_erfc")
+        return ONE_LANE + text
+
+    monkeypatch.setattr(source, "WARP", 1)
+    monkeypatch.setattr(source, "source", rewritten)
+    ops._kernel.cache_clear()
+    source.pair_kernel.cache_clear()
+    yield
+    ops._kernel.cache_clear()
+    source.pair_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("precision", [torch.float64, torch.float32], ids=str)
+def test_the_gpu_branch_computes_the_same(precision, request):
+    expected = results(torch.device("cpu"))
+    request.getfixturevalue("gpu_branch")
+    assert_equal(results(torch.device("cpu"), precision), expected, 1e-11 if precision is torch.float64 else 2e-3)
+
+
+VARIANTS = {
+    "all directions, float32": source.Variant(Request(DSF, ("rcpgw", "rw"), "wrcpg", True, True), "float32", True, 0),
+    "tables, open": source.Variant(Request(TABLES.formula, (), "wrp"), "float64", False, 3),
+    "every function": source.Variant(
+        Request(
+            Formula(
+                "log(r) + sin(r) + cos(r) + tan(r) + asin(r/9) + acos(r/9) + atan(r) + sinh(r) + cosh(r) + tanh(r) "
+                "+ sqrt(r) + exp(-r) + erf(r) + erfc(r) + r^a + abs(r - 1) + min(r, 2) + max(r, 3) "
+                "+ select(step(r), r, 1)",
+                (),
+                ("a",),
+            ),
+            ("r",),
+            "wrg",
+        ),
+        "float32",
+        True,
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kernels_compile_for_a_gpu(name, tmp_path):
+    wp.compile_aot_module(source.pair_kernel(VARIANTS[name]).module, arch=90, module_dir=tmp_path)
+    assert list(tmp_path.glob("*.cubin"))
