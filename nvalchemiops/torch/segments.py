@@ -19,6 +19,10 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
     result = torch.empty((n_systems, n_columns), dtype=torch.float64, device=values.device)
     if n_atoms == 0 or result.numel() == 0:
         return result.zero_()
+    if batch_idx is not None and not batch_idx.is_cuda:
+        low, high = (int(end) for end in torch.aminmax(batch_idx))
+        if not 0 <= low <= high < n_systems:
+            raise ValueError(f"`batch_idx` must hold numbers in 0 .. {n_systems - 1}, got {low} .. {high}")
     order = begin = block_begin = None
     n_blocks = -(-n_atoms // BLOCK)
     if n_systems > 1:
@@ -46,8 +50,6 @@ def _sorted(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | Non
     if batch_idx.is_cuda or not bool((batch_idx[1:] >= batch_idx[:-1]).all()):
         batch_idx, order = torch.sort(batch_idx, stable=True)
         order = order.to(torch.int32)
-    if not batch_idx.is_cuda and not 0 <= int(batch_idx[0]) <= int(batch_idx[-1]) < n_systems:
-        raise ValueError(f"`batch_idx` must hold numbers in 0 .. {n_systems - 1}")
     systems = torch.arange(n_systems + 1, dtype=batch_idx.dtype, device=batch_idx.device)
     return order, torch.searchsorted(batch_idx, systems, out_int32=True)
 

@@ -111,7 +111,9 @@ def derivatives(request: Request) -> dict[str, Any]:
             products.append((k, b))
     results: dict[str, Any] = {}
     if WEIGHTS in outputs:
-        results |= {"energy": pair.diff(omega), "self_energy": atom.diff(weight)}
+        # of the weight of a pair, weights of atoms are only a part
+        factor = sympy.Symbol("factor", real=True) if request.excluding else 1
+        results |= {"energy": factor * pair.diff(omega), "self_energy": atom.diff(weight)}
     if set(outputs) & {POSITIONS, CELL, VIRIAL}:
         results["slope"] = 2 * pair.diff(symbols.squared)
         results |= {f"slope{k}": pair.diff(b) for k, b in products}

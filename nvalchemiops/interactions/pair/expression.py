@@ -6,10 +6,9 @@ order. Parameters of the two atoms end in 1 and 2. The conventions are those of 
 """
 
 import ast
-import dataclasses
 import difflib
 import functools
-import json
+import math
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -26,12 +25,17 @@ MAX_EXPONENT = 200
 
 MAX_NUMBER = 1e300
 
+SAMPLES = 150
+"""Random points at which an expression is compared with the two atoms exchanged."""
+
+SEPARATOR = "|"
+"""Between the parts of `Formula.text`; no expression contains it."""
+
 RESERVED = ("r", "cutoff", "r_switch", "pi")
 """Symbols with a meaning of their own: the distance, and where the potential ends and begins to be switched off."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Formula:
+class Formula(NamedTuple):
     """A pair potential as it was written: all that its kernels depend on.
 
     Attributes
@@ -55,16 +59,21 @@ class Formula:
     switched: bool = False
     self_energy: str = ""
 
-    @functools.cached_property
+    @property
     def text(self) -> str:
-        """The formula as a string, from which `Formula.read` makes it again, in any process."""
-        return json.dumps(dataclasses.astuple(self), separators=(",", ":"))
+        """The formula as a string, from which `read` makes it again, in any process."""
+        # put together by hand, so that a compiler can follow
+        names = [",".join(group) for group in (self.per_atom, self.global_parameters, self.per_pair)]
+        flags = "shifted" * self.shifted + "switched" * self.switched
+        return SEPARATOR.join([self.expression, *names, flags, self.self_energy])
 
     @staticmethod
     @functools.cache
     def read(text: str) -> "Formula":
         """The formula that ``text`` was made of."""
-        return Formula(*(tuple(v) if isinstance(v, list) else v for v in json.loads(text)))
+        expression, *groups, flags, alone = text.split(SEPARATOR)
+        own, shared, tables = (tuple(group.split(",")) if group else () for group in groups)
+        return Formula(expression, own, shared, tables, "shifted" in flags, "switched" in flags, alone)
 
 
 class Symbols(NamedTuple):
@@ -91,6 +100,10 @@ def check_names(formula: Formula) -> None:
                 if written in seen:
                     raise ValueError(f"`{kind}`: the symbol '{written}' of '{name}' {seen[written]}")
                 seen[written] = f"is taken by `{kind}`"
+    names = [*formula.per_atom, *formula.global_parameters, *formula.per_pair]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"the parameter '{name}' is declared twice, but a call gives it by its name")
 
 
 @functools.cache
@@ -169,7 +182,8 @@ def _switch(r: Any, symbols: Symbols) -> Any:
 
 
 def _check_uses(energy: Any, formula: Formula, symbols: Symbols) -> None:
-    used = energy.free_symbols
+    alone = self_energy(formula)
+    used = energy.free_symbols | (set() if alone is None else alone.free_symbols)
     for kind, groups in (
         ("per_atom", tuple(zip(symbols.own, symbols.other))),
         ("global_parameters", tuple((g,) for g in symbols.of_system)),
@@ -192,11 +206,16 @@ def _check_symmetry(energy: Any, formula: Formula, symbols: Symbols) -> None:
     both = [sympy.lambdify(arguments, e, modules) for e in (energy, energy.xreplace(exchange))]
     source = random.Random(0)
     compared = 0
-    for _ in range(40):
-        point = [mpmath.mpf(source.uniform(0.3, 2.0)) for _ in arguments]
+    for n in range(SAMPLES):
+        # over a few decades of distance, where steps may be
+        ranges = {symbols.squared: (0.01, 1000.0), symbols.cutoff: (0.3, 30.0), symbols.r_switch: (0.2, 10.0)}
+        point = [
+            mpmath.mpf(math.exp(source.uniform(*map(math.log, ranges.get(a, (0.3, 2.0) if n % 2 else (0.01, 100.0))))))
+            for a in arguments
+        ]
         try:
             there, back = (f(*point) for f in both)
-        except (ArithmeticError, ValueError):  # outside of the domain of a function
+        except (ArithmeticError, TypeError, ValueError):  # outside of the domain of a function
             continue
         if not (mpmath.isfinite(there) and mpmath.isfinite(back)):
             continue
@@ -209,7 +228,7 @@ def _check_symmetry(energy: Any, formula: Formula, symbols: Symbols) -> None:
                 "instance as the mean of both orders"
             )
     if not compared:
-        raise ValueError("`expression` has no finite value at any of 40 random points between 0.3 and 2")
+        raise ValueError(f"`expression` has no finite value at any of {SAMPLES} random points")
 
 
 def _value(symbol: Any, arguments: Sequence[Any], point: Sequence[Any]) -> Any:
@@ -226,6 +245,9 @@ class _Reader:
             raise ValueError(f"`{label}` has {len(text)} characters, more than {MAX_LENGTH}")
         self.label = label
         self.text = text
+        for character in "#\\" + SEPARATOR:  # Python's syntax has comments and more
+            if character in text:
+                raise self.error(f"'{character}' is not known here", text.index(character))
         self.known = dict(known)
         self.per_atom = per_atom
         self.definitions: dict[str, tuple[str, int]] = {}
@@ -269,20 +291,21 @@ class _Reader:
         for column, c in enumerate(part):
             c = "**" if c == "^" else " " if c.isspace() else c
             text += c
-            columns += [offset + column] * len(c.encode())
+            columns += [offset + column] * len(c)
         columns.append(offset + len(part))
-        stripped = text.lstrip()
-        skipped = len(text.encode()) - len(stripped.encode())
-        if not stripped.strip():
+        skipped = len(text) - len(text.lstrip())
+        text = text.lstrip()
+        if not text.strip():
             raise self.error("an expression is missing", offset)
         try:
-            tree = ast.parse(stripped, mode="eval")
+            tree = ast.parse(text, mode="eval")
         except SyntaxError as error:
             at = min(skipped + (error.offset or 1) - 1, len(columns) - 1)
             raise self.error(f"not an arithmetic expression ({error.msg})", columns[at]) from None
         except (MemoryError, ValueError) as error:
             raise self.error(f"not an arithmetic expression ({error})", offset) from None
-        return self.convert(tree.body, lambda node: columns[skipped + node.col_offset])
+        encoded = text.encode()
+        return self.convert(tree.body, lambda node: columns[skipped + len(encoded[: node.col_offset].decode())])
 
     def symbol(self, name: str, position: int) -> Any:
         if name in self.known:
@@ -333,6 +356,8 @@ class _Reader:
                     case ast.Pow():
                         if b.is_number and not abs(b) <= MAX_EXPONENT:
                             raise self.error(f"the exponent is larger than {MAX_EXPONENT}", column(right))
+                        if a.is_number and b.is_number:
+                            self.check_constant(lambda: float(a) ** float(b), column(node))
                         result = a**b
                     case _:
                         raise self.error(f"the operator {type(op).__name__} is not known here", column(node))
@@ -342,11 +367,30 @@ class _Reader:
                 raise self.error("comparisons are not known here: use step(x), which is 1 for x >= 0", column(node))
             case _:
                 raise self.error(f"{type(node).__name__} is not known here", column(node))
-        if result.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo):
-            raise self.error("this is not finite", column(node))
-        if result.is_Rational and max(abs(result.p), result.q) > MAX_NUMBER:
-            raise self.error("the number is too large", column(node))
+        if result.is_number:
+            if result.has(sympy.zoo, sympy.nan, sympy.oo, -sympy.oo):
+                raise self.error("this is not finite", column(node))
+            if result.is_real is False:
+                raise self.error("this is not a real number", column(node))
+            self.check_constant(lambda: float(result), column(node))
+            if result.is_Rational and max(abs(result.p), result.q) > 10**100:
+                result = sympy.Float(result, 40)  # a power of a decimal fraction
         return result
+
+    def check_constant(self, value: Callable[[], Any], position: int) -> None:
+        """Raise unless the value is a real number of a sane size."""
+        try:
+            number = value()
+        except ZeroDivisionError:
+            raise self.error("this is not finite", position) from None
+        except OverflowError:
+            number = math.inf
+        except (TypeError, ValueError):
+            number = math.nan
+        if isinstance(number, complex) or math.isnan(number):
+            raise self.error("this is not a real number", position)
+        if abs(number) > MAX_NUMBER:
+            raise self.error("the number is too large", position)
 
     def call(self, name: str, arguments: list[Any], position: int) -> Any:
         if name not in FUNCTIONS:
@@ -356,6 +400,9 @@ class _Reader:
         count, make = FUNCTIONS[name]
         if len(arguments) != count:
             raise self.error(f"{name} takes {count} argument{'s' * (count > 1)}, got {len(arguments)}", position)
+        if hasattr(math, name) and all(a.is_number for a in arguments):
+            # before sympy tries, which may take for ever
+            self.check_constant(lambda: getattr(math, name)(*map(float, arguments)), position)
         return make(*arguments)
 
 
@@ -388,7 +435,7 @@ def _piecewise_functions() -> tuple[Any, Any]:
 
         @classmethod
         def eval(cls, x: Any) -> Any:
-            return sympy.Integer(int(x >= 0)) if x.is_number and x.is_real else None
+            return sympy.Integer(1 if x >= 0 else 0) if x.is_number and x.is_real else None
 
         def _eval_derivative(self, x: Any) -> Any:
             return sympy.S.Zero

@@ -4,8 +4,6 @@ Energies are those of a pair. Charges are in units in which the Coulomb energy i
 to pairs of species rather than to atoms, the same expression is used with tables, see `with_tables`.
 """
 
-import dataclasses
-
 from nvalchemiops.interactions.pair.expression import Formula
 
 MIXING = {
@@ -140,4 +138,4 @@ def ziegler_biersack_littmark(coulomb_constant: float, bohr_radius: float) -> Fo
 
 def with_tables(formula: Formula) -> Formula:
     """The same potential, with tables by species instead of global parameters."""
-    return dataclasses.replace(formula, global_parameters=(), per_pair=formula.global_parameters)
+    return formula._replace(global_parameters=(), per_pair=formula.global_parameters)

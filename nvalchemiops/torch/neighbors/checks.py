@@ -9,11 +9,17 @@ import torch
 FLOATS = (torch.float32, torch.float64)
 
 
-def on_host(tensor: torch.Tensor) -> np.ndarray:
-    """The values of a tensor as a numpy array, also under ``torch.func.grad`` and its like."""
-    values = tensor.detach().cpu()
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, also under ``torch.func.grad`` and its like."""
+    values = tensor.detach()
     while torch._C._functorch.is_gradtrackingtensor(values):
         values = torch._C._functorch.get_unwrapped(values)
+    return values
+
+
+def on_host(tensor: torch.Tensor) -> np.ndarray:
+    """The values of a tensor as a numpy array, also under ``torch.func.grad`` and its like."""
+    values = plain(tensor.cpu())
     with torch._C._DisableFuncTorch():
         return values.numpy()
 

@@ -17,7 +17,7 @@ NOTHING = -(2**31)
 
 
 class GivenNeighbors(NamedTuple):
-    """Neighbors as a caller gives them: a list of pairs, a matrix, or neither."""
+    """Neighbors as a caller gives them: a list of pairs, a matrix, or neither; and what some are called there."""
 
     neighbor_list: torch.Tensor | None = None
     neighbor_ptr: torch.Tensor | None = None
@@ -25,6 +25,8 @@ class GivenNeighbors(NamedTuple):
     neighbor_matrix: torch.Tensor | None = None
     matrix_shifts: torch.Tensor | None = None
     fill_value: int | None = None
+    shifts_name: str = "neighbor_shifts"
+    fill_name: str = "fill_value"
 
 
 class Rows(NamedTuple):
@@ -79,9 +81,9 @@ def rows_of(
         raise ValueError("`neighbor_list` and `neighbor_matrix` are both given; give one of them")
     for name, value, is_there in (
         ("neighbor_ptr", given.neighbor_ptr, has_list),
-        ("neighbor_shifts", given.shifts, has_list),
+        (given.shifts_name, given.shifts, has_list),
         ("neighbor_matrix_shifts", given.matrix_shifts, has_matrix),
-        ("fill_value", given.fill_value, has_list or has_matrix),
+        (given.fill_name, given.fill_value, has_list or has_matrix),
     ):
         if value is not None and not is_there:
             raise ValueError(f"`{name}` is given without the list that it belongs to")
@@ -89,7 +91,7 @@ def rows_of(
         return None
     shifts = given.shifts if has_list else given.matrix_shifts
     if periodic != (shifts is not None):
-        name = "neighbor_shifts" if has_list else "neighbor_matrix_shifts"
+        name = given.shifts_name if has_list else "neighbor_matrix_shifts"
         missing, there = (name, "cell") if periodic else ("cell", name)
         raise ValueError(f"`{missing}` is needed with `{there}`: together they say where the images are")
     rows = (_from_list if has_list else _from_matrix)(given, positions)
@@ -139,7 +141,7 @@ def _from_matrix(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
     if shifts is not None:
         checks.check_index("neighbor_matrix_shifts", shifts, positions, (n_atoms, width, 3))
         shifts = _int32(shifts).view(-1, 3)
-    padding = n_atoms if given.fill_value is None else checks.check_int("fill_value", given.fill_value)
+    padding = n_atoms if given.fill_value is None else checks.check_int(given.fill_name, given.fill_value)
     return Rows(None, _int32(matrix).view(-1), shifts, width, padding, None)
 
 
@@ -154,9 +156,9 @@ def _from_list(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
     else:
         checks.check_index("neighbor_ptr", ptr, positions, (n_atoms + 1,))
     if shifts is not None:
-        checks.check_index("neighbor_shifts", shifts, positions, (pairs.shape[1], 3))
+        checks.check_index(given.shifts_name, shifts, positions, (pairs.shape[1], 3))
         shifts = _int32(shifts)
-    padding = NOTHING if given.fill_value is None else checks.check_int("fill_value", given.fill_value)
+    padding = NOTHING if given.fill_value is None else checks.check_int(given.fill_name, given.fill_value)
     return Rows(_int32(ptr), _int32(pairs[1]), shifts, 0, padding, first)
 
 

@@ -130,6 +130,8 @@ def _coulomb(
 ) -> Any:
     checks.check_positions(positions, finite=False)
     check_charges(charges, positions)
+    if not isinstance(alpha, (int, float, torch.Tensor)):
+        raise TypeError(f"`alpha` must be a number or a tensor, got {type(alpha).__name__}")
     bare = not isinstance(alpha, torch.Tensor) and float(alpha) == 0.0
     parameters: dict[str, Any] = {"q": charges} if bare else {"q": charges, "alpha": alpha}
     return evaluate(
@@ -214,7 +216,15 @@ def dsf_coulomb(
         positions,
         cell,
         {"q": charges, "alpha": alpha},
-        GivenNeighbors(neighbor_list, neighbor_ptr, unit_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value),
+        GivenNeighbors(
+            neighbor_list,
+            neighbor_ptr,
+            unit_shifts,
+            neighbor_matrix,
+            neighbor_matrix_shifts,
+            fill_value,
+            shifts_name="unit_shifts",
+        ),
         Wanted(compute_forces, (), compute_virial, "system"),
         cutoff=checks.check_positive("cutoff", cutoff),
         batch_idx=batch_idx,
@@ -294,7 +304,13 @@ def ewald_real_space(
         cell,
         {"q": charges, "alpha": alpha},
         GivenNeighbors(
-            neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value
+            neighbor_list,
+            neighbor_ptr,
+            neighbor_shifts,
+            neighbor_matrix,
+            neighbor_matrix_shifts,
+            mask_value,
+            fill_name="mask_value",
         ),
         Wanted(compute_forces, ("q",) * compute_charge_gradients, compute_virial, energy_reduction),
         cutoff=None if cutoff is None else checks.check_positive("cutoff", cutoff),

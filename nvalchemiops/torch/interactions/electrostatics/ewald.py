@@ -221,7 +221,13 @@ def ewald_summation(
     dual_vectors(lattice, np.ones((n_systems, 3), dtype=bool))  # raises for a singular cell
 
     given = GivenNeighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value
+        neighbor_list,
+        neighbor_ptr,
+        neighbor_shifts,
+        neighbor_matrix,
+        neighbor_matrix_shifts,
+        mask_value,
+        fill_name="mask_value",
     )
     sizes = system_sizes(cell, batch_idx)
     rows = rows_of(given, positions, periodic=True)

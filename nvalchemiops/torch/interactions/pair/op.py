@@ -83,9 +83,9 @@ def _kernel(
     parts = tuple(directions.split("|")) if directions else ()
     request = Request(Formula.read(formula), parts, outputs, weights, excluding)
     variant = core.Variant(request, precision, periodic, n_species)
-    read, written = core.inputs_of(variant), core.outputs_of(variant)
+    inputs, written = core.inputs_of(variant), core.outputs_of(variant)
     widths = core.width_of_sums(outputs, len(request.formula.global_parameters))
-    return core.pair_kernel(variant), [a.name for a in read], [a.name for a in written], widths
+    return core.pair_kernel(variant), [a.name for a in inputs], [a.name for a in written], widths
 
 
 # -- the derivative -------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ def pair_sum(
         Distances.
     """
     precision = "float32" if positions.dtype is torch.float32 else "float64"
-    kernel, read, written, columns = _kernel(
+    kernel, inputs, written, columns = _kernel(
         formula,
         directions,
         outputs,
@@ -453,7 +453,7 @@ def pair_sum(
     launch(
         kernel,
         n_atoms,
-        [*(given[name] for name in read), width, padding, cutoff, r_switch],
+        [*(given[name] for name in inputs), width, padding, cutoff, r_switch],
         [memory[name] for name in written],
         lanes=core.WARP,
     )

@@ -1,6 +1,8 @@
 """`PairPotential`: a formula for the energy of a pair, and the call that sums it over neighbors."""
 
-import dataclasses
+import inspect
+import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ from nvalchemiops.interactions.pair.expression import self_energy as alone
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
-from nvalchemiops.torch.segments import system_sums
+from nvalchemiops.torch.segments import spread_systems, system_sums
 
 
 class PairPotential:
@@ -84,19 +86,22 @@ class PairPotential:
         r_switch: float | None = None,
         self_energy: str = "",
     ) -> None:
-        for kind, value in (("per_atom", per_atom), ("global_parameters", global_parameters), ("per_pair", per_pair)):
-            if isinstance(value, str):
-                raise TypeError(f"`{kind}` must be a sequence of names, got the string {value!r}")
+        for label, text in (("expression", expression), ("self_energy", self_energy)):
+            if not isinstance(text, str):
+                raise TypeError(f"`{label}` must be a string, got {type(text).__name__}")
         self.formula = Formula(
             expression,
-            tuple(per_atom),
-            tuple(global_parameters),
-            tuple(per_pair),
+            _names("per_atom", per_atom),
+            _names("global_parameters", global_parameters),
+            _names("per_pair", per_pair),
             bool(shifted),
             r_switch is not None,
             self_energy,
         )
         self.cutoff, self.r_switch = check_distances(self.formula, cutoff, r_switch)
+        for name, value in (("cutoff", cutoff), ("r_switch", r_switch)):
+            if value is None and re.search(rf"\b{name}\b", expression + ";" + self_energy):
+                raise ValueError(f"`{name}` is needed: the expression contains it")
         pair_energy(self.formula)  # raises for an expression that cannot be used
         alone(self.formula)
 
@@ -232,7 +237,7 @@ class PairPotential:
     ) -> "PairPotential":
         """The potential for a formula that is known to be right."""
         potential = cls.__new__(cls)
-        formula = dataclasses.replace(formula, shifted=bool(shifted), switched=r_switch is not None)
+        formula = formula._replace(shifted=bool(shifted), switched=r_switch is not None)
         potential.formula = formula
         potential.cutoff, potential.r_switch = check_distances(formula, cutoff, r_switch)
         return potential
@@ -245,6 +250,21 @@ class PairPotential:
         parts += [f"r_switch={self.r_switch}"] * formula.switched
         parts += [f"self_energy={formula.self_energy!r}"] * bool(formula.self_energy)
         return f"PairPotential({', '.join(parts)})"
+
+
+def _names(kind: str, names: Any) -> tuple[str, ...]:
+    """Names of parameters, spelled as Python spells them; raise if an argument of the call has the name."""
+    if isinstance(names, str):
+        raise TypeError(f"`{kind}` must be a sequence of names, got the string {names!r}")
+    taken = inspect.signature(PairPotential.__call__).parameters
+    found = []
+    for name in names:
+        if isinstance(name, str):
+            name = unicodedata.normalize("NFKC", name)
+            if name in taken:
+                raise ValueError(f"`{kind}`: a parameter cannot be called '{name}', which is an argument of the call")
+        found.append(name)
+    return tuple(found)
 
 
 class Wanted(NamedTuple):
@@ -262,8 +282,6 @@ def check_distances(formula: Formula, cutoff: Any, r_switch: Any) -> tuple[float
         cutoff = checks.check_positive("cutoff", cutoff)
     elif formula.shifted or formula.switched:
         raise ValueError("`cutoff` is needed: " + ("`r_switch`" if formula.switched else "`shifted`") + " refers to it")
-    elif "cutoff" in formula.expression + formula.self_energy:
-        raise ValueError("`cutoff` is needed: the expression contains it")
     if r_switch is not None:
         r_switch = checks.check_positive("r_switch", r_switch)
         if r_switch >= cutoff:
@@ -295,7 +313,9 @@ def evaluate(
     checks.check_positions(positions, finite=False)
     if wanted.energy_reduction not in ("atom", "system"):
         raise ValueError(f"`energy_reduction` must be 'atom' or 'system', got {wanted.energy_reduction!r}")
-    cell, batch_idx, n_systems = _systems(positions, cell, batch_idx, num_systems, formula, wanted)
+    has_list = isinstance(given, Rows) or given.neighbor_list is not None or given.neighbor_matrix is not None
+    needs_number = not has_list or wanted.virial or wanted.energy_reduction != "atom" or formula.global_parameters != ()
+    cell, batch_idx, n_systems = _systems(positions, cell, batch_idx, num_systems, needs_number)
     values, tables = _parameters(formula, parameters, positions, species, n_systems)
     if isinstance(given, Rows):
         rows = given
@@ -352,19 +372,21 @@ def evaluate(
             at = len(formula.per_atom) + tables[1] * formula.per_pair.index(name)
             rows_of_table = parameter_gradients[:, at : at + tables[1]]
             assert tables[0] is not None
-            zeros = rows_of_table.new_zeros(tables[1], tables[1])
-            results.append(zeros.index_put((tables[0].long(),), rows_of_table, accumulate=True))
+            results.append(system_sums(rows_of_table, tables[0], tables[1]))
     if wanted.virial:
         results.append(virial)
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def _systems(
-    positions: torch.Tensor, cell: Any, batch_idx: Any, num_systems: int | None, formula: Formula, wanted: Wanted
+    positions: torch.Tensor, cell: Any, batch_idx: Any, num_systems: int | None, needs_number: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
     """Cell (n_systems, 3, 3) or None, system of each atom as int32 or None, and the number of systems."""
+    n_atoms = positions.shape[0]
     if num_systems is not None:
         num_systems = checks.check_int("num_systems", num_systems)
+        if num_systems < (n_atoms > 0):
+            raise ValueError(f"`num_systems` must be positive, got {num_systems}")
     if cell is not None:
         checks.check_lattice(cell, positions)
         cell = cell.reshape(-1, 3, 3)
@@ -372,22 +394,25 @@ def _systems(
         if num_systems not in (None, 1) or (cell is not None and cell.shape[0] != 1):
             raise ValueError("`batch_idx` is needed to tell several systems apart")
         return cell, None, 1
-    checks.check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
+    checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
     batch_idx = batch_idx.to(torch.int32)
     if num_systems is None:
         if cell is not None and cell.shape[0] != 1:
             num_systems = cell.shape[0]
-        elif not (cell is not None or formula.global_parameters or wanted.virial or wanted.energy_reduction != "atom"):
-            num_systems = 1  # nobody asks
+        elif cell is None and not needs_number:
             return None, None, 1
         elif torch.compiler.is_compiling():
             raise ValueError("`num_systems` is needed inside torch.compile, where `batch_idx` cannot be read")
         else:
-            num_systems = int(batch_idx.max()) + 1 if batch_idx.shape[0] else 1
+            num_systems = int(batch_idx.max()) + 1 if n_atoms else 1
     if cell is not None and cell.shape[0] != num_systems:
         if cell.shape[0] != 1:
             raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {num_systems}")
         cell = cell.expand(num_systems, 3, 3)
+    if n_atoms and not batch_idx.is_cuda and not torch.compiler.is_compiling():
+        low, high = torch.aminmax(checks.plain(batch_idx))
+        if not 0 <= int(low) <= int(high) < num_systems:
+            raise ValueError(f"`batch_idx` must hold numbers in 0 .. {num_systems - 1}, got {int(low)} .. {int(high)}")
     return cell, batch_idx, num_systems
 
 
@@ -418,14 +443,14 @@ def _parameters(
         for name in formula.per_pair:
             table = parameters[name]
             check_real(name, table, positions)
-            n_species = n_species or table.shape[0]
+            n_species = n_species or (table.shape[0] if table.ndim else 1)
             if tuple(table.shape) != (n_species, n_species):
                 raise ValueError(
                     f"`{name}` must have shape (n_species, n_species) = ({n_species}, {n_species}), got "
                     f"{tuple(table.shape)}"
                 )
             # a species without a row is found by the kernel, which says so
-            columns.append(table[species.long().clamp(0, max(n_species - 1, 0))])
+            columns.append(spread_systems(table, species.clamp(0, n_species - 1), n_atoms))
     elif species is not None:
         raise ValueError("`species` is given, but the potential has no tables (per_pair)")
     return (_together(columns), _together(of_systems)), (species, n_species)
@@ -435,7 +460,7 @@ def _column(name: str, value: Any, size: int, size_name: str, positions: torch.T
     """A parameter as a tensor (size, 1)."""
     if not isinstance(value, torch.Tensor):
         try:
-            number = float(value)
+            number = float("text" if isinstance(value, str) else value)
         except (TypeError, ValueError):
             raise TypeError(f"`{name}` must be a number or a tensor, got {type(value).__name__}") from None
         return torch.full((size, 1), number, dtype=positions.dtype, device=positions.device)
