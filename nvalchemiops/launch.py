@@ -10,7 +10,7 @@ import operator
 import os
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,10 +21,10 @@ from nvalchemiops import __version__
 from nvalchemiops._warp import ensure_warp
 
 MINIMUM_CHUNK = 250e-6
-"""Seconds of work for each thread, at least: a launch of less than twice this stays whole."""
+"""Seconds of work in a piece that a thread takes, at least: a launch of less than twice this stays whole."""
 
-HAND_OVER = 0.4
-"""Part of `MINIMUM_CHUNK` in which a thread wakes up; the launching thread does that much more than the others."""
+PIECES = 8
+"""Pieces for each thread that a launch is cut into, at most."""
 
 OFFSET = "offset"
 """Name of the first parameter of a gather-only kernel: the row at which its chunk begins."""
@@ -313,30 +313,48 @@ def launch(
         return
     # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole
     cost = _row_cost.get((kernel, kind), 0.0)
-    chunks = min(threads, int(rows * cost / MINIMUM_CHUNK))
-    start = time.perf_counter()
-    if chunks <= 1:
+    count = min(rows, PIECES * threads, int(rows * cost / MINIMUM_CHUNK))
+    if count <= 1:
+        start = time.perf_counter()
         _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
         _row_cost[kernel, kind] = (time.perf_counter() - start) / rows
         return
-    # this thread does more than the others, since it begins at once
-    share = max(1, int((rows - HAND_OVER * MINIMUM_CHUNK / cost) / chunks))
-    edges = [0, *(rows - share * (chunks - 1 - c) for c in range(chunks))]
-    pieces = [((b - a, *grid[1:]), [a, *arguments]) for a, b in zip(edges, edges[1:])]
     with loading():
         wp.load_module(kernel.module, device=device)  # again, if the module has got another kernel since
-    pool = _workers(chunks - 1)
-    waiting: list[Future[None]] = []
+    # Whoever is free takes the next piece: a thread may wake up late, or share its core with one that torch left
+    # spinning after an operation of its own.
+    edges = [rows * piece // count for piece in range(count + 1)]
+    pieces = iter(range(count))
+    task = functools.partial(_launch_pieces, kernel, edges, pieces, grid[1:], arguments, device, block)
+    waiting: list[Future[float]] = []
     try:
-        for piece, rest in pieces[1:]:
-            waiting.append(pool.submit(_launch_in_worker, kernel, piece, rest, device, block))
-        start = time.perf_counter()
-        _launch_recorded(kernel, *pieces[0], device, stream, block)
-        _row_cost[kernel, kind] = (time.perf_counter() - start) / edges[1]
+        pool = _workers(threads - 1)
+        for _ in range(min(threads, count) - 1):
+            waiting.append(pool.submit(_work, task))
+        _row_cost[kernel, kind] = task()
+        waiting = [worker for worker in waiting if not worker.cancel()]  # who has not begun need not
     finally:
         _wait_for_all(waiting)
-    for chunk in waiting:
-        chunk.result()
+    for worker in waiting:
+        worker.result()
+
+
+def _launch_pieces(
+    kernel: wp.Kernel,
+    edges: Sequence[int],
+    pieces: Iterator[int],
+    columns: tuple[int, ...],
+    arguments: list[Any],
+    device: Any,
+    block: int | None,
+) -> float:
+    """Launch pieces until none is left; the seconds that a row took."""
+    rows, start = 0, time.perf_counter()
+    for piece in pieces:  # one thread at a time can advance an iterator over numbers
+        first, size = edges[piece], edges[piece + 1] - edges[piece]
+        _launch_recorded(kernel, (size, *columns), [first, *arguments], device, None, block)
+        rows += size
+    return (time.perf_counter() - start) / max(rows, 1)
 
 
 def launch_adjoint(
@@ -368,7 +386,7 @@ def launch_adjoint(
     )
 
 
-def _wait_for_all(chunks: Sequence[Future[None]]) -> None:
+def _wait_for_all(chunks: Sequence[Future[Any]]) -> None:
     """Wait even through Ctrl-C, which is raised afterwards: the arrays must outlive every chunk that writes to them."""
     interrupt = None
     for chunk in chunks:
@@ -396,11 +414,9 @@ def has_adjoint(kernel: wp.Kernel) -> bool:
     return bool(kernel.module.options.get("enable_backward", True) if enabled is None else enabled)
 
 
-def _launch_in_worker(
-    kernel: wp.Kernel, grid: tuple[int, ...], arguments: list[Any], device: Any, block: int | None
-) -> None:
+def _work(task: Callable[[], float]) -> float:
     _thread.is_worker = True
-    _launch_recorded(kernel, grid, arguments, device, None, block)
+    return task()
 
 
 def _launch_recorded(

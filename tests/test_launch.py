@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 import torch
@@ -61,7 +62,7 @@ def test_same_bits_at_any_number_of_threads(rows, threads, always_split):
     for n in (1, 2, 3, 4):
         threads(n)
         found[n], where = run_row_sum(x)
-        assert len(where.unique()) == min(rows, n), "one chunk per thread"
+        assert len(where.unique()) == (min(rows, 1) if n == 1 else min(rows, core.PIECES * n))
     assert all(torch.equal(found[1], y) for y in found.values())
     i = torch.arange(rows)[:, None] + torch.arange(7)
     torch.testing.assert_close(found[1], (torch.sin(x.double()) * i).sum(1))
@@ -76,7 +77,7 @@ def test_small_launches_stay_whole_and_large_ones_are_split(threads, monkeypatch
             assert len(run_row_sum(torch.rand(20, 3))[1].unique()) == 1
     large = torch.rand(200_000, 20)  # tens of milliseconds
     run_row_sum(large)
-    assert len(run_row_sum(large)[1].unique()) == 2
+    assert len(run_row_sum(large)[1].unique()) == 2 * core.PIECES
 
 
 def test_the_number_of_threads_is_torchs(threads, always_split):
@@ -84,7 +85,30 @@ def test_the_number_of_threads_is_torchs(threads, always_split):
         threads(n)
         assert core.thread_count() == n
         run_row_sum(torch.rand(1_000, 3))
-        assert len(run_row_sum(torch.rand(1_000, 3))[1].unique()) == n
+        assert len(run_row_sum(torch.rand(1_000, 3))[1].unique()) == (1 if n == 1 else core.PIECES * n)
+
+
+def test_several_threads_share_the_pieces(threads, always_split, monkeypatch):
+    """And a thread that wakes up late gets none, instead of making the others wait."""
+    threads(2)
+    run_row_sum(torch.rand(100, 3))
+    original, takers = core._launch_recorded, []
+
+    def slowly(*arguments):
+        takers.append(threading.get_ident())
+        time.sleep(0.01)
+        original(*arguments)
+
+    monkeypatch.setattr(core, "_launch_recorded", slowly)
+    run_row_sum(torch.rand(4_000, 3))
+    assert len(takers) == 2 * core.PIECES and len(set(takers)) == 2
+    monkeypatch.setattr(core, "_launch_recorded", original)
+    pool, awake = core._workers(1), threading.Event()
+    asleep = [pool.submit(awake.wait, 60.0) for _ in range(pool._max_workers)]
+    run_row_sum(torch.rand(4_000, 3))
+    assert not any(task.done() for task in asleep), "the launch waited for a thread that had not begun"
+    awake.set()
+    assert all(task.result() for task in asleep)
 
 
 def test_scattering_kernels_are_never_split(threads):
@@ -263,7 +287,7 @@ def test_a_forked_child_launches_on_threads_of_its_own():
         x = torch.rand(5_000, 5)
         run_row_sum(x)
         expected, where = run_row_sum(x)
-        assert len(where.unique()) == 2
+        assert len(where.unique()) == 2 * core.PIECES
         entered, leave = threading.Event(), threading.Event()
 
         def recorder():  # another thread records while we fork
@@ -281,7 +305,7 @@ def test_a_forked_child_launches_on_threads_of_its_own():
                 pass
             with wp.Tape():
                 pass
-            os._exit(0 if torch.equal(found, expected) and len(where.unique()) == 2 else 1)
+            os._exit(0 if torch.equal(found, expected) and len(where.unique()) == 2 * core.PIECES else 1)
         _, status = os.waitpid(child, 0)
         leave.set()
         thread.join()
