@@ -350,7 +350,7 @@ _SKELETON = """
     const double zero = 0.0, error = broken ? zero / zero : 0.0;
     @sums@
     if (lane > 0) return;
-    if (broken) fault.data[0] = broken;
+    if (broken && fault.shape[0] > 0) fault.data[0] = broken;
     @results@
 """
 

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from nvalchemiops.torch.autograd.op import WarpOp
 
 
-WANTED = "wanted"
-"""Name of the parameter that gets the names of the inputs whose gradients somebody will read."""
+WANTED, INPUTS, GRADIENTS = "wanted", "inputs", "gradients"
+"""Parameters of a backward that stand for the names of the inputs whose gradients somebody will read, for all inputs,
+and for all incoming gradients (None when none arrives), both by name."""
 
 
 class Formula:
@@ -26,8 +27,8 @@ class Formula:
         wanted = getattr(backward, "op", None)  # a WarpOp, if the backward is one
         self.sources: list[tuple[str, int, bool]] = []
         for name, parameter in inspect.signature(backward).parameters.items():
-            if name == WANTED and name not in inputs:
-                self.sources.append(("wanted", 0, False))
+            if name in (WANTED, INPUTS, GRADIENTS) and name not in inputs:
+                self.sources.append((name, 0, True))
             elif name in inputs:
                 self.sources.append(("input", inputs[name], False))
             elif name in outputs:
@@ -38,8 +39,9 @@ class Formula:
                 self.sources.append(("gradient", gradients[name], "None" in text or "Optional" in text))
             else:
                 raise ValueError(
-                    f"{op.name}: `backward` has a parameter '{name}', which is neither an input {list(inputs)}, nor "
-                    f"an output {list(outputs)}, nor an incoming gradient {list(gradients)}, nor '{WANTED}'"
+                    f"{op.name}: `backward` has a parameter '{name}', which is neither an input {list(inputs)}, nor an "
+                    f"output {list(outputs)}, nor an incoming gradient {list(gradients)}, nor '{WANTED}', '{INPUTS}' "
+                    f"or '{GRADIENTS}'"
                 )
         self.order: list[int] | None = None
         if wanted is not None:
@@ -48,7 +50,9 @@ class Formula:
             if sorted(produced) != sorted(names):
                 raise ValueError(f"{op.name}: the backward op must have the outputs {names}, it has {produced}")
             self.order = [produced.index(n) for n in names]
-        self.saved_inputs = sorted({i for kind, i, _ in self.sources if kind == "input" and i in op.tensors})
+        asked = {i for kind, i, _ in self.sources if kind == "input"}
+        asked |= set(op.tensors if INPUTS in (kind for kind, _, _ in self.sources) else ())
+        self.saved_inputs = sorted(asked.intersection(op.tensors))
         self.saved_outputs = sorted({i for kind, i, _ in self.sources if kind == "output"})
 
     def save(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
@@ -83,7 +87,11 @@ class Formula:
                 arguments.append(inputs[i])
             elif kind == "output":
                 arguments.append(outputs[i])
-            elif kind == "wanted":
+            elif kind == INPUTS:
+                arguments.append({p.name: value for p, value in zip(self.op.parameters, inputs)})
+            elif kind == GRADIENTS:
+                arguments.append({self.op.outputs[k].name: cotangents[k] for k in self.op.diff_outputs})
+            elif kind == WANTED:
                 read = (self.op.parameters[k].name for bit, k in enumerate(self.op.diff_inputs) if record >> bit & 1)
                 arguments.append(frozenset(read))
             else:

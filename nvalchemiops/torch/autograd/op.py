@@ -75,8 +75,9 @@ def warp_custom_op(
         How to differentiate. ``"tape"`` (default): the body records a ``wp.Tape`` when ``needs_grad`` says so and
         hands it over with `attach_for_backward`; one order. A callable: another op, or a function composed of ops
         and torch operations. Its parameters are bound by name: any input's name, any output's name,
-        ``grad_<output>`` for incoming gradients (zeros when none arrives, or None if annotated ``Tensor | None``), and
-        ``wanted`` for the names of the inputs whose gradients will be read (those of others may be left out).
+        ``grad_<output>`` for incoming gradients (zeros when none arrives, or None if annotated ``Tensor | None``),
+        ``wanted`` for the names of the inputs whose gradients will be read (those of others may be left out), and
+        ``inputs`` and ``gradients`` for all inputs and all incoming gradients (or None) by name.
         An op's outputs must be called ``grad_<input>``; a function returns a tuple in the order of the
         differentiable inputs, or a dict by input name. Such ops keep no state and differentiate as often as the
         backward does. ``"none"``: asking for a derivative raises; for the last op of such a chain.

@@ -6,6 +6,7 @@ when it is first needed.
 """
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -88,96 +89,41 @@ def _kernel(
     return core.pair_kernel(variant), [a.name for a in inputs], [a.name for a in written], widths
 
 
+_thread = threading.local()
+
+
+def _fault() -> torch.Tensor:
+    """A zero of this thread, into which kernels on the CPU write what is wrong."""
+    if not hasattr(_thread, "fault"):
+        with torch.inference_mode(False):
+            _thread.fault = torch.zeros(1, dtype=torch.int32, device="cpu")
+    return _thread.fault
+
+
 # -- the derivative -------------------------------------------------------------------------------
 
 
 def _pullback(
-    formula: str,
-    outputs: str,
-    directions: str,
-    positions: torch.Tensor,
-    cell: torch.Tensor | None,
-    parameters: torch.Tensor | None,
-    global_parameters: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    direction_positions: torch.Tensor | None,
-    direction_cell: torch.Tensor | None,
-    direction_parameters: torch.Tensor | None,
-    direction_global_parameters: torch.Tensor | None,
-    direction_weights: torch.Tensor | None,
-    batch_idx: torch.Tensor | None,
-    n_systems: int,
-    row_begin: torch.Tensor | None,
-    first: torch.Tensor | None,
-    neighbors: torch.Tensor,
-    shifts: torch.Tensor | None,
-    species: torch.Tensor | None,
-    n_species: int,
-    excluded_begin: torch.Tensor | None,
-    excluded: torch.Tensor | None,
-    excluded_factors: torch.Tensor | None,
-    width: int,
-    padding: int,
-    cutoff: float,
-    r_switch: float,
-    wanted: frozenset[str],
-    grad_energies: torch.Tensor | None,
-    grad_position_gradients: torch.Tensor | None,
-    grad_cell_gradients: torch.Tensor | None,
-    grad_parameter_gradients: torch.Tensor | None,
-    grad_global_gradients: torch.Tensor | None,
-    grad_virial: torch.Tensor | None,
+    inputs: dict[str, Any], gradients: dict[str, torch.Tensor | None], wanted: frozenset[str]
 ) -> dict[str, torch.Tensor]:
-    values = {
-        POSITIONS: positions,
-        CELL: cell,
-        PARAMETERS: parameters,
-        GLOBALS: global_parameters,
-        WEIGHTS: weights,
-    }
-    stacked = {
-        POSITIONS: direction_positions,
-        CELL: direction_cell,
-        PARAMETERS: direction_parameters,
-        GLOBALS: direction_global_parameters,
-        WEIGHTS: direction_weights,
-    }
-    incoming = {
-        POSITIONS: grad_position_gradients,
-        CELL: grad_cell_gradients,
-        PARAMETERS: grad_parameter_gradients,
-        GLOBALS: grad_global_gradients,
-        WEIGHTS: grad_energies,
-    }
-    rest = (
-        batch_idx,
-        n_systems,
-        row_begin,
-        first,
-        neighbors,
-        shifts,
-        species,
-        n_species,
-        excluded_begin,
-        excluded,
-        excluded_factors,
-        width,
-        padding,
-        cutoff,
-        r_switch,
-    )
+    outputs, directions = inputs["outputs"], inputs["directions"]
+    positions, cell, batch_idx = inputs["positions"], inputs["cell"], inputs["batch_idx"]
+    values = {letter: inputs[name] for letter, name in INPUTS.items()}
+    stacked = {letter: inputs[f"direction_{name}"] for letter, name in INPUTS.items()}
+    incoming = {letter: gradients[name] for letter, name in OUTPUTS.items() if letter in outputs}
     old = _unstack(directions, stacked)
-    new = {letter: g for letter, g in incoming.items() if g is not None and letter in outputs}
-    gradients: dict[str, torch.Tensor] = {}
+    grad_virial = incoming.pop(VIRIAL, None)
+    new = {letter: g for letter, g in incoming.items() if g is not None}
+    found: dict[str, torch.Tensor] = {}
 
     def evaluate(along: Sequence[Direction], letters: str) -> dict[str, torch.Tensor]:
-        return _evaluate(formula, letters, values, along, rest)
+        return _evaluate(inputs, letters, values, along)
 
     def add(letter: str, gradient: torch.Tensor) -> None:
         name = INPUTS[letter]
-        gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        found[name] = found[name] + gradient if name in found else gradient
 
-    if grad_virial is not None and VIRIAL in outputs:
+    if grad_virial is not None:
         # the virial is -Σ x_i (dE/dx_i)^T - h^T dE/dh, a function of other outputs as far as derivatives go
         change = -0.5 * (grad_virial + grad_virial.mT)
         per_atom = spread_systems(change, batch_idx, positions.shape[0])
@@ -193,7 +139,7 @@ def _pullback(
         for letter, part in moved.items():
             new[letter] = new[letter] + part if letter in new else part
     if not new:
-        return gradients
+        return found
 
     letters = "".join(letter for letter, name in INPUTS.items() if name in wanted and values[letter] is not None)
     if letters:
@@ -205,12 +151,15 @@ def _pullback(
     for k, direction in enumerate(old):
         letters = "".join(letter for letter in direction if f"direction_{INPUTS[letter]}" in wanted)
         if letters:
-            found = evaluate([*old[:k], *old[k + 1 :], new], letters)
-            for letter, gradient in found.items():
-                parts.setdefault(letter, []).append(gradient)
+            slopes = evaluate([*old[:k], *old[k + 1 :], new], letters)
+            for letter in letters:
+                vanishing = letter not in slopes
+                parts.setdefault(letter, []).append(
+                    torch.zeros_like(direction[letter]) if vanishing else slopes[letter]
+                )
     for letter, slices in parts.items():
-        gradients[f"direction_{INPUTS[letter]}"] = torch.stack(slices)
-    return gradients
+        found[f"direction_{INPUTS[letter]}"] = torch.stack(slices)
+    return found
 
 
 def _unstack(directions: str, stacked: dict[str, torch.Tensor | None]) -> list[Direction]:
@@ -228,11 +177,10 @@ def _unstack(directions: str, stacked: dict[str, torch.Tensor | None]) -> list[D
 
 
 def _evaluate(
-    formula: str,
+    inputs: dict[str, Any],
     outputs: str,
     values: dict[str, torch.Tensor | None],
     directions: Sequence[Direction],
-    rest: tuple[Any, ...],
 ) -> dict[str, torch.Tensor]:
     """The outputs with these letters for the derivative in ``directions``; one that vanishes is left out."""
     for k, direction in enumerate(directions):
@@ -246,12 +194,12 @@ def _evaluate(
             break
     if not outputs:
         return {}
-    text = "|".join("".join(letter for letter in INPUTS if letter in d) for d in directions)
-    stacks = []
-    for letter in INPUTS:
+    changed = {INPUTS[letter]: value for letter, value in values.items()}
+    for letter, name in INPUTS.items():
         parts = [d[letter] for d in directions if letter in d]
-        stacks.append(torch.stack(parts) if parts else None)
-    found = pair_sum(formula, outputs, text, *(values[letter] for letter in INPUTS), *stacks, *rest)
+        changed[f"direction_{name}"] = torch.stack(parts) if parts else None
+    text = "|".join("".join(letter for letter in INPUTS if letter in d) for d in directions)
+    found = pair_sum(**{**inputs, **changed, "outputs": outputs, "directions": text})
     return {letter: result for letter, result in zip(OUTPUTS, found) if letter in outputs}
 
 
@@ -440,7 +388,9 @@ def pair_sum(
         "excluded": excluded,
         "excluded_factors": excluded_factors,
     }
-    memory = {"fault": torch.zeros(1, dtype=torch.int32, device=device)}
+    # nobody asks a GPU, where NaN must do
+    fault = _fault() if device.type == "cpu" else None
+    memory: dict[str, torch.Tensor] = {}
     if WEIGHTS in outputs:
         memory["energies"] = positions.new_empty(n_atoms)
     if POSITIONS in outputs:
@@ -454,13 +404,12 @@ def pair_sum(
         kernel,
         n_atoms,
         [*(given[name] for name in inputs), width, padding, cutoff, r_switch],
-        [memory[name] for name in written],
+        [fault if name == "fault" else memory[name] for name in written],
         lanes=core.WARP,
     )
-    if device.type == "cpu":
-        fault = int(memory["fault"])
-        if fault:
-            raise ValueError(f"`neighbor_list` or `neighbor_matrix`: {core.FAULTS[fault]}")
+    if fault is not None and (number := int(fault)):
+        fault.zero_()
+        raise ValueError(f"`neighbor_list` or `neighbor_matrix`: {core.FAULTS[number]}")
     if columns:
         parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(columns.values()), dim=1)
         for letter, part in zip(columns, parts):
