@@ -12,6 +12,9 @@ import warp as wp
 from nvalchemiops.geometry import separation
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 
+NOTHING = -(2**31)
+"""Padding of rows that have none: no list may hold it."""
+
 OUT_OF_RANGE = 1
 OTHER_SYSTEM = 2
 UNSORTED = 3

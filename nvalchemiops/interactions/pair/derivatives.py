@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from nvalchemiops.interactions.pair.expression import Formula, pair_energy, self_energy, symbols_of
+from nvalchemiops.interactions.pair.expression import Formula, pair_energy, self_energy, symbols_of, without_absolutes
 from nvalchemiops.math.special import FUNCTIONS
 
 POSITIONS, CELL, PARAMETERS, GLOBALS, WEIGHTS, VIRIAL = "r", "c", "p", "g", "w", "v"
@@ -106,7 +106,9 @@ def derivatives(request: Request) -> dict[str, Any]:
             changes += [(x, direction_of(x, k)) for x in symbols.of_system]
         if WEIGHTS in parts:
             changes += [(omega, sympy.Symbol(f"eta{k}", real=True)), (weight, direction_of(weight, k))]
-        pair, atom = (sympy.Add(*(f.diff(x) * change for x, change in changes)) for f in (pair, atom))
+        pair, atom = (
+            without_absolutes(sympy.Add(*(f.diff(x) * change for x, change in changes))) for f in (pair, atom)
+        )
         if request.moves[k]:
             products.append((k, b))
     results: dict[str, Any] = {}
@@ -126,7 +128,7 @@ def derivatives(request: Request) -> dict[str, Any]:
     fixed = {} if request.weights else {weight: 1}
     if not (request.weights or request.excluding):
         fixed[omega] = 1
-    results = {name: result.subs(fixed) for name, result in results.items()}
+    results = {name: without_absolutes(result.subs(fixed)) for name, result in results.items()}
     return {name: result for name, result in results.items() if result != 0 or not name.startswith("self_")}
 
 
@@ -193,6 +195,8 @@ class _Printer:
             self.inputs.add(str(expression))
             return _Code(str(expression), is_shared(str(expression)))
         if expression.is_number:
+            if not expression.is_finite:
+                return self.keep("one(0.0) / one(0.0)", True)  # a derivative that does not exist
             return _Code(f"one({float(expression)!r})", True)
         if expression.is_Add:
             return self.sum(expression)

@@ -11,6 +11,7 @@ import functools
 import math
 import random
 import re
+import unicodedata
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -152,7 +153,9 @@ def pair_energy(formula: Formula) -> Any:
     known |= dict(zip(formula.global_parameters, symbols.of_system))
     known |= dict(zip(formula.per_pair, symbols.of_pair))
 
-    energy = _Reader("expression", formula.expression, known, formula.per_atom).read()
+    energy = without_absolutes(_Reader("expression", formula.expression, known, formula.per_atom).read())
+    if energy.has(sympy.I):
+        raise ValueError("`expression` is not real: it takes a root or a logarithm of something negative")
     _check_uses(energy, formula, symbols)
     _check_symmetry(energy, formula, symbols)
     if formula.shifted:
@@ -172,7 +175,10 @@ def self_energy(formula: Formula) -> Any:
     symbols = symbols_of(formula)
     known = {"pi": sympy.pi, "cutoff": symbols.cutoff, "r_switch": symbols.r_switch}
     known |= dict(zip(formula.per_atom, symbols.own)) | dict(zip(formula.global_parameters, symbols.of_system))
-    return _Reader("self_energy", formula.self_energy, known, ()).read()
+    energy = without_absolutes(_Reader("self_energy", formula.self_energy, known, ()).read())
+    if energy.has(sympy.I):
+        raise ValueError("`self_energy` is not real: it takes a root or a logarithm of something negative")
+    return energy
 
 
 def _switch(r: Any, symbols: Symbols) -> Any:
@@ -195,40 +201,43 @@ def _check_uses(energy: Any, formula: Formula, symbols: Symbols) -> None:
 
 
 def _check_symmetry(energy: Any, formula: Formula, symbols: Symbols) -> None:
-    exchange = dict(zip((*symbols.own, *symbols.other), (*symbols.other, *symbols.own)))
-    if not exchange or energy.xreplace(exchange) == energy:
-        return
+    """Compare with the atoms exchanged; raise, too, if the energy is a real number nowhere."""
     import mpmath
     import sympy
 
-    arguments = sorted({*energy.free_symbols, *energy.xreplace(exchange).free_symbols}, key=str)
+    exchanged = energy.xreplace(dict(zip((*symbols.own, *symbols.other), (*symbols.other, *symbols.own))))
+    arguments = sorted({*energy.free_symbols, *exchanged.free_symbols}, key=str)
     modules: list[Any] = [{"Step": lambda x: int(x >= 0), "Select": lambda c, a, b: a if c else b}, "mpmath"]
-    both = [sympy.lambdify(arguments, e, modules) for e in (energy, energy.xreplace(exchange))]
+    both = [sympy.lambdify(arguments, e, modules) for e in (energy, exchanged)]
     source = random.Random(0)
     compared = 0
     for n in range(SAMPLES):
         # over a few decades of distance, where steps may be
         ranges = {symbols.squared: (0.01, 1000.0), symbols.cutoff: (0.3, 30.0), symbols.r_switch: (0.2, 10.0)}
         point = [
-            mpmath.mpf(math.exp(source.uniform(*map(math.log, ranges.get(a, (0.3, 2.0) if n % 2 else (0.01, 100.0))))))
+            math.exp(source.uniform(*map(math.log, ranges.get(a, (0.3, 2.0) if n % 2 else (0.01, 100.0)))))
             for a in arguments
         ]
+        if n % 3 == 0:  # charges have either sign, lengths have not
+            point = [p if a in ranges else source.choice((p, -p)) for a, p in zip(arguments, point)]
         try:
-            there, back = (f(*point) for f in both)
+            there, back = (f(*map(mpmath.mpf, point)) for f in both)
         except (ArithmeticError, TypeError, ValueError):  # outside of the domain of a function
             continue
-        if not (mpmath.isfinite(there) and mpmath.isfinite(back)):
+        if not all(mpmath.isfinite(value) and mpmath.im(value) == 0 for value in (there, back)):
             continue
         compared += 1
+        if exchanged == energy:
+            return
         if abs(there - back) > 1e-9 * (abs(there) + abs(back)) + 1e-12:
             raise ValueError(
                 "`expression` is not symmetric: it changes its value when the two atoms are exchanged, but a pair has "
-                f"no order. At r = {float(mpmath.sqrt(_value(symbols.squared, arguments, point))):.3f} with random "
-                f"parameters it gives {float(there.real):.6g} and {float(back.real):.6g}. Write it symmetrically, for "
+                f"no order. At r = {_value(symbols.squared, arguments, point) ** 0.5:.3f} with random parameters it "
+                f"gives {float(mpmath.re(there)):.6g} and {float(mpmath.re(back)):.6g}. Write it symmetrically, for "
                 "instance as the mean of both orders"
             )
     if not compared:
-        raise ValueError(f"`expression` has no finite value at any of {SAMPLES} random points")
+        raise ValueError(f"`expression` is no finite real number at any of {SAMPLES} random points")
 
 
 def _value(symbol: Any, arguments: Sequence[Any], point: Sequence[Any]) -> Any:
@@ -266,7 +275,7 @@ class _Reader:
             match = re.match(r"\s*([^\W\d]\w*)\s*=(?!=)", part)
             if not match:
                 raise self.error("a definition must read `name = expression`", where + len(part) - len(part.lstrip()))
-            name = match[1]
+            name = unicodedata.normalize("NFKC", match[1])  # as Python spells it
             if name in self.known or name in FUNCTIONS or name in self.definitions:
                 raise self.error(f"the name '{name}' is taken", where + match.start(1))
             self.definitions[name] = (part[match.end() :], where + match.end())
@@ -464,6 +473,15 @@ def _piecewise_functions() -> tuple[Any, Any]:
 
 def _absolute(x: Any) -> Any:
     return x * (2 * Step(x) - 1)
+
+
+def without_absolutes(expression: Any) -> Any:
+    """The same with the absolute values and signs that sympy makes of roots of squares written by `Step`."""
+    import sympy
+
+    if not expression.has(sympy.Abs, sympy.sign):
+        return expression
+    return expression.replace(sympy.Abs, _absolute).replace(sympy.sign, lambda x: 2 * Step(x) - 1)
 
 
 _ELEMENTARY = ("sqrt", "exp", "log", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "erf", "erfc")

@@ -33,6 +33,7 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 from nvalchemiops.math.special import scalar_functions, vector_functions
 from nvalchemiops.math.vectors import LANES, lanes_of_masks
+from nvalchemiops.neighbors.rows import NOTHING
 
 BLOCK = 64
 """Neighbors that are collected before they are evaluated, at most; a multiple of `LANES`."""
@@ -212,8 +213,7 @@ _SKELETON = """
     long long end = is_list ? row_begin.data[i + 1] : begin + width;
     int broken = 0;
     if (begin < 0 || begin > end || end > neighbors.shape[0] || (i == 0 && begin > 0)
-        || (i == n_atoms - 1 && end < neighbors.shape[0])) broken = 2;
-    else if (first.shape[0] > 0 && begin < end && (first.data[begin] != i || first.data[end - 1] != i)) broken = 2;
+        || (i == n_atoms - 1 && end < neighbors.shape[0]) || (first.shape[0] > 0 && first.shape[0] < end)) broken = 2;
     @checks@
     if (broken) end = begin;
 
@@ -241,7 +241,11 @@ _SKELETON = """
     };
     const auto look_at = [&](long long slot, Neighbor &it) {
         it.j = neighbors.data[slot];
-        if (it.j == padding) return false;
+        if (first.shape[0] > 0 && first.data[slot] != i) {
+            broken = 2;
+            return false;
+        }
+        if (it.j == padding && padding > @no_padding@) return false;
         if (it.j < 0 || it.j >= n_atoms) {
             broken = 1;
             return false;
@@ -424,6 +428,7 @@ def source(variant: Variant) -> str:
     }
     numbers = {
         "real": {"float32": "float", "float64": "double"}[variant.precision],
+        "no_padding": f"({NOTHING + 1} - 1)",  # in C++ the number itself would be the negative of one too large
         "block": BLOCK,
         "room": BLOCK + 2 * LANES,
         "lanes": LANES,
@@ -552,7 +557,9 @@ for (; slot + {LANES} <= end && m < {BLOCK}; slot += {LANES}, m += {LANES}) {{
     const auto as_bits = [](bools values) {{ return *reinterpret_cast<const unsigned char *>(&values); }};
     const int *j = neighbors.data + slot;
     const ints places = *reinterpret_cast<const ints *>(j);
-    if (as_bits(__builtin_convertvector((places == padding) | (places < 0) | (places >= n_atoms), bools))) break;
+    auto unusual = (places == padding) | (places < 0) | (places >= n_atoms);
+    if (first.shape[0] > 0) unusual |= *reinterpret_cast<const ints *>(first.data + slot) != i;
+    if (as_bits(__builtin_convertvector(unusual, bools))) break;
     lanes d[3];
     for (int a = 0; a < 3; ++a) {{
         for (int l = 0; l < {LANES}; ++l) d[a][l] = positions.data[3LL * j[l] + a];

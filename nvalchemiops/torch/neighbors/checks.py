@@ -194,6 +194,13 @@ def _same_number(name: str, number: int, n_systems: int | None) -> int | None:
     return n_systems
 
 
+def narrow(tensor: torch.Tensor) -> torch.Tensor:
+    """Integers as int32; what does not fit becomes the largest or smallest, and is out of range there too."""
+    if tensor.dtype == torch.int32:
+        return tensor
+    return tensor.clamp(-(2**31) + 1, 2**31 - 1).to(torch.int32)
+
+
 def check_index(
     name: str,
     tensor: Any,

@@ -12,8 +12,7 @@ from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.formats import check_full_list, half_to_full
 from nvalchemiops.torch.neighbors.lists import neighbor_list
 
-NOTHING = -(2**31)
-"""Padding of a list that has none."""
+NOTHING = core.NOTHING
 
 
 class GivenNeighbors(NamedTuple):
@@ -141,7 +140,7 @@ def _from_matrix(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
     if shifts is not None:
         checks.check_index("neighbor_matrix_shifts", shifts, positions, (n_atoms, width, 3))
         shifts = _int32(shifts).view(-1, 3)
-    padding = n_atoms if given.fill_value is None else checks.check_int(given.fill_name, given.fill_value)
+    padding = _padding(given, n_atoms)
     return Rows(None, _int32(matrix).view(-1), shifts, width, padding, None)
 
 
@@ -158,7 +157,7 @@ def _from_list(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
     if shifts is not None:
         checks.check_index(given.shifts_name, shifts, positions, (pairs.shape[1], 3))
         shifts = _int32(shifts)
-    padding = NOTHING if given.fill_value is None else checks.check_int(given.fill_name, given.fill_value)
+    padding = _padding(given, NOTHING)
     return Rows(_int32(ptr), _int32(pairs[1]), shifts, 0, padding, first)
 
 
@@ -184,7 +183,16 @@ def _expanded(rows: Rows, half_list: bool, check: bool) -> Rows:
 
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.int32).contiguous()
+    return checks.narrow(tensor).contiguous()
+
+
+def _padding(given: GivenNeighbors, otherwise: int) -> int:
+    if given.fill_value is None:
+        return otherwise
+    value = checks.check_int(given.fill_name, given.fill_value)
+    if value == NOTHING:
+        raise ValueError(f"`{given.fill_name}` must be larger than {NOTHING}, which stands for no padding")
+    return value
 
 
 @warp_custom_op(

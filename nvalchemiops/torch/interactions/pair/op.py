@@ -127,15 +127,16 @@ def _pullback(
         # the virial is -Σ x_i (dE/dx_i)^T - h^T dE/dh, a function of other outputs as far as derivatives go
         change = -0.5 * (grad_virial + grad_virial.mT)
         per_atom = spread_systems(change, batch_idx, positions.shape[0])
-        moved = {POSITIONS: torch.einsum("ia,iab->ib", positions, per_atom)}
+        # by products and sums, which autocast leaves alone
+        moved = {POSITIONS: (positions.unsqueeze(-1) * per_atom).sum(-2)}
         if cell is not None:
-            moved[CELL] = cell @ change
+            moved[CELL] = _product(cell, change)
         direct = [letter for letter in moved if INPUTS[letter] in wanted]
         slopes = evaluate(old, "".join(direct)) if direct else {}
         if POSITIONS in direct:
-            add(POSITIONS, torch.einsum("iab,ib->ia", per_atom, slopes[POSITIONS]))
+            add(POSITIONS, (per_atom * slopes[POSITIONS].unsqueeze(-2)).sum(-1))
         if CELL in direct:
-            add(CELL, slopes[CELL] @ change)
+            add(CELL, _product(slopes[CELL], change))
         for letter, part in moved.items():
             new[letter] = new[letter] + part if letter in new else part
     if not new:
@@ -160,6 +161,11 @@ def _pullback(
     for letter, slices in parts.items():
         found[f"direction_{INPUTS[letter]}"] = torch.stack(slices)
     return found
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Products of small matrices."""
+    return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
 
 
 def _unstack(directions: str, stacked: dict[str, torch.Tensor | None]) -> list[Direction]:
@@ -207,6 +213,9 @@ def _evaluate(
 
 FOLDED_SLOTS = 2**22
 """Neighbors that a mapped call lists at once, at most: the lists are repeated for each slice."""
+
+ABSENT = -2
+"""Padding of the lists of mapped calls; a number that is no atom becomes -1."""
 
 _BY_ATOM = ("positions", "parameters", "weights", "batch_idx", "species")
 _BY_SYSTEM = ("cell", "global_parameters")
@@ -265,8 +274,12 @@ def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.T
         folded["batch_idx"] = numbered("batch_idx", n_systems).flatten()  # type: ignore[union-attr]
     neighbors = numbered("neighbors", n_atoms)
     assert neighbors is not None
-    folded["neighbors"] = torch.where(given["neighbors"] == given["padding"], NOTHING, neighbors).flatten()
-    folded["padding"] = NOTHING
+    # what is no atom must not become one of another slice
+    original = given["neighbors"]
+    absent = (original == given["padding"]) & (given["padding"] > NOTHING)
+    neighbors = torch.where((original < 0) | (original >= n_atoms), -1, neighbors)
+    folded["neighbors"] = torch.where(absent, ABSENT, neighbors).flatten()
+    folded["padding"] = ABSENT
     for name in ("first", "excluded"):
         numbers = numbered(name, n_atoms)
         folded[name] = None if numbers is None else numbers.flatten()

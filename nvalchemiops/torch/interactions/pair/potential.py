@@ -61,6 +61,8 @@ class PairPotential:
     -----
     The switching function is ``1 - 10 x³ + 15 x⁴ - 6 x⁵`` with ``x = (r - r_switch)/(cutoff - r_switch)``.
 
+    The expression is simplified by the rules of algebra, which may widen its domain: ``exp(2*log(x))`` becomes ``x²``.
+
     At the kinks of ``abs``, ``min``, ``max``, ``step`` and ``select`` one of the two one-sided derivatives is taken.
     The names and the meaning of ``step`` and ``select`` are those of OpenMM's custom forces.
 
@@ -395,7 +397,7 @@ def _systems(
             raise ValueError("`batch_idx` is needed to tell several systems apart")
         return cell, None, 1
     checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
-    batch_idx = batch_idx.to(torch.int32)
+    batch_idx = checks.narrow(batch_idx)
     if num_systems is None:
         if cell is not None and cell.shape[0] != 1:
             num_systems = cell.shape[0]
@@ -439,11 +441,11 @@ def _parameters(
         if species is None:
             raise ValueError("`species` is needed: it says which row of the tables belongs to an atom")
         checks.check_index("species", species, positions, (n_atoms,))
-        species = species.to(torch.int32)
+        species = checks.narrow(species)
         for name in formula.per_pair:
             table = parameters[name]
             check_real(name, table, positions)
-            n_species = n_species or (table.shape[0] if table.ndim else 1)
+            n_species = n_species or max([1, *table.shape])
             if tuple(table.shape) != (n_species, n_species):
                 raise ValueError(
                     f"`{name}` must have shape (n_species, n_species) = ({n_species}, {n_species}), got "

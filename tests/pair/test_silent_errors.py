@@ -1,0 +1,129 @@
+"""What a review found: inputs that gave plausible wrong numbers, or errors that helped nobody."""
+
+import itertools
+
+import pytest
+import torch
+
+from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
+from nvalchemiops.torch.neighbors import neighbor_list
+from tests.systems import triclinic
+
+X = torch.tensor([[0.0, 0.0, 0.0], [1.5, 0.0, 0.0], [0.0, 1.7, 0.3]], dtype=torch.float64)
+Q = torch.tensor([1.0, -2.0, -0.5], dtype=torch.float64)
+PAIRS = torch.tensor([[0, 0, 1, 1, 2, 2], [1, 2, 0, 2, 0, 1]])
+COULOMB = PairPotential("q1*q2/r", ("q",))
+
+
+@pytest.mark.parametrize("text", ["abs(q1)*q2/r", "q1*q2/r*step(-q1)", "sqrt(q1^2)*q2/r"])
+def test_asymmetry_for_negative_parameters(text):
+    with pytest.raises(ValueError, match="not symmetric"):
+        PairPotential(text, ("q",))
+
+
+def test_no_unsorted_list_passes():
+    right = COULOMB(X, neighbor_list=PAIRS, q=Q)
+    for order in itertools.permutations(range(6)):
+        pairs = PAIRS[:, list(order)]
+        if bool((pairs[0].diff() >= 0).all()):
+            torch.testing.assert_close(COULOMB(X, neighbor_list=pairs, q=Q), right)
+            continue
+        for ptr in (None, torch.tensor([0, 2, 4, 6])):
+            with pytest.raises(ValueError, match="sorted"):
+                COULOMB(X, neighbor_list=pairs, neighbor_ptr=ptr, q=Q)
+
+
+@pytest.mark.parametrize("number", [2**32, -(2**32), 2**31, -(2**31), -(2**31) - 1])
+def test_numbers_beyond_32_bits_are_no_atoms(number):
+    pairs = PAIRS.clone()
+    pairs[1, 0] = number + (pairs[1, 0] if abs(number) > 2**31 else 0)
+    with pytest.raises(ValueError, match="does not exist"):
+        COULOMB(X, neighbor_list=pairs, q=Q)
+    with pytest.raises(ValueError, match="does not exist"):
+        COULOMB(X, neighbor_matrix=pairs[1].reshape(3, 2), q=Q)
+    if number == -(2**31):
+        with pytest.raises(ValueError, match="does not exist"):
+            COULOMB(X, neighbor_list=pairs.int(), q=Q)
+        with pytest.raises(ValueError, match="fill_value"):
+            COULOMB(X, neighbor_list=pairs, fill_value=number, q=Q)
+    batch_idx = torch.zeros(3, dtype=torch.int64)
+    batch_idx[1] += number
+    with pytest.raises(ValueError, match="batch_idx"):
+        COULOMB(X, neighbor_list=PAIRS, q=Q, batch_idx=batch_idx, num_systems=1)
+
+
+def virial_slopes(cast):
+    x, _, cell, _ = (t.float() if t.is_floating_point() else t for t in triclinic(5))
+    inputs = x.requires_grad_(), cell.requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+        _, virial = lennard_jones(5.0)(*inputs, sigma=1.5, epsilon=0.1, compute_virial=True)
+        weights = torch.arange(9.0).reshape(3, 3)
+        slopes = torch.autograd.grad((virial * weights).sum(), inputs, retain_graph=True)
+    return slopes, virial, inputs
+
+
+def test_autocast_does_not_reach_the_derivative_of_the_virial():
+    torch.testing.assert_close(virial_slopes(True)[0], virial_slopes(False)[0], rtol=0, atol=0)
+
+
+def test_batched_gradients_of_the_virial():
+    _, virial, inputs = virial_slopes(False)
+    weights = torch.randn(4, 1, 3, 3, generator=torch.Generator().manual_seed(0))
+    found = torch.autograd.grad(virial, inputs, weights, is_grads_batched=True, retain_graph=True)
+    rows = [torch.autograd.grad(virial, inputs, w, retain_graph=True) for w in weights]
+    torch.testing.assert_close(found, tuple(map(torch.stack, zip(*rows, strict=True))), rtol=1e-6, atol=1e-6)
+
+
+def test_a_wrong_number_is_no_atom_of_another_slice():
+    matrix, _ = neighbor_list(X, 5.0)
+    matrix[1, 0] = 4  # would be an atom of the next slice
+    slices = torch.stack([X, X + 1.0, X * 1.1])
+    with pytest.raises(ValueError, match="does not exist"):
+        torch.func.vmap(lambda x: COULOMB(x, neighbor_matrix=matrix, q=Q))(slices)
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("sqrt((q1 - q2)^2)/r", lambda a, b, r: (a - b).abs() / r),
+        ("sqrt(q1^2*q2^2)/r", lambda a, b, r: (a * b).abs() / r),
+        ("(q1^2)^(1/3)*(q2^2)^(1/3)/r", lambda a, b, r: (a * b).abs() ** (2 / 3) / r),
+        ("sqrt(max(q1, q2)^2)*r", lambda a, b, r: torch.maximum(a, b).abs() * r),
+    ],
+)
+def test_roots_of_squares(text, plain):
+    q, x = Q.clone().requires_grad_(), X.clone().requires_grad_()
+    energies, forces, slopes = PairPotential(text, ("q",))(
+        x, neighbor_list=PAIRS, q=q, compute_forces=True, compute_gradients=["q"]
+    )
+    i, j = PAIRS
+    expected = 0.5 * plain(q[i], q[j], (x[i] - x[j]).norm(dim=1)).sum()
+    gradients = torch.autograd.grad(expected, (x, q), create_graph=True)
+    torch.testing.assert_close(energies.sum(), expected)
+    torch.testing.assert_close((-forces, slopes), gradients)
+    curvature = torch.autograd.grad(forces.square().sum() + slopes.square().sum(), (x, q))
+    squares = sum(g.square().sum() for g in gradients)
+    torch.testing.assert_close(curvature, torch.autograd.grad(squares, (x, q)))
+
+
+def test_a_derivative_that_does_not_exist_is_nan_not_a_broken_compiler():
+    energies, slopes = PairPotential("0^(q1*q2)/r", ("q",))(X, neighbor_list=PAIRS, q=Q, compute_gradients=["q"])
+    assert energies.shape == slopes.shape == (3,)
+
+
+@pytest.mark.parametrize("text", ["sqrt(-r)", "q1*q2*log(-2 - r^2)"])
+def test_what_is_never_real(text):
+    with pytest.raises(ValueError, match=r"not real|no finite real number"):
+        PairPotential(text, ("q",) if "q1" in text else ())
+
+
+def test_micro_signs_are_one_name():
+    potential = PairPotential("\u00b5*q1*q2/r; \u00b5 = 2", ("q",))
+    expected = 2 * COULOMB(X, neighbor_list=PAIRS, q=Q)
+    torch.testing.assert_close(potential(X, neighbor_list=PAIRS, q=Q), expected)
+
+
+def test_tables_without_species():
+    table = PairPotential("c/r", (), (), ("c",))
+    with pytest.raises(ValueError, match="`c`"):
+        table(X, neighbor_list=PAIRS, c=torch.zeros(0, 0).double(), species=torch.zeros(3, dtype=torch.int32))
