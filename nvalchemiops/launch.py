@@ -21,10 +21,13 @@ from nvalchemiops import __version__
 from nvalchemiops._warp import ensure_warp
 
 MINIMUM_CHUNK = 250e-6
-"""Seconds of work in a piece that a thread takes, at least: a launch of less than twice this stays whole."""
+"""Seconds of work for each thread, at least: a launch of less than twice this stays whole."""
 
 PIECES = 8
 """Pieces for each thread that a launch is cut into, at most."""
+
+PIECE = 8.0
+"""Length of such pieces at least, in units of `MINIMUM_CHUNK`: each costs a launch. A shorter launch is cut once."""
 
 OFFSET = "offset"
 """Name of the first parameter of a gather-only kernel: the row at which its chunk begins."""
@@ -313,7 +316,9 @@ def launch(
         return
     # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole
     cost = _row_cost.get((kernel, kind), 0.0)
-    count = min(rows, PIECES * threads, int(rows * cost / MINIMUM_CHUNK))
+    chunks = rows * cost / MINIMUM_CHUNK
+    each = max(1, min(PIECES, int(chunks / (PIECE * threads))))
+    count = min(rows, int(chunks), each * threads)
     if count <= 1:
         start = time.perf_counter()
         _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
