@@ -53,13 +53,14 @@ class Formula:
         asked = {i for kind, i, _ in self.sources if kind == "input"}
         asked |= set(op.tensors if INPUTS in (kind for kind, _, _ in self.sources) else ())
         self.saved_inputs = sorted(asked.intersection(op.tensors))
+        self.fills_gradients = any(kind == "gradient" and not optional for kind, _, optional in self.sources)
         self.saved_outputs = sorted({i for kind, i, _ in self.sources if kind == "output"})
 
     def save(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
         """Keep on ``ctx`` what the backward asks for, and no more."""
         ctx.save_for_backward(*(inputs[i] for i in self.saved_inputs), *(outputs[i] for i in self.saved_outputs))
         ctx.plain = [None if i in self.op.tensors else a for i, a in enumerate(inputs)]
-        ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs]
+        ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs] if self.fills_gradients else []
 
     def restore(self, ctx: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Inputs and outputs as `save` kept them, None for the rest; and what the outputs look like."""

@@ -34,6 +34,7 @@ _AUTOCAST_KEYS = (_C.DispatchKey.AutocastCPU, _C.DispatchKey.AutocastCUDA)
 
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 _plain_keys: set[int] = set()
+_CPU, _READY = torch.device("cpu"), object()
 _profiling: Callable[[], bool] = _C._autograd._profiler_enabled
 
 MAX_ARGUMENTS = 64
@@ -331,7 +332,7 @@ def _make({", ".join(values)}):
         """What the dispatcher would do for plain tensors, if nobody watches: at half its cost for many arguments."""
         if _C._len_torch_dispatch_stack() or _C._is_any_autocast_enabled() or _profiling() or _C._get_tracing_state():
             return self.overload(*args)
-        record = 0
+        record, device, ready = 0, None, True
         for i in self.tensors:
             tensor = args[i]
             if tensor is None:
@@ -340,10 +341,21 @@ def _make({", ".join(values)}):
                 return self._call_unusual(*args)
             if tensor.requires_grad and i in self._bits:
                 record |= 1 << self._bits[i]
+            if not tensor.is_contiguous():
+                ready = False
+            if device is None:
+                device = tensor.device
+            elif tensor.device != device:
+                ready = False
+        ready = ready and self.trusted and device == _CPU and active_tape() is None
         if record and torch.is_grad_enabled():
-            return self._function.apply(None, record, *args)
+            return self._function.apply(_READY if ready else None, record, *args)
         with _C._AutoDispatchBelowAutograd():
-            return self._run(*args)
+            return self._run_ready(*args) if ready else self._run(*args)
+
+    def _run_ready(self, *args: Any) -> Any:
+        """What `_run` does for a trusted op on the CPU if nothing is left to prepare."""
+        return self._run_body(args[: self._count], _CPU, False)
 
     def _call_unusual(self, *args: Any) -> Any:
         if not _plain_keys or (torch.cuda.is_initialized() and len(_plain_keys) == 1):
@@ -618,7 +630,11 @@ def _make({", ".join(values)}):
             inputs = args[: op._count]
             if op.recorded:
                 args = (*inputs, record, args[-1])
-            result = _below_autograd(op.overload, op._run, keyset, args)
+            if keyset is _READY:
+                with _C._AutoDispatchBelowAutograd():
+                    result = op._run_ready(*args)
+            else:
+                result = _below_autograd(op.overload, op._run, keyset, args)
             outputs = result if isinstance(result, tuple) else (result,)
             ctx.set_materialize_grads(False)
             fixed = [o for i, o in enumerate(outputs) if i not in op.diff_outputs or not o.is_floating_point()]

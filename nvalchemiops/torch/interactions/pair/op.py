@@ -69,6 +69,22 @@ OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
 """What the op returns, in its order, by letter."""
 
 
+_ARRAYS = (
+    *INPUTS.values(),
+    *(f"direction_{name}" for name in INPUTS.values()),
+    "batch_idx",
+    "row_begin",
+    "first",
+    "neighbors",
+    "shifts",
+    "species",
+    "excluded_begin",
+    "excluded",
+    "excluded_factors",
+)
+"""Arguments of the op that are arrays of its kernels, in the order of the op."""
+
+
 @functools.cache
 def _kernel(
     formula: str,
@@ -79,14 +95,15 @@ def _kernel(
     n_species: int,
     weights: bool,
     excluding: bool,
-) -> tuple[Any, list[str], list[str], dict[str, int]]:
-    """The kernel, the names of its arrays, and the columns of its sums over systems."""
+) -> tuple[Any, list[int], list[str], dict[str, int]]:
+    """The kernel, the places in `_ARRAYS` of what it reads, what it writes, and the columns of its sums."""
     parts = tuple(directions.split("|")) if directions else ()
     request = Request(Formula.read(formula), parts, outputs, weights, excluding)
     variant = core.Variant(request, precision, periodic, n_species)
     inputs, written = core.inputs_of(variant), core.outputs_of(variant)
     widths = core.width_of_sums(outputs, len(request.formula.global_parameters))
-    return core.pair_kernel(variant), [a.name for a in inputs], [a.name for a in written], widths
+    places = [_ARRAYS.index(a.name) for a in inputs]
+    return core.pair_kernel(variant), places, [a.name for a in written], widths
 
 
 _thread = threading.local()
@@ -380,27 +397,27 @@ def pair_sum(
         excluded is not None,
     )
     n_atoms, device = positions.shape[0], positions.device
-    given = {
-        "positions": positions,
-        "cell": cell,
-        "parameters": parameters,
-        "global_parameters": global_parameters,
-        "weights": weights,
-        "direction_positions": direction_positions,
-        "direction_cell": direction_cell,
-        "direction_parameters": direction_parameters,
-        "direction_global_parameters": direction_global_parameters,
-        "direction_weights": direction_weights,
-        "batch_idx": batch_idx,
-        "row_begin": row_begin,
-        "first": first,
-        "neighbors": neighbors,
-        "shifts": shifts,
-        "species": species,
-        "excluded_begin": excluded_begin,
-        "excluded": excluded,
-        "excluded_factors": excluded_factors,
-    }
+    given = (
+        positions,
+        cell,
+        parameters,
+        global_parameters,
+        weights,
+        direction_positions,
+        direction_cell,
+        direction_parameters,
+        direction_global_parameters,
+        direction_weights,
+        batch_idx,
+        row_begin,
+        first,
+        neighbors,
+        shifts,
+        species,
+        excluded_begin,
+        excluded,
+        excluded_factors,
+    )
     # nobody asks a GPU, where NaN must do
     fault = _fault() if device.type == "cpu" else None
     memory: dict[str, torch.Tensor] = {}
@@ -416,7 +433,7 @@ def pair_sum(
     launch(
         kernel,
         n_atoms,
-        [*(given[name] for name in inputs), width, padding, cutoff, r_switch],
+        [*[given[place] for place in inputs], width, padding, cutoff, r_switch],
         [fault if name == "fault" else memory[name] for name in written],
         lanes=core.WARP,
     )
