@@ -12,8 +12,10 @@ import torch
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch import neighbors
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.electrostatics import estimate_ewald_parameters, ewald_summation
 from nvalchemiops.torch.neighbors import batch_cell_list, batch_naive_neighbor_list, neighbor_list
+from tests.reference import pair as pair_reference
 from tests.reference.neighbors import assert_pairs, every_image
 from tests.systems import SYSTEMS, batch, crystal, triclinic
 
@@ -65,6 +67,29 @@ SIGNATURES = {
 }
 
 
+_COULOMB = (
+    "positions, charges, cell, cutoff, alpha=0.0, neighbor_list=None, neighbor_ptr=None, neighbor_shifts=None, "
+    "neighbor_matrix=None, neighbor_matrix_shifts=None, fill_value=None, batch_idx=None"
+)
+ELECTROSTATICS = {
+    "coulomb_energy": _COULOMB,
+    "coulomb_forces": _COULOMB,
+    "coulomb_energy_forces": _COULOMB,
+    "dsf_coulomb": "positions, charges, cutoff, alpha=0.2, cell=None, batch_idx=None, neighbor_list=None, "
+    "neighbor_ptr=None, unit_shifts=None, neighbor_matrix=None, neighbor_matrix_shifts=None, fill_value=None, "
+    "compute_forces=True, compute_virial=False, num_systems=None, device=None",
+    "ewald_real_space": "positions, charges, cell, alpha, neighbor_list=None, neighbor_ptr=None, "
+    "neighbor_shifts=None, neighbor_matrix=None, neighbor_matrix_shifts=None, mask_value=None, batch_idx=None, "
+    "compute_forces=False, compute_charge_gradients=False, compute_virial=False, hybrid_forces=False, *, "
+    "energy_reduction='atom'",
+}
+
+
+@pytest.mark.parametrize("name", ELECTROSTATICS)
+def test_signatures_of_electrostatics(name):
+    check_signature(getattr(electrostatics, name), ELECTROSTATICS[name])
+
+
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_begin_as_clients_know_them(name):
     """Names, order and defaults; ours follow, by keyword only."""
@@ -74,11 +99,15 @@ def test_signatures_begin_as_clients_know_them(name):
     function = neighbors
     for part in name.split("."):
         function = getattr(function, part)
-    ours = inspect.signature(function).parameters
-    if not SIGNATURES[name]:
+    if SIGNATURES[name]:
+        check_signature(function, SIGNATURES[name])
+    else:
         assert callable(function)
-        return
-    theirs = inspect.signature(eval(f"lambda {SIGNATURES[name]}: None")).parameters
+
+
+def check_signature(function, known_as):
+    ours = inspect.signature(function).parameters
+    theirs = inspect.signature(eval(f"lambda {known_as}: None")).parameters
     for place, (known, parameter) in enumerate(theirs.items()):
         assert ours[known].default == parameter.default
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
@@ -176,7 +205,89 @@ def test_torch_sim_ewald(several, dtype):
         torch.testing.assert_close(total[n], alone.sum(), rtol=2e-4, atol=0)
 
 
+def dsf_reference(x, q, cell, cutoff, alpha):
+    """Energy of one system, over all images within reach."""
+    reach = 0 if cell is None else 7  # atoms stand up to two cells outside
+    cells = torch.cartesian_prod(*[torch.arange(-reach, reach + 1)] * 3).reshape(-1, 3).double()
+    images = cells @ (torch.zeros(3, 3, dtype=x.dtype) if cell is None else cell)
+    d = x[None, :, None] - x[:, None, None] + images
+    other = (d.detach() != 0).any(-1)
+    r = torch.where(other[..., None], d, 9.0 * cutoff).norm(dim=-1)  # an atom itself is far away
+    u = pair_reference.damped_shifted_force(r, q[:, None, None], q[None, :, None], alpha, torch.tensor(cutoff).double())
+    pairs = torch.where(r < cutoff, u, 0.0)
+    return 0.5 * pairs.sum() + pair_reference.wolf_self(q, alpha, torch.tensor(cutoff).double()).sum()
+
+
+def test_torch_sim_dsf():
+    """Energies per system, forces, virial last."""
+    systems = [SYSTEMS["rocksalt"](), SYSTEMS["triclinic"](), SYSTEMS["charged"]()]
+    system = batch(*systems)
+    res = batch_cell_list(
+        positions=system.positions,
+        cutoff=5.0,
+        batch_idx=system.batch_idx,
+        cell=system.cell,
+        pbc=torch.ones(3, 3, dtype=torch.bool),
+        return_neighbor_list=True,
+    )
+    energy, forces, virial = electrostatics.dsf_coulomb(
+        system.positions,
+        system.charges,
+        5.0,
+        0.25,
+        neighbor_list=res[0],
+        neighbor_ptr=res[1],
+        unit_shifts=res[2],
+        cell=system.cell,
+        batch_idx=system.batch_idx,
+        compute_forces=True,
+        compute_virial=True,
+        num_systems=3,
+    )
+    for n, one in enumerate(systems):
+        x = one.positions.clone().requires_grad_()
+        strain = torch.zeros(3, 3, dtype=x.dtype, requires_grad=True)
+        alone = dsf_reference(x + x @ strain, one.charges, one.cell[0] + one.cell[0] @ strain, 5.0, 0.25)
+        slope, by_strain = torch.autograd.grad(alone, (x, strain))
+        torch.testing.assert_close(energy[n], alone, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(forces[system.batch_idx == n], -slope, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(virial[n], -by_strain, rtol=1e-9, atol=1e-9)
+
+
 # -- AIMNet -------------------------------------------------------------------------------------------------
+
+
+def test_aimnet_dsf_with_a_padding_atom():
+    """The padding atom stands last and counts to system 0; slots equal to its number, a valid one, are padding."""
+    generator = torch.Generator().manual_seed(4)
+    molecules = [3.0 * torch.rand(n, 3, dtype=torch.float64, generator=generator) for n in (7, 4)]
+    charges = [torch.randn(n, dtype=torch.float64, generator=generator) for n in (7, 4)]
+    padding = sum(map(len, molecules))
+    x = torch.cat([*molecules, torch.zeros(1, 3, dtype=torch.float64)]).requires_grad_()
+    q = torch.cat([*charges, torch.zeros(1, dtype=torch.float64)]).requires_grad_()
+    batch_idx = torch.tensor([0] * 7 + [1] * 4 + [0], dtype=torch.int32)
+    matrix = torch.full((padding + 1, 6), padding, dtype=torch.int32)
+    for first, n in ((0, 7), (7, 4)):
+        for i in range(first, first + n):
+            matrix[i, : n - 1] = torch.tensor([j for j in range(first, first + n) if j != i])
+    energy, forces = electrostatics.dsf_coulomb(
+        x,
+        q,
+        4.0,
+        0.2,
+        batch_idx=batch_idx,
+        neighbor_matrix=matrix,
+        fill_value=padding,
+        compute_forces=True,
+        num_systems=2,
+        device="cpu",
+    )
+    slope, potential = torch.autograd.grad(energy.sum(), (x, q), create_graph=True)
+    torch.testing.assert_close(forces, -slope, rtol=1e-12, atol=1e-12)
+    assert not forces[-1].any() and not potential[-1].any()
+    for n, (molecule, charge) in enumerate(zip(molecules, charges, strict=True)):
+        torch.testing.assert_close(energy[n], dsf_reference(molecule, charge, None, 4.0, 0.2), rtol=1e-12, atol=1e-12)
+    assert torch.autograd.grad(forces.square().sum(), x)[0][:-1].any()
 
 
 class AdaptiveList:
