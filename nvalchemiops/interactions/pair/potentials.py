@@ -4,6 +4,8 @@ Energies are those of a pair. Charges are in units in which the Coulomb energy i
 to pairs of species rather than to atoms, the same expression is used with tables, see `with_tables`.
 """
 
+import math
+
 from nvalchemiops.interactions.pair.expression import Formula
 
 MIXING = {
@@ -61,6 +63,42 @@ EWALD_REAL_SPACE = Formula("q1*q2*erfc(alpha*r)/r", ("q",), ("alpha",))
 
 Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
 """
+
+
+def ewald_short_range(exponent: int, n_charges: int = 1) -> Formula:
+    """What an Ewald sum of ``1/r^p`` leaves to pairs, with its self energy; for p = 1 or an even p.
+
+    ``q1 q2 Γ(p/2, x) / (Γ(p/2) r^p)`` with ``x = (alpha r)^2``: for p = 1 ``erfc(alpha r) / r``, for even p a sum of
+    p/2 terms. The rest of ``1/r^p`` is ``alpha^p / Γ(p/2 + 1)`` at r = 0. With several charges the energies add up.
+    Sources: as for `EWALD_REAL_SPACE`; D. E. Williams, Acta Cryst. A 27, 452 (1971), doi:10.1107/S0567739471000998.
+    """
+    names, product, square = _charges(n_charges)
+    if exponent == 1:
+        return Formula(f"{product}*erfc(alpha*r)/r", names, ("alpha",), self_energy=f"-alpha/sqrt(pi)*{square}")
+    terms = " + ".join(f"x^{n}/{math.factorial(n)}" for n in range(exponent // 2))
+    self_energy = f"-alpha^{exponent}/{2 * math.factorial(exponent // 2)}*{square}"
+    expression = f"{product}*exp(-x)*({terms})/r^{exponent}; x = alpha^2*r^2"
+    return Formula(expression, names, ("alpha",), self_energy=self_energy)
+
+
+def ewald_excluded(exponent: int, n_charges: int = 1) -> Formula:
+    """Minus the smooth part of ``1/r^p``, which is finite at r = 0: what a pair has to lose that does not interact.
+
+    ``-q1 q2 alpha^p γ*(p/2, x) / Γ(p/2)`` with ``x = (alpha r)^2`` and ``γ*(a, x) = x^-a γ(a, x)``, an incomplete gamma
+    function; for p = 1 this is ``-q1 q2 erf(alpha r) / r``.
+    """
+    names, product, _ = _charges(n_charges)
+    half = f"{exponent}/2"
+    scale = "1/sqrt(pi)" if exponent == 1 else f"1/{math.factorial(exponent // 2 - 1)}"
+    return Formula(f"-{product}*alpha^{exponent}*{scale}*lower_gamma({half}, alpha^2*r^2)", names, ("alpha",))
+
+
+def _charges(n_charges: int) -> tuple[tuple[str, ...], str, str]:
+    """Names of charges, the product of those of a pair, and their square."""
+    names = ("q",) if n_charges == 1 else tuple(f"q{n}_" for n in range(n_charges))
+    product, square = (" + ".join(term.format(n) for n in names) for term in ("{0}1*{0}2", "{0}^2"))
+    return names, f"({product})", f"({square})"
+
 
 WOLF = Formula(
     "q1*q2*(erfc(alpha*r)/r - erfc(alpha*cutoff)/cutoff)",

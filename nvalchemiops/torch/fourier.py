@@ -1,0 +1,178 @@
+"""Fourier sums over atoms as torch ops (`nvalchemiops.fourier`), differentiable to any order."""
+
+from typing import Any
+
+import torch
+import warp as wp
+
+from nvalchemiops import fourier as kernels
+from nvalchemiops.math.vectors import LANES
+from nvalchemiops.moments import count
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.memory import new_empty
+from nvalchemiops.torch.moments import Arguments, fold, gather_pullback, spread_pullback
+
+
+def _vectors(atom_begin: torch.Tensor, size: int) -> torch.Tensor:
+    """Where each system begins, if its atoms take whole groups of ``size``."""
+    groups = torch.zeros_like(atom_begin)
+    torch.cumsum((atom_begin.diff() + (size - 1)).div(size, rounding_mode="floor"), 0, out=groups[1:])
+    return groups
+
+
+def _tables(
+    coordinates: torch.Tensor, order: torch.Tensor | None, atom_begin: torch.Tensor, points: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """First vector of each system, cosines and sines of all multiples, rows at which those of y and z begin."""
+    vector_begin = _vectors(atom_begin, LANES)
+    n_x, n_y, n_z = (2 * (int(n) + 1) for n in points.amax(0).tolist())
+    n_vectors = int(vector_begin[-1])
+    tables = new_empty((n_x + n_y + n_z, LANES * n_vectors), torch.float64, coordinates.device)
+    launch(kernels.phase_tables(), n_vectors, [coordinates, order, atom_begin, vector_begin, n_x, n_x + n_y], [tables])
+    return vector_begin, tables, n_x, n_x + n_y
+
+
+def _copies(inputs: Arguments, n_copies: int) -> Arguments:
+    """Arguments of as many copies of all systems."""
+    n_atoms = inputs["coordinates"].shape[1]
+    inputs = dict(inputs, coordinates=inputs["coordinates"].flatten(0, 1))
+
+    def numbered(values: torch.Tensor, step: int) -> torch.Tensor:
+        return values + step * torch.arange(n_copies, dtype=values.dtype, device=values.device).unsqueeze(1)
+
+    if inputs["order"] is not None:
+        inputs["order"] = numbered(inputs["order"], n_atoms).flatten()
+    for name, entries in (("atom_begin", n_atoms), ("point_begin", inputs["points"].shape[0])):
+        begins = numbered(inputs[name], entries)
+        inputs[name] = torch.cat([begins[:, :-1].flatten(), begins[-1, -1:]])
+    inputs["points"] = inputs["points"].repeat(n_copies, 1)
+    if "moments" in inputs:
+        inputs["moments"] = inputs["moments"].flatten(0, 1)
+    else:
+        inputs["field"] = inputs["field"].movedim(0, 1).flatten(1, 2)
+    return inputs
+
+
+@warp_custom_op(
+    "nvalchemiops::fourier_spread",
+    outputs=[OutputSpec("field", wp.float64, lambda m, _, __, ___, points, *____: (m.shape[1], points.shape[0], 4, 2))],
+    grad_arrays=["field", "moments", "coordinates"],
+    backward=spread_pullback(lambda: fourier_gather),
+    vmap=fold(lambda: fourier_spread, (1, 0), _copies, lambda field, n: field.unflatten(1, (n, -1)).movedim(1, 0)),
+    trusted=True,
+)
+def fourier_spread(
+    moments: torch.Tensor,
+    coordinates: torch.Tensor,
+    order: torch.Tensor | None,
+    atom_begin: torch.Tensor,
+    points: torch.Tensor,
+    point_begin: torch.Tensor,
+    derivatives: int,
+) -> torch.Tensor:
+    """Structure factors ``Σ_i m_i exp(2πi n.s_i)``.
+
+    Parameters
+    ----------
+    moments : (n_atoms, n_channels, n_moments) float64 tensor
+        Numbered by `nvalchemiops.moments.components`; one without derivatives.
+    coordinates : (n_atoms, 3) float64 tensor
+        Fractional ones.
+    order : (n_atoms,) int32 tensor, optional
+        Atoms sorted by system, unless they are.
+    atom_begin : (n_systems + 1,) int32 tensor
+        Where each system begins in the order.
+    points : (n_points, 3) int32 tensor
+        Miller indices, not negative, sorted by system; those with equal first two should stand together.
+    point_begin : (n_systems + 1,) int32 tensor
+        Where the points of each system begin.
+    derivatives : int
+        Highest order of derivative among the moments.
+
+    Returns
+    -------
+    (n_channels, n_points, 4, 2) float64 tensor
+        Real and imaginary part at (n_x, ±n_y, ±n_z), in the order ++, +-, -+, --.
+    """
+    n_points, n_channels = points.shape[0], moments.shape[1]
+    field = new_empty((n_channels, n_points, 4, 2), torch.float64, moments.device)
+    if moments.shape[0] == 0 or field.numel() == 0:
+        return field.zero_()
+    if moments.is_cuda:
+        plan: tuple[Any, ...] = (None, None, 0, 0)
+        rows = n_points
+    else:
+        plan = _tables(coordinates, order, atom_begin, points)
+        rows = -(-n_points // kernels.POINTS)
+    launch(
+        kernels.fourier_spread(derivatives),
+        rows,
+        [moments, coordinates, order, atom_begin, *plan, points, point_begin],
+        [field],
+        lanes=kernels.WARP,
+        kind=_size(moments.shape[0] * n_channels // max(atom_begin.shape[0] - 1, 1)),
+    )
+    return field
+
+
+@warp_custom_op(
+    "nvalchemiops::fourier_gather",
+    outputs=[OutputSpec("moments", wp.float64, lambda f, s, *rest: (s.shape[0], f.shape[0], count(rest[-1])))],
+    grad_arrays=["moments", "field", "coordinates"],
+    backward=gather_pullback(lambda: fourier_spread, lambda: fourier_gather),
+    vmap=fold(lambda: fourier_gather, (0, 1), _copies, lambda moments, n: moments.unflatten(0, (n, -1))),
+    trusted=True,
+)
+def fourier_gather(
+    field: torch.Tensor,
+    coordinates: torch.Tensor,
+    order: torch.Tensor | None,
+    atom_begin: torch.Tensor,
+    points: torch.Tensor,
+    point_begin: torch.Tensor,
+    derivatives: int,
+) -> torch.Tensor:
+    """Sums ``Σ_n Re F(n) cos(2π n.s_i) + Im F(n) sin(2π n.s_i)`` and their derivatives by coordinates.
+
+    Parameters
+    ----------
+    field : (n_channels, n_points, 4, 2) float64 tensor
+        As `fourier_spread` returns it.
+    coordinates, order, atom_begin, points, point_begin
+        As for `fourier_spread`.
+    derivatives : int
+        Highest order of derivative that is wanted.
+
+    Returns
+    -------
+    (n_atoms, n_channels, n_moments) float64 tensor
+        Numbered by `nvalchemiops.moments.components`.
+    """
+    n_atoms, n_channels, n_points = coordinates.shape[0], field.shape[0], points.shape[0]
+    moments = new_empty((n_atoms, n_channels, count(derivatives)), torch.float64, field.device)
+    if n_points == 0 or moments.numel() == 0:
+        return moments.zero_()
+    if field.is_cuda:
+        plan: tuple[Any, ...] = (None, None, None, 0, 0)
+        coefficients, rows = None, n_atoms
+    else:
+        vector_begin, *tables = _tables(coordinates, order, atom_begin, points)
+        block_begin = _vectors(vector_begin, kernels.vectors_at_once(derivatives))
+        plan, rows = (vector_begin, block_begin, *tables), int(block_begin[-1])
+        coefficients = new_empty((field.numel(),), torch.float64, field.device)
+        launch(kernels.fourier_coefficients(), field.numel() // 8, [field.reshape(-1)], [coefficients])
+    launch(
+        kernels.fourier_gather(derivatives),
+        rows,
+        [field, coefficients, coordinates, order, atom_begin, *plan, points, point_begin],
+        [moments],
+        lanes=kernels.WARP,
+        kind=_size(n_points * n_channels // max(atom_begin.shape[0] - 1, 1)),
+    )
+    return moments
+
+
+def _size(work: int) -> int:
+    """Work of a row, in powers of two: what tells launches apart whose rows take different times."""
+    return int(work).bit_length()

@@ -1,0 +1,348 @@
+"""Reciprocal lattices of periodic systems: fractional coordinates, volumes, and wave vectors."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import warp as wp
+
+from nvalchemiops.geometry import dual_vectors
+from nvalchemiops.interactions.electrostatics import wave_vectors
+from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.segments import spread_systems
+
+
+class Lattice(NamedTuple):
+    """What an Ewald sum needs of the cells, in float64 and differentiable.
+
+    Attributes
+    ----------
+    inverse : (n_systems, 3, 3) tensor
+        Fractional coordinates are ``positions @ inverse``.
+    volume : (n_systems,) tensor
+    metric : (n_systems, 3, 3) tensor
+        A wave vector with Miller indices n has the square ``n @ metric @ n``.
+    frame : (3, 3) or (n_atoms, 3, 3) tensor
+        ``inverse`` for the only system, or for the system of each atom.
+    """
+
+    inverse: torch.Tensor
+    volume: torch.Tensor
+    metric: torch.Tensor
+    frame: torch.Tensor
+
+    def fractional(self, positions: torch.Tensor) -> torch.Tensor:
+        """Fractional coordinates (n_atoms, 3), in float64."""
+        positions = positions.to(torch.float64)
+        if self.frame.ndim == 2:
+            return positions @ self.frame
+        return (positions.unsqueeze(-1) * self.frame).sum(-2)
+
+    def cartesian(self, slopes: torch.Tensor) -> torch.Tensor:
+        """Derivatives by positions from those by fractional coordinates."""
+        slopes = slopes.to(torch.float64)
+        if self.frame.ndim == 2:
+            return slopes @ self.frame.mT
+        return (slopes.unsqueeze(-2) * self.frame).sum(-1)
+
+    def dyadic(self, sums: torch.Tensor) -> torch.Tensor:
+        """``Σ k k^T`` (n_systems, 3, 3) from sums over Miller indices ``Σ n n^T``."""
+        return (2.0 * math.pi) ** 2 * (self.inverse @ sums @ self.inverse.mT)
+
+
+def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Lattice:
+    """The lattice of cells (n_systems, 3, 3)."""
+    cell = cell.to(torch.float64)
+    a, b, c = cell.unbind(1)
+    # a GPU is not asked whether a cell is singular: then everything is infinite or NaN
+    planes = torch.stack([torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], dim=-1)
+    determinant = (a * planes[..., 0]).sum(-1)
+    inverse = planes / determinant[:, None, None]
+    metric = (2.0 * math.pi) ** 2 * (inverse.mT @ inverse)
+    frame = inverse[0] if batch_idx is None else spread_systems(inverse, batch_idx, n_atoms)
+    return Lattice(inverse, determinant.abs(), metric, frame)
+
+
+def check_cells(cell: torch.Tensor) -> None:
+    """Raise for a singular cell; what is on a GPU or being compiled is not read."""
+    if cell.is_cuda or torch.compiler.is_compiling():
+        return
+    lattice = checks.on_host(cell.detach()).astype(np.float64)
+    _check_cells(lattice.tobytes(), lattice.shape[0])
+
+
+@functools.lru_cache(maxsize=64)
+def _check_cells(cell: bytes, n_systems: int) -> None:
+    dual_vectors(np.frombuffer(cell).reshape(n_systems, 3, 3), np.ones((n_systems, 3), dtype=bool))
+
+
+# -- wave vectors as points -----------------------------------------------------------------------
+
+_N_POINTS = DynamicSize("n_points")
+_POINTS = [
+    OutputSpec("points", wp.int32, lambda *_: (_N_POINTS, 3)),
+    OutputSpec("point_begin", wp.int32, lambda cell, *_: (cell.shape[0] + 1,)),
+    OutputSpec("point_system", wp.int32, lambda *_: (_N_POINTS,)),
+    OutputSpec("weights", wp.float64, lambda *_: (_N_POINTS, 4)),
+]
+
+
+class Points(NamedTuple):
+    """Wave vectors of all systems, four of them a point (`nvalchemiops.fourier`), the origin among them.
+
+    Attributes
+    ----------
+    points : (n_points, 3) int32 tensor
+    point_begin : (n_systems + 1,) int32 tensor
+    point_system : (n_points,) int32 tensor
+    weights : (n_points, 4) float64 tensor
+        How often each wave vector counts in a sum over all of them; k and -k stand together.
+    """
+
+    points: torch.Tensor
+    point_begin: torch.Tensor
+    point_system: torch.Tensor
+    weights: torch.Tensor
+
+
+@warp_custom_op("nvalchemiops::points_within", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
+def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Wave vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host."""
+    lattice = checks.on_host(cell).astype(np.float64)
+    lengths = checks.on_host(k_cutoff).astype(np.float64)
+    return _together([_within(c.tobytes(), float(k)) for c, k in zip(lattice, lengths)], cell.device)
+
+
+@warp_custom_op("nvalchemiops::points_of_indices", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
+def points_of_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Wave vectors with these Miller indices, (n, 3) for all systems or (n_systems, n, 3). Reads them on the host."""
+    indices = checks.on_host(miller_indices)
+    lists = [indices] * cell.shape[0] if indices.ndim == 2 else list(indices)
+    return _together([_of_indices(np.ascontiguousarray(n, dtype=np.int64).tobytes()) for n in lists], cell.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _within(cell: bytes, k_cutoff: float) -> tuple[np.ndarray, np.ndarray]:
+    return wave_vectors.points_within(np.frombuffer(cell).reshape(3, 3), k_cutoff)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_indices(indices: bytes) -> tuple[np.ndarray, np.ndarray]:
+    return wave_vectors.points_of_indices(np.frombuffer(indices, dtype=np.int64).reshape(-1, 3))
+
+
+def _together(lists: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[torch.Tensor, ...]:
+    sizes = np.array([points.shape[0] for points, _ in lists])
+    begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    system = np.repeat(np.arange(len(lists), dtype=np.int32), sizes)
+    points = np.concatenate([np.zeros((0, 3), dtype=np.int32), *(points for points, _ in lists)])
+    weights = np.concatenate([np.zeros((0, 4)), *(weights for _, weights in lists)])
+    return tuple(torch.from_numpy(values).to(device) for values in (points, begin, system, weights))
+
+
+# -- public: lists of wave vectors ----------------------------------------------------------------
+
+
+def generate_ewald_miller_indices(
+    cell: torch.Tensor, k_cutoff: float | torch.Tensor, miller_bounds: Any = None
+) -> torch.Tensor:
+    """Miller indices of a box of wave vectors that holds all those up to ``k_cutoff``, one of each k and -k.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    k_cutoff : float or (n_systems,) tensor, 1/length
+    miller_bounds : (int, int, int), optional
+        Largest index along each axis, instead of those that follow from ``k_cutoff``. Then nothing is read on the host.
+
+    Returns
+    -------
+    (n_k, 3) int64 tensor
+        The same for all systems of a batch. The first index that is not zero is positive; the origin is not among them.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    lattice = _check_cell(cell)
+    if miller_bounds is None:
+        lengths = checks.on_host(per_system("k_cutoff", k_cutoff, lattice.shape[0], cell.device))
+        bounds = wave_vectors.bounds(checks.on_host(lattice.detach()).astype(np.float64), lengths).max(axis=0)
+    else:
+        bounds = check_bounds(miller_bounds)
+    return torch.from_numpy(wave_vectors.half_box(tuple(int(b) for b in bounds))).to(cell.device)
+
+
+def k_vectors_from_miller_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> torch.Tensor:
+    """Wave vectors of Miller indices, differentiable in the cell.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    miller_indices : (n_k, 3) int32 or int64 tensor
+
+    Returns
+    -------
+    (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length
+        Rows k with ``k @ cell[a] = 2 π n_a``. One system has no leading dimension.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    lattice = _check_cell(cell)
+    checks.check_index("miller_indices", miller_indices, cell, (None, 3))
+    inverse = lattice_of(lattice, None, 0).inverse
+    k_vectors = 2.0 * math.pi * (miller_indices.to(torch.float64) @ inverse.mT)
+    return (k_vectors[0] if k_vectors.shape[0] == 1 else k_vectors).to(cell.dtype)
+
+
+def generate_k_vectors_ewald_summation(
+    cell: torch.Tensor, k_cutoff: float | torch.Tensor, miller_bounds: Any = None
+) -> torch.Tensor:
+    """Wave vectors for `ewald_summation`: `k_vectors_from_miller_indices` of `generate_ewald_miller_indices`.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    k_cutoff : float or (n_systems,) tensor, 1/length
+    miller_bounds : (int, int, int), optional
+
+    Returns
+    -------
+    (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length
+    """
+    return k_vectors_from_miller_indices(cell, generate_ewald_miller_indices(cell, k_cutoff, miller_bounds))
+
+
+def mesh_frequencies(n: int, half: bool, device: torch.device) -> torch.Tensor:
+    """Miller indices (n,) or (n // 2 + 1,) in the order of a discrete Fourier transform, in float64."""
+    if half:
+        return torch.arange(n // 2 + 1, dtype=torch.float64, device=device)
+    index = torch.arange(n, dtype=torch.float64, device=device)
+    return torch.where(index < (n + 1) // 2, index, index - n)
+
+
+def generate_k_vectors_pme(
+    cell: torch.Tensor, mesh_dimensions: Sequence[int], reciprocal_cell: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Wave vectors of a mesh in the order of ``torch.fft.rfftn``, and their squares.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    mesh_dimensions : (int, int, int)
+    reciprocal_cell : (3, 3) or (n_systems, 3, 3) tensor, 1/length, optional
+        ``2 π`` times the inverse of the cell, if it is known.
+
+    Returns
+    -------
+    k_vectors : ([n_systems,] n_x, n_y, n_z // 2 + 1, 3) tensor, 1/length
+    k_squared : ([n_systems,] n_x, n_y, n_z // 2 + 1) tensor, 1/length²
+        The first one is zero.
+    """
+    lattice = _check_cell(cell)
+    dimensions = check_mesh(mesh_dimensions)
+    if reciprocal_cell is None:
+        reciprocal = 2.0 * math.pi * lattice_of(lattice, None, 0).inverse
+    else:
+        reciprocal = _check_cell(reciprocal_cell, "reciprocal_cell").to(torch.float64)
+    axes = [mesh_frequencies(n, axis == 2, cell.device) for axis, n in enumerate(dimensions)]
+    x, y, z = (indices.reshape([-1 if a == axis else 1 for a in range(3)] + [1]) for axis, indices in enumerate(axes))
+    columns = [column.reshape(-1, 1, 1, 1, 3) for column in reciprocal.unbind(-1)]
+    k_vectors = x * columns[0] + y * columns[1] + z * columns[2]
+    k_squared = k_vectors.square().sum(-1)
+    if cell.ndim == 2 or cell.shape[0] == 1:
+        k_vectors, k_squared = k_vectors[0], k_squared[0]
+    return k_vectors.to(cell.dtype), k_squared.to(cell.dtype)
+
+
+def generate_k_squared_pme(
+    cell: torch.Tensor, mesh_dimensions: Sequence[int], reciprocal_cell: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The second result of `generate_k_vectors_pme`, which has the same arguments."""
+    return generate_k_vectors_pme(cell, mesh_dimensions, reciprocal_cell)[1]
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def _check_cell(cell: Any, name: str = "cell") -> torch.Tensor:
+    """A cell by itself as (n_systems, 3, 3)."""
+    if not isinstance(cell, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(cell).__name__}")
+    if cell.dtype not in checks.FLOATS:
+        raise TypeError(f"`{name}` must be float32 or float64, got {cell.dtype}")
+    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
+        raise ValueError(f"`{name}` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
+    cell = cell.reshape(-1, 3, 3)
+    check_cells(cell)
+    return cell
+
+
+def check_bounds(miller_bounds: Any) -> tuple[int, int, int]:
+    """Largest Miller indices as three ints."""
+    if isinstance(miller_bounds, torch.Tensor):
+        if miller_bounds.numel() != 3 or miller_bounds.is_floating_point():
+            raise ValueError(f"`miller_bounds` must be three whole numbers, got shape {tuple(miller_bounds.shape)}")
+        miller_bounds = miller_bounds.flatten().tolist()
+    try:
+        bounds = tuple(checks.check_int("miller_bounds", b) for b in miller_bounds)
+    except TypeError:
+        raise TypeError(f"`miller_bounds` must be three whole numbers, got {miller_bounds!r}") from None
+    if len(bounds) != 3 or min(bounds) < 0:
+        raise ValueError(f"`miller_bounds` must be three numbers from 0 on, got {bounds}")
+    return bounds
+
+
+def check_mesh(mesh_dimensions: Any, spline_order: int = 1) -> tuple[int, int, int]:
+    """Points of the mesh along each axis as three ints."""
+    if isinstance(mesh_dimensions, torch.Tensor):
+        mesh_dimensions = mesh_dimensions.flatten().tolist()
+    if isinstance(mesh_dimensions, (int, str)) or not isinstance(mesh_dimensions, Sequence):
+        raise TypeError(f"`mesh_dimensions` must be three ints, got {mesh_dimensions!r}")
+    dimensions = tuple(checks.check_int("mesh_dimensions", n) for n in mesh_dimensions)
+    if len(dimensions) != 3:
+        raise ValueError(f"`mesh_dimensions` must be three ints, got {dimensions}")
+    if min(dimensions) < spline_order:
+        raise ValueError(
+            f"`mesh_dimensions` = {dimensions} must not be smaller than the spline order, {spline_order}"
+            if spline_order > 1
+            else f"`mesh_dimensions` must be positive, got {dimensions}"
+        )
+    return dimensions
+
+
+def check_spline_order(spline_order: Any, lowest: int = 3) -> int:
+    """The order of a spline as an int."""
+    order = checks.check_int("spline_order", spline_order)
+    if not lowest <= order <= 8:
+        raise ValueError(f"`spline_order` must be in {lowest} .. 8, got {order}")
+    return order
+
+
+def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:
+    """A positive number, or one for each system, as float64 tensor (n_systems,) that keeps its graph."""
+    if isinstance(value, torch.Tensor):
+        tensor = value.to(device)
+    else:
+        try:
+            # through numpy, which keeps Python's float64
+            tensor = torch.as_tensor(np.asarray(value), device=device)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"`{name}` must be a number or a tensor, got {type(value).__name__}") from None
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"`{name}` must be real numbers, got {tensor.dtype}")
+    if tuple(tensor.shape) not in ((), (1,), (n_systems,)):
+        raise ValueError(f"`{name}` must be a number or have shape ({n_systems},), got {tuple(tensor.shape)}")
+    if not tensor.is_cuda and not torch.compiler.is_compiling():
+        numbers = checks.on_host(tensor.detach())
+        if not (np.isfinite(numbers) & (numbers > 0)).all():
+            raise ValueError(f"`{name}` must be positive and finite")
+    return tensor.to(torch.float64).expand(n_systems)

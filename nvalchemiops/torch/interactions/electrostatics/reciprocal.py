@@ -1,0 +1,74 @@
+"""The smooth part of an Ewald sum at the wave vectors of the lattice, exactly.
+
+With the structure factors ``S(k) = Σ_j q_j exp(i k.r_j)`` and the transform g of the smooth part of the interaction,
+
+    φ_i = 1/V Σ_k g(k²) Re[S(k) exp(-i k.r_i)],    E = Σ_i q_i φ_i / 2,    W = Σ_k |S|²/2V (g + 2 g' k k^T)
+
+where fractional coordinates, and so S, do not change under strain. Everything between the two Fourier sums, which are
+ops, is torch.
+"""
+
+import torch
+
+from nvalchemiops.torch.fourier import fourier_gather, fourier_spread
+from nvalchemiops.torch.interactions.electrostatics.lattice import Points, lattice_of
+from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, at_atoms
+from nvalchemiops.torch.segments import spread_systems, system_sums
+
+
+def sorted_atoms(
+    batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int, device: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Atoms sorted by system, or None if they are; and where each system begins."""
+    if batch_idx is None:
+        return None, torch.tensor([0, n_atoms], dtype=torch.int32, device=device)
+    systems, order = torch.sort(batch_idx, stable=True)
+    numbers = torch.arange(n_systems + 1, dtype=systems.dtype, device=device)
+    return order.to(torch.int32), torch.searchsorted(systems, numbers, out_int32=True)
+
+
+def reciprocal_sum(
+    potential: LongRangePotential,
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    cell: torch.Tensor,
+    alpha: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    waves: Points,
+    wanted: Wanted,
+) -> Parts:
+    """The smooth part for charges (n_atoms, n_channels), cells (n_systems, 3, 3) and alpha (n_systems,) in float64."""
+    n_atoms, n_systems, device = positions.shape[0], cell.shape[0], positions.device
+    lattice = lattice_of(cell, batch_idx, n_atoms)
+    charges = charges.to(torch.float64)
+    coordinates = lattice.fractional(positions)
+    points, point_begin, point_system, weights = waves
+    plan = (*sorted_atoms(batch_idx, n_systems, n_atoms, device), points, point_begin)
+    structure = fourier_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
+
+    at_point = None if n_systems == 1 else point_system
+    signs = torch.tensor([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]], dtype=torch.float64, device=device)
+    miller = points.unsqueeze(1) * signs
+    n_points = points.shape[0]
+    # of a point: squares of the indices and mixed products, whose signs change, so that k² is linear in the metric
+    products = miller.unsqueeze(-1) * miller.unsqueeze(-2)
+    rate = spread_systems(torch.stack([alpha, 1.0 / lattice.volume], -1), at_point, n_points).unsqueeze(-1)
+    metric = spread_systems(lattice.metric, at_point, n_points)
+    k2 = (products * metric.unsqueeze(1)).sum((-2, -1))
+    origin = (points == 0).all(1).unsqueeze(1)
+    value, slope = potential.reciprocal(torch.where(origin, 1.0, k2), rate[:, 0])
+    share = weights * rate[:, 1]
+    factor = share * torch.where(origin, potential.at_zero(rate[:, 0]), value)
+    gathered = fourier_gather(factor.unsqueeze(-1) * structure, coordinates, *plan, int(wanted.forces))
+    parts = at_atoms(gathered, charges, lattice, None, wanted)
+    if not wanted.virial:
+        return parts
+    power = structure.square().sum((0, 3))
+    isotropic = 0.5 * (factor * power).sum(1)
+    directed = share * torch.where(origin, 0.0, slope) * power
+    sums = (products * directed[..., None, None]).sum(1)
+    sums = system_sums(torch.cat([sums.flatten(1), isotropic.unsqueeze(1)], 1), at_point, n_systems)
+    identity = torch.eye(3, dtype=torch.float64, device=device)
+    virial = lattice.dyadic(sums[:, :9].reshape(-1, 3, 3)) + sums[:, 9, None, None] * identity
+    return parts._replace(virial=virial)

@@ -1,0 +1,208 @@
+"""Spreading to periodic meshes by B-splines, and gathering from them, as torch ops (`nvalchemiops.spline`)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import warp as wp
+
+from nvalchemiops import spline as kernels
+from nvalchemiops.launch import NotDifferentiableError
+from nvalchemiops.moments import count
+from nvalchemiops.neighbors.grid import sort_atoms
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.memory import new_empty
+from nvalchemiops.torch.moments import Arguments, fold, gather_pullback, spread_pullback
+
+
+@warp_custom_op(
+    "nvalchemiops::mesh_columns",
+    outputs=[
+        OutputSpec("order", wp.int32, lambda u, *_: (u.shape[0],)),
+        OutputSpec("column_begin", wp.int32, lambda _, __, n, mesh, ___: (n * mesh[0] * mesh[1] + 1,)),
+    ],
+    grad_arrays=[],
+    backward="none",
+    trusted=True,
+)
+def mesh_columns(
+    coordinates: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    n_systems: int,
+    mesh_dimensions: Sequence[int],
+    spline_order: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Atoms sorted by the column of mesh cells in which their stencils begin.
+
+    Parameters
+    ----------
+    coordinates : (n_atoms, 3) float64 tensor
+        In mesh spacings.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order.
+    n_systems : int
+    mesh_dimensions : (int, int, int)
+    spline_order : int
+
+    Returns
+    -------
+    order : (n_atoms,) int32 tensor
+    column_begin : (n_systems * n_x * n_y + 1,) int32 tensor
+        Where each column begins in the order.
+    """
+    n_x, n_y, _ = mesh_dimensions
+    n_atoms, device = coordinates.shape[0], coordinates.device
+    column = torch.empty(n_atoms, dtype=torch.int32, device=device)
+    begin = torch.zeros(n_systems * n_x * n_y + 1, dtype=torch.int32, device=device)
+    launch(kernels.find_columns(spline_order), n_atoms, [coordinates, batch_idx, n_systems, n_x, n_y], [column])
+    if device.type != "cpu":
+        sorted_columns, order = torch.sort(column, stable=True)
+        numbers = torch.arange(begin.shape[0], dtype=torch.int32, device=device)
+        return order.to(torch.int32), torch.searchsorted(sorted_columns, numbers, out_int32=True)
+    order = torch.empty_like(column)
+    launch(sort_atoms(), 1, [column, begin], [order])
+    return order, begin
+
+
+def _copies(inputs: Arguments, n_copies: int) -> Arguments:
+    """Arguments of as many copies of all systems."""
+    inputs = dict(inputs, coordinates=inputs["coordinates"].flatten(0, 1))
+    for name in ("moments", "field"):
+        if name in inputs:
+            inputs[name] = inputs[name].flatten(0, 1)
+    n_atoms, batch_idx = inputs["coordinates"].shape[0] // n_copies, inputs["batch_idx"]
+    if batch_idx is None:
+        batch_idx = torch.zeros(n_atoms, dtype=torch.int32, device=inputs["coordinates"].device)
+    copies = torch.arange(n_copies, dtype=torch.int32, device=batch_idx.device).unsqueeze(1)
+    inputs["batch_idx"] = (batch_idx + inputs["n_systems"] * copies).flatten()
+    inputs["n_systems"] *= n_copies
+    sorted_by = ("coordinates", "batch_idx", "n_systems", "mesh_dimensions", "spline_order")
+    inputs["order"], inputs["column_begin"] = mesh_columns(*(inputs[name] for name in sorted_by))
+    return inputs
+
+
+def _split(result: torch.Tensor, n_copies: int) -> torch.Tensor:
+    return result.unflatten(0, (n_copies, -1))
+
+
+def _precision(values: torch.Tensor, *_: Any) -> Any:
+    return wp.float32 if values.dtype is torch.float32 else wp.float64
+
+
+def _check(spline_order: int, derivatives: int) -> None:
+    if derivatives >= spline_order:
+        raise NotDifferentiableError(
+            f"a spline of order {spline_order} has {spline_order - 2} continuous derivatives and a last one in pieces; "
+            f"derivative {derivatives} was asked for: use a higher `spline_order`"
+        )
+
+
+@warp_custom_op(
+    "nvalchemiops::mesh_spread",
+    outputs=[OutputSpec("field", _precision, lambda m, *rest: (rest[2], m.shape[1], *rest[5]))],
+    grad_arrays=["field", "moments", "coordinates"],
+    backward=spread_pullback(lambda: mesh_gather),
+    vmap=fold(lambda: mesh_spread, (1, 1), _copies, _split),
+    trusted=True,
+)
+def mesh_spread(
+    moments: torch.Tensor,
+    coordinates: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    n_systems: int,
+    order: torch.Tensor,
+    column_begin: torch.Tensor,
+    mesh_dimensions: Sequence[int],
+    spline_order: int,
+    derivatives: int,
+) -> torch.Tensor:
+    """Values of atoms spread to a mesh.
+
+    Parameters
+    ----------
+    moments : (n_atoms, n_channels, n_moments) tensor
+        Numbered by `nvalchemiops.moments.components`; one without derivatives.
+    coordinates, batch_idx, n_systems, mesh_dimensions, spline_order
+        As for `mesh_columns`.
+    order, column_begin : tensors
+        From `mesh_columns`.
+    derivatives : int
+        Highest order of derivative among the moments.
+
+    Returns
+    -------
+    (n_systems, n_channels, n_x, n_y, n_z) tensor
+    """
+    _check(spline_order, derivatives)
+    n_x, n_y, n_z = mesh_dimensions
+    n_atoms, n_channels = moments.shape[:2]
+    field = new_empty((n_systems, n_channels, n_x, n_y, n_z), moments.dtype, moments.device)
+    if field.numel() == 0:
+        return field
+    first_z = torch.empty(n_atoms, dtype=torch.int32, device=moments.device)
+    weights = new_empty((n_atoms, 3, derivatives + 1, kernels.WIDTH), torch.float64, moments.device)
+    stencils = kernels.spline_stencils(spline_order, derivatives)
+    launch(stencils, n_atoms, [coordinates, order, n_x, n_y, n_z], [first_z, weights])
+    launch(
+        kernels.spline_spread(spline_order, derivatives, _name(moments)),
+        n_systems * n_x * n_y,
+        [moments, order, column_begin, first_z, weights],
+        [field.view(-1, n_x, n_y, n_z)],
+        lanes=kernels.WARP,
+        kind=(16 * n_atoms * n_channels // (n_systems * n_x * n_y)).bit_length(),
+    )
+    return field
+
+
+@warp_custom_op(
+    "nvalchemiops::mesh_gather",
+    outputs=[OutputSpec("moments", _precision, lambda f, u, *rest: (u.shape[0], f.shape[1], count(rest[-1])))],
+    grad_arrays=["moments", "field", "coordinates"],
+    backward=gather_pullback(lambda: mesh_spread, lambda: mesh_gather),
+    vmap=fold(lambda: mesh_gather, (1, 1), _copies, _split),
+    trusted=True,
+)
+def mesh_gather(
+    field: torch.Tensor,
+    coordinates: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    n_systems: int,
+    order: torch.Tensor,
+    column_begin: torch.Tensor,
+    mesh_dimensions: Sequence[int],
+    spline_order: int,
+    derivatives: int,
+) -> torch.Tensor:
+    """Values of a mesh, and their derivatives by coordinates, at atoms.
+
+    Parameters
+    ----------
+    field : (n_systems, n_channels, n_x, n_y, n_z) tensor
+    coordinates, batch_idx, n_systems, order, column_begin, mesh_dimensions, spline_order
+        As for `mesh_spread`.
+    derivatives : int
+        Highest order of derivative that is wanted.
+
+    Returns
+    -------
+    (n_atoms, n_channels, n_moments) tensor
+        Numbered by `nvalchemiops.moments.components`.
+    """
+    _check(spline_order, derivatives)
+    n_channels = field.shape[1]
+    moments = new_empty((coordinates.shape[0], n_channels, count(derivatives)), field.dtype, field.device)
+    if moments.numel() == 0:
+        return moments
+    launch(
+        kernels.spline_gather(spline_order, derivatives, _name(field)),
+        coordinates.shape[0],
+        [field.flatten(0, 1), coordinates, batch_idx, order],
+        [moments],
+        kind=n_channels,
+    )
+    return moments
+
+
+def _name(values: torch.Tensor) -> str:
+    return "float32" if values.dtype is torch.float32 else "float64"

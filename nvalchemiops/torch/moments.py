@@ -1,0 +1,116 @@
+"""Derivatives and ``vmap`` of spreading and gathering (`nvalchemiops.moments`), for whatever they spread to.
+
+A *spread* op takes ``moments`` (n_atoms, n_channels, n_moments), ``coordinates`` (n_atoms, 3), arguments that say where
+values stand, and the number ``derivatives`` last; it returns ``field``. A *gather* op takes ``field`` in the place of
+``moments``, which it returns. They are each other's derivatives, so one set of formulas does for all such pairs.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from nvalchemiops.moments import count, raised
+
+Op = Callable[..., torch.Tensor]
+Arguments = dict[str, Any]
+
+
+def slopes(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+    """Derivative (n_atoms, 3) of ``Σ moments * gathered`` by coordinates; ``gathered`` has one more order."""
+    n_moments = moments.shape[-1]
+    if n_moments == 1:
+        return (moments * gathered[..., 1:4]).sum(1).to(torch.float64)
+    derivatives = next(d for d in range(n_moments) if count(d) == n_moments)
+    columns = []
+    for axis in range(3):
+        higher = [gathered[..., places[axis]] for places in raised(derivatives)]
+        columns.append((moments * torch.stack(higher, -1)).sum((1, 2)))
+    return torch.stack(columns, -1).to(torch.float64)
+
+
+def spread_pullback(gather: Callable[[], Op]) -> Callable[..., Arguments]:
+    """The derivative of a spread op, given a function that returns the gather op."""
+
+    def pullback(inputs: Arguments, gradients: Mapping[str, torch.Tensor | None], wanted: frozenset[str]) -> Arguments:
+        field = gradients["field"]
+        if field is None:
+            return {}
+        moments, derivatives = inputs["moments"], inputs["derivatives"]
+        found = _call(gather(), inputs, field, derivatives + ("coordinates" in wanted))
+        results = {}
+        if "moments" in wanted:
+            results["moments"] = found[..., : moments.shape[-1]]
+        if "coordinates" in wanted:
+            results["coordinates"] = slopes(moments, found)
+        return results
+
+    return pullback
+
+
+def gather_pullback(spread: Callable[[], Op], gather: Callable[[], Op]) -> Callable[..., Arguments]:
+    """The derivative of a gather op, given functions that return the two ops."""
+
+    def pullback(inputs: Arguments, gradients: Mapping[str, torch.Tensor | None], wanted: frozenset[str]) -> Arguments:
+        moments = gradients["moments"]
+        if moments is None:
+            return {}
+        field, derivatives = inputs["field"], inputs["derivatives"]
+        results = {}
+        if "field" in wanted:
+            results["field"] = _call(spread(), inputs, moments, derivatives)
+        if "coordinates" in wanted:
+            results["coordinates"] = slopes(moments, _call(gather(), inputs, field, derivatives + 1))
+        return results
+
+    return pullback
+
+
+def _call(op: Op, inputs: Arguments, first: torch.Tensor, derivatives: int) -> torch.Tensor:
+    geometry = [value for name, value in inputs.items() if name not in ("moments", "field", "derivatives")]
+    return op(first, *geometry, derivatives)
+
+
+def fold(
+    op: Callable[[], Op],
+    channel: tuple[int, int],
+    repeat: Callable[[Arguments, int], Arguments],
+    split: Callable[[torch.Tensor, int], torch.Tensor],
+) -> Callable[..., tuple[torch.Tensor, int]]:
+    """The rule for ``vmap``: slices of values become channels, slices of coordinates systems.
+
+    Parameters
+    ----------
+    op : callable
+        Returns the op.
+    channel : (int, int)
+        Dimension of the channels in the first argument, and in the result.
+    repeat : callable
+        Maps the arguments by name, and a number of slices, to the arguments for as many copies of all systems;
+        coordinates and the first argument are repeated already.
+    split : callable
+        Splits a result of as many copies into them, along a new first dimension.
+    """
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[torch.Tensor, int]:
+        public = op()
+        names = [p.name for p in public.op.parameters]  # type: ignore[attr-defined]
+        given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
+        first, size = names[0], info.batch_size
+        mapped = {name for name, dim in dims.items() if isinstance(dim, int)}
+        for name in mapped:
+            if name not in (first, "coordinates"):
+                raise NotImplementedError(f"vmap over `{name}`: map coordinates and values over one set of systems")
+            given[name] = given[name].movedim(dims[name], 0)
+        if mapped == {first}:
+            values = given[first].movedim(0, channel[0])
+            n_channels = values.shape[channel[0] + 1]
+            given[first] = values.flatten(channel[0], channel[0] + 1)
+            result = public(**given)
+            return result.unflatten(channel[1], (size, n_channels)), channel[1]
+        for name in ("coordinates", first):
+            if name not in mapped:
+                given[name] = given[name].unsqueeze(0).expand(size, *given[name].shape)
+        return split(public(**repeat(given, size)), size), 0
+
+    return rule
