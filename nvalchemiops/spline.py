@@ -21,10 +21,7 @@ import warp as wp
 
 from nvalchemiops import moments
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.native import SYSTEM_OF, by_device, filled
-
-ORDERS = range(2, 9)
-"""Orders of splines."""
+from nvalchemiops.native import by_device, filled
 
 WIDTH = 8
 """Places for weights along an axis: those beyond the order are zero."""

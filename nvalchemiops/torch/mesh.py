@@ -20,7 +20,7 @@ from nvalchemiops.torch.moments import Arguments, fold, gather_pullback, spread_
     "nvalchemiops::mesh_columns",
     outputs=[
         OutputSpec("order", wp.int32, lambda u, *_: (u.shape[0],)),
-        OutputSpec("column_begin", wp.int32, lambda _, __, n, mesh, ___: (n * mesh[0] * mesh[1] + 1,)),
+        OutputSpec("column_begin", wp.int32, lambda _, __, n, mesh, ___: (n * mesh[0] * mesh[1] + 2,)),
     ],
     grad_arrays=[],
     backward="none",
@@ -48,13 +48,13 @@ def mesh_columns(
     Returns
     -------
     order : (n_atoms,) int32 tensor
-    column_begin : (n_systems * n_x * n_y + 1,) int32 tensor
-        Where each column begins in the order.
+    column_begin : (n_systems * n_x * n_y + 2,) int32 tensor
+        Where each column begins in the order, and twice the end.
     """
     n_x, n_y, _ = mesh_dimensions
     n_atoms, device = coordinates.shape[0], coordinates.device
     column = torch.empty(n_atoms, dtype=torch.int32, device=device)
-    begin = torch.zeros(n_systems * n_x * n_y + 1, dtype=torch.int32, device=device)
+    begin = torch.zeros(n_systems * n_x * n_y + 2, dtype=torch.int32, device=device)
     launch(kernels.find_columns(spline_order), n_atoms, [coordinates, batch_idx, n_systems, n_x, n_y], [column])
     if device.type != "cpu":
         sorted_columns, order = torch.sort(column, stable=True)

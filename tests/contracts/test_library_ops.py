@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from nvalchemiops.interactions.pair.potentials import DSF
-from nvalchemiops.torch import neighbors, segments
+from nvalchemiops.torch import fourier, mesh, neighbors, segments
 from nvalchemiops.torch.autograd import live_recordings
-from nvalchemiops.torch.interactions.electrostatics import ewald, ewald_summation
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation, lattice, reciprocal
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import rows, search
 from tests.systems import SYSTEMS, System, batch, crystal, triclinic
@@ -35,8 +35,14 @@ def op_calls(system: System):
     values = (x, cell, q.unsqueeze(1), alpha.unsqueeze(1), torch.randn_like(q))
     given = (system_of, n_systems, found.begin, found.first, found.neighbors, found.shifts, None, 0)
     none, distances = (None,) * 3, (found.width, found.padding, 4.0, 0.0)
-    waves = ewald._wave_vectors(cell.numpy(), np.full(n_systems, 2.0), system_of)
-    atoms = ewald._sorted_atoms(system_of, n_systems)
+    waves = lattice.Points(*lattice.points_within(cell, torch.full((n_systems,), 2.0, dtype=torch.float64)))
+    atoms = reciprocal.sorted_atoms(system_of, n_systems, x.shape[0], x.device)
+    plan = (*atoms, waves.points, waves.point_begin)
+    moments = torch.randn(x.shape[0], 2, 4, dtype=torch.float64)
+    structure = fourier.fourier_spread(moments, x, *plan, 1)
+    sizes = (system_of, n_systems)
+    columns = mesh.mesh_columns(x, *sizes, (6, 5, 7), 5)
+    stencils = (*sizes, *columns, (6, 5, 7), 5)
     return {
         search.neighbor_pairs: query,
         search.neighbor_matrix_of: (*query, -1),
@@ -46,7 +52,13 @@ def op_calls(system: System):
         pair_sum: (DSF.text, "wrcpg", "rcpgw|rcpgw", *values, *directions, *given, *none, *distances),
         segments.system_sums: (x, system_of, n_systems),
         segments.spread_systems: (cell, system_of, x.shape[0]),
-        ewald._reciprocal_space: (x, q, cell, alpha, system_of, *atoms, *waves, True),
+        fourier.fourier_spread: (moments, x, *plan, 1),
+        fourier.fourier_gather: (structure, x, *plan, 1),
+        mesh.mesh_columns: (x, *sizes, (6, 5, 7), 5),
+        mesh.mesh_spread: (moments, x, *stencils, 1),
+        mesh.mesh_gather: (mesh.mesh_spread(moments, x, *stencils, 1), x, *stencils, 1),
+        lattice.points_within: (cell, torch.full((n_systems,), 2.0, dtype=torch.float64)),
+        lattice.points_of_indices: (cell, torch.tensor([[1, -2, 0], [0, 0, 3]])),
     }
 
 

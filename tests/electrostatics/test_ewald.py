@@ -244,31 +244,22 @@ def test_charges_that_follow_the_geometry():
     assert slope.item() == pytest.approx((up - down) / (2 * step), rel=1e-6)
 
 
-def test_a_second_derivative_is_an_error_that_says_what_to_do():
-    system = triclinic(4)
-    x = system.positions.requires_grad_()
-    energy = ewald_summation(x, system.charges, system.cell).sum()
-    (slope,) = torch.autograd.grad(energy, x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"ewald.*forces"):
-        slope.square().sum().backward()
-
-
 # -- accuracy -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("accuracy", [1e-4, 1e-6, 1e-9])
 @pytest.mark.parametrize("cutoff", [None, 5.0, 9.5])
 def test_measured_force_error_meets_the_accuracy(accuracy, cutoff):
-    system = crystal("rocksalt", 5.64, 3, 0.15)
-    exact = summed(system, accuracy=1e-14, compute_forces=True)
+    # forces of the order of those in a liquid, to which errors are relative
+    system = crystal("rocksalt", 5.64, 3, 0.3)
+    exact = summed(system, accuracy=1e-13, compute_forces=True)
     options = {"accuracy": accuracy, "compute_forces": True}
-    spacing = (torch.linalg.det(system.cell[0]).abs() / len(system.charges)) ** (1 / 3)
     cutoff = cutoff or float(estimate_ewald_parameters(system.positions, system.cell, accuracy=accuracy)[1])
     # the reach is not said here: the sum has to find out that the list is short
     for neighbors in (csr(system, cutoff), {"cutoff": cutoff}):
         energies, forces = summed(system, **options, **neighbors)
-        error = (forces - exact[1]).square().sum(1).mean().sqrt() * spacing**2
-        assert 0.002 * accuracy < error < accuracy
+        error = (forces - exact[1]).norm() / exact[1].norm()
+        assert accuracy / 3.0 < error < 3.0 * accuracy
         assert abs(energies.sum() / exact[0].sum() - 1.0) < accuracy
 
 
@@ -281,7 +272,6 @@ def test_estimate_is_for_each_system():
         alone = estimate_ewald_parameters(system.positions, system.cell[0], accuracy=1e-5)
         close([t[n : n + 1] for t in found], alone)
     finer = estimate_ewald_parameters(together.positions, together.cell, together.batch_idx, accuracy=1e-8)
-    assert (finer.alpha == found.alpha).all()
     assert (finer.real_space_cutoff > found.real_space_cutoff).all()
     assert (finer.reciprocal_space_cutoff > found.reciprocal_space_cutoff).all()
 
@@ -289,17 +279,14 @@ def test_estimate_is_for_each_system():
 # -- torch.compile --------------------------------------------------------------------------------
 
 
-def test_inside_a_compiled_function_the_sum_runs_eagerly():
+def test_what_cannot_be_measured_inside_a_compiled_function_is_asked_for():
     system = triclinic(5)
 
     def loss(x):
         return ewald_summation(2.0 * x, system.charges, system.cell, compute_forces=True)[1].square().sum()
 
-    slopes = []
-    for function in (loss, torch.compile(loss, backend="aot_eager")):
-        x = system.positions.clone().requires_grad_()
-        slopes.append(torch.autograd.grad(function(x), x)[0])
-    close([slopes[0]], [slopes[1]])
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="`alpha` or `cutoff` is needed"):
+        torch.compile(loss, backend="aot_eager", fullgraph=True)(system.positions)
 
 
 def test_torch_func_grad_equals_autograd():
@@ -314,21 +301,12 @@ def test_torch_func_grad_equals_autograd():
     close(found, torch.autograd.grad(energy(*inputs), inputs))
 
 
-def test_compiled_parts_equal_eager():
-    """Sizes are found eagerly; the two parts themselves compile, forward and backward."""
-    from nvalchemiops.torch.interactions.electrostatics import ewald, ewald_real_space
-
+def test_compiled_equals_eager():
     system = triclinic(5, charged=True)
     neighbors = csr(system, 4.0)
-    lattice = system.cell.numpy()
-    atoms = ewald._sorted_atoms(system.batch_idx, 1)
-    waves = ewald._wave_vectors(lattice, np.array([4.0]), system.batch_idx)
-    alpha = torch.tensor([0.7], dtype=torch.float64)
 
     def loss(x, q, cell):
-        real = ewald_real_space(x, q, cell, alpha, **neighbors, **ALL)
-        *reciprocal, virials = ewald._reciprocal_space(x, q, cell, alpha, system.batch_idx, *atoms, *waves, True)
-        return sum((a + b).square().sum() for a, b in zip(real, (*reciprocal, virials.sum(0)), strict=True))
+        return sum(t.square().sum() for t in ewald_summation(x, q, cell, 0.7, k_cutoff=4.0, **neighbors, **ALL))
 
     results = []
     for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
@@ -336,7 +314,7 @@ def test_compiled_parts_equal_eager():
         value = function(*inputs)
         value.backward()
         results.append([value.detach(), *(t.grad for t in inputs)])
-    close(*results, rtol=1e-13, atol=1e-13)
+    close(*results, rtol=1e-12, atol=1e-12)
 
 
 def test_any_number_of_threads_gives_the_same_bits(threads, always_split):
@@ -368,7 +346,8 @@ TWO = {"cell": CELL.expand(2, 3, 3), "batch_idx": torch.tensor([0, 1, 0, 1])}
         (ValueError, "charges", {"charges": Q[:3]}),
         (TypeError, "charges", {"charges": Q.float()}),
         (TypeError, "charges", {"charges": [1.0, -1.0, 1.0, -1.0]}),
-        (NotImplementedError, "charges", {"charges": Q[:, None]}),
+        (ValueError, "charges", {"charges": Q[:, None, None]}),
+        (ValueError, "charges", {"charges": Q[:, None][:, :0]}),
         (ValueError, "cell", {"cell": None}),
         (ValueError, "cell", {"cell": CELL[0][:2]}),
         (ValueError, "cell", {"cell": CELL * 0.0}),
@@ -394,12 +373,16 @@ TWO = {"cell": CELL.expand(2, 3, 3), "batch_idx": torch.tensor([0, 1, 0, 1])}
         (ValueError, "neighbor_list", {**NEAR, "neighbor_list": NEAR["neighbor_list"] + torch.tensor([[0], [4]])}),
         (TypeError, "neighbor_list", {**NEAR, "neighbor_list": NEAR["neighbor_list"].double()}),
         (ValueError, "not full", {"neighbor_matrix": HALF[0], "neighbor_matrix_shifts": HALF[2]}),
-        (NotImplementedError, "slab_correction", {"slab_correction": True}),
-        (NotImplementedError, "hybrid_forces", {"hybrid_forces": True}),
-        (NotImplementedError, "k_vectors", {"k_vectors": X}),
-        (NotImplementedError, "miller_indices", {"miller_indices": X}),
-        (NotImplementedError, "miller_bounds", {"miller_bounds": (1, 1, 1)}),
-        (NotImplementedError, "pbc", {"pbc": torch.tensor([True, True, False])}),
+        (ValueError, "pbc", {"slab_correction": True}),
+        (ValueError, "k_vectors", {"k_vectors": X}),
+        (TypeError, "k_vectors", {"k_vectors": [[1.0, 0.0, 0.0]]}),
+        (ValueError, "k_vectors", {"k_vectors": X, "miller_bounds": (1, 1, 1)}),
+        (TypeError, "miller_indices", {"miller_indices": X}),
+        (ValueError, "miller_bounds", {"miller_bounds": (1, 1)}),
+        (TypeError, "miller_bounds", {"miller_bounds": (1.5, 1, 1)}),
+        (ValueError, "slab_correction", {"pbc": torch.tensor([True, True, False])}),
+        (ValueError, "pbc", {"pbc": torch.tensor([True, False, False]), "slab_correction": True}),
+        (TypeError, "pbc", {"pbc": torch.tensor([1, 1, 0]), "slab_correction": True}),
         (TypeError, "unknown", {"unknown": 1}),
     ],
 )

@@ -305,7 +305,7 @@ class _Printer:
         return self.keep(f"{a.text} * {b.text}", a.shared)
 
     def call(self, expression: Any) -> _Code:
-        name = type(expression).__name__.lower()
+        name = {"LowerGamma": "lower_gamma"}.get(type(expression).__name__, type(expression).__name__.lower())
         arguments = [self.code(a) for a in expression.args]
         shared = all(a.shared for a in arguments)
         texts = [self.wide(a, shared) for a in arguments]

@@ -207,7 +207,12 @@ def _check_symmetry(energy: Any, formula: Formula, symbols: Symbols) -> None:
 
     exchanged = energy.xreplace(dict(zip((*symbols.own, *symbols.other), (*symbols.other, *symbols.own))))
     arguments = sorted({*energy.free_symbols, *exchanged.free_symbols}, key=str)
-    modules: list[Any] = [{"Step": lambda x: int(x >= 0), "Select": lambda c, a, b: a if c else b}, "mpmath"]
+    functions = {
+        "Step": lambda x: int(x >= 0),
+        "Select": lambda c, a, b: a if c else b,
+        "LowerGamma": lambda a, x: mpmath.gammainc(a, 0, x) * x**-a,
+    }
+    modules: list[Any] = [functions, "mpmath"]
     both = [sympy.lambdify(arguments, e, modules) for e in (energy, exchanged)]
     source = random.Random(0)
     compared = 0
@@ -426,18 +431,35 @@ def _sympy(name: str) -> Callable[..., Any]:
 
 def Step(x: Any) -> Any:
     """1 for x >= 0, otherwise 0; a function whose derivative is taken to be zero."""
-    return _piecewise_functions()[0](x)
+    return _own_functions()[0](x)
 
 
 def Select(condition: Any, a: Any, b: Any) -> Any:
     """``a`` where the condition is not zero, ``b`` elsewhere."""
-    return _piecewise_functions()[1](condition, a, b)
+    return _own_functions()[1](condition, a, b)
+
+
+def LowerGamma(a: Any, x: Any) -> Any:
+    """``x^-a γ(a, x)``, an incomplete gamma function; its derivative by x is minus that of a + 1."""
+    if not (a.is_Rational and a > 0 and (2 * a).is_Integer):
+        raise ValueError("the first argument of lower_gamma must be a positive half of a whole number")
+    return _own_functions()[2](a, x)
 
 
 @functools.cache
-def _piecewise_functions() -> tuple[Any, Any]:
-    """The two as sympy functions, made late: importing this module must not import sympy."""
+def _own_functions() -> tuple[Any, Any, Any]:
+    """These as sympy functions, made late: importing this module must not import sympy."""
     import sympy
+
+    class LowerGamma(sympy.Function):
+        nargs = 2
+
+        def fdiff(self, argindex: int = 1) -> Any:
+            a, x = self.args
+            return -self.func(a + 1, x) if argindex == 2 else sympy.S.Zero
+
+        def _eval_is_real(self) -> bool:
+            return True
 
     class Step(sympy.Function):
         nargs = 1
@@ -468,7 +490,7 @@ def _piecewise_functions() -> tuple[Any, Any]:
         def _eval_is_real(self) -> bool:
             return True
 
-    return Step, Select
+    return Step, Select, LowerGamma
 
 
 def _absolute(x: Any) -> Any:
@@ -495,6 +517,7 @@ FUNCTIONS: dict[str, tuple[int, Callable[..., Any]]] = {
     "max": (2, lambda a, b: Select(Step(a - b), a, b)),
     "step": (1, Step),
     "select": (3, Select),
+    "lower_gamma": (2, LowerGamma),
 }
 """Functions of the language, with their number of arguments. ``step(x)`` is 1 for x >= 0 and otherwise 0;
-``select(c, a, b)`` is a where c is not zero, otherwise b."""
+``select(c, a, b)`` is a where c is not zero, otherwise b; ``lower_gamma(a, x)`` is ``x^-a γ(a, x)`` for a number a."""

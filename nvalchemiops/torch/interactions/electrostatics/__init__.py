@@ -1,22 +1,54 @@
-"""Coulomb interactions of torch tensors."""
+"""Coulomb interactions of torch tensors, within a cutoff and over all distances."""
 
 from nvalchemiops.torch.interactions.electrostatics.coulomb import (
     coulomb_energy,
     coulomb_energy_forces,
     coulomb_forces,
     dsf_coulomb,
-    ewald_real_space,
 )
-from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
-from nvalchemiops.torch.interactions.electrostatics.parameters import EwaldParameters, estimate_ewald_parameters
+from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_reciprocal_space, ewald_summation
+from nvalchemiops.torch.interactions.electrostatics.lattice import (
+    generate_ewald_miller_indices,
+    generate_k_squared_pme,
+    generate_k_vectors_ewald_summation,
+    generate_k_vectors_pme,
+    k_vectors_from_miller_indices,
+)
+from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential, power_law
+from nvalchemiops.torch.interactions.electrostatics.parameters import (
+    EwaldParameters,
+    PMEParameters,
+    estimate_ewald_parameters,
+    estimate_pme_mesh_dimensions,
+    estimate_pme_parameters,
+    mesh_spacing_to_dimensions,
+)
+from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, pme_reciprocal_space
+from nvalchemiops.torch.interactions.electrostatics.real_space import ewald_real_space
+from nvalchemiops.torch.interactions.electrostatics.slab import compute_slab_correction
 
 __all__ = [
     "EwaldParameters",
+    "LongRangePotential",
+    "PMEParameters",
+    "compute_slab_correction",
     "coulomb_energy",
     "coulomb_energy_forces",
     "coulomb_forces",
     "dsf_coulomb",
     "estimate_ewald_parameters",
+    "estimate_pme_mesh_dimensions",
+    "estimate_pme_parameters",
     "ewald_real_space",
+    "ewald_reciprocal_space",
     "ewald_summation",
+    "generate_ewald_miller_indices",
+    "generate_k_squared_pme",
+    "generate_k_vectors_ewald_summation",
+    "generate_k_vectors_pme",
+    "k_vectors_from_miller_indices",
+    "mesh_spacing_to_dimensions",
+    "particle_mesh_ewald",
+    "pme_reciprocal_space",
+    "power_law",
 ]

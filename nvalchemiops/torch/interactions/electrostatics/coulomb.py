@@ -5,21 +5,10 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.pair import potentials
-from nvalchemiops.torch.interactions.pair.potential import Wanted, check_real, evaluate
+from nvalchemiops.torch.interactions.electrostatics.system import check_charges
+from nvalchemiops.torch.interactions.pair.potential import Wanted, evaluate
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
-
-
-def check_charges(charges: Any, positions: torch.Tensor) -> None:
-    """Raise unless there is one charge for each atom, of the dtype and on the device of the positions."""
-    if not isinstance(charges, torch.Tensor):
-        raise TypeError(f"`charges` must be a torch.Tensor, got {type(charges).__name__}")
-    n_atoms = positions.shape[0]
-    if charges.ndim == 2 and charges.shape[0] == n_atoms:
-        raise NotImplementedError("`charges`: several channels are not available yet; call once for each")
-    if tuple(charges.shape) != (n_atoms,):
-        raise ValueError(f"`charges` must have shape (n_atoms,) = ({n_atoms},), got {tuple(charges.shape)}")
-    check_real("charges", charges, positions)
 
 
 def coulomb_energy(
@@ -234,89 +223,4 @@ def dsf_coulomb(
     return result if isinstance(result, tuple) else (result,)
 
 
-def ewald_real_space(
-    positions: torch.Tensor,
-    charges: torch.Tensor,
-    cell: torch.Tensor | None,
-    alpha: float | torch.Tensor,
-    neighbor_list: torch.Tensor | None = None,
-    neighbor_ptr: torch.Tensor | None = None,
-    neighbor_shifts: torch.Tensor | None = None,
-    neighbor_matrix: torch.Tensor | None = None,
-    neighbor_matrix_shifts: torch.Tensor | None = None,
-    mask_value: int | None = None,
-    batch_idx: torch.Tensor | None = None,
-    compute_forces: bool = False,
-    compute_charge_gradients: bool = False,
-    compute_virial: bool = False,
-    hybrid_forces: bool = False,
-    *,
-    energy_reduction: str = "atom",
-    cutoff: float | None = None,
-    half_list: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Short-range part of the Ewald sum: energies ``1/2 Σ_j q_i q_j erfc(α r_ij) / r_ij`` over the neighbors.
-
-    Parameters
-    ----------
-    positions : (n_atoms, 3) tensor, float32 or float64, length
-    charges : (n_atoms,) tensor, charge
-    cell : (3, 3) or (n_systems, 3, 3) tensor, length
-    alpha : float or (n_systems,) tensor, 1/length
-        Splitting parameter.
-    neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, half_list
-        As for `nvalchemiops.torch.interactions.pair.PairPotential`. Without neighbors given they are built, to
-        ``cutoff``.
-    mask_value : int, optional
-        What stands for no neighbor; n_atoms by default.
-    batch_idx : (n_atoms,) int32 tensor, optional
-        System of each atom, in any order.
-    compute_forces, compute_charge_gradients, compute_virial : bool, optional
-    hybrid_forces : bool, optional
-        Results depend on positions, cell and alpha as on constants: gradients flow through the charges alone. For
-        charges that depend on the geometry, explicit forces and the gradient of this energy add up to the total force.
-    energy_reduction : {"atom", "system"}, optional
-    cutoff : float, length, optional
-        Pairs at this distance or farther are left out. By default all pairs in the list count.
-
-    Returns
-    -------
-    energies : (n_atoms,) or (n_systems,) tensor, charge²/length
-    forces : (n_atoms, 3) tensor, ``-dE/dR`` at fixed charges, if asked for
-    charge_gradients : (n_atoms,) tensor, ``dE/dq``, if asked for
-    virial : (n_systems, 3, 3) tensor, ``-dE/dstrain``, if asked for
-
-    Differentiable to any order in positions, charges, cell and alpha.
-
-    Raises
-    ------
-    ValueError, TypeError
-        A bad argument, named in the message.
-    """
-    checks.check_positions(positions, finite=False)
-    check_charges(charges, positions)
-    if hybrid_forces:
-        positions, cell = positions.detach(), None if cell is None else cell.detach()
-        alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
-    return evaluate(
-        potentials.EWALD_REAL_SPACE,
-        positions,
-        cell,
-        {"q": charges, "alpha": alpha},
-        GivenNeighbors(
-            neighbor_list,
-            neighbor_ptr,
-            neighbor_shifts,
-            neighbor_matrix,
-            neighbor_matrix_shifts,
-            mask_value,
-            fill_name="mask_value",
-        ),
-        Wanted(compute_forces, ("q",) * compute_charge_gradients, compute_virial, energy_reduction),
-        cutoff=None if cutoff is None else checks.check_positive("cutoff", cutoff),
-        batch_idx=batch_idx,
-        half_list=half_list,
-    )
-
-
-__all__ = ["coulomb_energy", "coulomb_energy_forces", "coulomb_forces", "dsf_coulomb", "ewald_real_space"]
+__all__ = ["coulomb_energy", "coulomb_energy_forces", "coulomb_forces", "dsf_coulomb"]

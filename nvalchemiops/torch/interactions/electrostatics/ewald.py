@@ -1,111 +1,37 @@
-"""The Ewald sum: reciprocal space as a tape op, real space by the pair machinery, and the function that adds them."""
+"""Ewald's sum with exact wave vectors."""
 
-import functools
 from typing import Any
 
-import numpy as np
 import torch
-import warp as wp
 
-from nvalchemiops.geometry import dual_vectors
-from nvalchemiops.interactions.electrostatics import ewald as kernels
-from nvalchemiops.interactions.electrostatics import parameters
-from nvalchemiops.interactions.pair import potentials
-from nvalchemiops.launch import launch
-from nvalchemiops.torch.autograd import (
-    OutputSpec,
-    WarpAutogradContextManager,
-    attach_for_backward,
-    needs_grad,
-    warp_custom_op,
-    warp_from_torch,
+from nvalchemiops.interactions.electrostatics import parameters as core
+from nvalchemiops.torch.interactions.electrostatics.corrections import corrections
+from nvalchemiops.torch.interactions.electrostatics.lattice import (
+    Points,
+    box_points,
+    check_bounds,
+    per_system,
+    points_of_indices,
+    points_within,
 )
-from nvalchemiops.torch.interactions.electrostatics.coulomb import check_charges
-from nvalchemiops.torch.interactions.electrostatics.parameters import system_sizes, systems_of
-from nvalchemiops.torch.interactions.pair.potential import Wanted, evaluate
+from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.parts import Wanted, together
+from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part, self_part
+from nvalchemiops.torch.interactions.electrostatics.reciprocal import reciprocal_sum
+from nvalchemiops.torch.interactions.electrostatics.system import (
+    ChargedSystem,
+    check_parameters,
+    check_system,
+    given_alpha,
+    periodic_axes,
+    refuse_open_axes,
+    spacing_of,
+    split,
+)
 from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.eager import eager
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, inspect_rows, rows_of
-from nvalchemiops.torch.segments import system_sums
-
-MAX_WAVE_VECTORS = 1e8
-"""More than this is a mistake in the arguments rather than a system; the sum would take hours."""
-
-_OUTPUTS = [
-    OutputSpec("energies", wp.float64, lambda positions, *_: (positions.shape[0],)),
-    OutputSpec("forces", wp.vec3d, lambda positions, *_: (positions.shape[0], 3)),
-    OutputSpec("charge_gradients", wp.float64, lambda positions, *_: (positions.shape[0],)),
-    OutputSpec("virials", wp.mat33d, lambda *inputs: (inputs[0].shape[0] if inputs[-1] else 0, 3, 3)),
-]
-_DIFFERENTIABLE = [*(spec.name for spec in _OUTPUTS), "positions", "charges", "cell", "alpha"]
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
 
 
-@warp_custom_op("nvalchemiops::ewald_reciprocal_space", outputs=_OUTPUTS, grad_arrays=_DIFFERENTIABLE)
-def _reciprocal_space(
-    positions: torch.Tensor,
-    charges: torch.Tensor,
-    cell: torch.Tensor,
-    alpha: torch.Tensor,
-    batch_idx: torch.Tensor,
-    atoms: torch.Tensor,
-    first_atom: torch.Tensor,
-    miller: torch.Tensor,
-    k_system: torch.Tensor,
-    first_k: torch.Tensor,
-    with_virial: bool,
-) -> tuple[torch.Tensor, ...]:
-    track = needs_grad(positions, charges, cell, alpha)
-    inputs = _warp_inputs(positions, charges, cell, alpha)
-    results, outputs = _new_outputs(positions, with_virial, track)
-    n_k = miller.shape[0]
-    k_vectors = warp_from_torch(positions.new_empty((n_k, 3), requires_grad=False), wp.vec3d, requires_grad=track)
-    factors = warp_from_torch(positions.new_empty((n_k, 2), requires_grad=False), wp.vec2d, requires_grad=track)
-    system, order, atom_ptr, k_systems, k_ptr = (
-        warp_from_torch(t, wp.int32) for t in (batch_idx, atoms, first_atom, k_system, first_k)
-    )
-    millers = warp_from_torch(miller, wp.vec3i)
-    with WarpAutogradContextManager(track) as tape:
-        arguments: list[Any] = [*inputs.values(), order, atom_ptr, millers, k_systems]
-        _launch(kernels.structure_factors, track, n_k, arguments, [k_vectors, factors])
-        fixed: list[Any] = [inputs["positions"], inputs["charges"], inputs["alpha"], system, millers, k_ptr]
-        arguments = [*fixed, k_vectors, factors, int(with_virial)]
-        _launch(kernels.reciprocal_space, track, positions.shape[0], arguments, outputs.values())
-    if track:
-        attach_for_backward(results[0], tape, **inputs, **outputs)
-    return results
-
-
-def _warp_inputs(
-    positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, alpha: torch.Tensor
-) -> dict[str, wp.array]:
-    return {
-        "positions": warp_from_torch(positions, wp.vec3d),
-        "charges": warp_from_torch(charges, wp.float64),
-        "cell": warp_from_torch(cell, wp.mat33d),
-        "alpha": warp_from_torch(alpha, wp.float64),
-    }
-
-
-def _new_outputs(
-    positions: torch.Tensor, with_virial: bool, track: bool
-) -> tuple[tuple[torch.Tensor, ...], dict[str, wp.array]]:
-    n_atoms = positions.shape[0]
-    shapes = [(n_atoms,), (n_atoms, 3), (n_atoms,), (n_atoms if with_virial else 0, 3, 3)]
-    results = tuple(positions.new_empty(shape, requires_grad=False) for shape in shapes)
-    return results, {
-        spec.name: warp_from_torch(result, spec.dtype, requires_grad=track) for spec, result in zip(_OUTPUTS, results)
-    }
-
-
-def _launch(factory: Any, track: bool, rows: int, inputs: Any, outputs: Any) -> None:
-    # a kernel with an adjoint is launched whole, and its offset is ours to give
-    offset = [0] if track else []
-    arrays = [*offset, *inputs]
-    device = next(a for a in arrays if isinstance(a, wp.array)).device
-    launch(factory(track), rows, arrays, list(outputs), device=device)
-
-
-@eager
 def ewald_summation(
     positions: torch.Tensor,
     charges: torch.Tensor,
@@ -132,24 +58,31 @@ def ewald_summation(
     miller_indices: torch.Tensor | None = None,
     energy_reduction: str = "atom",
     cutoff: float | None = None,
+    half_list: bool = False,
+    exclusions: torch.Tensor | None = None,
+    exclusion_factors: torch.Tensor | None = None,
+    potential: LongRangePotential = COULOMB,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Coulomb energy of point charges that repeat in three directions, by Ewald's sum.
 
     Atom i has the energy ``q_i φ_i / 2``, with its share of the self interaction and of the uniform background that
-    neutralises a charged cell (energy ``-π Q² / (2 α² V)``, which makes the total independent of α). Formulas and
-    sources: `nvalchemiops.interactions.electrostatics.ewald`.
+    neutralises a charged cell (energy ``-π Q² / (2 α² V)``, which makes the total independent of α).
 
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, float32 or float64, length
         Inside the cell or not.
-    charges : (n_atoms,) tensor, charge
+    charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge
+        Channels do not interact with each other; they share the work that depends on positions only.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
         Rows are lattice vectors, in either handedness.
     alpha : float or (n_systems,) tensor, 1/length, optional
         Splitting parameter. By default chosen for ``accuracy`` (see Notes).
+    k_vectors : (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length, optional
+        Wave vectors of the cell, as from `generate_k_vectors_ewald_summation`. They say which ones are used; their
+        values are computed from the cell again, so that its gradients are complete. Of k and -k one is enough.
     k_cutoff : float or (n_systems,) tensor, 1/length, optional
-        Largest length of a wave vector. By default what ``accuracy`` needs at this alpha.
+        Use all wave vectors up to this length. By default what ``accuracy`` needs at this alpha.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
@@ -161,32 +94,45 @@ def ewald_summation(
     compute_forces, compute_charge_gradients, compute_virial : bool, optional
         Return forces ``-dE/dR`` at fixed charges, ``dE/dq``, and ``-dE/dstrain``.
     accuracy : float, optional
-        Wanted RMS error of the forces, relative to the force between two average ions at the average distance.
-    pbc : bool tensor, optional
-        Must be True along all axes.
+        Wanted RMS error of the forces, relative to their RMS in a disordered system.
+    hybrid_forces : bool, optional
+        Results depend on positions, cell and alpha as on constants: gradients flow through the charges alone. For
+        charges that depend on the geometry, explicit forces and the gradient of this energy add up to the total force.
+    pbc : (3,) or (n_systems, 3) bool tensor, optional
+        Must be True along all axes, or with ``slab_correction`` along all but one.
+    slab_correction : bool, optional
+        Add `compute_slab_correction` for systems with an open axis.
+    miller_bounds : (int, int, int), optional
+        Use the box of wave vectors up to these Miller indices. Shapes then depend on nothing else.
+    miller_indices : (n_k, 3) int tensor, optional
+        Use these wave vectors.
     energy_reduction : {"atom", "system"}, optional
         Energies per atom (n_atoms,), or summed over systems (n_systems,).
     cutoff : float, length, optional
         Reach of the given list (all pairs closer than this are in it), or to which the list is built.
+    half_list : bool, optional
+        The list has each pair once.
+    exclusions : (2, n_pairs) int tensor, optional
+        Pairs of atoms, each once, whose nearest images do not interact.
+    exclusion_factors : (n_pairs,) tensor, optional
+        How much they do interact, zero by default.
+    potential : LongRangePotential, optional
+        Another interaction, as `power_law(6)` for dispersion. Then give parameters: error models are Coulomb's.
 
     Returns
     -------
     energies : (n_atoms,) or (n_systems,) tensor, charge²/length
+        With channels (n_atoms, n_channels) or (n_systems, n_channels).
     forces : (n_atoms, 3) tensor, charge²/length², if asked for
-    charge_gradients : (n_atoms,) tensor, charge/length, if asked for
+    charge_gradients : tensor like ``charges``, charge/length, if asked for
     virial : (n_systems, 3, 3) tensor, charge²/length, if asked for
 
-    The dtype follows ``positions``; the arithmetic is in float64. All are differentiable, once, in positions,
-    charges, cell and alpha: a loss of forces or charge gradients needs one backward. Differentiating twice
-    (``create_graph``) raises an error.
+    The dtype follows ``positions``. All are differentiable to any order in positions, charges, cell and alpha.
 
     Raises
     ------
     ValueError, TypeError
         A bad argument, named in the message.
-    NotImplementedError
-        ``k_vectors``, ``miller_bounds``, ``miller_indices``, ``hybrid_forces``, ``slab_correction``, open axes in
-        ``pbc`` and several charge channels are not available yet.
 
     Notes
     -----
@@ -195,31 +141,22 @@ def ewald_summation(
     at that reach. The reach of a list is at least its largest distance, so say ``cutoff`` for small molecules in
     large cells: it saves wave vectors. With ``alpha`` given, the list's reach is the caller's business.
 
-    Sizes depend on the cell and on the neighbors, so this function reads values on the host and waits for a GPU.
+    Which wave vectors there are depends on the cell, which is read on the host, unless ``miller_bounds`` are given; so
+    are sizes of systems where alpha or neighbors are left open. Inside ``torch.compile`` give alpha or ``cutoff``.
+
+    Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.reciprocal`,
+    `nvalchemiops.interactions.pair.potentials.EWALD_REAL_SPACE`.
     """
-    for name, value in (
-        ("k_vectors", k_vectors),
-        ("miller_bounds", miller_bounds),
-        ("miller_indices", miller_indices),
-    ):
-        if value is not None:
-            raise NotImplementedError(f"`{name}` is not available yet; give `k_cutoff` or `accuracy`")
-    for name, flag in (("hybrid_forces", hybrid_forces), ("slab_correction", slab_correction)):
-        if flag:
-            raise NotImplementedError(f"`{name}` is not available yet")
-    if energy_reduction not in ("atom", "system"):
-        raise ValueError(f"`energy_reduction` must be 'atom' or 'system', got {energy_reduction!r}")
-    checks.check_positions(positions)
-    check_charges(charges, positions)
+    system = check_system(positions, charges, cell, batch_idx, energy_reduction)
     accuracy = checks.check_positive("accuracy", accuracy)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-    batch_idx, cell = systems_of(positions, cell, batch_idx)
-    n_systems = cell.shape[0]
-    if not checks.check_pbc(pbc, positions, n_systems).all():
-        raise NotImplementedError("`pbc`: the Ewald sum is periodic along all axes; open axes are not available yet")
-    lattice = checks.on_host(cell.detach().to(torch.float64))
-    dual_vectors(lattice, np.ones((n_systems, 3), dtype=bool))  # raises for a singular cell
-
+    axes = periodic_axes(pbc, system, slab_correction)
+    if hybrid_forces:
+        system = system.at_fixed_geometry()
+        alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
+    check_parameters(
+        potential, COULOMB, alpha=alpha, k_cutoff=_given(k_vectors, k_cutoff, miller_bounds, miller_indices)
+    )
     given = GivenNeighbors(
         neighbor_list,
         neighbor_ptr,
@@ -229,119 +166,141 @@ def ewald_summation(
         mask_value,
         fill_name="mask_value",
     )
-    sizes = system_sizes(cell, batch_idx)
-    rows = rows_of(given, positions, periodic=True)
-    reach: float | np.ndarray | None = cutoff
-    if rows is not None:
-        farthest = inspect_rows(rows, positions, cell, batch_idx)
-        if cutoff is None and alpha is None:
-            reach = _reach(farthest, batch_idx, n_systems)
-    splitting, r_c = _splitting(alpha, reach, sizes, accuracy, positions)
-    if rows is None:
-        rows = build_rows(positions, float(r_c.max(initial=0.0)) if cutoff is None else cutoff, cell, batch_idx)
-    if k_cutoff is None:
-        k_c = parameters.reciprocal_cutoff(checks.on_host(splitting), sizes[2], accuracy)
+    rows = rows_of(given, system.positions, periodic=True, half_list=half_list)
+
+    def best(sizes: Any) -> Any:
+        return core.ewald_alpha(sizes.n_atoms, sizes.volume, accuracy, core.COSTS[positions.device.type])
+
+    splitting, rows = split(system, alpha, cutoff, rows, accuracy, best)
+    splitting = refuse_open_axes(splitting, axes, slab_correction)
+    waves, splitting = wave_vectors(system, splitting, accuracy, k_vectors, k_cutoff, miller_bounds, miller_indices)
+    wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
+    parts = [
+        pair_part(potential.short_range, system, splitting, rows, wanted),
+        reciprocal_sum(potential, system, splitting, waves, wanted),
+        *corrections(
+            potential, system, splitting, axes if slab_correction else None, exclusions, exclusion_factors, wanted
+        ),
+    ]
+    return together(parts, positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
+
+
+def ewald_reciprocal_space(
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    cell: torch.Tensor,
+    k_vectors: torch.Tensor | None,
+    alpha: float | torch.Tensor,
+    batch_idx: torch.Tensor | None = None,
+    compute_forces: bool = False,
+    compute_charge_gradients: bool = False,
+    compute_virial: bool = False,
+    hybrid_forces: bool = False,
+    *,
+    energy_reduction: str = "atom",
+    k_cutoff: float | torch.Tensor | None = None,
+    miller_bounds: Any = None,
+    miller_indices: torch.Tensor | None = None,
+    potential: LongRangePotential = COULOMB,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The part of the Ewald sum in reciprocal space, with self energy and background: what `ewald_real_space` lacks.
+
+    Parameters
+    ----------
+    positions, charges, cell, alpha, batch_idx
+        As for `ewald_summation`; alpha is required.
+    k_vectors, k_cutoff, miller_bounds, miller_indices
+        As for `ewald_summation`; one of them is required.
+    compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, energy_reduction, potential
+        As for `ewald_summation`.
+
+    Returns
+    -------
+    energies, forces, charge_gradients, virial
+        As from `ewald_summation`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    system = check_system(positions, charges, cell, batch_idx, energy_reduction)
+    splitting = given_alpha(alpha, system)
+    if hybrid_forces:
+        system, splitting = system.at_fixed_geometry(), splitting.detach()
+    if _given(k_vectors, k_cutoff, miller_bounds, miller_indices) is None:
+        raise ValueError("`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices` is needed")
+    waves, splitting = wave_vectors(system, splitting, 1.0, k_vectors, k_cutoff, miller_bounds, miller_indices)
+    wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
+    parts = [
+        reciprocal_sum(potential, system, splitting, waves, wanted),
+        self_part(potential, system, splitting, wanted),
+    ]
+    return together(parts, positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
+
+
+def _given(*sources: Any) -> Any:
+    """The one that is given, or None."""
+    return next((source for source in sources if source is not None), None)
+
+
+def wave_vectors(
+    system: ChargedSystem,
+    alpha: torch.Tensor,
+    accuracy: float,
+    k_vectors: Any,
+    k_cutoff: Any,
+    miller_bounds: Any,
+    miller_indices: Any,
+) -> tuple[Points, torch.Tensor]:
+    """The wave vectors to use, and alpha: NaN where vectors that could not be looked at are none of the lattice."""
+    cell, n_systems, device = system.cell.detach(), system.n_systems, system.positions.device
+    if sum(source is not None for source in (k_vectors, miller_bounds, miller_indices)) > 1:
+        raise ValueError(
+            "`k_vectors`, `miller_bounds` and `miller_indices` are different ways to say the same: give one"
+        )
+    if k_vectors is not None:
+        miller_indices, alpha = _indices_of(k_vectors, system, alpha)
+    elif miller_indices is not None:
+        checks.check_index("miller_indices", miller_indices, system.positions, (None, 3))
+    if miller_indices is not None:
+        return Points(*points_of_indices(cell, miller_indices)), alpha
+    if miller_bounds is not None:
+        return box_points(check_bounds(miller_bounds), n_systems, device), alpha
+    if k_cutoff is not None:
+        lengths = per_system("k_cutoff", k_cutoff, n_systems, device).detach()
     else:
-        k_c = checks.on_host(_per_system("k_cutoff", k_cutoff, n_systems, positions.device))
-
-    wide = (positions.double(), charges.double(), cell.double(), splitting)
-    real = evaluate(
-        potentials.EWALD_REAL_SPACE,
-        wide[0],
-        wide[2],
-        {"q": wide[1], "alpha": splitting},
-        rows,
-        Wanted(compute_forces, ("q",) * compute_charge_gradients, compute_virial, energy_reduction),
-        cutoff=None,
-        batch_idx=batch_idx,
-    )
-    energies, forces, charge_gradients, virials = _reciprocal_space(
-        *wide, batch_idx, *_sorted_atoms(batch_idx, n_systems), *_wave_vectors(lattice, k_c, batch_idx), compute_virial
-    )
-    reciprocal = [energies if energy_reduction == "atom" else system_sums(energies, batch_idx, n_systems)]
-    reciprocal += [forces] if compute_forces else []
-    reciprocal += [charge_gradients] if compute_charge_gradients else []
-    reciprocal += [system_sums(virials, batch_idx, n_systems)] if compute_virial else []
-    results = [a + b for a, b in zip(real if isinstance(real, tuple) else (real,), reciprocal)]
-    narrow = tuple(r.to(positions.dtype) for r in results)
-    return narrow if len(narrow) > 1 else narrow[0]
+        lengths = core.reciprocal_cutoff(alpha.detach(), spacing_of(system), accuracy, torch)
+    return Points(*points_within(cell, lengths)), alpha
 
 
-def _per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:
-    """A positive number, or one for each system, as float64 tensor (n_systems,) that keeps its graph."""
-    try:
-        # through numpy, which keeps Python's float64
-        tensor = (
-            value.to(device) if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value), device=device)
-        )
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"`{name}` must be a number or a tensor, got {type(value).__name__}") from None
-    if tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"`{name}` must be real numbers, got {tensor.dtype}")
-    if tuple(tensor.shape) not in ((), (1,), (n_systems,)):
-        raise ValueError(f"`{name}` must be a number or have shape ({n_systems},), got {tuple(tensor.shape)}")
-    if not bool(((tensor > 0) & torch.isfinite(tensor)).all()):
-        raise ValueError(f"`{name}` must be positive and finite")
-    return tensor.double() * torch.ones(n_systems, dtype=torch.float64, device=device)
-
-
-def _splitting(
-    alpha: Any, reach: Any, sizes: tuple[np.ndarray, ...], accuracy: float, positions: torch.Tensor
-) -> tuple[torch.Tensor, np.ndarray]:
-    """Splitting parameter of each system, and the real-space cutoff that goes with it."""
-    count, volume, spacing = sizes
-    if alpha is not None:
-        splitting = _per_system("alpha", alpha, count.shape[0], positions.device)
-        return splitting, parameters.real_cutoff(checks.on_host(splitting), spacing, accuracy)
-    best = parameters.optimal_alpha(count, volume)
-    r_c = parameters.real_cutoff(best, spacing, accuracy)
-    if reach is not None:
-        short = reach < r_c
-        needed = parameters.alpha_for_cutoff(np.where(short, reach, r_c), spacing, accuracy)
-        best, r_c = np.where(short, needed, best), np.where(short, reach, r_c)
-    return torch.as_tensor(best, device=positions.device), r_c
-
-
-def _reach(farthest: torch.Tensor, batch_idx: torch.Tensor, n_systems: int) -> np.ndarray:
-    """Largest distance in the list, for each system; infinite where no atom is."""
-    reach = np.zeros(n_systems)
-    system = checks.on_host(batch_idx)
-    np.maximum.at(reach, system, checks.on_host(farthest))
-    empty = np.bincount(system, minlength=n_systems) == 0
-    if ((reach == 0.0) & ~empty).any():
+def _indices_of(k_vectors: Any, system: ChargedSystem, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Miller indices of wave vectors."""
+    cell = system.cell.detach().to(torch.float64)
+    if not isinstance(k_vectors, torch.Tensor):
+        raise TypeError(f"`k_vectors` must be a torch.Tensor, got {type(k_vectors).__name__}")
+    if k_vectors.device != cell.device:
+        raise ValueError(f"`k_vectors` is on {k_vectors.device}, but `positions` is on {cell.device}")
+    if (
+        k_vectors.ndim not in (2, 3)
+        or k_vectors.shape[-1] != 3
+        or k_vectors.shape[:-2] not in ((), (1,), cell.shape[:1])
+    ):
         raise ValueError(
-            "`cutoff` or `alpha` is needed: the neighbor list of a system holds no pair, so its reach is unknown"
+            f"`k_vectors` must have shape (n_k, 3) or ({system.n_systems}, n_k, 3), got {tuple(k_vectors.shape)}"
         )
-    return np.where(empty, np.inf, reach)
-
-
-def _sorted_atoms(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Atoms sorted by system, and where each system begins."""
-    counts = torch.bincount(batch_idx, minlength=n_systems)
-    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return torch.argsort(batch_idx, stable=True).to(torch.int32), first.to(torch.int32)
-
-
-def _wave_vectors(
-    lattice: np.ndarray, k_cutoff: np.ndarray, batch_idx: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Miller indices of all systems one after the other, the system of each, and where each system begins."""
-    volume = np.abs(np.linalg.det(lattice))
-    expected = float((volume * k_cutoff**3).sum() / (12.0 * np.pi**2))
-    if expected > MAX_WAVE_VECTORS:
+    k = k_vectors.detach().to(torch.float64).reshape(-1, k_vectors.shape[-2], 3)
+    numbers = k.expand(system.n_systems, -1, 3) @ cell.mT / (2.0 * torch.pi)
+    indices = numbers.round()
+    # float32 rounds numbers of some hundreds by 1e-5
+    fits = (numbers - indices).abs().amax((1, 2)) < 1e-3 if numbers.shape[1] else None
+    if fits is None:
+        return indices.to(torch.int64), alpha
+    if torch.compiler.is_compiling() or cell.is_cuda:
+        alpha = torch.where(fits, alpha, torch.nan)
+    elif not bool(fits.all()):
         raise ValueError(
-            f"about {expected:.1e} wave vectors would be needed: give a longer neighbor list or its `cutoff`, a "
-            "smaller `alpha` or `k_cutoff`, or a lower `accuracy`"
+            "`k_vectors` are no vectors of the reciprocal lattice of `cell`: make them for this cell, or give "
+            "`miller_indices`, which stay the same when the cell changes"
         )
-    lists = [_miller_indices(c.tobytes(), float(k)) for c, k in zip(lattice, k_cutoff)]
-    lengths = np.array([m.shape[0] for m in lists])
-    system = np.repeat(np.arange(len(lists), dtype=np.int32), lengths)
-    first = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    miller = np.concatenate(lists)
-    device = batch_idx.device
-    return torch.tensor(miller, device=device), torch.tensor(system, device=device), torch.tensor(first, device=device)
-
-
-@functools.lru_cache(maxsize=256)
-def _miller_indices(cell: bytes, k_cutoff: float) -> np.ndarray:
-    return parameters.miller_indices(np.frombuffer(cell).reshape(3, 3), k_cutoff)
+    return torch.nan_to_num(indices).to(torch.int64), alpha

@@ -57,7 +57,7 @@ class Lattice(NamedTuple):
 def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Lattice:
     """The lattice of cells (n_systems, 3, 3)."""
     cell = cell.to(torch.float64)
-    a, b, c = cell.unbind(1)
+    a, b, c = (cell[:, axis] for axis in range(3))
     # a GPU is not asked whether a cell is singular: then everything is infinite or NaN
     planes = torch.stack([torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], dim=-1)
     determinant = (a * planes[..., 0]).sum(-1)
@@ -125,6 +125,19 @@ def points_of_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> tuple
     return _together([_of_indices(np.ascontiguousarray(n, dtype=np.int64).tobytes()) for n in lists], cell.device)
 
 
+def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.device) -> Points:
+    """All wave vectors up to these Miller indices, for each of the systems. Reads nothing."""
+    axes = [torch.arange(bound + 1, dtype=torch.int32, device=device) for bound in bounds]
+    points = torch.cartesian_prod(*axes).reshape(-1, 3)
+    x, y, z = ((points[:, axis] > 0).to(torch.float64) for axis in range(3))
+    one = torch.ones_like(x)
+    weights = (1.0 + x).unsqueeze(1) * torch.stack([one, z, y, y * z], 1)
+    n_points = points.shape[0]
+    systems = torch.arange(n_systems + 1, dtype=torch.int32, device=device)
+    of_point = systems[:-1].repeat_interleave(n_points)
+    return Points(points.repeat(n_systems, 1), systems * n_points, of_point, weights.repeat(n_systems, 1))
+
+
 @functools.lru_cache(maxsize=256)
 def _within(cell: bytes, k_cutoff: float) -> tuple[np.ndarray, np.ndarray]:
     return wave_vectors.points_within(np.frombuffer(cell).reshape(3, 3), k_cutoff)
@@ -172,10 +185,11 @@ def generate_ewald_miller_indices(
     lattice = _check_cell(cell)
     if miller_bounds is None:
         lengths = checks.on_host(per_system("k_cutoff", k_cutoff, lattice.shape[0], cell.device))
-        bounds = wave_vectors.bounds(checks.on_host(lattice.detach()).astype(np.float64), lengths).max(axis=0)
+        all_bounds = wave_vectors.bounds(checks.on_host(lattice.detach()).astype(np.float64), lengths)
+        x, y, z = (int(bound) for bound in all_bounds.max(axis=0))
     else:
-        bounds = check_bounds(miller_bounds)
-    return torch.from_numpy(wave_vectors.half_box(tuple(int(b) for b in bounds))).to(cell.device)
+        x, y, z = check_bounds(miller_bounds)
+    return torch.from_numpy(wave_vectors.half_box((x, y, z))).to(cell.device)
 
 
 def k_vectors_from_miller_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> torch.Tensor:
@@ -255,7 +269,9 @@ def generate_k_vectors_pme(
         reciprocal = _check_cell(reciprocal_cell, "reciprocal_cell").to(torch.float64)
     axes = [mesh_frequencies(n, axis == 2, cell.device) for axis, n in enumerate(dimensions)]
     x, y, z = (indices.reshape([-1 if a == axis else 1 for a in range(3)] + [1]) for axis, indices in enumerate(axes))
-    columns = [column.reshape(-1, 1, 1, 1, 3) for column in reciprocal.unbind(-1)]
+    columns = [
+        column.reshape(-1, 1, 1, 1, 3) for column in (reciprocal[..., 0], reciprocal[..., 1], reciprocal[..., 2])
+    ]
     k_vectors = x * columns[0] + y * columns[1] + z * columns[2]
     k_squared = k_vectors.square().sum(-1)
     if cell.ndim == 2 or cell.shape[0] == 1:

@@ -20,19 +20,19 @@ class LongRangePotential(NamedTuple):
 
     Attributes
     ----------
-    short_range : Formula
-        The short-ranged part as a pair potential of charges ``q`` with the global parameter ``alpha``. Its self energy
-        takes the smooth part at r = 0 off again.
-    excluded : Formula
-        Minus the smooth part as a pair potential: what a pair has to lose that does not interact.
+    short_range : callable
+        Gives for a number of charges the short-ranged part as a pair potential with the global parameter ``alpha``. Its
+        self energy takes the smooth part at r = 0 off again. With several charges the energies add up.
+    excluded : callable
+        The same for minus the smooth part: what a pair has to lose that does not interact.
     reciprocal : callable
         Maps k² (n, ...) and alpha, which broadcasts to it, to g and its derivative by k², for k other than zero.
     at_zero : callable
         Maps alpha to g at k = 0; in a Coulomb system this is the energy of the neutralising background.
     """
 
-    short_range: Formula
-    excluded: Formula
+    short_range: Callable[[int], Formula]
+    excluded: Callable[[int], Formula]
     reciprocal: Reciprocal
     at_zero: Callable[[torch.Tensor], torch.Tensor]
 
@@ -45,8 +45,8 @@ def _coulomb(k2: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 COULOMB = LongRangePotential(
-    potentials.ewald_short_range(1),
-    potentials.ewald_excluded(1),
+    functools.partial(potentials.ewald_short_range, 1),
+    functools.partial(potentials.ewald_excluded, 1),
     _coulomb,
     lambda alpha: -math.pi / alpha.square(),
 )
@@ -90,8 +90,8 @@ def power_law(exponent: int) -> LongRangePotential:
         return prefactor * value, prefactor * rate * slope
 
     return LongRangePotential(
-        potentials.ewald_short_range(exponent),
-        potentials.ewald_excluded(exponent),
+        functools.partial(potentials.ewald_short_range, exponent),
+        functools.partial(potentials.ewald_excluded, exponent),
         reciprocal,
         lambda alpha: alpha.pow(exponent - 3) * (scale * 2.0 / (exponent - 3)),
     )

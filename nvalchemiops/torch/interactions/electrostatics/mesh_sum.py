@@ -2,8 +2,8 @@
 
 Charges are spread to a mesh by B-splines, the potential of the mesh follows from a product in Fourier space, and is
 gathered at the atoms by the same splines. Both take the exponential ``exp(i k.r)`` for a spline that is right at mesh
-points, which a factor ``1 / b`` for each axis makes it: ``b(m) = Σ_j M_p(j) cos(2π m j / n)``, with the spline centred on
-zero. Forces are derivatives of the energy as it is computed.
+points, which a factor ``1 / b`` for each axis makes it: ``b(m) = Σ_j M_p(j) cos(2π m j / n)``, with the spline centred
+on zero. Forces are derivatives of the energy as it is computed.
 
 Sources: T. Darden, D. York and L. Pedersen, J. Chem. Phys. 98, 10089 (1993), doi:10.1063/1.464397; U. Essmann et al.,
 J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117. A spline of odd order has no zero of b when it is centred.
@@ -18,6 +18,7 @@ import torch
 from nvalchemiops.torch.interactions.electrostatics.lattice import Lattice, lattice_of, mesh_frequencies
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, at_atoms
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread
 
 
@@ -40,10 +41,6 @@ def spline_transform(n: int, order: int, half: bool, device: torch.device) -> to
     for j, other in enumerate(others, 1):
         result = result + 2.0 * other * torch.cos(j * angle)
     return result
-
-
-class MeshAxes(tuple):
-    """Frequencies and deconvolution of the three axes of a mesh."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -93,21 +90,15 @@ def influence(
 
 def mesh_sum(
     potential: LongRangePotential,
-    positions: torch.Tensor,
-    charges: torch.Tensor,
-    cell: torch.Tensor,
+    system: ChargedSystem,
     alpha: torch.Tensor,
-    batch_idx: torch.Tensor | None,
     mesh: Sequence[int],
     spline_order: int,
     wanted: Wanted,
 ) -> Parts:
-    """The smooth part for charges (n_atoms, n_channels), cells (n_systems, 3, 3) and alpha (n_systems,) in float64.
-
-    The mesh has the dtype of the charges.
-    """
-    n_atoms, n_systems = positions.shape[0], cell.shape[0]
-    lattice = lattice_of(cell, batch_idx, n_atoms)
+    """The smooth part with alpha (n_systems,), on a mesh of the dtype of the charges."""
+    positions, charges, batch_idx, n_systems = system.positions, system.charges, system.batch_idx, system.n_systems
+    lattice = lattice_of(system.cell, batch_idx, system.n_atoms)
     n = torch.tensor([float(size) for size in mesh], dtype=torch.float64, device=positions.device)
     coordinates = lattice.fractional(positions) * n
     order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, mesh, spline_order)

@@ -1,11 +1,13 @@
-"""Ewald parameters for torch tensors."""
+"""Parameters of Ewald sums for torch tensors."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from nvalchemiops.interactions.electrostatics import parameters
+from nvalchemiops.interactions.electrostatics import parameters as core
+from nvalchemiops.torch.interactions.electrostatics.lattice import check_mesh, check_spline_order, per_system
 from nvalchemiops.torch.neighbors import checks
 
 
@@ -26,6 +28,26 @@ class EwaldParameters(NamedTuple):
     reciprocal_space_cutoff: torch.Tensor
 
 
+class PMEParameters(NamedTuple):
+    """Parameters of a particle-mesh Ewald sum.
+
+    Attributes
+    ----------
+    alpha : (n_systems,) tensor, 1/length
+        Splitting parameter.
+    mesh_dimensions : (int, int, int)
+        Points of the mesh, the same for all systems of a batch.
+    mesh_spacing : (n_systems, 3) tensor, length
+        Distances of mesh points along each lattice vector.
+    real_space_cutoff : (n_systems,) tensor, length
+    """
+
+    alpha: torch.Tensor
+    mesh_dimensions: tuple[int, int, int]
+    mesh_spacing: torch.Tensor
+    real_space_cutoff: torch.Tensor
+
+
 def estimate_ewald_parameters(
     positions: torch.Tensor,
     cell: torch.Tensor,
@@ -41,8 +63,8 @@ def estimate_ewald_parameters(
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
-    accuracy : float
-        RMS error of the forces, relative to the force between two average ions at the average distance.
+    accuracy : float, optional
+        Wanted RMS error of the forces, relative to their RMS.
 
     Returns
     -------
@@ -56,40 +78,241 @@ def estimate_ewald_parameters(
 
     Notes
     -----
-    Sources: Kolafa and Perram (1992) for the errors, Fincham (1994) for the balance; formulas in
-    `nvalchemiops.interactions.electrostatics.parameters`. Reads values on the host.
+    Formulas and sources: `nvalchemiops.interactions.electrostatics.parameters`. Reads values on the host.
     """
-    checks.check_positions(positions)
-    accuracy = checks.check_positive("accuracy", accuracy)
-    batch_idx, cell = systems_of(positions, cell, batch_idx)
-    count, volume, spacing = system_sizes(cell, batch_idx)
-    alpha = parameters.optimal_alpha(count, volume)
-    r_c = parameters.real_cutoff(alpha, spacing, accuracy)
-    k_c = parameters.reciprocal_cutoff(alpha, spacing, accuracy)
-    return EwaldParameters(
-        *(torch.as_tensor(v, dtype=positions.dtype, device=positions.device) for v in (alpha, r_c, k_c))
-    )
+    sizes, accuracy = _sizes_of(positions, cell, batch_idx, accuracy)
+    alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, accuracy, core.COSTS[positions.device.type])
+    r_c = core.real_cutoff(alpha, sizes.spacing, accuracy)
+    k_c = core.reciprocal_cutoff(alpha, sizes.spacing, accuracy)
+    return EwaldParameters(*(_tensor(v, positions) for v in (alpha, r_c, k_c)))
 
 
-def systems_of(
-    positions: torch.Tensor, cell: torch.Tensor | None, batch_idx: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """System of each atom, and the cell as (n_systems, 3, 3), periodic along all axes."""
-    if cell is None:
-        raise ValueError("`cell` is required: the Ewald sum is for systems periodic along three axes")
-    declared = cell.shape[0] if isinstance(cell, torch.Tensor) and cell.ndim == 3 else 1
-    if batch_idx is None:
-        batch_idx = torch.zeros(positions.shape[0], dtype=torch.int32, device=positions.device)
-        cell = checks.check_cell(cell, positions, 1)
+def estimate_pme_parameters(
+    positions: torch.Tensor,
+    cell: torch.Tensor,
+    batch_idx: torch.Tensor | None = None,
+    accuracy: float = 1e-6,
+    real_space_cutoff: float | torch.Tensor | None = None,
+    mesh_safety_factor: float = 1.0,
+    *,
+    spline_order: int = 5,
+    fft_padding_fraction: float = 0.25,
+) -> PMEParameters:
+    """Splitting parameter, cutoff and mesh that meet ``accuracy`` at about the least cost.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, length
+        Only the number of atoms in each system matters.
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order.
+    accuracy : float, optional
+        Wanted RMS error of the forces, relative to their RMS.
+    real_space_cutoff : float or (n_systems,) tensor, length, optional
+        By default what balances the work for pairs and mesh.
+    mesh_safety_factor : float, optional
+        Divides the mesh spacing.
+    spline_order : int, optional
+        3 to 8. Higher orders need far coarser meshes: 8 is fastest below an accuracy of about 1e-5.
+    fft_padding_fraction : float, optional
+        How much larger an axis of the mesh may get to reach a size that the Fourier transform likes better.
+
+    Returns
+    -------
+    PMEParameters
+        Tensors (n_systems,) or (n_systems, 3) of the dtype of ``positions``.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; an accuracy that this order does not reach.
+
+    Notes
+    -----
+    Formulas and sources: `nvalchemiops.interactions.electrostatics.parameters`. Reads values on the host.
+    """
+    sizes, accuracy = _sizes_of(positions, cell, batch_idx, accuracy)
+    order = check_spline_order(spline_order)
+    if real_space_cutoff is None:
+        alpha = core.mesh_alpha(sizes.n_atoms, sizes.volume, accuracy, order, core.COSTS[positions.device.type])
+        r_c = core.real_cutoff(alpha, sizes.spacing, accuracy)
     else:
-        batch_idx, _ = checks.check_batch_idx(batch_idx, positions, declared)
-        cell = checks.check_cell(cell, positions, declared)
-    return batch_idx, cell
+        given = per_system("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
+        r_c = checks.on_host(given)
+        alpha = core.alpha_for_cutoff(r_c, sizes.spacing, accuracy)
+    mesh = mesh_for(sizes, alpha, accuracy, order, mesh_safety_factor, fft_padding_fraction)
+    spacing = sizes.lengths / np.array(mesh)
+    return PMEParameters(_tensor(alpha, positions), mesh, _tensor(spacing, positions), _tensor(r_c, positions))
 
 
-def system_sizes(cell: torch.Tensor, batch_idx: torch.Tensor) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Atoms, volume and average distance (V/N)^(1/3) of each system, on the host."""
-    lattice = checks.on_host(cell.detach().to(torch.float64))
+def estimate_pme_mesh_dimensions(
+    cell: torch.Tensor,
+    alpha: float | torch.Tensor,
+    accuracy: float = 1e-6,
+    mesh_safety_factor: float = 1.0,
+    *,
+    spline_order: int = 5,
+    fft_padding_fraction: float = 0.25,
+) -> tuple[int, int, int]:
+    """A mesh that meets ``accuracy`` at a given splitting parameter.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    alpha : float or (n_systems,) tensor, 1/length
+    accuracy, mesh_safety_factor, spline_order, fft_padding_fraction
+        As for `estimate_pme_parameters`.
+
+    Returns
+    -------
+    (int, int, int)
+        Fine enough for all systems.
+
+    Notes
+    -----
+    The number of atoms is unknown here: the error is estimated for an average distance of ``0.8 / alpha``, which is
+    that of a well balanced sum.
+    """
+    cell = _lattice(cell)
+    accuracy = checks.check_positive("accuracy", accuracy)
+    order = check_spline_order(spline_order)
+    splitting = checks.on_host(per_system("alpha", alpha, cell.shape[0], cell.device).detach())
+    lattice = checks.on_host(cell.detach()).astype(np.float64)
+    sizes = Sizes(lattice, np.abs(np.linalg.det(lattice)) * 0.0 + 1.0, 0.8 / splitting)
+    return mesh_for(sizes, splitting, accuracy, order, mesh_safety_factor, fft_padding_fraction)
+
+
+def mesh_spacing_to_dimensions(
+    cell: torch.Tensor,
+    mesh_spacing: float | torch.Tensor,
+    *,
+    spline_order: int = 5,
+    fft_padding_fraction: float = 0.25,
+) -> tuple[int, int, int]:
+    """A mesh with points no farther apart than ``mesh_spacing`` along each lattice vector.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    mesh_spacing : float, or tensor (n_systems,) or (n_systems, 3), length
+    spline_order : int, optional
+        A mesh has at least this many points along an axis.
+    fft_padding_fraction : float, optional
+        As for `estimate_pme_parameters`.
+
+    Returns
+    -------
+    (int, int, int)
+        Fine enough for all systems.
+    """
+    cell = _lattice(cell)
+    order = check_spline_order(spline_order, 1)
+    spacing: Any = mesh_spacing
+    if isinstance(spacing, torch.Tensor) and spacing.ndim == 2:
+        if spacing.shape != (cell.shape[0], 3):
+            raise ValueError(f"`mesh_spacing` must have shape ({cell.shape[0]}, 3), got {tuple(spacing.shape)}")
+        spacings = checks.on_host(spacing.detach()).astype(np.float64)
+        if not (np.isfinite(spacings) & (spacings > 0.0)).all():
+            raise ValueError("`mesh_spacing` must be positive and finite")
+    else:
+        spacings = checks.on_host(per_system("mesh_spacing", spacing, cell.shape[0], cell.device).detach())[:, None]
+    lattice = checks.on_host(cell.detach()).astype(np.float64)
+    return _mesh(np.linalg.norm(lattice, axis=2) / spacings, order, fft_padding_fraction)
+
+
+# -- sizes of systems -----------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """Cells (n_systems, 3, 3), atoms (n_systems,) and average distance (V/N)^(1/3) of each system, on the host."""
+
+    cell: np.ndarray
+    n_atoms: np.ndarray
+    spacing: np.ndarray
+
+    @property
+    def volume(self) -> np.ndarray:
+        """Volumes (n_systems,)."""
+        return np.abs(np.linalg.det(self.cell))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Lengths (n_systems, 3) of lattice vectors."""
+        return np.linalg.norm(self.cell, axis=2)
+
+
+def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Sizes:
+    """Sizes of systems with cells (n_systems, 3, 3). Reads values on the host."""
+    lattice = checks.on_host(cell.detach()).astype(np.float64)
+    if batch_idx is None:
+        count = np.full(1, float(n_atoms))
+    else:
+        count = np.bincount(checks.on_host(batch_idx), minlength=cell.shape[0]).astype(np.float64)
     volume = np.abs(np.linalg.det(lattice))
-    count = checks.on_host(torch.bincount(batch_idx, minlength=cell.shape[0])).astype(np.float64)
-    return count, volume, np.cbrt(volume / np.maximum(count, 1.0))
+    return Sizes(lattice, count, np.cbrt(volume / np.maximum(count, 1.0)))
+
+
+def mesh_for(
+    sizes: Sizes, alpha: np.ndarray, accuracy: float, order: int, safety: Any = 1.0, padding: Any = 0.25
+) -> tuple[int, int, int]:
+    """The mesh for all systems."""
+    safety = checks.check_positive("mesh_safety_factor", safety)
+    spacing = core.mesh_spacing(alpha, sizes.spacing, accuracy, order) / safety
+    return _mesh(sizes.lengths / spacing[:, None], order, padding)
+
+
+MOST_MESH_POINTS = 2**31 - 1
+"""Points of a mesh that kernels can count."""
+
+
+def _mesh(points: np.ndarray, order: int, padding: Any) -> tuple[int, int, int]:
+    padding = float(padding)
+    if not 0.0 <= padding <= 10.0:
+        raise ValueError(f"`fft_padding_fraction` must be in 0 .. 10, got {padding}")
+    most = points.max(axis=0, initial=1.0)
+    if not np.prod(most) < MOST_MESH_POINTS:
+        raise ValueError(f"a mesh of {np.prod(most):.1e} points would be needed: give a coarser one")
+    x, y, z = (core.mesh_size(float(n), 1.0, order, padding) for n in most)
+    return check_mesh((x, y, z))
+
+
+def _lattice(cell: Any) -> torch.Tensor:
+    if not isinstance(cell, torch.Tensor):
+        raise TypeError(f"`cell` must be a torch.Tensor, got {type(cell).__name__}")
+    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
+        raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
+    return cell.reshape(-1, 3, 3)
+
+
+def _sizes_of(
+    positions: torch.Tensor, cell: Any, batch_idx: torch.Tensor | None, accuracy: float
+) -> tuple[Sizes, float]:
+    checks.check_positions(positions, finite=False)
+    accuracy = checks.check_positive("accuracy", accuracy)
+    if cell is None:
+        raise ValueError("`cell` is required: an Ewald sum is for periodic systems")
+    checks.check_lattice(cell, positions)
+    cell = cell.reshape(-1, 3, 3)
+    if batch_idx is not None:
+        batch_idx, _ = checks.check_batch_idx(batch_idx, positions, cell.shape[0])
+    elif cell.shape[0] != 1:
+        raise ValueError("`batch_idx` is needed to tell several systems apart")
+    sizes = sizes_of(cell, batch_idx, positions.shape[0])
+    if not (np.isfinite(sizes.volume) & (sizes.volume > 0.0)).all():
+        raise ValueError("`cell` is singular")
+    return sizes, accuracy
+
+
+def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:
+    return torch.as_tensor(values, dtype=like.dtype, device=like.device)
+
+
+__all__: Sequence[str] = [
+    "EwaldParameters",
+    "PMEParameters",
+    "estimate_ewald_parameters",
+    "estimate_pme_mesh_dimensions",
+    "estimate_pme_parameters",
+    "mesh_spacing_to_dimensions",
+]

@@ -14,6 +14,7 @@ from nvalchemiops.torch.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.interactions.electrostatics.lattice import Points, lattice_of
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, at_atoms
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.segments import spread_systems, system_sums
 
 
@@ -30,19 +31,17 @@ def sorted_atoms(
 
 def reciprocal_sum(
     potential: LongRangePotential,
-    positions: torch.Tensor,
-    charges: torch.Tensor,
-    cell: torch.Tensor,
+    system: ChargedSystem,
     alpha: torch.Tensor,
-    batch_idx: torch.Tensor | None,
     waves: Points,
     wanted: Wanted,
 ) -> Parts:
-    """The smooth part for charges (n_atoms, n_channels), cells (n_systems, 3, 3) and alpha (n_systems,) in float64."""
-    n_atoms, n_systems, device = positions.shape[0], cell.shape[0], positions.device
-    lattice = lattice_of(cell, batch_idx, n_atoms)
-    charges = charges.to(torch.float64)
-    coordinates = lattice.fractional(positions)
+    """The smooth part with alpha (n_systems,)."""
+    n_atoms, n_systems, batch_idx = system.n_atoms, system.n_systems, system.batch_idx
+    device = alpha.device
+    lattice = lattice_of(system.cell, batch_idx, n_atoms)
+    charges = system.charges.to(torch.float64)
+    coordinates = lattice.fractional(system.positions)
     points, point_begin, point_system, weights = waves
     plan = (*sorted_atoms(batch_idx, n_systems, n_atoms, device), points, point_begin)
     structure = fourier_spread(charges.unsqueeze(-1), coordinates, *plan, 0)

@@ -1,0 +1,269 @@
+"""Particle-mesh Ewald."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from nvalchemiops.interactions.electrostatics import parameters as core
+from nvalchemiops.torch.interactions.electrostatics.corrections import corrections
+from nvalchemiops.torch.interactions.electrostatics.lattice import check_mesh, check_spline_order
+from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.mesh_sum import mesh_sum
+from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_for, mesh_spacing_to_dimensions, sizes_of
+from nvalchemiops.torch.interactions.electrostatics.parts import Wanted, together
+from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part, self_part
+from nvalchemiops.torch.interactions.electrostatics.system import (
+    ChargedSystem,
+    check_parameters,
+    check_system,
+    given_alpha,
+    periodic_axes,
+    refuse_open_axes,
+    split,
+)
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
+
+
+def particle_mesh_ewald(
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    cell: torch.Tensor,
+    alpha: float | torch.Tensor | None = None,
+    mesh_spacing: float | torch.Tensor | None = None,
+    mesh_dimensions: Any = None,
+    spline_order: int = 5,
+    batch_idx: torch.Tensor | None = None,
+    k_vectors: torch.Tensor | None = None,
+    k_squared: torch.Tensor | None = None,
+    neighbor_list: torch.Tensor | None = None,
+    neighbor_ptr: torch.Tensor | None = None,
+    neighbor_shifts: torch.Tensor | None = None,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    mask_value: int | None = None,
+    compute_forces: bool = False,
+    compute_charge_gradients: bool = False,
+    compute_virial: bool = False,
+    accuracy: float = 1e-6,
+    hybrid_forces: bool = False,
+    pbc: torch.Tensor | None = None,
+    slab_correction: bool = False,
+    *,
+    cell_inv_t: torch.Tensor | None = None,
+    volume: torch.Tensor | None = None,
+    moduli_x: torch.Tensor | None = None,
+    moduli_y: torch.Tensor | None = None,
+    moduli_z: torch.Tensor | None = None,
+    energy_reduction: str = "atom",
+    cutoff: float | None = None,
+    half_list: bool = False,
+    exclusions: torch.Tensor | None = None,
+    exclusion_factors: torch.Tensor | None = None,
+    potential: LongRangePotential = COULOMB,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Coulomb energy of point charges that repeat in three directions, by Ewald's sum on a mesh.
+
+    The same as `ewald_summation`, at a cost of N log N for N atoms.
+
+    Parameters
+    ----------
+    positions, charges, cell, batch_idx, neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, \
+neighbor_matrix_shifts, mask_value, compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, pbc, \
+slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_factors, potential
+        As for `ewald_summation`.
+    alpha : float or (n_systems,) tensor, 1/length, optional
+        Splitting parameter. By default chosen for ``accuracy`` (see Notes).
+    mesh_spacing : float or tensor (n_systems,) or (n_systems, 3), length, optional
+        Largest distance of mesh points along lattice vectors.
+    mesh_dimensions : (int, int, int), optional
+        Points of the mesh along the lattice vectors, the same for all systems. By default what ``accuracy`` needs.
+    spline_order : int, optional
+        3 to 8. Energies have ``spline_order - 2`` continuous derivatives, and one more in pieces.
+    accuracy : float, optional
+        Wanted RMS error of the forces, relative to their RMS in a disordered system. Splines of order 5 reach 1e-7,
+        those of order 8 reach 1e-9.
+    k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z : tensors, optional
+        Accepted, because callers may have prepared them; the shapes are checked. Values are computed from the cell
+        again, so that its gradients are complete. For repeated calls see `ParticleMeshEwald`.
+
+    Returns
+    -------
+    energies, forces, charge_gradients, virial
+        As from `ewald_summation`. The dtype follows ``positions``, and so does that of the mesh; sums over atoms are in
+        float64. Forces, charge gradients and virial are derivatives of the energy as computed. All are differentiable
+        in positions, charges, cell and alpha, as often as the splines are (`NotDifferentiableError` beyond).
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; an accuracy that the order of the splines does not reach.
+
+    Notes
+    -----
+    Without ``alpha``: as for `ewald_summation`, with the cutoff of `estimate_pme_parameters`. Values are read on the
+    host where alpha, mesh or neighbors are left open. Inside ``torch.compile`` give ``mesh_dimensions``, and alpha or
+    ``cutoff``.
+
+    Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.mesh_sum`.
+    """
+    system = check_system(positions, charges, cell, batch_idx, energy_reduction)
+    accuracy = checks.check_positive("accuracy", accuracy)
+    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    order = check_spline_order(spline_order)
+    axes = periodic_axes(pbc, system, slab_correction)
+    if hybrid_forces:
+        system = system.at_fixed_geometry()
+        alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
+    check_parameters(
+        potential, COULOMB, alpha=alpha, mesh_dimensions=mesh_spacing if mesh_dimensions is None else mesh_dimensions
+    )
+    given = GivenNeighbors(
+        neighbor_list,
+        neighbor_ptr,
+        neighbor_shifts,
+        neighbor_matrix,
+        neighbor_matrix_shifts,
+        mask_value,
+        fill_name="mask_value",
+    )
+    rows = rows_of(given, system.positions, periodic=True, half_list=half_list)
+
+    def best(sizes: Any) -> Any:
+        costs = core.COSTS[positions.device.type]
+        return core.mesh_alpha(sizes.n_atoms, sizes.volume, accuracy, order, costs)
+
+    splitting, rows = split(system, alpha, cutoff, rows, accuracy, best)
+    splitting = refuse_open_axes(splitting, axes, slab_correction)
+    mesh = mesh_of(system, splitting, accuracy, order, mesh_dimensions, mesh_spacing)
+    _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
+    wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
+    parts = [
+        pair_part(potential.short_range, system, splitting, rows, wanted),
+        mesh_sum(potential, system, splitting, mesh, order, wanted),
+        *corrections(
+            potential, system, splitting, axes if slab_correction else None, exclusions, exclusion_factors, wanted
+        ),
+    ]
+    return together(parts, positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
+
+
+def pme_reciprocal_space(
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    cell: torch.Tensor,
+    alpha: float | torch.Tensor,
+    mesh_dimensions: Any = None,
+    mesh_spacing: float | torch.Tensor | None = None,
+    spline_order: int = 5,
+    batch_idx: torch.Tensor | None = None,
+    k_vectors: torch.Tensor | None = None,
+    k_squared: torch.Tensor | None = None,
+    compute_forces: bool = False,
+    compute_charge_gradients: bool = False,
+    compute_virial: bool = False,
+    hybrid_forces: bool = False,
+    *,
+    cell_inv_t: torch.Tensor | None = None,
+    volume: torch.Tensor | None = None,
+    moduli_x: torch.Tensor | None = None,
+    moduli_y: torch.Tensor | None = None,
+    moduli_z: torch.Tensor | None = None,
+    energy_reduction: str = "atom",
+    potential: LongRangePotential = COULOMB,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The part of the sum on the mesh, with self energy and background: what `ewald_real_space` lacks.
+
+    Parameters
+    ----------
+    positions, charges, cell, alpha, batch_idx
+        As for `particle_mesh_ewald`; alpha is required.
+    mesh_dimensions, mesh_spacing
+        As for `particle_mesh_ewald`; one of them is required.
+    spline_order, compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, energy_reduction, potential
+        As for `particle_mesh_ewald`.
+    k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z
+        As for `particle_mesh_ewald`.
+
+    Returns
+    -------
+    energies, forces, charge_gradients, virial
+        As from `particle_mesh_ewald`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    system = check_system(positions, charges, cell, batch_idx, energy_reduction)
+    splitting = given_alpha(alpha, system)
+    order = check_spline_order(spline_order)
+    if hybrid_forces:
+        system, splitting = system.at_fixed_geometry(), splitting.detach()
+    if mesh_dimensions is None and mesh_spacing is None:
+        raise ValueError("`mesh_dimensions` or `mesh_spacing` is needed")
+    mesh = mesh_of(system, splitting, 1.0, order, mesh_dimensions, mesh_spacing)
+    _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
+    wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
+    parts = [
+        mesh_sum(potential, system, splitting, mesh, order, wanted),
+        self_part(potential, system, splitting, wanted),
+    ]
+    return together(parts, positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
+
+
+def mesh_of(
+    system: ChargedSystem,
+    alpha: torch.Tensor,
+    accuracy: float,
+    order: int,
+    mesh_dimensions: Any,
+    mesh_spacing: Any,
+) -> tuple[int, int, int]:
+    """The mesh to use."""
+    if mesh_dimensions is not None:
+        if mesh_spacing is not None:
+            raise ValueError("`mesh_dimensions` and `mesh_spacing` are both given; give one of them")
+        return check_mesh(mesh_dimensions, order)
+    if torch.compiler.is_compiling():
+        raise ValueError("`mesh_dimensions` is needed inside torch.compile, where the size of the cell cannot be read")
+    cell = system.cell.detach()
+    if mesh_spacing is not None:
+        return mesh_spacing_to_dimensions(cell, mesh_spacing, spline_order=order)
+    sizes = sizes_of(cell, system.batch_idx, system.n_atoms)
+    return mesh_for(sizes, checks.on_host(alpha.detach()).astype(np.float64), accuracy, order)
+
+
+def _check_prepared(
+    system: ChargedSystem,
+    mesh: tuple[int, int, int],
+    k_vectors: Any,
+    k_squared: Any,
+    cell_inv_t: Any,
+    volume: Any,
+    moduli: tuple[Any, Any, Any],
+) -> None:
+    """Raise unless what the caller has prepared has the right shapes. The values are not used."""
+    n, half = system.n_systems, (mesh[0], mesh[1], mesh[2] // 2 + 1)
+    expected = [
+        ("k_vectors", k_vectors, (*half, 3)),
+        ("k_squared", k_squared, half),
+        ("cell_inv_t", cell_inv_t, (3, 3)),
+        ("volume", volume, ()),
+    ]
+    for name, value, shape in expected:
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+        allowed = [(n, *shape)] + [shape] * (n == 1)
+        if tuple(value.shape) not in allowed:
+            raise ValueError(f"`{name}` must have shape {' or '.join(map(str, allowed))}, got {tuple(value.shape)}")
+    for name, value, sizes in zip("xyz", moduli, ((mesh[0],), (mesh[1],), (half[2], mesh[2]))):
+        if value is None:
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"`moduli_{name}` must be a torch.Tensor, got {type(value).__name__}")
+        if value.ndim != 1 or value.shape[0] not in sizes:
+            raise ValueError(f"`moduli_{name}` must have shape ({sizes[0]},), got {tuple(value.shape)}")

@@ -1,0 +1,205 @@
+"""The short-ranged part of an Ewald sum, and what excluded pairs have to lose: both by the pair machinery."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
+from nvalchemiops.torch.interactions.electrostatics.lattice import lattice_of
+from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, together
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
+from nvalchemiops.torch.interactions.pair import potential as pairs
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, rows_of
+
+MOST_CHANNELS = 16
+"""Channels that one kernel sums at once: more would take long to compile."""
+
+
+def pair_part(
+    formula: Callable[[int], Formula],
+    system: ChargedSystem,
+    alpha: torch.Tensor,
+    rows: Rows | GivenNeighbors,
+    wanted: Wanted,
+    **options: Any,
+) -> Parts:
+    """Energies and their derivatives of pairs.
+
+    ``formula`` gives the pair potential for a number of charges: quadratic in them, with the global parameter alpha.
+    """
+    n_channels = system.charges.shape[1]
+    if n_channels > MOST_CHANNELS:
+        blocks = [
+            pair_part(formula, system._replace(charges=charges), alpha, rows, wanted, **options)
+            for charges in system.charges.split(MOST_CHANNELS, 1)
+        ]
+        columns: list[Any] = list(zip(*blocks))
+        return Parts(
+            torch.cat(columns[0], 1),
+            sum(columns[1]) if wanted.forces else None,
+            torch.cat(columns[2], 1) if wanted.charge_gradients else None,
+            sum(columns[3]) if wanted.virial else None,
+        )
+    of_pair = formula(n_channels)
+    names = of_pair.per_atom
+    gradients = names if n_channels > 1 or wanted.charge_gradients else ()
+    results = pairs.evaluate(
+        of_pair,
+        system.positions,
+        system.cell,
+        {name: system.charges[:, n] for n, name in enumerate(names)} | {"alpha": alpha.to(system.positions.dtype)},
+        rows,
+        pairs.Wanted(wanted.forces, gradients, wanted.virial),
+        batch_idx=system.batch_idx,
+        **{"cutoff": None} | options,
+    )
+    found = iter(results if isinstance(results, tuple) else (results,))
+    energies = next(found).unsqueeze(1)
+    forces = next(found) if wanted.forces else None
+    slopes = torch.stack([next(found) for _ in gradients], 1) if gradients else None
+    virial = next(found) if wanted.virial else None
+    if n_channels > 1 and slopes is not None:
+        # of a quadratic form: the energy of each channel is half its charge times the slope
+        energies = 0.5 * system.charges * slopes
+    return Parts(energies, forces, slopes if wanted.charge_gradients else None, virial)
+
+
+def self_part(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor, wanted: Wanted) -> Parts:
+    """The self energies alone: what the pair potential gives without a pair."""
+    device = system.positions.device
+    begin = torch.zeros(system.n_atoms + 1, dtype=torch.int32, device=device)
+    nobody = torch.zeros(0, dtype=torch.int32, device=device)
+    rows = Rows(begin, nobody, nobody.reshape(0, 3), 0, NOTHING, None)
+    return pair_part(potential.short_range, system, alpha, rows, wanted)
+
+
+def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Shifts (n, 3) of the images of the second atoms that are closest to the first ones."""
+    with torch.no_grad():
+        positions = system.positions.detach().to(torch.float64)
+        cell = system.cell.detach().to(torch.float64)
+        coordinates = lattice_of(cell, system.batch_idx, system.n_atoms).fractional(positions)
+        rounded = -(coordinates.index_select(0, second) - coordinates.index_select(0, first)).round()
+        near = torch.arange(-1, 2, dtype=torch.float64, device=cell.device)
+        around = torch.cartesian_prod(near, near, near)
+        shifts = rounded.unsqueeze(1) + around
+        if system.batch_idx is None:
+            images = shifts @ cell[0]
+        else:
+            images = shifts @ cell.index_select(0, system.batch_idx.index_select(0, first))
+        apart = positions.index_select(0, second) - positions.index_select(0, first)
+        nearest = (apart.unsqueeze(1) + images).square().sum(-1).argmin(1)
+        return (rounded + around.index_select(0, nearest)).to(torch.int32)
+
+
+def exclusion_part(
+    formula: Callable[[int], Formula],
+    system: ChargedSystem,
+    alpha: torch.Tensor,
+    exclusions: torch.Tensor,
+    factors: torch.Tensor | None,
+    wanted: Wanted,
+) -> Parts:
+    """What excluded pairs lose of the smooth part of the sum, at their nearest image; ``formula`` says how much."""
+    first, second = exclusions.to(torch.int64)
+    shifts = nearest_images(system, first, second)
+    row, order = torch.sort(torch.cat([first, second]), stable=True)
+    other = torch.cat([second, first]).index_select(0, order).to(torch.int32)
+    shifts = torch.cat([shifts, -shifts]).index_select(0, order)
+    atoms = torch.arange(system.n_atoms + 1, device=row.device)
+    begin = torch.searchsorted(row, atoms, out_int32=True)
+    rows = Rows(begin, other, shifts, 0, NOTHING, row.to(torch.int32))
+    lost = None if factors is None else 1.0 - factors
+    options = {} if lost is None else {"exclusions": exclusions, "exclusion_factors": lost}
+    return pair_part(formula, system, alpha, rows, wanted, **options)
+
+
+def ewald_real_space(
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    cell: torch.Tensor,
+    alpha: float | torch.Tensor,
+    neighbor_list: torch.Tensor | None = None,
+    neighbor_ptr: torch.Tensor | None = None,
+    neighbor_shifts: torch.Tensor | None = None,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    mask_value: int | None = None,
+    batch_idx: torch.Tensor | None = None,
+    compute_forces: bool = False,
+    compute_charge_gradients: bool = False,
+    compute_virial: bool = False,
+    hybrid_forces: bool = False,
+    *,
+    energy_reduction: str = "atom",
+    cutoff: float | None = None,
+    half_list: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Short-ranged part of the Ewald sum: energies ``1/2 Σ_j q_i q_j erfc(α r_ij) / r_ij`` over the neighbors.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, float32 or float64, length
+    charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    alpha : float or (n_systems,) tensor, 1/length
+        Splitting parameter.
+    neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, half_list
+        As for `nvalchemiops.torch.interactions.pair.PairPotential`. Without neighbors given they are built, to
+        ``cutoff``.
+    mask_value : int, optional
+        What stands for no neighbor; n_atoms by default.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order.
+    compute_forces, compute_charge_gradients, compute_virial : bool, optional
+    hybrid_forces : bool, optional
+        Results depend on positions, cell and alpha as on constants: gradients flow through the charges alone. For
+        charges that depend on the geometry, explicit forces and the gradient of this energy add up to the total force.
+    energy_reduction : {"atom", "system"}, optional
+    cutoff : float, length, optional
+        Pairs at this distance or farther are left out. By default all pairs in the list count.
+
+    Returns
+    -------
+    energies : (n_atoms,) or (n_systems,) tensor, charge²/length
+        With channels (n_atoms, n_channels) or (n_systems, n_channels).
+    forces : (n_atoms, 3) tensor, ``-dE/dR`` at fixed charges, if asked for
+    charge_gradients : tensor like ``charges``, ``dE/dq``, if asked for
+    virial : (n_systems, 3, 3) tensor, ``-dE/dstrain``, if asked for
+
+    Differentiable to any order in positions, charges, cell and alpha.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    system = check_system(positions, charges, cell, batch_idx, energy_reduction)
+    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    splitting: Any = alpha
+    if not isinstance(alpha, torch.Tensor):
+        splitting = torch.tensor(checks.check_positive("alpha", alpha), dtype=positions.dtype, device=positions.device)
+    if hybrid_forces:
+        system, splitting = system.at_fixed_geometry(), splitting.detach()
+    given = GivenNeighbors(
+        neighbor_list,
+        neighbor_ptr,
+        neighbor_shifts,
+        neighbor_matrix,
+        neighbor_matrix_shifts,
+        mask_value,
+        fill_name="mask_value",
+    )
+    wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
+    rows = rows_of(given, positions, periodic=True, half_list=half_list) or given
+    part = pair_part(_pairs_alone, system, splitting, rows, wanted, cutoff=cutoff)
+    return together([part], positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
+
+
+def _pairs_alone(n_charges: int) -> Formula:
+    """The short-ranged part without the self energy."""
+    return EWALD_REAL_SPACE if n_charges == 1 else ewald_short_range(1, n_charges)._replace(self_energy="")

@@ -1,0 +1,239 @@
+"""Systems of charges as the parts of an Ewald sum want them, and the choice of what the caller left open."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nvalchemiops.interactions.electrostatics import parameters as core
+from nvalchemiops.torch.interactions.electrostatics.lattice import check_cells, per_system
+from nvalchemiops.torch.interactions.electrostatics.parameters import Sizes, sizes_of
+from nvalchemiops.torch.interactions.pair.potential import check_real
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows
+from nvalchemiops.torch.segments import system_sums
+
+
+class ChargedSystem(NamedTuple):
+    """One or several periodic systems.
+
+    Attributes
+    ----------
+    positions : (n_atoms, 3) tensor
+    charges : (n_atoms, n_channels) tensor
+    has_channels : bool
+        Whether the caller gave channels; otherwise there is one.
+    cell : (n_systems, 3, 3) tensor
+    batch_idx : (n_atoms,) int32 tensor or None
+        None for one system.
+    """
+
+    positions: torch.Tensor
+    charges: torch.Tensor
+    has_channels: bool
+    cell: torch.Tensor
+    batch_idx: torch.Tensor | None
+
+    @property
+    def n_systems(self) -> int:
+        """How many systems there are."""
+        return self.cell.shape[0]
+
+    @property
+    def n_atoms(self) -> int:
+        """How many atoms there are in all."""
+        return self.positions.shape[0]
+
+    def at_fixed_geometry(self) -> "ChargedSystem":
+        """The same without gradients by positions and cell."""
+        return self._replace(positions=self.positions.detach(), cell=self.cell.detach())
+
+
+def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False) -> None:
+    """Raise unless there is one charge for each atom (or several), of the dtype and on the device of the positions."""
+    if not isinstance(charges, torch.Tensor):
+        raise TypeError(f"`charges` must be a torch.Tensor, got {type(charges).__name__}")
+    n_atoms = positions.shape[0]
+    if channels:
+        fits = charges.ndim in (1, 2) and charges.shape[0] == n_atoms and (charges.ndim == 1 or charges.shape[1] > 0)
+        expected = f"(n_atoms,) or (n_atoms, n_channels) with n_atoms = {n_atoms}"
+    else:
+        fits, expected = tuple(charges.shape) == (n_atoms,), f"(n_atoms,) = ({n_atoms},)"
+    if not fits:
+        raise ValueError(f"`charges` must have shape {expected}, got {tuple(charges.shape)}")
+    check_real("charges", charges, positions)
+
+
+def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy_reduction: str) -> ChargedSystem:
+    """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling."""
+    if energy_reduction not in ("atom", "system"):
+        raise ValueError(f"`energy_reduction` must be 'atom' or 'system', got {energy_reduction!r}")
+    checks.check_positions(positions, finite=False)
+    check_charges(charges, positions, channels=True)
+    if cell is None:
+        raise ValueError(
+            "`cell` is required: an Ewald sum is for periodic systems; without periodicity use coulomb_energy"
+        )
+    checks.check_lattice(cell, positions)
+    cell = cell.reshape(-1, 3, 3)
+    check_cells(cell)
+    if batch_idx is None:
+        if cell.shape[0] != 1:
+            raise ValueError("`batch_idx` is needed to tell several systems apart")
+    elif _unread(batch_idx):
+        checks.check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
+        batch_idx = checks.narrow(batch_idx)
+    else:
+        batch_idx, _ = checks.check_batch_idx(batch_idx, positions, cell.shape[0])
+    several = charges.ndim == 2
+    return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx)
+
+
+def _unread(tensor: Any) -> bool:
+    """Whether the values of a tensor are not looked at: they are on a GPU, or being compiled."""
+    return torch.compiler.is_compiling() or (isinstance(tensor, torch.Tensor) and tensor.is_cuda)
+
+
+def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> torch.Tensor | None:
+    """Periodicity (n_systems, 3) for the slab correction, or None; raise if the sum would be wrong.
+
+    What cannot be read is answered by NaN in `refuse_open_axes`.
+    """
+    if pbc is None:
+        if slab_correction:
+            raise ValueError("`pbc` is needed with `slab_correction`: it says which axis is open")
+        return None
+    if isinstance(pbc, bool):
+        pbc = [pbc] * 3
+    pbc = torch.as_tensor(pbc, device=system.positions.device)
+    if pbc.dtype != torch.bool:
+        raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
+    if tuple(pbc.shape) not in ((3,), (1, 3), (system.n_systems, 3)):
+        raise ValueError(f"`pbc` must have shape (3,) or ({system.n_systems}, 3), got {tuple(pbc.shape)}")
+    pbc = pbc.reshape(-1, 3).expand(system.n_systems, 3)
+    if not _unread(pbc):
+        n_open = 3 - checks.on_host(pbc).sum(axis=1)
+        if not slab_correction and n_open.any():
+            raise ValueError(
+                "`pbc` has open axes, but this sum is periodic along all three: give slab_correction=True for a system "
+                "with one open axis, or use coulomb_energy or dsf_coulomb with a cutoff"
+            )
+        if (n_open > 1).any():
+            raise ValueError("`pbc`: the slab correction is for at most one open axis")
+    return pbc
+
+
+def refuse_open_axes(alpha: torch.Tensor, pbc: torch.Tensor | None, slab_correction: bool) -> torch.Tensor:
+    """NaN for alpha where `periodic_axes` would have raised, had it read the values."""
+    if pbc is None or not _unread(pbc):
+        return alpha
+    return torch.where((~pbc).sum(1) <= int(slab_correction), alpha, torch.nan)
+
+
+def given_alpha(alpha: Any, system: ChargedSystem) -> torch.Tensor:
+    """Alpha (n_systems,) in float64, as the dtype of the positions has it."""
+    if alpha is None:
+        raise ValueError("`alpha` is needed")
+    return _rounded(per_system("alpha", alpha, system.n_systems, system.positions.device), system.positions)
+
+
+def check_parameters(potential: Any, estimated: Any, **parameters: Any) -> None:
+    """Raise if a potential for which there are no error models lacks parameters."""
+    for name, value in parameters.items():
+        if potential is not estimated and value is None:
+            raise ValueError(f"`{name}` is needed: parameters are estimated for the Coulomb potential only")
+
+
+class Splitting(NamedTuple):
+    """How a sum is divided: alpha (n_systems,) in float64, and neighbors, which are built if there were none."""
+
+    alpha: torch.Tensor
+    rows: Rows
+
+
+def split(
+    system: ChargedSystem,
+    alpha: Any,
+    cutoff: float | None,
+    rows: Rows | None,
+    accuracy: float,
+    best: Any,
+) -> Splitting:
+    """Alpha, and neighbors to match; ``best(sizes)`` gives the alpha that costs least.
+
+    With alpha given it is used. Otherwise a list that reaches far enough gets the best one, a shorter one that for
+    which the accuracy is met at its reach.
+    """
+    positions, cell, batch_idx = system.positions, system.cell, system.batch_idx
+    device = positions.device
+    if torch.compiler.is_compiling():
+        if alpha is None:
+            if cutoff is None:
+                raise ValueError(
+                    "`alpha` or `cutoff` is needed inside torch.compile, where the neighbor list cannot be measured"
+                )
+            alpha = _alpha_for(cutoff, system, accuracy)
+        if rows is None:
+            if cutoff is None:
+                raise ValueError("`cutoff` is needed inside torch.compile to build neighbors, or give a list")
+            rows = build_rows(positions, cutoff, cell, batch_idx)
+        return Splitting(given_alpha(alpha, system), rows)
+
+    sizes: Sizes | None = None
+    if alpha is None:
+        sizes = sizes_of(cell, batch_idx, system.n_atoms)
+        splitting = best(sizes)
+        r_c = core.real_cutoff(splitting, sizes.spacing, accuracy)
+        reach: Any = cutoff
+        if cutoff is None and rows is not None:
+            reach = _reach(rows, system)
+        if reach is not None:
+            short = reach < r_c
+            needed = core.alpha_for_cutoff(np.where(short, reach, r_c), sizes.spacing, accuracy)
+            splitting = np.where(short, needed, splitting)
+        alpha = torch.as_tensor(splitting, device=device)
+    chosen = given_alpha(alpha, system)
+    if rows is None:
+        if cutoff is None:
+            sizes = sizes or sizes_of(cell, batch_idx, system.n_atoms)
+            r_c = core.real_cutoff(checks.on_host(chosen.detach()), sizes.spacing, accuracy)
+            cutoff = float(r_c.max(initial=0.0))
+        rows = build_rows(positions, cutoff, cell, batch_idx)
+    return Splitting(chosen, rows)
+
+
+def spacing_of(system: ChargedSystem) -> torch.Tensor:
+    """Average distance (V/N)^(1/3) of each system, without reading anything."""
+    cell = system.cell.detach().to(torch.float64)
+    a, b, c = (cell[:, axis] for axis in range(3))
+    volume = (a * torch.linalg.cross(b, c)).sum(-1).abs()
+    ones = torch.ones(system.n_atoms, dtype=torch.float64, device=volume.device)
+    count = system_sums(ones, system.batch_idx, system.n_systems).clamp(min=1.0)
+    return (volume / count) ** (1.0 / 3.0)
+
+
+def _alpha_for(cutoff: float, system: ChargedSystem, accuracy: float) -> torch.Tensor:
+    spacing = spacing_of(system)
+    return core.alpha_for_cutoff(torch.full_like(spacing, cutoff), spacing, accuracy, torch)
+
+
+def _rounded(alpha: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Alpha as both parts of the sum can have it."""
+    return alpha.to(like.dtype).to(torch.float64)
+
+
+def _reach(rows: Rows, system: ChargedSystem) -> np.ndarray:
+    """Largest distance in the list, for each system; infinite where there is no atom."""
+    batch_idx = system.batch_idx
+    if batch_idx is None:
+        batch_idx = torch.zeros(system.n_atoms, dtype=torch.int32, device=system.positions.device)
+    farthest = inspect_rows(rows, system.positions, system.cell, batch_idx)
+    reach = np.zeros(system.n_systems)
+    number = checks.on_host(batch_idx)
+    np.maximum.at(reach, number, checks.on_host(farthest))
+    empty = np.bincount(number, minlength=system.n_systems) == 0
+    if ((reach == 0.0) & ~empty).any():
+        raise ValueError(
+            "`cutoff` or `alpha` is needed: the neighbor list of a system holds no pair, so its reach is unknown"
+        )
+    return np.where(empty, np.inf, reach)
