@@ -1,5 +1,6 @@
 """Spreading to periodic meshes by B-splines, and gathering from them, as torch ops (`nvalchemiops.spline`)."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.moments import count
 from nvalchemiops.neighbors.grid import sort_atoms
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.lattice import mesh_frequencies
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.memory import new_empty
 from nvalchemiops.torch.moments import Arguments, fold, gather_pullback, spread_pullback
@@ -51,7 +53,9 @@ def mesh_columns(
     column_begin : (n_systems * n_x * n_y + 2,) int32 tensor
         Where each column begins in the order, and twice the end.
     """
-    n_x, n_y, _ = mesh_dimensions
+    n_x, n_y, n_z = mesh_dimensions
+    if min(n_x, n_y, n_z) < spline_order:
+        raise ValueError(f"`mesh_dimensions` = {(n_x, n_y, n_z)} must not be smaller than the order, {spline_order}")
     n_atoms, device = coordinates.shape[0], coordinates.device
     column = torch.empty(n_atoms, dtype=torch.int32, device=device)
     begin = torch.zeros(n_systems * n_x * n_y + 2, dtype=torch.int32, device=device)
@@ -206,3 +210,24 @@ def mesh_gather(
 
 def _name(values: torch.Tensor) -> str:
     return "float32" if values.dtype is torch.float32 else "float64"
+
+
+def spline_at_integers(order: int) -> list[float]:
+    """``M_p(j)`` of the centred spline of this order for j = 0, 1, ... as long as it is not zero."""
+    # of the recurrence in terms of x = j + p/2, exact but for the last division
+    values = []
+    for j in range((order + 1) // 2):
+        x = j + order / 2
+        terms = ((-1) ** k * math.comb(order, k) * (x - k) ** (order - 1) for k in range(order + 1) if x > k)
+        values.append(sum(terms) / math.factorial(order - 1))
+    return values
+
+
+def spline_transform(n: int, order: int, half: bool, device: torch.device) -> torch.Tensor:
+    """b(m) at the frequencies of an axis with n points, float64."""
+    angle = mesh_frequencies(n, half, device) * (2.0 * math.pi / n)
+    value, *others = spline_at_integers(order)
+    result = torch.full_like(angle, value)
+    for j, other in enumerate(others, 1):
+        result = result + 2.0 * other * torch.cos(j * angle)
+    return result

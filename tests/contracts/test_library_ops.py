@@ -10,7 +10,7 @@ import torch
 from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.torch import fourier, mesh, neighbors, segments
 from nvalchemiops.torch.autograd import live_recordings
-from nvalchemiops.torch.interactions.electrostatics import ewald_summation, lattice, reciprocal
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation, reciprocal, wave_vectors
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import rows, search
 from tests.systems import SYSTEMS, System, batch, crystal, triclinic
@@ -35,7 +35,7 @@ def op_calls(system: System):
     values = (x, cell, q.unsqueeze(1), alpha.unsqueeze(1), torch.randn_like(q))
     given = (system_of, n_systems, found.begin, found.first, found.neighbors, found.shifts, None, 0)
     none, distances = (None,) * 3, (found.width, found.padding, 4.0, 0.0)
-    waves = lattice.Points(*lattice.points_within(cell, torch.full((n_systems,), 2.0, dtype=torch.float64)))
+    waves = wave_vectors.Points(*wave_vectors.points_within(cell, torch.full((n_systems,), 2.0, dtype=torch.float64)))
     atoms = reciprocal.sorted_atoms(system_of, n_systems, x.shape[0], x.device)
     plan = (*atoms, waves.points, waves.point_begin)
     moments = torch.randn(x.shape[0], 2, 4, dtype=torch.float64)
@@ -57,8 +57,8 @@ def op_calls(system: System):
         mesh.mesh_columns: (x, *sizes, (6, 5, 7), 5),
         mesh.mesh_spread: (moments, x, *stencils, 1),
         mesh.mesh_gather: (mesh.mesh_spread(moments, x, *stencils, 1), x, *stencils, 1),
-        lattice.points_within: (cell, torch.full((n_systems,), 2.0, dtype=torch.float64)),
-        lattice.points_of_indices: (cell, torch.tensor([[1, -2, 0], [0, 0, 3]])),
+        wave_vectors.points_within: (cell, torch.full((n_systems,), 2.0, dtype=torch.float64)),
+        wave_vectors.points_of_indices: (cell, torch.tensor([[1, -2, 0], [0, 0, 3]])),
     }
 
 

@@ -7,17 +7,11 @@ from nvalchemiops.torch.interactions.electrostatics.coulomb import (
     dsf_coulomb,
 )
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_reciprocal_space, ewald_summation
-from nvalchemiops.torch.interactions.electrostatics.lattice import (
-    generate_ewald_miller_indices,
-    generate_k_squared_pme,
-    generate_k_vectors_ewald_summation,
-    generate_k_vectors_pme,
-    k_vectors_from_miller_indices,
-)
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential, power_law
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     EwaldParameters,
     PMEParameters,
+    compute_bspline_moduli_1d,
     estimate_ewald_parameters,
     estimate_pme_mesh_dimensions,
     estimate_pme_parameters,
@@ -26,11 +20,19 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import (
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, pme_reciprocal_space
 from nvalchemiops.torch.interactions.electrostatics.real_space import ewald_real_space
 from nvalchemiops.torch.interactions.electrostatics.slab import compute_slab_correction
+from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
+    generate_ewald_miller_indices,
+    generate_k_squared_pme,
+    generate_k_vectors_ewald_summation,
+    generate_k_vectors_pme,
+    k_vectors_from_miller_indices,
+)
 
 __all__ = [
     "EwaldParameters",
     "LongRangePotential",
     "PMEParameters",
+    "compute_bspline_moduli_1d",
     "compute_slab_correction",
     "coulomb_energy",
     "coulomb_energy_forces",

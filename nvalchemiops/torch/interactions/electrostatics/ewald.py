@@ -6,14 +6,6 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
 from nvalchemiops.torch.interactions.electrostatics.corrections import corrections
-from nvalchemiops.torch.interactions.electrostatics.lattice import (
-    Points,
-    box_points,
-    check_bounds,
-    per_system,
-    points_of_indices,
-    points_within,
-)
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Wanted, together
 from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part, self_part
@@ -27,6 +19,14 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     refuse_open_axes,
     spacing_of,
     split,
+)
+from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
+    Points,
+    box_points,
+    check_bounds,
+    per_system,
+    points_of_indices,
+    points_within,
 )
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of

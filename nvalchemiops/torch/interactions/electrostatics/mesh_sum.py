@@ -10,37 +10,15 @@ J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117. A spline of odd order has
 """
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.lattice import Lattice, lattice_of, mesh_frequencies
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, at_atoms
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread
-
-
-def spline_at_integers(order: int) -> list[float]:
-    """``M_p(j)`` of the centred spline of this order for j = 0, 1, ... as long as it is not zero."""
-    # of the recurrence in terms of x = j + p/2, exact but for the last division
-    values = []
-    for j in range((order + 1) // 2):
-        x = j + order / 2
-        terms = ((-1) ** k * math.comb(order, k) * (x - k) ** (order - 1) for k in range(order + 1) if x > k)
-        values.append(sum(terms) / math.factorial(order - 1))
-    return values
-
-
-def spline_transform(n: int, order: int, half: bool, device: torch.device) -> torch.Tensor:
-    """b(m) at the frequencies of an axis with n points, float64."""
-    angle = mesh_frequencies(n, half, device) * (2.0 * math.pi / n)
-    value, *others = spline_at_integers(order)
-    result = torch.full_like(angle, value)
-    for j, other in enumerate(others, 1):
-        result = result + 2.0 * other * torch.cos(j * angle)
-    return result
+from nvalchemiops.torch.lattice import Lattice, lattice_of, mesh_frequencies
+from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,8 +7,35 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
-from nvalchemiops.torch.interactions.electrostatics.lattice import check_mesh, check_spline_order, per_system
+from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
+from nvalchemiops.torch.lattice import check_mesh, check_spline_order
 from nvalchemiops.torch.neighbors import checks
+
+
+def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_order: int) -> torch.Tensor:
+    """Fourier transform ``sinc(m/N)^p`` of the spline of order p, at Miller indices m of a mesh with N points.
+
+    Parameters
+    ----------
+    miller_indices : tensor
+        Of any shape.
+    mesh_N : int
+    spline_order : int
+        1 to 8.
+
+    Returns
+    -------
+    tensor like ``miller_indices``
+        float64 for float64, otherwise float32.
+    """
+    if not isinstance(miller_indices, torch.Tensor):
+        raise TypeError(f"`miller_indices` must be a torch.Tensor, got {type(miller_indices).__name__}")
+    size = checks.check_int("mesh_N", mesh_N)
+    if size < 1:
+        raise ValueError(f"`mesh_N` must be positive, got {size}")
+    order = check_spline_order(spline_order, 1)
+    dtype = torch.float64 if miller_indices.dtype == torch.float64 else torch.float32
+    return torch.sinc(miller_indices.to(dtype) / size) ** order
 
 
 class EwaldParameters(NamedTuple):
@@ -311,6 +338,7 @@ def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:
 __all__: Sequence[str] = [
     "EwaldParameters",
     "PMEParameters",
+    "compute_bspline_moduli_1d",
     "estimate_ewald_parameters",
     "estimate_pme_mesh_dimensions",
     "estimate_pme_parameters",

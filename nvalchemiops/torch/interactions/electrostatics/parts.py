@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.lattice import Lattice
+from nvalchemiops.torch.lattice import Lattice
 from nvalchemiops.torch.segments import system_sums
 
 

@@ -7,7 +7,6 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
 from nvalchemiops.torch.interactions.electrostatics.corrections import corrections
-from nvalchemiops.torch.interactions.electrostatics.lattice import check_mesh, check_spline_order
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.mesh_sum import mesh_sum
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_for, mesh_spacing_to_dimensions, sizes_of
@@ -22,6 +21,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     refuse_open_axes,
     split,
 )
+from nvalchemiops.torch.lattice import check_mesh, check_spline_order
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
 

@@ -7,11 +7,11 @@ import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
-from nvalchemiops.torch.interactions.electrostatics.lattice import lattice_of
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, together
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
 from nvalchemiops.torch.interactions.pair import potential as pairs
+from nvalchemiops.torch.lattice import lattice_of
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, rows_of
 

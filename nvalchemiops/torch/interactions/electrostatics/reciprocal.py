@@ -11,10 +11,11 @@ ops, is torch.
 import torch
 
 from nvalchemiops.torch.fourier import fourier_gather, fourier_spread
-from nvalchemiops.torch.interactions.electrostatics.lattice import Points, lattice_of
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, at_atoms
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.electrostatics.wave_vectors import Points
+from nvalchemiops.torch.lattice import lattice_of
 from nvalchemiops.torch.segments import spread_systems, system_sums
 
 

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
-from nvalchemiops.torch.interactions.electrostatics.lattice import check_cells, per_system
 from nvalchemiops.torch.interactions.electrostatics.parameters import Sizes, sizes_of
+from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
 from nvalchemiops.torch.interactions.pair.potential import check_real
+from nvalchemiops.torch.lattice import check_cells
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows
 from nvalchemiops.torch.segments import system_sums

@@ -1,4 +1,4 @@
-"""Reciprocal lattices of periodic systems: fractional coordinates, volumes, and wave vectors."""
+"""Wave vectors of periodic systems: which ones a sum uses, and lists of them for callers."""
 
 import functools
 import math
@@ -9,76 +9,10 @@ import numpy as np
 import torch
 import warp as wp
 
-from nvalchemiops.geometry import dual_vectors
-from nvalchemiops.interactions.electrostatics import wave_vectors
+from nvalchemiops.interactions.electrostatics import wave_vectors as core
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
+from nvalchemiops.torch.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
 from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.segments import spread_systems
-
-
-class Lattice(NamedTuple):
-    """What an Ewald sum needs of the cells, in float64 and differentiable.
-
-    Attributes
-    ----------
-    inverse : (n_systems, 3, 3) tensor
-        Fractional coordinates are ``positions @ inverse``.
-    volume : (n_systems,) tensor
-    metric : (n_systems, 3, 3) tensor
-        A wave vector with Miller indices n has the square ``n @ metric @ n``.
-    frame : (3, 3) or (n_atoms, 3, 3) tensor
-        ``inverse`` for the only system, or for the system of each atom.
-    """
-
-    inverse: torch.Tensor
-    volume: torch.Tensor
-    metric: torch.Tensor
-    frame: torch.Tensor
-
-    def fractional(self, positions: torch.Tensor) -> torch.Tensor:
-        """Fractional coordinates (n_atoms, 3), in float64."""
-        positions = positions.to(torch.float64)
-        if self.frame.ndim == 2:
-            return positions @ self.frame
-        return (positions.unsqueeze(-1) * self.frame).sum(-2)
-
-    def cartesian(self, slopes: torch.Tensor) -> torch.Tensor:
-        """Derivatives by positions from those by fractional coordinates."""
-        slopes = slopes.to(torch.float64)
-        if self.frame.ndim == 2:
-            return slopes @ self.frame.mT
-        return (slopes.unsqueeze(-2) * self.frame).sum(-1)
-
-    def dyadic(self, sums: torch.Tensor) -> torch.Tensor:
-        """``Σ k k^T`` (n_systems, 3, 3) from sums over Miller indices ``Σ n n^T``."""
-        return (2.0 * math.pi) ** 2 * (self.inverse @ sums @ self.inverse.mT)
-
-
-def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Lattice:
-    """The lattice of cells (n_systems, 3, 3)."""
-    cell = cell.to(torch.float64)
-    a, b, c = (cell[:, axis] for axis in range(3))
-    # a GPU is not asked whether a cell is singular: then everything is infinite or NaN
-    planes = torch.stack([torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], dim=-1)
-    determinant = (a * planes[..., 0]).sum(-1)
-    inverse = planes / determinant[:, None, None]
-    metric = (2.0 * math.pi) ** 2 * (inverse.mT @ inverse)
-    frame = inverse[0] if batch_idx is None else spread_systems(inverse, batch_idx, n_atoms)
-    return Lattice(inverse, determinant.abs(), metric, frame)
-
-
-def check_cells(cell: torch.Tensor) -> None:
-    """Raise for a singular cell; what is on a GPU or being compiled is not read."""
-    if cell.is_cuda or torch.compiler.is_compiling():
-        return
-    lattice = checks.on_host(cell.detach()).astype(np.float64)
-    _check_cells(lattice.tobytes(), lattice.shape[0])
-
-
-@functools.lru_cache(maxsize=64)
-def _check_cells(cell: bytes, n_systems: int) -> None:
-    dual_vectors(np.frombuffer(cell).reshape(n_systems, 3, 3), np.ones((n_systems, 3), dtype=bool))
-
 
 # -- wave vectors as points -----------------------------------------------------------------------
 
@@ -140,12 +74,12 @@ def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.devic
 
 @functools.lru_cache(maxsize=256)
 def _within(cell: bytes, k_cutoff: float) -> tuple[np.ndarray, np.ndarray]:
-    return wave_vectors.points_within(np.frombuffer(cell).reshape(3, 3), k_cutoff)
+    return core.points_within(np.frombuffer(cell).reshape(3, 3), k_cutoff)
 
 
 @functools.lru_cache(maxsize=64)
 def _of_indices(indices: bytes) -> tuple[np.ndarray, np.ndarray]:
-    return wave_vectors.points_of_indices(np.frombuffer(indices, dtype=np.int64).reshape(-1, 3))
+    return core.points_of_indices(np.frombuffer(indices, dtype=np.int64).reshape(-1, 3))
 
 
 def _together(lists: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -185,11 +119,11 @@ def generate_ewald_miller_indices(
     lattice = _check_cell(cell)
     if miller_bounds is None:
         lengths = checks.on_host(per_system("k_cutoff", k_cutoff, lattice.shape[0], cell.device))
-        all_bounds = wave_vectors.bounds(checks.on_host(lattice.detach()).astype(np.float64), lengths)
+        all_bounds = core.bounds(checks.on_host(lattice.detach()).astype(np.float64), lengths)
         x, y, z = (int(bound) for bound in all_bounds.max(axis=0))
     else:
         x, y, z = check_bounds(miller_bounds)
-    return torch.from_numpy(wave_vectors.half_box((x, y, z))).to(cell.device)
+    return torch.from_numpy(core.half_box((x, y, z))).to(cell.device)
 
 
 def k_vectors_from_miller_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> torch.Tensor:
@@ -233,14 +167,6 @@ def generate_k_vectors_ewald_summation(
     (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length
     """
     return k_vectors_from_miller_indices(cell, generate_ewald_miller_indices(cell, k_cutoff, miller_bounds))
-
-
-def mesh_frequencies(n: int, half: bool, device: torch.device) -> torch.Tensor:
-    """Miller indices (n,) or (n // 2 + 1,) in the order of a discrete Fourier transform, in float64."""
-    if half:
-        return torch.arange(n // 2 + 1, dtype=torch.float64, device=device)
-    index = torch.arange(n, dtype=torch.float64, device=device)
-    return torch.where(index < (n + 1) // 2, index, index - n)
 
 
 def generate_k_vectors_pme(
@@ -315,32 +241,6 @@ def check_bounds(miller_bounds: Any) -> tuple[int, int, int]:
     if len(bounds) != 3 or min(bounds) < 0:
         raise ValueError(f"`miller_bounds` must be three numbers from 0 on, got {bounds}")
     return bounds
-
-
-def check_mesh(mesh_dimensions: Any, spline_order: int = 1) -> tuple[int, int, int]:
-    """Points of the mesh along each axis as three ints."""
-    if isinstance(mesh_dimensions, torch.Tensor):
-        mesh_dimensions = mesh_dimensions.flatten().tolist()
-    if isinstance(mesh_dimensions, (int, str)) or not isinstance(mesh_dimensions, Sequence):
-        raise TypeError(f"`mesh_dimensions` must be three ints, got {mesh_dimensions!r}")
-    dimensions = tuple(checks.check_int("mesh_dimensions", n) for n in mesh_dimensions)
-    if len(dimensions) != 3:
-        raise ValueError(f"`mesh_dimensions` must be three ints, got {dimensions}")
-    if min(dimensions) < spline_order:
-        raise ValueError(
-            f"`mesh_dimensions` = {dimensions} must not be smaller than the spline order, {spline_order}"
-            if spline_order > 1
-            else f"`mesh_dimensions` must be positive, got {dimensions}"
-        )
-    return dimensions
-
-
-def check_spline_order(spline_order: Any, lowest: int = 3) -> int:
-    """The order of a spline as an int."""
-    order = checks.check_int("spline_order", spline_order)
-    if not lowest <= order <= 8:
-        raise ValueError(f"`spline_order` must be in {lowest} .. 8, got {order}")
-    return order
 
 
 def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,108 @@
+"""Lattices of periodic systems: fractional coordinates, volumes, and meshes, in float64 and differentiable."""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nvalchemiops.geometry import dual_vectors
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.segments import spread_systems
+
+
+class Lattice(NamedTuple):
+    """What an Ewald sum needs of the cells, in float64 and differentiable.
+
+    Attributes
+    ----------
+    inverse : (n_systems, 3, 3) tensor
+        Fractional coordinates are ``positions @ inverse``.
+    volume : (n_systems,) tensor
+    metric : (n_systems, 3, 3) tensor
+        A wave vector with Miller indices n has the square ``n @ metric @ n``.
+    frame : (3, 3) or (n_atoms, 3, 3) tensor
+        ``inverse`` for the only system, or for the system of each atom.
+    """
+
+    inverse: torch.Tensor
+    volume: torch.Tensor
+    metric: torch.Tensor
+    frame: torch.Tensor
+
+    def fractional(self, positions: torch.Tensor) -> torch.Tensor:
+        """Fractional coordinates (n_atoms, 3), in float64."""
+        positions = positions.to(torch.float64)
+        if self.frame.ndim == 2:
+            return positions @ self.frame
+        return (positions.unsqueeze(-1) * self.frame).sum(-2)
+
+    def cartesian(self, slopes: torch.Tensor) -> torch.Tensor:
+        """Derivatives by positions from those by fractional coordinates."""
+        slopes = slopes.to(torch.float64)
+        if self.frame.ndim == 2:
+            return slopes @ self.frame.mT
+        return (slopes.unsqueeze(-2) * self.frame).sum(-1)
+
+    def dyadic(self, sums: torch.Tensor) -> torch.Tensor:
+        """``Σ k k^T`` (n_systems, 3, 3) from sums over Miller indices ``Σ n n^T``."""
+        return (2.0 * math.pi) ** 2 * (self.inverse @ sums @ self.inverse.mT)
+
+
+def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Lattice:
+    """The lattice of cells (n_systems, 3, 3)."""
+    cell = cell.to(torch.float64)
+    a, b, c = (cell[:, axis] for axis in range(3))
+    # a GPU is not asked whether a cell is singular: then everything is infinite or NaN
+    planes = torch.stack([torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], dim=-1)
+    determinant = (a * planes[..., 0]).sum(-1)
+    inverse = planes / determinant[:, None, None]
+    metric = (2.0 * math.pi) ** 2 * (inverse.mT @ inverse)
+    frame = inverse[0] if batch_idx is None else spread_systems(inverse, batch_idx, n_atoms)
+    return Lattice(inverse, determinant.abs(), metric, frame)
+
+
+def check_cells(cell: torch.Tensor) -> None:
+    """Raise for a singular cell; what is on a GPU or being compiled is not read."""
+    if cell.is_cuda or torch.compiler.is_compiling():
+        return
+    lattice = checks.on_host(cell.detach()).astype(np.float64)
+    _check_cells(lattice.tobytes(), lattice.shape[0])
+
+
+@functools.lru_cache(maxsize=64)
+def _check_cells(cell: bytes, n_systems: int) -> None:
+    dual_vectors(np.frombuffer(cell).reshape(n_systems, 3, 3), np.ones((n_systems, 3), dtype=bool))
+
+
+def mesh_frequencies(n: int, half: bool, device: torch.device) -> torch.Tensor:
+    """Miller indices (n,) or (n // 2 + 1,) in the order of a discrete Fourier transform, in float64."""
+    if half:
+        return torch.arange(n // 2 + 1, dtype=torch.float64, device=device)
+    index = torch.arange(n, dtype=torch.float64, device=device)
+    return torch.where(index < (n + 1) // 2, index, index - n)
+
+
+def check_mesh(mesh_dimensions: Any, spline_order: int = 1, name: str = "mesh_dimensions") -> tuple[int, int, int]:
+    """Points of the mesh along each axis as three ints."""
+    if isinstance(mesh_dimensions, torch.Tensor):
+        mesh_dimensions = mesh_dimensions.flatten().tolist()
+    if isinstance(mesh_dimensions, (int, str)) or not isinstance(mesh_dimensions, Sequence):
+        raise TypeError(f"`{name}` must be three ints, got {mesh_dimensions!r}")
+    dimensions = tuple(checks.check_int(name, n) for n in mesh_dimensions)
+    if len(dimensions) != 3:
+        raise ValueError(f"`{name}` must be three ints, got {dimensions}")
+    if min(dimensions) < spline_order:
+        limit = f"not be smaller than the spline order, {spline_order}" if spline_order > 1 else "be positive"
+        raise ValueError(f"`{name}` = {dimensions} must {limit}")
+    return dimensions
+
+
+def check_spline_order(spline_order: Any, lowest: int = 3) -> int:
+    """The order of a spline as an int."""
+    order = checks.check_int("spline_order", spline_order)
+    if not lowest <= order <= 8:
+        raise ValueError(f"`spline_order` must be in {lowest} .. 8, got {order}")
+    return order

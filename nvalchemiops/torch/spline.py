@@ -1,0 +1,381 @@
+"""B-splines on periodic meshes: spread values of atoms to a mesh, gather values of a mesh at atoms.
+
+Mesh point (j_x, j_y, j_z) lies at the fractional coordinates (j_x/n_x, j_y/n_y, j_z/n_z). An atom at the fractional
+coordinate s has the weight ``M_p(n s - j + p/2)`` at point j along each axis: its stencil of p points is centred on it,
+and the weights add up to one. Meshes continue periodically, and atoms may lie in any image. Spreading and gathering are
+transposes of each other.
+
+All functions are differentiable in positions, cell, and values or mesh, as often as splines of their order are: p - 2
+times, and once more in pieces; beyond that they raise `NotDifferentiableError`. Results are the same to the last bit
+for any number of threads. Kernels and sources: `nvalchemiops.spline`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.torch.lattice import Lattice, check_cells, check_mesh, check_spline_order, lattice_of
+from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
+from nvalchemiops.torch.neighbors import checks
+
+Mesh = tuple[int, int, int]
+
+
+def bspline_weight(u: torch.Tensor, order: int) -> torch.Tensor:
+    """The cardinal B-spline ``M_order(u)``, which is not zero for 0 < u < order.
+
+    Parameters
+    ----------
+    u : tensor, float32 or float64
+        Of any shape.
+    order : int
+        1 to 8; the degree is ``order - 1``.
+
+    Returns
+    -------
+    tensor like ``u``
+        Differentiable.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    if not isinstance(u, torch.Tensor) or not u.is_floating_point():
+        raise TypeError("`u` must be a tensor of floats")
+    order = check_spline_order(order, 1)
+    values = [((u >= k) & (u < k + 1)).to(u.dtype) for k in range(order)]
+    for m in range(2, order + 1):
+        pairs = zip(values[:-1], values[1:])
+        values = [((u - k) * here + (m - (u - k)) * there) / (m - 1) for k, (here, there) in enumerate(pairs)]
+    # what is no number has no weight that could be told
+    return torch.where(torch.isnan(u), u, values[0])
+
+
+class _Plan(NamedTuple):
+    """Where atoms stand on a mesh: arguments of the ops, coordinates first; and the lattice that they refer to."""
+
+    coordinates: torch.Tensor
+    geometry: tuple[Any, ...]
+    lattice: Lattice
+    mesh: torch.Tensor
+
+
+def _plan(
+    positions: torch.Tensor, cell: Any, mesh_dims: Any, spline_order: int, batch_idx: Any, cell_inv_t: Any = None
+) -> _Plan:
+    checks.check_positions(positions, finite=False)
+    checks.check_lattice(cell, positions)
+    cell = cell.reshape(-1, 3, 3)
+    check_cells(cell)
+    if cell_inv_t is not None and (not isinstance(cell_inv_t, torch.Tensor) or cell_inv_t.shape[-2:] != (3, 3)):
+        raise ValueError(f"`cell_inv_t` must have shape (3, 3) or ({cell.shape[0]}, 3, 3)")
+    order = check_spline_order(spline_order, 1)
+    dimensions = check_mesh(mesh_dims, order, "mesh_dims")
+    n_atoms, n_systems = positions.shape[0], cell.shape[0]
+    if batch_idx is None:
+        if n_systems != 1:
+            raise ValueError("`batch_idx` is needed to tell several systems apart")
+    elif batch_idx.is_cuda or torch.compiler.is_compiling():
+        checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
+        batch_idx = checks.narrow(batch_idx)
+    else:
+        batch_idx, _ = checks.check_batch_idx(batch_idx, positions, n_systems)
+    lattice = lattice_of(cell, batch_idx, n_atoms)
+    mesh = torch.tensor([float(n) for n in dimensions], dtype=torch.float64, device=positions.device)
+    coordinates = lattice.fractional(positions) * mesh
+    columns = mesh_columns(coordinates, batch_idx, n_systems, dimensions, order)
+    return _Plan(coordinates, (batch_idx, n_systems, *columns, dimensions, order), lattice, mesh)
+
+
+def _check_values(name: str, values: Any, positions: torch.Tensor, shape: tuple[int | None, ...]) -> None:
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(values).__name__}")
+    if values.dtype != positions.dtype:
+        raise TypeError(f"`{name}` has dtype {values.dtype}, but `positions` has {positions.dtype}")
+    if values.device != positions.device:
+        raise ValueError(f"`{name}` is on {values.device}, but `positions` is on {positions.device}")
+    if values.ndim != len(shape) or any(n is not None and n != m for n, m in zip(shape, values.shape)):
+        expected = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(f"`{name}` must have shape ({expected}), got {tuple(values.shape)}")
+
+
+def _mesh_shape(mesh: Any, cell: Any, batch_idx: Any, before: int, after: int) -> tuple[Mesh, tuple[int | None, ...]]:
+    """Points along the axes, and the shape that a mesh must have with ``before`` and ``after`` more dimensions."""
+    batched = batch_idx is not None
+    if not isinstance(mesh, torch.Tensor):
+        raise TypeError(f"`mesh` must be a torch.Tensor, got {type(mesh).__name__}")
+    n_systems = cell.shape[0] if isinstance(cell, torch.Tensor) and cell.ndim == 3 else 1
+    if mesh.ndim != 3 + batched + before + after:
+        names = ["n_systems"] * batched + ["n_channels"] * before + ["n_x", "n_y", "n_z"] + ["3"] * after
+        raise ValueError(f"`mesh` must have shape ({', '.join(names)}), got {tuple(mesh.shape)}")
+    start = batched + before
+    x, y, z = mesh.shape[start : start + 3]
+    return (x, y, z), (*([n_systems] * batched), *([None] * before), x, y, z, *([3] * after))
+
+
+def spline_spread(
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    cell: torch.Tensor,
+    mesh_dims: Sequence[int],
+    spline_order: int = 4,
+    batch_idx: torch.Tensor | None = None,
+    cell_inv_t: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Spread a value of each atom to a mesh.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, float32 or float64, length
+    values : (n_atoms,) tensor
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    mesh_dims : (int, int, int)
+        At least ``spline_order`` each.
+    spline_order : int, optional
+        1 to 8.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order.
+    cell_inv_t : tensor, optional
+        Accepted, because callers may have prepared it; computed from the cell again.
+
+    Returns
+    -------
+    (n_x, n_y, n_z) tensor, or (n_systems, n_x, n_y, n_z) with ``batch_idx``
+        Of the dtype of the positions. Its sum is that of the values.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    checks.check_positions(positions, finite=False)
+    _check_values("values", values, positions, (positions.shape[0],))
+    plan = _plan(positions, cell, mesh_dims, spline_order, batch_idx, cell_inv_t)
+    mesh = mesh_spread(values[:, None, None], plan.coordinates, *plan.geometry, 0).squeeze(1)
+    return mesh if batch_idx is not None else mesh.squeeze(0)
+
+
+def spline_spread_channels(
+    positions: torch.Tensor,
+    values: torch.Tensor,
+    cell: torch.Tensor,
+    mesh_dims: Sequence[int],
+    spline_order: int = 4,
+    batch_idx: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Spread several values of each atom, which share the work for positions.
+
+    Parameters
+    ----------
+    values : (n_atoms, n_channels) tensor
+    positions, cell, mesh_dims, spline_order, batch_idx
+        As for `spline_spread`.
+
+    Returns
+    -------
+    (n_channels, n_x, n_y, n_z) tensor, or (n_systems, n_channels, n_x, n_y, n_z) with ``batch_idx``
+    """
+    checks.check_positions(positions, finite=False)
+    _check_values("values", values, positions, (positions.shape[0], None))
+    plan = _plan(positions, cell, mesh_dims, spline_order, batch_idx)
+    mesh = mesh_spread(values.unsqueeze(-1), plan.coordinates, *plan.geometry, 0)
+    return mesh if batch_idx is not None else mesh.squeeze(0)
+
+
+def _gathered(
+    positions: torch.Tensor,
+    mesh: torch.Tensor,
+    cell: torch.Tensor,
+    spline_order: int,
+    batch_idx: torch.Tensor | None,
+    cell_inv_t: torch.Tensor | None,
+    derivatives: int,
+    before: int = 0,
+    after: int = 0,
+) -> tuple[torch.Tensor, _Plan]:
+    """What the op gathers (n_atoms, n_channels, n_moments) from a mesh with dimensions for channels before or after."""
+    checks.check_positions(positions, finite=False)
+    dimensions, shape = _mesh_shape(mesh, cell, batch_idx, before, after)
+    _check_values("mesh", mesh, positions, shape)
+    plan = _plan(positions, cell, dimensions, spline_order, batch_idx, cell_inv_t)
+    field = mesh if batch_idx is not None else mesh.unsqueeze(0)
+    if after:
+        field = field.movedim(-1, 1)
+    elif not before:
+        field = field.unsqueeze(1)
+    return mesh_gather(field, plan.coordinates, *plan.geometry, derivatives), plan
+
+
+def spline_gather(
+    positions: torch.Tensor,
+    mesh: torch.Tensor,
+    cell: torch.Tensor,
+    spline_order: int = 4,
+    batch_idx: torch.Tensor | None = None,
+    cell_inv_t: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The values of a mesh at atoms, ``Σ_x mesh(x) w(x)``: the transpose of `spline_spread`.
+
+    Parameters
+    ----------
+    mesh : (n_x, n_y, n_z) tensor, or (n_systems, n_x, n_y, n_z) with ``batch_idx``
+    positions, cell, spline_order, batch_idx, cell_inv_t
+        As for `spline_spread`.
+
+    Returns
+    -------
+    (n_atoms,) tensor
+    """
+    return _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 0)[0][:, 0, 0]
+
+
+def spline_gather_channels(
+    positions: torch.Tensor,
+    mesh: torch.Tensor,
+    cell: torch.Tensor,
+    spline_order: int = 4,
+    batch_idx: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The values of several meshes at atoms.
+
+    Parameters
+    ----------
+    mesh : (n_channels, n_x, n_y, n_z) tensor, or (n_systems, n_channels, n_x, n_y, n_z) with ``batch_idx``
+    positions, cell, spline_order, batch_idx
+        As for `spline_spread`.
+
+    Returns
+    -------
+    (n_atoms, n_channels) tensor
+    """
+    return _gathered(positions, mesh, cell, spline_order, batch_idx, None, 0, before=1)[0][..., 0]
+
+
+def _check_charges(charges: Any, positions: torch.Tensor) -> None:
+    checks.check_positions(positions, finite=False)
+    _check_values("charges", charges, positions, (positions.shape[0],))
+
+
+def spline_gather_vec3(
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    mesh: torch.Tensor,
+    cell: torch.Tensor,
+    spline_order: int = 4,
+    batch_idx: torch.Tensor | None = None,
+    cell_inv_t: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Vectors on a mesh at atoms, times the charges: forces from a mesh of electric fields.
+
+    Parameters
+    ----------
+    charges : (n_atoms,) tensor
+    mesh : (n_x, n_y, n_z, 3) tensor, or (n_systems, n_x, n_y, n_z, 3) with ``batch_idx``
+    positions, cell, spline_order, batch_idx, cell_inv_t
+        As for `spline_spread`.
+
+    Returns
+    -------
+    (n_atoms, 3) tensor
+    """
+    _check_charges(charges, positions)
+    gathered, _ = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 0, after=1)
+    return charges.unsqueeze(1) * gathered[..., 0]
+
+
+def spline_gather_with_force(
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    mesh: torch.Tensor,
+    cell: torch.Tensor,
+    spline_order: int = 4,
+    batch_idx: torch.Tensor | None = None,
+    cell_inv_t: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The potential of a mesh at atoms, and the forces on charges in it.
+
+    Parameters
+    ----------
+    charges : (n_atoms,) tensor, charge
+    mesh : (n_x, n_y, n_z) tensor, or (n_systems, n_x, n_y, n_z) with ``batch_idx``
+        A potential.
+    positions, cell, spline_order, batch_idx, cell_inv_t
+        As for `spline_spread`.
+
+    Returns
+    -------
+    potential : (n_atoms,) tensor
+        Not multiplied by the charges.
+    forces : (n_atoms, 3) tensor
+        ``-q_i`` times the gradient of the potential by the position of the atom.
+    """
+    _check_charges(charges, positions)
+    gathered, plan = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 1)
+    slopes = plan.lattice.cartesian(gathered[:, 0, 1:] * plan.mesh).to(positions.dtype)
+    return gathered[:, 0, 0], -charges.unsqueeze(1) * slopes
+
+
+def spline_gather_gradient(
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    mesh: torch.Tensor,
+    cell: torch.Tensor,
+    spline_order: int = 4,
+    batch_idx: torch.Tensor | None = None,
+    cell_inv_t: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The forces (n_atoms, 3) of `spline_gather_with_force`, which has the same arguments."""
+    return spline_gather_with_force(positions, charges, mesh, cell, spline_order, batch_idx, cell_inv_t)[1]
+
+
+def compute_bspline_deconvolution_1d(
+    n: int, spline_order: int = 4, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Factors in Fourier space that undo spreading and gathering along one axis.
+
+    Parameters
+    ----------
+    n : int
+        Points of the mesh.
+    spline_order : int, optional
+        1 to 8.
+    device : torch.device or str, optional
+
+    Returns
+    -------
+    (n,) float64 tensor
+        ``1 / b(m)²`` with ``b(m) = Σ_j M_p(j + p/2) cos(2π m j / n)``, in the order of ``torch.fft.fft``. For a smooth
+        function on the mesh this makes interpolation exact at mesh points (Essmann et al. 1995, with centred splines,
+        which have no zero of b).
+    """
+    n = checks.check_int("n", n)
+    if n < 1:
+        raise ValueError(f"`n` must be positive, got {n}")
+    order = check_spline_order(spline_order, 1)
+    return spline_transform(n, order, False, torch.device(device or "cpu")).pow(-2)
+
+
+def compute_bspline_deconvolution(
+    mesh_dims: Sequence[int], spline_order: int = 4, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Products (n_x, n_y, n_z) of `compute_bspline_deconvolution_1d` for the three axes, float64."""
+    x, y, z = (
+        compute_bspline_deconvolution_1d(n, spline_order, device) for n in check_mesh(mesh_dims, name="mesh_dims")
+    )
+    return x[:, None, None] * y[:, None] * z
+
+
+__all__ = [
+    "bspline_weight",
+    "compute_bspline_deconvolution",
+    "compute_bspline_deconvolution_1d",
+    "spline_gather",
+    "spline_gather_channels",
+    "spline_gather_gradient",
+    "spline_gather_vec3",
+    "spline_gather_with_force",
+    "spline_spread",
+    "spline_spread_channels",
+]
