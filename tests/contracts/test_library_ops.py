@@ -35,7 +35,9 @@ def op_calls(system: System):
     values = (x, cell, q.unsqueeze(1), alpha.unsqueeze(1), torch.randn_like(q))
     given = (system_of, n_systems, found.begin, found.first, found.neighbors, found.shifts, None, 0)
     none, distances = (None,) * 3, (found.width, found.padding, 4.0, 0.0)
-    waves = wave_vectors.Points(*wave_vectors.points_within(cell, torch.full((n_systems,), 2.0, dtype=torch.float64)))
+    waves = wave_vectors.WaveVectors(
+        *wave_vectors.points_within(cell, torch.full((n_systems,), 2.0, dtype=torch.float64))
+    )
     atoms = reciprocal.sorted_atoms(system_of, n_systems, x.shape[0], x.device)
     plan = (*atoms, waves.points, waves.point_begin)
     moments = torch.randn(x.shape[0], 2, 4, dtype=torch.float64)

@@ -6,8 +6,13 @@ from nvalchemiops.torch.interactions.electrostatics.coulomb import (
     coulomb_forces,
     dsf_coulomb,
 )
-from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_reciprocal_space, ewald_summation
+from nvalchemiops.torch.interactions.electrostatics.ewald import (
+    ewald_reciprocal_space,
+    ewald_summation,
+    prepare_wave_vectors,
+)
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential, power_law
+from nvalchemiops.torch.interactions.electrostatics.modules import EwaldSummation, ParticleMeshEwald
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     EwaldParameters,
     PMEParameters,
@@ -17,10 +22,16 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import (
     estimate_pme_parameters,
     mesh_spacing_to_dimensions,
 )
-from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, pme_reciprocal_space
+from nvalchemiops.torch.interactions.electrostatics.pme import (
+    PreparedMesh,
+    particle_mesh_ewald,
+    pme_reciprocal_space,
+    prepare_mesh,
+)
 from nvalchemiops.torch.interactions.electrostatics.real_space import ewald_real_space
 from nvalchemiops.torch.interactions.electrostatics.slab import compute_slab_correction
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
+    WaveVectors,
     generate_ewald_miller_indices,
     generate_k_squared_pme,
     generate_k_vectors_ewald_summation,
@@ -30,8 +41,12 @@ from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
 
 __all__ = [
     "EwaldParameters",
+    "EwaldSummation",
     "LongRangePotential",
     "PMEParameters",
+    "ParticleMeshEwald",
+    "PreparedMesh",
+    "WaveVectors",
     "compute_bspline_moduli_1d",
     "compute_slab_correction",
     "coulomb_energy",
@@ -53,4 +68,6 @@ __all__ = [
     "particle_mesh_ewald",
     "pme_reciprocal_space",
     "power_law",
+    "prepare_mesh",
+    "prepare_wave_vectors",
 ]

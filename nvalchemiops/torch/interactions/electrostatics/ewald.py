@@ -21,13 +21,14 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     split,
 )
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
-    Points,
+    WaveVectors,
     box_points,
     check_bounds,
     per_system,
     points_of_indices,
     points_within,
 )
+from nvalchemiops.torch.lattice import check_cells
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
 
@@ -104,8 +105,8 @@ def ewald_summation(
         Add `compute_slab_correction` for systems with an open axis.
     miller_bounds : (int, int, int), optional
         Use the box of wave vectors up to these Miller indices. Shapes then depend on nothing else.
-    miller_indices : (n_k, 3) int tensor, optional
-        Use these wave vectors.
+    miller_indices : (n_k, 3) int tensor or WaveVectors, optional
+        Use these wave vectors. `WaveVectors` are prepared by `prepare_wave_vectors`; then nothing is read on the host.
     energy_reduction : {"atom", "system"}, optional
         Energies per atom (n_atoms,), or summed over systems (n_systems,).
     cutoff : float, length, optional
@@ -239,6 +240,32 @@ def ewald_reciprocal_space(
     return together(parts, positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
 
 
+def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> WaveVectors:
+    """Choose the wave vectors up to a length once, for repeated calls: ``miller_indices`` of `ewald_summation`.
+
+    They are kept as integers, so that the cell may change, and energies are continuous in it. Reads values on the host.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    k_cutoff : float or (n_systems,) tensor, 1/length
+
+    Returns
+    -------
+    WaveVectors
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    checks.check_lattice(cell, cell)
+    cells = cell.detach().reshape(-1, 3, 3)
+    check_cells(cells)
+    lengths = per_system("k_cutoff", k_cutoff, cells.shape[0], cell.device).detach()
+    return WaveVectors(*points_within(cells.to(torch.float64), lengths))
+
+
 def _given(*sources: Any) -> Any:
     """The one that is given, or None."""
     return next((source for source in sources if source is not None), None)
@@ -252,7 +279,7 @@ def wave_vectors(
     k_cutoff: Any,
     miller_bounds: Any,
     miller_indices: Any,
-) -> tuple[Points, torch.Tensor]:
+) -> tuple[WaveVectors, torch.Tensor]:
     """The wave vectors to use, and alpha: NaN where vectors that could not be looked at are none of the lattice."""
     cell, n_systems, device = system.cell.detach(), system.n_systems, system.positions.device
     if sum(source is not None for source in (k_vectors, miller_bounds, miller_indices)) > 1:
@@ -261,17 +288,21 @@ def wave_vectors(
         )
     if k_vectors is not None:
         miller_indices, alpha = _indices_of(k_vectors, system, alpha)
+    elif isinstance(miller_indices, WaveVectors):
+        if miller_indices.point_begin.shape[0] != n_systems + 1:
+            raise ValueError(f"`miller_indices` are prepared for another number of systems than {n_systems}")
+        return miller_indices, alpha
     elif miller_indices is not None:
         checks.check_index("miller_indices", miller_indices, system.positions, (None, 3))
     if miller_indices is not None:
-        return Points(*points_of_indices(cell, miller_indices)), alpha
+        return WaveVectors(*points_of_indices(cell, miller_indices)), alpha
     if miller_bounds is not None:
         return box_points(check_bounds(miller_bounds), n_systems, device), alpha
     if k_cutoff is not None:
         lengths = per_system("k_cutoff", k_cutoff, n_systems, device).detach()
     else:
         lengths = core.reciprocal_cutoff(alpha.detach(), spacing_of(system), accuracy, torch)
-    return Points(*points_within(cell, lengths)), alpha
+    return WaveVectors(*points_within(cell, lengths)), alpha
 
 
 def _indices_of(k_vectors: Any, system: ChargedSystem, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117. A spline of odd order has
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,13 @@ def _axes(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.
     return tuple(found)
 
 
+class Influence(NamedTuple):
+    """``g(k²) / V`` with deconvolution (n_systems, n_x, n_y, n_z // 2 + 1), and the same of g' if it is there."""
+
+    value: torch.Tensor
+    slope: torch.Tensor | None
+
+
 def influence(
     potential: LongRangePotential,
     lattice: Lattice,
@@ -44,8 +52,8 @@ def influence(
     mesh: Sequence[int],
     order: int,
     with_slope: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``g(k²) / V`` with deconvolution (n_systems, n_x, n_y, n_z // 2 + 1), and the same of g'."""
+) -> Influence:
+    """The influence function of the mesh."""
     compiling = torch.compiler.is_compiling()
     device = alpha.device
     axes = _axes(mesh, order, device) if compiling else _kept_axes(tuple(mesh), order, device)
@@ -63,7 +71,7 @@ def influence(
     value, slope = potential.reciprocal(torch.where(origin, 1.0, k2), rate)
     deconvolution = b_xy * b_z
     value = torch.where(origin, at_zero, value * deconvolution)
-    return value, torch.where(origin, 0.0, slope * deconvolution) if with_slope else None
+    return Influence(value, torch.where(origin, 0.0, slope * deconvolution) if with_slope else None)
 
 
 def mesh_sum(
@@ -73,6 +81,7 @@ def mesh_sum(
     mesh: Sequence[int],
     spline_order: int,
     wanted: Wanted,
+    prepared: Influence | None = None,
 ) -> Parts:
     """The smooth part with alpha (n_systems,), on a mesh of the dtype of the charges."""
     positions, charges, batch_idx, n_systems = system.positions, system.charges, system.batch_idx, system.n_systems
@@ -82,7 +91,10 @@ def mesh_sum(
     order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, mesh, spline_order)
     plan = (batch_idx, n_systems, order, column_begin, mesh, spline_order)
     density = torch.fft.rfftn(mesh_spread(charges.unsqueeze(-1), coordinates, *plan, 0), dim=(2, 3, 4))
-    value, slope = influence(potential, lattice, alpha, mesh, spline_order, wanted.virial)
+    if prepared is None:
+        value, slope = influence(potential, lattice, alpha, mesh, spline_order, wanted.virial)
+    else:
+        value, slope = prepared.value, prepared.slope if wanted.virial else None
     value = value.unsqueeze(1)
     n_points = mesh[0] * mesh[1] * mesh[2]
     # the inverse transform divides by the number of points, the sum over wave vectors does not

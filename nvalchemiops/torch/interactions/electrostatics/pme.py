@@ -1,6 +1,6 @@
 """Particle-mesh Ewald."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ import torch
 from nvalchemiops.interactions.electrostatics import parameters as core
 from nvalchemiops.torch.interactions.electrostatics.corrections import corrections
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.mesh_sum import mesh_sum
+from nvalchemiops.torch.interactions.electrostatics.mesh_sum import Influence, influence, mesh_sum
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_for, mesh_spacing_to_dimensions, sizes_of
 from nvalchemiops.torch.interactions.electrostatics.parts import Wanted, together
 from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part, self_part
@@ -20,10 +20,91 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     periodic_axes,
     refuse_open_axes,
     split,
+    unread,
 )
-from nvalchemiops.torch.lattice import check_mesh, check_spline_order
+from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
+from nvalchemiops.torch.lattice import check_cells, check_mesh, check_spline_order, lattice_of
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
+
+
+class PreparedMesh(NamedTuple):
+    """What a sum on a mesh needs beside positions and charges, for cells that do not change; from `prepare_mesh`.
+
+    Attributes
+    ----------
+    cell : (n_systems, 3, 3) tensor
+    alpha : (n_systems,) tensor
+    mesh_dimensions : (int, int, int)
+    spline_order : int
+    potential : LongRangePotential
+    influence : Influence
+        Factors in Fourier space, float64: two numbers for each point of half the mesh.
+    """
+
+    cell: torch.Tensor
+    alpha: torch.Tensor
+    mesh_dimensions: tuple[int, int, int]
+    spline_order: int
+    potential: LongRangePotential
+    influence: Influence
+
+    def check(self, system: ChargedSystem, alpha: Any, mesh_dimensions: Any, mesh_spacing: Any, potential: Any) -> None:
+        """Raise if a call says something else than was prepared."""
+        if any(value is not None for value in (alpha, mesh_dimensions, mesh_spacing)):
+            raise ValueError("`prepared` has its own alpha and mesh: leave `alpha` and `mesh_...` out")
+        if potential is not self.potential:
+            raise ValueError("`prepared` is for another `potential`")
+        if system.cell.requires_grad and torch.is_grad_enabled():
+            raise ValueError("`cell` requires a gradient, but what is `prepared` does not depend on it any more")
+        if system.cell.shape != self.cell.shape or system.cell.device != self.cell.device:
+            raise ValueError(
+                f"`prepared` is for a cell {tuple(self.cell.shape)} on {self.cell.device}, but this one is "
+                f"{tuple(system.cell.shape)} on {system.cell.device}"
+            )
+        if unread(system.cell):
+            return
+        if not torch.equal(checks.plain(system.cell).to(self.cell.dtype), self.cell):
+            raise ValueError("`prepared` is for another `cell`: prepare again when the cell has changed")
+
+
+def prepare_mesh(
+    cell: torch.Tensor,
+    alpha: float | torch.Tensor,
+    mesh_dimensions: Any,
+    spline_order: int = 5,
+    *,
+    potential: LongRangePotential = COULOMB,
+) -> PreparedMesh:
+    """Compute once what `particle_mesh_ewald` computes in each call, for cells that do not change.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    alpha : float or (n_systems,) tensor, 1/length
+    mesh_dimensions : (int, int, int)
+    spline_order : int, optional
+    potential : LongRangePotential, optional
+
+    Returns
+    -------
+    PreparedMesh
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    checks.check_lattice(cell, cell)
+    cells = cell.detach().reshape(-1, 3, 3)
+    check_cells(cells)
+    order = check_spline_order(spline_order)
+    mesh = check_mesh(mesh_dimensions, order)
+    # as the dtype of the cell, which is that of the positions, has it
+    splitting = per_system("alpha", alpha, cells.shape[0], cell.device).detach().to(cell.dtype).to(torch.float64)
+    lattice = lattice_of(cells, None, 0)
+    found = influence(potential, lattice, splitting, mesh, order, True)
+    return PreparedMesh(cells.to(torch.float64), splitting, mesh, order, potential, found)
 
 
 def particle_mesh_ewald(
@@ -62,6 +143,7 @@ def particle_mesh_ewald(
     exclusions: torch.Tensor | None = None,
     exclusion_factors: torch.Tensor | None = None,
     potential: LongRangePotential = COULOMB,
+    prepared: PreparedMesh | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Coulomb energy of point charges that repeat in three directions, by Ewald's sum on a mesh.
 
@@ -86,7 +168,9 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
         those of order 8 reach 1e-9.
     k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z : tensors, optional
         Accepted, because callers may have prepared them; the shapes are checked. Values are computed from the cell
-        again, so that its gradients are complete. For repeated calls see `ParticleMeshEwald`.
+        again, so that its gradients are complete.
+    prepared : PreparedMesh, optional
+        From `prepare_mesh`: alpha, mesh, spline order and what depends on them and on a cell that does not change.
 
     Returns
     -------
@@ -111,6 +195,9 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)
     accuracy = checks.check_positive("accuracy", accuracy)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    if prepared is not None:
+        prepared.check(system, alpha, mesh_dimensions, mesh_spacing, potential)
+        alpha, mesh_dimensions, spline_order = prepared.alpha, prepared.mesh_dimensions, prepared.spline_order
     order = check_spline_order(spline_order)
     axes = periodic_axes(pbc, system, slab_correction)
     if hybrid_forces:
@@ -141,7 +228,7 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
     parts = [
         pair_part(potential.short_range, system, splitting, rows, wanted),
-        mesh_sum(potential, system, splitting, mesh, order, wanted),
+        mesh_sum(potential, system, splitting, mesh, order, wanted, None if prepared is None else prepared.influence),
         *corrections(
             potential, system, splitting, axes if slab_correction else None, exclusions, exclusion_factors, wanted
         ),

@@ -14,7 +14,7 @@ from nvalchemiops.torch.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, at_atoms
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.interactions.electrostatics.wave_vectors import Points
+from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors
 from nvalchemiops.torch.lattice import lattice_of
 from nvalchemiops.torch.segments import spread_systems, system_sums
 
@@ -34,7 +34,7 @@ def reciprocal_sum(
     potential: LongRangePotential,
     system: ChargedSystem,
     alpha: torch.Tensor,
-    waves: Points,
+    waves: WaveVectors,
     wanted: Wanted,
 ) -> Parts:
     """The smooth part with alpha (n_systems,)."""

@@ -81,7 +81,7 @@ def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy
     if batch_idx is None:
         if cell.shape[0] != 1:
             raise ValueError("`batch_idx` is needed to tell several systems apart")
-    elif _unread(batch_idx):
+    elif unread(batch_idx):
         checks.check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
         batch_idx = checks.narrow(batch_idx)
     else:
@@ -90,7 +90,7 @@ def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy
     return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx)
 
 
-def _unread(tensor: Any) -> bool:
+def unread(tensor: Any) -> bool:
     """Whether the values of a tensor are not looked at: they are on a GPU, or being compiled."""
     return torch.compiler.is_compiling() or (isinstance(tensor, torch.Tensor) and tensor.is_cuda)
 
@@ -112,7 +112,7 @@ def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> tor
     if tuple(pbc.shape) not in ((3,), (1, 3), (system.n_systems, 3)):
         raise ValueError(f"`pbc` must have shape (3,) or ({system.n_systems}, 3), got {tuple(pbc.shape)}")
     pbc = pbc.reshape(-1, 3).expand(system.n_systems, 3)
-    if not _unread(pbc):
+    if not unread(pbc):
         n_open = 3 - checks.on_host(pbc).sum(axis=1)
         if not slab_correction and n_open.any():
             raise ValueError(
@@ -126,7 +126,7 @@ def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> tor
 
 def refuse_open_axes(alpha: torch.Tensor, pbc: torch.Tensor | None, slab_correction: bool) -> torch.Tensor:
     """NaN for alpha where `periodic_axes` would have raised, had it read the values."""
-    if pbc is None or not _unread(pbc):
+    if pbc is None or not unread(pbc):
         return alpha
     return torch.where((~pbc).sum(1) <= int(slab_correction), alpha, torch.nan)
 

@@ -25,7 +25,7 @@ _POINTS = [
 ]
 
 
-class Points(NamedTuple):
+class WaveVectors(NamedTuple):
     """Wave vectors of all systems, four of them a point (`nvalchemiops.fourier`), the origin among them.
 
     Attributes
@@ -59,7 +59,7 @@ def points_of_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> tuple
     return _together([_of_indices(np.ascontiguousarray(n, dtype=np.int64).tobytes()) for n in lists], cell.device)
 
 
-def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.device) -> Points:
+def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.device) -> WaveVectors:
     """All wave vectors up to these Miller indices, for each of the systems. Reads nothing."""
     axes = [torch.arange(bound + 1, dtype=torch.int32, device=device) for bound in bounds]
     points = torch.cartesian_prod(*axes).reshape(-1, 3)
@@ -69,7 +69,7 @@ def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.devic
     n_points = points.shape[0]
     systems = torch.arange(n_systems + 1, dtype=torch.int32, device=device)
     of_point = systems[:-1].repeat_interleave(n_points)
-    return Points(points.repeat(n_systems, 1), systems * n_points, of_point, weights.repeat(n_systems, 1))
+    return WaveVectors(points.repeat(n_systems, 1), systems * n_points, of_point, weights.repeat(n_systems, 1))
 
 
 @functools.lru_cache(maxsize=256)
