@@ -12,7 +12,8 @@ derivatives; the one of order p - 1 is piecewise constant.
 
 When spreading, a thread owns a row of mesh points along z and looks at the atoms whose stencils meet it: those in p x p
 columns of mesh cells, by which atoms are sorted. So nothing is added by two threads, and results are reproducible. On a
-GPU the lanes of a warp share a row.
+GPU the lanes of a warp share a row. On a CPU weights are computed for `LANES` atoms at a time, and the points of a
+stencil along z are one vector.
 """
 
 from typing import Any
@@ -21,6 +22,7 @@ import warp as wp
 
 from nvalchemiops import moments
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.math.vectors import LANES
 from nvalchemiops.native import by_device, filled
 
 WIDTH = 8
@@ -42,36 +44,57 @@ _PLACE = """
 
 _WEIGHTS = """
     // w[d][j]: derivative d of the weight of point j of the stencil
-    const auto weigh = [](double t, double w[@powers@][@width@]) {
-        double m[@order@ + 1] = {1.0};  // M_n(t + i)
-        for (int d = 0; d < @powers@; ++d)
-            for (int j = 0; j < @width@; ++j) w[d][j] = 0.0;
+    const auto weigh = [](number t, number w[@powers@][@order@]) {
+        number m[@order@] = {};  // M_n(t + i)
+        m[0] = t - t + 1.0;
         for (int n = 1; n <= @order@; ++n) {
-            if (n > 1)
-                for (int i = n - 1; i >= 0; --i) {
-                    const double left = i < n - 1 ? m[i] : 0.0, right = i > 0 ? m[i - 1] : 0.0;
-                    m[i] = ((t + i) * left + (n - t - i) * right) * (1.0 / (n - 1));
-                }
+            if (n > 1) {
+                for (int i = n - 1; i > 0; --i)
+                    m[i] = ((t + double(i)) * m[i] + (double(n - i) - t) * m[i - 1]) * (1.0 / (n - 1));
+                m[0] = t * m[0] * (1.0 / (n - 1));
+            }
             const int d = @order@ - n;
             if (d < @powers@) {
                 // derivatives are differences of splines of lower order
-                double v[@order@ + 1] = {};
+                number v[@order@] = {};
                 for (int i = 0; i < n; ++i) v[i] = m[i];
                 for (int k = 0; k < d; ++k)
-                    for (int i = @order@ - 1; i >= 0; --i) v[i] -= i > 0 ? v[i - 1] : 0.0;
+                    for (int i = @order@ - 1; i > 0; --i) v[i] -= v[i - 1];
                 for (int i = 0; i < @order@; ++i) w[d][@order@ - 1 - i] = v[i];
             }
         }
     };
 """
 
+_STENCILS_OF_MANY = """
+    // the stencils of @lanes@ atoms at once: where they begin, and weights (axis, derivative, point)
+    const auto stencils = [&](int from, int *first, double *to, long long stride) {
+        const int n[3] = {n_x, n_y, n_z};
+        for (int axis = 0; axis < 3; ++axis) {
+            number inside, w[@powers@][@order@];
+            for (int l = 0; l < @lanes@; ++l) {
+                const int k = from + l < n_atoms ? from + l : n_atoms - 1;
+                double part;
+                first[3 * l + axis] = place(coordinates.data[3LL * order.data[k] + axis], n[axis], part);
+                inside[l] = part;
+            }
+            weigh(inside, w);
+            for (int l = 0; l < @lanes@ && from + l < n_atoms; ++l)
+                for (int d = 0; d < @powers@; ++d) {
+                    double *const at = to + l * stride + (axis * @powers@ + d) * @width@;
+                    for (int j = 0; j < @order@; ++j) at[j] = w[d][j][l];
+                    for (int j = @order@; j < @width@; ++j) at[j] = 0.0;
+                }
+        }
+    };
+"""
+
+_NUMBER_CPU = f"typedef double number __attribute__((ext_vector_type({LANES})));"
+_NUMBER_GPU = "typedef double number;"
+
 
 def _place(order: int) -> str:
     return filled(_PLACE, half=0.5 * (order % 2), before=(order - 1) // 2)
-
-
-def _weights(order: int, derivatives: int) -> str:
-    return filled(_WEIGHTS, order=order, powers=derivatives + 1, width=WIDTH)
 
 
 # -- columns --------------------------------------------------------------------------------------
@@ -120,48 +143,77 @@ def find_columns(order: int) -> Any:
 
 # -- spreading ------------------------------------------------------------------------------------
 
-_STENCILS = """
+_STENCILS_CPU = """
+    @number@
     @place@
     @weights@
-    const int atom = order.data[k];
-    const double *const u = coordinates.data + 3LL * atom;
-    const int n[3] = {n_x, n_y, n_z};
-    double *const to = weights.data + 1LL * k * @size@;
-    for (int axis = 0; axis < 3; ++axis) {
-        double inside, w[@powers@][@width@];
-        const int first = place(u[axis], n[axis], inside);
-        weigh(inside, w);
-        for (int d = 0; d < @powers@; ++d)
-            for (int j = 0; j < @width@; ++j) to[(axis * @powers@ + d) * @width@ + j] = w[d][j];
-        if (axis == 2) first_z.data[k] = first;
+    const int n_atoms = order.shape[0];
+    @stencils@
+    int first[@lanes@][3];
+    const int from = @lanes@ * row;
+    stencils(from, &first[0][0], weights.data + 1LL * from * @size@, @size@);
+    for (int l = 0; l < @lanes@ && from + l < n_atoms; ++l) {
+        first_y.data[from + l] = first[l][1];
+        first_z.data[from + l] = first[l][2];
     }
 """
+
+_STENCILS_GPU = """
+    @number@
+    @place@
+    @weights@
+    const double *const u = coordinates.data + 3LL * order.data[row];
+    const int n[3] = {n_x, n_y, n_z};
+    int first[3];
+    double *const to = weights.data + 1LL * row * @size@;
+    for (int axis = 0; axis < 3; ++axis) {
+        double inside, w[@powers@][@order@];
+        first[axis] = place(u[axis], n[axis], inside);
+        weigh(inside, w);
+        for (int d = 0; d < @powers@; ++d)
+            for (int j = 0; j < @width@; ++j) to[(axis * @powers@ + d) * @width@ + j] = j < @order@ ? w[d][j] : 0.0;
+    }
+    first_y.data[row] = first[1];
+    first_z.data[row] = first[2];
+"""
+
+
+def _values(order: int, derivatives: int) -> dict[str, object]:
+    """What texts of kernels for both devices refer to."""
+    numbers = {"order": order, "powers": derivatives + 1, "lanes": LANES, "width": WIDTH}
+    return numbers | {
+        "place": _place(order),
+        "weights": filled(_WEIGHTS, **numbers),
+        "stencils": filled(_STENCILS_OF_MANY, **numbers),
+        "size": 3 * (derivatives + 1) * WIDTH,
+        "count": moments.count(derivatives),
+    }
 
 
 @kernel_variants((4, 0), (5, 0), (5, 1))
 def spline_stencils(order: int, derivatives: int) -> Any:
-    """Kernel that tabulates the weights of atoms, in the order of their columns."""
-    body = filled(
-        _STENCILS,
-        place=_place(order),
-        weights=_weights(order, derivatives),
-        powers=derivatives + 1,
-        width=WIDTH,
-        size=3 * (derivatives + 1) * WIDTH,
+    """Kernel that tabulates the weights of atoms, in the order of their columns.
+
+    A CPU thread has `LANES` atoms, a thread of a GPU one.
+    """
+    values = _values(order, derivatives)
+    body = by_device(
+        filled(_STENCILS_CPU, **values, number=_NUMBER_CPU), filled(_STENCILS_GPU, **values, number=_NUMBER_GPU)
     )
 
     @wp.func_native(body)
     def tabulate(
-        k: wp.int32,
+        row: wp.int32,
         coordinates: wp.array2d(dtype=wp.float64),
         order: wp.array(dtype=wp.int32),
         n_x: wp.int32,
         n_y: wp.int32,
         n_z: wp.int32,
+        first_y: wp.array(dtype=wp.int32),
         first_z: wp.array(dtype=wp.int32),
         weights: wp.array4d(dtype=wp.float64),
     ):
-        """Weights of the k-th atom; arguments as in the kernel."""
+        """Weights of some atoms; arguments as in the kernel."""
         ...
 
     @wp.kernel(module=kernel_module(f"spline_stencils_{order}_{derivatives}"), enable_backward=False)
@@ -172,10 +224,11 @@ def spline_stencils(order: int, derivatives: int) -> Any:
         n_x: wp.int32,
         n_y: wp.int32,
         n_z: wp.int32,
-        first_z: wp.array(dtype=wp.int32),  # (n_atoms,), where the stencil begins along z
+        first_y: wp.array(dtype=wp.int32),  # (n_atoms,), where the stencil begins along y
+        first_z: wp.array(dtype=wp.int32),  # and along z
         weights: wp.array4d(dtype=wp.float64),  # (n_atoms, 3, derivatives + 1, WIDTH)
     ):
-        tabulate(offset + wp.tid(), coordinates, order, n_x, n_y, n_z, first_z, weights)
+        tabulate(offset + wp.tid(), coordinates, order, n_x, n_y, n_z, first_y, first_z, weights)
 
     return gather_only(kernel)
 
@@ -189,23 +242,24 @@ _SPREAD = """
     for (int channel = 0; channel < n_channels; ++channel)
         for (int z = lane; z < n_z; z += @lanes@) line[channel * of_channel + z] = 0;
     @meet@
+    // columns along y stand together, but for those beyond the boundary
+    const int low = y - @order@ + 1;
+    const int ends[2][2] = {{low < 0 ? 0 : low, y}, {low + n_y, n_y - 1}};
     for (int i = 0; i < @order@; ++i) {
         const int from_x = x - i < 0 ? x - i + n_x : x - i;
-        for (int j = 0; j < @order@; ++j) {
-            const int from_y = y - j < 0 ? y - j + n_y : y - j;
-            const int column = (system * n_x + from_x) * n_y + from_y;
-            for (int k = column_begin.data[column]; k < column_begin.data[column + 1]; ++k) {
+        const int *const begin = column_begin.data + (system * n_x + from_x) * n_y;
+        for (int part = 0; part < 1 + (low < 0); ++part)
+            for (int k = begin[ends[part][0]]; k < begin[ends[part][1] + 1]; ++k) {
                 const double *const w = weights.data + 1LL * k * @size@;
-                const int first = first_z.data[k];
+                const int first = first_z.data[k], ahead = y - first_y.data[k], j = ahead < 0 ? ahead + n_y : ahead;
                 for (int channel = 0; channel < n_channels; ++channel) {
-                    const @real@ *const m = moments.data + (1LL * order.data[k] * n_channels + channel) * @count@;
+                    const @real@ *const m = moments.data + (1LL * k * n_channels + channel) * @count@;
                     @amplitudes@
                     @real@ *const to = line + channel * of_channel;
                     @add@
                 }
                 @meet@
             }
-        }
     }
 """
 
@@ -242,27 +296,21 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
             if c == power
         ]
         amplitudes.append(f"const double a{power} = {' + '.join(terms)};")
-    values = {
-        "order": order,
-        "powers": powers,
-        "width": WIDTH,
-        "size": 3 * powers * WIDTH,
-        "count": moments.count(derivatives),
+    values = _values(order, derivatives) | {
         "real": "float" if precision == "float32" else "double",
         "amplitudes": "\n".join(amplitudes),
         "products": " + ".join(f"a{power} * z({power})" for power in range(powers)),
         "product": " + ".join(f"a{power} * z({power})[l]" for power in range(powers)),
     }
-    cpu = filled(_SPREAD, **values, begin="const int lane = 0;", lanes=1, meet="", add=filled(_ADD_CPU, **values))
-    gpu = filled(
-        _SPREAD,
-        **values,
-        begin=f"const int lane = threadIdx.x & {WARP - 1};",
-        lanes=WARP,
-        meet="__syncwarp();",  # what a lane has added the others must see
-        add=filled(_ADD_GPU, **values),
-    )
-    return by_device(cpu, gpu)
+    alone = {"begin": "const int lane = 0;", "lanes": 1, "meet": "", "add": filled(_ADD_CPU, **values)}
+    # what a lane has added the others must see
+    many = {
+        "begin": f"const int lane = threadIdx.x & {WARP - 1};",
+        "lanes": WARP,
+        "meet": "__syncwarp();",
+        "add": filled(_ADD_GPU, **values),
+    }
+    return by_device(filled(_SPREAD, **values | alone), filled(_SPREAD, **values | many))
 
 
 @kernel_variants((4, 0, "float64"), (5, 0, "float64"), (5, 1, "float64"), (5, 0, "float32"), (5, 1, "float32"))
@@ -274,8 +322,8 @@ def spline_spread(order: int, derivatives: int, precision: str) -> Any:
     def spread(
         row: wp.int32,
         moments: wp.array3d(dtype=real),
-        order: wp.array(dtype=wp.int32),
         column_begin: wp.array(dtype=wp.int32),
+        first_y: wp.array(dtype=wp.int32),
         first_z: wp.array(dtype=wp.int32),
         weights: wp.array4d(dtype=wp.float64),
         field: wp.array4d(dtype=real),
@@ -286,46 +334,87 @@ def spline_spread(order: int, derivatives: int, precision: str) -> Any:
     @wp.kernel(module=kernel_module(f"spline_spread_{order}_{derivatives}_{precision}"), enable_backward=False)
     def kernel(
         offset: wp.int32,
-        moments: wp.array3d(dtype=real),  # (n_atoms, n_channels, n_moments)
-        order: wp.array(dtype=wp.int32),  # as in `spline_stencils`
+        moments: wp.array3d(dtype=real),  # (n_atoms, n_channels, n_moments), sorted by column
         column_begin: wp.array(dtype=wp.int32),  # (n_systems * n_x * n_y + 1,)
+        first_y: wp.array(dtype=wp.int32),  # as from `spline_stencils`
         first_z: wp.array(dtype=wp.int32),
         weights: wp.array4d(dtype=wp.float64),
         field: wp.array4d(dtype=real),  # (n_systems * n_channels, n_x, n_y, n_z)
     ):
         row, _lane = wp.tid()
-        spread(offset + row, moments, order, column_begin, first_z, weights, field)
+        spread(offset + row, moments, column_begin, first_y, first_z, weights, field)
 
     return gather_only(kernel)
 
 
 # -- gathering ------------------------------------------------------------------------------------
 
-_GATHER = """
+_GATHER_CPU = """
+    @number@
+    @place@
+    @weights@
+    typedef @real@ reals __attribute__((ext_vector_type(@width@), aligned(4)));
+    typedef double doubles __attribute__((ext_vector_type(@width@), aligned(8)));
+    const auto inside_stencil = doubles{0, 1, 2, 3, 4, 5, 6, 7} < @order@.0;
+    const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
+    const int n_atoms = order.shape[0];
+    @stencils@
+    int first[@lanes@][3];
+    double weights[@lanes@][3][@powers@][@width@];
+    stencils(@lanes@ * row, &first[0][0], &weights[0][0][0][0], @size@);
+    for (int k = @lanes@ * row; k < @lanes@ * (row + 1) && k < n_atoms; ++k) {
+        const int *const begin = first[k - @lanes@ * row];
+        const auto w = weights[k - @lanes@ * row];
+        @system@
+        for (int channel = 0; channel < n_channels; ++channel) {
+            @channel@
+            @sums@
+            for (int i = 0; i < @order@; ++i) {
+                const int x = begin[0] + i < n_x ? begin[0] + i : begin[0] + i - n_x;
+                for (int j = 0; j < @order@; ++j) {
+                    const int y = begin[1] + j < n_y ? begin[1] + j : begin[1] + j - n_y;
+                    const @real@ *const line = mesh + (1LL * x * n_y + y) * n_z;
+                    doubles values = {};
+                    if (begin[2] + @width@ <= n_z)
+                        values = __builtin_convertvector(*reinterpret_cast<const reals *>(line + begin[2]), doubles);
+                    else
+                        for (int l = 0; l < @order@; ++l)
+                            values[l] = line[begin[2] + l < n_z ? begin[2] + l : begin[2] + l - n_z];
+                    // points beyond the stencil have nothing to say, not even NaN
+                    @mask@
+                    @add@
+                }
+            }
+            @results@
+        }
+    }
+"""
+
+_GATHER_GPU = """
+    @number@
     @place@
     @weights@
     const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
-    const long long of_channel = 1LL * n_x * n_y * n_z;
-    const int atom = order.data[k], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
-    const bool exists = system >= 0 && (system + 1) * n_channels <= field.shape[0];
-    const double *const u = coordinates.data + 3LL * atom;
-    const int n[3] = {n_x, n_y, n_z};
-    int first[3];
-    double w[3][@powers@][@width@];
+    const int k = row, n[3] = {n_x, n_y, n_z};
+    int begin[3];
+    double w[3][@powers@][@order@];
     for (int axis = 0; axis < 3; ++axis) {
         double inside;
-        first[axis] = place(u[axis], n[axis], inside);
+        begin[axis] = place(coordinates.data[3LL * order.data[k] + axis], n[axis], inside);
         weigh(inside, w[axis]);
     }
+    @system@
     for (int channel = 0; channel < n_channels; ++channel) {
-        const @real@ *const mesh = field.data + ((exists ? system : 0) * n_channels + channel) * of_channel;
-        @real@ *const result = moments.data + (1LL * atom * n_channels + channel) * @count@;
+        @channel@
         @sums@
         for (int i = 0; i < @order@; ++i) {
-            const int x = first[0] + i < n_x ? first[0] + i : first[0] + i - n_x;
+            const int x = begin[0] + i < n_x ? begin[0] + i : begin[0] + i - n_x;
             for (int j = 0; j < @order@; ++j) {
-                const int y = first[1] + j < n_y ? first[1] + j : first[1] + j - n_y;
+                const int y = begin[1] + j < n_y ? begin[1] + j : begin[1] + j - n_y;
                 const @real@ *const line = mesh + (1LL * x * n_y + y) * n_z;
+                double values[@order@];
+                for (int l = 0; l < @order@; ++l)
+                    values[l] = line[begin[2] + l < n_z ? begin[2] + l : begin[2] + l - n_z];
                 @add@
             }
         }
@@ -333,84 +422,62 @@ _GATHER = """
     }
 """
 
-_GATHER_LINE_CPU = """
-    doubles values = {};
-    if (first[2] + @width@ <= n_z)
-        values = __builtin_convertvector(*reinterpret_cast<const reals *>(line + first[2]), doubles);
-    else
-        for (int l = 0; l < @order@; ++l) values[l] = line[first[2] + l < n_z ? first[2] + l : first[2] + l - n_z];
-    // points beyond the stencil have nothing to say, not even NaN
-    values = inside_stencil ? values : doubles(0.0);
+_GATHER_SYSTEM = """
+    const int atom = order.data[k], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
+    const bool exists = system >= 0 && (system + 1) * n_channels <= field.shape[0];
 """
 
-_GATHER_TYPES = """
-    typedef @real@ reals __attribute__((ext_vector_type(@width@), aligned(4)));
-    typedef double doubles __attribute__((ext_vector_type(@width@), aligned(8)));
-    const auto inside_stencil = doubles{0, 1, 2, 3, 4, 5, 6, 7} < @order@.0;
-"""
-
-_GATHER_LINE_GPU = """
-    double values[@order@];
-    for (int l = 0; l < @order@; ++l) values[l] = line[first[2] + l < n_z ? first[2] + l : first[2] + l - n_z];
+_GATHER_CHANNEL = """
+    const @real@ *const mesh = field.data + ((exists ? system : 0) * n_channels + channel) * (1LL * n_x * n_y * n_z);
+    @real@ *const result = moments.data + (1LL * atom * n_channels + channel) * @count@;
+    const double zero = 0.0, lost = exists ? 0.0 : zero / zero;
 """
 
 
 def _gather_body(order: int, derivatives: int, precision: str) -> str:
     pairs = [(a, b) for a in range(derivatives + 1) for b in range(derivatives + 1 - a)]
-    values = {
-        "place": _place(order),
-        "weights": _weights(order, derivatives),
-        "order": order,
-        "powers": derivatives + 1,
-        "width": WIDTH,
-        "count": moments.count(derivatives),
-        "real": "float" if precision == "float32" else "double",
-    }
     parts = list(enumerate(moments.components(derivatives)))
-    cpu = filled(
-        filled(_GATHER_TYPES, **values) + _GATHER,
-        **values,
-        sums="\n".join(f"doubles sum_{a}{b} = {{}};" for a, b in pairs),
-        add=filled(_GATHER_LINE_CPU, **values)
-        + "\n".join(f"sum_{a}{b} += w[0][{a}][i] * w[1][{b}][j] * values;" for a, b in pairs),
-        results='const double lost = exists ? 0.0 : __builtin_nan("");\n'
-        + "\n".join(
+    values = _values(order, derivatives) | {"real": "float" if precision == "float32" else "double"}
+    values |= {"system": _GATHER_SYSTEM, "channel": filled(_GATHER_CHANNEL, **values)}
+    on_cpu = {
+        "number": _NUMBER_CPU,
+        "mask": "" if order == WIDTH else "values = inside_stencil ? values : doubles(0.0);",
+        "sums": "\n".join(f"doubles sum_{a}{b} = {{}};" for a, b in pairs),
+        "add": "\n".join(f"sum_{a}{b} += w[0][{a}][i] * w[1][{b}][j] * values;" for a, b in pairs),
+        "results": "\n".join(
             f"{{ double sum = lost; for (int l = 0; l < {order}; ++l) sum += sum_{a}{b}[l] * w[2][{c}][l]; "
             f"result[{n}] = sum; }}"
             for n, (a, b, c) in parts
         ),
+    }
+    lines = "\n".join(
+        f"double line_{c} = 0.0; for (int l = 0; l < {order}; ++l) line_{c} += values[l] * w[2][{c}][l];"
+        for c in range(derivatives + 1)
     )
-    gpu = filled(
-        _GATHER,
-        **values,
-        sums=f"double sum[{len(parts)}] = {{}};",
-        add=filled(_GATHER_LINE_GPU, **values)
-        + "\n".join(
-            f"double line_{c} = 0.0; for (int l = 0; l < {order}; ++l) line_{c} += values[l] * w[2][{c}][l];"
-            for c in range(derivatives + 1)
-        )
-        + "\n".join(f"sum[{n}] += w[0][{a}][i] * w[1][{b}][j] * line_{c};" for n, (a, b, c) in parts),
-        results="const double zero = 0.0, lost = exists ? 0.0 : zero / zero;\n"
-        f"for (int c = 0; c < {len(parts)}; ++c) result[c] = sum[c] + lost;",
-    )
-    return by_device(cpu, gpu)
+    on_gpu = {
+        "number": _NUMBER_GPU,
+        "sums": f"double sum[{len(parts)}] = {{}};",
+        "add": lines + "\n".join(f"sum[{n}] += w[0][{a}][i] * w[1][{b}][j] * line_{c};" for n, (a, b, c) in parts),
+        "results": f"for (int c = 0; c < {len(parts)}; ++c) result[c] = sum[c] + lost;",
+    }
+    return by_device(filled(_GATHER_CPU, **values | on_cpu), filled(_GATHER_GPU, **values | on_gpu))
 
 
 @kernel_variants((4, 0, "float64"), (5, 0, "float64"), (5, 1, "float64"), (5, 0, "float32"), (5, 1, "float32"))
 def spline_gather(order: int, derivatives: int, precision: str) -> Any:
-    """Kernel that sums the values of the mesh around an atom."""
+    """Kernel that sums the values of the mesh around atoms: `LANES` of them for a CPU thread, one for one of a GPU."""
     real = getattr(wp, precision)
 
     @wp.func_native(_gather_body(order, derivatives, precision))
     def gather(
-        k: wp.int32,
+        row: wp.int32,
         field: wp.array4d(dtype=real),
         coordinates: wp.array2d(dtype=wp.float64),
         batch_idx: wp.array(dtype=wp.int32),
         order: wp.array(dtype=wp.int32),
         moments: wp.array3d(dtype=real),
     ):
-        """Sums of the k-th atom; arguments as in the kernel."""
+        """Sums of some atoms; arguments as in the kernel."""
         ...
 
     @wp.kernel(module=kernel_module(f"spline_gather_{order}_{derivatives}_{precision}"), enable_backward=False)

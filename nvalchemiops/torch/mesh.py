@@ -9,6 +9,7 @@ import warp as wp
 
 from nvalchemiops import spline as kernels
 from nvalchemiops.launch import NotDifferentiableError
+from nvalchemiops.math.vectors import LANES
 from nvalchemiops.moments import count
 from nvalchemiops.neighbors.grid import sort_atoms
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
@@ -144,14 +145,14 @@ def mesh_spread(
     field = new_empty((n_systems, n_channels, n_x, n_y, n_z), moments.dtype, moments.device)
     if field.numel() == 0:
         return field
-    first_z = torch.empty(n_atoms, dtype=torch.int32, device=moments.device)
+    first_y, first_z = torch.empty_like(order), torch.empty_like(order)
     weights = new_empty((n_atoms, 3, derivatives + 1, kernels.WIDTH), torch.float64, moments.device)
     stencils = kernels.spline_stencils(spline_order, derivatives)
-    launch(stencils, n_atoms, [coordinates, order, n_x, n_y, n_z], [first_z, weights])
+    launch(stencils, _rows(moments), [coordinates, order, n_x, n_y, n_z], [first_y, first_z, weights])
     launch(
         kernels.spline_spread(spline_order, derivatives, _name(moments)),
         n_systems * n_x * n_y,
-        [moments, order, column_begin, first_z, weights],
+        [moments.index_select(0, order), column_begin, first_y, first_z, weights],
         [field.view(-1, n_x, n_y, n_z)],
         lanes=kernels.WARP,
         kind=(16 * n_atoms * n_channels // (n_systems * n_x * n_y)).bit_length(),
@@ -200,12 +201,17 @@ def mesh_gather(
         return moments
     launch(
         kernels.spline_gather(spline_order, derivatives, _name(field)),
-        coordinates.shape[0],
+        _rows(moments),
         [field.flatten(0, 1), coordinates, batch_idx, order],
         [moments],
         kind=n_channels,
     )
     return moments
+
+
+def _rows(of_atoms: torch.Tensor) -> int:
+    """Threads for kernels that have `LANES` atoms each on a CPU."""
+    return of_atoms.shape[0] if of_atoms.is_cuda else -(-of_atoms.shape[0] // LANES)
 
 
 def _name(values: torch.Tensor) -> str:

@@ -96,9 +96,8 @@ def mesh_sum(
     else:
         value, slope = prepared.value, prepared.slope if wanted.virial else None
     value = value.unsqueeze(1)
-    n_points = mesh[0] * mesh[1] * mesh[2]
-    # the inverse transform divides by the number of points, the sum over wave vectors does not
-    field = torch.fft.irfftn(density * (value * n_points).to(charges.dtype), s=mesh, dim=(2, 3, 4))
+    # the sum over wave vectors is not divided by their number
+    field = torch.fft.irfftn(density * value.to(charges.dtype), s=mesh, dim=(2, 3, 4), norm="forward")
     gathered = mesh_gather(field, coordinates, *plan, int(wanted.forces))
     parts = at_atoms(gathered, charges, lattice, n, wanted)
     if slope is None:
