@@ -10,6 +10,7 @@ import torch
 
 from nvalchemiops.geometry import dual_vectors
 from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.recent import recent
 from nvalchemiops.torch.segments import spread_systems
 
 
@@ -53,15 +54,15 @@ class Lattice(NamedTuple):
 
 def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Lattice:
     """The lattice of cells (n_systems, 3, 3)."""
-    cell = cell.to(torch.float64)
-    a, b, c = (cell[:, axis] for axis in range(3))
-    # a GPU is not asked whether a cell is singular: then everything is infinite or NaN
-    planes = torch.stack([torch.linalg.cross(b, c), torch.linalg.cross(c, a), torch.linalg.cross(a, b)], dim=-1)
-    determinant = (a * planes[..., 0]).sum(-1)
-    inverse = planes / determinant[:, None, None]
-    metric = (2.0 * math.pi) ** 2 * (inverse.mT @ inverse)
+    inverse, volume, metric = recent("lattice", (cell,), None, lambda: _geometry(cell.to(torch.float64)))
     frame = inverse[0] if batch_idx is None else spread_systems(inverse, batch_idx, n_atoms)
-    return Lattice(inverse, determinant.abs(), metric, frame)
+    return Lattice(inverse, volume, metric, frame)
+
+
+def _geometry(cell: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # a GPU is not asked whether a cell is singular: then everything is infinite or NaN
+    inverse = torch.linalg.inv_ex(cell).inverse
+    return inverse, torch.linalg.det(cell).abs(), (inverse.mT @ inverse) * (2.0 * math.pi) ** 2
 
 
 def check_cells(cell: torch.Tensor) -> None:

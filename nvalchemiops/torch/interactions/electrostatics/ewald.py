@@ -6,9 +6,10 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
 from nvalchemiops.torch.interactions.electrostatics.corrections import corrections
+from nvalchemiops.torch.interactions.electrostatics.first_order import summed
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.parts import Wanted, together
-from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part, self_part
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted
+from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part, self_part, tensors_of
 from nvalchemiops.torch.interactions.electrostatics.reciprocal import reciprocal_sum
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
@@ -176,14 +177,17 @@ def ewald_summation(
     splitting = refuse_open_axes(splitting, axes, slab_correction)
     waves, splitting = wave_vectors(system, splitting, accuracy, k_vectors, k_cutoff, miller_bounds, miller_indices)
     wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
-    parts = [
-        pair_part(potential.short_range, system, splitting, rows, wanted),
-        reciprocal_sum(potential, system, splitting, waves, wanted),
-        *corrections(
-            potential, system, splitting, axes if slab_correction else None, exclusions, exclusion_factors, wanted
-        ),
-    ]
-    return together(parts, positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
+    slab = axes if slab_correction else None
+
+    def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
+        return [
+            pair_part(potential.short_range, system, splitting, rows, wanted),
+            reciprocal_sum(potential, system, splitting, waves, wanted),
+            *corrections(potential, system, splitting, slab, exclusions, exclusion_factors, wanted),
+        ]
+
+    others = (*tensors_of(rows), exclusions, exclusion_factors, slab, *waves)
+    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, others)
 
 
 def ewald_reciprocal_space(
@@ -233,11 +237,14 @@ def ewald_reciprocal_space(
         raise ValueError("`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices` is needed")
     waves, splitting = wave_vectors(system, splitting, 1.0, k_vectors, k_cutoff, miller_bounds, miller_indices)
     wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
-    parts = [
-        reciprocal_sum(potential, system, splitting, waves, wanted),
-        self_part(potential, system, splitting, wanted),
-    ]
-    return together(parts, positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
+
+    def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
+        return [
+            reciprocal_sum(potential, system, splitting, waves, wanted),
+            self_part(potential, system, splitting, wanted),
+        ]
+
+    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, waves)
 
 
 def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> WaveVectors:

@@ -10,7 +10,7 @@ import torch
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 
-Reciprocal = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Reciprocal = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class LongRangePotential(NamedTuple):
@@ -26,7 +26,8 @@ class LongRangePotential(NamedTuple):
     excluded : callable
         The same for minus the smooth part: what a pair has to lose that does not interact.
     reciprocal : callable
-        Maps k² (n, ...) and alpha, which broadcasts to it, to g and its derivative by k², for k other than zero.
+        ``reciprocal(k2, alpha, with_slope)`` gives g, for k other than zero, and its derivative by k² or None. The two
+        tensors broadcast.
     at_zero : callable
         Maps alpha to g at k = 0; in a Coulomb system this is the energy of the neutralising background.
     """
@@ -37,11 +38,11 @@ class LongRangePotential(NamedTuple):
     at_zero: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _coulomb(k2: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    rate = 0.25 / alpha.square()
-    inverse = k2.reciprocal()
-    value = (k2 * -rate).exp() * inverse * (4.0 * math.pi)
-    return value, -value * (inverse + rate)
+def _coulomb(k2: torch.Tensor, alpha: torch.Tensor, with_slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    rate = -0.25 / alpha.square()
+    # 4π in the exponent costs nothing
+    value = torch.add(k2 * rate, math.log(4.0 * math.pi)).exp() / k2
+    return value, value * (rate - k2.reciprocal()) if with_slope else None
 
 
 COULOMB = LongRangePotential(
@@ -75,7 +76,7 @@ def power_law(exponent: int) -> LongRangePotential:
         raise ValueError(f"`exponent` must be 1 or an even number from 4 on, got {exponent}")
     scale = math.pi**1.5 / math.gamma(exponent / 2)
 
-    def reciprocal(k2: torch.Tensor, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def reciprocal(k2: torch.Tensor, alpha: torch.Tensor, with_slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         rate = 0.25 / alpha.square()
         x = k2 * rate
         root = x.sqrt()
@@ -87,7 +88,7 @@ def power_law(exponent: int) -> LongRangePotential:
             slope = -value
             value = (x * value - decay) * (2.0 / (3 - p))
         prefactor = scale * alpha.pow(exponent - 3)
-        return prefactor * value, prefactor * rate * slope
+        return prefactor * value, prefactor * rate * slope if with_slope else None
 
     return LongRangePotential(
         functools.partial(potentials.ewald_short_range, exponent),

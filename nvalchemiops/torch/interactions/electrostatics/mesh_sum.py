@@ -20,22 +20,42 @@ from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, 
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.lattice import Lattice, lattice_of, mesh_frequencies
 from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
+from nvalchemiops.torch.recent import recent
 
 
-@functools.lru_cache(maxsize=64)
+def _axes_of(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """What depends on the shape of the mesh alone; see `_axes`."""
+    return _axes(mesh, order, device) if torch.compiler.is_compiling() else _kept_axes(tuple(mesh), order, device)
+
+
+@functools.lru_cache(maxsize=16)
 def _kept_axes(mesh: tuple[int, int, int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         return _axes(mesh, order, device)
 
 
 def _axes(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """For each axis the frequencies and ``1 / b²``, shaped to broadcast to (n_x, n_y, n_z // 2 + 1)."""
-    found = []
+    """Functions of one or two frequencies of the half mesh, in float64.
+
+    Products x x, 2 x y, y y, 2 y z, z z, 2 z x, of which k² is made, and ``1 / b²`` for x and y, and for z, shaped to
+    broadcast to the half mesh; how often a plane counts in a sum over the whole mesh; and as matrices the products
+    (x x, x y, y y) by x and y, (y z, z z) by y and z, and z x by x and z.
+    """
+    axes, deconvolution = [], []
     for axis, n in enumerate(mesh):
         shape = [-1 if a == axis else 1 for a in range(3)]
-        found.append(mesh_frequencies(n, axis == 2, device).reshape(shape))
-        found.append(spline_transform(n, order, axis == 2, device).pow(-2).reshape(shape))
-    return tuple(found)
+        axes.append(mesh_frequencies(n, axis == 2, device).reshape(shape))
+        deconvolution.append(spline_transform(n, order, axis == 2, device).pow(-2).reshape(shape))
+    x, y, z = axes
+    products = (x * x, 2.0 * x * y, y * y, 2.0 * y * z, z * z, 2.0 * z * x)
+    # planes that are their own mirror images
+    doubled = torch.where((z == 0) | (2 * z == mesh[2]), 1.0, 2.0).to(torch.float64)
+    ones_x, ones_y = torch.ones_like(x), torch.ones_like(y)
+    plane_xy = torch.stack([(x * x * ones_y).flatten(), (x * y).flatten(), (ones_x * y * y).flatten()], 1)
+    plane_yz = torch.stack([(y * z).flatten(), (ones_y * z * z).flatten()], 1)
+    plane_zx = (x * z).flatten().unsqueeze(1)
+    deconvolved = (deconvolution[0] * deconvolution[1], deconvolution[2])
+    return (*products, *deconvolved, doubled, plane_xy, plane_yz, plane_zx)
 
 
 class Influence(NamedTuple):
@@ -54,24 +74,18 @@ def influence(
     with_slope: bool,
 ) -> Influence:
     """The influence function of the mesh."""
-    compiling = torch.compiler.is_compiling()
-    device = alpha.device
-    axes = _axes(mesh, order, device) if compiling else _kept_axes(tuple(mesh), order, device)
-    x, b_x, y, b_y, z, b_z = axes
-    m = [[lattice.metric[:, i, j, None, None, None] for j in range(3)] for i in range(3)]
-    # k² is a sum of functions of two indices
-    xy = x * (m[0][0] * x + (2.0 * m[0][1]) * y)
-    xz = z * (m[2][2] * z + (2.0 * m[0][2]) * x)
-    yz = y * (m[1][1] * y + (2.0 * m[1][2]) * z)
-    k2 = (xy + yz) + xz
-    rate = alpha[:, None, None, None]
-    b_xy = b_x * b_y / lattice.volume[:, None, None, None]
-    at_zero = (potential.at_zero(alpha) / lattice.volume)[:, None, None, None]
-    origin = (x == 0) & (y == 0) & (z == 0)
-    value, slope = potential.reciprocal(torch.where(origin, 1.0, k2), rate)
-    deconvolution = b_xy * b_z
-    value = torch.where(origin, at_zero, value * deconvolution)
-    return Influence(value, torch.where(origin, 0.0, slope * deconvolution) if with_slope else None)
+    xx, xy, yy, yz, zz, zx, b_xy, b_z, *_ = _axes_of(mesh, order, alpha.device)
+    m = lattice.metric.reshape(-1, 9, 1, 1, 1).unbind(1)
+    # k² as a sum of functions of two indices
+    k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz) + torch.addcmul(m[8] * zz, m[2], zx)
+    origin = k2 == 0.0
+    of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], 0)[..., None, None, None]
+    value, slope = potential.reciprocal(torch.where(origin, 1.0, k2), of_system[0], with_slope)
+    b_xy = b_xy / of_system[2]
+    value = torch.where(origin, of_system[1] / of_system[2], value * b_xy * b_z)
+    if slope is not None:
+        slope = torch.where(origin, 0.0, slope * b_xy * b_z)
+    return Influence(value, slope)
 
 
 def mesh_sum(
@@ -92,7 +106,12 @@ def mesh_sum(
     plan = (batch_idx, n_systems, order, column_begin, mesh, spline_order)
     density = torch.fft.rfftn(mesh_spread(charges.unsqueeze(-1), coordinates, *plan, 0), dim=(2, 3, 4))
     if prepared is None:
-        value, slope = influence(potential, lattice, alpha, mesh, spline_order, wanted.virial)
+        value, slope = recent(
+            "influence",
+            (system.cell, alpha),
+            (potential, tuple(mesh), spline_order, wanted.virial),
+            lambda: influence(potential, lattice, alpha, mesh, spline_order, wanted.virial),
+        )
     else:
         value, slope = prepared.value, prepared.slope if wanted.virial else None
     value = value.unsqueeze(1)
@@ -103,25 +122,13 @@ def mesh_sum(
     if slope is None:
         return parts
 
-    # planes of the half spectrum that are their own mirror images count once
-    doubled = torch.full((mesh[2] // 2 + 1,), 2.0, dtype=torch.float64, device=positions.device)
-    ends = mesh_frequencies(mesh[2], True, positions.device)
-    doubled = torch.where((ends == 0) | (2 * ends == mesh[2]), 1.0, doubled)
+    *_, doubled, plane_xy, plane_yz, plane_zx = _axes_of(mesh, spline_order, alpha.device)
     power = torch.view_as_real(density).square().sum((1, 5)).to(torch.float64) * doubled
     isotropic = 0.5 * (power * value[:, 0]).sum((1, 2, 3))
     directed = power * slope
-    x, y, z = (mesh_frequencies(size, axis == 2, positions.device) for axis, size in enumerate(mesh))
-    xy, xz, yz = directed.sum(3), directed.sum(2), directed.sum(1)
-    on_x, on_y, on_z = xy.sum(2), xy.sum(1), xz.sum(1)
-    entries = {
-        (0, 0): (on_x * x * x).sum(1),
-        (1, 1): (on_y * y * y).sum(1),
-        (2, 2): (on_z * z * z).sum(1),
-        (0, 1): (xy * x[:, None] * y).sum((1, 2)),
-        (0, 2): (xz * x[:, None] * z).sum((1, 2)),
-        (1, 2): (yz * y[:, None] * z).sum((1, 2)),
-    }
-    rows = [entries[min(i, j), max(i, j)] for i in range(3) for j in range(3)]
+    xx, xy, yy = (directed.sum(3).flatten(1) @ plane_xy).unbind(1)
+    yz, zz = (directed.sum(1).flatten(1) @ plane_yz).unbind(1)
+    (zx,) = (directed.sum(2).flatten(1) @ plane_zx).unbind(1)
+    sums = torch.stack([xx, xy, zx, xy, yy, yz, zx, yz, zz], -1).reshape(-1, 3, 3)
     identity = torch.eye(3, dtype=torch.float64, device=positions.device)
-    virial = lattice.dyadic(torch.stack(rows, -1).reshape(-1, 3, 3)) + isotropic[:, None, None] * identity
-    return parts._replace(virial=virial)
+    return parts._replace(virial=lattice.dyadic(sums) + isotropic[:, None, None] * identity)

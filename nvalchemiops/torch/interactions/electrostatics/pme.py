@@ -7,11 +7,12 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
 from nvalchemiops.torch.interactions.electrostatics.corrections import corrections
+from nvalchemiops.torch.interactions.electrostatics.first_order import summed
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.mesh_sum import Influence, influence, mesh_sum
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_for, mesh_spacing_to_dimensions, sizes_of
-from nvalchemiops.torch.interactions.electrostatics.parts import Wanted, together
-from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part, self_part
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted
+from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part, self_part, tensors_of
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
     check_parameters,
@@ -226,14 +227,18 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     mesh = mesh_of(system, splitting, accuracy, order, mesh_dimensions, mesh_spacing)
     _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
     wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
-    parts = [
-        pair_part(potential.short_range, system, splitting, rows, wanted),
-        mesh_sum(potential, system, splitting, mesh, order, wanted, None if prepared is None else prepared.influence),
-        *corrections(
-            potential, system, splitting, axes if slab_correction else None, exclusions, exclusion_factors, wanted
-        ),
-    ]
-    return together(parts, positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
+    slab = axes if slab_correction else None
+    kept = None if prepared is None else prepared.influence
+
+    def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
+        return [
+            pair_part(potential.short_range, system, splitting, rows, wanted),
+            mesh_sum(potential, system, splitting, mesh, order, wanted, kept),
+            *corrections(potential, system, splitting, slab, exclusions, exclusion_factors, wanted),
+        ]
+
+    others = (*tensors_of(rows), exclusions, exclusion_factors, slab, *(kept or ()))
+    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, others)
 
 
 def pme_reciprocal_space(
@@ -293,11 +298,14 @@ def pme_reciprocal_space(
     mesh = mesh_of(system, splitting, 1.0, order, mesh_dimensions, mesh_spacing)
     _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
     wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
-    parts = [
-        mesh_sum(potential, system, splitting, mesh, order, wanted),
-        self_part(potential, system, splitting, wanted),
-    ]
-    return together(parts, positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
+
+    def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
+        return [
+            mesh_sum(potential, system, splitting, mesh, order, wanted),
+            self_part(potential, system, splitting, wanted),
+        ]
+
+    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, ())
 
 
 def mesh_of(

@@ -68,6 +68,11 @@ def pair_part(
     return Parts(energies, forces, slopes if wanted.charge_gradients else None, virial)
 
 
+def tensors_of(rows: Rows) -> tuple[torch.Tensor | None, ...]:
+    """The tensors among the attributes of rows."""
+    return rows.begin, rows.neighbors, rows.shifts, rows.first
+
+
 def self_part(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor, wanted: Wanted) -> Parts:
     """The self energies alone: what the pair potential gives without a pair."""
     device = system.positions.device

@@ -8,6 +8,8 @@ where fractional coordinates, and so S, do not change under strain. Everything b
 ops, is torch.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from nvalchemiops.torch.fourier import fourier_gather, fourier_spread
@@ -15,7 +17,8 @@ from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangeP
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, at_atoms
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors
-from nvalchemiops.torch.lattice import lattice_of
+from nvalchemiops.torch.lattice import Lattice, lattice_of
+from nvalchemiops.torch.recent import recent
 from nvalchemiops.torch.segments import spread_systems, system_sums
 
 
@@ -30,6 +33,44 @@ def sorted_atoms(
     return order.to(torch.int32), torch.searchsorted(systems, numbers, out_int32=True)
 
 
+class Factors(NamedTuple):
+    """Factors of |S|² in twice the energy and of dyads in the virial, and the products of Miller indices.
+
+    Attributes
+    ----------
+    value : (n_points, 4) tensor
+        ``g(k²) / V``, times how often the wave vector counts.
+    slope : (n_points, 4) tensor or None
+        The same of g'.
+    products : (n_points, 4, 3, 3) tensor
+        ``n n^T``.
+    """
+
+    value: torch.Tensor
+    slope: torch.Tensor | None
+    products: torch.Tensor
+
+
+def factors(
+    potential: LongRangePotential, lattice: Lattice, alpha: torch.Tensor, waves: WaveVectors, with_slope: bool
+) -> Factors:
+    """Factors for all wave vectors."""
+    points, n_points, device = waves.points, waves.points.shape[0], alpha.device
+    at_point = None if alpha.shape[0] == 1 else waves.point_system
+    signs = torch.tensor([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]], dtype=torch.float64, device=device)
+    miller = points.unsqueeze(1) * signs
+    products = miller.unsqueeze(-1) * miller.unsqueeze(-2)
+    of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], -1)
+    of_point = spread_systems(of_system, at_point, n_points).unsqueeze(-1)
+    metric = spread_systems(lattice.metric, at_point, n_points)
+    k2 = (products * metric.unsqueeze(1)).sum((-2, -1))
+    origin = (points == 0).all(1).unsqueeze(1)
+    value, slope = potential.reciprocal(torch.where(origin, 1.0, k2), of_point[:, 0], with_slope)
+    share = waves.weights / of_point[:, 2]
+    value = share * torch.where(origin, of_point[:, 1], value)
+    return Factors(value, None if slope is None else share * torch.where(origin, 0.0, slope), products)
+
+
 def reciprocal_sum(
     potential: LongRangePotential,
     system: ChargedSystem,
@@ -39,36 +80,26 @@ def reciprocal_sum(
 ) -> Parts:
     """The smooth part with alpha (n_systems,)."""
     n_atoms, n_systems, batch_idx = system.n_atoms, system.n_systems, system.batch_idx
-    device = alpha.device
     lattice = lattice_of(system.cell, batch_idx, n_atoms)
     charges = system.charges.to(torch.float64)
     coordinates = lattice.fractional(system.positions)
-    points, point_begin, point_system, weights = waves
-    plan = (*sorted_atoms(batch_idx, n_systems, n_atoms, device), points, point_begin)
+    plan = (*sorted_atoms(batch_idx, n_systems, n_atoms, alpha.device), waves.points, waves.point_begin)
     structure = fourier_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
-
-    at_point = None if n_systems == 1 else point_system
-    signs = torch.tensor([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]], dtype=torch.float64, device=device)
-    miller = points.unsqueeze(1) * signs
-    n_points = points.shape[0]
-    # of a point: squares of the indices and mixed products, whose signs change, so that k² is linear in the metric
-    products = miller.unsqueeze(-1) * miller.unsqueeze(-2)
-    rate = spread_systems(torch.stack([alpha, 1.0 / lattice.volume], -1), at_point, n_points).unsqueeze(-1)
-    metric = spread_systems(lattice.metric, at_point, n_points)
-    k2 = (products * metric.unsqueeze(1)).sum((-2, -1))
-    origin = (points == 0).all(1).unsqueeze(1)
-    value, slope = potential.reciprocal(torch.where(origin, 1.0, k2), rate[:, 0])
-    share = weights * rate[:, 1]
-    factor = share * torch.where(origin, potential.at_zero(rate[:, 0]), value)
-    gathered = fourier_gather(factor.unsqueeze(-1) * structure, coordinates, *plan, int(wanted.forces))
+    value, slope, products = recent(
+        "factors",
+        (system.cell, alpha, waves.points, waves.weights),
+        (potential, wanted.virial),
+        lambda: factors(potential, lattice, alpha, waves, wanted.virial),
+    )
+    gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, int(wanted.forces))
     parts = at_atoms(gathered, charges, lattice, None, wanted)
-    if not wanted.virial:
+    if slope is None:
         return parts
     power = structure.square().sum((0, 3))
-    isotropic = 0.5 * (factor * power).sum(1)
-    directed = share * torch.where(origin, 0.0, slope) * power
-    sums = (products * directed[..., None, None]).sum(1)
+    isotropic = 0.5 * (value * power).sum(1)
+    sums = (products * (slope * power)[..., None, None]).sum(1)
+    at_point = None if n_systems == 1 else waves.point_system
     sums = system_sums(torch.cat([sums.flatten(1), isotropic.unsqueeze(1)], 1), at_point, n_systems)
-    identity = torch.eye(3, dtype=torch.float64, device=device)
+    identity = torch.eye(3, dtype=torch.float64, device=alpha.device)
     virial = lattice.dyadic(sums[:, :9].reshape(-1, 3, 3)) + sums[:, 9, None, None] * identity
     return parts._replace(virial=virial)

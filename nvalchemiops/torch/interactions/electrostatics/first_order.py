@@ -1,0 +1,186 @@
+"""Gradients that come with the energies.
+
+Energies and their first derivatives share most of their work. When energies are asked for that will be differentiated,
+forces, charge gradients and virial are computed on the way, and the backward pass of their plain sum is a product. For
+anything else (other weights than one number for each system, derivatives of derivatives, gradients of forces) the sum
+is evaluated again, as a graph of differentiable ops, and differentiated.
+
+In eager mode on a CPU, where looking at weights costs nothing; elsewhere the graph is all there is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from nvalchemiops.torch.autograd.functorch import derivative_asked
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, together
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.segments import spread_systems, system_sums
+
+Evaluate = Callable[[ChargedSystem, Wanted], Sequence[Parts]]
+
+
+def summed(
+    evaluate: Evaluate,
+    system: ChargedSystem,
+    wanted: Wanted,
+    energy_reduction: str,
+    hybrid: bool,
+    alpha: torch.Tensor,
+    others: Sequence[torch.Tensor | None],
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The results of all parts of a sum: energies, then what is wanted of forces, dE/dq and virial.
+
+    Parameters
+    ----------
+    evaluate : callable
+        Gives the parts.
+    system, wanted
+        Its arguments.
+    energy_reduction : {"atom", "system"}
+    hybrid : bool
+        Only charges have gradients.
+    alpha : (n_systems,) tensor
+    others : sequence of tensor or None
+        What else the parts are computed from: must not change until the backward pass.
+    """
+    inputs = (system.positions, system.charges, system.cell)
+
+    def graph(positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, wanted: Wanted) -> Any:
+        at = system._replace(positions=positions, charges=charges, cell=cell)
+        parts = evaluate(at, wanted)
+        return together(parts, positions, True, energy_reduction, system.batch_idx, system.n_systems)
+
+    simple = (hybrid or not any(wanted)) and not alpha.requires_grad
+    if simple and torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and _is_plain(inputs):
+        results = _Sum.apply(graph, wanted, energy_reduction, system.batch_idx, *inputs, *others)
+    else:
+        results = graph(*inputs, wanted)
+    if system.has_channels:
+        return results
+    single = results if isinstance(results, tuple) else (results,)
+    names = ["energies", *(name for name, there in zip(Wanted._fields, wanted) if there)]
+    columns = [r.squeeze(1) if name in ("energies", "charge_gradients") else r for name, r in zip(names, single)]
+    return tuple(columns) if isinstance(results, tuple) else columns[0]
+
+
+def _is_plain(inputs: Sequence[torch.Tensor]) -> bool:
+    if torch.compiler.is_compiling() or derivative_asked():
+        return False
+    return all(t.device.type == "cpu" and type(t) in (torch.Tensor, torch.nn.Parameter) for t in inputs)
+
+
+class _Sum(torch.autograd.Function):
+    """Energies with their first derivatives, for eager mode; never seen by a compiler or a function transform."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        graph: Callable[..., Any],
+        wanted: Wanted,
+        energy_reduction: str,
+        batch_idx: torch.Tensor | None,
+        positions: torch.Tensor,
+        charges: torch.Tensor,
+        cell: torch.Tensor,
+        *others: torch.Tensor | None,
+    ) -> Any:
+        by_positions, by_charges, by_cell = ctx.needs_input_grad[4:7]
+        computed = Wanted(
+            wanted.forces or by_positions or by_cell,
+            wanted.charge_gradients or by_charges,
+            wanted.virial or by_cell,
+        )
+        results = graph(positions, charges, cell, computed)
+        energies, *slopes = results if isinstance(results, tuple) else (results,)
+        names = [name for name, there in zip(Wanted._fields, computed) if there]
+        found = dict(zip(names, slopes))
+        ctx.graph, ctx.wanted, ctx.energy_reduction = graph, wanted, energy_reduction
+        ctx.n_others = len(others)
+        ctx.save_for_backward(positions, charges, cell, batch_idx, *others)
+        # for the backward pass, with memory of their own: callers may change what they get
+        ctx.slopes = {name: slope.clone() if getattr(wanted, name) else slope for name, slope in found.items()}
+        ctx.set_materialize_grads(False)
+        returned = [found[name] for name, there in zip(Wanted._fields, wanted) if there]
+        return (energies, *returned) if returned else energies
+
+    @staticmethod
+    def backward(ctx: Any, grad_energies: torch.Tensor | None, *grad_slopes: torch.Tensor | None) -> Any:
+        positions, charges, cell, batch_idx, *_ = ctx.saved_tensors
+        nothing = (None,) * ctx.n_others
+        if grad_energies is None and all(g is None for g in grad_slopes):
+            return (None,) * 7 + nothing
+        needed = ctx.needs_input_grad[4:7]
+        if not torch.is_grad_enabled() and all(g is None for g in grad_slopes):
+            weights = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
+            if weights is not None:
+                return (None,) * 4 + _products(ctx.slopes, weights, positions, cell, batch_idx, needed) + nothing
+        higher = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # other names for the inputs, so that a charge that depends on positions is differentiated by itself
+            inputs = [t.view_as(t) if higher else t.detach() for t in (positions, charges, cell)]
+            for t, wants in zip(inputs, needed):
+                if wants and not t.requires_grad:
+                    t.requires_grad_()
+            results = ctx.graph(*inputs, ctx.wanted)
+            results = results if isinstance(results, tuple) else (results,)
+            pairs = [
+                (r, g) for r, g in zip(results, (grad_energies, *grad_slopes)) if g is not None and r.requires_grad
+            ]
+            gradients = iter(
+                torch.autograd.grad(
+                    [r for r, _ in pairs],
+                    [t for t, wants in zip(inputs, needed) if wants],
+                    [g for _, g in pairs],
+                    create_graph=higher,
+                    allow_unused=True,
+                )
+            )
+        return (None,) * 4 + tuple(next(gradients) if wants else None for wants in needed) + nothing
+
+
+def _weights(
+    gradient: torch.Tensor | None, energy_reduction: str, batch_idx: torch.Tensor | None, n_systems: int
+) -> torch.Tensor | None:
+    """The weight (n_systems,) of each system, if all its atoms and channels have the same; otherwise None."""
+    if gradient is None or gradient.numel() == 0:
+        return None
+    first = gradient.reshape(-1)[0]
+    if all(step == 0 or size == 1 for step, size in zip(gradient.stride(), gradient.shape)):
+        return first.to(torch.float64).expand(n_systems)
+    one_channel = gradient[:, 0]
+    if not bool((gradient == one_channel.unsqueeze(1)).all()):
+        return None
+    if energy_reduction == "system":
+        return one_channel.to(torch.float64)
+    if batch_idx is None:
+        return first.to(torch.float64).expand(n_systems) if bool((one_channel == first).all()) else None
+    of_system = one_channel.new_zeros(n_systems).scatter(0, batch_idx.long(), one_channel)
+    same = bool((of_system.index_select(0, batch_idx) == one_channel).all())
+    return of_system.to(torch.float64) if same else None
+
+
+def _products(
+    slopes: dict[str, torch.Tensor],
+    weights: torch.Tensor,
+    positions: torch.Tensor,
+    cell: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients by positions, charges and cell."""
+    by_positions, by_charges, by_cell = needed
+    of_atom = spread_systems(weights.to(positions.dtype), batch_idx, positions.shape[0]).unsqueeze(1)
+    results: list[torch.Tensor | None] = [None] * 3
+    if by_positions:
+        results[0] = -(slopes["forces"] * of_atom)
+    if by_charges:
+        results[1] = slopes["charge_gradients"] * of_atom
+    if by_cell:
+        # the virial is Σ x_i F_i^T - h^T dE/dh
+        dyads = positions.to(torch.float64).unsqueeze(-1) * slopes["forces"].to(torch.float64).unsqueeze(-2)
+        strain = system_sums(dyads, batch_idx, cell.shape[0]) - slopes["virial"].to(torch.float64)
+        gradient = torch.linalg.inv_ex(cell.to(torch.float64)).inverse.mT @ strain
+        results[2] = (gradient * weights[:, None, None]).to(cell.dtype)
+    return tuple(results)
