@@ -1,8 +1,10 @@
 """Systems that the tests share: crystals from ASE and random cells, as float64 tensors."""
 
+import functools
 from typing import NamedTuple
 
 import ase.build
+import ase.spacegroup
 import numpy as np
 import torch
 
@@ -81,3 +83,111 @@ def batch(*systems):
         torch.cat([s.cell for s in systems]),
         torch.cat([torch.full((len(s.charges),), n, dtype=torch.int32) for n, s in enumerate(systems)]),
     )
+
+
+def compound(structure):
+    """A crystal with more than two ions to a cell: its system, and the charge numbers of its ions."""
+    if structure == "fluorite":
+        atoms, charge = ase.build.bulk("CaF2", "fluorite", a=1.0), {"Ca": 2.0, "F": -1.0}
+    elif structure == "wurtzite":  # with ideal tetrahedra, which is ASE's default
+        atoms, charge = ase.build.bulk("ZnS", "wurtzite", a=1.0), {"Zn": 1.0, "S": -1.0}
+    else:
+        sites = [(0.5, 0.5, 0.5), (0.0, 0.0, 0.0), (0.5, 0.0, 0.0)]
+        atoms = ase.spacegroup.crystal(["Ca", "Ti", "O"], sites, spacegroup=221, cellpar=[1.0] * 3 + [90.0] * 3)
+        charge = {"Ca": 2.0, "Ti": 4.0, "O": -2.0}
+    return System.of(atoms.positions, [charge[s] for s in atoms.get_chemical_symbols()], atoms.cell.array)
+
+
+# -- a few hundred atoms, to measure errors with ---------------------------------------------------
+
+
+def scattered(n_atoms, cell, nearest, rng):
+    """Random positions in a cell, no two of them (nor their images) closer than ``nearest``."""
+    cell = np.asarray(cell, dtype=np.float64)
+    near = np.stack(np.meshgrid(*[[-1.0, 0.0, 1.0]] * 3, indexing="ij"), -1).reshape(-1, 3) @ cell
+    positions = np.zeros((0, 3))
+    while len(positions) < n_atoms:
+        new = rng.random(3) @ cell
+        apart = positions[:, None, :] - new + near
+        if not (np.square(apart).sum(-1) < nearest**2).any():
+            positions = np.concatenate([positions, new[None]])
+    return positions
+
+
+def water(n_side=4, seed=0):
+    """Rigid TIP3P molecules, turned at random, on a displaced grid at the density of the liquid."""
+    rng = np.random.default_rng(seed)
+    spacing = 3.104  # (18.015 g/mol / 0.997 g/cm³)^(1/3)
+    half_angle, bond = np.radians(104.52 / 2.0), 0.9572
+    arms = bond * np.array([[0.0, 0.0, 0.0], [np.sin(half_angle), np.cos(half_angle), 0.0]])
+    molecule = np.concatenate([arms, arms[1:] * [-1.0, 1.0, 1.0]])
+    grid = np.stack(np.meshgrid(*[np.arange(n_side)] * 3, indexing="ij"), -1).reshape(-1, 3) * spacing
+    grid = grid + rng.uniform(-0.2, 0.2, grid.shape)
+    turns = np.stack([random_rotation(rng) for _ in grid])
+    positions = grid[:, None, :] + molecule @ turns
+    return System.of(positions, np.tile([-0.834, 0.417, 0.417], len(grid)), np.eye(3) * n_side * spacing)
+
+
+def random_rotation(rng):
+    """A rotation (3, 3), all of them equally likely."""
+    q, r = np.linalg.qr(rng.normal(size=(3, 3)))
+    q = q * np.sign(np.diag(r))
+    return q * np.linalg.det(q)
+
+
+SKEWED = ((1.0, 0.0, 0.0), (0.35, 0.9, 0.0), (-0.3, 0.4, 0.85))
+
+
+@functools.cache
+def disordered(name):
+    """Systems of 192 to 512 atoms, none of them with symmetry."""
+    rng = np.random.default_rng(7)
+    if name == "rock salt":  # displaced by a tenth of the distance of neighbors along each axis
+        atoms = ase.build.bulk("NaCl", "rocksalt", a=5.64, cubic=True).repeat(4)
+        positions = atoms.positions + rng.normal(scale=0.282, size=atoms.positions.shape)
+        return System.of(positions, np.where(atoms.symbols == "Na", 1.0, -1.0), atoms.cell.array)
+    if name == "water":
+        return water()
+    if name == "slab of water":  # with three times its thickness of vacuum
+        system = water()
+        return system._replace(cell=system.cell * torch.tensor([[1.0], [1.0], [4.0]]))
+    if name == "skewed basis":  # of the lattice of "triclinic"
+        basis = torch.tensor([[1.0, 0.0, 0.0], [3.0, 1.0, 0.0], [-2.0, 2.0, 1.0]], dtype=torch.float64)
+        return disordered("triclinic")._replace(cell=basis @ disordered("triclinic").cell)
+    length, nearest = {"ionic liquid": (19.0, 2.2), "triclinic": (21.0, 2.2), "dilute": (60.0, 2.5)}[name]
+    cell = length * np.array(SKEWED if name == "triclinic" else np.eye(3))
+    return System.of(scattered(216, cell, nearest, rng), np.tile([1.0, -1.0], 108), cell)
+
+
+# -- derivatives ----------------------------------------------------------------------------------
+
+
+def by_differences(energy, system, step=1e-4):
+    """-dE/dR, dE/dq and -dE/dstrain of each system, by central differences of ``energy(system)``, a tensor to sum."""
+
+    def slope(name, direction):
+        value = getattr(system, name)
+        up, down = (float(energy(system._replace(**{name: value + h * direction})).sum()) for h in (step, -step))
+        return (up - down) / (2.0 * step)
+
+    def gradient(name):
+        value = getattr(system, name)
+        result = torch.zeros_like(value)
+        for place in range(value.numel()):
+            direction = torch.zeros_like(value)
+            direction.view(-1)[place] = 1.0
+            result.view(-1)[place] = slope(name, direction)
+        return result
+
+    def strained(n, h):
+        deform = torch.eye(3, dtype=torch.float64).repeat(len(system.cell), 1, 1)
+        deform[n] += h
+        positions = (system.positions.unsqueeze(1) @ deform[system.batch_idx.long()]).squeeze(1)
+        return float(energy(system._replace(positions=positions, cell=system.cell @ deform)).sum())
+
+    virial = torch.zeros_like(system.cell)
+    for n, a, b in np.ndindex(*virial.shape):
+        h = torch.zeros(3, 3, dtype=torch.float64)
+        h[a, b] = step
+        virial[n, a, b] = -(strained(n, h) - strained(n, -h)) / (2.0 * step)
+    return -gradient("positions"), gradient("charges"), virial

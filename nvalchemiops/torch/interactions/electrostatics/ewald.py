@@ -13,6 +13,7 @@ from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part,
 from nvalchemiops.torch.interactions.electrostatics.reciprocal import reciprocal_sum
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
+    check_accuracy,
     check_parameters,
     check_system,
     given_alpha,
@@ -150,7 +151,7 @@ def ewald_summation(
     `nvalchemiops.interactions.pair.potentials.EWALD_REAL_SPACE`.
     """
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)
-    accuracy = checks.check_positive("accuracy", accuracy)
+    accuracy = check_accuracy(accuracy, positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     axes = periodic_axes(pbc, system, slab_correction)
     if hybrid_forces:
@@ -178,10 +179,11 @@ def ewald_summation(
     waves, splitting = wave_vectors(system, splitting, accuracy, k_vectors, k_cutoff, miller_bounds, miller_indices)
     wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
     slab = axes if slab_correction else None
+    excluded = {"exclusions": exclusions, "exclusion_factors": exclusion_factors}
 
     def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
         return [
-            pair_part(potential.short_range, system, splitting, rows, wanted),
+            pair_part(potential.short_range, system, splitting, rows, wanted, **excluded),
             reciprocal_sum(potential, system, splitting, waves, wanted),
             *corrections(potential, system, splitting, slab, exclusions, exclusion_factors, wanted),
         ]

@@ -10,7 +10,7 @@ import torch
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 
-Reciprocal = Callable[[torch.Tensor, torch.Tensor, bool], tuple[torch.Tensor, torch.Tensor | None]]
+Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class LongRangePotential(NamedTuple):
@@ -26,23 +26,33 @@ class LongRangePotential(NamedTuple):
     excluded : callable
         The same for minus the smooth part: what a pair has to lose that does not interact.
     reciprocal : callable
-        ``reciprocal(k2, alpha, with_slope)`` gives g, for k other than zero, and its derivative by k² or None. The two
-        tensors broadcast.
+        Maps k² and alpha, which broadcast, to g, for k other than zero. Of torch operations.
     at_zero : callable
         Maps alpha to g at k = 0; in a Coulomb system this is the energy of the neutralising background.
+    slope : callable, optional
+        Maps k² and alpha to the derivative of g by k²; by default found by automatic differentiation.
     """
 
     short_range: Callable[[int], Formula]
     excluded: Callable[[int], Formula]
-    reciprocal: Reciprocal
+    reciprocal: Function
     at_zero: Callable[[torch.Tensor], torch.Tensor]
+    slope: Function | None = None
+
+    def slope_of(self, k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+        """The derivative of g by k²."""
+        if self.slope is not None:
+            return self.slope(k2, alpha)
+        return torch.func.jvp(lambda k2: self.reciprocal(k2, alpha), (k2,), (torch.ones_like(k2),))[1]
 
 
-def _coulomb(k2: torch.Tensor, alpha: torch.Tensor, with_slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    rate = -0.25 / alpha.square()
+def _coulomb(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     # 4π in the exponent costs nothing
-    value = torch.add(k2 * rate, math.log(4.0 * math.pi)).exp() / k2
-    return value, value * (rate - k2.reciprocal()) if with_slope else None
+    return torch.add(k2 * (-0.25 / alpha.square()), math.log(4.0 * math.pi)).exp() / k2
+
+
+def _coulomb_slope(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    return -_coulomb(k2, alpha) * (0.25 / alpha.square() + k2.reciprocal())
 
 
 COULOMB = LongRangePotential(
@@ -50,6 +60,7 @@ COULOMB = LongRangePotential(
     functools.partial(potentials.ewald_excluded, 1),
     _coulomb,
     lambda alpha: -math.pi / alpha.square(),
+    _coulomb_slope,
 )
 """``1/r``, with a uniform background that neutralises charged cells.
 
@@ -76,23 +87,29 @@ def power_law(exponent: int) -> LongRangePotential:
         raise ValueError(f"`exponent` must be 1 or an even number from 4 on, got {exponent}")
     scale = math.pi**1.5 / math.gamma(exponent / 2)
 
-    def reciprocal(k2: torch.Tensor, alpha: torch.Tensor, with_slope: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        rate = 0.25 / alpha.square()
-        x = k2 * rate
+    def transform(k2: torch.Tensor, alpha: torch.Tensor, power: int) -> torch.Tensor:
+        """The function h of this power."""
+        x = k2 * (0.25 / alpha.square())
         root = x.sqrt()
         # h_2 without its pole: times x
-        decay, lower = (-x).exp(), math.sqrt(math.pi) * root * torch.erfc(root)
-        slope = -lower / x
-        value = 2.0 * (decay - lower)
-        for p in range(6, exponent + 1, 2):
-            slope = -value
+        decay, value = (-x).exp(), math.sqrt(math.pi) * root * torch.erfc(root)
+        if power == 2:
+            return value / x
+        value = 2.0 * (decay - value)
+        for p in range(6, power + 1, 2):
             value = (x * value - decay) * (2.0 / (3 - p))
-        prefactor = scale * alpha.pow(exponent - 3)
-        return prefactor * value, prefactor * rate * slope if with_slope else None
+        return value
+
+    def reciprocal(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+        return scale * alpha.pow(exponent - 3) * transform(k2, alpha, exponent)
+
+    def slope(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+        return -0.25 * scale * alpha.pow(exponent - 5) * transform(k2, alpha, exponent - 2)
 
     return LongRangePotential(
         functools.partial(potentials.ewald_short_range, exponent),
         functools.partial(potentials.ewald_excluded, exponent),
         reciprocal,
         lambda alpha: alpha.pow(exponent - 3) * (scale * 2.0 / (exponent - 3)),
+        slope,
     )

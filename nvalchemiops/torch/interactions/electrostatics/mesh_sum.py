@@ -80,12 +80,14 @@ def influence(
     k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz) + torch.addcmul(m[8] * zz, m[2], zx)
     origin = k2 == 0.0
     of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], 0)[..., None, None, None]
-    value, slope = potential.reciprocal(torch.where(origin, 1.0, k2), of_system[0], with_slope)
+    k2 = torch.where(origin, 1.0, k2)
     b_xy = b_xy / of_system[2]
-    value = torch.where(origin, of_system[1] / of_system[2], value * b_xy * b_z)
-    if slope is not None:
-        slope = torch.where(origin, 0.0, slope * b_xy * b_z)
-    return Influence(value, slope)
+    value = potential.reciprocal(k2, of_system[0]) * b_xy * b_z
+    value = torch.where(origin, of_system[1] / of_system[2], value)
+    if not with_slope:
+        return Influence(value, None)
+    slope = potential.slope_of(k2, of_system[0]) * b_xy * b_z
+    return Influence(value, torch.where(origin, 0.0, slope))
 
 
 def mesh_sum(

@@ -15,6 +15,7 @@ from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted
 from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part, self_part, tensors_of
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
+    check_accuracy,
     check_parameters,
     check_system,
     given_alpha,
@@ -194,7 +195,7 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.mesh_sum`.
     """
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)
-    accuracy = checks.check_positive("accuracy", accuracy)
+    accuracy = check_accuracy(accuracy, positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     if prepared is not None:
         prepared.check(system, alpha, mesh_dimensions, mesh_spacing, potential)
@@ -228,11 +229,12 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
     wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
     slab = axes if slab_correction else None
+    excluded = {"exclusions": exclusions, "exclusion_factors": exclusion_factors}
     kept = None if prepared is None else prepared.influence
 
     def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
         return [
-            pair_part(potential.short_range, system, splitting, rows, wanted),
+            pair_part(potential.short_range, system, splitting, rows, wanted, **excluded),
             mesh_sum(potential, system, splitting, mesh, order, wanted, kept),
             *corrections(potential, system, splitting, slab, exclusions, exclusion_factors, wanted),
         ]

@@ -9,7 +9,7 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, together
-from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, unread
 from nvalchemiops.torch.interactions.pair import potential as pairs
 from nvalchemiops.torch.lattice import lattice_of
 from nvalchemiops.torch.neighbors import checks
@@ -109,7 +109,14 @@ def exclusion_part(
     factors: torch.Tensor | None,
     wanted: Wanted,
 ) -> Parts:
-    """What excluded pairs lose of the smooth part of the sum, at their nearest image; ``formula`` says how much."""
+    """What excluded pairs lose of the smooth part of the sum, at their nearest image; ``formula`` says how much.
+
+    The arguments must have passed the checks of the pair machinery, which takes their short-ranged part.
+    """
+    if system.batch_idx is not None and not unread(system.batch_idx):
+        of_pair = system.batch_idx[exclusions.long()]
+        if not torch.equal(of_pair[0], of_pair[1]):
+            raise ValueError("`exclusions` joins atoms of different systems")
     first, second = exclusions.to(torch.int64)
     shifts = nearest_images(system, first, second)
     row, order = torch.sort(torch.cat([first, second]), stable=True)

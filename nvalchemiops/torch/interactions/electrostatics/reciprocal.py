@@ -65,10 +65,13 @@ def factors(
     metric = spread_systems(lattice.metric, at_point, n_points)
     k2 = (products * metric.unsqueeze(1)).sum((-2, -1))
     origin = (points == 0).all(1).unsqueeze(1)
-    value, slope = potential.reciprocal(torch.where(origin, 1.0, k2), of_point[:, 0], with_slope)
+    k2 = torch.where(origin, 1.0, k2)
     share = waves.weights / of_point[:, 2]
-    value = share * torch.where(origin, of_point[:, 1], value)
-    return Factors(value, None if slope is None else share * torch.where(origin, 0.0, slope), products)
+    value = share * torch.where(origin, of_point[:, 1], potential.reciprocal(k2, of_point[:, 0]))
+    if not with_slope:
+        return Factors(value, None, products)
+    slope = torch.where(origin, 0.0, potential.slope_of(k2, of_point[:, 0]))
+    return Factors(value, share * slope, products)
 
 
 def reciprocal_sum(

@@ -1,5 +1,6 @@
 """Systems of charges as the parts of an Ewald sum want them, and the choice of what the caller left open."""
 
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -143,6 +144,18 @@ def check_parameters(potential: Any, estimated: Any, **parameters: Any) -> None:
     for name, value in parameters.items():
         if potential is not estimated and value is None:
             raise ValueError(f"`{name}` is needed: parameters are estimated for the Coulomb potential only")
+
+
+def check_accuracy(accuracy: Any, positions: torch.Tensor) -> float:
+    """The accuracy as a float; warn if it is more than float32 can give."""
+    accuracy = checks.check_positive("accuracy", accuracy)
+    if accuracy < core.FLOAT32_FLOOR and positions.dtype is torch.float32 and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"`accuracy` = {accuracy:g} is out of reach of float32: rounding leaves about {core.FLOAT32_FLOOR:g}; "
+            "use float64 positions, or ask for less",
+            stacklevel=3,
+        )
+    return accuracy
 
 
 class Splitting(NamedTuple):
