@@ -26,10 +26,10 @@ from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 from nvalchemiops.math.vectors import LANES
 from nvalchemiops.native import SYSTEM_OF, by_device, filled
 
-POINTS = 16
+POINTS = 32
 """Points that a CPU thread works on at once."""
 
-CHUNK = 16
+CHUNK = 32
 """Vectors of atoms that are kept in the fastest cache."""
 
 WARP = 32
@@ -37,7 +37,8 @@ WARP = 32
 
 
 _LANES = f"""
-    typedef double lanes __attribute__((ext_vector_type({LANES}), aligned(8)));
+    typedef double lanes __attribute__((ext_vector_type({LANES})));
+    typedef double anywhere __attribute__((ext_vector_type({LANES}), aligned(8)));
 """
 
 _TABLES = filled(
@@ -47,9 +48,16 @@ _TABLES = filled(
     const int local = @n@ * (v - vector_begin.data[system]);
     const int first = atom_begin.data[system], n_atoms = atom_begin.data[system + 1] - first;
     const long long stride = tables.shape[1];
+    const int n_values = values.shape[1], from_values = tables.shape[0] - n_values;
+    for (int l = 0; l < @n@ && n_values > 0; ++l) {
+        const bool exists = local + l < n_atoms;
+        const int atom = !exists ? 0 : order.shape[0] > 0 ? order.data[first + local + l] : first + local + l;
+        double *const to = tables.data + from_values * stride + @n@ * v + l;
+        for (int c = 0; c < n_values; ++c) to[c * stride] = exists ? values.data[1LL * atom * n_values + c] : 0.0;
+    }
     for (int axis = 0; axis < 3; ++axis) {
         const int begin = axis == 0 ? 0 : axis == 1 ? from_y : from_z;
-        const int end = axis == 0 ? from_y : axis == 1 ? from_z : static_cast<int>(tables.shape[0]);
+        const int end = axis == 0 ? from_y : axis == 1 ? from_z : from_values;
         double *const table = tables.data + begin * stride + @n@ * v;
         for (int l = 0; l < @n@; ++l) {
             const bool exists = local + l < n_atoms;
@@ -72,10 +80,10 @@ _TABLES = filled(
         for (int n = 2; n < (end - begin) / 2; ++n) {
             // by halves, so that rounding grows with the logarithm
             const double *const a = table + n / 2 * 2 * stride, *const b = table + (n - n / 2) * 2 * stride;
-            const auto at = [](const double *p) { return *reinterpret_cast<const lanes *>(p); };
+            const auto at = [](const double *p) { return *reinterpret_cast<const anywhere *>(p); };
             const lanes ac = at(a), as = at(a + stride), bc = at(b), bs = at(b + stride);
-            *reinterpret_cast<lanes *>(table + 2 * n * stride) = ac * bc - as * bs;
-            *reinterpret_cast<lanes *>(table + (2 * n + 1) * stride) = ac * bs + as * bc;
+            *reinterpret_cast<anywhere *>(table + 2 * n * stride) = ac * bc - as * bs;
+            *reinterpret_cast<anywhere *>(table + (2 * n + 1) * stride) = ac * bs + as * bc;
         }
     }
 """,
@@ -86,7 +94,7 @@ _TABLES = filled(
 
 @kernel_variants(())
 def phase_tables() -> Any:
-    """Kernel that tabulates cosine and sine of all multiples of the phases of atoms, for a CPU."""
+    """Kernel that tabulates cosine and sine of all multiples of the phases of atoms, and their moments, for a CPU."""
 
     @wp.func_native(by_device(_LANES + _TABLES))
     def fill(
@@ -95,6 +103,7 @@ def phase_tables() -> Any:
         order: wp.array(dtype=wp.int32),
         atom_begin: wp.array(dtype=wp.int32),
         vector_begin: wp.array(dtype=wp.int32),
+        values: wp.array2d(dtype=wp.float64),
         from_y: wp.int32,
         from_z: wp.int32,
         tables: wp.array2d(dtype=wp.float64),
@@ -109,11 +118,12 @@ def phase_tables() -> Any:
         order: wp.array(dtype=wp.int32),  # (n_atoms,), atoms sorted by system; or none: they are
         atom_begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), into the order
         vector_begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), first vector of each system
+        values: wp.array2d(dtype=wp.float64),  # (n_atoms, n_values), to be arranged as well; or none
         from_y: wp.int32,  # rows at which the tables of y and z begin
         from_z: wp.int32,
-        tables: wp.array2d(dtype=wp.float64),  # (rows, 8 * vectors): cosine and sine of each multiple
+        tables: wp.array2d(dtype=wp.float64),  # (rows, 8 * vectors): cosine and sine of each multiple, then values
     ):
-        fill(offset + wp.tid(), coordinates, order, atom_begin, vector_begin, from_y, from_z, tables)
+        fill(offset + wp.tid(), coordinates, order, atom_begin, vector_begin, values, from_y, from_z, tables)
 
     return gather_only(kernel)
 
@@ -146,11 +156,11 @@ _SPREAD_CPU = """
             if (next[0] != head[0] || next[1] != head[1]) break;
         }
         const int first_vector = vector_begin.data[system], end_vector = vector_begin.data[system + 1];
-        const int first = atom_begin.data[system], n_atoms = atom_begin.data[system + 1] - first;
         const double *const x = tables.data + 2LL * head[0] * stride;
         const double *const y = tables.data + (from_y + 2LL * head[1]) * stride;
         const double *const z = tables.data + from_z * stride;
         for (int channel = 0; channel < n_channels; ++channel) {
+            const double *const values = tables.data + (tables.shape[0] - (n_channels - channel) * @count@) * stride;
             lanes sums[@points@][@powers@][8] = {};
             for (int chunk = first_vector; chunk < end_vector; chunk += @chunk@) {
                 const int n = end_vector - chunk < @chunk@ ? end_vector - chunk : @chunk@;
@@ -158,42 +168,30 @@ _SPREAD_CPU = """
                 lanes amplitude[@powers@][4][@chunk@];
                 for (int v = 0; v < n; ++v) {
                     const long long at = @lanes@LL * (chunk + v);
-                    const auto load = [=](const double *p) { return *reinterpret_cast<const lanes *>(p + at); };
-                    lanes m[@count@] = {};
-                    for (int l = 0; l < @lanes@; ++l) {
-                        const int local = @lanes@ * (chunk + v - first_vector) + l;
-                        if (local >= n_atoms) break;
-                        const int atom = order.shape[0] > 0 ? order.data[first + local] : first + local;
-                        const double *const of_atom = moments.data + (1LL * atom * n_channels + channel) * @count@;
-                        for (int c = 0; c < @count@; ++c) m[c][l] = of_atom[c];
-                    }
+                    const auto load = [=](const double *p) { return *reinterpret_cast<const anywhere *>(p + at); };
+                    lanes m[@count@];
+                    for (int c = 0; c < @count@; ++c) m[c] = load(values + c * stride);
                     const lanes xc0 = load(x), xs0 = load(x + stride), yc0 = load(y), ys0 = load(y + stride);
                     @derivatives_xy@
                     @amplitudes@
                 }
-                for (int p = 0; p < to - from; p += 2) {
-                    // two points at once; the second one may be the first again
-                    const int q = p + 1 < to - from ? p + 1 : p;
+                for (int p = 0; p < to - from; ++p) {
                     const double *const z_p = z + 2LL * head[3 * p + 2] * stride + @lanes@LL * chunk;
-                    const double *const z_q = z + 2LL * head[3 * q + 2] * stride + @lanes@LL * chunk;
                     for (int power = 0; power < @powers@; ++power) {
-                        lanes s0[8], s1[8];
-                        for (int a = 0; a < 8; ++a) s0[a] = sums[p][power][a], s1[a] = sums[q][power][a];
+                        lanes s[8];
+                        for (int a = 0; a < 8; ++a) s[a] = sums[p][power][a];
                         for (int v = 0; v < n; ++v) {
                             const auto load = [=](const double *t) {
-                                return *reinterpret_cast<const lanes *>(t + @lanes@ * v);
+                                return *reinterpret_cast<const anywhere *>(t + @lanes@ * v);
                             };
-                            const lanes c0 = load(z_p), d0 = load(z_p + stride);
-                            const lanes c1 = load(z_q), d1 = load(z_q + stride);
+                            const lanes c = load(z_p), d = load(z_p + stride);
                             for (int a = 0; a < 4; ++a) {
                                 const lanes f = amplitude[power][a][v];
-                                s0[2 * a] += f * c0;
-                                s0[2 * a + 1] += f * d0;
-                                s1[2 * a] += f * c1;
-                                s1[2 * a + 1] += f * d1;
+                                s[2 * a] = __builtin_elementwise_fma(f, c, s[2 * a]);
+                                s[2 * a + 1] = __builtin_elementwise_fma(f, d, s[2 * a + 1]);
                             }
                         }
-                        for (int a = 0; a < 8; ++a) sums[q][power][a] = s1[a], sums[p][power][a] = s0[a];
+                        for (int a = 0; a < 8; ++a) sums[p][power][a] = s[a];
                     }
                 }
             }
@@ -401,8 +399,9 @@ _GATHER_CPU = """
     const int first = atom_begin.data[system], n_atoms = atom_begin.data[system + 1] - first;
     const int n_vectors = vector_begin.data[system + 1] - vector_begin.data[system];
     const long long at = @lanes@LL * (vector_begin.data[system] + local);
-    // the last vector twice, if there are no more
-    const long long step = local + 1 < n_vectors ? @lanes@ : 0;
+    // the last vector again, if there are no more
+    long long place_of[@vectors@];
+    for (int v = 0; v < @vectors@; ++v) place_of[v] = @lanes@ * (local + v < n_vectors ? v : n_vectors - 1 - local);
     const double *const x = tables.data + at, *const y = tables.data + from_y * stride + at;
     const double *const z = tables.data + from_z * stride + at;
     for (int channel = 0; channel < n_channels; ++channel) {
@@ -417,10 +416,14 @@ _GATHER_CPU = """
                 const double *const c = of_channel + 8LL * p, *const z_p = z + 2LL * n[2] * stride;
                 const double n_z = two_pi * n[2];
                 for (int v = 0; v < @vectors@; ++v) {
-                    lanes zc = *reinterpret_cast<const lanes *>(z_p + v * step);
-                    lanes zs = *reinterpret_cast<const lanes *>(z_p + stride + v * step);
+                    lanes zc = *reinterpret_cast<const anywhere *>(z_p + place_of[v]);
+                    lanes zs = *reinterpret_cast<const anywhere *>(z_p + stride + place_of[v]);
                     for (int power = 0; power < @powers@; ++power) {
-                        for (int a = 0; a < 4; ++a) sum[v][power][a] += c[2 * a] * zc + c[2 * a + 1] * zs;
+                        for (int a = 0; a < 4; ++a) {
+                            lanes &to = sum[v][power][a];
+                            to = __builtin_elementwise_fma(lanes(c[2 * a]), zc, to);
+                            to = __builtin_elementwise_fma(lanes(c[2 * a + 1]), zs, to);
+                        }
                         const lanes old = zc;
                         zc = -n_z * zs;
                         zs = n_z * old;
@@ -428,7 +431,7 @@ _GATHER_CPU = """
                 }
             }
             for (int v = 0; v < @vectors@; ++v) {
-                const auto load = [=](const double *t) { return *reinterpret_cast<const lanes *>(t + v * step); };
+                const auto load = [=](const double *t) { return *reinterpret_cast<const anywhere *>(t + place_of[v]); };
                 const double *const x_n = x + 2LL * n_x * stride, *const y_n = y + 2LL * n_y * stride;
                 const lanes xc0 = load(x_n), xs0 = load(x_n + stride), yc0 = load(y_n), ys0 = load(y_n + stride);
                 @derivatives_xy@
@@ -476,7 +479,7 @@ _GATHER_GPU = """
 
 def vectors_at_once(derivatives: int) -> int:
     """Vectors of atoms that a CPU thread gathers for at once: as many as sums fit into registers."""
-    return 2 if derivatives == 0 else 1
+    return {0: 4, 1: 2}.get(derivatives, 1)
 
 
 def _gather_body(derivatives: int) -> str:

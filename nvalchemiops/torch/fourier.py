@@ -14,22 +14,35 @@ from nvalchemiops.torch.memory import new_empty
 from nvalchemiops.torch.moments import Arguments, fold, gather_pullback, spread_pullback
 
 
-def _vectors(atom_begin: torch.Tensor, size: int) -> torch.Tensor:
-    """Where each system begins, if its atoms take whole groups of ``size``."""
-    groups = torch.zeros_like(atom_begin)
-    torch.cumsum((atom_begin.diff() + (size - 1)).div(size, rounding_mode="floor"), 0, out=groups[1:])
-    return groups
+def _grouped(begin: torch.Tensor, size: int, n: int) -> tuple[torch.Tensor, int]:
+    """Where each system begins if its members, ``n`` in all, take whole groups of ``size``; the number of groups."""
+    if begin.shape[0] == 2:
+        count = -(-n // size)
+        return torch.tensor([0, count], dtype=torch.int32), count
+    groups = torch.zeros_like(begin)
+    torch.cumsum((begin.diff() + (size - 1)).div(size, rounding_mode="floor"), 0, out=groups[1:])
+    return groups, int(groups[-1])
 
 
 def _tables(
-    coordinates: torch.Tensor, order: torch.Tensor | None, atom_begin: torch.Tensor, points: torch.Tensor
+    coordinates: torch.Tensor,
+    order: torch.Tensor | None,
+    atom_begin: torch.Tensor,
+    points: torch.Tensor,
+    moments: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """First vector of each system, cosines and sines of all multiples, rows at which those of y and z begin."""
-    vector_begin = _vectors(atom_begin, LANES)
+    """First vector of each system; cosines and sines of all multiples, then moments; where those of y and z begin."""
+    vector_begin, n_vectors = _grouped(atom_begin, LANES, coordinates.shape[0])
     n_x, n_y, n_z = (2 * (int(n) + 1) for n in points.amax(0).tolist())
-    n_vectors = int(vector_begin[-1])
-    tables = new_empty((n_x + n_y + n_z, LANES * n_vectors), torch.float64, coordinates.device)
-    launch(kernels.phase_tables(), n_vectors, [coordinates, order, atom_begin, vector_begin, n_x, n_x + n_y], [tables])
+    values = None if moments is None else moments.flatten(1)
+    n_rows = n_x + n_y + n_z + (0 if values is None else values.shape[1])
+    tables = new_empty((n_rows, LANES * n_vectors), torch.float64, coordinates.device)
+    launch(
+        kernels.phase_tables(),
+        n_vectors,
+        [coordinates, order, atom_begin, vector_begin, values, n_x, n_x + n_y],
+        [tables],
+    )
     return vector_begin, tables, n_x, n_x + n_y
 
 
@@ -103,7 +116,7 @@ def fourier_spread(
         plan: tuple[Any, ...] = (None, None, 0, 0)
         rows = n_points
     else:
-        plan = _tables(coordinates, order, atom_begin, points)
+        plan = _tables(coordinates, order, atom_begin, points, moments)
         rows = -(-n_points // kernels.POINTS)
     launch(
         kernels.fourier_spread(derivatives),
@@ -157,9 +170,10 @@ def fourier_gather(
         plan: tuple[Any, ...] = (None, None, None, 0, 0)
         coefficients, rows = None, n_atoms
     else:
-        vector_begin, *tables = _tables(coordinates, order, atom_begin, points)
-        block_begin = _vectors(vector_begin, kernels.vectors_at_once(derivatives))
-        plan, rows = (vector_begin, block_begin, *tables), int(block_begin[-1])
+        vector_begin, tables, *rest = _tables(coordinates, order, atom_begin, points)
+        n_vectors = tables.shape[1] // LANES
+        block_begin, rows = _grouped(vector_begin, kernels.vectors_at_once(derivatives), n_vectors)
+        plan = (vector_begin, block_begin, tables, *rest)
         coefficients = new_empty((field.numel(),), torch.float64, field.device)
         launch(kernels.fourier_coefficients(), field.numel() // 8, [field.reshape(-1)], [coefficients])
     launch(

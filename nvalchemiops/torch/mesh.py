@@ -108,7 +108,7 @@ def _check(spline_order: int, derivatives: int) -> None:
     outputs=[OutputSpec("field", _precision, lambda m, *rest: (rest[2], m.shape[1], *rest[5]))],
     grad_arrays=["field", "moments", "coordinates"],
     backward=spread_pullback(lambda: mesh_gather),
-    vmap=fold(lambda: mesh_spread, (1, 1), _copies, _split),
+    vmap=fold(lambda: mesh_spread, (1, 1), _copies, _split, ("order", "column_begin")),
     trusted=True,
 )
 def mesh_spread(
@@ -165,7 +165,7 @@ def mesh_spread(
     outputs=[OutputSpec("moments", _precision, lambda f, u, *rest: (u.shape[0], f.shape[1], count(rest[-1])))],
     grad_arrays=["moments", "field", "coordinates"],
     backward=gather_pullback(lambda: mesh_spread, lambda: mesh_gather),
-    vmap=fold(lambda: mesh_gather, (1, 1), _copies, _split),
+    vmap=fold(lambda: mesh_gather, (1, 1), _copies, _split, ("order", "column_begin")),
     trusted=True,
 )
 def mesh_gather(

@@ -76,6 +76,7 @@ def fold(
     channel: tuple[int, int],
     repeat: Callable[[Arguments, int], Arguments],
     split: Callable[[torch.Tensor, int], torch.Tensor],
+    derived: tuple[str, ...] = (),
 ) -> Callable[..., tuple[torch.Tensor, int]]:
     """The rule for ``vmap``: slices of values become channels, slices of coordinates systems.
 
@@ -90,6 +91,8 @@ def fold(
         coordinates and the first argument are repeated already.
     split : callable
         Splits a result of as many copies into them, along a new first dimension.
+    derived : tuple of str, optional
+        Arguments that follow from the coordinates: ``repeat`` finds them again.
     """
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[torch.Tensor, int]:
@@ -99,7 +102,7 @@ def fold(
         first, size = names[0], info.batch_size
         mapped = {name for name, dim in dims.items() if isinstance(dim, int)}
         for name in mapped:
-            if name not in (first, "coordinates"):
+            if name not in (first, "coordinates", *derived):
                 raise NotImplementedError(f"vmap over `{name}`: map coordinates and values over one set of systems")
             given[name] = given[name].movedim(dims[name], 0)
         if mapped == {first}:

@@ -77,7 +77,7 @@ def _plan(
     if batch_idx is None:
         if n_systems != 1:
             raise ValueError("`batch_idx` is needed to tell several systems apart")
-    elif batch_idx.is_cuda or torch.compiler.is_compiling():
+    elif checks.unread(batch_idx):
         checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
         batch_idx = checks.narrow(batch_idx)
     else:

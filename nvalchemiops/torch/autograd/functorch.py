@@ -106,6 +106,8 @@ def transformable(
                 return tuple(torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in moved)
 
             like = [outputs[i] for i in ctx.differentiable]
+            if not like:
+                return tuple(result) if len(result) > 1 else result[0]
             # differentiating the pullback uses one more order than the columns of its matrix do
             spare = orders >= 2 + stack.count(torch._C._functorch.TransformType.Grad)
             pushed = transpose(pull, like, [tangents[i] for i in moved], differentiate=spare)

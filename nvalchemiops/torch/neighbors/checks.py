@@ -17,6 +17,20 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for the slices of ``torch.func.vmap``, which have no values to look at."""
+    while torch._C._functorch.is_gradtrackingtensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
+def unread(tensor: Any) -> bool:
+    """Whether the values of a tensor are not looked at: on a GPU, which would wait, while compiling, and under vmap."""
+    if torch.compiler.is_compiling():
+        return True
+    return isinstance(tensor, torch.Tensor) and (tensor.is_cuda or is_mapped(tensor))
+
+
 def on_host(tensor: torch.Tensor) -> np.ndarray:
     """The values of a tensor as a numpy array, also under ``torch.func.grad`` and its like."""
     values = plain(tensor.cpu())
@@ -42,7 +56,7 @@ def check_positive(name: str, value: Any) -> float:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"`{name}` must be a number, got {type(value).__name__}") from None
-    if not (math.isfinite(number) and number > 0.0):
+    if not 0.0 < number < math.inf:
         raise ValueError(f"`{name}` must be positive and finite, got {number}")
     return number
 

@@ -171,8 +171,8 @@ def ewald_summation(
     )
     rows = rows_of(given, system.positions, periodic=True, half_list=half_list)
 
-    def best(sizes: Any) -> Any:
-        return core.ewald_alpha(sizes.n_atoms, sizes.volume, accuracy, core.COSTS[positions.device.type])
+    def best(n_atoms: Any, volume: Any, xp: Any) -> Any:
+        return core.ewald_alpha(n_atoms, volume, accuracy, core.COSTS[positions.device.type], xp)
 
     splitting, rows = split(system, alpha, cutoff, rows, accuracy, best)
     splitting = refuse_open_axes(splitting, axes, slab_correction)
@@ -336,7 +336,7 @@ def _indices_of(k_vectors: Any, system: ChargedSystem, alpha: torch.Tensor) -> t
     fits = (numbers - indices).abs().amax((1, 2)) < 1e-3 if numbers.shape[1] else None
     if fits is None:
         return indices.to(torch.int64), alpha
-    if torch.compiler.is_compiling() or cell.is_cuda:
+    if checks.unread(cell) or checks.unread(k_vectors):
         alpha = torch.where(fits, alpha, torch.nan)
     elif not bool(fits.all()):
         raise ValueError(

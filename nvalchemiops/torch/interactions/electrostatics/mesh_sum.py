@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from nvalchemiops.torch.autograd.functorch import derivative_asked
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, at_atoms
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
@@ -25,7 +26,9 @@ from nvalchemiops.torch.recent import recent
 
 def _axes_of(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """What depends on the shape of the mesh alone; see `_axes`."""
-    return _axes(mesh, order, device) if torch.compiler.is_compiling() else _kept_axes(tuple(mesh), order, device)
+    if torch.compiler.is_compiling() or derivative_asked():
+        return _axes(mesh, order, device)  # what is made here belongs to the transform
+    return _kept_axes(tuple(mesh), order, device)
 
 
 @functools.lru_cache(maxsize=16)

@@ -285,7 +285,9 @@ def mesh_for(
 ) -> tuple[int, int, int]:
     """The mesh for all systems."""
     safety = checks.check_positive("mesh_safety_factor", safety)
-    spacing = core.mesh_spacing(alpha, sizes.spacing, accuracy, order) / safety
+    spacing = core.mesh_spacing(alpha, sizes.spacing, accuracy, order)
+    core.check_mesh_spacing(spacing, alpha, accuracy, order)
+    spacing = spacing / safety
     return _mesh(sizes.lengths / spacing[:, None], order, padding)
 
 

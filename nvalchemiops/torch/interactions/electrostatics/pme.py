@@ -22,7 +22,6 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     periodic_axes,
     refuse_open_axes,
     split,
-    unread,
 )
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
 from nvalchemiops.torch.lattice import check_cells, check_mesh, check_spline_order, lattice_of
@@ -64,7 +63,7 @@ class PreparedMesh(NamedTuple):
                 f"`prepared` is for a cell {tuple(self.cell.shape)} on {self.cell.device}, but this one is "
                 f"{tuple(system.cell.shape)} on {system.cell.device}"
             )
-        if unread(system.cell):
+        if checks.unread(system.cell):
             return
         if not torch.equal(checks.plain(system.cell).to(self.cell.dtype), self.cell):
             raise ValueError("`prepared` is for another `cell`: prepare again when the cell has changed")
@@ -219,9 +218,8 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     )
     rows = rows_of(given, system.positions, periodic=True, half_list=half_list)
 
-    def best(sizes: Any) -> Any:
-        costs = core.COSTS[positions.device.type]
-        return core.mesh_alpha(sizes.n_atoms, sizes.volume, accuracy, order, costs)
+    def best(n_atoms: Any, volume: Any, xp: Any) -> Any:
+        return core.mesh_alpha(n_atoms, volume, accuracy, order, core.COSTS[positions.device.type], xp)
 
     splitting, rows = split(system, alpha, cutoff, rows, accuracy, best)
     splitting = refuse_open_axes(splitting, axes, slab_correction)

@@ -9,7 +9,7 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, together
-from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, unread
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
 from nvalchemiops.torch.interactions.pair import potential as pairs
 from nvalchemiops.torch.lattice import lattice_of
 from nvalchemiops.torch.neighbors import checks
@@ -113,7 +113,7 @@ def exclusion_part(
 
     The arguments must have passed the checks of the pair machinery, which takes their short-ranged part.
     """
-    if system.batch_idx is not None and not unread(system.batch_idx):
+    if system.batch_idx is not None and not checks.unread(system.batch_idx):
         of_pair = system.batch_idx[exclusions.long()]
         if not torch.equal(of_pair[0], of_pair[1]):
             raise ValueError("`exclusions` joins atoms of different systems")

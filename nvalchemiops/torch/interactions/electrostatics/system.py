@@ -55,13 +55,10 @@ def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False)
     """Raise unless there is one charge for each atom (or several), of the dtype and on the device of the positions."""
     if not isinstance(charges, torch.Tensor):
         raise TypeError(f"`charges` must be a torch.Tensor, got {type(charges).__name__}")
-    n_atoms = positions.shape[0]
-    if channels:
-        fits = charges.ndim in (1, 2) and charges.shape[0] == n_atoms and (charges.ndim == 1 or charges.shape[1] > 0)
-        expected = f"(n_atoms,) or (n_atoms, n_channels) with n_atoms = {n_atoms}"
-    else:
-        fits, expected = tuple(charges.shape) == (n_atoms,), f"(n_atoms,) = ({n_atoms},)"
-    if not fits:
+    # nothing is formatted unless it is needed: that would fix the number of atoms in a compiled graph
+    fits = charges.ndim in (1, 1 + channels) and charges.shape[0] == positions.shape[0]
+    if not fits or (charges.ndim == 2 and charges.shape[1] == 0):
+        expected = f"(n_atoms,) = ({positions.shape[0]},)" + " or (n_atoms, n_channels)" * channels
         raise ValueError(f"`charges` must have shape {expected}, got {tuple(charges.shape)}")
     check_real("charges", charges, positions)
 
@@ -82,18 +79,13 @@ def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy
     if batch_idx is None:
         if cell.shape[0] != 1:
             raise ValueError("`batch_idx` is needed to tell several systems apart")
-    elif unread(batch_idx):
+    elif checks.unread(batch_idx):
         checks.check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
         batch_idx = checks.narrow(batch_idx)
     else:
         batch_idx, _ = checks.check_batch_idx(batch_idx, positions, cell.shape[0])
     several = charges.ndim == 2
     return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx)
-
-
-def unread(tensor: Any) -> bool:
-    """Whether the values of a tensor are not looked at: they are on a GPU, or being compiled."""
-    return torch.compiler.is_compiling() or (isinstance(tensor, torch.Tensor) and tensor.is_cuda)
 
 
 def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> torch.Tensor | None:
@@ -113,7 +105,7 @@ def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> tor
     if tuple(pbc.shape) not in ((3,), (1, 3), (system.n_systems, 3)):
         raise ValueError(f"`pbc` must have shape (3,) or ({system.n_systems}, 3), got {tuple(pbc.shape)}")
     pbc = pbc.reshape(-1, 3).expand(system.n_systems, 3)
-    if not unread(pbc):
+    if not checks.unread(pbc):
         n_open = 3 - checks.on_host(pbc).sum(axis=1)
         if not slab_correction and n_open.any():
             raise ValueError(
@@ -127,7 +119,7 @@ def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> tor
 
 def refuse_open_axes(alpha: torch.Tensor, pbc: torch.Tensor | None, slab_correction: bool) -> torch.Tensor:
     """NaN for alpha where `periodic_axes` would have raised, had it read the values."""
-    if pbc is None or not unread(pbc):
+    if pbc is None or not checks.unread(pbc):
         return alpha
     return torch.where((~pbc).sum(1) <= int(slab_correction), alpha, torch.nan)
 
@@ -173,7 +165,7 @@ def split(
     accuracy: float,
     best: Any,
 ) -> Splitting:
-    """Alpha, and neighbors to match; ``best(sizes)`` gives the alpha that costs least.
+    """Alpha, and neighbors to match; ``best(n_atoms, volume, xp)`` gives the alpha that costs least, by numpy or torch.
 
     With alpha given it is used. Otherwise a list that reaches far enough gets the best one, a shorter one that for
     which the accuracy is met at its reach.
@@ -186,7 +178,7 @@ def split(
                 raise ValueError(
                     "`alpha` or `cutoff` is needed inside torch.compile, where the neighbor list cannot be measured"
                 )
-            alpha = _alpha_for(cutoff, system, accuracy)
+            alpha = _alpha_for(cutoff, system, accuracy, best)
         if rows is None:
             if cutoff is None:
                 raise ValueError("`cutoff` is needed inside torch.compile to build neighbors, or give a list")
@@ -196,7 +188,7 @@ def split(
     sizes: Sizes | None = None
     if alpha is None:
         sizes = sizes_of(cell, batch_idx, system.n_atoms)
-        splitting = best(sizes)
+        splitting = best(sizes.n_atoms, sizes.volume, np)
         r_c = core.real_cutoff(splitting, sizes.spacing, accuracy)
         reach: Any = cutoff
         if cutoff is None and rows is not None:
@@ -218,17 +210,24 @@ def split(
 
 def spacing_of(system: ChargedSystem) -> torch.Tensor:
     """Average distance (V/N)^(1/3) of each system, without reading anything."""
-    cell = system.cell.detach().to(torch.float64)
-    a, b, c = (cell[:, axis] for axis in range(3))
-    volume = (a * torch.linalg.cross(b, c)).sum(-1).abs()
+    count, volume = _count_and_volume(system)
+    return (volume / count.clamp(min=1.0)) ** (1.0 / 3.0)
+
+
+def _count_and_volume(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor]:
+    volume = torch.linalg.det(system.cell.detach().to(torch.float64)).abs()
     ones = torch.ones(system.n_atoms, dtype=torch.float64, device=volume.device)
-    count = system_sums(ones, system.batch_idx, system.n_systems).clamp(min=1.0)
-    return (volume / count) ** (1.0 / 3.0)
+    return system_sums(ones, system.batch_idx, system.n_systems), volume
 
 
-def _alpha_for(cutoff: float, system: ChargedSystem, accuracy: float) -> torch.Tensor:
-    spacing = spacing_of(system)
-    return core.alpha_for_cutoff(torch.full_like(spacing, cutoff), spacing, accuracy, torch)
+def _alpha_for(cutoff: float, system: ChargedSystem, accuracy: float, best: Any) -> torch.Tensor:
+    """What `split` chooses for a known reach, without reading anything."""
+    count, volume = _count_and_volume(system)
+    spacing = (volume / count.clamp(min=1.0)) ** (1.0 / 3.0)
+    splitting = best(count, volume, torch)
+    r_c = core.real_cutoff(splitting, spacing, accuracy, torch)
+    needed = core.alpha_for_cutoff(torch.full_like(spacing, cutoff), spacing, accuracy, torch)
+    return torch.where(cutoff < r_c, needed, splitting)
 
 
 def _rounded(alpha: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

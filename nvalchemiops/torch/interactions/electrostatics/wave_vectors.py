@@ -257,7 +257,7 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
         raise TypeError(f"`{name}` must be real numbers, got {tensor.dtype}")
     if tuple(tensor.shape) not in ((), (1,), (n_systems,)):
         raise ValueError(f"`{name}` must be a number or have shape ({n_systems},), got {tuple(tensor.shape)}")
-    if not tensor.is_cuda and not torch.compiler.is_compiling():
+    if not checks.unread(tensor):
         numbers = checks.on_host(tensor.detach())
         if not (np.isfinite(numbers) & (numbers > 0)).all():
             raise ValueError(f"`{name}` must be positive and finite")

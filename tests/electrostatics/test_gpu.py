@@ -1,0 +1,349 @@
+"""Ewald sums, Fourier sums and splines on a GPU, and what can be told about their GPU code without one."""
+
+import functools
+import re
+
+import pytest
+import torch
+import warp as wp
+
+from nvalchemiops import fourier as fourier_kernels
+from nvalchemiops import spline as spline_kernels
+from nvalchemiops.torch.fourier import fourier_gather, fourier_spread
+from nvalchemiops.torch.interactions.electrostatics import (
+    compute_slab_correction,
+    ewald_real_space,
+    ewald_reciprocal_space,
+    ewald_summation,
+    particle_mesh_ewald,
+    pme_reciprocal_space,
+)
+from nvalchemiops.torch.interactions.electrostatics.reciprocal import sorted_atoms
+from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.spline import (
+    spline_gather_channels,
+    spline_gather_with_force,
+    spline_spread,
+    spline_spread_channels,
+)
+from tests.systems import System, batch, crystal, triclinic
+
+ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
+MESH = (10, 9, 12)
+
+# 50 atoms in one of the systems: more than the lanes of a warp; and in no order
+TWO = batch(triclinic(5, charged=True), crystal("rocksalt", 5.6, 3, 0.2))
+SHUFFLE = torch.randperm(len(TWO.charges), generator=torch.Generator().manual_seed(2))
+TWO = System(TWO.positions[SHUFFLE], TWO.charges[SHUFFLE], TWO.cell, TWO.batch_idx[SHUFFLE])
+
+
+@functools.cache
+def pairs_of_two():
+    order = torch.sort(TWO.batch_idx, stable=True)[1]
+    pairs, _, shifts = neighbor_list(
+        TWO.positions[order], 5.0, TWO.cell, batch_idx=TWO.batch_idx[order], return_neighbor_list=True
+    )
+    pairs = order[pairs.long()].int()
+    by_atom = torch.sort(pairs[0], stable=True)[1]
+    return {"neighbor_list": pairs[:, by_atom].contiguous(), "neighbor_shifts": shifts[by_atom].contiguous()}
+
+
+def ewald(x, q, cell, near, **options):
+    return ewald_summation(x, q, cell, 0.7, miller_bounds=(2, 3, 2), **near, **options)
+
+
+def bounded(x, q, cell, near, **options):
+    return ewald_summation(x, q, cell, 0.7, k_cutoff=2.5, **near, **options)
+
+
+def on_mesh(x, q, cell, near, **options):
+    return particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, spline_order=6, **near, **options)
+
+
+def parts(x, q, cell, near, **options):
+    """Of all parts one result, so that each is looked at by itself."""
+    batch_idx = near["batch_idx"]
+    pbc = torch.tensor([[True, True, False], [True, True, True]], device=x.device)
+    return (
+        ewald_real_space(x, q, cell, 0.7, **near, compute_forces=True)[1],
+        ewald_reciprocal_space(x, q, cell, None, 0.7, batch_idx, miller_bounds=(2, 2, 2), compute_forces=True)[1],
+        pme_reciprocal_space(x, q, cell, 0.7, MESH, None, 5, batch_idx, compute_forces=True)[1],
+        compute_slab_correction(x, q, cell, pbc, batch_idx, compute_forces=True)[1],
+    )
+
+
+def splines(x, q, cell, near, **options):
+    """Orders even and odd; gathered from a mesh that follows from what was spread."""
+    batch_idx, values = near["batch_idx"], torch.stack([q, q.sin()], 1)
+    spread = spline_spread(x, q, cell, MESH, 6, batch_idx)
+    channels = spline_spread_channels(x, values, cell, MESH, 5, batch_idx)
+    potential, forces = spline_gather_with_force(x, q, spread, cell, 7, batch_idx)
+    return spread, channels, potential, forces, spline_gather_channels(x, channels, cell, 4, batch_idx)
+
+
+SUMS = {"Ewald": ewald, "Ewald in a sphere": bounded, "PME": on_mesh, "parts": parts, "splines": splines}
+EACH = pytest.mark.parametrize("name", SUMS)
+
+
+def on(device, dtype=torch.float64, channels=False):
+    system = TWO.to(dtype).to(torch.device(device))
+    near = {name: value.to(device) for name, value in pairs_of_two().items()} | {"batch_idx": system.batch_idx}
+    q = torch.stack([system.charges, system.charges.cos()], 1) if channels else system.charges
+    return system.positions, q, system.cell, near
+
+
+def results(name, device, dtype=torch.float64, channels=False):
+    """Results, first and second derivatives of a loss of them."""
+    x, q, cell, near = on(device, dtype, channels)
+    leaves = [t.clone().requires_grad_() for t in (x, q, cell)]
+    options = {} if name in ("parts", "splines") else ALL
+    found = SUMS[name](*leaves, near, **options)
+    loss = sum((r / (1.0 + r.detach().abs())).square().sum() for r in found)
+    slopes = torch.autograd.grad(loss, leaves, create_graph=True)
+    curvature = torch.autograd.grad(sum(s.tanh().sum() for s in slopes), leaves)
+    return [r.detach() for r in (*found, *slopes, *curvature)]
+
+
+def assert_equal(found, expected, tolerance):
+    for a, b in zip(found, expected, strict=True):
+        size = b.double().abs().max().clamp(min=1.0)
+        torch.testing.assert_close(a.double() / size, b.double() / size, rtol=0.0, atol=tolerance, check_device=False)
+
+
+@pytest.mark.gpu
+@EACH
+def test_gpu_equals_cpu(name, dtype):
+    """Forward, backward, and backward of that."""
+    found = [r.cpu() for r in results(name, "cuda", dtype)]
+    assert {r.dtype for r in found} == {dtype}
+    # second derivatives in single precision lose digits to sums over a mesh
+    assert_equal(found, results(name, "cpu"), 1e-11 if dtype is torch.float64 else 2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Ewald", "PME"])
+def test_channels_on_a_gpu(name):
+    found = [r.cpu() for r in results(name, "cuda", channels=True)]
+    assert_equal(found, results(name, "cpu", channels=True), 1e-11)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Ewald", "PME"])
+def test_estimates_on_a_gpu_are_accurate(name):
+    """What is left open is chosen for the device, so results differ by the accuracy."""
+    function = {"Ewald": ewald_summation, "PME": particle_mesh_ewald}[name]
+    system = crystal("rocksalt", 5.64, 3, 0.3)
+    exact = ewald_summation(*system[:3], accuracy=1e-10, compute_forces=True)[1]
+    found = function(*system.to(torch.device("cuda"))[:3], accuracy=1e-5, compute_forces=True)[1].cpu()
+    assert (found - exact).norm() / exact.norm() < 3e-5
+
+
+@pytest.mark.gpu
+@EACH
+def test_bits_repeat_on_a_gpu(name, dtype):
+    first = results(name, "cuda", dtype)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(results(name, "cuda", dtype), first, strict=True))
+
+
+def step_on_gpu(name):
+    """A function without arguments that has positions to move, as captured graphs want it."""
+    x, q, cell, near = on("cuda")
+    x = x.requires_grad_()
+
+    def step():
+        found = SUMS[name](x, q, cell, near, **({} if name == "splines" else ALL))
+        return (*torch.autograd.grad(sum(r.square().sum() for r in found), x), *(r.detach() for r in found))
+
+    return x, step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["PME", "Ewald", "splines"])
+def test_nothing_waits_for_the_gpu(name):
+    """With alpha, mesh or bounds of wave vectors, and a list given."""
+    _, step = step_on_gpu(name)
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["PME", "Ewald", "splines"])
+def test_a_side_stream(name):
+    """Work of the stream that is current, in its order."""
+    x, step = step_on_gpu(name)
+    expected = step()
+    side = torch.cuda.Stream()
+    with torch.no_grad():
+        x += 0.3
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        with torch.no_grad():
+            x -= 0.3
+        found = step()
+    torch.cuda.current_stream().wait_stream(side)
+    # positions went there and back
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["PME", "Ewald", "splines"])
+def test_a_captured_graph_replays(name):
+    x, step = step_on_gpu(name)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x += 0.01
+    graph.replay()
+    torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_what_a_gpu_is_not_asked_is_answered_by_nan():
+    """A singular cell, alpha below zero, open axes: not read, so neither an error nor a number."""
+    x, q, cell, near = on("cuda")
+    first = (near["batch_idx"] == 0).cpu()
+    flat = cell.clone()
+    flat[0, 1] = flat[0, 0]
+    energies = particle_mesh_ewald(x, q, flat, 0.7, mesh_dimensions=MESH, **near)
+    assert not energies.cpu()[first].isfinite().any()
+    pbc = torch.tensor([[True, True, False], [True, True, True]], device="cuda")
+    energies = particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, pbc=pbc, **near).cpu()
+    assert energies[first].isnan().all() and energies[~first].isfinite().all()
+
+
+def fourier_problem(derivatives):
+    """Coordinates, plan, moments and field of two systems with 33 and 37 points."""
+    generator = torch.Generator().manual_seed(0)
+    n_atoms = len(TWO.charges)
+    coordinates = 3.0 * torch.randn(n_atoms, 3, generator=generator, dtype=torch.float64)
+    points = torch.randint(0, 6, (70, 3), generator=generator).int()
+    plan = (*sorted_atoms(TWO.batch_idx, 2, n_atoms, torch.device("cpu")), points, torch.tensor([0, 33, 70]).int())
+    moments = torch.randn(n_atoms, 2, (1, 4, 10)[derivatives], generator=generator, dtype=torch.float64)
+    field = torch.randn(2, 70, 4, 2, generator=generator, dtype=torch.float64)
+    return coordinates, plan, moments, field
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("derivatives", [0, 1, 2])
+def test_fourier_sums_on_a_gpu(derivatives):
+    """The ops by themselves."""
+    coordinates, plan, moments, field = fourier_problem(derivatives)
+    for op, values in ((fourier_spread, moments), (fourier_gather, field)):
+        found = op(*(t.cuda() for t in (values, coordinates, *plan)), derivatives)
+        assert_equal([found.cpu()], [op(values, coordinates, *plan, derivatives)], 1e-12)
+
+
+# -- without a GPU --------------------------------------------------------------------------------
+
+KERNELS = {
+    "phase tables": fourier_kernels.phase_tables,
+    "coefficients": fourier_kernels.fourier_coefficients,
+    **{f"Fourier spread {d}": functools.partial(fourier_kernels.fourier_spread, d) for d in (0, 1, 3)},
+    **{f"Fourier gather {d}": functools.partial(fourier_kernels.fourier_gather, d) for d in (0, 1, 3)},
+    **{f"columns {p}": functools.partial(spline_kernels.find_columns, p) for p in (1, 8)},
+    **{f"stencils {p} {d}": functools.partial(spline_kernels.spline_stencils, p, d) for p, d in ((1, 0), (8, 3))},
+    **{
+        f"{name} {p} {d} {precision}": functools.partial(make, p, d, precision)
+        for name, make in (("spread", spline_kernels.spline_spread), ("gather", spline_kernels.spline_gather))
+        for p, d, precision in ((1, 0, "float32"), (5, 1, "float32"), (6, 2, "float64"), (8, 0, "float64"))
+    },
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_compile_for_a_gpu(name, tmp_path):
+    wp.compile_aot_module(KERNELS[name]().module, arch=90, module_dir=tmp_path)
+    assert list(tmp_path.glob("*.cubin"))
+
+
+ONE_LANE = """
+    struct { int x; } threadIdx = {0};
+    const auto __shfl_xor_sync = [](unsigned, double value, int) { return value; };
+    const auto __syncwarp = [] {};
+    const auto half_turns = [](double turns, double *sine, double *cosine) {
+        *sine = wp::sin(3.141592653589793 * turns);
+        *cosine = wp::cos(3.141592653589793 * turns);
+    };
+"""
+
+
+@pytest.fixture
+def gpu_branch(monkeypatch):
+    """Builds a kernel with its GPU branch for the CPU, with warps of one thread."""
+
+    def by_device(cpu, gpu=""):
+        text = gpu.replace("::sincospi", "half_turns")
+        # where lanes stand for points of a stencil, one lane takes them all
+        stencil = re.compile(r"if \(lane < (\d)\) \{(.*?)const int l = lane;", re.DOTALL)
+        return ONE_LANE + stencil.sub(r"for (int l = 0; l < \1; ++l) {\2", text)
+
+    for source in (fourier_kernels, spline_kernels):
+        named = source.kernel_module
+        monkeypatch.setattr(source, "WARP", 1)
+        monkeypatch.setattr(source, "by_device", by_device)
+        monkeypatch.setattr(source, "kernel_module", lambda name, named=named: named(f"gpu_branch_{name}"))
+    return lambda factory, *variant: factory.__wrapped__(*variant)
+
+
+@pytest.mark.parametrize("derivatives", [0, 1, 2])
+def test_the_gpu_branch_of_fourier_sums_computes_the_same(derivatives, request):
+    coordinates, plan, moments, field = fourier_problem(derivatives)
+    expected = [
+        op(v, coordinates, *plan, derivatives) for op, v in ((fourier_spread, moments), (fourier_gather, field))
+    ]
+    gpu_branch = request.getfixturevalue("gpu_branch")  # after all kernels that are kept are built
+    order, atom_begin, points, point_begin = plan
+    spread, gathered = torch.empty_like(field), torch.empty_like(moments)
+    inputs = [moments, coordinates, order, atom_begin, None, None, 0, 0, points, point_begin]
+    launch(gpu_branch(fourier_kernels.fourier_spread, derivatives), len(points), inputs, [spread], lanes=1)
+    inputs = [field, None, coordinates, order, atom_begin, None, None, None, 0, 0, points, point_begin]
+    launch(gpu_branch(fourier_kernels.fourier_gather, derivatives), len(coordinates), inputs, [gathered], lanes=1)
+    assert_equal([spread, gathered], expected, 1e-13)
+
+
+@pytest.mark.parametrize(("order", "derivatives"), [(1, 0), (4, 1), (5, 2), (8, 0)])
+def test_the_gpu_branch_of_splines_computes_the_same(order, derivatives, dtype, request, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    n_atoms = len(TWO.charges)
+    coordinates = 20.0 * torch.randn(n_atoms, 3, generator=generator, dtype=torch.float64)
+    plan = (TWO.batch_idx, 2, *mesh_columns(coordinates, TWO.batch_idx, 2, MESH, order), MESH, order, derivatives)
+    moments = torch.randn(n_atoms, 2, (1, 4, 10)[derivatives], generator=generator, dtype=torch.float64).to(dtype)
+    field = torch.randn(2, 2, *MESH, generator=generator, dtype=torch.float64).to(dtype)
+
+    def both():
+        return mesh_spread(moments, coordinates, *plan), mesh_gather(field, coordinates, *plan)
+
+    expected = both()
+    gpu_branch = request.getfixturevalue("gpu_branch")
+    built, real = [], [str(dtype).removeprefix("torch.")]
+    for name in ("spline_stencils", "spline_spread", "spline_gather"):
+        kernel = gpu_branch(getattr(spline_kernels, name), order, derivatives, *real * (name != "spline_stencils"))
+        monkeypatch.setattr(spline_kernels, name, lambda *_, kernel=kernel, name=name: built.append(name) or kernel)
+    monkeypatch.setattr("nvalchemiops.torch.mesh._rows", len)
+    found = both()
+    assert set(built) == {"spline_stencils", "spline_spread", "spline_gather"}
+    assert_equal(found, expected, 1e-13 if dtype is torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_what_is_compared_on_a_gpu_is_finite_and_repeats_on_a_cpu(name):
+    first = results(name, "cpu")
+    assert all(r.isfinite().all() and r.any() for r in first)
+    assert all(torch.equal(a, b) for a, b in zip(results(name, "cpu"), first, strict=True))
+    # single precision meets the tolerance that a GPU gets for it
+    assert_equal(results(name, "cpu", torch.float32), first, 2e-3)
