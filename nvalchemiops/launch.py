@@ -24,10 +24,7 @@ MINIMUM_CHUNK = 250e-6
 """Seconds of work for each thread, at least: a launch of less than twice this stays whole."""
 
 PIECES = 8
-"""Pieces for each thread that a launch is cut into, at most."""
-
-PIECE = 8.0
-"""Length of such pieces at least, in units of `MINIMUM_CHUNK`: each costs a launch. A shorter launch is cut once."""
+"""Pieces for each thread that a launch is cut into, at most; each is `MINIMUM_CHUNK` of work, at least."""
 
 OFFSET = "offset"
 """Name of the first parameter of a gather-only kernel: the row at which its chunk begins."""
@@ -317,7 +314,7 @@ def launch(
     # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole
     cost = _row_cost.get((kernel, kind), 0.0)
     chunks = rows * cost / MINIMUM_CHUNK
-    each = max(1, min(PIECES, int(chunks / (PIECE * threads))))
+    each = max(1, min(PIECES, int(chunks / threads)))
     count = min(rows, int(chunks), each * threads)
     if count <= 1:
         start = time.perf_counter()

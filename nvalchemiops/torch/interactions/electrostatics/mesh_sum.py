@@ -119,17 +119,21 @@ def mesh_sum(
         )
     else:
         value, slope = prepared.value, prepared.slope if wanted.virial else None
-    value = value.unsqueeze(1)
+    power = None if slope is None else torch.view_as_real(density).square().sum((1, 5)).to(torch.float64)
+    factor = value.unsqueeze(1).to(charges.dtype)
+    # in place where nothing is recorded: fresh memory costs more than the product
+    recorded = density.requires_grad or factor.requires_grad or torch.compiler.is_compiling() or derivative_asked()
+    density = density * factor if recorded else density.mul_(factor)
     # the sum over wave vectors is not divided by their number
-    field = torch.fft.irfftn(density * value.to(charges.dtype), s=mesh, dim=(2, 3, 4), norm="forward")
+    field = torch.fft.irfftn(density, s=mesh, dim=(2, 3, 4), norm="forward")
     gathered = mesh_gather(field, coordinates, *plan, int(wanted.forces))
     parts = at_atoms(gathered, charges, lattice, n, wanted)
-    if slope is None:
+    if slope is None or power is None:
         return parts
 
     *_, doubled, plane_xy, plane_yz, plane_zx = _axes_of(mesh, spline_order, alpha.device)
-    power = torch.view_as_real(density).square().sum((1, 5)).to(torch.float64) * doubled
-    isotropic = 0.5 * (power * value[:, 0]).sum((1, 2, 3))
+    power = power * doubled
+    isotropic = 0.5 * (power * value).sum((1, 2, 3))
     directed = power * slope
     xx, xy, yy = (directed.sum(3).flatten(1) @ plane_xy).unbind(1)
     yz, zz = (directed.sum(1).flatten(1) @ plane_yz).unbind(1)
