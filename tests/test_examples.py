@@ -24,6 +24,18 @@ def test_training_charges_shrinks_the_errors(tmp_path):
     assert all(re.match(r"(melting|training|dynamics):", line) for line in said), finished.stderr
 
 
+def test_accuracy_is_what_was_asked_for(tmp_path):
+    picture = tmp_path / "accuracy.png"
+    command = [sys.executable, EXAMPLES / "03_accuracy_against_cost.py", "--quick", "--output", picture]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert picture.stat().st_size > 20_000
+    rows = re.findall(r"^(Ewald|PME, order \d)\s+(\S+)\s+(\S+)\s+\S+$", finished.stdout, re.MULTILINE)
+    assert len(rows) > 20
+    assert all(float(asked) / 30.0 < float(measured) < 3.0 * float(asked) for _, asked, measured in rows)
+    assert not finished.stderr.strip(), finished.stderr
+
+
 def test_fitting_finds_the_reference(tmp_path):
     picture = tmp_path / "fit.png"
     command = [sys.executable, EXAMPLES / "02_fit_pair_potential.py", "--output", picture]

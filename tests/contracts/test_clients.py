@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nvalchemiops.neighbors import NeighborOverflowError
-from nvalchemiops.torch import neighbors
+from nvalchemiops.torch import neighbors, spline
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.electrostatics import estimate_ewald_parameters, ewald_summation
 from nvalchemiops.torch.neighbors import batch_cell_list, batch_naive_neighbor_list, neighbor_list
@@ -82,12 +82,70 @@ ELECTROSTATICS = {
     "neighbor_shifts=None, neighbor_matrix=None, neighbor_matrix_shifts=None, mask_value=None, batch_idx=None, "
     "compute_forces=False, compute_charge_gradients=False, compute_virial=False, hybrid_forces=False, *, "
     "energy_reduction='atom'",
+    "ewald_reciprocal_space": "positions, charges, cell, k_vectors, alpha, batch_idx=None, compute_forces=False, "
+    "compute_charge_gradients=False, compute_virial=False, hybrid_forces=False, *, "
+    "energy_reduction='atom'",
+    "ewald_summation": "positions, charges, cell, alpha=None, k_vectors=None, k_cutoff=None, batch_idx=None, "
+    "neighbor_list=None, neighbor_ptr=None, neighbor_shifts=None, neighbor_matrix=None, "
+    "neighbor_matrix_shifts=None, mask_value=None, compute_forces=False, compute_charge_gradients=False, "
+    "compute_virial=False, accuracy=1e-06, hybrid_forces=False, pbc=None, slab_correction=False, *, "
+    "miller_bounds=None, miller_indices=None, energy_reduction='atom'",
+    "particle_mesh_ewald": "positions, charges, cell, alpha=None, mesh_spacing=None, mesh_dimensions=None, "
+    "spline_order=5, "
+    "batch_idx=None, k_vectors=None, k_squared=None, neighbor_list=None, neighbor_ptr=None, "
+    "neighbor_shifts=None, neighbor_matrix=None, neighbor_matrix_shifts=None, mask_value=None, "
+    "compute_forces=False, compute_charge_gradients=False, compute_virial=False, accuracy=1e-06, "
+    "hybrid_forces=False, pbc=None, slab_correction=False, *, cell_inv_t=None, volume=None, "
+    "moduli_x=None, moduli_y=None, moduli_z=None, energy_reduction='atom'",
+    "pme_reciprocal_space": "positions, charges, cell, alpha, mesh_dimensions=None, mesh_spacing=None, spline_order=5, "
+    "batch_idx=None, k_vectors=None, k_squared=None, compute_forces=False, "
+    "compute_charge_gradients=False, compute_virial=False, hybrid_forces=False, *, cell_inv_t=None, "
+    "volume=None, moduli_x=None, moduli_y=None, moduli_z=None, energy_reduction='atom'",
+    "compute_slab_correction": "positions, charges, cell, pbc, batch_idx=None, compute_forces=False, "
+    "compute_charge_gradients=False, "
+    "compute_virial=False, *, energy_reduction='atom'",
+    "estimate_ewald_parameters": "positions, cell, batch_idx=None, accuracy=1e-06",
+    "estimate_pme_parameters": "positions, cell, batch_idx=None, accuracy=1e-06, real_space_cutoff=None, "
+    "mesh_safety_factor=1.0, *, "
+    "spline_order=5, fft_padding_fraction=0.25",
+    "estimate_pme_mesh_dimensions": "cell, alpha, accuracy=1e-06, mesh_safety_factor=1.0, *, spline_order=5, "
+    "fft_padding_fraction=0.25",
+    "mesh_spacing_to_dimensions": "cell, mesh_spacing, *, spline_order=5, fft_padding_fraction=0.25",
+    "generate_k_vectors_ewald_summation": "cell, k_cutoff, miller_bounds=None",
+    "generate_ewald_miller_indices": "cell, k_cutoff, miller_bounds=None",
+    "k_vectors_from_miller_indices": "cell, miller_indices",
+    "generate_k_vectors_pme": "cell, mesh_dimensions, reciprocal_cell=None",
+    "generate_k_squared_pme": "cell, mesh_dimensions, reciprocal_cell=None",
+    "compute_bspline_moduli_1d": "miller_indices, mesh_N, spline_order",
+}
+SPLINE = {
+    "bspline_weight": "u, order",
+    "spline_spread": "positions, values, cell, mesh_dims, spline_order=4, batch_idx=None, cell_inv_t=None",
+    "spline_gather": "positions, mesh, cell, spline_order=4, batch_idx=None, cell_inv_t=None",
+    "spline_gather_vec3": "positions, charges, mesh, cell, spline_order=4, batch_idx=None, cell_inv_t=None",
+    "spline_gather_gradient": "positions, charges, mesh, cell, spline_order=4, batch_idx=None, cell_inv_t=None",
+    "spline_gather_with_force": "positions, charges, mesh, cell, spline_order=4, batch_idx=None, cell_inv_t=None",
+    "spline_spread_channels": "positions, values, cell, mesh_dims, spline_order=4, batch_idx=None",
+    "spline_gather_channels": "positions, mesh, cell, spline_order=4, batch_idx=None",
+    "compute_bspline_deconvolution": "mesh_dims, spline_order=4, device=None",
+    "compute_bspline_deconvolution_1d": "n, spline_order=4, device=None",
 }
 
 
 @pytest.mark.parametrize("name", ELECTROSTATICS)
 def test_signatures_of_electrostatics(name):
     check_signature(getattr(electrostatics, name), ELECTROSTATICS[name])
+
+
+@pytest.mark.parametrize("name", SPLINE)
+def test_signatures_of_splines(name):
+    check_signature(getattr(spline, name), SPLINE[name])
+
+
+def test_fields_of_parameters():
+    assert electrostatics.EwaldParameters._fields == ("alpha", "real_space_cutoff", "reciprocal_space_cutoff")
+    fields = ("alpha", "mesh_dimensions", "mesh_spacing", "real_space_cutoff")
+    assert electrostatics.PMEParameters._fields == fields
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

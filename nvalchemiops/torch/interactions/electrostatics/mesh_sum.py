@@ -120,10 +120,12 @@ def mesh_sum(
     else:
         value, slope = prepared.value, prepared.slope if wanted.virial else None
     power = None if slope is None else torch.view_as_real(density).square().sum((1, 5)).to(torch.float64)
-    factor = value.unsqueeze(1).to(charges.dtype)
+    factor = value[:, None, ..., None].to(charges.dtype)
+    parts_of_density = torch.view_as_real(density)  # a product with real numbers, not with complex ones
     # in place where nothing is recorded: fresh memory costs more than the product
     recorded = density.requires_grad or factor.requires_grad or torch.compiler.is_compiling() or derivative_asked()
-    density = density * factor if recorded else density.mul_(factor)
+    product = parts_of_density * factor if recorded else parts_of_density.mul_(factor)
+    density = torch.view_as_complex(product)
     # the sum over wave vectors is not divided by their number
     field = torch.fft.irfftn(density, s=mesh, dim=(2, 3, 4), norm="forward")
     gathered = mesh_gather(field, coordinates, *plan, int(wanted.forces))
