@@ -284,10 +284,10 @@ def test_missing_parameters(missing):
         call(**{name: value for name, value in in_order.items() if name != missing})
 
 
-def test_several_channels_of_charges_are_not_available():
-    for name in ("coulomb_energy", "dsf_coulomb", "ewald_real_space"):
+def test_several_channels_of_charges_are_for_sums_over_all_distances():
+    for name in ("coulomb_energy", "dsf_coulomb"):
         function, in_order = FUNCTIONS[name]
-        with pytest.raises(NotImplementedError, match="charges"):
+        with pytest.raises(ValueError, match="charges"):
             function(**in_order | {"charges": Q[:, None]})
 
 

@@ -9,7 +9,7 @@ from nvalchemiops.torch.interactions.electrostatics.corrections import correctio
 from nvalchemiops.torch.interactions.electrostatics.first_order import summed
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted
-from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part, self_part, tensors_of
+from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, pair_part, self_part, tensors_of
 from nvalchemiops.torch.interactions.electrostatics.reciprocal import reciprocal_sum
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
@@ -32,7 +32,7 @@ from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
 )
 from nvalchemiops.torch.lattice import check_cells
 from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 
 
 def ewald_summation(
@@ -169,7 +169,7 @@ def ewald_summation(
         mask_value,
         fill_name="mask_value",
     )
-    rows = rows_of(given, system.positions, periodic=True, half_list=half_list)
+    rows = given_rows(given, system, half_list)
 
     def best(n_atoms: Any, volume: Any, xp: Any) -> Any:
         return core.ewald_alpha(n_atoms, volume, accuracy, core.COSTS[positions.device.type], xp)

@@ -12,7 +12,7 @@ from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, L
 from nvalchemiops.torch.interactions.electrostatics.mesh_sum import Influence, influence, mesh_sum
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_for, mesh_spacing_to_dimensions, sizes_of
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted
-from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part, self_part, tensors_of
+from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, pair_part, self_part, tensors_of
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
     check_accuracy,
@@ -26,7 +26,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
 from nvalchemiops.torch.lattice import check_cells, check_mesh, check_spline_order, lattice_of
 from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 
 
 class PreparedMesh(NamedTuple):
@@ -216,7 +216,7 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
         mask_value,
         fill_name="mask_value",
     )
-    rows = rows_of(given, system.positions, periodic=True, half_list=half_list)
+    rows = given_rows(given, system, half_list)
 
     def best(n_atoms: Any, volume: Any, xp: Any) -> Any:
         return core.mesh_alpha(n_atoms, volume, accuracy, order, core.COSTS[positions.device.type], xp)

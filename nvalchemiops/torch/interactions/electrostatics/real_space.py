@@ -68,6 +68,14 @@ def pair_part(
     return Parts(energies, forces, slopes if wanted.charge_gradients else None, virial)
 
 
+def given_rows(given: GivenNeighbors, system: ChargedSystem, half_list: bool) -> Rows | None:
+    """The rows of a given list or matrix, or None."""
+    rows = rows_of(given, system.positions, periodic=True, half_list=half_list)
+    if rows is None and half_list:
+        raise ValueError("`half_list` describes a list, but none is given")
+    return rows
+
+
 def tensors_of(rows: Rows) -> tuple[torch.Tensor | None, ...]:
     """The tensors among the attributes of rows."""
     return rows.begin, rows.neighbors, rows.shifts, rows.first
@@ -193,7 +201,9 @@ def ewald_real_space(
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     splitting: Any = alpha
-    if not isinstance(alpha, torch.Tensor):
+    if isinstance(alpha, torch.Tensor):
+        pairs.check_real("alpha", alpha, positions)
+    else:
         splitting = torch.tensor(checks.check_positive("alpha", alpha), dtype=positions.dtype, device=positions.device)
     if hybrid_forces:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
@@ -207,7 +217,7 @@ def ewald_real_space(
         fill_name="mask_value",
     )
     wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
-    rows = rows_of(given, positions, periodic=True, half_list=half_list) or given
+    rows = given_rows(given, system, half_list) or given
     part = pair_part(_pairs_alone, system, splitting, rows, wanted, cutoff=cutoff)
     return together([part], positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
 

@@ -2,7 +2,7 @@
 
 With the structure factors ``S(k) = Σ_j q_j exp(i k.r_j)`` and the transform g of the smooth part of the interaction,
 
-    φ_i = 1/V Σ_k g(k²) Re[S(k) exp(-i k.r_i)],    E = Σ_i q_i φ_i / 2,    W = Σ_k |S|²/2V (g + 2 g' k k^T)
+    φ_i = 1/V Σ_k g(k²) Re[S(k) exp(-i k.r_i)],    E = Σ_i q_i φ_i / 2,    W = Σ_k S S*/2V (g + 2 g' k k^T)
 
 where fractional coordinates, and so S, do not change under strain. Everything between the two Fourier sums, which are
 ops, is torch.
