@@ -208,10 +208,54 @@ def _workers(count: int) -> ThreadPoolExecutor:
         return _pool
 
 
+Task = Callable[[], float]
+"""A share of a launch; several threads run the same task, which deals out pieces."""
+
+
+def _run_in_pool(task: Task, threads: int) -> float:
+    """Run ``task`` in this thread and in others of our own; what it returns here."""
+    waiting: list[Future[float]] = []
+    try:
+        pool = _workers(threads - 1)
+        for _ in range(threads - 1):
+            waiting.append(pool.submit(_work, task))
+        cost = task()
+        waiting = [worker for worker in waiting if not worker.cancel()]  # who has not begun need not
+    finally:
+        _wait_for_all(waiting)
+    for worker in waiting:
+        worker.result()
+    return cost
+
+
+_team: Callable[[Task, int], float] | None = None
+
+
+def set_team(run: Callable[[Task, int], float] | None) -> None:
+    """Let ``run(task, threads)`` run the tasks of the main thread, instead of threads of our own.
+
+    Threads of another library that wait for work in a loop keep cores busy that ours would need: better to ask them.
+    """
+    global _team
+    _team = run
+
+
+def _run(task: Task, threads: int) -> float:
+    if _team is not None and threading.current_thread() is threading.main_thread():
+        return _team(task, threads)
+    return _run_in_pool(task, threads)
+
+
+def enter_as_worker(commands: dict[Any, Any]) -> None:
+    """Make this thread a worker, with launches that it recorded before; for threads that Python forgets in between."""
+    _thread.is_worker = True
+    _thread.commands = commands
+
+
 def _forget_threads() -> None:
     """A forked child has only the thread that forked: no workers, no other recorders, and fresh locks."""
-    global _load_lock, _pool, _pool_size, _pool_lock, _recorders, _recorders_lock
-    _pool, _pool_size = None, 0
+    global _load_lock, _pool, _pool_size, _pool_lock, _recorders, _recorders_lock, _team
+    _pool, _pool_size, _team = None, 0, None
     _load_lock, _pool_lock, _recorders_lock = threading.RLock(), threading.Lock(), threading.Lock()
     mine = active_tape() is not None
     if _recorders and not mine:
@@ -328,17 +372,7 @@ def launch(
     edges = [rows * piece // count for piece in range(count + 1)]
     pieces = iter(range(count))
     task = functools.partial(_launch_pieces, kernel, edges, pieces, grid[1:], arguments, device, block)
-    waiting: list[Future[float]] = []
-    try:
-        pool = _workers(threads - 1)
-        for _ in range(min(threads, count) - 1):
-            waiting.append(pool.submit(_work, task))
-        _row_cost[kernel, kind] = task()
-        waiting = [worker for worker in waiting if not worker.cancel()]  # who has not begun need not
-    finally:
-        _wait_for_all(waiting)
-    for worker in waiting:
-        worker.result()
+    _row_cost[kernel, kind] = _run(task, min(threads, count))
 
 
 def _launch_pieces(

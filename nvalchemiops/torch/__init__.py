@@ -2,6 +2,8 @@
 
 import torch
 
-from nvalchemiops.launch import set_thread_count
+from nvalchemiops.launch import set_team, set_thread_count
+from nvalchemiops.torch.team import torch_team
 
 set_thread_count(torch.get_num_threads)
+set_team(torch_team())

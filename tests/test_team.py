@@ -1,0 +1,73 @@
+"""Pieces of launches on the threads of torch's OpenMP."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+from nvalchemiops import launch as core
+from nvalchemiops.torch.team import torch_team
+
+pytestmark = pytest.mark.skipif(torch_team() is None, reason="torch has loaded no OpenMP of GNU here, or several")
+
+
+def dealt(n_pieces, done, fail_at=None):
+    """A task for several threads, as launches make them: takes pieces until none is left."""
+    pieces = iter(range(n_pieces))
+
+    def task():
+        for piece in pieces:
+            if piece == fail_at:
+                raise RuntimeError(f"piece {piece}")
+            done.append((piece, threading.get_ident()))
+            torch.ones(1000).sum()  # gives others their turn
+        return 0.5
+
+    return task
+
+
+def test_every_piece_is_done_once():
+    team = torch_team()
+    for threads in (1, 2, 3):
+        done = []
+        assert team(dealt(200, done), threads) == 0.5
+        assert sorted(piece for piece, _ in done) == list(range(200))
+        assert len({thread for _, thread in done}) <= threads
+
+
+@pytest.mark.parametrize("fail_at", [0, 17, 199])
+def test_an_error_reaches_the_caller(fail_at):
+    """In whichever thread it happened; and the team goes on working."""
+    team, done = torch_team(), []
+    with pytest.raises(RuntimeError, match=f"piece {fail_at}"):
+        team(dealt(200, done, fail_at), 2)
+    team(dealt(50, done := []), 2)
+    assert len(done) == 50
+
+
+def test_only_the_main_thread_asks_the_team(monkeypatch):
+    """A team belongs to one calling thread; others have a pool."""
+    asked = []
+
+    def team(task, threads):
+        asked.append(threads)
+        return task()
+
+    monkeypatch.setattr(core, "_team", team)
+    done = []
+    core._run(dealt(10, done), 2)
+    assert asked == [2] and len(done) == 10
+    other = threading.Thread(target=lambda: core._run(dealt(10, done), 2))
+    other.start()
+    other.join()
+    assert asked == [2] and len(done) == 20
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_no_team():
+    """Its threads of OpenMP did not come along."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if core._team is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
