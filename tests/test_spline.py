@@ -39,7 +39,9 @@ def draw(*shape, seed=0):
 
 def close(found, expected, tolerance=1e-12):
     for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=0.0, atol=tolerance * max(1.0, float(b.abs().max()) if b.numel() else 0))
+        torch.testing.assert_close(
+            a, b, rtol=0.0, atol=tolerance * max(1.0, float(b.detach().abs().max()) if b.numel() else 0)
+        )
 
 
 def scipy_spline(order, x):

@@ -920,18 +920,18 @@ def test_one_build_for_two_cutoffs(half, order):
 def test_a_large_search_uses_all_threads(threads, monkeypatch):
     """R05: the documented number of threads, torch's, is what a search of 10,000 atoms uses; the list is the same."""
     asked = []
-    workers = core._workers
-    monkeypatch.setattr(core, "_workers", lambda count: (asked.append(count), workers(count))[1])
+    run = core._run
+    monkeypatch.setattr(core, "_run", lambda task, count: (asked.append(count), run(task, count))[1])
     edge = (10_000 / 0.1) ** (1 / 3)
     x, cell = points(10_000, 12) * edge, edge * torch.eye(3, dtype=F64)
-    results, helpers = [], []
+    results, used = [], []
     for count in (1, 2, 3):
         threads(count)
         neighbor_list(x, 5.0, cell)  # how long the first launch of a kernel took decides how the second is split
         asked.clear()
         results.append(neighbor_list(x, 5.0, cell))
-        helpers.append(max(asked, default=0))
-    assert helpers == [0, 1, 2]
+        used.append(max(asked, default=1))
+    assert used == [1, 2, 3]
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
