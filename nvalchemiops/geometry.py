@@ -24,20 +24,6 @@ def separation(x_i: wp.vec3d, x_j: wp.vec3d, shift: wp.vec3i, cell: wp.mat33d):
     return x_j - x_i + lattice_point(shift, cell)
 
 
-@wp.func
-def volume(cell: wp.mat33d):
-    """Volume of the cell, positive in either handedness."""
-    return wp.abs(wp.determinant(cell))
-
-
-@wp.func
-def reciprocal_point(miller: wp.vec3i, cell: wp.mat33d):
-    """Wave vector k with ``k . cell[a] = 2 pi miller[a]``."""
-    two_pi = wp.float64(6.283185307179586)
-    dual = wp.transpose(wp.inverse(cell))
-    return two_pi * lattice_point(miller, dual)
-
-
 def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
     """Dual basis of the periodic lattice vectors, within the space that they span.
 

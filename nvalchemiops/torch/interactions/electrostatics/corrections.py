@@ -1,4 +1,4 @@
-"""What is added to either kind of Ewald sum: the slab correction, and excluded pairs."""
+"""What both kinds of Ewald sum have beside the smooth part: pairs, the slab correction, and excluded pairs."""
 
 from typing import Any
 
@@ -6,22 +6,28 @@ import torch
 
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted
-from nvalchemiops.torch.interactions.electrostatics.real_space import exclusion_part
+from nvalchemiops.torch.interactions.electrostatics.real_space import exclusion_part, pair_part
 from nvalchemiops.torch.interactions.electrostatics.slab import slab_part
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.neighbors.rows import Rows
 
 
-def corrections(
+def all_but_smooth_part(
     potential: LongRangePotential,
     system: ChargedSystem,
     alpha: torch.Tensor,
+    rows: Rows,
     axes: torch.Tensor | None,
     exclusions: Any,
     exclusion_factors: Any,
     wanted: Wanted,
 ) -> list[Parts]:
-    """Parts for open ``axes`` and for pairs that do not interact, as far as there are any."""
-    parts = []
+    """The short-ranged part; parts for open ``axes`` and for pairs that do not interact, as far as there are any.
+
+    Excluded pairs lose their short-ranged part among the pairs, and their smooth part in a part of its own.
+    """
+    excluded = {"exclusions": exclusions, "exclusion_factors": exclusion_factors}
+    parts = [pair_part(potential.short_range, system, alpha, rows, wanted, **excluded)]
     if axes is not None:
         parts.append(slab_part(system, axes, wanted))
     if exclusions is not None:

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
-from nvalchemiops.torch.interactions.electrostatics.corrections import corrections
+from nvalchemiops.torch.interactions.electrostatics.corrections import all_but_smooth_part
 from nvalchemiops.torch.interactions.electrostatics.first_order import summed
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted
-from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, pair_part, self_part, tensors_of
+from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, self_part, tensors_of
 from nvalchemiops.torch.interactions.electrostatics.reciprocal import reciprocal_sum
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
@@ -179,13 +179,11 @@ def ewald_summation(
     waves, splitting = wave_vectors(system, splitting, accuracy, k_vectors, k_cutoff, miller_bounds, miller_indices)
     wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
     slab = axes if slab_correction else None
-    excluded = {"exclusions": exclusions, "exclusion_factors": exclusion_factors}
 
     def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
         return [
-            pair_part(potential.short_range, system, splitting, rows, wanted, **excluded),
+            *all_but_smooth_part(potential, system, splitting, rows, slab, exclusions, exclusion_factors, wanted),
             reciprocal_sum(potential, system, splitting, waves, wanted),
-            *corrections(potential, system, splitting, slab, exclusions, exclusion_factors, wanted),
         ]
 
     others = (*tensors_of(rows), exclusions, exclusion_factors, slab, *waves)

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
-from nvalchemiops.torch.interactions.electrostatics.corrections import corrections
+from nvalchemiops.torch.interactions.electrostatics.corrections import all_but_smooth_part
 from nvalchemiops.torch.interactions.electrostatics.first_order import summed
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.mesh_sum import Influence, influence, mesh_sum
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_for, mesh_spacing_to_dimensions, sizes_of
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted
-from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, pair_part, self_part, tensors_of
+from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, self_part, tensors_of
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
     check_accuracy,
@@ -227,14 +227,12 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
     wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
     slab = axes if slab_correction else None
-    excluded = {"exclusions": exclusions, "exclusion_factors": exclusion_factors}
     kept = None if prepared is None else prepared.influence
 
     def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
         return [
-            pair_part(potential.short_range, system, splitting, rows, wanted, **excluded),
+            *all_but_smooth_part(potential, system, splitting, rows, slab, exclusions, exclusion_factors, wanted),
             mesh_sum(potential, system, splitting, mesh, order, wanted, kept),
-            *corrections(potential, system, splitting, slab, exclusions, exclusion_factors, wanted),
         ]
 
     others = (*tensors_of(rows), exclusions, exclusion_factors, slab, *(kept or ()))
