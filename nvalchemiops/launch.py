@@ -8,6 +8,7 @@ import ctypes
 import functools
 import operator
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -306,7 +307,7 @@ def launch(
     dim : int or sequence of int
         Number of rows, or launch grid.
     inputs, outputs : sequence
-        Arguments in the kernel's order: Warp arrays, array descriptors or plain values.
+        Arguments in the kernel's order: Warp arrays, array descriptors as bytes (`descriptor_type`) or plain values.
     device : wp.Device or str
     stream : wp.Stream, optional
         Stream to launch on; the device's current one by default.
@@ -327,16 +328,17 @@ def launch(
     if lanes:
         grid = (*grid, 1 if device.is_cpu else lanes)
     arguments = [*inputs, *outputs]
-    if active_tape() is not None and (not record_tape or is_gather_only(kernel)):
+    gathers = is_gather_only(kernel)
+    if (gathers or not record_tape) and active_tape() is not None:
         _refuse_tracked(kernel, arguments)
-    if not is_gather_only(kernel):
+    if not gathers:
         if record_tape or kernel.is_generic:
             first = (kernel, device.alias) not in _loaded
             with loading() if first else nullcontext():
                 wp.launch(
                     kernel,
                     grid,
-                    inputs=arguments,
+                    inputs=_unpacked(arguments),
                     device=device,
                     stream=stream,
                     record_tape=record_tape,
@@ -413,8 +415,8 @@ def launch_adjoint(
     wp.launch(
         kernel,
         dim,
-        inputs=inputs,
-        adj_inputs=adjoints,
+        inputs=_unpacked(inputs),
+        adj_inputs=_unpacked(adjoints),
         device=device,
         stream=stream,
         adjoint=True,
@@ -470,7 +472,8 @@ def _launch_recorded(
     if 0 in grid:
         return
     if kernel.is_generic:
-        wp.launch(kernel, grid, inputs=arguments, device=device, stream=stream, record_tape=False, block_dim=block)
+        inputs = _unpacked(arguments)
+        wp.launch(kernel, grid, inputs=inputs, device=device, stream=stream, record_tape=False, block_dim=block)
         return
     commands = _thread.__dict__.setdefault("commands", {})
     key = (kernel, device.alias, block)
@@ -488,47 +491,77 @@ class _Command:
     ) -> None:
         self.kernel = kernel
         self.grid: tuple[int, ...] = ()
+        inputs = _unpacked(arguments)
         with nullcontext() if getattr(_thread, "is_worker", False) else loading():
             self.recorded = wp.launch(
-                kernel, grid, inputs=arguments, device=device, record_tape=False, record_cmd=True, block_dim=block
+                kernel, grid, inputs=inputs, device=device, record_tape=False, record_cmd=True, block_dim=block
             )
         self.recorded.fwd_args = None  # or it would keep the arrays of each launch alive until the next one
         self.is_cpu = device.is_cpu
-        descriptor = descriptor_type()
-        kinds: dict[Any, type] = {wp.int32: int, wp.float64: float, wp.float32: float}
-        self.parameters: list[tuple[str, Any]] = [
-            (a.label, descriptor if hasattr(a.type, "dtype") else kinds.get(a.type)) for a in kernel.adj.args
-        ]
+        self.names, self.types = [a.label for a in kernel.adj.args], [a.type for a in kernel.adj.args]
         # what a kernel on the CPU is called with: one structure of all arguments, which Warp would build each time
-        fields = [(a.label, type(value)) for a, value in zip(kernel.adj.args, self.recorded.params[1:])]
+        fields = [(name, type(value)) for name, value in zip(self.names, self.recorded.params[1:])]
         self.structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})()
+        self.pack = _packer(type(self.structure), self.types)
 
     def launch(self, grid: tuple[int, ...], arguments: list[Any], stream: wp.Stream | None) -> None:
-        recorded, parameters = self.recorded, self.parameters
-        if len(arguments) != len(parameters):
-            raise TypeError(f"kernel '{self.kernel.key}' takes {len(parameters)} arguments, got {len(arguments)}")
+        recorded = self.recorded
+        if len(arguments) != len(self.names):
+            raise TypeError(f"kernel '{self.kernel.key}' takes {len(self.names)} arguments, got {len(arguments)}")
         if self.grid != grid:
             recorded.set_dim(grid)
             self.grid = grid
-        for index, (value, (name, direct)) in enumerate(zip(arguments, parameters)):
-            if type(value) is not direct:
-                recorded.set_param_at_index(index, value)
-                if self.is_cpu:
-                    setattr(self.structure, name, recorded.params[index + 1])
-                continue
-            if direct is int and not -(2**31) <= value < 2**31:
-                raise ValueError(f"kernel '{self.kernel.key}': `{name}` = {value} does not fit into 32 bits")
-            if self.is_cpu:
-                setattr(self.structure, name, value)
-            else:
-                recorded.set_param_at_index_from_ctype(index, value)
-        if self.is_cpu:
-            recorded.hooks.forward(ctypes.byref(recorded.params[0]), ctypes.byref(self.structure))
-        else:
+        if not self.is_cpu:
+            for index, value in enumerate(arguments):
+                self._set(index, value)
             recorded.launch(stream)
+            return
+        try:
+            self.pack(self.structure, 0, *arguments)
+        except (struct.error, OverflowError):
+            for index, value in enumerate(arguments):
+                self._set(index, value)
+                setattr(self.structure, self.names[index], recorded.params[index + 1])
+        recorded.hooks.forward(ctypes.byref(recorded.params[0]), ctypes.byref(self.structure))
+
+    def _set(self, index: int, value: Any) -> None:
+        """Replace an argument by whatever Warp takes for it."""
+        if type(value) is bytes:
+            self.recorded.set_param_at_index_from_ctype(index, descriptor_type().from_buffer_copy(value))
+            return
+        if type(value) is int and self.types[index] is wp.int32 and not -(2**31) <= value < 2**31:
+            raise ValueError(f"kernel '{self.kernel.key}': `{self.names[index]}` = {value} does not fit into 32 bits")
+        self.recorded.set_param_at_index(index, value)
+
+
+_FORMATS: dict[Any, str] = {wp.int32: "i", wp.float32: "f", wp.float64: "d"}
+
+
+def _packer(structure: Any, types: Sequence[Any]) -> Callable[..., None]:
+    """Write arguments into a structure all at once: numbers, and bytes for arrays; ``struct.error`` for anything else.
+
+    There is also an error, always, if a parameter is of another type.
+    """
+    layout, at = "=", 0
+    for (name, kind), declared in zip(structure._fields_, types):
+        field = getattr(structure, name)
+        form = f"{field.size}s" if issubclass(kind, descriptor_type()) else _FORMATS.get(declared)
+        if form is None:
+            return _refuse_to_pack
+        layout, at = f"{layout}{field.offset - at}x{form}", field.offset + field.size
+    return struct.Struct(layout).pack_into
+
+
+def _refuse_to_pack(*arguments: Any) -> None:
+    raise struct.error("a parameter is no array and no number that is packed")
+
+
+def _unpacked(arguments: Sequence[Any]) -> list[Any]:
+    """Arguments as Warp takes them."""
+    return [descriptor_type().from_buffer_copy(a) if type(a) is bytes else a for a in arguments]
 
 
 @functools.cache
-def descriptor_type() -> type:
+def descriptor_type() -> Any:
     """Warp's array descriptor (address, shape, strides), which it names only through its instances."""
     return type(wp.empty(1, dtype=wp.int32, device="cpu").__ctype__())

@@ -69,13 +69,14 @@ def check_cells(cell: torch.Tensor) -> None:
     """Raise for a singular cell, if its values can be looked at."""
     if checks.unread(cell):
         return
-    lattice = checks.on_host(cell.detach()).astype(np.float64)
-    _check_cells(lattice.tobytes(), lattice.shape[0])
+    lattice = checks.on_host(cell.detach())
+    _check_cells(lattice.tobytes(), lattice.dtype, lattice.shape[0])
 
 
 @functools.lru_cache(maxsize=64)
-def _check_cells(cell: bytes, n_systems: int) -> None:
-    dual_vectors(np.frombuffer(cell).reshape(n_systems, 3, 3), np.ones((n_systems, 3), dtype=bool))
+def _check_cells(cell: bytes, dtype: np.dtype, n_systems: int) -> None:
+    lattice = np.frombuffer(cell, dtype).astype(np.float64).reshape(n_systems, 3, 3)
+    dual_vectors(lattice, np.ones((n_systems, 3), dtype=bool))
 
 
 def mesh_frequencies(n: int, half: bool, device: torch.device) -> torch.Tensor:

@@ -96,16 +96,15 @@ def launch_adjoint(
 def describe(
     kernel: wp.Kernel, arguments: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None = None
 ) -> tuple[torch.device, list[Any]]:
-    """Array descriptors for tensors (and None), other arguments as they are; and the device of the tensors."""
+    """The device of the tensors; and their descriptors, as bytes, for tensors and None, other arguments as they are."""
     parameters = _parameters(kernel)
     if len(arguments) != len(parameters):
         raise TypeError(f"kernel '{kernel.key}' takes {len(parameters)} arguments, got {len(arguments)}")
     device = None
     descriptors: list[Any] = []
     # inlined as far as it goes: a launch of a small kernel is nearly all of this loop
-    describe_tensor = core.descriptor_type().from_buffer_copy  # type: ignore[attr-defined]
     for position, (value, expected) in enumerate(zip(arguments, parameters)):
-        if not isinstance(value, torch.Tensor):
+        if type(value) in _PLAIN or not isinstance(value, torch.Tensor):
             descriptors.append(expected.absent if value is None and expected.absent is not None else value)
             continue
         if device != value.device:
@@ -120,7 +119,7 @@ def describe(
             layout = _layout(value, kernel, expected)
         gradient = None if gradients is None else gradients[position]
         addresses = _pack_addresses(value.data_ptr(), 0 if gradient is None else gradient.data_ptr())
-        descriptors.append(describe_tensor(addresses + layout))
+        descriptors.append(addresses + layout)
     if device is None:
         raise TypeError(f"kernel '{kernel.key}' got no tensor, so its device is unknown")
     return device, descriptors
@@ -149,7 +148,7 @@ def _parameters(kernel: wp.Kernel) -> tuple[_Expected, ...]:
             expected.append(_Expected(argument.label, element, None, (), 0, {}, None))
         else:
             dtype = TORCH_DTYPES[scalar_type(element)]
-            absent = core.descriptor_type()(0, 0, kind.ndim, (0,) * kind.ndim, (0,) * kind.ndim)
+            absent = bytes(core.descriptor_type()(0, 0, kind.ndim, (0,) * kind.ndim, (0,) * kind.ndim))
             expected.append(_Expected(argument.label, element, dtype, inner_shape(element), kind.ndim, {}, absent))
     return tuple(expected)
 
@@ -169,6 +168,8 @@ def _unusual(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> An
 
 KEPT_LAYOUTS = 64
 """Layouts that are kept for each parameter of a kernel: most launches see the same few again and again."""
+
+_PLAIN = {type(None), int, float}
 
 _pack_addresses = struct.Struct("QQ").pack
 

@@ -33,6 +33,8 @@ def unread(tensor: Any) -> bool:
 
 def on_host(tensor: torch.Tensor) -> np.ndarray:
     """The values of a tensor as a numpy array, also under ``torch.func.grad`` and its like."""
+    if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
+        return tensor.detach().numpy()
     values = plain(tensor.cpu())
     with torch._C._DisableFuncTorch():
         return values.numpy()

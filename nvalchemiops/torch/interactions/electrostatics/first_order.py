@@ -16,7 +16,8 @@ import torch
 from nvalchemiops.torch.autograd.functorch import derivative_asked
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, together
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.segments import spread_systems, system_sums
+from nvalchemiops.torch.lattice import lattice_of
+from nvalchemiops.torch.segments import totals
 
 Evaluate = Callable[[ChargedSystem, Wanted], Sequence[Parts]]
 
@@ -171,16 +172,17 @@ def _products(
 ) -> tuple[torch.Tensor | None, ...]:
     """Gradients by positions, charges and cell."""
     by_positions, by_charges, by_cell = needed
-    of_atom = spread_systems(weights.to(positions.dtype), batch_idx, positions.shape[0]).unsqueeze(1)
+    weights_here = weights.to(positions.dtype)
+    of_atom = weights_here if batch_idx is None else weights_here.index_select(0, batch_idx).unsqueeze(1)
     results: list[torch.Tensor | None] = [None] * 3
     if by_positions:
-        results[0] = -(slopes["forces"] * of_atom)
+        results[0] = slopes["forces"] * -of_atom
     if by_charges:
         results[1] = slopes["charge_gradients"] * of_atom
     if by_cell:
         # the virial is Σ x_i F_i^T - h^T dE/dh
         dyads = positions.to(torch.float64).unsqueeze(-1) * slopes["forces"].to(torch.float64).unsqueeze(-2)
-        strain = system_sums(dyads, batch_idx, cell.shape[0]) - slopes["virial"].to(torch.float64)
-        gradient = torch.linalg.inv_ex(cell.to(torch.float64)).inverse.mT @ strain
-        results[2] = (gradient * weights[:, None, None]).to(cell.dtype)
+        sums = totals(dyads, batch_idx, cell.shape[0])
+        inverse = lattice_of(cell.detach(), None, 0).inverse
+        results[2] = (inverse.mT @ (sums - slopes["virial"]) * weights[:, None, None]).to(cell.dtype)
     return tuple(results)

@@ -22,6 +22,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.lattice import Lattice, lattice_of, mesh_frequencies
 from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
 from nvalchemiops.torch.recent import recent
+from nvalchemiops.torch.segments import totals
 
 
 def _axes_of(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -41,8 +42,9 @@ def _axes(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.
     """Functions of one or two frequencies of the half mesh, in float64.
 
     Products x x, 2 x y, y y, 2 y z, z z, 2 z x, of which k² is made, and ``1 / b²`` for x and y, and for z, shaped to
-    broadcast to the half mesh; how often a plane counts in a sum over the whole mesh; and as matrices the products
-    (x x, x y, y y) by x and y, (y z, z z) by y and z, and z x by x and z.
+    broadcast to the half mesh; how often a plane counts in a sum over the whole mesh; and two matrices that turn values
+    on the mesh into sums of them with ``n n^T``, n the three frequencies: powers of z by z, for real and imaginary
+    parts alike, and the nine products by x, y and power of z. Last the numbers of points, and an identity matrix.
     """
     axes, deconvolution = [], []
     for axis, n in enumerate(mesh):
@@ -53,16 +55,23 @@ def _axes(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.
     products = (x * x, 2.0 * x * y, y * y, 2.0 * y * z, z * z, 2.0 * z * x)
     # planes that are their own mirror images
     doubled = torch.where((z == 0) | (2 * z == mesh[2]), 1.0, 2.0).to(torch.float64)
-    ones_x, ones_y = torch.ones_like(x), torch.ones_like(y)
-    plane_xy = torch.stack([(x * x * ones_y).flatten(), (x * y).flatten(), (ones_x * y * y).flatten()], 1)
-    plane_yz = torch.stack([(y * z).flatten(), (ones_y * z * z).flatten()], 1)
-    plane_zx = (x * z).flatten().unsqueeze(1)
+    powers_of_z = torch.stack([torch.ones_like(z), z, z * z], -1).reshape(-1, 3).repeat_interleave(2, 0)
+    dyads = torch.zeros((mesh[0], mesh[1], 3, 3, 3), dtype=torch.float64, device=device)
+    x, y = x[..., 0], y[..., 0]
+    for power, a, b, product in ((0, 0, 0, x * x), (0, 0, 1, x * y), (0, 1, 1, y * y), (1, 0, 2, x), (1, 1, 2, y)):
+        dyads[:, :, power, a, b] = dyads[:, :, power, b, a] = product
+    dyads[:, :, 2, 2, 2] = 1.0
     deconvolved = (deconvolution[0] * deconvolution[1], deconvolution[2])
-    return (*products, *deconvolved, doubled, plane_xy, plane_yz, plane_zx)
+    sizes = torch.tensor([float(n) for n in mesh], dtype=torch.float64, device=device)
+    identity = torch.eye(3, dtype=torch.float64, device=device)
+    return (*products, *deconvolved, doubled, powers_of_z, dyads.reshape(-1, 9), sizes, identity)
 
 
 class Influence(NamedTuple):
-    """``g(k²) / V`` with deconvolution (n_systems, n_x, n_y, n_z // 2 + 1), and the same of g' if it is there."""
+    """``g(k²) / V`` with deconvolution (n_systems, n_x, n_y, n_z // 2 + 1).
+
+    And, if it is there, the same of g', times how often a plane counts in a sum over the whole mesh.
+    """
 
     value: torch.Tensor
     slope: torch.Tensor | None
@@ -77,7 +86,7 @@ def influence(
     with_slope: bool,
 ) -> Influence:
     """The influence function of the mesh."""
-    xx, xy, yy, yz, zz, zx, b_xy, b_z, *_ = _axes_of(mesh, order, alpha.device)
+    xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, order, alpha.device)
     m = lattice.metric.reshape(-1, 9, 1, 1, 1).unbind(1)
     # k² as a sum of functions of two indices
     k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz) + torch.addcmul(m[8] * zz, m[2], zx)
@@ -89,7 +98,7 @@ def influence(
     value = torch.where(origin, of_system[1] / of_system[2], value)
     if not with_slope:
         return Influence(value, None)
-    slope = potential.slope_of(k2, of_system[0]) * b_xy * b_z
+    slope = potential.slope_of(k2, of_system[0]) * b_xy * (b_z * doubled)
     return Influence(value, torch.where(origin, 0.0, slope))
 
 
@@ -104,9 +113,10 @@ def mesh_sum(
 ) -> Parts:
     """The smooth part with alpha (n_systems,), on a mesh of the dtype of the charges."""
     positions, charges, batch_idx, n_systems = system.positions, system.charges, system.batch_idx, system.n_systems
+    *_, powers_of_z, dyads, n, identity = _axes_of(mesh, spline_order, positions.device)
     lattice = lattice_of(system.cell, batch_idx, system.n_atoms)
-    n = torch.tensor([float(size) for size in mesh], dtype=torch.float64, device=positions.device)
-    coordinates = lattice.fractional(positions) * n
+    in_spacings = lattice._replace(frame=lattice.frame * n)
+    coordinates = in_spacings.fractional(positions)
     order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, mesh, spline_order)
     plan = (batch_idx, n_systems, order, column_begin, mesh, spline_order)
     density = torch.fft.rfftn(mesh_spread(charges.unsqueeze(-1), coordinates, *plan, 0), dim=(2, 3, 4))
@@ -119,9 +129,9 @@ def mesh_sum(
         )
     else:
         value, slope = prepared.value, prepared.slope if wanted.virial else None
-    power = None if slope is None else torch.view_as_real(density).square().sum((1, 5)).to(torch.float64)
-    factor = value[:, None, ..., None].to(charges.dtype)
     parts_of_density = torch.view_as_real(density)  # a product with real numbers, not with complex ones
+    power = None if slope is None else parts_of_density.to(torch.float64).square() * slope[:, None, ..., None]
+    factor = value[:, None, ..., None].to(charges.dtype)
     # in place where nothing is recorded: fresh memory costs more than the product
     recorded = density.requires_grad or factor.requires_grad or torch.compiler.is_compiling() or derivative_asked()
     product = parts_of_density * factor if recorded else parts_of_density.mul_(factor)
@@ -129,17 +139,9 @@ def mesh_sum(
     # the sum over wave vectors is not divided by their number
     field = torch.fft.irfftn(density, s=mesh, dim=(2, 3, 4), norm="forward")
     gathered = mesh_gather(field, coordinates, *plan, int(wanted.forces))
-    parts = at_atoms(gathered, charges, lattice, n, wanted)
-    if slope is None or power is None:
+    parts = at_atoms(gathered, charges, in_spacings, wanted)
+    if power is None:
         return parts
-
-    *_, doubled, plane_xy, plane_yz, plane_zx = _axes_of(mesh, spline_order, alpha.device)
-    power = power * doubled
-    isotropic = 0.5 * (power * value).sum((1, 2, 3))
-    directed = power * slope
-    xx, xy, yy = (directed.sum(3).flatten(1) @ plane_xy).unbind(1)
-    yz, zz = (directed.sum(1).flatten(1) @ plane_yz).unbind(1)
-    (zx,) = (directed.sum(2).flatten(1) @ plane_zx).unbind(1)
-    sums = torch.stack([xx, xy, zx, xy, yy, yz, zx, yz, zz], -1).reshape(-1, 3, 3)
-    identity = torch.eye(3, dtype=torch.float64, device=positions.device)
-    return parts._replace(virial=lattice.dyadic(sums) + isotropic[:, None, None] * identity)
+    sums = (power.flatten(4) @ powers_of_z).sum(1).flatten(1) @ dyads
+    energy = totals(parts.energies.to(torch.float64).sum(1), batch_idx, n_systems)
+    return parts._replace(virial=lattice.dyadic(sums.view(-1, 3, 3)) + energy[:, None, None] * identity)

@@ -1,7 +1,7 @@
 """What the parts of an Ewald sum have in common: results by atom and system, and how they are put together."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,18 +33,18 @@ class Parts(NamedTuple):
     virial: torch.Tensor | None = None
 
 
-def at_atoms(gathered: torch.Tensor, charges: torch.Tensor, lattice: Lattice, scale: Any, wanted: Wanted) -> Parts:
+def at_atoms(gathered: torch.Tensor, charges: torch.Tensor, lattice: Lattice, wanted: Wanted) -> Parts:
     """Results for charges (n_atoms, n_channels) in a potential that is linear in them, but for the virial.
 
-    ``gathered`` (n_atoms, n_channels, 1 or 4) holds the potential and its derivatives by fractional coordinates, times
-    ``scale`` (3,) if coordinates are counted in mesh spacings.
+    ``gathered`` (n_atoms, n_channels, 1 or 4) holds the potential and its derivatives by the coordinates that the frame
+    of the lattice makes.
     """
     potential = gathered[..., 0]
     energies = 0.5 * charges * potential
     forces = None
     if wanted.forces:
-        slopes = (charges.unsqueeze(-1) * gathered[..., 1:4]).sum(1)
-        forces = -lattice.cartesian(slopes if scale is None else slopes * scale)
+        slopes = charges.unsqueeze(-1) * gathered[..., 1:4]
+        forces = -lattice.cartesian(slopes.sum(1) if charges.shape[1] > 1 else slopes.squeeze(1))
     return Parts(energies, forces, potential if wanted.charge_gradients else None)
 
 

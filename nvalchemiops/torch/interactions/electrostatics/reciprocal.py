@@ -8,6 +8,7 @@ where fractional coordinates, and so S, do not change under strain. Everything b
 ops, is torch.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors
 from nvalchemiops.torch.lattice import Lattice, lattice_of
 from nvalchemiops.torch.recent import recent
-from nvalchemiops.torch.segments import spread_systems, system_sums
+from nvalchemiops.torch.segments import spread_systems, totals
 
 
 def sorted_atoms(
@@ -34,44 +35,42 @@ def sorted_atoms(
 
 
 class Factors(NamedTuple):
-    """Factors of |S|² in twice the energy and of dyads in the virial, and the products of Miller indices.
+    """Factors of |S|² in twice the energy and in the virial.
 
     Attributes
     ----------
     value : (n_points, 4) tensor
         ``g(k²) / V``, times how often the wave vector counts.
-    slope : (n_points, 4) tensor or None
-        The same of g'.
-    products : (n_points, 4, 3, 3) tensor
-        ``n n^T``.
+    dyads : (n_points, 4, 9) tensor or None
+        The same of ``g' k k^T + g / 2``.
     """
 
     value: torch.Tensor
-    slope: torch.Tensor | None
-    products: torch.Tensor
+    dyads: torch.Tensor | None
 
 
 def factors(
-    potential: LongRangePotential, lattice: Lattice, alpha: torch.Tensor, waves: WaveVectors, with_slope: bool
+    potential: LongRangePotential, lattice: Lattice, alpha: torch.Tensor, waves: WaveVectors, with_dyads: bool
 ) -> Factors:
     """Factors for all wave vectors."""
     points, n_points, device = waves.points, waves.points.shape[0], alpha.device
     at_point = None if alpha.shape[0] == 1 else waves.point_system
     signs = torch.tensor([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]], dtype=torch.float64, device=device)
-    miller = points.unsqueeze(1) * signs
-    products = miller.unsqueeze(-1) * miller.unsqueeze(-2)
     of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], -1)
     of_point = spread_systems(of_system, at_point, n_points).unsqueeze(-1)
-    metric = spread_systems(lattice.metric, at_point, n_points)
-    k2 = (products * metric.unsqueeze(1)).sum((-2, -1))
+    inverse = spread_systems((2.0 * math.pi) * lattice.inverse, at_point, n_points)
+    k = (points.unsqueeze(1) * signs) @ inverse.mT
+    k2 = k.square().sum(-1)
     origin = (points == 0).all(1).unsqueeze(1)
     k2 = torch.where(origin, 1.0, k2)
     share = waves.weights / of_point[:, 2]
     value = share * torch.where(origin, of_point[:, 1], potential.reciprocal(k2, of_point[:, 0]))
-    if not with_slope:
-        return Factors(value, None, products)
-    slope = torch.where(origin, 0.0, potential.slope_of(k2, of_point[:, 0]))
-    return Factors(value, share * slope, products)
+    if not with_dyads:
+        return Factors(value, None)
+    slope = share * torch.where(origin, 0.0, potential.slope_of(k2, of_point[:, 0]))
+    identity = torch.eye(3, dtype=torch.float64, device=device)
+    dyads = (slope.unsqueeze(-1) * k).unsqueeze(-1) * k.unsqueeze(-2) + 0.5 * value[..., None, None] * identity
+    return Factors(value, dyads.flatten(2))
 
 
 def reciprocal_sum(
@@ -88,21 +87,17 @@ def reciprocal_sum(
     coordinates = lattice.fractional(system.positions)
     plan = (*sorted_atoms(batch_idx, n_systems, n_atoms, alpha.device), waves.points, waves.point_begin)
     structure = fourier_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
-    value, slope, products = recent(
+    value, dyads = recent(
         "factors",
         (system.cell, alpha, waves.points, waves.weights),
         (potential, wanted.virial),
         lambda: factors(potential, lattice, alpha, waves, wanted.virial),
     )
     gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, int(wanted.forces))
-    parts = at_atoms(gathered, charges, lattice, None, wanted)
-    if slope is None:
+    parts = at_atoms(gathered, charges, lattice, wanted)
+    if dyads is None:
         return parts
     power = structure.square().sum((0, 3))
-    isotropic = 0.5 * (value * power).sum(1)
-    sums = (products * (slope * power)[..., None, None]).sum(1)
     at_point = None if n_systems == 1 else waves.point_system
-    sums = system_sums(torch.cat([sums.flatten(1), isotropic.unsqueeze(1)], 1), at_point, n_systems)
-    identity = torch.eye(3, dtype=torch.float64, device=alpha.device)
-    virial = lattice.dyadic(sums[:, :9].reshape(-1, 3, 3)) + sums[:, 9, None, None] * identity
-    return parts._replace(virial=virial)
+    virial = totals((power.unsqueeze(-1) * dyads).sum(1), at_point, n_systems)
+    return parts._replace(virial=virial.view(-1, 3, 3))

@@ -259,6 +259,6 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
         raise ValueError(f"`{name}` must be a number or have shape ({n_systems},), got {tuple(tensor.shape)}")
     if not checks.unread(tensor):
         numbers = checks.on_host(tensor.detach())
-        if not (np.isfinite(numbers) & (numbers > 0)).all():
+        if numbers.size and not 0.0 < numbers.min() <= numbers.max() < np.inf:
             raise ValueError(f"`{name}` must be positive and finite")
     return tensor.to(torch.float64).expand(n_systems)
