@@ -21,7 +21,7 @@ take turns; figures are medians.
   (|n_x|, |n_y|, |n_z|) at the speed of a matrix product. No floor is known for the pairs: the time of our op for them
   stands beside (*pairs*), measured alone.
 
-Run: ``python benchmarks/electrostatics.py [--quick] [--csv FILE] [--parameters FILE]``.
+Run: ``python benchmarks/electrostatics.py [--quick] [--csv FILE] [--parameters FILE] [--plot FILE]``.
 """
 
 import argparse
@@ -48,6 +48,7 @@ from common import Peer, seconds
 THREADS, SPACING, ERROR = 2, 2.82, 1e-5
 REAL_SHARE = 0.7  # of the error, for the pairs
 PATIENCE, BUDGET = 4.0, 12.0  # seconds: longer calls are timed once; of one row of the table
+PLOTTED = ("512", "4096", "32768", "262144", "1000000")
 CRYSTALS = 64
 CUTOFFS = [5.0, 5.6, 6.3, 7.1, 8.0, 9.0, 10.0, 11.2, 12.5, 14.0, 16.0, 18.0, 20.0, 22.4]
 MESHES = [6, 8, 9, 10, 12, 15, 16, 18, 20, 24, 25, 27, 30, 32, 36, 40, 45, 48, 50, 54, 60, 64, 72, 75, 80, 90, 96, 100]
@@ -826,6 +827,27 @@ def charge_gradients(bench: Bench) -> None:
         print(f"{method:>11s}   {ratio:.2f}")
 
 
+def plot(bench: Bench, path: str) -> None:
+    """What energies and forces cost by the number of atoms."""
+    import matplotlib.pyplot as plt
+
+    _, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    for name, label, style in (
+        ("ours", "particle_mesh_ewald", "o-"),
+        ("0.5.0", "nvalchemi-toolkit-ops 0.5.0", "D-"),
+        ("torch-pme", "torch-pme", "s-"),
+        ("floor: transforms", "floor: two Fourier transforms of our mesh", "k:"),
+    ):
+        taken = {int(n): bench.taken("pme forces", n, name) for n in PLOTTED}
+        points = [(n, 1e3 * t) for n, t in taken.items() if not math.isnan(t)]
+        if points:
+            axes.loglog(*zip(*points), style, label=label)
+    axes.set(xlabel="atoms", ylabel="milliseconds", title=f"PME energy and forces, error {ERROR:g}, {THREADS} threads")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="no large systems, coarser search, few rounds")
@@ -833,6 +855,7 @@ def main() -> None:
     parser.add_argument("--torch-pme", metavar="PYTHON", default=os.environ.get("NVALCHEMIOPS_TORCH_PME_PYTHON", ""))
     parser.add_argument("--parameters", metavar="FILE", default="", help="JSON: read if there, written to")
     parser.add_argument("--csv", metavar="FILE")
+    parser.add_argument("--plot", metavar="FILE", help="not with --quick")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="", help=argparse.SUPPRESS)  # with --serve: which library
     options = parser.parse_args()
@@ -865,10 +888,13 @@ def main() -> None:
             bench.measure(method, "charge gradients", "4096", "ours")
         charge_gradients(bench)
         if not quick:
+            bench.measure("pme", "forces", "512", "ours", "0.5.0", "torch-pme", floor=True)
             bench.measure("pme", "forces", "32768", "ours", "0.5.0", "torch-pme", floor=True)
-            bench.measure("pme", "forces", "262144", "ours", floor=True)
+            bench.measure("pme", "forces", "262144", "ours", "0.5.0", floor=True)
             bench.measure("pme", "forces", "1000000", "ours", floor=True)
             growth(bench, ["4096", "32768", "262144", "1000000"])
+            if options.plot:
+                plot(bench, options.plot)
     bench.rows += compare_with_broadcast((54, 250, 2_000) if quick else (54, 250, 2_000, 6_750))
     if options.csv:
         with open(options.csv, "w", newline="") as file:

@@ -68,7 +68,7 @@ def _axes(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.
 
 
 class Influence(NamedTuple):
-    """``g(k²) / V`` with deconvolution (n_systems, n_x, n_y, n_z // 2 + 1).
+    """``g(k²) / V`` with deconvolution (n_systems, 1, n_x, n_y, n_z // 2 + 1, 1).
 
     And, if it is there, the same of g', times how often a plane counts in a sum over the whole mesh.
     """
@@ -95,11 +95,11 @@ def influence(
     k2 = torch.where(origin, 1.0, k2)
     b_xy = b_xy / of_system[2]
     value = potential.reciprocal(k2, of_system[0]) * b_xy * b_z
-    value = torch.where(origin, of_system[1] / of_system[2], value)
+    value = torch.where(origin, of_system[1] / of_system[2], value)[:, None, ..., None]
     if not with_slope:
         return Influence(value, None)
     slope = potential.slope_of(k2, of_system[0]) * b_xy * (b_z * doubled)
-    return Influence(value, torch.where(origin, 0.0, slope))
+    return Influence(value, torch.where(origin, 0.0, slope)[:, None, ..., None])
 
 
 def mesh_sum(
@@ -130,8 +130,8 @@ def mesh_sum(
     else:
         value, slope = prepared.value, prepared.slope if wanted.virial else None
     parts_of_density = torch.view_as_real(density)  # a product with real numbers, not with complex ones
-    power = None if slope is None else parts_of_density.to(torch.float64).square() * slope[:, None, ..., None]
-    factor = value[:, None, ..., None].to(charges.dtype)
+    power = None if slope is None else parts_of_density.to(torch.float64).square() * slope
+    factor = value.to(charges.dtype)
     # in place where nothing is recorded: fresh memory costs more than the product
     recorded = density.requires_grad or factor.requires_grad or torch.compiler.is_compiling() or derivative_asked()
     product = parts_of_density * factor if recorded else parts_of_density.mul_(factor)

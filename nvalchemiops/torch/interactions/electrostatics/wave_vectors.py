@@ -258,7 +258,8 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
     if tuple(tensor.shape) not in ((), (1,), (n_systems,)):
         raise ValueError(f"`{name}` must be a number or have shape ({n_systems},), got {tuple(tensor.shape)}")
     if not checks.unread(tensor):
-        numbers = checks.on_host(tensor.detach())
-        if numbers.size and not 0.0 < numbers.min() <= numbers.max() < np.inf:
+        numbers = checks.on_host(tensor).ravel()
+        if not all(0.0 < number < np.inf for number in numbers.tolist()):
             raise ValueError(f"`{name}` must be positive and finite")
-    return tensor.to(torch.float64).expand(n_systems)
+    tensor = tensor.to(torch.float64)
+    return tensor if tensor.shape == (n_systems,) else tensor.expand(n_systems)
