@@ -43,14 +43,9 @@ format: $(STAMP)  ## let ruff rewrite what it can
 docs: $(STAMP)  ## the HTML documentation, without warnings, in docs/_build/html
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 
-bench: $(STAMP)  ## overhead, scaling over threads, import time; neighbors, pairs and electrostatics beside their peers
-	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/launch_scaling.py
-	$(BIN)/python benchmarks/import_time.py
-	$(BIN)/python benchmarks/neighbors.py --quick
-	$(BIN)/python benchmarks/pair.py --quick
-	$(BIN)/python benchmarks/electrostatics.py --quick
+bench: $(STAMP)  ## all benchmarks at small sizes, with tables and pictures in benchmarks/results
+	$(BIN)/python benchmarks/run.py
 
 clean:  ## remove what the targets above made, except .venv and Warp's kernel cache
-	rm -rf demo.png build dist docs/_build docs/generated examples/output .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf demo.png build dist docs/_build docs/gallery.md benchmarks/results examples/output .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find nvalchemiops tests benchmarks examples docs -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,6 +1,14 @@
 """Sphinx configuration: MyST pages, numpydoc docstrings, warnings are errors (`make docs`)."""
 
+import sys
+from pathlib import Path
+
 import nvalchemiops
+
+sys.path.insert(0, str(Path(__file__).parent))
+import gallery
+
+gallery.build()
 
 project = "nvalchemiops"
 author = "The nvalchemiops authors"

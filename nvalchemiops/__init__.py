@@ -9,7 +9,7 @@ from typing import Any
 
 __version__ = "1.0.0.dev0"
 
-_SUBMODULES = frozenset({"constants", "geometry", "interactions", "launch", "neighbors", "torch", "types"})
+_SUBMODULES = frozenset({"ase", "constants", "geometry", "interactions", "launch", "neighbors", "torch", "types"})
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The ``nvalchemiops`` command: what is installed here, and compiling kernels ahead."""
+"""The ``nvalchemiops`` command: what is installed here, compiling kernels ahead, and energies of structure files."""
 
 import argparse
 import importlib
@@ -46,7 +46,41 @@ def _parser() -> argparse.ArgumentParser:
     )
     warmup.add_argument("name", nargs="*", help="only kernels whose name contains one of these; by default all")
     warmup.set_defaults(run=_warmup)
+
+    energy = commands.add_parser(
+        "energy", help="energies and forces of the structures in a file", epilog=_ENERGY_EXAMPLE
+    )
+    energy.add_argument("file", help="any file with atoms that ASE reads")
+    energy.add_argument("--index", default=":", help="which frames, as 0, -1, 10:20 or, with =, -5:; by default all")
+    energy.add_argument("--potential", metavar="NAME", help="pair potential, such as lennard_jones or buckingham")
+    energy.add_argument(
+        "--parameters",
+        nargs="+",
+        action="extend",
+        metavar="KEY=VALUE",
+        help="its cutoff, parameters and options; KEY:Mg=VALUE and KEY:Mg-O=VALUE by element or pair of elements, "
+        "KEY:*=VALUE for all others",
+    )
+    energy.add_argument("--electrostatics", metavar="METHOD", help="ewald, pme, coulomb, dsf ...")
+    energy.add_argument("--charges", metavar="Na=1,Cl=-1", help="by element; by default those in the file")
+    energy.add_argument("--accuracy", type=float, help="relative error of forces for ewald and pme (1e-6)")
+    energy.add_argument(
+        "--electrostatics-parameters", nargs="+", action="extend", metavar="KEY=VALUE", help="cutoff, alpha ..."
+    )
+    energy.add_argument("--slab-correction", action="store_true", help="ewald or pme with one open axis")
+    energy.add_argument("--dispersion", metavar="FUNCTIONAL", help="DFT-D3 for a density functional, such as pbe")
+    energy.add_argument("--damping", metavar="KIND", help="of the dispersion: bj (the default), zero, bjm or zerom")
+    energy.add_argument("--forces", action="store_true", help="print the force on each atom, too")
+    energy.add_argument("--device", default="cpu", help="where to compute (cpu)")
+    energy.add_argument("--json", action="store_true", help="print one JSON object")
+    energy.set_defaults(run=_energy)
     return parser
+
+
+_ENERGY_EXAMPLE = (
+    "For example: nvalchemiops energy MgO.cif --potential buckingham "
+    "--parameters cutoff=9 A:Mg-O=1280 'A:*=0' rho=0.3 C=0 --electrostatics pme --charges Mg=2,O=-2"
+)
 
 
 def _show_note(message: Warning | str, *details: Any, **more: Any) -> None:
@@ -230,3 +264,15 @@ class _Progress:
         self.done += 1
         if self.bar is not None:
             self.bar.update()
+
+
+# -- energy ---------------------------------------------------------------------------------------
+
+
+def _energy(options: argparse.Namespace) -> int:
+    try:
+        from nvalchemiops.ase import command
+    except ImportError as error:
+        print(f"nvalchemiops energy: {error}", file=sys.stderr)
+        return 2
+    return command.run(options)

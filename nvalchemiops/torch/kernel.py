@@ -301,10 +301,18 @@ def _forward_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, ba
     body = _body(lambda inputs: _unpack(_allocate_and_launch(kernel, outputs, dim, inputs)), parameters, kernel.key)
     identity = _identity(kernel, outputs, dim, backward)
     name = _op_name(kernel, identity)
-    formula: Any = "none"
-    if backward == "adjoint":
-        formula = _adjoint_op(kernel, parameters, outputs, dim, name).public
-    return WarpOp(body, name, outputs, backward=formula, identity=identity)
+    if backward != "adjoint":
+        return WarpOp(body, name, outputs, backward="none", identity=identity)
+    formula = _adjoint_op(kernel, parameters, outputs, dim, name).public
+    tracked = [o.name for o in outputs if o.may_be_float] + [parameters[i][0] for i in _tracked(kernel, parameters)]
+    return WarpOp(body, name, outputs, tracked, backward=formula, identity=identity)
+
+
+def _tracked(kernel: wp.Kernel, parameters: list[tuple[str, Any]]) -> list[int]:
+    """Which of the inputs are arrays of floats."""
+    arguments = _arguments(kernel)
+    count = len(parameters)
+    return [i for i in range(count) if parameters[i][1] is torch.Tensor and _is_float(arguments[i].type.dtype)]
 
 
 def _adjoint_op(
@@ -315,9 +323,8 @@ def _adjoint_op(
     name: str,
 ) -> WarpOp:
     """The op that launches Warp's adjoint of ``kernel``: one gradient for each floating-point array."""
-    arguments = _arguments(kernel)
     count = len(parameters)
-    tracked = [i for i in range(count) if parameters[i][1] is torch.Tensor and _is_float(arguments[i].type.dtype)]
+    tracked = _tracked(kernel, parameters)
 
     def run(values: Sequence[Any]) -> Any:
         inputs, results = values[:count], values[count : count + len(outputs)]

@@ -224,6 +224,20 @@ def test_adjoint_with_vectors_matrices_and_scalars():
     )
 
 
+def test_adjoint_of_a_kernel_with_an_array_of_integers():
+    @wp.kernel
+    def squares_of_some(
+        x: wp.array(dtype=wp.float64), index: wp.array(dtype=wp.int32), y: wp.array(dtype=wp.float64)
+    ):
+        y[wp.tid()] = x[index[wp.tid()]] * x[index[wp.tid()]]
+
+    op = differentiable_kernel(squares_of_some).op([OutputSpec("y", wp.float64, lambda x, index: index.shape)])
+    x, index = leaf(4), torch.tensor([0, 2, 2], dtype=torch.int32)
+    assert torch.autograd.gradcheck(lambda x: op(x, index), x)
+    compiled = torch.compile(lambda x: op(x, index).sum(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], torch.autograd.grad(op(x, index).sum(), x)[0])
+
+
 def test_the_two_entries_for_eager_and_compiled_code():
     x, w = leaf(5), leaf(5, seed=1)
 

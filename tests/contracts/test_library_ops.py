@@ -10,6 +10,7 @@ import torch
 from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.torch import fourier, mesh, neighbors, segments
 from nvalchemiops.torch.autograd import live_recordings
+from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives, three_body_energies
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, reciprocal, wave_vectors
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import rows, search
@@ -35,6 +36,10 @@ def op_calls(system: System):
     values = (x, cell, q.unsqueeze(1), alpha.unsqueeze(1), torch.randn_like(q))
     given = (system_of, n_systems, found.begin, found.first, found.neighbors, found.shifts, None, 0)
     none, distances = (None,) * 3, (found.width, found.padding, 4.0, 0.0)
+    radii = (torch.arange(x.shape[0], dtype=torch.int32) % 2, torch.full((2, 2), 3.0, dtype=torch.float64))
+    coefficients = torch.rand(x.shape[0], 3, dtype=torch.float64)
+    triples = (x, cell, coefficients, *radii, system_of, n_systems)
+    triples += (found.begin, found.neighbors, found.shifts, found.width, found.padding, 2, 4.0, 3.0)
     waves = wave_vectors.WaveVectors(
         *wave_vectors.points_within(cell, torch.full((n_systems,), 2.0, dtype=torch.float64))
     )
@@ -52,6 +57,8 @@ def op_calls(system: System):
         search.fill_neighbor_matrix: (*query, flags, -1, *memory),
         rows._inspect: (x, cell, system_of, found.begin, found.neighbors, found.shifts, 0, found.padding, found.first),
         pair_sum: (DSF.text, "wrcpg", "rcpgw|rcpgw", *values, *directions, *given, *none, *distances),
+        three_body_energies: triples,
+        three_body_derivatives: (*triples[:3], torch.randn_like(q), *triples[3:]),
         segments.system_sums: (x, system_of, n_systems),
         segments.spread_systems: (cell, system_of, x.shape[0]),
         fourier.fourier_spread: (moments, x, *plan, 1),
@@ -81,9 +88,10 @@ def test_no_op_is_forgotten():
 @pytest.mark.parametrize("system", [TWO, SYSTEMS["no atoms"]()], ids=["two systems", "no atoms"])
 def test_opcheck(op, system):
     arguments = op_calls(system)[op]
-    # leaves, as a training loop passes them
+    # leaves, as a training loop passes them; the last of a chain refuses to be differentiated
+    leaves = op.op.differentiable and op is not three_body_derivatives
     arguments = tuple(
-        a.clone().requires_grad_(op.op.differentiable) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
+        a.clone().requires_grad_(leaves) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in arguments
     )
     torch.library.opcheck(op.op.overload, arguments)

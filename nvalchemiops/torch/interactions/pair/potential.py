@@ -2,8 +2,9 @@
 
 import inspect
 import re
+import sys
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,9 @@ from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.segments import spread_systems, system_sums
+
+EVERYWHERE = sys.float_info.max
+"""Stands for no cutoff. Infinity itself would make packages of AOTInductor that cannot be loaded: JSON has none."""
 
 
 class PairPotential:
@@ -206,7 +210,10 @@ class PairPotential:
         given = GivenNeighbors(
             neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
         )
-        wanted = Wanted(compute_forces, tuple(compute_gradients), compute_virial, energy_reduction)
+        names = tuple(compute_gradients) if isinstance(compute_gradients, (Sequence, Set)) else (None,)
+        if isinstance(compute_gradients, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"`compute_gradients` must be a sequence of names, got {compute_gradients!r}")
+        wanted = Wanted(compute_forces, names, compute_virial, energy_reduction)
         return evaluate(
             self.formula,
             positions,
@@ -310,11 +317,14 @@ def evaluate(
     exclusions: torch.Tensor | None = None,
     exclusion_factors: torch.Tensor | None = None,
     check: bool = False,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Sum ``formula`` over pairs; arguments as for `PairPotential.__call__`, neighbors also as rows."""
+    """Sum ``formula`` over pairs; arguments as for `PairPotential.__call__`, neighbors also as rows.
+
+    With ``weights`` (n_atoms,) all but the energies themselves are derivatives of their weighted sum.
+    """
     checks.check_positions(positions, finite=False)
-    if wanted.energy_reduction not in ("atom", "system"):
-        raise ValueError(f"`energy_reduction` must be 'atom' or 'system', got {wanted.energy_reduction!r}")
+    checks.check_choice("energy_reduction", wanted.energy_reduction, ("atom", "system"))
     has_list = isinstance(given, Rows) or given.neighbor_list is not None or given.neighbor_matrix is not None
     needs_number = not has_list or wanted.virial or wanted.energy_reduction != "atom" or formula.global_parameters != ()
     cell, batch_idx, n_systems = _systems(positions, cell, batch_idx, num_systems, needs_number)
@@ -340,7 +350,7 @@ def evaluate(
         cell,
         values[0],
         values[1],
-        None,
+        weights,
         None,
         None,
         None,
@@ -357,7 +367,7 @@ def evaluate(
         *excluded,
         rows.width,
         rows.padding,
-        float("inf") if cutoff is None else cutoff,
+        EVERYWHERE if cutoff is None else cutoff,
         0.0 if r_switch is None else r_switch,
     )
     if wanted.energy_reduction == "system":
@@ -461,10 +471,7 @@ def _parameters(
 def _column(name: str, value: Any, size: int, size_name: str, positions: torch.Tensor) -> torch.Tensor:
     """A parameter as a tensor (size, 1)."""
     if not isinstance(value, torch.Tensor):
-        try:
-            number = float("text" if isinstance(value, str) else value)
-        except (TypeError, ValueError):
-            raise TypeError(f"`{name}` must be a number or a tensor, got {type(value).__name__}") from None
+        number = checks.as_float(name, value)
         return torch.full((size, 1), number, dtype=positions.dtype, device=positions.device)
     check_real(name, value, positions)
     if value.ndim == 0 or (value.ndim == 1 and value.shape[0] == 1):
@@ -478,8 +485,7 @@ def _column(name: str, value: Any, size: int, size_name: str, positions: torch.T
 
 def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
     """Raise unless ``value`` is a tensor of the dtype and on the device of the positions."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+    checks.check_tensor(name, value)
     if value.dtype != positions.dtype:
         raise TypeError(f"`{name}` has dtype {value.dtype}, but `positions` has {positions.dtype}")
     if value.device != positions.device:
@@ -529,7 +535,8 @@ def _excluded(
     n_pairs, n_atoms = exclusions.shape[1], positions.shape[0]
     if factors is None:
         factors = torch.zeros(n_pairs, dtype=torch.float64, device=positions.device)
-    if not isinstance(factors, torch.Tensor) or not factors.is_floating_point():
+    checks.check_tensor("exclusion_factors", factors)
+    if not factors.is_floating_point():
         raise TypeError("`exclusion_factors` must be a tensor of floats")
     if factors.requires_grad:
         raise ValueError("`exclusion_factors` cannot be trained: pass a detached tensor")

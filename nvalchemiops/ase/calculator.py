@@ -1,0 +1,137 @@
+"""`Calculator`: a sum of terms as an ASE calculator."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import ase
+import numpy as np
+import torch
+from ase.calculators import calculator as base
+from ase.stress import full_3x3_to_voigt_6_stress
+
+from nvalchemiops.ase.elements import number
+from nvalchemiops.ase.system import SharedLists, System, Term
+
+
+class Calculator(base.Calculator):
+    """Energies, forces and stress of a sum of terms, for ASE.
+
+    Parameters
+    ----------
+    *terms : Pair, Electrostatics or another `Term`
+        Their energies add up.
+    skin : float, angstrom, optional
+        Neighbors are searched for up to this much beyond the largest cutoff, and again when an atom has moved by half
+        of it or the cell has changed. The results do not depend on it.
+    device : str, optional
+        Where to compute, as in ``torch.device``.
+
+    Attributes
+    ----------
+    terms : tuple
+    searches : int
+        How often neighbors were searched for.
+
+    Raises
+    ------
+    ValueError, TypeError
+        No terms, or something that is none; a skin that is negative; a device that is not there.
+
+    Notes
+    -----
+    *Results*: energy, free_energy (the same), energies, forces, for cells of three vectors stress (dE/dstrain/V, so
+    tension is positive), and charges if a term has some. In eV, angstrom and e, in float64.
+
+    *Stress* costs some 10 % and is computed with the rest from when it is first asked for.
+
+    *Parameters* do not change: make a new calculator. One calculator may serve several Atoms objects in turn, at the
+    cost of a search at each turn.
+    """
+
+    implemented_properties = ["energy", "free_energy", "energies", "forces", "stress"]  # noqa: RUF012 (ASE's way)
+    name = "nvalchemiops"
+
+    def __init__(self, *terms: Term, skin: float = 0.5, device: str = "cpu") -> None:
+        if not terms:
+            raise ValueError("`terms` are missing: give a Pair, an Electrostatics, or both")
+        for term in terms:
+            if not callable(getattr(term, "evaluate", None)) or isinstance(term, type):
+                raise TypeError(f"`terms`: {term!r} is no term, as it has no method `evaluate`")
+        charged = [term for term in terms if getattr(term, "has_charges", False)]
+        if len(charged) > 1:
+            raise ValueError("`terms`: at most one may have charges")
+        if number("skin", skin) < 0.0:
+            raise ValueError(f"`skin` must not be negative, got {skin}")
+        super().__init__()
+        self.terms = terms
+        self.device = _usable(device)
+        self.parameters.update(terms=[repr(term) for term in terms], skin=float(skin), device=str(device))
+        self.implemented_properties = [*self.implemented_properties, *(["charges"] * len(charged))]
+        self._lists = SharedLists(float(skin))
+        self._stress_was_asked_for = False
+
+    @property
+    def searches(self) -> int:
+        """How often neighbors were searched for."""
+        return self._lists.searches
+
+    def set(self, **changes: Any) -> dict[str, Any]:
+        """Refuse: the parameters of a calculator do not change."""
+        if changes:
+            raise TypeError(f"`{next(iter(changes))}` cannot be set: make a new Calculator")
+        return {}
+
+    def calculate(
+        self,
+        atoms: ase.Atoms | None = None,
+        properties: list[str] | None = None,
+        system_changes: list[str] = base.all_changes,
+    ) -> None:
+        """Compute all results for these atoms, stress only if it was asked for; called by ASE."""
+        super().calculate(atoms, properties, system_changes)
+        atoms = self.atoms
+        if atoms is None:
+            raise ValueError("`atoms` are needed")
+        self._stress_was_asked_for |= "stress" in (properties or [])
+        wants_stress = self._stress_was_asked_for and int(atoms.cell.rank) == 3
+        system = System.of(atoms, wants_stress, self._lists, self.device)
+        with torch.no_grad():
+            parts = [term.evaluate(system) for term in self.terms]
+        energies = _total(part.energies for part in parts)
+        energy = math.fsum(energies)
+        self.results = {
+            "energy": energy,
+            "free_energy": energy,
+            "energies": energies,
+            "forces": _total(part.forces for part in parts),
+        }
+        if wants_stress:
+            virial = _total(part.virial for part in parts)
+            # a virial is symmetric but for rounding and the error of a mesh
+            self.results["stress"] = full_3x3_to_voigt_6_stress(-0.5 * (virial + virial.T) / atoms.get_volume())
+        for part in parts:
+            if part.charges is not None:
+                self.results["charges"] = _array(part.charges)
+
+
+def _usable(device: str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"`device` = {device!r} cannot be used: {error}") from error
+
+
+def _total(values: Iterable[torch.Tensor | None]) -> np.ndarray:
+    total: torch.Tensor | None = None
+    for value in values:
+        if value is None:
+            raise ValueError("a term has no virial, so there is no stress")
+        total = value if total is None else total + value
+    assert total is not None
+    return _array(total)
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    """The values, in memory of their own: a term may keep what it returns."""
+    return tensor.detach().cpu().numpy().copy()

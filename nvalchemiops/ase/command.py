@@ -1,0 +1,188 @@
+"""The command ``nvalchemiops energy``: energies and forces of the structures in a file."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import ase
+import ase.io.formats
+import numpy as np
+
+from nvalchemiops._warp import quiet_warp
+from nvalchemiops.ase.calculator import Calculator
+from nvalchemiops.ase.electrostatics import Electrostatics
+from nvalchemiops.ase.pair import Pair
+from nvalchemiops.ase.system import Term
+from nvalchemiops.constants import EV_PER_ANGSTROM3_IN_GPA
+
+UNITS = {"energy": "eV", "forces": "eV/angstrom", "stress": "eV/angstrom^3, in the order xx yy zz yz xz xy"}
+
+
+class _Misuse(Exception):
+    """What the user is told."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print energies as the options of the command say; returns the exit status."""
+    try:
+        frames = _frames(options.file, options.index)
+        quiet_warp()
+        calculator = Calculator(*_terms(options), device=options.device)
+        results = list(_evaluate(frames, calculator, options.forces))
+    except (_Misuse, ValueError, TypeError) as error:
+        print(f"nvalchemiops energy: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        terms = calculator.parameters["terms"]
+        print(json.dumps({"file": options.file, "terms": terms, "units": UNITS, "frames": results}, indent=2))
+        return 0
+    _print_table(results)
+    if options.forces:
+        for result in results:
+            _print_forces(result)
+    return 0
+
+
+# -- what to compute ------------------------------------------------------------------------------
+
+
+def _terms(options: argparse.Namespace) -> list[Term]:
+    terms = [term for make in (_pair, _electrostatics, _dispersion) if (term := make(options)) is not None]
+    if not terms:
+        raise _Misuse("nothing to compute: give --potential, --electrostatics, --dispersion, or several of them")
+    return terms
+
+
+def _pair(options: argparse.Namespace) -> Term | None:
+    if options.potential is None:
+        _refuse(options, "--potential", "parameters")
+        return None
+    return Pair(options.potential, **_keywords("--parameters", options.parameters))
+
+
+def _electrostatics(options: argparse.Namespace) -> Term | None:
+    if options.electrostatics is None:
+        _refuse(options, "--electrostatics", "charges", "accuracy", "electrostatics_parameters", "slab_correction")
+        return None
+    charges = None
+    if options.charges is not None:
+        charges = _keywords("--charges", options.charges.split(","))
+    return Electrostatics(
+        options.electrostatics,
+        charges,
+        accuracy=options.accuracy,
+        slab_correction=options.slab_correction,
+        **_keywords("--electrostatics-parameters", options.electrostatics_parameters),
+    )
+
+
+def _dispersion(options: argparse.Namespace) -> Term | None:
+    if options.dispersion is None:
+        _refuse(options, "--dispersion", "damping")
+        return None
+    try:
+        from nvalchemiops.ase.dispersion import Dispersion
+
+        return Dispersion(options.dispersion, damping=options.damping or "bj")
+    except ImportError as error:
+        raise _Misuse(f"--dispersion: {error}") from error
+
+
+def _refuse(options: argparse.Namespace, lacking: str, *names: str) -> None:
+    for name in names:
+        if getattr(options, name):
+            raise _Misuse(f"--{name.replace('_', '-')} is given without {lacking}")
+
+
+def _keywords(option: str, entries: list[str] | None) -> dict[str, Any]:
+    """``["cutoff=10", "A:Mg-O=821.6"]`` as ``{"cutoff": 10, "A": {"Mg-O": 821.6}}``."""
+    found: dict[str, Any] = {}
+    for entry in entries or []:
+        key, equals, value = entry.partition("=")
+        name, colon, member = key.partition(":")
+        if not (equals and name and value) or (colon and not member):
+            raise _Misuse(f"{option}: {entry!r} is not of the form KEY=VALUE")
+        group, key = (found.setdefault(name, {}), member) if colon else (found, name)
+        if not isinstance(group, dict) or key in group:
+            raise _Misuse(f"{option}: {name!r} is given twice")
+        group[key] = _value(value)
+    return found
+
+
+def _value(text: str) -> Any:
+    """A number or a truth value if it reads like one, otherwise the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+# -- frames and results ---------------------------------------------------------------------------
+
+
+def _frames(file: str, index: str) -> list[tuple[int, ase.Atoms]]:
+    """The frames that are asked for, each with its number in the file."""
+    chosen = ase.io.formats.string2index(index)
+    if isinstance(chosen, str):
+        raise _Misuse(f"--index: {index!r} is neither a number nor a slice such as 0:100:10")
+    try:
+        read: Any = ase.io.read(file, index=chosen if isinstance(chosen, int) else ":", do_not_split_by_at_sign=True)
+    except (IndexError, StopIteration) as error:
+        raise _Misuse(f"{file} has no frame {index}") from error
+    except Exception as error:  # readers raise all sorts of things for files that are not theirs
+        raise _Misuse(f"cannot read {file}: {str(error) or type(error).__name__}") from error
+    if isinstance(chosen, int):
+        return [(chosen, read)]
+    frames = list(enumerate(read))[chosen]
+    if not frames:
+        raise _Misuse(f"{file} has no frame {index}")
+    return frames
+
+
+def _evaluate(
+    frames: list[tuple[int, ase.Atoms]], calculator: Calculator, with_forces: bool
+) -> Iterator[dict[str, Any]]:
+    for number, atoms in frames:
+        atoms.calc = calculator
+        forces = atoms.get_forces()
+        energy = atoms.get_potential_energy()
+        result = {
+            "frame": number,
+            "formula": atoms.get_chemical_formula(),
+            "n_atoms": len(atoms),
+            "energy": energy,
+            "energy_per_atom": energy / max(len(atoms), 1),
+            "largest_force": float(np.sqrt((forces**2).sum(axis=1)).max(initial=0.0)),
+        }
+        if atoms.cell.rank == 3:
+            stress = atoms.get_stress()
+            result |= {"stress": stress.tolist(), "pressure": -float(stress[:3].mean())}
+        if with_forces:
+            result |= {"symbols": list(atoms.symbols), "forces": forces.tolist()}
+        yield result
+
+
+def _print_table(results: list[dict[str, Any]]) -> None:
+    width = max(len("formula"), *(len(result["formula"]) for result in results))
+    print(
+        f"{'frame':>5}  {'formula':<{width}}  {'atoms':>7}  {'energy (eV)':>18}  {'per atom (eV)':>14}  "
+        f"{'max force (eV/Å)':>16}  {'pressure (GPa)':>14}"
+    )
+    for result in results:
+        pressure = f"{EV_PER_ANGSTROM3_IN_GPA * result['pressure']:14.6f}" if "pressure" in result else f"{'-':>14}"
+        print(
+            f"{result['frame']:5d}  {result['formula']:<{width}}  {result['n_atoms']:7d}  {result['energy']:18.8f}  "
+            f"{result['energy_per_atom']:14.8f}  {result['largest_force']:16.8f}  {pressure}"
+        )
+
+
+def _print_forces(result: dict[str, Any]) -> None:
+    print(f"\nforces of frame {result['frame']} (eV/Å)")
+    for number, (symbol, force) in enumerate(zip(result["symbols"], result["forces"])):
+        print(f"{number:7d} {symbol:<3}" + "".join(f"{component:16.8f}" for component in force))

@@ -1,0 +1,95 @@
+"""`Dispersion`: DFT-D3 as a term of the calculator."""
+
+from typing import Any
+
+import torch
+
+from nvalchemiops.ase.pair import shown
+from nvalchemiops.ase.system import Contribution, System
+from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
+from nvalchemiops.torch.interactions.dispersion import (
+    D3Parameters,
+    RationalDamping,
+    ZeroDamping,
+    d3_dispersion,
+    damping_parameters,
+    modules,
+)
+
+
+class Dispersion:
+    """DFT-D3 as a term of `Calculator`, to be added to the energies of a density functional or of a model.
+
+    Parameters
+    ----------
+    functional : str, RationalDamping or ZeroDamping
+        Such as "pbe"; or damping parameters of your own, with lengths in bohr.
+    damping : {"bj", "zero", "bjm", "zerom"}, optional
+        Which of the damping functions for a functional, see `damping_parameters`.
+    cutoff, coordination_cutoff, three_body_cutoff, smoothing : float, angstrom, optional
+        By default 60, 40, 20 and 5 bohr, see `DFTD3`. Smoothing None for sharp ends.
+    s9 : float, optional
+        Factor of the three-body energy; by default there is none.
+    parameters : D3Parameters, optional
+        By default those of `D3Parameters.load`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A functional without parameters, or another bad argument; when atoms are evaluated, elements without parameters.
+    ImportError
+        There are no ``parameters``, and the package that has the published ones is missing.
+
+    Examples
+    --------
+    >>> Dispersion("pbe", cutoff=20.0)
+    """
+
+    def __init__(
+        self,
+        functional: str | RationalDamping | ZeroDamping,
+        *,
+        damping: str = "bj",
+        cutoff: float = modules.CUTOFF * BOHR_IN_ANGSTROM,
+        coordination_cutoff: float = modules.COORDINATION_CUTOFF * BOHR_IN_ANGSTROM,
+        three_body_cutoff: float = modules.THREE_BODY_CUTOFF * BOHR_IN_ANGSTROM,
+        smoothing: float | None = modules.SMOOTHING * BOHR_IN_ANGSTROM,
+        s9: float = 0.0,
+        parameters: D3Parameters | None = None,
+    ) -> None:
+        given = isinstance(functional, RationalDamping | ZeroDamping)
+        self.damping: Any = functional if given else damping_parameters(functional, damping)  # type: ignore[arg-type]
+        self.parameters = D3Parameters.load() if parameters is None else parameters
+        self.reach = max(cutoff, coordination_cutoff, three_body_cutoff if s9 else 0.0)
+        lengths = {
+            "cutoff": cutoff,
+            "coordination_cutoff": coordination_cutoff,
+            "three_body_cutoff": three_body_cutoff,
+            "smoothing": smoothing,
+        }
+        self._options: dict[str, Any] = {
+            name: None if v is None else v / BOHR_IN_ANGSTROM for name, v in lengths.items()
+        } | {"s9": s9}
+        self._shown = [repr(functional), *shown({"damping": None if given else damping, "s9": s9 or None} | lengths)]
+
+    def evaluate(self, system: System) -> Contribution:
+        """Energies, forces and virial of these atoms; see `Term`."""
+        energies, forces, _, *virial = d3_dispersion(
+            system.positions / BOHR_IN_ANGSTROM,
+            torch.as_tensor(system.atoms.numbers, device=system.positions.device),
+            self.damping,
+            self.parameters,
+            None if system.cell is None else system.cell / BOHR_IN_ANGSTROM,
+            **system.neighbors(self.reach),
+            **self._options,
+            compute_forces=True,
+            compute_virial=system.wants_virial,
+        )
+        return Contribution(
+            energies * HARTREE_IN_EV,
+            forces * (HARTREE_IN_EV / BOHR_IN_ANGSTROM),
+            virial[0][0] * HARTREE_IN_EV if virial else None,
+        )
+
+    def __repr__(self) -> str:
+        return f"Dispersion({', '.join(self._shown)})"

@@ -1,0 +1,129 @@
+"""Values that are given by element or by pair of elements, as tables over atomic numbers."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ase
+import numpy as np
+from ase.data import atomic_numbers, chemical_symbols
+
+OTHERS = "*"
+"""The key for all elements, or pairs of elements, that are not named."""
+
+N_NUMBERS = len(chemical_symbols)
+
+
+def is_by_pair(values: Any) -> bool:
+    """Whether a mapping has pairs of elements for keys: ``"Mg-O"`` or ``("Mg", "O")``."""
+    return isinstance(values, Mapping) and any(isinstance(key, tuple) or "-" in str(key) for key in values)
+
+
+def atom_values(name: str, values: Any) -> Callable[[ase.Atoms], np.ndarray]:
+    """A function of atoms that returns values (n_atoms,), from a number, a mapping by element, or an array (n_atoms,).
+
+    Raises
+    ------
+    ValueError, TypeError
+        As for `element_table`. The function raises for elements without a value and arrays of another length.
+    """
+    if isinstance(values, Mapping):
+        return functools.partial(_of_elements, name, element_table(name, values))
+    if np.ndim(values) == 0:
+        return functools.partial(_of_elements, name, np.full(N_NUMBERS, number(name, values)))
+    return functools.partial(of_array, name, np.array(np.asarray(values)))  # a copy, also of a tensor
+
+
+def element_table(name: str, values: Mapping[str, float]) -> np.ndarray:
+    """Values (n_numbers,) by atomic number, NaN where none is given.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A key that is no element, or a value that is no finite number; ``name`` and the key are in the message.
+    """
+    table = np.full(N_NUMBERS, number(name, values[OTHERS]) if OTHERS in values else np.nan)
+    for key, value in values.items():
+        if key != OTHERS:
+            table[_atomic_number(name, key)] = number(f"{name}:{key}", value)
+    return table
+
+
+def pair_table(name: str, values: float | Mapping[Any, float]) -> np.ndarray:
+    """Values (n_numbers, n_numbers) by two atomic numbers, symmetric, NaN where none is given.
+
+    A number stands for all pairs.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As for `element_table`; or a pair has two different values.
+    """
+    if not isinstance(values, Mapping):
+        return np.full((N_NUMBERS, N_NUMBERS), number(name, values))
+    table = np.full((N_NUMBERS, N_NUMBERS), number(name, values[OTHERS]) if OTHERS in values else np.nan)
+    seen: dict[tuple[int, int], float] = {}
+    for key, value in values.items():
+        if key == OTHERS:
+            continue
+        symbols = key if isinstance(key, tuple) else tuple(str(key).split("-"))
+        if len(symbols) != 2:
+            raise ValueError(f"`{name}`: {key!r} is no pair of elements, such as 'Mg-O'")
+        first, second = sorted(_atomic_number(name, symbol) for symbol in symbols)
+        value = number(f"{name}:{key}", value)
+        if seen.setdefault((first, second), value) != value:
+            raise ValueError(f"`{name}` has two different values for {_pair_name(first, second)}")
+        table[first, second] = table[second, first] = value
+    return table
+
+
+def of_array(name: str, values: np.ndarray, atoms: ase.Atoms) -> np.ndarray:
+    """The values as float64; raise unless there is a finite one for each atom."""
+    if values.shape != (len(atoms),):
+        raise ValueError(f"`{name}` must have shape (n_atoms,) = ({len(atoms)},), got {values.shape}")
+    if values.dtype.kind not in "iuf":
+        raise TypeError(f"`{name}` must hold numbers, got {values.dtype}")
+    if not np.isfinite(values).all():
+        raise ValueError(f"`{name}` has entries that are NaN or infinite")
+    return values.astype(np.float64)
+
+
+def _of_elements(name: str, table: np.ndarray, atoms: ase.Atoms) -> np.ndarray:
+    values = table[atoms.numbers]
+    missing = np.isnan(values)
+    if missing.any():
+        symbols = ", ".join(sorted({chemical_symbols[n] for n in atoms.numbers[missing]}))
+        raise ValueError(f"`{name}` has no value for {symbols}, which the atoms contain; '{OTHERS}' names all others")
+    return values
+
+
+def of_pairs(name: str, table: np.ndarray, elements: np.ndarray) -> np.ndarray:
+    """Values (n_elements, n_elements) for these atomic numbers; raise for pairs that have none."""
+    values = table[np.ix_(elements, elements)]
+    missing = [(elements[a], elements[b]) for a, b in np.argwhere(np.isnan(values)) if a <= b]
+    if missing:
+        pairs = ", ".join(_pair_name(first, second) for first, second in missing)
+        raise ValueError(f"`{name}` has no value for {pairs}, which the atoms contain; '{OTHERS}' names all others")
+    return values
+
+
+def number(name: str, value: Any) -> float:
+    """The value as a float; raise unless it is one finite number."""
+    try:
+        result = float("text" if isinstance(value, str) else value)
+    except (TypeError, ValueError):
+        raise TypeError(f"`{name}` must be a number, got {value!r}") from None
+    if not math.isfinite(result):
+        raise ValueError(f"`{name}` must be finite, got {result}")
+    return result
+
+
+def _atomic_number(name: str, symbol: Any) -> int:
+    if symbol not in atomic_numbers:
+        raise ValueError(f"`{name}`: {symbol!r} is no chemical symbol")
+    return atomic_numbers[symbol]
+
+
+def _pair_name(first: int, second: int) -> str:
+    return f"{chemical_symbols[first]}-{chemical_symbols[second]}"

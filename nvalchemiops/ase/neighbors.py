@@ -1,0 +1,127 @@
+"""ASE's neighbor list, by the search of this library."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ase
+import numpy as np
+import torch
+from ase.data import atomic_numbers
+
+from nvalchemiops.ase.elements import number
+from nvalchemiops.torch import neighbors
+
+QUANTITIES = "ijdDS"
+
+
+def neighbor_list(
+    quantities: str,
+    a: ase.Atoms,
+    cutoff: float | Mapping[Any, float] | Any,
+    self_interaction: bool = False,
+    max_nbins: float = 1e6,
+) -> Any:
+    """Pairs of atoms closer than a cutoff: `ase.neighborlist.neighbor_list`, with a cost linear in the number of atoms.
+
+    Parameters
+    ----------
+    quantities : str
+        What to return, in this order: ``i`` and ``j`` (the atoms of a pair), ``d`` (distance), ``D`` (vector
+        ``positions[j] - positions[i] + S @ cell``), ``S`` (image of j, as integers).
+    a : ase.Atoms
+        With any cell and periodicity, wrapped or not.
+    cutoff : float, dict or sequence of float, angstrom
+        One distance; distances by pairs of elements, ``{("C", "H"): 1.3, (6, 6): 1.85}``, where pairs that are not
+        named are no neighbors; or a radius for each atom: neighbors are those whose spheres overlap.
+    self_interaction : bool, optional
+        Also list each atom as its own neighbor, at distance zero.
+    max_nbins : float, optional
+        Accepted because ASE has it. The memory for bins follows from the number of atoms here.
+
+    Returns
+    -------
+    array or tuple of arrays
+        One array for each quantity, alone if there is one: ``i``, ``j`` int (n_pairs,), ``d`` float (n_pairs,), ``D``
+        float (n_pairs, 3), ``S`` int (n_pairs, 3). Each pair is there from both sides, sorted by i.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; positions that are not finite; a periodic axis without a cell vector,
+        for which ASE takes a vector of length one.
+    """
+    for quantity in quantities:
+        if quantity not in QUANTITIES:
+            raise ValueError(f"`quantities` may contain '{QUANTITIES}', got {quantity!r}")
+    cutoffs = _Cutoffs(cutoff, a)
+    i, j, shifts = _pairs(a, cutoffs.largest)
+    if self_interaction:
+        atoms = np.arange(len(a))
+        i, j = np.concatenate([atoms, i]), np.concatenate([atoms, j])
+        shifts = np.concatenate([np.zeros((len(a), 3), dtype=np.int64), shifts])
+        order = np.argsort(i, kind="stable")
+        i, j, shifts = i[order], j[order], shifts[order]
+    vectors = a.positions.take(j, axis=0) - a.positions.take(i, axis=0) + shifts @ a.cell.array
+    distances = np.sqrt(np.einsum("pa,pa->p", vectors, vectors))
+    if self_interaction or not cutoffs.is_one:
+        near = distances < cutoffs.of(i, j)
+        i, j, shifts, vectors, distances = (values[near] for values in (i, j, shifts, vectors, distances))
+    found = {"i": i, "j": j, "d": distances, "D": vectors, "S": shifts}
+    results = tuple(found[quantity] for quantity in quantities)
+    return results[0] if len(results) == 1 else results
+
+
+def _pairs(atoms: ase.Atoms, cutoff: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """i, j and images (n_pairs, 3) of all pairs, as int64."""
+    if cutoff <= 0.0 or len(atoms) == 0:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 3), dtype=np.int64)
+    positions, cell = (torch.tensor(a, dtype=torch.float64) for a in (atoms.positions, atoms.cell.array))
+    pbc = torch.tensor(atoms.pbc)
+    pairs, _, shifts = neighbors.neighbor_list(positions, cutoff, cell, pbc, return_neighbor_list=True)
+    i, j = pairs.numpy().astype(np.int64)
+    return i, j, shifts.numpy().astype(np.int64)
+
+
+class _Cutoffs:
+    """Cutoffs of pairs in any of the three forms."""
+
+    def __init__(self, cutoff: Any, atoms: ase.Atoms) -> None:
+        self.is_one = False
+        self._radii = self._by_number = None
+        if isinstance(cutoff, Mapping):
+            self._index, self._by_number = _by_number(cutoff, atoms)
+            self.largest = float(self._by_number.max(initial=0.0))
+        elif np.ndim(cutoff) == 0:
+            self.is_one = True
+            self.largest = number("cutoff", cutoff)
+        else:
+            self._radii = np.asarray(cutoff, dtype=np.float64)
+            if self._radii.shape != (len(atoms),):
+                raise ValueError(f"`cutoff`: radii must have shape ({len(atoms)},), got {self._radii.shape}")
+            self.largest = number("cutoff", 2.0 * self._radii.max(initial=0.0))
+
+    def of(self, i: np.ndarray, j: np.ndarray) -> np.ndarray | float:
+        """Cutoffs (n_pairs,) of pairs."""
+        if self._radii is not None:
+            return self._radii[i] + self._radii[j]
+        if self._by_number is not None:
+            return self._by_number[self._index[i], self._index[j]]
+        return self.largest
+
+
+def _by_number(cutoff: Mapping[Any, float], atoms: ase.Atoms) -> tuple[np.ndarray, np.ndarray]:
+    """Element (n_atoms,) of each atom as an index, and cutoffs (n_elements, n_elements), zero for pairs not named."""
+    elements, index = np.unique(atoms.numbers, return_inverse=True)
+    table = np.zeros((len(elements), len(elements)))
+    for pair, distance in cutoff.items():
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(f"`cutoff`: {pair!r} is no pair of elements, such as ('C', 'H') or (6, 1)")
+        first, second = (np.flatnonzero(elements == _atomic_number(element)) for element in pair)
+        table[first, second] = table[second, first] = number("cutoff", distance)
+    return index, table
+
+
+def _atomic_number(element: Any) -> int:
+    if isinstance(element, str) and element not in atomic_numbers:
+        raise ValueError(f"`cutoff`: {element!r} is no chemical symbol")
+    return atomic_numbers.get(element, element)

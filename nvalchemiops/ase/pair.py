@@ -1,0 +1,170 @@
+"""`Pair`: a pair potential as a term of the calculator."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from ase.data import atomic_numbers
+
+from nvalchemiops.ase.elements import atom_values, is_by_pair, number, of_pairs, pair_table
+from nvalchemiops.ase.system import Contribution, System
+from nvalchemiops.torch.interactions import pair
+from nvalchemiops.torch.interactions.pair import PairPotential
+
+READY_MADE: dict[str, Callable[..., PairPotential]] = {
+    make.__name__: make
+    for make in (
+        pair.lennard_jones,
+        pair.soft_core_lennard_jones,
+        pair.morse,
+        pair.buckingham,
+        pair.born_mayer_huggins,
+        pair.ziegler_biersack_littmark,
+    )
+}
+"""Ready-made potentials between atoms by name; those between charges belong to `Electrostatics`."""
+
+
+class Pair:
+    """A pair potential as a term of `Calculator`.
+
+    Parameters
+    ----------
+    potential : str or PairPotential
+        The name of a ready-made potential of `nvalchemiops.torch.interactions.pair` ("lennard_jones",
+        "soft_core_lennard_jones", "morse", "buckingham", "born_mayer_huggins", "ziegler_biersack_littmark"), or a
+        potential of your own in eV and angstrom.
+    cutoff : float, angstrom, optional
+        Pairs at this distance or farther are left out. Without it all pairs count, for atoms without periodicity.
+        A potential of your own has its cutoff already.
+    **parameters
+        Each parameter of the potential, and for ready-made ones their options (``shifted``, ``r_switch``,
+        ``mixing`` ...). A parameter is a number; for one that belongs to atoms also a dict by element or an array
+        (n_atoms,); for one that belongs to pairs also a dict by pair, ``{"Mg-O": 1.0, "O-O": 2.0}`` with
+        ``("Mg", "O")`` as another spelling. The key ``"*"`` stands for all that are not named. Atomic numbers are
+        known to "ziegler_biersack_littmark".
+
+    Raises
+    ------
+    ValueError, TypeError
+        A name or a parameter that is unknown, missing, or not of this form; when atoms are evaluated, elements or
+        pairs without a value.
+
+    Examples
+    --------
+    >>> Pair("lennard_jones", cutoff=8.5, shifted=True, sigma=3.4, epsilon={"Ar": 0.0104, "Kr": 0.0140})
+    >>> Pair("morse", cutoff=8.0, depth={"Cu-Cu": 0.34, "*": 0.0}, steepness=1.36, r0=2.87)
+    >>> Pair(PairPotential("k/r^12", global_parameters=["k"], cutoff=6.0), k=120.0)
+    """
+
+    def __init__(self, potential: str | PairPotential, *, cutoff: float | None = None, **parameters: Any) -> None:
+        self._arguments = {"cutoff": cutoff, **parameters}
+        self.name = potential
+        if isinstance(potential, PairPotential):
+            if cutoff is not None:
+                raise ValueError(f"`cutoff` is part of the potential (it has {potential.cutoff})")
+            self.potential, values = potential, parameters
+        else:
+            if potential not in READY_MADE:
+                raise ValueError(
+                    f"`potential` must be a PairPotential or one of {names(READY_MADE)}, got {potential!r} (those "
+                    "between charges are methods of Electrostatics)"
+                )
+            if potential == "ziegler_biersack_littmark":
+                parameters = {"z": atomic_numbers, **parameters}
+            self.potential, values = ready_made(potential, READY_MADE[potential], cutoff, parameters)
+        self.parameters = Parameters(self.potential, values)
+
+    def evaluate(self, system: System) -> Contribution:
+        """Energies, forces and virial of these atoms; see `Term`."""
+        energies, forces, *virial = self.potential(
+            system.positions,
+            system.cell,
+            **system.neighbors(self.potential.cutoff),
+            **self.parameters.of(system),
+            compute_forces=True,
+            compute_virial=system.wants_virial,
+        )
+        return Contribution(energies, forces, virial[0][0] if virial else None)
+
+    def __repr__(self) -> str:
+        return f"Pair({', '.join([repr(self.name), *shown(self._arguments)])})"
+
+
+def ready_made(
+    name: str, make: Callable[..., PairPotential], cutoff: float | None, parameters: Mapping[str, Any]
+) -> tuple[PairPotential, dict[str, Any]]:
+    """A ready-made potential, and those of the parameters that are not options of how it is made."""
+    known = inspect.signature(make).parameters
+    if cutoff is None and known["cutoff"].default is inspect.Parameter.empty:
+        raise ValueError(f"`cutoff` is needed for '{name}'")
+    options = {key: value for key, value in parameters.items() if key in known}
+    values = {key: value for key, value in parameters.items() if key not in known}
+    if any(is_by_pair(value) for value in values.values()):
+        if "tables" in known:
+            options.setdefault("tables", True)
+        if "mixing" in known:
+            options.setdefault("mixing", None)
+    return make(cutoff, **options), values
+
+
+class Parameters:
+    """Values for the parameters of a potential, as they are given for elements, pairs or atoms.
+
+    Parameters
+    ----------
+    potential : PairPotential
+    values : mapping
+        A value for each parameter.
+    elsewhere : sequence of str, optional
+        Parameters that come from elsewhere.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A parameter that is unknown or missing, or a value of the wrong kind.
+    """
+
+    def __init__(self, potential: PairPotential, values: Mapping[str, Any], elsewhere: tuple[str, ...] = ()) -> None:
+        formula = potential.formula
+        known = [
+            name for name in (*formula.per_atom, *formula.global_parameters, *formula.per_pair) if name not in elsewhere
+        ]
+        for name in values:
+            if name not in known:
+                raise TypeError(f"`{name}` is no parameter of this potential, which has {names(known) or 'none'}")
+        for name in known:
+            if name not in values:
+                raise ValueError(f"`{name}` is missing: this potential has the parameters {names(known)}")
+        self._numbers = {name: number(name, values[name]) for name in formula.global_parameters}
+        self._of_atoms = {name: atom_values(name, values[name]) for name in formula.per_atom if name in values}
+        self._of_pairs = {name: pair_table(name, values[name]) for name in formula.per_pair}
+
+    def of(self, system: System) -> dict[str, Any]:
+        """Arguments of the potential for these atoms; raise if they lack a value."""
+        atoms = system.atoms
+        found: dict[str, Any] = dict(self._numbers)
+        found |= {name: system.tensor(values(atoms)) for name, values in self._of_atoms.items()}
+        if self._of_pairs:
+            elements = np.flatnonzero(np.bincount(atoms.numbers))
+            species = np.searchsorted(elements, atoms.numbers)
+            found["species"] = torch.as_tensor(species, dtype=torch.int32, device=system.positions.device)
+            for name, table in self._of_pairs.items():
+                found[name] = system.tensor(of_pairs(name, table, elements))
+        return found
+
+
+def names(words: Iterable[str]) -> str:
+    """The words in quotes, with commas."""
+    return ", ".join(f"'{word}'" for word in words)
+
+
+def shown(arguments: Mapping[str, Any]) -> list[str]:
+    """Keyword arguments as they would be written, long arrays in short, without those that are None."""
+    return [
+        f"{name}={f'<array {np.shape(value)}>' if isinstance(value, (np.ndarray, torch.Tensor)) else repr(value)}"
+        for name, value in arguments.items()
+        if value is not None
+    ]

@@ -1,0 +1,201 @@
+"""What the terms of a calculator see of the atoms, what they return, and the neighbor lists that they share."""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import ase
+import numpy as np
+import torch
+
+from nvalchemiops.torch.neighbors import VerletList
+
+Periodicity = tuple[bool, bool, bool]
+
+
+class Contribution(NamedTuple):
+    """What one term adds to the results.
+
+    Attributes
+    ----------
+    energies : (n_atoms,) tensor, eV
+    forces : (n_atoms, 3) tensor, eV/angstrom
+    virial : (3, 3) tensor, ``-dE/dstrain``, eV, or None
+        Needed if `System.wants_virial`.
+    charges : (n_atoms,) tensor, e, or None
+    """
+
+    energies: torch.Tensor
+    forces: torch.Tensor
+    virial: torch.Tensor | None
+    charges: torch.Tensor | None = None
+
+
+class Term(Protocol):
+    """Part of a potential energy: `Pair`, `Electrostatics`, or any class with this method.
+
+    A term whose contributions have charges also has an attribute ``has_charges = True``.
+    """
+
+    def evaluate(self, system: "System") -> Contribution:
+        """What the term contributes for these atoms. Raises ValueError for atoms that it is not meant for."""
+
+
+class SharedLists:
+    """The neighbor lists of a calculator, one for each periodicity that a term asks for.
+
+    A list reaches as far as the largest cutoff asked for since the number of atoms has changed, plus the skin.
+
+    Attributes
+    ----------
+    searches : int
+        How often neighbors were searched for.
+    """
+
+    def __init__(self, skin: float) -> None:
+        self.skin = skin
+        self.searches = 0
+        self._n_atoms = 0
+        self._lists: dict[Periodicity, VerletList] = {}
+        self._current: dict[Periodicity | None, tuple[float, dict[str, Any]]] = {}
+
+    def begin(self, n_atoms: int) -> None:
+        """Forget what was found for earlier positions."""
+        if n_atoms != self._n_atoms:
+            self._lists.clear()
+            self._n_atoms = n_atoms
+        self._current.clear()
+
+    def near(
+        self, positions: torch.Tensor, cell: torch.Tensor | None, pbc: Periodicity, cutoff: float
+    ) -> dict[str, Any]:
+        """Neighbors at least up to ``cutoff``, as arguments of operators. The same list for all terms of a call."""
+        reach, found = self._current.get(pbc, (0.0, {}))
+        if reach >= cutoff:
+            return found
+        kept = self._lists.get(pbc)
+        if kept is None or kept.cutoff < cutoff:
+            width = None if kept is None else kept.max_neighbors
+            kept = self._lists[pbc] = VerletList(cutoff, self.skin, max_neighbors=width)
+        before = kept.num_builds
+        axes = None if cell is None else torch.tensor(pbc, device=positions.device)
+        found = _arguments(*kept(positions, cell, axes))
+        self.searches += kept.num_builds - before
+        self._current[pbc] = kept.cutoff, found
+        return found
+
+    def all_pairs(self, positions: torch.Tensor) -> dict[str, Any]:
+        """Each atom with all others."""
+        if None not in self._current:
+            n_atoms, device = positions.shape[0], positions.device
+            others = torch.arange(max(n_atoms - 1, 0), dtype=torch.int32, device=device)
+            atoms = torch.arange(n_atoms, dtype=torch.int32, device=device).unsqueeze(1)
+            self._current[None] = 0.0, {"neighbor_matrix": others + (others >= atoms).to(torch.int32)}
+        return self._current[None][1]
+
+
+def _arguments(matrix: torch.Tensor, _: torch.Tensor, shifts: torch.Tensor | None = None) -> dict[str, Any]:
+    return {"neighbor_matrix": matrix} | ({} if shifts is None else {"neighbor_matrix_shifts": shifts})
+
+
+@dataclasses.dataclass(frozen=True)
+class System:
+    """Atoms as terms see them.
+
+    Attributes
+    ----------
+    atoms : ase.Atoms
+        Not to be changed.
+    positions : (n_atoms, 3) float64 tensor, angstrom
+    cell : (3, 3) float64 tensor, angstrom, or None
+        None if no axis is periodic. Rows of open axes may be zero.
+    wants_virial : bool
+        Whether the virial will be used.
+    """
+
+    atoms: ase.Atoms
+    positions: torch.Tensor
+    cell: torch.Tensor | None
+    wants_virial: bool
+    lists: SharedLists = dataclasses.field(repr=False)
+
+    @classmethod
+    def of(cls, atoms: ase.Atoms, wants_virial: bool, lists: SharedLists, device: torch.device) -> "System":
+        """The tensors for these atoms. Lists found for earlier positions are looked through again."""
+        lists.begin(len(atoms))
+        positions, cell = (
+            torch.tensor(a, dtype=torch.float64, device=device) for a in (atoms.positions, atoms.cell[:])
+        )
+        return cls(atoms, positions, cell if atoms.pbc.any() else None, wants_virial, lists)
+
+    def tensor(self, values: Any) -> torch.Tensor:
+        """The values with the dtype and on the device of the positions."""
+        return torch.as_tensor(values, dtype=self.positions.dtype, device=self.positions.device)
+
+    def neighbors(self, cutoff: float | None, pbc: Periodicity | None = None) -> dict[str, Any]:
+        """Neighbors of all atoms, by the names that operators of this library give them.
+
+        Parameters
+        ----------
+        cutoff : float or None, angstrom
+            All pairs closer than this are in the list, and others, too: leave out those at this distance or farther.
+            None: all pairs, for atoms without periodicity.
+        pbc : (bool, bool, bool), optional
+            By default that of the atoms.
+
+        Returns
+        -------
+        dict
+            ``neighbor_matrix`` (n_atoms, width), padded with n_atoms, and for periodic atoms
+            ``neighbor_matrix_shifts`` (n_atoms, width, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`.
+
+        Raises
+        ------
+        ValueError
+            There is no cutoff, but the atoms are periodic.
+        """
+        axes = periodicity(self.atoms.pbc if pbc is None else pbc)
+        if cutoff is not None:
+            return self.lists.near(self.positions, self.cell, axes, cutoff)
+        if any(axes):
+            raise ValueError(
+                "`cutoff` is needed for periodic atoms: without it all pairs are summed, and these have no end "
+                "(for charges there are the methods 'ewald' and 'pme')"
+            )
+        return self.lists.all_pairs(self.positions)
+
+    def pairs(self, cutoff: float | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Pairs closer than the cutoff, each from both sides, with gradients to positions and cell.
+
+        Parameters
+        ----------
+        cutoff : float or None, angstrom
+            As for `neighbors`.
+
+        Returns
+        -------
+        i, j : (n_pairs,) int64 tensors
+        vectors : (n_pairs, 3) tensor, angstrom
+            From i to j, in the image meant.
+        """
+        near = self.neighbors(cutoff)
+        matrix, shifts = near["neighbor_matrix"], near.get("neighbor_matrix_shifts")
+        i, slot = (matrix < len(self.atoms)).nonzero(as_tuple=True)
+        j = matrix[i, slot].to(torch.int64)
+        vectors = self.positions[j] - self.positions[i]
+        if shifts is not None and self.cell is not None:
+            vectors = vectors + shifts[i, slot].to(vectors) @ self.cell
+        if cutoff is None:
+            return i, j, vectors
+        within = vectors.detach().square().sum(1) < cutoff**2
+        return i[within], j[within], vectors[within]
+
+    def with_gradients(self) -> "System":
+        """The same atoms, with a positions and a cell that require gradients."""
+        cell = None if self.cell is None else self.cell.detach().requires_grad_()
+        return dataclasses.replace(self, positions=self.positions.detach().requires_grad_(), cell=cell)
+
+
+def periodicity(pbc: Any) -> Periodicity:
+    """Three bools."""
+    x, y, z = np.asarray(pbc, dtype=bool).tolist()
+    return x, y, z

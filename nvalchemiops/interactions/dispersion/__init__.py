@@ -1,0 +1,1 @@
+"""London dispersion between atoms that depends on their surroundings: formulas and published parameters."""

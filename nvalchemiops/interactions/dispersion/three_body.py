@@ -1,0 +1,366 @@
+"""The kernel of the triple-dipole energy of Axilrod, Teller and Muto, as D3 has it.
+
+A triple of atoms with sides of squares ``s1, s2, s3``, ``P = s1 s2 s3``, has the energy
+
+    E = sqrt(C6_ij C6_ik C6_jk) (3/8 X / P + 1) P^(-3/2) / (1 + 6 (R² / P)^(8/3)),
+    X = (s1 + s2 - s3)(s1 - s2 + s3)(s2 + s3 - s1),
+
+where X / 8P is the product of the cosines, and R the product of 4/3 of the radii of the three pairs. Each side ends at
+a cutoff, or goes to zero smoothly before.
+
+The kernel is in gather form: an atom has a third of the energy of its triples, and adds up the derivatives by its own
+position and coefficients. For each neighbor j it goes through all others, `LANES` at a time on a CPU, and so sees each
+triple twice; what belongs to j, a gradient G by its displacement and the derivative T by ``C6_ij``, is then complete.
+
+Sources: B. M. Axilrod and E. Teller, J. Chem. Phys. 11, 299 (1943), doi:10.1063/1.1723844; in D3: S. Grimme,
+J. Antony, S. Ehrlich and H. Krieg, J. Chem. Phys. 132, 154104 (2010), doi:10.1063/1.3382344, eq. (11) to (14).
+"""
+
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.math.vectors import LANES
+from nvalchemiops.native import by_device, filled
+
+MOST_COEFFICIENTS = 256
+"""Coefficients ``c_iq`` that there is room for: those of some seventy elements."""
+
+TILE = 64
+"""Neighbors that are collected at once on a CPU."""
+
+WARP = 32
+"""Threads of a GPU that share a row."""
+
+N_SUMS = 18
+"""Columns of the sums by system: the gradient by the cell, and the virial."""
+
+_COMMON = """
+    typedef @real@ real;
+    const int n_atoms = positions.shape[0], n_coefficients = coefficients.shape[1], n_slots = neighbors.shape[0];
+    const bool is_list = row_begin.shape[0] > 0, periodic = cell.shape[0] > 0, weighted = weights.shape[0] > 0;
+    long long begin = is_list ? row_begin.data[i] : static_cast<long long>(i) * width;
+    long long end = is_list ? row_begin.data[i + 1] : begin + width;
+    if (begin < 0 || end > n_slots) begin = end = 0;
+    const int system = batch_idx.shape[0] > 0 ? batch_idx.data[i] : 0;
+    const int n_species = pair_radii.shape[0], own_species = species.data[i];
+    const real *own = positions.data + 3LL * i, *c_i = coefficients.data + static_cast<long long>(i) * n_coefficients;
+    const one limit = cutoff * cutoff, from = r_switch * r_switch;
+    const one per_width = from < limit ? one(1) / (limit - from) : one(0);
+    struct Neighbor {
+        int j;
+        one d[3], square;
+    };
+    const auto is_close = [&](long long slot, Neighbor &it) {
+        it.j = neighbors.data[slot];
+        if (it.j == padding || it.j < 0 || it.j >= n_atoms) return false;
+        const real *other = positions.data + 3LL * it.j;
+        for (int a = 0; a < 3; ++a) {
+            it.d[a] = one(other[a]) - one(own[a]);
+            if (periodic)
+                for (int c = 0; c < 3; ++c)
+                    it.d[a] += one(shifts.data[3 * slot + c]) * one(cell.data[9LL * system + 3 * c + a]);
+        }
+        it.square = it.d[0] * it.d[0] + it.d[1] * it.d[1] + it.d[2] * it.d[2];
+        return !(it.square >= limit);
+    };
+    const auto signed_product = [&](const real *a, const real *b) {
+        one sum = one(0);
+        for (int q = 0; q < n_coefficients; ++q) sum += (q < n_positive ? one(1) : one(-1)) * one(a[q]) * one(b[q]);
+        return sum;
+    };
+    const auto squared_radius = [&](int a, int b) {
+        const one radius = one(pair_radii.data[a * n_species + b]) * (one(4) / one(3));
+        return radius * radius;
+    };
+    // the factor by which a side goes to zero, 1 - 10 x^3 + 15 x^4 - 6 x^5 of the square, and its derivative
+    const auto switched = [=](auto square, auto &slope) {
+        typedef decltype(square) number;
+        const number t = (square - from) * per_width;
+        const number x = t > one(0) ? t : number(one(0)), y = one(1) - x;
+        slope = one(-30) * per_width * x * x * y * y;
+        return one(1) + x * x * x * (one(-10) + x * (one(15) - one(6) * x));
+    };
+    // energy, and its derivatives by the squares of the sides
+    const auto triple = [=](auto s1, auto s2, auto s3, auto c6, auto radii, auto &e1, auto &e2, auto &e3) {
+        typedef decltype(s2) number;
+        const number inverse = one(1) / (s1 * s2 * s3), power = inverse * square_root(inverse);
+        const number x1 = s2 + s3 - s1, x2 = s1 - s2 + s3, x3 = s1 + s2 - s3, x = x1 * x2 * x3;
+        const number cosines = one(0.375) * x * inverse, angle = (cosines + one(1)) * power;
+        const number t = cube_root(radii * inverse), t2 = t * t, t4 = t2 * t2, y = one(6) * t4 * t4;
+        const number damping = one(1) / (one(1) + y), c9 = square_root(c6 > one(0) ? c6 : -c6);
+        number slope1, slope2, slope3;
+        const number f1 = switched(number(s1), slope1), f2 = switched(s2, slope2), f3 = switched(s3, slope3);
+        const number value = c9 * angle * damping, scale = c9 * damping * f1 * f2 * f3;
+        // P times the derivative by P, of all but X
+        const number by_product = damping * y * angle * (one(8) / one(3)) - one(1.5) * angle - cosines * power;
+        const number by_x = one(0.375) * inverse * power;
+        e1 = scale * (by_x * (x2 * x3 * number(-1.0) + x1 * x3 + x1 * x2) + by_product / s1) + value * slope1 * f2 * f3;
+        e2 = scale * (by_x * (x2 * x3 - x1 * x3 + x1 * x2) + by_product / s2) + value * slope2 * f1 * f3;
+        e3 = scale * (by_x * (x2 * x3 + x1 * x3 - x1 * x2) + by_product / s3) + value * slope3 * f1 * f2;
+        return value * f1 * f2 * f3;
+    };
+"""
+
+_CPU = """
+    typedef double one;
+    typedef double lanes __attribute__((ext_vector_type(@lanes@)));
+    typedef decltype(lanes(0.0) < lanes(0.0)) condition;
+    const auto square_root = [](lanes x) { return __builtin_elementwise_sqrt(x); };
+    const auto cube_root = [](lanes x) {
+        // a third of the bits is right to some percent, and each step cubes the error
+        union { condition bits; lanes value; } start = {}, guess;
+        start.value = x;
+        const lanes third = __builtin_convertvector(start.bits, lanes) * (1.0 / 3.0);
+        guess.bits = __builtin_convertvector(third, condition) + 0x2A9F7893782DA1CELL;
+        lanes t = guess.value;
+        for (int step = 0; step < 3; ++step) {
+            const lanes cube = t * t * t;
+            t *= (cube + 2.0 * x) / (2.0 * cube + x);
+        }
+        return t;
+    };
+    @common@
+    const auto add_up = [](lanes values) {
+        double sum = values[0];
+        for (int l = 1; l < @lanes@; ++l) sum += values[l];
+        return sum;
+    };
+    double energy = 0.0, gradient[3] = {}, sums[@n_sums@] = {}, by_coefficient[@room@] = {};
+    struct alignas(64) Tile {
+        double d[3][@tile@], square[@tile@], place[@tile@], weight[@tile@], c6[@tile@], radius[@tile@];
+        double coefficients[@room@][@tile@];
+        int species[@tile@];
+    } tile;
+    for (long long slot = begin; slot < end;) {
+        int n = 0;
+        Neighbor k;
+        for (; slot < end && n < @tile@; ++slot) {
+            if (!is_close(slot, k)) continue;
+            const real *c_k = coefficients.data + static_cast<long long>(k.j) * n_coefficients;
+            for (int a = 0; a < 3; ++a) tile.d[a][n] = k.d[a];
+            for (int q = 0; q < n_coefficients; ++q) tile.coefficients[q][n] = q < n_positive ? c_k[q] : -c_k[q];
+            tile.square[n] = k.square;
+            tile.place[n] = slot - begin;
+            tile.weight[n] = weighted ? weights.data[k.j] : 1.0;
+            tile.c6[n] = signed_product(c_i, c_k);
+            tile.species[n] = species.data[k.j];
+            tile.radius[n] = squared_radius(own_species, tile.species[n]);
+            ++n;
+        }
+        for (int rest = n; rest % @lanes@; ++rest) {
+            for (int a = 0; a < 3; ++a) tile.d[a][rest] = 1e9;
+            for (int q = 0; q < n_coefficients; ++q) tile.coefficients[q][rest] = 0.0;
+            tile.square[rest] = 3e18, tile.place[rest] = -1.0, tile.weight[rest] = 0.0, tile.c6[rest] = 0.0;
+            tile.species[rest] = own_species, tile.radius[rest] = 1.0;
+        }
+        Neighbor it;
+        for (long long at = begin; at < end; ++at) {
+            if (!is_close(at, it)) continue;
+            const real *c_j = coefficients.data + static_cast<long long>(it.j) * n_coefficients;
+            const int its_species = species.data[it.j];
+            const double c6_ij = signed_product(c_i, c_j), radius_ij = squared_radius(own_species, its_species);
+            const double weight_ij = weighted ? (weights.data[i] + weights.data[it.j]) / 3.0 : 2.0 / 3.0;
+            lanes total = 0.0, by_c6 = 0.0, g[3] = {lanes(0.0), lanes(0.0), lanes(0.0)};
+            for (int m = 0; m < n; m += @lanes@) {
+                const auto load = [m](const double *row) { return *reinterpret_cast<const lanes *>(row + m); };
+                lanes d[3], s3 = 0.0, c6_jk = 0.0, radius_jk;
+                for (int a = 0; a < 3; ++a) {
+                    d[a] = load(tile.d[a]) - it.d[a];
+                    s3 += d[a] * d[a];
+                }
+                const lanes place = load(tile.place);
+                const condition live = (s3 < limit) & (place != double(at - begin)) & (place >= 0.0);
+                for (int q = 0; q < n_coefficients; ++q) c6_jk += double(c_j[q]) * load(tile.coefficients[q]);
+                for (int l = 0; l < @lanes@; ++l) radius_jk[l] = squared_radius(its_species, tile.species[m + l]);
+                const lanes c6 = c6_ij * load(tile.c6) * c6_jk, radii = radius_ij * load(tile.radius) * radius_jk;
+                lanes e1, e2, e3;
+                const lanes e = triple(lanes(it.square), load(tile.square), s3, c6, radii, e1, e2, e3);
+                const lanes weight = weight_ij + load(tile.weight) * (1.0 / 3.0);
+                total += live ? e : lanes(0.0);
+                by_c6 += live ? weight * e : lanes(0.0);
+                for (int a = 0; a < 3; ++a) g[a] += live ? weight * (e1 * it.d[a] - e3 * d[a]) : lanes(0.0);
+            }
+            energy += add_up(total);
+            const double slope = c6_ij == 0.0 ? 0.0 : 0.5 * add_up(by_c6) / c6_ij;
+            for (int q = 0; q < n_coefficients; ++q) by_coefficient[q] += (q < n_positive ? slope : -slope) * c_j[q];
+@flush@
+        }
+    }
+    for (int q = 0; q < n_coefficients; ++q)
+        coefficient_gradients.data[static_cast<long long>(i) * n_coefficients + q] = by_coefficient[q];
+    @results@
+"""
+
+_FLUSH = """
+            for (int a = 0; a < 3; ++a) {
+                const double of_neighbor = 2.0 * add_up(g[a]);
+                gradient[a] -= of_neighbor;
+                if (!periodic) continue;
+                for (int c = 0; c < 3; ++c) {
+                    sums[3 * c + a] += shifts.data[3 * at + c] * of_neighbor / 3.0;
+                    sums[9 + 3 * a + c] -= of_neighbor * it.d[c] / 3.0;
+                }
+            }
+"""
+
+_RESULTS = """
+    energies.data[i] = energy / 6.0;
+    for (int a = 0; a < 3; ++a) position_gradients.data[3LL * i + a] = gradient[a];
+    if (periodic)
+        for (int c = 0; c < @n_sums@; ++c) system_sums.data[@n_sums@LL * i + c] = sums[c];
+"""
+
+_GPU = """
+    typedef @real@ one;
+    const auto square_root = [](one x) { return ::sqrt(x); };
+    const auto cube_root = [](one x) { return ::cbrt(x); };
+    @common@
+    const int lane = threadIdx.x & (@warp@ - 1);
+    const auto add_up = [](double sum) {
+        for (int step = @warp@ / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        return sum;
+    };
+    double energy = 0.0, gradient[3] = {}, sums[@n_sums@] = {};
+    const auto own_gradients = coefficient_gradients.data + static_cast<long long>(i) * n_coefficients;
+    for (int q = lane; q < n_coefficients; q += @warp@) own_gradients[q] = real(0);
+    // all lanes take part in each round, with a neighbor or without
+    for (long long first = begin; first < end; first += @warp@) {
+        const long long at = first + lane;
+        Neighbor it, k;
+        const bool there = at < end && is_close(at, it);
+        double total = 0.0, by_c6 = 0.0, g[3] = {};
+        one c6_ij = one(0);
+        if (there) {
+            const real *c_j = coefficients.data + static_cast<long long>(it.j) * n_coefficients;
+            const int its_species = species.data[it.j];
+            c6_ij = signed_product(c_i, c_j);
+            const one radius_ij = squared_radius(own_species, its_species);
+            for (long long slot = begin; slot < end; ++slot) {
+                if (slot == at || !is_close(slot, k)) continue;
+                one d[3], s3 = one(0), e1, e2, e3;
+                for (int a = 0; a < 3; ++a) {
+                    d[a] = k.d[a] - it.d[a];
+                    s3 += d[a] * d[a];
+                }
+                if (s3 >= limit) continue;
+                const real *c_k = coefficients.data + static_cast<long long>(k.j) * n_coefficients;
+                const one c6 = c6_ij * signed_product(c_i, c_k) * signed_product(c_j, c_k);
+                const one radii = radius_ij * squared_radius(own_species, species.data[k.j])
+                    * squared_radius(its_species, species.data[k.j]);
+                const one e = triple(it.square, k.square, s3, c6, radii, e1, e2, e3);
+                const one weight =
+                    weighted ? (weights.data[i] + weights.data[it.j] + weights.data[k.j]) / one(3) : one(1);
+                total += e;
+                by_c6 += weight * e;
+                for (int a = 0; a < 3; ++a) g[a] += weight * (e1 * it.d[a] - e3 * d[a]);
+            }
+        }
+        energy += total;
+        const double slope = c6_ij == one(0) ? 0.0 : 0.5 * by_c6 / c6_ij;
+        for (int q = 0; q < n_coefficients; ++q) {
+            const long long its_own = static_cast<long long>(it.j) * n_coefficients + q;
+            const double part = there ? slope * coefficients.data[its_own] : 0.0;
+            const double sum = add_up(q < n_positive ? part : -part);
+            if (lane == q % @warp@) own_gradients[q] += sum;
+        }
+        if (!there) continue;
+@flush@
+    }
+    energy = add_up(energy);
+    for (double &part : gradient) part = add_up(part);
+    for (double &part : sums) part = add_up(part);
+    if (lane > 0) return;
+    @results@
+"""
+
+
+def _source(precision: str) -> str:
+    real = {"float32": "float", "float64": "double"}[precision]
+    numbers = {"lanes": LANES, "tile": TILE, "room": MOST_COEFFICIENTS, "warp": WARP, "n_sums": N_SUMS, "real": real}
+    pieces = {"common": filled(_COMMON, **numbers), "results": filled(_RESULTS, **numbers)}
+    # each lane of a GPU has a neighbor of its own
+    alone = _FLUSH.replace("add_up(g[a])", "g[a]")
+    return by_device(filled(_CPU, **pieces, flush=_FLUSH, **numbers), filled(_GPU, **pieces, flush=alone, **numbers))
+
+
+@kernel_variants(("float64",), ("float32",))
+def three_body(precision: str) -> Any:
+    """Kernel that adds up the triples of an atom, its first one being the atom itself."""
+    real = getattr(wp, precision)
+
+    @wp.func_native(_source(precision))
+    def sum_triples(
+        i: wp.int32,
+        positions: wp.array2d(dtype=real),
+        cell: wp.array3d(dtype=real),
+        coefficients: wp.array2d(dtype=real),
+        species: wp.array(dtype=wp.int32),
+        pair_radii: wp.array2d(dtype=real),
+        weights: wp.array(dtype=real),
+        batch_idx: wp.array(dtype=wp.int32),
+        row_begin: wp.array(dtype=wp.int32),
+        neighbors: wp.array(dtype=wp.int32),
+        shifts: wp.array2d(dtype=wp.int32),
+        width: wp.int32,
+        padding: wp.int32,
+        n_positive: wp.int32,
+        cutoff: wp.float64,
+        r_switch: wp.float64,
+        energies: wp.array(dtype=real),
+        position_gradients: wp.array2d(dtype=real),
+        coefficient_gradients: wp.array2d(dtype=real),
+        system_sums: wp.array2d(dtype=wp.float64),
+    ):
+        """Sum over the triples of an atom; arguments as in the kernel."""
+        ...
+
+    @wp.kernel(module=kernel_module(f"three_body_{precision}"), enable_backward=False)
+    def kernel(
+        offset: wp.int32,
+        positions: wp.array2d(dtype=real),  # (n_atoms, 3)
+        cell: wp.array3d(dtype=real),  # (n_systems, 3, 3), or none
+        coefficients: wp.array2d(dtype=real),  # (n_atoms, n_coefficients)
+        species: wp.array(dtype=wp.int32),  # (n_atoms,), rows of the radii
+        pair_radii: wp.array2d(dtype=real),  # (n_species, n_species)
+        weights: wp.array(dtype=real),  # (n_atoms,) of the energies in the sum that is differentiated, or none
+        batch_idx: wp.array(dtype=wp.int32),  # (n_atoms,), or none for one system
+        row_begin: wp.array(dtype=wp.int32),  # (n_atoms + 1,), or none for rows of equal width
+        neighbors: wp.array(dtype=wp.int32),  # (n_slots,)
+        shifts: wp.array2d(dtype=wp.int32),  # (n_slots, 3), or none
+        width: wp.int32,
+        padding: wp.int32,
+        n_positive: wp.int32,
+        cutoff: wp.float64,
+        r_switch: wp.float64,  # sides are switched off from here on, if it is below the cutoff
+        energies: wp.array(dtype=real),  # (n_atoms,), without weights
+        position_gradients: wp.array2d(dtype=real),  # (n_atoms, 3)
+        coefficient_gradients: wp.array2d(dtype=real),  # (n_atoms, n_coefficients)
+        system_sums: wp.array2d(dtype=wp.float64),  # (n_atoms, N_SUMS), or none
+    ):
+        row, _lane = wp.tid()
+        sum_triples(
+            offset + row,
+            positions,
+            cell,
+            coefficients,
+            species,
+            pair_radii,
+            weights,
+            batch_idx,
+            row_begin,
+            neighbors,
+            shifts,
+            width,
+            padding,
+            n_positive,
+            cutoff,
+            r_switch,
+            energies,
+            position_gradients,
+            coefficient_gradients,
+            system_sums,
+        )
+
+    return gather_only(kernel)

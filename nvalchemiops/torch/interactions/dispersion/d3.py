@@ -1,0 +1,357 @@
+"""DFT-D3: two sums over pairs, with the coordination number between them.
+
+Formulas and sources: `nvalchemiops.interactions.dispersion.formulas`. Everything is in atomic units.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.interactions.dispersion import formulas
+from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
+from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
+from nvalchemiops.torch.interactions.pair.potential import Wanted, evaluate
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.segments import system_sums
+
+K1, K3 = 16.0, -4.0
+"""Steepness of the coordination number and of the weights of reference molecules, as published."""
+
+
+class Range(NamedTuple):
+    """How far one of the two sums reaches.
+
+    Attributes
+    ----------
+    cutoff : float or None
+        Pairs beyond are left out; None leaves that to the neighbor list.
+    r_switch : float or None
+        From here on the sum goes to zero smoothly, with two continuous derivatives; None for a sharp end.
+    """
+
+    cutoff: float | None = None
+    r_switch: float | None = None
+
+
+class Ranges(NamedTuple):
+    """How far the sums reach: energies of pairs, coordination numbers, and sides of triangles."""
+
+    pairs: Range
+    counted: Range
+    triples: Range
+
+
+def d3_dispersion(
+    positions: torch.Tensor,
+    numbers: torch.Tensor,
+    damping: RationalDamping | ZeroDamping,
+    parameters: D3Parameters | ReferenceStates,
+    cell: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    *,
+    neighbor_list: torch.Tensor | None = None,
+    neighbor_ptr: torch.Tensor | None = None,
+    neighbor_shifts: torch.Tensor | None = None,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    fill_value: int | None = None,
+    half_list: bool = False,
+    cutoff: float | None = None,
+    coordination_cutoff: float | None = None,
+    smoothing: float | None = None,
+    s9: float | torch.Tensor = 0.0,
+    three_body_cutoff: float | None = None,
+    pbc: torch.Tensor | None = None,
+    num_systems: int | None = None,
+    compute_forces: bool = False,
+    compute_virial: bool = False,
+    energy_reduction: str = "atom",
+    k1: float = K1,
+    k3: float = K3,
+) -> tuple[torch.Tensor, ...]:
+    """DFT-D3 dispersion energies, with what is asked for of forces and virial, and coordination numbers.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, bohr
+        float32 or float64; results follow. Positions in angstrom give a wrong energy that nothing can detect:
+        divide them by `nvalchemiops.constants.BOHR_IN_ANGSTROM`.
+    numbers : (n_atoms,) int32 or int64 tensor
+        Atomic numbers; 0 for padding that is nobody's neighbor.
+    damping : RationalDamping or ZeroDamping
+        As from `damping_parameters`; its entries may be tensors with gradients.
+    parameters : D3Parameters or ReferenceStates
+        The reference data; or what `D3Parameters.states` prepared of them, which ``torch.compile`` needs.
+    cell : (3, 3) or (n_systems, 3, 3) tensor, bohr, optional
+        Lattice vectors in rows.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order.
+    neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
+        Neighbors in either format, see `nvalchemiops.torch.neighbors`. Pairs beyond the cutoffs are left out, so a list
+        may reach further. Without neighbors they are searched for within the larger cutoff.
+    cutoff : float, bohr, optional
+        Of the energy of pairs. By default all that are listed.
+    coordination_cutoff : float, bohr, optional
+        Of the coordination number, by default ``cutoff``. A counted pair never falls below 1e-7, so that thousands of
+        far ones matter in the fourth digit: compare programs at equal cutoffs.
+    smoothing : float, bohr, optional
+        All sums go to zero over the last ``smoothing`` before their cutoffs, with two continuous derivatives. Without
+        it energies jump by what a pair at the cutoff has.
+    s9 : float or tensor, optional
+        Factor of the three-body energy of Axilrod, Teller and Muto, mostly 1; by default there is none. It has first
+        derivatives only; second ones raise `NotDifferentiableError`.
+    three_body_cutoff : float, bohr, optional
+        Of the sides of its triangles, by default ``coordination_cutoff``. The cost grows with its sixth power.
+    pbc : (3,) or (n_systems, 3) bool tensor, optional
+        For the search of neighbors.
+    num_systems : int, optional
+        Needed inside ``torch.compile`` with ``batch_idx``.
+    compute_forces, compute_virial : bool, optional
+    energy_reduction : {"atom", "system"}, optional
+        An atom has half the energy of its pairs.
+    k1, k3 : float, optional
+        Steepness of the coordination number, and of the weights of reference molecules.
+
+    Returns
+    -------
+    energies : (n_atoms,) or (n_systems,) tensor, hartree
+    forces : (n_atoms, 3) tensor, hartree/bohr
+        If asked for.
+    coordination_numbers : (n_atoms,) tensor
+    virial : (n_systems, 3, 3) tensor, hartree
+        If asked for: ``-dE/d(strain)``.
+
+        All are differentiable to any order in positions, cell and damping parameters.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; elements without parameters.
+    """
+    ranges = ranges_of(cutoff, coordination_cutoff, three_body_cutoff, smoothing)
+    given = GivenNeighbors(
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
+    )
+    system = System(positions, numbers, cell, batch_idx, num_systems)
+    wanted = Wanted(compute_forces, (), compute_virial, energy_reduction)
+    rows = neighbors_of(system, given, half_list, ranges, pbc)
+    return dispersion_sum(system, rows, damping, parameters, ranges, wanted, k1, k3, s9)
+
+
+class System(NamedTuple):
+    """Atoms, as for `d3_dispersion`."""
+
+    positions: torch.Tensor
+    numbers: torch.Tensor
+    cell: torch.Tensor | None
+    batch_idx: torch.Tensor | None
+    num_systems: int | None
+
+
+def neighbors_of(system: System, given: GivenNeighbors, half_list: bool, ranges: Ranges, pbc: Any = None) -> Rows:
+    """The rows of the given neighbors, or of a search within the largest cutoff; atoms and cell are checked first."""
+    positions, cell = system.positions, system.cell
+    checks.check_positions(positions, finite=False)
+    checks.check_index("numbers", system.numbers, positions, (positions.shape[0],))
+    if cell is not None:
+        checks.check_lattice(cell, positions)
+    rows = rows_of(given, positions, cell is not None, half_list)
+    if rows is not None:
+        return rows
+    if half_list:
+        raise ValueError("`half_list` describes a list, but none is given")
+    if not checks.unread(system.numbers) and bool((checks.plain(system.numbers) == 0).any()):
+        raise ValueError("`numbers` holds 0, which is padding: without `neighbor_list` it would have neighbors")
+    cutoffs = [reach.cutoff for reach in (ranges.pairs, ranges.counted)]
+    if None in cutoffs:
+        raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
+    return build_rows(positions, max(c for c in cutoffs if c is not None), cell, system.batch_idx, pbc)
+
+
+def dispersion_sum(
+    system: System,
+    rows: Rows,
+    damping: RationalDamping | ZeroDamping,
+    parameters: D3Parameters | ReferenceStates,
+    ranges: Ranges,
+    wanted: Wanted,
+    k1: float,
+    k3: float,
+    s9: float | torch.Tensor,
+) -> tuple[torch.Tensor, ...]:
+    """What `d3_dispersion` returns."""
+    if not isinstance(damping, RationalDamping | ZeroDamping):
+        raise TypeError(f"`damping` must be RationalDamping or ZeroDamping, got {type(damping).__name__}")
+    states = _states(parameters, system.numbers)
+    dtype = system.positions.dtype
+    row = states.rows(system.numbers)
+
+    def over_pairs(formula: Formula, given: dict[str, Any], wanted: Wanted, reach: Range, **more: Any) -> Any:
+        return evaluate(
+            formula,
+            system.positions,
+            system.cell,
+            given,
+            rows,
+            wanted,
+            cutoff=reach.cutoff,
+            r_switch=reach.r_switch,
+            batch_idx=system.batch_idx,
+            num_systems=system.num_systems,
+            **more,
+        )
+
+    counting = formulas.COORDINATION if ranges.counted.r_switch is None else formulas.COORDINATION_SWITCHED
+    radii = {"radius": states.radii.index_select(0, row).to(dtype), "k1": k1}
+    coordination = over_pairs(counting, radii, Wanted(), ranges.counted)
+    coefficients, slopes = _coefficients(coordination, row, states, k3)
+    coefficients = coefficients.to(dtype)
+
+    n_coefficients = coefficients.shape[1]
+    make = formulas.rational if isinstance(damping, RationalDamping) else formulas.zero
+    formula = make(states.n_positive, n_coefficients - states.n_positive, ranges.pairs.r_switch is not None)
+    names = formula.per_atom[:n_coefficients]
+    of_pair: dict[str, Any] = dict(zip(names, coefficients.unbind(1))) | damping._asdict()
+    of_pair["z"] = states.z.index_select(0, row).to(dtype)
+    species = {}
+    if formula.per_pair:
+        of_pair["r0"] = _pair_radii(states, dtype)
+        species = {"species": row}
+    derivatives = wanted.forces or wanted.virial
+    first = wanted._replace(gradients=names if derivatives else (), energy_reduction="atom")
+    energies, *found = _as_list(over_pairs(formula, of_pair, first, ranges.pairs, **species))
+    forces = found.pop(0) if wanted.forces else None
+    virial = found.pop() if wanted.virial else None
+    by_coefficient = torch.stack(found, 1) if derivatives else None
+
+    if isinstance(s9, torch.Tensor) or s9 != 0.0:
+        triples = _three_body(system, rows, coefficients, row, states, ranges.triples, derivatives)
+        energies = energies + s9 * triples[0]
+        forces = None if forces is None else forces - s9 * triples[1]
+        virial = None if virial is None else virial + s9 * triples[4]
+        by_coefficient = None if by_coefficient is None else by_coefficient + s9 * triples[2]
+    if wanted.energy_reduction == "system":
+        n_systems = _number_of_systems(system)
+        energies = system_sums(energies, system.batch_idx, n_systems)
+    if by_coefficient is None:
+        return energies, coordination
+
+    weights = (by_coefficient.to(torch.float64) * slopes).sum(1).to(dtype)  # dE/dCN
+    through = Wanted(wanted.forces, (), wanted.virial)
+    _, *found = over_pairs(counting, radii, through, ranges.counted, weights=weights)
+    results = [energies]
+    if forces is not None:
+        results.append(forces + found.pop(0))
+    results.append(coordination)
+    if virial is not None:
+        results.append(virial + found.pop())
+    return tuple(results)
+
+
+def _as_list(results: Any) -> list[torch.Tensor]:
+    return list(results) if isinstance(results, tuple) else [results]
+
+
+def _pair_radii(states: ReferenceStates, dtype: torch.dtype) -> torch.Tensor:
+    if states.pair_radii is None:
+        raise ValueError("`parameters` lack `r0ab`, the radii of pairs, which zero damping and three-body terms need")
+    return states.pair_radii.to(dtype)
+
+
+def _number_of_systems(system: System) -> int:
+    if system.num_systems is not None:
+        return system.num_systems
+    if system.cell is not None and system.cell.ndim == 3:
+        return system.cell.shape[0]
+    if system.batch_idx is None:
+        return 1
+    return int(system.batch_idx.max()) + 1 if system.batch_idx.shape[0] else 1
+
+
+def _three_body(
+    system: System,
+    rows: Rows,
+    coefficients: torch.Tensor,
+    row: torch.Tensor,
+    states: ReferenceStates,
+    reach: Range,
+    derivatives: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
+    cell, n_systems = system.cell, _number_of_systems(system)
+    return three_body_sum(
+        system.positions,
+        None if cell is None else cell.reshape(-1, 3, 3).expand(n_systems, 3, 3),
+        coefficients,
+        row.to(torch.int32),
+        _pair_radii(states, coefficients.dtype),
+        None if system.batch_idx is None else checks.narrow(system.batch_idx),
+        n_systems,
+        rows.begin,
+        rows.neighbors,
+        rows.shifts,
+        rows.width,
+        rows.padding,
+        states.n_positive,
+        math.inf if reach.cutoff is None else reach.cutoff,
+        math.inf if reach.r_switch is None else reach.r_switch,
+        derivatives=derivatives,
+    )
+
+
+def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smoothing: Any) -> Ranges:
+    """How far the sums reach."""
+    names = ("cutoff", "coordination_cutoff", "three_body_cutoff")
+    cutoffs: list[float | None] = []
+    for name, value in zip(names, (cutoff, coordination_cutoff, three_body_cutoff)):
+        # each is that of the sum before by default
+        default = cutoffs[-1] if cutoffs else None
+        cutoffs.append(default if value is None else checks.check_positive(name, value))
+    if smoothing is None:
+        return Ranges(*(Range(c) for c in cutoffs))
+    smoothing = checks.check_positive("smoothing", smoothing)
+    known = [c for c in cutoffs if c is not None]
+    if len(known) < len(cutoffs):
+        raise ValueError("`cutoff` is needed with `smoothing`, which ends there")
+    if smoothing >= min(known):
+        raise ValueError(f"`smoothing` = {smoothing} must be smaller than the cutoffs, of which one is {min(known)}")
+    return Ranges(*(Range(c, c - smoothing) for c in known))
+
+
+def _states(parameters: Any, numbers: torch.Tensor) -> ReferenceStates:
+    if isinstance(parameters, ReferenceStates):
+        if parameters.radii.device != numbers.device:
+            raise ValueError(f"`parameters` are on {parameters.radii.device}, but `numbers` on {numbers.device}")
+        return parameters
+    if not isinstance(parameters, D3Parameters):
+        raise TypeError(f"`parameters` must be D3Parameters or ReferenceStates, got {type(parameters).__name__}")
+    if torch.compiler.is_compiling() or checks.is_mapped(numbers):
+        raise ValueError(
+            "`parameters`: prepare them with D3Parameters.states(elements) before torch.compile or vmap, where atomic "
+            "numbers cannot be read"
+        )
+    elements = [number for number in checks.plain(numbers).unique().tolist() if number != 0]
+    # without atoms the states of any element will do
+    return parameters.states(elements or parameters.elements[:1], numbers.device)
+
+
+def _coefficients(
+    coordination: torch.Tensor, row: torch.Tensor, states: ReferenceStates, k3: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``c_iq`` and their derivatives by the coordination number, (n_atoms, n_coefficients) in float64."""
+    apart = coordination.to(torch.float64).unsqueeze(1) - states.coordination.index_select(0, row)
+    # as a softmax, weights are right wherever the exponentials themselves would vanish
+    weights = torch.softmax(k3 * apart * apart + states.is_there.index_select(0, row), 1)
+    slope = 2.0 * k3 * apart
+    weight_slopes = weights * (slope - (weights * slope).sum(1, keepdim=True))
+    # among the states of all elements, of which each atom has those of its own
+    n_rows, n_references, n_coefficients = states.vectors.shape
+    vectors = states.vectors.view(-1, n_coefficients)
+    places = row.unsqueeze(1) * n_references + torch.arange(n_references, device=row.device)
+    nothing = weights.new_zeros(row.shape[0], n_rows * n_references)
+    found = [nothing.scatter(1, places, values) @ vectors for values in (weights, weight_slopes)]
+    return found[0], found[1]

@@ -1,0 +1,140 @@
+"""DFT-D3 by the function that clients of this ecosystem call."""
+
+from typing import Any
+
+import torch
+
+from nvalchemiops.interactions.dispersion.damping import RationalDamping
+from nvalchemiops.torch.interactions.dispersion.d3 import K1, K3, Range, System, dispersion_sum, neighbors_of, ranges_of
+from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
+from nvalchemiops.torch.interactions.pair.potential import Wanted
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+
+NO_SMOOTHING = 1e10
+"""From here on a smoothing stands for none."""
+
+
+def dftd3(
+    positions: torch.Tensor,
+    numbers: torch.Tensor,
+    a1: float | torch.Tensor,
+    a2: float | torch.Tensor,
+    s8: float | torch.Tensor,
+    k1: float = K1,
+    k3: float = K3,
+    s6: float | torch.Tensor = 1.0,
+    s5_smoothing_on: float = NO_SMOOTHING,
+    s5_smoothing_off: float = NO_SMOOTHING,
+    fill_value: int | None = None,
+    d3_params: D3Parameters | ReferenceStates | None = None,
+    covalent_radii: torch.Tensor | None = None,
+    r4r2: torch.Tensor | None = None,
+    c6_reference: torch.Tensor | None = None,
+    coord_num_ref: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    cell: torch.Tensor | None = None,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    neighbor_list: torch.Tensor | None = None,
+    neighbor_ptr: torch.Tensor | None = None,
+    unit_shifts: torch.Tensor | None = None,
+    compute_virial: bool = False,
+    num_systems: int | None = None,
+    device: torch.device | str | None = None,
+    *,
+    half_list: bool = False,
+    cutoff: float | None = None,
+    coordination_cutoff: float | None = None,
+    s9: float | torch.Tensor = 0.0,
+    three_body_cutoff: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """DFT-D3 energies of systems with the damping of Becke and Johnson, forces and coordination numbers.
+
+    For other damping, energies of atoms, or no forces, see `d3_dispersion`.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, bohr
+        Not angstrom, which nothing can detect.
+    numbers : (n_atoms,) int32 or int64 tensor
+        Atomic numbers; 0 for padding that is nobody's neighbor.
+    a1, a2, s8, s6 : float or tensor
+        Damping parameters of the functional (a2 in bohr), see `damping_parameters`. Tensors may have gradients.
+    k1, k3 : float, optional
+        Steepness of the coordination number, and of the weights of reference molecules.
+    s5_smoothing_on, s5_smoothing_off : float, bohr, optional
+        Between these distances the energy of a pair goes to zero smoothly, with two continuous derivatives. By default
+        it does not. The coordination number is left as it is.
+    fill_value : int, optional
+        Padding of ``neighbor_matrix``, by default the number of atoms.
+    d3_params : D3Parameters or ReferenceStates
+        The reference data; or these, one by one:
+    covalent_radii, r4r2, c6_reference, coord_num_ref : tensors
+        ``rcov``, ``r4r2``, ``c6ab`` and ``cn_ref`` of `D3Parameters`.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order.
+    cell : (3, 3) or (n_systems, 3, 3) tensor, bohr, optional
+    neighbor_matrix, neighbor_matrix_shifts, neighbor_list, neighbor_ptr, unit_shifts
+        Neighbors in either format, with shifts if there is a cell.
+    compute_virial : bool, optional
+    num_systems : int, optional
+    device : torch.device or str, optional
+        Checked against the device of the positions.
+    half_list : bool, optional
+        The neighbors hold each pair once.
+    cutoff, coordination_cutoff, s9, three_body_cutoff : float, optional
+        See `d3_dispersion`; by default all listed pairs count, and no triples.
+
+    Returns
+    -------
+    energy : (n_systems,) tensor, hartree
+    forces : (n_atoms, 3) tensor, hartree/bohr
+    coordination_numbers : (n_atoms,) tensor
+    virial : (n_systems, 3, 3) tensor, hartree
+        With ``compute_virial``: ``-dE/d(strain)``.
+
+        All are differentiable to any order in positions, cell and damping parameters.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; elements without parameters.
+    """
+    separate: dict[str, Any] = {"rcov": covalent_radii, "r4r2": r4r2, "c6ab": c6_reference, "cn_ref": coord_num_ref}
+    if d3_params is None:
+        names = ("covalent_radii", "r4r2", "c6_reference", "coord_num_ref")
+        missing = [name for name, value in zip(names, separate.values()) if value is None]
+        if missing:
+            raise ValueError(f"`d3_params` is needed, or all of its parts: {', '.join(missing)} missing")
+        mesh = c6_reference.shape[-1] if isinstance(c6_reference, torch.Tensor) and c6_reference.ndim else 0
+        d3_params = D3Parameters(**separate, interp_mesh=mesh)
+    elif any(value is not None for value in separate.values()):
+        raise ValueError("`d3_params` is given, and parts of it as well: give one or the other")
+    checks.check_positions(positions, finite=False)
+    if device is not None and torch.device(device).type != positions.device.type:
+        raise ValueError(f"`device` is {device}, but `positions` is on {positions.device}")
+    on, off = (
+        checks.check_positive(name, value)
+        for name, value in (("s5_smoothing_on", s5_smoothing_on), ("s5_smoothing_off", s5_smoothing_off))
+    )
+    ranges = ranges_of(cutoff, coordination_cutoff, three_body_cutoff, None)
+    if off < NO_SMOOTHING:
+        if on >= off:
+            raise ValueError(f"`s5_smoothing_on` = {on} must be smaller than `s5_smoothing_off` = {off}")
+        if cutoff is not None and cutoff < off:
+            raise ValueError(f"`cutoff` = {cutoff} must not be smaller than `s5_smoothing_off` = {off}")
+        ranges = ranges._replace(pairs=Range(off, on))
+    given = GivenNeighbors(
+        neighbor_list,
+        neighbor_ptr,
+        unit_shifts,
+        neighbor_matrix,
+        neighbor_matrix_shifts,
+        fill_value,
+        shifts_name="unit_shifts",
+    )
+    system = System(positions, numbers, cell, batch_idx, num_systems)
+    rows = neighbors_of(system, given, half_list, ranges)
+    wanted = Wanted(True, (), compute_virial, "system")
+    return dispersion_sum(system, rows, RationalDamping(a1, a2, s8, s6), d3_params, ranges, wanted, k1, k3, s9)

@@ -1,0 +1,503 @@
+"""Derivatives of DFT-D3 by positions, cell and damping parameters, whichever way torch asks for them.
+
+row | test  (numbers as in ../shared/user-pains.md)
+----|--------------------------------------------------------------------------------------------------------
+A06 | test_first_derivatives, test_second_derivatives, test_a_force_loss_trains_damping,
+    | test_three_body_energies_refuse_second_derivatives
+A08 | test_hessian_by_functions_and_by_rows, test_rows_of_a_force_check_agree
+D02 | all of them
+"""
+
+import copy
+import functools
+import io
+
+import pytest
+import torch
+
+from nvalchemiops.torch.autograd import NotDifferentiableError
+from nvalchemiops.torch.interactions.dispersion import (
+    DFTD3,
+    RationalDamping,
+    ZeroDamping,
+    d3_dispersion,
+    damping_parameters,
+    dftd3,
+)
+from tests.dispersion.cases import F64, PBE, Atoms, as_list, batch, close, data, find_pairs, molecule, parameters, solid
+from tests.reference import dispersion as slow
+
+CUTOFFS = {"cutoff": 12.0, "coordination_cutoff": 9.0, "smoothing": 3.0}
+ZERO_MODIFIED = damping_parameters("b3lyp", "zerom")
+DAMPINGS = {"rational": PBE, "zero": ZERO_MODIFIED}
+BOTH = pytest.mark.parametrize("kind", DAMPINGS)
+# Dispersion energies are small: in this unit they are of order one, and so are tolerances.
+UNIT = 1e3
+
+
+class Flat:
+    """Energies as a function of one vector: positions, cell and damping parameters.
+
+    So all of them change at once, and mixed derivatives are looked at like any other.
+    """
+
+    def __init__(self, atoms, damping, **options):
+        self.atoms, self.damping = atoms, damping
+        self.options = {"parameters": parameters()} | CUTOFFS | options
+        self.pairs = find_pairs(atoms, 13.0)
+        self.near = as_list(self.pairs, len(atoms.numbers), atoms.cell is not None)
+        parts = [atoms.positions, *([] if atoms.cell is None else [atoms.cell]), torch.tensor(damping, dtype=F64)]
+        self.shapes = [part.shape for part in parts]
+        self.vector = torch.cat([part.flatten() for part in parts])
+
+    def split(self, vector):
+        parts = [v.reshape(shape) for v, shape in zip(vector.split([s.numel() for s in self.shapes]), self.shapes)]
+        damping = type(self.damping)(*parts.pop().unbind())
+        return parts[0], (parts[1] if len(parts) > 1 else None), damping
+
+    def all_of(self, vector, **options):
+        x, cell, damping = self.split(vector)
+        given = self.near | self.options | options
+        return d3_dispersion(x, self.atoms.numbers, damping, cell=cell, **given)
+
+    def energies(self, vector):
+        return UNIT * self.all_of(vector)[0]
+
+    def reference(self, vector):
+        x, cell, damping = self.split(vector)
+        cutoffs = slow.Cutoffs(CUTOFFS["cutoff"], CUTOFFS["coordination_cutoff"], CUTOFFS["smoothing"])
+        return UNIT * slow.dispersion(x, cell, self.atoms.numbers, data(), damping, self.pairs, cutoffs).energies
+
+
+@functools.cache
+def ice(kind="rational"):
+    """Two water molecules in a small skewed cell."""
+    generator = torch.Generator().manual_seed(0)
+    molecules = [molecule("H2O").positions, molecule("H2O").positions + torch.tensor([3.1, 3.3, 2.9], dtype=F64)]
+    x = torch.cat(molecules)
+    x = x + 0.2 * torch.randn(x.shape, generator=generator, dtype=F64)
+    cell = torch.tensor([[[7.5, 0.0, 0.0], [1.5, 7.0, 0.0], [-1.0, 1.2, 6.5]]], dtype=F64)
+    return Flat(Atoms(x, molecule("H2O").numbers.repeat(2), cell, torch.ones(1, 3, dtype=torch.bool)), DAMPINGS[kind])
+
+
+@functools.cache
+def water(kind="rational"):
+    """One molecule, without a cell."""
+    x = molecule("H2O").positions * torch.tensor([1.0, 1.05, 0.97], dtype=F64)
+    return Flat(Atoms(x, molecule("H2O").numbers), DAMPINGS[kind])
+
+
+def weights_like(tensor, seed=0):
+    return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=tensor.dtype)
+
+
+# -- against finite differences and the papers ------------------------------------------------------
+
+
+@BOTH
+def test_first_derivatives(kind):
+    """A06: positions, cell and all damping parameters."""
+    flat = ice(kind)
+    assert torch.autograd.gradcheck(flat.energies, flat.vector.clone().requires_grad_(), eps=1e-4, atol=1e-6, rtol=1e-6)
+
+
+@BOTH
+def test_second_derivatives(kind):
+    """A06: all pairs of them, and of coordination numbers."""
+    flat = water(kind)
+    vector, weights = flat.vector.clone().requires_grad_(), weights_like(flat.atoms.numbers.to(F64)).requires_grad_()
+
+    def both(vector):
+        energies, coordination = flat.all_of(vector)
+        return UNIT * energies, coordination
+
+    assert torch.autograd.gradgradcheck(both, vector, (weights, weights), eps=1e-4, atol=1e-5, rtol=1e-5)
+
+
+@BOTH
+def test_every_second_derivative_is_that_of_the_papers(kind):
+    """Positions, cell and damping: the whole Hessian."""
+    flat = ice(kind)
+
+    def hessian(energies):
+        return torch.func.jacrev(torch.func.grad(lambda v: energies(v).sum()))(flat.vector)
+
+    found, expected = hessian(flat.energies), torch.autograd.functional.hessian(
+        lambda v: flat.reference(v).sum(), flat.vector
+    )
+    assert bool((expected.abs().amax(0) > 1e-4).all())
+    close([found], [expected], 1e-11)
+
+
+@BOTH
+def test_third_derivatives(kind):
+    """Of a loss on forces, second derivatives: by directions, against the papers."""
+    flat = water(kind)
+    first, second = weights_like(flat.vector, 1), weights_like(flat.vector, 2)
+
+    def twice(energies):
+        vector = flat.vector.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(energies(vector).sum(), vector, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope @ first, vector, create_graph=True)
+        return torch.autograd.grad(curvature @ second, vector)
+
+    close(twice(flat.energies), twice(flat.reference), 1e-8)
+
+
+def outputs(flat, vector):
+    found = flat.all_of(vector, compute_forces=True, compute_virial=True, num_systems=1)
+    return dict(zip(("energies", "forces", "coordination_numbers", "virial"), found))
+
+
+@pytest.mark.parametrize("name", ["energies", "forces", "coordination_numbers", "virial"])
+@pytest.mark.parametrize("periodic", [True, False])
+def test_every_output_can_be_trained_on(name, periodic):
+    """A06: the gradient of a loss on it, along a direction, is its finite difference."""
+    flat = ice() if periodic else water()
+    vector = flat.vector.clone().requires_grad_()
+    direction = weights_like(vector)
+
+    def loss(vector):
+        return UNIT * (outputs(flat, vector)[name] * weights_like(outputs(flat, flat.vector)[name])).sum()
+
+    (slope,) = torch.autograd.grad(loss(vector), vector)
+    step = 1e-5
+    expected = (loss(flat.vector + step * direction) - loss(flat.vector - step * direction)) / (2.0 * step)
+    assert float(expected.detach().abs()) > 1e-3
+    torch.testing.assert_close(slope @ direction, expected.detach(), rtol=1e-7, atol=1e-8)
+
+
+@BOTH
+def test_all_outputs_at_once(kind):
+    """Energies, forces, coordination numbers and virial weighted together, against autograd alone."""
+    flat = ice(kind)
+    vector = flat.vector.clone().requires_grad_()
+    found = outputs(flat, vector)
+    weights = {name: weights_like(part, n) for n, (name, part) in enumerate(found.items())}
+    (slope,) = torch.autograd.grad(sum((found[name] * weights[name]).sum() for name in found), vector)
+
+    strain = torch.zeros(3, 3, dtype=F64, requires_grad=True)
+    x, cell, damping = flat.split(vector)
+    deform = torch.eye(3, dtype=F64) + strain
+    energies, coordination = d3_dispersion(
+        x @ deform, flat.atoms.numbers, damping, parameters(), cell @ deform, **flat.near, **CUTOFFS
+    )
+    by = torch.autograd.grad(energies.sum(), (vector, strain), create_graph=True)
+    forces = -by[0][: x.numel()].view_as(x)
+    composed = {
+        "energies": energies, "forces": forces, "coordination_numbers": coordination, "virial": -by[1][None]
+    }
+    (expected,) = torch.autograd.grad(sum((composed[name] * weights[name]).sum() for name in found), vector)
+    close([slope], [expected], 1e-12)
+
+
+# -- Hessians ---------------------------------------------------------------------------------------
+
+
+def energy_of(x):
+    flat = water()
+    return d3_dispersion(x, flat.atoms.numbers, PBE, parameters(), **flat.near, **CUTOFFS)[0].sum()
+
+
+def test_hessian_by_functions_and_by_rows():
+    """A08: `torch.func.hessian`, vmap over vjp, the loop over rows, autograd's own and differences of forces."""
+    x = water().atoms.positions.clone()
+    n = x.numel()
+    grad = torch.func.grad(energy_of)
+    y = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(energy_of(y), y, create_graph=True)
+    rows = [torch.autograd.grad(s, y, retain_graph=True)[0].flatten() for s in slope.flatten()]
+    expected = torch.stack(rows)
+    _, vjp = torch.func.vjp(grad, x)
+    identity = torch.eye(n, dtype=F64).view(n, *x.shape)
+    step = 1e-4
+    by_differences = torch.stack([(grad(x + step * e) - grad(x - step * e)).flatten() / (2.0 * step) for e in identity])
+    found = [
+        torch.func.hessian(energy_of)(x).view(n, n),
+        torch.func.jacrev(grad)(x).view(n, n),
+        torch.func.vmap(vjp)(identity)[0].view(n, n),
+        torch.autograd.functional.hessian(energy_of, x, vectorize=True).view(n, n),
+    ]
+    close(found, [expected] * len(found), 1e-15)
+    close([expected], [by_differences], 1e-9)
+    close([expected], [expected.T], 1e-16)
+    assert float(expected.abs().max()) > 1e-4
+
+
+def test_rows_of_a_force_check_agree():
+    """A08: forces that are returned, and their Jacobian, are those of the energy."""
+    flat = water()
+    x = flat.atoms.positions
+
+    def forces(x):
+        return d3_dispersion(
+            x, flat.atoms.numbers, PBE, parameters(), **flat.near, **CUTOFFS, compute_forces=True
+        )[1]
+
+    close([torch.func.jacrev(forces)(x)], [-torch.func.hessian(energy_of)(x)], 1e-15)
+    tangent = weights_like(x)
+    close(
+        torch.func.jvp(forces, (x,), (tangent,)),
+        (-torch.func.grad(energy_of)(x), -torch.func.jvp(torch.func.grad(energy_of), (x,), (tangent,))[1]),
+        1e-15,
+    )
+
+
+def test_many_structures_by_vmap():
+    """With prepared states: inside of vmap atomic numbers cannot be looked at."""
+    flat = water()
+    x = torch.stack([flat.atoms.positions + 0.1 * weights_like(flat.atoms.positions, n) for n in range(3)])
+    states = parameters().states([1, 8])
+
+    def energies(x):
+        return d3_dispersion(x, flat.atoms.numbers, PBE, states, **flat.near, **CUTOFFS)[0]
+
+    expected = torch.stack([energies(y) for y in x])
+    close([torch.func.vmap(energies)(x)], [expected], 1e-16)
+    slopes = torch.stack([torch.func.grad(lambda y: energies(y).sum())(y) for y in x])
+    close([torch.func.vmap(torch.func.grad(lambda y: energies(y).sum()))(x)], [slopes], 1e-16)
+
+
+# -- training ---------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_force_loss_trains_damping(kind):
+    """A06: the gradient by each damping parameter is its finite difference."""
+    flat, n = ice(kind), len(DAMPINGS[kind])
+    target = 1e-3 * weights_like(flat.atoms.positions, 5)
+
+    def loss(values):
+        damping = type(DAMPINGS[kind])(*values.unbind())
+        _, forces, _ = d3_dispersion(
+            *flat.atoms[:2], damping, parameters(), flat.atoms.cell, **flat.near, **CUTOFFS, compute_forces=True
+        )
+        return UNIT**2 * (forces - target).square().mean()
+
+    values = torch.tensor(DAMPINGS[kind], dtype=F64, requires_grad=True)
+    (slope,) = torch.autograd.grad(loss(values), values)
+    step = 1e-5
+    for k, e in enumerate(torch.eye(n, dtype=F64)):
+        expected = (loss(values.detach() + step * e) - loss(values.detach() - step * e)) / (2.0 * step)
+        assert float(expected.abs()) > 1e-6
+        torch.testing.assert_close(slope[k], expected, rtol=1e-6, atol=1e-9)
+
+
+def test_damping_of_each_system():
+    """One value for each system of a batch, with its own gradient."""
+    systems = [molecule("H2O"), molecule("CO2"), molecule("CH4")]
+    atoms = batch(*systems)
+    columns = torch.tensor([[0.4, 0.5, 0.6], [4.4, 4.0, 5.0], [0.8, 1.0, 1.2], [1.0, 0.9, 0.8]], dtype=F64)
+    columns.requires_grad_()
+    options = {"parameters": parameters(), "cutoff": 30.0, "energy_reduction": "system"}
+    energies, _ = d3_dispersion(*atoms[:2], RationalDamping(*columns), batch_idx=atoms.batch_idx, **options)
+    slope = torch.autograd.grad(energies.sum(), columns)[0]
+    for s, system in enumerate(systems):
+        own = columns[:, s].detach().clone().requires_grad_()
+        alone, _ = d3_dispersion(*system[:2], RationalDamping(*own), **options)
+        close([energies[s : s + 1], slope[:, s]], [alone, torch.autograd.grad(alone.sum(), own)[0]], 1e-15)
+
+
+def test_the_function_of_clients_is_differentiable():
+    """D02: energy, forces and virial keep their graph."""
+    flat = ice()
+    vector = flat.vector.clone().requires_grad_()
+    x, cell, damping = flat.split(vector)
+    near = {"unit_shifts" if name == "neighbor_shifts" else name: value for name, value in flat.near.items()}
+    energy, forces, _, virial = dftd3(
+        x, flat.atoms.numbers, *damping[:3], s6=damping.s6, d3_params=parameters(), cell=cell, compute_virial=True, **near
+    )
+    (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    close([forces], [-slope], 1e-15)
+    for output in (energy, forces, virial):
+        (gradient,) = torch.autograd.grad(output.square().sum(), vector, retain_graph=True)
+        assert bool((gradient != 0.0).all()), "a gradient is lost"
+
+
+def test_three_body_energies_refuse_second_derivatives():
+    """A06: first ones are there, second ones raise rather than being zero."""
+    flat = water()
+    x = flat.atoms.positions.clone().requires_grad_()
+
+    def energy(x):
+        return d3_dispersion(x, flat.atoms.numbers, PBE, parameters(), **flat.near, cutoff=12.0, s9=1.0)[0].sum()
+
+    (slope,) = torch.autograd.grad(energy(x), x, create_graph=True)
+    with pytest.raises(NotDifferentiableError, match="three-body"):
+        slope.square().sum().backward()
+
+
+# -- compiled ---------------------------------------------------------------------------------------
+
+
+def compiled(function, **options):
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+@BOTH
+@pytest.mark.parametrize("periodic", [True, False])
+def test_compiled_equals_eager(kind, periodic):
+    """All outputs, and the gradient of a loss on all of them: second derivatives of the energy."""
+    flat = ice(kind) if periodic else water(kind)
+    states = parameters().states([1, 8])
+
+    def loss(vector):
+        found = flat.all_of(vector, parameters=states, compute_forces=True, compute_virial=True)
+        return sum((UNIT * part).square().sum() for part in found[:2]) + found[3].square().sum() + found[2].sum()
+
+    results = []
+    for function in (loss, compiled(loss)):
+        vector = flat.vector.clone().requires_grad_()
+        value = function(vector)
+        results.append((value.detach(), *torch.autograd.grad(value, vector)))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("form", ["matrix", "batch", "searched"])
+def test_compiled_with_other_neighbors(form):
+    atoms = batch(molecule("H2O"), molecule("CH3OH"))
+    states = parameters().states([1, 6, 8])
+    options = {"num_systems": 2, "energy_reduction": "system", "compute_forces": True} | CUTOFFS
+    if form != "searched":
+        pairs = find_pairs(atoms, 12.0)
+        near = as_list(pairs, len(atoms.numbers), False)
+        if form == "matrix":
+            counts = torch.bincount(pairs.i, minlength=len(atoms.numbers))
+            matrix = torch.full((len(atoms.numbers), int(counts.max())), len(atoms.numbers), dtype=torch.int32)
+            for i in range(len(atoms.numbers)):
+                matrix[i, : counts[i]] = pairs.j[pairs.i == i].int()
+            near = {"neighbor_matrix": matrix}
+        options |= near
+
+    def evaluate(x, numbers, idx):
+        return d3_dispersion(x, numbers, PBE, states, batch_idx=idx, **options)
+
+    inputs = atoms.positions, atoms.numbers, atoms.batch_idx
+    close(compiled(evaluate)(*inputs), evaluate(*inputs), 1e-15)
+
+
+def test_other_sizes_compile_at_most_twice():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    states = parameters().states([1, 6, 8])
+
+    def forces(x, numbers, pairs, ptr):
+        return d3_dispersion(
+            x, numbers, PBE, states, neighbor_list=pairs, neighbor_ptr=ptr, compute_forces=True, **CUTOFFS
+        )[1]
+
+    call = torch.compile(forces, fullgraph=True, backend=counter, dynamic=True)
+    for name in ("CH4", "H2O", "CH3OH", "CH3CH2OH"):
+        atoms = molecule(name)
+        near = as_list(find_pairs(atoms, 12.0), len(atoms.numbers), False)
+        close([call(*atoms[:2], *near.values())], [forces(*atoms[:2], *near.values())], 1e-15)
+    assert counter.frame_count <= 2
+
+
+def test_a_compiled_force_loss_trains_the_module():
+    """The module has its states prepared, so that it compiles as it is."""
+    flat = water()
+    target = 1e-3 * weights_like(flat.atoms.positions)
+    gradients = []
+    for wrap in (lambda f: f, compiled):
+        model = DFTD3("pbe", [1, 8], parameters(), trainable=True)
+
+        def loss(x, model=model):
+            _, forces, _ = model(x, flat.atoms.numbers, compute_forces=True, **flat.near)
+            return UNIT**2 * (forces - target).square().mean()
+
+        wrap(loss)(flat.atoms.positions).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert len(gradients[0]) == 4 and all(float(g.abs()) > 1e-6 for g in gradients[0])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-10, atol=0.0)
+
+
+def test_what_cannot_be_read_inside_a_graph_is_asked_for():
+    """Unprepared parameters in a graph and under vmap are an error that says what to do."""
+    flat, unprepared = water(), parameters()
+
+    def energies(x, numbers):
+        return d3_dispersion(x, numbers, PBE, unprepared, **flat.near)[0]
+
+    with pytest.raises(Exception, match=r"D3Parameters\.states"):
+        compiled(energies)(flat.atoms.positions, flat.atoms.numbers)
+    with pytest.raises(ValueError, match=r"D3Parameters\.states"):
+        torch.func.vmap(energies, in_dims=(None, 0))(flat.atoms.positions, flat.atoms.numbers[None])
+
+
+# -- the module -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damping", ["pbe", PBE, ZERO_MODIFIED], ids=["name", "rational", "zero"])
+def test_the_module_is_the_function(damping):
+    atoms = solid("dry ice")
+    model = DFTD3(damping, [8, 6], parameters(), **CUTOFFS)
+    given = damping_parameters(damping) if isinstance(damping, str) else damping
+    options = {"compute_forces": True, "compute_virial": True, "energy_reduction": "system"}
+    expected = d3_dispersion(*atoms[:2], given, parameters(), atoms.cell, **CUTOFFS, **options)
+    close(model(*atoms[:3], **options), expected, 1e-16)
+    assert not list(model.parameters())
+
+
+def test_the_module_is_kept_and_comes_back():
+    trained = DFTD3("pbe", [1, 8], parameters(), trainable=True)
+    assert {name for name, _ in trained.named_parameters()} == set(RationalDamping._fields)
+    with torch.no_grad():
+        trained.a1 += 0.1
+    memory = io.BytesIO()
+    torch.save(trained.state_dict(), memory)
+    memory.seek(0)
+    assert set(torch.load(memory, weights_only=True)) == {"a1", "a2", "s8", "s6"}  # tables come with the library
+    memory.seek(0)
+    for trainable in (True, False):
+        other = DFTD3("b3lyp", [1, 8], parameters(), trainable=trainable)
+        memory.seek(0)
+        other.load_state_dict(torch.load(memory, weights_only=True))
+        atoms = molecule("H2O")
+        close(other(*atoms[:2]), trained(*atoms[:2]), 0.0)
+    close(copy.deepcopy(trained)(*atoms[:2]), trained(*atoms[:2]), 0.0)
+
+
+def test_the_module_learns():
+    """Damping comes back to where the forces are from."""
+    atoms = batch(*[molecule(name) for name in ("H2O", "CH3OH", "CH4", "CO2")])
+    truth = DFTD3("b3lyp", [1, 6, 8], parameters())
+    model = DFTD3("pbe", [1, 6, 8], parameters(), trainable=True)
+    options = {"batch_idx": atoms.batch_idx, "compute_forces": True}
+    with torch.no_grad():
+        target = truth(*atoms[:2], **options)[1]
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=30, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        value = UNIT**2 * (model(*atoms[:2], **options)[1] - target).square().mean()
+        value.backward()
+        return value
+
+    before = float(loss())
+    optimizer.step(loss)
+    assert float(loss()) < 1e-3 * before
+
+
+def test_the_module_in_single_precision():
+    """Moved as models are moved; its tables are then rounded."""
+    atoms = solid("dry ice")
+    model = DFTD3("pbe", [6, 8], parameters(), **CUTOFFS)
+    expected = model(*atoms[:3], compute_forces=True)
+    single = model.to(torch.float32)
+    found = single(atoms.positions.float(), atoms.numbers, atoms.cell.float(), compute_forces=True)
+    for part, exact in zip(found, expected):
+        assert part.dtype is torch.float32
+        torch.testing.assert_close(part.to(F64), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+
+
+def test_double_positions_and_a_single_module():
+    """What is computed has the precision of the positions."""
+    atoms = molecule("H2O")
+    energies, _ = DFTD3("pbe", [1, 8], parameters(), trainable=True).float()(*atoms[:2])
+    assert energies.dtype is F64
+
+
+def test_zero_damping_can_be_trained_too():
+    model = DFTD3(ZeroDamping(1.2, 0.8), [1, 8], parameters(), trainable=True)
+    model(*molecule("H2O")[:2])[0].sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad != 0.0} == set(ZeroDamping._fields)

@@ -1,0 +1,541 @@
+"""DFT-D3 is the physics that it should be, whatever the form of its input.
+
+row | test  (numbers as in ../shared/user-pains.md)
+----|--------------------------------------------------------------------------------------------------------
+D02 | test_explicit_forces_and_virial_are_those_of_autograd
+D03 | test_a_pair_goes_smoothly_through_its_cutoffs, test_a_crystal_under_strain, test_molecules_do_not_feel_smoothing,
+    | test_defaults_of_the_module
+D04 | test_elements_as_crystals, test_crowded_atoms, test_cells_that_are_none, test_atoms_in_one_place, test_lone_atoms
+D05 | test_the_form_of_neighbors_does_not_matter, test_one_search_for_two_cutoffs
+N05 | test_unwrapped_coordinates
+"""
+
+import inspect
+import math
+
+import ase.build
+import ase.data
+import numpy as np
+import pytest
+import torch
+
+from nvalchemiops.torch.interactions.dispersion import DFTD3, d3_dispersion, damping_parameters, dftd3
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.neighbor_utils import get_neighbor_list_from_neighbor_matrix
+from tests.dispersion.cases import (
+    DAMPING,
+    F64,
+    PBE,
+    PROGRAM,
+    Atoms,
+    as_list,
+    batch,
+    close,
+    evaluate,
+    find_pairs,
+    molecule,
+    parameters,
+    program_batch,
+    solid,
+)
+from tests.systems import random_rotation
+
+CUTOFF, COUNTED = 18.0, 12.0
+ZERO = damping_parameters("pbe", "zero")
+BOTH = pytest.mark.parametrize("damping", [PBE, ZERO], ids=["rational", "zero"])
+
+
+def all_of(atoms, damping=PBE, cutoff=CUTOFF, counted=COUNTED, **options):
+    """Energies of atoms, forces, coordination numbers, virial."""
+    options = {"parameters": parameters(), "compute_forces": True, "compute_virial": True} | options
+    return d3_dispersion(
+        **atoms.arguments(), damping=damping, cutoff=cutoff, coordination_cutoff=counted, **options
+    )
+
+
+def crystal(size=0.1, seed=0):
+    """Dry ice without symmetry, some molecules broken by the boundary."""
+    return solid("dry ice", size) if seed == 0 else _moved(solid("dry ice", size), seed)
+
+
+def _moved(atoms, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return atoms._replace(
+        positions=atoms.positions + 0.2 * torch.randn(atoms.positions.shape, generator=generator, dtype=F64)
+    )
+
+
+def two_crystals():
+    return batch(crystal(), crystal(seed=1)._replace(cell=crystal().cell * 1.02))
+
+
+def some_molecules():
+    return [molecule(name) for name in ("CH3CH2OH", "H2O", "CO2", "CH3COOH", "O")]
+
+
+# -- neighbors and batches in any form -------------------------------------------------------------
+
+
+def matrix_of(atoms, cutoff, **options):
+    matrix, _, shifts = neighbor_list(atoms.positions, cutoff, atoms.cell, atoms.pbc, atoms.batch_idx, **options)
+    return {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
+
+
+def list_of(atoms, cutoff, **options):
+    found = neighbor_list(
+        atoms.positions, cutoff, atoms.cell, atoms.pbc, atoms.batch_idx, return_neighbor_list=True, **options
+    )
+    return dict(zip(("neighbor_list", "neighbor_ptr", "neighbor_shifts"), found))
+
+
+FORMS = {
+    "list": lambda a: list_of(a, CUTOFF),
+    "half list": lambda a: list_of(a, CUTOFF, half_fill=True) | {"half_list": True},
+    "matrix": lambda a: matrix_of(a, CUTOFF),
+    "half matrix": lambda a: matrix_of(a, CUTOFF, half_fill=True) | {"half_list": True},
+    "negative padding": lambda a: matrix_of(a, CUTOFF, fill_value=-1) | {"fill_value": -1},
+    "pairs by hand": lambda a: as_list(find_pairs(a, CUTOFF), len(a.numbers), True),
+    "far list": lambda a: list_of(a, 1.3 * CUTOFF),
+    "far matrix": lambda a: matrix_of(a, 1.3 * CUTOFF),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_of_neighbors_does_not_matter(form, damping):
+    """D05: a list may reach further than both cutoffs; the surplus changes nothing."""
+    atoms = two_crystals()
+    close(all_of(atoms, damping, **FORMS[form](atoms)), all_of(atoms, damping), 1e-15)
+
+
+def test_no_cutoff_means_all_that_are_listed():
+    atoms = two_crystals()
+    near = list_of(atoms, CUTOFF)
+    close(all_of(atoms, cutoff=None, counted=None, **near), all_of(atoms, counted=CUTOFF), 1e-15)
+    close(all_of(atoms, cutoff=None, counted=COUNTED, **near), all_of(atoms), 1e-15)
+
+
+def test_one_search_for_two_cutoffs():
+    """D05: a model and its dispersion share one search; either takes its own list, or both the longer one."""
+    atoms = two_crystals()
+    short, _, short_shifts, long, _, long_shifts = neighbor_list(
+        atoms.positions, COUNTED, atoms.cell, atoms.pbc, atoms.batch_idx, cutoff2=CUTOFF
+    )
+    found = [
+        all_of(atoms, cutoff=COUNTED, counted=COUNTED, neighbor_matrix=matrix, neighbor_matrix_shifts=shifts)
+        for matrix, shifts in ((short, short_shifts), (long, long_shifts))
+    ]
+    close(found[0], found[1], 1e-15)
+
+
+@BOTH
+def test_a_batch_is_its_systems_one_by_one(damping):
+    """To the last bit with the same states."""
+    systems, options = some_molecules(), {"parameters": parameters().states([1, 6, 8])}
+    found = all_of(batch(*systems), damping, **options)
+    alone = [all_of(system, damping, **options) for system in systems]
+    close(found, [torch.cat(parts) for parts in zip(*alone)], 0.0)
+    of_systems = all_of(batch(*systems), damping, energy_reduction="system")[0]
+    close([of_systems], [torch.stack([parts[0].sum() for parts in alone])], 1e-15)
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_systems_in_any_order(searched):
+    atoms = two_crystals()
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(atoms.numbers), generator=generator)
+    mixed = atoms._replace(
+        positions=atoms.positions[order], numbers=atoms.numbers[order], batch_idx=atoms.batch_idx[order]
+    )
+    assert (mixed.batch_idx.diff() < 0).any()
+    near = {} if searched else as_list(find_pairs(mixed, CUTOFF), len(order), True)
+    energies, forces, coordination, virial = all_of(atoms)
+    close(all_of(mixed, **near), (energies[order], forces[order], coordination[order], virial), 1e-15)
+
+
+def test_padding_appended_last_whose_index_fills_the_rows():
+    """A client's batch ends with an atom of number 0 in system 0, and its index stands for no neighbor."""
+    systems = some_molecules()
+    atoms = batch(*systems)
+    n = len(atoms.numbers)
+    padded = Atoms(
+        torch.cat([atoms.positions, torch.zeros(1, 3, dtype=F64)]),
+        torch.cat([atoms.numbers, torch.zeros(1, dtype=torch.int32)]),
+        batch_idx=torch.cat([atoms.batch_idx, torch.zeros(1, dtype=torch.int32)]),
+    )
+    matrix = neighbor_list(atoms.positions, CUTOFF, batch_idx=atoms.batch_idx)[0]
+    assert int(matrix.max()) == n and (matrix == n).any()
+    matrix = torch.cat([matrix, torch.full((1, matrix.shape[1]), n, dtype=torch.int32)])
+    energies, forces, coordination, virial = all_of(padded, neighbor_matrix=matrix, fill_value=n)
+    expected = all_of(atoms)
+    close((energies[:n], forces[:n], coordination[:n], virial), expected, 0.0)
+    assert energies[n] == 0 and coordination[n] == 0 and not forces[n].any()
+
+
+def test_nothing_but_padding():
+    nothing = Atoms(torch.zeros(3, 3, dtype=F64), torch.zeros(3, dtype=torch.int32))
+    matrix = torch.full((3, 2), 3, dtype=torch.int32)
+    found = all_of(nothing, neighbor_matrix=matrix)
+    assert all(not part.any() for part in found)
+
+
+# -- symmetry -------------------------------------------------------------------------------------
+
+
+def test_unwrapped_coordinates():
+    """N05: each atom moved by a lattice vector of its own."""
+    atoms = two_crystals()
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randint(-4, 5, (len(atoms.numbers), 3), generator=generator).to(F64)
+    moved = atoms.positions + torch.einsum("ia,iab->ib", images, atoms.cell[atoms.systems.long()])
+    # coordinates of hundreds of bohr have an ulp of 1e-13
+    close(all_of(atoms._replace(positions=moved)), all_of(atoms), 1e-12)
+
+
+@BOTH
+def test_larger_cells_have_as_much_more_energy(damping):
+    atoms = crystal()
+    n = 2
+    images = torch.cartesian_prod(*[torch.arange(n, dtype=F64)] * 3)
+    larger = Atoms(
+        (atoms.positions[None] + (images @ atoms.cell[0])[:, None]).reshape(-1, 3),
+        atoms.numbers.repeat(n**3),
+        n * atoms.cell,
+        atoms.pbc,
+    )
+    energies, forces, coordination, virial = all_of(atoms, damping)
+    expected = (energies.repeat(n**3), forces.repeat(n**3, 1), coordination.repeat(n**3), n**3 * virial)
+    close(all_of(larger, damping), expected, 1e-13)
+
+
+@pytest.mark.parametrize("mirror", [1.0, -1.0], ids=["rotation", "and mirror"])
+@BOTH
+def test_rotations(damping, mirror):
+    """A mirror makes the cell left-handed."""
+    atoms = crystal()
+    turn = torch.tensor(mirror * random_rotation(np.random.default_rng(0)))
+    assert float(torch.linalg.det(atoms.cell @ turn)) * mirror > 0.0
+    turned = atoms._replace(positions=atoms.positions @ turn + 0.7, cell=atoms.cell @ turn)
+    energies, forces, coordination, virial = all_of(atoms, damping)
+    close(all_of(turned, damping), (energies, forces @ turn, coordination, turn.T @ virial @ turn), 1e-14)
+
+
+@pytest.mark.parametrize(
+    "basis", [[[1, 0, 0], [3, 1, 0], [-2, 2, 1]], [[0, 1, 0], [1, 0, 0], [0, 0, 1]], [[1, 0, 0], [0, -1, 0], [1, 2, -1]]]
+)
+def test_the_basis_of_the_lattice_does_not_matter(basis):
+    atoms = crystal()
+    close(all_of(atoms._replace(cell=torch.tensor(basis, dtype=F64) @ atoms.cell)), all_of(atoms), 1e-13)
+
+
+def test_no_net_force_and_no_net_torque():
+    energies, forces, _, virial = all_of(batch(*some_molecules()))
+    assert float(forces.sum(0).abs().max()) < 1e-16
+    close([virial], [virial.mT], 1e-16)
+    assert bool((energies <= 0.0).all())
+
+
+# -- what clients do not give, or give oddly --------------------------------------------------------
+
+
+@BOTH
+def test_cells_that_are_none(damping):
+    """D04: without a cell, with one that is far larger, with a dummy, and with zeros where no list is searched."""
+    atoms = molecule("CH3COOH")
+    expected = all_of(atoms, damping)
+    aperiodic = torch.zeros(3, dtype=torch.bool)
+    for size, pbc in ((0.0, aperiodic), (1.0, aperiodic), (1e4, aperiodic), (1e4, ~aperiodic)):
+        close(all_of(atoms, damping, cell=size * torch.eye(3, dtype=F64), pbc=pbc), expected, 1e-15)
+    near = list_of(atoms, CUTOFF)
+    zero = {"cell": torch.zeros(3, 3, dtype=F64)}
+    zero["neighbor_shifts"] = torch.zeros(near["neighbor_list"].shape[1], 3, dtype=torch.int32)
+    close(all_of(atoms, damping, **near, **zero), expected, 1e-15)
+    with pytest.raises(ValueError, match="`cell` is singular"):
+        all_of(atoms, damping, cell=zero["cell"])
+
+
+@BOTH
+def test_lone_atoms(damping):
+    """D04: without neighbors there is nothing, for all elements."""
+    numbers = torch.arange(1, 95, dtype=torch.int32)
+    apart = Atoms(100.0 * numbers[:, None] * torch.ones(3, dtype=F64), numbers)
+    assert all(not part.any() for part in all_of(apart, damping))
+
+
+def elements_as_crystals():
+    """All elements of which ASE knows a cubic or hexagonal crystal."""
+    for number in range(1, 95):
+        state = ase.data.reference_states[number]
+        if state and state["symmetry"] in ("fcc", "bcc", "hcp", "diamond", "sc") and state.get("basis", ()) is not None:
+            yield Atoms.of(ase.build.bulk(ase.data.chemical_symbols[number]))
+
+
+@pytest.mark.parametrize("kind", ["bj", "zero"])
+def test_elements_as_crystals(kind):
+    """D04: lattices with all their symmetry; nothing is NaN, forces vanish and the program agrees."""
+    systems = list(elements_as_crystals())
+    assert len(systems) > 50
+    found = evaluate(batch(*systems), damping_parameters("pbe", kind), CUTOFF, COUNTED)
+    expected = program_batch(systems, PROGRAM[kind](method="pbe"), CUTOFF, COUNTED)
+    close(found, expected)
+    assert float(found.forces.abs().max()) < 1e-15
+
+
+def test_crowded_atoms():
+    """D04: hundreds of neighbors within a bond, far more than any reference molecule has."""
+    atoms = solid("fcc copper", 0.0)
+    systems = [atoms._replace(positions=s * atoms.positions, cell=s * atoms.cell) for s in (0.25, 0.4, 0.6)]
+    found = evaluate(batch(*systems), PBE, 12.0, 9.0)
+    assert all(bool(part.isfinite().all()) for part in found)
+    expected = program_batch(systems, PROGRAM["bj"](method="pbe"), 12.0, 9.0)
+    torch.testing.assert_close(found.energy, expected.energy, rtol=1e-12, atol=0.0)
+    torch.testing.assert_close(found.virial, expected.virial, rtol=1e-9, atol=1e-9)
+    *_, coordination, _ = all_of(batch(*systems), cutoff=12.0, counted=9.0)
+    assert float(coordination.max()) > 400.0
+
+
+def test_atoms_in_one_place():
+    """D04: their forces have no direction, NaN; energies and all that is of others is right."""
+    atoms = molecule("CH3COOH")
+    far = molecule("H2O")._replace(positions=molecule("H2O").positions + 100.0)
+    x = torch.cat([atoms.positions, far.positions])
+    x[1] = x[0]
+    together = Atoms(x, torch.cat([atoms.numbers, far.numbers]))
+    energies, forces, coordination, _ = all_of(together)
+    assert bool(energies.isfinite().all()) and bool(coordination.isfinite().all())
+    assert forces.isnan().any(1).tolist() == [True, True] + [False] * (len(x) - 2)
+    close([energies[-3:], forces[-3:]], all_of(far)[:2], 1e-15)
+    # however close, as long as there is a distance
+    for step in (1e-3, 1e-8, 1e-30):
+        near = x.clone()
+        near[1, 0] += step
+        assert all(bool(part.isfinite().all()) for part in all_of(together._replace(positions=near)))
+
+
+# -- ends of the sums ------------------------------------------------------------------------------
+
+
+def derivatives(distance, numbers, **options):
+    """Energy of a pair and its first two derivatives by the distance."""
+    r = torch.tensor(distance, dtype=F64, requires_grad=True)
+    positions = torch.stack([torch.zeros(3, dtype=F64), r * torch.tensor([0.6, 0.0, 0.8], dtype=F64)])
+    pairs = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
+    near = {"neighbor_list": pairs, "neighbor_ptr": torch.tensor([0, 1, 2], dtype=torch.int32)}
+    energies, _ = d3_dispersion(positions, numbers, parameters=parameters(), **near, **options)
+    (first,) = torch.autograd.grad(energies.sum(), r, create_graph=True)
+    (second,) = torch.autograd.grad(first, r)
+    return torch.stack([energies.sum(), first, second]).detach()
+
+
+@BOTH
+@pytest.mark.parametrize("reach", ["pairs", "counted"])
+def test_a_pair_goes_smoothly_through_its_cutoffs(damping, reach):
+    """D03: energy, force and curvature are continuous where the smoothing begins and at both cutoffs."""
+    numbers = torch.tensor([6, 19], dtype=torch.int32)
+    # a short cutoff of counted pairs, where they still count
+    cutoffs = {"cutoff": 20.0, "coordination_cutoff": 6.0, "smoothing": 2.0}
+    at = cutoffs["cutoff" if reach == "pairs" else "coordination_cutoff"]
+    step = 1e-6
+    for place in (at - 2.0, at):
+        below, here, above = (
+            derivatives(place + h, numbers, damping=damping, **cutoffs) for h in (-step, 0.0, step)
+        )
+        assert float(derivatives(place - 0.5, numbers, damping=damping, **cutoffs).abs().min()) > 1e-9
+        # no derivative changes by more than the next one times the step; third ones are below 0.1
+        scale = torch.stack([*derivatives(place - 0.5, numbers, damping=damping, **cutoffs)[1:].abs(), torch.tensor(0.1)])
+        bound = 2.0 * step * scale.clamp(min=1e-3)
+        assert bool(((above - below).abs() <= bound).all()) and bool(((here - below).abs() <= bound).all())
+    beyond = derivatives(20.0 + step, numbers, damping=damping, **cutoffs)
+    assert not beyond.any()
+
+
+def test_without_smoothing_a_pair_jumps_by_its_energy():
+    """So the test above can fail."""
+    numbers = torch.tensor([6, 19], dtype=torch.int32)
+    free = derivatives(20.0, numbers, damping=PBE, cutoff=100.0)
+    below, above = (derivatives(20.0 + h, numbers, damping=PBE, cutoff=20.0) for h in (-1e-9, 1e-9))
+    close([below], [free], 1e-13)
+    assert float(free[0]) < -1e-6 and not above.any()
+
+
+def under_strain(smoothing, n=51):
+    """Energy, first and second derivative by a strain along one axis, from 0 to 5 %."""
+    atoms = solid("rock salt", 0.0)
+    cutoffs = {"cutoff": 15.25, "coordination_cutoff": 9.3, "smoothing": smoothing}  # a little beyond shells of ions
+    direction = torch.zeros(3, 3, dtype=F64)
+    direction[0, 0] = 1.0
+    strains = torch.linspace(0.0, 0.05, n, dtype=F64)
+    # one batch: all strained cells at once
+    s = strains.clone().requires_grad_()
+    deform = torch.eye(3, dtype=F64) + s[:, None, None] * direction
+    positions = (atoms.positions @ deform).reshape(-1, 3)
+    idx = torch.arange(n, dtype=torch.int32).repeat_interleave(len(atoms.numbers))
+    energies, _ = d3_dispersion(
+        positions, atoms.numbers.repeat(n), PBE, parameters(), atoms.cell @ deform, idx, **cutoffs,
+        energy_reduction="system",
+    )
+    (first,) = torch.autograd.grad(energies.sum(), s, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), s)
+    return strains, energies.detach(), first.detach(), second
+
+
+@pytest.mark.parametrize("smoothing", [3.0, None])
+def test_a_crystal_under_strain(smoothing):
+    """D03: images cross the cutoffs; the energy is the integral of its derivative, which is that of the next one.
+
+    Without smoothing it is not, so the test can fail.
+    """
+    strains, energy, first, second = under_strain(smoothing)
+    step = float(strains[1])
+
+    def largest_gap(values, slopes):
+        return float((values.diff() - 0.5 * step * (slopes[1:] + slopes[:-1])).abs().max() / values.diff().abs().max())
+
+    gaps = largest_gap(energy, first), largest_gap(first, second)
+    if smoothing is None:
+        assert gaps[0] > 0.1 and gaps[1] > 0.1
+    else:
+        assert gaps[0] < 1e-4 and gaps[1] < 1e-2
+
+
+@BOTH
+def test_molecules_do_not_feel_smoothing(damping):
+    """D03: not by a bit, if they are smaller than where it begins."""
+    atoms = batch(*some_molecules())
+    smooth = all_of(atoms, damping, cutoff=60.0, counted=40.0, smoothing=5.0)
+    close(smooth, all_of(atoms, damping, cutoff=60.0, counted=40.0), 1e-16)
+    switched = s5(atoms, s5_smoothing_on=40.0, s5_smoothing_off=45.0)
+    close(switched, s5(atoms), 1e-16)
+
+
+def test_defaults_of_the_module():
+    """D03: pinned, and written down where users look."""
+    defaults = {name: p.default for name, p in inspect.signature(DFTD3.__init__).parameters.items()}
+    assert (defaults["cutoff"], defaults["coordination_cutoff"], defaults["smoothing"]) == (60.0, 40.0, 5.0)
+    model = DFTD3("pbe", [6, 8], parameters())
+    atoms = solid("dry ice")
+    found = model(*atoms[:3], compute_forces=True, compute_virial=True)
+    close(found, all_of(atoms, cutoff=60.0, counted=40.0, smoothing=5.0), 0.0)
+    # the price of smoothing is less than that of the tail beyond the cutoff
+    sharp, far = (evaluate(atoms, PBE, cutoff, 40.0).energy for cutoff in (60.0, 90.0))
+    assert abs(float(found[0].sum() - sharp)) < abs(float(far - sharp))
+
+
+def s5(atoms, **options):
+    near = list_of(atoms, 60.0)
+    near.pop("neighbor_shifts", None)
+    return dftd3(
+        atoms.positions,
+        atoms.numbers,
+        *PBE[:3],
+        d3_params=parameters(),
+        batch_idx=atoms.batch_idx,
+        compute_virial=True,
+        **near,
+        **options,
+    )
+
+
+def test_smoothing_of_the_clients_function():
+    """From ``s5_smoothing_on`` to ``s5_smoothing_off`` a quintic polynomial, of pair energies alone."""
+    atoms = batch(Atoms(torch.tensor([[0.0, 0.0, 0.0], [0.0, 8.0, 0.0]], dtype=F64), torch.tensor([6, 8]).int()))
+    plain = s5(atoms)
+    for on, off in ((9.0, 12.0), (7.0, 9.0), (4.0, 10.0), (3.0, 7.0)):
+        x = min(max((8.0 - on) / (off - on), 0.0), 1.0)
+        found = s5(atoms, s5_smoothing_on=on, s5_smoothing_off=off)
+        factor = 1.0 - 10.0 * x**3 + 15.0 * x**4 - 6.0 * x**5
+        close([found[0], found[2]], [factor * plain[0], plain[2]], 1e-16)
+        (exact,) = [s5_force(off, on)] if 0.0 < x < 1.0 else [None]
+        if exact is not None:
+            close([found[1]], [exact], 1e-12)
+
+
+def s5_force(off, on, step=1e-4):
+    """By differences of energies."""
+    def energy(y):
+        atoms = batch(Atoms(torch.tensor([[0.0, 0.0, 0.0], [0.0, y, 0.0]], dtype=F64), torch.tensor([6, 8]).int()))
+        return float(s5(atoms, s5_smoothing_on=on, s5_smoothing_off=off)[0])
+
+    slope = (energy(8.0 + step) - energy(8.0 - step)) / (2.0 * step)
+    return torch.tensor([[0.0, slope, 0.0], [0.0, -slope, 0.0]], dtype=F64)
+
+
+# -- derivatives that are returned, and precision ---------------------------------------------------
+
+
+def by_autograd(atoms, damping, **options):
+    x = atoms.positions.clone().requires_grad_()
+    strain = torch.zeros(int(atoms.systems.max()) + 1, 3, 3, dtype=F64, requires_grad=True)
+    deform = torch.eye(3, dtype=F64) + strain
+    strained = torch.einsum("ia,iab->ib", x, deform[atoms.systems.long()])
+    cell = None if atoms.cell is None else atoms.cell @ deform
+    moved = atoms._replace(positions=strained, cell=cell)
+    energies, coordination = all_of(moved, damping, compute_forces=False, compute_virial=False, **options)
+    forces, virial = torch.autograd.grad(-energies.sum(), (x, strain))
+    return energies.detach(), forces, coordination.detach(), virial
+
+
+@pytest.mark.parametrize(("functional", "kind"), DAMPING)
+@pytest.mark.parametrize("smoothing", [None, 3.0])
+def test_explicit_forces_and_virial_are_those_of_autograd(functional, kind, smoothing):
+    """D02."""
+    damping, atoms = damping_parameters(functional, kind), two_crystals()
+    found = all_of(atoms, damping, smoothing=smoothing)
+    close(found, by_autograd(atoms, damping, smoothing=smoothing), 1e-14)
+    assert all(bool((part.abs() > 1e-7).any()) for part in found)
+    open_atoms = batch(*some_molecules())
+    close(
+        all_of(open_atoms, damping, smoothing=smoothing), by_autograd(open_atoms, damping, smoothing=smoothing), 1e-14
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"compute_forces": True}, {"compute_virial": True}])
+def test_what_is_not_asked_for_changes_nothing(options):
+    atoms = two_crystals()
+    everything = all_of(atoms)
+    found = all_of(atoms, **({"compute_forces": False, "compute_virial": False} | options))
+    expected = [everything[0]] + [everything[1]] * ("compute_forces" in options) + [everything[2]]
+    expected += [everything[3]] * ("compute_virial" in options)
+    close(found, expected, 1e-16)
+
+
+@BOTH
+def test_float32(damping):
+    """Inputs and results are rounded; sums are not."""
+    atoms = two_crystals()
+    rounded = atoms._replace(positions=atoms.positions.float().to(F64), cell=atoms.cell.float().to(F64))
+    single = atoms._replace(positions=atoms.positions.float(), cell=atoms.cell.float())
+    found, exact = all_of(single, damping), all_of(rounded, damping)
+    assert all(part.dtype is torch.float32 for part in found)
+    for part, expected in zip(found, exact):
+        torch.testing.assert_close(part.to(F64), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_matrix_and_list_of_the_same_search_agree_bitwise():
+    atoms = two_crystals()
+    matrix, counts, shifts = neighbor_list(atoms.positions, CUTOFF, atoms.cell, atoms.pbc, atoms.batch_idx)
+    pairs, ptr, pair_shifts = get_neighbor_list_from_neighbor_matrix(
+        matrix, counts, shifts, fill_value=len(atoms.numbers)
+    )
+    as_matrix = all_of(atoms, neighbor_matrix=matrix, neighbor_matrix_shifts=shifts)
+    listed = all_of(atoms, neighbor_list=pairs, neighbor_ptr=ptr, neighbor_shifts=pair_shifts)
+    close(as_matrix, listed, 0.0)
+
+
+def test_virial_is_the_slope_of_the_energy_under_strain():
+    """By central differences, one component after the other."""
+    atoms, step = crystal(), 1e-5
+    *_, virial = all_of(atoms)
+
+    def energy(strain):
+        deform = torch.eye(3, dtype=F64) + strain
+        moved = atoms._replace(positions=atoms.positions @ deform, cell=atoms.cell @ deform)
+        return float(all_of(moved, smoothing=2.0)[0].sum())
+
+    smooth = all_of(atoms, smoothing=2.0)[3][0]
+    assert math.isfinite(float(virial.sum()))
+    for a in range(3):
+        for b in range(3):
+            h = torch.zeros(3, 3, dtype=F64)
+            h[a, b] = step
+            assert abs(float(smooth[a, b]) + (energy(h) - energy(-h)) / (2.0 * step)) < 1e-9
