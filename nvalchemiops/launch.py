@@ -54,7 +54,18 @@ def kernel_variants(
     """
 
     def decorate(factory: Callable[..., wp.Kernel]) -> Callable[..., wp.Kernel]:
-        cached = functools.cache(factory)
+        kept: dict[tuple[Any, ...], wp.Kernel] = {}
+
+        @functools.wraps(factory)
+        def cached(*arguments: Any) -> wp.Kernel:
+            if arguments not in kept:
+                # two threads that both made it would leave one of them a kernel that its module knows nothing of
+                with loading():
+                    if arguments not in kept:
+                        kept[arguments] = factory(*arguments)
+            return kept[arguments]
+
+        cached.cache_clear = kept.clear  # type: ignore[attr-defined]
         for arguments in variants:
             label = ", ".join(str(a) for a in arguments)
             _registered.append((f"{factory.__name__}({label})", functools.partial(cached, *arguments)))

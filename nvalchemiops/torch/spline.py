@@ -42,9 +42,11 @@ def bspline_weight(u: torch.Tensor, order: int) -> torch.Tensor:
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    if not isinstance(u, torch.Tensor) or not u.is_floating_point():
+    checks.check_tensor("u", u)
+    if not u.is_floating_point():
         raise TypeError("`u` must be a tensor of floats")
-    order = check_spline_order(order, 1)
+    if not 1 <= checks.check_int("order", order) <= 8:
+        raise ValueError(f"`order` must be in 1 .. 8, got {order}")
     values = [((u >= k) & (u < k + 1)).to(u.dtype) for k in range(order)]
     for m in range(2, order + 1):
         pairs = zip(values[:-1], values[1:])
@@ -63,7 +65,13 @@ class _Plan(NamedTuple):
 
 
 def _plan(
-    positions: torch.Tensor, cell: Any, mesh_dims: Any, spline_order: int, batch_idx: Any, cell_inv_t: Any = None
+    positions: torch.Tensor,
+    cell: Any,
+    mesh_dims: Any,
+    spline_order: int,
+    batch_idx: Any,
+    cell_inv_t: Any = None,
+    mesh_name: str = "mesh_dims",
 ) -> _Plan:
     checks.check_positions(positions, finite=False)
     checks.check_lattice(cell, positions)
@@ -72,7 +80,7 @@ def _plan(
     if cell_inv_t is not None and (not isinstance(cell_inv_t, torch.Tensor) or cell_inv_t.shape[-2:] != (3, 3)):
         raise ValueError(f"`cell_inv_t` must have shape (3, 3) or ({cell.shape[0]}, 3, 3)")
     order = check_spline_order(spline_order, 1)
-    dimensions = check_mesh(mesh_dims, order, "mesh_dims")
+    dimensions = check_mesh(mesh_dims, order, mesh_name)
     n_atoms, n_systems = positions.shape[0], cell.shape[0]
     if batch_idx is None:
         if n_systems != 1:
@@ -90,8 +98,7 @@ def _plan(
 
 
 def _check_values(name: str, values: Any, positions: torch.Tensor, shape: tuple[int | None, ...]) -> None:
-    if not isinstance(values, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(values).__name__}")
+    checks.check_tensor(name, values)
     if values.dtype != positions.dtype:
         raise TypeError(f"`{name}` has dtype {values.dtype}, but `positions` has {positions.dtype}")
     if values.device != positions.device:
@@ -104,8 +111,7 @@ def _check_values(name: str, values: Any, positions: torch.Tensor, shape: tuple[
 def _mesh_shape(mesh: Any, cell: Any, batch_idx: Any, before: int, after: int) -> tuple[Mesh, tuple[int | None, ...]]:
     """Points along the axes, and the shape that a mesh must have with ``before`` and ``after`` more dimensions."""
     batched = batch_idx is not None
-    if not isinstance(mesh, torch.Tensor):
-        raise TypeError(f"`mesh` must be a torch.Tensor, got {type(mesh).__name__}")
+    checks.check_tensor("mesh", mesh)
     n_systems = cell.shape[0] if isinstance(cell, torch.Tensor) and cell.ndim == 3 else 1
     if mesh.ndim != 3 + batched + before + after:
         names = ["n_systems"] * batched + ["n_channels"] * before + ["n_x", "n_y", "n_z"] + ["3"] * after
@@ -199,7 +205,7 @@ def _gathered(
     checks.check_positions(positions, finite=False)
     dimensions, shape = _mesh_shape(mesh, cell, batch_idx, before, after)
     _check_values("mesh", mesh, positions, shape)
-    plan = _plan(positions, cell, dimensions, spline_order, batch_idx, cell_inv_t)
+    plan = _plan(positions, cell, dimensions, spline_order, batch_idx, cell_inv_t, "mesh")
     field = mesh if batch_idx is not None else mesh.unsqueeze(0)
     if after:
         field = field.movedim(-1, 1)
@@ -354,7 +360,8 @@ def compute_bspline_deconvolution_1d(
     if n < 1:
         raise ValueError(f"`n` must be positive, got {n}")
     order = check_spline_order(spline_order, 1)
-    return spline_transform(n, order, False, torch.device(device or "cpu")).pow(-2)
+    place = torch.device("cpu") if device is None else checks.check_device("device", device)
+    return spline_transform(n, order, False, place).pow(-2)
 
 
 def compute_bspline_deconvolution(

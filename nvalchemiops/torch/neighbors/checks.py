@@ -1,12 +1,16 @@
 """Checks of arguments that describe atoms, cells and systems, at the public edge. Each message names the argument."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 FLOATS = (torch.float32, torch.float64)
+
+DEVICES = ("cpu", "cuda")
+"""Kinds of devices that kernels run on."""
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,10 +44,47 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
         return values.numpy()
 
 
+def check_tensor(name: str, tensor: Any) -> None:
+    """Raise unless this is a tensor with its elements in memory."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"`{name}` has layout {tensor.layout}, but kernels need a dense one: call .to_dense()")
+
+
+def check_place(name: str, tensor: torch.Tensor) -> None:
+    """Raise if kernels do not run where this tensor is."""
+    if tensor.device.type not in DEVICES:
+        raise ValueError(f"`{name}` is on {tensor.device}, but kernels run on {' and '.join(DEVICES)} only")
+
+
+def check_device(name: str, device: Any) -> torch.device:
+    """The device; raise unless this names one of a kind that kernels run on."""
+    try:
+        found = torch.device(device)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"`{name}` must be a torch.device or its name, got {device!r}") from None
+    if found.type not in DEVICES:
+        raise ValueError(f"`{name}` is {found}, but kernels run on {' and '.join(DEVICES)} only")
+    return found
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise unless this is True or False: an argument of another place may have slipped here."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"`{name}` must be True or False, got {type(value).__name__}")
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raise unless this is one of several words."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"`{name}` must be {' or '.join(map(repr, choices))}, got {value!r}")
+
+
 def check_positions(positions: Any, finite: bool = True, name: str = "positions") -> None:
     """Raise unless ``positions`` is a float32 or float64 tensor (n_atoms, 3), with finite values if asked."""
-    if not isinstance(positions, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(positions).__name__}")
+    check_tensor(name, positions)
+    check_place(name, positions)
     if positions.dtype not in FLOATS:
         raise TypeError(f"`{name}` must be float32 or float64, got {positions.dtype}")
     if positions.ndim != 2 or positions.shape[1] != 3:
@@ -54,13 +95,20 @@ def check_positions(positions: Any, finite: bool = True, name: str = "positions"
 
 def check_positive(name: str, value: Any) -> float:
     """The value as a float; raise unless it is a finite number above zero."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}") from None
+    number = as_float(name, value)
     if not 0.0 < number < math.inf:
         raise ValueError(f"`{name}` must be positive and finite, got {number}")
     return number
+
+
+def as_float(name: str, value: Any) -> float:
+    """The value as a float; raise unless it is a number, which neither text nor a flag is."""
+    try:
+        return float("text" if isinstance(value, (str, bytes, bool)) else value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}") from None
 
 
 def check_int(name: str, value: Any) -> int:
@@ -74,9 +122,11 @@ def check_int(name: str, value: Any) -> int:
 
 def check_like(name: str, memory: Any, values: torch.Tensor) -> None:
     """Raise unless ``memory`` is a tensor that takes ``values`` as they are."""
-    if not isinstance(memory, torch.Tensor) or memory.dtype != values.dtype:
-        kind = memory.dtype if isinstance(memory, torch.Tensor) else type(memory).__name__
-        raise TypeError(f"`{name}` must be a tensor of {values.dtype}, got {kind}")
+    check_tensor(name, memory)
+    if memory.dtype != values.dtype:
+        raise TypeError(f"`{name}` must be a tensor of {values.dtype}, got {memory.dtype}")
+    if memory.requires_grad and memory.is_leaf and torch.is_grad_enabled():
+        raise ValueError(f"`{name}` is written in place, so it must not require a gradient")
     if memory.shape != values.shape or memory.device != values.device:
         raise ValueError(
             f"`{name}` must have shape {tuple(values.shape)} on {values.device}, got {tuple(memory.shape)} on "
@@ -86,8 +136,7 @@ def check_like(name: str, memory: Any, values: torch.Tensor) -> None:
 
 def check_lattice(cell: Any, positions: torch.Tensor) -> None:
     """Raise unless ``cell`` is one cell or several, of the dtype and on the device of the positions."""
-    if not isinstance(cell, torch.Tensor):
-        raise TypeError(f"`cell` must be a torch.Tensor, got {type(cell).__name__}")
+    check_tensor("cell", cell)
     if cell.dtype != positions.dtype:
         raise TypeError(f"`cell` has dtype {cell.dtype}, but `positions` has {positions.dtype}")
     if cell.device != positions.device:
@@ -113,18 +162,29 @@ def check_pbc(pbc: Any, positions: torch.Tensor, n_systems: int) -> np.ndarray:
         return np.ones((n_systems, 3), dtype=bool)
     if isinstance(pbc, bool):
         return np.full((n_systems, 3), pbc)
-    tensor = torch.as_tensor(pbc)
-    if tensor.dtype != torch.bool:
-        raise TypeError(f"`pbc` must be bool, got {tensor.dtype}")
+    tensor = pbc_tensor(pbc)
     if tuple(tensor.shape) not in ((3,), (n_systems, 3)):
         raise ValueError(f"`pbc` must have shape (3,) or ({n_systems}, 3), got {tuple(tensor.shape)}")
     return np.broadcast_to(on_host(tensor), (n_systems, 3)).copy()
 
 
+def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
+    """Periodicity as a bool tensor of whatever shape."""
+    if not isinstance(pbc, torch.Tensor):
+        try:
+            pbc = torch.as_tensor(pbc, device=device)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"`pbc` must be a bool tensor, got {type(pbc).__name__}") from None
+    check_tensor("pbc", pbc)
+    check_place("pbc", pbc)
+    if pbc.dtype != torch.bool:
+        raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
+    return pbc
+
+
 def check_batch_idx(batch_idx: Any, positions: torch.Tensor, n_systems: int | None = None) -> tuple[torch.Tensor, int]:
     """System of each atom as contiguous int32, and the number of systems. Reads the values."""
-    if not isinstance(batch_idx, torch.Tensor):
-        raise TypeError(f"`batch_idx` must be a torch.Tensor, got {type(batch_idx).__name__}")
+    check_tensor("batch_idx", batch_idx)
     if batch_idx.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"`batch_idx` must be int32 (or int64), got {batch_idx.dtype}")
     n_atoms = positions.shape[0]
@@ -184,9 +244,7 @@ def _systems(
         n_systems = _same_number("cell", cell.shape[0] if cell.ndim == 3 else 1, n_systems)
     if pbc is None:
         return cell, None, n_systems
-    pbc = torch.as_tensor(pbc, device=positions.device) if not isinstance(pbc, torch.Tensor) else pbc
-    if pbc.dtype != torch.bool:
-        raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
+    pbc = pbc_tensor(pbc, positions.device)
     if pbc.device != positions.device:
         raise ValueError(f"`pbc` is on {pbc.device}, but `positions` is on {positions.device}")
     if pbc.ndim == 0:
@@ -228,8 +286,7 @@ def check_index(
 
     One that is written to must be int32 and contiguous.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+    check_tensor(name, tensor)
     if tensor.dtype != torch.int32 and (writable or tensor.dtype != torch.int64):
         raise TypeError(f"`{name}` must be int32, got {tensor.dtype}")
     fits = tensor.ndim == len(shape) and all(n is None or n == m for n, m in zip(shape, tensor.shape))
@@ -244,7 +301,8 @@ def check_index(
 
 def check_flags(rebuild_flags: Any, positions: torch.Tensor, n_systems: int | None) -> None:
     """Raise unless ``rebuild_flags`` is a bool tensor with one entry for each system, as far as their number shows."""
-    if not isinstance(rebuild_flags, torch.Tensor) or rebuild_flags.dtype != torch.bool:
+    check_tensor("rebuild_flags", rebuild_flags)
+    if rebuild_flags.dtype != torch.bool:
         raise TypeError("`rebuild_flags` must be a bool tensor")
     size = rebuild_flags.shape[0] if rebuild_flags.ndim == 1 else None
     if size is None or (size == 0 and positions.shape[0] > 0) or n_systems not in (None, size):

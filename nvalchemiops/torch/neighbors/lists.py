@@ -16,7 +16,6 @@ from nvalchemiops.torch.neighbors.formats import (
 )
 from nvalchemiops.torch.neighbors.search import (
     Query,
-    batch_size,
     check_size,
     fill_neighbor_matrix,
     neighbor_matrix_of,
@@ -185,7 +184,7 @@ def neighbor_list(
     Without ``max_neighbors`` the sizes of the results depend on the positions, so the search waits for a GPU once;
     under ``torch.compile`` they are unbacked sizes. With ``max_neighbors`` and ``check=False`` nothing waits.
     """
-    if method not in METHODS:
+    if method is not None and (not isinstance(method, str) or method not in METHODS):
         known = ", ".join(f"'{name}'" for name in METHODS if name)
         raise ValueError(f"`method` must be one of {known}, or None for the automatic choice; got {method!r}")
     if method is not None:
@@ -443,13 +442,13 @@ def suggest_neighbor_list_method(
     cutoff2: float | None = None,
 ) -> str:
     """A method of `neighbor_list` that suits these arguments; None, the default, suits each system by itself."""
+    checks.check_positions(positions, finite=False)
+    _, _, n_systems = checks.check_systems(positions, cell, pbc, batch_idx, batch_ptr)
     batched = batch_idx is not None or batch_ptr is not None
-    n_systems = 1
-    if batch_ptr is not None:
-        n_systems = max(batch_ptr.shape[0] - 1, 1)
-    elif batch_idx is not None:
-        n_systems = batch_size(cell, pbc) or int(batch_idx.max()) + 1
-    small = positions.shape[0] <= ONE_BIN_OPEN * n_systems
+    if n_systems is None:
+        assert batch_idx is not None
+        n_systems = int(batch_idx.max()) + 1 if len(batch_idx) else 1
+    small = positions.shape[0] <= ONE_BIN_OPEN * max(n_systems, 1)
     name = "batch_" if batched else ""
     if small and cutoff2 is not None:
         return name + "naive_dual_cutoff"
@@ -500,7 +499,9 @@ def estimate_batch_cell_list_sizes(
     for name, value in (("max_nbins", max_nbins), ("min_cells_per_dimension", min_cells_per_dimension)):
         if checks.check_int(name, value) < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}")
-    if not isinstance(cell, torch.Tensor) or not cell.is_floating_point() or cell.shape[-2:] != (3, 3):
+    checks.check_tensor("cell", cell)
+    checks.check_place("cell", cell)
+    if not cell.is_floating_point() or cell.shape[-2:] != (3, 3):
         raise ValueError("`cell` must be a floating-point tensor of shape (3, 3) or (n_systems, 3, 3)")
     cells = checks.on_host(cell.reshape(-1, 3, 3)).astype(np.float64)
     periodic = checks.check_pbc(pbc, cell, len(cells))
@@ -532,6 +533,9 @@ def _build(
     suffix: str = "",
 ) -> Tensors:
     """One list, as `neighbor_list` describes it; ``rows`` are its target_indices, ``suffix`` ends names in messages."""
+    for name in ("half_fill", "return_vectors", "return_distances", "check"):
+        checks.check_flag(name, getattr(form, name))
+    checks.check_flag("return_neighbor_list", form.as_list)
     checks.check_positions(positions, finite=False)
     cutoff = checks.check_positive(f"cutoff{suffix}", cutoff)
     _, _, batch_idx, batch_ptr = systems

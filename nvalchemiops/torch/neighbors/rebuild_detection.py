@@ -70,7 +70,7 @@ def neighbor_list_needs_rebuild(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    _check_pair(reference_positions, current_positions)
+    _check_pair(reference_positions, current_positions, update_reference_positions)
     threshold = _check_threshold(skin_distance_threshold)
     _check_lattice(cell, cell_inv, pbc, current_positions, 1)
     stale = _moved(reference_positions, current_positions, threshold).any().reshape(1)
@@ -136,7 +136,7 @@ def batch_neighbor_list_needs_rebuild(
         A bad argument, named in the message; compiled also: no argument tells the number of systems. An entry of
         ``batch_idx`` outside of the systems (on a GPU a device-side assertion).
     """
-    _check_pair(reference_positions, current_positions)
+    _check_pair(reference_positions, current_positions, update_reference_positions)
     threshold = _check_threshold(skin_distance_threshold)
     checks.check_index("batch_idx", batch_idx, current_positions, (current_positions.shape[0],))
     n_systems = _number_of_systems(batch_idx, cell, cell_inv, pbc, num_systems)
@@ -233,7 +233,7 @@ def _update(reference: torch.Tensor, current: torch.Tensor, stale: torch.Tensor)
 
 
 def _number_of_systems(batch_idx: torch.Tensor, cell: Any, cell_inv: Any, pbc: Any, given: int | None) -> int:
-    if given is not None and given < 0:
+    if given is not None and checks.check_int("num_systems", given) < 0:
         raise ValueError(f"`num_systems` must not be negative, got {given}")
     shapes = [t.shape[0] for t, ndim in ((cell, 3), (cell_inv, 3), (pbc, 2)) if getattr(t, "ndim", None) == ndim]
     several = [size for size in shapes if size != 1]
@@ -257,7 +257,8 @@ def _number_of_systems(batch_idx: torch.Tensor, cell: Any, cell_inv: Any, pbc: A
 # -- checks ---------------------------------------------------------------------------------------
 
 
-def _check_pair(reference: Any, current: Any) -> None:
+def _check_pair(reference: Any, current: Any, update: Any) -> None:
+    checks.check_flag("update_reference_positions", update)
     checks.check_positions(reference, finite=False, name="reference_positions")
     checks.check_positions(current, finite=False, name="current_positions")
     if reference.dtype != current.dtype:
@@ -272,11 +273,12 @@ def _check_pair(reference: Any, current: Any) -> None:
 
 
 def _check_threshold(threshold: Any) -> float:
-    if isinstance(threshold, torch.Tensor) or not hasattr(threshold, "__float__"):
-        raise TypeError(f"`skin_distance_threshold` must be a number, got {type(threshold).__name__}")
-    if not 0.0 <= threshold < math.inf:
-        raise ValueError(f"`skin_distance_threshold` must be finite and not negative, got {threshold}")
-    return float(threshold)
+    if isinstance(threshold, torch.Tensor):
+        raise TypeError("`skin_distance_threshold` must be a number, got Tensor")
+    number = checks.as_float("skin_distance_threshold", threshold)
+    if not 0.0 <= number < math.inf:
+        raise ValueError(f"`skin_distance_threshold` must be finite and not negative, got {number}")
+    return number
 
 
 def _check_lattice(
@@ -285,8 +287,7 @@ def _check_lattice(
     for name, tensor in (("cell", cell), ("cell_inv", cell_inv)):
         if tensor is None and not (required and name == "cell"):
             continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+        checks.check_tensor(name, tensor)
         if not tensor.is_floating_point():
             raise TypeError(f"`{name}` must be float32 or float64, got {tensor.dtype}")
         if tensor.shape not in ((n_systems, 3, 3), (1, 3, 3), (3, 3)):
@@ -295,8 +296,7 @@ def _check_lattice(
             raise ValueError(f"`{name}` is on {tensor.device}, but the positions are on {positions.device}")
     if pbc is None and not required:
         return
-    if not isinstance(pbc, torch.Tensor):
-        raise TypeError(f"`pbc` must be a torch.Tensor, got {type(pbc).__name__}")
+    checks.check_tensor("pbc", pbc)
     if pbc.dtype != torch.bool:
         raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
     if pbc.shape not in ((n_systems, 3), (1, 3), (3,)):

@@ -95,7 +95,7 @@ def rows_of(
         raise ValueError(f"`{missing}` is needed with `{there}`: together they say where the images are")
     rows = (_from_list if has_list else _from_matrix)(given, positions)
     if half_list or check:
-        rows = _expanded(rows, half_list, check)
+        rows = _expanded(rows, positions.shape[0], half_list, check)
     return rows
 
 
@@ -161,14 +161,11 @@ def _from_list(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
     return Rows(_int32(ptr), _int32(pairs[1]), shifts, 0, padding, first)
 
 
-def _expanded(rows: Rows, half_list: bool, check: bool) -> Rows:
+def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     """A full list of the pairs in ``rows``, without padding."""
-    begin, neighbors, shifts, width, padding, first = rows
-    if begin is None or first is None:
-        n_atoms = neighbors.shape[0] // max(width, 1)
+    _, neighbors, shifts, width, padding, first = rows
+    if first is None:
         first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
-    else:
-        n_atoms = begin.shape[0] - 1
     places = (neighbors != padding).nonzero().squeeze(1)
     pairs = torch.stack([first, neighbors]).index_select(1, places)
     shifts = None if shifts is None else shifts.index_select(0, places)

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
+from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.eager import eager
 from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
 from nvalchemiops.torch.neighbors.rebuild_detection import (
@@ -181,10 +182,8 @@ class VerletList:
             As in `neighbor_list`. The list that is kept stays what it was.
         """
         self.num_calls += 1
-        if not isinstance(positions, torch.Tensor):
-            raise TypeError(f"`positions` must be a torch.Tensor, got {type(positions).__name__}")
-        if pbc is not None and not isinstance(pbc, torch.Tensor):
-            pbc = torch.as_tensor(pbc, device=positions.device)
+        checks.check_positions(positions, finite=False)
+        pbc = None if pbc is None else checks.pbc_tensor(pbc, positions.device)
         given = _Systems(positions, cell, pbc, batch_idx, batch_ptr).map(_plain)
         # an inference tensor could not be saved for a backward pass later on
         with torch.no_grad(), torch.inference_mode(False), _outside_of_transforms():

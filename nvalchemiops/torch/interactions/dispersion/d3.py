@@ -166,7 +166,7 @@ def neighbors_of(system: System, given: GivenNeighbors, half_list: bool, ranges:
         raise ValueError("`half_list` describes a list, but none is given")
     if not checks.unread(system.numbers) and bool((checks.plain(system.numbers) == 0).any()):
         raise ValueError("`numbers` holds 0, which is padding: without `neighbor_list` it would have neighbors")
-    cutoffs = [reach.cutoff for reach in (ranges.pairs, ranges.counted)]
+    cutoffs = [reach.cutoff for reach in ranges]
     if None in cutoffs:
         raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
     return build_rows(positions, max(c for c in cutoffs if c is not None), cell, system.batch_idx, pbc)
@@ -186,6 +186,8 @@ def dispersion_sum(
     """What `d3_dispersion` returns."""
     if not isinstance(damping, RationalDamping | ZeroDamping):
         raise TypeError(f"`damping` must be RationalDamping or ZeroDamping, got {type(damping).__name__}")
+    checks.check_choice("energy_reduction", wanted.energy_reduction, ("atom", "system"))
+    k3, s9 = _scalar("k3", k3), _scalar("s9", s9)
     states = _states(parameters, system.numbers)
     dtype = system.positions.dtype
     row = states.rows(system.numbers)
@@ -252,6 +254,15 @@ def dispersion_sum(
     return tuple(results)
 
 
+def _scalar(name: str, value: Any) -> Any:
+    """A number, or a tensor with one entry, which may have a gradient."""
+    if not isinstance(value, torch.Tensor):
+        return checks.as_float(name, value)
+    if value.numel() != 1:
+        raise ValueError(f"`{name}` must be a number or a tensor with one entry, got shape {tuple(value.shape)}")
+    return value.reshape(())
+
+
 def _as_list(results: Any) -> list[torch.Tensor]:
     return list(results) if isinstance(results, tuple) else [results]
 
@@ -265,10 +276,10 @@ def _pair_radii(states: ReferenceStates, dtype: torch.dtype) -> torch.Tensor:
 def _number_of_systems(system: System) -> int:
     if system.num_systems is not None:
         return system.num_systems
-    if system.cell is not None and system.cell.ndim == 3:
-        return system.cell.shape[0]
     if system.batch_idx is None:
         return 1
+    if system.cell is not None and system.cell.ndim == 3 and system.cell.shape[0] != 1:
+        return system.cell.shape[0]
     return int(system.batch_idx.max()) + 1 if system.batch_idx.shape[0] else 1
 
 

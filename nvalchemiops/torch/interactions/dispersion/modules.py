@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping, damping_parameters
-from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion
+from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion, ranges_of
 from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
 
 CUTOFF, COORDINATION_CUTOFF, THREE_BODY_CUTOFF, SMOOTHING = 60.0, 40.0, 20.0, 5.0
@@ -65,6 +65,11 @@ class DFTD3(torch.nn.Module):
             damping = damping_parameters(damping)
         if not isinstance(damping, RationalDamping | ZeroDamping):
             raise TypeError(f"`damping` must be a functional or parameters, got {type(damping).__name__}")
+        ranges_of(cutoff, coordination_cutoff, three_body_cutoff, smoothing)  # raises unless they fit
+        if parameters is None:
+            parameters = D3Parameters.load()
+        if not isinstance(parameters, D3Parameters):
+            raise TypeError(f"`parameters` must be D3Parameters, got {type(parameters).__name__}")
         self.kind = type(damping)
         for name, value in damping._asdict().items():
             tensor = torch.as_tensor(value, dtype=torch.float64).detach().clone()
@@ -72,7 +77,7 @@ class DFTD3(torch.nn.Module):
                 self.register_parameter(name, torch.nn.Parameter(tensor))
             else:
                 self.register_buffer(name, tensor)
-        states = (D3Parameters.load() if parameters is None else parameters).states(elements)
+        states = parameters.states(elements)
         self._names = [name for name, value in states._asdict().items() if isinstance(value, torch.Tensor)]
         for name in self._names:
             self.register_buffer(f"_{name}", getattr(states, name), persistent=False)

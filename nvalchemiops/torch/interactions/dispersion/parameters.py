@@ -1,6 +1,7 @@
 """Reference data of DFT-D3: coordination numbers and C6 of reference molecules, and radii of elements."""
 
 import importlib
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -171,8 +172,14 @@ class D3Parameters:
         ------
         ValueError
             There are no reference molecules for an element, or no elements.
+        TypeError
+            `elements` are no integers.
         """
-        key = tuple(sorted({int(number) for number in elements})), torch.device(device)
+        try:
+            named = sorted({operator.index(number) for number in elements})
+        except TypeError:
+            raise TypeError(f"`elements` must be atomic numbers, got {elements!r}") from None
+        key = tuple(named), torch.device(device)
         if key not in self._states:
             if not key[0]:
                 raise ValueError("`elements` is empty; name those that may occur")

@@ -197,7 +197,7 @@ def dsf_coulomb(
     checks.check_positions(positions, finite=False)
     check_charges(charges, positions)
     if device is not None:
-        asked = torch.device(device)
+        asked = checks.check_device("device", device)
         if asked.type != positions.device.type or asked.index not in (None, positions.device.index):
             raise ValueError(f"`device` is {asked}, but `positions` is on {positions.device}")
     result = evaluate(

@@ -15,6 +15,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
     check_accuracy,
     check_parameters,
+    check_potential,
     check_system,
     given_alpha,
     periodic_axes,
@@ -26,11 +27,11 @@ from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
     WaveVectors,
     box_points,
     check_bounds,
+    check_cells_alone,
     per_system,
     points_of_indices,
     points_within,
 )
-from nvalchemiops.torch.lattice import check_cells
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 
@@ -231,6 +232,7 @@ def ewald_reciprocal_space(
     """
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)
     splitting = given_alpha(alpha, system)
+    check_potential(potential)
     if hybrid_forces:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     if _given(k_vectors, k_cutoff, miller_bounds, miller_indices) is None:
@@ -266,9 +268,7 @@ def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> 
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    checks.check_lattice(cell, cell)
-    cells = cell.detach().reshape(-1, 3, 3)
-    check_cells(cells)
+    cells = check_cells_alone(cell).detach()
     lengths = per_system("k_cutoff", k_cutoff, cells.shape[0], cell.device).detach()
     return WaveVectors(*points_within(cells.to(torch.float64), lengths))
 
@@ -315,8 +315,9 @@ def wave_vectors(
 def _indices_of(k_vectors: Any, system: ChargedSystem, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Miller indices of wave vectors."""
     cell = system.cell.detach().to(torch.float64)
-    if not isinstance(k_vectors, torch.Tensor):
-        raise TypeError(f"`k_vectors` must be a torch.Tensor, got {type(k_vectors).__name__}")
+    checks.check_tensor("k_vectors", k_vectors)
+    if k_vectors.is_complex():
+        raise TypeError(f"`k_vectors` must be real numbers, got {k_vectors.dtype}")
     if k_vectors.device != cell.device:
         raise ValueError(f"`k_vectors` is on {k_vectors.device}, but `positions` is on {cell.device}")
     if (
@@ -327,7 +328,8 @@ def _indices_of(k_vectors: Any, system: ChargedSystem, alpha: torch.Tensor) -> t
         raise ValueError(
             f"`k_vectors` must have shape (n_k, 3) or ({system.n_systems}, n_k, 3), got {tuple(k_vectors.shape)}"
         )
-    k = k_vectors.detach().to(torch.float64).reshape(-1, k_vectors.shape[-2], 3)
+    k = k_vectors.detach().to(torch.float64)
+    k = k.unsqueeze(0) if k.ndim == 2 else k
     numbers = k.expand(system.n_systems, -1, 3) @ cell.mT / (2.0 * torch.pi)
     indices = numbers.round()
     # float32 rounds numbers of some hundreds by 1e-5

@@ -28,8 +28,9 @@ def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_
     tensor like ``miller_indices``
         float64 for float64, otherwise float32.
     """
-    if not isinstance(miller_indices, torch.Tensor):
-        raise TypeError(f"`miller_indices` must be a torch.Tensor, got {type(miller_indices).__name__}")
+    checks.check_tensor("miller_indices", miller_indices)
+    if miller_indices.is_complex():
+        raise TypeError(f"`miller_indices` must be real numbers, got {miller_indices.dtype}")
     size = checks.check_int("mesh_N", mesh_N)
     if size < 1:
         raise ValueError(f"`mesh_N` must be positive, got {size}")
@@ -236,6 +237,9 @@ def mesh_spacing_to_dimensions(
     cell = _lattice(cell)
     order = check_spline_order(spline_order, 1)
     spacing: Any = mesh_spacing
+    if isinstance(spacing, torch.Tensor):
+        checks.check_tensor("mesh_spacing", spacing)
+        checks.check_place("mesh_spacing", spacing)
     if isinstance(spacing, torch.Tensor) and spacing.ndim == 2:
         if spacing.shape != (cell.shape[0], 3):
             raise ValueError(f"`mesh_spacing` must have shape ({cell.shape[0]}, 3), got {tuple(spacing.shape)}")
@@ -296,21 +300,26 @@ MOST_MESH_POINTS = 2**31 - 1
 
 
 def _mesh(points: np.ndarray, order: int, padding: Any) -> tuple[int, int, int]:
-    padding = float(padding)
+    padding = checks.as_float("fft_padding_fraction", padding)
     if not 0.0 <= padding <= 10.0:
         raise ValueError(f"`fft_padding_fraction` must be in 0 .. 10, got {padding}")
     most = points.max(axis=0, initial=1.0)
     if not np.prod(most) < MOST_MESH_POINTS:
-        raise ValueError(f"a mesh of {np.prod(most):.1e} points would be needed: give a coarser one")
+        raise ValueError(
+            f"`cell` would need a mesh of {np.prod(most):.1e} points: ask for a lower `accuracy`, a coarser "
+            "`mesh_spacing` or a smaller `alpha`"
+        )
     x, y, z = (core.mesh_size(float(n), 1.0, order, padding) for n in most)
     return check_mesh((x, y, z))
 
 
 def _lattice(cell: Any) -> torch.Tensor:
-    if not isinstance(cell, torch.Tensor):
-        raise TypeError(f"`cell` must be a torch.Tensor, got {type(cell).__name__}")
+    checks.check_tensor("cell", cell)
+    checks.check_place("cell", cell)
     if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
         raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
+    if cell.is_complex() or not bool(cell.isfinite().all()):
+        raise ValueError("`cell` must hold finite real numbers")
     return cell.reshape(-1, 3, 3)
 
 

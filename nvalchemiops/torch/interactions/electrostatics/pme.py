@@ -17,14 +17,15 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
     check_accuracy,
     check_parameters,
+    check_potential,
     check_system,
     given_alpha,
     periodic_axes,
     refuse_open_axes,
     split,
 )
-from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
-from nvalchemiops.torch.lattice import check_cells, check_mesh, check_spline_order, lattice_of
+from nvalchemiops.torch.interactions.electrostatics.wave_vectors import check_cells_alone, per_system
+from nvalchemiops.torch.lattice import check_mesh, check_spline_order, lattice_of
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 
@@ -96,9 +97,8 @@ def prepare_mesh(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    checks.check_lattice(cell, cell)
-    cells = cell.detach().reshape(-1, 3, 3)
-    check_cells(cells)
+    cells = check_cells_alone(cell).detach()
+    check_potential(potential)
     order = check_spline_order(spline_order)
     mesh = check_mesh(mesh_dimensions, order)
     # as the dtype of the cell, which is that of the positions, has it
@@ -197,6 +197,8 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     accuracy = check_accuracy(accuracy, positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     if prepared is not None:
+        if not isinstance(prepared, PreparedMesh):
+            raise TypeError(f"`prepared` must be a PreparedMesh from prepare_mesh, got {type(prepared).__name__}")
         prepared.check(system, alpha, mesh_dimensions, mesh_spacing, potential)
         alpha, mesh_dimensions, spline_order = prepared.alpha, prepared.mesh_dimensions, prepared.spline_order
     order = check_spline_order(spline_order)
@@ -288,6 +290,7 @@ def pme_reciprocal_space(
     """
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)
     splitting = given_alpha(alpha, system)
+    check_potential(potential)
     order = check_spline_order(spline_order)
     if hybrid_forces:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
@@ -348,15 +351,13 @@ def _check_prepared(
     for name, value, shape in expected:
         if value is None:
             continue
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(value).__name__}")
+        checks.check_tensor(name, value)
         allowed = [(n, *shape)] + [shape] * (n == 1)
         if tuple(value.shape) not in allowed:
             raise ValueError(f"`{name}` must have shape {' or '.join(map(str, allowed))}, got {tuple(value.shape)}")
     for name, value, sizes in zip("xyz", moduli, ((mesh[0],), (mesh[1],), (half[2], mesh[2]))):
         if value is None:
             continue
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"`moduli_{name}` must be a torch.Tensor, got {type(value).__name__}")
+        checks.check_tensor(f"moduli_{name}", value)
         if value.ndim != 1 or value.shape[0] not in sizes:
             raise ValueError(f"`moduli_{name}` must have shape ({sizes[0]},), got {tuple(value.shape)}")

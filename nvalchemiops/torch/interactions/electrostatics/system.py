@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
+from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parameters import Sizes, sizes_of
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
 from nvalchemiops.torch.interactions.pair.potential import check_real
@@ -53,8 +54,7 @@ class ChargedSystem(NamedTuple):
 
 def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False) -> None:
     """Raise unless there is one charge for each atom (or several), of the dtype and on the device of the positions."""
-    if not isinstance(charges, torch.Tensor):
-        raise TypeError(f"`charges` must be a torch.Tensor, got {type(charges).__name__}")
+    checks.check_tensor("charges", charges)
     # nothing is formatted unless it is needed: that would fix the number of atoms in a compiled graph
     fits = charges.ndim in (1, 1 + channels) and charges.shape[0] == positions.shape[0]
     if not fits or (charges.ndim == 2 and charges.shape[1] == 0):
@@ -65,8 +65,7 @@ def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False)
 
 def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy_reduction: str) -> ChargedSystem:
     """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling."""
-    if energy_reduction not in ("atom", "system"):
-        raise ValueError(f"`energy_reduction` must be 'atom' or 'system', got {energy_reduction!r}")
+    checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
     checks.check_positions(positions, finite=False)
     check_charges(charges, positions, channels=True)
     if cell is None:
@@ -75,6 +74,8 @@ def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy
         )
     checks.check_lattice(cell, positions)
     cell = cell.reshape(-1, 3, 3)
+    if cell.shape[0] == 0:
+        raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
     check_cells(cell)
     if batch_idx is None:
         if cell.shape[0] != 1:
@@ -99,9 +100,9 @@ def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> tor
         return None
     if isinstance(pbc, bool):
         pbc = [pbc] * 3
-    pbc = torch.as_tensor(pbc, device=system.positions.device)
-    if pbc.dtype != torch.bool:
-        raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
+    pbc = checks.pbc_tensor(pbc, system.positions.device)
+    if pbc.device != system.positions.device:
+        raise ValueError(f"`pbc` is on {pbc.device}, but `positions` is on {system.positions.device}")
     if tuple(pbc.shape) not in ((3,), (1, 3), (system.n_systems, 3)):
         raise ValueError(f"`pbc` must have shape (3,) or ({system.n_systems}, 3), got {tuple(pbc.shape)}")
     pbc = pbc.reshape(-1, 3).expand(system.n_systems, 3)
@@ -132,15 +133,28 @@ def given_alpha(alpha: Any, system: ChargedSystem) -> torch.Tensor:
 
 
 def check_parameters(potential: Any, estimated: Any, **parameters: Any) -> None:
-    """Raise if a potential for which there are no error models lacks parameters."""
+    """Raise if this is no potential, or one for which there are no error models and that lacks parameters."""
+    check_potential(potential)
     for name, value in parameters.items():
         if potential is not estimated and value is None:
             raise ValueError(f"`{name}` is needed: parameters are estimated for the Coulomb potential only")
 
 
+def check_potential(potential: Any) -> None:
+    """Raise unless this is a potential that an Ewald sum can split."""
+    if not isinstance(potential, LongRangePotential):
+        raise TypeError(f"`potential` must be a LongRangePotential, got {type(potential).__name__}")
+
+
+FINEST_ACCURACY = 1e-16
+"""Rounding alone leaves more."""
+
+
 def check_accuracy(accuracy: Any, positions: torch.Tensor) -> float:
     """The accuracy as a float; warn if it is more than float32 can give."""
     accuracy = checks.check_positive("accuracy", accuracy)
+    if accuracy < FINEST_ACCURACY:
+        raise ValueError(f"`accuracy` = {accuracy:g} is beyond float64; ask for {FINEST_ACCURACY:g} at most")
     if accuracy < core.FLOAT32_FLOOR and positions.dtype is torch.float32 and not torch.compiler.is_compiling():
         warnings.warn(
             f"`accuracy` = {accuracy:g} is out of reach of float32: rounding leaves about {core.FLOAT32_FLOOR:g}; "

@@ -48,7 +48,8 @@ def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
     """Wave vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host."""
     lattice = checks.on_host(cell).astype(np.float64)
     lengths = checks.on_host(k_cutoff).astype(np.float64)
-    return _together([_within(c.tobytes(), float(k)) for c, k in zip(lattice, lengths)], cell.device)
+    # a longer one is refused for the number of vectors, which must not overflow
+    return _together([_within(c.tobytes(), min(float(k), 1e60)) for c, k in zip(lattice, lengths)], cell.device)
 
 
 @warp_custom_op("nvalchemiops::points_of_indices", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
@@ -116,11 +117,13 @@ def generate_ewald_miller_indices(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    lattice = _check_cell(cell)
+    lattice = check_cells_alone(cell)
     if miller_bounds is None:
         lengths = checks.on_host(per_system("k_cutoff", k_cutoff, lattice.shape[0], cell.device))
         all_bounds = core.bounds(checks.on_host(lattice.detach()).astype(np.float64), lengths)
-        x, y, z = (int(bound) for bound in all_bounds.max(axis=0))
+        most = all_bounds.max(axis=0)
+        _check_number("k_cutoff", most)
+        x, y, z = (int(bound) for bound in most)
     else:
         x, y, z = check_bounds(miller_bounds)
     return torch.from_numpy(core.half_box((x, y, z))).to(cell.device)
@@ -144,7 +147,7 @@ def k_vectors_from_miller_indices(cell: torch.Tensor, miller_indices: torch.Tens
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    lattice = _check_cell(cell)
+    lattice = check_cells_alone(cell)
     checks.check_index("miller_indices", miller_indices, cell, (None, 3))
     inverse = lattice_of(lattice, None, 0).inverse
     k_vectors = 2.0 * math.pi * (miller_indices.to(torch.float64) @ inverse.mT)
@@ -187,12 +190,12 @@ def generate_k_vectors_pme(
     k_squared : ([n_systems,] n_x, n_y, n_z // 2 + 1) tensor, 1/length²
         The first one is zero.
     """
-    lattice = _check_cell(cell)
+    lattice = check_cells_alone(cell)
     dimensions = check_mesh(mesh_dimensions)
     if reciprocal_cell is None:
         reciprocal = 2.0 * math.pi * lattice_of(lattice, None, 0).inverse
     else:
-        reciprocal = _check_cell(reciprocal_cell, "reciprocal_cell").to(torch.float64)
+        reciprocal = check_cells_alone(reciprocal_cell, "reciprocal_cell").to(torch.float64)
     axes = [mesh_frequencies(n, axis == 2, cell.device) for axis, n in enumerate(dimensions)]
     x, y, z = (indices.reshape([-1 if a == axis else 1 for a in range(3)] + [1]) for axis, indices in enumerate(axes))
     columns = [
@@ -215,13 +218,13 @@ def generate_k_squared_pme(
 # -- checks ---------------------------------------------------------------------------------------
 
 
-def _check_cell(cell: Any, name: str = "cell") -> torch.Tensor:
+def check_cells_alone(cell: Any, name: str = "cell") -> torch.Tensor:
     """A cell by itself as (n_systems, 3, 3)."""
-    if not isinstance(cell, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(cell).__name__}")
+    checks.check_tensor(name, cell)
+    checks.check_place(name, cell)
     if cell.dtype not in checks.FLOATS:
         raise TypeError(f"`{name}` must be float32 or float64, got {cell.dtype}")
-    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
+    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3) or cell.shape[0] == 0:
         raise ValueError(f"`{name}` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
     cell = cell.reshape(-1, 3, 3)
     check_cells(cell)
@@ -231,6 +234,8 @@ def _check_cell(cell: Any, name: str = "cell") -> torch.Tensor:
 def check_bounds(miller_bounds: Any) -> tuple[int, int, int]:
     """Largest Miller indices as three ints."""
     if isinstance(miller_bounds, torch.Tensor):
+        checks.check_tensor("miller_bounds", miller_bounds)
+        checks.check_place("miller_bounds", miller_bounds)
         if miller_bounds.numel() != 3 or miller_bounds.is_floating_point():
             raise ValueError(f"`miller_bounds` must be three whole numbers, got shape {tuple(miller_bounds.shape)}")
         miller_bounds = miller_bounds.flatten().tolist()
@@ -240,12 +245,22 @@ def check_bounds(miller_bounds: Any) -> tuple[int, int, int]:
         raise TypeError(f"`miller_bounds` must be three whole numbers, got {miller_bounds!r}") from None
     if len(bounds) != 3 or min(bounds) < 0:
         raise ValueError(f"`miller_bounds` must be three numbers from 0 on, got {bounds}")
+    _check_number("miller_bounds", bounds)
     return bounds
+
+
+def _check_number(name: str, bounds: Any) -> None:
+    """Raise if a box of Miller indices holds more vectors than anybody could want; ``name`` is what made it large."""
+    n_x, n_y, n_z = (2.0 * float(bound) + 1.0 for bound in bounds)
+    if not 0.0 <= 0.5 * n_x * n_y * n_z <= core.MOST_VECTORS:
+        raise ValueError(f"`{name}`: there are {0.5 * n_x * n_y * n_z:.1e} wave vectors up to it in this cell")
 
 
 def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:
     """A positive number, or one for each system, as float64 tensor (n_systems,) that keeps its graph."""
     if isinstance(value, torch.Tensor):
+        checks.check_tensor(name, value)
+        checks.check_place(name, value)
         tensor = value.to(device)
     else:
         try:

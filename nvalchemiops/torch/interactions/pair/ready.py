@@ -1,9 +1,18 @@
 """Ready-made pair potentials, formulas and sources in `nvalchemiops.interactions.pair.potentials`."""
 
+from typing import Any
+
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.interactions.pair.potential import PairPotential
+
+
+def _word(mixing: Any) -> str | None:
+    """The name of a mixing rule, which the formulas are kept under, or None."""
+    if mixing is not None and not isinstance(mixing, str):
+        raise TypeError(f"`mixing` must be the name of a rule or None, got {type(mixing).__name__}")
+    return mixing
 
 
 def lennard_jones(
@@ -27,7 +36,7 @@ def lennard_jones(
     shifted, r_switch
         As for `PairPotential`.
     """
-    formula = potentials.lennard_jones(mixing, repulsive, attractive)
+    formula = potentials.lennard_jones(_word(mixing), repulsive, attractive)
     return PairPotential.of(formula, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
 
 

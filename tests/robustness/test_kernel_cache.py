@@ -1,0 +1,163 @@
+"""The folder of compiled kernels: shared by processes that start at once, read-only, deleted, or damaged.
+
+`tests/test_package.py` looks at where the folder is and at one kernel of its own; here are the library's.
+"""
+
+import ctypes
+import json
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+# What most programs do first: a list, and the sum of a potential over it.
+WORK = """
+import json, sys, torch
+from nvalchemiops.torch.interactions.lj import lj_energy_forces
+from nvalchemiops.torch.neighbors import neighbor_list
+
+generator = torch.Generator().manual_seed(0)
+x = 6.0 * torch.rand(40, 3, dtype=torch.float64, generator=generator)
+cell = 6.0 * torch.eye(3, dtype=torch.float64)
+
+def work(dtype=torch.float64):
+    given = x.to(dtype), cell.to(dtype)
+    pairs, ptr, shifts = neighbor_list(given[0], 3.0, given[1], return_neighbor_list=True)
+    near = {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts}
+    energies, forces = lj_energy_forces(given[0], 0.5, 0.1, 3.0, given[1], **near)
+    return [pairs.shape[1], float(energies.sum()), float(forces.abs().sum())]
+"""
+ONCE = WORK + "print(json.dumps(work()))\n"
+
+
+def start(folder: Path, code: str = ONCE, **options) -> subprocess.Popen:
+    """A fresh interpreter whose kernels are in this folder."""
+    environment = {**os.environ, "WARP_CACHE_PATH": str(folder), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment, **pipes, **options)
+
+
+def result_of(process: subprocess.Popen):
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory) -> tuple[Path, list[float]]:
+    """A folder with the kernels of the work, to be copied; and its result."""
+    folder = tmp_path_factory.mktemp("filled")
+    return folder, result_of(start(folder))
+
+
+@pytest.fixture
+def folder(filled, tmp_path) -> Path:
+    return Path(shutil.copytree(filled[0], tmp_path / "kernels"))
+
+
+def compiled(folder: Path) -> list[Path]:
+    found = sorted(folder.rglob("*.o"))
+    assert len(found) >= 4, "bins, search, compaction and the sum over pairs"
+    return found
+
+
+@pytest.mark.slow
+def test_eight_processes_start_at_once_on_an_empty_folder(tmp_path, filled):
+    """R06: they compile the same kernels into one folder, and all get the same numbers."""
+    started = [start(tmp_path / "empty") for _ in range(8)]
+    assert [result_of(process) for process in started] == [filled[1]] * 8
+    assert len(compiled(tmp_path / "empty")) == len(compiled(filled[0]))
+
+
+def test_processes_start_at_once_on_a_folder_that_one_of_them_fills(folder, filled):
+    """Some kernels are there, the others are compiled by two processes at the same time."""
+    for path in compiled(folder)[::2]:
+        shutil.rmtree(path.parent)
+    started = [start(folder) for _ in range(2)]
+    assert [result_of(process) for process in started] == [filled[1]] * 2
+    assert len(compiled(folder)) == len(compiled(filled[0]))
+
+
+def test_a_folder_that_is_deleted_while_a_process_works(folder, filled):
+    """What is loaded stays; what is not is compiled again, into a new folder."""
+    code = WORK + textwrap.dedent(f"""
+        import shutil
+        results = [work()]
+        shutil.rmtree({str(folder)!r})
+        results += [work(), work(torch.float32), work()]
+        print(json.dumps(results))
+        """)
+    first, second, single, third = result_of(start(folder, code))
+    assert first == second == third == filled[1]
+    assert single[0] == first[0] and single[1] == pytest.approx(first[1], rel=1e-4)
+    assert list(folder.rglob("*.o")), "the kernel for float32"
+    assert result_of(start(folder)) == filled[1]
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def scrambled(path: Path) -> None:
+    path.write_bytes(bytes(255 - byte for byte in path.read_bytes()))
+
+
+def without_notes(path: Path) -> None:
+    for notes in path.parent.glob("*.meta"):
+        notes.unlink()
+
+
+@pytest.mark.parametrize("damage", [cut, scrambled, without_notes])
+def test_damaged_files_are_an_error_that_names_the_kernel_or_are_made_again(damage, folder, filled):
+    """As after a full disk. Never a crash; and with the folder deleted all is well again."""
+    victim = compiled(folder)[0]
+    damage(victim)
+    process = start(folder)
+    output, errors = process.communicate(timeout=300)
+    if process.returncode == 0:
+        assert json.loads(output.splitlines()[-1]) == filled[1]
+    else:
+        assert process.returncode == 1, f"killed by signal {-process.returncode}"
+        module = victim.parent.name.removeprefix("wp_").rsplit("_", 1)[0]
+        assert module in errors.splitlines()[-1], errors[-2000:]
+        shutil.rmtree(victim.parent)
+        assert result_of(start(folder)) == filled[1]
+
+
+CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24
+
+
+def obey_permissions() -> None:
+    """Before a process starts: take from root what lets it write where permissions say no."""
+    if os.geteuid() == 0:
+        ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, 0, 0, 0)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="permissions and capabilities of Linux")
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_folder_that_cannot_be_written(complete, folder, filled):
+    """Kernels compiled ahead are enough; if one is missing, the error says where it could not be put."""
+    if not complete:
+        shutil.rmtree(compiled(folder)[-1].parent)
+    everything = [folder, *folder.rglob("*")]
+    for path in everything:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    probe = f"import json, os; print(json.dumps(os.access({str(folder)!r}, os.W_OK)))"
+    try:
+        if result_of(start(folder, probe, preexec_fn=obey_permissions)):
+            pytest.skip("this user may write anywhere")
+        process = start(folder, preexec_fn=obey_permissions)
+        output, errors = process.communicate(timeout=300)
+    finally:
+        for path in everything:
+            path.chmod(0o755)
+    if complete:
+        assert process.returncode == 0, errors[-3000:]
+        assert json.loads(output.splitlines()[-1]) == filled[1]
+    else:
+        assert process.returncode == 1
+        assert "PermissionError" in errors and str(folder) in errors, errors[-2000:]
