@@ -29,8 +29,8 @@ PROGRAM = {
     "bjm": interface.ModifiedRationalDampingParam,
     "zerom": interface.ModifiedZeroDampingParam,
 }
-# of each kind the functional that everybody uses, and some with unusual numbers: s6 of double hybrids, an rs8 that is not one, beta that
-# is not zero
+# of each kind the functional that everybody uses, and some with unusual numbers: s6 of double hybrids, an rs8 that is
+# not one, a beta that is not zero
 DAMPING = [
     ("pbe", "bj"),
     ("b3lyp", "bj"),

@@ -5,10 +5,10 @@ import subprocess
 import sys
 import textwrap
 
-from dftd3 import parameters as published
 import numpy as np
 import pytest
 import torch
+from dftd3 import parameters as published
 
 from nvalchemiops.interactions.dispersion import damping as module
 from nvalchemiops.torch.interactions.dispersion import (
@@ -219,7 +219,7 @@ def test_tables_of_wrong_kind_or_shape(name):
 
 
 def test_a_wrong_number_of_references():
-    with pytest.raises(ValueError, match="`c6ab`.*`interp_mesh` = 7"):
+    with pytest.raises(ValueError, match=r"`c6ab`.*`interp_mesh` = 7"):
         D3Parameters(**tables(), interp_mesh=7)
 
 
@@ -235,7 +235,7 @@ def test_coordination_numbers_must_not_depend_on_the_partner():
     given = tables()
     given["cn_ref"] = given["cn_ref"].clone()
     given["cn_ref"][6, 8, 1, 0] += 0.01
-    with pytest.raises(ValueError, match="`cn_ref` of element 6 differs .* 8"):
+    with pytest.raises(ValueError, match=r"`cn_ref` of element 6 differs .* 8"):
         D3Parameters(**given)
 
 

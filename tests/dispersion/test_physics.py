@@ -48,9 +48,7 @@ BOTH = pytest.mark.parametrize("damping", [PBE, ZERO], ids=["rational", "zero"])
 def all_of(atoms, damping=PBE, cutoff=CUTOFF, counted=COUNTED, **options):
     """Energies of atoms, forces, coordination numbers, virial."""
     options = {"parameters": parameters(), "compute_forces": True, "compute_virial": True} | options
-    return d3_dispersion(
-        **atoms.arguments(), damping=damping, cutoff=cutoff, coordination_cutoff=counted, **options
-    )
+    return d3_dispersion(**atoms.arguments(), damping=damping, cutoff=cutoff, coordination_cutoff=counted, **options)
 
 
 def crystal(size=0.1, seed=0):
@@ -172,6 +170,23 @@ def test_padding_appended_last_whose_index_fills_the_rows():
     assert energies[n] == 0 and coordination[n] == 0 and not forces[n].any()
 
 
+def test_one_cell_for_all_systems():
+    """Shared, in either shape, or one for each."""
+    atoms = two_crystals()._replace(cell=None)
+    one = 1.1 * crystal().cell
+    expected = all_of(atoms, cell=one.expand(2, 3, 3), energy_reduction="system")
+    for cell in (one, one[0]):
+        close(all_of(atoms, cell=cell, energy_reduction="system"), expected, 0.0)
+
+
+def test_a_search_reaches_as_far_as_triples():
+    atoms = batch(*some_molecules())
+    found = all_of(atoms, cutoff=4.0, counted=4.0, s9=1.0, three_body_cutoff=9.0)
+    close(found, all_of(atoms, cutoff=4.0, counted=4.0, s9=1.0, three_body_cutoff=9.0, **list_of(atoms, 9.0)), 1e-15)
+    short = all_of(atoms, cutoff=4.0, counted=4.0, s9=1.0)
+    assert float((found[0] - short[0]).abs().max()) > 1e-8
+
+
 def test_nothing_but_padding():
     nothing = Atoms(torch.zeros(3, 3, dtype=F64), torch.zeros(3, dtype=torch.int32))
     matrix = torch.full((3, 2), 3, dtype=torch.int32)
@@ -221,7 +236,8 @@ def test_rotations(damping, mirror):
 
 
 @pytest.mark.parametrize(
-    "basis", [[[1, 0, 0], [3, 1, 0], [-2, 2, 1]], [[0, 1, 0], [1, 0, 0], [0, 0, 1]], [[1, 0, 0], [0, -1, 0], [1, 2, -1]]]
+    "basis",
+    [[[1, 0, 0], [3, 1, 0], [-2, 2, 1]], [[0, 1, 0], [1, 0, 0], [0, 0, 1]], [[1, 0, 0], [0, -1, 0], [1, 2, -1]]],
 )
 def test_the_basis_of_the_lattice_does_not_matter(basis):
     atoms = crystal()
@@ -336,17 +352,18 @@ def test_a_pair_goes_smoothly_through_its_cutoffs(damping, reach):
     cutoffs = {"cutoff": 20.0, "coordination_cutoff": 6.0, "smoothing": 2.0}
     at = cutoffs["cutoff" if reach == "pairs" else "coordination_cutoff"]
     step = 1e-6
+
+    def look(distance):
+        return derivatives(distance, numbers, damping=damping, **cutoffs)
+
     for place in (at - 2.0, at):
-        below, here, above = (
-            derivatives(place + h, numbers, damping=damping, **cutoffs) for h in (-step, 0.0, step)
-        )
-        assert float(derivatives(place - 0.5, numbers, damping=damping, **cutoffs).abs().min()) > 1e-9
-        # no derivative changes by more than the next one times the step; third ones are below 0.1
-        scale = torch.stack([*derivatives(place - 0.5, numbers, damping=damping, **cutoffs)[1:].abs(), torch.tensor(0.1)])
-        bound = 2.0 * step * scale.clamp(min=1e-3)
+        below, here, above = (look(place + h) for h in (-step, 0.0, step))
+        inside = look(place - 0.5).abs()
+        assert float(inside.min()) > 1e-9
+        # nothing changes by more than its derivative, and second derivatives by less than a tenth, times the step
+        bound = 2.0 * step * torch.cat([inside[1:].clamp(min=1e-3), torch.tensor([0.1], dtype=F64)])
         assert bool(((above - below).abs() <= bound).all()) and bool(((here - below).abs() <= bound).all())
-    beyond = derivatives(20.0 + step, numbers, damping=damping, **cutoffs)
-    assert not beyond.any()
+    assert not look(20.0 + step).any()
 
 
 def test_without_smoothing_a_pair_jumps_by_its_energy():
@@ -371,7 +388,13 @@ def under_strain(smoothing, n=51):
     positions = (atoms.positions @ deform).reshape(-1, 3)
     idx = torch.arange(n, dtype=torch.int32).repeat_interleave(len(atoms.numbers))
     energies, _ = d3_dispersion(
-        positions, atoms.numbers.repeat(n), PBE, parameters(), atoms.cell @ deform, idx, **cutoffs,
+        positions,
+        atoms.numbers.repeat(n),
+        PBE,
+        parameters(),
+        atoms.cell @ deform,
+        idx,
+        **cutoffs,
         energy_reduction="system",
     )
     (first,) = torch.autograd.grad(energies.sum(), s, create_graph=True)
@@ -452,6 +475,7 @@ def test_smoothing_of_the_clients_function():
 
 def s5_force(off, on, step=1e-4):
     """By differences of energies."""
+
     def energy(y):
         atoms = batch(Atoms(torch.tensor([[0.0, 0.0, 0.0], [0.0, y, 0.0]], dtype=F64), torch.tensor([6, 8]).int()))
         return float(s5(atoms, s5_smoothing_on=on, s5_smoothing_off=off)[0])

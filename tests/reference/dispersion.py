@@ -76,9 +76,7 @@ def to_zero(r, c6, c8, damping, r0):
     def damped(scale, alpha):
         return 1.0 / (1.0 + 6.0 * (r / (scale * r0) + damping.beta * r0) ** (-alpha))
 
-    return -(
-        damping.s6 * c6 / r**6 * damped(damping.rs6, 14.0) + damping.s8 * c8 / r**8 * damped(damping.rs8, 16.0)
-    )
+    return -(damping.s6 * c6 / r**6 * damped(damping.rs6, 14.0) + damping.s8 * c8 / r**8 * damped(damping.rs8, 16.0))
 
 
 def dispersion(positions, cell, numbers, data: Data, damping, pairs: Pairs, cutoffs: Cutoffs) -> Result:

@@ -78,6 +78,7 @@ def damping_parameters(functional: str, damping: str = "bj") -> RationalDamping 
         raise TypeError(f"`functional` must be a string, got {type(functional).__name__}")
     table = _table()
     name = _plain(functional)
+    name = _ALIASES.get(name, name)
     if (name, damping) not in table:
         known = sorted({f for f, kind in table if kind == damping})
         if any(f == name for f, _ in table):
@@ -87,6 +88,9 @@ def damping_parameters(functional: str, damping: str = "bj") -> RationalDamping 
         hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known)}"
         raise ValueError(f"`functional`: nothing is known for {functional!r}; {hint}")
     return table[name, damping]
+
+
+_ALIASES = {"bp86": "bp", "bhandhlyp": "bhlyp"}
 
 
 def _plain(name: str) -> str:

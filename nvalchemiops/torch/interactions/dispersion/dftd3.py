@@ -1,5 +1,6 @@
 """DFT-D3 by the function that clients of this ecosystem call."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -107,8 +108,7 @@ def dftd3(
         missing = [name for name, value in zip(names, separate.values()) if value is None]
         if missing:
             raise ValueError(f"`d3_params` is needed, or all of its parts: {', '.join(missing)} missing")
-        mesh = c6_reference.shape[-1] if isinstance(c6_reference, torch.Tensor) and c6_reference.ndim else 0
-        d3_params = D3Parameters(**separate, interp_mesh=mesh)
+        d3_params = _from_parts(separate)
     elif any(value is not None for value in separate.values()):
         raise ValueError("`d3_params` is given, and parts of it as well: give one or the other")
     checks.check_positions(positions, finite=False)
@@ -138,3 +138,20 @@ def dftd3(
     rows = neighbors_of(system, given, half_list, ranges)
     wanted = Wanted(True, (), compute_virial, "system")
     return dispersion_sum(system, rows, RationalDamping(a1, a2, s8, s6), d3_params, ranges, wanted, k1, k3, s9)
+
+
+_made: "weakref.WeakKeyDictionary[torch.Tensor, tuple[list[Any], D3Parameters]]" = weakref.WeakKeyDictionary()
+
+
+def _from_parts(parts: dict[str, Any]) -> D3Parameters:
+    """Parameters of these tensors, the same as before if they are: making them takes longer than the sums."""
+    table = parts["c6ab"]
+    mesh = table.shape[-1] if isinstance(table, torch.Tensor) and table.ndim else 0
+    if torch.compiler.is_compiling() or not all(type(part) is torch.Tensor for part in parts.values()):
+        return D3Parameters(**parts, interp_mesh=mesh)
+    others = [part for part in parts.values() if part is not table] + [part._version for part in parts.values()]
+    kept, found = _made.get(table, ([], None))
+    if found is None or len(kept) != len(others) or any(a is not b for a, b in zip(kept, others)):
+        found = D3Parameters(**parts, interp_mesh=mesh)
+        _made[table] = others, found
+    return found
