@@ -1,9 +1,9 @@
 """DFT-D3 by the function that clients of this ecosystem call."""
 
-import weakref
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping
 from nvalchemiops.torch.interactions.dispersion.d3 import K1, K3, Range, System, dispersion_sum, neighbors_of, ranges_of
@@ -140,7 +140,7 @@ def dftd3(
     return dispersion_sum(system, rows, RationalDamping(a1, a2, s8, s6), d3_params, ranges, wanted, k1, k3, s9)
 
 
-_made: "weakref.WeakKeyDictionary[torch.Tensor, tuple[list[Any], D3Parameters]]" = weakref.WeakKeyDictionary()
+_made: Any = WeakTensorKeyDictionary()
 
 
 def _from_parts(parts: dict[str, Any]) -> D3Parameters:
