@@ -1,0 +1,36 @@
+"""What users build with the library. Models are those of the examples, which are imported from their files."""
+
+import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@functools.cache
+def example(name: str) -> ModuleType:
+    """The example ``name``.py as a module."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def said_by(name: str, *options: str) -> str:
+    """What the example prints when it runs as users run it; it must end well and say nothing else."""
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert run.returncode == 0 and not run.stderr.strip(), run.stdout + run.stderr
+    return run.stdout
