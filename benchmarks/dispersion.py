@@ -267,9 +267,9 @@ def main() -> None:
     print(", ".join(f"{name} {side.version}" for name, side in sides.items()))
     rounds = 2 if options.quick else 5
     rows = measure("200 molecules", molecules(200), sides, 3 * rounds, False)
-    rows += measure("liquid, 1,000", liquid(1_000), sides, rounds, True)
+    few = {name: side for name, side in sides.items() if name != "torch-dftd"}
+    rows += measure("liquid, 1,000", liquid(1_000), few if options.quick else sides, rounds, True)
     if not options.quick:
-        few = {name: side for name, side in sides.items() if name != "torch-dftd"}
         rows += measure("liquid, 10,000", liquid(10_000), few, 3, False)
     if options.csv:
         with open(options.csv, "w", newline="") as file:

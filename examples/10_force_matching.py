@@ -427,6 +427,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few steps, and a backend without C++, for tests")
     options = parser.parse_args(arguments)
     quiet_warp()
+    torch.set_num_threads(1)  # batches of this size gain nothing by more
     # Fourier transforms are library calls, which the compiler leaves as they are
     warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")
     torch.manual_seed(0)

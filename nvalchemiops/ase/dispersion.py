@@ -42,7 +42,7 @@ class Dispersion:
 
     Examples
     --------
-    >>> Dispersion("pbe", cutoff=20.0)
+    >>> term = Dispersion("pbe", cutoff=20.0)
     """
 
     def __init__(

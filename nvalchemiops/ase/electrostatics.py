@@ -81,8 +81,8 @@ class Electrostatics:
 
     Examples
     --------
-    >>> Electrostatics("ewald", {"Na": 1.0, "Cl": -1.0}, accuracy=1e-8)
-    >>> Electrostatics("dsf", cutoff=12.0, alpha=0.2)
+    >>> term = Electrostatics("ewald", {"Na": 1.0, "Cl": -1.0}, accuracy=1e-8)
+    >>> term = Electrostatics("dsf", cutoff=12.0, alpha=0.2)
     """
 
     has_charges = True

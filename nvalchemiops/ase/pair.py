@@ -54,9 +54,9 @@ class Pair:
 
     Examples
     --------
-    >>> Pair("lennard_jones", cutoff=8.5, shifted=True, sigma=3.4, epsilon={"Ar": 0.0104, "Kr": 0.0140})
-    >>> Pair("morse", cutoff=8.0, depth={"Cu-Cu": 0.34, "*": 0.0}, steepness=1.36, r0=2.87)
-    >>> Pair(PairPotential("k/r^12", global_parameters=["k"], cutoff=6.0), k=120.0)
+    >>> term = Pair("lennard_jones", cutoff=8.5, shifted=True, sigma=3.4, epsilon={"Ar": 0.0104, "Kr": 0.0140})
+    >>> term = Pair("morse", cutoff=8.0, depth={"Cu-Cu": 0.34, "*": 0.0}, steepness=1.36, r0=2.87)
+    >>> term = Pair(PairPotential("k/r^12", global_parameters=["k"], cutoff=6.0), k=120.0)
     """
 
     def __init__(self, potential: str | PairPotential, *, cutoff: float | None = None, **parameters: Any) -> None:

@@ -5,6 +5,7 @@ gradient wrong by a factor, so gradients are compared with each other and with f
 forces and stresses one by one.
 """
 
+import datetime
 import functools
 import re
 from collections.abc import Callable
@@ -310,7 +311,9 @@ PARTS = ((0, 3), (2,))  # crystals of each process
 def one_of_two(rank, folder):
     """One process of a distributed step: the gradients of its part, averaged with those of the other."""
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=datetime.timedelta(minutes=2)
+    )
     torch.save(averaged_gradients(rank), f"{folder}/{rank}.pt")
     # to leave before the other is through may end in waiting for it
     torch.distributed.barrier()

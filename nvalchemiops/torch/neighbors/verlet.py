@@ -112,12 +112,12 @@ class VerletList:
 
     Examples
     --------
+    >>> from nvalchemiops.torch.neighbors.formats import matrix_geometry
     >>> verlet = VerletList(cutoff=5.0, skin=1.0)
-    >>> for step in range(1000):
+    >>> for step in range(10):
     ...     matrix, count, shifts = verlet(positions, cell)
     ...     distances, vectors = matrix_geometry(positions, matrix, count, shifts, cell)
-    ...     within = (distances > 0) & (distances < 5.0)
-    ...     ...
+    ...     within = (distances > 0) & (distances < 5.0)  # and move the atoms
     """
 
     def __init__(

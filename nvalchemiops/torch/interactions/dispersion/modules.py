@@ -43,8 +43,8 @@ class DFTD3(torch.nn.Module):
 
     Examples
     --------
-    >>> model = DFTD3("pbe", [6, 1])  # doctest: +SKIP
-    >>> energies, coordination_numbers = model(positions, numbers)  # doctest: +SKIP
+    >>> model = DFTD3("pbe", [11, 17])
+    >>> energies, coordination_numbers = model(positions / 0.529177, numbers)
     """
 
     def __init__(
