@@ -202,6 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--program", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     quiet_warp()
+    torch.set_num_threads(1)  # a second one gains little for so few ions
     # Fourier transforms are library calls, which the compiler leaves as they are
     warnings.filterwarnings("ignore", message="Torchinductor does not support code generation for complex operators")
     n_steps = options.steps or (20 if options.quick else 1000)

@@ -226,9 +226,7 @@ def test_adjoint_with_vectors_matrices_and_scalars():
 
 def test_adjoint_of_a_kernel_with_an_array_of_integers():
     @wp.kernel
-    def squares_of_some(
-        x: wp.array(dtype=wp.float64), index: wp.array(dtype=wp.int32), y: wp.array(dtype=wp.float64)
-    ):
+    def squares_of_some(x: wp.array(dtype=wp.float64), index: wp.array(dtype=wp.int32), y: wp.array(dtype=wp.float64)):
         y[wp.tid()] = x[index[wp.tid()]] * x[index[wp.tid()]]
 
     op = differentiable_kernel(squares_of_some).op([OutputSpec("y", wp.float64, lambda x, index: index.shape)])

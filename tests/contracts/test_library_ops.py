@@ -1,6 +1,8 @@
 """Every op of the library, one property after the other: opcheck, layouts, in-place changes, stored values."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +84,13 @@ def test_no_op_is_forgotten():
     list(nvalchemiops.cli.import_all(nvalchemiops))
     registered = {name for name in naming._definitions if name.startswith("nvalchemiops::")}
     assert registered == {op.op.name for op in OPS}
+
+
+def test_one_import_registers_all_ops():
+    code = "import json, nvalchemiops.torch.ops; from nvalchemiops.torch.autograd import naming; "
+    code += "print(json.dumps([n for n in naming._definitions if n.startswith('nvalchemiops::')]))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert set(json.loads(said.splitlines()[-1])) == {op.op.name for op in OPS}
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.op.name)

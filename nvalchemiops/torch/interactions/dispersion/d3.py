@@ -3,7 +3,6 @@
 Formulas and sources: `nvalchemiops.interactions.dispersion.formulas`. Everything is in atomic units.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +12,7 @@ from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDa
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
-from nvalchemiops.torch.interactions.pair.potential import Wanted, evaluate
+from nvalchemiops.torch.interactions.pair.potential import EVERYWHERE, Wanted, evaluate
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.segments import system_sums
@@ -308,8 +307,8 @@ def _three_body(
         rows.width,
         rows.padding,
         states.n_positive,
-        math.inf if reach.cutoff is None else reach.cutoff,
-        math.inf if reach.r_switch is None else reach.r_switch,
+        EVERYWHERE if reach.cutoff is None else reach.cutoff,
+        EVERYWHERE if reach.r_switch is None else reach.r_switch,
         derivatives=derivatives,
     )
 

@@ -60,9 +60,9 @@ def _axes(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.
     x, y = x[..., 0], y[..., 0]
     for power, a, b, product in ((0, 0, 0, x * x), (0, 0, 1, x * y), (0, 1, 1, y * y), (1, 0, 2, x), (1, 1, 2, y)):
         dyads[:, :, power, a, b] = dyads[:, :, power, b, a] = product
-    dyads[:, :, 2, 2, 2] = 1.0
+    dyads[:, :, 2, 2, 2].fill_(1.0)  # no constant of the host, which a graph would have to copy
     deconvolved = (deconvolution[0] * deconvolution[1], deconvolution[2])
-    sizes = torch.tensor([float(n) for n in mesh], dtype=torch.float64, device=device)
+    sizes = torch.cat([torch.full((1,), float(n), dtype=torch.float64, device=device) for n in mesh])
     identity = torch.eye(3, dtype=torch.float64, device=device)
     return (*products, *deconvolved, doubled, powers_of_z, dyads.reshape(-1, 9), sizes, identity)
 

@@ -1,0 +1,13 @@
+"""Registers every op of the library: import this before loading an exported program.
+
+``torch.export.load`` and packages of compiled graphs call ops by their names, which exist once the modules that define
+them have been imported.
+"""
+
+from nvalchemiops.torch import fourier, mesh, segments
+from nvalchemiops.torch.interactions.dispersion import three_body
+from nvalchemiops.torch.interactions.electrostatics import wave_vectors
+from nvalchemiops.torch.interactions.pair import op as pair
+from nvalchemiops.torch.neighbors import rows, search
+
+__all__ = ["fourier", "mesh", "pair", "rows", "search", "segments", "three_body", "wave_vectors"]
