@@ -303,7 +303,10 @@ def test_energy_of_a_slab_with_charges_from_the_file(tmp_path, capsys):
 ENERGY_MISTAKES = {
     "no such file": (["missing.xyz", *SALT, "--electrostatics", "pme"], "cannot read missing.xyz: "),
     "not a structure": ([__file__, *SALT, "--electrostatics", "pme"], f"cannot read {__file__}: "),
-    "nothing": (["salt.extxyz"], "nothing to compute: give --potential, --electrostatics, --dispersion, or several of them"),
+    "nothing": (
+        ["salt.extxyz"],
+        "nothing to compute: give --potential, --electrostatics, --dispersion, or several of them",
+    ),
     "no such frame": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--index", "7"], "has no frame 7"),
     "no such frames": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--index", "5:"], "has no frame 5:"),
     "index": (["salt.extxyz", *SALT, "--electrostatics", "pme", "--index", "x"], "'x' is neither a number nor a slice"),
