@@ -1,0 +1,106 @@
+"""D3 on a GPU, and what can be told about its GPU code without one."""
+
+import pytest
+import torch
+import warp as wp
+from ase.build import bulk, molecule
+
+from nvalchemiops.interactions.dispersion import three_body as source
+from nvalchemiops.torch.interactions.dispersion import D3Parameters, d3_dispersion, damping_parameters, three_body
+from nvalchemiops.torch.neighbors import neighbor_list
+
+BOHR = 0.529177210903
+PARAMETERS = D3Parameters.load()
+RANGES = {"cutoff": 14.0, "coordination_cutoff": 12.0, "three_body_cutoff": 10.0, "smoothing": 3.0}
+
+
+def batch():
+    """A crystal and another one, shaken, in bohr."""
+    crystals = [bulk("NaCl", "rocksalt", a=5.64, cubic=True), bulk("Si", cubic=True)]
+    for k, atoms in enumerate(crystals):
+        atoms.rattle(0.1, seed=k)
+    x = torch.cat([torch.tensor(atoms.positions) for atoms in crystals]) / BOHR
+    numbers = torch.cat([torch.tensor(atoms.numbers) for atoms in crystals])
+    cell = torch.stack([torch.tensor(atoms.cell.array) for atoms in crystals]) / BOHR
+    batch_idx = torch.tensor([0] * 8 + [1] * 8, dtype=torch.int32)
+    return x, numbers, cell, batch_idx
+
+
+def results(device, dtype=torch.float64, kinds=("bj", "zero"), s9=1.0):
+    """Energies, forces, coordination numbers and virials, and derivatives of the energies, of both kinds of damping."""
+    x, numbers, cell, batch_idx = (t.to(device) for t in batch())
+    x, cell = (t.to(dtype).requires_grad_() for t in (x, cell))
+    states = PARAMETERS.states([11, 14, 17], device)
+    matrix, _, shifts = neighbor_list(x.detach(), 14.0, cell.detach(), batch_idx=batch_idx)
+    near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "batch_idx": batch_idx, "num_systems": 2}
+    options = {"compute_forces": True, "compute_virial": True, **near, **RANGES}
+    found = []
+    for kind in kinds:
+        call = d3_dispersion(x, numbers, damping_parameters("pbe", kind), states, cell, s9=s9, **options)
+        found += [*call, *torch.autograd.grad(call[0].square().sum(), (x, cell))]
+    return [r.detach() for r in found]
+
+
+def assert_equal(found, expected, tolerance):
+    for a, b in zip(found, expected, strict=True):
+        size = b.double().abs().max()
+        torch.testing.assert_close(a.double() / size, b.double() / size, rtol=0.0, atol=tolerance, check_device=False)
+
+
+@pytest.mark.gpu
+def test_gpu_equals_cpu(dtype):
+    expected = results(torch.device("cpu"))
+    found = [r.cpu() for r in results(torch.device("cuda"), dtype)]
+    assert_equal(found, expected, 1e-10 if dtype is torch.float64 else 1e-4)
+
+
+@pytest.mark.gpu
+def test_nothing_waits_with_prepared_states():
+    results(torch.device("cuda"))
+    x, numbers, _, _ = (t.to("cuda") for t in batch())
+    x, numbers = x[:8].contiguous(), numbers[:8].contiguous()
+    pairs, ptr = neighbor_list(x, 30.0, return_neighbor_list=True)
+    states = PARAMETERS.states([11, 17], "cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            options = {"neighbor_list": pairs, "neighbor_ptr": ptr, "s9": 1.0, "compute_forces": True, **RANGES}
+            d3_dispersion(x.clone().requires_grad_(), numbers, damping_parameters("pbe"), states, **options)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_elements_without_parameters_are_nan():
+    states = PARAMETERS.states([1], "cuda")
+    atoms = molecule("H2O")
+    x, numbers = torch.tensor(atoms.positions / BOHR, device="cuda"), torch.tensor(atoms.numbers, device="cuda")
+    pairs = neighbor_list(x, 20.0, return_neighbor_list=True)[0]
+    energies, _ = d3_dispersion(x, numbers, damping_parameters("pbe"), states, neighbor_list=pairs)
+    assert energies.isnan().all()
+
+
+ONE_LANE = """
+    struct { int x; } threadIdx = {0};
+    static const auto __shfl_xor_sync = [](unsigned, double value, int) { return value; };
+"""
+
+
+@pytest.fixture
+def gpu_branch(monkeypatch):
+    """The kernel of triples, its GPU branch built for the CPU with one lane."""
+    monkeypatch.setattr(source, "WARP", 1)
+    monkeypatch.setattr(source, "by_device", lambda cpu, gpu: ONE_LANE + gpu)
+    monkeypatch.setattr(source, "kernel_module", lambda name: wp.get_module(f"test_{name}_one_lane"))
+    kernel = source.three_body.__wrapped__("float64")
+    monkeypatch.setattr(three_body, "three_body", lambda precision: kernel)
+    return kernel
+
+
+def test_the_gpu_branch_finds_the_same_triples(request):
+    expected = results(torch.device("cpu"), kinds=("bj",))
+    without = results(torch.device("cpu"), kinds=("bj",), s9=0.0)
+    assert (expected[0] - without[0]).abs().max() > 1e-6
+    request.getfixturevalue("gpu_branch")
+    assert_equal(results(torch.device("cpu"), kinds=("bj",)), expected, 1e-11)
