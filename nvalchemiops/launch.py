@@ -65,7 +65,7 @@ def kernel_variants(
                         kept[arguments] = factory(*arguments)
             return kept[arguments]
 
-        cached.cache_clear = kept.clear  # type: ignore[attr-defined]
+        cached.cache_clear = kept.clear  # type: ignore[attr-defined]  # a function, which mypy knows no attributes of
         for arguments in variants:
             label = ", ".join(str(a) for a in arguments)
             _registered.append((f"{factory.__name__}({label})", functools.partial(cached, *arguments)))

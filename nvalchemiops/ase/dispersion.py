@@ -57,8 +57,10 @@ class Dispersion:
         s9: float = 0.0,
         parameters: D3Parameters | None = None,
     ) -> None:
-        given = isinstance(functional, RationalDamping | ZeroDamping)
-        self.damping: Any = functional if given else damping_parameters(functional, damping)  # type: ignore[arg-type]
+        if isinstance(functional, RationalDamping | ZeroDamping):
+            self.damping, kind = functional, None
+        else:
+            self.damping, kind = damping_parameters(functional, damping), damping
         self.parameters = D3Parameters.load() if parameters is None else parameters
         self.reach = max(cutoff, coordination_cutoff, three_body_cutoff if s9 else 0.0)
         lengths = {
@@ -70,7 +72,7 @@ class Dispersion:
         self._options: dict[str, Any] = {
             name: None if v is None else v / BOHR_IN_ANGSTROM for name, v in lengths.items()
         } | {"s9": s9}
-        self._shown = [repr(functional), *shown({"damping": None if given else damping, "s9": s9 or None} | lengths)]
+        self._shown = [repr(functional), *shown({"damping": kind, "s9": s9 or None} | lengths)]
 
     def evaluate(self, system: System) -> Contribution:
         """Energies, forces and virial of these atoms; see `Term`."""

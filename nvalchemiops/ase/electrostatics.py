@@ -148,7 +148,7 @@ class PairSum:
 
     def __call__(self, system: System, charges: torch.Tensor, with_gradients: bool) -> Sums:
         """Energies, forces, on request gradients by charges, and virial if wanted; in e²/angstrom."""
-        return self.potential(  # type: ignore[return-value]
+        results: Any = self.potential(
             system.positions,
             system.cell,
             **system.neighbors(self.potential.cutoff),
@@ -158,6 +158,7 @@ class PairSum:
             compute_gradients=("q",) * with_gradients,
             compute_virial=system.wants_virial,
         )
+        return results
 
 
 class Chosen(NamedTuple):
@@ -283,5 +284,5 @@ def _response(system: System, charges: torch.Tensor, gradient: torch.Tensor) -> 
     slopes = torch.autograd.grad(charges, leaves, gradient, allow_unused=True)
     filled = [torch.zeros_like(leaf) if slope is None else slope for leaf, slope in zip(leaves, slopes)]
     # a strain moves positions and lattice vectors alike
-    virial = -sum(leaf.detach().mT @ slope for leaf, slope in zip(leaves, filled))
-    return -filled[0], virial  # type: ignore[return-value]
+    strained = [leaf.detach().mT @ slope for leaf, slope in zip(leaves, filled)]
+    return -filled[0], -torch.stack(strained).sum(0)

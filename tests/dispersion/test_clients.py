@@ -291,5 +291,8 @@ def test_separate_tables_are_taken_apart_once_until_they_change():
     assert torch.equal(energy(), first)
     tables["c6_reference"] *= 2.0
     torch.testing.assert_close(energy(), 2.0 * first)
+    with torch.inference_mode():
+        tables["covalent_radii"] = tables["covalent_radii"].clone()
+    torch.testing.assert_close(energy(), 2.0 * first)
     tables["r4r2"] = tables["r4r2"] * 1.1
     assert not torch.equal(energy(), 2.0 * first)

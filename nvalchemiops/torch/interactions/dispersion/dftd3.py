@@ -95,7 +95,7 @@ def dftd3(
     virial : (n_systems, 3, 3) tensor, hartree
         With ``compute_virial``: ``-dE/d(strain)``.
 
-        All are differentiable to any order in positions, cell and damping parameters.
+        All are differentiable to any order in positions, cell and damping parameters, but for the three-body term.
 
     Raises
     ------
@@ -145,13 +145,16 @@ _made: Any = WeakTensorKeyDictionary()
 
 def _from_parts(parts: dict[str, Any]) -> D3Parameters:
     """Parameters of these tensors, the same as before if they are: making them takes longer than the sums."""
-    table = parts["c6ab"]
+    table, tensors = parts["c6ab"], list(parts.values())
     mesh = table.shape[-1] if isinstance(table, torch.Tensor) and table.ndim else 0
-    if torch.compiler.is_compiling() or not all(type(part) is torch.Tensor for part in parts.values()):
+    # whether tensors of inference mode have changed is not known
+    plain = all(type(part) is torch.Tensor and not part.is_inference() for part in tensors)
+    if torch.compiler.is_compiling() or not plain:
         return D3Parameters(**parts, interp_mesh=mesh)
-    others = [part for part in parts.values() if part is not table] + [part._version for part in parts.values()]
-    kept, found = _made.get(table, ([], None))
-    if found is None or len(kept) != len(others) or any(a is not b for a, b in zip(kept, others)):
+    # the table itself is held weakly
+    others, versions = [part for part in tensors if part is not table], [part._version for part in tensors]
+    kept, known, found = _made.get(table, ([], [], None))
+    if found is None or known != versions or any(a is not b for a, b in zip(kept, others)):
         found = D3Parameters(**parts, interp_mesh=mesh)
-        _made[table] = others, found
+        _made[table] = others, versions, found
     return found
