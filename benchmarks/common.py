@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 BURST = 0.01  # seconds of calls in a row: a short call alone would mostly find the caches of the others
+PAUSE = 0.005  # before them: threads of the contender before still spin for milliseconds, and hold a core
 
 
 class Peer:
@@ -37,6 +38,7 @@ class Peer:
 def seconds(call: Callable[[], Any], device: str = "cpu") -> float:
     """Wall time of a call, the mean of a short burst; on a GPU until the last kernel has ended."""
     total, calls = 0.0, 0
+    time.sleep(PAUSE)
     call()  # the first call after another contender pays for the caches that this one left
     while total < BURST:
         if device == "cpu":

@@ -5,9 +5,9 @@ them have been imported.
 """
 
 from nvalchemiops.torch import fourier, mesh, segments
-from nvalchemiops.torch.interactions.dispersion import three_body
+from nvalchemiops.torch.interactions.dispersion import coefficients, three_body
 from nvalchemiops.torch.interactions.electrostatics import wave_vectors
 from nvalchemiops.torch.interactions.pair import op as pair
 from nvalchemiops.torch.neighbors import rows, search
 
-__all__ = ["fourier", "mesh", "pair", "rows", "search", "segments", "three_body", "wave_vectors"]
+__all__ = ["coefficients", "fourier", "mesh", "pair", "rows", "search", "segments", "three_body", "wave_vectors"]

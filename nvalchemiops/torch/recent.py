@@ -1,4 +1,4 @@
-"""Results that depend on the cell alone, kept for calls at the same cell: one of many steps of dynamics, say.
+"""Results that depend on what mostly stays the same from call to call: on the cell, say, or on atomic numbers.
 
 Keys are values, not tensors: a cell that was changed in any way is another one.
 """
@@ -30,7 +30,8 @@ def recent(name: str, values: tuple[torch.Tensor, ...], others: Hashable, comput
     """
     if torch.compiler.is_compiling() or derivative_asked() or not _plain(values):
         return compute()
-    key = (name, others, *((v.dtype, v.shape, v.detach().numpy().tobytes()) for v in values))
+    read = [v.detach().numpy().tobytes() for v in values]
+    key = (name, others, *((v.dtype, v.shape, content) for v, content in zip(values, read)))
     with _lock:
         if key in _kept:
             _kept.move_to_end(key)
@@ -38,7 +39,7 @@ def recent(name: str, values: tuple[torch.Tensor, ...], others: Hashable, comput
     with torch.inference_mode(False), torch.no_grad():
         # tensors made in inference mode could not be used outside of it
         result = compute()
-    n_bytes = sum(t.numel() * t.element_size() for t in result if t is not None)
+    n_bytes = sum(map(len, read)) + sum(t.numel() * t.element_size() for t in result if t is not None)
     if n_bytes <= MOST_BYTES:
         with _lock:
             _kept[key] = n_bytes, result

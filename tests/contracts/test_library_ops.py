@@ -12,6 +12,7 @@ import torch
 from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.torch import fourier, mesh, neighbors, segments
 from nvalchemiops.torch.autograd import live_recordings
+from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives, three_body_energies
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, reciprocal, wave_vectors
 from nvalchemiops.torch.interactions.pair.op import pair_sum
@@ -42,6 +43,8 @@ def op_calls(system: System):
     coefficients = torch.rand(x.shape[0], 3, dtype=torch.float64)
     triples = (x, cell, coefficients, *radii, system_of, n_systems)
     triples += (found.begin, found.neighbors, found.shifts, found.width, found.padding, 2, 4.0, 3.0)
+    places = torch.tensor([[0, 1], [2, 2]], dtype=torch.int32)
+    reference_states = (radii[0], torch.rand(2, 2, dtype=torch.float64), places, torch.rand(3, 4, dtype=torch.float64))
     waves = wave_vectors.WaveVectors(
         *wave_vectors.points_within(cell, torch.full((n_systems,), 2.0, dtype=torch.float64))
     )
@@ -59,6 +62,7 @@ def op_calls(system: System):
         search.fill_neighbor_matrix: (*query, flags, -1, *memory),
         rows._inspect: (x, cell, system_of, found.begin, found.neighbors, found.shifts, 0, found.padding, found.first),
         pair_sum: (DSF.text, "wrcpg", "rcpgw|rcpgw", *values, *directions, *given, *none, *distances),
+        d3_coefficients: (x[:, 0].contiguous(), *reference_states, -4.0, 0),
         three_body_energies: triples,
         three_body_derivatives: (*triples[:3], torch.randn_like(q), *triples[3:]),
         segments.system_sums: (x, system_of, n_systems),

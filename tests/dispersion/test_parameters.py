@@ -278,9 +278,9 @@ def test_factors_of_c6_are_exact(elements):
     p, states = parameters(), parameters().states(elements)
     assert isinstance(states, ReferenceStates) and states.elements == tuple(sorted(elements))
     rows = states.row_of_number[list(states.elements)]
-    signs = torch.ones(states.vectors.shape[2], dtype=F64)
+    signs = torch.ones(states.vectors.shape[1], dtype=F64)
     signs[states.n_positive :] = -1.0
-    vectors = states.vectors[rows]
+    vectors = states.vectors[states.places[rows]]
     found = torch.einsum("iaq,jbq,q->ijab", vectors, vectors, signs)
     numbers = torch.tensor(states.elements)
     expected = p.c6ab[numbers][:, numbers, : found.shape[2], : found.shape[2]]

@@ -9,12 +9,13 @@ import torch
 
 from nvalchemiops.interactions.dispersion import formulas
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping
-from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
-from nvalchemiops.torch.interactions.pair.potential import EVERYWHERE, Wanted, evaluate
+from nvalchemiops.torch.interactions.pair.potential import EVERYWHERE, PairSystem, Wanted, sum_pairs, systems_of
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.recent import recent
 from nvalchemiops.torch.segments import system_sums
 
 K1, K3 = 16.0, -4.0
@@ -186,64 +187,61 @@ def dispersion_sum(
     if not isinstance(damping, RationalDamping | ZeroDamping):
         raise TypeError(f"`damping` must be RationalDamping or ZeroDamping, got {type(damping).__name__}")
     checks.check_choice("energy_reduction", wanted.energy_reduction, ("atom", "system"))
-    k3, s9 = _scalar("k3", k3), _scalar("s9", s9)
+    k3, s9 = checks.as_float("k3", k3), _scalar("s9", s9)
     states = _states(parameters, system.numbers)
     dtype = system.positions.dtype
-    row = states.rows(system.numbers)
+    atoms = _atoms(system.numbers, states)
 
-    def over_pairs(formula: Formula, given: dict[str, Any], wanted: Wanted, reach: Range, **more: Any) -> Any:
-        return evaluate(
-            formula,
-            system.positions,
-            system.cell,
-            given,
-            rows,
-            wanted,
-            cutoff=reach.cutoff,
-            r_switch=reach.r_switch,
-            batch_idx=system.batch_idx,
-            num_systems=system.num_systems,
-            **more,
-        )
+    # parameters of the damping may be those of each system
+    apart = wanted.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in damping)
+    cell, batch_idx, n_systems = systems_of(
+        system.positions, system.cell, system.batch_idx, system.num_systems, apart or wanted.energy_reduction != "atom"
+    )
+    if cell is None and not apart:
+        pairs = PairSystem(system.positions, None, None, 1, rows)
+    else:
+        pairs = PairSystem(system.positions, cell, batch_idx, n_systems, rows)
 
     counting = formulas.COORDINATION if ranges.counted.r_switch is None else formulas.COORDINATION_SWITCHED
-    radii = {"radius": states.radii.index_select(0, row).to(dtype), "k1": k1}
-    coordination = over_pairs(counting, radii, Wanted(), ranges.counted)
-    coefficients, slopes = _coefficients(coordination, row, states, k3)
+    radii: dict[str, Any] = {"radius": atoms.radius.to(dtype), "k1": k1}
+    coordination = sum_pairs(counting, pairs, radii, Wanted(), **ranges.counted._asdict())
+    assert isinstance(coordination, torch.Tensor)
+    derivatives = wanted.forces or wanted.virial
+    coefficients, slopes = d3_coefficients(
+        coordination.to(torch.float64), atoms.row, states.coordination, states.places, states.vectors, k3, 0
+    )
     coefficients = coefficients.to(dtype)
 
     n_coefficients = coefficients.shape[1]
     make = formulas.rational if isinstance(damping, RationalDamping) else formulas.zero
     formula = make(states.n_positive, n_coefficients - states.n_positive, ranges.pairs.r_switch is not None)
     names = formula.per_atom[:n_coefficients]
-    of_pair: dict[str, Any] = dict(zip(names, coefficients.unbind(1))) | damping._asdict()
-    of_pair["z"] = states.z.index_select(0, row).to(dtype)
-    species = {}
+    of_pair: dict[Any, Any] = {names: coefficients, "z": atoms.z.to(dtype), **damping._asdict()}
+    species: dict[str, Any] = {}
     if formula.per_pair:
         of_pair["r0"] = _pair_radii(states, dtype)
-        species = {"species": row}
-    derivatives = wanted.forces or wanted.virial
-    first = wanted._replace(gradients=names if derivatives else (), energy_reduction="atom")
-    energies, *found = _as_list(over_pairs(formula, of_pair, first, ranges.pairs, **species))
+        species = {"species": atoms.row}
+    first = wanted._replace(gradients=(names,) if derivatives else (), energy_reduction="atom")
+    energies, *found = _as_list(sum_pairs(formula, pairs, of_pair, first, **ranges.pairs._asdict(), **species))
     forces = found.pop(0) if wanted.forces else None
     virial = found.pop() if wanted.virial else None
-    by_coefficient = torch.stack(found, 1) if derivatives else None
+    by_coefficient = found[0] if derivatives else None
 
     if isinstance(s9, torch.Tensor) or s9 != 0.0:
-        triples = _three_body(system, rows, coefficients, row, states, ranges.triples, derivatives)
+        every = PairSystem(system.positions, cell, batch_idx, n_systems, rows)
+        triples = _three_body(every, coefficients, atoms.row, states, ranges.triples, derivatives)
         energies = energies + s9 * triples[0]
         forces = None if forces is None else forces - s9 * triples[1]
         virial = None if virial is None else virial + s9 * triples[4]
         by_coefficient = None if by_coefficient is None else by_coefficient + s9 * triples[2]
     if wanted.energy_reduction == "system":
-        n_systems = _number_of_systems(system)
-        energies = system_sums(energies, system.batch_idx, n_systems)
+        energies = system_sums(energies, batch_idx, n_systems)
     if by_coefficient is None:
         return energies, coordination
 
     weights = (by_coefficient.to(torch.float64) * slopes).sum(1).to(dtype)  # dE/dCN
     through = Wanted(wanted.forces, (), wanted.virial)
-    _, *found = over_pairs(counting, radii, through, ranges.counted, weights=weights)
+    _, *found = _as_list(sum_pairs(counting, pairs, radii, through, **ranges.counted._asdict(), weights=weights))
     results = [energies]
     if forces is not None:
         results.append(forces + found.pop(0))
@@ -272,19 +270,8 @@ def _pair_radii(states: ReferenceStates, dtype: torch.dtype) -> torch.Tensor:
     return states.pair_radii.to(dtype)
 
 
-def _number_of_systems(system: System) -> int:
-    if system.num_systems is not None:
-        return system.num_systems
-    if system.batch_idx is None:
-        return 1
-    if system.cell is not None and system.cell.ndim == 3 and system.cell.shape[0] != 1:
-        return system.cell.shape[0]
-    return int(system.batch_idx.max()) + 1 if system.batch_idx.shape[0] else 1
-
-
 def _three_body(
-    system: System,
-    rows: Rows,
+    system: PairSystem,
     coefficients: torch.Tensor,
     row: torch.Tensor,
     states: ReferenceStates,
@@ -292,14 +279,14 @@ def _three_body(
     derivatives: bool,
 ) -> tuple[torch.Tensor, ...]:
     """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
-    cell, n_systems = system.cell, _number_of_systems(system)
+    positions, cell, batch_idx, n_systems, rows = system
     return three_body_sum(
-        system.positions,
-        None if cell is None else cell.reshape(-1, 3, 3).expand(n_systems, 3, 3),
+        positions,
+        cell,
         coefficients,
-        row.to(torch.int32),
+        row,
         _pair_radii(states, coefficients.dtype),
-        None if system.batch_idx is None else checks.narrow(system.batch_idx),
+        batch_idx,
         n_systems,
         rows.begin,
         rows.neighbors,
@@ -344,24 +331,26 @@ def _states(parameters: Any, numbers: torch.Tensor) -> ReferenceStates:
             "`parameters`: prepare them with D3Parameters.states(elements) before torch.compile or vmap, where atomic "
             "numbers cannot be read"
         )
-    elements = [number for number in checks.plain(numbers).unique().tolist() if number != 0]
+    # what is not in the table at all, `ReferenceStates.rows` will name
+    last = parameters.rcov.shape[0] - 1
+    here = checks.plain(numbers)
+    (found,) = recent("elements", (here,), last, lambda: (here.clamp(0, last + 1).bincount().nonzero().flatten(),))
+    elements = [number for number in found.tolist() if 0 < number <= last]
     # without atoms the states of any element will do
     return parameters.states(elements or parameters.elements[:1], numbers.device)
 
 
-def _coefficients(
-    coordination: torch.Tensor, row: torch.Tensor, states: ReferenceStates, k3: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``c_iq`` and their derivatives by the coordination number, (n_atoms, n_coefficients) in float64."""
-    apart = coordination.to(torch.float64).unsqueeze(1) - states.coordination.index_select(0, row)
-    # as a softmax, weights are right wherever the exponentials themselves would vanish
-    weights = torch.softmax(k3 * apart * apart + states.is_there.index_select(0, row), 1)
-    slope = 2.0 * k3 * apart
-    weight_slopes = weights * (slope - (weights * slope).sum(1, keepdim=True))
-    # among the states of all elements, of which each atom has those of its own
-    n_rows, n_references, n_coefficients = states.vectors.shape
-    vectors = states.vectors.view(-1, n_coefficients)
-    places = row.unsqueeze(1) * n_references + torch.arange(n_references, device=row.device)
-    nothing = weights.new_zeros(row.shape[0], n_rows * n_references)
-    found = [nothing.scatter(1, places, values) @ vectors for values in (weights, weight_slopes)]
-    return found[0], found[1]
+class Atoms(NamedTuple):
+    """What `ReferenceStates` says of each atom: its row there (int32), radius and z."""
+
+    row: torch.Tensor
+    radius: torch.Tensor
+    z: torch.Tensor
+
+
+def _atoms(numbers: torch.Tensor, states: ReferenceStates) -> Atoms:
+    def look_up() -> Atoms:
+        row = states.rows(numbers)
+        return Atoms(row.to(torch.int32), states.radii.index_select(0, row), states.z.index_select(0, row))
+
+    return recent("d3 atoms", (numbers,), states.serial, look_up)

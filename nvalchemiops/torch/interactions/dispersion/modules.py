@@ -88,9 +88,11 @@ class DFTD3(torch.nn.Module):
     @property
     def states(self) -> ReferenceStates:
         """The reference data of the elements, where the module is."""
-        tensors: dict[str, Any] = {name: getattr(self, f"_{name}").to(torch.float64) for name in self._names}
-        tensors["row_of_number"] = self._row_of_number
-        return ReferenceStates(**tensors, **self._others)
+        kept: dict[str, Any] = {name: getattr(self, f"_{name}") for name in self._names}
+        tensors = {name: t.to(torch.float64) if t.is_floating_point() else t for name, t in kept.items()}
+        # a module in float32 has rounded them
+        others = self._others | {"serial": (self._others["serial"], self._radii.dtype)}
+        return ReferenceStates(**tensors, **others)
 
     def forward(
         self,

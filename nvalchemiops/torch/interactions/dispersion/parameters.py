@@ -1,18 +1,22 @@
 """Reference data of DFT-D3: coordination numbers and C6 of reference molecules, and radii of elements."""
 
 import importlib
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from nvalchemiops.interactions.dispersion.coefficients import MOST_REFERENCES
 from nvalchemiops.torch.neighbors import checks
 
 _TABLE_BOHR = 0.5291772109044924
 """Bohr in angstrom, h/(2 pi m_e c alpha) of CODATA 2018, as s-dftd3 converts radii; the eleventh digit can be seen."""
+
+_serial = itertools.count()
 
 
 class ReferenceStates(NamedTuple):
@@ -27,27 +31,30 @@ class ReferenceStates(NamedTuple):
         Radii in the coordination number, and roots of r4r2.
     coordination : (n_elements + 2, n_references) tensor
         Coordination numbers of the reference molecules.
-    is_there : (n_elements + 2, n_references) tensor
-        0 for reference molecules, minus infinity for entries that hold none.
-    vectors : (n_elements + 2, n_references, n_coefficients) tensor
-        ``C6(a, b) = Σ_q ± v_aq v_bq``, see `nvalchemiops.interactions.dispersion.formulas`.
+    places : (n_elements + 2, n_references) int32 tensor
+        Rows of the reference molecules among the vectors; the last one for entries that hold none.
+    vectors : (n_states + 1, n_coefficients) tensor
+        ``C6(a, b) = Σ_q ± v_aq v_bq``, see `nvalchemiops.interactions.dispersion.formulas`; the last row is zero.
     pair_radii : (n_elements + 2, n_elements + 2) tensor or None
         Radii of pairs of elements, for damping to zero.
     n_positive : int
         Coefficients that count positively; they come first.
     elements : tuple of int
         Atomic numbers.
+    serial : hashable
+        Another for other values.
     """
 
     row_of_number: torch.Tensor
     radii: torch.Tensor
     z: torch.Tensor
     coordination: torch.Tensor
-    is_there: torch.Tensor
+    places: torch.Tensor
     vectors: torch.Tensor
     pair_radii: torch.Tensor | None
     n_positive: int
     elements: tuple[int, ...]
+    serial: Hashable
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """The row of each atom, int64.
@@ -61,8 +68,9 @@ class ReferenceStates(NamedTuple):
         known = torch.where(numbers < 0, last, numbers.clamp(max=last))
         row = self.row_of_number.index_select(0, known.to(torch.int64))
         if not checks.unread(numbers):
-            absent = checks.plain(numbers)[checks.plain(row) == len(self.elements)].unique().tolist()
-            if absent:
+            unknown = checks.plain(row) == len(self.elements)
+            if bool(unknown.any()):
+                absent = checks.plain(numbers)[unknown].unique().tolist()
                 there = ", ".join(map(str, self.elements))
                 raise ValueError(f"`numbers` holds the elements {absent}; the parameters are for {there}")
         return row
@@ -196,6 +204,8 @@ class D3Parameters:
         has_reference = self.has_reference[numbers]
         filled = has_reference.any(0).nonzero()
         mesh = int(filled[-1]) + 1 if len(filled) else 0
+        if mesh > MOST_REFERENCES:
+            raise ValueError(f"`c6ab` has {mesh} reference molecules for an element; {MOST_REFERENCES} are possible")
         has_reference = has_reference[:, :mesh]
         there = has_reference.flatten().nonzero().squeeze(1)
         table = self.c6ab[numbers][:, numbers, :mesh, :mesh].permute(0, 2, 1, 3).reshape(2 * (n_elements * mesh,))
@@ -205,9 +215,8 @@ class D3Parameters:
         values, vectors = torch.linalg.eigh(table / (scale.unsqueeze(1) * scale))
         order = torch.argsort(values, descending=True)
         values, vectors = values[order], vectors[:, order] * scale.unsqueeze(1)
-        of_state = torch.zeros(n_elements * mesh, len(values), dtype=torch.float64)
-        of_state[there] = vectors * values.abs().sqrt()
-        is_there = torch.where(has_reference, 0.0, -torch.inf).to(torch.float64)
+        places = torch.full(((n_elements + 2) * mesh,), len(there), dtype=torch.int32)
+        places[there] = torch.arange(len(there), dtype=torch.int32)
         rows = torch.full((self.rcov.shape[0] + 1,), n_elements)
         rows[numbers] = torch.arange(n_elements)
         rows[0] = n_elements + 1
@@ -219,11 +228,12 @@ class D3Parameters:
             _padded(self.rcov[numbers]),
             _padded(self.r4r2[numbers].sqrt()),
             _padded(self.cn_ref[numbers, :mesh]),
-            _padded(is_there),
-            torch.nn.functional.pad(of_state.view(n_elements, mesh, len(values)), (0, 0, 0, 0, 0, 2)),
+            places.view(-1, mesh),
+            torch.nn.functional.pad(vectors * values.abs().sqrt(), (0, 0, 0, 1)),
             pair_radii,
             int((values > 0.0).sum()),
             elements,
+            next(_serial),
         )
 
 

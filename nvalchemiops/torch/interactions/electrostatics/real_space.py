@@ -13,7 +13,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem,
 from nvalchemiops.torch.interactions.pair import potential as pairs
 from nvalchemiops.torch.lattice import lattice_of
 from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, rows_of
+from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, rows_of
 
 MOST_CHANNELS = 16
 """Channels that one kernel sums at once: more would take long to compile."""
@@ -23,7 +23,7 @@ def pair_part(
     formula: Callable[[int], Formula],
     system: ChargedSystem,
     alpha: torch.Tensor,
-    rows: Rows | GivenNeighbors,
+    rows: Rows,
     wanted: Wanted,
     **options: Any,
 ) -> Parts:
@@ -46,21 +46,18 @@ def pair_part(
         )
     of_pair = formula(n_channels)
     names = of_pair.per_atom
-    gradients = names if n_channels > 1 or wanted.charge_gradients else ()
-    results = pairs.evaluate(
+    gradients = (names,) if n_channels > 1 or wanted.charge_gradients else ()
+    results = pairs.sum_pairs(
         of_pair,
-        system.positions,
-        system.cell,
-        {name: system.charges[:, n] for n, name in enumerate(names)} | {"alpha": alpha.to(system.positions.dtype)},
-        rows,
+        pairs.PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, rows),
+        {names: system.charges, "alpha": alpha.to(system.positions.dtype)},
         pairs.Wanted(wanted.forces, gradients, wanted.virial),
-        batch_idx=system.batch_idx,
         **{"cutoff": None} | options,
     )
     found = iter(results if isinstance(results, tuple) else (results,))
     energies = next(found).unsqueeze(1)
     forces = next(found) if wanted.forces else None
-    slopes = torch.stack([next(found) for _ in gradients], 1) if gradients else None
+    slopes = next(found) if gradients else None
     virial = next(found) if wanted.virial else None
     if n_channels > 1 and slopes is not None:
         # of a quadratic form: the energy of each channel is half its charge times the slope
@@ -217,7 +214,11 @@ def ewald_real_space(
         fill_name="mask_value",
     )
     wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
-    rows = given_rows(given, system, half_list) or given
+    rows = given_rows(given, system, half_list)
+    if rows is None:
+        if cutoff is None:
+            raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
+        rows = build_rows(positions, cutoff, system.cell, system.batch_idx)
     part = pair_part(_pairs_alone, system, splitting, rows, wanted, cutoff=cutoff)
     return together([part], positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
 

@@ -280,7 +280,7 @@ class Wanted(NamedTuple):
     """What a call returns beside the energies."""
 
     forces: bool = False
-    gradients: tuple[str, ...] = ()
+    gradients: tuple[str | tuple[str, ...], ...] = ()
     virial: bool = False
     energy_reduction: str = "atom"
 
@@ -298,12 +298,32 @@ def check_distances(formula: Formula, cutoff: Any, r_switch: Any) -> tuple[float
     return cutoff, r_switch
 
 
+class PairSystem(NamedTuple):
+    """Atoms with their neighbors, checked.
+
+    Attributes
+    ----------
+    positions : (n_atoms, 3) tensor
+    cell : (n_systems, 3, 3) tensor or None
+    batch_idx : (n_atoms,) int32 tensor or None
+        None for one system.
+    n_systems : int
+    rows : Rows
+    """
+
+    positions: torch.Tensor
+    cell: torch.Tensor | None
+    batch_idx: torch.Tensor | None
+    n_systems: int
+    rows: Rows
+
+
 def evaluate(
     formula: Formula,
     positions: torch.Tensor,
     cell: torch.Tensor | None,
     parameters: Mapping[str, Any],
-    given: GivenNeighbors | Rows,
+    given: GivenNeighbors,
     wanted: Wanted,
     *,
     cutoff: float | None,
@@ -317,22 +337,51 @@ def evaluate(
     exclusions: torch.Tensor | None = None,
     exclusion_factors: torch.Tensor | None = None,
     check: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Sum ``formula`` over pairs; arguments as for `PairPotential.__call__`."""
+    checks.check_positions(positions, finite=False)
+    checks.check_choice("energy_reduction", wanted.energy_reduction, ("atom", "system"))
+    has_list = given.neighbor_list is not None or given.neighbor_matrix is not None
+    needs_number = not has_list or wanted.virial or wanted.energy_reduction != "atom" or formula.global_parameters != ()
+    cell, batch_idx, n_systems = systems_of(positions, cell, batch_idx, num_systems, needs_number)
+    rows = _rows(given, positions, cell, cutoff, half_list, neighbor_cutoff, batch_idx, pbc, check)
+    return sum_pairs(
+        formula,
+        PairSystem(positions, cell, batch_idx, n_systems, rows),
+        parameters,
+        wanted,
+        cutoff=cutoff,
+        r_switch=r_switch,
+        species=species,
+        exclusions=exclusions,
+        exclusion_factors=exclusion_factors,
+    )
+
+
+Parameters = Mapping[Any, Any]
+"""Values by name. Several names that follow each other in a formula may share a matrix, with a column for each: their
+tuple is its name."""
+
+
+def sum_pairs(
+    formula: Formula,
+    system: PairSystem,
+    parameters: Parameters,
+    wanted: Wanted,
+    *,
+    cutoff: float | None,
+    r_switch: float | None = None,
+    species: torch.Tensor | None = None,
+    exclusions: torch.Tensor | None = None,
+    exclusion_factors: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Sum ``formula`` over pairs; arguments as for `PairPotential.__call__`, neighbors also as rows.
+    """Sum ``formula`` over the pairs of a system; other arguments as for `PairPotential.__call__`.
 
     With ``weights`` (n_atoms,) all but the energies themselves are derivatives of their weighted sum.
     """
-    checks.check_positions(positions, finite=False)
-    checks.check_choice("energy_reduction", wanted.energy_reduction, ("atom", "system"))
-    has_list = isinstance(given, Rows) or given.neighbor_list is not None or given.neighbor_matrix is not None
-    needs_number = not has_list or wanted.virial or wanted.energy_reduction != "atom" or formula.global_parameters != ()
-    cell, batch_idx, n_systems = _systems(positions, cell, batch_idx, num_systems, needs_number)
+    positions, cell, batch_idx, n_systems, rows = system
     values, tables = _parameters(formula, parameters, positions, species, n_systems)
-    if isinstance(given, Rows):
-        rows = given
-    else:
-        rows = _rows(given, positions, cell, cutoff, half_list, neighbor_cutoff, batch_idx, pbc, check)
     excluded = _excluded(exclusions, exclusion_factors, positions)
 
     outputs = "w" + "r" * wanted.forces
@@ -376,7 +425,10 @@ def evaluate(
     if wanted.forces:
         results.append(-position_gradients)
     for name in wanted.gradients:
-        if name in formula.per_atom:
+        if isinstance(name, tuple):
+            at = formula.per_atom.index(name[0])
+            results.append(parameter_gradients[:, at : at + len(name)])
+        elif name in formula.per_atom:
             results.append(parameter_gradients[:, formula.per_atom.index(name)])
         elif name in formula.global_parameters:
             results.append(global_gradients[:, formula.global_parameters.index(name)])
@@ -390,7 +442,7 @@ def evaluate(
     return results[0] if len(results) == 1 else tuple(results)
 
 
-def _systems(
+def systems_of(
     positions: torch.Tensor, cell: Any, batch_idx: Any, num_systems: int | None, needs_number: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
     """Cell (n_systems, 3, 3) or None, system of each atom as int32 or None, and the number of systems."""
@@ -429,20 +481,24 @@ def _systems(
 
 
 def _parameters(
-    formula: Formula, parameters: Mapping[str, Any], positions: torch.Tensor, species: Any, n_systems: int
+    formula: Formula, parameters: Parameters, positions: torch.Tensor, species: Any, n_systems: int
 ) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor | None, int]]:
     """Parameters of atoms and of systems as the op wants them; species and their number."""
     known = (*formula.per_atom, *formula.global_parameters, *formula.per_pair)
+    given = {name: key for key in parameters for name in (key if isinstance(key, tuple) else (key,))}
     for name in known:
-        if name not in parameters:
+        if name not in given:
             raise ValueError(f"`{name}` is missing: this potential needs {', '.join(known)}")
-    for name in parameters:
+    for name in given:
         if name not in known:
             raise TypeError(
                 f"`{name}` is no argument, and no parameter of this potential ({', '.join(known) or 'none'})"
             )
     n_atoms = positions.shape[0]
-    columns = [_column(name, parameters[name], n_atoms, "n_atoms", positions) for name in formula.per_atom]
+    columns = [
+        _column(key, parameters[key], n_atoms, "n_atoms", positions)
+        for key in dict.fromkeys(given[name] for name in formula.per_atom)
+    ]
     of_systems = [
         _column(name, parameters[name], n_systems, "n_systems", positions) for name in formula.global_parameters
     ]
@@ -468,8 +524,13 @@ def _parameters(
     return (_together(columns), _together(of_systems)), (species, n_species)
 
 
-def _column(name: str, value: Any, size: int, size_name: str, positions: torch.Tensor) -> torch.Tensor:
-    """A parameter as a tensor (size, 1)."""
+def _column(
+    name: str | tuple[str, ...], value: Any, size: int, size_name: str, positions: torch.Tensor
+) -> torch.Tensor:
+    """A parameter as a tensor (size, 1), or several as (size, n)."""
+    if isinstance(name, tuple):
+        assert tuple(value.shape) == (size, len(name))
+        return value
     if not isinstance(value, torch.Tensor):
         number = checks.as_float(name, value)
         return torch.full((size, 1), number, dtype=positions.dtype, device=positions.device)

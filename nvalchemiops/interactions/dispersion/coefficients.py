@@ -1,0 +1,135 @@
+"""The kernel of the coefficients ``c_iq = Σ_a w_a v_aq`` of D3, and of their derivatives by the coordination number.
+
+Weights of the reference states of an atom are ``w_a = N_a / Z`` with ``N_a = exp(k3 (CN - CN_a)²)`` and
+``Z = Σ_a N_a``. Derivatives of N_a are ``N_a H_n`` with
+
+    H_0 = 1,  H_{n+1} = s_a H_n + 2 k3 n H_{n-1},  s_a = 2 k3 (CN - CN_a),
+
+as of every exponential of a quadratic function, and by Leibniz' rule for ``N_a = w_a Z``
+
+    w_a^(n) = w_a H_n - Σ_{k=1}^{n} binomial(n, k) z_k w_a^(n-k),  z_k = Σ_a w_a H_k.
+
+Source of the weights: S. Grimme, J. Antony, S. Ehrlich and H. Krieg, J. Chem. Phys. 132, 154104 (2010),
+doi:10.1063/1.3382344, eq. (16).
+"""
+
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.native import by_device, filled
+
+MOST_REFERENCES = 32
+"""Reference molecules of an element that there is room for; D3 has up to five, or seven."""
+
+WARP = 32
+"""Threads of a GPU that share an atom, with different coefficients."""
+
+_SOURCE = (
+    """
+    const int n_references = places.shape[1], n_coefficients = vectors.shape[1], absent = vectors.shape[0] - 1;
+    const long long first = static_cast<long long>(row.data[i]) * n_references;
+    const double *reference = references.data + first, cn = coordination.data[i];
+    const int *place = places.data + first;
+    double highest = -INFINITY, nothing = 0.0 * cn;
+    for (int a = 0; a < n_references; ++a) {
+        nothing += 0.0 * reference[a];  // NaN for elements that are not known
+        const double x = cn - reference[a], exponent = k3 * x * x;
+        if (place[a] != absent && exponent > highest) highest = exponent;
+    }
+    double weight[@room@], z[@order@ + 1] = {}, h[@order@ + 1], w[@order@ + 1];
+    const auto find_h = [&](int a) {
+        const double slope = 2.0 * k3 * (cn - reference[a]);
+        h[0] = 1.0;
+        for (int n = 0; n < @order@; ++n) h[n + 1] = slope * h[n] + (n > 0 ? 2.0 * k3 * n * h[n - 1] : 0.0);
+    };
+    for (int a = 0; a < n_references; ++a) {
+        if (place[a] == absent) continue;
+        const double x = cn - reference[a];
+        weight[a] = exp(k3 * x * x - highest);  // right also where the exponentials themselves would vanish
+        find_h(a);
+        for (int n = 0; n <= @order@; ++n) z[n] += weight[a] * h[n];
+    }
+    for (int n = 1; n <= @order@; ++n) z[n] /= z[0];
+    double *own = values.data + static_cast<long long>(i) * n_coefficients;
+    double *own_slopes = slopes.data + static_cast<long long>(i) * n_coefficients;
+    for (int block = 0; block < n_references; block += 8) {
+        double value[8] = {}, change[8] = {};
+        const double *vector[8];
+        for (int b = 0; b < 8; ++b) {
+            const int a = block + b, at = a < n_references ? place[a] : absent;
+            vector[b] = vectors.data + static_cast<long long>(at) * n_coefficients;
+            if (at == absent) continue;
+            find_h(a);
+            w[0] = weight[a] / z[0];
+            for (int n = 1; n <= @order@; ++n) {
+                double binomial = 1.0;
+                w[n] = w[0] * h[n];
+                for (int k = 1; k <= n; ++k) {
+                    binomial = binomial * (n - k + 1) / k;
+                    w[n] -= binomial * z[k] * w[n - k];
+                }
+            }
+            value[b] = w[@order@ - 1];
+            change[b] = w[@order@];
+        }
+"""
+    + by_device(
+        """
+        #pragma clang loop vectorize(assume_safety)
+        for (int q = 0; q < n_coefficients; ++q) {
+""",
+        """
+        for (int q = threadIdx.x % @warp@; q < n_coefficients; q += @warp@) {
+""",
+    )
+    + """
+            double sum = block > 0 ? own[q] : nothing, slope = block > 0 ? own_slopes[q] : nothing;
+            for (int b = 0; b < 8; ++b) {
+                sum += value[b] * vector[b][q];
+                slope += change[b] * vector[b][q];
+            }
+            own[q] = sum;
+            own_slopes[q] = slope;
+        }
+    }
+"""
+)
+
+
+@kernel_variants((0,), (1,))
+def coefficients(derivative: int) -> Any:
+    """Kernel of the derivatives of this order and of the next one."""
+
+    @wp.func_native(filled(_SOURCE, order=derivative + 1, room=MOST_REFERENCES, warp=WARP))
+    def sum_states(
+        i: wp.int32,
+        coordination: wp.array(dtype=wp.float64),
+        row: wp.array(dtype=wp.int32),
+        references: wp.array2d(dtype=wp.float64),
+        places: wp.array2d(dtype=wp.int32),
+        vectors: wp.array2d(dtype=wp.float64),
+        k3: wp.float64,
+        values: wp.array2d(dtype=wp.float64),
+        slopes: wp.array2d(dtype=wp.float64),
+    ):
+        """Sum over the reference states of an atom; arguments as in the kernel."""
+        ...
+
+    @wp.kernel(module=kernel_module(f"d3_coefficients_{derivative}"), enable_backward=False)
+    def kernel(
+        offset: wp.int32,
+        coordination: wp.array(dtype=wp.float64),  # (n_atoms,)
+        row: wp.array(dtype=wp.int32),  # (n_atoms,), into the next two
+        references: wp.array2d(dtype=wp.float64),  # (n_rows, n_references), coordination numbers
+        places: wp.array2d(dtype=wp.int32),  # (n_rows, n_references), rows of vectors; the last one for nothing
+        vectors: wp.array2d(dtype=wp.float64),  # (n_states + 1, n_coefficients), the last one zero
+        k3: wp.float64,
+        values: wp.array2d(dtype=wp.float64),  # (n_atoms, n_coefficients)
+        slopes: wp.array2d(dtype=wp.float64),
+    ):
+        i, _lane = wp.tid()
+        sum_states(offset + i, coordination, row, references, places, vectors, k3, values, slopes)
+
+    return gather_only(kernel)
