@@ -1,10 +1,13 @@
 """What benchmarks share: timing, and a peer in an interpreter of its own."""
 
+import argparse
+import csv
 import json
 import os
+import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,3 +58,52 @@ def seconds(call: Callable[[], Any], device: str = "cpu") -> float:
         del result  # freed outside of the time
         calls += 1
     return total / calls
+
+
+def parser_for(description: str | None, quick: str, *others: str) -> argparse.ArgumentParser:
+    """What all benchmarks can be asked for: ``--quick``, ``--csv``, ``--peer``, and interpreters with other libraries.
+
+    An interpreter that is not given is looked for in the environment: that of ``torch-pme`` in
+    ``NVALCHEMIOPS_TORCH_PME_PYTHON``.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=quick)
+    for name in ("peer", *others):
+        variable = f"NVALCHEMIOPS_{name.upper().replace('-', '_')}_PYTHON"
+        parser.add_argument(f"--{name}", metavar="PYTHON", default=os.environ.get(variable, ""))
+    parser.add_argument("--csv", metavar="FILE")
+    return parser
+
+
+def start(threads: int, device: str, contenders: str) -> None:
+    """Make Warp quiet, set the threads of torch, and print what is compared where."""
+    from nvalchemiops._warp import quiet_warp  # which the interpreter of a peer does not have
+
+    quiet_warp()
+    torch.set_num_threads(threads)
+    print(f"torch {torch.__version__}, {platform.machine()}, {device}, {threads} threads, {contenders}")
+
+
+def described(peer: Peer | None) -> str:
+    """The peer for `start`."""
+    return f"peer {peer.version}" if peer else "no peer (--peer or NVALCHEMIOPS_PEER_PYTHON)"
+
+
+def contenders(ours: Any, elsewhere: Callable[[str, str], Any], pythons: Mapping[str, str]) -> dict[str, Any]:
+    """Our side, and ``elsewhere(python, name)`` for each interpreter that is there."""
+    others = {name: elsewhere(python, name) for name, python in pythons.items() if os.access(python, os.X_OK)}
+    return {"ours": ours, **others}
+
+
+def versions(sides: Mapping[str, Any]) -> str:
+    """The contenders for `start`."""
+    return ", ".join(f"{name} {side.version}" for name, side in sides.items())
+
+
+def write_csv(path: str | None, columns: Sequence[str], rows: Iterable[Mapping[str, Any] | Sequence[Any]]) -> None:
+    """Write a table, if a file was asked for; a row is a mapping by column, or the values in order."""
+    if path:
+        with open(path, "w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(columns)
+            table.writerows([row[c] for c in columns] if isinstance(row, Mapping) else row for row in rows)

@@ -16,10 +16,8 @@ Run: ``python benchmarks/dispersion.py [--quick] [--csv FILE]``.
 """
 
 import argparse
-import csv
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -28,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, seconds
+from common import Peer, contenders, parser_for, seconds, start, versions, write_csv
 
 THREADS, CUTOFF, BOHR = 2, 50.0, 0.529177210903
 VOLUME = 97.0  # of a molecule of liquid ethanol, in cubic angstrom
@@ -245,37 +243,22 @@ def measure(title: str, given: Arrays, sides: dict[str, Any], rounds: int, farth
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="no large system, few rounds")
-    parser.add_argument("--peer", metavar="PYTHON", default=os.environ.get("NVALCHEMIOPS_PEER_PYTHON", ""))
-    parser.add_argument("--torch-dftd", metavar="PYTHON", default=os.environ.get("NVALCHEMIOPS_TORCH_DFTD_PYTHON", ""))
-    parser.add_argument("--csv", metavar="FILE")
+    parser = parser_for(__doc__, "no large system, few rounds", "torch-dftd")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="", help=argparse.SUPPRESS)  # with --serve: which library
     options = parser.parse_args()
     if options.serve:
         return serve(options.device)
-    from nvalchemiops._warp import quiet_warp
-
-    quiet_warp()
-    torch.set_num_threads(THREADS)
-    sides: dict[str, Any] = {"ours": Server("ours")}
-    for name, python in (("0.5.0", options.peer), ("torch-dftd", options.torch_dftd)):
-        if os.access(python, os.X_OK):
-            sides[name] = Elsewhere(python, name)
-    print(f"torch {torch.__version__}, {platform.machine()}, {THREADS} threads, ", end="")
-    print(", ".join(f"{name} {side.version}" for name, side in sides.items()))
+    pythons = {"0.5.0": options.peer, "torch-dftd": options.torch_dftd}
+    sides = contenders(Server("ours"), Elsewhere, pythons)
+    start(THREADS, "cpu", versions(sides))
     rounds = 2 if options.quick else 5
     rows = measure("200 molecules", molecules(200), sides, 3 * rounds, False)
     few = {name: side for name, side in sides.items() if name != "torch-dftd"}
     rows += measure("liquid, 1,000", liquid(1_000), few if options.quick else sides, rounds, True)
     if not options.quick:
         rows += measure("liquid, 10,000", liquid(10_000), few, 3, False)
-    if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            table = csv.DictWriter(file, ["case", "contender", "seconds", "pairs"])
-            table.writeheader()
-            table.writerows(rows)
+    write_csv(options.csv, ("case", "contender", "seconds", "pairs"), rows)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,9 @@ take turns; figures are medians.
 Run: ``python benchmarks/electrostatics.py [--quick] [--csv FILE] [--parameters FILE] [--plot FILE]``.
 """
 
-import argparse
-import csv
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -37,9 +34,9 @@ import time
 from typing import Any
 
 import numpy as np
-import torch
 from charges import THREADS, Elsewhere, Parameters, Server, atoms, tensors
 from charges_alone import compare_with_broadcast, first_calls, floors, peak_memory
+from common import contenders, parser_for, start, versions, write_csv
 
 ERROR = 1e-5
 REAL_SHARE = 0.7  # of the error, for the pairs
@@ -191,7 +188,7 @@ class Bench:
             key += " quick"  # a coarser search, which is not for the other runs
         if key in self.kept:
             return self.kept[key]
-        start = time.perf_counter()
+        began = time.perf_counter()
         small = {"64", "512", "batch", "4096"}
         if method == "pme" and system not in small:
             return self.keep(key, self.scaled_mesh(contender, system))
@@ -230,7 +227,7 @@ class Bench:
             other = best | {"neighbors": "matrix"}
             taken = self.timed(contender, method, system, other)
             best = other | {"seconds": taken} if taken < best["seconds"] else best
-        print(f"  searched {time.perf_counter() - start:5.1f} s: {key}: {text(best)}", flush=True)
+        print(f"  searched {time.perf_counter() - began:5.1f} s: {key}: {text(best)}", flush=True)
         if method == "ewald" and contender in ("0.5.0 sphere", "torch-pme"):
             best["error"] = self.measured(contender, method, system, best)
         return self.keep(key, best)
@@ -416,24 +413,12 @@ def plot(bench: Bench, path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="no large systems, coarser search, few rounds")
-    parser.add_argument("--peer", metavar="PYTHON", default=os.environ.get("NVALCHEMIOPS_PEER_PYTHON", ""))
-    parser.add_argument("--torch-pme", metavar="PYTHON", default=os.environ.get("NVALCHEMIOPS_TORCH_PME_PYTHON", ""))
+    parser = parser_for(__doc__, "no large systems, coarser search, few rounds", "torch-pme")
     parser.add_argument("--parameters", metavar="FILE", default="", help="JSON: read if there, written to")
-    parser.add_argument("--csv", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE", help="not with --quick")
     options = parser.parse_args()
-    from nvalchemiops._warp import quiet_warp
-
-    quiet_warp()
-    torch.set_num_threads(THREADS)
-    sides: dict[str, Any] = {"ours": Server("ours")}
-    for name, python in (("0.5.0", options.peer), ("torch-pme", options.torch_pme)):
-        if os.access(python, os.X_OK):
-            sides[name] = Elsewhere(python, name)
-    print(f"torch {torch.__version__}, {platform.machine()}, {THREADS} threads, ", end="")
-    print(", ".join(f"{name} {side.version}" for name, side in sides.items()))
+    sides = contenders(Server("ours"), Elsewhere, {"0.5.0": options.peer, "torch-pme": options.torch_pme})
+    start(THREADS, "cpu", versions(sides))
     print("milliseconds, microseconds for an atom, how many times ours; matching: how many times ours by autograd")
     quick = options.quick
     with tempfile.TemporaryDirectory() as folder:
@@ -460,11 +445,7 @@ def main() -> None:
             if options.plot:
                 plot(bench, options.plot)
     bench.rows += compare_with_broadcast((54, 250, 2_000) if quick else (54, 250, 2_000, 6_750))
-    if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            table = csv.DictWriter(file, ["case", "system", "contender", "seconds", "parameters", "note"])
-            table.writeheader()
-            table.writerows(bench.rows)
+    write_csv(options.csv, ["case", "system", "contender", "seconds", "parameters", "note"], bench.rows)
     peak_memory(quick)
     first_calls()
 

@@ -15,11 +15,9 @@ libraries that run there are compared. Peak memory is read from Linux's /proc.
 """
 
 import argparse
-import csv
 import hashlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -29,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, seconds
+from common import Peer, described, parser_for, seconds, start, write_csv
 
 CUTOFF, DENSITY, THREADS, MOLECULES = 5.0, 0.1, 2, 512
 BATCH = f"{MOLECULES} molecules"
@@ -301,24 +299,16 @@ def plot(rows: dict[int | str, dict[str, float]], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="up to 10,000 atoms and few rounds: under a minute")
-    parser.add_argument("--peer", metavar="PYTHON", default=os.environ.get("NVALCHEMIOPS_PEER_PYTHON", ""))
+    parser = parser_for(__doc__, "up to 10,000 atoms and few rounds: under a minute")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--csv", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         return serve(options.device)
-    from nvalchemiops._warp import quiet_warp
-
-    quiet_warp()
-    torch.set_num_threads(THREADS)
     device = options.device
     peer = Peer(options.peer, __file__, device) if os.access(options.peer, os.X_OK) else None
-    print(f"torch {torch.__version__}, {platform.machine()}, {device}, {THREADS} threads, ", end="")
-    print(f"peer {peer.version}" if peer else "no peer (--peer or NVALCHEMIOPS_PEER_PYTHON)")
+    start(THREADS, device, described(peer))
     rates = write_rates(device)
     print(f"writing: {rates['fresh'] / 1e9:.1f} GB/s to fresh memory, {rates['used'] / 1e9:.1f} to memory in use")
     rows: dict[int | str, dict[str, float]] = {}
@@ -335,10 +325,8 @@ def main() -> None:
         for n_atoms in (100_000,) if options.quick else (100_000, 1_000_000):
             both = [peak_memory(n_atoms, as_list) for as_list in (True, False)]
             print(f"{n_atoms:,} atoms, peak memory over size of results: {both[0]:.2f} list, {both[1]:.2f} matrix")
-    if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            table = [(case, name, value) for case, row in rows.items() for name, value in row.items()]
-            csv.writer(file).writerows([("atoms", "what", "seconds, or number of pairs"), *table])
+    table = [(case, name, value) for case, row in rows.items() for name, value in row.items()]
+    write_csv(options.csv, ("atoms", "what", "seconds, or number of pairs"), table)
     if options.plot:
         plot(rows, options.plot)
 

@@ -16,12 +16,10 @@ Run: ``python benchmarks/pair.py [--quick] [--csv FILE]``.
 """
 
 import argparse
-import csv
 import functools
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -31,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, seconds
+from common import Peer, described, parser_for, seconds, start, write_csv
 
 THREADS, ATOMS, QUICK, DENSITY, NEIGHBORS, ALPHA = 2, 100_000, 10_000, 0.1, 60, 0.25
 CUTOFF = (NEIGHBORS / (4.0 / 3.0 * np.pi * DENSITY)) ** (1 / 3)
@@ -419,26 +417,16 @@ def measure(n_atoms: int, peer: Peer | None, rounds: int) -> dict[tuple[str, str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK:,} atoms and few rounds")
-    parser.add_argument("--peer", metavar="PYTHON", default=os.environ.get("NVALCHEMIOPS_PEER_PYTHON", ""))
-    parser.add_argument("--csv", metavar="FILE")
+    parser = parser_for(__doc__, f"{QUICK:,} atoms and few rounds")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cpu", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         return serve(options.device)
-    from nvalchemiops._warp import quiet_warp
-
-    quiet_warp()
-    torch.set_num_threads(THREADS)
     peer = Peer(options.peer, __file__, "cpu") if os.access(options.peer, os.X_OK) else None
-    print(f"torch {torch.__version__}, {platform.machine()}, {THREADS} threads, ", end="")
-    print(f"peer {peer.version}" if peer else "no peer (--peer or NVALCHEMIOPS_PEER_PYTHON)")
+    start(THREADS, "cpu", described(peer))
     medians = measure(QUICK if options.quick else ATOMS, peer, 3 if options.quick else 7)
-    if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            csv.writer(file).writerows([("case", "contender", "seconds"), *((*k, v) for k, v in medians.items())])
+    write_csv(options.csv, ("case", "contender", "seconds"), [(*names, value) for names, value in medians.items()])
     print("\nmicroseconds of a call for 64 atoms")
     small = overhead()
     print("   ".join(f"{name} {1e6 * value:.1f}" for name, value in small.items()))
