@@ -18,10 +18,11 @@ from pathlib import Path
 import warp as wp
 
 from nvalchemiops import __version__
+from nvalchemiops.locks import fork_safe
 
 NO_DRIVER_MESSAGE = b"Could not find or load the NVIDIA CUDA driver"
 
-_lock = threading.RLock()
+_lock = fork_safe(threading.RLock())
 _ready = False
 
 

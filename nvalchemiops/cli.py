@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="nvalchemiops", description=nvalchemiops.__doc__.splitlines()[0])
+    description = (nvalchemiops.__doc__ or "").partition("\n")[0]  # python -OO leaves docstrings out
+    parser = argparse.ArgumentParser(prog="nvalchemiops", description=description)
     parser.add_argument("--version", action="version", version=f"nvalchemiops {nvalchemiops.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
 
@@ -38,13 +39,15 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.set_defaults(run=_info)
 
-    warmup = commands.add_parser("warmup", help="compile every kernel ahead of its first use")
+    warmup = commands.add_parser(
+        "warmup", help="compile common kernels ahead of their first use", epilog=_WARMUP_LEAVES
+    )
     warmup.add_argument(
         "--device",
         choices=["cpu", "cuda"],
         help="compile for the CPU or for every CUDA device; by default for all devices there are",
     )
-    warmup.add_argument("name", nargs="*", help="only kernels whose name contains one of these; by default all")
+    warmup.add_argument("name", nargs="*", help="only kernels whose name contains one of these, as in: neighbor spline")
     warmup.set_defaults(run=_warmup)
 
     energy = commands.add_parser(
@@ -76,6 +79,13 @@ def _parser() -> argparse.ArgumentParser:
     energy.set_defaults(run=_energy)
     return parser
 
+
+_WARMUP_LEAVES = (
+    "Compiled are the neighbor search, Ewald sums and particle meshes of splines of order 4, 5 and 8 with their first "
+    "derivatives, and for float64 the pair potentials that most use. What depends on a formula or on the elements is "
+    "compiled when it is first used, half a second for each kernel: expressions of your own, shifted, switched and "
+    "tabulated potentials, the pairs of DFT-D3, excluded pairs, several charges for an atom, second derivatives."
+)
 
 _ENERGY_EXAMPLE = (
     "For example: nvalchemiops energy MgO.cif --potential buckingham "
@@ -187,13 +197,13 @@ def _warmup(options: argparse.Namespace) -> int:
         print("nvalchemiops warmup: there is no CUDA device that Warp can use", file=sys.stderr)
         return 2
     devices = {"cpu": ["cpu"], "cuda": cards, None: ["cpu", *cards]}[options.device]
-    kernels = [(n, build) for n, build in all_kernels() if not options.name or any(part in n for part in options.name)]
-    if not kernels:
-        known = ", ".join(n for n, _ in all_kernels())
-        print(
-            f"nvalchemiops warmup: no kernel is called {' or '.join(options.name)}; there are {known}", file=sys.stderr
-        )
+    known = all_kernels()
+    unknown = [part for part in options.name if not any(part in name for name, _ in known)]
+    if unknown:
+        names = ", ".join(dict.fromkeys(name.partition("(")[0] for name, _ in known))
+        print(f"nvalchemiops warmup: no kernel is called {' or '.join(unknown)}; there are {names}", file=sys.stderr)
         return 2
+    kernels = [(n, build) for n, build in known if not options.name or any(part in n for part in options.name)]
     jobs = [(name, build, device) for device in devices for name, build in kernels]
     failures = []
     with _Progress(len(jobs)) as progress:

@@ -23,7 +23,7 @@ import warp as wp
 
 from nvalchemiops import moments
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.math.vectors import LANES
+from nvalchemiops.math.vectors import LANES, WARP
 from nvalchemiops.native import SYSTEM_OF, by_device, filled
 
 POINTS = 32
@@ -31,9 +31,6 @@ POINTS = 32
 
 CHUNK = 32
 """Vectors of atoms that are kept in the fastest cache."""
-
-WARP = 32
-"""Threads of a GPU that share a point or an atom."""
 
 
 _LANES = f"""
@@ -535,7 +532,7 @@ def fourier_coefficients() -> Any:
     return gather_only(kernel)
 
 
-@kernel_variants((0,), (1,))
+@kernel_variants((0,), (1,), (2,))
 def fourier_gather(derivatives: int) -> Any:
     """Kernel for the sums over wave vectors: a CPU thread has a few vectors of atoms, a warp of a GPU has one atom."""
 

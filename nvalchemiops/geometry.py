@@ -1,11 +1,15 @@
-"""Lattice geometry: the only place that knows that the rows of a cell are its lattice vectors.
+"""Lattice geometry: displacements between images, dual vectors, the shortest vectors of a lattice.
 
 Conventions: ``cell[a]`` is lattice vector a, in any handedness; atom j in image S lies at ``x_j + S @ cell``, so
 the displacement from atom i is ``r_ij = x_j - x_i + S @ cell``. Arithmetic is in float64.
 """
 
+from typing import Any
+
 import numpy as np
 import warp as wp
+
+from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 
 SMALLEST_VOLUME_RATIO = 1e-10
 """Least volume of the periodic lattice vectors relative to the product of their lengths. Below it, rounding
@@ -60,3 +64,63 @@ def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
     dual = np.linalg.pinv(units, rcond=1e-14).transpose(0, 2, 1) / lengths[:, :, None]
     # exactly zero along open axes: rounding there would look like a thin crystal of its own
     return np.ascontiguousarray(np.where(pbc[:, :, None], dual, 0.0))
+
+
+MOST_STEPS = 1000
+"""Steps of `shortest_vectors`, at most: each makes a lattice vector shorter, of which there are few."""
+
+
+@kernel_variants(())
+def shortest_vectors() -> Any:
+    """Kernel that finds the three shortest lattice vectors that are a basis, as integer combinations.
+
+    Vectors are shortened by multiples of one another, as in Lagrange's reduction of two, and by sums of two others,
+    until no such step makes one shorter: then the basis is reduced in the sense of Minkowski. Source: I. Semaev, in
+    Cryptography and Lattices, Lecture Notes in Computer Science 2146, 181 (2001), doi:10.1007/3-540-44670-2_13.
+    """
+
+    @wp.kernel(module=kernel_module("shortest_vectors"), enable_backward=False)
+    def kernel(
+        offset: wp.int32,
+        cell: wp.array(dtype=wp.mat33d),  # (n_systems,)
+        basis: wp.array3d(dtype=wp.int32),  # (n_systems, 3, 3), rows
+    ):
+        n = offset + wp.tid()
+        vectors = cell[n]
+        numbers = wp.identity(n=3, dtype=wp.float64)
+        # what rounding alone makes shorter would go on for ever
+        enough = wp.float64(1.0 - 1e-9)
+        steps = int(0)
+        still = int(0)  # tries in a row that changed nothing
+        k = int(0)
+        while still < 12 and steps < MOST_STEPS:
+            # four tries for each of three vectors: by either of the others, by their difference and their sum
+            row = k % 3
+            kind = (k // 3) % 4
+            k += 1
+            steps += 1
+            still += 1
+            first = (row + 1) % 3
+            second = (row + 2) % 3
+            step = vectors[first]
+            change = numbers[first]
+            if kind == 1:
+                step = vectors[second]
+                change = numbers[second]
+            if kind == 2:
+                step = vectors[first] - vectors[second]
+                change = numbers[first] - numbers[second]
+            if kind == 3:
+                step = vectors[first] + vectors[second]
+                change = numbers[first] + numbers[second]
+            times = -wp.round(wp.dot(vectors[row], step) / wp.dot(step, step))
+            shorter = vectors[row] + times * step
+            if wp.dot(shorter, shorter) < enough * wp.dot(vectors[row], vectors[row]):
+                vectors[row] = shorter
+                numbers[row] = numbers[row] + times * change
+                still = 0
+        for a in range(3):
+            for b in range(3):
+                basis[n, a, b] = wp.int32(numbers[a][b])
+
+    return gather_only(kernel)

@@ -8,12 +8,15 @@ import ctypes
 import functools
 import operator
 import os
+import shutil
 import struct
 import threading
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import warp as wp
@@ -21,7 +24,7 @@ import warp as wp
 from nvalchemiops import __version__
 from nvalchemiops._warp import ensure_warp
 
-MINIMUM_CHUNK = 250e-6
+MINIMUM_CHUNK = 120e-6
 """Seconds of work for each thread, at least: a launch of less than twice this stays whole."""
 
 PIECES = 8
@@ -290,6 +293,67 @@ def loading() -> AbstractContextManager[Any]:
     return _load_lock
 
 
+def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None:
+    """Compile and load ``kernel``, or find it loaded; a damaged file in Warp's cache is removed and made again, once.
+
+    Warp notices a file that is cut off or that is not its own. What it cannot notice, machine code that was
+    overwritten, nobody does before it runs.
+
+    Parameters
+    ----------
+    kernel : wp.Kernel
+        Not a generic one, which is nothing to load before its first launch.
+    device : wp.Device
+    block : int, optional
+        Threads of a block, as for a launch.
+
+    Raises
+    ------
+    RuntimeError
+        The damaged files cannot be removed; the message names their folder.
+    """
+    module = kernel.module
+    block_dim = block or 256  # as a launch resolves it
+    if device.is_cpu and not (block and wp.config.enable_cpu_blocks):
+        block_dim = 1
+    with loading():
+        folder = Path(str(wp.config.kernel_cache_dir), module.get_module_identifier(block_dim))
+        from_before = folder.exists()
+        try:
+            _find(kernel, device, block_dim)
+            return
+        except Exception as error:
+            if not from_before or module.failed_builds:
+                raise
+            reason = error
+        # moved first, so that no other process finds half of it
+        aside = folder.with_name(f"{folder.name}_damaged_p{os.getpid()}")
+        try:
+            folder.rename(aside)
+        except FileNotFoundError:
+            pass  # another process was faster
+        except OSError as error:
+            raise RuntimeError(
+                f"the compiled kernels in {folder} cannot be loaded ({reason}), and they cannot be removed "
+                f"({error.strerror}): delete that folder, and they are compiled again"
+            ) from reason
+        shutil.rmtree(aside, ignore_errors=True)
+        warnings.warn(
+            f"the compiled kernels in {folder} could not be loaded ({reason}) and are compiled again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        module.unload()
+        _find(kernel, device, block_dim)
+
+
+def _find(kernel: wp.Kernel, device: wp.Device, block_dim: int) -> None:
+    """Load the module of ``kernel``; raise unless the kernel is in it."""
+    loaded = kernel.module.load(device, block_dim)
+    if loaded is None or loaded.get_kernel_hooks(kernel).forward is None:
+        raise RuntimeError(f"there is no kernel '{kernel.key}' in module '{kernel.module.name}' on {device}")
+
+
 _row_cost: dict[tuple[wp.Kernel, Hashable], float] = {}
 """Seconds per row in the last CPU launch of each kind of each gather-only kernel; only decides on chunks."""
 
@@ -346,6 +410,8 @@ def launch(
         if record_tape or kernel.is_generic:
             first = (kernel, device.alias) not in _loaded
             with loading() if first else nullcontext():
+                if first and not kernel.is_generic:
+                    load(kernel, device, block)
                 wp.launch(
                     kernel,
                     grid,
@@ -503,7 +569,10 @@ class _Command:
         self.kernel = kernel
         self.grid: tuple[int, ...] = ()
         inputs = _unpacked(arguments)
-        with nullcontext() if getattr(_thread, "is_worker", False) else loading():
+        is_worker = getattr(_thread, "is_worker", False)
+        with nullcontext() if is_worker else loading():
+            if not is_worker:
+                load(kernel, device, block)
             self.recorded = wp.launch(
                 kernel, grid, inputs=inputs, device=device, record_tape=False, record_cmd=True, block_dim=block
             )

@@ -22,14 +22,15 @@ import warp as wp
 
 from nvalchemiops import moments
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.math.vectors import LANES
+from nvalchemiops.math.vectors import LANES, WARP
 from nvalchemiops.native import by_device, filled
 
 WIDTH = 8
 """Places for weights along an axis: those beyond the order are zero."""
 
-WARP = 32
-"""Threads of a GPU that share a row of the mesh."""
+_ORDERS = (4, 5, 8)
+_COMMON = ((4, "float64"), (5, "float64"), (5, "float32"), (8, "float64"))
+"""Orders and precisions of common meshes: 4 is usual elsewhere, 5 the default of this library, 8 for high accuracy."""
 
 _PLACE = """
     // Where the stencil begins, and how far into a cell the atom is. What is NaN is put somewhere, with weights NaN.
@@ -100,7 +101,7 @@ def _place(order: int) -> str:
 # -- columns --------------------------------------------------------------------------------------
 
 
-@kernel_variants((4,), (5,))
+@kernel_variants(*((p,) for p in _ORDERS))
 def find_columns(order: int) -> Any:
     """Kernel that finds the column of mesh cells in which the stencil of an atom begins."""
     body = """
@@ -190,7 +191,7 @@ def _values(order: int, derivatives: int) -> dict[str, object]:
     }
 
 
-@kernel_variants((4, 0), (5, 0), (5, 1))
+@kernel_variants(*((p, n) for p in _ORDERS for n in (0, 1)))
 def spline_stencils(order: int, derivatives: int) -> Any:
     """Kernel that tabulates the weights of atoms, in the order of their columns.
 
@@ -313,7 +314,7 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
     return by_device(filled(_SPREAD, **values | alone), filled(_SPREAD, **values | many))
 
 
-@kernel_variants((4, 0, "float64"), (5, 0, "float64"), (5, 1, "float64"), (5, 0, "float32"), (5, 1, "float32"))
+@kernel_variants(*((p, n, r) for p, r in _COMMON for n in (0, 1)))
 def spline_spread(order: int, derivatives: int, precision: str) -> Any:
     """Kernel that fills a row of the mesh."""
     real = getattr(wp, precision)
@@ -463,7 +464,7 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
     return by_device(filled(_GATHER_CPU, **values | on_cpu), filled(_GATHER_GPU, **values | on_gpu))
 
 
-@kernel_variants((4, 0, "float64"), (5, 0, "float64"), (5, 1, "float64"), (5, 0, "float32"), (5, 1, "float32"))
+@kernel_variants(*((p, n, r) for p, r in _COMMON for n in (0, 1, 2)))
 def spline_gather(order: int, derivatives: int, precision: str) -> Any:
     """Kernel that sums the values of the mesh around atoms: `LANES` of them for a CPU thread, one for one of a GPU."""
     real = getattr(wp, precision)

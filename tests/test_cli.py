@@ -28,6 +28,11 @@ def command(*arguments: str, code: str | None = None, **environment: str | None)
     return subprocess.run([sys.executable, *start, *arguments], env=env, capture_output=True, text=True, timeout=600)
 
 
+def test_without_docstrings():
+    run = subprocess.run([sys.executable, "-OO", "-m", "nvalchemiops", "--version"], capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, f"nvalchemiops {nvalchemiops.__version__}\n"), run.stderr
+
+
 def test_info_as_json():
     finished = command("info", "--json")
     assert finished.returncode == 0
@@ -158,6 +163,49 @@ def test_warmup_of_named_kernels_only(warmup):
     assert finished.stderr == "nvalchemiops warmup: no kernel is called nothing; there are bad, good\n"
 
 
+def test_warmup_refuses_each_name_without_a_kernel(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "all_kernels", lambda: [(f"spline({order})", None) for order in (4, 5)])
+    assert cli.main(["warmup", "--device", "cpu", "spline", "real_space"]) == 2
+    assert capsys.readouterr().err == "nvalchemiops warmup: no kernel is called real_space; there are spline\n"
+
+
+FIRST_ORDER = """
+import itertools
+import torch
+from nvalchemiops import cli, launch
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
+
+known = {build().module.name for _, build in cli.all_kernels()}
+used = set()
+find = launch._find
+
+def watch(kernel, *where):
+    used.add(kernel.module.name)
+    return find(kernel, *where)
+
+launch._find = watch
+for dtype, accuracy, order in ((torch.float64, 1e-6, 5), (torch.float64, 1e-6, 8), (torch.float32, 1e-4, 5)):
+    positions = torch.tensor([[0.0, 0.0, 0.0], [1.7, 1.2, 1.4]], dtype=dtype)
+    system = (positions, torch.tensor([1.0, -1.0], dtype=dtype), 3.0 * torch.eye(3, dtype=dtype))
+    for sums, options in ((ewald_summation, {}), (particle_mesh_ewald, {"spline_order": order})):
+        for asked in ((), ("forces",), ("forces", "virial"), ("forces", "charge_gradients")):
+            flags = {f"compute_{name}": True for name in asked}
+            for by in itertools.product((False, True), repeat=3):
+                inputs = [t.clone().requires_grad_(wanted) for t, wanted in zip(system, by)]
+                found = sums(*inputs, accuracy=accuracy, **options, **flags)
+                energies = found[0] if asked else found
+                if any(by):
+                    energies.sum().backward()
+missing = sorted(used - known)
+assert used and not missing, missing
+"""
+
+
+def test_warmup_has_what_ewald_sums_and_their_gradients_need():
+    finished = command(code=FIRST_ORDER)
+    assert finished.returncode == 0, finished.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_warmup_for_a_device_that_is_not_there():
     finished = command("warmup", "--device", "cuda")
@@ -217,7 +265,10 @@ def test_energies_of_a_trajectory(files, capsys):
         Electrostatics("pme", {"Na": 1.0, "Cl": -1.0}, accuracy=1e-5),
     )
     arguments = [files / "salt.extxyz", *BUCKINGHAM, "--electrostatics", "pme", *SALT, "--accuracy", "1e-5"]
-    report = json.loads(energy(capsys, *arguments, "--json", "--forces"))
+    printed = energy(capsys, *arguments, "--json", "--forces")
+    report = json.loads(printed)
+    lines = [line.strip().rstrip(",") for line in printed.splitlines()]
+    assert all(json.dumps(force) in lines for force in report["frames"][2]["forces"]), "an atom for each line"
     assert report["file"] == str(files / "salt.extxyz")
     assert [term.split("(")[0] for term in report["terms"]] == ["Pair", "Electrostatics"]
     assert report["units"]["energy"] == "eV"
@@ -336,7 +387,10 @@ ENERGY_MISTAKES = {
         ["salt.extxyz", "--electrostatics", "ewald", "--charges", "Na=1"],
         "`charges` has no value for Cl",
     ),
-    "charges of nothing": (["salt.extxyz", "--electrostatics", "ewald"], "the atoms have no initial charges"),
+    "charges of nothing": (
+        ["salt.extxyz", "--electrostatics", "ewald"],
+        "none are given (in the command by --charges Mg=2,O=-2), and the atoms have no initial charges",
+    ),
     "charges of no element": (["salt.extxyz", "--electrostatics", "ewald", "--charges", "Nx=1"], "'Nx' is no chemical"),
     "not periodic": (
         ["water.xyz", "--electrostatics", "pme", "--charges", "O=-1,H=0.5"],

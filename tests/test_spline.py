@@ -533,6 +533,8 @@ FORCES = {"positions": X, "charges": Q, "mesh": FIELD, "cell": CELL}
         (spline_spread, SPREAD, ValueError, "batch_idx", {"cell": CELL.expand(2, 3, 3)}),
         (spline_spread, SPREAD, ValueError, "batch_idx", {"batch_idx": torch.tensor([0, 0, 1])}),
         (spline_spread, SPREAD, ValueError, "cell_inv_t", {"cell_inv_t": X[:2]}),
+        (spline_spread, SPREAD, ValueError, "cell_inv_t", {"cell_inv_t": CELL.expand(7, 3, 3)}),
+        (spline_spread, SPREAD, TypeError, "cell_inv_t", {"cell_inv_t": 0.5}),
         (spline_spread, SPREAD, TypeError, "unknown", {"unknown": 1}),
         (spline_spread_channels, SPREAD, ValueError, "values", {}),
         (spline_gather, GATHER, ValueError, "mesh", {"mesh": FIELD[0]}),

@@ -16,7 +16,8 @@ try:
     import ase  # noqa: F401  (absolute, so this is ASE itself)
 except ImportError as error:
     raise ImportError(
-        f"nvalchemiops.ase needs ASE ({error}): install the extra `ase`, as in pip install 'nvalchemiops[ase]'",
+        f"nvalchemiops.ase needs ASE ({error}): install the extra `ase`, as in pip install 'nvalchemiops[ase]', or "
+        "in a checkout '.[ase]'",
         name=error.name,
     ) from error
 

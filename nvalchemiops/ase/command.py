@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
         return 2
     if options.json:
         terms = calculator.parameters["terms"]
-        print(json.dumps({"file": options.file, "terms": terms, "units": UNITS, "frames": results}, indent=2))
+        print(_compact({"file": options.file, "terms": terms, "units": UNITS, "frames": results}))
         return 0
     _print_table(results)
     if options.forces:
@@ -166,6 +167,12 @@ def _evaluate(
         if with_forces:
             result |= {"symbols": list(atoms.symbols), "forces": forces.tolist()}
         yield result
+
+
+def _compact(facts: dict[str, Any]) -> str:
+    """As JSON, with a line for each innermost list, such as the force on an atom."""
+    text = json.dumps(facts, indent=2)  # where a line break is never part of a string
+    return re.sub(r"\[\n([^][{}]*)\n\s*\]", lambda found: "[" + re.sub(r",\n\s*", ", ", found[1].strip()) + "]", text)
 
 
 def _print_table(results: list[dict[str, Any]]) -> None:

@@ -15,6 +15,9 @@ from nvalchemiops.torch.interactions.dispersion import (
     damping_parameters,
     modules,
 )
+from nvalchemiops.torch.interactions.dispersion.d3 import ranges_of
+from nvalchemiops.torch.interactions.dispersion.parameters import given_or_published
+from nvalchemiops.torch.neighbors.checks import as_float, check_positive
 
 
 class Dispersion:
@@ -61,14 +64,18 @@ class Dispersion:
             self.damping, kind = functional, None
         else:
             self.damping, kind = damping_parameters(functional, damping), damping
-        self.parameters = D3Parameters.load() if parameters is None else parameters
-        self.reach = max(cutoff, coordination_cutoff, three_body_cutoff if s9 else 0.0)
+        self.parameters = given_or_published(parameters)
         lengths = {
             "cutoff": cutoff,
             "coordination_cutoff": coordination_cutoff,
             "three_body_cutoff": three_body_cutoff,
             "smoothing": smoothing,
         }
+        for name, length in lengths.items():
+            if length is not None or name != "smoothing":
+                check_positive(name, length)
+        ranges_of(**lengths)  # raises unless they fit
+        self.reach = max(cutoff, coordination_cutoff, three_body_cutoff if as_float("s9", s9) else 0.0)
         self._options: dict[str, Any] = {
             name: None if v is None else v / BOHR_IN_ANGSTROM for name, v in lengths.items()
         } | {"s9": s9}

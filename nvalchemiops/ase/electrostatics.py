@@ -23,8 +23,8 @@ from nvalchemiops.torch.interactions.electrostatics import (
     pme_reciprocal_space,
     prepare_wave_vectors,
 )
+from nvalchemiops.torch.interactions.electrostatics.parameters import check_accuracy
 from nvalchemiops.torch.interactions.pair import PairPotential
-from nvalchemiops.torch.neighbors.checks import check_positive
 
 LATTICE_SUMS = ("ewald", "pme")
 WITHIN_CUTOFF: dict[str, Callable[..., PairPotential]] = {
@@ -97,6 +97,8 @@ class Electrostatics:
         slab_correction: bool = False,
         **parameters: Any,
     ) -> None:
+        if not isinstance(method, str) or method not in (*LATTICE_SUMS, *WITHIN_CUTOFF):
+            raise ValueError(f"`method` must be one of {names((*LATTICE_SUMS, *WITHIN_CUTOFF))}, got {method!r}")
         self.method = method
         self._arguments = {"cutoff": cutoff, "accuracy": accuracy, "slab_correction": slab_correction or None}
         self._arguments |= parameters
@@ -104,12 +106,10 @@ class Electrostatics:
         if method in LATTICE_SUMS:
             _refuse({"cutoff": cutoff, **parameters}, f"'{method}' chooses its parameters for `accuracy`")
             self._sum = LatticeSum(method, 1e-6 if accuracy is None else accuracy, slab_correction)
-        elif method in WITHIN_CUTOFF:
+        else:
             unfit = {"accuracy": accuracy, "slab_correction": slab_correction or None}
             _refuse(unfit, f"'{method}' is a sum over pairs")
             self._sum = PairSum(method, cutoff, parameters)
-        else:
-            raise ValueError(f"`method` must be one of {names((*LATTICE_SUMS, *WITHIN_CUTOFF))}, got {method!r}")
         self.charges = charges
         self._of_atoms: Callable[[ase.Atoms], np.ndarray] | None = None
         if charges is None:
@@ -180,7 +180,7 @@ class LatticeSum:
 
     def __init__(self, method: str, accuracy: float, slab_correction: bool) -> None:
         self.method = method
-        self.accuracy = check_positive("accuracy", accuracy)
+        self.accuracy = check_accuracy(accuracy)
         self.slab_correction = bool(slab_correction)
         self.spline_order = 5 if self.accuracy > self.LOW_ORDER_ACCURACY else 8
         self._chosen: Chosen | None = None
@@ -212,7 +212,9 @@ class LatticeSum:
                 )
             )
         if not pbc.all():
-            parts.append(compute_slab_correction(positions, charges, cell, torch.tensor(pbc), **options))
+            parts.append(
+                compute_slab_correction(positions, charges, cell, torch.tensor(pbc, device=positions.device), **options)
+            )
         return tuple(functools.reduce(torch.add, values) for values in zip(*parts))
 
     def _check_periodicity(self, atoms: ase.Atoms) -> None:
@@ -265,7 +267,10 @@ def _refuse(arguments: Mapping[str, Any], reason: str) -> None:
 
 def _initial_charges(atoms: ase.Atoms) -> np.ndarray:
     if not atoms.has("initial_charges"):
-        raise ValueError("`charges` are needed: none are given, and the atoms have no initial charges")
+        raise ValueError(
+            "`charges` are needed: none are given (in the command by --charges Mg=2,O=-2), and the atoms have no "
+            "initial charges"
+        )
     return of_array("initial_charges", atoms.get_initial_charges(), atoms)
 
 

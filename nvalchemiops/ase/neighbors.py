@@ -50,6 +50,8 @@ def neighbor_list(
         A bad argument, named in the message; positions that are not finite; a periodic axis without a cell vector,
         for which ASE takes a vector of length one.
     """
+    if not isinstance(quantities, str):
+        raise TypeError(f"`quantities` must be a string of '{QUANTITIES}', got {type(quantities).__name__}")
     for quantity in quantities:
         if quantity not in QUANTITIES:
             raise ValueError(f"`quantities` may contain '{QUANTITIES}', got {quantity!r}")
@@ -75,8 +77,8 @@ def _pairs(atoms: ase.Atoms, cutoff: float) -> tuple[np.ndarray, np.ndarray, np.
     """i, j and images (n_pairs, 3) of all pairs, as int64."""
     if cutoff <= 0.0 or len(atoms) == 0:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros((0, 3), dtype=np.int64)
-    positions, cell = (torch.tensor(a, dtype=torch.float64) for a in (atoms.positions, atoms.cell.array))
-    pbc = torch.tensor(atoms.pbc)
+    positions, cell = (torch.tensor(a, dtype=torch.float64, device="cpu") for a in (atoms.positions, atoms.cell.array))
+    pbc = torch.tensor(atoms.pbc, device="cpu")
     pairs, _, shifts = neighbors.neighbor_list(positions, cutoff, cell, pbc, return_neighbor_list=True)
     i, j = pairs.numpy().astype(np.int64)
     return i, j, shifts.numpy().astype(np.int64)

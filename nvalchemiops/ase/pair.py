@@ -67,7 +67,7 @@ class Pair:
                 raise ValueError(f"`cutoff` is part of the potential (it has {potential.cutoff})")
             self.potential, values = potential, parameters
         else:
-            if potential not in READY_MADE:
+            if not isinstance(potential, str) or potential not in READY_MADE:
                 raise ValueError(
                     f"`potential` must be a PairPotential or one of {names(READY_MADE)}, got {potential!r} (those "
                     "between charges are methods of Electrostatics)"

@@ -1,7 +1,10 @@
-"""Vectors of numbers in the C++ text of kernels for the CPU."""
+"""How many numbers the C++ text of kernels takes at once: lanes of a vector on a CPU, threads of a warp on a GPU."""
 
 LANES = 8
 """Numbers in a vector: one register of 512 bits, or two of 256."""
+
+WARP = 32
+"""Threads of a GPU that run together, and share a row, a point or an atom."""
 
 
 def lanes_of_masks() -> str:

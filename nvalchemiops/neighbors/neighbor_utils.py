@@ -1,8 +1,8 @@
 """How much room a list of neighbors needs, guessed before there is one."""
 
 import math
-import operator
-from typing import Any
+
+from nvalchemiops.neighbors.arguments import as_int, check_positive
 
 ROW_MULTIPLE = 16
 """Rows are a multiple of this many slots, so that each begins at a 64-byte boundary of int32."""
@@ -45,28 +45,13 @@ def estimate_max_neighbors(
     >>> estimate_max_neighbors(5.0)
     112
     """
-    radius = _positive("cutoff", cutoff)
-    density = _positive("atomic_density", atomic_density)
-    safety = 1.0 if safety_factor is None else _positive("safety_factor", safety_factor)
-    try:
-        least = operator.index(max_neighbors_lower_bound)
-    except TypeError:
-        raise TypeError(
-            f"`max_neighbors_lower_bound` must be an integer, got {type(max_neighbors_lower_bound).__name__}"
-        ) from None
+    radius = check_positive("cutoff", cutoff)
+    density = check_positive("atomic_density", atomic_density)
+    safety = 1.0 if safety_factor is None else check_positive("safety_factor", safety_factor)
+    least = as_int("max_neighbors_lower_bound", max_neighbors_lower_bound)
     if least < 0:
         raise ValueError(f"`max_neighbors_lower_bound` must not be negative, got {least}")
     expected = 4.0 / 3.0 * math.pi * radius * radius * radius * density * safety  # `**` would raise OverflowError
     if not math.isfinite(expected):
         raise ValueError(f"`cutoff` = {radius} is too large for any list of neighbors")
     return ROW_MULTIPLE * math.ceil(max(expected, least) / ROW_MULTIPLE)
-
-
-def _positive(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}") from None
-    if not (math.isfinite(number) and number > 0.0):
-        raise ValueError(f"`{name}` must be positive and finite, got {number}")
-    return number

@@ -6,7 +6,7 @@ import torch
 import warp as wp
 
 from nvalchemiops import fourier as kernels
-from nvalchemiops.math.vectors import LANES
+from nvalchemiops.math.vectors import LANES, WARP
 from nvalchemiops.moments import count
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
@@ -18,7 +18,7 @@ def _grouped(begin: torch.Tensor, size: int, n: int) -> tuple[torch.Tensor, int]
     """Where each system begins if its members, ``n`` in all, take whole groups of ``size``; the number of groups."""
     if begin.shape[0] == 2:
         count = -(-n // size)
-        return torch.tensor([0, count], dtype=torch.int32), count
+        return torch.tensor([0, count], dtype=torch.int32, device=begin.device), count
     groups = torch.zeros_like(begin)
     torch.cumsum((begin.diff() + (size - 1)).div(size, rounding_mode="floor"), 0, out=groups[1:])
     return groups, int(groups[-1])
@@ -123,7 +123,7 @@ def fourier_spread(
         rows,
         [moments, coordinates, order, atom_begin, *plan, points, point_begin],
         [field],
-        lanes=kernels.WARP,
+        lanes=WARP,
         kind=_size(moments.shape[0] * n_channels // max(atom_begin.shape[0] - 1, 1)),
     )
     return field
@@ -181,7 +181,7 @@ def fourier_gather(
         rows,
         [field, coefficients, coordinates, order, atom_begin, *plan, points, point_begin],
         [moments],
-        lanes=kernels.WARP,
+        lanes=WARP,
         kind=_size(n_points * n_channels // max(atom_begin.shape[0] - 1, 1)),
     )
     return moments

@@ -14,6 +14,7 @@ import torch
 import warp as wp
 
 from nvalchemiops.launch import has_adjoint, is_gather_only
+from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.autograd import OutputSpec, WarpOp
 from nvalchemiops.torch.autograd.naming import value_identity
 from nvalchemiops.torch.launch import launch, launch_adjoint
@@ -172,7 +173,8 @@ def differentiable_kernel(
     Raises
     ------
     ValueError
-        If the kernels' parameters do not match this description; the message names the parameter.
+        If the kernels' parameters do not match this description, or an output has the name of another parameter; the
+        message names the parameter.
     """
     if not isinstance(forward_kernel, wp.Kernel):
         raise TypeError(f"`forward_kernel` must be a Warp kernel, got {type(forward_kernel).__name__}")
@@ -212,7 +214,7 @@ def differentiable_kernel(
 # -- building ops ---------------------------------------------------------------------------------
 
 _ops: dict[Any, WarpOp] = {}
-_ops_lock = threading.RLock()
+_ops_lock = fork_safe(threading.RLock())
 
 
 def _registered(key: Any, build: Callable[[], WarpOp]) -> WarpOp:
@@ -262,6 +264,24 @@ def _arguments(kernel: wp.Kernel) -> list[Any]:
     return list(kernel.adj.args[1:] if is_gather_only(kernel) else kernel.adj.args)
 
 
+def _check_names(kernel: wp.Kernel, outputs: Sequence[OutputSpec]) -> int:
+    """How many parameters are inputs; raise unless the others may be called like the outputs.
+
+    Outputs may have names of their own, but not that of another parameter: their order would go unnoticed.
+    """
+    names, labels = [o.name for o in outputs], [a.label for a in _arguments(kernel)]
+    count = len(labels) - len(names)
+    if count < 1:
+        raise ValueError(f"kernel '{kernel.key}' has too few parameters for {len(names)} `outputs` and an input")
+    for name, label in zip(names, labels[count:]):
+        if names.count(name) > 1 or (name != label and name in labels):
+            raise ValueError(
+                f"`outputs`: '{name}' stands where kernel '{kernel.key}' has `{label}`; its last parameters are "
+                f"{', '.join(labels[count:])}"
+            )
+    return count
+
+
 def _annotation(argument: Any, kernel: wp.Kernel) -> Any:
     kind = argument.type
     if hasattr(kind, "ndim") and hasattr(kind, "dtype"):
@@ -294,9 +314,7 @@ def _body(function: Callable[..., Any], parameters: Sequence[tuple[str, Any]], n
 
 
 def _forward_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, backward: str) -> WarpOp:
-    count = len(_arguments(kernel)) - len(outputs)
-    if count < 1:
-        raise ValueError(f"kernel '{kernel.key}' has too few parameters for {len(outputs)} `outputs` and an input")
+    count = _check_names(kernel, outputs)
     parameters = [(a.label, _annotation(a, kernel)) for a in _arguments(kernel)[:count]]
     body = _body(lambda inputs: _unpack(_allocate_and_launch(kernel, outputs, dim, inputs)), parameters, kernel.key)
     identity = _identity(kernel, outputs, dim, backward)
@@ -366,12 +384,7 @@ def _paired_op(
     saved: tuple[int, ...] | None,
     num_grad_inputs: int | None,
 ) -> WarpOp:
-    arguments = _arguments(forward_kernel)
-    count = len(arguments) - len(outputs)
-    if count < 1:
-        raise ValueError(
-            f"kernel '{forward_kernel.key}' has too few parameters for {len(outputs)} `outputs` and an input"
-        )
+    arguments, count = _arguments(forward_kernel), _check_names(forward_kernel, outputs)
     parameters = [(a.label, _annotation(a, forward_kernel)) for a in arguments[:count]]
     saved = tuple(range(count)) if saved is None else saved
     n_grads = count if num_grad_inputs is None else num_grad_inputs

@@ -7,8 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import warp as wp
 
+from nvalchemiops import geometry
 from nvalchemiops.geometry import dual_vectors
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.recent import recent
 from nvalchemiops.torch.segments import spread_systems
@@ -54,7 +58,7 @@ class Lattice(NamedTuple):
 
 def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Lattice:
     """The lattice of cells (n_systems, 3, 3)."""
-    inverse, volume, metric = recent("lattice", (cell,), None, lambda: _geometry(cell.to(torch.float64)))
+    inverse, volume, metric = recent("lattice", (cell,), (), lambda: _geometry(cell.to(torch.float64)))
     frame = inverse[0] if batch_idx is None else spread_systems(inverse, batch_idx, n_atoms)
     return Lattice(inverse, volume, metric, frame)
 
@@ -63,6 +67,30 @@ def _geometry(cell: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     # a GPU is not asked whether a cell is singular: then everything is infinite or NaN
     inverse = torch.linalg.inv_ex(cell).inverse
     return inverse, torch.linalg.det(cell).abs(), (inverse.mT @ inverse) * (2.0 * math.pi) ** 2
+
+
+@warp_custom_op(
+    "nvalchemiops::shortest_vectors",
+    outputs=[OutputSpec("basis", wp.int32, lambda cell: tuple(cell.shape))],
+    grad_arrays=[],
+    backward="none",
+    trusted=True,
+)
+def shortest_vectors(cell: torch.Tensor) -> torch.Tensor:
+    """The shortest lattice vectors that are a basis of each lattice, as integer combinations of those given.
+
+    Parameters
+    ----------
+    cell : (n_systems, 3, 3) float64 tensor
+
+    Returns
+    -------
+    (n_systems, 3, 3) int32 tensor
+        ``basis @ cell`` is reduced in the sense of Minkowski.
+    """
+    basis = torch.empty(cell.shape, dtype=torch.int32, device=cell.device)
+    launch(geometry.shortest_vectors(), cell.shape[0], [cell], [basis])
+    return basis
 
 
 def check_cells(cell: torch.Tensor) -> None:
@@ -88,9 +116,9 @@ def mesh_frequencies(n: int, half: bool, device: torch.device) -> torch.Tensor:
 
 
 def check_mesh(mesh_dimensions: Any, spline_order: int = 1, name: str = "mesh_dimensions") -> tuple[int, int, int]:
-    """Points of the mesh along each axis as three ints."""
-    if isinstance(mesh_dimensions, torch.Tensor):
-        mesh_dimensions = mesh_dimensions.flatten().tolist()
+    """Points of the mesh along each axis as three ints, from a sequence, a tensor or an array of integers."""
+    if isinstance(mesh_dimensions, (torch.Tensor, np.ndarray)):
+        mesh_dimensions = _whole_numbers(mesh_dimensions, name)
     if isinstance(mesh_dimensions, (int, str)) or not isinstance(mesh_dimensions, Sequence):
         raise TypeError(f"`{name}` must be three ints, got {mesh_dimensions!r}")
     dimensions = tuple(checks.check_int(name, n) for n in mesh_dimensions)
@@ -100,6 +128,19 @@ def check_mesh(mesh_dimensions: Any, spline_order: int = 1, name: str = "mesh_di
         limit = f"not be smaller than the spline order, {spline_order}" if spline_order > 1 else "be positive"
         raise ValueError(f"`{name}` = {dimensions} must {limit}")
     return dimensions
+
+
+def _whole_numbers(values: torch.Tensor | np.ndarray, name: str) -> list[Any]:
+    if isinstance(values, np.ndarray):
+        is_whole = values.dtype.kind in "iu"
+    else:
+        checks.check_tensor(name, values)
+        is_whole = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+    if not is_whole:
+        raise TypeError(f"`{name}` must be three ints, got {values.dtype}")
+    if tuple(values.shape) not in ((3,), (1, 3)):
+        raise ValueError(f"`{name}` must be three ints, got shape {tuple(values.shape)}")
+    return values.flatten().tolist()
 
 
 def check_spline_order(spline_order: Any, lowest: int = 3) -> int:

@@ -2,21 +2,22 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import warp as wp
 
 from nvalchemiops import spline as kernels
 from nvalchemiops.launch import NotDifferentiableError
-from nvalchemiops.math.vectors import LANES
+from nvalchemiops.math.vectors import LANES, WARP
 from nvalchemiops.moments import count
 from nvalchemiops.neighbors.grid import sort_atoms
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.lattice import mesh_frequencies
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.memory import new_empty
 from nvalchemiops.torch.moments import Arguments, fold, gather_pullback, spread_pullback
+from nvalchemiops.torch.segments import begins
 
 
 @warp_custom_op(
@@ -63,8 +64,7 @@ def mesh_columns(
     launch(kernels.find_columns(spline_order), n_atoms, [coordinates, batch_idx, n_systems, n_x, n_y], [column])
     if device.type != "cpu":
         sorted_columns, order = torch.sort(column, stable=True)
-        numbers = torch.arange(begin.shape[0], dtype=torch.int32, device=device)
-        return order.to(torch.int32), torch.searchsorted(sorted_columns, numbers, out_int32=True)
+        return order.to(torch.int32), begins(sorted_columns, begin.shape[0] - 1)
     order = torch.empty_like(column)
     launch(sort_atoms(), 1, [column, begin], [order])
     return order, begin
@@ -91,10 +91,6 @@ def _split(result: torch.Tensor, n_copies: int) -> torch.Tensor:
     return result.unflatten(0, (n_copies, -1))
 
 
-def _precision(values: torch.Tensor, *_: Any) -> Any:
-    return wp.float32 if values.dtype is torch.float32 else wp.float64
-
-
 def _check(spline_order: int, derivatives: int) -> None:
     if derivatives >= spline_order:
         raise NotDifferentiableError(
@@ -105,7 +101,7 @@ def _check(spline_order: int, derivatives: int) -> None:
 
 @warp_custom_op(
     "nvalchemiops::mesh_spread",
-    outputs=[OutputSpec("field", _precision, lambda m, *rest: (rest[2], m.shape[1], *rest[5]))],
+    outputs=[OutputSpec("field", real_of, lambda m, *rest: (rest[2], m.shape[1], *rest[5]))],
     grad_arrays=["field", "moments", "coordinates"],
     backward=spread_pullback(lambda: mesh_gather),
     vmap=fold(lambda: mesh_spread, (1, 1), _copies, _split, ("order", "column_begin")),
@@ -150,11 +146,11 @@ def mesh_spread(
     stencils = kernels.spline_stencils(spline_order, derivatives)
     launch(stencils, _rows(moments), [coordinates, order, n_x, n_y, n_z], [first_y, first_z, weights])
     launch(
-        kernels.spline_spread(spline_order, derivatives, _name(moments)),
+        kernels.spline_spread(spline_order, derivatives, precision_of(moments)),
         n_systems * n_x * n_y,
         [moments.index_select(0, order), column_begin, first_y, first_z, weights],
         [field.view(-1, n_x, n_y, n_z)],
-        lanes=kernels.WARP,
+        lanes=WARP,
         kind=(16 * n_atoms * n_channels // (n_systems * n_x * n_y)).bit_length(),
     )
     return field
@@ -162,7 +158,7 @@ def mesh_spread(
 
 @warp_custom_op(
     "nvalchemiops::mesh_gather",
-    outputs=[OutputSpec("moments", _precision, lambda f, u, *rest: (u.shape[0], f.shape[1], count(rest[-1])))],
+    outputs=[OutputSpec("moments", real_of, lambda f, u, *rest: (u.shape[0], f.shape[1], count(rest[-1])))],
     grad_arrays=["moments", "field", "coordinates"],
     backward=gather_pullback(lambda: mesh_spread, lambda: mesh_gather),
     vmap=fold(lambda: mesh_gather, (1, 1), _copies, _split, ("order", "column_begin")),
@@ -200,7 +196,7 @@ def mesh_gather(
     if moments.numel() == 0:
         return moments
     launch(
-        kernels.spline_gather(spline_order, derivatives, _name(field)),
+        kernels.spline_gather(spline_order, derivatives, precision_of(field)),
         _rows(moments),
         [field.flatten(0, 1), coordinates, batch_idx, order],
         [moments],
@@ -212,10 +208,6 @@ def mesh_gather(
 def _rows(of_atoms: torch.Tensor) -> int:
     """Threads for kernels that have `LANES` atoms each on a CPU."""
     return of_atoms.shape[0] if of_atoms.is_cuda else -(-of_atoms.shape[0] // LANES)
-
-
-def _name(values: torch.Tensor) -> str:
-    return "float32" if values.dtype is torch.float32 else "float64"
 
 
 def spline_at_integers(order: int) -> list[float]:

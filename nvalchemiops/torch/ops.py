@@ -4,10 +4,22 @@
 them have been imported.
 """
 
-from nvalchemiops.torch import fourier, mesh, segments
+from nvalchemiops.torch import fourier, lattice, mesh, segments
 from nvalchemiops.torch.interactions.dispersion import coefficients, three_body
 from nvalchemiops.torch.interactions.electrostatics import wave_vectors
 from nvalchemiops.torch.interactions.pair import op as pair
-from nvalchemiops.torch.neighbors import rows, search
+from nvalchemiops.torch.neighbors import geometry, rows, search
 
-__all__ = ["coefficients", "fourier", "mesh", "pair", "rows", "search", "segments", "three_body", "wave_vectors"]
+__all__ = [
+    "coefficients",
+    "fourier",
+    "geometry",
+    "lattice",
+    "mesh",
+    "pair",
+    "rows",
+    "search",
+    "segments",
+    "three_body",
+    "wave_vectors",
+]

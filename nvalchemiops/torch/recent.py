@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.autograd.functorch import derivative_asked
 
 MOST_BYTES = 2**26
@@ -20,17 +21,18 @@ MOST_ENTRIES = 16
 Result = TypeVar("Result", bound=tuple)
 
 _kept: "OrderedDict[Hashable, tuple[int, Any]]" = OrderedDict()
-_lock = threading.Lock()
+_lock = fork_safe(threading.Lock())
 
 
 def recent(name: str, values: tuple[torch.Tensor, ...], others: Hashable, compute: Callable[[], Result]) -> Result:
     """``compute()``, a tuple of tensors that follow from ``values`` and ``others``, or the same from before.
 
-    Only on a CPU, where reading values costs nothing, and only what nobody differentiates.
+    Only on a CPU, where reading values costs nothing, and only what nobody differentiates. With None for ``others``
+    always computed.
     """
-    if torch.compiler.is_compiling() or derivative_asked() or not _plain(values):
+    if others is None or torch.compiler.is_compiling() or derivative_asked() or not _plain(values):
         return compute()
-    read = [v.detach().numpy().tobytes() for v in values]
+    read = [v.detach().resolve_neg().numpy().tobytes() for v in values]
     key = (name, others, *((v.dtype, v.shape, content) for v, content in zip(values, read)))
     with _lock:
         if key in _kept:

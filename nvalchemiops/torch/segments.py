@@ -1,12 +1,10 @@
 """Sums over the atoms of each system, reproducible to the last bit (`nvalchemiops.segments`)."""
 
-from typing import Any
-
 import torch
-import warp as wp
 
 from nvalchemiops.segments import BLOCK, sum_rows
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 
 FEW = 64 * BLOCK
@@ -29,7 +27,7 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
         if batch_idx is None:
             raise ValueError(f"`batch_idx` is needed to tell {n_systems} systems apart")
         order, begin = _sorted(batch_idx, n_systems)
-    kernel = sum_rows("float32" if values.dtype is torch.float32 else "float64")
+    kernel = sum_rows(precision_of(values))
     if n_atoms <= FEW:
         launch(kernel, n_systems, [values, order, begin, None, 0], [result], kind="systems")
         return result
@@ -50,12 +48,13 @@ def _sorted(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | Non
     if batch_idx.is_cuda or not bool((batch_idx[1:] >= batch_idx[:-1]).all()):
         batch_idx, order = torch.sort(batch_idx, stable=True)
         order = order.to(torch.int32)
-    systems = torch.arange(n_systems + 1, dtype=batch_idx.dtype, device=batch_idx.device)
-    return order, torch.searchsorted(batch_idx, systems, out_int32=True)
+    return order, begins(batch_idx, n_systems)
 
 
-def _real(values: torch.Tensor, *_: object) -> Any:
-    return {torch.float32: wp.float32, torch.float64: wp.float64}[values.dtype]
+def begins(index: torch.Tensor, n: int) -> torch.Tensor:
+    """Where (n + 1,) each of 0, 1, ... n begins in the ascending ``index``; where it would, if it is not there."""
+    numbers = torch.arange(n + 1, dtype=index.dtype, device=index.device)
+    return torch.searchsorted(index.contiguous(), numbers, out_int32=True)
 
 
 def _sums_pullback(batch_idx: torch.Tensor | None, values: torch.Tensor, grad_sums: torch.Tensor) -> torch.Tensor:
@@ -70,7 +69,7 @@ def _spread_pullback(
 
 @warp_custom_op(
     "nvalchemiops::system_sums",
-    outputs=[OutputSpec("sums", _real, lambda values, _, n_systems: (n_systems, *values.shape[1:]))],
+    outputs=[OutputSpec("sums", real_of, lambda values, _, n_systems: (n_systems, *values.shape[1:]))],
     backward=_sums_pullback,
     trusted=True,
 )
@@ -98,7 +97,7 @@ def totals(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int)
 
 @warp_custom_op(
     "nvalchemiops::spread_systems",
-    outputs=[OutputSpec("values", _real, lambda per_system, _, n_atoms: (n_atoms, *per_system.shape[1:]))],
+    outputs=[OutputSpec("values", real_of, lambda per_system, _, n_atoms: (n_atoms, *per_system.shape[1:]))],
     backward=_spread_pullback,
 )
 def spread_systems(per_system: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> torch.Tensor:

@@ -77,19 +77,16 @@ def _plan(
     checks.check_lattice(cell, positions)
     cell = cell.reshape(-1, 3, 3)
     check_cells(cell)
-    if cell_inv_t is not None and (not isinstance(cell_inv_t, torch.Tensor) or cell_inv_t.shape[-2:] != (3, 3)):
-        raise ValueError(f"`cell_inv_t` must have shape (3, 3) or ({cell.shape[0]}, 3, 3)")
+    if cell_inv_t is not None:
+        checks.check_tensor("cell_inv_t", cell_inv_t)
+        shapes = [tuple(cell.shape)] + [(3, 3)] * (cell.shape[0] == 1)
+        if tuple(cell_inv_t.shape) not in shapes:
+            expected = " or ".join(map(str, shapes))
+            raise ValueError(f"`cell_inv_t` must have shape {expected}, got {tuple(cell_inv_t.shape)}")
     order = check_spline_order(spline_order, 1)
     dimensions = check_mesh(mesh_dims, order, mesh_name)
     n_atoms, n_systems = positions.shape[0], cell.shape[0]
-    if batch_idx is None:
-        if n_systems != 1:
-            raise ValueError("`batch_idx` is needed to tell several systems apart")
-    elif checks.unread(batch_idx):
-        checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
-        batch_idx = checks.narrow(batch_idx)
-    else:
-        batch_idx, _ = checks.check_batch_idx(batch_idx, positions, n_systems)
+    batch_idx = checks.batch_of(batch_idx, positions, n_systems)
     lattice = lattice_of(cell, batch_idx, n_atoms)
     mesh = torch.tensor([float(n) for n in dimensions], dtype=torch.float64, device=positions.device)
     coordinates = lattice.fractional(positions) * mesh
@@ -98,11 +95,7 @@ def _plan(
 
 
 def _check_values(name: str, values: Any, positions: torch.Tensor, shape: tuple[int | None, ...]) -> None:
-    checks.check_tensor(name, values)
-    if values.dtype != positions.dtype:
-        raise TypeError(f"`{name}` has dtype {values.dtype}, but `positions` has {positions.dtype}")
-    if values.device != positions.device:
-        raise ValueError(f"`{name}` is on {values.device}, but `positions` is on {positions.device}")
+    checks.check_real(name, values, positions)
     if values.ndim != len(shape) or any(n is not None and n != m for n, m in zip(shape, values.shape)):
         expected = ", ".join("any" if n is None else str(n) for n in shape)
         raise ValueError(f"`{name}` must have shape ({expected}), got {tuple(values.shape)}")

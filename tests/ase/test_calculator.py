@@ -1,23 +1,13 @@
-"""The calculator against ASE's and matscipy's, against finite differences, and under everything that ASE does."""
+"""The calculator against ASE's and matscipy's, against finite differences, and its parameters in any form."""
 
-import copy
-import json
-import pickle
-import subprocess
-import sys
-
-import ase
-import ase.io
 import numpy as np
 import pytest
 import torch
-from ase.build import bulk, fcc100, molecule
-from ase.calculators.calculator import PropertyNotImplementedError
+from ase.build import bulk, molecule
 from ase.calculators.fd import calculate_numerical_forces, calculate_numerical_stress
 from ase.calculators.lj import LennardJones
 from ase.calculators.morse import MorsePotential
 from ase.cluster import Octahedron
-from ase.constraints import FixAtoms
 from matscipy.calculators.pair_potential import LennardJonesCut
 from matscipy.calculators.pair_potential import PairPotential as MatscipyPotential
 
@@ -25,36 +15,8 @@ import nvalchemiops.torch.interactions.pair as ready
 from nvalchemiops.ase import Calculator, Contribution, Electrostatics, Pair
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from nvalchemiops.torch.interactions.pair import PairPotential
+from tests.ase.cases import NACL, PROPERTIES, REPULSION, argon, assert_same, salt
 from tests.systems import MADELUNG
-
-NACL = {"Na": 1.0, "Cl": -1.0}
-REPULSION = {"A": {"Na-Cl": 1256.3, "Na-Na": 487.0, ("Cl", "Cl"): 3485.0}, "rho": {"Na-Cl": 0.317, "*": 0.29}, "C": 0.0}
-PROPERTIES = ("energy", "free_energy", "energies", "forces", "stress")
-
-
-def argon(pbc=True, seed=1, symbols=None):
-    """32 atoms in a skewed cell, off their sites, some of them outside of it."""
-    rng = np.random.default_rng(seed)
-    atoms = bulk("Ar", "fcc", a=5.3, cubic=True).repeat(2)
-    atoms.set_cell(atoms.cell.array @ (np.eye(3) + rng.normal(scale=0.03, size=(3, 3))), scale_atoms=True)
-    atoms.positions += rng.normal(scale=0.15, size=atoms.positions.shape)
-    atoms.positions += rng.integers(-1, 2, (len(atoms), 3)) * atoms.pbc @ atoms.cell.array
-    atoms.pbc = pbc
-    if symbols is not None:
-        atoms.symbols = rng.choice(symbols, len(atoms))
-    return atoms
-
-
-def salt(seed=1, displacement=0.15):
-    atoms = bulk("NaCl", "rocksalt", a=5.64, cubic=True)
-    rng = np.random.default_rng(seed)
-    atoms.set_cell(atoms.cell.array @ (np.eye(3) + rng.normal(scale=0.03, size=(3, 3))), scale_atoms=True)
-    atoms.positions += rng.normal(scale=displacement, size=atoms.positions.shape)
-    return atoms
-
-
-def rigid_ions(method="ewald", skin=0.5, **options):
-    return Calculator(Pair("buckingham", cutoff=7.0, **REPULSION), Electrostatics(method, NACL, **options), skin=skin)
 
 
 def slab():
@@ -64,15 +26,6 @@ def slab():
     atoms.positions[:, 2] += 0.3 * (atoms.symbols == "Na")
     atoms.pbc = (True, True, False)
     return atoms
-
-
-def assert_same(found, expected, properties=PROPERTIES, tolerance=1e-10):
-    """Results of two calculators for their atoms."""
-    for name in properties:
-        values = [np.asarray(a.calc.get_property(name, a)) for a in (found, expected)]
-        assert values[0].shape == values[1].shape, name
-        scale = max(1.0, abs(values[1]).max())
-        np.testing.assert_allclose(*values, rtol=tolerance, atol=tolerance * scale, err_msg=name)
 
 
 def compare(atoms, calculator, reference, **options):
@@ -233,6 +186,17 @@ def test_forces_and_stress_are_derivatives(name):
     check_derivatives(atoms)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_a_gpu_gives_the_same(name):
+    atoms, term = DERIVATIVES[name]()
+    found = []
+    for device in ("cpu", "cuda"):
+        atoms.calc = Calculator(term, device=device)
+        found.append(np.vstack([atoms.get_forces(), atoms.get_potential_energies()[:, None].repeat(3, 1)]))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("method", ["ewald", "pme"])
 def test_forces_are_derivatives_also_at_low_accuracy(method):
     atoms = salt()
@@ -369,417 +333,3 @@ def test_a_term_may_keep_what_it_returns():
     assert atoms.get_potential_energy() == 16.0
     np.testing.assert_array_equal(kept["energies"], np.ones(8))
     np.testing.assert_array_equal(first[0], np.ones(8))
-
-
-# -- one calculator under everything that ASE does ------------------------------------------------
-
-
-def changed_positions(atoms):
-    atoms.positions[3] += 0.2
-
-
-def changed_by_little(atoms):
-    atoms.positions[3, 1] += 1e-9
-
-
-def changed_cell(atoms):
-    atoms.set_cell(atoms.cell.array * 1.02, scale_atoms=True)
-
-
-def cell_without_its_atoms(atoms):
-    atoms.cell[1] += [0.3, 0.1, 0.0]
-
-
-def changed_numbers(atoms):
-    atoms.numbers[:2] = atoms.numbers[1::-1]
-
-
-def changed_initial_charges(atoms):
-    atoms.set_initial_charges(0.9 * atoms.get_initial_charges())
-
-
-def fewer_atoms(atoms):
-    del atoms[[0, 1]]
-
-
-def more_atoms(atoms):
-    atoms *= (1, 1, 2)
-
-
-def wrapped(atoms):
-    atoms.positions += 30.0
-    atoms.wrap()
-
-
-def left_handed(atoms):
-    atoms.set_cell(atoms.cell.array[[1, 0, 2]])
-
-
-CHANGES = [
-    changed_positions,
-    changed_by_little,
-    changed_cell,
-    cell_without_its_atoms,
-    changed_numbers,
-    changed_initial_charges,
-    fewer_atoms,
-    more_atoms,
-    wrapped,
-    left_handed,
-]
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@pytest.mark.parametrize("method", ["ewald", "pme", "dsf"])
-def test_results_follow_every_change(change, method):
-    """As a new calculator has them: they are a function of the atoms, not of what was computed before."""
-
-    def calculator():
-        options = {"cutoff": 7.0, "alpha": 0.2} if method == "dsf" else {}
-        return Calculator(Pair("buckingham", cutoff=7.0, **REPULSION), Electrostatics(method, **options))
-
-    atoms = salt()
-    atoms.set_initial_charges(np.where(atoms.symbols == "Na", 1.0, -1.0))
-    atoms.calc = calculator()
-    before = atoms.get_potential_energy(), atoms.get_forces(), atoms.get_stress()
-    change(atoms)
-    for name in ("energy", "forces", "stress", "charges"):
-        assert atoms.calc.get_property(name, atoms, allow_calculation=False) is None
-    fresh = atoms.copy()
-    fresh.calc = calculator()
-    assert_same(atoms, fresh, (*PROPERTIES, "charges"), 1e-12)
-    if change not in (wrapped, left_handed, changed_by_little):
-        assert abs(atoms.get_potential_energy() - before[0]) > 1e-3
-
-
-def test_changed_periodicity():
-    atoms = argon()
-    atoms.calc = Calculator(Pair("lennard_jones", cutoff=6.0, sigma=3.4, epsilon=0.0104))
-    for pbc in (True, (False, True, True), False, True):
-        atoms.pbc = pbc
-        fresh = atoms.copy()
-        fresh.calc = Calculator(*atoms.calc.terms)
-        assert_same(atoms, fresh)
-
-
-def test_nothing_is_computed_twice():
-    atoms = salt()
-    atoms.calc = rigid_ions()
-    seen = []
-    term = atoms.calc.terms[0]
-    evaluate, term.evaluate = term.evaluate, lambda system: seen.append(system.wants_virial) or evaluate(system)
-    for _ in range(2):
-        atoms.get_potential_energy(), atoms.get_forces(), atoms.get_potential_energies(), atoms.get_charges()
-    assert seen == [False]
-    atoms.get_stress(), atoms.get_stress()
-    assert seen == [False, True]
-    atoms.rattle(0.01, seed=5)
-    atoms.get_forces(), atoms.get_stress()
-    assert seen == [False, True, True], "stress comes along, once it was asked for"
-
-
-def test_several_atoms_in_turn():
-    calculator = rigid_ions()
-    several = [salt(seed) for seed in (1, 2)] + [salt(3).repeat((1, 1, 2))]
-    for _ in range(2):
-        for atoms in several:
-            atoms.calc = calculator
-            fresh = atoms.copy()
-            fresh.calc = rigid_ions()
-            assert_same(atoms, fresh, tolerance=1e-12)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda atoms: pickle.loads(pickle.dumps(atoms))])
-def test_copies_of_atoms_with_their_calculator(duplicate):
-    atoms = salt()
-    atoms.calc = rigid_ions("pme")
-    energy = atoms.get_potential_energy()
-    other = duplicate(atoms)
-    assert other.calc is not atoms.calc
-    other.rattle(0.1, seed=8)
-    assert other.get_potential_energy() != energy
-    assert atoms.calc.get_property("energy", atoms, allow_calculation=False) == energy
-    atoms.positions = other.positions
-    np.testing.assert_array_equal(atoms.get_forces(), other.get_forces())
-
-
-def test_results_belong_to_the_caller():
-    atoms = salt()
-    atoms.calc = rigid_ions()
-    forces = atoms.get_forces()
-    forces[:] = 0.0
-    assert abs(atoms.get_forces()).max() > 0.1
-
-
-def test_constraints_are_left_to_ase():
-    atoms = salt()
-    atoms.calc = rigid_ions()
-    free = atoms.get_forces()
-    atoms.set_constraint(FixAtoms([0, 3]))
-    assert (atoms.get_forces()[[0, 3]] == 0.0).all()
-    np.testing.assert_array_equal(atoms.get_forces(apply_constraint=False), free)
-
-
-def test_results_in_files(tmp_path):
-    atoms = salt()
-    atoms.calc = rigid_ions()
-    atoms.get_stress()
-    for name in ("a.traj", "a.extxyz", "a.json"):
-        atoms.write(tmp_path / name)
-        read = ase.io.read(tmp_path / name)
-        assert read.get_potential_energy() == pytest.approx(atoms.get_potential_energy(), rel=1e-7)
-        np.testing.assert_allclose(read.get_forces(), atoms.get_forces(), atol=1e-6)
-        np.testing.assert_allclose(read.get_stress(), atoms.get_stress(), atol=1e-7)
-    assert atoms.calc.name == "nvalchemiops"
-    described = json.loads(json.dumps(atoms.calc.todict()))
-    assert described["terms"] == [repr(term) for term in atoms.calc.terms]
-    assert described["terms"][1] == "Electrostatics('ewald', charges={'Na': 1.0, 'Cl': -1.0})"
-
-
-def test_stress_needs_a_volume():
-    atoms = molecule("H2O")
-    atoms.calc = Calculator(Electrostatics("coulomb", {"O": -0.8, "H": 0.4}))
-    assert atoms.get_forces().any()
-    with pytest.raises(PropertyNotImplementedError):
-        atoms.get_stress()
-    with pytest.raises(PropertyNotImplementedError):
-        atoms.get_dipole_moment()
-    atoms.calc = Calculator(Pair("lennard_jones", sigma=1.0, epsilon=0.1))
-    with pytest.raises(PropertyNotImplementedError):
-        atoms.get_charges()
-
-
-def test_the_sign_of_stress():
-    """A crystal under tension, whose energy falls when it shrinks, has positive stress."""
-    atoms = bulk("Ar", "fcc", a=5.6)
-    atoms.calc = Calculator(Pair("lennard_jones", cutoff=8.0, sigma=3.4, epsilon=0.0104))
-    assert (atoms.get_stress()[:3] > 0.0).all()
-
-
-def test_atoms_that_are_few():
-    terms = Pair("buckingham", cutoff=4.0, A=1.0, rho=1.0, C=0.0), Electrostatics("coulomb", NACL, cutoff=4.0)
-    for atoms in (ase.Atoms(), ase.Atoms(cell=[5, 5, 5], pbc=True), ase.Atoms("Na"), ase.Atoms("Na", cell=[5, 5, 5])):
-        atoms.calc = Calculator(*terms)
-        assert atoms.get_potential_energy() == 0.0
-        np.testing.assert_array_equal(atoms.get_forces(), np.zeros((len(atoms), 3)))
-    single = ase.Atoms("Na", cell=[5, 5, 5], pbc=True)
-    single.calc = Calculator(Electrostatics("ewald", NACL))
-    # a charge in its background: Madelung constant of the simple cubic lattice, by length of the cell
-    assert single.get_potential_energy() == pytest.approx(-2.837297479 / 2 / 5 * COULOMB_EV_ANGSTROM, rel=1e-6)
-
-
-# -- neighbors ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["ewald", "pme"])
-def test_results_do_not_depend_on_the_list(method):
-    """Nor on the skin, nor on where atoms were when it was built."""
-    fresh = [salt() for _ in range(3)]
-    for atoms, skin in zip(fresh, (0.0, 0.5, 3.0)):
-        atoms.calc = rigid_ions(method, skin=skin)
-    kept = salt()
-    kept.calc = rigid_ions(method, skin=3.0)
-    kept.get_stress()
-    searches = kept.calc.searches
-    for atoms in (kept, *fresh):
-        atoms.positions += 0.4 * np.sin(np.arange(24).reshape(8, 3))
-        atoms.get_stress()
-    assert kept.calc.searches == searches, "these positions were not searched"
-    for atoms in fresh:
-        assert_same(kept, atoms, tolerance=1e-12)
-
-
-def test_one_list_for_all_terms():
-    atoms = salt().repeat(2)
-    terms = [
-        Pair("buckingham", cutoff=5.0, **REPULSION),
-        Pair("lennard_jones", cutoff=7.0, sigma=2.0, epsilon=0.01),
-        Electrostatics("dsf", NACL, cutoff=6.0, alpha=0.2),
-    ]
-    atoms.calc = Calculator(*terms)
-    atoms.get_potential_energy()
-    first = atoms.calc.searches
-    for n in range(5):
-        atoms.set_cell(atoms.cell.array * 1.001, scale_atoms=True)
-        atoms.get_potential_energy()
-        assert atoms.calc.searches == first + n + 1
-    alone = 0.0
-    for term in terms:
-        atoms.calc = Calculator(term)
-        alone += atoms.get_potential_energy()
-    atoms.calc = Calculator(*terms)
-    assert atoms.get_potential_energy() == pytest.approx(alone, rel=1e-12)
-
-
-def test_a_slab_and_a_pair_potential_see_different_images():
-    """Images across the vacuum belong to the Ewald sum, and to no pair potential."""
-    atoms = fcc100("Ar", (3, 3, 2), a=5.3)
-    atoms.cell[2] = [0.0, 0.0, 6.0]
-    atoms.pbc = (True, True, False)
-    charges = np.where(np.arange(len(atoms)) % 2, 0.1, -0.1)
-    pair, sum_over_lattice = (
-        Pair("lennard_jones", cutoff=8.0, sigma=3.4, epsilon=0.01),
-        Electrostatics("ewald", charges, slab_correction=True),
-    )
-    energies = []
-    for terms in ((pair,), (sum_over_lattice,), (pair, sum_over_lattice), (sum_over_lattice, pair)):
-        atoms.calc = Calculator(*terms)
-        energies.append(atoms.get_potential_energy())
-    assert energies[2] == pytest.approx(energies[0] + energies[1], rel=1e-12)
-    assert energies[3] == pytest.approx(energies[2], rel=1e-12)
-    atoms.cell[2] = 0.0
-    atoms.calc = Calculator(pair)
-    assert atoms.get_potential_energy() == pytest.approx(energies[0], rel=1e-12)
-
-
-@pytest.mark.parametrize("method", ["ewald", "pme"])
-def test_energies_are_smooth_in_the_size_of_the_cell(method):
-    """Far below the accuracy that is asked for: all parameters scale with the cell."""
-    atoms = salt()
-    cell = atoms.cell.array.copy()
-    atoms.calc = Calculator(Electrostatics(method, NACL, accuracy=1e-3))
-    energies = []
-    for scale in np.linspace(0.9, 1.1, 21):
-        atoms.set_cell(cell * scale, scale_atoms=True)
-        energies.append(scale * atoms.get_potential_energy())
-    np.testing.assert_allclose(energies, energies[0], rtol=1e-12)
-
-
-# -- mistakes -------------------------------------------------------------------------------------
-
-MISTAKES = {
-    "no terms": (lambda: Calculator(), ValueError, "`terms` are missing"),
-    "no term": (lambda: Calculator("lennard_jones"), TypeError, "'lennard_jones' is no term"),
-    "class": (lambda: Calculator(Pair), TypeError, "is no term"),
-    "charges twice": (
-        lambda: Calculator(Electrostatics("ewald"), Electrostatics("pme")),
-        ValueError,
-        "at most one may have charges",
-    ),
-    "skin": (lambda: rigid_ions(skin=-1.0), ValueError, "`skin` must not be negative"),
-    "device": (lambda: Calculator(Electrostatics("ewald"), device="abacus"), ValueError, "`device` = 'abacus'"),
-    "set": (lambda: rigid_ions().set(skin=1.0), TypeError, "`skin` cannot be set"),
-    "potential": (lambda: Pair("lennard", cutoff=3.0), ValueError, "one of 'lennard_jones'"),
-    "charged": (lambda: Pair("yukawa", cutoff=3.0), ValueError, "Electrostatics"),
-    "two cutoffs": (
-        lambda: Pair(PairPotential("k/r", global_parameters=["k"], cutoff=3.0), cutoff=4.0, k=1.0),
-        ValueError,
-        "`cutoff` is part of the potential",
-    ),
-    "missing": (lambda: Pair("morse", cutoff=3.0, depth=1.0, r0=1.0), ValueError, "`steepness` is missing"),
-    "unknown": (lambda: Pair("lennard_jones", cutoff=3.0, sigma=1, epsilon=1, size=2), TypeError, "`size` is no param"),
-    "text": (lambda: Pair("lennard_jones", cutoff=3.0, sigma="1", epsilon=1), TypeError, "`sigma` must be a number"),
-    "nan": (lambda: Pair("lennard_jones", cutoff=3.0, sigma=np.nan, epsilon=1), ValueError, "`sigma` must be finite"),
-    "symbol": (lambda: Pair("lennard_jones", cutoff=3.0, sigma={"Axx": 1}, epsilon=1), ValueError, "'Axx'"),
-    "triple": (lambda: Pair("morse", cutoff=3.0, depth={"A-B-C": 1}, steepness=1, r0=1), ValueError, "no pair of elem"),
-    "contradiction": (
-        lambda: Pair("morse", cutoff=3.0, depth={"Na-Cl": 1.0, "Cl-Na": 2.0}, steepness=1, r0=1),
-        ValueError,
-        "`depth` has two different values for Na-Cl",
-    ),
-    "element for pair": (
-        lambda: Pair("morse", cutoff=3.0, depth={"Na": 1.0}, steepness=1, r0=1),
-        TypeError,
-        "`depth` must be a number",
-    ),
-    "method": (lambda: Electrostatics("p3m"), ValueError, "`method` must be one of 'ewald', 'pme', 'coulomb'"),
-    "cutoff of ewald": (lambda: Electrostatics("ewald", cutoff=8.0), TypeError, "`cutoff` does not belong"),
-    "alpha of pme": (lambda: Electrostatics("pme", alpha=0.3), TypeError, "`alpha` does not belong"),
-    "accuracy of dsf": (lambda: Electrostatics("dsf", cutoff=8, alpha=0.2, accuracy=1e-4), TypeError, "`accuracy`"),
-    "accuracy": (lambda: Electrostatics("ewald", accuracy=0.0), ValueError, "`accuracy` must be positive"),
-    "no cutoff": (lambda: Electrostatics("dsf", alpha=0.2), ValueError, "`cutoff` is needed for 'dsf'"),
-    "no alpha": (lambda: Electrostatics("dsf", cutoff=8.0), ValueError, "`alpha` is missing"),
-    "charge": (lambda: Electrostatics("ewald", {"Na": "plus"}), TypeError, "`charges:Na` must be a number"),
-}
-
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_told_at_once(name):
-    make, kind, message = MISTAKES[name]
-    with pytest.raises(kind, match=message):
-        make()
-
-
-def periodic_along(*pbc):
-    atoms = salt()
-    atoms.pbc = pbc
-    return atoms
-
-
-NOT_DEFINED = {
-    "molecule": (lambda: molecule("NaCl"), {}, "use 'coulomb' without a cutoff"),
-    "wire": (lambda: periodic_along(False, True, False), {"slab_correction": True}, "not along one"),
-    "slab": (lambda: periodic_along(True, True, False), {}, "`slab_correction=True` is needed"),
-    "no vacuum": (lambda: flat(True, True, False), {"slab_correction": True}, "needs three vectors"),
-    "no volume": (lambda: flat(True, True, True), {}, "needs three vectors"),
-}
-
-
-def flat(*pbc):
-    atoms = periodic_along(*pbc)
-    atoms.cell[2] = 0.0
-    return atoms
-
-
-@pytest.mark.parametrize("name", NOT_DEFINED)
-@pytest.mark.parametrize("method", ["ewald", "pme"])
-def test_periodicity_that_a_sum_is_not_for(name, method):
-    make, options, message = NOT_DEFINED[name]
-    atoms = make()
-    atoms.calc = Calculator(Electrostatics(method, NACL, **options))
-    with pytest.raises(ValueError, match=message):
-        atoms.get_potential_energy()
-
-
-def test_atoms_without_values():
-    atoms = salt()
-    for term, message in (
-        (Electrostatics("ewald", {"Na": 1.0}), "`charges` has no value for Cl"),
-        (Electrostatics("ewald"), "the atoms have no initial charges"),
-        (Electrostatics("ewald", [1.0, -1.0]), r"`charges` must have shape \(n_atoms,\) = \(8,\)"),
-        (Electrostatics("ewald", lambda system: [1.0]), "`charges` must have shape"),
-        (Electrostatics("ewald", lambda system: system.positions), "must return shape"),
-        (Electrostatics("ewald", np.full(8, np.nan)), "NaN"),
-        (Electrostatics("coulomb", NACL), "`cutoff` is needed for periodic atoms"),
-        (Pair("lennard_jones", sigma=1.0, epsilon=1.0), "`cutoff` is needed for periodic atoms"),
-        (Pair("lennard_jones", cutoff=5.0, sigma={"Ar": 1.0}, epsilon=1.0), "`sigma` has no value for Cl, Na"),
-        (
-            Pair("buckingham", cutoff=5.0, A={"Na-Cl": 1.0}, rho=0.3, C=0.0),
-            "`A` has no value for Na-Na, Cl-Cl",
-        ),
-    ):
-        atoms.calc = Calculator(term)
-        with pytest.raises(ValueError, match=message):
-            atoms.get_potential_energy()
-
-
-def test_a_failed_call_leaves_no_results():
-    atoms = salt()
-    atoms.calc = rigid_ions()
-    atoms.get_potential_energy()
-    atoms.positions[0] = np.nan
-    for _ in range(2):
-        with pytest.raises(ValueError, match="positions"):
-            atoms.get_potential_energy()
-    atoms.positions[0] = 0.0
-    fresh = atoms.copy()
-    fresh.calc = rigid_ions()
-    assert atoms.get_potential_energy() == pytest.approx(fresh.get_potential_energy(), rel=1e-12)
-
-
-def test_ase_is_optional():
-    code = """
-    import sys
-    import nvalchemiops, nvalchemiops.torch.interactions.pair, nvalchemiops.cli
-    assert "ase" not in sys.modules
-    sys.modules["ase"] = None
-    try:
-        import nvalchemiops.ase
-    except ImportError as error:
-        print(error, error.name, nvalchemiops.cli.main(["energy", "file.xyz"]))
-    """
-    lines = "\n".join(line.removeprefix("    ") for line in code.splitlines())
-    finished = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=300)
-    assert "pip install 'nvalchemiops[ase]'" in finished.stdout
-    assert finished.stdout.endswith(" ase 2\n")
-    assert finished.stderr.startswith("nvalchemiops energy: nvalchemiops.ase needs ASE")

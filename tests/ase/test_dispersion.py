@@ -70,6 +70,22 @@ def test_what_cannot_be_is_said():
         Dispersion("no such functional")
     with pytest.raises(ValueError, match="damping"):
         Dispersion("pbe", damping="none")
+    for kind, name, value in (
+        (TypeError, "functional", 3),
+        (TypeError, "functional", ["pbe"]),
+        (TypeError, "parameters", 3),
+        (TypeError, "cutoff", None),
+        (TypeError, "cutoff", "far"),
+        (ValueError, "cutoff", -1.0),
+        (ValueError, "coordination_cutoff", 0.0),
+        (ValueError, "three_body_cutoff", np.inf),
+        (ValueError, "smoothing", 100.0),
+        (ValueError, "smoothing", -1.0),
+        (TypeError, "s9", "x"),
+        (TypeError, "s9", None),
+    ):
+        with pytest.raises(kind, match=f"`{name}`"):
+            Dispersion(**{"functional": "pbe"} | {name: value})
     atoms = molecule("H2O")
     atoms.numbers[0] = 118
     atoms.calc = Calculator(Dispersion("pbe"))

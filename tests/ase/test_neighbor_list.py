@@ -133,6 +133,9 @@ def test_mistakes():
     ):
         with pytest.raises(kind, match=message):
             neighbor_list("ij", atoms, cutoff)
+    for quantities in (5, None, ["i", "j"]):
+        with pytest.raises(TypeError, match="`quantities` must be a string"):
+            neighbor_list(quantities, atoms, 1.0)
     with pytest.raises(ValueError, match="`quantities` may contain 'ijdDS', got 'x'"):
         neighbor_list("ix", atoms, 1.0)
     atoms.pbc = True

@@ -425,6 +425,32 @@ def test_outputs_must_not_share_memory():
         twins(torch.ones(3, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_outputs_may_be_changed_in_place_however_the_body_made_them(trusted):
+    """A body that returns another shape of what it filled returns a view, which autograd guards."""
+
+    @warp_custom_op(
+        f"tests::folded_{trusted}",
+        [OutputSpec("y", wp.float64, lambda x: (x.shape[0] // 2, 2))],
+        backward=lambda x, grad_y: 2.0 * x * grad_y.reshape(-1),
+        trusted=trusted,
+    )
+    def folded(x: torch.Tensor) -> torch.Tensor:
+        return (x * x).reshape(-1, 2)
+
+    def changed(x):
+        y = folded(x)
+        y *= 3.0
+        y[0] += 1.0
+        return y
+
+    for f in (changed, torch.compile(changed, fullgraph=True, backend="aot_eager")):
+        x = leaf(6)
+        y = f(x)
+        torch.testing.assert_close(y.detach(), torch.tensor([[1.0], [0], [0]]) + (3.0 * x * x).detach().reshape(3, 2))
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], 6.0 * x.detach())
+
+
 def test_non_contiguous_outputs_are_made_contiguous_as_the_compiler_was_told():
     @warp_custom_op(
         "tests::transposed",

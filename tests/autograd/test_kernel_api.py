@@ -1,5 +1,7 @@
 """One kernel as a torch function: allocated, launched, registered once, differentiated by kernels."""
 
+import functools
+
 import pytest
 import torch
 import warp as wp
@@ -205,6 +207,15 @@ def test_inputs_without_a_gradient_in_the_pair_get_none():
 def test_kernels_that_do_not_match(arguments, match):
     with pytest.raises(ValueError, match=match):
         differentiable_kernel(*arguments)(leaf(3), leaf(3), outputs=PRODUCT)
+
+
+@pytest.mark.parametrize("names", [("m", "u"), ("u", "n"), ("n", "n"), ("same", "same")])
+def test_outputs_with_the_name_of_another_parameter(names):
+    """Above all in another order, which nothing else would notice."""
+    outputs = [OutputSpec(name, wp.vec3d, lambda v, m: v.shape) for name in names]
+    for entry in (differentiable_kernel(norms_kernel).op, functools.partial(get_or_register_torch_op, norms_kernel)):
+        with pytest.raises(ValueError, match=f"`outputs`: '{names[0]}' stands where .* has `n`.* are n, u"):
+            entry(outputs)
 
 
 def test_adjoint_with_vectors_matrices_and_scalars():

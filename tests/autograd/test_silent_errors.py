@@ -1,5 +1,6 @@
 """Mistakes that would give wrong numbers without a word: each is an error, or made right."""
 
+import functools
 import math
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from nvalchemiops.torch.kernel import (
     get_or_register_torch_op,
 )
 from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.neighbors import neighbor_list
 
 from .ops import (
     cube,
@@ -316,6 +318,37 @@ def test_an_integer_output_cannot_be_differentiable():
 def test_vmap_over_nothing_is_an_error_that_says_so():
     with pytest.raises(ValueError, match="size 0"):
         torch.func.vmap(cube, (0, None))(torch.zeros(0, 3, dtype=torch.float64), leaf(3).detach())
+
+
+def test_slices_of_different_size_cannot_be_stacked():
+    x = torch.stack([torch.zeros(2, 3), torch.tensor([[0.0, 0, 0], [9.0, 0, 0]])])
+    for search in (neighbor_list, functools.partial(neighbor_list, return_neighbor_list=True)):
+        with pytest.raises(ValueError, match=r"differ in size between slices.*`max_neighbors`"):
+            torch.func.vmap(search, (0, None))(x, 2.0)
+    found = torch.func.vmap(lambda p: neighbor_list(p, 2.0, max_neighbors=1)[0])(x)
+    assert found.tolist() == [[[1], [0]], [[2], [2]]]
+
+
+# -- ways around the dispatcher -------------------------------------------------------------------
+
+
+def test_a_first_call_in_inference_mode_does_not_spoil_the_short_way():
+    """Whether tensors are ordinary is learnt from one, which must be ordinary itself. In a process of its own."""
+    script = """
+        import torch
+        from nvalchemiops.torch.autograd import op
+        from nvalchemiops.torch.segments import system_sums
+        x, taken = torch.ones(3, 2, dtype=torch.float64), []
+        with torch.inference_mode():
+            system_sums(x + 1.0, None, 1)
+        system_sums(x, None, 1)
+        run = op.WarpOp._run_ready
+        op.WarpOp._run_ready = lambda self, *args: taken.append(self.name) or run(self, *args)
+        system_sums(x, None, 1)
+        assert taken == ["nvalchemiops::system_sums"], taken
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 # -- declarations and launches at their limits ----------------------------------------------------

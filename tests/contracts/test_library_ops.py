@@ -16,7 +16,8 @@ from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficie
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives, three_body_energies
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, reciprocal, wave_vectors
 from nvalchemiops.torch.interactions.pair.op import pair_sum
-from nvalchemiops.torch.neighbors import rows, search
+from nvalchemiops.torch.lattice import shortest_vectors
+from nvalchemiops.torch.neighbors import geometry, rows, search
 from tests.systems import SYSTEMS, System, batch, crystal, triclinic
 
 ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
@@ -61,7 +62,9 @@ def op_calls(system: System):
         search.neighbor_matrix_of_width: (*query, -1, 90),
         search.fill_neighbor_matrix: (*query, flags, -1, *memory),
         rows._inspect: (x, cell, system_of, found.begin, found.neighbors, found.shifts, 0, found.padding, found.first),
+        geometry.measure_pairs: (x, cell, system_of, None, pairs[0], pairs[1], shifts, None, 0, rows.NOTHING),
         pair_sum: (DSF.text, "wrcpg", "rcpgw|rcpgw", *values, *directions, *given, *none, *distances),
+        shortest_vectors: (cell,),
         d3_coefficients: (x[:, 0].contiguous(), *reference_states, -4.0, 0),
         three_body_energies: triples,
         three_body_derivatives: (*triples[:3], torch.randn_like(q), *triples[3:]),

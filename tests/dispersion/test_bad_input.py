@@ -115,7 +115,6 @@ def of_d3_dispersion():
             yield error, name, options
     yield ValueError, "neighbor_list", {"cutoff": None}
     yield ValueError, "`half_list`", {"half_list": True}
-    yield ValueError, "`numbers` holds 0", {"numbers": torch.where(Z == 6, 0, Z)}
     yield ValueError, "`cell` is singular", {"cell": 0.0 * CELL}
     for name, value in LIST.items():
         if name != "neighbor_list":
@@ -182,6 +181,9 @@ def of_dftd3():
         yield TypeError, name, {name: "far"}
     yield ValueError, "`cutoff`", {"s5_smoothing_on": 5.0, "s5_smoothing_off": 2.0 * CUTOFF}
     yield ValueError, "`device`", {"device": "meta"}
+    yield ValueError, "`device`", {"device": "cuda"}
+    for value in ("abc", 0.5):
+        yield TypeError, "`device`", {"device": value}
 
 
 def cases():

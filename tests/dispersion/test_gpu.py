@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-import warp as wp
 from ase.build import bulk, molecule
 
 from nvalchemiops.interactions.dispersion import three_body as source
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, d3_dispersion, damping_parameters, three_body
 from nvalchemiops.torch.neighbors import neighbor_list
+from tests.one_lane import use_one_lane
 
 BOHR = 0.529177210903
 PARAMETERS = D3Parameters.load()
@@ -81,18 +81,10 @@ def test_elements_without_parameters_are_nan():
     assert energies.isnan().all()
 
 
-ONE_LANE = """
-    struct { int x; } threadIdx = {0};
-    static const auto __shfl_xor_sync = [](unsigned, double value, int) { return value; };
-"""
-
-
 @pytest.fixture
 def gpu_branch(monkeypatch):
     """The kernel of triples, its GPU branch built for the CPU with one lane."""
-    monkeypatch.setattr(source, "WARP", 1)
-    monkeypatch.setattr(source, "by_device", lambda cpu, gpu: ONE_LANE + gpu)
-    monkeypatch.setattr(source, "kernel_module", lambda name: wp.get_module(f"test_{name}_one_lane"))
+    use_one_lane(monkeypatch, source)
     kernel = source.three_body.__wrapped__("float64")
     monkeypatch.setattr(three_body, "three_body", lambda precision: kernel)
     return kernel

@@ -12,6 +12,7 @@ from dftd3 import parameters as published
 
 from nvalchemiops.interactions.dispersion import damping as module
 from nvalchemiops.torch.interactions.dispersion import (
+    DFTD3,
     D3Parameters,
     RationalDamping,
     ReferenceStates,
@@ -20,6 +21,7 @@ from nvalchemiops.torch.interactions.dispersion import (
     damping_parameters,
     dftd3,
 )
+from nvalchemiops.torch.neighbors import neighbor_list
 from tests.dispersion.cases import F64, PBE, PROGRAM, close, data, molecule, parameters, program
 
 DATABASE = published.load_data_base(published.get_data_file_name())
@@ -266,7 +268,7 @@ def test_without_the_package_with_the_data(package):
     """It is optional: everything can be imported, and the error says what to install and what to do else."""
     script = textwrap.dedent(MISSING).format(package=package)
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert re.search(r"tad-dftd3.*pip install 'nvalchemiops\[dispersion\]'.*file", run.stdout)
+    assert re.search(r"tad-dftd3.*pip install 'nvalchemiops\[dispersion\]'.*'\.\[dispersion\]'.*file", run.stdout)
 
 
 # -- prepared states ------------------------------------------------------------------------------
@@ -338,3 +340,42 @@ def test_parameters_by_the_function_of_clients():
         some = {key: value for key, value in separate.items() if key != name}
         with pytest.raises(ValueError, match=f"`d3_params`.*{name} missing"):
             dftd3(*atoms[:2], *PBE[:3], **near, **some)
+
+
+def test_tables_are_copied():
+    given = {name: table.clone() for name, table in tables().items()}
+    atoms = molecule("H2O")
+    p = D3Parameters(**given)
+    given["c6ab"].mul_(2.0)
+    expected = d3_dispersion(*atoms[:2], PBE, D3Parameters(**tables()), cutoff=30.0)[0]
+    close(d3_dispersion(*atoms[:2], PBE, p, cutoff=30.0)[0], expected, 0.0)
+
+
+@pytest.mark.parametrize("convert", ["float", "half", "bfloat16"])
+def test_modules_do_not_round_the_data(convert):
+    atoms = molecule("CH3CH2OH")
+    module, converted = DFTD3("pbe", [1, 6, 8]), getattr(DFTD3("pbe", [1, 6, 8]), convert)()
+    close(converted(*atoms[:2])[0], module(*atoms[:2])[0], 0.0)
+
+
+@pytest.mark.parametrize("form", ["list", "matrix", "none"])
+def test_padding_is_nobodys_neighbor(form):
+    """Whatever a list says: number 0 is no atom."""
+    x, z, *_ = molecule("CH3CH2OH")
+    expected = d3_dispersion(x, z, PBE, parameters(), cutoff=20.0, compute_forces=True)
+    x, z = torch.cat([x[:4], x[:1] + 0.3, x[4:]]), torch.cat([z[:4], 0 * z[:1], z[4:]])
+    near = {}
+    if form == "list":
+        pairs, ptr = neighbor_list(x, 20.0, return_neighbor_list=True)
+        near = {"neighbor_list": pairs, "neighbor_ptr": ptr}
+    if form == "matrix":
+        near = {"neighbor_matrix": neighbor_list(x, 20.0)[0]}
+    found = d3_dispersion(x, z, PBE, parameters(), cutoff=20.0, compute_forces=True, **near)
+    compiled = torch.compile(d3_dispersion, backend="eager")
+    states = parameters().states([1, 6, 8])
+    others = compiled(x, z, PBE, states, cutoff=20.0, compute_forces=True, **near) if near else found
+    real = z != 0
+    for a, b, c in zip(found, expected, others):
+        close(a[real], b, 1e-15)
+        close(c[real], b, 1e-15)
+    assert not found[0][~real].any() and not found[1][~real].any()

@@ -28,6 +28,7 @@ from nvalchemiops.torch.spline import (
     spline_spread,
     spline_spread_channels,
 )
+from tests.one_lane import one_lane, use_one_lane
 from tests.systems import System, batch, crystal, triclinic
 
 ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
@@ -271,11 +272,8 @@ def test_kernels_compile_for_a_gpu(name, tmp_path):
     assert list(tmp_path.glob("*.cubin"))
 
 
-ONE_LANE = """
-    struct { int x; } threadIdx = {0};
-    const auto __shfl_xor_sync = [](unsigned, double value, int) { return value; };
-    const auto __syncwarp = [] {};
-    const auto half_turns = [](double turns, double *sine, double *cosine) {
+HALF_TURNS = """
+    static const auto half_turns = [](double turns, double *sine, double *cosine) {
         *sine = wp::sin(3.141592653589793 * turns);
         *cosine = wp::cos(3.141592653589793 * turns);
     };
@@ -285,18 +283,15 @@ ONE_LANE = """
 @pytest.fixture
 def gpu_branch(monkeypatch):
     """Builds a kernel with its GPU branch for the CPU, with warps of one thread."""
+    # where lanes stand for points of a stencil, one lane takes them all
+    stencil = re.compile(r"if \(lane < (\d)\) \{(.*?)const int l = lane;", re.DOTALL)
 
-    def by_device(cpu, gpu=""):
-        text = gpu.replace("::sincospi", "half_turns")
-        # where lanes stand for points of a stencil, one lane takes them all
-        stencil = re.compile(r"if \(lane < (\d)\) \{(.*?)const int l = lane;", re.DOTALL)
-        return ONE_LANE + stencil.sub(r"for (int l = 0; l < \1; ++l) {\2", text)
+    def rewritten(text):
+        text = stencil.sub(r"for (int l = 0; l < \1; ++l) {\2", text)
+        return one_lane(text.replace("::sincospi", "half_turns"), functions=HALF_TURNS)
 
     for source in (fourier_kernels, spline_kernels):
-        named = source.kernel_module
-        monkeypatch.setattr(source, "WARP", 1)
-        monkeypatch.setattr(source, "by_device", by_device)
-        monkeypatch.setattr(source, "kernel_module", lambda name, named=named: named(f"gpu_branch_{name}"))
+        use_one_lane(monkeypatch, source, rewritten)
     return lambda factory, *variant: factory.__wrapped__(*variant)
 
 

@@ -342,6 +342,7 @@ OPEN = torch.tensor([True, True, False])
         (ValueError, "alpha", {"alpha": torch.tensor([0.5, 0.5])}),
         (TypeError, "alpha", {"alpha": "wide"}),
         (ValueError, "accuracy", {"accuracy": 0.0}),
+        (ValueError, "accuracy", {"accuracy": 1.0}),
         (ValueError, "accuracy", {"accuracy": -1e-6}),
         (TypeError, "accuracy", {"accuracy": None}),
         (ValueError, "cutoff", {"cutoff": 0.0}),

@@ -104,6 +104,10 @@ def bad_values(batched):
         yield ValueError, "batch_idx", {"batch_idx": IDX.to("meta")}
         for value in (IDX + 1, IDX * 1000, torch.tensor([0, 0, 0, 2**31 - 1])):
             yield ValueError, "batch_idx", {"batch_idx": value.int()}
+        yield ValueError, "batch_idx", {"batch_idx": IDX.long() * 2**32}  # not 0 again
+        for value in ([0, 2**32, 4], [0, 2**32 + 2, 4], [0, 2, 2**32 + 4], [2**32, 2, 4]):
+            yield ValueError, "batch_ptr", {"batch_ptr": torch.tensor(value), "batch_idx": None}
+            yield ValueError, "batch_ptr", {"batch_ptr": torch.tensor(value), "batch_idx": None, **bare}
         for value in ([0, 2, 3], [0, 2, 5], [1, 2, 4], [0, 5, 4], [0, -1, 4], [-1, 2, 4]):
             ptr = torch.tensor(value, dtype=torch.int32)
             yield ValueError, "batch_ptr", {"batch_ptr": ptr, "batch_idx": None}
@@ -176,6 +180,20 @@ def table():
 def test_bad_arguments_are_named(function, arguments, error, match):
     with pytest.raises(error, match=match):
         function(**arguments)
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_systems_out_of_order_are_blamed_on_what_is_given(as_list):
+    for idx in ([0, 1, 0, 1], [1, 1, 2, 2], [-1, 0, 0, 1]):
+        with pytest.raises(ValueError, match="`batch_idx` must hold the numbers of systems, from 0") as caught:
+            neighbors.neighbor_list(
+                X, 1.0, CELL.expand(2, 3, 3), batch_idx=torch.tensor(idx), return_neighbor_list=as_list
+            )
+        assert "batch_ptr" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"^`batch_ptr` must rise from 0 to the number of atoms$"):
+        neighbors.neighbor_list(X, 1.0, batch_ptr=torch.tensor([0, 3, 5]), return_neighbor_list=as_list)
+    with pytest.raises(ValueError, match="`batch_idx` and `batch_ptr`"):
+        neighbors.neighbor_list(X, 1.0, batch_idx=IDX, batch_ptr=torch.tensor([0, 1, 4]), return_neighbor_list=as_list)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -301,6 +319,40 @@ def test_a_wild_system_number_costs_no_memory():
     )
     assert finished.returncode == 0, finished.stderr[-2000:]
     assert finished.stdout.splitlines()[-1] == "survived"
+
+
+def test_system_numbers_beyond_32_bits_are_systems_of_their_own():
+    """Without a cell any rising numbers will do: two that differ by 2^32 are two systems."""
+    for idx in ([0, 0, 2**32, 2**32], [5, 5, 2**40, 2**40], [2**33, 2**33, 2**62, 2**62]):
+        expected = neighbors.neighbor_list(X, 1.0, batch_idx=IDX, return_neighbor_list=True)
+        found = neighbors.neighbor_list(X, 1.0, batch_idx=torch.tensor(idx), return_neighbor_list=True)
+        assert torch.equal(found[0], expected[0]) and found[0].tolist() == [[0, 1, 2, 3], [1, 0, 3, 2]]
+        unread = {"max_neighbors": 4, "check": False}
+        assert neighbors.neighbor_list(X, 1.0, batch_idx=torch.tensor(idx), **unread)[1].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_distances_where_an_atom_is_lost_and_nobody_looks(compiled):
+    """Its count says so, and its row is empty; the other rows are as they were."""
+    x = X.clone()
+    x[1, 2] = NAN
+
+    def search(x):
+        options = {"max_neighbors": 8, "check": False, "return_distances": True, "return_vectors": True}
+        return neighbors.neighbor_list(x, 1.0, CELL, **options)
+
+    find = torch.compile(search, backend="aot_eager", fullgraph=True) if compiled else search
+    matrix, count, shifts, distances, vectors = find(x)
+    assert count.tolist() == [2, 2**31 - 1, 2, 2]
+    assert (matrix[1] == 4).all() and not shifts[1].any() and not distances[1].any() and not vectors[1].any()
+    assert distances[0, :2].tolist() == [0.5, 0.5] and distances.isfinite().all()
+
+
+def test_a_list_is_looked_at_even_if_that_is_not_asked_for():
+    """It waits for the device in any case, and a count of pairs that are missing would be lost."""
+    memory = {"neighbor_matrix": ints(4, 8), "neighbor_matrix_shifts": ints(4, 8, 3)}
+    with pytest.raises(ValueError, match="positions"):
+        neighbors.neighbor_list(X * NAN, 1.0, CELL, return_neighbor_list=True, check=False, **memory)
 
 
 def test_unchecked_mistakes_stay_within_their_memory():

@@ -13,35 +13,26 @@ from nvalchemiops.launch import registered_kernels
 from nvalchemiops.neighbors import search as source
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors import search as ops
+from tests.one_lane import one_lane, one_lane_module
 from tests.systems import SYSTEMS, batch, triclinic
 
-ONE_LANE = """
-    struct { int x; } threadIdx = {0};
-    const auto __ballot_sync = [](unsigned, bool hit) { return static_cast<unsigned>(hit); };
-    const auto __popc = [](unsigned mask) { return __builtin_popcount(mask); };
-    const auto fma = [](double a, double b, double c) { return __builtin_fma(a, b, c); };
+FMA = """
+    static const auto fma = [](double a, double b, double c) { return __builtin_fma(a, b, c); };
 """
-
-
-def warps_of_one(text):
-    changes = {
-        "#if defined(__CUDA_ARCH__)": "#if 1",
-        "threadIdx.x & 31": "0",
-        "base += 32": "base += 1",
-        "finish(r, found, lane, 32)": "finish(r, found, lane, 1)",
-    }
-    for old, new in changes.items():
-        assert old in text, f"the source no longer has {old!r}"
-        text = text.replace(old, new)
-    return ONE_LANE + text
+WARPS_OF_ONE = {
+    "#if defined(__CUDA_ARCH__)": "#if 1",
+    "threadIdx.x & 31": "0",
+    "base += 32": "base += 1",
+    "finish(r, found, lane, 32)": "finish(r, found, lane, 1)",
+}
 
 
 @pytest.fixture
 def gpu_branch(monkeypatch):
     """The search kernel, its GPU branch built for one lane."""
-    native = wp.func_native(warps_of_one(source._SEARCH))(source.search_rows.func)
+    native = wp.func_native(one_lane(source._SEARCH, WARPS_OF_ONE, FMA))(source.search_rows.func)
     monkeypatch.setattr(source, "search_rows", native)
-    monkeypatch.setattr(source, "kernel_module", lambda name: wp.get_module(f"test_{name}_one_lane"))
+    monkeypatch.setattr(source, "kernel_module", one_lane_module)
     kernel = source.search_neighbors.__wrapped__()
     monkeypatch.setattr(ops, "search_neighbors", lambda: kernel)
     return kernel

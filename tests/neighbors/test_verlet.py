@@ -460,6 +460,13 @@ def test_energy_is_conserved_with_a_skin_and_wrapping_as_without():
         (ValueError, "max_neighbors", {"max_neighbors": -1}),
         (TypeError, "max_neighbors", {"max_neighbors": 8.5}),
         (TypeError, "fill_value", {"fill_value": "none"}),
+        (TypeError, "cutoff", {"cutoff": "5.0"}),
+        (TypeError, "skin", {"skin": True}),
+        (TypeError, "max_neighbors", {"max_neighbors": True}),
+        (TypeError, "half_fill", {"half_fill": "no"}),
+        (TypeError, "return_neighbor_list", {"return_neighbor_list": 1}),
+        (ValueError, "method", {"method": "x"}),
+        (ValueError, "method", {"method": 3}),
         (TypeError, "positional", {"half": True}),
     ],
 )
@@ -489,5 +496,24 @@ def test_a_failed_search_leaves_the_list_as_it_was():
             verlet(*form)
     assert verlet.num_builds == 1 and verlet(x, cells, None, batch_idx) is result
     assert all(torch.equal(a, b) for a, b in zip(result, before))
-    with pytest.raises(ValueError, match="method"):
-        VerletList(2.0, 0.5, method="magic")(x, cells, None, batch_idx)
+
+
+def test_periodicity_in_any_form_that_a_search_takes():
+    x, cell = random_system(12, 5.0, 3)
+    for pbc in (True, False, [True, True, False], np.array([True, False, True]), torch.ones((), dtype=torch.bool)):
+        verlet, expected = VerletList(2.0, 0.5), neighbor_list(x, 2.5, cell, pbc)
+        result = verlet(x, cell, pbc)
+        assert verlet(x, cell, pbc) is result and torch.equal(result[1], expected[1])
+        verlet(x + 1.0, cell, pbc)
+        assert verlet.num_builds == 2
+
+
+def test_a_wild_system_number_is_refused():
+    """What is kept for each system would fill the memory; sensible ones may leave some out."""
+    x = torch.rand(4, 3, dtype=FLOAT64)
+    verlet = VerletList(2.0, 0.5)
+    for wild in (2**31 - 2, 2**40):
+        with pytest.raises(ValueError, match="`batch_idx`"):
+            verlet(x, batch_idx=torch.tensor([0, 0, wild, wild]))
+    verlet(x, batch_idx=torch.tensor([0, 0, 7, 7]))
+    assert verlet.rebuilt.shape == (8,)

@@ -8,9 +8,11 @@ import inspect
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
+from nvalchemiops.interactions.pair.expression import MAX_EXPONENT
 from nvalchemiops.torch.interactions import lj
 from nvalchemiops.torch.interactions.electrostatics import (
     coulomb_energy,
@@ -19,7 +21,15 @@ from nvalchemiops.torch.interactions.electrostatics import (
     dsf_coulomb,
     ewald_real_space,
 )
-from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
+from nvalchemiops.torch.interactions.pair import (
+    PairPotential,
+    damped_shifted_force,
+    lennard_jones,
+    reaction_field,
+    soft_core_lennard_jones,
+    wolf,
+    ziegler_biersack_littmark,
+)
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.systems import triclinic
 
@@ -101,8 +111,9 @@ def bad_values(name):
             torch.tensor(1.0, dtype=torch.float64, device=OTHER),
         ):
             yield ValueError, parameter, {parameter: value}
-        for value in (torch.tensor(1.0), "wide", None):
+        for value in (torch.tensor(1.0), "wide"):
             yield TypeError, parameter, {parameter: value}
+        yield (TypeError, ValueError), parameter, {parameter: None}  # no number, or missing
     if general_call:
         for value in (1.0, TABLE.tolist(), TABLE.float()):
             yield TypeError, "A", {"A": value}
@@ -115,6 +126,8 @@ def bad_values(name):
             yield TypeError, "species", {"species": value}
         yield TypeError, "unknown", {"unknown": 1.0}
         yield ValueError, "compute_gradients", {"compute_gradients": ("mass",)}
+        for value in ({"q", "scale"}, "q", 3, (1,)):  # gradients in the order of a set would be in none
+            yield TypeError, "compute_gradients", {"compute_gradients": value}
     else:
         yield TypeError, "unknown", {"unknown": 1.0}
     if is_lj:
@@ -204,6 +217,11 @@ def bad_values(name):
     for value in (1.5, "none"):
         yield TypeError, "fill_value", {**wide, "fill_value": value}
     yield ValueError, "half_list", {"half_list": True}
+    flags = ["half_list"] * (name != "ewald_real_space")
+    flags += ["compute_virial"] * (general_call or name == "dsf_coulomb") + ["check"] * (general_call or is_lj)
+    for flag in flags + ["compute_forces"] * (general_call or name in ("lj_energy", "dsf_coulomb")):
+        for value in (2, None, "no", torch.tensor(True)):
+            yield TypeError, flag, {**near, flag: value}
 
     if not (general_call or is_lj):
         return
@@ -284,11 +302,82 @@ def test_missing_parameters(missing):
         call(**{name: value for name, value in in_order.items() if name != missing})
 
 
+def test_a_misspelled_parameter_is_named():
+    with pytest.raises(TypeError, match=r"`eps` is no argument.*sigma, epsilon"):
+        lennard_jones(CUTOFF)(X, CELL, sigma=1.0, eps=1.0)
+
+
+@pytest.mark.parametrize("value", [[1.0] * 4, np.ones(4)])
+def test_parameters_that_are_no_tensors(value):
+    with pytest.raises(TypeError, match=r"`epsilon` must be a number or a torch\.Tensor, got .*: use torch\.as_tensor"):
+        lennard_jones(CUTOFF)(X, CELL, sigma=1.0, epsilon=value)
+
+
+def test_messages_say_how_to_convert():
+    potential = lennard_jones(CUTOFF)
+    with pytest.raises(TypeError, match=r"`positions` must be a torch\.Tensor, got ndarray: use torch\.as_tensor"):
+        potential(X.numpy(), CELL, sigma=1.0, epsilon=1.0)
+    with pytest.raises(TypeError, match=r"use `epsilon\.to\(positions\.dtype\)`"):
+        potential(X, CELL, sigma=1.0, epsilon=ONES.float())
+
+
 def test_several_channels_of_charges_are_for_sums_over_all_distances():
     for name in ("coulomb_energy", "dsf_coulomb"):
         function, in_order = FUNCTIONS[name]
         with pytest.raises(ValueError, match="charges"):
             function(**in_order | {"charges": Q[:, None]})
+
+
+def test_flags_of_numpy_are_flags():
+    function, in_order = FUNCTIONS["PairPotential"]
+    expected = function(**in_order, compute_forces=True, compute_virial=True)
+    found = function(**in_order, compute_forces=np.True_, compute_virial=np.True_, check=np.False_)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("index", ["species", "batch_idx"])
+def test_a_wrong_number_is_blamed_on_its_own_argument_in_a_graph_too(index):
+    """There only the kernel can see it."""
+    potential, numbers = general(), SPECIES * 0
+
+    def energies(x, wrong):
+        given = {"species": numbers, "batch_idx": numbers, index: wrong}
+        return potential(x, neighbor_list=PAIRS, q=1.0, scale=1.0, A=TABLE, num_systems=1, **given)
+
+    compiled = torch.compile(energies, backend="aot_eager", fullgraph=True)
+    assert compiled(X, numbers).isfinite().all()
+    with pytest.raises(ValueError, match=f"^`{index}`"):
+        compiled(X, numbers + 2)
+
+
+@pytest.mark.parametrize("make", [wolf, damped_shifted_force, reaction_field])
+def test_sums_that_are_defined_by_their_cutoff_need_one(make):
+    with pytest.raises(ValueError, match="`cutoff` is needed"):
+        make(None)
+
+
+@pytest.mark.parametrize(
+    ("error", "argument", "make"),
+    [
+        (TypeError, "mixing", lambda: lennard_jones(3.0, mixing=["a"])),
+        (TypeError, "mixing", lambda: soft_core_lennard_jones(3.0, mixing=["a"])),
+        (ValueError, "mixing", lambda: soft_core_lennard_jones(3.0, mixing="a")),
+        (ValueError, "repulsive", lambda: lennard_jones(3.0, repulsive=MAX_EXPONENT + 1)),
+        (ValueError, "attractive", lambda: lennard_jones(3.0, attractive=0)),
+        (TypeError, "coulomb_constant", lambda: ziegler_biersack_littmark(3.0, coulomb_constant="a")),
+        (ValueError, "coulomb_constant", lambda: ziegler_biersack_littmark(3.0, coulomb_constant=NAN)),
+        (TypeError, "bohr_radius", lambda: ziegler_biersack_littmark(3.0, bohr_radius=None)),
+        (ValueError, "bohr_radius", lambda: ziegler_biersack_littmark(3.0, bohr_radius=0.0)),
+    ],
+)
+def test_bad_settings_of_ready_made_potentials_are_named(error, argument, make):
+    with pytest.raises(error, match=f"`{argument}`"):
+        make()
+
+
+def test_the_largest_exponent_works():
+    energies = lennard_jones(3.0, repulsive=MAX_EXPONENT)(X, CELL, sigma=0.5, epsilon=1.0)
+    assert energies.isfinite().all()
 
 
 def test_without_a_cutoff_no_list_can_be_built():
@@ -346,6 +435,40 @@ def test_check_finds_lists_that_are_not_full(what):
     bad = {"a pair twice": twice, "an atom with itself": itself, "one direction": (PAIRS[:, 1:], SHIFTS[1:])}[what]
     with pytest.raises(ValueError, match="list"):
         lj.lj_energy(**LJ, neighbor_list=bad[0], neighbor_shifts=bad[1], check=True)
+
+
+@pytest.mark.parametrize("form", ["list", "matrix", "half"])
+def test_check_finds_lists_that_are_too_short(form):
+    """Without a word, energies would lack pairs."""
+
+    def given(x, reach, cell, **options):
+        if form == "matrix":
+            matrix, _, *shifts = neighbor_list(x, reach, cell, **options)
+            return {"neighbor_matrix": matrix} | dict(zip(["neighbor_matrix_shifts"], shifts))
+        options |= {"half_fill": form == "half", "return_neighbor_list": True}
+        pairs, _, *shifts = neighbor_list(x, reach, cell, **options)
+        return {"neighbor_list": pairs, "half_list": form == "half"} | dict(zip(["neighbor_shifts"], shifts))
+
+    slab, systems = torch.tensor([True, True, False]), torch.tensor([0, 0, 1, 1], dtype=torch.int32)
+    for cell, options in (
+        (CELL, {}),
+        (CELL, {"pbc": slab}),
+        (None, {}),
+        (CELL, {"batch_idx": systems}),
+        (None, {"batch_idx": systems}),
+    ):
+        x = X if cell is not None else 0.05 * X  # where pairs are close without images, too
+        argument = "neighbor_matrix" if form == "matrix" else "neighbor_list"
+        call = functools.partial(lennard_jones(CUTOFF), x, cell, sigma=1.0, epsilon=1.0, check=True, **options)
+        expected = lennard_jones(CUTOFF)(x, cell, sigma=1.0, epsilon=1.0, **options)
+        for reach in (CUTOFF, 1.2 * CUTOFF):
+            torch.testing.assert_close(call(**given(x, reach, cell, **options)), expected)
+        with pytest.raises(ValueError, match=rf"`{argument}` has \d+ pairs within `cutoff` = 3.* reach to the cutoff"):
+            call(**given(x, 0.1, cell, **options))
+    with pytest.raises(ValueError, match="joins what are no neighbors"):
+        lennard_jones(CUTOFF)(X, CELL, sigma=1.0, epsilon=1.0, check=True, pbc=slab, **given(X, CUTOFF, CELL))
+    with pytest.raises(ValueError, match="give `pbc`"):
+        lennard_jones(CUTOFF)(X, CELL, sigma=1.0, epsilon=1.0, check=True, **given(X, CUTOFF, CELL, pbc=slab))
 
 
 # -- NaN and atoms in one place -------------------------------------------------------------------

@@ -467,6 +467,12 @@ def test_declared_names_are_used_and_distinct(argument, options):
         PairPotential("1/r", **options)
 
 
+def test_words_of_python_are_no_names():
+    for kind, word in (("global_parameters", "lambda"), ("per_pair", "None"), ("per_atom", "class")):
+        with pytest.raises(ValueError, match=f"`{kind}`: .*'{word}', which is a word of Python"):
+            PairPotential("r", **{kind: (word,)})
+
+
 def test_one_name_is_one_parameter():
     """A call could not tell the charge of the atoms from a global one of the same name."""
     with pytest.raises(ValueError, match="'q'"):

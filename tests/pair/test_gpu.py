@@ -11,6 +11,7 @@ from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.torch.interactions.pair import PairPotential, damped_shifted_force, lennard_jones
 from nvalchemiops.torch.interactions.pair import op as ops
 from nvalchemiops.torch.neighbors import neighbor_list
+from tests.one_lane import one_lane
 from tests.systems import batch, crystal, triclinic
 
 TWO = batch(triclinic(6, charged=True), crystal("rocksalt", 5.6, 2, 0.2))
@@ -112,9 +113,7 @@ def test_a_wrong_index_on_a_gpu_is_nan_not_a_crash():
 
 # -- without a GPU --------------------------------------------------------------------------------
 
-ONE_LANE = """
-    struct { int x; } threadIdx = {0};
-    static const auto __shfl_xor_sync = [](unsigned, auto value, int) { return value; };
+SCALED_ERFC = """
     static const auto scaled_erfc = [](double x) { return wp::exp(x * x) * wp::erfc(x); };
 """
 
@@ -126,9 +125,8 @@ def gpu_branch(monkeypatch):
 
     def rewritten(variant):
         text = written(variant)
-        assert text.count("#if defined(__CUDA_ARCH__)") == 2 and "::erfcx" in text
-        text = text.replace("#if defined(__CUDA_ARCH__)", "#if 1").replace("::erfcx", "scaled_erfc")
-        return ONE_LANE + text
+        assert text.count("#if defined(__CUDA_ARCH__)") == 2
+        return one_lane(text, {"#if defined(__CUDA_ARCH__)": "#if 1", "::erfcx": "scaled_erfc"}, SCALED_ERFC)
 
     monkeypatch.setattr(source, "WARP", 1)
     monkeypatch.setattr(source, "source", rewritten)

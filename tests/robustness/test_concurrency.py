@@ -3,6 +3,7 @@
 import functools
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import textwrap
@@ -213,6 +214,39 @@ def test_a_kernel_is_made_once_however_many_threads_ask():
     finally:
         del launch._registered[before:]
     assert len(made) == 1 and len(found) == N_THREADS and len(set(map(id, found))) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_forked_while_other_threads_are_busy_waits_for_none_of_them():
+    """They are not there, and would never open what they hold."""
+    script = """
+        import json, os, threading
+        from nvalchemiops import _warp
+        from nvalchemiops.torch import kernel, recent
+
+        locks = {"warp": lambda: _warp._lock, "ops": lambda: kernel._ops_lock, "recent": lambda: recent._lock}
+        held, leave = threading.Barrier(len(locks) + 1), threading.Event()
+
+        def hold(lock):
+            with lock():
+                held.wait(60)
+                leave.wait(60)
+
+        holders = [threading.Thread(target=hold, args=(lock,)) for lock in locks.values()]
+        for holder in holders:
+            holder.start()
+        held.wait(60)
+        child = os.fork()
+        if child == 0:
+            os._exit(sum(2**k for k, lock in enumerate(locks.values()) if not lock().acquire(timeout=1)))
+        _, status = os.waitpid(child, 0)
+        leave.set()
+        for holder in holders:
+            holder.join()
+        stuck = os.waitstatus_to_exitcode(status)
+        print(json.dumps([name for k, name in enumerate(locks) if stuck & 2**k]))
+    """
+    assert python_says(script) == []
 
 
 def python_says(code: str):

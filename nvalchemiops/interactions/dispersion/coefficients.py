@@ -18,13 +18,11 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.math.vectors import WARP
 from nvalchemiops.native import by_device, filled
 
 MOST_REFERENCES = 32
 """Reference molecules of an element that there is room for; D3 has up to five, or seven."""
-
-WARP = 32
-"""Threads of a GPU that share an atom, with different coefficients."""
 
 _SOURCE = (
     """

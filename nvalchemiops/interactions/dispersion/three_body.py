@@ -21,7 +21,7 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.math.vectors import LANES
+from nvalchemiops.math.vectors import LANES, WARP
 from nvalchemiops.native import by_device, filled
 
 MOST_COEFFICIENTS = 256
@@ -29,9 +29,6 @@ MOST_COEFFICIENTS = 256
 
 TILE = 64
 """Neighbors that are collected at once on a CPU."""
-
-WARP = 32
-"""Threads of a GPU that share a row."""
 
 N_SUMS = 18
 """Columns of the sums by system: the gradient by the cell, and the virial."""

@@ -64,6 +64,11 @@ REAL_SHARE, RECIPROCAL_SHARE = 0.87, 0.5
 """Of the error; the squares add up to one."""
 
 
+def average_distance(n_atoms: Any, volume: Any) -> Any:
+    """``(V/N)^(1/3)``, the spacing of what follows; by numpy or torch. No atom counts as one."""
+    return (volume / n_atoms.clip(1.0, None)) ** (1.0 / 3.0)
+
+
 def _solve(prefactor: Any, error: float, xp: Any = np) -> Any:
     """The x >= 1 with ``prefactor(x) exp(-x²)`` equal to ``error``, for a prefactor that falls slowly."""
     x: Any = 3.0
@@ -113,9 +118,8 @@ def check_mesh_spacing(spacing: np.ndarray, alpha: np.ndarray, accuracy: float, 
 
 def ewald_alpha(n_atoms: Any, volume: Any, accuracy: float, costs: Costs, xp: Any = np) -> Any:
     """Splitting parameter for which real and reciprocal space take the same time."""
-    n = n_atoms.clip(1.0, None)
-    spacing = (volume / n) ** (1.0 / 3.0)
-    alpha = 3.0 / spacing / n ** (1.0 / 6.0)
+    spacing = average_distance(n_atoms, volume)
+    alpha = 3.0 / spacing / n_atoms.clip(1.0, None) ** (1.0 / 6.0)
     for _ in range(3):
         x = real_cutoff(alpha, spacing, accuracy, xp) * alpha
         y = reciprocal_cutoff(alpha, spacing, accuracy, xp) / (2.0 * alpha)
@@ -128,7 +132,7 @@ def ewald_alpha(n_atoms: Any, volume: Any, accuracy: float, costs: Costs, xp: An
 
 def mesh_alpha(n_atoms: Any, volume: Any, accuracy: float, order: int, costs: Costs, xp: Any = np) -> Any:
     """Splitting parameter for which pairs and the mesh take the same time."""
-    spacing = (volume / n_atoms.clip(1.0, None)) ** (1.0 / 3.0)
+    spacing = average_distance(n_atoms, volume)
     alpha = 0.8 / spacing
     for _ in range(3):
         x = real_cutoff(alpha, spacing, accuracy, xp) * alpha

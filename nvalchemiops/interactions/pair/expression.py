@@ -8,6 +8,7 @@ order. Parameters of the two atoms end in 1 and 2. The conventions are those of 
 import ast
 import difflib
 import functools
+import keyword
 import math
 import random
 import re
@@ -97,6 +98,8 @@ def check_names(formula: Formula) -> None:
         for name in names:
             if not isinstance(name, str) or not name.isidentifier():
                 raise ValueError(f"`{kind}` must hold names of parameters, got {name!r}")
+            if keyword.iskeyword(name):
+                raise ValueError(f"`{kind}`: a parameter cannot be called '{name}', which is a word of Python")
             for written in (name + "1", name + "2") if kind == "per_atom" else (name,):
                 if written in seen:
                     raise ValueError(f"`{kind}`: the symbol '{written}' of '{name}' {seen[written]}")
@@ -505,8 +508,6 @@ def without_absolutes(expression: Any) -> Any:
         return expression
     return expression.replace(sympy.Abs, _absolute).replace(sympy.sign, lambda x: 2 * Step(x) - 1)
 
-
-_ELEMENTARY = ("sqrt", "exp", "log", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "erf", "erfc")
 
 _ELEMENTARY = ("sqrt", "exp", "log", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "erf", "erfc")
 

@@ -6,7 +6,7 @@ to pairs of species rather than to atoms, the same expression is used with table
 
 import math
 
-from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.interactions.pair.expression import MAX_EXPONENT, Formula
 
 MIXING = {
     # C. Kong, J. Chem. Phys. 59, 2464 (1973), doi:10.1063/1.1680358, compares these rules
@@ -30,8 +30,8 @@ def lennard_jones(mixing: str | None = "lorentz-berthelot", repulsive: int = 12,
     """
     n, m = repulsive, attractive
     for name, exponent in (("repulsive", n), ("attractive", m)):
-        if isinstance(exponent, bool) or not isinstance(exponent, int) or exponent < 1:
-            raise ValueError(f"`{name}` must be a positive int, got {exponent!r}")
+        if isinstance(exponent, bool) or not isinstance(exponent, int) or not 1 <= exponent <= MAX_EXPONENT:
+            raise ValueError(f"`{name}` must be an int in 1 .. {MAX_EXPONENT}, got {exponent!r}")
     if n <= m:
         raise ValueError(f"`repulsive` = {n} must be larger than `attractive` = {m}")
     energy = f"({n}/({n} - {m})) * ({n}/{m})^({m}/({n} - {m})) * epsilon * ((sigma/r)^{n} - (sigma/r)^{m})"

@@ -32,14 +32,11 @@ from nvalchemiops.interactions.pair.derivatives import (
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 from nvalchemiops.math.special import scalar_functions, vector_functions
-from nvalchemiops.math.vectors import LANES, lanes_of_masks
+from nvalchemiops.math.vectors import LANES, WARP, lanes_of_masks
 from nvalchemiops.neighbors.rows import NOTHING
 
 BLOCK = 64
 """Neighbors that are collected before they are evaluated, at most; a multiple of `LANES`."""
-
-WARP = 32
-"""Threads of a GPU that share a row."""
 
 
 class Variant(NamedTuple):
@@ -148,7 +145,7 @@ SCALARS = {
 
 
 _COMMON = [
-    (Variant(Request(formula, (), outputs, weights), "float64", True, 0),)
+    Variant(Request(formula, (), outputs, weights), "float64", True, 0)
     for formula in (
         potentials.lennard_jones(),
         potentials.COULOMB,
@@ -159,8 +156,15 @@ _COMMON = [
 ]
 """What most calls come to: energies with forces, with virial, and the derivative of energies by positions."""
 
+_EWALD = [
+    Variant(Request(potentials.ewald_short_range(1), (), outputs, outputs[0] != WEIGHTS), precision, True, 0)
+    for precision in ("float64", "float32")
+    for outputs in ("w", "wr", "wrv", "wp", "wrp", "wrpv", "r", "c", "p", "rc", "rp", "cp", "rcp")
+]
+"""Ewald sums of one charge for each atom: energies with first derivatives, and first derivatives of energies."""
 
-@kernel_variants(*_COMMON)
+
+@kernel_variants(*((variant,) for variant in (*_COMMON, *_EWALD)))
 def pair_kernel(variant: Variant) -> Any:
     """The kernel for ``variant``, compiled at its first launch and kept on disk by its content.
 
@@ -198,8 +202,8 @@ def _annotation(array: Array) -> str:
 # -- the body -------------------------------------------------------------------------------------
 
 FAULTS = {
-    1: "the neighbors hold an atom that does not exist",
-    2: "the list must be sorted by its first row, and `neighbor_ptr` rise from 0 to the number of pairs and fit it",
+    1: "`neighbor_list` or `neighbor_matrix` holds an atom that does not exist",
+    2: "`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit it, from 0 to the number of pairs",
     3: "`batch_idx` holds a system that does not exist",
     4: "`species` holds a species that the tables do not have",
 }

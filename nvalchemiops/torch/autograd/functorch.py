@@ -23,6 +23,18 @@ def derivative_asked() -> bool:
     return transforms_active() or forward_ad._current_level >= 0
 
 
+def is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether a derivative by this tensor is asked for: backward, forward, or by a transform."""
+    while True:
+        if (tensor.requires_grad and torch.is_grad_enabled()) or (
+            forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+        ):
+            return True
+        if torch.compiler.is_compiling() or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return False
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+
+
 Pullback = Callable[
     [Sequence[Any], Sequence[torch.Tensor], Sequence[torch.Tensor | None], Sequence[bool]], tuple[Any, ...]
 ]
@@ -119,7 +131,7 @@ def transformable(
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
             if fold is not None:
                 return fold(info, in_dims, *args)
-            return _one_by_one(enter, info.batch_size, in_dims, args)
+            return _one_by_one(name, enter, info.batch_size, in_dims, args)
 
     Transformable.__name__ = Transformable.__qualname__ = name
     return enter
@@ -162,7 +174,9 @@ def transpose(
     return [p.to(z.dtype).reshape(z.shape) for p, z in zip(products.split(sizes), zeros, strict=True)]
 
 
-def _one_by_one(call: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]) -> Any:
+def _one_by_one(
+    name: str, call: Callable[..., Any], size: int, in_dims: Sequence[int | None], args: Sequence[Any]
+) -> Any:
     def slice_of(argument: Any, dimension: Any, b: int) -> Any:
         # torch gives a sequence of numbers a sequence of dimensions, all None
         return argument.select(dimension, b) if isinstance(dimension, int) else argument
@@ -170,7 +184,16 @@ def _one_by_one(call: Callable[..., Any], size: int, in_dims: Sequence[int | Non
     if size == 0:
         raise ValueError("vmap over a dimension of size 0: nothing to evaluate, so the outputs are unknown")
     slices = [call(*(slice_of(a, d, b) for a, d in zip(args, in_dims, strict=True))) for b in range(size)]
+
+    def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        if any(part.shape != parts[0].shape for part in parts):
+            raise ValueError(
+                f"{name} under vmap: outputs differ in size between slices. Ask for one size (`max_neighbors` of a "
+                "neighbor list), or call it outside of vmap"
+            )
+        return torch.stack(tuple(parts))
+
     if not isinstance(slices[0], tuple):
-        return torch.stack(slices), 0
-    stacked = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+        return together(slices), 0
+    stacked = tuple(together(parts) for parts in zip(*slices, strict=True))
     return stacked, (0,) * len(stacked)

@@ -361,7 +361,8 @@ def _make({", ".join(values)}):
         if not _plain_keys or (torch.cuda.is_initialized() and len(_plain_keys) == 1):
             # what tensors without any peculiarity look like to the dispatcher
             devices = ["cpu"] + ["cuda"] * torch.cuda.is_initialized()
-            _plain_keys.update(_C._dispatch_keys(torch.empty(0, device=device)).raw_repr() for device in devices)
+            with torch.inference_mode(False):  # whose tensors are not plain
+                _plain_keys.update(_C._dispatch_keys(torch.empty(0, device=device)).raw_repr() for device in devices)
         return self.overload(*args)
 
     # -- running the body -------------------------------------------------------------------------
@@ -635,6 +636,7 @@ def _make({", ".join(values)}):
                     result = op._run_ready(*args)
             else:
                 result = _below_autograd(op.overload, op._run, keyset, args)
+            result = tuple(map(_no_view, result)) if isinstance(result, tuple) else _no_view(result)
             outputs = result if isinstance(result, tuple) else (result,)
             ctx.set_materialize_grads(False)
             fixed = [o for i, o in enumerate(outputs) if i not in op.diff_outputs or not o.is_floating_point()]
@@ -819,6 +821,14 @@ def _below_autograd(overload: Any, implementation: Callable[..., Any], keyset: A
         if keyset.highestPriorityTypeId() in _BACKENDS:
             return implementation(*args)
         return overload.redispatch(keyset, *args)
+
+
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view: autograd forbids to change an output in place that is one."""
+    if not tensor._is_view():
+        return tensor
+    with _C._AutoDispatchBelowADInplaceOrView():
+        return tensor.detach()
 
 
 def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:

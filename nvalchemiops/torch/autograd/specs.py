@@ -30,6 +30,20 @@ TORCH_DTYPES: dict[Any, torch.dtype] = {
     wp.uint64: torch.int64,
 }
 
+PRECISIONS = {torch.float32: wp.float32, torch.float64: wp.float64}
+"""Those in which kernels exist, by the dtype of the tensors that they are for."""
+
+
+def real_of(values: torch.Tensor, *_: Any) -> Any:
+    """The Warp scalar of a tensor of floats: a ``dtype`` of an `OutputSpec` that follows the first input."""
+    return PRECISIONS[values.dtype]
+
+
+def precision_of(values: torch.Tensor) -> str:
+    """Its name, by which kernels are asked for: "float32" or "float64"."""
+    return PRECISIONS[values.dtype].__name__
+
+
 INDEX_LIKE = frozenset(
     [
         "neighbor_list",

@@ -272,7 +272,7 @@ def new_token() -> torch.Tensor:
 
     It lies on the CPU, so that looking it up never waits for a GPU.
     """
-    return torch.zeros(1, dtype=torch.int64)
+    return torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 def keep(recording: Recording) -> torch.Tensor:

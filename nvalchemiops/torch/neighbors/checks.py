@@ -1,11 +1,14 @@
 """Checks of arguments that describe atoms, cells and systems, at the public edge. Each message names the argument."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
+
+from nvalchemiops.neighbors.arguments import as_float as as_float
+from nvalchemiops.neighbors.arguments import as_int
+from nvalchemiops.neighbors.arguments import check_positive as check_positive
 
 FLOATS = (torch.float32, torch.float64)
 
@@ -32,22 +35,28 @@ def unread(tensor: Any) -> bool:
     """Whether the values of a tensor are not looked at: on a GPU, which would wait, while compiling, and under vmap."""
     if torch.compiler.is_compiling():
         return True
-    return isinstance(tensor, torch.Tensor) and (tensor.is_cuda or is_mapped(tensor))
+    return isinstance(tensor, torch.Tensor) and (tensor.device.type != "cpu" or is_mapped(tensor))
 
 
 def on_host(tensor: torch.Tensor) -> np.ndarray:
     """The values of a tensor as a numpy array, also under ``torch.func.grad`` and its like."""
     if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
-        return tensor.detach().numpy()
+        return tensor.detach().resolve_neg().numpy()
     values = plain(tensor.cpu())
     with torch._C._DisableFuncTorch():
-        return values.numpy()
+        return values.resolve_neg().numpy()
+
+
+def kind_of(value: Any) -> str:
+    """The type of what should have been a tensor, for a message, with the way to make one."""
+    advice = ": use torch.as_tensor" if isinstance(value, (np.ndarray, list, tuple)) else ""
+    return type(value).__name__ + advice
 
 
 def check_tensor(name: str, tensor: Any) -> None:
     """Raise unless this is a tensor with its elements in memory."""
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(tensor).__name__}")
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {kind_of(tensor)}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"`{name}` has layout {tensor.layout}, but kernels need a dense one: call .to_dense()")
 
@@ -69,10 +78,20 @@ def check_device(name: str, device: Any) -> torch.device:
     return found
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raise unless this is True or False: an argument of another place may have slipped here."""
+def check_same_device(device: Any, positions: torch.Tensor) -> None:
+    """Raise unless ``device`` names the device of the positions, or is None."""
+    if device is None:
+        return
+    asked = check_device("device", device)
+    if asked.type != positions.device.type or asked.index not in (None, positions.device.index):
+        raise ValueError(f"`device` is {asked}, but `positions` is on {positions.device}")
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """The value as a bool; raise unless this is True or False: an argument of another place may have slipped here."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"`{name}` must be True or False, got {type(value).__name__}")
+    return bool(value)
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
@@ -93,31 +112,13 @@ def check_positions(positions: Any, finite: bool = True, name: str = "positions"
         raise ValueError(f"`{name}` has entries that are NaN or infinite")
 
 
-def check_positive(name: str, value: Any) -> float:
-    """The value as a float; raise unless it is a finite number above zero."""
-    number = as_float(name, value)
-    if not 0.0 < number < math.inf:
-        raise ValueError(f"`{name}` must be positive and finite, got {number}")
-    return number
-
-
-def as_float(name: str, value: Any) -> float:
-    """The value as a float; raise unless it is a number, which neither text nor a flag is."""
-    try:
-        return float("text" if isinstance(value, (str, bytes, bool)) else value)
-    except OverflowError:
-        return math.inf
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}") from None
-
-
 def check_int(name: str, value: Any) -> int:
-    """The value; raise unless it is a whole number that fits into 32 bits."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
-        raise TypeError(f"`{name}` must be an int, got {type(value).__name__}")
-    if isinstance(value, (int, np.integer)) and not -(2**31) <= value < 2**31:
-        raise ValueError(f"`{name}` must fit into 32 bits, got {value}")
-    return value  # type: ignore[return-value]
+    """The value, which may be a symbol of a compiler; raise unless it is a whole number that fits into 32 bits."""
+    if isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    if isinstance(value, torch.Tensor):
+        raise TypeError(f"`{name}` must be an int, got Tensor")
+    return as_int(name, value)
 
 
 def check_like(name: str, memory: Any, values: torch.Tensor) -> None:
@@ -134,33 +135,29 @@ def check_like(name: str, memory: Any, values: torch.Tensor) -> None:
         )
 
 
+def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
+    """Raise unless ``value`` is a tensor of the dtype and on the device of the positions."""
+    check_tensor(name, value)
+    if value.dtype != positions.dtype:
+        raise TypeError(
+            f"`{name}` has dtype {value.dtype}, but `positions` has {positions.dtype}: use `{name}.to(positions.dtype)`"
+        )
+    if value.device != positions.device:
+        raise ValueError(f"`{name}` is on {value.device}, but `positions` is on {positions.device}")
+
+
 def check_lattice(cell: Any, positions: torch.Tensor) -> None:
     """Raise unless ``cell`` is one cell or several, of the dtype and on the device of the positions."""
-    check_tensor("cell", cell)
-    if cell.dtype != positions.dtype:
-        raise TypeError(f"`cell` has dtype {cell.dtype}, but `positions` has {positions.dtype}")
-    if cell.device != positions.device:
-        raise ValueError(f"`cell` is on {cell.device}, but `positions` is on {positions.device}")
+    check_real("cell", cell, positions)
     if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
         raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
-
-
-def check_cell(cell: Any, positions: torch.Tensor, n_systems: int) -> torch.Tensor:
-    """The cell as (n_systems, 3, 3); raise unless shape, dtype and device fit."""
-    check_lattice(cell, positions)
-    if cell.shape == (3, 3) and n_systems == 1:
-        return cell.unsqueeze(0)
-    if cell.shape != (n_systems, 3, 3):
-        single = "(3, 3) or " if n_systems == 1 else ""
-        raise ValueError(f"`cell` must have shape {single}({n_systems}, 3, 3), got {tuple(cell.shape)}")
-    return cell
 
 
 def check_pbc(pbc: Any, positions: torch.Tensor, n_systems: int) -> np.ndarray:
     """Periodicity as a bool array (n_systems, 3); None stands for periodic along all axes."""
     if pbc is None:
         return np.ones((n_systems, 3), dtype=bool)
-    if isinstance(pbc, bool):
+    if isinstance(pbc, (bool, np.bool_)):
         return np.full((n_systems, 3), pbc)
     tensor = pbc_tensor(pbc)
     if tuple(tensor.shape) not in ((3,), (n_systems, 3)):
@@ -168,7 +165,7 @@ def check_pbc(pbc: Any, positions: torch.Tensor, n_systems: int) -> np.ndarray:
     return np.broadcast_to(on_host(tensor), (n_systems, 3)).copy()
 
 
-def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
+def pbc_tensor(pbc: Any, device: torch.device | str = "cpu") -> torch.Tensor:
     """Periodicity as a bool tensor of whatever shape."""
     if not isinstance(pbc, torch.Tensor):
         try:
@@ -198,8 +195,25 @@ def check_batch_idx(batch_idx: Any, positions: torch.Tensor, n_systems: int | No
     if n_systems is None:
         n_systems = high + 1
     elif high >= n_systems:
+        if n_systems == 1:
+            raise ValueError(
+                f"`batch_idx` has the entry {high}, but there is one `cell`: give a cell for each system, "
+                "(n_systems, 3, 3), for example by cell.expand"
+            )
         raise ValueError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
     return batch_idx.to(torch.int32).contiguous(), n_systems
+
+
+def batch_of(batch_idx: Any, positions: torch.Tensor, n_systems: int) -> torch.Tensor | None:
+    """System of each atom as int32, or None for the only system. Values are looked at unless they are `unread`."""
+    if batch_idx is None:
+        if n_systems != 1:
+            raise ValueError("`batch_idx` is needed to tell several systems apart")
+        return None
+    if unread(batch_idx):
+        check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
+        return narrow(batch_idx)
+    return check_batch_idx(batch_idx, positions, n_systems)[0]
 
 
 def check_systems(

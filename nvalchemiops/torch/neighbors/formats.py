@@ -1,6 +1,6 @@
-"""Neighbor lists from one format to another, their check, and the differentiable distances of their pairs.
+"""Neighbor lists from one format to another, and their check.
 
-Everything here is plain torch: it differentiates, compiles and runs on any device by itself. A *matrix* has one row of
+Everything here is plain torch: it compiles and runs on any device by itself. A *matrix* has one row of
 ``width`` slots per atom, of which the first ``num_neighbors[i]`` count. A *list* has one column (i, j) per pair, sorted
 by i, and ``neighbor_ptr[i]`` says where the pairs of atom i begin. ``shifts`` hold the image S of each neighbor, which
 is at ``r_ij = x_j - x_i + S @ cell``.
@@ -16,6 +16,8 @@ import torch
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.geometry import counted, list_geometry, matrix_geometry
+from nvalchemiops.torch.segments import begins
 
 __all__ = [
     "check_full_list",
@@ -77,6 +79,7 @@ def get_neighbor_list_from_neighbor_matrix(
     ``torch._dynamo.config.capture_dynamic_output_shape_ops``.
     """
     checks.check_index("neighbor_matrix", neighbor_matrix, None, (None, None))
+    fill_value = checks.check_int("fill_value", fill_value)
     n_atoms, width = neighbor_matrix.shape
     checks.check_index("num_neighbors", num_neighbors, neighbor_matrix, (n_atoms,))
     if neighbor_shift_matrix is not None:
@@ -88,7 +91,7 @@ def get_neighbor_list_from_neighbor_matrix(
         if fewest < 0:
             raise ValueError(f"`num_neighbors` has the negative entry {fewest}")
 
-    kept = _counted(num_neighbors, width) & (neighbor_matrix != fill_value)
+    kept = counted(num_neighbors, width) & (neighbor_matrix != fill_value)
     place = kept.reshape(-1).nonzero().squeeze(1)
     i = torch.div(place, max(width, 1), rounding_mode="floor").to(torch.int32)
     j = neighbor_matrix.reshape(-1).index_select(0, place).to(torch.int32)
@@ -134,23 +137,23 @@ def get_neighbor_matrix_from_neighbor_list(
     """
     n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
     counts = neighbor_ptr.diff().to(torch.int32)
-    if max_neighbors is not None and max_neighbors < 0:
+    if max_neighbors is not None and checks.check_int("max_neighbors", max_neighbors) < 0:
         raise ValueError(f"`max_neighbors` must not be negative, got {max_neighbors}")
     if _values_can_be_read(neighbor_list):
         _check_rows(neighbor_list, neighbor_ptr)
         longest = int(counts.max()) if n_atoms else 0
-        width = longest if max_neighbors is None else int(max_neighbors)
+        width = longest if max_neighbors is None else max_neighbors
         if longest > width:
             raise NeighborOverflowError(width, longest)
     elif max_neighbors is None:
         raise ValueError("`max_neighbors` is needed where values cannot be read: it is the width of the matrix")
     else:
-        width = int(max_neighbors)
+        width = max_neighbors
 
     # gather form: each slot looks its pair up, and what is no pair reads one entry behind the list
     column = torch.arange(width, dtype=neighbor_ptr.dtype, device=neighbor_ptr.device)
-    place = torch.where(_counted(counts, width), neighbor_ptr[:-1].unsqueeze(1) + column, n_pairs).reshape(-1)
-    padding = n_atoms if fill_value is None else int(fill_value)
+    place = torch.where(counted(counts, width), neighbor_ptr[:-1].unsqueeze(1) + column, n_pairs).reshape(-1)
+    padding = n_atoms if fill_value is None else checks.check_int("fill_value", fill_value)
     j = neighbor_list[1].to(torch.int32)
     matrix = torch.cat([j, j.new_full((1,), padding)]).index_select(0, place).reshape(n_atoms, width)
     if shifts is None:
@@ -209,8 +212,7 @@ def half_to_full(
     row, column = torch.cat([j.flip(0), i]), torch.cat([i.flip(0), j])
     order = torch.sort(row * n_atoms + column, stable=True).indices
     pairs = torch.stack([row, column]).to(torch.int32).index_select(1, order)
-    atoms = torch.arange(n_atoms + 1, dtype=torch.int32, device=pairs.device)
-    ptr = torch.searchsorted(pairs[0].contiguous(), atoms, out_int32=True)
+    ptr = begins(pairs[0], n_atoms)
     if shifts is None:
         return pairs, ptr
     return pairs, ptr, torch.cat([-shifts.flip(0), shifts]).to(torch.int32).index_select(0, order)
@@ -255,8 +257,7 @@ def full_to_half(
     # half of a full list is a static size, which `nonzero` does not know
     kept = (direction > 0).nonzero_static(size=n_pairs // 2).squeeze(1)
     pairs = neighbor_list.index_select(1, kept).to(torch.int32)
-    atoms = torch.arange(n_atoms + 1, dtype=torch.int32, device=pairs.device)
-    ptr = torch.searchsorted(pairs[0].contiguous(), atoms, out_int32=True)
+    ptr = begins(pairs[0], n_atoms)
     if shifts is None:
         return pairs, ptr
     return pairs, ptr, shifts.index_select(0, kept).to(torch.int32)
@@ -329,210 +330,6 @@ def check_full_list(
     _raise_at(occurrences.index_select(0, number[n_pairs:]) == 0, neighbor_list, shifts, advice)
 
 
-# -- geometry -------------------------------------------------------------------------------------
-
-
-def list_geometry(
-    positions: torch.Tensor,
-    neighbor_list: torch.Tensor,
-    shifts: torch.Tensor | None = None,
-    cell: torch.Tensor | None = None,
-    batch_idx: torch.Tensor | None = None,
-    target_indices: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distances and displacements ``r_ij = x_j - x_i + S @ cell`` of the pairs of a list.
-
-    Differentiable in ``positions`` and ``cell`` to any order. The derivatives of a distance of zero (atoms on top of
-    each other) are zero.
-    On a GPU torch sums gradients in no fixed order unless ``torch.use_deterministic_algorithms`` is on.
-
-    Parameters
-    ----------
-    positions : (n_atoms, 3) tensor, float32 or float64, length
-    neighbor_list : (2, n_pairs) int32 tensor
-        i and j of each pair, in any order.
-    shifts : (n_pairs, 3) int32 tensor, optional
-        S of each pair; together with ``cell``.
-    cell : (3, 3), (1, 3, 3) or (n_systems, 3, 3) tensor, length, optional
-        Rows are lattice vectors. One cell is that of all systems. Rows along which no pair is shifted may hold
-        anything, also NaN.
-    batch_idx : (n_atoms,) int32 tensor, optional
-        System of each atom, in any order; needed with more than one cell.
-    target_indices : (n_rows,) int32 tensor, optional
-        For a list whose first row numbers rows, such as that of a matrix with ``target_indices``: row r is that of
-        atom ``target_indices[r]``. (What `neighbor_list` returns as a list names atoms already.)
-
-    Returns
-    -------
-    distances : (n_pairs,) tensor, length
-    vectors : (n_pairs, 3) tensor, length
-
-    Raises
-    ------
-    ValueError, TypeError
-        A bad shape, dtype or combination of arguments, named in the message.
-    IndexError
-        An index without an atom (on a GPU a device-side assertion).
-    """
-    checks.check_positions(positions, finite=False)
-    checks.check_index("neighbor_list", neighbor_list, positions, (2, None))
-    if shifts is not None:
-        checks.check_index("shifts", shifts, positions, (neighbor_list.shape[1], 3))
-    # gradients are summed with these indices, which torch does ten times faster on the CPU if they are int64
-    i, j = neighbor_list.to(torch.int64).unbind(0)
-    if target_indices is not None:
-        checks.check_index("target_indices", target_indices, positions, (None,))
-        i = target_indices.to(torch.int64).index_select(0, i)
-    lattice = _lattice(positions, shifts, cell, batch_idx)
-    vectors = positions.index_select(0, j) - positions.index_select(0, i)
-    if shifts is not None and lattice is not None:
-        system = None if batch_idx is None or lattice.shape[0] == 1 else batch_idx.to(torch.int64).index_select(0, i)
-        rows = [_rows(lattice, axis, system) for axis in range(3)]
-        vectors = _displaced(vectors, shifts, rows, _is_complete(lattice))
-    return _length(vectors), vectors
-
-
-def matrix_geometry(
-    positions: torch.Tensor,
-    neighbor_matrix: torch.Tensor,
-    num_neighbors: torch.Tensor | None = None,
-    shifts: torch.Tensor | None = None,
-    cell: torch.Tensor | None = None,
-    batch_idx: torch.Tensor | None = None,
-    target_indices: torch.Tensor | None = None,
-    *,
-    fill_value: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distances and displacements ``r_ij = x_j - x_i + S @ cell`` of the slots of a neighbor matrix.
-
-    As `list_geometry`, with static shapes. In padding both are exactly zero, and so are all derivatives, whatever
-    index and shift stand there.
-
-    Parameters
-    ----------
-    positions : (n_atoms, 3) tensor, float32 or float64, length
-    neighbor_matrix : (n_rows, width) int32 tensor
-    num_neighbors : (n_rows,) int32 tensor, optional
-        Slots from this one on are padding. Without it ``fill_value`` alone decides.
-    shifts : (n_rows, width, 3) int32 tensor, optional
-        S of each neighbor; together with ``cell``.
-    cell : (3, 3), (1, 3, 3) or (n_systems, 3, 3) tensor, length, optional
-        Rows are lattice vectors. One cell is that of all systems. Rows along which no neighbor is shifted may hold
-        anything, also NaN.
-    batch_idx : (n_atoms,) int32 tensor, optional
-        System of each atom, in any order; needed with more than one cell.
-    target_indices : (n_rows,) int32 tensor, optional
-        Row r is that of atom ``target_indices[r]``. Without it n_rows is n_atoms.
-    fill_value : int, optional
-        Slots equal to it are padding too, even if the number is that of an atom. Without ``num_neighbors`` the default
-        is n_atoms, otherwise there is none.
-
-    Returns
-    -------
-    distances : (n_rows, width) tensor, length
-    vectors : (n_rows, width, 3) tensor, length
-
-    Raises
-    ------
-    ValueError, TypeError
-        A bad shape, dtype or combination of arguments, named in the message.
-    IndexError
-        An index without an atom, not in padding (on a GPU a device-side assertion).
-    """
-    checks.check_positions(positions, finite=False)
-    n_atoms = positions.shape[0]
-    checks.check_index("neighbor_matrix", neighbor_matrix, positions, (None, None))
-    n_rows, width = neighbor_matrix.shape
-    if target_indices is not None:
-        checks.check_index("target_indices", target_indices, positions, (n_rows,))
-    elif n_rows != n_atoms:
-        raise ValueError(f"`neighbor_matrix` must have {n_atoms} rows, one for each atom, got {n_rows}")
-    if num_neighbors is not None:
-        checks.check_index("num_neighbors", num_neighbors, positions, (n_rows,))
-        occupied = _counted(num_neighbors, width)
-        if fill_value is not None:
-            occupied = occupied & (neighbor_matrix != fill_value)
-    else:
-        occupied = neighbor_matrix != (n_atoms if fill_value is None else fill_value)
-    if shifts is not None:
-        checks.check_index("shifts", shifts, positions, (n_rows, width, 3))
-    lattice = _lattice(positions, shifts, cell, batch_idx)
-
-    # padding points to the row's own atom: a valid index, near in memory
-    if target_indices is None:
-        own = torch.arange(n_rows, dtype=neighbor_matrix.dtype, device=positions.device)
-        x_i = positions
-    else:
-        own = target_indices.to(neighbor_matrix.dtype)
-        x_i = positions.index_select(0, own.to(torch.int64))
-    # int64, since torch sums gradients ten times faster with it on the CPU
-    j = torch.where(occupied, neighbor_matrix, own.unsqueeze(1)).reshape(-1).to(torch.int64)
-    vectors = positions.index_select(0, j).reshape(n_rows, width, 3) - x_i.unsqueeze(1)
-    if shifts is not None and lattice is not None:
-        system = None
-        if batch_idx is not None and lattice.shape[0] != 1:
-            system = batch_idx.to(torch.int64).index_select(0, own)
-        rows = [_rows(lattice, axis, system).unsqueeze(-2) for axis in range(3)]
-        vectors = _displaced(vectors, shifts, rows, _is_complete(lattice))
-    # also where the atom's own position is not known, and where old shifts stand behind the count
-    vectors = vectors.masked_fill(~occupied.unsqueeze(-1), 0.0)
-    return _length(vectors), vectors
-
-
-def _lattice(positions: torch.Tensor, shifts: torch.Tensor | None, cell: Any, batch_idx: Any) -> torch.Tensor | None:
-    """The cell as (1, 3, 3) or (n_systems, 3, 3), checked together with what it depends on."""
-    if batch_idx is not None:
-        checks.check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
-    if cell is None:
-        if shifts is not None:
-            raise ValueError("`cell` is needed with `shifts`, which count its lattice vectors")
-        return None
-    checks.check_lattice(cell, positions)
-    if shifts is None:
-        raise ValueError("`shifts` are needed with `cell`: without them neighbors in other images are misplaced")
-    if cell.ndim == 2:
-        return cell.unsqueeze(0)
-    if cell.shape[0] != 1 and batch_idx is None:
-        raise ValueError(f"`batch_idx` is needed with {cell.shape[0]} cells")
-    return cell
-
-
-def _rows(cell: torch.Tensor, axis: int, system: torch.Tensor | None) -> torch.Tensor:
-    """Lattice vector ``axis`` of each system in ``system``, or of the only one."""
-    return cell[:, axis] if system is None else cell[:, axis].index_select(0, system)
-
-
-def _displaced(
-    vectors: torch.Tensor, shifts: torch.Tensor, rows: Sequence[torch.Tensor], complete: bool
-) -> torch.Tensor:
-    """``vectors + S @ cell``; unless the cell is complete, what is not shifted does not read it: it may be NaN there.
-
-    Written out, since a matrix product might be rounded to TF32, and ``addcmul`` is rounded in one way or another.
-    Either way of reading the cell gives the same bits.
-    """
-    for axis, row in enumerate(rows):
-        count = shifts[..., axis, None]
-        part = count.to(row.dtype) * row
-        vectors = vectors + (part if complete else torch.where(count != 0, part, 0.0))
-    return vectors
-
-
-def _is_complete(cell: torch.Tensor) -> bool:
-    """Whether the cell is known to be finite, which saves work. Looks only where that costs no wait."""
-    if cell.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False
-    return bool(torch.isfinite(cell).all())
-
-
-def _length(vectors: torch.Tensor) -> torch.Tensor:
-    """Euclidean length, whose derivatives are zero where it is zero."""
-    x, y, z = vectors.unbind(-1)
-    square = x * x + y * y + z * z
-    is_zero = square == 0.0
-    # the inner choice keeps the infinite slope of the root out of the gradient, the outer one restores the value
-    return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, square).sqrt())
-
-
 # -- helpers --------------------------------------------------------------------------------------
 
 
@@ -540,11 +337,6 @@ def _values_can_be_read(tensor: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _counted(counts: torch.Tensor, width: int) -> torch.Tensor:
-    """Which slots (n_rows, width) stand before their row's count."""
-    return torch.arange(width, dtype=counts.dtype, device=counts.device) < counts.unsqueeze(1)
 
 
 def _pointers(counts: torch.Tensor) -> torch.Tensor:

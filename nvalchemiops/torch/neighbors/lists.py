@@ -1,12 +1,13 @@
 """The public functions that build neighbor lists: checks of their arguments, and one call of the search."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nvalchemiops.geometry import dual_vectors
 from nvalchemiops.neighbors.grid import AUTOMATIC, BINNED, NAIVE, ONE_BIN_OPEN
+from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.torch.memory import new_empty
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.formats import (
@@ -68,6 +69,13 @@ METHODS = {
     "cell_list": BINNED,
     "batch_cell_list": BINNED,
 }
+
+
+def check_method(method: Any) -> None:
+    """Raise unless this is one of `METHODS`."""
+    if method is not None and (not isinstance(method, str) or method not in METHODS):
+        known = ", ".join(f"'{name}'" for name in METHODS if name)
+        raise ValueError(f"`method` must be one of {known}, or None for the automatic choice; got {method!r}")
 
 
 def neighbor_list(
@@ -184,9 +192,7 @@ def neighbor_list(
     Without ``max_neighbors`` the sizes of the results depend on the positions, so the search waits for a GPU once;
     under ``torch.compile`` they are unbacked sizes. With ``max_neighbors`` and ``check=False`` nothing waits.
     """
-    if method is not None and (not isinstance(method, str) or method not in METHODS):
-        known = ", ".join(f"'{name}'" for name in METHODS if name)
-        raise ValueError(f"`method` must be one of {known}, or None for the automatic choice; got {method!r}")
+    check_method(method)
     if method is not None:
         if not method.startswith("batch_") and (batch_idx is not None or batch_ptr is not None):
             raise ValueError(f"`method`: '{method}' is for one system, but batch_idx or batch_ptr is given; use None")
@@ -551,19 +557,23 @@ def _build(
     fill_value = positions.shape[0] if form.fill_value is None else checks.check_int("fill_value", form.fill_value)
     lattice = None if cell is None else cell.detach()
     query = Query(positions.detach(), cutoff, lattice, pbc, batch_idx, batch_ptr, rows, form.half_fill, method)
-    may_read = form.check and not torch.compiler.is_compiling()
+    # a list is waited for anyway
+    may_read = (form.check or form.as_list) and not torch.compiler.is_compiling()
 
     shifts: torch.Tensor | None
     if form.as_list and memory.neighbor_matrix is None and memory.neighbor_matrix_shifts is None:
         pairs, ptr, shifts = neighbor_pairs(*query)
-        if width is not None and may_read:
+        if width is not None and form.check and may_read:
             raise_overflow(ptr.diff(), width, query)
+        if memory.num_neighbors is not None:
+            memory.num_neighbors.copy_(ptr.diff())
         results: Tensors = (pairs, ptr)
     else:
         if width is None:
             matrix, count, shifts = neighbor_matrix_of(*query, fill_value)
             if memory.num_neighbors is not None:
                 count = memory.num_neighbors.copy_(count)
+            present = count
         else:
             if all(tensor is None for tensor in memory[:3]):
                 matrix, count, shifts, fault = neighbor_matrix_of_width(*query, fill_value, width)
@@ -571,12 +581,14 @@ def _build(
                 matrix, shifts, count = _rows_of(positions, rows, cell, width, memory)
                 fault = fill_neighbor_matrix(*query, rebuild_flags, fill_value, matrix, count, shifts)
             if may_read:
-                raise_faults(fault)
+                raise_faults(fault, query)
                 raise_overflow(count, width, query)
+            # unread, the count of an atom without a position says so, and its row is empty
+            present = count if may_read else torch.where(count == NOT_FINITE, 0, count)
         results = (matrix, count)
         if form.as_list:
             images = None if cell is None else shifts
-            pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, count, images)
+            pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, present, images)
             shifts = rest[0] if rest else None
             if rows is not None:
                 pairs = torch.stack([rows.to(torch.int32)[pairs[0].long()], pairs[1]])
@@ -594,7 +606,7 @@ def _build(
         if form.as_list:
             distances, vectors = list_geometry(positions, pairs, shifts, cell, batch_idx)
         else:
-            distances, vectors = matrix_geometry(positions, matrix, count, shifts, cell, batch_idx, rows)
+            distances, vectors = matrix_geometry(positions, matrix, present, shifts, cell, batch_idx, rows)
         for name, wanted, tensor, given in (
             ("neighbor_distances", want_distances, distances, memory.neighbor_distances),
             ("neighbor_vectors", want_vectors, vectors, memory.neighbor_vectors),

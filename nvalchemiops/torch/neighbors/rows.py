@@ -10,9 +10,14 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.formats import check_full_list, half_to_full
+from nvalchemiops.torch.neighbors.geometry import list_geometry
 from nvalchemiops.torch.neighbors.lists import neighbor_list
+from nvalchemiops.torch.segments import begins
 
 NOTHING = core.NOTHING
+
+EDGE = 1e-5
+"""Pairs that are closer to the cutoff than this, relative to it, are not missed: float32 places them on either side."""
 
 
 class GivenNeighbors(NamedTuple):
@@ -120,8 +125,7 @@ def build_rows(
         first, place = torch.sort(pairs[0], stable=True)
         pairs = torch.stack([first, pairs[1].index_select(0, place)])
         shifts = None if shifts is None else shifts.index_select(0, place)
-        atoms = torch.arange(positions.shape[0] + 1, dtype=torch.int32, device=first.device)
-        ptr = torch.searchsorted(first, atoms, out_int32=True)
+        ptr = begins(first, positions.shape[0])
     return Rows(ptr, pairs[1].contiguous(), shifts, 0, NOTHING, None)
 
 
@@ -150,8 +154,7 @@ def _from_list(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
     assert pairs is not None
     first = _int32(pairs[0])
     if ptr is None:
-        atoms = torch.arange(n_atoms + 1, dtype=torch.int32, device=first.device)
-        ptr = torch.searchsorted(first, atoms, out_int32=True)
+        ptr = begins(first, n_atoms)
     else:
         checks.check_index("neighbor_ptr", ptr, positions, (n_atoms + 1,))
     if shifts is not None:
@@ -169,14 +172,46 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     places = (neighbors != padding).nonzero().squeeze(1)
     pairs = torch.stack([first, neighbors]).index_select(1, places)
     shifts = None if shifts is None else shifts.index_select(0, places)
-    atoms = torch.arange(n_atoms + 1, dtype=torch.int32, device=pairs.device)
-    ptr = torch.searchsorted(pairs[0].contiguous(), atoms, out_int32=True)
+    ptr = begins(pairs[0], n_atoms)
     if half_list:
         pairs, ptr, *images = half_to_full(pairs, ptr, shifts)
         shifts = images[0] if images else None
     if check:
         check_full_list(pairs, ptr, shifts)
     return Rows(ptr, pairs[1].contiguous(), shifts, 0, NOTHING, pairs[0].contiguous())
+
+
+def check_reach(
+    name: str,
+    rows: Rows,
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    pbc: torch.Tensor | None,
+) -> None:
+    """Raise unless a list without padding, called ``name``, has as many pairs within ``cutoff`` as a search finds."""
+    # in float64, so that both are measured alike
+    positions = checks.plain(positions).double()
+    cell = None if cell is None else checks.plain(cell).double()
+    near = cutoff * (1.0 - EDGE)
+
+    def distances(of: Rows) -> torch.Tensor:
+        assert of.begin is not None
+        atoms = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
+        pairs = torch.stack([atoms.repeat_interleave(of.begin.diff()), of.neighbors])
+        return list_geometry(positions, pairs, of.shifts, cell, batch_idx)[0]
+
+    listed = distances(rows)
+    n_listed = int((listed < near).sum())
+    n_found = int((distances(build_rows(positions, cutoff, cell, batch_idx, pbc)) < near).sum())
+    if n_listed == n_found:
+        return
+    reach = f"its farthest pair is at {float(listed.max()):g}" if listed.numel() else "it is empty"
+    advice = f"{reach}, and it must reach to the cutoff" if n_listed < n_found else "it joins what are no neighbors"
+    if pbc is None and cell is not None:
+        advice += "; give `pbc` as well if an axis is open"
+    raise ValueError(f"`{name}` has {n_listed} pairs within `cutoff` = {cutoff:g}, but there are {n_found}: {advice}")
 
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ from nvalchemiops.neighbors.search import (
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.memory import new_empty
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.segments import begins
 from nvalchemiops.types import inner_shape
 
 MAX_SLOTS = 2**31 - 1
@@ -45,6 +47,13 @@ FAULTS = {
     grid.FAR_AWAY: "`positions`: an atom is more cells away than image numbers can hold; wrap positions first",
     grid.BAD_TARGET: "`target_indices` has entries that are no atoms",
 }
+
+BAD_NUMBERS = (
+    "`batch_idx` must hold the numbers of systems, from 0 to one less than there are, without decreasing: the atoms of "
+    "a system follow each other"
+)
+BAD_POINTERS = "`batch_ptr` must rise from 0 to the number of atoms"
+"""What is wrong when one of the two is given."""
 
 
 class Query(NamedTuple):
@@ -95,28 +104,25 @@ class _Search:
         positions, _, cell, pbc, batch_idx, batch_ptr, *_ = self.query
         n_atoms = positions.shape[0]
         if batch_ptr is not None:
-            first_atom = batch_ptr.to(torch.int32)
+            first_atom = checks.narrow(batch_ptr)
             if batch_idx is None:
                 batch_idx = systems_of(first_atom, n_atoms)
-            return batch_idx.to(torch.int32), first_atom
+            return checks.narrow(batch_idx), first_atom
         if batch_idx is None:
             return None, torch.arange(2, dtype=torch.int32, device=self.device).mul_(n_atoms)
         n_systems = batch_size(cell, pbc)
         if n_systems is None and self.rebuild_flags is not None:
             n_systems = self.rebuild_flags.shape[0]
         if n_systems is None and may_wait:
-            n_systems = 1 + (int(batch_idx.max()) if n_atoms else 0)
-            if n_systems < 1 or n_systems > 2 * n_atoms + 1000:
-                n_systems = None
-        system = batch_idx.to(torch.int32)
+            n_systems = largest_number(batch_idx)
+        system = checks.narrow(batch_idx)
         if n_systems is None:
             # numbered anew: there are no more systems with atoms than atoms. Negative numbers and steps down stay,
             # and are found
             n_systems = max(n_atoms, 1)
-            steps = torch.diff(system, prepend=system[:1]).sign()
+            steps = torch.diff(batch_idx, prepend=batch_idx[:1]).sign()
             system = torch.where(system < 0, system, steps.cumsum(0, dtype=torch.int32))
-        numbers = torch.arange(n_systems + 1, dtype=torch.int32, device=self.device)
-        return system, torch.searchsorted(system, numbers, out_int32=True)
+        return system, begins(system, n_systems)
 
     def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> _Binned:
         query = self.query
@@ -157,8 +163,7 @@ class _Search:
             else:
                 slot, order = torch.sort(slot, stable=True)
                 order = order.to(torch.int32)
-                numbers = torch.arange(n_slots + 1, dtype=torch.int32, device=self.device)
-                begin = torch.searchsorted(slot, numbers, out_int32=True)
+                begin = begins(slot, n_slots)
             launch(grid.place_atoms(), n_atoms, [positions, system, grids, order], [coordinates, entry])
         target = None if query.target_indices is None else self._places(query.target_indices, order)
         return _Binned(
@@ -213,7 +218,7 @@ class _Search:
             self.scratch = (index, shifts)
         else:
             self.run(count)
-        raise_faults(self.fault)
+        raise_faults(self.fault, self.query)
         return count
 
     def fill(self, count: torch.Tensor, most: int, index: torch.Tensor, shifts: torch.Tensor, **rows: Any) -> None:
@@ -264,11 +269,22 @@ def batch_size(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> int | Non
     return None
 
 
-def raise_faults(fault: torch.Tensor) -> None:
+def largest_number(batch_idx: torch.Tensor) -> int | None:
+    """Number of systems as the entries tell, which are read; None if far more than there are atoms, or none at all."""
+    n_atoms = batch_idx.shape[0]
+    n_systems = 1 + (int(batch_idx.max()) if n_atoms else 0)
+    return n_systems if 1 <= n_systems <= 2 * n_atoms + 1000 else None
+
+
+def raise_faults(fault: torch.Tensor, query: Query) -> None:
     """Raise ValueError for the first fault that kernels noticed, if any. Waits for the device."""
     found = _values(fault).reshape(-1, grid.N_FAULTS).any(0).tolist()
-    if any(found):
-        raise ValueError(next(text for number, text in FAULTS.items() if found[number]))
+    if not any(found):
+        return
+    number = next(number for number in FAULTS if found[number])
+    if number == grid.BAD_SYSTEM and (query.batch_ptr is None or query.batch_idx is None):
+        raise ValueError(BAD_NUMBERS if query.batch_ptr is None else BAD_POINTERS)
+    raise ValueError(FAULTS[number])
 
 
 def raise_overflow(count: torch.Tensor, width: int, query: Query) -> None:
@@ -465,6 +481,7 @@ __all__ = [
     "batch_size",
     "check_size",
     "fill_neighbor_matrix",
+    "largest_number",
     "neighbor_matrix_of",
     "neighbor_matrix_of_width",
     "neighbor_pairs",

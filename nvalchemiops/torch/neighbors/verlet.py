@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -15,10 +14,12 @@ from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.eager import eager
 from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
+from nvalchemiops.torch.neighbors.lists import check_method, neighbor_list
 from nvalchemiops.torch.neighbors.rebuild_detection import (
     batch_neighbor_list_needs_rebuild,
     neighbor_list_needs_rebuild,
 )
+from nvalchemiops.torch.neighbors.search import batch_size, largest_number, systems_of
 
 __all__ = ["VerletList"]
 
@@ -131,19 +132,18 @@ class VerletList:
         return_neighbor_list: bool = False,
         method: str | None = None,
     ) -> None:
-        self.cutoff = _number("cutoff", cutoff)
-        if self.cutoff <= 0.0:
-            raise ValueError(f"`cutoff` must be positive, got {cutoff}")
-        self.skin = _number("skin", skin)
-        if self.skin < 0.0:
-            raise ValueError(f"`skin` must not be negative, got {skin}")
+        self.cutoff = checks.check_positive("cutoff", cutoff)
+        self.skin = checks.as_float("skin", skin)
+        if not 0.0 <= self.skin < math.inf:
+            raise ValueError(f"`skin` must be finite and not negative, got {self.skin}")
         self.reach = self.cutoff + self.skin
-        self.half_fill = bool(half_fill)
-        self.fill_value = None if fill_value is None else _integer("fill_value", fill_value)
-        self.max_neighbors = None if max_neighbors is None else _integer("max_neighbors", max_neighbors)
+        self.half_fill = checks.check_flag("half_fill", half_fill)
+        self.fill_value = None if fill_value is None else checks.check_int("fill_value", fill_value)
+        self.max_neighbors = None if max_neighbors is None else checks.check_int("max_neighbors", max_neighbors)
         if self.max_neighbors is not None and self.max_neighbors < 0:
             raise ValueError(f"`max_neighbors` must not be negative, got {max_neighbors}")
-        self.return_neighbor_list = bool(return_neighbor_list)
+        self.return_neighbor_list = checks.check_flag("return_neighbor_list", return_neighbor_list)
+        check_method(method)
         self.method = method
         self.reset()
 
@@ -179,11 +179,14 @@ class VerletList:
         Raises
         ------
         ValueError, TypeError
-            As in `neighbor_list`. The list that is kept stays what it was.
+            As in `neighbor_list`, and for numbers of systems far beyond that of atoms, which nothing but ``batch_idx``
+            tells. The list that is kept stays what it was.
         """
         self.num_calls += 1
         checks.check_positions(positions, finite=False)
-        pbc = None if pbc is None else checks.pbc_tensor(pbc, positions.device)
+        if pbc is not None:
+            pbc = checks.pbc_tensor(pbc, positions.device)
+            pbc = pbc.expand(3) if pbc.ndim == 0 else pbc
         given = _Systems(positions, cell, pbc, batch_idx, batch_ptr).map(_plain)
         # an inference tensor could not be saved for a backward pass later on
         with torch.no_grad(), torch.inference_mode(False), _outside_of_transforms():
@@ -225,8 +228,6 @@ class VerletList:
 
     def _search(self, given: _Systems, flags: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """New rows for the flagged systems beside copies of the old ones, or for all. Widens the matrix as needed."""
-        from nvalchemiops.torch.neighbors import neighbor_list  # which imports this module
-
         padding = given.positions.shape[0] if self.fill_value is None else self.fill_value
         width = ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors
         while True:
@@ -289,17 +290,17 @@ def _numbering(systems: _Systems) -> tuple[torch.Tensor | None, int]:
     """System of each atom, None if there is one, and the number of systems; of arguments that were checked."""
     positions, cell, pbc, batch_idx, batch_ptr = systems
     if batch_ptr is not None:
-        atoms = torch.arange(positions.shape[0], dtype=batch_ptr.dtype, device=batch_ptr.device)
-        return torch.searchsorted(batch_ptr[1:], atoms, right=True), batch_ptr.shape[0] - 1
+        return systems_of(batch_ptr, positions.shape[0]).to(torch.int64), batch_ptr.shape[0] - 1
     if batch_idx is None:
         return None, 1
-    n_systems = 1
-    if cell is not None and cell.ndim == 3:
-        n_systems = cell.shape[0]
-    if pbc is not None and pbc.ndim == 2:
-        n_systems = max(n_systems, pbc.shape[0])
-    if n_systems == 1 and batch_idx.numel():
-        n_systems = int(batch_idx.max()) + 1
+    n_systems = batch_size(cell, pbc)
+    if n_systems is None:
+        n_systems = largest_number(batch_idx)
+    if n_systems is None:
+        raise ValueError(
+            f"`batch_idx` has the entry {int(batch_idx.max())}, but there are {len(batch_idx)} atoms: number the "
+            "systems 0, 1, 2 ..., since what is kept of them is found by their numbers"
+        )
     return batch_idx.to(torch.int64), n_systems
 
 
@@ -336,20 +337,3 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if torch._C._functorch.is_batchedtensor(tensor):
         raise ValueError("`VerletList` does not work under torch.func.vmap: give the mapped systems as one batch")
     return tensor.detach()
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"`{name}` must be a number, got {type(value).__name__}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"`{name}` must be finite, got {number}")
-    return number
-
-
-def _integer(name: str, value: Any) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"`{name}` must be an integer, got {type(value).__name__}") from None

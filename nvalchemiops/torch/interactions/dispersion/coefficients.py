@@ -6,6 +6,7 @@ import torch
 import warp as wp
 
 from nvalchemiops.interactions.dispersion import coefficients as kernels
+from nvalchemiops.math.vectors import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 
@@ -75,7 +76,7 @@ def d3_coefficients(
         coordination.shape[0],
         [coordination, row, references, places, vectors, k3],
         [values, slopes],
-        lanes=kernels.WARP,
+        lanes=WARP,
         kind=vectors.shape[1].bit_length(),
     )
     return values, slopes

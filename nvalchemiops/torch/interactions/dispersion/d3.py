@@ -14,7 +14,7 @@ from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, 
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
 from nvalchemiops.torch.interactions.pair.potential import EVERYWHERE, PairSystem, Wanted, sum_pairs, systems_of
 from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.recent import recent
 from nvalchemiops.torch.segments import system_sums
 
@@ -125,7 +125,7 @@ def d3_dispersion(
     virial : (n_systems, 3, 3) tensor, hartree
         If asked for: ``-dE/d(strain)``.
 
-        All are differentiable to any order in positions, cell and damping parameters.
+        All are differentiable to any order in positions, cell and damping parameters, but for the part of ``s9``.
 
     Raises
     ------
@@ -137,7 +137,8 @@ def d3_dispersion(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
     )
     system = System(positions, numbers, cell, batch_idx, num_systems)
-    wanted = Wanted(compute_forces, (), compute_virial, energy_reduction)
+    flags = (checks.check_flag("compute_forces", compute_forces), checks.check_flag("compute_virial", compute_virial))
+    wanted = Wanted(flags[0], (), flags[1], energy_reduction)
     rows = neighbors_of(system, given, half_list, ranges, pbc)
     return dispersion_sum(system, rows, damping, parameters, ranges, wanted, k1, k3, s9)
 
@@ -159,17 +160,31 @@ def neighbors_of(system: System, given: GivenNeighbors, half_list: bool, ranges:
     checks.check_index("numbers", system.numbers, positions, (positions.shape[0],))
     if cell is not None:
         checks.check_lattice(cell, positions)
+    half_list = checks.check_flag("half_list", half_list)
     rows = rows_of(given, positions, cell is not None, half_list)
-    if rows is not None:
+    if rows is None:
+        if half_list:
+            raise ValueError("`half_list` describes a list, but none is given")
+        cutoffs = [reach.cutoff for reach in ranges]
+        if None in cutoffs:
+            raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
+        rows = build_rows(positions, max(c for c in cutoffs if c is not None), cell, system.batch_idx, pbc)
+    is_padding = system.numbers == 0
+    if not checks.unread(system.numbers) and not bool(checks.plain(is_padding).any()):
         return rows
-    if half_list:
-        raise ValueError("`half_list` describes a list, but none is given")
-    if not checks.unread(system.numbers) and bool((checks.plain(system.numbers) == 0).any()):
-        raise ValueError("`numbers` holds 0, which is padding: without `neighbor_list` it would have neighbors")
-    cutoffs = [reach.cutoff for reach in ranges]
-    if None in cutoffs:
-        raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
-    return build_rows(positions, max(c for c in cutoffs if c is not None), cell, system.batch_idx, pbc)
+    # atoms that are padding are nobody's neighbors and have none, whatever the list says
+    last = positions.shape[0]
+    nobody = torch.nn.functional.pad(is_padding, (0, 1))
+    listed = torch.where((rows.neighbors < 0) | (rows.neighbors > last), last, rows.neighbors)
+    places = torch.arange(last, device=positions.device)
+    if rows.begin is None:
+        owner = places.repeat_interleave(rows.width)
+    else:
+        owner = places.repeat_interleave(rows.begin.diff(), output_size=rows.neighbors.shape[0])
+    gone = nobody.index_select(0, listed) | nobody.index_select(0, owner)
+    # a list without padding gets a number for it that nobody writes
+    padding = max(rows.padding, NOTHING + 1)
+    return rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)
 
 
 def dispersion_sum(

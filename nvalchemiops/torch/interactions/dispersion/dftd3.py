@@ -112,8 +112,7 @@ def dftd3(
     elif any(value is not None for value in separate.values()):
         raise ValueError("`d3_params` is given, and parts of it as well: give one or the other")
     checks.check_positions(positions, finite=False)
-    if device is not None and torch.device(device).type != positions.device.type:
-        raise ValueError(f"`device` is {device}, but `positions` is on {positions.device}")
+    checks.check_same_device(device, positions)
     on, off = (
         checks.check_positive(name, value)
         for name, value in (("s5_smoothing_on", s5_smoothing_on), ("s5_smoothing_off", s5_smoothing_off))
@@ -136,7 +135,7 @@ def dftd3(
     )
     system = System(positions, numbers, cell, batch_idx, num_systems)
     rows = neighbors_of(system, given, half_list, ranges)
-    wanted = Wanted(True, (), compute_virial, "system")
+    wanted = Wanted(True, (), checks.check_flag("compute_virial", compute_virial), "system")
     return dispersion_sum(system, rows, RationalDamping(a1, a2, s8, s6), d3_params, ranges, wanted, k1, k3, s9)
 
 

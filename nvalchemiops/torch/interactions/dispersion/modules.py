@@ -7,13 +7,14 @@ import torch
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping, damping_parameters
 from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion, ranges_of
-from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
+from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates, given_or_published
+from nvalchemiops.torch.modules import ExactModule
 
 CUTOFF, COORDINATION_CUTOFF, THREE_BODY_CUTOFF, SMOOTHING = 60.0, 40.0, 20.0, 5.0
 """Cutoffs in bohr, the first two those of the program s-dftd3, and a width over which sums go to zero before them."""
 
 
-class DFTD3(torch.nn.Module):
+class DFTD3(ExactModule):
     """DFT-D3 for some elements and one functional, in atomic units.
 
     Parameters
@@ -66,18 +67,15 @@ class DFTD3(torch.nn.Module):
         if not isinstance(damping, RationalDamping | ZeroDamping):
             raise TypeError(f"`damping` must be a functional or parameters, got {type(damping).__name__}")
         ranges_of(cutoff, coordination_cutoff, three_body_cutoff, smoothing)  # raises unless they fit
-        if parameters is None:
-            parameters = D3Parameters.load()
-        if not isinstance(parameters, D3Parameters):
-            raise TypeError(f"`parameters` must be D3Parameters, got {type(parameters).__name__}")
         self.kind = type(damping)
+        device = torch.get_default_device()  # as other modules of torch do
         for name, value in damping._asdict().items():
-            tensor = torch.as_tensor(value, dtype=torch.float64).detach().clone()
+            tensor = torch.as_tensor(value, dtype=torch.float64, device=device).detach().clone()
             if trainable:
                 self.register_parameter(name, torch.nn.Parameter(tensor))
             else:
                 self.register_buffer(name, tensor)
-        states = parameters.states(elements)
+        states = given_or_published(parameters).states(elements, device)
         self._names = [name for name, value in states._asdict().items() if isinstance(value, torch.Tensor)]
         for name in self._names:
             self.register_buffer(f"_{name}", getattr(states, name), persistent=False)
@@ -88,11 +86,7 @@ class DFTD3(torch.nn.Module):
     @property
     def states(self) -> ReferenceStates:
         """The reference data of the elements, where the module is."""
-        kept: dict[str, Any] = {name: getattr(self, f"_{name}") for name in self._names}
-        tensors = {name: t.to(torch.float64) if t.is_floating_point() else t for name, t in kept.items()}
-        # a module in float32 has rounded them
-        others = self._others | {"serial": (self._others["serial"], self._radii.dtype)}
-        return ReferenceStates(**tensors, **others)
+        return ReferenceStates(**{name: getattr(self, f"_{name}") for name in self._names}, **self._others)
 
     def forward(
         self,

@@ -1,9 +1,9 @@
 """Reference data of DFT-D3: coordination numbers and C6 of reference molecules, and radii of elements."""
 
 import importlib
-import itertools
 import operator
-from collections.abc import Hashable, Sequence
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,8 +15,6 @@ from nvalchemiops.torch.neighbors import checks
 
 _TABLE_BOHR = 0.5291772109044924
 """Bohr in angstrom, h/(2 pi m_e c alpha) of CODATA 2018, as s-dftd3 converts radii; the eleventh digit can be seen."""
-
-_serial = itertools.count()
 
 
 class ReferenceStates(NamedTuple):
@@ -41,8 +39,8 @@ class ReferenceStates(NamedTuple):
         Coefficients that count positively; they come first.
     elements : tuple of int
         Atomic numbers.
-    serial : hashable
-        Another for other values.
+    serial : str
+        Another for other values, in any process.
     """
 
     row_of_number: torch.Tensor
@@ -54,7 +52,7 @@ class ReferenceStates(NamedTuple):
     pair_radii: torch.Tensor | None
     n_positive: int
     elements: tuple[int, ...]
-    serial: Hashable
+    serial: str
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """The row of each atom, int64.
@@ -131,7 +129,8 @@ class D3Parameters:
                     f"got {tuple(value.shape)}"
                 )
         with torch.no_grad():
-            kept = {name: value.detach().to("cpu", torch.float64) for name, value in given.items()}
+            # copies, which the caller's tensors may change without
+            kept = {name: value.detach().to("cpu", torch.float64, copy=True) for name, value in given.items()}
         self.rcov, self.r4r2, self.c6ab = kept["rcov"], kept["r4r2"], kept["c6ab"]
         self.r0ab = kept.get("r0ab")
         if not torch.allclose(self.c6ab, self.c6ab.permute(1, 0, 3, 2), rtol=1e-5, atol=0.0):
@@ -158,7 +157,8 @@ class D3Parameters:
         ValueError
             The file lacks an entry, or has another ending.
         """
-        return cls(**(_from_package() if path is None else _from_file(Path(path))))
+        with torch.device("cpu"):  # whatever the default is
+            return cls(**(_from_package() if path is None else _from_file(Path(path))))
 
     @property
     def elements(self) -> tuple[int, ...]:
@@ -199,7 +199,7 @@ class D3Parameters:
         return self._states[key]
 
     def _find_states(self, elements: tuple[int, ...]) -> ReferenceStates:
-        numbers = torch.tensor(elements, dtype=torch.int64)
+        numbers = torch.tensor(elements, dtype=torch.int64, device="cpu")
         n_elements = len(elements)
         has_reference = self.has_reference[numbers]
         filled = has_reference.any(0).nonzero()
@@ -215,10 +215,10 @@ class D3Parameters:
         values, vectors = torch.linalg.eigh(table / (scale.unsqueeze(1) * scale))
         order = torch.argsort(values, descending=True)
         values, vectors = values[order], vectors[:, order] * scale.unsqueeze(1)
-        places = torch.full(((n_elements + 2) * mesh,), len(there), dtype=torch.int32)
-        places[there] = torch.arange(len(there), dtype=torch.int32)
-        rows = torch.full((self.rcov.shape[0] + 1,), n_elements)
-        rows[numbers] = torch.arange(n_elements)
+        places = torch.full(((n_elements + 2) * mesh,), len(there), dtype=torch.int32, device="cpu")
+        places[there] = torch.arange(len(there), dtype=torch.int32, device="cpu")
+        rows = torch.full((self.rcov.shape[0] + 1,), n_elements, device="cpu")
+        rows[numbers] = torch.arange(n_elements, device="cpu")
         rows[0] = n_elements + 1
         pair_radii = None
         if self.r0ab is not None:
@@ -233,7 +233,7 @@ class D3Parameters:
             pair_radii,
             int((values > 0.0).sum()),
             elements,
-            next(_serial),
+            uuid.uuid4().hex,
         )
 
 
@@ -256,6 +256,15 @@ def _by_element(cn_ref: torch.Tensor, c6ab: torch.Tensor, has_reference: torch.T
     return cn_ref.where(has_reference, 0.0)
 
 
+def given_or_published(parameters: Any) -> D3Parameters:
+    """The parameters; without any those of `D3Parameters.load`."""
+    if parameters is None:
+        return D3Parameters.load()
+    if not isinstance(parameters, D3Parameters):
+        raise TypeError(f"`parameters` must be D3Parameters, got {type(parameters).__name__}")
+    return parameters
+
+
 def _from_package() -> dict[str, Any]:
     try:
         reference, r4r2, radii = (
@@ -263,8 +272,8 @@ def _from_package() -> dict[str, Any]:
         )
     except ImportError as error:
         raise ImportError(
-            "the D3 data come with the package tad-dftd3, which is missing: pip install 'nvalchemiops[dispersion]', or "
-            "give a file to D3Parameters.load"
+            "the D3 data come with the package tad-dftd3, which is missing: pip install 'nvalchemiops[dispersion]' (in "
+            "a checkout '.[dispersion]'), or give a file to D3Parameters.load"
         ) from error
     data = reference.Reference(dtype=torch.float64)
     # published with four and two digits in angstrom, but kept there in another bohr, or as float32

@@ -7,11 +7,12 @@ there: asking for more raises.
 from typing import Any
 
 import torch
-import warp as wp
 
-from nvalchemiops.interactions.dispersion.three_body import MOST_COEFFICIENTS, N_SUMS, WARP, three_body
+from nvalchemiops.interactions.dispersion.three_body import MOST_COEFFICIENTS, N_SUMS, three_body
+from nvalchemiops.math.vectors import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.functorch import derivative_asked
+from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.segments import add_systems
 
@@ -37,10 +38,7 @@ def three_body_sum(
 
 
 def _real(name: str, shape: Any) -> OutputSpec:
-    def precision(positions: torch.Tensor, *_: Any) -> Any:
-        return wp.float32 if positions.dtype is torch.float32 else wp.float64
-
-    return OutputSpec(name, precision, shape)
+    return OutputSpec(name, real_of, shape)
 
 
 @warp_custom_op(
@@ -88,7 +86,7 @@ def three_body_derivatives(
     coefficient_gradients = torch.empty_like(coefficients)
     sums = torch.empty((n_atoms, N_SUMS), dtype=torch.float64, device=device) if cell is not None else None
     launch(
-        three_body("float32" if dtype is torch.float32 else "float64"),
+        three_body(precision_of(positions)),
         n_atoms,
         [
             positions,

@@ -121,7 +121,8 @@ def _coulomb(
     check_charges(charges, positions)
     if not isinstance(alpha, (int, float, torch.Tensor)):
         raise TypeError(f"`alpha` must be a number or a tensor, got {type(alpha).__name__}")
-    bare = not isinstance(alpha, torch.Tensor) and float(alpha) == 0.0
+    _refuse_negative(alpha)
+    bare = not isinstance(alpha, torch.Tensor) and checks.as_float("alpha", alpha) == 0.0
     parameters: dict[str, Any] = {"q": charges} if bare else {"q": charges, "alpha": alpha}
     return evaluate(
         potentials.COULOMB if bare else potentials.EWALD_REAL_SPACE,
@@ -134,6 +135,16 @@ def _coulomb(
         batch_idx=batch_idx,
         half_list=half_list,
     )
+
+
+def _refuse_negative(alpha: Any) -> None:
+    """Raise for a negative number, or a negative entry of a tensor that can be read."""
+    if not isinstance(alpha, torch.Tensor):
+        negative = checks.as_float("alpha", alpha) < 0.0
+    else:
+        negative = not checks.unread(alpha) and bool((checks.on_host(alpha) < 0.0).any())
+    if negative:
+        raise ValueError("`alpha` must not be negative")
 
 
 def dsf_coulomb(
@@ -196,10 +207,8 @@ def dsf_coulomb(
     """
     checks.check_positions(positions, finite=False)
     check_charges(charges, positions)
-    if device is not None:
-        asked = checks.check_device("device", device)
-        if asked.type != positions.device.type or asked.index not in (None, positions.device.index):
-            raise ValueError(f"`device` is {asked}, but `positions` is on {positions.device}")
+    _refuse_negative(alpha)
+    checks.check_same_device(device, positions)
     result = evaluate(
         potentials.DSF,
         positions,

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
-from nvalchemiops.torch.interactions.electrostatics.corrections import all_but_smooth_part
 from nvalchemiops.torch.interactions.electrostatics.first_order import summed
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted
+from nvalchemiops.torch.interactions.electrostatics.parameters import check_accuracy
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, asked_for
 from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, self_part, tensors_of
 from nvalchemiops.torch.interactions.electrostatics.reciprocal import reciprocal_sum
+from nvalchemiops.torch.interactions.electrostatics.shared_parts import all_but_smooth_part
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
-    check_accuracy,
     check_parameters,
     check_potential,
     check_system,
@@ -155,7 +155,7 @@ def ewald_summation(
     accuracy = check_accuracy(accuracy, positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     axes = periodic_axes(pbc, system, slab_correction)
-    if hybrid_forces:
+    if checks.check_flag("hybrid_forces", hybrid_forces):
         system = system.at_fixed_geometry()
         alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
     check_parameters(
@@ -178,17 +178,17 @@ def ewald_summation(
     splitting, rows = split(system, alpha, cutoff, rows, accuracy, best)
     splitting = refuse_open_axes(splitting, axes, slab_correction)
     waves, splitting = wave_vectors(system, splitting, accuracy, k_vectors, k_cutoff, miller_bounds, miller_indices)
-    wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
+    wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
     slab = axes if slab_correction else None
 
-    def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
+    def parts(system: ChargedSystem, wanted: WantedParts) -> list[Parts]:
         return [
             *all_but_smooth_part(potential, system, splitting, rows, slab, exclusions, exclusion_factors, wanted),
             reciprocal_sum(potential, system, splitting, waves, wanted),
         ]
 
     others = (*tensors_of(rows), exclusions, exclusion_factors, slab, *waves)
-    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, others)
+    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, others, potential)
 
 
 def ewald_reciprocal_space(
@@ -233,20 +233,20 @@ def ewald_reciprocal_space(
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)
     splitting = given_alpha(alpha, system)
     check_potential(potential)
-    if hybrid_forces:
+    if checks.check_flag("hybrid_forces", hybrid_forces):
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     if _given(k_vectors, k_cutoff, miller_bounds, miller_indices) is None:
         raise ValueError("`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices` is needed")
     waves, splitting = wave_vectors(system, splitting, 1.0, k_vectors, k_cutoff, miller_bounds, miller_indices)
-    wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
+    wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
 
-    def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
+    def parts(system: ChargedSystem, wanted: WantedParts) -> list[Parts]:
         return [
             reciprocal_sum(potential, system, splitting, waves, wanted),
             self_part(potential, system, splitting, wanted),
         ]
 
-    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, waves)
+    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, waves, potential)
 
 
 def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> WaveVectors:

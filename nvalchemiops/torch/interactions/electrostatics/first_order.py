@@ -14,22 +14,25 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch.autograd.functorch import derivative_asked
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, together
+from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, together
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.lattice import lattice_of
+from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.segments import totals
 
-Evaluate = Callable[[ChargedSystem, Wanted], Sequence[Parts]]
+Evaluate = Callable[[ChargedSystem, WantedParts], Sequence[Parts]]
 
 
 def summed(
     evaluate: Evaluate,
     system: ChargedSystem,
-    wanted: Wanted,
+    wanted: WantedParts,
     energy_reduction: str,
     hybrid: bool,
     alpha: torch.Tensor,
     others: Sequence[torch.Tensor | None],
+    potential: LongRangePotential,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The results of all parts of a sum: energies, then what is wanted of forces, dE/dq and virial.
 
@@ -45,23 +48,27 @@ def summed(
     alpha : (n_systems,) tensor
     others : sequence of tensor or None
         What else the parts are computed from: must not change until the backward pass.
+    potential : LongRangePotential
+        One that is not constant may have gradients of its own.
     """
     inputs = (system.positions, system.charges, system.cell)
 
-    def graph(positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, wanted: Wanted) -> Any:
+    def graph(positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, wanted: WantedParts) -> Any:
         at = system._replace(positions=positions, charges=charges, cell=cell)
         parts = evaluate(at, wanted)
         return together(parts, positions, True, energy_reduction, system.batch_idx, system.n_systems)
 
-    simple = (hybrid or not any(wanted)) and not alpha.requires_grad
+    # in hybrid form first derivatives by charges are there, unless they are among the results and so in the graph
+    one_order = not any(wanted) or (hybrid and not wanted.charge_gradients)
+    simple = one_order and potential.is_constant and not alpha.requires_grad
     if simple and torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and _is_plain(inputs):
-        results = _Sum.apply(graph, wanted, energy_reduction, system.batch_idx, *inputs, *others)
+        results = _Sum.apply(graph, wanted, energy_reduction, system.batch_idx, *inputs, alpha, *others)
     else:
         results = graph(*inputs, wanted)
     if system.has_channels:
         return results
     single = results if isinstance(results, tuple) else (results,)
-    names = ["energies", *(name for name, there in zip(Wanted._fields, wanted) if there)]
+    names = ["energies", *(name for name, there in zip(WantedParts._fields, wanted) if there)]
     columns = [r.squeeze(1) if name in ("energies", "charge_gradients") else r for name, r in zip(names, single)]
     return tuple(columns) if isinstance(results, tuple) else columns[0]
 
@@ -79,7 +86,7 @@ class _Sum(torch.autograd.Function):
     def forward(
         ctx: Any,
         graph: Callable[..., Any],
-        wanted: Wanted,
+        wanted: WantedParts,
         energy_reduction: str,
         batch_idx: torch.Tensor | None,
         positions: torch.Tensor,
@@ -88,14 +95,14 @@ class _Sum(torch.autograd.Function):
         *others: torch.Tensor | None,
     ) -> Any:
         by_positions, by_charges, by_cell = ctx.needs_input_grad[4:7]
-        computed = Wanted(
+        computed = WantedParts(
             wanted.forces or by_positions or by_cell,
             wanted.charge_gradients or by_charges,
             wanted.virial or by_cell,
         )
         results = graph(positions, charges, cell, computed)
         energies, *slopes = results if isinstance(results, tuple) else (results,)
-        names = [name for name, there in zip(Wanted._fields, computed) if there]
+        names = [name for name, there in zip(WantedParts._fields, computed) if there]
         found = dict(zip(names, slopes))
         ctx.graph, ctx.wanted, ctx.energy_reduction = graph, wanted, energy_reduction
         ctx.n_others = len(others)
@@ -103,7 +110,7 @@ class _Sum(torch.autograd.Function):
         # for the backward pass, with memory of their own: callers may change what they get
         ctx.slopes = {name: slope.clone() if getattr(wanted, name) else slope for name, slope in found.items()}
         ctx.set_materialize_grads(False)
-        returned = [found[name] for name, there in zip(Wanted._fields, wanted) if there]
+        returned = [found[name] for name, there in zip(WantedParts._fields, wanted) if there]
         return (energies, *returned) if returned else energies
 
     @staticmethod
@@ -113,7 +120,7 @@ class _Sum(torch.autograd.Function):
         if grad_energies is None and all(g is None for g in grad_slopes):
             return (None,) * 7 + nothing
         needed = ctx.needs_input_grad[4:7]
-        if not torch.is_grad_enabled() and all(g is None for g in grad_slopes):
+        if not torch.is_grad_enabled() and all(g is None for g in grad_slopes) and not _is_mapped(grad_energies):
             weights = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
             if weights is not None:
                 return (None,) * 4 + _products(ctx.slopes, weights, positions, cell, batch_idx, needed) + nothing
@@ -139,6 +146,10 @@ class _Sum(torch.autograd.Function):
                 )
             )
         return (None,) * 4 + tuple(next(gradients) if wants else None for wants in needed) + nothing
+
+
+def _is_mapped(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and checks.is_mapped(tensor)
 
 
 def _weights(

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,11 +39,33 @@ class LongRangePotential(NamedTuple):
     at_zero: Callable[[torch.Tensor], torch.Tensor]
     slope: Function | None = None
 
+    @property
+    def is_constant(self) -> bool:
+        """Whether the functions are known to depend on nothing but their arguments. Others may hold trained tensors.
+
+        What follows from constant functions is kept from call to call.
+        """
+        return self in _CONSTANT
+
     def slope_of(self, k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         """The derivative of g by k²."""
         if self.slope is not None:
             return self.slope(k2, alpha)
         return torch.func.jvp(lambda k2: self.reciprocal(k2, alpha), (k2,), (torch.ones_like(k2),))[1]
+
+
+class _PowerLaw(LongRangePotential):
+    """One that `power_law` has made: the same object again when it is copied or unpickled.
+
+    Calls ask whether a potential is the one that something was prepared for.
+    """
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        of_power = self.short_range
+        assert isinstance(of_power, functools.partial)
+        return power_law, of_power.args
 
 
 def _coulomb(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
@@ -55,7 +77,7 @@ def _coulomb_slope(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     return -_coulomb(k2, alpha) * (0.25 / alpha.square() + k2.reciprocal())
 
 
-COULOMB = LongRangePotential(
+COULOMB = _PowerLaw(
     functools.partial(potentials.ewald_short_range, 1),
     functools.partial(potentials.ewald_excluded, 1),
     _coulomb,
@@ -66,6 +88,8 @@ COULOMB = LongRangePotential(
 
 Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
 """
+
+_CONSTANT = {COULOMB}
 
 
 @functools.cache
@@ -106,10 +130,12 @@ def power_law(exponent: int) -> LongRangePotential:
     def slope(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         return -0.25 * scale * alpha.pow(exponent - 5) * transform(k2, alpha, exponent - 2)
 
-    return LongRangePotential(
+    found = _PowerLaw(
         functools.partial(potentials.ewald_short_range, exponent),
         functools.partial(potentials.ewald_excluded, exponent),
         reciprocal,
         lambda alpha: alpha.pow(exponent - 3) * (scale * 2.0 / (exponent - 3)),
         slope,
     )
+    _CONSTANT.add(found)
+    return found

@@ -17,7 +17,7 @@ import torch
 
 from nvalchemiops.torch.autograd.functorch import derivative_asked
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, at_atoms
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, at_atoms
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.lattice import Lattice, lattice_of, mesh_frequencies
 from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
@@ -108,7 +108,7 @@ def mesh_sum(
     alpha: torch.Tensor,
     mesh: Sequence[int],
     spline_order: int,
-    wanted: Wanted,
+    wanted: WantedParts,
     prepared: Influence | None = None,
 ) -> Parts:
     """The smooth part with alpha (n_systems,), on a mesh of the dtype of the charges."""
@@ -124,7 +124,7 @@ def mesh_sum(
         value, slope = recent(
             "influence",
             (system.cell, alpha),
-            (potential, tuple(mesh), spline_order, wanted.virial),
+            (potential, tuple(mesh), spline_order, wanted.virial) if potential.is_constant else None,
             lambda: influence(potential, lattice, alpha, mesh, spline_order, wanted.virial),
         )
     else:

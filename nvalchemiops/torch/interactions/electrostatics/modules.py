@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation, prepare_wave_vectors
@@ -12,14 +13,26 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import (
     estimate_pme_parameters,
 )
 from nvalchemiops.torch.interactions.electrostatics.pme import PreparedMesh, particle_mesh_ewald, prepare_mesh
-from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors
+from nvalchemiops.torch.interactions.electrostatics.system import check_potential
+from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors, per_system
+from nvalchemiops.torch.lattice import check_mesh, check_spline_order
+from nvalchemiops.torch.modules import ExactModule
+from nvalchemiops.torch.neighbors import checks
 
 
-def _alpha(alpha: float | torch.Tensor) -> torch.Tensor:
-    return torch.as_tensor(alpha).detach().to(torch.float64).reshape(-1)
+def _kept(name: str, value: float | torch.Tensor) -> torch.Tensor:
+    """A positive number, or one for each system, as a buffer (1,) or (n_systems,)."""
+    if isinstance(value, torch.Tensor):
+        return per_system(name, value, max(1, value.numel()), value.device).detach().clone()
+    # moved to where other modules of torch are made
+    return per_system(name, value, max(1, np.size(value)), torch.device("cpu")).clone().to(torch.get_default_device())
 
 
-class EwaldSummation(torch.nn.Module):
+def _reach(cutoff: float | None) -> float | None:
+    return None if cutoff is None else checks.check_positive("cutoff", cutoff)
+
+
+class EwaldSummation(ExactModule):
     """`ewald_summation` with fixed parameters.
 
     Parameters
@@ -29,6 +42,11 @@ class EwaldSummation(torch.nn.Module):
     cutoff : float, length, optional
         Reach of the lists in calls, or to which lists are built.
     potential : LongRangePotential, optional
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
 
     Notes
     -----
@@ -53,12 +71,18 @@ class EwaldSummation(torch.nn.Module):
         potential: LongRangePotential = COULOMB,
     ) -> None:
         super().__init__()
-        self.register_buffer("alpha", _alpha(alpha))
-        self.register_buffer("k_cutoff", _alpha(k_cutoff))
-        self.cutoff = None if cutoff is None else float(cutoff)
+        check_potential(potential)
+        self.register_buffer("alpha", _kept("alpha", alpha))
+        self.register_buffer("k_cutoff", _kept("k_cutoff", k_cutoff))
+        self.cutoff = _reach(cutoff)
         self.potential = potential
         for name in WaveVectors._fields:
             self.register_buffer(f"_{name}", None, persistent=False)
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        for name in WaveVectors._fields:  # prepared for other parameters
+            setattr(self, f"_{name}", None)
 
     @classmethod
     def estimate(
@@ -88,7 +112,10 @@ class EwaldSummation(torch.nn.Module):
         return ewald_summation(positions, charges, cell, self.alpha, **chosen, **given)
 
 
-class ParticleMeshEwald(torch.nn.Module):
+_PREPARED = ("_cell", "_splitting", "_influence", "_influence_slope")
+
+
+class ParticleMeshEwald(ExactModule):
     """`particle_mesh_ewald` with fixed parameters.
 
     Parameters
@@ -99,6 +126,11 @@ class ParticleMeshEwald(torch.nn.Module):
     cutoff : float, length, optional
         Reach of the lists in calls, or to which lists are built.
     potential : LongRangePotential, optional
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
 
     Notes
     -----
@@ -122,13 +154,19 @@ class ParticleMeshEwald(torch.nn.Module):
         potential: LongRangePotential = COULOMB,
     ) -> None:
         super().__init__()
-        self.register_buffer("alpha", _alpha(alpha))
-        self.mesh_dimensions = mesh_dimensions
-        self.spline_order = spline_order
-        self.cutoff = None if cutoff is None else float(cutoff)
+        check_potential(potential)
+        self.register_buffer("alpha", _kept("alpha", alpha))
+        self.spline_order = check_spline_order(spline_order)
+        self.mesh_dimensions = check_mesh(mesh_dimensions, self.spline_order)
+        self.cutoff = _reach(cutoff)
         self.potential = potential
-        for name in ("cell", "splitting", "influence", "influence_slope"):
-            self.register_buffer(f"_{name}", None, persistent=False)
+        for name in _PREPARED:
+            self.register_buffer(name, None, persistent=False)
+
+    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
+        super()._load_from_state_dict(*arguments, **options)
+        for name in _PREPARED:  # for other parameters
+            setattr(self, name, None)
 
     @classmethod
     def estimate(

@@ -1,5 +1,6 @@
 """Parameters of Ewald sums for torch tensors."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -7,8 +8,8 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
-from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
-from nvalchemiops.torch.lattice import check_mesh, check_spline_order
+from nvalchemiops.torch.interactions.electrostatics.wave_vectors import check_cells_alone, per_system
+from nvalchemiops.torch.lattice import check_cells, check_mesh, check_spline_order
 from nvalchemiops.torch.neighbors import checks
 
 
@@ -108,7 +109,8 @@ def estimate_ewald_parameters(
     -----
     Formulas and sources: `nvalchemiops.interactions.electrostatics.parameters`. Reads values on the host.
     """
-    sizes, accuracy = _sizes_of(positions, cell, batch_idx, accuracy)
+    sizes = _sizes_of(positions, cell, batch_idx)
+    accuracy = check_accuracy(accuracy, positions)
     alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, accuracy, core.COSTS[positions.device.type])
     r_c = core.real_cutoff(alpha, sizes.spacing, accuracy)
     k_c = core.reciprocal_cutoff(alpha, sizes.spacing, accuracy)
@@ -160,7 +162,8 @@ def estimate_pme_parameters(
     -----
     Formulas and sources: `nvalchemiops.interactions.electrostatics.parameters`. Reads values on the host.
     """
-    sizes, accuracy = _sizes_of(positions, cell, batch_idx, accuracy)
+    sizes = _sizes_of(positions, cell, batch_idx)
+    accuracy = check_accuracy(accuracy, positions)
     order = check_spline_order(spline_order)
     if real_space_cutoff is None:
         alpha = core.mesh_alpha(sizes.n_atoms, sizes.volume, accuracy, order, core.COSTS[positions.device.type])
@@ -202,12 +205,12 @@ def estimate_pme_mesh_dimensions(
     The number of atoms is unknown here: the error is estimated for an average distance of ``0.8 / alpha``, which is
     that of a well balanced sum.
     """
-    cell = _lattice(cell)
-    accuracy = checks.check_positive("accuracy", accuracy)
+    cell = check_cells_alone(cell)
+    accuracy = check_accuracy(accuracy)
     order = check_spline_order(spline_order)
     splitting = checks.on_host(per_system("alpha", alpha, cell.shape[0], cell.device).detach())
     lattice = checks.on_host(cell.detach()).astype(np.float64)
-    sizes = Sizes(lattice, np.abs(np.linalg.det(lattice)) * 0.0 + 1.0, 0.8 / splitting)
+    sizes = Sizes(lattice, np.ones(len(lattice)), 0.8 / splitting)
     return mesh_for(sizes, splitting, accuracy, order, mesh_safety_factor, fft_padding_fraction)
 
 
@@ -234,7 +237,7 @@ def mesh_spacing_to_dimensions(
     (int, int, int)
         Fine enough for all systems.
     """
-    cell = _lattice(cell)
+    cell = check_cells_alone(cell)
     order = check_spline_order(spline_order, 1)
     spacing: Any = mesh_spacing
     if isinstance(spacing, torch.Tensor):
@@ -281,7 +284,7 @@ def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -
     else:
         count = np.bincount(checks.on_host(batch_idx), minlength=cell.shape[0]).astype(np.float64)
     volume = np.abs(np.linalg.det(lattice))
-    return Sizes(lattice, count, np.cbrt(volume / np.maximum(count, 1.0)))
+    return Sizes(lattice, count, core.average_distance(count, volume))
 
 
 def mesh_for(
@@ -313,33 +316,41 @@ def _mesh(points: np.ndarray, order: int, padding: Any) -> tuple[int, int, int]:
     return check_mesh((x, y, z))
 
 
-def _lattice(cell: Any) -> torch.Tensor:
-    checks.check_tensor("cell", cell)
-    checks.check_place("cell", cell)
-    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
-        raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
-    if cell.is_complex() or not bool(cell.isfinite().all()):
-        raise ValueError("`cell` must hold finite real numbers")
-    return cell.reshape(-1, 3, 3)
-
-
-def _sizes_of(
-    positions: torch.Tensor, cell: Any, batch_idx: torch.Tensor | None, accuracy: float
-) -> tuple[Sizes, float]:
+def _sizes_of(positions: torch.Tensor, cell: Any, batch_idx: torch.Tensor | None) -> Sizes:
     checks.check_positions(positions, finite=False)
-    accuracy = checks.check_positive("accuracy", accuracy)
     if cell is None:
         raise ValueError("`cell` is required: an Ewald sum is for periodic systems")
     checks.check_lattice(cell, positions)
     cell = cell.reshape(-1, 3, 3)
+    if cell.shape[0] == 0:
+        raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
+    check_cells(cell.detach().cpu())  # read in any case
     if batch_idx is not None:
         batch_idx, _ = checks.check_batch_idx(batch_idx, positions, cell.shape[0])
     elif cell.shape[0] != 1:
         raise ValueError("`batch_idx` is needed to tell several systems apart")
-    sizes = sizes_of(cell, batch_idx, positions.shape[0])
-    if not (np.isfinite(sizes.volume) & (sizes.volume > 0.0)).all():
-        raise ValueError("`cell` is singular")
-    return sizes, accuracy
+    return sizes_of(cell, batch_idx, positions.shape[0])
+
+
+FINEST_ACCURACY = 1e-16
+"""Rounding alone leaves more."""
+
+
+def check_accuracy(accuracy: Any, positions: torch.Tensor | None = None) -> float:
+    """The accuracy as a float; warn the caller's caller if it is more than float32 positions can give."""
+    accuracy = checks.check_positive("accuracy", accuracy)
+    if accuracy < FINEST_ACCURACY:
+        raise ValueError(f"`accuracy` = {accuracy:g} is beyond float64; ask for {FINEST_ACCURACY:g} at most")
+    if accuracy >= 1.0:
+        raise ValueError(f"`accuracy` = {accuracy:g} is a relative error of forces: it must be below 1, as 1e-6 is")
+    rounded = positions is not None and positions.dtype is torch.float32
+    if rounded and accuracy < core.FLOAT32_FLOOR and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"`accuracy` = {accuracy:g} is out of reach of float32: rounding leaves about {core.FLOAT32_FLOOR:g}; "
+            "use float64 positions, or ask for less",
+            stacklevel=3,
+        )
+    return accuracy
 
 
 def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:

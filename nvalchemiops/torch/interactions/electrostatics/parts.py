@@ -1,20 +1,30 @@
 """What the parts of an Ewald sum have in common: results by atom and system, and how they are put together."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nvalchemiops.torch.lattice import Lattice
+from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.segments import system_sums
 
 
-class Wanted(NamedTuple):
+class WantedParts(NamedTuple):
     """What a call returns beside the energies."""
 
     forces: bool = False
     charge_gradients: bool = False
     virial: bool = False
+
+
+def asked_for(compute_forces: Any, compute_charge_gradients: Any, compute_virial: Any) -> WantedParts:
+    """What these arguments of a public function ask for; raise unless they are flags."""
+    return WantedParts(
+        checks.check_flag("compute_forces", compute_forces),
+        checks.check_flag("compute_charge_gradients", compute_charge_gradients),
+        checks.check_flag("compute_virial", compute_virial),
+    )
 
 
 class Parts(NamedTuple):
@@ -33,7 +43,7 @@ class Parts(NamedTuple):
     virial: torch.Tensor | None = None
 
 
-def at_atoms(gathered: torch.Tensor, charges: torch.Tensor, lattice: Lattice, wanted: Wanted) -> Parts:
+def at_atoms(gathered: torch.Tensor, charges: torch.Tensor, lattice: Lattice, wanted: WantedParts) -> Parts:
     """Results for charges (n_atoms, n_channels) in a potential that is linear in them, but for the virial.
 
     ``gathered`` (n_atoms, n_channels, 1 or 4) holds the potential and its derivatives by the coordinates that the frame

@@ -6,16 +6,21 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
-from nvalchemiops.torch.interactions.electrostatics.corrections import all_but_smooth_part
+from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.interactions.electrostatics.first_order import summed
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.mesh_sum import Influence, influence, mesh_sum
-from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_for, mesh_spacing_to_dimensions, sizes_of
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted
+from nvalchemiops.torch.interactions.electrostatics.parameters import (
+    check_accuracy,
+    mesh_for,
+    mesh_spacing_to_dimensions,
+    sizes_of,
+)
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, asked_for
 from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, self_part, tensors_of
+from nvalchemiops.torch.interactions.electrostatics.shared_parts import all_but_smooth_part
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
-    check_accuracy,
     check_parameters,
     check_potential,
     check_system,
@@ -57,17 +62,22 @@ class PreparedMesh(NamedTuple):
             raise ValueError("`prepared` has its own alpha and mesh: leave `alpha` and `mesh_...` out")
         if potential is not self.potential:
             raise ValueError("`prepared` is for another `potential`")
-        if system.cell.requires_grad and torch.is_grad_enabled():
+        if is_differentiated(system.cell):
             raise ValueError("`cell` requires a gradient, but what is `prepared` does not depend on it any more")
         if system.cell.shape != self.cell.shape or system.cell.device != self.cell.device:
             raise ValueError(
                 f"`prepared` is for a cell {tuple(self.cell.shape)} on {self.cell.device}, but this one is "
                 f"{tuple(system.cell.shape)} on {system.cell.device}"
             )
-        if checks.unread(system.cell):
-            return
-        if not torch.equal(checks.plain(system.cell).to(self.cell.dtype), self.cell):
+        if not checks.unread(system.cell) and not torch.equal(checks.plain(system.cell).to(torch.float64), self.cell):
             raise ValueError("`prepared` is for another `cell`: prepare again when the cell has changed")
+
+    def alpha_for(self, cell: torch.Tensor) -> torch.Tensor:
+        """Alpha; NaN where `check` would have raised, had it read the cell."""
+        if not checks.unread(cell):
+            return self.alpha
+        same = (cell.detach().to(torch.float64) == self.cell).flatten(1).all(1)
+        return torch.where(same, self.alpha, torch.nan)
 
 
 def prepare_mesh(
@@ -102,10 +112,12 @@ def prepare_mesh(
     order = check_spline_order(spline_order)
     mesh = check_mesh(mesh_dimensions, order)
     # as the dtype of the cell, which is that of the positions, has it
-    splitting = per_system("alpha", alpha, cells.shape[0], cell.device).detach().to(cell.dtype).to(torch.float64)
+    splitting = per_system("alpha", alpha, cells.shape[0], cell.device).detach().to(cell.dtype)
+    # copies, which the caller's tensors may change without
+    cells, splitting = (t.to(torch.float64, copy=True) for t in (cells, splitting))
     lattice = lattice_of(cells, None, 0)
     found = influence(potential, lattice, splitting, mesh, order, True)
-    return PreparedMesh(cells.to(torch.float64), splitting, mesh, order, potential, found)
+    return PreparedMesh(cells, splitting, mesh, order, potential, found)
 
 
 def particle_mesh_ewald(
@@ -200,10 +212,11 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
         if not isinstance(prepared, PreparedMesh):
             raise TypeError(f"`prepared` must be a PreparedMesh from prepare_mesh, got {type(prepared).__name__}")
         prepared.check(system, alpha, mesh_dimensions, mesh_spacing, potential)
-        alpha, mesh_dimensions, spline_order = prepared.alpha, prepared.mesh_dimensions, prepared.spline_order
+        alpha = prepared.alpha_for(system.cell)
+        mesh_dimensions, spline_order = prepared.mesh_dimensions, prepared.spline_order
     order = check_spline_order(spline_order)
     axes = periodic_axes(pbc, system, slab_correction)
-    if hybrid_forces:
+    if checks.check_flag("hybrid_forces", hybrid_forces):
         system = system.at_fixed_geometry()
         alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
     check_parameters(
@@ -227,18 +240,18 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     splitting = refuse_open_axes(splitting, axes, slab_correction)
     mesh = mesh_of(system, splitting, accuracy, order, mesh_dimensions, mesh_spacing)
     _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
-    wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
+    wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
     slab = axes if slab_correction else None
     kept = None if prepared is None else prepared.influence
 
-    def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
+    def parts(system: ChargedSystem, wanted: WantedParts) -> list[Parts]:
         return [
             *all_but_smooth_part(potential, system, splitting, rows, slab, exclusions, exclusion_factors, wanted),
             mesh_sum(potential, system, splitting, mesh, order, wanted, kept),
         ]
 
     others = (*tensors_of(rows), exclusions, exclusion_factors, slab, *(kept or ()))
-    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, others)
+    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, others, potential)
 
 
 def pme_reciprocal_space(
@@ -292,21 +305,21 @@ def pme_reciprocal_space(
     splitting = given_alpha(alpha, system)
     check_potential(potential)
     order = check_spline_order(spline_order)
-    if hybrid_forces:
+    if checks.check_flag("hybrid_forces", hybrid_forces):
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     if mesh_dimensions is None and mesh_spacing is None:
         raise ValueError("`mesh_dimensions` or `mesh_spacing` is needed")
     mesh = mesh_of(system, splitting, 1.0, order, mesh_dimensions, mesh_spacing)
     _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
-    wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
+    wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
 
-    def parts(system: ChargedSystem, wanted: Wanted) -> list[Parts]:
+    def parts(system: ChargedSystem, wanted: WantedParts) -> list[Parts]:
         return [
             mesh_sum(potential, system, splitting, mesh, order, wanted),
             self_part(potential, system, splitting, wanted),
         ]
 
-    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, ())
+    return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, (), potential)
 
 
 def mesh_of(

@@ -8,12 +8,13 @@ import torch
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, together
-from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, asked_for, together
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha
 from nvalchemiops.torch.interactions.pair import potential as pairs
-from nvalchemiops.torch.lattice import lattice_of
+from nvalchemiops.torch.lattice import lattice_of, shortest_vectors
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.segments import begins
 
 MOST_CHANNELS = 16
 """Channels that one kernel sums at once: more would take long to compile."""
@@ -24,7 +25,7 @@ def pair_part(
     system: ChargedSystem,
     alpha: torch.Tensor,
     rows: Rows,
-    wanted: Wanted,
+    wanted: WantedParts,
     **options: Any,
 ) -> Parts:
     """Energies and their derivatives of pairs.
@@ -67,6 +68,7 @@ def pair_part(
 
 def given_rows(given: GivenNeighbors, system: ChargedSystem, half_list: bool) -> Rows | None:
     """The rows of a given list or matrix, or None."""
+    half_list = checks.check_flag("half_list", half_list)
     rows = rows_of(given, system.positions, periodic=True, half_list=half_list)
     if rows is None and half_list:
         raise ValueError("`half_list` describes a list, but none is given")
@@ -78,7 +80,7 @@ def tensors_of(rows: Rows) -> tuple[torch.Tensor | None, ...]:
     return rows.begin, rows.neighbors, rows.shifts, rows.first
 
 
-def self_part(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor, wanted: Wanted) -> Parts:
+def self_part(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor, wanted: WantedParts) -> Parts:
     """The self energies alone: what the pair potential gives without a pair."""
     device = system.positions.device
     begin = torch.zeros(system.n_atoms + 1, dtype=torch.int32, device=device)
@@ -92,18 +94,21 @@ def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Ten
     with torch.no_grad():
         positions = system.positions.detach().to(torch.float64)
         cell = system.cell.detach().to(torch.float64)
+        # along the shortest lattice vectors, where the nearest image is at most one further than rounding has it
+        short = shortest_vectors(cell).to(torch.float64)
+        cell = short @ cell
         coordinates = lattice_of(cell, system.batch_idx, system.n_atoms).fractional(positions)
         rounded = -(coordinates.index_select(0, second) - coordinates.index_select(0, first)).round()
         near = torch.arange(-1, 2, dtype=torch.float64, device=cell.device)
         around = torch.cartesian_prod(near, near, near)
         shifts = rounded.unsqueeze(1) + around
-        if system.batch_idx is None:
-            images = shifts @ cell[0]
-        else:
-            images = shifts @ cell.index_select(0, system.batch_idx.index_select(0, first))
+        if system.batch_idx is not None:
+            of_pair = system.batch_idx.index_select(0, first)
+            cell, short = cell.index_select(0, of_pair), short.index_select(0, of_pair)
         apart = positions.index_select(0, second) - positions.index_select(0, first)
-        nearest = (apart.unsqueeze(1) + images).square().sum(-1).argmin(1)
-        return (rounded + around.index_select(0, nearest)).to(torch.int32)
+        nearest = (apart.unsqueeze(1) + shifts @ cell).square().sum(-1).argmin(1)
+        found = rounded + around.index_select(0, nearest)
+        return (found.unsqueeze(1) @ short).squeeze(1).to(torch.int32)
 
 
 def exclusion_part(
@@ -112,7 +117,7 @@ def exclusion_part(
     alpha: torch.Tensor,
     exclusions: torch.Tensor,
     factors: torch.Tensor | None,
-    wanted: Wanted,
+    wanted: WantedParts,
 ) -> Parts:
     """What excluded pairs lose of the smooth part of the sum, at their nearest image; ``formula`` says how much.
 
@@ -127,9 +132,7 @@ def exclusion_part(
     row, order = torch.sort(torch.cat([first, second]), stable=True)
     other = torch.cat([second, first]).index_select(0, order).to(torch.int32)
     shifts = torch.cat([shifts, -shifts]).index_select(0, order)
-    atoms = torch.arange(system.n_atoms + 1, device=row.device)
-    begin = torch.searchsorted(row, atoms, out_int32=True)
-    rows = Rows(begin, other, shifts, 0, NOTHING, row.to(torch.int32))
+    rows = Rows(begins(row, system.n_atoms), other, shifts, 0, NOTHING, row.to(torch.int32))
     lost = None if factors is None else 1.0 - factors
     options = {} if lost is None else {"exclusions": exclusions, "exclusion_factors": lost}
     return pair_part(formula, system, alpha, rows, wanted, **options)
@@ -197,12 +200,10 @@ def ewald_real_space(
     """
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-    splitting: Any = alpha
     if isinstance(alpha, torch.Tensor):
-        pairs.check_real("alpha", alpha, positions)
-    else:
-        splitting = torch.tensor(checks.check_positive("alpha", alpha), dtype=positions.dtype, device=positions.device)
-    if hybrid_forces:
+        checks.check_real("alpha", alpha, positions)
+    splitting = given_alpha(alpha, system)
+    if checks.check_flag("hybrid_forces", hybrid_forces):
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     given = GivenNeighbors(
         neighbor_list,
@@ -213,7 +214,7 @@ def ewald_real_space(
         mask_value,
         fill_name="mask_value",
     )
-    wanted = Wanted(compute_forces, compute_charge_gradients, compute_virial)
+    wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
     rows = given_rows(given, system, half_list)
     if rows is None:
         if cutoff is None:

@@ -15,12 +15,12 @@ import torch
 
 from nvalchemiops.torch.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, at_atoms
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, at_atoms
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors
 from nvalchemiops.torch.lattice import Lattice, lattice_of
 from nvalchemiops.torch.recent import recent
-from nvalchemiops.torch.segments import spread_systems, totals
+from nvalchemiops.torch.segments import begins, spread_systems, totals
 
 
 def sorted_atoms(
@@ -30,8 +30,7 @@ def sorted_atoms(
     if batch_idx is None:
         return None, torch.tensor([0, n_atoms], dtype=torch.int32, device=device)
     systems, order = torch.sort(batch_idx, stable=True)
-    numbers = torch.arange(n_systems + 1, dtype=systems.dtype, device=device)
-    return order.to(torch.int32), torch.searchsorted(systems, numbers, out_int32=True)
+    return order.to(torch.int32), begins(systems, n_systems)
 
 
 class Factors(NamedTuple):
@@ -78,7 +77,7 @@ def reciprocal_sum(
     system: ChargedSystem,
     alpha: torch.Tensor,
     waves: WaveVectors,
-    wanted: Wanted,
+    wanted: WantedParts,
 ) -> Parts:
     """The smooth part with alpha (n_systems,)."""
     n_atoms, n_systems, batch_idx = system.n_atoms, system.n_systems, system.batch_idx
@@ -90,7 +89,7 @@ def reciprocal_sum(
     value, dyads = recent(
         "factors",
         (system.cell, alpha, waves.points, waves.weights),
-        (potential, wanted.virial),
+        (potential, wanted.virial) if potential.is_constant else None,
         lambda: factors(potential, lattice, alpha, waves, wanted.virial),
     )
     gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, int(wanted.forces))

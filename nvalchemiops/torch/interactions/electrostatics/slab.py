@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted, together
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, asked_for, together
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, periodic_axes
 from nvalchemiops.torch.segments import spread_systems, system_sums
 
 
-def slab_part(system: ChargedSystem, pbc: torch.Tensor, wanted: Wanted) -> Parts:
+def slab_part(system: ChargedSystem, pbc: torch.Tensor, wanted: WantedParts) -> Parts:
     """The correction for systems with one open axis, zero for those with none; NaN for others."""
     positions, charges, cell = (t.to(torch.float64) for t in (system.positions, system.charges, system.cell))
     batch_idx, n_atoms, n_systems = system.batch_idx, system.n_atoms, system.n_systems
@@ -112,5 +112,5 @@ def compute_slab_correction(
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)
     axes = periodic_axes(pbc, system, slab_correction=True)
     assert axes is not None
-    part = slab_part(system, axes, Wanted(compute_forces, compute_charge_gradients, compute_virial))
+    part = slab_part(system, axes, asked_for(compute_forces, compute_charge_gradients, compute_virial))
     return together([part], positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)

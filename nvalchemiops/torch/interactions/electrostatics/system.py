@@ -1,6 +1,5 @@
 """Systems of charges as the parts of an Ewald sum want them, and the choice of what the caller left open."""
 
-import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +9,6 @@ from nvalchemiops.interactions.electrostatics import parameters as core
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parameters import Sizes, sizes_of
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
-from nvalchemiops.torch.interactions.pair.potential import check_real
 from nvalchemiops.torch.lattice import check_cells
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows
@@ -60,7 +58,7 @@ def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False)
     if not fits or (charges.ndim == 2 and charges.shape[1] == 0):
         expected = f"(n_atoms,) = ({positions.shape[0]},)" + " or (n_atoms, n_channels)" * channels
         raise ValueError(f"`charges` must have shape {expected}, got {tuple(charges.shape)}")
-    check_real("charges", charges, positions)
+    checks.check_real("charges", charges, positions)
 
 
 def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy_reduction: str) -> ChargedSystem:
@@ -77,14 +75,7 @@ def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy
     if cell.shape[0] == 0:
         raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
     check_cells(cell)
-    if batch_idx is None:
-        if cell.shape[0] != 1:
-            raise ValueError("`batch_idx` is needed to tell several systems apart")
-    elif checks.unread(batch_idx):
-        checks.check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
-        batch_idx = checks.narrow(batch_idx)
-    else:
-        batch_idx, _ = checks.check_batch_idx(batch_idx, positions, cell.shape[0])
+    batch_idx = checks.batch_of(batch_idx, positions, cell.shape[0])
     several = charges.ndim == 2
     return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx)
 
@@ -94,6 +85,7 @@ def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> tor
 
     What cannot be read is answered by NaN in `refuse_open_axes`.
     """
+    checks.check_flag("slab_correction", slab_correction)
     if pbc is None:
         if slab_correction:
             raise ValueError("`pbc` is needed with `slab_correction`: it says which axis is open")
@@ -144,24 +136,6 @@ def check_potential(potential: Any) -> None:
     """Raise unless this is a potential that an Ewald sum can split."""
     if not isinstance(potential, LongRangePotential):
         raise TypeError(f"`potential` must be a LongRangePotential, got {type(potential).__name__}")
-
-
-FINEST_ACCURACY = 1e-16
-"""Rounding alone leaves more."""
-
-
-def check_accuracy(accuracy: Any, positions: torch.Tensor) -> float:
-    """The accuracy as a float; warn if it is more than float32 can give."""
-    accuracy = checks.check_positive("accuracy", accuracy)
-    if accuracy < FINEST_ACCURACY:
-        raise ValueError(f"`accuracy` = {accuracy:g} is beyond float64; ask for {FINEST_ACCURACY:g} at most")
-    if accuracy < core.FLOAT32_FLOOR and positions.dtype is torch.float32 and not torch.compiler.is_compiling():
-        warnings.warn(
-            f"`accuracy` = {accuracy:g} is out of reach of float32: rounding leaves about {core.FLOAT32_FLOOR:g}; "
-            "use float64 positions, or ask for less",
-            stacklevel=3,
-        )
-    return accuracy
 
 
 class Splitting(NamedTuple):
@@ -224,8 +198,7 @@ def split(
 
 def spacing_of(system: ChargedSystem) -> torch.Tensor:
     """Average distance (V/N)^(1/3) of each system, without reading anything."""
-    count, volume = _count_and_volume(system)
-    return (volume / count.clamp(min=1.0)) ** (1.0 / 3.0)
+    return core.average_distance(*_count_and_volume(system))
 
 
 def _count_and_volume(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor]:
@@ -237,7 +210,7 @@ def _count_and_volume(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor
 def _alpha_for(cutoff: float, system: ChargedSystem, accuracy: float, best: Any) -> torch.Tensor:
     """What `split` chooses for a known reach, without reading anything."""
     count, volume = _count_and_volume(system)
-    spacing = (volume / count.clamp(min=1.0)) ** (1.0 / 3.0)
+    spacing = core.average_distance(count, volume)
     splitting = best(count, volume, torch)
     r_c = core.real_cutoff(splitting, spacing, accuracy, torch)
     needed = core.alpha_for_cutoff(torch.full_like(spacing, cutoff), spacing, accuracy, torch)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import warp as wp
 
 from nvalchemiops.interactions.pair import sum as core
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.math.vectors import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.rows import NOTHING
 from nvalchemiops.torch.segments import add_systems, spread_systems
@@ -46,7 +47,7 @@ def _spec(name: str, letter: str, shape: Callable[..., tuple[Any, ...]]) -> Outp
 
 
 def _precision(_: str, __: str, ___: str, positions: torch.Tensor, *____: Any) -> Any:
-    return wp.float32 if positions.dtype is torch.float32 else wp.float64
+    return real_of(positions)
 
 
 def _of_atoms(positions: Any, *_: Any) -> Any:
@@ -385,7 +386,7 @@ def pair_sum(
     cutoff, r_switch : float
         Distances.
     """
-    precision = "float32" if positions.dtype is torch.float32 else "float64"
+    precision = precision_of(positions)
     kernel, inputs, written, columns = _kernel(
         formula,
         directions,
@@ -435,11 +436,11 @@ def pair_sum(
         n_atoms,
         [*[given[place] for place in inputs], width, padding, cutoff, r_switch],
         [fault if name == "fault" else memory[name] for name in written],
-        lanes=core.WARP,
+        lanes=WARP,
     )
     if fault is not None and (number := int(fault)):
         fault.zero_()
-        raise ValueError(f"`neighbor_list` or `neighbor_matrix`: {core.FAULTS[number]}")
+        raise ValueError(core.FAULTS[number])
     if columns:
         parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(columns.values()), dim=1)
         for letter, part in zip(columns, parts):

@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 import unicodedata
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +15,8 @@ from nvalchemiops.interactions.pair.expression import Formula, pair_energy
 from nvalchemiops.interactions.pair.expression import self_energy as alone
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
-from nvalchemiops.torch.segments import spread_systems, system_sums
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, check_reach, rows_of
+from nvalchemiops.torch.segments import begins, spread_systems, system_sums
 
 EVERYWHERE = sys.float_info.max
 """Stands for no cutoff. Infinity itself would make packages of AOTInductor that cannot be loaded: JSON has none."""
@@ -100,14 +100,11 @@ class PairPotential:
             _names("per_atom", per_atom),
             _names("global_parameters", global_parameters),
             _names("per_pair", per_pair),
-            bool(shifted),
+            checks.check_flag("shifted", shifted),
             r_switch is not None,
             self_energy,
         )
         self.cutoff, self.r_switch = check_distances(self.formula, cutoff, r_switch)
-        for name, value in (("cutoff", cutoff), ("r_switch", r_switch)):
-            if value is None and re.search(rf"\b{name}\b", expression + ";" + self_energy):
-                raise ValueError(f"`{name}` is needed: the expression contains it")
         pair_energy(self.formula)  # raises for an expression that cannot be used
         alone(self.formula)
 
@@ -162,7 +159,7 @@ class PairPotential:
         num_systems : int, optional
             Taken from the cell by default, without a cell from the largest entry of ``batch_idx``, which is read.
         pbc : bool tensor, optional
-            Periodicity, for building a list; True along all axes by default.
+            Periodicity, for building a list or for ``check``; True along all axes by default.
         species : (n_atoms,) int tensor, optional
             Row of each atom in the tables; required with ``per_pair``.
         exclusions : (2, n) int tensor, optional
@@ -177,7 +174,8 @@ class PairPotential:
         energy_reduction : {"atom", "system"}, optional
             Energies per atom, or summed over systems.
         check : bool, optional
-            For debugging: raise unless the list is full, or half if ``half_list`` says so. Sorts all pairs.
+            For debugging: raise unless the list is full, or half if ``half_list`` says so, and has every pair within
+            the cutoff. Sorts all pairs and, not compiled, searches for them.
         **parameters
             Each declared parameter by its name: per atom a number or a tensor (n_atoms,); global a number or a
             tensor () or (n_systems,); per pair a tensor (n_species, n_species), of which [a, b] and [b, a] are
@@ -210,7 +208,8 @@ class PairPotential:
         given = GivenNeighbors(
             neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
         )
-        names = tuple(compute_gradients) if isinstance(compute_gradients, (Sequence, Set)) else (None,)
+        # gradients are returned in this order, which a set has not
+        names = tuple(compute_gradients) if isinstance(compute_gradients, Sequence) else (None,)
         if isinstance(compute_gradients, str) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"`compute_gradients` must be a sequence of names, got {compute_gradients!r}")
         wanted = Wanted(compute_forces, names, compute_virial, energy_reduction)
@@ -246,7 +245,7 @@ class PairPotential:
     ) -> "PairPotential":
         """The potential for a formula that is known to be right."""
         potential = cls.__new__(cls)
-        formula = formula._replace(shifted=bool(shifted), switched=r_switch is not None)
+        formula = formula._replace(shifted=checks.check_flag("shifted", shifted), switched=r_switch is not None)
         potential.formula = formula
         potential.cutoff, potential.r_switch = check_distances(formula, cutoff, r_switch)
         return potential
@@ -295,6 +294,9 @@ def check_distances(formula: Formula, cutoff: Any, r_switch: Any) -> tuple[float
         r_switch = checks.check_positive("r_switch", r_switch)
         if r_switch >= cutoff:
             raise ValueError(f"`r_switch` = {r_switch} must be smaller than `cutoff` = {cutoff}")
+    for name, value in (("cutoff", cutoff), ("r_switch", r_switch)):
+        if value is None and re.search(rf"\b{name}\b", formula.expression + ";" + formula.self_energy):
+            raise ValueError(f"`{name}` is needed: the expression contains it")
     return cutoff, r_switch
 
 
@@ -341,8 +343,16 @@ def evaluate(
     """Sum ``formula`` over pairs; arguments as for `PairPotential.__call__`."""
     checks.check_positions(positions, finite=False)
     checks.check_choice("energy_reduction", wanted.energy_reduction, ("atom", "system"))
+    for name, flag in (
+        ("compute_forces", wanted.forces),
+        ("compute_virial", wanted.virial),
+        ("half_list", half_list),
+        ("check", check),
+    ):
+        checks.check_flag(name, flag)
     has_list = given.neighbor_list is not None or given.neighbor_matrix is not None
     needs_number = not has_list or wanted.virial or wanted.energy_reduction != "atom" or formula.global_parameters != ()
+    needs_number |= check and not torch.compiler.is_compiling()
     cell, batch_idx, n_systems = systems_of(positions, cell, batch_idx, num_systems, needs_number)
     rows = _rows(given, positions, cell, cutoff, half_list, neighbor_cutoff, batch_idx, pbc, check)
     return sum_pairs(
@@ -384,13 +394,13 @@ def sum_pairs(
     values, tables = _parameters(formula, parameters, positions, species, n_systems)
     excluded = _excluded(exclusions, exclusion_factors, positions)
 
-    outputs = "w" + "r" * wanted.forces
+    outputs = "w" + "r" * bool(wanted.forces)
     for name in wanted.gradients:
         if name not in parameters:
             raise ValueError(f"`compute_gradients` names '{name}', which is no parameter of this potential")
         letter = "g" if name in formula.global_parameters else "p"
         outputs += letter * (letter not in outputs)
-    outputs += "v" * wanted.virial
+    outputs += "v" * bool(wanted.virial)
     energies, position_gradients, _, parameter_gradients, global_gradients, virial = pair_sum(
         formula.text,
         outputs,
@@ -486,14 +496,15 @@ def _parameters(
     """Parameters of atoms and of systems as the op wants them; species and their number."""
     known = (*formula.per_atom, *formula.global_parameters, *formula.per_pair)
     given = {name: key for key in parameters for name in (key if isinstance(key, tuple) else (key,))}
-    for name in known:
-        if name not in given:
-            raise ValueError(f"`{name}` is missing: this potential needs {', '.join(known)}")
+    # first, as a misspelled name is a missing one as well
     for name in given:
         if name not in known:
             raise TypeError(
                 f"`{name}` is no argument, and no parameter of this potential ({', '.join(known) or 'none'})"
             )
+    for name in known:
+        if name not in given:
+            raise ValueError(f"`{name}` is missing: this potential needs {', '.join(known)}")
     n_atoms = positions.shape[0]
     columns = [
         _column(key, parameters[key], n_atoms, "n_atoms", positions)
@@ -510,7 +521,7 @@ def _parameters(
         species = checks.narrow(species)
         for name in formula.per_pair:
             table = parameters[name]
-            check_real(name, table, positions)
+            checks.check_real(name, table, positions)
             n_species = n_species or max([1, *table.shape])
             if tuple(table.shape) != (n_species, n_species):
                 raise ValueError(
@@ -532,9 +543,12 @@ def _column(
         assert tuple(value.shape) == (size, len(name))
         return value
     if not isinstance(value, torch.Tensor):
-        number = checks.as_float(name, value)
+        try:
+            number = checks.as_float(name, value)
+        except TypeError:
+            raise TypeError(f"`{name}` must be a number or a torch.Tensor, got {checks.kind_of(value)}") from None
         return torch.full((size, 1), number, dtype=positions.dtype, device=positions.device)
-    check_real(name, value, positions)
+    checks.check_real(name, value, positions)
     if value.ndim == 0 or (value.ndim == 1 and value.shape[0] == 1):
         return value.reshape(1, 1).expand(size, 1)
     if value.ndim != 1 or value.shape[0] != size:
@@ -542,15 +556,6 @@ def _column(
             f"`{name}` must be a number or have shape ({size_name},) = ({size},), got {tuple(value.shape)}"
         )
     return value.unsqueeze(1)
-
-
-def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
-    """Raise unless ``value`` is a tensor of the dtype and on the device of the positions."""
-    checks.check_tensor(name, value)
-    if value.dtype != positions.dtype:
-        raise TypeError(f"`{name}` has dtype {value.dtype}, but `positions` has {positions.dtype}")
-    if value.device != positions.device:
-        raise ValueError(f"`{name}` is on {value.device}, but `positions` is on {positions.device}")
 
 
 def _together(columns: list[torch.Tensor]) -> torch.Tensor | None:
@@ -576,6 +581,9 @@ def _rows(
             raise ValueError(f"`cutoff` = {cutoff} is beyond the list's reach, `neighbor_cutoff` = {reach}")
     rows = rows_of(given, positions, cell is not None, half_list, check)
     if rows is not None:
+        if check and cutoff is not None and not checks.is_mapped(positions) and not torch.compiler.is_compiling():
+            name = "neighbor_matrix" if given.neighbor_list is None else "neighbor_list"
+            check_reach(name, rows, positions, cutoff, cell, batch_idx, pbc)
         return rows
     if half_list or neighbor_cutoff is not None:
         raise ValueError("`half_list` and `neighbor_cutoff` describe a list, but none is given")
@@ -618,5 +626,4 @@ def _excluded(
     row, order = torch.sort(torch.cat([first, second]), stable=True)
     other = torch.cat([second, first]).index_select(0, order).to(torch.int32)
     both = torch.cat([factors, factors]).to(torch.float64).index_select(0, order)
-    atoms = torch.arange(n_atoms + 1, device=row.device)
-    return torch.searchsorted(row, atoms, out_int32=True), other, both
+    return begins(row, n_atoms), other, both

@@ -6,6 +6,7 @@ from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.interactions.pair.potential import PairPotential
+from nvalchemiops.torch.neighbors import checks
 
 
 def _word(mixing: Any) -> str | None:
@@ -53,7 +54,7 @@ def soft_core_lennard_jones(
     `lennard_jones`, ``scale`` (the coupling, 0 to 1) and ``softness`` (0.5 is usual) global. The gradient by ``scale``
     is what thermodynamic integration integrates.
     """
-    formula = potentials.soft_core_lennard_jones(mixing)
+    formula = potentials.soft_core_lennard_jones(_word(mixing))
     return PairPotential.of(formula, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
 
 
@@ -123,7 +124,9 @@ def ziegler_biersack_littmark(
     r_switch: float | None = None,
 ) -> PairPotential:
     """Universal screened repulsion (ZBL) of nuclei with atomic numbers ``z``, by default in eV and angstrom."""
-    formula = potentials.ziegler_biersack_littmark(float(coulomb_constant), float(bohr_radius))
+    formula = potentials.ziegler_biersack_littmark(
+        checks.check_positive("coulomb_constant", coulomb_constant), checks.check_positive("bohr_radius", bohr_radius)
+    )
     return PairPotential.of(formula, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, Wanted
+from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts
 from nvalchemiops.torch.interactions.electrostatics.real_space import exclusion_part, pair_part
 from nvalchemiops.torch.interactions.electrostatics.slab import slab_part
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
@@ -20,7 +20,7 @@ def all_but_smooth_part(
     axes: torch.Tensor | None,
     exclusions: Any,
     exclusion_factors: Any,
-    wanted: Wanted,
+    wanted: WantedParts,
 ) -> list[Parts]:
     """The short-ranged part; parts for open ``axes`` and for pairs that do not interact, as far as there are any.
 

@@ -1,0 +1,386 @@
+"""Distances and displacements of the pairs of a list or a matrix, differentiable to any order.
+
+One kernel measures them; its derivative, a sum over pairs, is written with torch operations. Compilers and function
+transforms get the whole written so, which they fuse or take apart. Either way the bits are the same, for which torch
+takes the root: its own is rounded in its own way.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.neighbors import pairs as core
+from nvalchemiops.neighbors.rows import NOTHING
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.functorch import derivative_asked
+from nvalchemiops.torch.autograd.specs import precision_of, real_of
+from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.memory import new_empty
+from nvalchemiops.torch.neighbors import checks
+
+__all__ = ["list_geometry", "matrix_geometry"]
+
+
+class Pairs(NamedTuple):
+    """What a list or a matrix says of its slots.
+
+    Attributes
+    ----------
+    cell : (1, 3, 3) or (n_systems, 3, 3) tensor or None
+    system : (n_atoms,) tensor or None
+        System of each atom; None for one cell.
+    target : (n_rows,) tensor or None
+        Atom of each row; None if rows are atoms.
+    first : (n_pairs,) tensor or None
+        Row of each slot; None for a matrix.
+    second : (n_pairs,) or (n_rows, width) tensor
+    shifts : (n_pairs, 3) or (n_rows, width, 3) tensor or None
+    counts : (n_rows,) tensor or None
+        Slots of a matrix from this one on are padding.
+    width : int
+        Of a matrix; 0 for a list.
+    padding : int
+        Entries of ``second`` that are padding, wherever they stand.
+    """
+
+    cell: torch.Tensor | None
+    system: torch.Tensor | None
+    target: torch.Tensor | None
+    first: torch.Tensor | None
+    second: torch.Tensor
+    shifts: torch.Tensor | None
+    counts: torch.Tensor | None = None
+    width: int = 0
+    padding: int = NOTHING
+
+    def narrow(self) -> "Pairs":
+        """The same as kernels take it: all indices int32, one dimension of slots."""
+        indices = [None if t is None else checks.narrow(t) for t in self[1:7]]
+        system, target, first, second, shifts, counts = indices
+        assert second is not None
+        shifts = None if shifts is None else shifts.reshape(-1, 3)
+        return Pairs(self.cell, system, target, first, second.reshape(-1), shifts, counts, self.width, self.padding)
+
+    def occupied(self, n_rows: int) -> torch.Tensor:
+        """Which slots (n_rows, width) of a matrix are no padding."""
+        is_there = self.second.reshape(n_rows, self.width) != self.padding
+        return is_there if self.counts is None else is_there & counted(self.counts, self.width)
+
+
+def list_geometry(
+    positions: torch.Tensor,
+    neighbor_list: torch.Tensor,
+    shifts: torch.Tensor | None = None,
+    cell: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances and displacements ``r_ij = x_j - x_i + S @ cell`` of the pairs of a list.
+
+    Differentiable in ``positions`` and ``cell`` to any order. The derivatives of a distance of zero (atoms on top of
+    each other) are zero.
+    On a GPU torch sums gradients in no fixed order unless ``torch.use_deterministic_algorithms`` is on.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, float32 or float64, length
+    neighbor_list : (2, n_pairs) int32 tensor
+        i and j of each pair, in any order.
+    shifts : (n_pairs, 3) int32 tensor, optional
+        S of each pair; together with ``cell``.
+    cell : (3, 3), (1, 3, 3) or (n_systems, 3, 3) tensor, length, optional
+        Rows are lattice vectors. One cell is that of all systems. Rows along which no pair is shifted may hold
+        anything, also NaN.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order; needed with more than one cell.
+    target_indices : (n_rows,) int32 tensor, optional
+        For a list whose first row numbers rows, such as that of a matrix with ``target_indices``: row r is that of
+        atom ``target_indices[r]``. (What `neighbor_list` returns as a list names atoms already.)
+
+    Returns
+    -------
+    distances : (n_pairs,) tensor, length
+    vectors : (n_pairs, 3) tensor, length
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad shape, dtype or combination of arguments, named in the message.
+    IndexError
+        An index without an atom (on a GPU the result is NaN, and a derivative a device-side assertion).
+    """
+    checks.check_positions(positions, finite=False)
+    checks.check_index("neighbor_list", neighbor_list, positions, (2, None))
+    if shifts is not None:
+        checks.check_index("shifts", shifts, positions, (neighbor_list.shape[1], 3))
+    if target_indices is not None:
+        checks.check_index("target_indices", target_indices, positions, (None,))
+    lattice = _lattice(positions, shifts, cell, batch_idx)
+    system = None if lattice is None or lattice.shape[0] == 1 else batch_idx
+    pairs = Pairs(lattice, system, target_indices, neighbor_list[0], neighbor_list[1], shifts)
+    if not _watched():
+        distances, vectors = measure_pairs(positions, *pairs.narrow())
+        if _is_known(distances):
+            return distances, vectors
+    return _list_in_torch(positions, pairs)
+
+
+def matrix_geometry(
+    positions: torch.Tensor,
+    neighbor_matrix: torch.Tensor,
+    num_neighbors: torch.Tensor | None = None,
+    shifts: torch.Tensor | None = None,
+    cell: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+    *,
+    fill_value: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances and displacements ``r_ij = x_j - x_i + S @ cell`` of the slots of a neighbor matrix.
+
+    As `list_geometry`, with static shapes. In padding both are exactly zero, and so are all derivatives, whatever
+    index and shift stand there.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, float32 or float64, length
+    neighbor_matrix : (n_rows, width) int32 tensor
+    num_neighbors : (n_rows,) int32 tensor, optional
+        Slots from this one on are padding. Without it ``fill_value`` alone decides.
+    shifts : (n_rows, width, 3) int32 tensor, optional
+        S of each neighbor; together with ``cell``.
+    cell : (3, 3), (1, 3, 3) or (n_systems, 3, 3) tensor, length, optional
+        Rows are lattice vectors. One cell is that of all systems. Rows along which no neighbor is shifted may hold
+        anything, also NaN.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order; needed with more than one cell.
+    target_indices : (n_rows,) int32 tensor, optional
+        Row r is that of atom ``target_indices[r]``. Without it n_rows is n_atoms.
+    fill_value : int, optional
+        Slots equal to it are padding too, even if the number is that of an atom. Without ``num_neighbors`` the default
+        is n_atoms, otherwise there is none.
+
+    Returns
+    -------
+    distances : (n_rows, width) tensor, length
+    vectors : (n_rows, width, 3) tensor, length
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad shape, dtype or combination of arguments, named in the message.
+    IndexError
+        An index without an atom, not in padding (on a GPU the result is NaN, and a derivative a device-side assertion).
+    """
+    checks.check_positions(positions, finite=False)
+    n_atoms = positions.shape[0]
+    checks.check_index("neighbor_matrix", neighbor_matrix, positions, (None, None))
+    n_rows, width = neighbor_matrix.shape
+    if target_indices is not None:
+        checks.check_index("target_indices", target_indices, positions, (n_rows,))
+    elif n_rows != n_atoms:
+        raise ValueError(f"`neighbor_matrix` must have {n_atoms} rows, one for each atom, got {n_rows}")
+    if num_neighbors is not None:
+        checks.check_index("num_neighbors", num_neighbors, positions, (n_rows,))
+    if fill_value is not None:
+        padding = checks.check_int("fill_value", fill_value)
+    else:
+        padding = n_atoms if num_neighbors is None else NOTHING
+    if shifts is not None:
+        checks.check_index("shifts", shifts, positions, (n_rows, width, 3))
+    lattice = _lattice(positions, shifts, cell, batch_idx)
+    system = None if lattice is None or lattice.shape[0] == 1 else batch_idx
+    pairs = Pairs(lattice, system, target_indices, None, neighbor_matrix, shifts, num_neighbors, width, padding)
+    if not _watched():
+        distances, vectors = measure_pairs(positions, *pairs.narrow())
+        if _is_known(distances):
+            return distances.reshape(n_rows, width), vectors.reshape(n_rows, width, 3)
+    return _matrix_in_torch(positions, pairs)
+
+
+def _lattice(positions: torch.Tensor, shifts: torch.Tensor | None, cell: Any, batch_idx: Any) -> torch.Tensor | None:
+    """The cell as (1, 3, 3) or (n_systems, 3, 3), checked together with what it depends on."""
+    if batch_idx is not None:
+        checks.check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
+    if cell is None:
+        if shifts is not None:
+            raise ValueError("`cell` is needed with `shifts`, which count its lattice vectors")
+        return None
+    checks.check_lattice(cell, positions)
+    if shifts is None:
+        raise ValueError("`shifts` are needed with `cell`: without them neighbors in other images are misplaced")
+    if cell.ndim == 2:
+        return cell.unsqueeze(0)
+    if cell.shape[0] != 1 and batch_idx is None:
+        raise ValueError(f"`batch_idx` is needed with {cell.shape[0]} cells")
+    return cell
+
+
+def counted(counts: torch.Tensor, width: int) -> torch.Tensor:
+    """Which slots (n_rows, width) stand before their row's count."""
+    return torch.arange(width, dtype=counts.dtype, device=counts.device) < counts.unsqueeze(1)
+
+
+# -- as one kernel --------------------------------------------------------------------------------
+
+
+def _watched() -> bool:
+    """Whether somebody wants to see each operation: a compiler, a function transform, a dispatch mode."""
+    return torch.compiler.is_compiling() or derivative_asked() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def _is_known(distances: torch.Tensor) -> bool:
+    """Whether no distance is NaN, as it is for an index without an atom. A GPU is not asked."""
+    return distances.is_cuda or not bool(distances.detach().sum().isnan())
+
+
+def _pull_back(
+    inputs: dict[str, Any],
+    distances: torch.Tensor,
+    vectors: torch.Tensor,
+    grad_distances: torch.Tensor | None,
+    grad_vectors: torch.Tensor | None,
+    wanted: frozenset[str],
+) -> dict[str, torch.Tensor]:
+    positions = inputs["positions"]
+    pairs = Pairs(*(inputs[name] for name in Pairs._fields))
+    slope = grad_vectors
+    if grad_distances is not None:
+        is_zero = distances == 0.0
+        rate = torch.where(is_zero, 0.0, grad_distances / torch.where(is_zero, 1.0, distances))
+        radial = vectors * rate.unsqueeze(-1)
+        slope = radial if slope is None else slope + radial
+    assert slope is not None
+    # torch sums gradients ten times faster on the CPU if indices are int64
+    j = pairs.second.to(torch.int64)
+    if pairs.first is not None:
+        i = pairs.first.to(torch.int64)
+    else:
+        n_rows = positions.shape[0] if pairs.target is None else pairs.target.shape[0]
+        i = torch.arange(n_rows, device=j.device).repeat_interleave(pairs.width)
+    if pairs.target is not None:
+        i = pairs.target.to(torch.int64).index_select(0, i)
+    if pairs.first is None:
+        # padding points to the row's own atom: a valid index, near in memory
+        occupied = pairs.occupied(n_rows).reshape(-1)
+        j = torch.where(occupied, j, i)
+        slope = slope.masked_fill(~occupied.unsqueeze(-1), 0.0)
+    found = {}
+    if "positions" in wanted:
+        nothing = torch.zeros_like(positions)
+        found["positions"] = nothing.index_add(0, j, slope) - nothing.index_add(0, i, slope)
+    if "cell" in wanted:
+        system = None if pairs.system is None else pairs.system.to(torch.int64).index_select(0, i)
+        found["cell"] = _slope_of_cell(pairs, slope, system)
+    return found
+
+
+def _slope_of_cell(pairs: Pairs, slope: torch.Tensor, system: torch.Tensor | None) -> torch.Tensor:
+    """``Σ S^T slope`` over the pairs of each system; nothing from axes along which a pair is not shifted."""
+    assert pairs.cell is not None and pairs.shifts is not None
+    rows = []
+    for count in pairs.shifts.unbind(-1):
+        part = torch.where(count.unsqueeze(-1) != 0, count.unsqueeze(-1).to(slope.dtype) * slope, 0.0)
+        if system is None:
+            rows.append(part.sum(0, keepdim=True))
+        else:
+            rows.append(slope.new_zeros(pairs.cell.shape[0], 3).index_add(0, system, part))
+    return torch.stack(rows, 1)
+
+
+@warp_custom_op(
+    "nvalchemiops::measure_pairs",
+    outputs=[
+        OutputSpec("distances", real_of, lambda *inputs: inputs[5].shape),
+        OutputSpec("vectors", real_of, lambda *inputs: (*inputs[5].shape, 3)),
+    ],
+    grad_arrays=("distances", "vectors", "positions", "cell"),
+    backward=_pull_back,
+    trusted=True,
+)
+def measure_pairs(
+    positions: torch.Tensor,
+    cell: torch.Tensor | None,
+    system: torch.Tensor | None,
+    target: torch.Tensor | None,
+    first: torch.Tensor | None,
+    second: torch.Tensor,
+    shifts: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    width: int,
+    padding: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances (n_slots,) and vectors (n_slots, 3) of `Pairs`; NaN where an index names nothing."""
+    n_slots = second.shape[0]
+    distances = new_empty((n_slots,), positions.dtype, positions.device)
+    vectors = new_empty((n_slots, 3), positions.dtype, positions.device)
+    kernel = core.measure_pairs(precision_of(positions))
+    each = core.SLOTS_PER_THREAD if positions.device.type == "cpu" else 1
+    inputs = [positions, cell, system, target, first, second, shifts, counts, width, padding, each]
+    launch(kernel, -(-n_slots // each), inputs, [distances, vectors])
+    return distances.sqrt_(), vectors
+
+
+# -- in torch -------------------------------------------------------------------------------------
+
+
+def _list_in_torch(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    assert pairs.first is not None
+    # gradients are summed with these indices, which torch does ten times faster on the CPU if they are int64
+    i, j = pairs.first.to(torch.int64), pairs.second.to(torch.int64)
+    if pairs.target is not None:
+        i = pairs.target.to(torch.int64).index_select(0, i)
+    vectors = positions.index_select(0, j) - positions.index_select(0, i)
+    if pairs.shifts is not None and pairs.cell is not None:
+        system = None if pairs.system is None else pairs.system.to(torch.int64).index_select(0, i)
+        vectors = _displaced(vectors, pairs.shifts, [_rows(pairs.cell, axis, system) for axis in range(3)])
+    return _length(vectors), vectors
+
+
+def _matrix_in_torch(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    matrix = pairs.second
+    n_rows, width = matrix.shape
+    occupied = pairs.occupied(n_rows)
+    # padding points to the row's own atom: a valid index, near in memory
+    if pairs.target is None:
+        own = torch.arange(n_rows, dtype=matrix.dtype, device=positions.device)
+        x_i = positions
+    else:
+        own = pairs.target.to(matrix.dtype)
+        x_i = positions.index_select(0, own.to(torch.int64))
+    # int64, since torch sums gradients ten times faster with it on the CPU
+    j = torch.where(occupied, matrix, own.unsqueeze(1)).reshape(-1).to(torch.int64)
+    vectors = positions.index_select(0, j).reshape(n_rows, width, 3) - x_i.unsqueeze(1)
+    if pairs.shifts is not None and pairs.cell is not None:
+        system = None if pairs.system is None else pairs.system.to(torch.int64).index_select(0, own)
+        rows = [_rows(pairs.cell, axis, system).unsqueeze(-2) for axis in range(3)]
+        vectors = _displaced(vectors, pairs.shifts, rows)
+    # also where the atom's own position is not known, and where old shifts stand behind the count
+    vectors = vectors.masked_fill(~occupied.unsqueeze(-1), 0.0)
+    return _length(vectors), vectors
+
+
+def _rows(cell: torch.Tensor, axis: int, system: torch.Tensor | None) -> torch.Tensor:
+    """Lattice vector ``axis`` of each system in ``system``, or of the only one."""
+    return cell[:, axis] if system is None else cell[:, axis].index_select(0, system)
+
+
+def _displaced(vectors: torch.Tensor, shifts: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``vectors + S @ cell``; what is not shifted does not read the cell, which may be NaN there.
+
+    Written out, since a matrix product might be rounded to TF32, and ``addcmul`` is rounded in one way or another.
+    """
+    for axis, row in enumerate(rows):
+        count = shifts[..., axis, None]
+        vectors = vectors + torch.where(count != 0, count.to(row.dtype) * row, 0.0)
+    return vectors
+
+
+def _length(vectors: torch.Tensor) -> torch.Tensor:
+    """Euclidean length, whose derivatives are zero where it is zero."""
+    x, y, z = vectors.unbind(-1)
+    square = x * x + y * y + z * z
+    is_zero = square == 0.0
+    # the inner choice keeps the infinite slope of the root out of the gradient, the outer one restores the value
+    return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, square).sqrt())

@@ -1,0 +1,114 @@
+"""Bad parameters of Ewald sums are told where they are given: to estimates, and to modules when they are made."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from nvalchemiops.torch.interactions.electrostatics import (
+    EwaldSummation,
+    ParticleMeshEwald,
+    estimate_ewald_parameters,
+    estimate_pme_mesh_dimensions,
+    estimate_pme_parameters,
+    mesh_spacing_to_dimensions,
+)
+from tests.systems import triclinic
+
+SYSTEM = triclinic(6)
+X, CELL = SYSTEM.positions, SYSTEM.cell
+
+ESTIMATES = {
+    "ewald": lambda cell, **options: estimate_ewald_parameters(X, cell, **options),
+    "pme": lambda cell, **options: estimate_pme_parameters(X, cell, **options),
+    "mesh": lambda cell, **options: estimate_pme_mesh_dimensions(cell, 0.6, **options),
+}
+
+
+@pytest.mark.parametrize("estimate", [*ESTIMATES.values(), lambda cell: mesh_spacing_to_dimensions(cell, 0.5)])
+@pytest.mark.parametrize(
+    ("error", "cell"),
+    [
+        (ValueError, CELL * 0.0),
+        (ValueError, torch.cat([CELL[:, :2], CELL[:, :1]], 1)),
+        (ValueError, CELL * math.nan),
+        (ValueError, CELL[:0]),
+        (ValueError, CELL[0, :2]),
+        (TypeError, CELL.int()),
+        (TypeError, CELL.to(torch.complex128)),
+        (TypeError, CELL.tolist()),
+    ],
+    ids=["zero", "singular", "nan", "empty", "flat", "int", "complex", "list"],
+)
+def test_cells(estimate, error, cell):
+    with pytest.raises(error, match="`cell`"):
+        estimate(cell)
+
+
+@pytest.mark.parametrize("estimate", ESTIMATES.values(), ids=ESTIMATES)
+@pytest.mark.parametrize("accuracy", [0.0, -1e-6, math.nan, math.inf, 1.0, 10.0, 1e-17, 1e-30])
+def test_accuracies(estimate, accuracy):
+    """Those that the sums refuse are refused by the estimates."""
+    with pytest.raises(ValueError, match="`accuracy`"):
+        estimate(CELL, accuracy=accuracy)
+
+
+@pytest.mark.parametrize("function", [estimate_ewald_parameters, estimate_pme_parameters])
+def test_float32_is_told_what_it_cannot_reach(function):
+    with pytest.warns(UserWarning, match="`accuracy` = 1e-08 is out of reach of float32") as caught:
+        function(X.float(), CELL.float(), accuracy=1e-8, **({"spline_order": 8} if "pme" in function.__name__ else {}))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function(X.float(), CELL.float(), accuracy=1e-6)
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+MADE = {
+    "ewald": lambda **options: EwaldSummation(**{"alpha": 0.6, "k_cutoff": 4.0} | options),
+    "pme": lambda **options: ParticleMeshEwald(**{"alpha": 0.6, "mesh_dimensions": (12, 12, 12)} | options),
+}
+
+
+def of_a_number(name):
+    yield from ((TypeError, name, value) for value in (None, "wide", True, 1j, [0.5, "wide"]))
+    yield from ((ValueError, name, value) for value in (0.0, -1.0, math.nan, math.inf, [0.5, -0.5], [], [[0.5, 0.5]]))
+    yield from ((ValueError, name, torch.tensor(value)) for value in (-1.0, [], [0.5, 0.0], [[0.5, 0.5]]))
+    yield TypeError, name, torch.tensor(True)
+
+
+def mistakes():
+    for method in MADE:
+        for case in of_a_number("alpha"):
+            yield method, *case
+        for error, value in ((TypeError, "far"), (ValueError, -1.0), (ValueError, 0.0), (ValueError, math.inf)):
+            yield method, error, "cutoff", value
+        yield method, TypeError, "potential", "coulomb"
+    for case in of_a_number("k_cutoff"):
+        yield "ewald", *case
+    for error, value in ((TypeError, "abc"), (TypeError, 8), (TypeError, (8.5, 8, 8)), (ValueError, (8, 8))):
+        yield "pme", error, "mesh_dimensions", value
+    yield "pme", ValueError, "mesh_dimensions", (4, 8, 8)
+    for error, value in ((ValueError, 2), (ValueError, 9), (TypeError, 5.0), (TypeError, "5")):
+        yield "pme", error, "spline_order", value
+
+
+@pytest.mark.parametrize(("method", "error", "name", "value"), list(mistakes()))
+def test_modules(method, error, name, value):
+    with pytest.raises(error, match=f"`{name}`"):
+        MADE[method](**{name: value})
+
+
+@pytest.mark.parametrize("alpha", [0.6, torch.tensor(0.6), torch.tensor([0.5, 0.6, 0.7], dtype=torch.float64)])
+def test_modules_hold_copies(alpha):
+    for make in MADE.values():
+        module = make(alpha=alpha)
+        expected = torch.as_tensor(alpha).clone().reshape(-1).to(torch.float64)
+        if isinstance(alpha, torch.Tensor):
+            alpha.add_(1.0)
+        torch.testing.assert_close(module.alpha, expected, rtol=1e-7, atol=0.0)
+        if isinstance(alpha, torch.Tensor):
+            alpha.sub_(1.0)
+        assert module.alpha.dtype is torch.float64

@@ -1,0 +1,320 @@
+"""What users of neighbor lists reported of memory: buffers that are given, rows that are too short, bytes in all.
+
+Rows N09 to N16; the table in test_users.py says which test is about which.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.torch import neighbors
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.neighbor_utils import get_neighbor_list_from_neighbor_matrix
+from tests.neighbors.searches import (
+    F64,
+    compiled,
+    every_search,
+    points,
+    python_says,
+    rows_of,
+    rows_of_matrix,
+    two_systems,
+)
+from tests.reference.neighbors import all_pairs, assert_pairs, in_order, tree
+from tests.systems import crystal
+
+
+def buffers(n_rows, width, value=77):
+    return {
+        "neighbor_matrix": torch.full((n_rows, width), value, dtype=torch.int32),
+        "neighbor_matrix_shifts": torch.full((n_rows, width, 3), value, dtype=torch.int32),
+        "num_neighbors": torch.full((n_rows,), value, dtype=torch.int32),
+    }
+
+
+@pytest.mark.parametrize("method", ["batch_naive", "batch_cell_list", None])
+@pytest.mark.parametrize("fill_value", [None, -1, 0])
+def test_rows_that_shrink_leave_nothing_behind(method, fill_value):
+    """N09: atoms move apart, so counts drop; rebuilt into the same buffers, for all systems and for one of two."""
+    x, idx = two_systems()
+    cell, pbc = 12.0 * torch.eye(3, dtype=F64).expand(2, 3, 3), torch.ones(2, 3, dtype=torch.bool)
+    memory = buffers(60, 40)
+    same = {"batch_idx": idx, "fill_value": fill_value, "method": method}
+    _, before, _ = neighbor_list(x, 3.0, cell, pbc, **memory, **same)
+    before = before.clone()
+    apart, _ = two_systems(spread=(1.9, 1.9))
+    # the first system moves and is rebuilt, then the second one, then all is built again
+    for flags in (torch.tensor([True, False]), torch.tensor([False, True]), None):
+        x = torch.cat([apart[:30], x[30:]]) if flags is not None and flags[0] else apart
+        rebuilt = {} if flags is None else {"rebuild_flags": flags}
+        neighbor_list(x, 3.0, cell, pbc, **memory, **same, **rebuilt)
+        matrix, shifts, count = memory.values()
+        fresh = neighbor_list(x, 3.0, cell, pbc, max_neighbors=40, **same)
+        assert all(torch.equal(a, b) for a, b in zip((matrix, count, shifts), fresh, strict=True))
+        beyond = torch.arange(40)[None] >= count[:, None]
+        assert (matrix[beyond] == (60 if fill_value is None else fill_value)).all()
+        pairs, ptr, coo_shifts = neighbor_list(x, 3.0, cell, pbc, return_neighbor_list=True, **same)
+        # -1 is no atom: the counts alone must do
+        from_matrix = get_neighbor_list_from_neighbor_matrix(matrix, count, shifts, fill_value=-1)
+        assert all(torch.equal(a, b) for a, b in zip(from_matrix, (pairs, ptr, coo_shifts), strict=True))
+    assert (count < before).any()
+    # a system without a flag keeps its rows, wherever its atoms are now
+    kept = [t.clone() for t in memory.values()]
+    neighbor_list(x.flip(0), 3.0, cell, pbc, **memory, **same, rebuild_flags=torch.zeros(2, dtype=torch.bool))
+    assert all(torch.equal(a, b) for a, b in zip(kept, memory.values(), strict=True))
+
+
+@every_search
+def test_a_shrinking_box_is_exact_or_overflows(search):
+    """N11: capacities from a first build, the box scaled down to 0.6: the exact pairs, or an overflow."""
+    system = crystal("rocksalt", 5.6, 2, 0.1)
+    pbc = torch.ones(3, dtype=torch.bool)
+    width = int(search(system.positions, 5.0, system.cell[0], pbc)[1].max())
+    outcomes = set()
+    for capacity in (width, 12 * width):
+        for factor in (1.0, 0.95, 0.8, 0.6):
+            x, cell = system.positions * factor, system.cell[0] * factor
+            expected = all_pairs(x, 5.0, cell, (True,) * 3)
+            memory = buffers(len(x), capacity)
+            try:
+                matrix, count, shifts = search(x, 5.0, cell, pbc, **memory)
+                assert [tuple(r) for r in in_order(rows_of_matrix(matrix, count, shifts)).tolist()] == expected
+                outcomes.add("exact")
+            except NeighborOverflowError as error:
+                assert error.max_neighbors == capacity
+                assert error.num_neighbors == np.bincount([p[0] for p in expected]).max() > capacity
+                outcomes.add("overflow")
+    assert outcomes == {"exact", "overflow"}
+
+
+@every_search
+@pytest.mark.parametrize("as_list", [False, True])
+def test_overfull_rows_raise(search, as_list):
+    """N12: rows one too short, by `max_neighbors` or by given memory."""
+    x, cell, pbc = points(60, 5) * 5.0, 5.0 * torch.eye(3, dtype=F64), torch.ones(3, dtype=torch.bool)
+    needed = int(search(x, 2.5, cell, pbc)[1].max())
+    for room in (0, 1, needed - 1):
+        for options in ({"max_neighbors": room}, buffers(60, room)):
+            with pytest.raises(NeighborOverflowError) as caught:
+                search(x, 2.5, cell, pbc, return_neighbor_list=as_list, **options)
+            assert (caught.value.max_neighbors, caught.value.num_neighbors) == (room, needed)
+
+
+def canary(shape, border=512, value=-12345):
+    """Memory for a result in the middle of a larger piece, and a function that says whether the rest is untouched."""
+    whole = torch.full((2 * border + int(np.prod(shape)),), value, dtype=torch.int32)
+    inner = whole[border : len(whole) - border].view(shape)
+    return inner, lambda: bool((whole[:border] == value).all() and (whole[len(whole) - border :] == value).all())
+
+
+@pytest.mark.parametrize("mode", ["unchecked", "compiled"])
+@pytest.mark.parametrize("method", ["batch_naive", "batch_cell_list", None])
+def test_overfull_rows_without_checks_are_visible_and_stay_in_bounds(method, mode):
+    """N12: the counts are those of the whole list, so count > width shows, and nothing is written beyond the rows."""
+    x, idx = two_systems()
+    cell, pbc = 6.0 * torch.eye(3, dtype=F64).expand(2, 3, 3), torch.ones(2, 3, dtype=torch.bool)
+    _, true_count, _ = neighbor_list(x, 3.0, cell, pbc, batch_idx=idx)
+
+    def build(x, matrix, shifts, count):
+        memory = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "num_neighbors": count}
+        return neighbor_list(x, 3.0, cell, pbc, idx, method=method, check=mode == "compiled", **memory)
+
+    def allocate(x, width):
+        return neighbor_list(x, 3.0, cell, pbc, idx, method=method, check=mode == "compiled", max_neighbors=width)
+
+    if mode == "compiled":
+        build, allocate = compiled(build), compiled(allocate)
+    full = neighbor_list(x, 3.0, cell, pbc, batch_idx=idx, method=method)[0]
+    for width in (0, 1, 5, int(true_count.max()) - 1, int(true_count.max())):
+        (matrix, safe1), (shifts, safe2), (count, safe3) = canary((60, width)), canary((60, width, 3)), canary((60,))
+        for results in (build(x, matrix, shifts, count), allocate(x, width)):
+            assert torch.equal(results[1], true_count)
+            assert torch.equal(results[0], full[:, :width])
+        assert safe1() and safe2() and safe3()
+        assert torch.equal(matrix, full[:, :width]) and torch.equal(count, true_count)
+
+
+@every_search
+def test_crowded_bins_lose_nothing(search):
+    """N12: most atoms in one bin, others alone in theirs; bins have no capacity of their own."""
+    rng = np.random.default_rng(6)
+    x = np.r_[rng.normal(scale=0.3, size=(300, 3)), rng.uniform(-20, 20, (300, 3))]
+    cell, pbc = 40.0 * np.eye(3), (True, True, False)
+    pairs, _, shifts = search(
+        torch.as_tensor(x), 1.5, torch.as_tensor(cell), torch.tensor(pbc), return_neighbor_list=True
+    )
+    assert_pairs(rows_of(pairs, shifts), tree(x, 1.5, cell, pbc))
+
+
+@every_search
+def test_clustered_points_with_default_arguments(search):
+    """N13: 1,000 normally distributed points in a cell of 10."""
+    x = np.random.default_rng(7).normal(size=(1000, 3))
+    cell, pbc = 10.0 * np.eye(3), (True,) * 3
+    matrix, count, shifts = search(torch.as_tensor(x), 2.5, torch.as_tensor(cell), torch.tensor(pbc))
+    assert_pairs(rows_of_matrix(matrix, count, shifts), tree(x, 2.5, cell, pbc))
+    assert int(count.max()) > 400
+
+
+@every_search
+@pytest.mark.parametrize("as_list", [False, True])
+def test_the_error_carries_the_size_that_works(search, as_list):
+    """N13: name, needed and given size; a second call with the needed size succeeds."""
+    x = torch.as_tensor(np.random.default_rng(7).normal(size=(300, 3)))
+    cell, pbc = 10.0 * torch.eye(3, dtype=F64), torch.ones(3, dtype=torch.bool)
+    expected = search(x, 2.5, cell, pbc, return_neighbor_list=as_list)
+    with pytest.raises(NeighborOverflowError, match=r"max_neighbors.* 16 .*\d\d\d") as caught:
+        search(x, 2.5, cell, pbc, return_neighbor_list=as_list, max_neighbors=16)
+    again = search(x, 2.5, cell, pbc, return_neighbor_list=as_list, max_neighbors=caught.value.num_neighbors)
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["naive", "batch_naive"])
+def test_dual_cutoffs_say_which_list_overflows(name):
+    """N13: the two widths are told apart, and the needed one works."""
+    x = torch.as_tensor(np.random.default_rng(8).normal(size=(100, 3)))
+    function = getattr(neighbors, f"{name}_neighbor_list_dual_cutoff")
+    described = {"batch_idx": torch.zeros(100, dtype=torch.int32)} if name == "batch_naive" else {}
+    _, first, _, second = function(x, 1.0, 2.0, **described)
+    needed = [int(first.max()), int(second.max())]
+    for which in (0, 1):
+        room = {f"max_neighbors{n + 1}": most - (n == which) for n, most in enumerate(needed)}
+        with pytest.raises(NeighborOverflowError) as caught:
+            function(x, 1.0, 2.0, **described, **room)
+        assert caught.value.max_neighbors == needed[which] - 1 and caught.value.num_neighbors == needed[which]
+        room[f"max_neighbors{which + 1}"] = caught.value.num_neighbors
+        assert torch.equal(function(x, 1.0, 2.0, **described, **room)[1], first)
+
+
+@pytest.mark.parametrize("method", ["batch_naive", "batch_cell_list", None])
+@pytest.mark.parametrize("collapsed", ["one place", "not finite"])
+def test_one_collapsed_structure_leaves_the_others_alone(method, collapsed):
+    """N14: batch of 8, one of them broken. The counts are a status per atom; the others equal their single results."""
+    systems = [points(25, 10 + n) * 6.0 for n in range(8)]
+    systems[3] = torch.zeros(25, 3, dtype=F64) if collapsed == "one place" else systems[3] / 0.0
+    one = {"max_neighbors": 20, "method": method and method.removeprefix("batch_")}
+    alone = [neighbor_list(x, 2.5, 6.0 * torch.eye(3, dtype=F64), **one) for n, x in enumerate(systems) if n != 3]
+    x, idx = torch.cat(systems), torch.arange(200).int() // 25
+    cell = 6.0 * torch.eye(3, dtype=F64).expand(8, 3, 3)
+    same = {"batch_idx": idx, "method": method}
+    if collapsed == "one place":
+        with pytest.raises(NeighborOverflowError) as caught:
+            neighbor_list(x, 2.5, cell, max_neighbors=20, **same)
+        assert caught.value.system_index == 3
+        matrix, count, _ = neighbor_list(x, 2.5, cell, **same)  # enough room: all is well
+        assert (count[75:100] == 24).all()
+    else:
+        with pytest.raises(ValueError, match="positions"):
+            neighbor_list(x, 2.5, cell, **same)
+    matrix, count, shifts = neighbor_list(x, 2.5, cell, max_neighbors=20, check=False, **same)
+    status = torch.stack([part.max() > 20 for part in count.split(25)])
+    assert status.tolist() == [n == 3 for n in range(8)]
+    good = [n for n in range(8) if n != 3]
+    for n, (its_matrix, its_count, its_shifts) in zip(good, alone, strict=True):
+        rows = slice(25 * n, 25 * (n + 1))
+        filled = torch.arange(20)[None] < its_count[:, None]
+        assert torch.equal(count[rows], its_count) and torch.equal(shifts[rows], its_shifts)
+        assert torch.equal(matrix[rows][filled], its_matrix[filled] + 25 * n)
+
+
+# -- N15 and N16: memory ------------------------------------------------------------------------------------
+
+# Peak resident memory of one call beyond what was there before, its result included. The kernel keeps the mark for
+# each process and resets it on demand. Every larger buffer gets pages of its own (the threshold below), so nothing
+# hides in memory that an earlier call left behind. Memory that is reserved but never touched does not count.
+MEASURE = """
+import json, numpy as np, torch
+from nvalchemiops.torch.neighbors import neighbor_list
+
+def status(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+def extra(*arguments, **options):
+    open("/proc/self/clear_refs", "w").write("5")
+    before = status("VmRSS")
+    result = neighbor_list(*arguments, **options)
+    return status("VmHWM") - before, result
+
+def uniform(n_atoms, *edges, seed=0):
+    return torch.as_tensor(np.random.default_rng(seed).uniform(0, edges, (n_atoms, 3)))
+
+extra(uniform(50, 5, 5, 5), 2.0, torch.eye(3, dtype=torch.float64) * 5, return_neighbor_list=True)
+extra(uniform(5000, 50, 50, 50), 2.0, torch.eye(3, dtype=torch.float64) * 50, return_neighbor_list=True)
+"""
+OWN_PAGES = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+measures = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory is read from Linux's /proc"
+)
+
+
+@measures
+def test_a_huge_dummy_cell_costs_no_memory():
+    """N15: 3,000 atoms in 100 angstrom, cells of 1e4 to 1e7 with pbc off (and on): below 64 MiB, the same pairs."""
+    found = python_says(
+        MEASURE
+        + """
+x = uniform(3000, 100, 100, 100)
+bare = neighbor_list(x, 8.0, return_neighbor_list=True)[0]
+out = []
+for extent in (1e4, 1e5, 1e7):
+    for periodic in (False, True):
+        cell, pbc = extent * torch.eye(3, dtype=torch.float64), torch.full((3,), periodic)
+        for method in ("cell_list", None):
+            memory, found = extra(x, 8.0, cell, pbc, return_neighbor_list=True, method=method)
+            same = found[0].shape == bare.shape and not found[2].any()
+            ours, theirs = (p[:, (p[0].long() * 3000 + p[1]).argsort()] for p in (found[0], bare))
+            out.append((memory, bool(same and torch.equal(ours, theirs))))
+print(json.dumps(out))
+""",
+        **OWN_PAGES,
+    )
+    assert len(found) == 12 and all(same for _, same in found)
+    assert max(memory for memory, _ in found) < 64 * 2**20
+
+
+@measures
+def test_vacuum_costs_no_memory():
+    """N15: a slab of 60,000 atoms with ten times the vacuum needs at most 1.2 times the memory."""
+    found = python_says(
+        MEASURE
+        + """
+x = uniform(60000, 200, 200, 15)
+out = []
+for periodic in (True, False):
+    for height in (30.0, 300.0):
+        cell = torch.diag(torch.tensor([200.0, 200.0, height], dtype=torch.float64))
+        memory, found = extra(x, 4.0, cell, torch.tensor([True, True, periodic]), return_neighbor_list=True)
+        out.append((memory, found[0].shape[1]))
+        del found
+print(json.dumps(out))
+""",
+        **OWN_PAGES,
+    )
+    assert len({n_pairs for _, n_pairs in found}) == 1
+    for thin, thick in (found[:2], found[2:]):
+        assert thick[0] <= 1.2 * thin[0]
+
+
+@measures
+def test_memory_of_100_000_atoms():
+    """N16: the list form, at the density of water, within 3 times the bytes of its pairs, and linear."""
+    found = python_says(
+        MEASURE
+        + """
+out = []
+for n_atoms in (100_000, 200_000):
+    edge = (n_atoms / 0.1) ** (1 / 3)
+    cell = edge * torch.eye(3, dtype=torch.float64)
+    memory, found = extra(uniform(n_atoms, edge, edge, edge), 6.0, cell, return_neighbor_list=True)
+    out.append((memory, sum(t.numel() * t.element_size() for t in (found[0], found[2]))))
+    del found
+print(json.dumps(out))
+""",
+        **OWN_PAGES,
+    )
+    for memory, size in found:
+        assert memory <= 3.0 * size
+    assert found[1][0] <= 2.2 * found[0][0]

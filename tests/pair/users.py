@@ -1,0 +1,117 @@
+"""Potentials, systems and comparisons that the tests of users' reports share.
+
+Lennard-Jones stands for potentials of atoms' parameters, damped shifted forces for those with a global parameter and a
+self energy. The cell is skewed, the batch has systems of unequal sizes in no order, and cotangents are random.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from nvalchemiops.torch.interactions.pair import damped_shifted_force, lennard_jones
+from nvalchemiops.torch.neighbors import neighbor_list
+from tests.systems import System, batch, triclinic
+
+CUTOFF = 3.0
+TINY = {"rtol": 1e-12, "atol": 1e-12}
+
+
+class Inputs(NamedTuple):
+    """All that a potential depends on: positions, cell, a parameter of atoms, and another one."""
+
+    x: torch.Tensor
+    cell: torch.Tensor | None
+    a: torch.Tensor  # of atoms: sigma or charges
+    b: torch.Tensor  # epsilon of atoms, or alpha of systems
+
+    def leaves(self):
+        return Inputs(*(None if t is None else t.detach().clone().requires_grad_() for t in self))
+
+    def grad(self, value, **options):
+        there = [t for t in self if t is not None]
+        return torch.autograd.grad(value, there, **options)
+
+
+LENNARD_JONES = lennard_jones(CUTOFF, r_switch=2.2)
+DSF = damped_shifted_force(CUTOFF)
+
+
+def lennard(x, cell, a, b, energy_reduction="atom", **near):
+    return LENNARD_JONES(
+        x, cell, sigma=a, epsilon=b, compute_forces=True, compute_virial=True, energy_reduction=energy_reduction, **near
+    )
+
+
+def dsf(x, cell, a, b, energy_reduction="atom", **near):
+    return DSF(
+        x, cell, q=a, alpha=b, compute_forces=True, compute_virial=True, energy_reduction=energy_reduction, **near
+    )
+
+
+POTENTIALS = {"LJ": lennard, "DSF": dsf}
+EACH = pytest.mark.parametrize("name", POTENTIALS)
+
+
+def relaxed(system, seed=0):
+    """Positions in the cell on a jittered grid, so that no two atoms are close."""
+    n = len(system.charges)
+    generator = torch.Generator().manual_seed(seed)
+    grid = torch.cartesian_prod(*(torch.arange(2),) * 3)[:n].double() / 2
+    jitter = 0.1 * torch.rand(n, 3, generator=generator, dtype=torch.float64)
+    return system._replace(positions=(grid + jitter) @ system.cell[0])
+
+
+def inputs_of(name, system, seed=5):
+    n = len(system.charges)
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.rand(n, generator=generator, dtype=torch.float64)
+    if name == "LJ":
+        a, b = 1.6 + 0.3 * a, 0.2 + torch.rand(n, generator=generator, dtype=torch.float64)
+    else:
+        a, b = a - 0.4, 0.25 + 0.05 * torch.arange(system.cell.shape[0], dtype=torch.float64)
+    return Inputs(system.positions, system.cell, a, b)
+
+
+def near(system, cutoff=CUTOFF):
+    """A list for a batch in any order."""
+    order = torch.sort(system.batch_idx, stable=True)[1]
+    pairs, _, shifts = neighbor_list(
+        system.positions[order], cutoff, system.cell, batch_idx=system.batch_idx[order], return_neighbor_list=True
+    )
+    pairs = order[pairs.long()].int()
+    by_atom = torch.sort(pairs[0], stable=True)[1]
+    return {"neighbor_list": pairs[:, by_atom].contiguous(), "neighbor_shifts": shifts[by_atom].contiguous()}
+
+
+ONE = relaxed(triclinic(7))
+MIXED = batch(relaxed(triclinic(7)), relaxed(triclinic(3, seed=2), 1), relaxed(triclinic(5, seed=3), 2))
+SHUFFLE = torch.randperm(15, generator=torch.Generator().manual_seed(8))
+MIXED = System(MIXED.positions[SHUFFLE], MIXED.charges[SHUFFLE], MIXED.cell, MIXED.batch_idx[SHUFFLE])
+NEAR = near(MIXED) | {"batch_idx": MIXED.batch_idx, "num_systems": 3}
+
+
+def random_like(tensors, seed=0):
+    """Numbers without order, also inside of a compiled graph."""
+    return [torch.sin(77.7 * (torch.arange(t.numel(), dtype=t.dtype) + seed + 1.3)).view(t.shape) for t in tensors]
+
+
+def weighted(results, seed=0):
+    """A scalar of all results, with random weights."""
+    return sum((r * w).sum() for r, w in zip(results, random_like(results, seed), strict=True))
+
+
+def close(found, expected, **tolerance):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, **(tolerance or TINY))
+
+
+def same_bits(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def slope_of(function, x, direction, h=1e-4):
+    """Central difference of fourth order."""
+    at = [function(x + k * h * direction) for k in (-2, -1, 1, 2)]
+    return (at[0] - 8 * at[1] + 8 * at[2] - at[3]) / (12 * h)
