@@ -91,6 +91,16 @@ def test_a_potential_stays_itself(potential, duplicate):
     assert duplicate(potential) is potential
 
 
+def without_background(alpha):
+    return 0.0 * alpha
+
+
+@DUPLICATES
+def test_a_potential_made_of_another_one_is_not_that_one(duplicate):
+    copied = duplicate(COULOMB._replace(at_zero=without_background))
+    assert copied.at_zero is without_background and copied.reciprocal is COULOMB.reciprocal
+
+
 @DUPLICATES
 def test_dispersion(duplicate):
     atoms, damping = MOLECULE.arguments(), damping_parameters("pbe")

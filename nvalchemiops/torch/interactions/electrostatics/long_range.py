@@ -63,6 +63,8 @@ class _PowerLaw(LongRangePotential):
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if not self.is_constant:  # made of one by `_replace`
+            return LongRangePotential, tuple(self)
         of_power = self.short_range
         assert isinstance(of_power, functools.partial)
         return power_law, of_power.args
