@@ -192,6 +192,8 @@ def _warmup(options: argparse.Namespace) -> int:
     quiet_warp()
     import warp as wp
 
+    from nvalchemiops.launch import load
+
     cards = [str(device) for device in wp.get_cuda_devices()]
     if options.device == "cuda" and not cards:
         print("nvalchemiops warmup: there is no CUDA device that Warp can use", file=sys.stderr)
@@ -210,7 +212,7 @@ def _warmup(options: argparse.Namespace) -> int:
         for name, build, device in jobs:
             progress.begin(f"{name} [{device}]")
             try:
-                wp.load_module(build().module, device=device)
+                load(build(), wp.get_device(device))
             except Exception as error:  # one broken kernel must not hide the others
                 failures.append(f"{name} [{device}]: {error}")
             progress.end()

@@ -123,7 +123,7 @@ def test_the_command_works_without_what_is_optional(tmp_path):
         from nvalchemiops.cli import main
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            status = [main(["info"]), main(["warmup", "--device", "cpu", "segments", "sum_rows"])]
+            status = [main(["info"]), main(["warmup", "--device", "cpu", "sum_rows"])]
         print(json.dumps([status, said.getvalue()]))
         """,
         OPTIONAL,

@@ -294,9 +294,9 @@ _SKELETON = """
     } block;
     const condition numbers = {@numbers@};
     const auto add_up = [](lanes values) {
-        double sum = values[0];
-        for (int l = 1; l < @lanes@; ++l) sum += values[l];
-        return sum;
+        const auto four = values.lo + values.hi;
+        const auto two = four.lo + four.hi;
+        return two.lo + two.hi;
     };
     const int lane = 0;
     int m = 0, n = 0;
