@@ -133,10 +133,10 @@ from nvalchemiops.torch.interactions.electrostatics import {name}
 from nvalchemiops.torch.neighbors import neighbor_list
 import sys
 sys.path.insert(0, {folder!r})
-import electrostatics
-torch.set_num_threads(electrostatics.THREADS)
-given = electrostatics.tensors("64")
-near = electrostatics.neighbors("64", 6.0, False)
+import charges
+torch.set_num_threads(charges.THREADS)
+given = charges.tensors("64")
+near = charges.neighbors("64", 6.0, False)
 start = time.perf_counter()
 {name}(**given, alpha=0.5, {parameters}, compute_forces=True, **near)
 print(time.perf_counter() - start)
@@ -147,15 +147,15 @@ import sys, torch
 sys.path.insert(0, {folder!r})
 from nvalchemiops._warp import quiet_warp
 quiet_warp()
-import electrostatics
+import charges
 from nvalchemiops.torch.interactions import electrostatics as library
-torch.set_num_threads(electrostatics.THREADS)
+torch.set_num_threads(charges.THREADS)
 def status(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 for system in ("512", "{n_atoms}"):
-    given = electrostatics.tensors(system)
+    given = charges.tensors(system)
     p = library.{estimate}(given["positions"], given["cell"], accuracy={accuracy})
-    near = electrostatics.neighbors(system, float(p.real_space_cutoff), False)
+    near = charges.neighbors(system, float(p.real_space_cutoff), False)
     options = {{"alpha": p.alpha, **near}}
     if {name!r} == "ewald_summation":
         options["k_cutoff"] = p.reciprocal_space_cutoff

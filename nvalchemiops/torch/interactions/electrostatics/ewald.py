@@ -34,6 +34,7 @@ from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
 )
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.recent import recent
 
 
 def ewald_summation(
@@ -309,7 +310,7 @@ def wave_vectors(
         lengths = per_system("k_cutoff", k_cutoff, n_systems, device).detach()
     else:
         lengths = core.reciprocal_cutoff(alpha.detach(), spacing_of(system), accuracy, torch)
-    return WaveVectors(*points_within(cell, lengths)), alpha
+    return WaveVectors(*recent("wave vectors", (cell, lengths), (), lambda: points_within(cell, lengths))), alpha
 
 
 def _indices_of(k_vectors: Any, system: ChargedSystem, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -258,6 +258,8 @@ def _check_number(name: str, bounds: Any) -> None:
 
 def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:
     """A positive number, or one for each system, as float64 tensor (n_systems,) that keeps its graph."""
+    if type(value) is float and 0.0 < value < math.inf:
+        return torch.full((n_systems,), value, dtype=torch.float64, device=device)
     if isinstance(value, torch.Tensor):
         checks.check_tensor(name, value)
         checks.check_place(name, value)
