@@ -190,7 +190,7 @@ def test_the_order_of_pairs_and_atoms_does_not_matter(method):
 def test_factors_say_how_much_pairs_interact(method):
     """Linear from nothing, which is the default, to one, which is no exclusion at all."""
     system = triclinic(6, charged=True)
-    options = {"accuracy": 1e-6, **ALL}
+    options = {"alpha": 0.8, "accuracy": 1e-6, **ALL}
     pairs = EXCLUDED["exclusions"]
 
     def scaled(factor):

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from nvalchemiops.torch.interactions.electrostatics import (
+    EwaldSummation,
+    ParticleMeshEwald,
     compute_slab_correction,
     estimate_ewald_parameters,
     estimate_pme_parameters,
@@ -373,7 +375,7 @@ KINDS = pytest.mark.parametrize(
 def test_ewald_meets_the_asked_accuracy(name, digits):
     accuracy = 10.0**-digits
     forces = summed("ewald", disordered(name), accuracy=accuracy, compute_forces=True)[1]
-    assert relative_error(forces, exact_forces(name)) < 3.0 * accuracy
+    assert accuracy / 3.0 < relative_error(forces, exact_forces(name)) < 3.0 * accuracy
 
 
 @KINDS
@@ -384,7 +386,92 @@ def test_ewald_meets_the_asked_accuracy(name, digits):
 def test_a_mesh_meets_the_asked_accuracy(name, order, digits):
     system, accuracy = disordered(name), 10.0**-digits
     forces = summed("pme", system, accuracy=accuracy, spline_order=order, compute_forces=True)[1]
-    assert relative_error(forces, exact_forces(name)) < 3.0 * accuracy
+    assert accuracy / 3.0 < relative_error(forces, exact_forces(name)) < 3.0 * accuracy
+
+
+@METHODS
+@pytest.mark.parametrize("structure", ["rocksalt", "fluorite", "perovskite"])
+@pytest.mark.parametrize("accuracy", [1e-4, 1e-7])
+def test_the_accuracy_is_met_where_forces_nearly_cancel(structure, accuracy, method):
+    """Displaced by 2 % of the lattice constant; errors of shells of a crystal are less random than models have it."""
+    system = repeated(crystal(structure) if structure == "rocksalt" else compound(structure), 4)
+    rng = np.random.default_rng(3)
+    moved = system.positions + torch.as_tensor(rng.normal(scale=0.02, size=system.positions.shape))
+    system = system._replace(positions=moved)
+    exact = summed("ewald", system, accuracy=1e-13, compute_forces=True)[1]
+    forces = summed(method, system, accuracy=accuracy, compute_forces=True)[1]
+    assert accuracy / 5.0 < relative_error(forces, exact) < 5.0 * accuracy
+
+
+def repeated(system, n):
+    """The system, n times along each lattice vector."""
+    images = torch.cartesian_prod(*[torch.arange(float(n), dtype=torch.float64)] * 3) @ system.cell[0]
+    positions = (images[:, None] + system.positions).reshape(-1, 3)
+    return System.of(positions.numpy(), system.charges.repeat(n**3).numpy(), (system.cell * n).numpy())
+
+
+def bonds_of_water(system):
+    """All pairs of atoms of the same molecule, and parameters of estimates for what is left."""
+    oxygen = torch.arange(0, len(system.charges), 3)
+    pairs = [torch.stack([oxygen + a, oxygen + b]) for a, b in ((0, 1), (0, 2), (1, 2))]
+    return torch.cat(pairs, 1).to(torch.int32)
+
+
+@METHODS
+@pytest.mark.parametrize("name", ["water", "slab of water"])
+@pytest.mark.parametrize("accuracy", [1e-4, 1e-6])
+def test_the_accuracy_is_that_of_forces_between_molecules_if_those_inside_are_excluded(name, accuracy, method):
+    system = disordered(name)
+    bonds = bonds_of_water(system)
+    exact = summed("ewald", system, accuracy=1e-13, compute_forces=True, exclusions=bonds)[1]
+    forces = summed(method, system, accuracy=accuracy, compute_forces=True, exclusions=bonds)[1]
+    assert accuracy / 3.0 < relative_error(forces, exact) < 3.0 * accuracy
+    estimated = MODULES[method](system.positions, system.cell, accuracy=accuracy, with_exclusions=True)
+    forces = estimated(system.positions, system.charges, system.cell, compute_forces=True, exclusions=bonds)[1]
+    assert accuracy / 3.0 < relative_error(forces, exact) < 3.0 * accuracy
+
+
+MODULES = {"ewald": EwaldSummation.estimate, "pme": functools.partial(ParticleMeshEwald.estimate, spline_order=8)}
+
+
+@METHODS
+@pytest.mark.parametrize("name", ["rock salt", "dilute", "slab of water"])
+def test_a_sum_chooses_what_the_estimate_says(name, method):
+    system = disordered(name)
+    default = summed(method, system, accuracy=1e-5, **ALL)
+    module = MODULES[method](system.positions, system.cell, accuracy=1e-5)
+    close(module(system.positions, system.charges, system.cell, **ALL), default, 1e-12)
+    longer = csr(system, 1.1 * module.cutoff)
+    alpha = module.alpha.item()
+    close(summed(method, system, accuracy=1e-5, **ALL, **longer), module(*system[:3], **ALL, **longer), 1e-12)
+    assert MODULES[method](2.0 * system.positions, 2.0 * system.cell, accuracy=1e-5).alpha.item() == pytest.approx(
+        0.5 * alpha
+    )
+
+
+@METHODS
+def test_parameters_stay_the_same_while_atoms_move_a_little(method):
+    """Otherwise energies would jump, by no more than the accuracy, but differences of energies would be useless."""
+    system = disordered("ionic liquid")
+    rng = np.random.default_rng(5)
+    direction = torch.as_tensor(rng.normal(size=system.positions.shape))
+    options = {"accuracy": 1e-4, **csr(system, 9.0)}  # pairs that come and go are jumps in any case
+
+    def energy(step):
+        return summed(method, system._replace(positions=system.positions + step * direction), **options).sum()
+
+    slope = (energy(1e-5) - energy(-1e-5)) / 2e-5
+    forces = summed(method, system, compute_forces=True, **options)[1]
+    torch.testing.assert_close(slope, -(forces * direction).sum(), rtol=1e-6, atol=0.0)
+
+
+@METHODS
+def test_estimates_for_atoms_on_top_of_each_other_take_no_time(method):
+    """All pairs of so many atoms would not fit into memory."""
+    cell = torch.eye(3, dtype=torch.float64) * 100.0
+    spread = torch.rand((200_000, 3), dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 100.0
+    found, expected = (MODULES[method](x, cell, accuracy=1e-4).alpha.item() for x in (0.0 * spread, spread))
+    assert found == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize(("order", "accuracy"), [(3, 1e-6), (4, 1e-8), (5, 1e-10), (8, 1e-14)])
@@ -496,8 +583,9 @@ def test_a_batch_of_small_and_large_cells_meets_the_accuracy_in_each(shape, accu
         mine = forces[together.batch_idx == n]
         assert relative_error(mine, exact) < 3.0 * accuracy
         assert relative_error(mine, single) < 3.0 * accuracy
-        # the accuracy is that of forces; virials of so few atoms are up to 7 times worse, wrong meshes are far worse
-        assert relative_error(virial[n], exact_virial[0]) < 20.0 * accuracy
+        # The accuracy is that of forces, which are large where so few random atoms happen to be close to each other.
+        # Errors of virials, relative to themselves, are up to 40 times larger; with a wrong mesh 1,000 times.
+        assert relative_error(virial[n], exact_virial[0]) < 60.0 * accuracy
 
 
 @METHODS

@@ -1,8 +1,8 @@
 """Splitting parameter, cutoffs and mesh of an Ewald sum from a wanted accuracy, by models of the errors.
 
-``accuracy`` is the RMS error of the forces relative to their own RMS. Forces are not known beforehand; `FORCE_SCALE`
-stands for them, in units of ``(Σq²/N) / d²`` with the average distance d = (V/N)^(1/3). In that unit, for charges
-without correlation,
+``accuracy`` is the RMS error of the forces relative to their own RMS. Forces are not known beforehand; a guess from
+the positions stands for them (`force_of`), in units of ``(Σq²/N) / d²`` with the average distance d = (V/N)^(1/3). In
+that unit, for charges without correlation,
 
     ε_r = 2 √(d / r_c) exp(-x²),         x = α r_c          real space, beyond the cutoff r_c
     ε_k = 4 α d / √(π k_c) exp(-y²),     y = k_c / 2α       wave vectors longer than k_c
@@ -24,10 +24,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-FORCE_SCALE = 0.8
-"""RMS of the forces in units of (Σq²/N)/d². Measured: 0.7 in rock salt with displacements of a tenth of the distance of
-neighbors along each axis, 3.7 to 5.7 in liquids of ions and in water, where sums so become better than asked, which
-costs little. With displacements of 3 % it is 0.2: where forces nearly cancel, their relative error is larger."""
+TYPICAL_FORCE = 0.8
+"""RMS of the forces in units of (Σq²/N)/d² where positions are unknown: that of rock salt with displacements of a tenth
+of the distance of neighbors along each axis."""
+
+IMBALANCE_REACH = 3.0
+"""Reach of `nvalchemiops.interactions.pair.potentials.IMBALANCE` in units of d, if neighbors are known as far."""
+
+FORCES_PER_IMBALANCE = 1.25
+"""About the middle of what was measured."""
+
+LEAST_FORCE, LARGEST_FORCE = 8.0**-0.5, 128.0**0.5
+"""What forces are taken for at least, as in rock salt with displacements of 5 % of the distance of neighbors, and at
+most. Perfect crystals have no forces to compare errors with; where atoms nearly touch, forces say little of others."""
 
 
 FLOAT32_FLOOR = 5e-7
@@ -56,7 +65,7 @@ MESH_ERROR = {
 }
 """c_p at α h = `MESH_SPACINGS`, measured for random charges at α d = 0.8; for small α h it goes as (α h)^(p-1)."""
 
-FINEST = 0.035
+FINEST = 0.03
 """Least α h: finer meshes are a matter of higher orders."""
 
 
@@ -64,12 +73,43 @@ REAL_SHARE, RECIPROCAL_SHARE = 0.87, 0.5
 """Of the error; the squares add up to one."""
 
 
+class Target(NamedTuple):
+    """What is asked for.
+
+    Attributes
+    ----------
+    accuracy : float
+        Error of the forces, relative to them.
+    force : float or array (n_systems,)
+        RMS of the forces in units of (Σq²/N)/d².
+    """
+
+    accuracy: float
+    force: Any = TYPICAL_FORCE
+
+    @property
+    def error(self) -> Any:
+        """RMS error of the forces in units of (Σq²/N)/d²."""
+        return self.accuracy * self.force
+
+
+def force_of(imbalance: Any, with_exclusions: bool, xp: Any = np) -> Any:
+    """RMS of the forces from the mean length of those of `IMBALANCE`, both in units of (Σq²/N)/d².
+
+    In steps of √2, so that parameters stay the same when atoms move a little, and energies are continuous. With
+    exclusions it is those between molecules that count, which are no larger than typical.
+    """
+    largest = TYPICAL_FORCE if with_exclusions else LARGEST_FORCE
+    force = xp.nan_to_num(FORCES_PER_IMBALANCE * imbalance).clip(LEAST_FORCE, LARGEST_FORCE)
+    return xp.exp2((2.0 * xp.log2(force)).round() / 2.0).clip(None, largest)
+
+
 def average_distance(n_atoms: Any, volume: Any) -> Any:
     """``(V/N)^(1/3)``, the spacing of what follows; by numpy or torch. No atom counts as one."""
     return (volume / n_atoms.clip(1.0, None)) ** (1.0 / 3.0)
 
 
-def _solve(prefactor: Any, error: float, xp: Any = np) -> Any:
+def _solve(prefactor: Any, error: Any, xp: Any = np) -> Any:
     """The x >= 1 with ``prefactor(x) exp(-x²)`` equal to ``error``, for a prefactor that falls slowly."""
     x: Any = 3.0
     for _ in range(8):  # a contraction: the prefactor enters through a logarithm
@@ -77,29 +117,29 @@ def _solve(prefactor: Any, error: float, xp: Any = np) -> Any:
     return x
 
 
-def real_cutoff(alpha: Any, spacing: Any, accuracy: float, xp: Any = np) -> Any:
+def real_cutoff(alpha: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
     """Distance r_c at which the real-space error falls to its share; ``spacing`` is (V/N)^(1/3)."""
-    error = REAL_SHARE * FORCE_SCALE * accuracy
+    error = REAL_SHARE * target.error
     return _solve(lambda x: 2.0 * xp.sqrt(spacing * alpha / x), error, xp) / alpha
 
 
-def reciprocal_cutoff(alpha: Any, spacing: Any, accuracy: float, xp: Any = np) -> Any:
+def reciprocal_cutoff(alpha: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
     """Length k_c of wave vectors at which the reciprocal-space error falls to its share."""
-    error = RECIPROCAL_SHARE * FORCE_SCALE * accuracy
+    error = RECIPROCAL_SHARE * target.error
     return 2.0 * alpha * _solve(lambda y: 4.0 * xp.sqrt(alpha * spacing / (2.0 * np.pi * y)), error, xp)
 
 
-def alpha_for_cutoff(cutoff: Any, spacing: Any, accuracy: float, xp: Any = np) -> Any:
+def alpha_for_cutoff(cutoff: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
     """Splitting parameter for which the real-space error at ``cutoff`` is its share."""
-    error = REAL_SHARE * FORCE_SCALE * accuracy
+    error = REAL_SHARE * target.error
     return _solve(lambda x: 2.0 * xp.sqrt(spacing / cutoff), error, xp) / cutoff
 
 
-def mesh_spacing(alpha: Any, spacing: Any, accuracy: float, order: int, xp: Any = np) -> Any:
+def mesh_spacing(alpha: Any, spacing: Any, target: Target, order: int, xp: Any = np) -> Any:
     """Mesh spacing at which the error of splines of this order is its share."""
     errors = [math.log(error) for error in MESH_ERROR[order]]
     known = [math.log(h) for h in MESH_SPACINGS[: len(errors)]]
-    wanted = math.log(RECIPROCAL_SHARE * FORCE_SCALE * accuracy) - 0.5 * xp.log(alpha * spacing)
+    wanted = xp.log(RECIPROCAL_SHARE * target.error / (alpha * spacing) ** 0.5)
     # linear between what was measured, in logarithms, and a power below
     x = known[0] + (wanted - errors[0]).clip(None, 0.0) * (1.0 / (order - 1))
     for n in range(len(errors) - 1):
@@ -108,21 +148,21 @@ def mesh_spacing(alpha: Any, spacing: Any, accuracy: float, order: int, xp: Any 
     return xp.exp(x) / alpha
 
 
-def check_mesh_spacing(spacing: np.ndarray, alpha: np.ndarray, accuracy: float, order: int) -> None:
+def check_mesh_spacing(spacing: np.ndarray, alpha: np.ndarray, target: Target, order: int) -> None:
     """Raise if the accuracy is out of reach of splines of this order."""
     if (spacing * alpha < FINEST).any():
         better = [p for p in MESH_ERROR if p > order]
         advice = f"use a higher `spline_order`, up to {max(better)}" if better else "use an Ewald sum without a mesh"
-        raise ValueError(f"`accuracy` = {accuracy:g} is out of reach of splines of order {order}: {advice}")
+        raise ValueError(f"`accuracy` = {target.accuracy:g} is out of reach of splines of order {order}: {advice}")
 
 
-def ewald_alpha(n_atoms: Any, volume: Any, accuracy: float, costs: Costs, xp: Any = np) -> Any:
+def ewald_alpha(n_atoms: Any, volume: Any, target: Target, costs: Costs, xp: Any = np) -> Any:
     """Splitting parameter for which real and reciprocal space take the same time."""
     spacing = average_distance(n_atoms, volume)
     alpha = 3.0 / spacing / n_atoms.clip(1.0, None) ** (1.0 / 6.0)
     for _ in range(3):
-        x = real_cutoff(alpha, spacing, accuracy, xp) * alpha
-        y = reciprocal_cutoff(alpha, spacing, accuracy, xp) / (2.0 * alpha)
+        x = real_cutoff(alpha, spacing, target, xp) * alpha
+        y = reciprocal_cutoff(alpha, spacing, target, xp) / (2.0 * alpha)
         # 4/3 π r_c³ / d³ pairs and V k_c³ / 48 π² points for an atom
         pairs = costs.pair * 4.0 / 3.0 * np.pi * (x / spacing) ** 3
         waves = costs.wave * volume * (2.0 * y) ** 3 / (48.0 * np.pi**2)
@@ -130,15 +170,15 @@ def ewald_alpha(n_atoms: Any, volume: Any, accuracy: float, costs: Costs, xp: An
     return alpha
 
 
-def mesh_alpha(n_atoms: Any, volume: Any, accuracy: float, order: int, costs: Costs, xp: Any = np) -> Any:
+def mesh_alpha(n_atoms: Any, volume: Any, target: Target, order: int, costs: Costs, xp: Any = np) -> Any:
     """Splitting parameter for which pairs and the mesh take the same time."""
     spacing = average_distance(n_atoms, volume)
     alpha = 0.8 / spacing
     for _ in range(3):
-        x = real_cutoff(alpha, spacing, accuracy, xp) * alpha
-        h = mesh_spacing(alpha, spacing, accuracy, order, xp) * alpha
+        x = real_cutoff(alpha, spacing, target, xp) * alpha
+        h = mesh_spacing(alpha, spacing, target, order, xp) * alpha
         if xp is np:
-            check_mesh_spacing(h / alpha, alpha, accuracy, order)
+            check_mesh_spacing(h / alpha, alpha, target, order)
         pairs = costs.pair * 4.0 / 3.0 * np.pi * (x / spacing) ** 3
         points = costs.mesh * (spacing / h) ** 3
         alpha = (pairs / points) ** (1.0 / 6.0)

@@ -14,6 +14,7 @@ from nvalchemiops.torch.interactions.electrostatics.reciprocal import reciprocal
 from nvalchemiops.torch.interactions.electrostatics.shared_parts import all_but_smooth_part
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
+    Wish,
     check_parameters,
     check_potential,
     check_system,
@@ -99,7 +100,8 @@ def ewald_summation(
     compute_forces, compute_charge_gradients, compute_virial : bool, optional
         Return forces ``-dE/dR`` at fixed charges, ``dE/dq``, and ``-dE/dstrain``.
     accuracy : float, optional
-        Wanted RMS error of the forces, relative to their RMS in a disordered system.
+        Wanted RMS error of the forces, relative to their RMS. Without ``alpha`` it is met within a factor of 3 either
+        way; virials may have larger errors, relative to themselves.
     hybrid_forces : bool, optional
         Results depend on positions, cell and alpha as on constants: gradients flow through the charges alone. For
         charges that depend on the geometry, explicit forces and the gradient of this energy add up to the total force.
@@ -173,12 +175,13 @@ def ewald_summation(
     )
     rows = given_rows(given, system, half_list)
 
-    def best(n_atoms: Any, volume: Any, xp: Any) -> Any:
-        return core.ewald_alpha(n_atoms, volume, accuracy, core.COSTS[positions.device.type], xp)
+    def best(n_atoms: Any, volume: Any, target: core.Target, xp: Any) -> Any:
+        return core.ewald_alpha(n_atoms, volume, target, core.COSTS[positions.device.type], xp)
 
-    splitting, rows = split(system, alpha, cutoff, rows, accuracy, best)
+    wish = Wish(alpha, cutoff, rows, accuracy, exclusions is not None)
+    splitting, rows, target = split(system, wish, best)
     splitting = refuse_open_axes(splitting, axes, slab_correction)
-    waves, splitting = wave_vectors(system, splitting, accuracy, k_vectors, k_cutoff, miller_bounds, miller_indices)
+    waves, splitting = wave_vectors(system, splitting, target, k_vectors, k_cutoff, miller_bounds, miller_indices)
     wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
     slab = axes if slab_correction else None
 
@@ -238,7 +241,9 @@ def ewald_reciprocal_space(
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     if _given(k_vectors, k_cutoff, miller_bounds, miller_indices) is None:
         raise ValueError("`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices` is needed")
-    waves, splitting = wave_vectors(system, splitting, 1.0, k_vectors, k_cutoff, miller_bounds, miller_indices)
+    waves, splitting = wave_vectors(
+        system, splitting, core.Target(1.0), k_vectors, k_cutoff, miller_bounds, miller_indices
+    )
     wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
 
     def parts(system: ChargedSystem, wanted: WantedParts) -> list[Parts]:
@@ -282,7 +287,7 @@ def _given(*sources: Any) -> Any:
 def wave_vectors(
     system: ChargedSystem,
     alpha: torch.Tensor,
-    accuracy: float,
+    target: core.Target,
     k_vectors: Any,
     k_cutoff: Any,
     miller_bounds: Any,
@@ -309,7 +314,8 @@ def wave_vectors(
     if k_cutoff is not None:
         lengths = per_system("k_cutoff", k_cutoff, n_systems, device).detach()
     else:
-        lengths = core.reciprocal_cutoff(alpha.detach(), spacing_of(system), accuracy, torch)
+        target = target._replace(force=torch.as_tensor(target.force, device=device))
+        lengths = core.reciprocal_cutoff(alpha.detach(), spacing_of(system), target, torch)
     return WaveVectors(*recent("wave vectors", (cell, lengths), (), lambda: points_within(cell, lengths))), alpha
 
 

@@ -21,6 +21,7 @@ from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows
 from nvalchemiops.torch.interactions.electrostatics.shared_parts import all_but_smooth_part
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
+    Wish,
     check_parameters,
     check_potential,
     check_system,
@@ -177,8 +178,7 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     spline_order : int, optional
         3 to 8. Energies have ``spline_order - 2`` continuous derivatives, and one more in pieces.
     accuracy : float, optional
-        Wanted RMS error of the forces, relative to their RMS in a disordered system. Splines of order 5 reach 1e-7,
-        those of order 8 reach 1e-9.
+        As for `ewald_summation`. Splines of order 5 reach 1e-7, those of order 8 reach 1e-9.
     k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z : tensors, optional
         Accepted, because callers may have prepared them; the shapes are checked. Values are computed from the cell
         again, so that its gradients are complete.
@@ -233,12 +233,13 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     )
     rows = given_rows(given, system, half_list)
 
-    def best(n_atoms: Any, volume: Any, xp: Any) -> Any:
-        return core.mesh_alpha(n_atoms, volume, accuracy, order, core.COSTS[positions.device.type], xp)
+    def best(n_atoms: Any, volume: Any, target: core.Target, xp: Any) -> Any:
+        return core.mesh_alpha(n_atoms, volume, target, order, core.COSTS[positions.device.type], xp)
 
-    splitting, rows = split(system, alpha, cutoff, rows, accuracy, best)
+    wish = Wish(alpha, cutoff, rows, accuracy, exclusions is not None)
+    splitting, rows, target = split(system, wish, best)
     splitting = refuse_open_axes(splitting, axes, slab_correction)
-    mesh = mesh_of(system, splitting, accuracy, order, mesh_dimensions, mesh_spacing)
+    mesh = mesh_of(system, splitting, target, order, mesh_dimensions, mesh_spacing)
     _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
     wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
     slab = axes if slab_correction else None
@@ -309,7 +310,7 @@ def pme_reciprocal_space(
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     if mesh_dimensions is None and mesh_spacing is None:
         raise ValueError("`mesh_dimensions` or `mesh_spacing` is needed")
-    mesh = mesh_of(system, splitting, 1.0, order, mesh_dimensions, mesh_spacing)
+    mesh = mesh_of(system, splitting, core.Target(1.0), order, mesh_dimensions, mesh_spacing)
     _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
     wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
 
@@ -325,7 +326,7 @@ def pme_reciprocal_space(
 def mesh_of(
     system: ChargedSystem,
     alpha: torch.Tensor,
-    accuracy: float,
+    target: core.Target,
     order: int,
     mesh_dimensions: Any,
     mesh_spacing: Any,
@@ -341,7 +342,7 @@ def mesh_of(
     if mesh_spacing is not None:
         return mesh_spacing_to_dimensions(cell, mesh_spacing, spline_order=order)
     sizes = sizes_of(cell, system.batch_idx, system.n_atoms)
-    return mesh_for(sizes, checks.on_host(alpha.detach()).astype(np.float64), accuracy, order)
+    return mesh_for(sizes, checks.on_host(alpha.detach()).astype(np.float64), target, order)
 
 
 def _check_prepared(
