@@ -153,9 +153,11 @@ def test_torch_sim_charges(function, mesh, several):
     total.scatter_add_(0, system.batch_idx.long(), energy)
     volume = torch.linalg.det(system.cell).abs().reshape(-1, 1, 1)
     exact = converged(system)
-    for found, expected in ((total, exact[0]), (forces, exact[1]), (-virial / volume, -exact[3] / volume)):
+    # the accuracy is that of forces; the stress of these 16 atoms is four times worse, relative to itself
+    results = ((total, exact[0], 1e-5), (forces, exact[1], 2e-5), (-virial / volume, -exact[3] / volume, 6e-5))
+    for found, expected, error in results:
         assert found.dtype == torch.float64
-        close(found, expected, 3e-5)
+        close(found, expected, error)
 
 
 # -- AIMNet ---------------------------------------------------------------------------------------

@@ -426,7 +426,7 @@ def test_the_accuracy_is_that_of_forces_between_molecules_if_those_inside_are_ex
     exact = summed("ewald", system, accuracy=1e-13, compute_forces=True, exclusions=bonds)[1]
     forces = summed(method, system, accuracy=accuracy, compute_forces=True, exclusions=bonds)[1]
     assert accuracy / 3.0 < relative_error(forces, exact) < 3.0 * accuracy
-    estimated = MODULES[method](system.positions, system.cell, accuracy=accuracy, with_exclusions=True)
+    estimated = MODULES[method](system.positions, system.cell, accuracy=accuracy, typical_forces=True)
     forces = estimated(system.positions, system.charges, system.cell, compute_forces=True, exclusions=bonds)[1]
     assert accuracy / 3.0 < relative_error(forces, exact) < 3.0 * accuracy
 
@@ -583,9 +583,8 @@ def test_a_batch_of_small_and_large_cells_meets_the_accuracy_in_each(shape, accu
         mine = forces[together.batch_idx == n]
         assert relative_error(mine, exact) < 3.0 * accuracy
         assert relative_error(mine, single) < 3.0 * accuracy
-        # The accuracy is that of forces, which are large where so few random atoms happen to be close to each other.
-        # Errors of virials, relative to themselves, are up to 40 times larger; with a wrong mesh 1,000 times.
-        assert relative_error(virial[n], exact_virial[0]) < 60.0 * accuracy
+        # the accuracy is that of forces; virials of so few atoms are up to 7 times worse, wrong meshes are far worse
+        assert relative_error(virial[n], exact_virial[0]) < 20.0 * accuracy
 
 
 @METHODS

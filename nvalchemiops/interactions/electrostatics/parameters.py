@@ -25,14 +25,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 TYPICAL_FORCE = 0.8
-"""RMS of the forces in units of (Σq²/N)/d² where positions are unknown: that of rock salt with displacements of a tenth
-of the distance of neighbors along each axis."""
+"""RMS of the forces in units of (Σq²/N)/d² where positions do not tell: that of rock salt with displacements of a
+tenth of the distance of neighbors along each axis, and about that between molecules of water."""
 
 IMBALANCE_REACH = 3.0
 """Reach of `nvalchemiops.interactions.pair.potentials.IMBALANCE` in units of d, if neighbors are known as far."""
 
 FORCES_PER_IMBALANCE = 1.25
 """About the middle of what was measured."""
+
+FORCE_PER_ROOT = 0.7
+"""Largest force, but for `TYPICAL_FORCE`, divided by √N. Errors of virials grow with those of forces and with √N, and
+virials themselves with N, whatever the forces. So forces of a few atoms that happen to be close to each other would let
+errors of virials pass that are far larger, relative to them."""
 
 LEAST_FORCE, LARGEST_FORCE = 8.0**-0.5, 128.0**0.5
 """What forces are taken for at least, as in rock salt with displacements of 5 % of the distance of neighbors, and at
@@ -69,8 +74,9 @@ FINEST = 0.03
 """Least α h: finer meshes are a matter of higher orders."""
 
 
-REAL_SHARE, RECIPROCAL_SHARE = 0.87, 0.5
-"""Of the error; the squares add up to one."""
+REAL_SHARE, RECIPROCAL_SHARE, MESH_SHARE = 0.87, 0.25, 0.5
+"""Of the error. That of missing wave vectors is small for the sake of energies and virials, in which the interaction of
+each atom with itself adds up."""
 
 
 class Target(NamedTuple):
@@ -93,15 +99,14 @@ class Target(NamedTuple):
         return self.accuracy * self.force
 
 
-def force_of(imbalance: Any, with_exclusions: bool, xp: Any = np) -> Any:
+def force_of(imbalance: Any, n_atoms: Any, xp: Any = np) -> Any:
     """RMS of the forces from the mean length of those of `IMBALANCE`, both in units of (Σq²/N)/d².
 
-    In steps of √2, so that parameters stay the same when atoms move a little, and energies are continuous. With
-    exclusions it is those between molecules that count, which are no larger than typical.
+    In steps of √2, so that parameters stay the same when atoms move a little, and energies are continuous.
     """
-    largest = TYPICAL_FORCE if with_exclusions else LARGEST_FORCE
-    force = xp.nan_to_num(FORCES_PER_IMBALANCE * imbalance).clip(LEAST_FORCE, LARGEST_FORCE)
-    return xp.exp2((2.0 * xp.log2(force)).round() / 2.0).clip(None, largest)
+    largest = (FORCE_PER_ROOT * n_atoms**0.5).clip(TYPICAL_FORCE, None)
+    force = xp.minimum(xp.nan_to_num(FORCES_PER_IMBALANCE * imbalance), largest).clip(LEAST_FORCE, LARGEST_FORCE)
+    return xp.exp2((2.0 * xp.log2(force)).round() / 2.0)
 
 
 def average_distance(n_atoms: Any, volume: Any) -> Any:
@@ -139,7 +144,7 @@ def mesh_spacing(alpha: Any, spacing: Any, target: Target, order: int, xp: Any =
     """Mesh spacing at which the error of splines of this order is its share."""
     errors = [math.log(error) for error in MESH_ERROR[order]]
     known = [math.log(h) for h in MESH_SPACINGS[: len(errors)]]
-    wanted = xp.log(RECIPROCAL_SHARE * target.error / (alpha * spacing) ** 0.5)
+    wanted = xp.log(MESH_SHARE * target.error / (alpha * spacing) ** 0.5)
     # linear between what was measured, in logarithms, and a power below
     x = known[0] + (wanted - errors[0]).clip(None, 0.0) * (1.0 / (order - 1))
     for n in range(len(errors) - 1):

@@ -20,7 +20,7 @@ def near_enough(reach: Any, spacing: Any, xp: Any = np) -> Any:
     return xp.stack([xp.minimum(reach, core.IMBALANCE_REACH * spacing), spacing])
 
 
-def force_of_rows(system: PairSystem, near: torch.Tensor, with_exclusions: bool) -> torch.Tensor:
+def force_of_rows(system: PairSystem, near: torch.Tensor) -> torch.Tensor:
     """RMS of the forces (n_systems,) in units of (Σq²/N)/d².
 
     ``near`` (2, n_systems) holds the distances to which neighbors count, and d.
@@ -39,7 +39,7 @@ def force_of_rows(system: PairSystem, near: torch.Tensor, with_exclusions: bool)
         lengths = torch.linalg.vector_norm(forces.to(torch.float64), dim=1)
         columns = torch.stack([lengths, torch.ones_like(lengths)], 1)
         total, count = system_sums(columns, system.batch_idx, system.n_systems).unbind(1)
-        return core.force_of(total / count.clip(1.0, None) * spacing.square(), with_exclusions, torch)
+        return core.force_of(total / count.clip(1.0, None) * spacing.square(), count, torch)
 
 
 def crowding(positions: torch.Tensor, cell: torch.Tensor, batch_idx: torch.Tensor | None) -> float:

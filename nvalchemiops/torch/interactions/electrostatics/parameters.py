@@ -86,7 +86,7 @@ def estimate_ewald_parameters(
     batch_idx: torch.Tensor | None = None,
     accuracy: float = 1e-6,
     *,
-    with_exclusions: bool = False,
+    typical_forces: bool = False,
 ) -> EwaldParameters:
     """Splitting parameter and cutoffs that meet ``accuracy`` at about the least cost.
 
@@ -98,10 +98,11 @@ def estimate_ewald_parameters(
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     accuracy : float, optional
-        Wanted RMS error of the forces, relative to their RMS. It is met within a factor of 3 either way in crystals,
-        liquids and vapors; forces are taken for no less than those of thermal vibrations.
-    with_exclusions : bool, optional
-        Bonded pairs will be excluded. What is left are far smaller forces, to which the error is relative then.
+        Wanted RMS error of the forces, relative to their RMS. It is met within a factor of 3 either way in thermal
+        crystals, liquids and vapors; systems of few atoms get better forces, for the sake of their virial.
+    typical_forces : bool, optional
+        Take forces for those of thermal vibrations or between molecules, whatever the positions: for systems whose
+        bonded pairs will be excluded, and where parameters must not depend on positions.
 
     Returns
     -------
@@ -122,7 +123,7 @@ def estimate_ewald_parameters(
     typical = core.Target(accuracy)
     alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, typical, core.COSTS[positions.device.type])
     r_c = core.real_cutoff(alpha, sizes.spacing, typical)
-    target = _target(accuracy, positions, cell, batch_idx, sizes, r_c, with_exclusions)
+    target = _target(accuracy, positions, cell, batch_idx, sizes, r_c, typical_forces)
     alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
     k_c = core.reciprocal_cutoff(alpha, sizes.spacing, target)
     return EwaldParameters(*(_tensor(v, positions) for v in (alpha, r_c, k_c)))
@@ -138,7 +139,7 @@ def estimate_pme_parameters(
     *,
     spline_order: int = 5,
     fft_padding_fraction: float = 0.25,
-    with_exclusions: bool = False,
+    typical_forces: bool = False,
 ) -> PMEParameters:
     """Splitting parameter, cutoff and mesh that meet ``accuracy`` at about the least cost.
 
@@ -159,7 +160,7 @@ def estimate_pme_parameters(
         3 to 8. Higher orders need far coarser meshes: 8 is fastest below an accuracy of about 1e-5.
     fft_padding_fraction : float, optional
         How much larger an axis of the mesh may get to reach a size that the Fourier transform likes better.
-    with_exclusions : bool, optional
+    typical_forces : bool, optional
         As for `estimate_ewald_parameters`.
 
     Returns
@@ -186,7 +187,7 @@ def estimate_pme_parameters(
     else:
         given = per_system("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
         r_c = checks.on_host(given)
-    target = _target(accuracy, positions, cell, batch_idx, sizes, r_c, with_exclusions)
+    target = _target(accuracy, positions, cell, batch_idx, sizes, r_c, typical_forces)
     alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
     mesh = mesh_for(sizes, alpha, target, order, mesh_safety_factor, fft_padding_fraction)
     spacing = sizes.lengths / np.array(mesh)
@@ -355,16 +356,17 @@ def _target(
     batch_idx: torch.Tensor | None,
     sizes: Sizes,
     real_space_cutoff: np.ndarray,
-    with_exclusions: bool,
+    typical_forces: bool,
 ) -> core.Target:
-    with_exclusions = checks.check_flag("with_exclusions", with_exclusions)
+    if checks.check_flag("typical_forces", typical_forces):
+        return core.Target(accuracy)
     cell = cell.reshape(-1, 3, 3).detach()
     if crowding(positions, cell, batch_idx) > CROWDED:
-        return core.Target(accuracy, core.force_of(np.full(len(sizes.spacing), np.inf), with_exclusions))
+        return core.Target(accuracy, core.force_of(np.full(len(sizes.spacing), np.inf), sizes.n_atoms))
     near = near_enough(real_space_cutoff, sizes.spacing)
     rows = build_rows(positions, float(near[0].max()), cell, batch_idx)
     pairs = PairSystem(positions, cell, batch_idx, cell.shape[0], rows)
-    force = force_of_rows(pairs, torch.as_tensor(near).to(positions.device), with_exclusions)
+    force = force_of_rows(pairs, torch.as_tensor(near, device=positions.device))
     return core.Target(accuracy, checks.on_host(force))
 
 

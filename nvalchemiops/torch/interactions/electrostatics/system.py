@@ -168,14 +168,15 @@ class Wish(NamedTuple):
     rows : Rows or None
         The list.
     accuracy : float
-    with_exclusions : bool
+    typical_forces : bool
+        Whether they must not be guessed from the positions.
     """
 
     alpha: Any
     cutoff: float | None
     rows: Rows | None
     accuracy: float
-    with_exclusions: bool
+    typical_forces: bool
 
 
 def split(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
@@ -215,9 +216,9 @@ def _split_read(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
         rows = build_rows(system.positions, float(np.max(reach, initial=0.0)), system.cell, system.batch_idx)
     reach = np.minimum(reach, r_c)
     force: Any = typical.force
-    if not checks.is_mapped(system.positions):  # slices of vmap have no values to look at
-        near = torch.as_tensor(near_enough(reach, sizes.spacing)).to(device)
-        force = checks.on_host(_force(system, rows, near, wish))
+    if not (wish.typical_forces or checks.is_mapped(system.positions)):  # slices of vmap have no values to look at
+        near = torch.as_tensor(near_enough(reach, sizes.spacing), device=device)
+        force = checks.on_host(_force(system, rows, near))
     target = typical._replace(force=force)
     alpha = torch.as_tensor(core.alpha_for_cutoff(reach, sizes.spacing, target), device=device)
     return Splitting(given_alpha(alpha, system), rows, target)
@@ -232,13 +233,15 @@ def _split_unread(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
         rows = build_rows(system.positions, wish.cutoff, system.cell, system.batch_idx)
     r_c = core.real_cutoff(best(count, volume, typical, torch), spacing, typical, torch)
     reach = r_c.clamp_max(wish.cutoff)
-    target = typical._replace(force=_force(system, rows, near_enough(reach, spacing, torch), wish))
+    target = typical
+    if not wish.typical_forces:
+        target = typical._replace(force=_force(system, rows, near_enough(reach, spacing, torch)))
     return Splitting(given_alpha(core.alpha_for_cutoff(reach, spacing, target, torch), system), rows, target)
 
 
-def _force(system: ChargedSystem, rows: Rows, near: torch.Tensor, wish: Wish) -> torch.Tensor:
+def _force(system: ChargedSystem, rows: Rows, near: torch.Tensor) -> torch.Tensor:
     pairs = PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, rows)
-    return force_of_rows(pairs, near, wish.with_exclusions)
+    return force_of_rows(pairs, near)
 
 
 def spacing_of(system: ChargedSystem) -> torch.Tensor:
