@@ -6,6 +6,7 @@ from nvalchemiops.segments import BLOCK, sum_rows
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.recent import recent
 
 FEW = 64 * BLOCK
 """Up to this many atoms in all, the systems are not divided among threads."""
@@ -17,16 +18,14 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
     result = torch.empty((n_systems, n_columns), dtype=torch.float64, device=values.device)
     if n_atoms == 0 or result.numel() == 0:
         return result.zero_()
-    if batch_idx is not None and not batch_idx.is_cuda:
-        low, high = (int(end) for end in torch.aminmax(batch_idx))
-        if not 0 <= low <= high < n_systems:
-            raise ValueError(f"`batch_idx` must hold numbers in 0 .. {n_systems - 1}, got {low} .. {high}")
     order = begin = block_begin = None
     n_blocks = -(-n_atoms // BLOCK)
     if n_systems > 1:
         if batch_idx is None:
             raise ValueError(f"`batch_idx` is needed to tell {n_systems} systems apart")
         order, begin = _sorted(batch_idx, n_systems)
+    elif batch_idx is not None:
+        check_systems(batch_idx, n_systems)
     kernel = sum_rows(precision_of(values))
     if n_atoms <= FEW:
         launch(kernel, n_systems, [values, order, begin, None, 0], [result], kind="systems")
@@ -42,8 +41,31 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
     return result
 
 
+def check_systems(batch_idx: torch.Tensor, n_systems: int) -> None:
+    """Raise unless all these systems are there, if that can be read without waiting."""
+    if batch_idx.shape[0] <= FEW and n_systems > 1:
+        _sorted(batch_idx, n_systems)  # which will be needed and remembers
+    else:
+        _check_systems(batch_idx, n_systems)
+
+
+def _check_systems(batch_idx: torch.Tensor, n_systems: int) -> None:
+    if batch_idx.is_cuda or batch_idx.numel() == 0:
+        return
+    low, high = (int(end) for end in torch.aminmax(batch_idx))
+    if not 0 <= low <= high < n_systems:
+        raise ValueError(f"`batch_idx` must hold numbers in 0 .. {n_systems - 1}, got {low} .. {high}")
+
+
 def _sorted(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Atoms sorted by system, or None if they are; and where each system begins."""
+    if batch_idx.shape[0] > FEW:
+        return _sort(batch_idx, n_systems)
+    return recent("systems", (batch_idx,), n_systems, lambda: _sort(batch_idx, n_systems))
+
+
+def _sort(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None, torch.Tensor]:
+    _check_systems(batch_idx, n_systems)
     order = None
     if batch_idx.is_cuda or not bool((batch_idx[1:] >= batch_idx[:-1]).all()):
         batch_idx, order = torch.sort(batch_idx, stable=True)

@@ -18,14 +18,13 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.math.vectors import WARP
+from nvalchemiops.math.vectors import LANES, WARP
 from nvalchemiops.native import by_device, filled
 
 MOST_REFERENCES = 32
 """Reference molecules of an element that there is room for; D3 has up to five, or seven."""
 
-_SOURCE = (
-    """
+_SOURCE = """
     const int n_references = places.shape[1], n_coefficients = vectors.shape[1], absent = vectors.shape[0] - 1;
     const long long first = static_cast<long long>(row.data[i]) * n_references;
     const double *reference = references.data + first, cn = coordination.data[i];
@@ -36,7 +35,10 @@ _SOURCE = (
         const double x = cn - reference[a], exponent = k3 * x * x;
         if (place[a] != absent && exponent > highest) highest = exponent;
     }
-    double weight[@room@], z[@order@ + 1] = {}, h[@order@ + 1], w[@order@ + 1];
+    // of the states that are there: weights, their vectors, and what the weights become
+    int n_states = 0, state[@room@];
+    double weight[@room@], value[@room@], change[@room@], z[@order@ + 1] = {}, h[@order@ + 1], w[@order@ + 1];
+    const double *vector[@room@];
     const auto find_h = [&](int a) {
         const double slope = 2.0 * k3 * (cn - reference[a]);
         h[0] = 1.0;
@@ -45,54 +47,55 @@ _SOURCE = (
     for (int a = 0; a < n_references; ++a) {
         if (place[a] == absent) continue;
         const double x = cn - reference[a];
-        weight[a] = exp(k3 * x * x - highest);  // right also where the exponentials themselves would vanish
+        weight[n_states] = exp(k3 * x * x - highest);  // right also where the exponentials themselves would vanish
+        vector[n_states] = vectors.data + static_cast<long long>(place[a]) * n_coefficients;
+        state[n_states] = a;
         find_h(a);
-        for (int n = 0; n <= @order@; ++n) z[n] += weight[a] * h[n];
+        for (int n = 0; n <= @order@; ++n) z[n] += weight[n_states] * h[n];
+        ++n_states;
     }
     for (int n = 1; n <= @order@; ++n) z[n] /= z[0];
-    double *own = values.data + static_cast<long long>(i) * n_coefficients;
-    double *own_slopes = slopes.data + static_cast<long long>(i) * n_coefficients;
-    for (int block = 0; block < n_references; block += 8) {
-        double value[8] = {}, change[8] = {};
-        const double *vector[8];
-        for (int b = 0; b < 8; ++b) {
-            const int a = block + b, at = a < n_references ? place[a] : absent;
-            vector[b] = vectors.data + static_cast<long long>(at) * n_coefficients;
-            if (at == absent) continue;
-            find_h(a);
-            w[0] = weight[a] / z[0];
-            for (int n = 1; n <= @order@; ++n) {
-                double binomial = 1.0;
-                w[n] = w[0] * h[n];
-                for (int k = 1; k <= n; ++k) {
-                    binomial = binomial * (n - k + 1) / k;
-                    w[n] -= binomial * z[k] * w[n - k];
-                }
+    for (int s = 0; s < n_states; ++s) {
+        find_h(state[s]);
+        w[0] = weight[s] / z[0];
+        for (int n = 1; n <= @order@; ++n) {
+            double binomial = 1.0;
+            w[n] = w[0] * h[n];
+            for (int k = 1; k <= n; ++k) {
+                binomial = binomial * (n - k + 1) / k;
+                w[n] -= binomial * z[k] * w[n - k];
             }
-            value[b] = w[@order@ - 1];
-            change[b] = w[@order@];
         }
-"""
-    + by_device(
-        """
-        #pragma clang loop vectorize(assume_safety)
-        for (int q = 0; q < n_coefficients; ++q) {
-""",
-        """
-        for (int q = threadIdx.x % @warp@; q < n_coefficients; q += @warp@) {
-""",
-    )
-    + """
-            double sum = block > 0 ? own[q] : nothing, slope = block > 0 ? own_slopes[q] : nothing;
-            for (int b = 0; b < 8; ++b) {
-                sum += value[b] * vector[b][q];
-                slope += change[b] * vector[b][q];
-            }
-            own[q] = sum;
-            own_slopes[q] = slope;
-        }
+        value[s] = w[@order@ - 1];
+        change[s] = w[@order@];
     }
-"""
+    double *const own = values.data + static_cast<long long>(i) * n_coefficients;
+    double *const own_slopes = slopes.data + static_cast<long long>(i) * n_coefficients;
+    const auto add = [&](auto nothing_at_all, int q) {
+        typedef decltype(nothing_at_all) number;
+        struct __attribute__((packed)) Anywhere { number n; };
+        number sum = nothing_at_all, slope = nothing_at_all;
+        for (int s = 0; s < n_states; ++s) {
+            const number v = reinterpret_cast<const Anywhere *>(vector[s] + q)->n;
+            sum += value[s] * v;
+            slope += change[s] * v;
+        }
+        reinterpret_cast<Anywhere *>(own + q)->n = sum;
+        reinterpret_cast<Anywhere *>(own_slopes + q)->n = slope;
+    };
+""" + by_device(
+    """
+    typedef double lanes __attribute__((ext_vector_type(@lanes@)));
+    // the last vector overlaps with the one before
+    if (n_coefficients >= @lanes@)
+        for (int q = 0; q < n_coefficients; q += @lanes@)
+            add(lanes(nothing), q < n_coefficients - @lanes@ ? q : n_coefficients - @lanes@);
+    else
+        for (int q = 0; q < n_coefficients; ++q) add(nothing, q);
+""",
+    """
+    for (int q = threadIdx.x % @warp@; q < n_coefficients; q += @warp@) add(nothing, q);
+""",
 )
 
 
@@ -100,7 +103,7 @@ _SOURCE = (
 def coefficients(derivative: int) -> Any:
     """Kernel of the derivatives of this order and of the next one."""
 
-    @wp.func_native(filled(_SOURCE, order=derivative + 1, room=MOST_REFERENCES, warp=WARP))
+    @wp.func_native(filled(_SOURCE, order=derivative + 1, room=MOST_REFERENCES, lanes=LANES, warp=WARP))
     def sum_states(
         i: wp.int32,
         coordination: wp.array(dtype=wp.float64),

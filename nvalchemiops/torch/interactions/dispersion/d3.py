@@ -203,9 +203,8 @@ def dispersion_sum(
         raise TypeError(f"`damping` must be RationalDamping or ZeroDamping, got {type(damping).__name__}")
     checks.check_choice("energy_reduction", wanted.energy_reduction, ("atom", "system"))
     k3, s9 = checks.as_float("k3", k3), _scalar("s9", s9)
-    states = _states(parameters, system.numbers)
+    states, atoms = _look_up(parameters, system.numbers)
     dtype = system.positions.dtype
-    atoms = _atoms(system.numbers, states)
 
     # parameters of the damping may be those of each system
     apart = wanted.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in damping)
@@ -334,11 +333,21 @@ def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smo
     return Ranges(*(Range(c, c - smoothing) for c in known))
 
 
-def _states(parameters: Any, numbers: torch.Tensor) -> ReferenceStates:
+class Atoms(NamedTuple):
+    """What `ReferenceStates` says of each atom: its row there (int32), radius and z."""
+
+    row: torch.Tensor
+    radius: torch.Tensor
+    z: torch.Tensor
+
+
+def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, Atoms]:
+    """The states of the elements that are there, and what they say of each atom."""
     if isinstance(parameters, ReferenceStates):
         if parameters.radii.device != numbers.device:
             raise ValueError(f"`parameters` are on {parameters.radii.device}, but `numbers` on {numbers.device}")
-        return parameters
+        states = parameters
+        return states, Atoms(*recent("d3 atoms", (numbers,), states.serial, lambda: _atoms(numbers, states)))
     if not isinstance(parameters, D3Parameters):
         raise TypeError(f"`parameters` must be D3Parameters or ReferenceStates, got {type(parameters).__name__}")
     if torch.compiler.is_compiling() or checks.is_mapped(numbers):
@@ -348,24 +357,20 @@ def _states(parameters: Any, numbers: torch.Tensor) -> ReferenceStates:
         )
     # what is not in the table at all, `ReferenceStates.rows` will name
     last = parameters.rcov.shape[0] - 1
-    here = checks.plain(numbers)
-    (found,) = recent("elements", (here,), last, lambda: (here.clamp(0, last + 1).bincount().nonzero().flatten(),))
-    elements = [number for number in found.tolist() if 0 < number <= last]
-    # without atoms the states of any element will do
-    return parameters.states(elements or parameters.elements[:1], numbers.device)
 
+    def states_of(found: torch.Tensor) -> ReferenceStates:
+        elements = [number for number in found.tolist() if 0 < number <= last]
+        # without atoms the states of any element will do
+        return parameters.states(elements or parameters.elements[:1], numbers.device)
 
-class Atoms(NamedTuple):
-    """What `ReferenceStates` says of each atom: its row there (int32), radius and z."""
+    def look_up() -> tuple[torch.Tensor, ...]:
+        found = checks.plain(numbers).clamp(0, last + 1).bincount().nonzero().flatten()
+        return found, *_atoms(numbers, states_of(found))
 
-    row: torch.Tensor
-    radius: torch.Tensor
-    z: torch.Tensor
+    found, *of_atoms = recent("d3 elements", (numbers,), parameters.serial, look_up)
+    return states_of(found), Atoms(*of_atoms)
 
 
 def _atoms(numbers: torch.Tensor, states: ReferenceStates) -> Atoms:
-    def look_up() -> Atoms:
-        row = states.rows(numbers)
-        return Atoms(row.to(torch.int32), states.radii.index_select(0, row), states.z.index_select(0, row))
-
-    return recent("d3 atoms", (numbers,), states.serial, look_up)
+    row = states.rows(numbers)
+    return Atoms(row.to(torch.int32), states.radii.index_select(0, row), states.z.index_select(0, row))

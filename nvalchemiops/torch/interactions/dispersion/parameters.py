@@ -138,6 +138,7 @@ class D3Parameters:
         self.has_reference = self.c6ab.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1) > 0.0
         self.cn_ref = _by_element(kept["cn_ref"], self.c6ab, self.has_reference)
         self._states: dict[tuple[tuple[int, ...], torch.device], ReferenceStates] = {}
+        self.serial = uuid.uuid4().hex
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> "D3Parameters":

@@ -1,5 +1,6 @@
 """`PairPotential`: a formula for the energy of a pair, and the call that sums it over neighbors."""
 
+import functools
 import inspect
 import re
 import sys
@@ -16,7 +17,7 @@ from nvalchemiops.interactions.pair.expression import self_energy as alone
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, check_reach, rows_of
-from nvalchemiops.torch.segments import begins, spread_systems, system_sums
+from nvalchemiops.torch.segments import begins, check_systems, spread_systems, system_sums
 
 EVERYWHERE = sys.float_info.max
 """Stands for no cutoff. Infinity itself would make packages of AOTInductor that cannot be loaded: JSON has none."""
@@ -484,9 +485,7 @@ def systems_of(
             raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {num_systems}")
         cell = cell.expand(num_systems, 3, 3)
     if n_atoms and not batch_idx.is_cuda and not torch.compiler.is_compiling():
-        low, high = torch.aminmax(checks.plain(batch_idx))
-        if not 0 <= int(low) <= int(high) < num_systems:
-            raise ValueError(f"`batch_idx` must hold numbers in 0 .. {num_systems - 1}, got {int(low)} .. {int(high)}")
+        check_systems(checks.plain(batch_idx), num_systems)
     return cell, batch_idx, num_systems
 
 
@@ -510,9 +509,17 @@ def _parameters(
         _column(key, parameters[key], n_atoms, "n_atoms", positions)
         for key in dict.fromkeys(given[name] for name in formula.per_atom)
     ]
-    of_systems = [
-        _column(name, parameters[name], n_systems, "n_systems", positions) for name in formula.global_parameters
-    ]
+    of_systems = [parameters[name] for name in formula.global_parameters]
+    if any(isinstance(value, torch.Tensor) for value in of_systems) or not _is_plain(positions):
+        columns_of_systems = [
+            _column(name, value, n_systems, "n_systems", positions)
+            for name, value in zip(formula.global_parameters, of_systems)
+        ]
+        shared = _together(columns_of_systems)
+    else:
+        numbers = tuple(_number(name, value) for name, value in zip(formula.global_parameters, of_systems))
+        repeated = _repeated if n_systems <= MOST_REPEATED else _repeated.__wrapped__
+        shared = repeated(numbers, n_systems, positions.dtype) if numbers else None
     n_species = 0
     if formula.per_pair:
         if species is None:
@@ -532,7 +539,28 @@ def _parameters(
             columns.append(spread_systems(table, species.clamp(0, n_species - 1), n_atoms))
     elif species is not None:
         raise ValueError("`species` is given, but the potential has no tables (per_pair)")
-    return (_together(columns), _together(of_systems)), (species, n_species)
+    return (_together(columns), shared), (species, n_species)
+
+
+def _is_plain(positions: torch.Tensor) -> bool:
+    """Whether what is made now can be kept for later: nothing is compiled, and nobody watches."""
+    watched = (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+    )
+    return type(positions) is torch.Tensor and positions.device.type == "cpu" and not watched
+
+
+MOST_REPEATED = 4096
+"""Systems for which numbers that they share are kept as a tensor; for more, making it is a small part of a call."""
+
+
+@functools.lru_cache(maxsize=64)
+def _repeated(numbers: tuple[float, ...], n: int, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers (n, len(numbers)), the same for each system."""
+    with torch.inference_mode(False):
+        return torch.tensor([numbers], dtype=dtype, device="cpu").repeat(n, 1)
 
 
 def _column(
@@ -543,11 +571,7 @@ def _column(
         assert tuple(value.shape) == (size, len(name))
         return value
     if not isinstance(value, torch.Tensor):
-        try:
-            number = checks.as_float(name, value)
-        except TypeError:
-            raise TypeError(f"`{name}` must be a number or a torch.Tensor, got {checks.kind_of(value)}") from None
-        return torch.full((size, 1), number, dtype=positions.dtype, device=positions.device)
+        return torch.full((size, 1), _number(name, value), dtype=positions.dtype, device=positions.device)
     checks.check_real(name, value, positions)
     if value.ndim == 0 or (value.ndim == 1 and value.shape[0] == 1):
         return value.reshape(1, 1).expand(size, 1)
@@ -556,6 +580,13 @@ def _column(
             f"`{name}` must be a number or have shape ({size_name},) = ({size},), got {tuple(value.shape)}"
         )
     return value.unsqueeze(1)
+
+
+def _number(name: Any, value: Any) -> float:
+    try:
+        return checks.as_float(name, value)
+    except TypeError:
+        raise TypeError(f"`{name}` must be a number or a torch.Tensor, got {checks.kind_of(value)}") from None
 
 
 def _together(columns: list[torch.Tensor]) -> torch.Tensor | None:
