@@ -248,14 +248,12 @@ class LatticeSum:
         positions, cell = system.positions, system.cell
         assert cell is not None
         grid: WaveVectors | tuple[int, int, int]
-        same: Any = {"typical_forces": True}  # results must not depend on what was computed before
         if self.method == "ewald":
-            ewald = estimate_ewald_parameters(positions, cell, accuracy=self.accuracy, **same)
+            ewald = estimate_ewald_parameters(positions, cell, accuracy=self.accuracy)
             alpha, cutoff = ewald.alpha, ewald.real_space_cutoff
             grid = prepare_wave_vectors(cell, ewald.reciprocal_space_cutoff)
         else:
-            order = self.spline_order
-            pme = estimate_pme_parameters(positions, cell, accuracy=self.accuracy, spline_order=order, **same)
+            pme = estimate_pme_parameters(positions, cell, accuracy=self.accuracy, spline_order=self.spline_order)
             alpha, cutoff, grid = pme.alpha, pme.real_space_cutoff, pme.mesh_dimensions
         shape = system.atoms.cell.array.copy()
         return Chosen(len(system.atoms), shape, positions.device, float(alpha), float(cutoff), grid)

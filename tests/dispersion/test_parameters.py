@@ -1,5 +1,7 @@
 """D01: published damping parameters, entry by entry; and reference data, from wherever they come."""
 
+import copy
+import pickle
 import re
 import subprocess
 import sys
@@ -379,3 +381,25 @@ def test_padding_is_nobodys_neighbor(form):
         close(a[real], b, 1e-15)
         close(c[real], b, 1e-15)
     assert not found[0][~real].any() and not found[1][~real].any()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("changed_first", [True, False])
+def test_a_changed_copy_is_another_one(copied, changed_first):
+    """What is kept of the elements of one must not serve the other."""
+    positions = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 5.0], [0.0, 4.0, 0.0]], dtype=torch.float64)
+    numbers, damping = torch.tensor([6, 8, 6]), damping_parameters("pbe")
+    original = D3Parameters.load()
+
+    def energy(parameters):
+        return d3_dispersion(positions, numbers, damping, parameters, cutoff=40.0)[0].sum().item()
+
+    before = energy(original)
+    changed = copied(original)
+    assert energy(changed) == before
+    changed = copied(original)
+    changed.r4r2[6] *= 1.5
+    order = (changed, original) if changed_first else (original, changed)
+    found = {id(parameters): energy(parameters) for parameters in order}
+    assert found[id(original)] == before
+    assert abs(found[id(changed)] / before - 1.0) > 0.1

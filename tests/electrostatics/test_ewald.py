@@ -259,7 +259,8 @@ def test_measured_force_error_meets_the_accuracy(accuracy, cutoff):
     for neighbors in (csr(system, cutoff), {"cutoff": cutoff}):
         energies, forces = summed(system, **options, **neighbors)
         error = (forces - exact[1]).norm() / exact[1].norm()
-        assert accuracy / 3.0 < error < 3.0 * accuracy
+        # with a list that is longer than needed, missing wave vectors are the only error
+        assert accuracy / (3.0 if cutoff < 9.0 else 6.0) < error < 3.0 * accuracy
         assert abs(energies.sum() / exact[0].sum() - 1.0) < accuracy
 
 

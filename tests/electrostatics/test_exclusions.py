@@ -198,6 +198,9 @@ def test_factors_say_how_much_pairs_interact(method):
 
     none, half, full = scaled(0.0), scaled(0.5), scaled(1.0)
     close(full, summed(method, system, **options), 1e-12)
+    default = {"accuracy": 1e-6, **ALL}
+    no_op = summed(method, system, exclusions=pairs, exclusion_factors=torch.ones(3).double(), **default)
+    close(no_op, summed(method, system, **default), 1e-12)
     close(none, summed(method, system, exclusions=pairs, **options), 1e-14)
     close(half, [0.5 * (a + b) for a, b in zip(none, full)], 1e-12)
     close(summed(method, system, exclusions=pairs[:, :0], **options), full, 1e-12)

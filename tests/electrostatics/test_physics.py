@@ -7,6 +7,7 @@ import math
 import pathlib
 from contextlib import nullcontext
 
+import ase.build
 import numpy as np
 import pytest
 import torch
@@ -426,7 +427,7 @@ def test_the_accuracy_is_that_of_forces_between_molecules_if_those_inside_are_ex
     exact = summed("ewald", system, accuracy=1e-13, compute_forces=True, exclusions=bonds)[1]
     forces = summed(method, system, accuracy=accuracy, compute_forces=True, exclusions=bonds)[1]
     assert accuracy / 3.0 < relative_error(forces, exact) < 3.0 * accuracy
-    estimated = MODULES[method](system.positions, system.cell, accuracy=accuracy, typical_forces=True)
+    estimated = MODULES[method](system.positions, system.cell, accuracy=accuracy)
     forces = estimated(system.positions, system.charges, system.cell, compute_forces=True, exclusions=bonds)[1]
     assert accuracy / 3.0 < relative_error(forces, exact) < 3.0 * accuracy
 
@@ -438,15 +439,49 @@ MODULES = {"ewald": EwaldSummation.estimate, "pme": functools.partial(ParticleMe
 @pytest.mark.parametrize("name", ["rock salt", "dilute", "slab of water"])
 def test_a_sum_chooses_what_the_estimate_says(name, method):
     system = disordered(name)
+    positions, charges, cell, _ = system
     default = summed(method, system, accuracy=1e-5, **ALL)
-    module = MODULES[method](system.positions, system.cell, accuracy=1e-5)
-    close(module(system.positions, system.charges, system.cell, **ALL), default, 1e-12)
+    module = MODULES[method](positions, cell, accuracy=1e-5, charges=charges)
+    close(module(positions, charges, cell, **ALL), default, 1e-12)
     longer = csr(system, 1.1 * module.cutoff)
-    alpha = module.alpha.item()
-    close(summed(method, system, accuracy=1e-5, **ALL, **longer), module(*system[:3], **ALL, **longer), 1e-12)
-    assert MODULES[method](2.0 * system.positions, 2.0 * system.cell, accuracy=1e-5).alpha.item() == pytest.approx(
-        0.5 * alpha
+    close(
+        summed(method, system, accuracy=1e-5, **ALL, **longer), module(positions, charges, cell, **ALL, **longer), 1e-12
     )
+    # in other units, and for charges of another size
+    larger = MODULES[method](2.0 * positions, 2.0 * cell, accuracy=1e-5, charges=3.0 * charges)
+    assert larger.alpha.item() == pytest.approx(0.5 * module.alpha.item())
+
+
+def surface(kind):
+    """Magnesium oxide with displacements of 0.08 angstrom: a film of four layers in vacuum, or a cube."""
+    layers, vacuum = ((4, 4, 2), (0.0, 0.0, 12.0)) if kind == "film" else ((3, 3, 3), (14.0, 14.0, 14.0))
+    atoms = ase.build.bulk("MgO", "rocksalt", a=4.21, cubic=True).repeat(layers)
+    cell = atoms.cell.array + np.diag(vacuum)
+    positions = atoms.positions + np.random.default_rng(2).normal(scale=0.08, size=atoms.positions.shape)
+    return System.of(positions, np.where(atoms.symbols == "Mg", 2.0, -2.0), cell)
+
+
+@METHODS
+@pytest.mark.parametrize("kind", ["film", "cluster"])
+@pytest.mark.parametrize("accuracy", [1e-4, 1e-6])
+def test_the_accuracy_is_met_at_surfaces(kind, accuracy, method):
+    system = surface(kind)
+    exact = summed("ewald", system, accuracy=1e-13, compute_forces=True)[1]
+    forces = summed(method, system, accuracy=accuracy, compute_forces=True)[1]
+    # models take an even density, also beyond the cutoff, where a cluster ends
+    assert accuracy / 5.0 < relative_error(forces, exact) < 3.0 * accuracy
+
+
+@METHODS
+def test_each_system_of_a_batch_has_forces_of_its_own(method):
+    """A large one among many small ones, with atoms numbered in 64 bits."""
+    small = [crystal("rocksalt", 5.64, 2, 0.3, seed) for seed in range(40)]
+    large = crystal("rocksalt", 5.64, 8, 0.4, 9)
+    together = batch(large, *small)
+    options = {"accuracy": 1e-4, "charges": together.charges}
+    found = MODULES[method](together.positions, together.cell, together.batch_idx.long(), **options)
+    alone = MODULES[method](large.positions, large.cell, accuracy=1e-4, charges=large.charges)
+    assert found.alpha[0].item() == pytest.approx(alone.alpha.item(), rel=1e-12)
 
 
 @METHODS
@@ -468,10 +503,21 @@ def test_parameters_stay_the_same_while_atoms_move_a_little(method):
 @METHODS
 def test_estimates_for_atoms_on_top_of_each_other_take_no_time(method):
     """All pairs of so many atoms would not fit into memory."""
-    cell = torch.eye(3, dtype=torch.float64) * 100.0
-    spread = torch.rand((200_000, 3), dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 100.0
-    found, expected = (MODULES[method](x, cell, accuracy=1e-4).alpha.item() for x in (0.0 * spread, spread))
-    assert found == pytest.approx(expected, rel=0.1)
+    cell, positions = torch.eye(3, dtype=torch.float64) * 100.0, torch.zeros((200_000, 3), dtype=torch.float64)
+    charges = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(100_000)
+    found = MODULES[method](positions, cell, accuracy=1e-4, charges=charges)
+    assert found.alpha.item() == MODULES[method](positions, cell, accuracy=1e-4).alpha.item()
+
+
+@METHODS
+def test_charges_that_are_all_zero_are_typical(method):
+    system = disordered("water")
+    options = {"accuracy": 1e-4}
+    nothing = MODULES[method](system.positions, system.cell, charges=0.0 * system.charges, **options)
+    assert nothing.alpha.item() == pytest.approx(
+        MODULES[method](system.positions, system.cell, **options).alpha.item(), rel=0.03
+    )
+    assert not summed(method, system._replace(charges=0.0 * system.charges), **options).any()
 
 
 @pytest.mark.parametrize(("order", "accuracy"), [(3, 1e-6), (4, 1e-8), (5, 1e-10), (8, 1e-14)])

@@ -71,10 +71,16 @@ _SOURCE = """
     }
     double *const own = values.data + static_cast<long long>(i) * n_coefficients;
     double *const own_slopes = slopes.data + static_cast<long long>(i) * n_coefficients;
-    const auto add = [&](auto nothing_at_all, int q) {
-        typedef decltype(nothing_at_all) number;
+    @sums@
+"""
+
+_SUMS = by_device(
+    """
+    typedef double lanes __attribute__((ext_vector_type(@lanes@)));
+    const auto add = [&](auto start, int q) {
+        typedef decltype(start) number;
         struct __attribute__((packed)) Anywhere { number n; };
-        number sum = nothing_at_all, slope = nothing_at_all;
+        number sum = start, slope = start;
         for (int s = 0; s < n_states; ++s) {
             const number v = reinterpret_cast<const Anywhere *>(vector[s] + q)->n;
             sum += value[s] * v;
@@ -83,19 +89,25 @@ _SOURCE = """
         reinterpret_cast<Anywhere *>(own + q)->n = sum;
         reinterpret_cast<Anywhere *>(own_slopes + q)->n = slope;
     };
-""" + by_device(
-    """
-    typedef double lanes __attribute__((ext_vector_type(@lanes@)));
     // the last vector overlaps with the one before
     if (n_coefficients >= @lanes@)
         for (int q = 0; q < n_coefficients; q += @lanes@)
             add(lanes(nothing), q < n_coefficients - @lanes@ ? q : n_coefficients - @lanes@);
     else
         for (int q = 0; q < n_coefficients; ++q) add(nothing, q);
-""",
+    """,
     """
-    for (int q = threadIdx.x % @warp@; q < n_coefficients; q += @warp@) add(nothing, q);
-""",
+    for (int q = threadIdx.x % @warp@; q < n_coefficients; q += @warp@) {
+        double sum = nothing, slope = nothing;
+        for (int s = 0; s < n_states; ++s) {
+            const double v = vector[s][q];
+            sum += value[s] * v;
+            slope += change[s] * v;
+        }
+        own[q] = sum;
+        own_slopes[q] = slope;
+    }
+    """,
 )
 
 
@@ -103,7 +115,9 @@ _SOURCE = """
 def coefficients(derivative: int) -> Any:
     """Kernel of the derivatives of this order and of the next one."""
 
-    @wp.func_native(filled(_SOURCE, order=derivative + 1, room=MOST_REFERENCES, lanes=LANES, warp=WARP))
+    @wp.func_native(
+        filled(_SOURCE, sums=filled(_SUMS, lanes=LANES, warp=WARP), order=derivative + 1, room=MOST_REFERENCES)
+    )
     def sum_states(
         i: wp.int32,
         coordination: wp.array(dtype=wp.float64),

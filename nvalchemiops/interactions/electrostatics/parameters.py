@@ -1,16 +1,16 @@
 """Splitting parameter, cutoffs and mesh of an Ewald sum from a wanted accuracy, by models of the errors.
 
-``accuracy`` is the RMS error of the forces relative to their own RMS. Forces are not known beforehand; a guess from
-the positions stands for them (`force_of`), in units of ``(Σq²/N) / d²`` with the average distance d = (V/N)^(1/3). In
-that unit, for charges without correlation,
+``accuracy`` is the RMS error of the forces relative to their own RMS. Forces are not known beforehand; those of near
+neighbors stand for them (`force_of`), in units of ``(Σq²/N) / d²`` with the average distance d = (V/N)^(1/3). In that
+unit, for charges without correlation,
 
     ε_r = 2 √(d / r_c) exp(-x²),         x = α r_c          real space, beyond the cutoff r_c
     ε_k = 4 α d / √(π k_c) exp(-y²),     y = k_c / 2α       wave vectors longer than k_c
     ε_m = √(α d) c_p(α h)                                   a mesh of spacing h and splines of order p
 
 The first two are those of Kolafa and Perram (the second one for a cube). The last one has their form; the function c_p
-was measured (`MESH_ERROR`). Each part of a sum gets its share of the error, the mesh a smaller one: its size comes in
-steps, so that its error is often smaller still, and halving it costs little.
+was measured for a cube (`MESH_ERROR`). Each part of a sum gets its share of the error, the mesh a smaller one: its size
+comes in steps, so that its error is often smaller still, and halving it costs little.
 
 The best splitting parameter balances the work in real space, `COSTS.pair` for each pair, with that for each point of
 the mesh or for each atom and point of the reciprocal lattice.
@@ -25,22 +25,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 TYPICAL_FORCE = 0.8
-"""RMS of the forces in units of (Σq²/N)/d² where positions do not tell: that of rock salt with displacements of a
-tenth of the distance of neighbors along each axis, and about that between molecules of water."""
+"""RMS of the forces in units of (Σq²/N)/d² where charges are unknown: that of rock salt with displacements of a tenth
+of the distance of neighbors along each axis, and about that between molecules of water."""
 
-IMBALANCE_REACH = 3.0
-"""Reach of `nvalchemiops.interactions.pair.potentials.IMBALANCE` in units of d, if neighbors are known as far."""
+NEARBY = 3.0
+"""Reach of `nvalchemiops.interactions.pair.potentials.coulomb_nearby` in units of d, if neighbors are known as far."""
 
-FORCES_PER_IMBALANCE = 1.25
-"""About the middle of what was measured."""
+FORCE_PER_NEARBY = 1.08
+"""RMS of all forces in units of those that `NEARBY` leaves. Measured: 1.02 to 1.15 in rock salt with displacements from
+5 to 20 %, films and clusters of ionic crystals, water, slabs of it, and a gas of ions."""
 
 FORCE_PER_ROOT = 0.7
 """Largest force, but for `TYPICAL_FORCE`, divided by √N. Errors of virials grow with those of forces and with √N, and
 virials themselves with N, whatever the forces. So forces of a few atoms that happen to be close to each other would let
 errors of virials pass that are far larger, relative to them."""
 
-LEAST_FORCE, LARGEST_FORCE = 8.0**-0.5, 128.0**0.5
-"""What forces are taken for at least, as in rock salt with displacements of 5 % of the distance of neighbors, and at
+LEAST_FORCE, LARGEST_FORCE = 0.25, 128.0**0.5
+"""What forces are taken for at least, as in rock salt with displacements of 3 % of the distance of neighbors, and at
 most. Perfect crystals have no forces to compare errors with; where atoms nearly touch, forces say little of others."""
 
 
@@ -70,7 +71,7 @@ MESH_ERROR = {
 }
 """c_p at α h = `MESH_SPACINGS`, measured for random charges at α d = 0.8; for small α h it goes as (α h)^(p-1)."""
 
-FINEST = 0.03
+FINEST = 0.027
 """Least α h: finer meshes are a matter of higher orders."""
 
 
@@ -99,14 +100,16 @@ class Target(NamedTuple):
         return self.accuracy * self.force
 
 
-def force_of(imbalance: Any, n_atoms: Any, xp: Any = np) -> Any:
-    """RMS of the forces from the mean length of those of `IMBALANCE`, both in units of (Σq²/N)/d².
+def force_of(nearby: Any, n_atoms: Any, xp: Any = np) -> Any:
+    """RMS of the forces from those of near neighbors, both in units of (Σq²/N)/d².
 
-    In steps of √2, so that parameters stay the same when atoms move a little, and energies are continuous.
+    In steps of √2, so that parameters stay the same when atoms move a little, and energies are continuous. What is no
+    number, as without any charge, is taken for typical.
     """
-    largest = (FORCE_PER_ROOT * n_atoms**0.5).clip(TYPICAL_FORCE, None)
-    force = xp.minimum(xp.nan_to_num(FORCES_PER_IMBALANCE * imbalance), largest).clip(LEAST_FORCE, LARGEST_FORCE)
-    return xp.exp2((2.0 * xp.log2(force)).round() / 2.0)
+    force = FORCE_PER_NEARBY * nearby
+    force = xp.where(xp.isfinite(force), force, TYPICAL_FORCE)
+    largest = (FORCE_PER_ROOT * n_atoms**0.5).clip(TYPICAL_FORCE, LARGEST_FORCE)
+    return xp.exp2((2.0 * xp.log2(xp.minimum(force, largest).clip(LEAST_FORCE, None))).round() / 2.0)
 
 
 def average_distance(n_atoms: Any, volume: Any) -> Any:

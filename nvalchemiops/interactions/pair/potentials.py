@@ -93,14 +93,10 @@ def ewald_excluded(exponent: int, n_charges: int = 1) -> Formula:
     return Formula(f"-{product}*alpha^{exponent}*{scale}*lower_gamma({half}, alpha^2*r^2)", names, ("alpha",))
 
 
-IMBALANCE = Formula("1/x + 2*x/reach^2 - x^3/(3*reach^4); x = min(r, reach)", (), ("reach",))
-"""Forces between like charges, with a window ``(1 - r²/R²)²`` on ``1/r²``.
-
-Their mean is a guess at the RMS of Coulomb forces, whatever the charges. In a crystal, forces cancel for like charges
-as they do for a pattern of them, and what displacements u leave of them, the sums over j of T_ij (u_i - u_j), has about
-the same mean square for all signs of T_ij; among scattered atoms, neighbors push as much as they would pull. Measured
-with R = 3 (V/N)^(1/3): 0.8 to 1.3 times the RMS of Coulomb forces in thermal crystals of six structures, in water, a
-slab of it, and a vapor; half of it in random packings of ions."""
+def coulomb_nearby(n_charges: int = 1) -> Formula:
+    """Coulomb forces with a window ``(1 - r²/R²)²``, R being ``reach``: for a quick look at how large forces are."""
+    names, product, _ = _charges(n_charges)
+    return Formula(f"{product}*(1/x + 2*x/reach^2 - x^3/(3*reach^4)); x = min(r, reach)", names, ("reach",))
 
 
 def _charges(n_charges: int) -> tuple[tuple[str, ...], str, str]:

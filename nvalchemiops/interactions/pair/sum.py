@@ -164,13 +164,14 @@ _EWALD = [
 """Ewald sums of one charge for each atom: energies with first derivatives, and first derivatives of energies."""
 
 
-_IMBALANCE = [
-    Variant(Request(potentials.IMBALANCE, (), "wr", False), precision, True, 0) for precision in ("float64", "float32")
+_NEARBY = [
+    Variant(Request(potentials.coulomb_nearby(), (), "wr", False), precision, True, 0)
+    for precision in ("float64", "float32")
 ]
 """What Ewald sums look at to choose their parameters."""
 
 
-@kernel_variants(*((variant,) for variant in (*_COMMON, *_EWALD, *_IMBALANCE)))
+@kernel_variants(*((variant,) for variant in (*_COMMON, *_EWALD, *_NEARBY)))
 def pair_kernel(variant: Variant) -> Any:
     """The kernel for ``variant``, compiled at its first launch and kept on disk by its content.
 

@@ -367,7 +367,7 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, A
         found = checks.plain(numbers).clamp(0, last + 1).bincount().nonzero().flatten()
         return found, *_atoms(numbers, states_of(found))
 
-    found, *of_atoms = recent("d3 elements", (numbers,), parameters.serial, look_up)
+    found, *of_atoms = recent("d3 elements", (numbers,), parameters.token, look_up)
     return states_of(found), Atoms(*of_atoms)
 
 

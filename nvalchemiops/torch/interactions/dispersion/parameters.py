@@ -138,7 +138,15 @@ class D3Parameters:
         self.has_reference = self.c6ab.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1) > 0.0
         self.cn_ref = _by_element(kept["cn_ref"], self.c6ab, self.has_reference)
         self._states: dict[tuple[tuple[int, ...], torch.device], ReferenceStates] = {}
-        self.serial = uuid.uuid4().hex
+        self.token = object()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy may be changed: it finds states of its own
+        return {name: value for name, value in self.__dict__.items() if name not in ("_states", "token")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._states, self.token = {}, object()
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> "D3Parameters":

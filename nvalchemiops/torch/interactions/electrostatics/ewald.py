@@ -12,17 +12,15 @@ from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedPa
 from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, self_part, tensors_of
 from nvalchemiops.torch.interactions.electrostatics.reciprocal import reciprocal_sum
 from nvalchemiops.torch.interactions.electrostatics.shared_parts import all_but_smooth_part
+from nvalchemiops.torch.interactions.electrostatics.splitting import Wish, spacing_of, split
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
-    Wish,
     check_parameters,
     check_potential,
     check_system,
     given_alpha,
     periodic_axes,
     refuse_open_axes,
-    spacing_of,
-    split,
 )
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
     WaveVectors,
@@ -101,7 +99,7 @@ def ewald_summation(
         Return forces ``-dE/dR`` at fixed charges, ``dE/dq``, and ``-dE/dstrain``.
     accuracy : float, optional
         Wanted RMS error of the forces, relative to their RMS. Without ``alpha`` it is met within a factor of 3 either
-        way; virials may have larger errors, relative to themselves.
+        way, but that few atoms get better forces, and forces that nearly cancel have larger errors; so may virials.
     hybrid_forces : bool, optional
         Results depend on positions, cell and alpha as on constants: gradients flow through the charges alone. For
         charges that depend on the geometry, explicit forces and the gradient of this energy add up to the total force.
@@ -144,9 +142,9 @@ def ewald_summation(
     Notes
     -----
     Without ``alpha``: a list whose reach (``cutoff``, else its largest distance) covers the ``real_space_cutoff`` of
-    `estimate_ewald_parameters` gets that estimate's alpha; with a shorter one alpha grows until ``accuracy`` is met
-    at that reach. The reach of a list is at least its largest distance, so say ``cutoff`` for small molecules in
-    large cells: it saves wave vectors. With ``alpha`` given, the list's reach is the caller's business.
+    `estimate_ewald_parameters` gets the alpha of that estimate with these charges; with a shorter one alpha grows until
+    ``accuracy`` is met at that reach. The reach of a list is at least its largest distance, so say ``cutoff`` for small
+    molecules in large cells: it saves wave vectors. With ``alpha`` given, the list's reach is the caller's business.
 
     Which wave vectors there are depends on the cell, which is read on the host, unless ``miller_bounds`` are given; so
     are sizes of systems where alpha or neighbors are left open. Inside ``torch.compile`` give alpha or ``cutoff``.
@@ -178,7 +176,7 @@ def ewald_summation(
     def best(n_atoms: Any, volume: Any, target: core.Target, xp: Any) -> Any:
         return core.ewald_alpha(n_atoms, volume, target, core.COSTS[positions.device.type], xp)
 
-    wish = Wish(alpha, cutoff, rows, accuracy, exclusions is not None)
+    wish = Wish(alpha, cutoff, rows, accuracy, (exclusions, exclusion_factors))
     splitting, rows, target = split(system, wish, best)
     splitting = refuse_open_axes(splitting, axes, slab_correction)
     waves, splitting = wave_vectors(system, splitting, target, k_vectors, k_cutoff, miller_bounds, miller_indices)

@@ -92,10 +92,10 @@ class EwaldSummation(ExactModule):
         batch_idx: torch.Tensor | None = None,
         accuracy: float = 1e-6,
         *,
-        typical_forces: bool = False,
+        charges: torch.Tensor | None = None,
     ) -> "EwaldSummation":
         """The module with parameters from `estimate_ewald_parameters`, which has the same arguments."""
-        found = estimate_ewald_parameters(positions, cell, batch_idx, accuracy, typical_forces=typical_forces)
+        found = estimate_ewald_parameters(positions, cell, batch_idx, accuracy, charges=charges)
         return cls(found.alpha, found.reciprocal_space_cutoff, float(found.real_space_cutoff.max()))
 
     def prepare(self, cell: torch.Tensor) -> "EwaldSummation":
@@ -180,10 +180,10 @@ class ParticleMeshEwald(ExactModule):
         real_space_cutoff: float | torch.Tensor | None = None,
         *,
         spline_order: int = 5,
-        typical_forces: bool = False,
+        charges: torch.Tensor | None = None,
     ) -> "ParticleMeshEwald":
         """The module with parameters from `estimate_pme_parameters`, which has the same arguments."""
-        options: Any = {"spline_order": spline_order, "typical_forces": typical_forces}
+        options: Any = {"spline_order": spline_order, "charges": charges}
         found = estimate_pme_parameters(positions, cell, batch_idx, accuracy, real_space_cutoff, **options)
         return cls(found.alpha, found.mesh_dimensions, spline_order, float(found.real_space_cutoff.max()))
 

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
-from nvalchemiops.torch.interactions.electrostatics.imbalance import CROWDED, crowding, force_of_rows, near_enough
+from nvalchemiops.torch.interactions.electrostatics.forces import force_of_neighbors, is_crowded
+from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import check_cells_alone, per_system
-from nvalchemiops.torch.interactions.pair.potential import PairSystem
 from nvalchemiops.torch.lattice import check_cells, check_mesh, check_spline_order
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import build_rows
@@ -86,23 +86,24 @@ def estimate_ewald_parameters(
     batch_idx: torch.Tensor | None = None,
     accuracy: float = 1e-6,
     *,
-    typical_forces: bool = False,
+    charges: torch.Tensor | None = None,
 ) -> EwaldParameters:
     """Splitting parameter and cutoffs that meet ``accuracy`` at about the least cost.
 
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, length
-        The number of atoms in each system matters, and how evenly they are distributed: it tells how large forces are.
+        Without charges only the number of atoms in each system matters.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     accuracy : float, optional
-        Wanted RMS error of the forces, relative to their RMS. It is met within a factor of 3 either way in thermal
-        crystals, liquids and vapors; systems of few atoms get better forces, for the sake of their virial.
-    typical_forces : bool, optional
-        Take forces for those of thermal vibrations or between molecules, whatever the positions: for systems whose
-        bonded pairs will be excluded, and where parameters must not depend on positions.
+        Wanted RMS error of the forces, relative to their RMS. With charges it is met within a factor of 3 either way;
+        systems of few atoms get better forces, for the sake of their virial.
+    charges : (n_atoms,) or (n_atoms, n_channels) tensor, optional
+        They and the positions tell how large forces are, and so which errors are allowed; the sums look at them in the
+        same way. Without them forces are taken for those of thermal vibrations or between molecules, which is right
+        with excluded bonds, and where parameters must not depend on positions.
 
     Returns
     -------
@@ -123,7 +124,7 @@ def estimate_ewald_parameters(
     typical = core.Target(accuracy)
     alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, typical, core.COSTS[positions.device.type])
     r_c = core.real_cutoff(alpha, sizes.spacing, typical)
-    target = _target(accuracy, positions, cell, batch_idx, sizes, r_c, typical_forces)
+    target = _target(accuracy, positions, charges, cell, batch_idx, sizes, r_c)
     alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
     k_c = core.reciprocal_cutoff(alpha, sizes.spacing, target)
     return EwaldParameters(*(_tensor(v, positions) for v in (alpha, r_c, k_c)))
@@ -139,7 +140,7 @@ def estimate_pme_parameters(
     *,
     spline_order: int = 5,
     fft_padding_fraction: float = 0.25,
-    typical_forces: bool = False,
+    charges: torch.Tensor | None = None,
 ) -> PMEParameters:
     """Splitting parameter, cutoff and mesh that meet ``accuracy`` at about the least cost.
 
@@ -160,7 +161,7 @@ def estimate_pme_parameters(
         3 to 8. Higher orders need far coarser meshes: 8 is fastest below an accuracy of about 1e-5.
     fft_padding_fraction : float, optional
         How much larger an axis of the mesh may get to reach a size that the Fourier transform likes better.
-    typical_forces : bool, optional
+    charges : (n_atoms,) or (n_atoms, n_channels) tensor, optional
         As for `estimate_ewald_parameters`.
 
     Returns
@@ -187,7 +188,7 @@ def estimate_pme_parameters(
     else:
         given = per_system("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
         r_c = checks.on_host(given)
-    target = _target(accuracy, positions, cell, batch_idx, sizes, r_c, typical_forces)
+    target = _target(accuracy, positions, charges, cell, batch_idx, sizes, r_c)
     alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
     mesh = mesh_for(sizes, alpha, target, order, mesh_safety_factor, fft_padding_fraction)
     spacing = sizes.lengths / np.array(mesh)
@@ -292,6 +293,12 @@ class Sizes(NamedTuple):
         """Lengths (n_systems, 3) of lattice vectors."""
         return np.linalg.norm(self.cell, axis=2)
 
+    @property
+    def skewness(self) -> np.ndarray:
+        """Factor (n_systems,) by which errors of slopes along lattice vectors grow when they become forces."""
+        heights = 1.0 / np.linalg.norm(np.linalg.inv(self.cell), axis=1)
+        return np.sqrt(np.square(self.lengths / heights).mean(1))
+
 
 def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Sizes:
     """Sizes of systems with cells (n_systems, 3, 3). Reads values on the host."""
@@ -309,6 +316,7 @@ def mesh_for(
 ) -> tuple[int, int, int]:
     """The mesh for all systems."""
     safety = checks.check_positive("mesh_safety_factor", safety)
+    target = target._replace(force=target.force / sizes.skewness)
     spacing = core.mesh_spacing(alpha, sizes.spacing, target, order)
     core.check_mesh_spacing(spacing, alpha, target, order)
     spacing = spacing / safety
@@ -352,22 +360,22 @@ def _sizes_of(positions: torch.Tensor, cell: Any, batch_idx: torch.Tensor | None
 def _target(
     accuracy: float,
     positions: torch.Tensor,
+    charges: torch.Tensor | None,
     cell: torch.Tensor,
     batch_idx: torch.Tensor | None,
     sizes: Sizes,
     real_space_cutoff: np.ndarray,
-    typical_forces: bool,
 ) -> core.Target:
-    if checks.check_flag("typical_forces", typical_forces):
-        return core.Target(accuracy)
-    cell = cell.reshape(-1, 3, 3).detach()
-    if crowding(positions, cell, batch_idx) > CROWDED:
-        return core.Target(accuracy, core.force_of(np.full(len(sizes.spacing), np.inf), sizes.n_atoms))
-    near = near_enough(real_space_cutoff, sizes.spacing)
-    rows = build_rows(positions, float(near[0].max()), cell, batch_idx)
-    pairs = PairSystem(positions, cell, batch_idx, cell.shape[0], rows)
-    force = force_of_rows(pairs, torch.as_tensor(near, device=positions.device))
-    return core.Target(accuracy, checks.on_host(force))
+    typical = core.Target(accuracy)
+    if charges is None:
+        return typical
+    system = check_system(positions, charges, cell, batch_idx, "atom")
+    if system.n_atoms == 0 or is_crowded(system):
+        return typical
+    reach = np.minimum(real_space_cutoff, core.NEARBY * sizes.spacing)
+    rows = build_rows(positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
+    known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=positions.device)
+    return typical._replace(force=checks.on_host(force_of_neighbors(system, rows, known, spacing)))
 
 
 FINEST_ACCURACY = 1e-16

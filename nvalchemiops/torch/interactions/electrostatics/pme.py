@@ -19,16 +19,15 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import (
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, asked_for
 from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, self_part, tensors_of
 from nvalchemiops.torch.interactions.electrostatics.shared_parts import all_but_smooth_part
+from nvalchemiops.torch.interactions.electrostatics.splitting import Wish, split
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
-    Wish,
     check_parameters,
     check_potential,
     check_system,
     given_alpha,
     periodic_axes,
     refuse_open_axes,
-    split,
 )
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import check_cells_alone, per_system
 from nvalchemiops.torch.lattice import check_mesh, check_spline_order, lattice_of
@@ -236,7 +235,7 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     def best(n_atoms: Any, volume: Any, target: core.Target, xp: Any) -> Any:
         return core.mesh_alpha(n_atoms, volume, target, order, core.COSTS[positions.device.type], xp)
 
-    wish = Wish(alpha, cutoff, rows, accuracy, exclusions is not None)
+    wish = Wish(alpha, cutoff, rows, accuracy, (exclusions, exclusion_factors))
     splitting, rows, target = split(system, wish, best)
     splitting = refuse_open_axes(splitting, axes, slab_correction)
     mesh = mesh_of(system, splitting, target, order, mesh_dimensions, mesh_spacing)

@@ -30,7 +30,8 @@ def pair_part(
 ) -> Parts:
     """Energies and their derivatives of pairs.
 
-    ``formula`` gives the pair potential for a number of charges: quadratic in them, with the global parameter alpha.
+    ``formula`` gives the pair potential for a number of charges: quadratic in them, with one global parameter, alpha or
+    another length or its inverse.
     """
     n_channels = system.charges.shape[1]
     if n_channels > MOST_CHANNELS:
@@ -51,7 +52,7 @@ def pair_part(
     results = pairs.sum_pairs(
         of_pair,
         pairs.PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, rows),
-        {names: system.charges, "alpha": alpha.to(system.positions.dtype)},
+        {names: system.charges, of_pair.global_parameters[0]: alpha.to(system.positions.dtype)},
         pairs.Wanted(wanted.forces, gradients, wanted.virial),
         **{"cutoff": None} | options,
     )

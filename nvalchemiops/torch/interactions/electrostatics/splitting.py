@@ -1,0 +1,142 @@
+"""How an Ewald sum is divided between pairs and waves: the choice of what the caller left open."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nvalchemiops.interactions.electrostatics import parameters as core
+from nvalchemiops.torch.interactions.electrostatics.forces import force_of_neighbors
+from nvalchemiops.torch.interactions.electrostatics.parameters import sizes_of
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
+from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows
+from nvalchemiops.torch.segments import system_sums
+
+
+class Splitting(NamedTuple):
+    """How a sum is divided.
+
+    Attributes
+    ----------
+    alpha : (n_systems,) tensor in float64
+    rows : Rows
+        Neighbors, which are built if there were none.
+    target : Target
+        What the smooth part has to meet, in numbers of numpy, or of torch while compiling.
+    """
+
+    alpha: torch.Tensor
+    rows: Rows
+    target: core.Target
+
+
+class Wish(NamedTuple):
+    """What the caller says about the division of a sum, or leaves open.
+
+    Attributes
+    ----------
+    alpha : float, tensor or None
+    cutoff : float or None
+        Reach of the list.
+    rows : Rows or None
+        The list.
+    accuracy : float
+    excluded : (exclusions, exclusion_factors)
+    """
+
+    alpha: Any
+    cutoff: float | None
+    rows: Rows | None
+    accuracy: float
+    excluded: tuple[Any, Any]
+
+
+def split(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
+    """Alpha, and neighbors to match.
+
+    ``best(n_atoms, volume, target, xp)`` is the alpha that costs least, by numpy or torch. With alpha given it is used.
+    Otherwise a list that reaches as far as the best cutoff or farther gets the alpha that meets the accuracy at that
+    cutoff; a shorter one that for which the accuracy is met at its own reach.
+    """
+    compiling = torch.compiler.is_compiling()
+    if wish.alpha is None:
+        if compiling and wish.cutoff is None:
+            raise ValueError(
+                "`alpha` or `cutoff` is needed inside torch.compile, where the neighbor list cannot be measured"
+            )
+        return (_split_unread if compiling else _split_read)(system, wish, best)
+    chosen, target, cutoff = given_alpha(wish.alpha, system), core.Target(wish.accuracy), wish.cutoff
+    if wish.rows is not None:
+        return Splitting(chosen, wish.rows, target)
+    if cutoff is None:
+        if compiling:
+            raise ValueError("`cutoff` is needed inside torch.compile to build neighbors, or give a list")
+        spacing = sizes_of(system.cell, system.batch_idx, system.n_atoms).spacing
+        cutoff = float(core.real_cutoff(checks.on_host(chosen.detach()), spacing, target).max(initial=0.0))
+    return Splitting(chosen, build_rows(system.positions, cutoff, system.cell, system.batch_idx), target)
+
+
+def _split_read(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
+    """The choice for what can be read on the host."""
+    sizes, device = sizes_of(system.cell, system.batch_idx, system.n_atoms), system.positions.device
+    typical, rows = core.Target(wish.accuracy), wish.rows
+    r_c = core.real_cutoff(best(sizes.n_atoms, sizes.volume, typical, np), sizes.spacing, typical)
+    reach: Any = wish.cutoff
+    if reach is None:
+        reach = r_c if rows is None else _reach(rows, system)
+    if rows is None:
+        rows = build_rows(system.positions, float(np.max(reach, initial=0.0)), system.cell, system.batch_idx)
+    reach = np.minimum(reach, r_c)
+    force: Any = typical.force
+    if not (checks.is_mapped(system.positions) or checks.is_mapped(system.charges)):  # slices have no values to look at
+        known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=device)
+        force = checks.on_host(_force(system, rows, known, spacing, wish))
+    target = typical._replace(force=force)
+    alpha = torch.as_tensor(core.alpha_for_cutoff(reach, sizes.spacing, target), device=device)
+    return Splitting(given_alpha(alpha, system), rows, target)
+
+
+def _split_unread(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
+    """The same for a known cutoff, without reading anything."""
+    count, volume = _count_and_volume(system)
+    spacing, typical, rows = core.average_distance(count, volume), core.Target(wish.accuracy), wish.rows
+    if rows is None:
+        assert wish.cutoff is not None
+        rows = build_rows(system.positions, wish.cutoff, system.cell, system.batch_idx)
+    r_c = core.real_cutoff(best(count, volume, typical, torch), spacing, typical, torch)
+    reach = r_c.clamp_max(wish.cutoff)
+    target = typical._replace(force=_force(system, rows, reach, spacing, wish))
+    return Splitting(given_alpha(core.alpha_for_cutoff(reach, spacing, target, torch), system), rows, target)
+
+
+def _force(system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor, wish: Wish) -> torch.Tensor:
+    return force_of_neighbors(system, rows, reach.minimum(core.NEARBY * spacing), spacing, *wish.excluded)
+
+
+def spacing_of(system: ChargedSystem) -> torch.Tensor:
+    """Average distance (V/N)^(1/3) of each system, without reading anything."""
+    return core.average_distance(*_count_and_volume(system))
+
+
+def _count_and_volume(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor]:
+    volume = torch.linalg.det(system.cell.detach().to(torch.float64)).abs()
+    ones = torch.ones(system.n_atoms, dtype=torch.float64, device=volume.device)
+    return system_sums(ones, system.batch_idx, system.n_systems), volume
+
+
+def _reach(rows: Rows, system: ChargedSystem) -> np.ndarray:
+    """Largest distance in the list, for each system; infinite where there is no atom."""
+    batch_idx = system.batch_idx
+    if batch_idx is None:
+        batch_idx = torch.zeros(system.n_atoms, dtype=torch.int32, device=system.positions.device)
+    farthest = inspect_rows(rows, system.positions, system.cell, batch_idx)
+    reach = np.zeros(system.n_systems)
+    number = checks.on_host(batch_idx)
+    np.maximum.at(reach, number, checks.on_host(farthest))
+    empty = np.bincount(number, minlength=system.n_systems) == 0
+    if ((reach == 0.0) & ~empty).any():
+        raise ValueError(
+            "`cutoff` or `alpha` is needed: the neighbor list of a system holds no pair, so its reach is unknown"
+        )
+    return np.where(empty, np.inf, reach)
