@@ -86,9 +86,10 @@ def main(arguments=None):
         for accuracy in accuracies:
             try:
                 if order is None:
-                    sum_up = EwaldSummation.estimate(system[0], system[2], accuracy=accuracy)
+                    sum_up = EwaldSummation.estimate(system[0], system[2], accuracy=accuracy, charges=system[1])
                 else:
-                    sum_up = ParticleMeshEwald.estimate(system[0], system[2], accuracy=accuracy, spline_order=order)
+                    wanted = {"accuracy": accuracy, "spline_order": order, "charges": system[1]}
+                    sum_up = ParticleMeshEwald.estimate(system[0], system[2], **wanted)
             except ValueError:  # out of reach of this order
                 break
             error, seconds = measure(sum_up, *system, exact, calls)
