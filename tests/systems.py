@@ -8,6 +8,8 @@ import ase.spacegroup
 import numpy as np
 import torch
 
+from nvalchemiops.torch.neighbors import neighbor_list
+
 
 class System(NamedTuple):
     positions: torch.Tensor  # (n_atoms, 3)
@@ -83,6 +85,17 @@ def batch(*systems):
         torch.cat([s.cell for s in systems]),
         torch.cat([torch.full((len(s.charges),), n, dtype=torch.int32) for n, s in enumerate(systems)]),
     )
+
+
+def neighbors_of(system, cutoff):
+    """A list for a batch in any order, sorted by its first atoms: arguments of the sums over pairs."""
+    order = torch.sort(system.batch_idx, stable=True)[1]
+    pairs, _, shifts = neighbor_list(
+        system.positions[order], cutoff, system.cell, batch_idx=system.batch_idx[order], return_neighbor_list=True
+    )
+    pairs = order[pairs.long()].int()
+    by_atom = torch.sort(pairs[0], stable=True)[1]
+    return {"neighbor_list": pairs[:, by_atom].contiguous(), "neighbor_shifts": shifts[by_atom].contiguous()}
 
 
 def compound(structure):

@@ -17,7 +17,7 @@ def negated_by_a_flag():
 def test_lazily_negated_values_are_told_from_those_that_are_not():
     x = negated_by_a_flag()
     for values in (x, -x, x.resolve_neg()):
-        (found,) = recent("test: double", (values,), (), lambda: (2.0 * values,))  # noqa: B023
+        (found,) = recent("test: double", (values,), (), lambda: (2.0 * values,))  # noqa: B023 (called at once)
         assert torch.equal(found, 2.0 * values)
 
 

@@ -18,9 +18,8 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
-from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference import ewald as reference
-from tests.systems import System, batch, triclinic
+from tests.systems import System, batch, neighbors_of, triclinic
 
 CUTOFF = 4.0
 ALPHA = 0.7
@@ -116,15 +115,8 @@ EACH = pytest.mark.parametrize("name", EVERY)
 
 
 def near(system, cutoff=CUTOFF):
-    """A list for a batch in any order."""
-    order = torch.sort(system.batch_idx, stable=True)[1]
-    pairs, _, shifts = neighbor_list(
-        system.positions[order], cutoff, system.cell, batch_idx=system.batch_idx[order], return_neighbor_list=True
-    )
-    pairs = order[pairs.long()].int()
-    by_atom = torch.sort(pairs[0], stable=True)[1]
-    found = {"neighbor_list": pairs[:, by_atom].contiguous(), "neighbor_shifts": shifts[by_atom].contiguous()}
-    return found | ({"batch_idx": system.batch_idx} if len(system.cell) > 1 else {})
+    """A list for a batch in any order, with what tells its systems apart."""
+    return neighbors_of(system, cutoff) | ({"batch_idx": system.batch_idx} if len(system.cell) > 1 else {})
 
 
 ONE = triclinic(5, charged=True)

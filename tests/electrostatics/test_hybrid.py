@@ -20,8 +20,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
-from nvalchemiops.torch.neighbors import neighbor_list
-from tests.systems import System, batch, triclinic
+from tests.systems import System, batch, neighbors_of, triclinic
 
 ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
@@ -32,17 +31,7 @@ TWO = System(TWO.positions[SHUFFLE], TWO.charges[SHUFFLE], TWO.cell, TWO.batch_i
 X, CELL, BATCH = TWO.positions, TWO.cell, TWO.batch_idx
 
 
-def pairs_of(system, cutoff=4.0):
-    order = torch.sort(system.batch_idx, stable=True)[1]
-    pairs, _, shifts = neighbor_list(
-        system.positions[order], cutoff, system.cell, batch_idx=system.batch_idx[order], return_neighbor_list=True
-    )
-    pairs = order[pairs.long()].int()
-    by_atom = torch.sort(pairs[0], stable=True)[1]
-    return {"neighbor_list": pairs[:, by_atom].contiguous(), "neighbor_shifts": shifts[by_atom].contiguous()}
-
-
-NEAR = pairs_of(TWO)
+NEAR = neighbors_of(TWO, 4.0)
 SUMS: dict[str, Callable] = {
     "Ewald": functools.partial(ewald_summation, alpha=0.8, miller_bounds=(2, 3, 2), batch_idx=BATCH, **NEAR),
     "PME": functools.partial(

@@ -1,23 +1,17 @@
-"""Sums over all images are the physics they claim to be: constants, symmetries, derivatives, measured accuracy."""
+"""Sums over all images are the physics they claim to be: constants, symmetries, derivatives, batches, channels."""
 
-import functools
 import itertools
 import json
 import math
 import pathlib
-from contextlib import nullcontext
 
-import ase.build
 import numpy as np
 import pytest
 import torch
 
 from nvalchemiops.torch.interactions.electrostatics import (
-    EwaldSummation,
-    ParticleMeshEwald,
     compute_slab_correction,
     estimate_ewald_parameters,
-    estimate_pme_parameters,
     ewald_real_space,
     ewald_reciprocal_space,
     ewald_summation,
@@ -26,7 +20,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     pme_reciprocal_space,
     power_law,
 )
-from nvalchemiops.torch.neighbors import neighbor_list
+from tests.electrostatics.sums import ALL, METHODS, SUMS, close, csr, relative_error, summed
 from tests.reference.ewald import everything
 from tests.systems import (
     MADELUNG,
@@ -39,39 +33,6 @@ from tests.systems import (
     random_rotation,
     triclinic,
 )
-
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
-SUMS = {"ewald": ewald_summation, "pme": functools.partial(particle_mesh_ewald, spline_order=8)}
-METHODS = pytest.mark.parametrize("method", SUMS)
-# splines have an end: errors of the mesh are about this large, relative to forces
-FINE = {"ewald": 1e-12, "pme": 1e-9}
-
-
-def summed(method, system, **options):
-    options = {"accuracy": FINE[method], **options}
-    return SUMS[method](system.positions, system.charges, system.cell, batch_idx=system.batch_idx, **options)
-
-
-def csr(system, cutoff):
-    pairs, ptr, shifts = neighbor_list(
-        system.positions.detach(), cutoff, system.cell.detach(), batch_idx=system.batch_idx, return_neighbor_list=True
-    )
-    return {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts}
-
-
-def close(found, expected, tolerance=1e-10):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-
-def relative_error(found, exact):
-    return ((found - exact).norm() / exact.norm()).item()
-
-
-@functools.cache
-def exact_forces(name):
-    return summed("ewald", disordered(name), accuracy=1e-13, compute_forces=True)[1]
-
 
 # -- Madelung constants ---------------------------------------------------------------------------
 
@@ -125,6 +86,20 @@ def test_torch_pme_gives_the_same(name, theirs, method):
     potentials = torch.tensor(STORED[name][theirs]["potentials"], dtype=torch.float64)
     # their Ewald sum converged to 1e-11 or so, their mesh to 1e-8
     close((energies.sum(), forces, slopes), (*expected, potentials), {"ewald": 1e-8, "pme": 1e-7}[theirs])
+
+
+@METHODS
+@pytest.mark.parametrize("given", [True, False])
+def test_a_given_alpha_is_used(given, method):
+    """Far from convergence alpha shows in the result."""
+    system = in_cell(CELLS["full"])
+    alpha, cutoff, k_cutoff = 0.35, 3.0, 9.0
+    neighbors = csr(system, cutoff) if given else {"cutoff": cutoff}
+    parameters = {"k_cutoff": k_cutoff} if method == "ewald" else {"mesh_dimensions": (32, 32, 36)}
+    found = summed(method, system, alpha=alpha, **neighbors, **parameters, **ALL)
+    energies, forces, slopes, virial = everything(*system[:2], system.cell[0], alpha, cutoff, k_cutoff)
+    close(found, (energies.detach(), forces, slopes, virial[None]), {"ewald": 1e-10, "pme": 1e-7}[method])
+    assert abs(found[0].sum() / summed("ewald", system).sum() - 1.0) > 1e-3
 
 
 # -- symmetries -----------------------------------------------------------------------------------
@@ -361,225 +336,6 @@ def test_a_compressed_crystal_pushes_outwards(method):
     assert abs(energy_and_pressure(length)[1]) < 1e-6
     assert energy_and_pressure(0.97 * length)[1] > 0.1
     assert energy_and_pressure(1.03 * length)[1] < -0.1
-
-
-# -- measured accuracy ----------------------------------------------------------------------------
-
-# 216 to 512 atoms; rock salt with displacements by a tenth of the distance of neighbors along each axis
-KINDS = pytest.mark.parametrize(
-    "name", ["rock salt", "ionic liquid", "triclinic", "skewed basis", "dilute", "water", "slab of water"]
-)
-
-
-@KINDS
-@pytest.mark.parametrize("digits", range(3, 10))
-def test_ewald_meets_the_asked_accuracy(name, digits):
-    accuracy = 10.0**-digits
-    forces = summed("ewald", disordered(name), accuracy=accuracy, compute_forces=True)[1]
-    assert accuracy / 3.0 < relative_error(forces, exact_forces(name)) < 3.0 * accuracy
-
-
-@KINDS
-@pytest.mark.parametrize(
-    ("order", "digits"),
-    [(5, digits) for digits in range(3, 8)] + [(7, 8), (7, 9), (8, 3), (8, 6), (8, 8), (8, 9), (4, 4), (6, 7), (3, 3)],
-)
-def test_a_mesh_meets_the_asked_accuracy(name, order, digits):
-    system, accuracy = disordered(name), 10.0**-digits
-    forces = summed("pme", system, accuracy=accuracy, spline_order=order, compute_forces=True)[1]
-    assert accuracy / 3.0 < relative_error(forces, exact_forces(name)) < 3.0 * accuracy
-
-
-@METHODS
-@pytest.mark.parametrize("structure", ["rocksalt", "fluorite", "perovskite"])
-@pytest.mark.parametrize("accuracy", [1e-4, 1e-7])
-def test_the_accuracy_is_met_where_forces_nearly_cancel(structure, accuracy, method):
-    """Displaced by 2 % of the lattice constant; errors of shells of a crystal are less random than models have it."""
-    system = repeated(crystal(structure) if structure == "rocksalt" else compound(structure), 4)
-    rng = np.random.default_rng(3)
-    moved = system.positions + torch.as_tensor(rng.normal(scale=0.02, size=system.positions.shape))
-    system = system._replace(positions=moved)
-    exact = summed("ewald", system, accuracy=1e-13, compute_forces=True)[1]
-    forces = summed(method, system, accuracy=accuracy, compute_forces=True)[1]
-    assert accuracy / 5.0 < relative_error(forces, exact) < 5.0 * accuracy
-
-
-def repeated(system, n):
-    """The system, n times along each lattice vector."""
-    images = torch.cartesian_prod(*[torch.arange(float(n), dtype=torch.float64)] * 3) @ system.cell[0]
-    positions = (images[:, None] + system.positions).reshape(-1, 3)
-    return System.of(positions.numpy(), system.charges.repeat(n**3).numpy(), (system.cell * n).numpy())
-
-
-def bonds_of_water(system):
-    """All pairs of atoms of the same molecule, and parameters of estimates for what is left."""
-    oxygen = torch.arange(0, len(system.charges), 3)
-    pairs = [torch.stack([oxygen + a, oxygen + b]) for a, b in ((0, 1), (0, 2), (1, 2))]
-    return torch.cat(pairs, 1).to(torch.int32)
-
-
-@METHODS
-@pytest.mark.parametrize("name", ["water", "slab of water"])
-@pytest.mark.parametrize("accuracy", [1e-4, 1e-6])
-def test_the_accuracy_is_that_of_forces_between_molecules_if_those_inside_are_excluded(name, accuracy, method):
-    system = disordered(name)
-    bonds = bonds_of_water(system)
-    exact = summed("ewald", system, accuracy=1e-13, compute_forces=True, exclusions=bonds)[1]
-    forces = summed(method, system, accuracy=accuracy, compute_forces=True, exclusions=bonds)[1]
-    assert accuracy / 3.0 < relative_error(forces, exact) < 3.0 * accuracy
-    estimated = MODULES[method](system.positions, system.cell, accuracy=accuracy)
-    forces = estimated(system.positions, system.charges, system.cell, compute_forces=True, exclusions=bonds)[1]
-    assert accuracy / 3.0 < relative_error(forces, exact) < 3.0 * accuracy
-
-
-MODULES = {"ewald": EwaldSummation.estimate, "pme": functools.partial(ParticleMeshEwald.estimate, spline_order=8)}
-
-
-@METHODS
-@pytest.mark.parametrize("name", ["rock salt", "dilute", "slab of water"])
-def test_a_sum_chooses_what_the_estimate_says(name, method):
-    system = disordered(name)
-    positions, charges, cell, _ = system
-    default = summed(method, system, accuracy=1e-5, **ALL)
-    module = MODULES[method](positions, cell, accuracy=1e-5, charges=charges)
-    close(module(positions, charges, cell, **ALL), default, 1e-12)
-    longer = csr(system, 1.1 * module.cutoff)
-    close(
-        summed(method, system, accuracy=1e-5, **ALL, **longer), module(positions, charges, cell, **ALL, **longer), 1e-12
-    )
-    # in other units, and for charges of another size
-    larger = MODULES[method](2.0 * positions, 2.0 * cell, accuracy=1e-5, charges=3.0 * charges)
-    assert larger.alpha.item() == pytest.approx(0.5 * module.alpha.item())
-
-
-def surface(kind):
-    """Magnesium oxide with displacements of 0.08 angstrom: a film of four layers in vacuum, or a cube."""
-    layers, vacuum = ((4, 4, 2), (0.0, 0.0, 12.0)) if kind == "film" else ((3, 3, 3), (14.0, 14.0, 14.0))
-    atoms = ase.build.bulk("MgO", "rocksalt", a=4.21, cubic=True).repeat(layers)
-    cell = atoms.cell.array + np.diag(vacuum)
-    positions = atoms.positions + np.random.default_rng(2).normal(scale=0.08, size=atoms.positions.shape)
-    return System.of(positions, np.where(atoms.symbols == "Mg", 2.0, -2.0), cell)
-
-
-@METHODS
-@pytest.mark.parametrize("kind", ["film", "cluster"])
-@pytest.mark.parametrize("accuracy", [1e-4, 1e-6])
-def test_the_accuracy_is_met_at_surfaces(kind, accuracy, method):
-    system = surface(kind)
-    exact = summed("ewald", system, accuracy=1e-13, compute_forces=True)[1]
-    forces = summed(method, system, accuracy=accuracy, compute_forces=True)[1]
-    # models take an even density, also beyond the cutoff, where a cluster ends
-    assert accuracy / 5.0 < relative_error(forces, exact) < 3.0 * accuracy
-
-
-@METHODS
-def test_each_system_of_a_batch_has_forces_of_its_own(method):
-    """A large one among many small ones, with atoms numbered in 64 bits."""
-    small = [crystal("rocksalt", 5.64, 2, 0.3, seed) for seed in range(40)]
-    large = crystal("rocksalt", 5.64, 8, 0.4, 9)
-    together = batch(large, *small)
-    options = {"accuracy": 1e-4, "charges": together.charges}
-    found = MODULES[method](together.positions, together.cell, together.batch_idx.long(), **options)
-    alone = MODULES[method](large.positions, large.cell, accuracy=1e-4, charges=large.charges)
-    assert found.alpha[0].item() == pytest.approx(alone.alpha.item(), rel=1e-12)
-
-
-@METHODS
-def test_parameters_stay_the_same_while_atoms_move_a_little(method):
-    """Otherwise energies would jump, by no more than the accuracy, but differences of energies would be useless."""
-    system = disordered("ionic liquid")
-    rng = np.random.default_rng(5)
-    direction = torch.as_tensor(rng.normal(size=system.positions.shape))
-    options = {"accuracy": 1e-4, **csr(system, 9.0)}  # pairs that come and go are jumps in any case
-
-    def energy(step):
-        return summed(method, system._replace(positions=system.positions + step * direction), **options).sum()
-
-    slope = (energy(1e-5) - energy(-1e-5)) / 2e-5
-    forces = summed(method, system, compute_forces=True, **options)[1]
-    torch.testing.assert_close(slope, -(forces * direction).sum(), rtol=1e-6, atol=0.0)
-
-
-@METHODS
-def test_estimates_for_atoms_on_top_of_each_other_take_no_time(method):
-    """All pairs of so many atoms would not fit into memory."""
-    cell, positions = torch.eye(3, dtype=torch.float64) * 100.0, torch.zeros((200_000, 3), dtype=torch.float64)
-    charges = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(100_000)
-    found = MODULES[method](positions, cell, accuracy=1e-4, charges=charges)
-    assert found.alpha.item() == MODULES[method](positions, cell, accuracy=1e-4).alpha.item()
-
-
-@METHODS
-def test_charges_that_are_all_zero_are_typical(method):
-    system = disordered("water")
-    options = {"accuracy": 1e-4}
-    nothing = MODULES[method](system.positions, system.cell, charges=0.0 * system.charges, **options)
-    assert nothing.alpha.item() == pytest.approx(
-        MODULES[method](system.positions, system.cell, **options).alpha.item(), rel=0.03
-    )
-    assert not summed(method, system._replace(charges=0.0 * system.charges), **options).any()
-
-
-@pytest.mark.parametrize(("order", "accuracy"), [(3, 1e-6), (4, 1e-8), (5, 1e-10), (8, 1e-14)])
-def test_an_accuracy_out_of_reach_of_the_splines_is_an_error(order, accuracy):
-    system = disordered("ionic liquid")
-    options = {"accuracy": accuracy, "spline_order": order}
-    with pytest.raises(ValueError, match=r"`accuracy`.* order"):
-        summed("pme", system, **options)
-    with pytest.raises(ValueError, match="`accuracy`"):
-        estimate_pme_parameters(system.positions, system.cell, **options)
-
-
-def test_default_accuracy():
-    """A default that is loosened is a change that users have to hear of."""
-    system = disordered("ionic liquid")
-    for function in (ewald_summation, particle_mesh_ewald):
-        forces = function(*system[:3], compute_forces=True)[1]
-        assert relative_error(forces, exact_forces("ionic liquid")) < 3e-6
-        close(function(*system[:3], accuracy=1e-6, compute_forces=True)[1:], (forces,), 0.0)
-
-
-@METHODS
-@pytest.mark.parametrize("accuracy", [1e-4, 1e-6, 1e-8])
-def test_float32_is_as_accurate_as_its_digits_allow(accuracy, method):
-    """Below the floor of single precision, tighter targets do no harm."""
-    system = disordered("ionic liquid").to(torch.float32)
-    with pytest.warns(UserWarning, match="out of reach of float32") if accuracy < 5e-7 else nullcontext():
-        forces = summed(method, system, accuracy=accuracy, compute_forces=True)[1].double()
-    assert relative_error(forces, exact_forces("ionic liquid")) < max(3.0 * accuracy, 1e-6)
-
-
-def reach_of(method, system, accuracy):
-    estimate = {"ewald": estimate_ewald_parameters, "pme": estimate_pme_parameters}[method]
-    more = {"spline_order": 8} if method == "pme" else {}
-    return estimate(system.positions, system.cell, accuracy=accuracy, **more).real_space_cutoff.item()
-
-
-@METHODS
-@KINDS
-@pytest.mark.parametrize("share", [0.6, 1.4])
-@pytest.mark.parametrize("accuracy", [1e-4, 1e-7])
-def test_the_accuracy_is_met_with_any_list(name, share, accuracy, method):
-    """Shorter than the estimate or longer, its reach told or not: alpha follows."""
-    system = disordered(name)
-    cutoff = share * reach_of(method, system, accuracy)
-    for neighbors in (csr(system, cutoff), {"cutoff": cutoff}, {"cutoff": cutoff, **csr(system, cutoff)}):
-        forces = summed(method, system, accuracy=accuracy, compute_forces=True, **neighbors)[1]
-        assert relative_error(forces, exact_forces(name)) < 3.0 * accuracy
-
-
-@METHODS
-@pytest.mark.parametrize("given", [True, False])
-def test_a_given_alpha_is_used(given, method):
-    """Far from convergence alpha shows in the result."""
-    system = in_cell(CELLS["full"])
-    alpha, cutoff, k_cutoff = 0.35, 3.0, 9.0
-    neighbors = csr(system, cutoff) if given else {"cutoff": cutoff}
-    parameters = {"k_cutoff": k_cutoff} if method == "ewald" else {"mesh_dimensions": (32, 32, 36)}
-    found = summed(method, system, alpha=alpha, **neighbors, **parameters, **ALL)
-    energies, forces, slopes, virial = everything(*system[:2], system.cell[0], alpha, cutoff, k_cutoff)
-    close(found, (energies.detach(), forces, slopes, virial[None]), {"ewald": 1e-10, "pme": 1e-7}[method])
-    assert abs(found[0].sum() / summed("ewald", system).sum() - 1.0) > 1e-3
 
 
 # -- batches --------------------------------------------------------------------------------------

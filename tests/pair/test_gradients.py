@@ -359,7 +359,7 @@ def test_torch_func_vmap(name):
     found, expected = [], []
     for results, function in ((found, flat.energies), (expected, flat.reference)):
         results.append(torch.func.vmap(function)(several))
-        results.append(torch.func.vmap(torch.func.grad(lambda v: function(v).sum()))(several))  # noqa: B023
+        results.append(torch.func.vmap(torch.func.grad(lambda v: function(v).sum()))(several))  # noqa: B023 (called at once)
     one_by_one = torch.stack([flat.reference(v) for v in several])
     close([expected[0]], [one_by_one])
     close(found, expected)

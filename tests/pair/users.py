@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from nvalchemiops.torch.interactions.pair import damped_shifted_force, lennard_jones
-from nvalchemiops.torch.neighbors import neighbor_list
-from tests.systems import System, batch, triclinic
+from tests.systems import System, batch, neighbors_of, triclinic
 
 CUTOFF = 3.0
 TINY = {"rtol": 1e-12, "atol": 1e-12}
@@ -75,13 +74,7 @@ def inputs_of(name, system, seed=5):
 
 def near(system, cutoff=CUTOFF):
     """A list for a batch in any order."""
-    order = torch.sort(system.batch_idx, stable=True)[1]
-    pairs, _, shifts = neighbor_list(
-        system.positions[order], cutoff, system.cell, batch_idx=system.batch_idx[order], return_neighbor_list=True
-    )
-    pairs = order[pairs.long()].int()
-    by_atom = torch.sort(pairs[0], stable=True)[1]
-    return {"neighbor_list": pairs[:, by_atom].contiguous(), "neighbor_shifts": shifts[by_atom].contiguous()}
+    return neighbors_of(system, cutoff)
 
 
 ONE = relaxed(triclinic(7))

@@ -115,7 +115,7 @@ def check_positions(positions: Any, finite: bool = True, name: str = "positions"
 def check_int(name: str, value: Any) -> int:
     """The value, which may be a symbol of a compiler; raise unless it is a whole number that fits into 32 bits."""
     if isinstance(value, torch.SymInt):
-        return value  # type: ignore[return-value]
+        return value  # type: ignore[return-value]  # acts like an int wherever one is expected
     if isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` must be an int, got Tensor")
     return as_int(name, value)

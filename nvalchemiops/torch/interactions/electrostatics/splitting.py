@@ -65,7 +65,7 @@ def split(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
             raise ValueError(
                 "`alpha` or `cutoff` is needed inside torch.compile, where the neighbor list cannot be measured"
             )
-        return (_split_unread if compiling else _split_read)(system, wish, best)
+        return _choose(system, wish, best)
     chosen, target, cutoff = given_alpha(wish.alpha, system), core.Target(wish.accuracy), wish.cutoff
     if wish.rows is not None:
         return Splitting(chosen, wish.rows, target)
@@ -77,41 +77,33 @@ def split(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
     return Splitting(chosen, build_rows(system.positions, cutoff, system.cell, system.batch_idx), target)
 
 
-def _split_read(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
-    """The choice for what can be read on the host."""
-    sizes, device = sizes_of(system.cell, system.batch_idx, system.n_atoms), system.positions.device
-    typical, rows = core.Target(wish.accuracy), wish.rows
-    r_c = core.real_cutoff(best(sizes.n_atoms, sizes.volume, typical, np), sizes.spacing, typical)
+def _choose(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
+    """Alpha and neighbors: by numpy, or while compiling by torch, where nothing is read and the cutoff is known."""
+    compiling, device = torch.compiler.is_compiling(), system.positions.device
+    xp: Any = torch if compiling else np
+    count: Any
+    volume: Any
+    if compiling:
+        count, volume = _count_and_volume(system)
+    else:
+        sizes = sizes_of(system.cell, system.batch_idx, system.n_atoms)
+        count, volume = sizes.n_atoms, sizes.volume
+    spacing, target, rows = core.average_distance(count, volume), core.Target(wish.accuracy), wish.rows
+    r_c = core.real_cutoff(best(count, volume, target, xp), spacing, target, xp)
     reach: Any = wish.cutoff
     if reach is None:
         reach = r_c if rows is None else _reach(rows, system)
     if rows is None:
-        rows = build_rows(system.positions, float(np.max(reach, initial=0.0)), system.cell, system.batch_idx)
-    reach = np.minimum(reach, r_c)
-    force: Any = typical.force
-    if not (checks.is_mapped(system.positions) or checks.is_mapped(system.charges)):  # slices have no values to look at
-        known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=device)
-        force = checks.on_host(_force(system, rows, known, spacing, wish))
-    target = typical._replace(force=force)
-    alpha = torch.as_tensor(core.alpha_for_cutoff(reach, sizes.spacing, target), device=device)
+        cutoff = float(np.max(reach, initial=0.0)) if wish.cutoff is None else wish.cutoff
+        rows = build_rows(system.positions, cutoff, system.cell, system.batch_idx)
+    reach = r_c.clip(None, reach)
+    # slices of vmap have no values to look at
+    if compiling or not (checks.is_mapped(system.positions) or checks.is_mapped(system.charges)):
+        near, d = (torch.as_tensor(t, device=device) for t in (xp.minimum(reach, core.NEARBY * spacing), spacing))
+        force = force_of_neighbors(system, rows, near, d, *wish.excluded)
+        target = target._replace(force=force if compiling else checks.on_host(force))
+    alpha = torch.as_tensor(core.alpha_for_cutoff(reach, spacing, target, xp), device=device)
     return Splitting(given_alpha(alpha, system), rows, target)
-
-
-def _split_unread(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
-    """The same for a known cutoff, without reading anything."""
-    count, volume = _count_and_volume(system)
-    spacing, typical, rows = core.average_distance(count, volume), core.Target(wish.accuracy), wish.rows
-    if rows is None:
-        assert wish.cutoff is not None
-        rows = build_rows(system.positions, wish.cutoff, system.cell, system.batch_idx)
-    r_c = core.real_cutoff(best(count, volume, typical, torch), spacing, typical, torch)
-    reach = r_c.clamp_max(wish.cutoff)
-    target = typical._replace(force=_force(system, rows, reach, spacing, wish))
-    return Splitting(given_alpha(core.alpha_for_cutoff(reach, spacing, target, torch), system), rows, target)
-
-
-def _force(system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor, wish: Wish) -> torch.Tensor:
-    return force_of_neighbors(system, rows, reach.minimum(core.NEARBY * spacing), spacing, *wish.excluded)
 
 
 def spacing_of(system: ChargedSystem) -> torch.Tensor:

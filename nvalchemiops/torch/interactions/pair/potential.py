@@ -509,17 +509,7 @@ def _parameters(
         _column(key, parameters[key], n_atoms, "n_atoms", positions)
         for key in dict.fromkeys(given[name] for name in formula.per_atom)
     ]
-    of_systems = [parameters[name] for name in formula.global_parameters]
-    if any(isinstance(value, torch.Tensor) for value in of_systems) or not _is_plain(positions):
-        columns_of_systems = [
-            _column(name, value, n_systems, "n_systems", positions)
-            for name, value in zip(formula.global_parameters, of_systems)
-        ]
-        shared = _together(columns_of_systems)
-    else:
-        numbers = tuple(_number(name, value) for name, value in zip(formula.global_parameters, of_systems))
-        repeated = _repeated if n_systems <= MOST_REPEATED else _repeated.__wrapped__
-        shared = repeated(numbers, n_systems, positions.dtype) if numbers else None
+    of_systems = _of_systems({n: parameters[n] for n in formula.global_parameters}, n_systems, positions)
     n_species = 0
     if formula.per_pair:
         if species is None:
@@ -539,7 +529,15 @@ def _parameters(
             columns.append(spread_systems(table, species.clamp(0, n_species - 1), n_atoms))
     elif species is not None:
         raise ValueError("`species` is given, but the potential has no tables (per_pair)")
-    return (_together(columns), shared), (species, n_species)
+    return (_together(columns), of_systems), (species, n_species)
+
+
+def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor) -> torch.Tensor | None:
+    """Global parameters (n_systems, n); plain numbers as a tensor that is kept, if nobody watches."""
+    numbers_alone = not any(isinstance(value, torch.Tensor) for value in values.values())
+    if values and numbers_alone and n_systems <= MOST_REPEATED and _is_plain(positions):
+        return _repeated(tuple(_number(name, v) for name, v in values.items()), n_systems, positions.dtype)
+    return _together([_column(name, v, n_systems, "n_systems", positions) for name, v in values.items()])
 
 
 def _is_plain(positions: torch.Tensor) -> bool:
