@@ -303,7 +303,7 @@ class Bench:
         turns = [name for name in times if not times[name]]
         once = {name: self.seconds(ways[name][0], name) for name in turns}
         total = 2.0 * sum(max(t, 0.01) for t in once.values())
-        for _ in range(max(3, min(15, int((BUDGET / (4 if self.quick else 1)) / max(total, 1e-9))))):
+        for _ in range(max(3, min(15, int((BUDGET / (8 if self.quick else 1)) / max(total, 1e-9))))):
             for name in turns:
                 times[name].append(self.seconds(ways[name][0], name))
         for side in self.sides.values():
