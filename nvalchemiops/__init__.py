@@ -7,6 +7,10 @@ Importing this package loads neither torch nor Warp. Subpackages are loaded when
 import importlib
 from typing import Any
 
+from nvalchemiops.notices import AccuracyWarning as AccuracyWarning
+from nvalchemiops.notices import NeighborListWarning as NeighborListWarning
+from nvalchemiops.notices import NvalchemiopsWarning as NvalchemiopsWarning
+
 __version__ = "1.0.0.dev0"
 
 _SUBMODULES = frozenset({"ase", "constants", "geometry", "interactions", "launch", "neighbors", "torch", "types"})

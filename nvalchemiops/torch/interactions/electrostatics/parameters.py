@@ -1,6 +1,5 @@
 """Parameters of Ewald sums for torch tensors."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
+from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch.interactions.electrostatics.forces import force_of_neighbors, is_crowded
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import check_cells_alone, per_system
@@ -391,10 +391,10 @@ def check_accuracy(accuracy: Any, positions: torch.Tensor | None = None) -> floa
         raise ValueError(f"`accuracy` = {accuracy:g} is a relative error of forces: it must be below 1, as 1e-6 is")
     rounded = positions is not None and positions.dtype is torch.float32
     if rounded and accuracy < core.FLOAT32_FLOOR and not torch.compiler.is_compiling():
-        warnings.warn(
+        notify(
             f"`accuracy` = {accuracy:g} is out of reach of float32: rounding leaves about {core.FLOAT32_FLOOR:g}; "
             "use float64 positions, or ask for less",
-            stacklevel=3,
+            AccuracyWarning,
         )
     return accuracy
 

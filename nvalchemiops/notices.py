@@ -1,0 +1,63 @@
+"""Warnings to callers who get an answer, and may be mistaken about it.
+
+Each is shown once for a line of the caller's code. One line silences them all::
+
+    warnings.simplefilter("ignore", nvalchemiops.NvalchemiopsWarning)
+"""
+
+import sys
+import warnings
+
+_PACKAGE = "nvalchemiops"
+
+
+class NvalchemiopsWarning(UserWarning):
+    """The answer is what was asked for, but probably not what was meant."""
+
+
+class AccuracyWarning(NvalchemiopsWarning):
+    """Parameters, precision or a neighbor list do not reach the accuracy that was asked for."""
+
+
+class NeighborListWarning(NvalchemiopsWarning):
+    """A neighbor list lacks pairs: rows were filled to the width of a caller's buffer, or one direction is missing."""
+
+
+_shown: set[tuple[object, ...]] = set()
+"""Python keeps such a record itself, but forgets it whenever anybody uses ``warnings.catch_warnings``."""
+
+
+def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None = None) -> None:
+    """Warn whoever called this package, once for a line of theirs, or as often as their filters say.
+
+    Torch code must not come here while it is compiled.
+
+    Parameters
+    ----------
+    message : str
+    category : type
+    kind : str, optional
+        What messages with different numbers have in common; the message itself by default.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == _PACKAGE:
+        frame = frame.f_back
+    place = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "<unknown>"))
+    key = (category, kind or message, *place)
+    if key in _shown and not _each_time(message, category, place[2], place[1]):
+        return
+    _shown.add(key)
+    warnings.warn_explicit(message, category, *place, registry={}, module_globals=frame.f_globals)
+
+
+def _each_time(message: str, category: type[Warning], module: str, line: int) -> bool:
+    """Whether the filters ask for every warning of this kind, or for errors."""
+    for action, of_message, of_category, of_module, of_line in warnings.filters:
+        if (
+            issubclass(category, of_category)
+            and (of_message is None or of_message.match(message))
+            and (of_module is None or of_module.match(module))
+            and of_line in (0, line)
+        ):
+            return action in ("always", "all", "error")
+    return False
