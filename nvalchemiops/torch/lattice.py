@@ -11,6 +11,7 @@ import warp as wp
 
 from nvalchemiops import geometry
 from nvalchemiops.geometry import dual_vectors
+from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import checks
@@ -143,7 +144,23 @@ def _whole_numbers(values: torch.Tensor | np.ndarray, name: str) -> list[Any]:
     return values.flatten().tolist()
 
 
-def check_spline_order(spline_order: Any, lowest: int = 3) -> int:
+def mesh_and_order(mesh_dimensions: Any, order: int) -> tuple[tuple[int, int, int], int]:
+    """The mesh as three ints, and the order; a lower one, with a warning, if the mesh has fewer points."""
+    mesh = check_mesh(mesh_dimensions, LOWEST_ORDER)
+    fitting = min(order, *mesh)
+    if fitting < order and not torch.compiler.is_compiling():
+        notify(
+            f"`mesh_dimensions` = {mesh} has fewer points than splines of order {order} need: order {fitting} is used",
+            AccuracyWarning,
+        )
+    return mesh, fitting
+
+
+LOWEST_ORDER = 2
+"""Of splines that have a slope."""
+
+
+def check_spline_order(spline_order: Any, lowest: int = LOWEST_ORDER) -> int:
     """The order of a spline as an int."""
     order = checks.check_int("spline_order", spline_order)
     if not lowest <= order <= 8:

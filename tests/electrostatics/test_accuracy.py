@@ -174,16 +174,6 @@ def test_charges_that_are_all_zero_are_typical(method):
     assert not summed(method, system._replace(charges=0.0 * system.charges), **options).any()
 
 
-@pytest.mark.parametrize(("order", "accuracy"), [(3, 1e-6), (4, 1e-8), (5, 1e-10), (8, 1e-14)])
-def test_an_accuracy_out_of_reach_of_the_splines_is_an_error(order, accuracy):
-    system = disordered("ionic liquid")
-    options = {"accuracy": accuracy, "spline_order": order}
-    with pytest.raises(ValueError, match=r"`accuracy`.* order"):
-        summed("pme", system, **options)
-    with pytest.raises(ValueError, match="`accuracy`"):
-        estimate_pme_parameters(system.positions, system.cell, **options)
-
-
 def test_default_accuracy():
     """A default that is loosened is a change that users have to hear of."""
     system = disordered("ionic liquid")

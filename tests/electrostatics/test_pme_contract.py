@@ -375,11 +375,11 @@ def test_bad_input_is_an_error_that_names_the_argument(name, error, argument, op
 @pytest.mark.parametrize(
     ("error", "argument", "options"),
     [
-        (ValueError, "spline_order", {"spline_order": 2}),
+        (ValueError, "spline_order", {"spline_order": 1}),
         (ValueError, "spline_order", {"spline_order": 9}),
         (TypeError, "spline_order", {"spline_order": 5.0}),
         (TypeError, "spline_order", {"spline_order": True}),
-        (ValueError, "mesh_dimensions", {"mesh_dimensions": (4, 8, 8)}),
+        (ValueError, "mesh_dimensions", {"mesh_dimensions": (1, 8, 8)}),
         (ValueError, "mesh_dimensions", {"mesh_dimensions": (8, 8, 0)}),
         (ValueError, "mesh_dimensions", {"mesh_dimensions": (8, 8, -8)}),
         (ValueError, "mesh_dimensions", {"mesh_dimensions": (8, 8)}),
@@ -390,13 +390,12 @@ def test_bad_input_is_an_error_that_names_the_argument(name, error, argument, op
         (ValueError, "mesh_spacing", {"mesh_spacing": torch.tensor([[0.5, 0.5, -0.5]])}),
         (ValueError, "mesh_spacing", {"mesh_spacing": torch.ones(2, 3)}),
         (TypeError, "mesh_spacing", {"mesh_spacing": "fine"}),
-        (ValueError, "accuracy", {"accuracy": 1e-15, "spline_order": 3}),
     ],
 )
 @pytest.mark.parametrize("part", [False, True])
 def test_bad_mesh_is_an_error_that_names_the_argument(error, argument, options, part):
     with pytest.raises(error, match=argument):
-        if part and "accuracy" not in options:
+        if part:
             pme_reciprocal_space(X, Q, CELL, 0.8, **options)
         else:
             particle_mesh_ewald(X, Q, CELL, **options)

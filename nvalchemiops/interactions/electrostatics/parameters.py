@@ -5,12 +5,16 @@ neighbors stand for them (`force_of`), in units of ``(Σq²/N) / d²`` with the 
 unit, for charges without correlation,
 
     ε_r = 2 √(d / r_c) exp(-x²),         x = α r_c          real space, beyond the cutoff r_c
-    ε_k = 4 α d / √(π k_c) exp(-y²),     y = k_c / 2α       wave vectors longer than k_c
+    ε_k = 4 α √(d / π k_c) exp(-y²),     y = k_c / 2α       wave vectors longer than k_c
+    ε_b = ε_k / √(2 (2 y² + 1))                             wave vectors beyond two opposite faces of a box, at k_c
     ε_m = √(α d) c_p(α h)                                   a mesh of spacing h and splines of order p
 
-The first two are those of Kolafa and Perram (the second one for a cube). The last one has their form; the function c_p
-was measured for a cube (`MESH_ERROR`). Each part of a sum gets its share of the error, the mesh a smaller one: its size
-comes in steps, so that its error is often smaller still, and halving it costs little.
+The first two are those of Kolafa and Perram (the second one for a cube). The third one is their integral over
+``k⁻² exp(-k² / 2α²)`` beyond two planes instead of a sphere, ``e^u E₁(u) / 2 ≈ 1 / 2(u + 1)`` of it with u = 2 y². The
+last one has their form; the function c_p was measured for a cube (`MESH_ERROR`). Each part of a sum gets its share of
+the error, the mesh a smaller one: its size comes in steps, so that its error is often smaller still, and halving it
+costs little. Where mesh or wave vectors are given, and too coarse for their share, the splitting parameter shrinks
+until both parts exceed their shares by the same factor (`balanced_alpha`).
 
 The best splitting parameter balances the work in real space, `COSTS.pair` for each pair, with that for each point of
 the mesh or for each atom and point of the reciprocal lattice.
@@ -20,7 +24,9 @@ Mol. Simul. 13, 1 (1994), doi:10.1080/08927029408022180 (balance of the work).
 """
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -62,6 +68,7 @@ COSTS = {"cpu": Costs(8.0, 1.3, 15.0), "cuda": Costs(0.05, 0.03, 0.05)}
 
 MESH_SPACINGS = (0.06, 0.089, 0.13, 0.184, 0.241, 0.348, 0.522, 0.783, 1.044)
 MESH_ERROR = {
+    2: (0.062, 0.092, 0.135, 0.188, 0.245, 0.355, 0.538, 0.839, 1.08),
     3: (0.000496, 0.00108, 0.00238, 0.00505, 0.00807, 0.0178, 0.0441, 0.137, 0.308),
     4: (1e-05, 3.35e-05, 0.000107, 0.000316, 0.000727, 0.00258, 0.0117, 0.0576),
     5: (1.94e-07, 9.8e-07, 4.61e-06, 2.02e-05, 6.21e-05, 0.000346, 0.00295),
@@ -73,6 +80,15 @@ MESH_ERROR = {
 
 FINEST = 0.027
 """Least α h: finer meshes are a matter of higher orders."""
+
+MOST_POINTS, MOST_POINTS_PER_ATOM = 2**24, 2048
+"""Points of a mesh that is as fine as that, at most: one that misses its accuracy anyway should not take gigabytes."""
+
+WIDEST = 4.0
+"""Cutoff, in units of the one that costs least, to which a list may be built for the sake of a coarse smooth part."""
+
+OUT_OF_REACH = 2.0
+"""Expected error, in units of the accuracy, from which on callers are warned."""
 
 
 REAL_SHARE, RECIPROCAL_SHARE, MESH_SHARE = 0.87, 0.25, 0.5
@@ -145,8 +161,7 @@ def alpha_for_cutoff(cutoff: Any, spacing: Any, target: Target, xp: Any = np) ->
 
 def mesh_spacing(alpha: Any, spacing: Any, target: Target, order: int, xp: Any = np) -> Any:
     """Mesh spacing at which the error of splines of this order is its share."""
-    errors = [math.log(error) for error in MESH_ERROR[order]]
-    known = [math.log(h) for h in MESH_SPACINGS[: len(errors)]]
+    known, errors = _mesh_knots(order)
     wanted = xp.log(MESH_SHARE * target.error / (alpha * spacing) ** 0.5)
     # linear between what was measured, in logarithms, and a power below
     x = known[0] + (wanted - errors[0]).clip(None, 0.0) * (1.0 / (order - 1))
@@ -156,12 +171,140 @@ def mesh_spacing(alpha: Any, spacing: Any, target: Target, order: int, xp: Any =
     return xp.exp(x) / alpha
 
 
-def check_mesh_spacing(spacing: np.ndarray, alpha: np.ndarray, target: Target, order: int) -> None:
-    """Raise if the accuracy is out of reach of splines of this order."""
-    if (spacing * alpha < FINEST).any():
-        better = [p for p in MESH_ERROR if p > order]
-        advice = f"use a higher `spline_order`, up to {max(better)}" if better else "use an Ewald sum without a mesh"
-        raise ValueError(f"`accuracy` = {target.accuracy:g} is out of reach of splines of order {order}: {advice}")
+@dataclass(frozen=True)
+class Sphere:
+    """All wave vectors up to lengths ``k_cutoff`` (n_systems,)."""
+
+    k_cutoff: Any
+
+    share: ClassVar[float] = RECIPROCAL_SHARE
+
+    def log_error(self, alpha: Any, spacing: Any, xp: Any = np) -> Any:
+        """Logarithm of the error (n_systems,) in units of (Σq²/N)/d²; ``spacing`` is d."""
+        y = 0.5 * self.k_cutoff / alpha
+        return 0.5 * xp.log(8.0 / np.pi * alpha * spacing / y) - y * y
+
+    def steepness(self, alpha: Any) -> Any:
+        """About how fast `log_error` grows with the logarithm of alpha."""
+        return 0.5 * (self.k_cutoff / alpha) ** 2 + 1.0
+
+
+@dataclass(frozen=True)
+class Box:
+    """All wave vectors up to Miller indices: ``faces`` (n_systems, 3) are distances of the planes that bound them."""
+
+    faces: Any
+
+    share: ClassVar[float] = RECIPROCAL_SHARE
+
+    def log_error(self, alpha: Any, spacing: Any, xp: Any = np) -> Any:
+        """As of `Sphere`."""
+        y = 0.5 * self.faces / alpha[:, None]
+        of_face = 2.0 * Sphere(self.faces).log_error(alpha[:, None], spacing[:, None], xp) - xp.log(4.0 * y * y + 2.0)
+        largest = xp.amax(of_face, 1)
+        return 0.5 * (largest + xp.log(xp.exp(of_face - largest[:, None]).sum(1)))
+
+    def steepness(self, alpha: Any) -> Any:
+        """As of `Sphere`."""
+        return 0.5 * ((self.faces / alpha[:, None]) ** 2).mean(1) + 1.0
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A mesh with ``spacings`` (n_systems, 3) along lattice vectors, for splines of an order.
+
+    ``skewness`` (n_systems,) is the factor by which errors of slopes along lattice vectors grow when they become
+    forces.
+    """
+
+    spacings: Any
+    skewness: Any
+    order: int
+
+    share: ClassVar[float] = MESH_SHARE
+
+    def log_error(self, alpha: Any, spacing: Any, xp: Any = np) -> Any:
+        """As of `Sphere`."""
+        errors = xp.exp(2.0 * _log_mesh_error(xp.log(alpha[:, None] * self.spacings), self.order)).mean(1)
+        return 0.5 * xp.log(alpha * spacing * errors) + xp.log(self.skewness)
+
+    def steepness(self, alpha: Any) -> Any:
+        """As of `Sphere`."""
+        return float(self.order)
+
+
+def skewness(cell: Any, inverse: Any) -> Any:
+    """Root of the mean square of lengths over heights (n_systems,) of cells (n_systems, 3, 3) with these inverses."""
+    return ((cell**2).sum(2) * (inverse**2).sum(1)).mean(1) ** 0.5
+
+
+def faces(bounds: Any, lengths: Any) -> Any:
+    """Distances (n_systems, 3) of the planes between the wave vectors up to Miller indices and those beyond."""
+    return 2.0 * np.pi * (bounds + 0.5) / lengths
+
+
+Smooth = Sphere | Box | Mesh
+"""What sums the smooth part."""
+
+
+def _log_mesh_error(x: Any, order: int) -> Any:
+    """Logarithm of c_p where the logarithm of α h is x: linear between what was measured, and a power outside."""
+    known, errors = _mesh_knots(order)
+    y = errors[0] + (order - 1) * (x - known[0]).clip(None, 0.0)
+    for n in range(len(errors) - 1):
+        step = known[n + 1] - known[n] if n < len(errors) - 2 else None
+        y = y + (errors[n + 1] - errors[n]) / (known[n + 1] - known[n]) * (x - known[n]).clip(0.0, step)
+    return y
+
+
+def _mesh_knots(order: int) -> tuple[list[float], list[float]]:
+    """Logarithms of α h and of c_p, as far as they were measured for this order."""
+    errors = [math.log(error) for error in MESH_ERROR[order]]
+    return [math.log(h) for h in MESH_SPACINGS[: len(errors)]], errors
+
+
+def log_real_error(alpha: Any, cutoff: Any, spacing: Any, xp: Any = np) -> Any:
+    """Logarithm of the error (n_systems,) of leaving out pairs beyond a cutoff, in units of (Σq²/N)/d²."""
+    return xp.log(2.0 * xp.sqrt(spacing / cutoff)) - (alpha * cutoff) ** 2
+
+
+def expected_errors(alpha: Any, cutoff: Any, spacing: Any, smooth: Smooth, target: Target) -> tuple[Any, Any]:
+    """RMS errors of the forces (n_systems,), relative to their RMS, of the pairs and of the smooth part; by numpy."""
+    logs = log_real_error(alpha, cutoff, spacing), smooth.log_error(alpha, spacing)
+    of_pairs, of_smooth_part = (np.exp(log) / target.force for log in logs)
+    return of_pairs, of_smooth_part
+
+
+def balanced_alpha(alpha: Any, cutoff: Any, spacing: Any, smooth: Smooth, target: Target, xp: Any = np) -> Any:
+    """The splitting parameter ``alpha`` (n_systems,), or a smaller one if the given smooth part needs it.
+
+    Then that for which the smooth part and the pairs up to ``cutoff`` exceed their shares of the error by the same
+    factor, or stay below by the same.
+    """
+    # estimated parameters meet their share but for rounding
+    if xp is np and (smooth.log_error(alpha, spacing) <= np.log(smooth.share * target.error) + 0.01).all():
+        return alpha
+
+    def excess(trial: Any) -> Any:
+        both = log_real_error(trial, cutoff, spacing, xp) - smooth.log_error(trial, spacing, xp)
+        return both - math.log(REAL_SHARE / smooth.share)
+
+    return xp.minimum(
+        alpha, _root(alpha, excess, lambda trial: 2.0 * (trial * cutoff) ** 2 + smooth.steepness(trial), xp)
+    )
+
+
+def alpha_for_smooth(alpha: np.ndarray, spacing: np.ndarray, smooth: Smooth, target: Target) -> np.ndarray:
+    """The splitting parameter for which the error of the smooth part is its share, or ``alpha`` if that is less."""
+    share = np.log(smooth.share * target.error)
+    return np.minimum(alpha, _root(alpha, lambda trial: share - smooth.log_error(trial, spacing), smooth.steepness, np))
+
+
+def _root(alpha: Any, excess: Callable[[Any], Any], slope: Callable[[Any], Any], xp: Any) -> Any:
+    """Where ``excess`` vanishes, by Newton's method for its logarithm, with a slope that is about right."""
+    for _ in range(8):
+        alpha = alpha * xp.exp((excess(alpha) / slope(alpha)).clip(-1.0, 1.0))
+    return alpha
 
 
 def ewald_alpha(n_atoms: Any, volume: Any, target: Target, costs: Costs, xp: Any = np) -> Any:
@@ -184,9 +327,7 @@ def mesh_alpha(n_atoms: Any, volume: Any, target: Target, order: int, costs: Cos
     alpha = 0.8 / spacing
     for _ in range(3):
         x = real_cutoff(alpha, spacing, target, xp) * alpha
-        h = mesh_spacing(alpha, spacing, target, order, xp) * alpha
-        if xp is np:
-            check_mesh_spacing(h / alpha, alpha, target, order)
+        h = (mesh_spacing(alpha, spacing, target, order, xp) * alpha).clip(FINEST, None)
         pairs = costs.pair * 4.0 / 3.0 * np.pi * (x / spacing) ** 3
         points = costs.mesh * (spacing / h) ** 3
         alpha = (pairs / points) ** (1.0 / 6.0)

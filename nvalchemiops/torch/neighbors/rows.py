@@ -6,6 +6,7 @@ import torch
 import warp as wp
 
 from nvalchemiops.neighbors import rows as core
+from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import checks
@@ -196,15 +197,9 @@ def check_reach(
     cell = None if cell is None else checks.plain(cell).double()
     near = cutoff * (1.0 - EDGE)
 
-    def distances(of: Rows) -> torch.Tensor:
-        assert of.begin is not None
-        atoms = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
-        pairs = torch.stack([atoms.repeat_interleave(of.begin.diff()), of.neighbors])
-        return list_geometry(positions, pairs, of.shifts, cell, batch_idx)[0]
-
-    listed = distances(rows)
-    n_listed = int((listed < near).sum())
-    n_found = int((distances(build_rows(positions, cutoff, cell, batch_idx, pbc)) < near).sum())
+    _, listed = pair_distances(rows, positions, cell, batch_idx)
+    _, found = pair_distances(build_rows(positions, cutoff, cell, batch_idx, pbc), positions, cell, batch_idx)
+    n_listed, n_found = int((listed < near).sum()), int((found < near).sum())
     if n_listed == n_found:
         return
     reach = f"its farthest pair is at {float(listed.max()):g}" if listed.numel() else "it is empty"
@@ -212,6 +207,17 @@ def check_reach(
     if pbc is None and cell is not None:
         advice += "; give `pbc` as well if an axis is open"
     raise ValueError(f"`{name}` has {n_listed} pairs within `cutoff` = {cutoff:g}, but there are {n_found}: {advice}")
+
+
+def pair_distances(
+    rows: Rows, positions: torch.Tensor, cell: torch.Tensor | None, batch_idx: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """First atom and distance (n_pairs,) of each pair of a list without padding."""
+    assert rows.begin is not None
+    atoms = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
+    first = atoms.repeat_interleave(rows.begin.diff())
+    pairs = torch.stack([first, rows.neighbors])
+    return first, list_geometry(positions, pairs, rows.shifts, cell, batch_idx)[0]
 
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:
@@ -256,13 +262,14 @@ def _inspect(
 
 
 def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_idx: torch.Tensor) -> torch.Tensor:
-    """Largest distance (n_atoms,) in each row of a full periodic list. Reads values on the host.
+    """Largest distance (n_atoms,) in each row of a periodic list. Reads values on the host.
+
+    Warns if the list does not hold both directions of each pair.
 
     Raises
     ------
     ValueError
-        An index is out of range or in another system, pairs are not sorted by atom, or the list does not hold both
-        directions of each pair: a gather kernel would give wrong results.
+        An index is out of range or in another system, or pairs are not sorted by atom.
     """
     wide = positions.detach().double(), cell.detach().double()
     assert rows.shifts is not None
@@ -279,8 +286,10 @@ def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_
     if worst == core.UNSORTED:
         raise ValueError("`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit that row")
     if int(balance.sum()) != 0:
-        raise ValueError(
-            "`neighbor_list` or `neighbor_matrix` is not full: it must hold both (i, j, S) and (j, i, -S) of each pair "
-            "(half_fill=False)"
+        notify(
+            "`neighbor_list` or `neighbor_matrix` is not full: a sum needs both (i, j, S) and (j, i, -S) of each pair "
+            "(half_fill=False, and enough columns), but takes the pairs that are there; if it holds each pair once, "
+            "say half_list=True",
+            NeighborListWarning,
         )
     return reach

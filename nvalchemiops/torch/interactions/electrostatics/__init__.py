@@ -14,9 +14,11 @@ from nvalchemiops.torch.interactions.electrostatics.ewald import (
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential, power_law
 from nvalchemiops.torch.interactions.electrostatics.modules import EwaldSummation, ParticleMeshEwald
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
+    ErrorEstimate,
     EwaldParameters,
     PMEParameters,
     compute_bspline_moduli_1d,
+    estimate_errors,
     estimate_ewald_parameters,
     estimate_pme_mesh_dimensions,
     estimate_pme_parameters,
@@ -40,6 +42,7 @@ from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
 )
 
 __all__ = [
+    "ErrorEstimate",
     "EwaldParameters",
     "EwaldSummation",
     "LongRangePotential",
@@ -53,6 +56,7 @@ __all__ = [
     "coulomb_energy_forces",
     "coulomb_forces",
     "dsf_coulomb",
+    "estimate_errors",
     "estimate_ewald_parameters",
     "estimate_pme_mesh_dimensions",
     "estimate_pme_parameters",

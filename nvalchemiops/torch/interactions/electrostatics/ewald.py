@@ -1,6 +1,6 @@
 """Ewald's sum with exact wave vectors."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -139,12 +139,22 @@ def ewald_summation(
     ValueError, TypeError
         A bad argument, named in the message.
 
+    Warns
+    -----
+    AccuracyWarning
+        Without ``alpha``, the given wave vectors and the reach of the list together miss the accuracy by more than a
+        factor of 2: the message says which error to expect, as `estimate_errors` does.
+    NeighborListWarning
+        Without ``alpha`` and ``cutoff``, the list does not hold both directions of each pair. What it holds is summed.
+
     Notes
     -----
     Without ``alpha``: a list whose reach (``cutoff``, else its largest distance) covers the ``real_space_cutoff`` of
     `estimate_ewald_parameters` gets the alpha of that estimate with these charges; with a shorter one alpha grows until
-    ``accuracy`` is met at that reach. The reach of a list is at least its largest distance, so say ``cutoff`` for small
-    molecules in large cells: it saves wave vectors. With ``alpha`` given, the list's reach is the caller's business.
+    ``accuracy`` is met at that reach. Wave vectors that are given, and too few for this alpha, get a smaller one: the
+    largest for which they suffice if the list reaches far enough, else that at which both parts miss the accuracy by
+    the same factor. The reach of a list is at least its largest distance, so say ``cutoff`` for small molecules in
+    large cells: it saves wave vectors. With ``alpha`` given, the list's reach is the caller's business.
 
     Which wave vectors there are depends on the cell, which is read on the host, unless ``miller_bounds`` are given; so
     are sizes of systems where alpha or neighbors are left open. Inside ``torch.compile`` give alpha or ``cutoff``.
@@ -176,10 +186,13 @@ def ewald_summation(
     def best(n_atoms: Any, volume: Any, target: core.Target, xp: Any) -> Any:
         return core.ewald_alpha(n_atoms, volume, target, core.COSTS[positions.device.type], xp)
 
+    chosen = given_waves(system, k_vectors, k_cutoff, miller_bounds, miller_indices)
     wish = Wish(alpha, cutoff, rows, accuracy, (exclusions, exclusion_factors))
+    if chosen is not None and alpha is None:
+        wish = wish._replace(smooth=wave_errors(chosen, system, k_cutoff), smooth_name=chosen.name)
     splitting, rows, target = split(system, wish, best)
-    splitting = refuse_open_axes(splitting, axes, slab_correction)
-    waves, splitting = wave_vectors(system, splitting, target, k_vectors, k_cutoff, miller_bounds, miller_indices)
+    splitting = _valid(refuse_open_axes(splitting, axes, slab_correction), chosen)
+    waves = needed_waves(system, splitting, target) if chosen is None else chosen.waves
     wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
     slab = axes if slab_correction else None
 
@@ -237,11 +250,10 @@ def ewald_reciprocal_space(
     check_potential(potential)
     if checks.check_flag("hybrid_forces", hybrid_forces):
         system, splitting = system.at_fixed_geometry(), splitting.detach()
-    if _given(k_vectors, k_cutoff, miller_bounds, miller_indices) is None:
+    chosen = given_waves(system, k_vectors, k_cutoff, miller_bounds, miller_indices)
+    if chosen is None:
         raise ValueError("`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices` is needed")
-    waves, splitting = wave_vectors(
-        system, splitting, core.Target(1.0), k_vectors, k_cutoff, miller_bounds, miller_indices
-    )
+    waves, splitting = chosen.waves, _valid(splitting, chosen)
     wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
 
     def parts(system: ChargedSystem, wanted: WantedParts) -> list[Parts]:
@@ -282,43 +294,86 @@ def _given(*sources: Any) -> Any:
     return next((source for source in sources if source is not None), None)
 
 
-def wave_vectors(
-    system: ChargedSystem,
-    alpha: torch.Tensor,
-    target: core.Target,
-    k_vectors: Any,
-    k_cutoff: Any,
-    miller_bounds: Any,
-    miller_indices: Any,
-) -> tuple[WaveVectors, torch.Tensor]:
-    """The wave vectors to use, and alpha: NaN where vectors that could not be looked at are none of the lattice."""
+def _valid(alpha: torch.Tensor, chosen: "GivenWaves | None") -> torch.Tensor:
+    """Alpha; NaN where the given wave vectors are none of the lattice."""
+    return alpha if chosen is None or chosen.valid is None else torch.where(chosen.valid, alpha, torch.nan)
+
+
+class GivenWaves(NamedTuple):
+    """The wave vectors that a caller asks for.
+
+    Attributes
+    ----------
+    waves : WaveVectors
+    name : str
+        The argument that says so.
+    bounds : (n_systems, 3) tensor or None
+        Largest Miller indices, or about that; None if they follow from ``k_cutoff``.
+    valid : (n_systems,) bool tensor or None
+        False where vectors that could not be looked at are none of the lattice.
+    """
+
+    waves: WaveVectors
+    name: str
+    bounds: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
+
+
+def given_waves(
+    system: ChargedSystem, k_vectors: Any, k_cutoff: Any, miller_bounds: Any, miller_indices: Any
+) -> GivenWaves | None:
+    """The wave vectors that these arguments of `ewald_summation` ask for, if they do."""
     cell, n_systems, device = system.cell.detach(), system.n_systems, system.positions.device
     if sum(source is not None for source in (k_vectors, miller_bounds, miller_indices)) > 1:
         raise ValueError(
             "`k_vectors`, `miller_bounds` and `miller_indices` are different ways to say the same: give one"
         )
-    if k_vectors is not None:
-        miller_indices, alpha = _indices_of(k_vectors, system, alpha)
-    elif isinstance(miller_indices, WaveVectors):
+    if miller_bounds is not None:
+        box = check_bounds(miller_bounds)
+        bounds = torch.cat([torch.full((n_systems, 1), float(n), dtype=torch.float64, device=device) for n in box], 1)
+        return GivenWaves(box_points(box, n_systems, device), "miller_bounds", bounds)
+    if isinstance(miller_indices, WaveVectors):
         if miller_indices.point_begin.shape[0] != n_systems + 1:
             raise ValueError(f"`miller_indices` are prepared for another number of systems than {n_systems}")
-        return miller_indices, alpha
+        numbers = miller_indices.point_system.long().unsqueeze(1).expand(-1, 3)
+        most = torch.zeros((n_systems, 3), dtype=torch.float64, device=device)
+        most = most.scatter_reduce(0, numbers, miller_indices.points.to(torch.float64), "amax")
+        return GivenWaves(miller_indices, "miller_indices", most)
+    valid, name = None, "miller_indices"
+    if k_vectors is not None:
+        (miller_indices, valid), name = _indices_of(k_vectors, system), "k_vectors"
     elif miller_indices is not None:
         checks.check_index("miller_indices", miller_indices, system.positions, (None, 3))
     if miller_indices is not None:
-        return WaveVectors(*points_of_indices(cell, miller_indices)), alpha
-    if miller_bounds is not None:
-        return box_points(check_bounds(miller_bounds), n_systems, device), alpha
+        waves = WaveVectors(*points_of_indices(cell, miller_indices))
+        most = torch.cat([miller_indices.abs(), torch.zeros_like(miller_indices[..., :1, :])], -2).amax(-2)
+        return GivenWaves(waves, name, most.to(torch.float64).expand(n_systems, 3), valid)
     if k_cutoff is not None:
-        lengths = per_system("k_cutoff", k_cutoff, n_systems, device).detach()
-    else:
-        target = target._replace(force=torch.as_tensor(target.force, device=device))
-        lengths = core.reciprocal_cutoff(alpha.detach(), spacing_of(system), target, torch)
-    return WaveVectors(*recent("wave vectors", (cell, lengths), (), lambda: points_within(cell, lengths))), alpha
+        return GivenWaves(waves_within(cell, per_system("k_cutoff", k_cutoff, n_systems, device).detach()), "k_cutoff")
+    return None
 
 
-def _indices_of(k_vectors: Any, system: ChargedSystem, alpha: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Miller indices of wave vectors."""
+def wave_errors(given: GivenWaves, system: ChargedSystem, k_cutoff: Any) -> core.Smooth:
+    """The model of errors of these wave vectors. A list of them is taken for a sphere that its bounds enclose."""
+    if given.bounds is None:
+        return core.Sphere(per_system("k_cutoff", k_cutoff, system.n_systems, system.positions.device).detach())
+    faces = core.faces(given.bounds, system.cell.detach().to(torch.float64).norm(dim=2))
+    return core.Box(faces) if given.name == "miller_bounds" else core.Sphere(faces.amin(1))
+
+
+def needed_waves(system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> WaveVectors:
+    """The wave vectors that the accuracy asks for."""
+    target = target._replace(force=torch.as_tensor(target.force, device=alpha.device))
+    return waves_within(system.cell.detach(), core.reciprocal_cutoff(alpha.detach(), spacing_of(system), target, torch))
+
+
+def waves_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> WaveVectors:
+    """Wave vectors up to lengths (n_systems,)."""
+    return WaveVectors(*recent("wave vectors", (cell, k_cutoff), (), lambda: points_within(cell, k_cutoff)))
+
+
+def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Miller indices of wave vectors; and for which systems they are some, if that could not be looked at."""
     cell = system.cell.detach().to(torch.float64)
     checks.check_tensor("k_vectors", k_vectors)
     if k_vectors.is_complex():
@@ -338,14 +393,15 @@ def _indices_of(k_vectors: Any, system: ChargedSystem, alpha: torch.Tensor) -> t
     numbers = k.expand(system.n_systems, -1, 3) @ cell.mT / (2.0 * torch.pi)
     indices = numbers.round()
     # float32 rounds numbers of some hundreds by 1e-5
-    fits = (numbers - indices).abs().amax((1, 2)) < 1e-3 if numbers.shape[1] else None
-    if fits is None:
-        return indices.to(torch.int64), alpha
+    if not numbers.shape[1]:
+        return indices.to(torch.int64), None
+    fits = (numbers - indices).abs().amax((1, 2)) < 1e-3
+    valid = None
     if checks.unread(cell) or checks.unread(k_vectors):
-        alpha = torch.where(fits, alpha, torch.nan)
+        valid = fits
     elif not bool(fits.all()):
         raise ValueError(
             "`k_vectors` are no vectors of the reciprocal lattice of `cell`: make them for this cell, or give "
             "`miller_indices`, which stay the same when the cell changes"
         )
-    return torch.nan_to_num(indices).to(torch.int64), alpha
+    return torch.nan_to_num(indices).to(torch.int64), valid

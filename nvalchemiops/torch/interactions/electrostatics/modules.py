@@ -15,7 +15,7 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import (
 from nvalchemiops.torch.interactions.electrostatics.pme import PreparedMesh, particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.system import check_potential
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors, per_system
-from nvalchemiops.torch.lattice import check_mesh, check_spline_order
+from nvalchemiops.torch.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.modules import ExactModule
 from nvalchemiops.torch.neighbors import checks
 
@@ -158,8 +158,7 @@ class ParticleMeshEwald(ExactModule):
         super().__init__()
         check_potential(potential)
         self.register_buffer("alpha", _kept("alpha", alpha))
-        self.spline_order = check_spline_order(spline_order)
-        self.mesh_dimensions = check_mesh(mesh_dimensions, self.spline_order)
+        self.mesh_dimensions, self.spline_order = mesh_and_order(mesh_dimensions, check_spline_order(spline_order))
         self.cutoff = _reach(cutoff)
         self.potential = potential
         for name in _PREPARED:

@@ -12,6 +12,7 @@ from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, L
 from nvalchemiops.torch.interactions.electrostatics.mesh_sum import Influence, influence, mesh_sum
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     check_accuracy,
+    mesh_errors,
     mesh_for,
     mesh_spacing_to_dimensions,
     sizes_of,
@@ -30,7 +31,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     refuse_open_axes,
 )
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import check_cells_alone, per_system
-from nvalchemiops.torch.lattice import check_mesh, check_spline_order, lattice_of
+from nvalchemiops.torch.lattice import check_spline_order, lattice_of, mesh_and_order
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 
@@ -109,8 +110,7 @@ def prepare_mesh(
     """
     cells = check_cells_alone(cell).detach()
     check_potential(potential)
-    order = check_spline_order(spline_order)
-    mesh = check_mesh(mesh_dimensions, order)
+    mesh, order = mesh_and_order(mesh_dimensions, check_spline_order(spline_order))
     # as the dtype of the cell, which is that of the positions, has it
     splitting = per_system("alpha", alpha, cells.shape[0], cell.device).detach().to(cell.dtype)
     # copies, which the caller's tensors may change without
@@ -175,9 +175,11 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     mesh_dimensions : (int, int, int), optional
         Points of the mesh along the lattice vectors, the same for all systems. By default what ``accuracy`` needs.
     spline_order : int, optional
-        3 to 8. Energies have ``spline_order - 2`` continuous derivatives, and one more in pieces.
+        2 to 8. Energies have ``spline_order - 2`` continuous derivatives, and one more in pieces. A mesh with fewer
+        points gets the largest order that fits, with a warning.
     accuracy : float, optional
-        As for `ewald_summation`. Splines of order 5 reach 1e-7, those of order 8 reach 1e-9.
+        As for `ewald_summation`. Splines of order 5 reach 1e-7, those of order 8 reach 1e-9; a warning says what to
+        expect where an order does not reach it, or where the given mesh and list do not.
     k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z : tensors, optional
         Accepted, because callers may have prepared them; the shapes are checked. Values are computed from the cell
         again, so that its gradients are complete.
@@ -194,7 +196,12 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; an accuracy that the order of the splines does not reach.
+        A bad argument, named in the message.
+
+    Warns
+    -----
+    AccuracyWarning, NeighborListWarning
+        As `ewald_summation` does; splines of this order do not reach the accuracy, or do not fit the mesh.
 
     Notes
     -----
@@ -235,10 +242,14 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     def best(n_atoms: Any, volume: Any, target: core.Target, xp: Any) -> Any:
         return core.mesh_alpha(n_atoms, volume, target, order, core.COSTS[positions.device.type], xp)
 
+    given_mesh, order = given_mesh_of(system, order, mesh_dimensions, mesh_spacing)
     wish = Wish(alpha, cutoff, rows, accuracy, (exclusions, exclusion_factors))
+    if given_mesh is not None and alpha is None:
+        name = "mesh_spacing" if mesh_dimensions is None else "mesh_dimensions"
+        wish = wish._replace(smooth=mesh_errors(system.cell, given_mesh, order), smooth_name=name)
     splitting, rows, target = split(system, wish, best)
     splitting = refuse_open_axes(splitting, axes, slab_correction)
-    mesh = mesh_of(system, splitting, target, order, mesh_dimensions, mesh_spacing)
+    mesh = needed_mesh(system, splitting, target, order) if given_mesh is None else given_mesh
     _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
     wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
     slab = axes if slab_correction else None
@@ -309,7 +320,8 @@ def pme_reciprocal_space(
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     if mesh_dimensions is None and mesh_spacing is None:
         raise ValueError("`mesh_dimensions` or `mesh_spacing` is needed")
-    mesh = mesh_of(system, splitting, core.Target(1.0), order, mesh_dimensions, mesh_spacing)
+    mesh, order = given_mesh_of(system, order, mesh_dimensions, mesh_spacing)
+    assert mesh is not None
     _check_prepared(system, mesh, k_vectors, k_squared, cell_inv_t, volume, (moduli_x, moduli_y, moduli_z))
     wanted = asked_for(compute_forces, compute_charge_gradients, compute_virial)
 
@@ -322,25 +334,24 @@ def pme_reciprocal_space(
     return summed(parts, system, wanted, energy_reduction, hybrid_forces, splitting, (), potential)
 
 
-def mesh_of(
-    system: ChargedSystem,
-    alpha: torch.Tensor,
-    target: core.Target,
-    order: int,
-    mesh_dimensions: Any,
-    mesh_spacing: Any,
-) -> tuple[int, int, int]:
-    """The mesh to use."""
+def given_mesh_of(
+    system: ChargedSystem, order: int, mesh_dimensions: Any, mesh_spacing: Any
+) -> tuple[tuple[int, int, int] | None, int]:
+    """The mesh that the caller asks for, or None; and the order of splines that fits."""
     if mesh_dimensions is not None:
         if mesh_spacing is not None:
             raise ValueError("`mesh_dimensions` and `mesh_spacing` are both given; give one of them")
-        return check_mesh(mesh_dimensions, order)
+        return mesh_and_order(mesh_dimensions, order)
     if torch.compiler.is_compiling():
         raise ValueError("`mesh_dimensions` is needed inside torch.compile, where the size of the cell cannot be read")
-    cell = system.cell.detach()
-    if mesh_spacing is not None:
-        return mesh_spacing_to_dimensions(cell, mesh_spacing, spline_order=order)
-    sizes = sizes_of(cell, system.batch_idx, system.n_atoms)
+    if mesh_spacing is None:
+        return None, order
+    return mesh_spacing_to_dimensions(system.cell.detach(), mesh_spacing, spline_order=order), order
+
+
+def needed_mesh(system: ChargedSystem, alpha: torch.Tensor, target: core.Target, order: int) -> tuple[int, int, int]:
+    """The mesh that the accuracy asks for. Reads values on the host."""
+    sizes = sizes_of(system.cell, system.batch_idx, system.n_atoms)
     return mesh_for(sizes, checks.on_host(alpha.detach()).astype(np.float64), target, order)
 
 

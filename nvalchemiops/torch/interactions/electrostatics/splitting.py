@@ -7,10 +7,10 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import parameters as core
 from nvalchemiops.torch.interactions.electrostatics.forces import force_of_neighbors
-from nvalchemiops.torch.interactions.electrostatics.parameters import sizes_of
+from nvalchemiops.torch.interactions.electrostatics.parameters import sizes_of, warn_of_errors
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
 from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows
+from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.segments import system_sums
 
 
@@ -43,6 +43,10 @@ class Wish(NamedTuple):
         The list.
     accuracy : float
     excluded : (exclusions, exclusion_factors)
+    smooth : Smooth or None
+        The mesh or the wave vectors, in numbers of torch.
+    smooth_name : str
+        The argument that says so.
     """
 
     alpha: Any
@@ -50,6 +54,8 @@ class Wish(NamedTuple):
     rows: Rows | None
     accuracy: float
     excluded: tuple[Any, Any]
+    smooth: core.Smooth | None = None
+    smooth_name: str = ""
 
 
 def split(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
@@ -57,7 +63,9 @@ def split(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
 
     ``best(n_atoms, volume, target, xp)`` is the alpha that costs least, by numpy or torch. With alpha given it is used.
     Otherwise a list that reaches as far as the best cutoff or farther gets the alpha that meets the accuracy at that
-    cutoff; a shorter one that for which the accuracy is met at its own reach.
+    cutoff; a shorter one that for which the accuracy is met at its own reach. A given mesh or sphere of wave vectors
+    that is too coarse for it gets a smaller one, as far as the list reaches; if that does not meet the accuracy, the
+    caller is warned.
     """
     compiling = torch.compiler.is_compiling()
     if wish.alpha is None:
@@ -90,20 +98,45 @@ def _choose(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
         count, volume = sizes.n_atoms, sizes.volume
     spacing, target, rows = core.average_distance(count, volume), core.Target(wish.accuracy), wish.rows
     r_c = core.real_cutoff(best(count, volume, target, xp), spacing, target, xp)
+    smooth = wish.smooth if compiling or wish.smooth is None else _on_host(wish.smooth)
+
+    def balanced(reach: Any) -> Any:
+        """Alpha for a list that reaches as far as that."""
+        alpha = core.alpha_for_cutoff(r_c.clip(None, reach), spacing, target, xp)
+        if smooth is None:
+            return alpha
+        return core.balanced_alpha(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, smooth, target, xp)
+
     reach: Any = wish.cutoff
+    if reach is None and rows is not None:
+        reach = _reach(rows, system, r_c)
     if reach is None:
-        reach = r_c if rows is None else _reach(rows, system)
+        reach = r_c
+        if smooth is not None:
+            sufficient = core.alpha_for_smooth(core.alpha_for_cutoff(r_c, spacing, target), spacing, smooth, target)
+            reach = core.real_cutoff(sufficient, spacing, target).clip(r_c, core.WIDEST * r_c)
     if rows is None:
         cutoff = float(np.max(reach, initial=0.0)) if wish.cutoff is None else wish.cutoff
         rows = build_rows(system.positions, cutoff, system.cell, system.batch_idx)
-    reach = r_c.clip(None, reach)
     # slices of vmap have no values to look at
     if compiling or not (checks.is_mapped(system.positions) or checks.is_mapped(system.charges)):
-        near, d = (torch.as_tensor(t, device=device) for t in (xp.minimum(reach, core.NEARBY * spacing), spacing))
+        near = xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing)
+        near, d = (torch.as_tensor(t, device=device) for t in (near, spacing))
         force = force_of_neighbors(system, rows, near, d, *wish.excluded)
         target = target._replace(force=force if compiling else checks.on_host(force))
-    alpha = torch.as_tensor(core.alpha_for_cutoff(reach, spacing, target, xp), device=device)
-    return Splitting(given_alpha(alpha, system), rows, target)
+    alpha = balanced(reach)
+    if smooth is not None and not compiling:
+        errors = core.expected_errors(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, smooth, target)
+        warn_of_errors(
+            wish.accuracy, np.hypot(*errors), f"the given `{wish.smooth_name}` and this reach of the neighbor list"
+        )
+    return Splitting(given_alpha(torch.as_tensor(alpha, device=device), system), rows, target)
+
+
+def _on_host(smooth: core.Smooth) -> core.Smooth:
+    """The same in numbers of numpy."""
+    values: Any = {name: checks.on_host(v) if isinstance(v, torch.Tensor) else v for name, v in vars(smooth).items()}
+    return type(smooth)(**values)
 
 
 def spacing_of(system: ChargedSystem) -> torch.Tensor:
@@ -117,8 +150,11 @@ def _count_and_volume(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor
     return system_sums(ones, system.batch_idx, system.n_systems), volume
 
 
-def _reach(rows: Rows, system: ChargedSystem) -> np.ndarray:
-    """Largest distance in the list, for each system; infinite where there is no atom."""
+def _reach(rows: Rows, system: ChargedSystem, best: np.ndarray) -> np.ndarray:
+    """Largest distance in the list, for each system; infinite where there is no atom.
+
+    Where there is no pair, nothing is missing up to the shortest distance in the system, or up to ``best``.
+    """
     batch_idx = system.batch_idx
     if batch_idx is None:
         batch_idx = torch.zeros(system.n_atoms, dtype=torch.int32, device=system.positions.device)
@@ -127,8 +163,12 @@ def _reach(rows: Rows, system: ChargedSystem) -> np.ndarray:
     number = checks.on_host(batch_idx)
     np.maximum.at(reach, number, checks.on_host(farthest))
     empty = np.bincount(number, minlength=system.n_systems) == 0
-    if ((reach == 0.0) & ~empty).any():
-        raise ValueError(
-            "`cutoff` or `alpha` is needed: the neighbor list of a system holds no pair, so its reach is unknown"
-        )
+    unknown = (reach == 0.0) & ~empty
+    if unknown.any():
+        found = build_rows(system.positions, float(best[unknown].max()), system.cell, system.batch_idx)
+        with torch.no_grad():
+            first, distances = pair_distances(found, system.positions, system.cell, batch_idx)
+        nearest = best.copy()
+        np.minimum.at(nearest, number[checks.on_host(first)], checks.on_host(distances))
+        reach = np.where(unknown, nearest, reach)
     return np.where(empty, np.inf, reach)
