@@ -23,6 +23,7 @@ import warp as wp
 
 from nvalchemiops import __version__
 from nvalchemiops._warp import ensure_warp
+from nvalchemiops.crowding import Crowding
 
 MINIMUM_CHUNK = 120e-6
 """Seconds of work for each thread, at least: a launch of less than twice this stays whole."""
@@ -223,30 +224,29 @@ def _workers(count: int) -> ThreadPoolExecutor:
         return _pool
 
 
-Task = Callable[[], float]
+Task = Callable[[], None]
 """A share of a launch; several threads run the same task, which deals out pieces."""
 
 
-def _run_in_pool(task: Task, threads: int) -> float:
-    """Run ``task`` in this thread and in others of our own; what it returns here."""
-    waiting: list[Future[float]] = []
+def _run_in_pool(task: Task, threads: int) -> None:
+    """Run ``task`` in this thread and in others of our own."""
+    waiting: list[Future[None]] = []
     try:
         pool = _workers(threads - 1)
         for _ in range(threads - 1):
             waiting.append(pool.submit(_work, task))
-        cost = task()
+        task()
         waiting = [worker for worker in waiting if not worker.cancel()]  # who has not begun need not
     finally:
         _wait_for_all(waiting)
     for worker in waiting:
         worker.result()
-    return cost
 
 
-_team: Callable[[Task, int], float] | None = None
+_team: Callable[[Task, int], None] | None = None
 
 
-def set_team(run: Callable[[Task, int], float] | None) -> None:
+def set_team(run: Callable[[Task, int], None] | None) -> None:
     """Let ``run(task, threads)`` run the tasks of the main thread, instead of threads of our own.
 
     Threads of another library that wait for work in a loop keep cores busy that ours would need: better to ask them.
@@ -255,10 +255,14 @@ def set_team(run: Callable[[Task, int], float] | None) -> None:
     _team = run
 
 
-def _run(task: Task, threads: int) -> float:
+def _run(task: Task, threads: int) -> None:
     if _team is not None and threading.current_thread() is threading.main_thread():
-        return _team(task, threads)
-    return _run_in_pool(task, threads)
+        _team(task, threads)
+    else:
+        _run_in_pool(task, threads)
+
+
+_crowding = Crowding()
 
 
 def enter_as_worker(commands: dict[Any, Any]) -> None:
@@ -355,7 +359,7 @@ def _find(kernel: wp.Kernel, device: wp.Device, block_dim: int) -> None:
 
 
 _row_cost: dict[tuple[wp.Kernel, Hashable], float] = {}
-"""Seconds per row in the last CPU launch of each kind of each gather-only kernel; only decides on chunks."""
+"""Processor time per row in the last CPU launch of each kind of each gather-only kernel; only decides on chunks."""
 
 
 # -- launches -------------------------------------------------------------------------------------
@@ -439,10 +443,10 @@ def launch(
     chunks = rows * cost / MINIMUM_CHUNK
     each = max(1, min(PIECES, int(chunks / threads)))
     count = min(rows, int(chunks), each * threads)
-    if count <= 1:
-        start = time.perf_counter()
+    if count <= 1 or not _crowding.threads_gain():
+        start = time.thread_time()
         _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
-        _row_cost[kernel, kind] = (time.perf_counter() - start) / rows
+        _row_cost[kernel, kind] = (time.thread_time() - start) / rows
         return
     with loading():
         wp.load_module(kernel.module, device=device)  # again, if the module has got another kernel since
@@ -450,8 +454,12 @@ def launch(
     # spinning after an operation of its own.
     edges = [rows * piece // count for piece in range(count + 1)]
     pieces = iter(range(count))
-    task = functools.partial(_launch_pieces, kernel, edges, pieces, grid[1:], arguments, device, block)
-    _row_cost[kernel, kind] = _run(task, min(threads, count))
+    work: list[float] = []
+    task = functools.partial(_launch_pieces, kernel, edges, pieces, grid[1:], arguments, device, block, work)
+    start = time.perf_counter()
+    _run(task, min(threads, count))
+    _crowding.note(time.perf_counter() - start, sum(work))
+    _row_cost[kernel, kind] = sum(work) / rows
 
 
 def _launch_pieces(
@@ -462,14 +470,14 @@ def _launch_pieces(
     arguments: list[Any],
     device: Any,
     block: int | None,
-) -> float:
-    """Launch pieces until none is left; the seconds that a row took."""
-    rows, start = 0, time.perf_counter()
+    work: list[float],
+) -> None:
+    """Launch pieces until none is left, and add the processor time of this thread to ``work``."""
+    start = time.thread_time()
     for piece in pieces:  # one thread at a time can advance an iterator over numbers
         first, size = edges[piece], edges[piece + 1] - edges[piece]
         _launch_recorded(kernel, (size, *columns), [first, *arguments], device, None, block)
-        rows += size
-    return (time.perf_counter() - start) / max(rows, 1)
+    work.append(time.thread_time() - start)
 
 
 def launch_adjoint(
@@ -529,9 +537,9 @@ def has_adjoint(kernel: wp.Kernel) -> bool:
     return bool(kernel.module.options.get("enable_backward", True) if enabled is None else enabled)
 
 
-def _work(task: Callable[[], float]) -> float:
+def _work(task: Task) -> None:
     _thread.is_worker = True
-    return task()
+    task()
 
 
 def _launch_recorded(

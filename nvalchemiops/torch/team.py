@@ -26,11 +26,10 @@ class Team:
         self.commands: dict[int, dict[Any, Any]] = {}
         self.task: core.Task | None = None
         self.caller = 0
-        self.cost = 0.0
         self.errors: list[BaseException] = []
 
-    def __call__(self, task: core.Task, threads: int) -> float:
-        """Run ``task`` in as many threads; what it returns in this one."""
+    def __call__(self, task: core.Task, threads: int) -> None:
+        """Run ``task`` in as many threads, this one among them."""
         self.task, self.caller, self.errors = task, threading.get_ident(), []
         try:
             self.parallel(self.entry, None, threads, 0)
@@ -38,7 +37,6 @@ class Team:
             self.task = None
         if self.errors:
             raise self.errors[0]
-        return self.cost
 
     def enter(self, _: Any) -> None:
         """What each thread of the team does. Python knows threads of OpenMP only while they are here."""
@@ -46,11 +44,9 @@ class Team:
         try:
             if task is None:
                 return
-            if number == self.caller:
-                self.cost = task()
-            else:
+            if number != self.caller:
                 core.enter_as_worker(self.commands.setdefault(number, {}))
-                task()
+            task()
         except BaseException as error:
             self.errors.append(error)
 
