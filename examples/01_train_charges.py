@@ -283,15 +283,29 @@ def evaluate(model, data):
     }
 
 
-def train(model, data, held_out, steps, rng):
-    """Fit energies and forces; returns steps and held-out force errors along the way."""
-    optimizer = torch.optim.Adam(
+def optimizer_of(model):
+    return torch.optim.Adam(
         [
             {"params": model.charges.parameters(), "lr": 1.5e-2},
             {"params": [model.height], "lr": 2e-2},
             {"params": [model.rho], "lr": 2e-3},
         ]
     )
+
+
+def training_step(model, optimizer, batch, energy, force):
+    e, f, _ = model(batch, training=True)
+    sizes = torch.bincount(batch.system)
+    loss = (f - force).square().mean() + ((e - energy) / sizes).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def train(model, data, held_out, steps, rng):
+    """Fit energies and forces; returns steps and held-out force errors along the way."""
+    optimizer = optimizer_of(model)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, max_lr=[g["lr"] for g in optimizer.param_groups], total_steps=steps, pct_start=0.15
     )
@@ -300,14 +314,7 @@ def train(model, data, held_out, steps, rng):
     with tqdm(range(1, steps + 1), desc="training", unit="step") as progress:
         for step in progress:
             order = order or list(rng.permutation(len(data)))
-            batch, energy, force, _ = data[order.pop()]
-            e, f, _ = model(batch, training=True)
-            sizes = torch.bincount(batch.system)
-            loss = (f - force).square().mean() + ((e - energy) / sizes).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            training_step(model, optimizer, *data[order.pop()][:3])
             schedule.step()
             if step % max(1, steps // 20) == 0 or step == steps:
                 curve["step"].append(step)

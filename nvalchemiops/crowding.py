@@ -1,14 +1,26 @@
 """Whether threads gain anything at present: on a machine that others use as well, they may wait for each other.
 
 A thread that the system does not run keeps all others of its launch waiting, for milliseconds, while the work takes
-fractions of one. So the launches that were shared among threads tell whether they took less time than their work takes
-on one thread. If too many of the last ones did not, launches stay whole for a while; then a few are shared again, and
-decide for how long. Results do not depend on it, to the last bit.
+fractions of one. Two signs tell:
+
+- The launches that were shared among threads took no less time than their work takes on one thread. If too many of the
+  last ones did not, launches stay whole for a while; then a few are shared again, and decide for how long.
+- The system takes the processor away from this thread, as it does only for the sake of another one. It counts how
+  often, which is looked at some times a second.
+
+Results do not depend on it, to the last bit.
 """
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
 
 GAIN = 0.9
 """Time of a shared launch, in units of the work of all its threads, that counts as a gain. Two threads reach 0.55."""
@@ -21,24 +33,73 @@ SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds in which launches stay whole. Each pause that was followed by another launch in vain is doubled."""
 
 
+WINDOW = 0.05
+"""Seconds of processor time of a thread over which interruptions are counted, at least."""
+
+CROWDED, QUIET = 100.0, 50.0
+"""Interruptions for each second of processor time from which on a machine is crowded, and below which it no longer is.
+Beside other processes there are hundreds, on a quiet machine about ten."""
+
+LOOK = 0.01
+"""Seconds after which the count is looked at again; that takes a microsecond."""
+
+
+class Usage(NamedTuple):
+    """Processor time of a thread, and how often the system took the processor away from it."""
+
+    seconds: float
+    interruptions: int
+
+
+def usage_of_thread() -> Usage | None:
+    """That of the calling thread, if the system tells."""
+    if resource is None or not hasattr(resource, "RUSAGE_THREAD"):
+        return None
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return Usage(usage.ru_utime + usage.ru_stime, usage.ru_nivcsw)
+
+
 class Crowding:
-    """Looks back on launches that were shared among threads.
+    """Looks back on launches that were shared among threads, and on interruptions.
 
     Parameters
     ----------
     clock : callable
         Seconds from any origin.
+    usage : callable
+        `usage_of_thread`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        usage: Callable[[], Usage | None] = usage_of_thread,
+    ) -> None:
+        self.clock, self.usage = clock, usage
         self.in_vain: deque[bool] = deque(maxlen=REMEMBERED)
         self.pause = SHORTEST_PAUSE
         self.until = 0.0
+        self.interrupted = False
+        self.next_look = 0.0
+        self.seen = threading.local()
+
+    def is_crowded(self) -> bool:
+        """Whether the system keeps interrupting the threads that ask."""
+        now = self.clock()
+        if now >= self.next_look:
+            self.next_look = now + LOOK
+            usage, before = self.usage(), getattr(self.seen, "usage", None)
+            if usage is None or before is None:
+                self.seen.usage = usage
+            elif (spent := usage.seconds - before.seconds) >= WINDOW:
+                self.seen.usage = usage
+                rate = (usage.interruptions - before.interruptions) / spent
+                self.interrupted = rate >= (QUIET if self.interrupted else CROWDED)
+        return self.interrupted
 
     def threads_gain(self) -> bool:
         """Whether the next launch should be shared."""
-        return self.until == 0.0 or self.clock() >= self.until
+        return not self.is_crowded() and (self.until == 0.0 or self.clock() >= self.until)
 
     def note(self, wall: float, work: float) -> None:
         """Take account of a shared launch: its time, and the processor time of all threads on its pieces."""

@@ -265,6 +265,11 @@ def _run(task: Task, threads: int) -> None:
 _crowding = Crowding()
 
 
+def is_crowded() -> bool:
+    """Whether other work keeps interrupting this thread, so that threads which wait for each other gain nothing."""
+    return _crowding.is_crowded()
+
+
 def enter_as_worker(commands: dict[Any, Any]) -> None:
     """Make this thread a worker, with launches that it recorded before; for threads that Python forgets in between."""
     _thread.is_worker = True

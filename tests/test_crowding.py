@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from nvalchemiops import launch as core
-from nvalchemiops.crowding import LONGEST_PAUSE, REMEMBERED, SHORTEST_PAUSE, Crowding
+from nvalchemiops.crowding import LONGEST_PAUSE, REMEMBERED, SHORTEST_PAUSE, Crowding, Usage, usage_of_thread
+from nvalchemiops.torch import team
+from nvalchemiops.torch.mesh_transform import mesh_spectrum, mesh_values
+from tests.electrostatics.sums import SUMS
+from tests.systems import crystal
 from tests.test_launch import run_row_sum
 
 
@@ -20,7 +24,7 @@ class Clock:
 def simulated(seconds, is_busy, work=1e-3):
     """A loop of launches for this time; how often they were shared, by whether the machine was busy."""
     clock = Clock()
-    crowding, end = Crowding(clock), clock.now + seconds
+    crowding, end = Crowding(clock, lambda: None), clock.now + seconds
     wasted, shared = 0.0, {True: [], False: []}
     while clock.now < end:
         busy = is_busy(clock.now - 100.0, len(shared[True]) + len(shared[False]))
@@ -62,7 +66,7 @@ def test_threads_come_back_when_the_machine_is_quiet_again():
 
 def test_pauses_are_forgotten_after_a_quiet_time():
     clock = Clock()
-    crowding = Crowding(clock)
+    crowding = Crowding(clock, lambda: None)
     for _ in range(20):
         crowding.note(2.0, 1.0)
     assert not crowding.threads_gain()
@@ -78,7 +82,7 @@ def test_pauses_are_forgotten_after_a_quiet_time():
 def test_launches_stay_whole_where_threads_wait_and_give_the_same_bits(threads, monkeypatch):
     monkeypatch.setattr(core, "MINIMUM_CHUNK", 1e-15)
     clock = Clock()
-    monkeypatch.setattr(core, "_crowding", Crowding(clock))
+    monkeypatch.setattr(core, "_crowding", Crowding(clock, lambda: None))
     original = core._run
 
     def waits(task, n_threads):
@@ -96,3 +100,171 @@ def test_launches_stay_whole_where_threads_wait_and_give_the_same_bits(threads, 
     monkeypatch.setattr(core, "_run", original)
     clock.now += 2.0 * LONGEST_PAUSE
     assert len(run_row_sum(x)[1].unique()) > 1
+
+
+# -- interruptions by the system, and torch's own operations ---------------------------------------------------
+
+
+class Interrupted:
+    """What a thread sees that runs for ``share`` of the time and is interrupted so often a second of its own."""
+
+    def __init__(self, clock):
+        self.clock, self.seconds, self.count, self.rate, self.last = clock, 0.0, 0.0, 0.0, clock.now
+
+    def __call__(self):
+        spent = self.clock.now - self.last
+        self.seconds, self.count, self.last = self.seconds + spent, self.count + spent * self.rate, self.clock.now
+        return Usage(self.seconds, int(self.count))
+
+
+def test_interruptions_tell_that_others_want_the_cores():
+    clock = Clock()
+    usage = Interrupted(clock)
+    crowding = Crowding(clock, usage)
+
+    def answers(seconds, rate):
+        usage()
+        usage.rate, found = rate, []
+        for _ in range(int(seconds / 1e-3)):
+            clock.now += 1e-3
+            found.append(crowding.is_crowded())
+        return found
+
+    assert not any(answers(1.0, 10.0))
+    assert all(answers(1.0, 300.0)[100:]) and not crowding.threads_gain()
+    # no back and forth in between
+    assert all(answers(1.0, 70.0))
+    assert not any(answers(1.0, 10.0)[100:]) and crowding.threads_gain()
+
+
+def test_a_system_that_does_not_tell_is_quiet():
+    assert not Crowding(Clock(), lambda: None).is_crowded()
+
+
+def test_usage_of_this_thread():
+    usage = usage_of_thread()
+    assert usage is None or (usage.seconds > 0.0 and usage.interruptions >= 0)
+
+
+needs_openmp = pytest.mark.skipif(team._limit() is None, reason="torch has loaded no OpenMP of GNU here")
+
+
+@needs_openmp
+@pytest.mark.parametrize("method", ["ewald", "pme"])
+@pytest.mark.parametrize("matching", [False, True])
+def test_crowded_sums_have_the_same_bits_and_give_the_threads_back(method, matching, threads, monkeypatch):
+    """Forward and backward, in plain sums and through forces, with meshes and waves that torch would divide."""
+    threads(2)
+    system = crystal("rocksalt", 5.64, 4, 0.3)
+    given = {"alpha": 0.45, "cutoff": 7.0}
+    given |= {"mesh_dimensions": (45, 45, 45)} if method == "pme" else {"k_cutoff": 2.5}
+    during = []
+
+    def run(crowded):
+        monkeypatch.setattr(core, "is_crowded", lambda: crowded)
+        x, q, cell = (t.clone().requires_grad_() for t in system[:3])
+        x.register_hook(lambda _: during.append(torch.get_num_threads()))
+        energies, forces = SUMS[method](x, q, cell, compute_forces=True, **given)
+        assert torch.get_num_threads() == 2
+        loss = forces.square().sum() if matching else energies.sum()
+        gradients = torch.autograd.grad(loss, (x, q, cell))
+        assert torch.get_num_threads() == 2
+        return energies.detach(), forces.detach(), *gradients
+
+    for quiet, crowded in zip(run(False), run(True)):
+        assert torch.equal(quiet, crowded)
+
+
+@needs_openmp
+def test_torch_has_one_thread_inside_and_the_rest_of_a_backward_pass_has_all(threads, monkeypatch):
+    threads(2)
+    monkeypatch.setattr(core, "is_crowded", lambda: True)
+    seen = {}
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, name):
+            seen[f"{name} forward"], ctx.name = torch.get_num_threads(), name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            seen[f"{ctx.name} backward"] = torch.get_num_threads()
+            return gradient, None
+
+    x = torch.rand(3, requires_grad=True)
+    before = Probe.apply(x, "before")
+    inside = team.fairly(lambda y: 2.0 * Probe.apply(3.0 * y, "inside"), before)
+    Probe.apply(inside, "after").sum().backward()
+    assert seen == {
+        "before forward": 2,
+        "inside forward": 1,
+        "after forward": 2,
+        "after backward": 2,
+        "inside backward": 1,
+        "before backward": 2,
+    }
+    torch.testing.assert_close(x.grad, torch.full((3,), 6.0))
+
+
+@needs_openmp
+def test_threads_come_back_after_errors(threads, monkeypatch):
+    threads(2)
+    monkeypatch.setattr(core, "is_crowded", lambda: True)
+
+    def raises(*_):
+        raise ArithmeticError("on purpose")
+
+    with pytest.raises(ArithmeticError):
+        team.fairly(raises, torch.ones(3))
+    assert torch.get_num_threads() == 2
+    x = torch.ones(3, requires_grad=True)
+    inner = 2.0 * x
+    inner.register_hook(raises)
+    result = team.fairly(lambda y: 3.0 * y, inner)
+    with pytest.raises(ArithmeticError):
+        result.sum().backward()
+    team.fairly(lambda y: y, x)
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize("mesh", [(14, 14, 14), (9, 12, 15), (64, 64, 64)])
+@pytest.mark.parametrize("lead", [(), (2, 3)])
+def test_transforms_of_meshes(mesh, lead):
+    """Values, derivatives of all orders, slices of vmap: what torch's own transforms give."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(*lead, *mesh, dtype=torch.float64, generator=generator)
+    half = torch.view_as_real(torch.fft.rfftn(values, dim=(-3, -2, -1)))
+    torch.testing.assert_close(mesh_spectrum(values), half)
+    back = torch.fft.irfftn(torch.view_as_complex(half), s=mesh, dim=(-3, -2, -1), norm="forward")
+    torch.testing.assert_close(mesh_values(half, mesh[2]), back)
+    if values.numel() > 1e5:
+        return
+    by_torch = {
+        mesh_spectrum: lambda v: torch.view_as_real(torch.fft.rfftn(v, dim=(-3, -2, -1))),
+        mesh_values: lambda s: torch.fft.irfftn(torch.view_as_complex(s), s=mesh, dim=(-3, -2, -1), norm="forward"),
+    }
+    for ours, start, rest in ((mesh_spectrum, values, ()), (mesh_values, half, (mesh[2],))):
+        start = start.clone().requires_grad_()
+        found = []
+        for function in (lambda t, ours=ours, rest=rest: ours(t, *rest), by_torch[ours]):
+            result = function(start)
+            (slope,) = torch.autograd.grad(result.pow(3).sum(), start, create_graph=True)
+            found.append((slope, *torch.autograd.grad(slope.square().sum(), start)))
+        torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9 * float(found[1][1].abs().max()))
+        several = torch.stack([start.detach(), 2.0 * start.detach()], 1)
+        mapped = torch.func.vmap(lambda t, ours=ours, rest=rest: ours(t, *rest), in_dims=1)(several)
+        expected = ours(start.detach(), *rest)
+        torch.testing.assert_close(mapped, torch.stack([expected, 2.0 * expected]))
+
+
+def test_transforms_have_the_same_bits_at_any_number_of_threads(threads):
+    generator = torch.Generator().manual_seed(0)
+    for mesh in ((14, 14, 14), (48, 48, 48), (63, 49, 35)):
+        values = torch.randn(2, 1, *mesh, dtype=torch.float64, generator=generator)
+        found = []
+        for n in (1, 2, 3, 8):
+            threads(n)
+            spectrum = mesh_spectrum(values)
+            found.append((spectrum, mesh_values(spectrum, mesh[2])))
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))

@@ -71,7 +71,7 @@ def test_same_bits_at_any_number_of_threads(rows, threads, always_split):
 
 def test_small_launches_stay_whole_and_large_ones_are_split(threads, monkeypatch):
     threads(2)
-    monkeypatch.setattr(core, "_crowding", Crowding())  # which has not seen that this machine is busy
+    monkeypatch.setattr(core, "_crowding", Crowding(usage=lambda: None))  # which does not see that this machine is busy
     with monkeypatch.context() as patch:
         # compiling the kernel counts for its first launch, and a busy machine may halt any: neither takes so long
         patch.setattr(core, "MINIMUM_CHUNK", 1e3)

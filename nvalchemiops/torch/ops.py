@@ -4,7 +4,7 @@
 them have been imported.
 """
 
-from nvalchemiops.torch import fourier, lattice, mesh, segments
+from nvalchemiops.torch import fourier, lattice, mesh, mesh_transform, segments
 from nvalchemiops.torch.interactions.dispersion import coefficients, three_body
 from nvalchemiops.torch.interactions.electrostatics import wave_vectors
 from nvalchemiops.torch.interactions.pair import op as pair
@@ -16,6 +16,7 @@ __all__ = [
     "geometry",
     "lattice",
     "mesh",
+    "mesh_transform",
     "pair",
     "rows",
     "search",

@@ -1,14 +1,22 @@
-"""Kernels on the threads that torch's own operations run on.
+"""Kernels on the threads that torch's own operations run on, and these operations on one thread where that is better.
 
 After an operation, the threads of GNU OpenMP wait for the next one in a loop, for some milliseconds. That is cheap for
 torch, but any other thread has to share a core with them meanwhile. So pieces of a launch are given to these threads.
+And on a machine that is busy with other work, torch's operations inside ours take one thread, as kernels do there: they
+are element by element, matrix products, Fourier transforms and sums along a dimension, whose bits do not depend on it.
 """
 
+import contextlib
 import ctypes
+import functools
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+
 from nvalchemiops import launch as core
+from nvalchemiops.torch.autograd.functorch import derivative_asked
 
 LIBRARY = "libgomp"
 """The one OpenMP whose entry points are known here."""
@@ -54,10 +62,132 @@ class Team:
 def torch_team() -> Team | None:
     """The team of the OpenMP library that torch has loaded, if it is GNU's and can be found."""
     try:
-        with open("/proc/self/maps") as maps:
-            loaded = {line.split()[-1] for line in maps if LIBRARY in line}
-        # other packages may bring a copy of their own
-        mine = [path for path in loaded if "torch" in path] or list(loaded)
-        return Team(ctypes.CDLL(mine[0])) if len(mine) == 1 else None
+        return Team(_loaded(LIBRARY))
     except (OSError, AttributeError):
         return None
+
+
+def _loaded(name: str) -> ctypes.CDLL:
+    """The library of this name that torch has loaded; OSError if that is not known."""
+    with open("/proc/self/maps") as maps:
+        loaded = {line.split()[-1] for line in maps if name in line}
+    # other packages may bring a copy of their own
+    mine = [path for path in loaded if "torch" in path] or list(loaded)
+    if len(mine) != 1:
+        raise OSError(f"{len(mine)} libraries {name}")
+    return ctypes.CDLL(mine[0])
+
+
+class _Limit:
+    """The number of threads that the calling thread has for torch's operations; other threads keep theirs."""
+
+    def __init__(self) -> None:
+        openmp = _loaded(LIBRARY)
+        self.most, self.set = openmp.omp_get_max_threads, openmp.omp_set_num_threads
+        # Intel's library, where torch has it, has a number besides
+        self.set_products = getattr(_loaded("libtorch_cpu"), "MKL_Set_Num_Threads_Local", None)
+        self.before = threading.local()
+
+    def enter(self, in_backward: bool = False) -> bool:
+        """Take one thread from now on; False if that is so already."""
+        if getattr(self.before, "threads", None) is not None or self.most() == 1:
+            return False
+        self.before.threads, self.before.in_backward = self.most(), in_backward
+        self.set(1)
+        self.before.products = self.set_products(1) if self.set_products else None
+        return True
+
+    def recover(self) -> None:
+        """Leave what a backward pass entered that raised before its end."""
+        if getattr(self.before, "in_backward", False) and torch._C._current_graph_task_id() < 0:
+            self.leave()
+
+    def leave(self) -> bool:
+        """Take as many as before; False if that is so already."""
+        threads = getattr(self.before, "threads", None)
+        if threads is None:
+            return False
+        self.before.threads = None
+        self.set(threads)
+        if self.set_products:
+            self.set_products(self.before.products)
+        return True
+
+
+@contextlib.contextmanager
+def fixed_threads(values: torch.Tensor, alone: int) -> Iterator[None]:
+    """One thread for up to ``alone`` numbers, and those of the caller for more, however busy the machine is."""
+    limit = _limit() if values.device.type == "cpu" else None
+    if limit is None:
+        yield
+    elif values.numel() <= alone:
+        entered = limit.enter()
+        try:
+            yield
+        finally:
+            if entered:
+                limit.leave()
+    else:
+        left = limit.leave()
+        try:
+            yield
+        finally:
+            if left:
+                limit.enter()
+
+
+@functools.cache
+def _limit() -> _Limit | None:
+    try:
+        return _Limit()
+    except (OSError, AttributeError):
+        return None
+
+
+def fairly(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    """``function(*tensors)``, a tensor or some; on one thread, as its backward pass, where others need the cores.
+
+    For eager calls on a CPU. Whatever ``function`` has from elsewhere is a constant.
+    """
+    if torch.compiler.is_compiling() or not core.is_crowded() or derivative_asked() or tensors[0].device.type != "cpu":
+        return function(*tensors)
+    limit = _limit()
+    if limit is not None:
+        limit.recover()
+    if limit is None or not limit.enter():
+        return function(*tensors)
+    try:
+        with_graph = torch.is_grad_enabled()
+        aliases = [t.view_as(t) if with_graph and t.requires_grad else t for t in tensors]
+        results = function(*aliases)
+        _limit_backward(limit, [a for a, t in zip(aliases, tensors) if a is not t], results)
+        return results
+    finally:
+        limit.leave()
+
+
+def _limit_backward(limit: _Limit, inputs: Sequence[torch.Tensor], results: Any) -> None:
+    """One thread from the first result that is differentiated until all inputs are, or the backward pass ends."""
+    outputs = [r for r in (results if isinstance(results, tuple) else (results,)) if r.requires_grad]
+    waiting: set[int] = set()
+
+    def finish() -> None:
+        limit.leave()
+
+    def begin(_: torch.Tensor) -> None:
+        waiting.update(range(len(inputs)))
+        if limit.enter(in_backward=True):
+            torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+    def end(number: int) -> Callable[[torch.Tensor], None]:
+        def reached(_: torch.Tensor) -> None:
+            waiting.discard(number)
+            if not waiting:
+                limit.leave()
+
+        return reached
+
+    for output in outputs:
+        output.register_hook(begin)
+    for number, tensor in enumerate(inputs):
+        tensor.register_hook(end(number))

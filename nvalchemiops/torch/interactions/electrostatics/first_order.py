@@ -8,6 +8,7 @@ is evaluated again, as a graph of differentiable ops, and differentiated.
 In eager mode on a CPU, where looking at weights costs nothing; elsewhere the graph is all there is.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.lattice import lattice_of
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.segments import totals
+from nvalchemiops.torch.team import fairly
 
 Evaluate = Callable[[ChargedSystem, WantedParts], Sequence[Parts]]
 
@@ -64,7 +66,7 @@ def summed(
     if simple and torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and _is_plain(inputs):
         results = _Sum.apply(graph, wanted, energy_reduction, system.batch_idx, *inputs, alpha, *others)
     else:
-        results = graph(*inputs, wanted)
+        results = fairly(functools.partial(graph, wanted=wanted), *inputs)
     if system.has_channels:
         return results
     single = results if isinstance(results, tuple) else (results,)
@@ -100,7 +102,7 @@ class _Sum(torch.autograd.Function):
             wanted.charge_gradients or by_charges,
             wanted.virial or by_cell,
         )
-        results = graph(positions, charges, cell, computed)
+        results = fairly(functools.partial(graph, wanted=computed), positions, charges, cell)
         energies, *slopes = results if isinstance(results, tuple) else (results,)
         names = [name for name, there in zip(WantedParts._fields, computed) if there]
         found = dict(zip(names, slopes))

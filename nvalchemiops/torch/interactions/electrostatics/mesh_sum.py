@@ -21,6 +21,7 @@ from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedPa
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.lattice import Lattice, lattice_of, mesh_frequencies
 from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
+from nvalchemiops.torch.mesh_transform import mesh_spectrum, mesh_values
 from nvalchemiops.torch.recent import recent
 from nvalchemiops.torch.segments import totals
 
@@ -119,7 +120,7 @@ def mesh_sum(
     coordinates = in_spacings.fractional(positions)
     order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, mesh, spline_order)
     plan = (batch_idx, n_systems, order, column_begin, mesh, spline_order)
-    density = torch.fft.rfftn(mesh_spread(charges.unsqueeze(-1), coordinates, *plan, 0), dim=(2, 3, 4))
+    density = mesh_spectrum(mesh_spread(charges.unsqueeze(-1), coordinates, *plan, 0))
     if prepared is None:
         value, slope = recent(
             "influence",
@@ -129,15 +130,12 @@ def mesh_sum(
         )
     else:
         value, slope = prepared.value, prepared.slope if wanted.virial else None
-    parts_of_density = torch.view_as_real(density)  # a product with real numbers, not with complex ones
-    power = None if slope is None else parts_of_density.to(torch.float64).square() * slope
+    power = None if slope is None else density.to(torch.float64).square() * slope
     factor = value.to(charges.dtype)
     # in place where nothing is recorded: fresh memory costs more than the product
     recorded = density.requires_grad or factor.requires_grad or torch.compiler.is_compiling() or derivative_asked()
-    product = parts_of_density * factor if recorded else parts_of_density.mul_(factor)
-    density = torch.view_as_complex(product)
-    # the sum over wave vectors is not divided by their number
-    field = torch.fft.irfftn(density, s=mesh, dim=(2, 3, 4), norm="forward")
+    product = density * factor if recorded else density.mul_(factor)
+    field = mesh_values(product, mesh[2])
     gathered = mesh_gather(field, coordinates, *plan, int(wanted.forces))
     parts = at_atoms(gathered, charges, in_spacings, wanted)
     if power is None:

@@ -1,0 +1,78 @@
+"""Fourier transforms of meshes by torch, on a number of threads that depends on nothing but the size of the mesh.
+
+torch's transforms round differently for some shapes and numbers of threads. So small ones take one thread, which is no
+slower; large ones take those of the caller. Either is the derivative of the other one, up to weights of planes.
+"""
+
+from typing import Any
+
+import torch
+
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.specs import real_of
+from nvalchemiops.torch.team import fixed_threads
+
+AXES = (-3, -2, -1)
+
+ALONE = 2**18
+"""Points of meshes, in all, up to which a transform takes one thread."""
+
+
+def _doubled(n: int, like: torch.Tensor) -> torch.Tensor:
+    """How often (n // 2 + 1, 1) a plane counts in a sum over the whole mesh, whose other half has the conjugates."""
+    plane = torch.arange(n // 2 + 1, device=like.device).unsqueeze(1)
+    return torch.where((plane == 0) | (2 * plane == n), 1.0, 2.0).to(like.dtype)
+
+
+def _spectrum_pullback(values: torch.Tensor, grad_spectrum: torch.Tensor) -> torch.Tensor:
+    n = values.shape[-1]
+    return mesh_values(grad_spectrum / _doubled(n, grad_spectrum), n)
+
+
+def _values_pullback(n: int, grad_values: torch.Tensor) -> torch.Tensor:
+    return mesh_spectrum(grad_values) * _doubled(n, grad_values)
+
+
+def _spectrum_of_slices(info: Any, in_dims: tuple[int | None, ...], values: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return mesh_spectrum(values.movedim(in_dims[0] or 0, 0)), 0
+
+
+def _values_of_slices(
+    info: Any, in_dims: tuple[int | None, ...], spectrum: torch.Tensor, n: int
+) -> tuple[torch.Tensor, int]:
+    return mesh_values(spectrum.movedim(in_dims[0] or 0, 0), n), 0
+
+
+@warp_custom_op(
+    "nvalchemiops::mesh_spectrum",
+    outputs=[
+        OutputSpec("spectrum", real_of, lambda values: (*values.shape[:-1], values.shape[-1] // 2 + 1, 2)),
+    ],
+    backward=_spectrum_pullback,
+    vmap=_spectrum_of_slices,
+    trusted=True,
+)
+def mesh_spectrum(values: torch.Tensor) -> torch.Tensor:
+    """Fourier transform (..., n_x, n_y, n_z // 2 + 1, 2) of real meshes (..., n_x, n_y, n_z), real and imaginary parts.
+
+    The half of it that ``torch.fft.rfftn`` gives.
+    """
+    with fixed_threads(values, ALONE):
+        return torch.view_as_real(torch.fft.rfftn(values, dim=AXES))
+
+
+@warp_custom_op(
+    "nvalchemiops::mesh_values",
+    outputs=[OutputSpec("values", real_of, lambda spectrum, n: (*spectrum.shape[:-2], n))],
+    backward=_values_pullback,
+    vmap=_values_of_slices,
+    trusted=True,
+)
+def mesh_values(spectrum: torch.Tensor, n: int) -> torch.Tensor:
+    """Real meshes (..., n_x, n_y, n) from half of their Fourier transform, without a division by the number of points.
+
+    What ``torch.fft.irfftn`` with ``norm="forward"`` gives.
+    """
+    shape = (*spectrum.shape[-4:-2], n)
+    with fixed_threads(spectrum, 2 * ALONE):
+        return torch.fft.irfftn(torch.view_as_complex(spectrum), s=shape, dim=AXES, norm="forward")
