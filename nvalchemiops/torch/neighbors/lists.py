@@ -532,12 +532,13 @@ def suggest_neighbor_list_method(
     known = inspect.signature(neighbor_list).parameters
     others = {"positions_dtype", "optional_outputs", "use_pair_fn"}
     ignore("suggest_neighbor_list_method", {k: v for k, v in options.items() if k not in known and k not in others})
+    if positions is not None:
+        checks.check_positions(positions, finite=False)
     checks.check_index("batch_ptr", batch_ptr, positions, (None,))
     if batch_ptr.shape[0] < 1:
         raise ValueError("`batch_ptr` must have shape (n_systems + 1,), got (0,)")
     checks.check_not_negative("cutoff", cutoff)
     if positions is not None:
-        checks.check_positions(positions, finite=False)
         checks.check_systems(positions, cell, pbc, batch_idx, batch_ptr)
     n_systems = batch_ptr.shape[0] - 1
     n_atoms = int(batch_ptr[-1]) if positions is None else positions.shape[0]
