@@ -90,6 +90,29 @@ def test_the_automatic_choice_without_a_cell_returns_no_shifts():
     assert len(neighbor_list(x, 2.5, batch_idx=idx, **memory)) == 2 and not memory["neighbor_matrix_shifts"].any()
 
 
+@pytest.mark.parametrize("method", ["batch_cell_list", "batch_naive"])
+@pytest.mark.parametrize("width", [60, 3])
+def test_fairchem_graphs_compiled(method, width):
+    """The same without a graph break, and without a warning where rows are cut: counts tell."""
+    x, idx = molecules()
+
+    def graph(x, idx, matrix, shifts, count, scratch):
+        given = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "num_neighbors": count}
+        knobs = {"strategy": "auto", "atom_to_cell_mapping": scratch}
+        return neighbor_list(x, 2.5, batch_idx=idx, method=method, **given, **knobs)
+
+    memory = buffers(len(x), width)
+    memory["neighbor_matrix_shifts"] += 7
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NeighborListWarning)
+        run = torch.compile(graph, backend="aot_eager", fullgraph=True)
+        found = run(x, idx, *memory.values(), torch.zeros(3))
+    expected = neighbor_list(x, 2.5, batch_idx=idx, method=method, max_neighbors=60)
+    assert torch.equal(found[0], expected[0][:, :width]) and torch.equal(found[1], expected[1])
+    assert torch.equal(memory["neighbor_matrix"], found[0]) and not memory["neighbor_matrix_shifts"].any()
+    assert len(found) == (3 if "cell" in method else 2)
+
+
 def crowded() -> dict[str, torch.Tensor]:
     system = batch(SYSTEMS["rocksalt"](), triclinic(6))
     return {"positions": system.positions, "cell": system.cell, "batch_idx": system.batch_idx}
