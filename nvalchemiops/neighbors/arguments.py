@@ -28,6 +28,14 @@ def check_positive(name: str, value: Any) -> float:
     return number
 
 
+def check_not_negative(name: str, value: Any) -> float:
+    """The value as a float; raise unless it is a finite number, zero or above."""
+    number = as_float(name, value)
+    if not 0.0 <= number < math.inf:
+        raise ValueError(f"`{name}` must be finite and not negative, got {number}")
+    return number
+
+
 def as_int(name: str, value: Any) -> int:
     """The value as an int; raise unless it is a whole number that fits into 32 bits."""
     try:

@@ -225,7 +225,7 @@ def layout(
     method: wp.int32,
     fault: wp.array(dtype=wp.int32),
 ):
-    """The bins of system s."""
+    """The bins of system s. Where its cell cannot be searched, no atom is found, and all counts are `NOT_FINITE`."""
     # clamped, so that pointers which make no sense lead to a fault and not out of bounds
     first = wp.clamp(first_atom[s], 0, n_atoms)
     last = wp.clamp(first_atom[s + 1], first, n_atoms)
@@ -312,7 +312,14 @@ def layout(
     # also for NaN and infinity
     if not (n_images * wp.float64(wp.max(atoms, 1)) < wp.float64(wp.static(MOST_NEIGHBORS))):
         fault[_BAD_CUTOFF] = 1
+        usable = False
+    if not usable:
+        # coordinates that are NaN: `fold` takes all atoms of the system for too far away
+        for a in range(3):
+            dual[a] = wp.vec3d(wp.float64(wp.nan), wp.float64(wp.nan), wp.float64(wp.nan))
         far = wp.vec3d()
+        n_bins = wp.vec3i(1, 1, 1)
+        in_one = True
 
     skip_y = int(0)
     skip_z = int(0)

@@ -2,15 +2,21 @@
 
 import math
 
-from nvalchemiops.neighbors.arguments import as_int, check_positive
+from nvalchemiops.neighbors.arguments import as_int, check_not_negative, check_positive
 
 ROW_MULTIPLE = 16
 """Rows are a multiple of this many slots, so that each begins at a 64-byte boundary of int32."""
 
+HIGH_DENSITY = 0.2
+"""Atoms in a cubic angstrom that all but the densest solids, such as diamond (0.18), stay below; water has 0.1."""
+
+LEAST_SPARE = 4
+"""Slots that a matrix which we size has beyond its longest row, at least, unless `estimate_max_neighbors` is less."""
+
 
 def estimate_max_neighbors(
     cutoff: float,
-    atomic_density: float = 0.2,
+    atomic_density: float = HIGH_DENSITY,
     safety_factor: float | None = None,
     max_neighbors_lower_bound: int = 16,
 ) -> int:
@@ -22,7 +28,7 @@ def estimate_max_neighbors(
 
     Parameters
     ----------
-    cutoff : float, length, positive
+    cutoff : float, length, not negative
     atomic_density : float, atoms per length³, positive, optional
         In Å⁻³ water has 0.1, and the default 0.2 exceeds all but the densest solids, such as diamond (0.18).
     safety_factor : float, positive, optional
@@ -38,20 +44,37 @@ def estimate_max_neighbors(
     Raises
     ------
     ValueError, TypeError
-        An argument that is no number, not finite or not positive, named in the message.
+        An argument that is no number, not finite, not positive or, for ``cutoff``, negative, named in the message.
 
     Examples
     --------
     >>> estimate_max_neighbors(5.0)
     112
     """
-    radius = check_positive("cutoff", cutoff)
+    radius = check_not_negative("cutoff", cutoff)
     density = check_positive("atomic_density", atomic_density)
     safety = 1.0 if safety_factor is None else check_positive("safety_factor", safety_factor)
     least = as_int("max_neighbors_lower_bound", max_neighbors_lower_bound)
     if least < 0:
         raise ValueError(f"`max_neighbors_lower_bound` must not be negative, got {least}")
-    expected = 4.0 / 3.0 * math.pi * radius * radius * radius * density * safety  # `**` would raise OverflowError
+    expected = _in_sphere(radius) * density * safety
     if not math.isfinite(expected):
         raise ValueError(f"`cutoff` = {radius} is too large for any list of neighbors")
     return ROW_MULTIPLE * math.ceil(max(expected, least) / ROW_MULTIPLE)
+
+
+def roomy_width(cutoff: float, most: int) -> int:
+    """Width of a matrix whose longest row has ``most`` neighbors, such that it still fits when atoms have moved a bit.
+
+    A quarter more than the longest row, and at least `LEAST_SPARE` slots more, but no more than
+    `estimate_max_neighbors` of the cutoff unless the longest row itself is longer.
+    """
+    spare = most + max(LEAST_SPARE, -(-most // 4))
+    if _in_sphere(cutoff) * HIGH_DENSITY < spare:  # else the estimate is no less, and perhaps not even finite
+        spare = min(spare, estimate_max_neighbors(cutoff))
+    return max(most, spare)
+
+
+def _in_sphere(radius: float) -> float:
+    """The volume of a sphere; infinite if it is not finite."""
+    return 4.0 / 3.0 * math.pi * radius * radius * radius  # `**` would raise OverflowError

@@ -170,7 +170,7 @@ def check_signature(function, known_as):
         assert ours[known].default == parameter.default
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             assert list(ours)[place] == known and ours[known].kind is parameter.kind
-    assert all(p.kind is p.KEYWORD_ONLY for key, p in ours.items() if key not in theirs)
+    assert all(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for key, p in ours.items() if key not in theirs)
 
 
 # -- torch-sim ----------------------------------------------------------------------------------------------
@@ -397,7 +397,8 @@ def test_aimnet_neighbors(periodic, dtype):
     assert (matrix[~filled] == n_atoms).all()
     exact = neighbor_list(together.positions, 5.0, batch_idx=together.batch_idx, **where)
     assert torch.equal(exact[1], count)
-    assert torch.equal(exact[0], matrix[:, : exact[0].shape[1]])
+    width = min(exact[0].shape[1], matrix.shape[1])
+    assert torch.equal(exact[0][:, :width], matrix[:, :width]) and width >= int(count.max())
     # padding points at an atom that the client appends
     padded = torch.cat([together.positions, together.positions.new_zeros(1, 3)])
     assert padded[matrix.long()].shape == (*matrix.shape, 3)

@@ -97,7 +97,7 @@ def test_eager_calls_need_no_compiler(tmp_path):
                 call("batch_naive_neighbor_list_dual_cutoff", x, 0.7, 0.5, idx, None, pbcs, cells, **form)
         call("estimate_cell_list_sizes", cell, pbc, 0.3)
         call("estimate_batch_cell_list_sizes", cells, pbcs, 0.3)
-        call("suggest_neighbor_list_method", x, 0.7, cell, pbc)
+        call("suggest_neighbor_list_method", torch.tensor([0, 20]), cell, pbc, 0.7, positions=x)
         matrix, count, shifts = neighbors.neighbor_list(x, 0.7, cell, pbc)
         call("neighbor_utils.estimate_max_neighbors", 0.7)
         call("neighbor_utils.get_neighbor_list_from_neighbor_matrix", matrix, count, shifts)

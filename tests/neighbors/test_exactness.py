@@ -56,7 +56,7 @@ def rows_of(results, as_list):
     else:
         n_atoms, width = first.shape
         filled = torch.arange(width)[None] < second[:, None]
-        assert second.shape == (n_atoms,) and width == int(second.max() if n_atoms else 0)
+        assert second.shape == (n_atoms,) and width >= int(second.max() if n_atoms else 0)
         assert (first[~filled] == n_atoms).all()
         shifts = results[2] if len(results) > 2 else torch.zeros(n_atoms, width, 3, dtype=torch.int32)
         assert shifts.shape == (n_atoms, width, 3) and not shifts[~filled].any()

@@ -535,14 +535,17 @@ def test_estimated_rows_hold_a_sphere_of_atoms():
     assert [estimate_max_neighbors(r, 0.1) for r in (3.0, 5.0, 10.0)] == [16, 64, 432]
     for cutoff, density, factor in itertools.product((2.0, 6.5), (0.05, 0.3), (0.5, 3.0)):
         assert estimate_max_neighbors(cutoff, density, factor) == estimate_max_neighbors(cutoff, density * factor)
-    assert estimate_max_neighbors(0.1) == 16 and estimate_max_neighbors(0.1, max_neighbors_lower_bound=40) == 48
+    assert (
+        estimate_max_neighbors(0.1) == estimate_max_neighbors(0.0) == 16
+        and estimate_max_neighbors(0.1, max_neighbors_lower_bound=40) == 48
+    )
     assert estimate_max_neighbors(0.1, max_neighbors_lower_bound=0) == 16
 
 
 @pytest.mark.parametrize(
     ("error", "argument", "value"),
     [
-        (ValueError, "cutoff", 0.0),
+        (ValueError, "cutoff", -1.0),
         (ValueError, "cutoff", float("nan")),
         (ValueError, "cutoff", 1e200),
         (TypeError, "cutoff", "far"),

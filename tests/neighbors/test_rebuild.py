@@ -170,7 +170,6 @@ TWO = torch.tensor([0, 1], dtype=torch.int32)
         (TypeError, "current_positions", {"current_positions": X.int()}),
         (TypeError, "reference_positions", {"reference_positions": X.tolist()}),
         (TypeError, "reference_positions", {"reference_positions": X.float()}),
-        (ValueError, "reference_positions", {"reference_positions": X[:1]}),
         (ValueError, "current_positions", {"current_positions": X[:, :2]}),
         (ValueError, "skin_distance_threshold", {"skin_distance_threshold": -0.1}),
         (ValueError, "skin_distance_threshold", {"skin_distance_threshold": float("nan")}),

@@ -454,7 +454,7 @@ def test_energy_is_conserved_with_a_skin_and_wrapping_as_without():
         (ValueError, "skin", {"skin": -0.1}),
         (ValueError, "skin", {"skin": float("nan")}),
         (TypeError, "skin", {"skin": None}),
-        (ValueError, "cutoff", {"cutoff": 0.0}),
+        (ValueError, "cutoff", {"cutoff": -1.0}),
         (ValueError, "cutoff", {"cutoff": float("inf")}),
         (TypeError, "cutoff", {"cutoff": "far"}),
         (ValueError, "max_neighbors", {"max_neighbors": -1}),

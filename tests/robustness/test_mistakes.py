@@ -119,7 +119,10 @@ CALLS: dict[str, tuple[Any, dict[str, Any]]] = {
         neighbors.batch_naive_neighbor_list_dual_cutoff,
         {**BATCH, "pbc": PBC, "cutoff1": CUTOFF, "cutoff2": 2.0, "fill_value": 7},
     ),
-    "suggest_neighbor_list_method": (neighbors.suggest_neighbor_list_method, {**BATCH, "cutoff": CUTOFF}),
+    "suggest_neighbor_list_method": (
+        neighbors.suggest_neighbor_list_method,
+        {"batch_ptr": torch.tensor([0, 4, 7], dtype=torch.int32), **BATCH, "cutoff": CUTOFF},
+    ),
     "estimate_cell_list_sizes": (neighbors.estimate_cell_list_sizes, {"cell": CELL, "pbc": PBC, "cutoff": 1.0}),
     "estimate_batch_cell_list_sizes": (
         neighbors.estimate_batch_cell_list_sizes,

@@ -8,6 +8,7 @@ import torch
 
 from nvalchemiops.neighbors.arguments import as_float as as_float
 from nvalchemiops.neighbors.arguments import as_int
+from nvalchemiops.neighbors.arguments import check_not_negative as check_not_negative
 from nvalchemiops.neighbors.arguments import check_positive as check_positive
 
 FLOATS = (torch.float32, torch.float64)

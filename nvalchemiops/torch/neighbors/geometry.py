@@ -146,6 +146,7 @@ def matrix_geometry(
     ----------
     positions : (n_atoms, 3) tensor, float32 or float64, length
     neighbor_matrix : (n_rows, width) int32 tensor
+        Without rows there are no pairs, whatever the number of atoms.
     num_neighbors : (n_rows,) int32 tensor, optional
         Slots from this one on are padding. Without it ``fill_value`` alone decides.
     shifts : (n_rows, width, 3) int32 tensor, optional
@@ -179,7 +180,7 @@ def matrix_geometry(
     n_rows, width = neighbor_matrix.shape
     if target_indices is not None:
         checks.check_index("target_indices", target_indices, positions, (n_rows,))
-    elif n_rows != n_atoms:
+    elif n_rows not in (0, n_atoms):
         raise ValueError(f"`neighbor_matrix` must have {n_atoms} rows, one for each atom, got {n_rows}")
     if num_neighbors is not None:
         checks.check_index("num_neighbors", num_neighbors, positions, (n_rows,))

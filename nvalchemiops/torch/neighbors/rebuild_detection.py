@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.knobs import ignore
 
 __all__ = [
     "batch_cell_list_needs_rebuild",
@@ -48,13 +49,14 @@ def neighbor_list_needs_rebuild(
     Parameters
     ----------
     reference_positions : (n_atoms, 3) tensor, float32 or float64, length
-        Positions that the list was built from. A copy: a tensor that the integrator moves shows no displacement.
+        Positions that the list was built from. A copy: a tensor that the integrator moves shows no displacement. If
+        they are those of another number of atoms, the answer is True.
     current_positions : (n_atoms, 3) tensor of the same dtype, length
         Not folded since then, or the answer is True (see above).
     skin_distance_threshold : float, length, not negative
         Half of the skin. With zero every change counts.
     update_reference_positions : bool, optional
-        Copy the current positions into ``reference_positions``, in place, if the answer is True.
+        Copy the current positions into ``reference_positions``, in place, if the answer is True and they fit.
     cell, cell_inv : (3, 3) or (1, 3, 3) tensor, optional
         Checked, but without effect (see above).
     pbc : (3,) or (1, 3) bool tensor, optional
@@ -73,6 +75,8 @@ def neighbor_list_needs_rebuild(
     _check_pair(reference_positions, current_positions, update_reference_positions)
     threshold = _check_threshold(skin_distance_threshold)
     _check_lattice(cell, cell_inv, pbc, current_positions, 1)
+    if reference_positions.shape != current_positions.shape:
+        return torch.ones(1, dtype=torch.bool, device=current_positions.device)
     stale = _moved(reference_positions, current_positions, threshold).any().reshape(1)
     if update_reference_positions:
         _update(reference_positions, current_positions, stale)
@@ -115,7 +119,8 @@ def batch_neighbor_list_needs_rebuild(
     batch_idx : (n_atoms,) int32 tensor
         System of each atom, in any order.
     update_reference_positions : bool, optional
-        Copy the current positions of those systems whose answer is True into ``reference_positions``, in place.
+        Copy the current positions of those systems whose answer is True into ``reference_positions``, in place, if
+        they fit.
     cell, cell_inv : (3, 3) or (n_systems, 3, 3) tensor, optional
         Checked, but without effect (see above), except that they tell the number of systems. A single one is that of
         all systems.
@@ -129,6 +134,7 @@ def batch_neighbor_list_needs_rebuild(
     -------
     (n_systems,) bool tensor
         The result is that of `neighbor_list_needs_rebuild` for each system by itself; False for one without atoms.
+        True for all if the reference has another number of atoms, whose systems are not known.
 
     Raises
     ------
@@ -141,6 +147,8 @@ def batch_neighbor_list_needs_rebuild(
     checks.check_index("batch_idx", batch_idx, current_positions, (current_positions.shape[0],))
     n_systems = _number_of_systems(batch_idx, cell, cell_inv, pbc, num_systems)
     _check_lattice(cell, cell_inv, pbc, current_positions, n_systems)
+    if reference_positions.shape != current_positions.shape:
+        return torch.ones(n_systems, dtype=torch.bool, device=current_positions.device)
     system = batch_idx.to(torch.int64)
     moved = _moved(reference_positions, current_positions, threshold)
     # a maximum of integers does not depend on the order in which threads arrive
@@ -151,7 +159,9 @@ def batch_neighbor_list_needs_rebuild(
     return stale
 
 
-def cell_list_needs_rebuild(current_positions: torch.Tensor, cell: torch.Tensor, pbc: torch.Tensor) -> torch.Tensor:
+def cell_list_needs_rebuild(
+    current_positions: torch.Tensor, cell: torch.Tensor, pbc: torch.Tensor, **without_effect: Any
+) -> torch.Tensor:
     """Whether the bins of an earlier cell list cannot be used again: always True.
 
     This library keeps no bins between two calls, so there is never an old cell list that is still good. Clients that
@@ -162,6 +172,8 @@ def cell_list_needs_rebuild(current_positions: torch.Tensor, cell: torch.Tensor,
     current_positions : (n_atoms, 3) tensor, float32 or float64, length
     cell : (3, 3) or (1, 3, 3) tensor, length
     pbc : (3,) or (1, 3) bool tensor
+    **without_effect
+        The bins of an earlier list, as in `neighbor_list`.
 
     Returns
     -------
@@ -172,19 +184,27 @@ def cell_list_needs_rebuild(current_positions: torch.Tensor, cell: torch.Tensor,
     ValueError, TypeError
         A bad argument, named in the message.
     """
+    ignore("cell_list_needs_rebuild", without_effect)
     checks.check_positions(current_positions, finite=False, name="current_positions")
     _check_lattice(cell, None, pbc, current_positions, 1, required=True)
     return torch.ones(1, dtype=torch.bool, device=current_positions.device)
 
 
-def check_cell_list_rebuild_needed(current_positions: torch.Tensor, cell: torch.Tensor, pbc: torch.Tensor) -> bool:
+def check_cell_list_rebuild_needed(
+    current_positions: torch.Tensor, cell: torch.Tensor, pbc: torch.Tensor, **without_effect: Any
+) -> bool:
     """`cell_list_needs_rebuild` as a Python bool: always True, after the same checks."""
+    ignore("check_cell_list_rebuild_needed", without_effect)
     cell_list_needs_rebuild(current_positions, cell, pbc)
     return True
 
 
 def batch_cell_list_needs_rebuild(
-    current_positions: torch.Tensor, batch_idx: torch.Tensor, cell: torch.Tensor, pbc: torch.Tensor
+    current_positions: torch.Tensor,
+    batch_idx: torch.Tensor,
+    cell: torch.Tensor,
+    pbc: torch.Tensor,
+    **without_effect: Any,
 ) -> torch.Tensor:
     """For each system, whether the bins of an earlier cell list cannot be used again: always True.
 
@@ -196,6 +216,8 @@ def batch_cell_list_needs_rebuild(
     batch_idx : (n_atoms,) int32 tensor
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
     pbc : (3,) or (n_systems, 3) bool tensor
+    **without_effect
+        The bins of an earlier list, as in `neighbor_list`.
 
     Returns
     -------
@@ -208,6 +230,7 @@ def batch_cell_list_needs_rebuild(
     ValueError, TypeError
         A bad argument, named in the message.
     """
+    ignore("batch_cell_list_needs_rebuild", without_effect)
     checks.check_positions(current_positions, finite=False, name="current_positions")
     checks.check_index("batch_idx", batch_idx, current_positions, (current_positions.shape[0],))
     n_systems = _number_of_systems(batch_idx, cell, None, pbc, None)
@@ -263,11 +286,6 @@ def _check_pair(reference: Any, current: Any, update: Any) -> None:
     checks.check_positions(current, finite=False, name="current_positions")
     if reference.dtype != current.dtype:
         raise TypeError(f"`reference_positions` has dtype {reference.dtype}, but `current_positions` {current.dtype}")
-    if reference.shape != current.shape:
-        raise ValueError(
-            f"`reference_positions` has shape {tuple(reference.shape)}, but `current_positions` "
-            f"{tuple(current.shape)}: a list for other atoms must be built anew"
-        )
     if reference.device != current.device:
         raise ValueError(f"`reference_positions` is on {reference.device}, but `current_positions` on {current.device}")
 

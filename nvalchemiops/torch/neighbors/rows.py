@@ -65,6 +65,9 @@ def rows_of(
 ) -> Rows | None:
     """The rows of a list or matrix, or None if neither is given.
 
+    A matrix without rows, and a list without pairs whose pointers are a single 0, say that there are no pairs, whatever
+    the number of atoms.
+
     Parameters
     ----------
     given : GivenNeighbors
@@ -139,12 +142,15 @@ def _is_sorted(batch_idx: torch.Tensor) -> bool:
 
 def _from_matrix(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
     matrix, shifts, n_atoms = given.neighbor_matrix, given.matrix_shifts, positions.shape[0]
-    checks.check_index("neighbor_matrix", matrix, positions, (n_atoms, None))
+    n_rows = 0 if isinstance(matrix, torch.Tensor) and matrix.shape[:1] == (0,) else n_atoms
+    checks.check_index("neighbor_matrix", matrix, positions, (n_rows, None))
     assert matrix is not None
     width = matrix.shape[1]
     if shifts is not None:
-        checks.check_index("neighbor_matrix_shifts", shifts, positions, (n_atoms, width, 3))
+        checks.check_index("neighbor_matrix_shifts", shifts, positions, (n_rows, width, 3))
         shifts = _int32(shifts).view(-1, 3)
+    if n_rows == 0:
+        width = 0
     padding = _padding(given, n_atoms)
     return Rows(None, _int32(matrix).view(-1), shifts, width, padding, None)
 
@@ -154,6 +160,9 @@ def _from_list(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
     checks.check_index("neighbor_list", pairs, positions, (2, None))
     assert pairs is not None
     first = _int32(pairs[0])
+    if isinstance(ptr, torch.Tensor) and ptr.shape == (1,) and pairs.shape[1] == 0:
+        checks.check_index("neighbor_ptr", ptr, positions, (1,))
+        ptr = ptr.new_zeros(n_atoms + 1)
     if ptr is None:
         ptr = begins(first, n_atoms)
     else:

@@ -1,4 +1,4 @@
-"""The neighbor search as torch ops: a list, a matrix as wide as needed, a matrix of given width.
+"""The neighbor search as torch ops: a list, a matrix as wide as needed and a bit more, a matrix of given width.
 
 All geometry is computed in float64, whatever the dtype of the positions.
 """
@@ -11,7 +11,9 @@ import warp as wp
 
 from nvalchemiops.math.vectors import LANES
 from nvalchemiops.neighbors import NeighborOverflowError, grid
+from nvalchemiops.neighbors.neighbor_utils import roomy_width
 from nvalchemiops.neighbors.search import (
+    NOT_FINITE,
     ROWS_PER_THREAD,
     SCRATCH_ROWS,
     SCRATCH_WIDTH,
@@ -304,6 +306,16 @@ def raise_overflow(count: torch.Tensor, width: int, query: Query) -> None:
     raise NeighborOverflowError(width, most, system)
 
 
+def largest_count(count: torch.Tensor) -> int:
+    """Most neighbors of any atom whose neighbors can be told. Waits for the device."""
+    values = _values(count)
+    most = int(values.max()) if values.numel() else 0
+    if most < NOT_FINITE:
+        return most
+    known = values[values < NOT_FINITE]  # rows that were kept from a search that nobody looked at
+    return int(known.max()) if known.numel() else 0
+
+
 def _values(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, without what ``torch.func`` has wrapped around it."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -396,14 +408,17 @@ def neighbor_matrix_of(
     method: int,
     fill_value: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The matrix format, as wide as needed. Waits for the device, and raises what is wrong with the input."""
+    """The matrix format, a bit wider than needed. Waits for the device, and raises what is wrong with the input."""
     search = _Search(Query(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method))
     count = search.count()
-    width = int(count.max()) if search.n_rows else 0
+    most = int(count.max()) if search.n_rows else 0
+    width = roomy_width(cutoff, most) if search.n_rows else 0
+    if search.n_rows * width > MAX_SLOTS:
+        width = most
     check_size(search.n_rows * width)
     matrix = new_empty((search.n_rows, width), torch.int32, search.device)
     shifts = new_empty((0 if cell is None else search.n_rows, width, 3), torch.int32, search.device)
-    search.fill(count, width, matrix.view(-1), shifts.view(-1, 3), width=width, fill_value=fill_value)
+    search.fill(count, most, matrix.view(-1), shifts.view(-1, 3), width=width, fill_value=fill_value)
     return matrix, count, shifts
 
 
@@ -481,6 +496,7 @@ __all__ = [
     "batch_size",
     "check_size",
     "fill_neighbor_matrix",
+    "largest_count",
     "largest_number",
     "neighbor_matrix_of",
     "neighbor_matrix_of_width",

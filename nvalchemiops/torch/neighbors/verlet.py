@@ -14,7 +14,7 @@ from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.eager import eager
 from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
-from nvalchemiops.torch.neighbors.lists import check_method, neighbor_list
+from nvalchemiops.torch.neighbors.lists import Form, Memory, Systems, build, method_number
 from nvalchemiops.torch.neighbors.rebuild_detection import (
     batch_neighbor_list_needs_rebuild,
     neighbor_list_needs_rebuild,
@@ -71,7 +71,7 @@ class VerletList:
 
     Parameters
     ----------
-    cutoff : float, length, positive
+    cutoff : float, length, not negative
     skin : float, length, not negative
         With zero every change of a coordinate costs a search. Large skins make long lists, small ones many searches;
         0.1 to 0.3 of the cutoff is usual.
@@ -132,7 +132,7 @@ class VerletList:
         return_neighbor_list: bool = False,
         method: str | None = None,
     ) -> None:
-        self.cutoff = checks.check_positive("cutoff", cutoff)
+        self.cutoff = checks.check_not_negative("cutoff", cutoff)
         self.skin = checks.as_float("skin", skin)
         if not 0.0 <= self.skin < math.inf:
             raise ValueError(f"`skin` must be finite and not negative, got {self.skin}")
@@ -143,7 +143,7 @@ class VerletList:
         if self.max_neighbors is not None and self.max_neighbors < 0:
             raise ValueError(f"`max_neighbors` must not be negative, got {max_neighbors}")
         self.return_neighbor_list = checks.check_flag("return_neighbor_list", return_neighbor_list)
-        check_method(method)
+        method_number(method)
         self.method = method
         self.reset()
 
@@ -231,23 +231,21 @@ class VerletList:
         padding = given.positions.shape[0] if self.fill_value is None else self.fill_value
         width = ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors
         while True:
-            options: dict[str, Any] = {"max_neighbors": width}
+            memory = Memory()
             if flags is not None and self._kept is not None:
                 names = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")
-                copies = _widened(self._kept.rows, width, padding)
-                options = {"rebuild_flags": flags, **dict(zip(names, copies))}
+                memory = Memory(**dict(zip(names, _widened(self._kept.rows, width, padding))))
             try:
-                rows = neighbor_list(
+                rows = build(
+                    method_number(self.method),
                     given.positions,
                     self.reach,
-                    given.cell,
-                    given.pbc,
-                    given.batch_idx,
-                    given.batch_ptr,
-                    half_fill=self.half_fill,
-                    fill_value=padding,
-                    method=self.method,
-                    **options,
+                    Systems(*given[1:]),
+                    Form(self.half_fill, padding, as_list=False),
+                    width,
+                    memory,
+                    flags,
+                    may_cut=False,
                 )
             except NeighborOverflowError as error:
                 needed = error.num_neighbors

@@ -1,0 +1,45 @@
+"""Arguments of another implementation that change no result: callers may pass them, and nothing reads them."""
+
+from typing import Any
+
+WITHOUT_EFFECT = frozenset(
+    {
+        # which kernel of an idea runs, and how its grid is laid out
+        "strategy",
+        "atom_centric_path",
+        "grid_policy",
+        "max_nbins",
+        "max_tiles_per_group",
+        # sizes that a caller has counted in advance
+        "max_atoms_per_system",
+        "max_shifts_per_system",
+        "num_shifts_per_system",
+        "shift_range_per_dimension",
+        "shift_offset",
+        "total_shifts",
+        # scratch memory
+        "cells_per_dimension",
+        "neighbor_search_radius",
+        "cell_offsets",
+        "atom_periodic_shifts",
+        "atom_to_cell_mapping",
+        "atoms_per_cell_count",
+        "cell_atom_start_indices",
+        "cell_atom_list",
+        "sorted_positions",
+        "sorted_shifts",
+        "positions_wrapped_buffer",
+        "per_atom_cell_offsets_buffer",
+        "inv_cell_buffer",
+    }
+)
+
+OPTIONAL_ELSEWHERE = frozenset({"pair_fn", "pair_params", "pair_energies", "pair_forces", "state"})
+"""Arguments with an effect, which is not had here: None, their default there, is all that is taken."""
+
+
+def ignore(function: str, given: dict[str, Any]) -> None:
+    """Raise TypeError for the first of the further arguments of ``function`` that is none of `WITHOUT_EFFECT`."""
+    for name, value in given.items():
+        if name not in WITHOUT_EFFECT and (value is not None or name not in OPTIONAL_ELSEWHERE):
+            raise TypeError(f"{function}() got an unexpected keyword argument '{name}'")
