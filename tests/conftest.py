@@ -49,10 +49,16 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 
 @pytest.fixture
-def always_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def not_crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use threads however busy the machine is."""
+    monkeypatch.setattr("nvalchemiops.crowding.Crowding.is_crowded", lambda _: False)
+    monkeypatch.setattr("nvalchemiops.crowding.Crowding.threads_gain", lambda _: True)
+
+
+@pytest.fixture
+def always_split(not_crowded: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Split from the second launch on, however short it was, and however busy the machine is."""
     monkeypatch.setattr("nvalchemiops.launch.MINIMUM_CHUNK", 1e-15)
-    monkeypatch.setattr("nvalchemiops.crowding.Crowding.threads_gain", lambda _: True)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import torch
 import warp as wp
 
 from nvalchemiops import launch as core
-from nvalchemiops.crowding import Crowding
 from nvalchemiops.torch.launch import launch, launch_adjoint
 
 
@@ -69,9 +68,8 @@ def test_same_bits_at_any_number_of_threads(rows, threads, always_split):
     torch.testing.assert_close(found[1], (torch.sin(x.double()) * i).sum(1))
 
 
-def test_small_launches_stay_whole_and_large_ones_are_split(threads, monkeypatch):
+def test_small_launches_stay_whole_and_large_ones_are_split(threads, not_crowded, monkeypatch):
     threads(2)
-    monkeypatch.setattr(core, "_crowding", Crowding(usage=lambda: None))  # which does not see that this machine is busy
     with monkeypatch.context() as patch:
         # compiling the kernel counts for its first launch, and a busy machine may halt any: neither takes so long
         patch.setattr(core, "MINIMUM_CHUNK", 1e3)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nvalchemiops.interactions.pair.potentials import DSF
-from nvalchemiops.torch import fourier, mesh, neighbors, segments
+from nvalchemiops.torch import fourier, mesh, mesh_transform, neighbors, segments
 from nvalchemiops.torch.autograd import live_recordings
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives, three_body_energies
@@ -75,6 +75,8 @@ def op_calls(system: System):
         mesh.mesh_columns: (x, *sizes, (6, 5, 7), 5),
         mesh.mesh_spread: (moments, x, *stencils, 1),
         mesh.mesh_gather: (mesh.mesh_spread(moments, x, *stencils, 1), x, *stencils, 1),
+        mesh_transform.mesh_spectrum: (torch.randn(n_systems, 1, 6, 5, 7, dtype=torch.float64),),
+        mesh_transform.mesh_values: (torch.randn(n_systems, 1, 6, 5, 4, 2, dtype=torch.float64), 7),
         wave_vectors.points_within: (cell, torch.full((n_systems,), 2.0, dtype=torch.float64)),
         wave_vectors.points_of_indices: (cell, torch.tensor([[1, -2, 0], [0, 0, 3]])),
     }

@@ -339,7 +339,7 @@ def test_one_build_for_two_cutoffs(half, order):
     assert np.array_equal(kept, in_order(rows_of(short[0], short[2])))
 
 
-def test_a_large_search_uses_all_threads(threads, monkeypatch):
+def test_a_large_search_uses_all_threads(threads, not_crowded, monkeypatch):
     """R05: the documented number of threads, torch's, is what a search of 10,000 atoms uses; the list is the same."""
     asked = []
     run = core._run
