@@ -12,7 +12,14 @@ from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDa
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
-from nvalchemiops.torch.interactions.pair.potential import EVERYWHERE, PairSystem, Wanted, sum_pairs, systems_of
+from nvalchemiops.torch.interactions.pair.potential import (
+    EVERYWHERE,
+    PairSystem,
+    Wanted,
+    check_images,
+    sum_pairs,
+    systems_of,
+)
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.recent import recent
@@ -211,6 +218,7 @@ def dispersion_sum(
     cell, batch_idx, n_systems = systems_of(
         system.positions, system.cell, system.batch_idx, system.num_systems, apart or wanted.energy_reduction != "atom"
     )
+    cell = check_images(rows, cell, batch_idx, system.positions, n_systems)
     if cell is None and not apart:
         pairs = PairSystem(system.positions, None, None, 1, rows)
     else:
