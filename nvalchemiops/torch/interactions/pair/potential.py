@@ -541,7 +541,10 @@ def check_images(
     of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[checks.plain(batch_idx).long()]
     beyond = (shifts != 0) & of_atom.repeat_interleave(width, 0, output_size=shifts.shape[0])
     if bool(beyond[rows.neighbors != rows.padding].any()):
-        raise ValueError("`cell` has a zero lattice vector along an axis along which neighbors are in other images")
+        raise ValueError(
+            "`cell`: the neighbor list joins what are no neighbors, images along an axis that is open (a zero lattice "
+            "vector, or False in `pbc`)"
+        )
     return cell
 
 
