@@ -69,8 +69,7 @@ def energy_of_model(request):
 def test_forces_and_hessians_with_charges_that_depend_on_positions(energy_of_model):
     """Through ``create_graph``: the whole force, the charges' share counted once, and its derivative.
 
-    Without alpha the sums look at the forces when they choose it, so differences hold as far as the accuracy does; along
-    the Hessian the same choice is made in each call.
+    Without alpha the sums look at the forces when they choose it, so differences hold as far as the accuracy does.
     """
     x, cell, energy = energy_of_model
     direction = torch.sin(torch.arange(x.numel(), dtype=torch.float64)).view_as(x)
@@ -101,7 +100,7 @@ def test_forces_and_hessians_with_charges_that_depend_on_positions(energy_of_mod
 
 def test_dsf_with_a_padding_atom_appended_last():
     """Its system is 0, its number what fills the matrix: a valid index. The device is a string."""
-    two = batch(triclinic(5, charged=True), triclinic(4, seed=3))
+    two = batch(crystal("rocksalt", 5.6, 1, 0.15), crystal("rocksalt", 5.2, (2, 1, 1), 0.1, seed=3))
     x = torch.cat([two.positions, torch.zeros(1, 3, dtype=torch.float64)])
     q = torch.cat([two.charges, torch.zeros(1, dtype=torch.float64)])
     systems = torch.cat([two.batch_idx, torch.zeros(1, dtype=torch.int32)])
@@ -131,7 +130,7 @@ def test_dsf_with_a_padding_atom_appended_last():
 
 # -- shifts without a cell ------------------------------------------------------------------------
 
-OPEN = triclinic(6, charged=True)
+OPEN = crystal("rocksalt", 5.6, 1, 0.15)
 OPEN_PAIRS, OPEN_PTR = neighbor_list(OPEN.positions, 4.0, return_neighbor_list=True)
 OPEN_MATRIX, _ = neighbor_list(OPEN.positions, 4.0)
 
