@@ -150,10 +150,11 @@ class PairPotential:
         positions : (n_atoms, 3) tensor, float32 or float64, length
             Inside the cell or not.
         cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
-            Rows are lattice vectors. Without it nothing is periodic.
+            Rows are lattice vectors. One of zeros stands for an open axis. Without it nothing is periodic.
         neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
             Pairs (2, n_pairs) sorted by the first atom, where each atom's pairs begin (n_atoms + 1,), images
-            (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`. Without neighbors given they are built.
+            (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`; without a cell none, or zeros. Without
+            neighbors given they are built.
         neighbor_matrix, neighbor_matrix_shifts : tensors, optional
             The same as matrix (n_atoms, width), (n_atoms, width, 3).
         fill_value : int, optional
@@ -167,8 +168,10 @@ class PairPotential:
             System of each atom, in any order.
         num_systems : int, optional
             Taken from the cell by default, without a cell from the largest entry of ``batch_idx``, which is read.
+            Inside ``torch.compile`` a cell (1, 3, 3) is that of one system; otherwise the number is needed there.
         pbc : bool tensor, optional
-            Periodicity, for building a list or for ``check``; True along all axes by default.
+            Periodicity; True along all axes by default. Along an open axis the cell does not matter, and the list has
+            no images.
         species : (n_atoms,) int tensor, optional
             Row of each atom in the tables; required with ``per_pair``.
         exclusions : (2, n) int tensor, optional
@@ -211,8 +214,8 @@ class PairPotential:
         Notes
         -----
         Two atoms in one place have what the formula gives: an infinite or NaN energy and NaN forces for a potential
-        that diverges; the others are not affected unless they interact with the two. A NaN in a position or parameter
-        becomes NaN for that atom and those within its neighbor list.
+        that diverges; the others are not affected unless they interact with the two. A NaN in a position or parameter,
+        and an infinite position, become NaN for that atom and those within its neighbor list.
         """
         given = GivenNeighbors(
             neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
