@@ -19,6 +19,7 @@ from nvalchemiops.torch.interactions.pair.potential import (
     check_images,
     sum_pairs,
     systems_of,
+    without_open_axes,
 )
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, rows_of
@@ -147,6 +148,8 @@ def d3_dispersion(
     flags = (checks.check_flag("compute_forces", compute_forces), checks.check_flag("compute_virial", compute_virial))
     wanted = Wanted(flags[0], (), flags[1], energy_reduction)
     rows = neighbors_of(system, given, half_list, ranges, pbc)
+    if cell is not None and pbc is not None:
+        system = system._replace(cell=without_open_axes(cell.reshape(-1, 3, 3), pbc))
     return dispersion_sum(system, rows, damping, parameters, ranges, wanted, k1, k3, s9)
 
 

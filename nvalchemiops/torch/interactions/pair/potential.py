@@ -483,7 +483,7 @@ def systems_of(
         cell = checks.check_lattice(cell, positions)
         # a batch of one system, if nobody can look; unlike a cell without a number of systems
         of_one = cell.ndim == 3 and cell.shape[0] == 1
-        cell = _without_open_axes(cell.reshape(-1, 3, 3), pbc)
+        cell = without_open_axes(cell.reshape(-1, 3, 3), pbc)
     if batch_idx is None:
         if num_systems not in (None, 1) or (cell is not None and cell.shape[0] != 1):
             raise ValueError("`batch_idx` is needed to tell several systems apart")
@@ -510,7 +510,7 @@ def systems_of(
     return cell, batch_idx, num_systems
 
 
-def _without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
+def without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
     """The cell with zeros along open axes, along which its vectors must not matter."""
     if pbc is None:
         return cell
