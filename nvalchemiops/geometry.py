@@ -55,9 +55,11 @@ def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
     if (lengths == 0.0).any():
         raise ValueError("`cell` has a zero lattice vector along a periodic axis")
     units = rows / lengths[:, :, None]
-    # the Gram determinant is the squared volume of unit vectors along the periodic axes; 1 stands for open ones
-    gram = units @ units.transpose(0, 2, 1) + np.eye(3) * ~pbc[:, None, :]
-    ratio = np.sqrt(np.maximum(np.linalg.det(gram), 0.0))
+    # The product of singular values is the volume of unit vectors along the periodic axes; 1 stands for open ones,
+    # whose singular value zero is among the last. A Gram determinant would lose half of the digits.
+    values = np.linalg.svd(units, compute_uv=False)
+    n_periodic = pbc.sum(1, keepdims=True)
+    ratio = np.where(np.arange(3) < n_periodic, values, 1.0).prod(1)
     if (ratio < SMALLEST_VOLUME_RATIO).any():
         system = int(np.argmin(ratio))
         raise ValueError(f"`cell` is singular: the periodic lattice vectors of system {system} are linearly dependent")

@@ -531,7 +531,7 @@ FORCES = {"positions": X, "charges": Q, "mesh": FIELD, "cell": CELL}
         (spline_spread, SPREAD, TypeError, "cell", {"cell": CELL.float()}),
         (spline_spread, SPREAD, ValueError, "cell", {"cell": CELL * 0.0}),
         (spline_spread, SPREAD, ValueError, "batch_idx", {"cell": CELL.expand(2, 3, 3)}),
-        (spline_spread, SPREAD, ValueError, "batch_idx", {"batch_idx": torch.tensor([0, 0, 1])}),
+        (spline_spread, SPREAD, ValueError, "batch_idx", {"batch_idx": torch.tensor([0, 0, -1])}),
         (spline_spread, SPREAD, ValueError, "cell_inv_t", {"cell_inv_t": X[:2]}),
         (spline_spread, SPREAD, ValueError, "cell_inv_t", {"cell_inv_t": CELL.expand(7, 3, 3)}),
         (spline_spread, SPREAD, TypeError, "cell_inv_t", {"cell_inv_t": 0.5}),

@@ -96,16 +96,43 @@ def shortest_vectors(cell: torch.Tensor) -> torch.Tensor:
 
 def check_cells(cell: torch.Tensor) -> None:
     """Raise for a singular cell, if its values can be looked at."""
-    if checks.unread(cell):
-        return
+    if not checks.unread(cell):
+        _check_cells(cell, False)
+
+
+def check_vectors(cell: torch.Tensor) -> bool:
+    """Whether a lattice vector is zero, which stands for an open axis.
+
+    Raises if the others are not finite and independent. The values must be such that they can be looked at.
+    """
+    return _check_cells(cell, True)
+
+
+def _check_cells(cell: torch.Tensor, may_be_open: bool) -> bool:
     lattice = checks.on_host(cell.detach())
-    _check_cells(lattice.tobytes(), lattice.dtype, lattice.shape[0])
+    return _check_values(lattice.tobytes(), lattice.dtype, lattice.shape[0], may_be_open)
 
 
 @functools.lru_cache(maxsize=64)
-def _check_cells(cell: bytes, dtype: np.dtype, n_systems: int) -> None:
+def _check_values(cell: bytes, dtype: np.dtype, n_systems: int, may_be_open: bool) -> bool:
     lattice = np.frombuffer(cell, dtype).astype(np.float64).reshape(n_systems, 3, 3)
-    dual_vectors(lattice, np.ones((n_systems, 3), dtype=bool))
+    pbc = np.ones((n_systems, 3), dtype=bool)
+    if may_be_open:
+        pbc = np.asarray(lattice.any(2))
+    dual_vectors(lattice, pbc)
+    return not pbc.all()
+
+
+def nan_if_singular(cell: torch.Tensor) -> torch.Tensor:
+    """The cells (n_systems, 3, 3), NaN in the place of those for which `check_cells` would raise if it could."""
+    if not checks.unread(cell):
+        return cell
+    values = cell.detach().to(torch.float64)
+    volume = torch.linalg.det(values).abs()
+    # also False for NaN
+    usable = volume >= geometry.SMALLEST_VOLUME_RATIO * torch.linalg.vector_norm(values, dim=-1).prod(-1)
+    usable = usable & (volume > 0.0) & (volume < math.inf)
+    return cell * torch.where(usable, 1.0, torch.nan).to(cell.dtype)[:, None, None]
 
 
 def mesh_frequencies(n: int, half: bool, device: torch.device) -> torch.Tensor:

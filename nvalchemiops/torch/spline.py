@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvalchemiops.torch.lattice import Lattice, check_cells, check_mesh, check_spline_order, lattice_of
+from nvalchemiops.torch.lattice import Lattice, check_cells, check_mesh, check_spline_order, lattice_of, nan_if_singular
 from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
 from nvalchemiops.torch.neighbors import checks
 
@@ -72,11 +72,13 @@ def _plan(
     batch_idx: Any,
     cell_inv_t: Any = None,
     mesh_name: str = "mesh_dims",
+    n_systems: int | None = None,
 ) -> _Plan:
     checks.check_positions(positions, finite=False)
-    checks.check_lattice(cell, positions)
-    cell = cell.reshape(-1, 3, 3)
+    given = checks.check_lattice(cell, positions)
+    cell = given.reshape(-1, 3, 3)
     check_cells(cell)
+    cell = nan_if_singular(cell)
     if cell_inv_t is not None:
         checks.check_tensor("cell_inv_t", cell_inv_t)
         shapes = [tuple(cell.shape)] + [(3, 3)] * (cell.shape[0] == 1)
@@ -85,13 +87,32 @@ def _plan(
             raise ValueError(f"`cell_inv_t` must have shape {expected}, got {tuple(cell_inv_t.shape)}")
     order = check_spline_order(spline_order, 1)
     dimensions = check_mesh(mesh_dims, order, mesh_name)
-    n_atoms, n_systems = positions.shape[0], cell.shape[0]
+    n_atoms = positions.shape[0]
+    if batch_idx is not None:
+        checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
+    if n_systems is None:
+        n_systems = _number_of_systems(given, batch_idx, n_atoms)
+    if cell.shape[0] == 1:
+        cell = cell.expand(n_systems, 3, 3)
+    elif cell.shape[0] != n_systems:
+        raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {n_systems}")
     batch_idx = checks.batch_of(batch_idx, positions, n_systems)
     lattice = lattice_of(cell, batch_idx, n_atoms)
     mesh = torch.tensor([float(n) for n in dimensions], dtype=torch.float64, device=positions.device)
     coordinates = lattice.fractional(positions) * mesh
     columns = mesh_columns(coordinates, batch_idx, n_systems, dimensions, order)
     return _Plan(coordinates, (batch_idx, n_systems, *columns, dimensions, order), lattice, mesh)
+
+
+def _number_of_systems(cell: torch.Tensor, batch_idx: Any, n_atoms: int) -> int:
+    """How many systems there are, if one cell may be that of all; ``batch_idx`` is read for that."""
+    if cell.ndim == 3 and (cell.shape[0] != 1 or batch_idx is None or checks.unread(batch_idx)):
+        return cell.shape[0]
+    if batch_idx is None or n_atoms == 0:
+        return 1
+    if torch.compiler.is_compiling() or checks.is_mapped(batch_idx):
+        raise ValueError("`num_systems` is needed where `batch_idx` cannot be read, as inside torch.compile")
+    return int(batch_idx.max()) + 1
 
 
 def _check_values(name: str, values: Any, positions: torch.Tensor, shape: tuple[int | None, ...]) -> None:
@@ -105,13 +126,31 @@ def _mesh_shape(mesh: Any, cell: Any, batch_idx: Any, before: int, after: int) -
     """Points along the axes, and the shape that a mesh must have with ``before`` and ``after`` more dimensions."""
     batched = batch_idx is not None
     checks.check_tensor("mesh", mesh)
-    n_systems = cell.shape[0] if isinstance(cell, torch.Tensor) and cell.ndim == 3 else 1
     if mesh.ndim != 3 + batched + before + after:
         names = ["n_systems"] * batched + ["n_channels"] * before + ["n_x", "n_y", "n_z"] + ["3"] * after
         raise ValueError(f"`mesh` must have shape ({', '.join(names)}), got {tuple(mesh.shape)}")
     start = batched + before
     x, y, z = mesh.shape[start : start + 3]
-    return (x, y, z), (*([n_systems] * batched), *([None] * before), x, y, z, *([3] * after))
+    several = isinstance(cell, torch.Tensor) and cell.ndim == 3 and cell.shape[0] != 1
+    return (x, y, z), (*([cell.shape[0] if several else None] * batched), *([None] * before), x, y, z, *([3] * after))
+
+
+def _given_number(num_systems: Any) -> int | None:
+    if num_systems is None:
+        return None
+    number = checks.check_int("num_systems", num_systems)
+    if number < 1:
+        raise ValueError(f"`num_systems` must be positive, got {number}")
+    return number
+
+
+def _spread(moments: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    """The mesh of values of atoms; NaN for a system whose cell is singular, where that could not be read."""
+    mesh = mesh_spread(moments, plan.coordinates, *plan.geometry, 0)
+    volume = plan.lattice.volume.detach()
+    if not checks.unread(volume):
+        return mesh
+    return mesh * (volume / volume).to(mesh.dtype)[:, None, None, None, None]
 
 
 def spline_spread(
@@ -122,6 +161,8 @@ def spline_spread(
     spline_order: int = 4,
     batch_idx: torch.Tensor | None = None,
     cell_inv_t: torch.Tensor | None = None,
+    *,
+    num_systems: int | None = None,
 ) -> torch.Tensor:
     """Spread a value of each atom to a mesh.
 
@@ -130,6 +171,7 @@ def spline_spread(
     positions : (n_atoms, 3) tensor, float32 or float64, length
     values : (n_atoms,) tensor
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
+        A single one holds for all systems.
     mesh_dims : (int, int, int)
         At least ``spline_order`` each.
     spline_order : int, optional
@@ -138,6 +180,8 @@ def spline_spread(
         System of each atom, in any order.
     cell_inv_t : tensor, optional
         Accepted, because callers may have prepared it; computed from the cell again.
+    num_systems : int, optional
+        Taken from the cell by default, with one cell for all from the largest entry of ``batch_idx``, which is read.
 
     Returns
     -------
@@ -151,8 +195,8 @@ def spline_spread(
     """
     checks.check_positions(positions, finite=False)
     _check_values("values", values, positions, (positions.shape[0],))
-    plan = _plan(positions, cell, mesh_dims, spline_order, batch_idx, cell_inv_t)
-    mesh = mesh_spread(values[:, None, None], plan.coordinates, *plan.geometry, 0).squeeze(1)
+    plan = _plan(positions, cell, mesh_dims, spline_order, batch_idx, cell_inv_t, n_systems=_given_number(num_systems))
+    mesh = _spread(values[:, None, None], plan).squeeze(1)
     return mesh if batch_idx is not None else mesh.squeeze(0)
 
 
@@ -163,13 +207,15 @@ def spline_spread_channels(
     mesh_dims: Sequence[int],
     spline_order: int = 4,
     batch_idx: torch.Tensor | None = None,
+    *,
+    num_systems: int | None = None,
 ) -> torch.Tensor:
     """Spread several values of each atom, which share the work for positions.
 
     Parameters
     ----------
     values : (n_atoms, n_channels) tensor
-    positions, cell, mesh_dims, spline_order, batch_idx
+    positions, cell, mesh_dims, spline_order, batch_idx, num_systems
         As for `spline_spread`.
 
     Returns
@@ -178,8 +224,8 @@ def spline_spread_channels(
     """
     checks.check_positions(positions, finite=False)
     _check_values("values", values, positions, (positions.shape[0], None))
-    plan = _plan(positions, cell, mesh_dims, spline_order, batch_idx)
-    mesh = mesh_spread(values.unsqueeze(-1), plan.coordinates, *plan.geometry, 0)
+    plan = _plan(positions, cell, mesh_dims, spline_order, batch_idx, n_systems=_given_number(num_systems))
+    mesh = _spread(values.unsqueeze(-1), plan)
     return mesh if batch_idx is not None else mesh.squeeze(0)
 
 
@@ -198,7 +244,8 @@ def _gathered(
     checks.check_positions(positions, finite=False)
     dimensions, shape = _mesh_shape(mesh, cell, batch_idx, before, after)
     _check_values("mesh", mesh, positions, shape)
-    plan = _plan(positions, cell, dimensions, spline_order, batch_idx, cell_inv_t, "mesh")
+    n_systems = None if batch_idx is None else mesh.shape[0]
+    plan = _plan(positions, cell, dimensions, spline_order, batch_idx, cell_inv_t, "mesh", n_systems)
     field = mesh if batch_idx is not None else mesh.unsqueeze(0)
     if after:
         field = field.movedim(-1, 1)

@@ -278,3 +278,15 @@ def test_nan_stays_where_it_is():
     assert bool(found[0][0].isnan())
     with pytest.raises(ValueError, match="`positions`"):
         d3_dispersion(x, numbers, PBE, parameters(), cutoff=20.0)
+
+
+def test_the_cell_does_not_matter_along_an_open_axis():
+    """Where ``pbc`` says that it is open, its vector may be anything; a singular cell is refused otherwise."""
+    pbc = torch.tensor([True, True, False])
+    flat = CELL.clone()
+    flat[..., 2, :] = flat[..., 1, :]
+    found = d3_dispersion(X, Z, PBE, STATES, flat, cutoff=CUTOFF, pbc=pbc)
+    expected = d3_dispersion(X, Z, PBE, STATES, CELL, cutoff=CUTOFF, pbc=pbc)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    with pytest.raises(ValueError, match="`cell` is singular"):
+        d3_dispersion(X, Z, PBE, STATES, flat, **LIST)

@@ -355,3 +355,27 @@ def test_bad_exclusions_are_an_error_that_names_the_argument(error, argument, op
 def test_atoms_of_two_systems_cannot_be_excluded(method):
     with pytest.raises(ValueError, match="exclusions"):
         summed(method, batch(triclinic(4), triclinic(4)), accuracy=1e-5, exclusions=torch.tensor([[0], [5]]))
+
+
+# -- many at once ---------------------------------------------------------------------------------
+
+
+@METHODS
+def test_vmap_over_positions_equals_the_loop(method):
+    """Energies and gradients; the nearest image of a pair is not the same in all slices."""
+    system = triclinic(6)
+    shifted = system.positions + 0.2 * torch.sin(torch.arange(54.0, dtype=torch.float64)).view(3, 6, 3)
+    shifted[1, 0] += system.cell[0, 0]
+    options = {"alpha": 0.8, **csr(system, 4.0), **EXCLUDED}
+    options |= {"miller_bounds": (2, 2, 2)} if method == "ewald" else {"mesh_dimensions": (10, 10, 10)}
+
+    def energy(x):
+        return summed(method, system._replace(positions=x), **options).sum()
+
+    value_and_slope = torch.func.grad_and_value(energy)
+    found = torch.func.vmap(value_and_slope)(shifted)
+    expected = [torch.stack(results) for results in zip(*(value_and_slope(x) for x in shifted), strict=True)]
+    close(found, expected)
+    with pytest.raises(AssertionError):
+        # that is what images are for
+        close([energy(shifted[0])], [energy(shifted[1])])

@@ -616,3 +616,36 @@ def test_gradients_without_pairs(name, n_atoms):
     found = all_gradients(name, system, Inputs.of(system), given)
     assert all(t.isfinite().all() for t in found)
     assert found[1].abs().max().item() < 1e-12 if n_atoms else found[1].numel() == 0
+
+
+# -- where numbers are awkward --------------------------------------------------------------------
+
+
+def by_cell(system, cell, create_graph=False):
+    energies = ewald_summation(*system[:2], cell, ALPHA, k_cutoff=5.0, batch_idx=system.batch_idx, cutoff=5.0)
+    return torch.autograd.grad(energies.sum(), cell, create_graph=create_graph)[0].detach()
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_gradients_by_a_float32_cell_far_from_the_origin(one):
+    """Forces of pairs come rounded, and are not multiplied by where the origin happens to be."""
+    system = (ONE if one else MIXED).to(torch.float32)
+    system = system._replace(positions=system.positions + 1e4)
+    exact = by_cell(system.to(torch.float64), system.cell.double().requires_grad_())
+    for create_graph in (False, True):
+        found = by_cell(system, system.cell.clone().requires_grad_(), create_graph)
+        assert float((found - exact).norm() / exact.norm()) < 3e-7
+
+
+def test_a_cell_with_the_negative_bit():
+    """A view as of the imaginary part of a conjugate, whose determinant torch 2.13 differentiates wrongly."""
+    cell = torch.complex(torch.zeros_like(MIXED.cell), -MIXED.cell).conj().imag.requires_grad_()
+    assert cell.is_neg()
+    for create_graph in (False, True):
+        expected = by_cell(MIXED, MIXED.cell.clone().requires_grad_())
+        torch.testing.assert_close(by_cell(MIXED, cell, create_graph), expected, rtol=1e-11, atol=1e-11)
+    results = [
+        torch.autograd.grad(compute_slab_correction(*MIXED[:2], c, (True, True, False), MIXED.batch_idx).sum(), c)[0]
+        for c in (cell, MIXED.cell.clone().requires_grad_())
+    ]
+    torch.testing.assert_close(*results, rtol=1e-11, atol=1e-11)

@@ -520,13 +520,14 @@ def test_nan_in_a_parameter_reaches_those_within_the_cutoff_and_nobody_else(kind
 
 
 def test_nan_in_a_system_stays_there():
-    """A cell or a global parameter of NaN, in a batch."""
+    """A cell or a global parameter of NaN, in a batch, where it is not read."""
     x, q = torch.cat([X, X]), torch.cat([Q, Q])
     batch_idx = torch.arange(2, dtype=torch.int32).repeat_interleave(4)
     alpha = torch.tensor([0.4, 0.4], dtype=torch.float64)
     pairs = torch.cat([PAIRS, PAIRS + 4], dim=1)
     given = {"neighbor_list": pairs, "unit_shifts": torch.cat([SHIFTS, SHIFTS]), "batch_idx": batch_idx}
 
+    @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
     def results(alpha, cell):
         return dsf_coulomb(x, q, CUTOFF, alpha, cell, **given, compute_virial=True)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import warp as wp
 
+from nvalchemiops.geometry import SMALLEST_VOLUME_RATIO
 from nvalchemiops.interactions.pair import derivatives, potentials
 from nvalchemiops.interactions.pair.derivatives import (
     CELL,
@@ -216,6 +217,13 @@ FAULTS = {
 }
 """What a kernel found wrong with indices. It reads nothing that they point to, and the results of the atom are NaN."""
 
+NO_NUMBER = 5
+"""Not a fault to raise for, but results that are NaN: a position or a cell that has no answer.
+
+A cell has one if its vectors are finite and, but for those of zeros, independent: along a vector of zeros there must be
+no image.
+"""
+
 _SKELETON = """
     typedef @real@ real;
     const int n_atoms = positions.shape[0];
@@ -226,6 +234,12 @@ _SKELETON = """
     if (begin < 0 || begin > end || end > neighbors.shape[0] || (i == 0 && begin > 0)
         || (i == n_atoms - 1 && end < neighbors.shape[0]) || (first.shape[0] > 0 && first.shape[0] < end)) broken = 2;
     @checks@
+    // What is infinite is beyond every cutoff, but no cutoff may hide it.
+    const auto has_place = [&](int j) {
+        const real *x = positions.data + 3LL * j;
+        return fabs(x[0]) < INFINITY && fabs(x[1]) < INFINITY && fabs(x[2]) < INFINITY;
+    };
+    if (!has_place(i)) broken = @no_number@;
     if (broken) end = begin;
 
 #if defined(__CUDA_ARCH__)
@@ -265,6 +279,7 @@ _SKELETON = """
         @look@
         const one squared = it.d[0] * it.d[0] + it.d[1] * it.d[1] + it.d[2] * it.d[2];
         it.close = !(squared >= cutoff_squared);
+        if (!(squared < INFINITY) && !has_place(it.j)) broken = @no_number@;
         return true;
     };
 
@@ -365,7 +380,7 @@ _SKELETON = """
     const double zero = 0.0, error = broken ? zero / zero : 0.0;
     @sums@
     if (lane > 0) return;
-    if (broken && fault.shape[0] > 0) fault.data[0] = broken;
+    if (broken && broken != @no_number@ && fault.shape[0] > 0) fault.data[0] = broken;
     @results@
 """
 
@@ -440,6 +455,7 @@ def source(variant: Variant) -> str:
     numbers = {
         "real": {"float32": "float", "float64": "double"}[variant.precision],
         "no_padding": f"({NOTHING + 1} - 1)",  # in C++ the number itself would be the negative of one too large
+        "no_number": NO_NUMBER,
         "block": BLOCK,
         "room": BLOCK + 2 * LANES,
         "lanes": LANES,
@@ -462,6 +478,8 @@ def _checks(variant: Variant) -> list[str]:
         n_systems = "cell.shape[0]" if variant.periodic else "global_parameters.shape[0]"
         lines += ["int system = batch_idx.shape[0] > 0 ? batch_idx.data[i] : 0;"]
         lines += [f"if (system < 0 || system >= {n_systems}) broken = 3, system = 0;"]
+    if variant.periodic:
+        lines += _CELL.strip().splitlines()
     if variant.n_species:
         lines += ["int own_species = species.data[i];"]
         lines += [f"if (own_species < 0 || own_species >= {variant.n_species}) broken = 4, own_species = 0;"]
@@ -529,10 +547,41 @@ def _look(variant: Variant) -> list[str]:
     return lines
 
 
-_IMAGE = """
+_CELL = f"""
+bool is_open[3], any_open = false;
+{{
+    double box[3][3], n[3][3], squares[3];
+    for (int c = 0; c < 3; ++c) {{
+        for (int a = 0; a < 3; ++a) box[c][a] = cell.data[9LL * system + 3 * c + a];
+        squares[c] = box[c][0] * box[c][0] + box[c][1] * box[c][1] + box[c][2] * box[c][2];
+        is_open[c] = squares[c] == 0.0;
+        any_open |= is_open[c];
+        if (!(squares[c] < INFINITY)) broken = {NO_NUMBER};
+    }}
+    for (int c = 0; c < 3; ++c) {{
+        const double *v = box[(c + 1) % 3], *w = box[(c + 2) % 3];
+        for (int a = 0; a < 3; ++a) n[c][a] = v[(a + 1) % 3] * w[(a + 2) % 3] - v[(a + 2) % 3] * w[(a + 1) % 3];
+    }}
+    const double volume = box[0][0] * n[0][0] + box[0][1] * n[0][1] + box[0][2] * n[0][2];
+    const double least = {SMALLEST_VOLUME_RATIO**2!r} * squares[0] * squares[1] * squares[2];
+    if (!any_open && !(volume * volume >= least)) broken = {NO_NUMBER};
+    for (int c = 0; c < 3 && any_open; ++c) {{
+        const double area = n[c][0] * n[c][0] + n[c][1] * n[c][1] + n[c][2] * n[c][2];
+        const double sides = squares[(c + 1) % 3] * squares[(c + 2) % 3];
+        if (!(area >= {SMALLEST_VOLUME_RATIO**2!r} * sides)) broken = {NO_NUMBER};
+    }}
+}}
+const auto points_nowhere = [&](const int *shift) {{
+    return (is_open[0] && shift[0]) || (is_open[1] && shift[1]) || (is_open[2] && shift[2]);
+}};
+"""
+
+_IMAGE = f"""
 const int *shift = shifts.data + 3 * slot;
-if (shift[0] | shift[1] | shift[2])
+if (shift[0] | shift[1] | shift[2]) {{
     for (int a = 0; a < 3; ++a) d[a] += shift[0] * h[a] + shift[1] * h[3 + a] + shift[2] * h[6 + a];
+    if (any_open && points_nowhere(shift)) broken = {NO_NUMBER};
+}}
 """
 
 _IS_NEAREST = """
@@ -560,6 +609,8 @@ const auto is_nearest = [&](long long slot) {
 _FAST = f"""
 // {LANES} slots at a time, as long as all hold neighbors
 static const unsigned long long lanes_of[{1 << LANES}] = {{{lanes_of_masks()}}};
+const long long from_here = slot;
+lanes all_squared = 0.0;
 for (; slot + {LANES} <= end && m < {BLOCK}; slot += {LANES}, m += {LANES}) {{
     typedef int ints __attribute__((ext_vector_type({LANES}), aligned(4)));
     typedef double doubles __attribute__((ext_vector_type({LANES}), aligned(8)));
@@ -578,6 +629,7 @@ for (; slot + {LANES} <= end && m < {BLOCK}; slot += {LANES}, m += {LANES}) {{
     }}
     @image@
     const lanes squared = d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
+    all_squared += squared;
     const unsigned mask = as_bits(__builtin_convertvector(!(squared >= cutoff_squared), bools));
     *reinterpret_cast<ints *>(block.j + m) = places;
     for (int a = 0; a < 3; ++a) *reinterpret_cast<doubles *>(block.d[a] + m) = d[a];
@@ -586,6 +638,10 @@ for (; slot + {LANES} <= end && m < {BLOCK}; slot += {LANES}, m += {LANES}) {{
     *reinterpret_cast<ints *>(block.close + n) = hits + m;
     n += __builtin_popcount(mask);
 }}
+if (!(add_up(all_squared) < INFINITY))
+    for (long long place = from_here; place < slot; ++place)
+        if (!has_place(neighbors.data[place])) broken = {NO_NUMBER};
+@open_axes@
 """
 
 _IMAGE_OF_ALL = f"""
@@ -600,6 +656,11 @@ if (as_bits(__builtin_convertvector(some != 0, bools))) {{
 }}
 """
 
+_OPEN_AXES = f"""
+for (long long place = from_here; place < slot && any_open; ++place)
+    if (points_nowhere(shifts.data + 3 * place)) broken = {NO_NUMBER};
+"""
+
 
 def _fast(variant: Variant) -> list[str]:
     """The way through a row without exclusions and tables."""
@@ -611,6 +672,7 @@ def _fast(variant: Variant) -> list[str]:
     ]
     pieces = {
         "image": _IMAGE_OF_ALL.strip().splitlines() * variant.periodic,
+        "open_axes": _OPEN_AXES.strip().splitlines() * variant.periodic,
         "collect_all": keep * variant.keeps_shifts,
     }
     return _filled(_FAST.strip(), pieces, {})

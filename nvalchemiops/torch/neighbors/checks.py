@@ -147,11 +147,13 @@ def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
         raise ValueError(f"`{name}` is on {value.device}, but `positions` is on {positions.device}")
 
 
-def check_lattice(cell: Any, positions: torch.Tensor) -> None:
-    """Raise unless ``cell`` is one cell or several, of the dtype and on the device of the positions."""
+def check_lattice(cell: Any, positions: torch.Tensor) -> torch.Tensor:
+    """The cell; raise unless it is one or several, of the dtype and on the device of the positions."""
     check_real("cell", cell, positions)
     if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
         raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
+    # torch 2.13 gets the determinant of a negative view wrong
+    return cell.resolve_neg()
 
 
 def check_pbc(pbc: Any, positions: torch.Tensor, n_systems: int) -> np.ndarray:
@@ -255,7 +257,7 @@ def _systems(
     if batch_idx is not None:
         check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
     if cell is not None:
-        check_lattice(cell, positions)
+        cell = check_lattice(cell, positions)
         n_systems = _same_number("cell", cell.shape[0] if cell.ndim == 3 else 1, n_systems)
     if pbc is None:
         return cell, None, n_systems

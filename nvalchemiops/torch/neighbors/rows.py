@@ -73,7 +73,8 @@ def rows_of(
     given : GivenNeighbors
     positions : (n_atoms, 3) tensor
     periodic : bool
-        Whether there is a cell; then there must be shifts.
+        Whether there is a cell; then there must be shifts. Without one shifts must be zero, and are left out; where
+        they cannot be read they stay, and go with a `cell_without_images`.
     half_list : bool
         The list has each pair once: it is expanded.
     check : bool
@@ -98,14 +99,28 @@ def rows_of(
     if not (has_list or has_matrix):
         return None
     shifts = given.shifts if has_list else given.matrix_shifts
-    if periodic != (shifts is not None):
-        name = given.shifts_name if has_list else "neighbor_matrix_shifts"
-        missing, there = (name, "cell") if periodic else ("cell", name)
-        raise ValueError(f"`{missing}` is needed with `{there}`: together they say where the images are")
+    name = given.shifts_name if has_list else "neighbor_matrix_shifts"
+    if periodic and shifts is None:
+        raise ValueError(f"`{name}` is needed with `cell`: together they say where the images are")
     rows = (_from_list if has_list else _from_matrix)(given, positions)
+    if not periodic and rows.shifts is not None and not checks.unread(rows.shifts):
+        _refuse_images(rows, name)
+        rows = rows._replace(shifts=None)
     if half_list or check:
         rows = _expanded(rows, positions.shape[0], half_list, check)
     return rows
+
+
+def _refuse_images(rows: Rows, name: str) -> None:
+    """Raise unless the shifts, called ``name``, are zero, but for those of padding."""
+    assert rows.shifts is not None
+    if bool(rows.shifts.any()) and bool(rows.shifts[rows.neighbors != rows.padding].any()):
+        raise ValueError(f"`cell` is needed with `{name}`: together they say where the images are")
+
+
+def cell_without_images(rows: Rows, positions: torch.Tensor, n_systems: int) -> torch.Tensor | None:
+    """Cells of zeros for rows whose shifts could not be read: a neighbor in another image gives NaN. Or None."""
+    return None if rows.shifts is None else positions.new_zeros((n_systems, 3, 3))
 
 
 def build_rows(

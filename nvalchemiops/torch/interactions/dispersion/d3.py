@@ -12,7 +12,15 @@ from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDa
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
-from nvalchemiops.torch.interactions.pair.potential import EVERYWHERE, PairSystem, Wanted, sum_pairs, systems_of
+from nvalchemiops.torch.interactions.pair.potential import (
+    EVERYWHERE,
+    PairSystem,
+    Wanted,
+    check_images,
+    sum_pairs,
+    systems_of,
+    without_open_axes,
+)
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.recent import recent
@@ -140,6 +148,8 @@ def d3_dispersion(
     flags = (checks.check_flag("compute_forces", compute_forces), checks.check_flag("compute_virial", compute_virial))
     wanted = Wanted(flags[0], (), flags[1], energy_reduction)
     rows = neighbors_of(system, given, half_list, ranges, pbc)
+    if cell is not None and pbc is not None:
+        system = system._replace(cell=without_open_axes(cell.reshape(-1, 3, 3), pbc))
     return dispersion_sum(system, rows, damping, parameters, ranges, wanted, k1, k3, s9)
 
 
@@ -211,6 +221,7 @@ def dispersion_sum(
     cell, batch_idx, n_systems = systems_of(
         system.positions, system.cell, system.batch_idx, system.num_systems, apart or wanted.energy_reduction != "atom"
     )
+    cell = check_images(rows, cell, batch_idx, system.positions, n_systems)
     if cell is None and not apart:
         pairs = PairSystem(system.positions, None, None, 1, rows)
     else:

@@ -1,5 +1,6 @@
 """Coulomb energies within a cutoff: bare or damped, damped shifted forces, and the short-range part of Ewald's sum."""
 
+import math
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ def _coulomb(
     check_charges(charges, positions)
     if not isinstance(alpha, (int, float, torch.Tensor)):
         raise TypeError(f"`alpha` must be a number or a tensor, got {type(alpha).__name__}")
-    _refuse_negative(alpha)
+    alpha = _damping(alpha)
     bare = not isinstance(alpha, torch.Tensor) and checks.as_float("alpha", alpha) == 0.0
     parameters: dict[str, Any] = {"q": charges} if bare else {"q": charges, "alpha": alpha}
     return evaluate(
@@ -137,14 +138,18 @@ def _coulomb(
     )
 
 
-def _refuse_negative(alpha: Any) -> None:
-    """Raise for a negative number, or a negative entry of a tensor that can be read."""
+def _damping(alpha: Any) -> Any:
+    """Alpha; raise unless it is finite and not negative, or where a tensor cannot be read, let it be NaN instead."""
     if not isinstance(alpha, torch.Tensor):
-        negative = checks.as_float("alpha", alpha) < 0.0
+        allowed = 0.0 <= checks.as_float("alpha", alpha) < math.inf
+    elif checks.unread(alpha):
+        return torch.where((alpha >= 0.0) & (alpha < math.inf), alpha, torch.nan)
     else:
-        negative = not checks.unread(alpha) and bool((checks.on_host(alpha) < 0.0).any())
-    if negative:
-        raise ValueError("`alpha` must not be negative")
+        numbers = checks.on_host(alpha)
+        allowed = bool(((numbers >= 0.0) & (numbers < math.inf)).all())
+    if not allowed:
+        raise ValueError("`alpha` must not be negative, and finite")
+    return alpha
 
 
 def dsf_coulomb(
@@ -207,7 +212,7 @@ def dsf_coulomb(
     """
     checks.check_positions(positions, finite=False)
     check_charges(charges, positions)
-    _refuse_negative(alpha)
+    alpha = _damping(alpha)
     checks.check_same_device(device, positions)
     result = evaluate(
         potentials.DSF,

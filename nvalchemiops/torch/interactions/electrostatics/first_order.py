@@ -55,10 +55,17 @@ def summed(
     """
     inputs = (system.positions, system.charges, system.cell)
 
-    def graph(positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, wanted: WantedParts) -> Any:
+    def graph(
+        positions: torch.Tensor,
+        charges: torch.Tensor,
+        cell: torch.Tensor,
+        wanted: WantedParts,
+        with_dyads: bool = False,
+    ) -> Any:
         at = system._replace(positions=positions, charges=charges, cell=cell)
         parts = evaluate(at, wanted)
-        return together(parts, positions, True, energy_reduction, system.batch_idx, system.n_systems)
+        results = together(parts, positions, True, energy_reduction, system.batch_idx, system.n_systems)
+        return (*results, _dyads(parts, at)) if with_dyads else results
 
     # in hybrid form first derivatives by charges are there, unless they are among the results and so in the graph
     one_order = not any(wanted) or (hybrid and not wanted.charge_gradients)
@@ -102,15 +109,17 @@ class _Sum(torch.autograd.Function):
             wanted.charge_gradients or by_charges,
             wanted.virial or by_cell,
         )
-        results = fairly(functools.partial(graph, wanted=computed), positions, charges, cell)
+        with_dyads = by_cell and positions.dtype is torch.float32
+        call = functools.partial(graph, wanted=computed, with_dyads=with_dyads)
+        results = fairly(call, positions, charges, cell)
         energies, *slopes = results if isinstance(results, tuple) else (results,)
-        names = [name for name, there in zip(WantedParts._fields, computed) if there]
+        names = [name for name, there in zip(WantedParts._fields, computed) if there] + ["dyads"] * with_dyads
         found = dict(zip(names, slopes))
         ctx.graph, ctx.wanted, ctx.energy_reduction = graph, wanted, energy_reduction
         ctx.n_others = len(others)
         ctx.save_for_backward(positions, charges, cell, batch_idx, *others)
         # for the backward pass, with memory of their own: callers may change what they get
-        ctx.slopes = {name: slope.clone() if getattr(wanted, name) else slope for name, slope in found.items()}
+        ctx.slopes = {name: slope.clone() if getattr(wanted, name, False) else slope for name, slope in found.items()}
         ctx.set_materialize_grads(False)
         returned = [found[name] for name, there in zip(WantedParts._fields, wanted) if there]
         return (energies, *returned) if returned else energies
@@ -148,6 +157,25 @@ class _Sum(torch.autograd.Function):
                 )
             )
         return (None,) * 4 + tuple(next(gradients) if wants else None for wants in needed) + nothing
+
+
+def _dyads(parts: Sequence[Parts], system: ChargedSystem) -> torch.Tensor:
+    """``Σ x F^T`` (n_systems, 3, 3) for positions in float32, which may be far from the origin.
+
+    Forces of pairs come rounded to float32, and would lose digits where positions are large. They add up to zero, so
+    here their origin may be any: the middle of the system. Those of the smooth part come in float64. On a mesh they do
+    not quite add up to zero, and their origin is the one that the cell has.
+    """
+    x, batch_idx, n_systems = system.positions.to(torch.float64), system.batch_idx, system.n_systems
+    middle = totals(torch.cat([x, torch.ones_like(x[:, :1])], 1), batch_idx, n_systems)
+    middle = middle[:, :3] / middle[:, 3:].clamp(min=1.0)
+    near = x - (middle if batch_idx is None else middle.index_select(0, batch_idx))
+    sums = [
+        (near if part.forces.dtype is torch.float32 else x).unsqueeze(-1) * part.forces.to(torch.float64).unsqueeze(-2)
+        for part in parts
+        if part.forces is not None
+    ]
+    return totals(torch.stack(sums).sum(0), batch_idx, n_systems)
 
 
 def _is_mapped(tensor: torch.Tensor | None) -> bool:
@@ -194,8 +222,9 @@ def _products(
         results[1] = slopes["charge_gradients"] * of_atom
     if by_cell:
         # the virial is Σ x_i F_i^T - h^T dE/dh
-        dyads = positions.to(torch.float64).unsqueeze(-1) * slopes["forces"].to(torch.float64).unsqueeze(-2)
-        sums = totals(dyads, batch_idx, cell.shape[0])
+        sums = slopes.get("dyads")
+        if sums is None:
+            sums = totals(positions.unsqueeze(-1) * slopes["forces"].unsqueeze(-2), batch_idx, cell.shape[0])
         inverse = lattice_of(cell.detach(), None, 0).inverse
         results[2] = (inverse.mT @ (sums - slopes["virial"]) * weights[:, None, None]).to(cell.dtype)
     return tuple(results)

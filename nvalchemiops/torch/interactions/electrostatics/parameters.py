@@ -493,8 +493,7 @@ def _sizes_of(positions: torch.Tensor, cell: Any, batch_idx: torch.Tensor | None
     checks.check_positions(positions, finite=False)
     if cell is None:
         raise ValueError("`cell` is required: an Ewald sum is for periodic systems")
-    checks.check_lattice(cell, positions)
-    cell = cell.reshape(-1, 3, 3)
+    cell = checks.check_lattice(cell, positions).reshape(-1, 3, 3)
     if cell.shape[0] == 0:
         raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
     check_cells(cell.detach().cpu())  # read in any case

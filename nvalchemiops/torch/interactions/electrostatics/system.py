@@ -1,5 +1,6 @@
 """Systems of charges as the parts of an Ewald sum want them."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -65,8 +66,7 @@ def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy
         raise ValueError(
             "`cell` is required: an Ewald sum is for periodic systems; without periodicity use coulomb_energy"
         )
-    checks.check_lattice(cell, positions)
-    cell = cell.reshape(-1, 3, 3)
+    cell = checks.check_lattice(cell, positions).reshape(-1, 3, 3)
     if cell.shape[0] == 0:
         raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
     check_cells(cell)
@@ -116,7 +116,10 @@ def given_alpha(alpha: Any, system: ChargedSystem) -> torch.Tensor:
     """Alpha (n_systems,) in float64, as the dtype of the positions has it."""
     if alpha is None:
         raise ValueError("`alpha` is needed")
-    return _rounded(per_system("alpha", alpha, system.n_systems, system.positions.device), system.positions)
+    found = per_system("alpha", alpha, system.n_systems, system.positions.device)
+    if isinstance(alpha, torch.Tensor) and checks.unread(alpha):
+        found = torch.where((found > 0.0) & (found < math.inf), found, torch.nan)
+    return _rounded(found, system.positions)
 
 
 def check_parameters(potential: Any, estimated: Any, **parameters: Any) -> None:

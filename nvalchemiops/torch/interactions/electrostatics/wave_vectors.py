@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import warp as wp
 
+from nvalchemiops.geometry import dual_vectors
 from nvalchemiops.interactions.electrostatics import wave_vectors as core
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
@@ -45,7 +46,10 @@ class WaveVectors(NamedTuple):
 
 @warp_custom_op("nvalchemiops::points_within", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
 def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Wave vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host."""
+    """Wave vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host.
+
+    The origin alone for a system whose cell or length is no such: its results are NaN.
+    """
     lattice = checks.on_host(cell).astype(np.float64)
     lengths = checks.on_host(k_cutoff).astype(np.float64)
     # a longer one is refused for the number of vectors, which must not overflow
@@ -75,7 +79,13 @@ def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.devic
 
 @functools.lru_cache(maxsize=256)
 def _within(cell: bytes, k_cutoff: float) -> tuple[np.ndarray, np.ndarray]:
-    return core.points_within(np.frombuffer(cell).reshape(3, 3), k_cutoff)
+    lattice = np.frombuffer(cell).reshape(3, 3)
+    try:
+        dual_vectors(lattice[None], np.ones((1, 3), dtype=bool))
+        known = k_cutoff > 0.0
+    except ValueError:
+        known = False
+    return core.points_within(lattice, k_cutoff) if known else core.points_of_indices(np.zeros((0, 3), dtype=np.int64))
 
 
 @functools.lru_cache(maxsize=64)
@@ -226,7 +236,7 @@ def check_cells_alone(cell: Any, name: str = "cell") -> torch.Tensor:
         raise TypeError(f"`{name}` must be float32 or float64, got {cell.dtype}")
     if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3) or cell.shape[0] == 0:
         raise ValueError(f"`{name}` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
-    cell = cell.reshape(-1, 3, 3)
+    cell = cell.resolve_neg().reshape(-1, 3, 3)
     check_cells(cell)
     return cell
 
@@ -260,6 +270,8 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
     """A positive number, or one for each system, as float64 tensor (n_systems,) that keeps its graph."""
     if type(value) is float and 0.0 < value < math.inf:
         return torch.full((n_systems,), value, dtype=torch.float64, device=device)
+    if isinstance(value, (int, float)):
+        checks.check_positive(name, value)  # also where the values of tensors are not looked at
     if isinstance(value, torch.Tensor):
         checks.check_tensor(name, value)
         checks.check_place(name, value)

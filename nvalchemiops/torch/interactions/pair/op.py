@@ -245,7 +245,7 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple
     given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
     for name, dim in dims.items():
         if isinstance(dim, int):
-            if not given[name].is_floating_point():
+            if name != "shifts" and not given[name].is_floating_point():
                 raise NotImplementedError(f"vmap over `{name}`: map positions, cells and parameters over one list")
             given[name] = given[name].movedim(dim, 0)
     mapped = {name for name, dim in dims.items() if isinstance(dim, int)}

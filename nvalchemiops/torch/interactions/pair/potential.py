@@ -15,8 +15,16 @@ from nvalchemiops.interactions.pair.derivatives import POSITIONS, WEIGHTS, Reque
 from nvalchemiops.interactions.pair.expression import Formula, pair_energy
 from nvalchemiops.interactions.pair.expression import self_energy as alone
 from nvalchemiops.torch.interactions.pair.op import pair_sum
+from nvalchemiops.torch.lattice import check_vectors
 from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, check_reach, rows_of
+from nvalchemiops.torch.neighbors.rows import (
+    GivenNeighbors,
+    Rows,
+    build_rows,
+    cell_without_images,
+    check_reach,
+    rows_of,
+)
 from nvalchemiops.torch.segments import begins, check_systems, spread_systems, system_sums
 
 EVERYWHERE = sys.float_info.max
@@ -142,10 +150,11 @@ class PairPotential:
         positions : (n_atoms, 3) tensor, float32 or float64, length
             Inside the cell or not.
         cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
-            Rows are lattice vectors. Without it nothing is periodic.
+            Rows are lattice vectors. One of zeros stands for an open axis. Without it nothing is periodic.
         neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
             Pairs (2, n_pairs) sorted by the first atom, where each atom's pairs begin (n_atoms + 1,), images
-            (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`. Without neighbors given they are built.
+            (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`; without a cell none, or zeros. Without
+            neighbors given they are built.
         neighbor_matrix, neighbor_matrix_shifts : tensors, optional
             The same as matrix (n_atoms, width), (n_atoms, width, 3).
         fill_value : int, optional
@@ -159,8 +168,10 @@ class PairPotential:
             System of each atom, in any order.
         num_systems : int, optional
             Taken from the cell by default, without a cell from the largest entry of ``batch_idx``, which is read.
+            Inside ``torch.compile`` a cell (1, 3, 3) is that of one system; otherwise the number is needed there.
         pbc : bool tensor, optional
-            Periodicity, for building a list or for ``check``; True along all axes by default.
+            Periodicity; True along all axes by default. Along an open axis the cell does not matter, and the list has
+            no images.
         species : (n_atoms,) int tensor, optional
             Row of each atom in the tables; required with ``per_pair``.
         exclusions : (2, n) int tensor, optional
@@ -203,8 +214,8 @@ class PairPotential:
         Notes
         -----
         Two atoms in one place have what the formula gives: an infinite or NaN energy and NaN forces for a potential
-        that diverges; the others are not affected unless they interact with the two. A NaN in a position or parameter
-        becomes NaN for that atom and those within its neighbor list.
+        that diverges; the others are not affected unless they interact with the two. A NaN in a position or parameter,
+        and an infinite position, become NaN for that atom and those within its neighbor list.
         """
         given = GivenNeighbors(
             neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
@@ -354,8 +365,9 @@ def evaluate(
     has_list = given.neighbor_list is not None or given.neighbor_matrix is not None
     needs_number = not has_list or wanted.virial or wanted.energy_reduction != "atom" or formula.global_parameters != ()
     needs_number |= check and not torch.compiler.is_compiling()
-    cell, batch_idx, n_systems = systems_of(positions, cell, batch_idx, num_systems, needs_number)
+    cell, batch_idx, n_systems = systems_of(positions, cell, batch_idx, num_systems, needs_number, pbc)
     rows = _rows(given, positions, cell, cutoff, half_list, neighbor_cutoff, batch_idx, pbc, check)
+    cell = check_images(rows, cell, batch_idx, positions, n_systems)
     return sum_pairs(
         formula,
         PairSystem(positions, cell, batch_idx, n_systems, rows),
@@ -454,17 +466,24 @@ def sum_pairs(
 
 
 def systems_of(
-    positions: torch.Tensor, cell: Any, batch_idx: Any, num_systems: int | None, needs_number: bool
+    positions: torch.Tensor, cell: Any, batch_idx: Any, num_systems: int | None, needs_number: bool, pbc: Any = None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    """Cell (n_systems, 3, 3) or None, system of each atom as int32 or None, and the number of systems."""
+    """Cell (n_systems, 3, 3) or None, system of each atom as int32 or None, and the number of systems.
+
+    Along open axes, as far as ``pbc`` tells them, the vectors of the cell are zero.
+    """
     n_atoms = positions.shape[0]
     if num_systems is not None:
         num_systems = checks.check_int("num_systems", num_systems)
-        if num_systems < (n_atoms > 0):
+        # two questions: a compiler cannot compare a number with the answer to one of them
+        if num_systems < 0 or (num_systems == 0 and n_atoms > 0):
             raise ValueError(f"`num_systems` must be positive, got {num_systems}")
+    of_one = False
     if cell is not None:
-        checks.check_lattice(cell, positions)
-        cell = cell.reshape(-1, 3, 3)
+        cell = checks.check_lattice(cell, positions)
+        # a batch of one system, if nobody can look; unlike a cell without a number of systems
+        of_one = cell.ndim == 3 and cell.shape[0] == 1
+        cell = without_open_axes(cell.reshape(-1, 3, 3), pbc)
     if batch_idx is None:
         if num_systems not in (None, 1) or (cell is not None and cell.shape[0] != 1):
             raise ValueError("`batch_idx` is needed to tell several systems apart")
@@ -476,6 +495,8 @@ def systems_of(
             num_systems = cell.shape[0]
         elif cell is None and not needs_number:
             return None, None, 1
+        elif torch.compiler.is_compiling() and of_one:
+            num_systems = 1
         elif torch.compiler.is_compiling():
             raise ValueError("`num_systems` is needed inside torch.compile, where `batch_idx` cannot be read")
         else:
@@ -487,6 +508,47 @@ def systems_of(
     if n_atoms and not batch_idx.is_cuda and not torch.compiler.is_compiling():
         check_systems(checks.plain(batch_idx), num_systems)
     return cell, batch_idx, num_systems
+
+
+def without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
+    """The cell with zeros along open axes, along which its vectors must not matter."""
+    if pbc is None:
+        return cell
+    pbc = checks.pbc_tensor(pbc, cell.device)
+    if pbc.device != cell.device:
+        raise ValueError(f"`pbc` is on {pbc.device}, but `cell` is on {cell.device}")
+    fits = pbc.ndim == 0 or pbc.shape in ((3,), (1, 3), (cell.shape[0], 3))
+    if not fits and (cell.shape[0] != 1 or pbc.ndim != 2 or pbc.shape[1] != 3):
+        raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")
+    return torch.where(pbc.unsqueeze(-1), cell, 0.0)
+
+
+def check_images(
+    rows: Rows, cell: torch.Tensor | None, batch_idx: torch.Tensor | None, positions: torch.Tensor, n_systems: int
+) -> torch.Tensor | None:
+    """The cell that goes with the shifts of ``rows``.
+
+    Raises for one that is singular, or is zero along an axis along which there are images, if values can be looked at.
+    Elsewhere the kernels give NaN for such.
+    """
+    if cell is None:
+        return cell_without_images(rows, positions, n_systems)
+    shifts = rows.shifts
+    if checks.unread(cell):
+        return cell
+    has_open_axes = check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # one for all systems
+    if not has_open_axes or shifts is None or checks.unread(shifts):
+        return cell
+    is_open = (checks.plain(cell) == 0.0).all(-1)
+    width = rows.width if rows.begin is None else rows.begin.diff()
+    of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[checks.plain(batch_idx).long()]
+    beyond = (shifts != 0) & of_atom.repeat_interleave(width, 0, output_size=shifts.shape[0])
+    if bool(beyond[rows.neighbors != rows.padding].any()):
+        raise ValueError(
+            "`cell`: the neighbor list joins what are no neighbors, images along an axis that is open (a zero lattice "
+            "vector, or False in `pbc`)"
+        )
+    return cell
 
 
 def _parameters(
@@ -535,7 +597,7 @@ def _parameters(
 def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor) -> torch.Tensor | None:
     """Global parameters (n_systems, n); plain numbers as a tensor that is kept, if nobody watches."""
     numbers_alone = not any(isinstance(value, torch.Tensor) for value in values.values())
-    if values and numbers_alone and n_systems <= MOST_REPEATED and _is_plain(positions):
+    if values and numbers_alone and _is_plain(positions) and n_systems <= MOST_REPEATED:
         return _repeated(tuple(_number(name, v) for name, v in values.items()), n_systems, positions.dtype)
     return _together([_column(name, v, n_systems, "n_systems", positions) for name, v in values.items()])
 
