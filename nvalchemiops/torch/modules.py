@@ -112,20 +112,19 @@ class ExactModule(torch.nn.Module):
             return  # torch names what is missing
         own = self._settings()
         settings = self._read(state_dict[key]) if key in state_dict else dict(own)
-        of_parameters = {name: _exact(name, value) for name, value in loose.items()}
-        others = [
-            name for name, value in of_parameters.items() if name in settings and not _same(value, settings[name])
-        ]
+        exact = {name: _exact(name, value) for name, value in loose.items()}
+        others = [name for name, value in exact.items() if name in settings and not _same(value, settings[name])]
         if others:
             rest = ", ".join(name for name in own if name not in loose)
             raise ValueError(
                 f"the state dict has other values for {_listed(others)}, but not what belongs to them ({rest}): it is "
                 "that of an earlier version. Estimate parameters again, or set by hand all that belong together"
             )
-        settings |= of_parameters
+        settings |= exact
         missing = [name for name in own if name not in settings]
         if missing:
-            raise ValueError(f"{_listed(missing)} is not in the state dict")
+            unknown = [name for name in settings if name not in own]
+            raise ValueError(f"{_listed(missing)} not in the state dict" + f", but {_listed(unknown)}" * bool(unknown))
         for name in self._trainable:
             parameter = self._parameters.get(name)
             if parameter is None:
@@ -196,7 +195,9 @@ def _exact(name: str, value: Any) -> torch.Tensor:
 
 
 def _same(saved: torch.Tensor, own: torch.Tensor) -> bool:
-    return saved.shape == own.shape and torch.allclose(saved, own.detach().to(saved), rtol=1e-9, atol=0.0)
+    if own.is_meta or saved.shape != own.shape:
+        return False
+    return torch.allclose(saved, own.detach().to(saved), rtol=1e-9, atol=0.0)
 
 
 def _listed(names: list[str]) -> str:
