@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.robustness import ranks
 
@@ -13,6 +14,7 @@ def test_two_processes_with_different_systems(tmp_path):
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(tmp_path / "store")],
+            cwd=Path(__file__).parents[2],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

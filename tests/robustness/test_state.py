@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from nvalchemiops import AccuracyWarning
 from nvalchemiops.interactions.dispersion.damping import ZeroDamping
@@ -18,6 +19,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     prepare_wave_vectors,
 )
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, power_law
+from nvalchemiops.torch.neighbors import neighbor_list
 from tests.dispersion.cases import molecule, parameters
 from tests.systems import triclinic
 
@@ -281,7 +283,7 @@ def test_modules_without_memory(make):
     with torch.device("meta"):
         empty = make()
     same_kind = copy.deepcopy(empty).to_empty(device="cpu")
-    with pytest.raises(ValueError, match="`alpha` must be positive"):
+    with pytest.raises(ValueError, match="must be positive and finite"):
         of(same_kind)
     for module in (empty, same_kind):
         module.load_state_dict(from_file(make(0.7).prepare(CELL)), assign=True)
@@ -299,6 +301,35 @@ def test_modules_share_memory():
     module.share_memory()
     assert all(m.alpha.is_shared() for m in module[:2]) and module[2].a1.is_shared()
     assert module[0]._waves.points.is_shared() and module[2].states.radii.is_shared()
+
+
+@pytest.mark.parametrize("make", [ewald, pme])
+@pytest.mark.filterwarnings("error")
+def test_in_compiled_graphs_and_exported_programs(make):
+    """One graph for all positions; what is prepared is an input of it, and does not outlive its parameters there."""
+    model = torch.nn.Sequential(make().prepare(CELL))
+    matrix, _, shifts = neighbor_list(X, 5.5, CELL)
+    near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
+
+    class Total(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return self.model[0](x, Q, CELL, **near).sum()
+
+    total, counter = Total(), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(total, fullgraph=True, backend=counter)
+    for step in range(3):
+        x = X + 0.01 * step
+        torch.testing.assert_close(compiled(x), total(x), rtol=1e-12, atol=0.0)
+    assert counter.frame_count == 1
+    program = torch.export.export(total, (X,)).module()
+    torch.testing.assert_close(program(x), total(x), rtol=1e-12, atol=0.0)
+    if make is pme:
+        model[0].alpha = 1.1 * model[0].alpha
+        assert compiled(x).isnan() and counter.frame_count == 1
 
 
 # -- another cell ----------------------------------------------------------------------------------
