@@ -1,17 +1,21 @@
 """DFT-D3 as a module that keeps what does not change between calls."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping, damping_parameters
 from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion, ranges_of
-from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates, given_or_published
+from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, given_or_published
 from nvalchemiops.torch.modules import ExactModule
 
 CUTOFF, COORDINATION_CUTOFF, THREE_BODY_CUTOFF, SMOOTHING = 60.0, 40.0, 20.0, 5.0
 """Cutoffs in bohr, the first two those of the program s-dftd3, and a width over which sums go to zero before them."""
+
+
+_NUMBERS = ("cutoff", "coordination_cutoff", "smoothing", "s9", "three_body_cutoff")
 
 
 class DFTD3(ExactModule):
@@ -42,6 +46,17 @@ class DFTD3(ExactModule):
     ValueError, TypeError
         A bad argument, named in the message; an element or functional without parameters.
 
+    Notes
+    -----
+    A state dict restores damping, cutoffs and ``s9``. Elements and the kind of damping must be those of the module, and
+    so must the reference data, which are not in it; otherwise loading raises. ``DistributedDataParallel`` synchronises
+    damping parameters that are trained, and nothing else.
+
+    Attributes
+    ----------
+    states : ReferenceStates
+        The reference data of the elements, where the module is.
+
     Examples
     --------
     >>> model = DFTD3("pbe", [11, 17])
@@ -68,25 +83,31 @@ class DFTD3(ExactModule):
             raise TypeError(f"`damping` must be a functional or parameters, got {type(damping).__name__}")
         ranges_of(cutoff, coordination_cutoff, three_body_cutoff, smoothing)  # raises unless they fit
         self.kind = type(damping)
+        self._trainable = self.kind._fields
         device = torch.get_default_device()  # as other modules of torch do
         for name, value in damping._asdict().items():
             tensor = torch.as_tensor(value, dtype=torch.float64, device=device).detach().clone()
-            if trainable:
-                self.register_parameter(name, torch.nn.Parameter(tensor))
-            else:
-                self.register_buffer(name, tensor)
-        states = given_or_published(parameters).states(elements, device)
-        self._names = [name for name, value in states._asdict().items() if isinstance(value, torch.Tensor)]
-        for name in self._names:
-            self.register_buffer(f"_{name}", getattr(states, name), persistent=False)
-        self._others = {name: value for name, value in states._asdict().items() if name not in self._names}
+            setattr(self, name, torch.nn.Parameter(tensor) if trainable else tensor)
+        data = given_or_published(parameters)
+        self.states = data.states(elements, device)
+        self._table = _summary(data, self.states.elements)
         self.cutoff, self.coordination_cutoff, self.smoothing = cutoff, coordination_cutoff, smoothing
         self.s9, self.three_body_cutoff = s9, three_body_cutoff
 
-    @property
-    def states(self) -> ReferenceStates:
-        """The reference data of the elements, where the module is."""
-        return ReferenceStates(**{name: getattr(self, f"_{name}") for name in self._names}, **self._others)
+    def _settings(self) -> dict[str, Any]:
+        known = {"damping": self.kind.__name__, "elements": self.states.elements, "parameters": self._table}
+        return known | {name: getattr(self, name) for name in (*self.kind._fields, *_NUMBERS)}
+
+    def _restored(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        saved = tuple(settings["elements"])
+        if settings["damping"] != self.kind.__name__:
+            raise ValueError(f"`damping` is {self.kind.__name__}, but {settings['damping']} in the state dict")
+        if saved != self.states.elements:
+            raise ValueError(f"`elements` are {self.states.elements}, but {saved} in the state dict")
+        table = settings["parameters"]
+        if len(table) != len(self._table) or not np.allclose(table, self._table, rtol=1e-8, atol=1e-12):
+            raise ValueError("`parameters` have other values for these elements than those of the state dict")
+        return {name: settings[name] for name in (*self.kind._fields, *_NUMBERS)}
 
     def forward(
         self,
@@ -109,6 +130,7 @@ class DFTD3(ExactModule):
         energies, forces, coordination_numbers, virial
             As from `d3_dispersion`.
         """
+        self._move_to(positions)
         damping = self.kind(**{name: getattr(self, name).to(positions.dtype) for name in self.kind._fields})
         return d3_dispersion(
             positions,
@@ -124,3 +146,13 @@ class DFTD3(ExactModule):
             three_body_cutoff=self.three_body_cutoff,
             **options,
         )
+
+
+def _summary(data: D3Parameters, elements: Sequence[int]) -> list[float]:
+    """Numbers that tell tables apart, as far as these elements go: values and sums of each element."""
+    chosen = torch.tensor(elements, device="cpu")
+    tables = [data.rcov, data.r4r2, data.cn_ref, data.c6ab, data.r0ab]
+    rows = [table.detach().to("cpu", torch.float64)[chosen] for table in tables if table is not None]
+    # of pairs those in which both elements occur
+    rows = [row[:, chosen] if row.ndim > 1 and row.shape[1] == data.rcov.shape[0] else row for row in rows]
+    return [value for row in rows for value in row.reshape(len(elements), -1).sum(1).tolist()]

@@ -269,6 +269,8 @@ def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> 
     """Choose the wave vectors up to a length once, for repeated calls: ``miller_indices`` of `ewald_summation`.
 
     They are kept as integers, so that the cell may change, and energies are continuous in it. Reads values on the host.
+    Where it is longer by more than a tenth in some direction, wave vectors up to ``k_cutoff`` are missing: on a CPU an
+    `AccuracyWarning` says so.
 
     Parameters
     ----------
@@ -286,7 +288,9 @@ def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> 
     """
     cells = check_cells_alone(cell).detach()
     lengths = per_system("k_cutoff", k_cutoff, cells.shape[0], cell.device).detach()
-    return WaveVectors(*points_within(cells.to(torch.float64), lengths))
+    # copies, which the caller's tensors may change without
+    cells, lengths = cells.to(torch.float64, copy=True), lengths.clone()
+    return WaveVectors(*points_within(cells, lengths))._replace(cell=cells, k_cutoff=lengths)
 
 
 def _given(*sources: Any) -> Any:
@@ -333,8 +337,7 @@ def given_waves(
         bounds = torch.cat([torch.full((n_systems, 1), float(n), dtype=torch.float64, device=device) for n in box], 1)
         return GivenWaves(box_points(box, n_systems, device), "miller_bounds", bounds)
     if isinstance(miller_indices, WaveVectors):
-        if miller_indices.point_begin.shape[0] != n_systems + 1:
-            raise ValueError(f"`miller_indices` are prepared for another number of systems than {n_systems}")
+        miller_indices.check(cell)
         numbers = miller_indices.point_system.long().unsqueeze(1).expand(-1, 3)
         most = torch.zeros((n_systems, 3), dtype=torch.float64, device=device)
         most = most.scatter_reduce(0, numbers, miller_indices.points.to(torch.float64), "amax")

@@ -47,6 +47,14 @@ class LongRangePotential(NamedTuple):
         """
         return self in _CONSTANT
 
+    @property
+    def exponent(self) -> int | None:
+        """The p of `power_law`; None for other potentials."""
+        if not self.is_constant:
+            return None
+        assert isinstance(self.short_range, functools.partial)
+        return int(self.short_range.args[0])
+
     def slope_of(self, k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         """The derivative of g by k²."""
         if self.slope is not None:
@@ -65,9 +73,7 @@ class _PowerLaw(LongRangePotential):
     def __reduce__(self) -> tuple[Any, ...]:
         if not self.is_constant:  # made of one by `_replace`
             return LongRangePotential, tuple(self)
-        of_power = self.short_range
-        assert isinstance(of_power, functools.partial)
-        return power_law, of_power.args
+        return power_law, (self.exponent,)
 
 
 def _coulomb(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:

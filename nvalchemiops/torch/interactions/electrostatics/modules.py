@@ -1,5 +1,6 @@
 """Ewald sums as modules that keep their parameters, for repeated calls."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,6 @@ import torch
 
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation, prepare_wave_vectors
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.mesh_sum import Influence
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     estimate_ewald_parameters,
     estimate_pme_parameters,
@@ -21,7 +21,7 @@ from nvalchemiops.torch.neighbors import checks
 
 
 def _kept(name: str, value: float | torch.Tensor) -> torch.Tensor:
-    """A positive number, or one for each system, as a buffer (1,) or (n_systems,)."""
+    """A positive number, or one for each system, as a tensor (1,) or (n_systems,)."""
     if isinstance(value, torch.Tensor):
         return per_system(name, value, max(1, value.numel()), value.device).detach().clone()
     # moved to where other modules of torch are made
@@ -30,6 +30,29 @@ def _kept(name: str, value: float | torch.Tensor) -> torch.Tensor:
 
 def _reach(cutoff: float | None) -> float | None:
     return None if cutoff is None else checks.check_positive("cutoff", cutoff)
+
+
+def _check_same(potential: LongRangePotential, exponent: int | None) -> None:
+    """Raise if the potential of a saved module was another one; of two without an exponent this cannot be known."""
+    if potential.exponent != exponent:
+        saved, here = ("one of your own" if p is None else f"1/r^{p}" for p in (exponent, potential.exponent))
+        raise ValueError(f"`potential` is {here}, but {saved} in the state dict")
+
+
+def _unchanged(name: str, value: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
+    """What something was prepared for, if the module's parameter still is that.
+
+    Otherwise an error, or NaN where values cannot be read.
+    """
+    if not checks.unread(value) and torch.equal(checks.plain(value), prepared):
+        return prepared
+    # the dtype of a cell may have rounded it
+    same = (value.detach() - prepared).abs() <= 1e-6 * prepared
+    if checks.unread(same):
+        return torch.where(same, prepared, torch.nan)
+    if not bool(checks.plain(same).all()):
+        raise ValueError(f"`{name}` has changed since `prepare`: call it again")
+    return prepared
 
 
 class EwaldSummation(ExactModule):
@@ -51,7 +74,11 @@ class EwaldSummation(ExactModule):
     Notes
     -----
     The wave vectors of each call follow from its cell, until `prepare` fixes them as integers: then energies are
-    continuous when the cell changes, as in dynamics at constant pressure, and nothing is read on the host.
+    continuous when the cell changes, as in dynamics at constant pressure, and nothing is read on the host. A cell that
+    is longer by more than a tenth in some direction gets an `AccuracyWarning` on a CPU: prepare again.
+
+    A state dict restores all parameters and what is prepared, or loading raises. Other processes of
+    ``DistributedDataParallel`` may have modules with other parameters: no buffers are synchronised.
 
     Examples
     --------
@@ -61,6 +88,7 @@ class EwaldSummation(ExactModule):
 
     alpha: torch.Tensor
     k_cutoff: torch.Tensor
+    _trainable = ("alpha", "k_cutoff")
 
     def __init__(
         self,
@@ -72,17 +100,28 @@ class EwaldSummation(ExactModule):
     ) -> None:
         super().__init__()
         check_potential(potential)
-        self.register_buffer("alpha", _kept("alpha", alpha))
-        self.register_buffer("k_cutoff", _kept("k_cutoff", k_cutoff))
+        self.alpha = _kept("alpha", alpha)
+        self.k_cutoff = _kept("k_cutoff", k_cutoff)
         self.cutoff = _reach(cutoff)
         self.potential = potential
-        for name in WaveVectors._fields:
-            self.register_buffer(f"_{name}", None, persistent=False)
+        self._waves: WaveVectors | None = None
 
-    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
-        super()._load_from_state_dict(*arguments, **options)
-        for name in WaveVectors._fields:  # prepared for other parameters
-            setattr(self, f"_{name}", None)
+    @property
+    def prepared_cell(self) -> torch.Tensor | None:
+        """The cell (n_systems, 3, 3) of `prepare`, float64."""
+        return None if self._waves is None else self._waves.cell
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("alpha", "k_cutoff", "cutoff", "prepared_cell")
+        return {name: getattr(self, name) for name in names} | {"potential": self.potential.exponent}
+
+    def _restored(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        _check_same(self.potential, settings["potential"])
+        with torch.device("cpu"):
+            made = EwaldSummation(*(settings[name] for name in ("alpha", "k_cutoff", "cutoff")))
+        if settings["prepared_cell"] is not None:
+            made.prepare(settings["prepared_cell"])
+        return {name: getattr(made, name) for name in ("alpha", "k_cutoff", "cutoff", "_waves")}
 
     @classmethod
     def estimate(
@@ -100,21 +139,21 @@ class EwaldSummation(ExactModule):
 
     def prepare(self, cell: torch.Tensor) -> "EwaldSummation":
         """Fix the wave vectors to those of this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
-        for name, value in zip(WaveVectors._fields, prepare_wave_vectors(cell, self.k_cutoff)):
-            setattr(self, f"_{name}", value)
+        self._waves = prepare_wave_vectors(cell, self.k_cutoff)
         return self
 
     def forward(
         self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Evaluate `ewald_summation`; ``options`` are its other arguments."""
-        kept = [getattr(self, f"_{name}") for name in WaveVectors._fields]
-        chosen = {"k_cutoff": self.k_cutoff} if kept[0] is None else {"miller_indices": WaveVectors(*kept)}
+        self._move_to(positions)
+        chosen: dict[str, Any] = {"k_cutoff": self.k_cutoff}
+        if self._waves is not None:
+            assert self._waves.k_cutoff is not None
+            _unchanged("k_cutoff", self.k_cutoff, self._waves.k_cutoff)
+            chosen = {"miller_indices": self._waves}
         given = {"cutoff": self.cutoff, "potential": self.potential} | options
         return ewald_summation(positions, charges, cell, self.alpha, **chosen, **given)
-
-
-_PREPARED = ("_cell", "_splitting", "_influence", "_influence_slope")
 
 
 class ParticleMeshEwald(ExactModule):
@@ -136,7 +175,10 @@ class ParticleMeshEwald(ExactModule):
 
     Notes
     -----
-    `prepare` keeps what depends on the cell, for calls at the same cell.
+    `prepare` keeps what depends on the cell, for calls at the same cell, ``prepared_cell``.
+
+    A state dict restores all parameters and what is prepared, or loading raises. Other processes of
+    ``DistributedDataParallel`` may have modules with other parameters: no buffers are synchronised.
 
     Examples
     --------
@@ -145,6 +187,7 @@ class ParticleMeshEwald(ExactModule):
     """
 
     alpha: torch.Tensor
+    _trainable = ("alpha",)
 
     def __init__(
         self,
@@ -157,17 +200,34 @@ class ParticleMeshEwald(ExactModule):
     ) -> None:
         super().__init__()
         check_potential(potential)
-        self.register_buffer("alpha", _kept("alpha", alpha))
+        self.alpha = _kept("alpha", alpha)
         self.mesh_dimensions, self.spline_order = mesh_and_order(mesh_dimensions, check_spline_order(spline_order))
         self.cutoff = _reach(cutoff)
         self.potential = potential
-        for name in _PREPARED:
-            self.register_buffer(name, None, persistent=False)
+        self._prepared: PreparedMesh | None = None
 
-    def _load_from_state_dict(self, *arguments: Any, **options: Any) -> None:
-        super()._load_from_state_dict(*arguments, **options)
-        for name in _PREPARED:  # for other parameters
-            setattr(self, name, None)
+    @property
+    def prepared_cell(self) -> torch.Tensor | None:
+        """The cell (n_systems, 3, 3) of `prepare`, float64."""
+        return None if self._prepared is None else self._prepared.cell
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("alpha", "mesh_dimensions", "spline_order", "cutoff", "prepared_cell")
+        # apart from `alpha`, which the dtype of the cell may have rounded
+        prepared = None if self._prepared is None else self._prepared.alpha
+        others = {"prepared_alpha": prepared, "potential": self.potential.exponent}
+        return {name: getattr(self, name) for name in names} | others
+
+    def _restored(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        _check_same(self.potential, settings["potential"])
+        names = ("alpha", "mesh_dimensions", "spline_order", "cutoff")
+        with torch.device("cpu"):
+            made = ParticleMeshEwald(*(settings[name] for name in names), potential=self.potential)
+        cell, alpha = settings["prepared_cell"], settings["prepared_alpha"]
+        if cell is not None:
+            mesh = made.mesh_dimensions, made.spline_order
+            made._prepared = prepare_mesh(cell, alpha, *mesh, potential=self.potential)
+        return {name: getattr(made, name) for name in (*names, "_prepared")}
 
     @classmethod
     def estimate(
@@ -188,32 +248,28 @@ class ParticleMeshEwald(ExactModule):
 
     def prepare(self, cell: torch.Tensor) -> "ParticleMeshEwald":
         """Keep what depends on this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
-        found = prepare_mesh(cell, self.alpha, self.mesh_dimensions, self.spline_order, potential=self.potential)
-        self._cell, self._splitting = found.cell, found.alpha
-        self._influence, self._influence_slope = found.influence
+        if self.alpha.requires_grad:
+            raise ValueError("`alpha` is trained: what is prepared would not follow it")
+        self._prepared = prepare_mesh(
+            cell, self.alpha, self.mesh_dimensions, self.spline_order, potential=self.potential
+        )
         return self
 
     def forward(
         self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Evaluate `particle_mesh_ewald`; ``options`` are its other arguments."""
+        self._move_to(positions)
         given = {"cutoff": self.cutoff, "potential": self.potential} | options
-        if self._influence is None:
-            return particle_mesh_ewald(
-                positions,
-                charges,
-                cell,
-                self.alpha,
-                mesh_dimensions=self.mesh_dimensions,
-                spline_order=self.spline_order,
-                **given,
-            )
-        kept = PreparedMesh(
-            self._cell,
-            self._splitting,
-            self.mesh_dimensions,
-            self.spline_order,
-            self.potential,
-            Influence(self._influence, self._influence_slope),
-        )
+        mesh: Any = {"mesh_dimensions": self.mesh_dimensions, "spline_order": self.spline_order}
+        kept = self._prepared
+        if kept is None:
+            return particle_mesh_ewald(positions, charges, cell, self.alpha, **mesh, **given)
+        if (kept.mesh_dimensions, kept.spline_order) != (self.mesh_dimensions, self.spline_order):
+            raise ValueError("the mesh has changed since `prepare`: call it again")
+        # equal, not the same: torch.export puts copies of tuples into a module
+        if not torch.compiler.is_compiling() and kept.potential != self.potential:
+            raise ValueError("`potential` has changed since `prepare`: call it again")
+        alpha = _unchanged("alpha", self.alpha, kept.alpha)
+        kept = kept._replace(alpha=alpha, potential=self.potential)
         return particle_mesh_ewald(positions, charges, cell, prepared=kept, **given)

@@ -30,7 +30,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     periodic_axes,
     refuse_open_axes,
 )
-from nvalchemiops.torch.interactions.electrostatics.wave_vectors import check_cells_alone, per_system
+from nvalchemiops.torch.interactions.electrostatics.wave_vectors import ELSEWHERE, check_cells_alone, per_system
 from nvalchemiops.torch.lattice import check_spline_order, lattice_of, mesh_and_order
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
@@ -68,10 +68,10 @@ class PreparedMesh(NamedTuple):
         if system.cell.shape != self.cell.shape or system.cell.device != self.cell.device:
             raise ValueError(
                 f"`prepared` is for a cell {tuple(self.cell.shape)} on {self.cell.device}, but this one is "
-                f"{tuple(system.cell.shape)} on {system.cell.device}"
+                f"{tuple(system.cell.shape)} on {system.cell.device}. {ELSEWHERE}"
             )
         if not checks.unread(system.cell) and not torch.equal(checks.plain(system.cell).to(torch.float64), self.cell):
-            raise ValueError("`prepared` is for another `cell`: prepare again when the cell has changed")
+            raise ValueError(f"`prepared` is for another `cell`: prepare again when the cell has changed. {ELSEWHERE}")
 
     def alpha_for(self, cell: torch.Tensor) -> torch.Tensor:
         """Alpha; NaN where `check` would have raised, had it read the cell."""

@@ -11,6 +11,7 @@ import warp as wp
 
 from nvalchemiops.geometry import dual_vectors
 from nvalchemiops.interactions.electrostatics import wave_vectors as core
+from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
 from nvalchemiops.torch.neighbors import checks
@@ -36,12 +37,54 @@ class WaveVectors(NamedTuple):
     point_system : (n_points,) int32 tensor
     weights : (n_points, 4) float64 tensor
         How often each wave vector counts in a sum over all of them; k and -k stand together.
+    cell : (n_systems, 3, 3) float64 tensor, length, or None
+        For which `prepare_wave_vectors` chose them.
+    k_cutoff : (n_systems,) float64 tensor, 1/length, or None
+        Up to which length.
     """
 
     points: torch.Tensor
     point_begin: torch.Tensor
     point_system: torch.Tensor
     weights: torch.Tensor
+    cell: torch.Tensor | None = None
+    k_cutoff: torch.Tensor | None = None
+
+    def check(self, cell: torch.Tensor) -> None:
+        """Raise if they are for another number of systems; warn if they do not cover ``k_cutoff`` in this cell."""
+        n_systems = self.point_begin.shape[0] - 1
+        if cell.shape[0] != n_systems:
+            raise ValueError(
+                f"`miller_indices` are prepared for {n_systems} systems, but there are {cell.shape[0]}. {ELSEWHERE}"
+            )
+        if self.cell is None or self.k_cutoff is None or checks.unread(cell) or checks.unread(self.cell):
+            return
+        before, now = checks.on_host(self.cell), checks.on_host(cell)
+        if np.array_equal(before, now):
+            return
+        # a wave vector is shorter by at most the factor by which the cell is longer in some direction
+        stretch = np.linalg.norm(np.linalg.solve(before, now), 2, axis=(1, 2))
+        worst = int(stretch.argmax())
+        if stretch[worst] > MOST_STRETCH:
+            asked = float(checks.on_host(self.k_cutoff)[worst])
+            notify(
+                f"the wave vectors were prepared for another cell, which system {worst} exceeds by a factor of "
+                f"{stretch[worst]:.3g} in some direction: here they are complete up to {asked / stretch[worst]:.4g} "
+                f"instead of {asked:.4g}. Prepare them again for this cell. {ELSEWHERE}",
+                AccuracyWarning,
+                kind="stretched cell",
+            )
+
+
+MOST_STRETCH = 1.1
+"""How much longer a cell may get in any direction, before a warning says that prepared wave vectors do not reach as far
+as they should. The error of a sum at 1e-6 has then grown tenfold."""
+
+ELSEWHERE = (
+    "If this should not be another cell: what was prepared may come from another process, by buffers that "
+    "DistributedDataParallel makes equal, or by a state dict"
+)
+"""What messages say of things that were prepared for another cell."""
 
 
 @warp_custom_op("nvalchemiops::points_within", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
