@@ -20,7 +20,7 @@ ICE = solid("dry ice")
 X, Z, CELL = ICE.positions, ICE.numbers, ICE.cell
 N = len(Z)
 CUTOFF = 9.0
-STATES = parameters().states([6, 8])
+STATES, STATES_OF_HYDROCARBONS = parameters().states([6, 8]), parameters().states([1, 6])
 PAIRS, PTR, SHIFTS = neighbor_list(X, CUTOFF, CELL, return_neighbor_list=True)
 MATRIX, _, MATRIX_SHIFTS = neighbor_list(X, CUTOFF, CELL, max_neighbors=int(PTR.diff().max()) + 1)
 LIST = {"neighbor_list": PAIRS, "neighbor_ptr": PTR, "neighbor_shifts": SHIFTS}
@@ -173,8 +173,8 @@ def of_dftd3():
         yield TypeError, "`parameters`|`d3_params`", {"d3_params": value}
     yield ValueError, "`d3_params`.*covalent_radii, r4r2, c6_reference, coord_num_ref missing", {"d3_params": None}
     yield ValueError, "`d3_params`", {"r4r2": parameters().r4r2}
-    for on, off in ((5.0, 5.0), (6.0, 5.0), (1e10, 5.0)):
-        yield ValueError, "s5_smoothing_on", {"s5_smoothing_on": on, "s5_smoothing_off": off, "cutoff": None}
+    for on, off in ((6.0, 5.0), (1e10, 5.0)):
+        yield ValueError, "s5_smoothing_off", {"s5_smoothing_on": on, "s5_smoothing_off": off, "cutoff": None}
     for name in ("s5_smoothing_on", "s5_smoothing_off"):
         for value in (0.0, -1.0, NAN, INF):
             yield ValueError, name, {name: value}
@@ -290,3 +290,35 @@ def test_the_cell_does_not_matter_along_an_open_axis():
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
     with pytest.raises(ValueError, match="`cell` is singular"):
         d3_dispersion(X, Z, PBE, STATES, flat, **LIST)
+
+
+@pytest.mark.parametrize("place", [NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_places_that_are_none(place, dtype):
+    """With a list, which was made before: the energy is no number, whatever the cutoffs."""
+    atoms = molecule("C2H6")
+    x = atoms.positions.to(dtype)
+    near = {"neighbor_matrix": neighbor_list(x, 20.0)[0], "num_systems": 1}
+    x[0, 1] = place
+    for options in ({}, {"cutoff": 20.0}):
+        energy, forces, coordination = dftd3(
+            x, atoms.numbers, *PBE[:3], **near, d3_params=STATES_OF_HYDROCARBONS, **options
+        )
+        assert bool(energy.isnan().all()) and bool(forces[0].isnan().any()) and bool(coordination[0].isnan())
+
+
+@pytest.mark.parametrize("row", [[NAN, 0.0, 0.0], [INF, 0.0, 0.0], [0.0, 0.0, 0.0], (CELL[0, 1] - CELL[0, 2]).tolist()])
+def test_cells_that_are_none(row):
+    """Under the images of a list that was made for another cell."""
+    cell = CELL.clone()
+    cell[0, 0] = torch.tensor(row, dtype=F64)
+    given = IN_ORDER | {"cell": cell}
+    for near in (LIST, WIDE):
+        try:
+            energies, *_ = d3_dispersion(**given, damping=PBE, parameters=STATES, **near, energy_reduction="system")
+        except ValueError as error:
+            assert "`cell`" in str(error)
+        else:
+            assert bool(energies.isnan().all())
+    with pytest.raises(ValueError, match="`cell`"):
+        d3_dispersion(**given, damping=PBE, parameters=STATES, cutoff=CUTOFF)

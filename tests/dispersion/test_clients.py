@@ -4,6 +4,7 @@ They work in atomic units, hold the tables of 94 elements with five reference mo
 by its place: energies of systems, forces, coordination numbers, and the virial if they asked for it.
 """
 
+import dataclasses
 import importlib
 import inspect
 
@@ -22,6 +23,7 @@ from tests.dispersion.cases import (
     Found,
     batch,
     close,
+    find_pairs,
     molecule,
     parameters,
     program,
@@ -296,3 +298,325 @@ def test_separate_tables_are_taken_apart_once_until_they_change():
     torch.testing.assert_close(energy(), 2.0 * first)
     tables["r4r2"] = tables["r4r2"] * 1.1
     assert not torch.equal(energy(), 2.0 * first)
+
+
+# -- fairchem -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing_fraction", [0.0, 0.2])
+@pytest.mark.parametrize("periodic", [True, False])
+def test_fairchem_while_atoms_move(periodic, smoothing_fraction):
+    """Parameters of a file, moved; then the list of each step in the memory of the first, in inference mode."""
+    names = {"covalent_radii": "rcov", "r4r2": "r4r2", "c6_reference": "c6ab", "coord_num_ref": "cn_ref"}
+    file = {names[name]: table for name, table in tables().items()}
+    d3_params = D3Parameters(**file).to(device=torch.device("cpu"), dtype=torch.float32)
+    atoms = solid("dry ice") if periodic else molecule("CH3CH2OH")
+    bohr = 1.0 / BOHR_IN_ANGSTROM
+    positions = (atoms.positions * BOHR_IN_ANGSTROM).float()
+    cell = (atoms.cell * BOHR_IN_ANGSTROM).float() if periodic else None
+    cutoff, n, kept = 9.0, len(positions), {}
+    for step in range(3):
+        positions += 0.01 * step
+        positions[0, 0] += 0.02 * step
+        found = neighbor_list(
+            positions=positions,
+            cutoff=cutoff,
+            cell=cell,
+            pbc=atoms.pbc if periodic else None,
+            half_fill=False,
+            fill_value=n,
+            **kept,
+        )
+        kept = {"neighbor_matrix": found[0], "num_neighbors": found[1]}
+        kept |= {"neighbor_matrix_shifts": found[2]} if periodic else {}
+        with torch.inference_mode():
+            output = dftd3(
+                positions=positions * bohr,
+                numbers=atoms.numbers,
+                a1=PBE.a1,
+                a2=PBE.a2,
+                s6=PBE.s6,
+                s8=PBE.s8,
+                k1=16.0,
+                k3=-4.0,
+                s5_smoothing_on=cutoff * (1.0 - smoothing_fraction) * bohr,
+                s5_smoothing_off=cutoff * bohr,
+                fill_value=n,
+                d3_params=d3_params,
+                cell=cell * bohr if periodic else None,
+                neighbor_matrix=found[0],
+                neighbor_matrix_shifts=found[2] if periodic else None,
+                compute_virial=periodic,
+                num_systems=1,
+            )
+        now = atoms._replace(positions=positions.double() * bohr)
+        expected = program(now, PROGRAM["bj"](method="pbe"), cutoff * bohr, cutoff * bohr)
+        assert len(output) == 3 + periodic
+        if smoothing_fraction:  # less of what attracts
+            assert 1.0 < float(expected.energy) / float(output[0]) < 1.2
+        else:
+            close([part.double() for part in output[:2]], expected[:2], 3e-6)
+            if periodic:
+                close([output[3].double()], [expected.virial], 1e-5)
+
+
+def test_equal_ends_of_the_smoothing_cut_sharply():
+    """The pair at this distance, and beyond, does not count; the one just before counts fully."""
+    numbers, end = torch.tensor([18, 18], dtype=torch.int32), 8.0
+    pairs = {"neighbor_list": torch.tensor([[0, 1], [1, 0]], dtype=torch.int32), "d3_params": parameters()}
+
+    def energy(r, **smoothing):
+        x = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, r]], dtype=F64)
+        return float(dftd3(x, numbers, **NUMBERS, **pairs, **smoothing)[0])
+
+    for r, counts in ((end - 1e-12, True), (end, False), (end + 1e-12, False), (20.0, False), (4.0, True)):
+        assert energy(r, s5_smoothing_on=end, s5_smoothing_off=end) == (energy(r) if counts else 0.0)
+    assert energy(30.0, s5_smoothing_on=1e10, s5_smoothing_off=1e10) == energy(30.0) != 0.0
+    with pytest.raises(ValueError, match=r"`s5_smoothing_off` = 7.0 must not be smaller"):
+        energy(4.0, s5_smoothing_on=end, s5_smoothing_off=7.0)
+
+
+# -- parameters, shifts, lists and systems in the forms that clients have ---------------------------
+
+
+@dataclasses.dataclass
+class OtherParameters:
+    """Of another package."""
+
+    rcov: torch.Tensor
+    r4r2: torch.Tensor
+    c6ab: torch.Tensor
+    cn_ref: torch.Tensor
+
+
+@pytest.mark.parametrize("form", ["dict", "dict of half the digits", "dataclass", "positional"])
+def test_parameters_of_other_packages(form):
+    atoms, given = molecule("CH3COOH"), tables(torch.float64)
+    near = dict(zip(("neighbor_list", "neighbor_ptr"), neighbor_list(atoms.positions, 40.0, return_neighbor_list=True)))
+    expected = dftd3(*atoms[:2], **NUMBERS, **near, **given)
+    values = dict(zip(("rcov", "r4r2", "c6ab", "cn_ref"), given.values()))
+    if form == "dict of half the digits":
+        values["c6ab"] = values["c6ab"].float()
+    made = values if "dict" in form else OtherParameters(**values)
+    if form == "positional":
+        made = D3Parameters(*given.values(), 5)
+    for _ in range(2):
+        found = dftd3(*atoms[:2], **NUMBERS, **near, d3_params=made)
+        close(found, expected, 1e-9 if "digits" in form else 0.0)
+    del values["r4r2"]
+    with pytest.raises(TypeError, match=r"`d3_params`.*without r4r2"):
+        dftd3(*atoms[:2], **NUMBERS, **near, d3_params=values)
+
+
+def test_elements_outside_of_the_table():
+    atoms, given = molecule("H2O"), tables()
+    near = {"neighbor_matrix": neighbor_list(atoms.positions, 40.0)[0]}
+    for number in (95, 200, -1):
+        with pytest.raises(ValueError, match=rf"`numbers`.*elements \[{number}\]"):
+            dftd3(atoms.positions, torch.where(atoms.numbers == 8, number, atoms.numbers), **NUMBERS, **near, **given)
+
+
+@pytest.mark.parametrize("form", ["matrix", "list"])
+def test_shifts_without_a_cell(form):
+    """Zeros, which lists of molecules have in some clients. Others have no answer."""
+    atoms = molecule("CH3COOH")
+    given = {**NUMBERS, "d3_params": parameters().states([1, 6, 8])}
+    if form == "matrix":
+        near = {"neighbor_matrix": neighbor_list(atoms.positions, 40.0, max_neighbors=12)[0]}
+        name, shifts = "neighbor_matrix_shifts", torch.zeros((8, 12, 3), dtype=torch.int32)
+    else:
+        pairs, ptr = neighbor_list(atoms.positions, 40.0, return_neighbor_list=True)
+        near, name = {"neighbor_list": pairs, "neighbor_ptr": ptr}, "unit_shifts"
+        shifts = torch.zeros((pairs.shape[1], 3), dtype=torch.int32)
+    expected = dftd3(*atoms[:2], **given, **near, compute_virial=True)
+
+    def evaluate(shifts):
+        return dftd3(*atoms[:2], **given, **near, compute_virial=True, **{name: shifts})
+
+    call = torch.compile(evaluate, backend="aot_eager", fullgraph=True)
+    for function in (evaluate, call):
+        close(function(shifts), expected, 0.0)
+    wrong = shifts.clone()
+    wrong.view(-1, 3)[2, 1] = 1
+    with pytest.raises(ValueError, match=rf"`cell` is needed with `{name}`"):
+        evaluate(wrong)
+    assert bool(call(wrong)[0].isnan().all())  # where values cannot be looked at
+    if form == "matrix":
+        shifts[:, 7:] = 5  # in the padding
+        close(evaluate(shifts), expected, 0.0)
+
+
+def int32(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+NOBODY = {
+    "list": {"neighbor_list": int32(2, 0)},
+    "list and pointers": {"neighbor_list": int32(2, 0), "neighbor_ptr": int32(4)},
+    "pointers of nothing": {"neighbor_list": int32(2, 0), "neighbor_ptr": int32(1)},
+    "matrix without columns": {"neighbor_matrix": int32(3, 0)},
+    "matrix without rows": {"neighbor_matrix": int32(0, 8)},
+    "matrix of nothing": {"neighbor_matrix": int32(0, 0)},
+    "with shifts": {"neighbor_matrix": int32(0, 8), "neighbor_matrix_shifts": int32(0, 8, 3)},
+    "list with shifts": {"neighbor_list": int32(2, 0), "neighbor_ptr": int32(1), "unit_shifts": int32(0, 3)},
+}
+
+
+@pytest.mark.parametrize("form", NOBODY)
+@pytest.mark.parametrize("periodic", [False, True])
+@pytest.mark.parametrize("n_atoms", [0, 3])
+def test_lists_without_pairs(n_atoms, periodic, form, dtype):
+    atoms, near = molecule("H2O"), dict(NOBODY[form])
+    if n_atoms == 0 and form == "list and pointers":
+        near["neighbor_ptr"] = int32(1)
+    if n_atoms == 0 and form == "matrix without columns":
+        near["neighbor_matrix"] = int32(0, 0)
+    if periodic and "shifts" not in form:
+        is_list, shape = "neighbor_list" in near, near.get("neighbor_matrix", int32(0)).shape
+        near |= {"unit_shifts": int32(0, 3)} if is_list else {"neighbor_matrix_shifts": int32(*shape, 3)}
+    cell = 9.0 * torch.eye(3, dtype=dtype).expand(2, 3, 3) if periodic else None
+    found = dftd3(
+        atoms.positions[:n_atoms].to(dtype),
+        atoms.numbers[:n_atoms],
+        **NUMBERS,
+        d3_params=parameters(),
+        batch_idx=int32(n_atoms),
+        num_systems=2,
+        cell=cell,
+        compute_virial=True,
+        **near,
+    )
+    assert [part.shape for part in found] == [(2,), (n_atoms, 3), (n_atoms,), (2, 3, 3)]
+    assert all(part.dtype == dtype and not part.any() for part in found)
+
+
+def test_virial_and_systems_in_any_form():
+    """Without a cell; one cell of either shape; systems without atoms at the end."""
+    atoms = molecule("CH3COOH")
+    given = {**NUMBERS, "d3_params": parameters(), "compute_virial": True}
+    near = {"neighbor_matrix": neighbor_list(atoms.positions, 40.0)[0]}
+    expected = program(atoms, PROGRAM["bj"](method="pbe"), 40.0, 40.0)
+    energy, forces, _, virial = dftd3(*atoms[:2], **given, **near)
+    close([energy, forces, virial], expected)
+    energy, forces, _, virial = dftd3(*atoms[:2], **given, **near, batch_idx=int32(8), num_systems=3)
+    close([energy[:1], forces, virial[:1]], expected)
+    assert energy.shape == (3,) and not energy[1:].any() and virial.shape == (3, 3, 3) and not virial[1:].any()
+
+    atoms = solid("dry ice")
+    matrix, _, shifts = neighbor_list(atoms.positions, 20.0, atoms.cell)
+    near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
+    expected = program(atoms, PROGRAM["bj"](method="pbe"), 20.0, 20.0)
+    for cell in (atoms.cell, atoms.cell[0]):
+        energy, forces, _, virial = dftd3(*atoms[:2], **given, **near, cell=cell, batch_idx=None)
+        close([energy, forces, virial], expected)
+
+
+def test_each_atom_as_a_system():
+    """For energies and virials of atoms some clients number systems by atoms, and give each its cell."""
+    atoms, n = solid("dry ice"), 12
+    matrix, _, shifts = neighbor_list(atoms.positions, 20.0, atoms.cell, fill_value=-1)
+    near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "fill_value": -1, "compute_virial": True}
+    near |= NUMBERS | {"d3_params": parameters()}
+    energy, forces, _, virial = dftd3(*atoms[:2], **near, cell=atoms.cell)
+    each = {"batch_idx": torch.arange(n, dtype=torch.int32), "cell": atoms.cell.expand(n, 3, 3), "num_systems": n}
+    of_atoms = dftd3(*atoms[:2], **near, **each)
+    close([of_atoms[0].sum(0, True), of_atoms[1], of_atoms[3].sum(0, True)], [energy, forces, virial], 1e-15)
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_dtypes_of_clients(integers, dtype):
+    """Atoms of both systems mixed, padding atoms with number 0 among them, a padding index that is an atom's."""
+    systems = [molecule("CH3CH2OH"), molecule("H2O")]
+    together = batch(*systems)
+    n = len(together.numbers)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    # one padding atom in the middle of the others, one at the end, whose number fills the rows
+    x = torch.cat([together.positions[order], torch.zeros(2, 3, dtype=F64)])
+    numbers = torch.cat([together.numbers[order], int32(2)])
+    idx = torch.cat([together.batch_idx[order], int32(2)])
+    real = torch.arange(n + 2) < n
+    middle = torch.tensor([0, 1, 2, n, *range(3, n), n + 1])
+    x, numbers, idx, real = x[middle], numbers[middle], idx[middle], real[middle]
+    pairs = find_pairs(Atoms(x, numbers, batch_idx=idx), 40.0)
+    matrix = torch.full((n + 2, n + 2), n + 1, dtype=integers)
+    for i in range(n + 1):
+        row = pairs.j[pairs.i == i].to(integers)
+        matrix[i, : len(row)] = row
+    energy, forces, coordination, virial = dftd3(
+        positions=x.to(dtype),
+        numbers=numbers.to(integers),
+        **NUMBERS,
+        **tables(),
+        neighbor_matrix=matrix,
+        fill_value=n + 1,
+        batch_idx=idx.to(integers),
+        compute_virial=True,
+        num_systems=2,
+        device="cpu",
+    )
+    expected = program_batch(systems, PROGRAM["bj"](method="pbe"), 40.0, 40.0)
+    forces_there = torch.zeros_like(expected.forces).index_copy(0, order, forces[real].to(F64))
+    tolerance = 1e-7 if dtype == F64 else 1e-6
+    close([energy.to(F64), forces_there, virial.to(F64)], expected, tolerance)
+    assert not forces[~real].any() and not coordination[~real].any()
+
+
+# -- graphs ---------------------------------------------------------------------------------------
+
+
+def with_neighbors(atoms):
+    """Atoms of a batch with their list, as a graph takes them."""
+    system = (atoms.cell, atoms.pbc, atoms.batch_idx)
+    found = neighbor_list(atoms.positions, 15.0, *system, return_neighbor_list=True)
+    return atoms.positions, atoms.numbers, atoms.batch_idx, atoms.cell, *found
+
+
+@pytest.mark.parametrize("told_by", ["num_systems", "cell", "both"])
+def test_compiled_for_batches_of_three_two_and_one(told_by):
+    """The last batch of an epoch is smaller than the others."""
+    states, periodic = parameters().states([6, 8, 11, 14, 17]), told_by != "num_systems"
+
+    def evaluate(x, numbers, idx, cell, pairs, ptr, shifts=None, *, num_systems=None):
+        near = {"neighbor_list": pairs, "neighbor_ptr": ptr, "unit_shifts": shifts}
+        system = {"cell": cell, "batch_idx": idx, "num_systems": num_systems}
+        return dftd3(x, numbers, **NUMBERS, d3_params=states, **near, **system, compute_virial=True)
+
+    call = torch.compile(evaluate, backend="aot_eager", fullgraph=True)
+    solids = [solid("dry ice"), solid("rock salt"), solid("silicon")]
+    molecules = [molecule("CO2"), molecule("CO"), molecule("NaCl")]
+    for n in (3, 2, 1):
+        inputs = with_neighbors(batch(*(solids if periodic else molecules)[:n]))
+        options = {} if told_by == "cell" else {"num_systems": n}
+        found = call(*inputs, **options)
+        assert found[0].shape == (n,)
+        close(found, evaluate(*inputs, **options), 1e-15)
+    if told_by == "cell":  # a graph cannot see that one cell is meant for two systems
+        inputs = with_neighbors(batch(solid("silicon"), solid("silicon")))
+        with pytest.raises(ValueError, match="`batch_idx`"):
+            call(*inputs[:3], inputs[3][:1], *inputs[4:])
+
+
+def test_compiled_with_separate_tables():
+    """As orb-models calls it: with graph breaks where atomic numbers are read, in inference mode."""
+    call, given = torch.compile(dftd3, dynamic=True, backend="eager"), tables()
+    for atoms in (solid("dry ice"), solid("silicon")):
+        matrix, counts, shifts = neighbor_list(atoms.positions, 15.0, atoms.cell, atoms.pbc, atoms.systems)
+        widest = counts.max()
+        options = {
+            "positions": atoms.positions,
+            "numbers": atoms.numbers,
+            "cell": atoms.cell,
+            "neighbor_matrix": matrix[:, :widest],
+            "batch_idx": atoms.systems,
+            "neighbor_matrix_shifts": shifts[:, :widest, :],
+            **given,
+            **NUMBERS,
+            "s6": 1.0,
+            "k1": 16.0,
+            "k3": -4.0,
+            "s5_smoothing_on": 1e10 / BOHR_IN_ANGSTROM,
+            "s5_smoothing_off": 1e10 / BOHR_IN_ANGSTROM,
+            "compute_virial": True,
+        }
+        with torch.inference_mode():
+            close(call(**options), dftd3(**options), 1e-15)

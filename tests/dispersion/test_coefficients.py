@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.dispersion import D3Parameters, coefficients
+from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, coefficients, d3_dispersion
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 
 F64, K3 = torch.float64, -4.0
@@ -89,7 +89,12 @@ def test_under_vmap(tables):
 
 
 def test_there_is_room_for_so_many_reference_molecules():
-    n = coefficients.kernels.MOST_REFERENCES + 1
-    tables = {"rcov": torch.ones(3), "r4r2": torch.ones(3), "c6ab": torch.ones(3, 3, n, n), "cn_ref": torch.ones(3, n)}
-    with pytest.raises(ValueError, match="`c6ab` has 33 reference molecules"):
-        D3Parameters(**tables, interp_mesh=n).states([1])
+    """More of them are taken pair by pair."""
+    x, numbers = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 4.0]], dtype=F64), torch.tensor([1, 2])
+    found = []
+    for n in (coefficients.kernels.MOST_REFERENCES, coefficients.kernels.MOST_REFERENCES + 1):
+        tables = {"rcov": torch.ones(3), "r4r2": torch.ones(3), "c6ab": torch.ones(3, 3, n, n)}
+        made = D3Parameters(**tables, cn_ref=torch.ones(3, n), interp_mesh=n)
+        assert (made.states([1]).pair_c6 is None) == (n == coefficients.kernels.MOST_REFERENCES)
+        found.append(d3_dispersion(x, numbers, RationalDamping(0.4, 4.0, 0.8), made, cutoff=20.0)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-13, atol=0.0)

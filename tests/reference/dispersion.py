@@ -21,7 +21,8 @@ class Data(NamedTuple):
     radii: torch.Tensor  # covalent, times 4/3 (k2 in [1])
     r4r2: torch.Tensor
     c6: torch.Tensor  # [Z_i, Z_j, a, b]
-    coordination: torch.Tensor  # [Z, a], negative where there is no reference molecule
+    # [Z, a], negative where there is no reference molecule; or [Z_i, Z_j, a, b], and there is none where C6 is 0
+    coordination: torch.Tensor
     pair_radii: torch.Tensor
 
 
@@ -53,6 +54,8 @@ def coordination_numbers(numbers, r, pairs: Pairs, data: Data, cutoffs: Cutoffs,
 
 def c6_of_pairs(numbers, coordination, pairs: Pairs, data: Data, k3=4.0):
     """[1], eq. (16) and what it refers to: a mean over all pairs of reference molecules."""
+    if data.coordination.ndim == 4:
+        return _c6_by_partner(numbers, coordination, pairs, data, k3)
 
     def gaussian(atoms):
         reference = data.coordination[numbers[atoms]]
@@ -62,6 +65,20 @@ def c6_of_pairs(numbers, coordination, pairs: Pairs, data: Data, k3=4.0):
     both = gaussian(pairs.i).unsqueeze(2) * gaussian(pairs.j).unsqueeze(1)
     table = data.c6[numbers[pairs.i], numbers[pairs.j]]
     return (table * both).sum((1, 2)) / both.sum((1, 2))
+
+
+def _c6_by_partner(numbers, coordination, pairs: Pairs, data: Data, k3):
+    """The same where the reference molecules of an element are others for each partner."""
+    z_i, z_j = numbers[pairs.i], numbers[pairs.j]
+    above, below = torch.zeros(2, len(z_i), dtype=coordination.dtype)
+    for a in range(data.c6.shape[2]):
+        for b in range(data.c6.shape[3]):
+            c6 = data.c6[z_i, z_j, a, b]
+            apart_i = coordination[pairs.i] - data.coordination[z_i, z_j, a, b]
+            apart_j = coordination[pairs.j] - data.coordination[z_j, z_i, b, a]
+            weight = torch.exp(-k3 * (apart_i**2 + apart_j**2)) * (c6 > 0.0)
+            above, below = above + c6 * weight, below + weight
+    return above / below
 
 
 def rational(r, c6, c8, damping, _):

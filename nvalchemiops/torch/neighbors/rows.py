@@ -238,10 +238,17 @@ def pair_distances(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """First atom and distance (n_pairs,) of each pair of a list without padding."""
     assert rows.begin is not None
-    atoms = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
-    first = atoms.repeat_interleave(rows.begin.diff())
+    first = owners(rows, positions.shape[0]).to(torch.int32)
     pairs = torch.stack([first, rows.neighbors])
     return first, list_geometry(positions, pairs, rows.shifts, cell, batch_idx)[0]
+
+
+def owners(rows: Rows, n_atoms: int) -> torch.Tensor:
+    """The atom (n_slots,), int64, in whose row each slot is."""
+    atoms = torch.arange(n_atoms, device=rows.neighbors.device)
+    if rows.begin is None:
+        return atoms.repeat_interleave(rows.width)
+    return atoms.repeat_interleave(rows.begin.diff(), output_size=rows.neighbors.shape[0])
 
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:

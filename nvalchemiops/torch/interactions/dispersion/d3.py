@@ -9,7 +9,9 @@ import torch
 
 from nvalchemiops.interactions.dispersion import formulas
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping
+from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
+from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
 from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
 from nvalchemiops.torch.interactions.pair.potential import (
@@ -22,7 +24,7 @@ from nvalchemiops.torch.interactions.pair.potential import (
     without_open_axes,
 )
 from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, owners, rows_of
 from nvalchemiops.torch.recent import recent
 from nvalchemiops.torch.segments import system_sums
 
@@ -117,7 +119,7 @@ def d3_dispersion(
     pbc : (3,) or (n_systems, 3) bool tensor, optional
         For the search of neighbors.
     num_systems : int, optional
-        Needed inside ``torch.compile`` with ``batch_idx``.
+        Needed inside ``torch.compile`` with ``batch_idx``, unless cells (n_systems, 3, 3) tell it.
     compute_forces, compute_virial : bool, optional
     energy_reduction : {"atom", "system"}, optional
         An atom has half the energy of its pairs.
@@ -186,12 +188,7 @@ def neighbors_of(system: System, given: GivenNeighbors, half_list: bool, ranges:
     last = positions.shape[0]
     nobody = torch.nn.functional.pad(is_padding, (0, 1))
     listed = torch.where((rows.neighbors < 0) | (rows.neighbors > last), last, rows.neighbors)
-    places = torch.arange(last, device=positions.device)
-    if rows.begin is None:
-        owner = places.repeat_interleave(rows.width)
-    else:
-        owner = places.repeat_interleave(rows.begin.diff(), output_size=rows.neighbors.shape[0])
-    gone = nobody.index_select(0, listed) | nobody.index_select(0, owner)
+    gone = nobody.index_select(0, listed) | nobody.index_select(0, owners(rows, last))
     # a list without padding gets a number for it that nobody writes
     padding = max(rows.padding, NOTHING + 1)
     return rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)
@@ -231,49 +228,150 @@ def dispersion_sum(
     radii: dict[str, Any] = {"radius": atoms.radius.to(dtype), "k1": k1}
     coordination = sum_pairs(counting, pairs, radii, Wanted(), **ranges.counted._asdict())
     assert isinstance(coordination, torch.Tensor)
+    at_counts = _factorised if states.pair_c6 is None else _by_pair
+    found = at_counts(pairs, coordination, damping, states, atoms, ranges, wanted, k3, s9)
+    energies = found.energies
+    if wanted.energy_reduction == "system":
+        energies = system_sums(energies, batch_idx, n_systems)
+    if found.by_count is None:
+        return energies, coordination
+
+    through = Wanted(wanted.forces, (), wanted.virial)
+    weights = found.by_count
+    _, *more = _as_list(sum_pairs(counting, pairs, radii, through, **ranges.counted._asdict(), weights=weights))
+    results = [energies]
+    if found.forces is not None:
+        results.append(found.forces + more.pop(0))
+    results.append(coordination)
+    if found.virial is not None:
+        results.append(found.virial + more.pop())
+    return tuple(results)
+
+
+class AtCounts(NamedTuple):
+    """Energies of atoms as functions of positions and coordination numbers, and what is wanted of their slopes.
+
+    Attributes
+    ----------
+    energies : (n_atoms,) tensor
+    forces : (n_atoms, 3) tensor or None
+    virial : (n_systems, 3, 3) tensor or None
+    by_count : (n_atoms,) tensor or None
+        Slopes by the coordination numbers; None if neither forces nor virial are wanted.
+    """
+
+    energies: torch.Tensor
+    forces: torch.Tensor | None
+    virial: torch.Tensor | None
+    by_count: torch.Tensor | None
+
+
+def _factorised(
+    pairs: PairSystem,
+    coordination: torch.Tensor,
+    damping: RationalDamping | ZeroDamping,
+    states: ReferenceStates,
+    atoms: "Atoms",
+    ranges: Ranges,
+    wanted: Wanted,
+    k3: float,
+    s9: float | torch.Tensor,
+) -> AtCounts:
+    """With coefficients of atoms."""
+    dtype = coordination.dtype
     derivatives = wanted.forces or wanted.virial
     coefficients, slopes = d3_coefficients(
         coordination.to(torch.float64), atoms.row, states.coordination, states.places, states.vectors, k3, 0
     )
     coefficients = coefficients.to(dtype)
-
     n_coefficients = coefficients.shape[1]
-    make = formulas.rational if isinstance(damping, RationalDamping) else formulas.zero
-    formula = make(states.n_positive, n_coefficients - states.n_positive, ranges.pairs.r_switch is not None)
+    formula, of_pair, species = _pair_energy(
+        damping, states.n_positive, n_coefficients - states.n_positive, coefficients, atoms, states, ranges
+    )
     names = formula.per_atom[:n_coefficients]
-    of_pair: dict[Any, Any] = {names: coefficients, "z": atoms.z.to(dtype), **damping._asdict()}
-    species: dict[str, Any] = {}
-    if formula.per_pair:
-        of_pair["r0"] = _pair_radii(states, dtype)
-        species = {"species": atoms.row}
     first = wanted._replace(gradients=(names,) if derivatives else (), energy_reduction="atom")
-    energies, *found = _as_list(sum_pairs(formula, pairs, of_pair, first, **ranges.pairs._asdict(), **species))
+    energies, *found = _as_list(sum_pairs(formula, pairs, of_pair, first, **ranges.pairs._asdict(), species=species))
     forces = found.pop(0) if wanted.forces else None
     virial = found.pop() if wanted.virial else None
     by_coefficient = found[0] if derivatives else None
 
     if isinstance(s9, torch.Tensor) or s9 != 0.0:
-        every = PairSystem(system.positions, cell, batch_idx, n_systems, rows)
-        triples = _three_body(every, coefficients, atoms.row, states, ranges.triples, derivatives)
+        triples = _three_body(pairs, coefficients, atoms.row, states, ranges.triples, derivatives)
         energies = energies + s9 * triples[0]
         forces = None if forces is None else forces - s9 * triples[1]
         virial = None if virial is None else virial + s9 * triples[4]
         by_coefficient = None if by_coefficient is None else by_coefficient + s9 * triples[2]
-    if wanted.energy_reduction == "system":
-        energies = system_sums(energies, batch_idx, n_systems)
     if by_coefficient is None:
-        return energies, coordination
+        return AtCounts(energies, None, None, None)
+    by_count = (by_coefficient.to(torch.float64) * slopes).sum(1).to(dtype)
+    return AtCounts(energies, forces, virial, by_count)
 
-    weights = (by_coefficient.to(torch.float64) * slopes).sum(1).to(dtype)  # dE/dCN
-    through = Wanted(wanted.forces, (), wanted.virial)
-    _, *found = _as_list(sum_pairs(counting, pairs, radii, through, **ranges.counted._asdict(), weights=weights))
-    results = [energies]
-    if forces is not None:
-        results.append(forces + found.pop(0))
-    results.append(coordination)
-    if virial is not None:
-        results.append(virial + found.pop())
-    return tuple(results)
+
+def _by_pair(
+    pairs: PairSystem,
+    coordination: torch.Tensor,
+    damping: RationalDamping | ZeroDamping,
+    states: ReferenceStates,
+    atoms: "Atoms",
+    ranges: Ranges,
+    wanted: Wanted,
+    k3: float,
+    s9: float | torch.Tensor,
+) -> AtCounts:
+    """With a coefficient of each pair, for tables that do not factorise."""
+    if isinstance(s9, torch.Tensor) or s9 != 0.0:
+        raise ValueError("`s9`: there is no three-body term for tables `c6ab` and `cn_ref` that do not factorise")
+    dtype, n_atoms = coordination.dtype, coordination.shape[0]
+    derivatives = wanted.forces or wanted.virial
+    first, second, vectors, alone = pairs_apart(pairs)
+    coefficients, *slopes = coefficients_of_pairs(coordination.to(torch.float64), first, second, atoms.row, states, k3)
+    # of both atoms of a pair, whose product is C6
+    of_both = torch.stack([coefficients.to(dtype), torch.ones_like(coefficients, dtype=dtype)], 1).reshape(-1, 1)
+    both = torch.stack([first, second], 1).reshape(-1)
+    those = Atoms(*(of_atom.index_select(0, both) for of_atom in atoms))
+    formula, of_pair, species = _pair_energy(damping, 1, 0, of_both, those, states, ranges)
+    names = formula.per_atom[:1]
+    asked = Wanted(derivatives, (names,) if derivatives else ())
+    energies, *found = _as_list(sum_pairs(formula, alone, of_pair, asked, **ranges.pairs._asdict(), species=species))
+
+    def of_atoms(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros((n_atoms, *values.shape[1:]), dtype=torch.float64, device=values.device)
+        return sums.index_add(0, index, values.to(torch.float64))
+
+    # each pair is there twice, and half of it counts: its first atom's half
+    of_atom = of_atoms(energies[::2], first).to(dtype)
+    if not derivatives:
+        return AtCounts(of_atom, None, None, None)
+    push = 0.5 * found[0][1::2]  # on the second atom
+    forces = (of_atoms(push, second) - of_atoms(push, first)).to(dtype) if wanted.forces else None
+    virial = None
+    if wanted.virial:
+        dyads = of_atoms((push.unsqueeze(2) * vectors.unsqueeze(1)).flatten(1), first).unbind(1)
+        sums = [system_sums(part, pairs.batch_idx, pairs.n_systems) for part in dyads]
+        virial = torch.stack(sums, 1).view(-1, 3, 3).to(dtype)
+    by_c6 = 0.5 * found[1][::2, 0].to(torch.float64)
+    by_count = of_atoms(by_c6 * slopes[0], first) + of_atoms(by_c6 * slopes[1], second)
+    return AtCounts(of_atom, forces, virial, by_count.to(dtype))
+
+
+def _pair_energy(
+    damping: RationalDamping | ZeroDamping,
+    n_positive: int,
+    n_negative: int,
+    coefficients: torch.Tensor,
+    atoms: "Atoms",
+    states: ReferenceStates,
+    ranges: Ranges,
+) -> tuple[Formula, dict[Any, Any], torch.Tensor | None]:
+    """The energy of a pair with these coefficients of atoms, its parameters, and the species."""
+    dtype = coefficients.dtype
+    make = formulas.rational if isinstance(damping, RationalDamping) else formulas.zero
+    formula = make(n_positive, n_negative, ranges.pairs.r_switch is not None)
+    names = formula.per_atom[: n_positive + n_negative]
+    of_pair: dict[Any, Any] = {names: coefficients, "z": atoms.z.to(dtype), **damping._asdict()}
+    if not formula.per_pair:
+        return formula, of_pair, None
+    return formula, of_pair | {"r0": _pair_radii(states, dtype)}, atoms.row
 
 
 def _scalar(name: str, value: Any) -> Any:

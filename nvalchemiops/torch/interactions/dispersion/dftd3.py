@@ -7,7 +7,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping
 from nvalchemiops.torch.interactions.dispersion.d3 import K1, K3, Range, System, dispersion_sum, neighbors_of, ranges_of
-from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
+from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates, tables_of
 from nvalchemiops.torch.interactions.pair.potential import Wanted
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
@@ -65,21 +65,26 @@ def dftd3(
     k1, k3 : float, optional
         Steepness of the coordination number, and of the weights of reference molecules.
     s5_smoothing_on, s5_smoothing_off : float, bohr, optional
-        Between these distances the energy of a pair goes to zero smoothly, with two continuous derivatives. By default
-        it does not. The coordination number is left as it is.
+        Between these distances the energy of a pair goes to zero smoothly, with two continuous derivatives. If they are
+        equal it ends there sharply: pairs at this distance and beyond do not count. By default, and with 1e10 or more
+        for the second one, it does not end. The coordination number is left as it is.
     fill_value : int, optional
         Padding of ``neighbor_matrix``, by default the number of atoms.
-    d3_params : D3Parameters or ReferenceStates
-        The reference data; or these, one by one:
+    d3_params : D3Parameters, ReferenceStates, dict or other object
+        The reference data: ours, or what has ``rcov``, ``r4r2``, ``c6ab`` and ``cn_ref`` as entries or attributes.
+        Or these, one by one, in any floating dtype, on any device:
     covalent_radii, r4r2, c6_reference, coord_num_ref : tensors
         ``rcov``, ``r4r2``, ``c6ab`` and ``cn_ref`` of `D3Parameters`.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     cell : (3, 3) or (n_systems, 3, 3) tensor, bohr, optional
     neighbor_matrix, neighbor_matrix_shifts, neighbor_list, neighbor_ptr, unit_shifts
-        Neighbors in either format, with shifts if there is a cell.
+        Neighbors in either format, with shifts if there is a cell. Shifts without a cell must be zero.
     compute_virial : bool, optional
+        Also without a cell.
     num_systems : int, optional
+        By default as many as there are cells, or the largest number in ``batch_idx`` says. Systems without atoms have
+        zero energies.
     device : torch.device or str, optional
         Checked against the device of the positions.
     half_list : bool, optional
@@ -111,6 +116,8 @@ def dftd3(
         d3_params = _from_parts(separate)
     elif any(value is not None for value in separate.values()):
         raise ValueError("`d3_params` is given, and parts of it as well: give one or the other")
+    elif not isinstance(d3_params, D3Parameters | ReferenceStates):
+        d3_params = _from_parts(tables_of(d3_params))
     checks.check_positions(positions, finite=False)
     checks.check_same_device(device, positions)
     on, off = (
@@ -118,12 +125,12 @@ def dftd3(
         for name, value in (("s5_smoothing_on", s5_smoothing_on), ("s5_smoothing_off", s5_smoothing_off))
     )
     ranges = ranges_of(cutoff, coordination_cutoff, three_body_cutoff, None)
+    if off < min(on, NO_SMOOTHING):
+        raise ValueError(f"`s5_smoothing_off` = {off} must not be smaller than `s5_smoothing_on` = {on}")
     if off < NO_SMOOTHING:
-        if on >= off:
-            raise ValueError(f"`s5_smoothing_on` = {on} must be smaller than `s5_smoothing_off` = {off}")
         if cutoff is not None and cutoff < off:
             raise ValueError(f"`cutoff` = {cutoff} must not be smaller than `s5_smoothing_off` = {off}")
-        ranges = ranges._replace(pairs=Range(off, on))
+        ranges = ranges._replace(pairs=Range(off, on if on < off else None))
     given = GivenNeighbors(
         neighbor_list,
         neighbor_ptr,

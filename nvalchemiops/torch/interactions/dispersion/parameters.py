@@ -1,9 +1,10 @@
 """Reference data of DFT-D3: coordination numbers and C6 of reference molecules, and radii of elements."""
 
+import dataclasses
 import importlib
 import operator
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,13 @@ from nvalchemiops.torch.neighbors import checks
 
 _TABLE_BOHR = 0.5291772109044924
 """Bohr in angstrom, h/(2 pi m_e c alpha) of CODATA 2018, as s-dftd3 converts radii; the eleventh digit can be seen."""
+
+
+_CLOSE_CN = 1e-4
+"""Coordination numbers of a reference molecule that differ by less, in entries for different partners, are the same."""
+
+_LARGEST_RATIO = 1e3
+"""Of a C6 to the geometric mean of those of equal pairs, its bound in nature. Far beyond, eigenvectors lose digits."""
 
 
 class ReferenceStates(NamedTuple):
@@ -33,6 +41,7 @@ class ReferenceStates(NamedTuple):
         Rows of the reference molecules among the vectors; the last one for entries that hold none.
     vectors : (n_states + 1, n_coefficients) tensor
         ``C6(a, b) = Σ_q ± v_aq v_bq``, see `nvalchemiops.interactions.dispersion.formulas`; the last row is zero.
+        Without columns for tables that do not factorise so: they have the last two.
     pair_radii : (n_elements + 2, n_elements + 2) tensor or None
         Radii of pairs of elements, for damping to zero.
     n_positive : int
@@ -41,6 +50,8 @@ class ReferenceStates(NamedTuple):
         Atomic numbers.
     serial : str
         Another for other values, in any process.
+    pair_c6, pair_coordination : (n_elements + 2, n_elements + 2, n_references, n_references) tensor or None
+        ``c6ab`` and ``cn_ref`` as they are, if they do not factorise.
     """
 
     row_of_number: torch.Tensor
@@ -53,6 +64,8 @@ class ReferenceStates(NamedTuple):
     n_positive: int
     elements: tuple[int, ...]
     serial: str
+    pair_c6: torch.Tensor | None = None
+    pair_coordination: torch.Tensor | None = None
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
         """The row of each atom, int64.
@@ -79,8 +92,23 @@ class ReferenceStates(NamedTuple):
         return ReferenceStates(*moved)
 
 
+class _Seen(NamedTuple):
+    """Tables, how often they had been changed, and what has been found of them."""
+
+    tables: tuple[torch.Tensor | None, ...]
+    versions: list[Any]
+    token: object
+    states: dict[tuple[tuple[int, ...], torch.device], ReferenceStates]
+
+
+@dataclasses.dataclass(eq=False, repr=False)
 class D3Parameters:
     """Reference data of DFT-D3 for many elements, in atomic units (bohr, hartree).
+
+    Any tables are taken. If ``c6ab`` is symmetric, and reference molecules are those of an element, whatever its
+    partner, as in the published data, C6 factorises, which makes energies fast (`docs/dispersion.md`). Other tables are
+    interpolated for each pair of atoms, about a hundred times more slowly, with the same derivatives but no three-body
+    term.
 
     Parameters
     ----------
@@ -89,36 +117,38 @@ class D3Parameters:
     r4r2 : (n_numbers,) tensor
         Roots of the ratio of the expectation values of r^4 and r^2, as tabulated for D3: C8 = 3 C6 r4r2_i r4r2_j.
     c6ab : (n_numbers, n_numbers, n_references, n_references) tensor, hartree bohr^6
-        C6 of pairs of reference molecules; 0 where there is none.
+        ``c6ab[Z_i, Z_j, a, b]`` is the C6 of the pair of reference molecules a of the first element and b of the second
+        one; 0 or less where there is none. Where the table is not symmetric, the energy of two atoms is the mean of
+        both orders.
     cn_ref : (n_numbers, n_numbers, n_references, n_references) or (n_numbers, n_references) tensor
-        Coordination number of the reference molecule of the first element.
+        Coordination number of the reference molecule of the first element; that of the second one is
+        ``cn_ref[Z_j, Z_i, b, a]``.
     interp_mesh : int, optional
         ``n_references``; checked.
     r0ab : (n_numbers, n_numbers) tensor, bohr, optional
         Radii of pairs of elements, which damping to zero needs.
 
+        The tables are copied. Their dtype and device are kept; what is computed of them is computed in float64.
+
     Raises
     ------
     ValueError, TypeError
-        Shapes do not fit; `c6ab` is not symmetric; `cn_ref` of an element depends on its partner.
+        Shapes do not fit.
     """
 
-    def __init__(
-        self,
-        rcov: torch.Tensor,
-        r4r2: torch.Tensor,
-        c6ab: torch.Tensor,
-        cn_ref: torch.Tensor,
-        interp_mesh: int = 5,
-        *,
-        r0ab: torch.Tensor | None = None,
-    ) -> None:
-        given = {"rcov": rcov, "r4r2": r4r2, "c6ab": c6ab, "cn_ref": cn_ref}
-        given |= {} if r0ab is None else {"r0ab": r0ab}
+    rcov: torch.Tensor
+    r4r2: torch.Tensor
+    c6ab: torch.Tensor
+    cn_ref: torch.Tensor
+    interp_mesh: int = 5
+    r0ab: torch.Tensor | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        given = self._given()
         for name, value in given.items():
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 raise TypeError(f"`{name}` must be a tensor of floats, got {getattr(value, 'dtype', type(value))}")
-        n, mesh = rcov.shape[0] if rcov.ndim else 0, interp_mesh
+        n, mesh = self.rcov.shape[0] if self.rcov.ndim else 0, self.interp_mesh
         tables: tuple[tuple[int, ...], ...] = ((n, n, mesh, mesh), (n, mesh))
         shapes = {"rcov": ((n,),), "r4r2": ((n,),), "c6ab": tables[:1], "cn_ref": tables, "r0ab": ((n, n),)}
         for name, value in given.items():
@@ -128,25 +158,57 @@ class D3Parameters:
                     f"`{name}` must have shape {expected} for n_numbers = {n} as in `rcov` and `interp_mesh` = {mesh}, "
                     f"got {tuple(value.shape)}"
                 )
-        with torch.no_grad():
-            # copies, which the caller's tensors may change without
-            kept = {name: value.detach().to("cpu", torch.float64, copy=True) for name, value in given.items()}
-        self.rcov, self.r4r2, self.c6ab = kept["rcov"], kept["r4r2"], kept["c6ab"]
-        self.r0ab = kept.get("r0ab")
-        if not torch.allclose(self.c6ab, self.c6ab.permute(1, 0, 3, 2), rtol=1e-5, atol=0.0):
-            raise ValueError("`c6ab` must be symmetric: c6ab[i, j, a, b] = c6ab[j, i, b, a]")
-        self.has_reference = self.c6ab.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1) > 0.0
-        self.cn_ref = _by_element(kept["cn_ref"], self.c6ab, self.has_reference)
-        self._states: dict[tuple[tuple[int, ...], torch.device], ReferenceStates] = {}
-        self.token = object()
+        with torch.inference_mode(False):
+            for name, value in given.items():
+                setattr(self, name, value.detach().clone())  # which the caller's tensors may change without
+        self._seen: _Seen | None = None
+
+    def _given(self) -> dict[str, Any]:
+        names = ("rcov", "r4r2", "c6ab", "cn_ref", "r0ab")
+        return {name: getattr(self, name) for name in names if name != "r0ab" or self.r0ab is not None}
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy may be changed: it finds states of its own
-        return {name: value for name, value in self.__dict__.items() if name not in ("_states", "token")}
+        return self.__dict__ | {"_seen": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._states, self.token = {}, object()
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **options: Any
+    ) -> "D3Parameters":
+        """The same tables elsewhere, or as another dtype, by which they are rounded.
+
+        Parameters
+        ----------
+        device : torch.device or str, optional
+        dtype : torch.dtype, optional
+        **options
+            Others of `torch.Tensor.to`.
+        """
+        moved = {name: value.to(device=device, dtype=dtype, **options) for name, value in self._given().items()}
+        return D3Parameters(**moved, interp_mesh=self.interp_mesh)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are. Atoms may be elsewhere: what is needed of the tables is copied once."""
+        return self.c6ab.device
+
+    @property
+    def max_z(self) -> int:
+        """The largest atomic number in the tables."""
+        return self.rcov.shape[0] - 1
+
+    @property
+    def token(self) -> object:
+        """Another object as soon as a table is replaced or changed in place."""
+        return self._look().token
+
+    def _look(self) -> _Seen:
+        tables = (self.rcov, self.r4r2, self.c6ab, self.cn_ref, self.r0ab)
+        # whether tensors of inference mode have changed is not known
+        versions = [t if t is None else object() if t.is_inference() else t._version for t in tables]
+        seen = self._seen
+        if seen is None or seen.versions != versions or any(a is not b for a, b in zip(seen.tables, tables)):
+            seen = self._seen = _Seen(tables, versions, object(), {})
+        return seen
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> "D3Parameters":
@@ -170,9 +232,15 @@ class D3Parameters:
             return cls(**(_from_package() if path is None else _from_file(Path(path))))
 
     @property
+    def has_reference(self) -> torch.Tensor:
+        """Which elements have which reference molecules by the C6 of two equal ones, (n_numbers, n_references) bool."""
+        return self.c6ab.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1) > 0.0
+
+    @property
     def elements(self) -> tuple[int, ...]:
         """Atomic numbers for which there are reference molecules."""
-        return tuple(self.has_reference.any(1).nonzero().squeeze(1).tolist())
+        there = (self.c6ab[1:, 1:] > 0.0).flatten(2).any(2)
+        return tuple(((there.any(0) | there.any(1)).nonzero().squeeze(1) + 1).tolist())
 
     def states(self, elements: Sequence[int], device: torch.device | str = "cpu") -> ReferenceStates:
         """What is needed of some elements. Prepared once, it can be given in the place of these parameters.
@@ -196,54 +264,109 @@ class D3Parameters:
             named = sorted({operator.index(number) for number in elements})
         except TypeError:
             raise TypeError(f"`elements` must be atomic numbers, got {elements!r}") from None
-        key = tuple(named), torch.device(device)
-        if key not in self._states:
+        key, found = (tuple(named), torch.device(device)), self._look().states
+        if key not in found:
             if not key[0]:
                 raise ValueError("`elements` is empty; name those that may occur")
             missing = sorted(set(key[0]) - set(self.elements))
             if missing:
                 raise ValueError(f"`numbers`: there are no D3 parameters for the elements {missing}")
             with torch.inference_mode(False), torch.no_grad():
-                self._states[key] = self._find_states(key[0]).to(device)
-        return self._states[key]
+                found[key] = self._find_states(key[0]).to(device)
+        return found[key]
 
     def _find_states(self, elements: tuple[int, ...]) -> ReferenceStates:
         numbers = torch.tensor(elements, dtype=torch.int64, device="cpu")
         n_elements = len(elements)
-        has_reference = self.has_reference[numbers]
-        filled = has_reference.any(0).nonzero()
-        mesh = int(filled[-1]) + 1 if len(filled) else 0
-        if mesh > MOST_REFERENCES:
-            raise ValueError(f"`c6ab` has {mesh} reference molecules for an element; {MOST_REFERENCES} are possible")
-        has_reference = has_reference[:, :mesh]
-        there = has_reference.flatten().nonzero().squeeze(1)
-        table = self.c6ab[numbers][:, numbers, :mesh, :mesh].permute(0, 2, 1, 3).reshape(2 * (n_elements * mesh,))
-        table = table[there][:, there]
-        # scaled to ones on the diagonal, so that small coefficients are as precise as large ones
-        scale = table.diagonal().sqrt()
-        values, vectors = torch.linalg.eigh(table / (scale.unsqueeze(1) * scale))
-        order = torch.argsort(values, descending=True)
-        values, vectors = values[order], vectors[:, order] * scale.unsqueeze(1)
-        places = torch.full(((n_elements + 2) * mesh,), len(there), dtype=torch.int32, device="cpu")
-        places[there] = torch.arange(len(there), dtype=torch.int32, device="cpu")
+        known = {name: value.to("cpu")[numbers].to(torch.float64) for name, value in self._given().items()}
+        c6, counts = known["c6ab"][:, numbers], known["cn_ref"]
+        counts = counts[:, None, :, None].expand_as(c6) if counts.ndim == 2 else counts[:, numbers]
+        there = c6 > 0.0
+        counts = counts.where(there | there.permute(1, 0, 3, 2), 0.0)
+        for name, value in (("c6ab", c6), ("cn_ref", counts)):
+            if not bool(value.isfinite().all()):
+                raise ValueError(
+                    f"`{name}` has entries that are NaN or infinite among those of the elements {elements}"
+                )
+        filled = there.sum((0, 1))
+        filled = (filled.sum(0) + filled.sum(1)).nonzero()
+        mesh = int(filled[-1]) + 1 if len(filled) else 1
+        c6, counts = c6[..., :mesh, :mesh], counts[..., :mesh, :mesh]
         rows = torch.full((self.rcov.shape[0] + 1,), n_elements, device="cpu")
         rows[numbers] = torch.arange(n_elements, device="cpu")
         rows[0] = n_elements + 1
         pair_radii = None
-        if self.r0ab is not None:
-            pair_radii = torch.nn.functional.pad(self.r0ab[numbers][:, numbers], (0, 2, 0, 2), value=1.0)
+        if "r0ab" in known:
+            pair_radii = torch.nn.functional.pad(known["r0ab"][:, numbers], (0, 2, 0, 2), value=1.0)
+        factors = _factors(c6, counts)
+        by_pair: tuple[torch.Tensor, ...] = ()
+        if factors is None:
+            factors = Factors(c6.new_zeros(n_elements, 0), c6.new_zeros(0, dtype=torch.bool), c6.new_zeros(0, 0), 0)
+            by_pair = tuple(torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 2, 0, 2)) for t in (c6, counts))
+        molecules = factors.is_there.nonzero().squeeze(1)
+        n_places = (n_elements + 2) * factors.coordination.shape[1]
+        places = torch.full((n_places,), len(molecules), dtype=torch.int32, device="cpu")
+        places[molecules] = torch.arange(len(molecules), dtype=torch.int32, device="cpu")
         return ReferenceStates(
             rows,
-            _padded(self.rcov[numbers]),
-            _padded(self.r4r2[numbers].sqrt()),
-            _padded(self.cn_ref[numbers, :mesh]),
-            places.view(-1, mesh),
-            torch.nn.functional.pad(vectors * values.abs().sqrt(), (0, 0, 0, 1)),
+            _padded(known["rcov"]),
+            _padded(known["r4r2"].sqrt()),
+            _padded(factors.coordination),
+            places.view(n_elements + 2, -1),
+            torch.nn.functional.pad(factors.vectors, (0, 0, 0, 1)),
             pair_radii,
-            int((values > 0.0).sum()),
+            factors.n_positive,
             elements,
             uuid.uuid4().hex,
+            *by_pair,
         )
+
+
+class Factors(NamedTuple):
+    """``C6(a, b) = Σ_q ± v_aq v_bq``.
+
+    Attributes
+    ----------
+    coordination : (n_elements, n_references) tensor
+        Coordination numbers of the reference molecules, 0 where there is none.
+    is_there : (n_elements * n_references,) bool tensor
+        Which of them there are.
+    vectors : (n_states, n_coefficients) tensor
+        Of those that are there.
+    n_positive : int
+        Coefficients with a plus, the first ones.
+    """
+
+    coordination: torch.Tensor
+    is_there: torch.Tensor
+    vectors: torch.Tensor
+    n_positive: int
+
+
+def _factors(c6: torch.Tensor, counts: torch.Tensor) -> Factors | None:
+    """Factors of C6 and coordination numbers (n_elements, n_elements, n_references, n_references), or None."""
+    n_elements, mesh = c6.shape[0], c6.shape[2]
+    own, of_element = (t.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1) for t in (c6, counts))
+    has_reference = own > 0.0
+    there = c6 > 0.0
+    is_product = torch.equal(there, has_reference[:, None, :, None] & has_reference[None, :, None, :])
+    apart = (counts - of_element[:, None, :, None]).abs().where(there, 0.0)
+    if not is_product or not bool(has_reference.any(1).all()) or bool((apart > _CLOSE_CN).any()):
+        return None
+    if mesh > MOST_REFERENCES or not torch.allclose(c6, c6.permute(1, 0, 3, 2), rtol=1e-5, atol=0.0):
+        return None
+    is_there = has_reference.flatten()
+    table = c6.permute(0, 2, 1, 3).reshape(2 * (n_elements * mesh,))[is_there][:, is_there]
+    # scaled to ones on the diagonal, so that small coefficients are as precise as large ones
+    scale = table.diagonal().sqrt()
+    scaled = table / (scale.unsqueeze(1) * scale)
+    if not bool((scaled < _LARGEST_RATIO).all()):
+        return None
+    values, vectors = torch.linalg.eigh(scaled)
+    order = torch.argsort(values, descending=True)
+    values, vectors = values[order], vectors[:, order] * scale.unsqueeze(1)
+    coordination = of_element.where(has_reference, 0.0)
+    return Factors(coordination, is_there, vectors * values.abs().sqrt(), int((values > 0.0).sum()))
 
 
 def _padded(of_element: torch.Tensor) -> torch.Tensor:
@@ -253,16 +376,23 @@ def _padded(of_element: torch.Tensor) -> torch.Tensor:
     return torch.cat([of_element, last])
 
 
-def _by_element(cn_ref: torch.Tensor, c6ab: torch.Tensor, has_reference: torch.Tensor) -> torch.Tensor:
-    """Coordination numbers (n_numbers, n_references), 0 where there is no reference molecule."""
-    if cn_ref.ndim == 4:
-        of_element = cn_ref.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1)
-        apart = (cn_ref - of_element[:, None, :, None]).abs().where(c6ab > 0.0, 0.0)
-        if bool((apart > 1e-4).any()):
-            first, second, *_ = (apart > 1e-4).nonzero()[0].tolist()
-            raise ValueError(f"`cn_ref` of element {first} differs between partners, as with element {second}")
-        cn_ref = of_element
-    return cn_ref.where(has_reference, 0.0)
+def tables_of(given: Any) -> dict[str, Any]:
+    """The tables of parameters that another package keeps, as a dict or as attributes.
+
+    Raises
+    ------
+    TypeError
+        It has no such entries.
+    """
+    names = ("rcov", "r4r2", "c6ab", "cn_ref")
+    found = dict(given) if isinstance(given, Mapping) else {n: getattr(given, n) for n in names if hasattr(given, n)}
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise TypeError(
+            "`d3_params` must be D3Parameters, ReferenceStates, or what has entries or attributes rcov, r4r2, c6ab and "
+            f"cn_ref; got {type(given).__name__} without {', '.join(missing)}"
+        )
+    return {name: found[name] for name in names}
 
 
 def given_or_published(parameters: Any) -> D3Parameters:

@@ -1,0 +1,97 @@
+"""C6 of each pair of atoms, for tables of reference molecules that do not factorise into coefficients of atoms.
+
+    C6_ij = Σ_ab w_ab C6(a, b),    w_ab ∝ exp(k3 [(CN_i - CN_ab)² + (CN_j - CN_ba)²])
+
+over the reference molecules a and b of the two elements, of which CN_ab is the coordination number of the first, here
+another one for each pair. S. Grimme, J. Antony, S. Ehrlich and H. Krieg, J. Chem. Phys. 132, 154104 (2010),
+doi:10.1063/1.3382344, eq. (16).
+"""
+
+import torch
+
+from nvalchemiops.torch.interactions.dispersion.parameters import ReferenceStates
+from nvalchemiops.torch.interactions.pair.potential import PairSystem
+from nvalchemiops.torch.neighbors.geometry import list_geometry
+from nvalchemiops.torch.neighbors.rows import Rows, owners
+
+PAIRS_AT_ONCE = 2**16
+"""For which the weights are there at the same time, 200 bytes and more for each."""
+
+
+def pairs_apart(system: PairSystem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PairSystem]:
+    """The pairs of a system, and each of them as two atoms by themselves, one after the other.
+
+    Returns
+    -------
+    first, second : (n_slots,) int64 tensor
+        The atoms of each slot of the rows; for padding twice the same.
+    vectors : (n_slots, 3) tensor
+        From the first to the second.
+    alone : PairSystem
+        The first atom of each slot and the second one, neighbors of each other unless the slot is padding.
+    """
+    positions, cell, batch_idx, n_systems, rows = system
+    n_atoms = positions.shape[0]
+    first = owners(rows, n_atoms)
+    # an index that names no atom has made its row NaN already, by the coordination number
+    is_pair = (rows.neighbors != rows.padding) & (rows.neighbors >= 0) & (rows.neighbors < n_atoms)
+    second = torch.where(is_pair, rows.neighbors, first)
+    _, vectors = list_geometry(positions, torch.stack([first, second]), rows.shifts, cell, batch_idx)
+    apart = torch.stack([torch.zeros_like(vectors), vectors], 1).reshape(-1, 3)
+    partner = torch.arange(apart.shape[0], dtype=torch.int32, device=positions.device).view(-1, 2).flip(1)
+    partner = torch.where(is_pair.unsqueeze(1), partner, -1).reshape(-1)
+    system_of = None if batch_idx is None else batch_idx.index_select(0, first).repeat_interleave(2)
+    return first, second, vectors, PairSystem(apart, None, system_of, n_systems, Rows(None, partner, None, 1, -1, None))
+
+
+def coefficients_of_pairs(
+    coordination: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    row: torch.Tensor,
+    states: ReferenceStates,
+    k3: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """C6 of pairs and its slopes by the coordination numbers of the first and the second atom, each (n_pairs,).
+
+    Parameters
+    ----------
+    coordination : (n_atoms,) float64 tensor
+    first, second : (n_pairs,) int64 tensor
+    row : (n_atoms,) int32 tensor
+        Rows of the atoms in ``states``.
+    states : ReferenceStates
+    k3 : float
+    """
+    at_once = PAIRS_AT_ONCE
+    if torch.compiler.is_compiling() or first.shape[0] <= at_once:
+        return _interpolate(coordination, first, second, row, states, k3)
+    parts = [
+        _interpolate(coordination, i, j, row, states, k3) for i, j in zip(first.split(at_once), second.split(at_once))
+    ]
+    values, by_first, by_second = (torch.cat(part) for part in zip(*parts))
+    return values, by_first, by_second
+
+
+def _interpolate(
+    coordination: torch.Tensor,
+    i: torch.Tensor,
+    j: torch.Tensor,
+    row: torch.Tensor,
+    states: ReferenceStates,
+    k3: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert states.pair_c6 is not None and states.pair_coordination is not None
+    of_i, of_j = row[i], row[j]
+    table = states.pair_c6[of_i, of_j].flatten(1)
+    apart_i = coordination[i].unsqueeze(1) - states.pair_coordination[of_i, of_j].flatten(1)
+    apart_j = coordination[j].unsqueeze(1) - states.pair_coordination[of_j, of_i].mT.flatten(1)
+    is_there = table > 0.0
+    # without any reference molecules C6 is zero
+    is_left_out = ~is_there & is_there.any(1, keepdim=True)
+    exponents = (k3 * (apart_i * apart_i + apart_j * apart_j)).masked_fill(is_left_out, -torch.inf)
+    weights = torch.softmax(exponents, 1)
+    table = table.clamp(min=0.0)
+    mean = (weights * table).sum(1)
+    parts = 2.0 * k3 * weights * (table - mean.unsqueeze(1))
+    return mean, (parts * apart_i).sum(1), (parts * apart_j).sum(1)
