@@ -9,7 +9,7 @@ STAMP := $(VENV)/stamp
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format docs bench clean
+.PHONY: help demo test test-all lint format docs bench stand-in clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s%s\n", $$1, $$2 }'
@@ -45,6 +45,9 @@ docs: $(STAMP)  ## the HTML documentation, without warnings, in docs/_build/html
 
 bench: $(STAMP)  ## all benchmarks at small sizes, with tables and pictures in benchmarks/results
 	$(BIN)/python benchmarks/run.py
+
+stand-in: $(STAMP)  ## a wheel without files for what requires nvalchemi-toolkit-ops (RELEASE=0.5.0)
+	@$(BIN)/python -m nvalchemiops stand-in $(if $(RELEASE),--release $(RELEASE))
 
 clean:  ## remove what the targets above made, except .venv and Warp's kernel cache
 	rm -rf demo.png build dist docs/_build docs/gallery.md benchmarks/results examples/output .hypothesis .mypy_cache .pytest_cache .ruff_cache
