@@ -19,6 +19,9 @@ Metadata-Version: 2.1
 Name: nvalchemi-toolkit-ops
 Version: {version}
 Summary: Stands in for nvalchemi-toolkit-ops {release}: it has no files, and nvalchemiops is used
+Provides-Extra: torch
+Provides-Extra: torch-cu12
+Provides-Extra: torch-cu13
 """
 
 _WHEEL = """\
