@@ -6,10 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 STAMP := $(VENV)/stamp
+CLIENTS := .venv-clients/bin
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format docs bench clean
+.PHONY: help demo test test-all lint format docs bench stand-in clients clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s%s\n", $$1, $$2 }'
@@ -45,6 +46,20 @@ docs: $(STAMP)  ## the HTML documentation, without warnings, in docs/_build/html
 
 bench: $(STAMP)  ## all benchmarks at small sizes, with tables and pictures in benchmarks/results
 	$(BIN)/python benchmarks/run.py
+
+stand-in: $(STAMP)  ## a wheel without files for what requires nvalchemi-toolkit-ops (RELEASE=0.5.0)
+	@$(BIN)/python -m nvalchemiops stand-in $(if $(RELEASE),--release $(RELEASE))
+
+# Their requirements on each other and on GPU packages do not fit together, so they come without, but for what is run.
+clients:  ## install real clients into .venv-clients and run their code on this package (torch-sim: Python 3.12)
+	@test -x $(CLIENTS)/python || $(PYTHON) -m venv .venv-clients
+	@$(CLIENTS)/python -m pip install -qq "$$(grep '^torch==' constraints.txt)"
+	@$(CLIENTS)/python -m pip install -qq -c constraints.txt -e .
+	@$(CLIENTS)/python -m nvalchemiops stand-in
+	@$(CLIENTS)/python -m pip install -qq --no-deps dist/nvalchemi_toolkit_ops-*+nvalchemiops-*.whl
+	@$(CLIENTS)/python -m pip install -qq --no-deps --ignore-requires-python -r tests/clients/clients.txt
+	@$(CLIENTS)/python -m pip install -qq -r tests/clients/requirements.txt
+	cd tests/clients && ../../$(CLIENTS)/python -m pytest -q -c pytest.ini *_checks.py
 
 clean:  ## remove what the targets above made, except .venv and Warp's kernel cache
 	rm -rf demo.png build dist docs/_build docs/gallery.md benchmarks/results examples/output .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""The ``nvalchemiops`` command: what is installed here, compiling kernels ahead, and energies of structure files."""
+"""The ``nvalchemiops`` command: what is installed here, kernels compiled ahead, energies of files, and a stand-in."""
 
 import argparse
 import importlib
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import nvalchemiops
+from nvalchemiops.stand_in import RELEASE, write_stand_in
 
 OPTIONAL_PACKAGES = ("torch", "jax", "ase")
 """Packages that a subpackage may need and an installation may lack."""
@@ -77,6 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     energy.add_argument("--device", default="cpu", help="where to compute (cpu)")
     energy.add_argument("--json", action="store_true", help="print one JSON object")
     energy.set_defaults(run=_energy)
+
+    stand_in = commands.add_parser(
+        "stand-in",
+        help="write a wheel without files that satisfies whatever requires nvalchemi-toolkit-ops",
+        epilog="Install it with pip install --no-deps; docs/coming_from.md says more.",
+    )
+    stand_in.add_argument("--release", default=RELEASE, help=f"the release that it claims to be ({RELEASE})")
+    stand_in.add_argument("--folder", type=Path, default=Path("dist"), help="where to write it (dist)")
+    stand_in.set_defaults(run=_stand_in)
     return parser
 
 
@@ -229,6 +239,15 @@ def all_kernels() -> list[tuple[str, Callable[[], Any]]]:
     from nvalchemiops.launch import registered_kernels
 
     return sorted(registered_kernels(), key=lambda entry: entry[0])
+
+
+def _stand_in(options: argparse.Namespace) -> int:
+    try:
+        print(write_stand_in(options.folder, options.release))
+    except ValueError as error:
+        print(f"nvalchemiops stand-in: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def import_all(package: ModuleType) -> Iterator[ModuleType]:

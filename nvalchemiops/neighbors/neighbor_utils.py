@@ -1,4 +1,4 @@
-"""How much room a list of neighbors needs, guessed before there is one."""
+"""How much room a list of neighbors needs: a guess before there is one, and the error of those who had too little."""
 
 import math
 
@@ -12,6 +12,32 @@ HIGH_DENSITY = 0.2
 
 LEAST_SPARE = 4
 """Slots that a matrix which we size has beyond its longest row, at least, unless `estimate_max_neighbors` is less."""
+
+
+class NeighborOverflowError(RuntimeError):
+    """An atom has more neighbors than the caller made room for. Nothing was truncated: no list was returned.
+
+    Parameters
+    ----------
+    max_neighbors : int
+        The room that was given.
+    num_neighbors : int
+        The room that is needed.
+    system_index : int, optional
+        The system of the atom with most neighbors.
+    """
+
+    def __init__(self, max_neighbors: int, num_neighbors: int, system_index: int | None = None) -> None:
+        self.max_neighbors = int(max_neighbors)
+        self.num_neighbors = int(num_neighbors)
+        self.system_index = None if system_index is None else int(system_index)
+        where = "" if system_index is None else f" in system {self.system_index}"
+        super().__init__(
+            f"`max_neighbors` = {self.max_neighbors} is too small: an atom{where} has {self.num_neighbors} neighbors"
+        )
+
+    def __reduce__(self) -> tuple[type, tuple[int, int, int | None]]:
+        return type(self), (self.max_neighbors, self.num_neighbors, self.system_index)
 
 
 def estimate_max_neighbors(

@@ -235,6 +235,30 @@ def test_a_tape_op_leaves_the_obvious_name_for_its_backward_free():
     torch.testing.assert_close(torch.autograd.grad(weighted_square(x, x.detach()).sum(), x)[0], 2 * x * x)
 
 
+def test_an_op_whose_grad_arrays_name_no_input_has_no_gradients():
+    """Bodies that can record are taken as they are; who asks for a derivative is told that there is none."""
+
+    @warp_custom_op("tests::only_output", outputs=[like("result")], grad_arrays=["result"])
+    def op(x: torch.Tensor, w: torch.Tensor, s: float = 1.0) -> torch.Tensor:
+        y, track = torch.empty_like(x), needs_grad(x, w)
+        x_array, w_array = warp_from_torch(x, wp.float64), warp_from_torch(w, wp.float64)
+        y_array = warp_from_torch(y, wp.float64, requires_grad=track)
+        with WarpAutogradContextManager(track) as tape:
+            wp.launch(weighted_square_kernel, x.shape[0], [x_array, w_array, s], [y_array], device=x_array.device)
+        if track:
+            attach_for_backward(y, tape, x=x_array, w=w_array, y=y_array)
+        return y
+
+    x, w = leaf(3), leaf(3, seed=1)
+    expected = (x * x * w).detach()
+    torch.testing.assert_close(op(x.detach(), w.detach()), expected)
+    torch.testing.assert_close(torch.compile(op, backend="aot_eager", fullgraph=True)(x.detach(), w.detach()), expected)
+    found = op(x, w)
+    torch.testing.assert_close(found.detach(), expected)
+    with pytest.raises(RuntimeError, match="only_output"):
+        torch.autograd.grad(found.sum(), x)
+
+
 def test_specs_get_all_declared_inputs_with_defaults():
     seen = []
 
@@ -353,7 +377,9 @@ def f_default(x: torch.Tensor = None) -> torch.Tensor:
         (f_plain, {"grad_arrays": ["x", "y"]}, ValueError, "outputs first"),
         (f_plain, {"grad_arrays": ["y", "n"]}, TypeError, "'n'"),
         (f_plain, {"grad_arrays": "y"}, TypeError, "grad_arrays"),
-        (f_plain, {"grad_arrays": ["y"]}, ValueError, "at least one output and one input"),
+        (f_plain, {"grad_arrays": ["x"]}, ValueError, "no output"),
+        (f_plain, {"grad_arrays": ["y"], "backward": lambda x, grad_y: grad_y}, ValueError, "outputs only"),
+        (f_plain, {"grad_arrays": ["nothing"]}, ValueError, "'nothing'"),
         (f_plain, {"outputs": [like("x")]}, ValueError, "'x' has the name of an input"),
         (f_plain, {"outputs": [like("y"), like("y")]}, ValueError, "called 'y'"),
         (f_plain, {"outputs": ["y"]}, TypeError, "OutputSpec"),

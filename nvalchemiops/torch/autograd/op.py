@@ -70,6 +70,7 @@ def warp_custom_op(
         Names of the differentiable outputs, then of the differentiable inputs. By default all outputs and all
         tensor inputs except index-like names (``neighbor_list``, ``batch_idx``, ...), mutated ones and, at run
         time, integer and bool tensors. An empty sequence: nothing is differentiable, and outputs carry no graph.
+        Only outputs: an op without gradients, as by ``backward="none"``.
     mutates_args : sequence of str, optional
         Inputs that the body writes in place. They are never differentiable.
     backward : "tape", "none" or callable, optional
@@ -174,6 +175,13 @@ class WarpOp:
         self.diff_outputs, self.diff_inputs = split_grad_arrays(
             grad_arrays, self.parameters, self.outputs, tuple(mutates_args), name
         )
+        if self.diff_outputs and not self.diff_inputs:
+            if callable(backward):
+                raise ValueError(f"{name}: `backward` has nothing to give: `grad_arrays` names outputs only")
+            # an op without gradients: whoever asks for one is told so
+            backward = "none"
+            self.diff_inputs = split_grad_arrays(None, self.parameters, self.outputs, tuple(mutates_args), name)[1]
+            self.diff_outputs = self.diff_outputs if self.diff_inputs else ()
         self._diff_names = [self.outputs[i].name for i in self.diff_outputs]
         self._bits = {i: bit for bit, i in enumerate(self.diff_inputs)}
         if backward not in ("tape", "none") and not callable(backward):

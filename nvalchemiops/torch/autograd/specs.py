@@ -279,7 +279,7 @@ def split_grad_arrays(
     mutated: Sequence[str],
     op_name: str,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Positions of the differentiable outputs and of the differentiable inputs.
+    """Positions of the differentiable outputs and of the differentiable inputs, which may be none.
 
     Raises
     ------
@@ -322,6 +322,6 @@ def split_grad_arrays(
             )
     differentiable_outputs = tuple(i for i, name in enumerate(output_names) if name in seen)
     differentiable_inputs = tuple(i for i, name in enumerate(input_names) if name in seen)
-    if bool(differentiable_outputs) != bool(differentiable_inputs):
-        raise ValueError(f"{op_name}: `grad_arrays` must name at least one output and one input, or nothing")
+    if differentiable_inputs and not differentiable_outputs:
+        raise ValueError(f"{op_name}: `grad_arrays` names inputs {list(seen)}, but no output")
     return differentiable_outputs, differentiable_inputs

@@ -1,5 +1,10 @@
 """Neighbor lists of torch tensors: exact for every cell, in matrix or list format, for one system or a batch."""
 
+# A submodule becomes an attribute of this package when it is first imported. Those that have the name of a function
+# come first, so that the functions replace them.
+import nvalchemiops.torch.neighbors.batch_cell_list
+import nvalchemiops.torch.neighbors.cell_list  # noqa: F401
+from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch.neighbors.lists import (
     batch_cell_list,
     batch_naive_neighbor_list,
@@ -15,6 +20,7 @@ from nvalchemiops.torch.neighbors.lists import (
 from nvalchemiops.torch.neighbors.verlet import VerletList
 
 __all__ = [
+    "NeighborOverflowError",
     "VerletList",
     "batch_cell_list",
     "batch_naive_neighbor_list",

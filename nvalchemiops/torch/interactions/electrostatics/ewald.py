@@ -9,7 +9,12 @@ from nvalchemiops.torch.interactions.electrostatics.first_order import summed
 from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parameters import check_accuracy
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, asked_for
-from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, self_part, tensors_of
+from nvalchemiops.torch.interactions.electrostatics.real_space import (
+    ewald_real_space,
+    given_rows,
+    self_part,
+    tensors_of,
+)
 from nvalchemiops.torch.interactions.electrostatics.reciprocal import reciprocal_sum
 from nvalchemiops.torch.interactions.electrostatics.shared_parts import all_but_smooth_part
 from nvalchemiops.torch.interactions.electrostatics.splitting import Wish, spacing_of, split
@@ -408,3 +413,6 @@ def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, to
             "`miller_indices`, which stay the same when the cell changes"
         )
     return torch.nan_to_num(indices).to(torch.int64), valid
+
+
+__all__ = ["ewald_real_space", "ewald_reciprocal_space", "ewald_summation", "prepare_wave_vectors"]

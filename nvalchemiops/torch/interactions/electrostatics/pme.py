@@ -12,6 +12,7 @@ from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, L
 from nvalchemiops.torch.interactions.electrostatics.mesh_sum import Influence, influence, mesh_sum
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     check_accuracy,
+    compute_bspline_moduli_1d,
     mesh_errors,
     mesh_for,
     mesh_spacing_to_dimensions,
@@ -385,3 +386,6 @@ def _check_prepared(
         checks.check_tensor(f"moduli_{name}", value)
         if value.ndim != 1 or value.shape[0] not in sizes:
             raise ValueError(f"`moduli_{name}` must have shape ({sizes[0]},), got {tuple(value.shape)}")
+
+
+__all__ = ["PreparedMesh", "compute_bspline_moduli_1d", "particle_mesh_ewald", "pme_reciprocal_space", "prepare_mesh"]

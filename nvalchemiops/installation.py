@@ -1,0 +1,41 @@
+"""Whether the files of this package are its own: an error says what to do if another distribution shares its folder.
+
+``nvalchemi-toolkit-ops`` installs a package of the same import name. pip writes its files over ours without a word, and
+removes ours with its own, when it is uninstalled. What imports then is a mixture, whichever came first.
+"""
+
+import os
+import sys
+
+_WAY_OUT = (
+    "Uninstall both, by `pip uninstall nvalchemi-toolkit-ops nvalchemiops`, then install nvalchemiops again. "
+    "What requires nvalchemi-toolkit-ops by name is satisfied by the package that `python -m nvalchemiops stand-in` "
+    "makes; see docs/coming_from.md"
+)
+
+STAND_IN = "+nvalchemiops"
+"""End of the version of a package of that name which has no files, and so does no harm."""
+
+
+def refuse_mixture(package: str) -> None:
+    """Raise an ImportError if the files in the folder ``package`` are not all of this distribution.
+
+    Looks at the names of distributions beside the folder, which takes some ten microseconds.
+    """
+    try:
+        beside = os.listdir(os.path.dirname(package))
+    except OSError:  # a bundle, or a folder that may not be listed
+        beside = []
+    for name in beside:
+        distribution, _, version = name.removesuffix(".dist-info").partition("-")
+        theirs = distribution.lower().replace("-", "_") == "nvalchemi_toolkit_ops"
+        if theirs and name.endswith(".dist-info") and not version.endswith(STAND_IN):
+            raise ImportError(
+                f"nvalchemi-toolkit-ops {version} is installed over nvalchemiops, or nvalchemiops over it: "
+                f"{package} has files of both. {_WAY_OUT}"
+            )
+    if getattr(sys.modules.get(__name__.partition(".")[0]), "__file__", None) is None:
+        raise ImportError(f"{package} has lost its `__init__.py`, perhaps to pip uninstall. {_WAY_OUT}")
+
+
+refuse_mixture(os.path.dirname(os.path.abspath(__file__)))

@@ -1,0 +1,5 @@
+"""Neighbor lists of a batch, from bins, under the path that clients import."""
+
+from nvalchemiops.torch.neighbors.lists import batch_cell_list, estimate_batch_cell_list_sizes
+
+__all__ = ["batch_cell_list", "estimate_batch_cell_list_sizes"]

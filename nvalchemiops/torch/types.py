@@ -1,0 +1,56 @@
+"""Warp's types of torch's floating-point numbers."""
+
+from typing import Any
+
+import torch
+import warp as wp
+
+from nvalchemiops.types import REAL, Real
+
+_TYPES = {
+    torch.float16: Real(
+        wp.float16, wp.vec3h, wp.mat33h
+    ),  # as arrays; the kernels of this package have no such precision
+    torch.float32: REAL["float32"],
+    torch.float64: REAL["float64"],
+}
+
+
+def get_wp_dtype(dtype: torch.dtype) -> Any:
+    """Warp's scalar for numbers of this dtype.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        float16, float32 or float64.
+
+    Returns
+    -------
+    type
+        ``wp.float16``, ``wp.float32`` or ``wp.float64``.
+
+    Raises
+    ------
+    ValueError
+        Another dtype.
+    """
+    return _types(dtype).scalar
+
+
+def get_wp_vec_dtype(dtype: torch.dtype) -> Any:
+    """Warp's vector of three numbers of this dtype: ``wp.vec3h``, ``wp.vec3f`` or ``wp.vec3d``; see `get_wp_dtype`."""
+    return _types(dtype).vec3
+
+
+def get_wp_mat_dtype(dtype: torch.dtype) -> Any:
+    """Warp's 3 x 3 matrix of this dtype: ``wp.mat33h``, ``wp.mat33f`` or ``wp.mat33d``; see `get_wp_dtype`."""
+    return _types(dtype).mat33
+
+
+def _types(dtype: torch.dtype) -> Real:
+    if dtype not in _TYPES:
+        raise ValueError(f"`dtype` must be float16, float32 or float64, got {dtype}")
+    return _TYPES[dtype]
+
+
+__all__ = ["get_wp_dtype", "get_wp_mat_dtype", "get_wp_vec_dtype"]

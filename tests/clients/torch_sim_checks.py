@@ -1,0 +1,125 @@
+"""torch-sim-atomistic: its neighbor lists, DSF, Ewald, PME and D3 models, and dynamics."""
+
+import numpy as np
+import pytest
+import torch
+
+ts = pytest.importorskip("torch_sim", exc_type=(ImportError, SyntaxError))
+from ase.build import bulk  # noqa: E402
+from common import as_set, pairs, slopes, stress, structures  # noqa: E402
+from dftd3.interface import DispersionModel, RationalDampingParam  # noqa: E402
+from torch_sim.models.dispersion import D3DispersionModel  # noqa: E402
+from torch_sim.models.electrostatics import DSFCoulombModel, EwaldModel, PMEModel  # noqa: E402
+from torch_sim.neighbors import alchemiops_nl_cell_list, alchemiops_nl_n2, default_batched_nl  # noqa: E402
+
+from nvalchemiops.torch.interactions.dispersion import D3Parameters  # noqa: E402
+
+CPU = {"device": torch.device("cpu"), "dtype": torch.float64}
+SYSTEMS = structures()
+
+
+def state_of(atoms, charges=None):
+    state = ts.io.atoms_to_state(atoms, **CPU)
+    if charges is not None:
+        state._atom_extras["partial_charges"] = torch.as_tensor(charges)
+    return state
+
+
+def charges_of(atoms):
+    q = np.random.default_rng(5).normal(size=len(atoms))
+    return q - q.mean()
+
+
+@pytest.mark.parametrize("search", [alchemiops_nl_n2, alchemiops_nl_cell_list])
+@pytest.mark.parametrize("cutoff", [3.0, 7.0])
+def test_neighbors_of_each_alone_and_together(search, cutoff):
+    assert default_batched_nl is alchemiops_nl_n2
+    for group in [[s] for s in SYSTEMS.values()] + [list(SYSTEMS.values())]:
+        cells = [a.cell.array if a.pbc.any() else np.zeros((3, 3)) for a in group]
+        state = [torch.tensor(np.array(x)) for x in (np.concatenate([a.positions for a in group]), cells)]
+        pbc = torch.tensor(np.array([a.pbc for a in group]))
+        system = torch.repeat_interleave(torch.arange(len(group)), torch.tensor([len(a) for a in group]))
+        mapping, of_system, shifts = search(*state, pbc, cutoff, system)
+        first = 0
+        for n, atoms in enumerate(group):
+            mine = of_system == n
+            assert as_set(*(mapping[:, mine] - first), shifts[mine]) == pairs(atoms, cutoff)
+            first += len(atoms)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        DSFCoulombModel(cutoff=9.0, alpha=0.2, **CPU),
+        EwaldModel(cutoff=8.0, **CPU),
+        PMEModel(cutoff=8.0, **CPU),
+        PMEModel(cutoff=8.0, accuracy=1e-8, spline_order=5, **CPU),
+        PMEModel(cutoff=8.0, mesh_spacing=0.4, **CPU),
+        PMEModel(cutoff=8.0, mesh_dimensions=(24, 24, 24), **CPU),
+    ],
+    ids=["dsf", "ewald", "pme", "pme 1e-8", "pme spacing", "pme mesh"],
+)
+@pytest.mark.filterwarnings("ignore::nvalchemiops.AccuracyWarning")
+def test_electrostatics(model):
+    """Energies of a batch as alone, forces and stress by differences, and Ewald and PME agree."""
+    atoms, other = SYSTEMS["salt"], SYSTEMS["magnesium"]
+    charges = charges_of(atoms)
+    energy = lambda a: float(model(state_of(a, charges))["energy"])  # noqa: E731
+    found = model(state_of(atoms, charges))
+    np.testing.assert_allclose(found["forces"][:2].numpy(), slopes(energy, atoms), atol=3e-4)
+    if not isinstance(model, PMEModel):  # whose mesh and alpha may change with the cell
+        np.testing.assert_allclose(found["stress"][0].numpy(), stress(energy, atoms), atol=3e-6)
+    state = ts.io.atoms_to_state([atoms, other], **CPU)
+    state._atom_extras["partial_charges"] = torch.as_tensor(np.concatenate([charges, charges_of(other)]))
+    together = model(state)
+    np.testing.assert_allclose(together["energy"][0].numpy(), found["energy"][0].numpy(), rtol=1e-4)
+    if not isinstance(model, DSFCoulombModel):
+        exact = EwaldModel(cutoff=10.0, accuracy=1e-10, **CPU)(state_of(atoms, charges))
+        np.testing.assert_allclose(found["energy"].numpy(), exact["energy"].numpy(), rtol=1e-4)
+        np.testing.assert_allclose(found["forces"].numpy(), exact["forces"].numpy(), atol=2e-3)
+
+
+def random_parameters():
+    """As torch-sim's own tests draw them: nothing symmetric."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: 0.5 + torch.rand(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    return D3Parameters(rcov=draw(95), r4r2=draw(95), c6ab=draw(95, 95, 5, 5), cn_ref=draw(95, 95, 5, 5))
+
+
+@pytest.mark.parametrize("name", ["copper", "salt", "benzene"])
+def test_dispersion_with_drawn_parameters(name):
+    atoms = SYSTEMS[name]
+    model = D3DispersionModel(a1=0.4289, a2=4.4407, s8=0.7875, d3_params=random_parameters(), cutoff=8.0, **CPU)
+    if name == "benzene":
+        model = D3DispersionModel(
+            a1=0.4289, a2=4.4407, s8=0.7875, d3_params=random_parameters(), compute_stress=False, **CPU
+        )
+    energy = lambda a: float(model(state_of(a))["energy"])  # noqa: E731
+    found = model(state_of(atoms))
+    np.testing.assert_allclose(found["forces"][:2].numpy(), slopes(energy, atoms), rtol=1e-4, atol=1e-5)
+
+
+def test_dynamics_of_lennard_jones():
+    """Its own loop, on its default neighbor list, keeps the energy."""
+    from torch_sim.models.lennard_jones import LennardJonesModel
+
+    model = LennardJonesModel(sigma=3.4, epsilon=0.0104, cutoff=7.0, compute_forces=True, **CPU)
+    atoms = bulk("Ar", "fcc", a=5.3, cubic=True).repeat(2)
+    final = ts.integrate(atoms, model, integrator=ts.Integrator.nve, n_steps=20, temperature=30, timestep=0.002)
+    assert torch.isfinite(final.energy).all()
+
+
+def test_dispersion_with_published_parameters():
+    """Against simple-dftd3, for a molecule."""
+    table = pytest.importorskip("aimnet.modules.lr").DFTD3(0.7875, 0.4289, 4.4407)
+    given = D3Parameters(rcov=table.rcov, r4r2=table.r4r2, c6ab=table.c6ab, cn_ref=table.cn_ref)
+    atoms = SYSTEMS["benzene"]
+    model = D3DispersionModel(0.4289, 4.4407, 0.7875, d3_params=given, compute_stress=False, **CPU)
+    found = model(state_of(atoms))
+    bohr = 0.529177210903
+    reference = DispersionModel(atoms.numbers, atoms.positions / bohr)
+    damping = RationalDampingParam(s6=1.0, s8=0.7875, a1=0.4289, a2=4.4407, s9=0.0)
+    expected = reference.get_dispersion(damping, grad=True)
+    np.testing.assert_allclose(float(found["energy"]), expected["energy"] * 27.211386245988, rtol=1e-4)
+    forces = -expected["gradient"] * 27.211386245988 / bohr
+    np.testing.assert_allclose(found["forces"].numpy(), forces, rtol=1e-3, atol=1e-6)

@@ -1,0 +1,249 @@
+"""The import paths that clients use lead to the objects of this package, in whatever order they are imported."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import warp as wp
+
+import nvalchemiops.neighbors
+from nvalchemiops.neighbors.neighbor_utils import NeighborOverflowError, estimate_max_neighbors
+from nvalchemiops.torch import neighbors
+from nvalchemiops.torch.interactions import dispersion, electrostatics
+from nvalchemiops.torch.neighbors import formats
+from nvalchemiops.torch.types import get_wp_dtype, get_wp_mat_dtype, get_wp_vec_dtype
+
+LISTS = {
+    "naive": ["naive_neighbor_list"],
+    "batch_naive": ["batch_naive_neighbor_list"],
+    "cell_list": ["cell_list", "estimate_cell_list_sizes"],
+    "batch_cell_list": ["batch_cell_list", "estimate_batch_cell_list_sizes"],
+    "naive_dual_cutoff": ["naive_neighbor_list_dual_cutoff"],
+    "batch_naive_dual_cutoff": ["batch_naive_neighbor_list_dual_cutoff"],
+}
+SUMS = {
+    "coulomb": ["coulomb_energy", "coulomb_forces", "coulomb_energy_forces"],
+    "dsf": ["dsf_coulomb"],
+    "ewald": ["ewald_real_space", "ewald_reciprocal_space", "ewald_summation"],
+    "k_vectors": [
+        "generate_ewald_miller_indices",
+        "generate_k_squared_pme",
+        "generate_k_vectors_ewald_summation",
+        "generate_k_vectors_pme",
+        "k_vectors_from_miller_indices",
+    ],
+    "parameters": [
+        "EwaldParameters",
+        "PMEParameters",
+        "compute_bspline_moduli_1d",
+        "estimate_ewald_parameters",
+        "estimate_pme_mesh_dimensions",
+        "estimate_pme_parameters",
+        "mesh_spacing_to_dimensions",
+    ],
+    "pme": ["compute_bspline_moduli_1d", "particle_mesh_ewald", "pme_reciprocal_space"],
+    "slab": ["compute_slab_correction"],
+}
+MOVED = {
+    "nvalchemiops.neighborlist": {
+        "nvalchemiops.torch.neighbors": [
+            "neighbor_list",
+            *(name for names in LISTS.values() for name in names),
+        ],
+        "nvalchemiops.neighbors": ["NeighborOverflowError", "estimate_max_neighbors"],
+    },
+    "nvalchemiops.neighborlist.neighbor_utils": {
+        "nvalchemiops.neighbors": ["NeighborOverflowError", "estimate_max_neighbors"],
+        "nvalchemiops.torch.neighbors.neighbor_utils": ["get_neighbor_list_from_neighbor_matrix"],
+    },
+    "nvalchemiops.interactions.dispersion": {
+        "nvalchemiops.torch.interactions.dispersion": ["dftd3", "D3Parameters"],
+    },
+    "nvalchemiops.interactions.electrostatics": {
+        "nvalchemiops.torch.interactions.electrostatics": [
+            "coulomb_energy",
+            "coulomb_energy_forces",
+            "coulomb_forces",
+            "dsf_coulomb",
+            "estimate_ewald_parameters",
+            "estimate_pme_parameters",
+            "ewald_real_space",
+            "ewald_reciprocal_space",
+            "ewald_summation",
+            "particle_mesh_ewald",
+            "pme_reciprocal_space",
+        ],
+    },
+}
+
+
+def flat(table):
+    return [(path, name) for path, names in table.items() for name in names]
+
+
+def says(code):
+    """What a process that has imported nothing prints, as JSON."""
+    command = [sys.executable, "-W", "ignore::UserWarning", "-c", code]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(("module", "name"), flat(LISTS))
+def test_neighbor_lists(module, name):
+    home = importlib.import_module(f"nvalchemiops.torch.neighbors.{module}")
+    assert getattr(home, name) is getattr(neighbors, name)
+
+
+@pytest.mark.parametrize(("module", "name"), flat(SUMS))
+def test_electrostatics(module, name):
+    home = importlib.import_module(f"nvalchemiops.torch.interactions.electrostatics.{module}")
+    assert getattr(home, name) is getattr(electrostatics, name)
+    assert name in getattr(home, "__all__", [name])
+
+
+def test_sizes_and_overflow():
+    ours = importlib.import_module("nvalchemiops.torch.neighbors.neighbor_utils")
+    for home in (nvalchemiops.neighbors, ours):
+        assert home.NeighborOverflowError is NeighborOverflowError
+        assert home.estimate_max_neighbors is estimate_max_neighbors
+    assert neighbors.NeighborOverflowError is NeighborOverflowError
+    assert ours.get_neighbor_list_from_neighbor_matrix is formats.get_neighbor_list_from_neighbor_matrix
+    with pytest.raises(NeighborOverflowError):
+        neighbors.neighbor_list(torch.zeros(3, 3), 1.0, max_neighbors=1)
+
+
+def test_warp_types():
+    assert [f(torch.float32) for f in (get_wp_dtype, get_wp_vec_dtype, get_wp_mat_dtype)] == [
+        wp.float32,
+        wp.vec3f,
+        wp.mat33f,
+    ]
+    assert [f(torch.float64) for f in (get_wp_dtype, get_wp_vec_dtype, get_wp_mat_dtype)] == [
+        wp.float64,
+        wp.vec3d,
+        wp.mat33d,
+    ]
+    assert get_wp_vec_dtype(torch.float16) is wp.vec3h
+    x = torch.rand(4, 3, dtype=torch.float64)
+    assert wp.from_torch(x, dtype=get_wp_vec_dtype(x.dtype)).shape == (4,)
+    for f in (get_wp_dtype, get_wp_vec_dtype, get_wp_mat_dtype):
+        with pytest.raises(ValueError, match=r"`dtype` must be .*bfloat16"):
+            f(torch.bfloat16)
+
+
+# -- functions that have the name of their module -------------------------------------------------------------
+
+PATH = "nvalchemiops.torch.neighbors"
+
+
+@pytest.mark.parametrize("name", ["cell_list", "batch_cell_list"])
+@pytest.mark.parametrize(
+    "imports",
+    [
+        ["from {path} import {name} as a", "from {path}.{name} import {name} as b"],
+        ["from {path}.{name} import {name} as b", "from {path} import {name} as a"],
+        ["import {path}.{name}", "a = {path}.{name}", "from {path}.{name} import {name} as b"],
+        # the attribute of the package is the function, so this is the function too
+        ["import {path}.{name} as a", "from {path}.{name} import *", "b = {name}"],
+        [
+            "from {path} import *",
+            "a = {name}",
+            "import importlib",
+            "b = importlib.import_module('{path}.{name}').{name}",
+        ],
+        [
+            "import {path}.naive, {path}.{name}",
+            "import {path}",
+            "a = {path}.{name}",
+            "from {path}.{name} import {name} as b",
+        ],
+    ],
+    ids=["package first", "module first", "attribute", "as", "star", "another module first"],
+)
+def test_function_with_the_name_of_its_module(name, imports):
+    lines = [line.format(path=PATH, name=name) for line in imports]
+    found = says(
+        "\n".join(
+            [
+                *lines,
+                "import json, pickle, sys, types",
+                f"module = sys.modules['{PATH}.{name}']",
+                "same = a is b is pickle.loads(pickle.dumps(a)) is getattr(module, a.__name__)",
+                "print(json.dumps([same, isinstance(a, types.FunctionType), isinstance(module, types.ModuleType)]))",
+            ]
+        )
+    )
+    assert found == [True, True, True]
+
+
+def test_dftd3_is_a_function():
+    assert callable(dispersion.dftd3)
+    assert importlib.import_module("nvalchemiops.torch.interactions.dispersion.dftd3").dftd3 is dispersion.dftd3
+    assert callable(dispersion.dftd3)
+
+
+def test_errors_that_were_pickled():
+    code = (
+        "import json, pickle\n"
+        "from nvalchemiops.torch.neighbors import NeighborOverflowError\n"
+        "error = pickle.loads(pickle.dumps(NeighborOverflowError(8, 20, 1)))\n"
+        "print(json.dumps([error.max_neighbors, error.num_neighbors, error.system_index]))"
+    )
+    assert says(code) == [8, 20, 1]
+
+
+# -- paths of an older release --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", MOVED)
+def test_moved_names(path):
+    module = importlib.import_module(path)
+    for home, names in MOVED[path].items():
+        for name in names:
+            with pytest.warns(DeprecationWarning) as caught:
+                found = getattr(module, name)
+            assert found is getattr(importlib.import_module(home), name)
+            assert f"`{path}.{name}`" in str(caught[0].message) and f"`{home}`" in str(caught[0].message)
+            assert caught[0].filename == __file__
+    assert not hasattr(module, "no_such_name")
+    with pytest.raises(ImportError, match="no_such_name"):
+        exec(f"from {path} import no_such_name")
+
+
+def test_clients_that_import_the_old_paths():
+    """As matgl writes it; the warning names the line of the import."""
+    lines = [
+        "from nvalchemiops.neighborlist import estimate_max_neighbors, neighbor_list",
+        "from nvalchemiops.neighborlist.neighbor_utils import NeighborOverflowError",
+    ]
+    code = [
+        "import json, warnings",
+        "with warnings.catch_warnings(record=True) as caught:",
+        "    warnings.simplefilter('default')",
+        *(f"    {line}" for line in lines),
+        "print(json.dumps([[w.lineno, w.filename, str(w.message)] for w in caught if 'older' in str(w.message)]))",
+    ]
+    found = says("\n".join(code))
+    # Python asks a package whether it has a name before it takes it, so a name may be warned of twice
+    assert {(line, file) for line, file, _ in found} == {(4, "<string>"), (5, "<string>")}
+
+
+def test_old_paths_load_torch_only_when_they_are_used():
+    code = (
+        "import json, sys\n"
+        "import nvalchemiops.neighborlist.neighbor_utils\n"
+        "import nvalchemiops.interactions.electrostatics, nvalchemiops.interactions.dispersion\n"
+        "print(json.dumps('torch' in sys.modules))"
+    )
+    assert says(code) is False
+
+
+def test_star_imports_of_an_older_release():
+    with pytest.warns(DeprecationWarning):
+        namespace: dict = {}
+        exec("from nvalchemiops.neighborlist import *", namespace)
+    assert namespace["cell_list"] is neighbors.cell_list
