@@ -15,6 +15,10 @@ The reference potential that makes the data is made up for this example and stat
 `REPULSION`. Nothing is downloaded. Units: eV, angstrom, e.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
+
 import argparse
 import math
 import sys

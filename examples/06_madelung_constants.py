@@ -20,6 +20,10 @@ What to look at: differences from the literature, and errors below the accuracy 
 nothing is downloaded.
 """
 
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
+
 import argparse
 import math
 from pathlib import Path
