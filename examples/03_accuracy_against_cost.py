@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads tha
 import argparse
 import sys
 import time
+import warnings
 
 import matplotlib
 
@@ -21,6 +22,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
+from nvalchemiops import AccuracyWarning
 from nvalchemiops._warp import quiet_warp
 from nvalchemiops.torch.interactions.electrostatics import (
     EwaldSummation,
@@ -50,6 +52,17 @@ def measure(sum_up, positions, charges, cell, exact, calls):
         _, forces = sum_up(positions, charges, cell, compute_forces=True, **near)
         times.append(time.perf_counter() - start)
     return ((forces - exact).norm() / exact.norm()).item(), min(times[1:])
+
+
+def estimated(system, accuracy, order):
+    """A sum of this accuracy. What is only a warning, an accuracy out of reach of this order, is raised here."""
+    positions, charges, cell = system
+    wanted = {"accuracy": accuracy, "charges": charges}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccuracyWarning)
+        if order is None:
+            return EwaldSummation.estimate(positions, cell, **wanted)
+        return ParticleMeshEwald.estimate(positions, cell, **wanted, spline_order=order)
 
 
 def draw(path, results):
@@ -89,12 +102,8 @@ def main(arguments=None):
         rows = results[name] = []
         for accuracy in accuracies:
             try:
-                if order is None:
-                    sum_up = EwaldSummation.estimate(system[0], system[2], accuracy=accuracy, charges=system[1])
-                else:
-                    wanted = {"accuracy": accuracy, "spline_order": order, "charges": system[1]}
-                    sum_up = ParticleMeshEwald.estimate(system[0], system[2], **wanted)
-            except ValueError:  # out of reach of this order
+                sum_up = estimated(system, accuracy, order)
+            except AccuracyWarning:
                 break
             error, seconds = measure(sum_up, *system, exact, calls)
             rows.append((accuracy, error, seconds))
