@@ -15,10 +15,6 @@ The reference potential that makes the data is made up for this example and stat
 `REPULSION`. Nothing is downloaded. Units: eV, angstrom, e.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
-
 import argparse
 import math
 import sys
@@ -43,6 +39,7 @@ from tqdm import tqdm
 
 from nvalchemiops._warp import quiet_warp
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
+from nvalchemiops.torch import adapt_threads
 from nvalchemiops.torch.interactions.electrostatics import estimate_ewald_parameters, ewald_summation
 from nvalchemiops.torch.neighbors import neighbor_list
 
@@ -166,6 +163,7 @@ class Potential(torch.nn.Module):
 
     def forward(self, batch, training=False):
         """Energies (n_systems,), forces (n_atoms, 3) and charges (n_atoms,)."""
+        adapt_threads()  # to what other programs leave of the cores
         x = batch.positions.detach().requires_grad_()
         i, j = batch.pairs
         r = torch.linalg.vector_norm(x[j] - x[i] + batch.images, dim=1)

@@ -10,10 +10,6 @@ without a graph break.
 Units: eV, angstrom. Takes a quarter of a minute; nothing is downloaded.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
-
 import argparse
 import math
 import time

@@ -6,10 +6,6 @@ The neighbor list is built beforehand and left out of the times. Times of the me
 order 5 to order 8 when much is asked: a spline of order p errs as the mesh spacing to the power p - 1.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
-
 import argparse
 import sys
 import time

@@ -16,10 +16,6 @@ finite differences, and without the angles (L = 0) crystals of silicon would col
 seconds, the first time a few more for the C++ compiler; nothing is downloaded.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
-
 import argparse
 import math
 from pathlib import Path

@@ -12,10 +12,6 @@ radial distribution function g(r) without shells, whose first peak is where Rahm
 Units: angstrom, eV. Takes ten seconds; nothing is downloaded.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
-
 import argparse
 import math
 from pathlib import Path

@@ -24,10 +24,6 @@ training finds from charges of three crystals of SiO2. Parameters are made up, a
 Units: eV, angstrom, e. Takes a quarter of a minute; nothing is downloaded.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
-
 import argparse
 import math
 from collections.abc import Callable

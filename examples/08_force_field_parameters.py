@@ -18,10 +18,6 @@ What to look at: parameters within a few standard errors of the true ones, and e
 far below the noise. Units: eV, angstrom, e. Takes a quarter of a minute; nothing is downloaded.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
-
 import argparse
 import math
 from pathlib import Path

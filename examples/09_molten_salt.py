@@ -12,10 +12,6 @@ order of charges decays over 2.5 distances of neighbors (A. Zeidler et al., J. C
 doi:10.1063/5.0107620). Takes half a minute; nothing is downloaded.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
-
 import argparse
 import math
 from pathlib import Path

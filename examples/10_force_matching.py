@@ -17,10 +17,6 @@ What to look at: the deviation of the gradients, the time of a step in each way,
 training. Units: eV, angstrom, e. Takes most of a minute, the greater part of it for the C++ compiler.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
-
 import argparse
 import itertools
 import sys

@@ -16,10 +16,6 @@ without the library is told the name of what it lacks. Units: eV, angstrom, fs. 
 the C++ compiler; nothing is downloaded.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
-
 import argparse
 import subprocess
 import sys

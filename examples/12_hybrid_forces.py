@@ -21,10 +21,6 @@ derivatives computed along with the energy, too. Compiled (as on a GPU) it has t
 training to differentiate that again. Takes half a minute; nothing is downloaded.
 """
 
-import os
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch: threads that wait leave the cores to others
-
 import argparse
 import sys
 import time

@@ -7,7 +7,7 @@ import torch
 
 from nvalchemiops import launch as core
 from nvalchemiops.crowding import LONGEST_PAUSE, REMEMBERED, SHORTEST_PAUSE, Crowding, Usage, usage_of_thread
-from nvalchemiops.torch import team
+from nvalchemiops.torch import adapt_threads, team
 from nvalchemiops.torch.mesh_transform import mesh_spectrum, mesh_values
 from tests.electrostatics.sums import SUMS
 from tests.systems import crystal
@@ -268,3 +268,21 @@ def test_transforms_have_the_same_bits_at_any_number_of_threads(threads):
             spectrum = mesh_spectrum(values)
             found.append((spectrum, mesh_values(spectrum, mesh[2])))
         assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+
+
+@needs_openmp
+def test_threads_of_a_loop_adapt(threads, monkeypatch):
+    threads(2)
+    for crowded, expected in ((False, 2), (True, 1), (True, 1), (False, 2)):
+        monkeypatch.setattr(core, "is_crowded", lambda crowded=crowded: crowded)
+        assert adapt_threads() == expected == torch.get_num_threads()
+        # operators inside do not give them back
+        team.fairly(lambda x: x, torch.ones(3))
+        mesh_spectrum(torch.ones(1, 1, 4, 4, 4))
+        assert torch.get_num_threads() == expected
+    # what a caller sets in between stays
+    monkeypatch.setattr(core, "is_crowded", lambda: True)
+    adapt_threads()
+    torch.set_num_threads(3)
+    monkeypatch.setattr(core, "is_crowded", lambda: False)
+    assert adapt_threads() == 3

@@ -3,6 +3,7 @@
 import torch
 
 from nvalchemiops.launch import set_team, set_thread_count
+from nvalchemiops.torch.team import adapt_threads as adapt_threads
 from nvalchemiops.torch.team import torch_team
 
 set_thread_count(torch.get_num_threads)

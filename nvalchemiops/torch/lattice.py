@@ -123,15 +123,25 @@ def _check_values(cell: bytes, dtype: np.dtype, n_systems: int, may_be_open: boo
     return not pbc.all()
 
 
-def nan_if_singular(cell: torch.Tensor) -> torch.Tensor:
-    """The cells (n_systems, 3, 3), NaN in the place of those for which `check_cells` would raise if it could."""
+def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tensor:
+    """The cells (n_systems, 3, 3), NaN in the place of those that `check_cells` would refuse if it could look.
+
+    With ``may_be_open``, those that `check_vectors` would refuse: vectors of zeros stand for open axes.
+    """
     if not checks.unread(cell):
         return cell
-    values = cell.detach().to(torch.float64)
-    volume = torch.linalg.det(values).abs()
-    # also False for NaN
-    usable = volume >= geometry.SMALLEST_VOLUME_RATIO * torch.linalg.vector_norm(values, dim=-1).prod(-1)
-    usable = usable & (volume > 0.0) & (volume < math.inf)
+    rows = cell.detach().to(torch.float64)
+    squares = rows.square().sum(-1)
+    volume = torch.linalg.det(rows)
+    # each of these is False for NaN; what is infinite becomes NaN
+    usable = volume.square() >= geometry.SMALLEST_VOLUME_RATIO**2 * squares.prod(-1)
+    usable = usable & (squares.sum(-1) * 0.0 == 0.0)
+    if may_be_open:
+        areas = torch.linalg.cross(rows, rows.roll(-1, 1)).square().sum(-1)
+        flat = areas < geometry.SMALLEST_VOLUME_RATIO**2 * squares * squares.roll(-1, 1)
+        usable = usable & ~flat.any(-1)
+    else:
+        usable = usable & (squares > 0.0).all(-1)
     return cell * torch.where(usable, 1.0, torch.nan).to(cell.dtype)[:, None, None]
 
 

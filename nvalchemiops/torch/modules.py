@@ -60,11 +60,13 @@ class ExactModule(torch.nn.Module):
         if torch.compiler.is_compiling() or not isinstance(positions, torch.Tensor):
             return
         device = positions.device
-        for value in self.__dict__.values():
-            # a tuple is in one place; this is looked at in each call
-            one = value[0] if isinstance(value, tuple) and value else value
-            if isinstance(one, torch.Tensor) and one.device != device:
-                return self._map(lambda tensor: tensor.to(device))
+        # all are in one place; this is looked at in each call
+        one = next((value for value in self.__dict__.values() if isinstance(value, torch.Tensor)), None)
+        if one is None:  # they are all in tuples, or trained
+            tuples = (value[0] for value in self.__dict__.values() if isinstance(value, tuple) and value)
+            one = next((value for value in tuples if isinstance(value, torch.Tensor)), None)
+        if one is not None and one.device != device:
+            self._map(lambda tensor: tensor.to(device))
 
     def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Put results of ``fn`` in the place of all tensors, in tuples as well."""

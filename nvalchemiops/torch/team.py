@@ -108,9 +108,10 @@ class _Limit:
         if threads is None:
             return False
         self.before.threads = None
-        self.set(threads)
-        if self.set_products:
-            self.set_products(self.before.products)
+        if self.most() == 1:  # or somebody has set another number meanwhile
+            self.set(threads)
+            if self.set_products:
+                self.set_products(self.before.products)
         return True
 
 
@@ -142,6 +143,31 @@ def _limit() -> _Limit | None:
         return _Limit()
     except (OSError, AttributeError):
         return None
+
+
+def adapt_threads() -> int:
+    """Let torch's operations in this thread have one thread while other work keeps the cores busy, and all otherwise.
+
+    Call it now and then, once for each step of a training loop, say: it takes a microsecond. Operators of this library
+    do the same by themselves. On a busy machine, threads of torch that wait for each other can take twenty times longer
+    than one thread alone.
+
+    Returns
+    -------
+    int
+        Number of threads from now on, as of ``torch.get_num_threads()``. Without GNU's OpenMP it does not change.
+
+    Notes
+    -----
+    Sums over all elements of a tensor, as of a loss, depend on the number of threads in their last digit.
+    """
+    limit = _limit()
+    if limit is not None:
+        if core.is_crowded():
+            limit.enter()
+        else:
+            limit.leave()
+    return torch.get_num_threads()
 
 
 def fairly(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:

@@ -21,7 +21,7 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nvalchemiops.torch import mesh, segments
+from nvalchemiops.torch import mesh, mesh_transform, segments
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import neighbor_list, search
 from tests.users import example, said_by
@@ -136,6 +136,8 @@ WARP_OPS = (
     mesh.mesh_columns,
     mesh.mesh_spread,
     mesh.mesh_gather,
+    mesh_transform.mesh_spectrum,
+    mesh_transform.mesh_values,
 )
 
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import warp as wp
 
-from nvalchemiops.geometry import SMALLEST_VOLUME_RATIO
 from nvalchemiops.interactions.pair import derivatives, potentials
 from nvalchemiops.interactions.pair.derivatives import (
     CELL,
@@ -218,11 +217,8 @@ FAULTS = {
 """What a kernel found wrong with indices. It reads nothing that they point to, and the results of the atom are NaN."""
 
 NO_NUMBER = 5
-"""Not a fault to raise for, but results that are NaN: a position or a cell that has no answer.
-
-A cell has one if its vectors are finite and, but for those of zeros, independent: along a vector of zeros there must be
-no image.
-"""
+"""Not a fault to raise for, but results that are NaN: a position that is not finite, a cell that is NaN, an image along
+a lattice vector of zeros, which stands for an open axis."""
 
 _SKELETON = """
     typedef @real@ real;
@@ -550,26 +546,14 @@ def _look(variant: Variant) -> list[str]:
 _CELL = f"""
 bool is_open[3], any_open = false;
 {{
-    double box[3][3], n[3][3], squares[3];
+    double sum = 0.0;
     for (int c = 0; c < 3; ++c) {{
-        for (int a = 0; a < 3; ++a) box[c][a] = cell.data[9LL * system + 3 * c + a];
-        squares[c] = box[c][0] * box[c][0] + box[c][1] * box[c][1] + box[c][2] * box[c][2];
-        is_open[c] = squares[c] == 0.0;
+        const real *v = cell.data + 9LL * system + 3 * c;
+        is_open[c] = v[0] == 0 && v[1] == 0 && v[2] == 0;
         any_open |= is_open[c];
-        if (!(squares[c] < INFINITY)) broken = {NO_NUMBER};
+        sum += v[0] + v[1] + v[2];
     }}
-    for (int c = 0; c < 3; ++c) {{
-        const double *v = box[(c + 1) % 3], *w = box[(c + 2) % 3];
-        for (int a = 0; a < 3; ++a) n[c][a] = v[(a + 1) % 3] * w[(a + 2) % 3] - v[(a + 2) % 3] * w[(a + 1) % 3];
-    }}
-    const double volume = box[0][0] * n[0][0] + box[0][1] * n[0][1] + box[0][2] * n[0][2];
-    const double least = {SMALLEST_VOLUME_RATIO**2!r} * squares[0] * squares[1] * squares[2];
-    if (!any_open && !(volume * volume >= least)) broken = {NO_NUMBER};
-    for (int c = 0; c < 3 && any_open; ++c) {{
-        const double area = n[c][0] * n[c][0] + n[c][1] * n[c][1] + n[c][2] * n[c][2];
-        const double sides = squares[(c + 1) % 3] * squares[(c + 2) % 3];
-        if (!(area >= {SMALLEST_VOLUME_RATIO**2!r} * sides)) broken = {NO_NUMBER};
-    }}
+    if (sum != sum) broken = {NO_NUMBER};
 }}
 const auto points_nowhere = [&](const int *shift) {{
     return (is_open[0] && shift[0]) || (is_open[1] && shift[1]) || (is_open[2] && shift[2]);

@@ -143,7 +143,7 @@ def _damping(alpha: Any) -> Any:
     if not isinstance(alpha, torch.Tensor):
         allowed = 0.0 <= checks.as_float("alpha", alpha) < math.inf
     elif checks.unread(alpha):
-        return torch.where((alpha >= 0.0) & (alpha < math.inf), alpha, torch.nan)
+        return torch.where((alpha >= 0.0) & (alpha * 0.0 == 0.0), alpha, torch.nan)  # infinity times zero is NaN
     else:
         numbers = checks.on_host(alpha)
         allowed = bool(((numbers >= 0.0) & (numbers < math.inf)).all())

@@ -354,7 +354,8 @@ def given_waves(
         checks.check_index("miller_indices", miller_indices, system.positions, (None, 3))
     if miller_indices is not None:
         waves = WaveVectors(*points_of_indices(cell, miller_indices))
-        most = torch.cat([miller_indices.abs(), torch.zeros_like(miller_indices[..., :1, :])], -2).amax(-2)
+        origin = miller_indices.new_zeros((*miller_indices.shape[:-2], 1, 3))  # there may be no others
+        most = torch.cat([miller_indices.abs(), origin], -2).amax(-2)
         return GivenWaves(waves, name, most.to(torch.float64).expand(n_systems, 3), valid)
     if k_cutoff is not None:
         return GivenWaves(waves_within(cell, per_system("k_cutoff", k_cutoff, n_systems, device).detach()), "k_cutoff")

@@ -19,7 +19,6 @@ import torch
 
 from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, asked_for, together
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, periodic_axes
-from nvalchemiops.torch.lattice import nan_if_singular
 from nvalchemiops.torch.segments import spread_systems, system_sums
 
 
@@ -113,6 +112,5 @@ def compute_slab_correction(
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)
     axes = periodic_axes(pbc, system, slab_correction=True)
     assert axes is not None
-    system = system._replace(cell=nan_if_singular(system.cell))
     part = slab_part(system, axes, asked_for(compute_forces, compute_charge_gradients, compute_virial))
     return together([part], positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)

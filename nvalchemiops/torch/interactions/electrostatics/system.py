@@ -1,13 +1,12 @@
 """Systems of charges as the parts of an Ewald sum want them."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
-from nvalchemiops.torch.lattice import check_cells
+from nvalchemiops.torch.lattice import check_cells, nan_if_singular
 from nvalchemiops.torch.neighbors import checks
 
 
@@ -70,6 +69,7 @@ def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy
     if cell.shape[0] == 0:
         raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
     check_cells(cell)
+    cell = nan_if_singular(cell)
     batch_idx = checks.batch_of(batch_idx, positions, cell.shape[0])
     several = charges.ndim == 2
     return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx)
@@ -118,7 +118,7 @@ def given_alpha(alpha: Any, system: ChargedSystem) -> torch.Tensor:
         raise ValueError("`alpha` is needed")
     found = per_system("alpha", alpha, system.n_systems, system.positions.device)
     if isinstance(alpha, torch.Tensor) and checks.unread(alpha):
-        found = torch.where((found > 0.0) & (found < math.inf), found, torch.nan)
+        found = torch.where((found > 0.0) & (found * 0.0 == 0.0), found, torch.nan)
     return _rounded(found, system.positions)
 
 

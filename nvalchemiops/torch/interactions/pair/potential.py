@@ -15,7 +15,7 @@ from nvalchemiops.interactions.pair.derivatives import POSITIONS, WEIGHTS, Reque
 from nvalchemiops.interactions.pair.expression import Formula, pair_energy
 from nvalchemiops.interactions.pair.expression import self_energy as alone
 from nvalchemiops.torch.interactions.pair.op import pair_sum
-from nvalchemiops.torch.lattice import check_vectors
+from nvalchemiops.torch.lattice import check_vectors, nan_if_singular
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import (
     GivenNeighbors,
@@ -529,13 +529,13 @@ def check_images(
     """The cell that goes with the shifts of ``rows``.
 
     Raises for one that is singular, or is zero along an axis along which there are images, if values can be looked at.
-    Elsewhere the kernels give NaN for such.
+    Elsewhere such a cell becomes NaN, and the kernels give NaN for such images.
     """
     if cell is None:
         return cell_without_images(rows, positions, n_systems)
     shifts = rows.shifts
     if checks.unread(cell):
-        return cell
+        return nan_if_singular(cell, may_be_open=True)
     has_open_axes = check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # one for all systems
     if not has_open_axes or shifts is None or checks.unread(shifts):
         return cell
