@@ -109,7 +109,7 @@ def check_vectors(cell: torch.Tensor) -> bool:
 
 
 def _check_cells(cell: torch.Tensor, may_be_open: bool) -> bool:
-    lattice = checks.on_host(cell.detach())
+    lattice = checks.on_host(cell)
     return _check_values(lattice.tobytes(), lattice.dtype, lattice.shape[0], may_be_open)
 
 
@@ -142,7 +142,13 @@ def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tens
         usable = usable & ~flat.any(-1)
     else:
         usable = usable & (squares > 0.0).all(-1)
-    return cell * torch.where(usable, 1.0, torch.nan).to(cell.dtype)[:, None, None]
+    return cell * one_or_nan(usable).to(cell.dtype)[:, None, None]
+
+
+def one_or_nan(usable: torch.Tensor) -> torch.Tensor:
+    """One where True, NaN where False; without a NaN in the graph, which formats of programs may not hold."""
+    number = usable.to(torch.float64)
+    return number / number
 
 
 def mesh_frequencies(n: int, half: bool, device: torch.device) -> torch.Tensor:

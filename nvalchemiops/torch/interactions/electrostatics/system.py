@@ -6,7 +6,7 @@ import torch
 
 from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
-from nvalchemiops.torch.lattice import check_cells, nan_if_singular
+from nvalchemiops.torch.lattice import check_cells, nan_if_singular, one_or_nan
 from nvalchemiops.torch.neighbors import checks
 
 
@@ -118,7 +118,7 @@ def given_alpha(alpha: Any, system: ChargedSystem) -> torch.Tensor:
         raise ValueError("`alpha` is needed")
     found = per_system("alpha", alpha, system.n_systems, system.positions.device)
     if isinstance(alpha, torch.Tensor) and checks.unread(alpha):
-        found = torch.where((found > 0.0) & (found * 0.0 == 0.0), found, torch.nan)
+        found = found * one_or_nan((found > 0.0) & (found * 0.0 == 0.0))  # infinity times zero is NaN
     return _rounded(found, system.positions)
 
 
