@@ -8,7 +8,8 @@ Each is shown once for a line of the caller's code. One line silences them all::
 import sys
 import warnings
 
-_PACKAGE = "nvalchemiops"
+_NOT_CALLERS = ("nvalchemiops", "torch")
+"""Packages whose code is not where the caller can change anything; torch calls modules."""
 
 
 class NvalchemiopsWarning(UserWarning):
@@ -40,18 +41,19 @@ def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None =
         What messages with different numbers have in common; the message itself by default.
     """
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == _PACKAGE:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_CALLERS:
         frame = frame.f_back
     place = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "<unknown>"))
     key = (category, kind or message, *place)
-    if key in _shown and not _each_time(message, category, place[2], place[1]):
+    action = _action(message, category, place[2], place[1])
+    if action == "ignore" or (key in _shown and action not in ("always", "all", "error")):
         return
     _shown.add(key)
     warnings.warn_explicit(message, category, *place, registry={}, module_globals=frame.f_globals)
 
 
-def _each_time(message: str, category: type[Warning], module: str, line: int) -> bool:
-    """Whether the filters ask for every warning of this kind, or for errors."""
+def _action(message: str, category: type[Warning], module: str, line: int) -> str:
+    """What the filters say of this warning."""
     for action, of_message, of_category, of_module, of_line in warnings.filters:
         if (
             issubclass(category, of_category)
@@ -59,5 +61,5 @@ def _each_time(message: str, category: type[Warning], module: str, line: int) ->
             and (of_module is None or of_module.match(module))
             and of_line in (0, line)
         ):
-            return action in ("always", "all", "error")
-    return False
+            return action
+    return "default"

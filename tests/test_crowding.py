@@ -224,6 +224,8 @@ def test_threads_come_back_after_errors(threads, monkeypatch):
     result = team.fairly(lambda y: 3.0 * y, inner)
     with pytest.raises(ArithmeticError):
         result.sum().backward()
+    # also if the machine is quiet meanwhile
+    monkeypatch.setattr(core, "is_crowded", lambda: False)
     team.fairly(lambda y: y, x)
     assert torch.get_num_threads() == 2
 

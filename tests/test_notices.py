@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import torch
 
 import nvalchemiops
 from nvalchemiops.notices import AccuracyWarning, NeighborListWarning, notify
@@ -61,3 +62,24 @@ def test_one_line_silences_all():
         for category in (nvalchemiops.AccuracyWarning, nvalchemiops.NeighborListWarning, NeighborListWarning):
             notify("silent", category)
     assert not found
+
+
+def test_what_was_ignored_once_is_shown_later():
+    def calls():
+        notify("later", AccuracyWarning)
+
+    assert not shown("ignore", calls) and len(shown("default", calls)) == 1
+
+
+def test_a_call_of_a_module_is_a_line_of_the_caller():
+    """Not one of torch, which calls its `forward`."""
+    ours = {"notify": notify, "category": AccuracyWarning, "torch": torch, "__name__": "nvalchemiops.of_this_test"}
+    text = """
+class Module(torch.nn.Module):
+    def forward(self):
+        notify("in a module", category)
+"""
+    exec(text, ours)
+    module = ours["Module"]()
+    (only,) = shown("default", lambda: module())
+    assert only.filename == __file__

@@ -204,3 +204,11 @@ X, IDX = torch.ones(3, 3), torch.tensor([0, 1, 1], dtype=torch.int32)
 def test_bad_arguments(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+def test_an_infinite_extreme_has_its_gradient():
+    x = torch.tensor([-torch.inf, 1.0, torch.inf], requires_grad=True)
+    idx = torch.tensor([0, 1, 3])
+    found = segmented_max(x, idx, 4)
+    assert found.tolist() == [-torch.inf, 1.0, -torch.inf, torch.inf]
+    assert torch.autograd.grad(found[[0, 1, 3]].sum(), x)[0].tolist() == [1.0, 1.0, 1.0]

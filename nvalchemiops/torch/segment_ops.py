@@ -150,9 +150,12 @@ def segmented_rms_norm(x: torch.Tensor, idx: torch.Tensor, num_segments: int) ->
 
 def _extreme(x: torch.Tensor, idx: torch.Tensor, num_segments: int, reduce: str, of_none: float) -> torch.Tensor:
     _check(num_segments, idx, x=x)
-    start = x.new_full((num_segments, *x.shape[1:]), of_none)
+    # equal to no result, which would share its gradient
+    start = x.new_full((num_segments, *x.shape[1:]), torch.nan)
     places = _with_axes(idx.to(torch.int64), x.ndim).expand(x.shape)
-    return start.scatter_reduce(0, places, x, reduce, include_self=True)
+    found = start.scatter_reduce(0, places, x, reduce, include_self=False)
+    is_empty = _counts(idx, num_segments, x) == 0.0
+    return torch.where(_with_axes(is_empty, x.ndim), of_none, found)
 
 
 def _counts(idx: torch.Tensor, num_segments: int, x: torch.Tensor) -> torch.Tensor:

@@ -175,12 +175,14 @@ def fairly(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
 
     For eager calls on a CPU. Whatever ``function`` has from elsewhere is a constant.
     """
-    if torch.compiler.is_compiling() or not core.is_crowded() or derivative_asked() or tensors[0].device.type != "cpu":
+    if torch.compiler.is_compiling():
         return function(*tensors)
     limit = _limit()
     if limit is not None:
         limit.recover()
-    if limit is None or not limit.enter():
+    if limit is None or not core.is_crowded() or derivative_asked() or tensors[0].device.type != "cpu":
+        return function(*tensors)
+    if not limit.enter():
         return function(*tensors)
     try:
         with_graph = torch.is_grad_enabled()

@@ -478,3 +478,33 @@ def test_counts_of_an_unusable_cell_are_poisoned(cell, compiled, memory):
     open_axes = torch.zeros(3, dtype=torch.bool)
     found = neighbor_list(good.positions, 4.0, cells, open_axes, good.batch_idx, max_neighbors=400, check=False)
     assert torch.equal(found[1], neighbor_list(good.positions, 4.0, batch_idx=good.batch_idx)[1])
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+@pytest.mark.parametrize("rebuild", [True, False])
+def test_one_rebuild_flag_for_all_systems_of_a_batch(shape, rebuild):
+    systems = batch(triclinic(5), triclinic(7), triclinic(4))
+    for lattice in ({"cell": systems.cell}, {}):
+        given = {"batch_idx": systems.batch_idx, "method": "batch_cell_list", **lattice}
+        wide = neighbor_list(systems.positions, 3.0, **given, max_neighbors=90)
+        memory = [torch.zeros_like(t) for t in wide]
+        names = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")
+        buffers = dict(zip(names, memory))
+        flags = torch.full(shape, rebuild)
+        neighbor_list(systems.positions, 3.0, **given, **buffers, rebuild_flags=flags)
+        assert all(torch.equal(a, b if rebuild else torch.zeros_like(b)) for a, b in zip(memory, wide))
+
+
+def test_both_of_two_cut_lists_are_told_by_their_names():
+    x = triclinic(11).positions
+    n = len(x)
+
+    def call():
+        memory = {f"neighbor_matrix{k}": torch.zeros((n, 1), dtype=torch.int32) for k in (1, 2)}
+        neighbor_list(x, 8.0, cutoff2=9.0, **memory)
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("default")
+        call()
+    messages = [str(w.message) for w in found]
+    assert len(messages) == 2 and "`num_neighbors1`" in messages[0] and "`num_neighbors2`" in messages[1]

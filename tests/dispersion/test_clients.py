@@ -620,3 +620,20 @@ def test_compiled_with_separate_tables():
         }
         with torch.inference_mode():
             close(call(**options), dftd3(**options), 1e-15)
+
+
+@pytest.mark.parametrize("place", [0.0, torch.nan, torch.inf, -torch.inf])
+def test_padding_atoms_may_be_anywhere(place):
+    """They have number 0 and are nobody's neighbors: what a client's buffer has there does not matter."""
+    atoms = molecule("C2H6")
+    n = len(atoms.numbers)
+    matrix, _ = neighbor_list(atoms.positions, 20.0)
+    expected = dftd3(atoms.positions, atoms.numbers, **NUMBERS, d3_params=parameters(), neighbor_matrix=matrix)
+    x = torch.cat([atoms.positions, torch.full((1, 3), place, dtype=F64)]).requires_grad_()
+    numbers = torch.cat([atoms.numbers, atoms.numbers.new_zeros(1)])
+    padded = torch.cat([matrix, torch.full_like(matrix[:1], n)])
+    given = {"d3_params": parameters(), "neighbor_matrix": padded, "fill_value": n, "num_systems": 1}
+    energy, forces, coordination = dftd3(x, numbers, **NUMBERS, **given)
+    torch.testing.assert_close((energy, forces[:n], coordination[:n]), expected, rtol=1e-12, atol=1e-15)
+    (slope,) = torch.autograd.grad(energy.sum(), x)
+    assert not forces[n].any() and not coordination[n].any() and not slope[n].any()

@@ -201,8 +201,34 @@ def test_errors_need_parameters():
         estimate_errors(**where)
     with pytest.raises(ValueError, match="one of `reciprocal_space_cutoff`"):
         estimate_errors(**where, reciprocal_space_cutoff=3.0, mesh_dimensions=(8, 8, 8))
+    with pytest.raises(ValueError, match="`charges` has entries"):
+        estimate_errors(**where, reciprocal_space_cutoff=3.0, charges=system.charges * torch.nan)
     with pytest.raises(ValueError, match="`alpha` must be positive"):
         estimate_errors(**{**where, "alpha": float("nan")}, reciprocal_space_cutoff=3.0)
+
+
+@pytest.mark.parametrize("accuracy", [1e-5, 1e-6])
+def test_a_sphere_of_few_waves_is_not_taken_for_a_larger_one(accuracy):
+    """In a small cell the next wave vectors along an axis are much longer than the sphere."""
+    system, length = crystal("rocksalt", 5.64, 1, 0.4), 2.233
+    exact = summed("ewald", system, accuracy=1e-13, compute_forces=True)[1]
+    k_vectors = generate_k_vectors_ewald_summation(system.cell, length)
+    k_vectors = k_vectors[k_vectors.norm(dim=1) <= length]
+    for given in (
+        {"k_cutoff": length},
+        {"miller_indices": prepare_wave_vectors(system.cell, length)},
+        {"k_vectors": k_vectors},
+    ):
+        forces, said = forces_and_warnings("ewald", system, accuracy=accuracy, **given)
+        assert relative_error(forces, exact) < 3.0 * max([accuracy, *map(expected, said)])
+
+
+def test_prepared_waves_of_a_stretched_cell_reach_less_far():
+    system = disordered("water")
+    waves = prepare_wave_vectors(0.8 * system.cell, 2.0)
+    same = waves.complete_up_to(0.8 * system.cell)
+    torch.testing.assert_close(same, torch.tensor([2.0], dtype=torch.float64))
+    torch.testing.assert_close(waves.complete_up_to(system.cell), torch.tensor([1.6], dtype=torch.float64))
 
 
 # -- accuracies and meshes beyond the splines ----------------------------------------------------------------

@@ -369,3 +369,18 @@ def test_the_number_of_systems_is_that_of_the_preparation():
         ewald_summation(
             X, Q, CELL.repeat(2, 1, 1), 0.6, miller_indices=waves, cutoff=5.0, batch_idx=torch.arange(8).int() // 4
         )
+
+
+@pytest.mark.parametrize("number", [0.45, 0.5])
+def test_a_number_may_be_set(number):
+    """As long as nothing was prepared with another one."""
+    x = torch.tensor([[0.0, 0.0, 0.0], [2.0, 1.0, 0.5]], dtype=torch.float64)
+    q, cell = torch.tensor([1.0, -1.0], dtype=torch.float64), 6.0 * torch.eye(3, dtype=torch.float64)
+    module = ParticleMeshEwald(0.5, (12, 12, 12), 5, 5.0).prepare(cell)
+    expected = module(x, q, cell)
+    module.alpha = number
+    if number == 0.5:
+        assert torch.equal(module(x, q, cell), expected)
+    else:
+        with pytest.raises(ValueError, match="`alpha` has changed"):
+            module(x, q, cell)

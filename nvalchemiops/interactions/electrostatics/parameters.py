@@ -238,9 +238,9 @@ def skewness(cell: Any, inverse: Any) -> Any:
     return ((cell**2).sum(2) * (inverse**2).sum(1)).mean(1) ** 0.5
 
 
-def faces(bounds: Any, lengths: Any) -> Any:
-    """Distances (n_systems, 3) of the planes between the wave vectors up to Miller indices and those beyond."""
-    return 2.0 * np.pi * (bounds + 0.5) / lengths
+def faces(indices: Any, lengths: Any) -> Any:
+    """Distances (n_systems, 3) from the origin of planes of wave vectors with these Miller indices, or between two."""
+    return 2.0 * np.pi * indices / lengths
 
 
 Smooth = Sphere | Box | Mesh

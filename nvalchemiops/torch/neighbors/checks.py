@@ -316,14 +316,19 @@ def check_index(
         raise ValueError(f"`{name}` is written in place, so it must be contiguous")
 
 
-def check_flags(rebuild_flags: Any, positions: torch.Tensor, n_systems: int | None) -> None:
-    """Raise unless ``rebuild_flags`` is a bool tensor with one entry for each system, as far as their number shows."""
+def check_flags(rebuild_flags: Any, positions: torch.Tensor, n_systems: int | None, batch_idx: Any) -> torch.Tensor:
+    """One flag for each system; raise unless ``rebuild_flags`` is a bool tensor with that many, or with one for all."""
     check_tensor("rebuild_flags", rebuild_flags)
     if rebuild_flags.dtype != torch.bool:
         raise TypeError("`rebuild_flags` must be a bool tensor")
+    if rebuild_flags.numel() == 1 and rebuild_flags.ndim <= 1:
+        if n_systems is None and not unread(batch_idx):
+            n_systems = 1 + (int(batch_idx.max()) if batch_idx.numel() else 0)
+        rebuild_flags = rebuild_flags.reshape(1).expand(n_systems or 1).contiguous()
     size = rebuild_flags.shape[0] if rebuild_flags.ndim == 1 else None
     if size is None or (size == 0 and positions.shape[0] > 0) or n_systems not in (None, size):
         expected = "n_systems" if n_systems is None else n_systems
         raise ValueError(f"`rebuild_flags` must have shape ({expected},), got {tuple(rebuild_flags.shape)}")
     if rebuild_flags.device != positions.device:
         raise ValueError(f"`rebuild_flags` is on {rebuild_flags.device}, but `positions` is on {positions.device}")
+    return rebuild_flags

@@ -264,6 +264,7 @@ def neighbor_list(
         (first, second),
         rebuild_flags,
         rows,
+        "1" if any(tensor is not None for tensor in first) else "",
     )
 
 
@@ -707,7 +708,7 @@ def build(
         checks.check_index("target_indices", rows, positions, (None,))
     width, in_memory = _width(positions, rows, form, max_neighbors, memory, suffix)
     if rebuild_flags is not None:
-        checks.check_flags(rebuild_flags, positions, n_systems)
+        rebuild_flags = checks.check_flags(rebuild_flags, positions, n_systems, batch_idx)
         for name in ("neighbor_matrix", "num_neighbors", *(["neighbor_matrix_shifts"] if cell is not None else [])):
             if getattr(memory, name) is None:
                 raise ValueError(f"`rebuild_flags` needs `{name}{suffix}`, whose rows it keeps")
@@ -847,5 +848,5 @@ def _notice_cut(count: torch.Tensor, width: int, suffix: str) -> None:
             f"to their end, and `num_neighbors{suffix}` counts all. Give wider memory to have all of them, or leave it "
             "out",
             NeighborListWarning,
-            kind="cut rows",
+            kind=f"cut rows{suffix}",
         )

@@ -119,6 +119,7 @@ def dftd3(
     elif not isinstance(d3_params, D3Parameters | ReferenceStates):
         d3_params = _from_parts(tables_of(d3_params))
     checks.check_positions(positions, finite=False)
+    positions = _without_padding(positions, numbers)
     checks.check_same_device(device, positions)
     on, off = (
         checks.check_positive(name, value)
@@ -144,6 +145,16 @@ def dftd3(
     rows = neighbors_of(system, given, half_list, ranges)
     wanted = Wanted(True, (), checks.check_flag("compute_virial", compute_virial), "system")
     return dispersion_sum(system, rows, RationalDamping(a1, a2, s8, s6), d3_params, ranges, wanted, k1, k3, s9)
+
+
+def _without_padding(positions: torch.Tensor, numbers: Any) -> torch.Tensor:
+    """The positions, at the origin for atoms with number 0: wherever these are, they are nobody's neighbors."""
+    if not isinstance(numbers, torch.Tensor) or numbers.shape != positions.shape[:1]:
+        return positions  # which the checks of the sum name
+    is_padding = numbers == 0
+    if not checks.unread(numbers) and not bool(is_padding.any()):
+        return positions
+    return torch.where(is_padding.unsqueeze(1), 0.0, positions)
 
 
 _made: Any = WeakTensorKeyDictionary()

@@ -172,17 +172,23 @@ class D3Parameters:
         return self.__dict__ | {"_seen": None}
 
     def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None, **options: Any
+        self,
+        device: torch.device | str | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> "D3Parameters":
         """The same tables elsewhere, or as another dtype, by which they are rounded.
 
         Parameters
         ----------
         device : torch.device or str, optional
+            Or the dtype, as `torch.Tensor.to` has it.
         dtype : torch.dtype, optional
         **options
             Others of `torch.Tensor.to`.
         """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
         moved = {name: value.to(device=device, dtype=dtype, **options) for name, value in self._given().items()}
         return D3Parameters(**moved, interp_mesh=self.interp_mesh)
 

@@ -194,7 +194,7 @@ def ewald_summation(
     chosen = given_waves(system, k_vectors, k_cutoff, miller_bounds, miller_indices)
     wish = Wish(alpha, cutoff, rows, accuracy, (exclusions, exclusion_factors))
     if chosen is not None and alpha is None:
-        wish = wish._replace(smooth=wave_errors(chosen, system, k_cutoff), smooth_name=chosen.name)
+        wish = wish._replace(smooth=wave_errors(chosen, system), smooth_name=chosen.name)
     splitting, rows, target = split(system, wish, best)
     splitting = _valid(refuse_open_axes(splitting, axes, slab_correction), chosen)
     waves = needed_waves(system, splitting, target) if chosen is None else chosen.waves
@@ -317,7 +317,9 @@ class GivenWaves(NamedTuple):
     name : str
         The argument that says so.
     bounds : (n_systems, 3) tensor or None
-        Largest Miller indices, or about that; None if they follow from ``k_cutoff``.
+        Largest Miller indices.
+    k_cutoff : (n_systems,) tensor or None
+        The length up to which all are there, if that is known.
     valid : (n_systems,) bool tensor or None
         False where vectors that could not be looked at are none of the lattice.
     """
@@ -325,6 +327,7 @@ class GivenWaves(NamedTuple):
     waves: WaveVectors
     name: str
     bounds: torch.Tensor | None = None
+    k_cutoff: torch.Tensor | None = None
     valid: torch.Tensor | None = None
 
 
@@ -346,7 +349,7 @@ def given_waves(
         numbers = miller_indices.point_system.long().unsqueeze(1).expand(-1, 3)
         most = torch.zeros((n_systems, 3), dtype=torch.float64, device=device)
         most = most.scatter_reduce(0, numbers, miller_indices.points.to(torch.float64), "amax")
-        return GivenWaves(miller_indices, "miller_indices", most)
+        return GivenWaves(miller_indices, "miller_indices", most, miller_indices.complete_up_to(cell))
     valid, name = None, "miller_indices"
     if k_vectors is not None:
         (miller_indices, valid), name = _indices_of(k_vectors, system), "k_vectors"
@@ -356,18 +359,22 @@ def given_waves(
         waves = WaveVectors(*points_of_indices(cell, miller_indices))
         origin = miller_indices.new_zeros((*miller_indices.shape[:-2], 1, 3))  # there may be no others
         most = torch.cat([miller_indices.abs(), origin], -2).amax(-2)
-        return GivenWaves(waves, name, most.to(torch.float64).expand(n_systems, 3), valid)
+        return GivenWaves(waves, name, most.to(torch.float64).expand(n_systems, 3), valid=valid)
     if k_cutoff is not None:
-        return GivenWaves(waves_within(cell, per_system("k_cutoff", k_cutoff, n_systems, device).detach()), "k_cutoff")
+        lengths = per_system("k_cutoff", k_cutoff, n_systems, device).detach()
+        return GivenWaves(waves_within(cell, lengths), "k_cutoff", k_cutoff=lengths)
     return None
 
 
-def wave_errors(given: GivenWaves, system: ChargedSystem, k_cutoff: Any) -> core.Smooth:
-    """The model of errors of these wave vectors. A list of them is taken for a sphere that its bounds enclose."""
-    if given.bounds is None:
-        return core.Sphere(per_system("k_cutoff", k_cutoff, system.n_systems, system.positions.device).detach())
-    faces = core.faces(given.bounds, system.cell.detach().to(torch.float64).norm(dim=2))
-    return core.Box(faces) if given.name == "miller_bounds" else core.Sphere(faces.amin(1))
+def wave_errors(given: GivenWaves, system: ChargedSystem) -> core.Smooth:
+    """The model of errors of these wave vectors. Those of a list are taken for all up to the largest Miller indices."""
+    if given.k_cutoff is not None:
+        return core.Sphere(given.k_cutoff)
+    assert given.bounds is not None
+    lengths = system.cell.detach().to(torch.float64).norm(dim=2)
+    if given.name == "miller_bounds":
+        return core.Box(core.faces(given.bounds + 0.5, lengths))
+    return core.Sphere(core.faces(given.bounds.clamp(min=1.0), lengths).amin(1))
 
 
 def needed_waves(system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> WaveVectors:

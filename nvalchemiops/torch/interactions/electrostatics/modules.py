@@ -39,11 +39,12 @@ def _check_same(potential: LongRangePotential, exponent: int | None) -> None:
         raise ValueError(f"`potential` is {here}, but {saved} in the state dict")
 
 
-def _unchanged(name: str, value: torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
+def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
     """What something was prepared for, if the module's parameter still is that.
 
     Otherwise an error, or NaN where values cannot be read.
     """
+    value = per_system(name, value, prepared.shape[0], prepared.device)  # callers may have set a number
     if not checks.unread(value) and torch.equal(checks.plain(value), prepared):
         return prepared
     # the dtype of a cell may have rounded it

@@ -50,6 +50,13 @@ class WaveVectors(NamedTuple):
     cell: torch.Tensor | None = None
     k_cutoff: torch.Tensor | None = None
 
+    def complete_up_to(self, cell: torch.Tensor) -> torch.Tensor | None:
+        """The length (n_systems,) up to which no wave vector of this cell is missing, if that is known."""
+        if self.cell is None or self.k_cutoff is None:
+            return None
+        change = torch.linalg.inv_ex(self.cell).inverse @ cell.to(torch.float64)
+        return self.k_cutoff / torch.linalg.matrix_norm(change, 2)
+
     def check(self, cell: torch.Tensor) -> None:
         """Raise if they are for another number of systems; warn if they do not cover ``k_cutoff`` in this cell."""
         n_systems = self.point_begin.shape[0] - 1
