@@ -49,7 +49,7 @@ def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None =
     if action == "ignore" or (key in _shown and action not in ("always", "all", "error")):
         return
     _shown.add(key)
-    warnings.warn_explicit(message, category, *place, registry={}, module_globals=frame.f_globals)
+    warnings.warn_explicit(message, category, *place, registry={})
 
 
 def _action(message: str, category: type[Warning], module: str, line: int) -> str:

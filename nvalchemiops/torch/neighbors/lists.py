@@ -264,7 +264,6 @@ def neighbor_list(
         (first, second),
         rebuild_flags,
         rows,
-        "1" if any(tensor is not None for tensor in first) else "",
     )
 
 

@@ -151,6 +151,8 @@ def _without_padding(positions: torch.Tensor, numbers: Any) -> torch.Tensor:
     """The positions, at the origin for atoms with number 0: wherever these are, they are nobody's neighbors."""
     if not isinstance(numbers, torch.Tensor) or numbers.shape != positions.shape[:1]:
         return positions  # which the checks of the sum name
+    if numbers.device != positions.device:
+        return positions
     is_padding = numbers == 0
     if not checks.unread(numbers) and not bool(is_padding.any()):
         return positions

@@ -349,7 +349,7 @@ def given_waves(
         numbers = miller_indices.point_system.long().unsqueeze(1).expand(-1, 3)
         most = torch.zeros((n_systems, 3), dtype=torch.float64, device=device)
         most = most.scatter_reduce(0, numbers, miller_indices.points.to(torch.float64), "amax")
-        return GivenWaves(miller_indices, "miller_indices", most, miller_indices.complete_up_to(cell))
+        return GivenWaves(miller_indices, "miller_indices", most)
     valid, name = None, "miller_indices"
     if k_vectors is not None:
         (miller_indices, valid), name = _indices_of(k_vectors, system), "k_vectors"
@@ -368,8 +368,9 @@ def given_waves(
 
 def wave_errors(given: GivenWaves, system: ChargedSystem) -> core.Smooth:
     """The model of errors of these wave vectors. Those of a list are taken for all up to the largest Miller indices."""
-    if given.k_cutoff is not None:
-        return core.Sphere(given.k_cutoff)
+    lengths_known = given.waves.complete_up_to(system.cell.detach()) if given.k_cutoff is None else given.k_cutoff
+    if lengths_known is not None:
+        return core.Sphere(lengths_known)
     assert given.bounds is not None
     lengths = system.cell.detach().to(torch.float64).norm(dim=2)
     if given.name == "miller_bounds":
