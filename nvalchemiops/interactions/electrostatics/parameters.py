@@ -24,7 +24,7 @@ Mol. Simul. 13, 1 (1994), doi:10.1080/08927029408022180 (balance of the work).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -231,6 +231,13 @@ class Mesh:
     def steepness(self, alpha: Any) -> Any:
         """As of `Sphere`."""
         return float(self.order)
+
+
+def mesh_model(cell: Any, inverse: Any, mesh: Sequence[int], order: int, xp: Any = np) -> Mesh:
+    """A mesh in cells (n_systems, 3, 3) with these inverses."""
+    lengths = (cell**2).sum(2) ** 0.5
+    spacings = xp.stack([lengths[:, axis] / n for axis, n in enumerate(mesh)], 1)
+    return Mesh(spacings, skewness(cell, inverse), order)
 
 
 def skewness(cell: Any, inverse: Any) -> Any:

@@ -316,8 +316,6 @@ class GivenWaves(NamedTuple):
     waves : WaveVectors
     name : str
         The argument that says so.
-    bounds : (n_systems, 3) tensor or None
-        Largest Miller indices.
     k_cutoff : (n_systems,) tensor or None
         The length up to which all are there, if that is known.
     valid : (n_systems,) bool tensor or None
@@ -326,7 +324,6 @@ class GivenWaves(NamedTuple):
 
     waves: WaveVectors
     name: str
-    bounds: torch.Tensor | None = None
     k_cutoff: torch.Tensor | None = None
     valid: torch.Tensor | None = None
 
@@ -341,25 +338,17 @@ def given_waves(
             "`k_vectors`, `miller_bounds` and `miller_indices` are different ways to say the same: give one"
         )
     if miller_bounds is not None:
-        box = check_bounds(miller_bounds)
-        bounds = torch.cat([torch.full((n_systems, 1), float(n), dtype=torch.float64, device=device) for n in box], 1)
-        return GivenWaves(box_points(box, n_systems, device), "miller_bounds", bounds)
+        return GivenWaves(box_points(check_bounds(miller_bounds), n_systems, device), "miller_bounds")
     if isinstance(miller_indices, WaveVectors):
         miller_indices.check(cell)
-        numbers = miller_indices.point_system.long().unsqueeze(1).expand(-1, 3)
-        most = torch.zeros((n_systems, 3), dtype=torch.float64, device=device)
-        most = most.scatter_reduce(0, numbers, miller_indices.points.to(torch.float64), "amax")
-        return GivenWaves(miller_indices, "miller_indices", most)
+        return GivenWaves(miller_indices, "miller_indices")
     valid, name = None, "miller_indices"
     if k_vectors is not None:
         (miller_indices, valid), name = _indices_of(k_vectors, system), "k_vectors"
     elif miller_indices is not None:
         checks.check_index("miller_indices", miller_indices, system.positions, (None, 3))
     if miller_indices is not None:
-        waves = WaveVectors(*points_of_indices(cell, miller_indices))
-        origin = miller_indices.new_zeros((*miller_indices.shape[:-2], 1, 3))  # there may be no others
-        most = torch.cat([miller_indices.abs(), origin], -2).amax(-2)
-        return GivenWaves(waves, name, most.to(torch.float64).expand(n_systems, 3), valid=valid)
+        return GivenWaves(WaveVectors(*points_of_indices(cell, miller_indices)), name, valid=valid)
     if k_cutoff is not None:
         lengths = per_system("k_cutoff", k_cutoff, n_systems, device).detach()
         return GivenWaves(waves_within(cell, lengths), "k_cutoff", k_cutoff=lengths)
@@ -368,14 +357,14 @@ def given_waves(
 
 def wave_errors(given: GivenWaves, system: ChargedSystem) -> core.Smooth:
     """The model of errors of these wave vectors. Those of a list are taken for all up to the largest Miller indices."""
-    lengths_known = given.waves.complete_up_to(system.cell.detach()) if given.k_cutoff is None else given.k_cutoff
-    if lengths_known is not None:
-        return core.Sphere(lengths_known)
-    assert given.bounds is not None
-    lengths = system.cell.detach().to(torch.float64).norm(dim=2)
+    cell = system.cell.detach().to(torch.float64)
+    complete = given.waves.complete_up_to(cell) if given.k_cutoff is None else given.k_cutoff
+    if complete is not None:
+        return core.Sphere(complete)
+    bounds, lengths = given.waves.largest_indices(), cell.norm(dim=2)
     if given.name == "miller_bounds":
-        return core.Box(core.faces(given.bounds + 0.5, lengths))
-    return core.Sphere(core.faces(given.bounds.clamp(min=1.0), lengths).amin(1))
+        return core.Box(core.faces(bounds + 0.5, lengths))
+    return core.Sphere(core.faces(bounds.clamp(min=1.0), lengths).amin(1))
 
 
 def needed_waves(system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> WaveVectors:

@@ -11,7 +11,7 @@ from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch.interactions.electrostatics.forces import force_of_neighbors, is_crowded
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import check_bounds, check_cells_alone, per_system
-from nvalchemiops.torch.lattice import check_cells, check_mesh, check_spline_order, lattice_of, mesh_and_order
+from nvalchemiops.torch.lattice import check_cells, check_mesh, check_spline_order, mesh_and_order
 from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import build_rows
 
@@ -297,7 +297,7 @@ def estimate_errors(
     elif miller_bounds is not None:
         smooth = core.Box(core.faces(np.array(check_bounds(miller_bounds)) + 0.5, sizes.lengths))
     else:
-        smooth = mesh_model(sizes, *mesh_and_order(mesh_dimensions, check_spline_order(spline_order)))
+        smooth = sizes.mesh_model(*mesh_and_order(mesh_dimensions, check_spline_order(spline_order)))
     target = _target(1.0, positions, charges, cell, batch_idx, sizes, cutoff)
     errors = core.expected_errors(splitting, cutoff, sizes.spacing, smooth, target)
     tensors = (torch.as_tensor(e, dtype=torch.float64, device=device) for e in (*errors, np.hypot(*errors)))
@@ -407,6 +407,10 @@ class Sizes(NamedTuple):
         """Factor (n_systems,) by which errors of slopes along lattice vectors grow when they become forces."""
         return core.skewness(self.cell, np.linalg.inv(self.cell))
 
+    def mesh_model(self, mesh: Sequence[int], order: int) -> core.Mesh:
+        """The model of errors of a mesh."""
+        return core.mesh_model(self.cell, np.linalg.inv(self.cell), mesh, order)
+
 
 def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Sizes:
     """Sizes of systems with cells (n_systems, 3, 3). Reads values on the host."""
@@ -436,25 +440,13 @@ def mesh_for(
     mesh = _mesh(sizes.lengths / (spacing / safety)[:, None], order, padding)
     if out_of_reach.any():
         reach = core.real_cutoff(alpha, sizes.spacing, target)
-        errors = core.expected_errors(alpha, reach, sizes.spacing, mesh_model(sizes, mesh, order), target)
+        errors = core.expected_errors(alpha, reach, sizes.spacing, sizes.mesh_model(mesh, order), target)
         better = [p for p in core.MESH_ERROR if p > order]
         advice = (
             f"a higher `spline_order`, up to {max(better)}, goes further" if better else "an Ewald sum goes further"
         )
         warn_of_errors(target.accuracy, np.hypot(*errors), f"splines of order {order}", advice, least=0.0)
     return mesh
-
-
-def mesh_model(sizes: Sizes, mesh: Sequence[int], order: int) -> core.Mesh:
-    """The model of errors of this mesh."""
-    return core.Mesh(sizes.lengths / np.array(mesh, dtype=np.float64), sizes.skewness, order)
-
-
-def mesh_errors(cell: torch.Tensor, mesh: Sequence[int], order: int) -> core.Mesh:
-    """The same for cells (n_systems, 3, 3), in numbers of torch. Reads nothing."""
-    cell = cell.detach().to(torch.float64)
-    spacings = torch.stack([cell[:, axis].norm(dim=1) / n for axis, n in enumerate(mesh)], 1)
-    return core.Mesh(spacings, core.skewness(cell, lattice_of(cell, None, 0).inverse), order)
 
 
 def warn_of_errors(

@@ -13,7 +13,6 @@ from nvalchemiops.torch.interactions.electrostatics.mesh_sum import Influence, i
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     check_accuracy,
     compute_bspline_moduli_1d,
-    mesh_errors,
     mesh_for,
     mesh_spacing_to_dimensions,
     sizes_of,
@@ -247,7 +246,9 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     wish = Wish(alpha, cutoff, rows, accuracy, (exclusions, exclusion_factors))
     if given_mesh is not None and alpha is None:
         name = "mesh_spacing" if mesh_dimensions is None else "mesh_dimensions"
-        wish = wish._replace(smooth=mesh_errors(system.cell, given_mesh, order), smooth_name=name)
+        cell = system.cell.detach().to(torch.float64)
+        smooth = core.mesh_model(cell, lattice_of(cell, None, 0).inverse, given_mesh, order, torch)
+        wish = wish._replace(smooth=smooth, smooth_name=name)
     splitting, rows, target = split(system, wish, best)
     splitting = refuse_open_axes(splitting, axes, slab_correction)
     mesh = needed_mesh(system, splitting, target, order) if given_mesh is None else given_mesh

@@ -50,11 +50,17 @@ class WaveVectors(NamedTuple):
     cell: torch.Tensor | None = None
     k_cutoff: torch.Tensor | None = None
 
+    def largest_indices(self) -> torch.Tensor:
+        """Largest Miller indices (n_systems, 3), in float64."""
+        numbers = self.point_system.long().unsqueeze(1).expand(-1, 3)
+        largest = self.weights.new_zeros((self.point_begin.shape[0] - 1, 3))
+        return largest.scatter_reduce(0, numbers, self.points.to(torch.float64), "amax")
+
     def complete_up_to(self, cell: torch.Tensor) -> torch.Tensor | None:
         """The length (n_systems,) up to which no wave vector of this cell is missing, if that is known."""
         if self.cell is None or self.k_cutoff is None:
             return None
-        change = torch.linalg.inv_ex(self.cell).inverse @ cell.to(torch.float64)
+        change = torch.linalg.inv_ex(self.cell).inverse @ cell
         return self.k_cutoff / torch.linalg.matrix_norm(change, 2)
 
     def check(self, cell: torch.Tensor) -> None:
