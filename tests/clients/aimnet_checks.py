@@ -5,11 +5,11 @@ import pytest
 import torch
 
 lr = pytest.importorskip("aimnet.modules.lr")
-from aimnet import nbops  # noqa: E402
-from aimnet.calculators.neighbors import AdaptiveNeighborList  # noqa: E402
-from ase.build import bulk  # noqa: E402
-from common import as_set, pairs, structures  # noqa: E402
-from dftd3.interface import DispersionModel, RationalDampingParam  # noqa: E402
+from aimnet import nbops
+from aimnet.calculators.neighbors import AdaptiveNeighborList
+from ase.build import bulk
+from common import as_set, pairs, structures
+from dftd3.interface import DispersionModel, RationalDampingParam
 
 SYSTEMS = structures()
 
@@ -47,7 +47,10 @@ def flat_inputs(atoms, charges, cutoff):
     matrix, _, shifts = build(
         x.detach(), cell.detach(), torch.ones(1, 3, dtype=torch.bool), torch.zeros(n, dtype=torch.int32)
     )
-    pad = lambda t, value=0: torch.cat([t, torch.full_like(t[:1], value)])  # noqa: E731
+
+    def pad(t, value=0):
+        return torch.cat([t, torch.full_like(t[:1], value)])
+
     data = {
         "coord": pad(x),
         "charges": pad(charges),

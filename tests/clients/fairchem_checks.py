@@ -96,7 +96,10 @@ def test_dispersion_of_a_molecule(table, smoothing):
 def test_dispersion_of_a_crystal_that_moves(table, name):
     """Buffers of the first call come back in later ones, while atoms move closer together and the cell changes."""
     atoms = SYSTEMS[name].repeat((2, 2, 1))
-    make = lambda: DFTD3Calculator(LennardJones(), "pbe", param_file=table, cutoff=8.0, device="cpu")  # noqa: E731
+
+    def make():
+        return DFTD3Calculator(LennardJones(), "pbe", param_file=table, cutoff=8.0, device="cpu")
+
     one = make().dispersion_calculator
     for n in range(4):
         atoms.rattle(0.1, seed=n)

@@ -5,14 +5,14 @@ import pytest
 import torch
 
 ts = pytest.importorskip("torch_sim", exc_type=(ImportError, SyntaxError))
-from ase.build import bulk  # noqa: E402
-from common import as_set, pairs, slopes, stress, structures  # noqa: E402
-from dftd3.interface import DispersionModel, RationalDampingParam  # noqa: E402
-from torch_sim.models.dispersion import D3DispersionModel  # noqa: E402
-from torch_sim.models.electrostatics import DSFCoulombModel, EwaldModel, PMEModel  # noqa: E402
-from torch_sim.neighbors import alchemiops_nl_cell_list, alchemiops_nl_n2, default_batched_nl  # noqa: E402
+from ase.build import bulk
+from common import as_set, pairs, slopes, stress, structures
+from dftd3.interface import DispersionModel, RationalDampingParam
+from torch_sim.models.dispersion import D3DispersionModel
+from torch_sim.models.electrostatics import DSFCoulombModel, EwaldModel, PMEModel
+from torch_sim.neighbors import alchemiops_nl_cell_list, alchemiops_nl_n2, default_batched_nl
 
-from nvalchemiops.torch.interactions.dispersion import D3Parameters  # noqa: E402
+from nvalchemiops.torch.interactions.dispersion import D3Parameters
 
 CPU = {"device": torch.device("cpu"), "dtype": torch.float64}
 SYSTEMS = structures()
@@ -64,7 +64,10 @@ def test_electrostatics(model):
     """Energies of a batch as alone, forces and stress by differences, and Ewald and PME agree."""
     atoms, other = SYSTEMS["salt"], SYSTEMS["magnesium"]
     charges = charges_of(atoms)
-    energy = lambda a: float(model(state_of(a, charges))["energy"])  # noqa: E731
+
+    def energy(a):
+        return float(model(state_of(a, charges))["energy"])
+
     found = model(state_of(atoms, charges))
     np.testing.assert_allclose(found["forces"][:2].numpy(), slopes(energy, atoms), atol=3e-4)
     if not isinstance(model, PMEModel):  # whose mesh and alpha may change with the cell
@@ -82,7 +85,10 @@ def test_electrostatics(model):
 def random_parameters():
     """As torch-sim's own tests draw them: nothing symmetric."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda *shape: 0.5 + torch.rand(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+
+    def draw(*shape):
+        return 0.5 + torch.rand(*shape, generator=generator, dtype=torch.float64)
+
     return D3Parameters(rcov=draw(95), r4r2=draw(95), c6ab=draw(95, 95, 5, 5), cn_ref=draw(95, 95, 5, 5))
 
 
@@ -94,7 +100,10 @@ def test_dispersion_with_drawn_parameters(name):
         model = D3DispersionModel(
             a1=0.4289, a2=4.4407, s8=0.7875, d3_params=random_parameters(), compute_stress=False, **CPU
         )
-    energy = lambda a: float(model(state_of(a))["energy"])  # noqa: E731
+
+    def energy(a):
+        return float(model(state_of(a))["energy"])
+
     found = model(state_of(atoms))
     np.testing.assert_allclose(found["forces"][:2].numpy(), slopes(energy, atoms), rtol=1e-4, atol=1e-5)
 

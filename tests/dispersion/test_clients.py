@@ -637,3 +637,7 @@ def test_padding_atoms_may_be_anywhere(place):
     torch.testing.assert_close((energy, forces[:n], coordination[:n]), expected, rtol=1e-12, atol=1e-15)
     (slope,) = torch.autograd.grad(energy.sum(), x)
     assert not forces[n].any() and not coordination[n].any() and not slope[n].any()
+    # also where the library searches
+    x = x.detach()
+    searched = d3_dispersion(x, numbers, PBE, parameters(), cutoff=20.0)[0]
+    torch.testing.assert_close(searched.sum().reshape(1), expected[0], rtol=1e-9, atol=0.0)

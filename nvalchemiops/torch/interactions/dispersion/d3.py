@@ -149,7 +149,7 @@ def d3_dispersion(
     system = System(positions, numbers, cell, batch_idx, num_systems)
     flags = (checks.check_flag("compute_forces", compute_forces), checks.check_flag("compute_virial", compute_virial))
     wanted = Wanted(flags[0], (), flags[1], energy_reduction)
-    rows = neighbors_of(system, given, half_list, ranges, pbc)
+    system, rows = with_neighbors(system, given, half_list, ranges, pbc)
     if cell is not None and pbc is not None:
         system = system._replace(cell=without_open_axes(cell.reshape(-1, 3, 3), pbc))
     return dispersion_sum(system, rows, damping, parameters, ranges, wanted, k1, k3, s9)
@@ -165,13 +165,23 @@ class System(NamedTuple):
     num_systems: int | None
 
 
-def neighbors_of(system: System, given: GivenNeighbors, half_list: bool, ranges: Ranges, pbc: Any = None) -> Rows:
-    """The rows of the given neighbors, or of a search within the largest cutoff; atoms and cell are checked first."""
+def with_neighbors(
+    system: System, given: GivenNeighbors, half_list: bool, ranges: Ranges, pbc: Any = None
+) -> tuple[System, Rows]:
+    """The system, and rows of the given neighbors or of a search within the largest cutoff.
+
+    Atoms and cell are checked first. Atoms that are padding are at the origin, wherever they were, without neighbors.
+    """
     positions, cell = system.positions, system.cell
     checks.check_positions(positions, finite=False)
     checks.check_index("numbers", system.numbers, positions, (positions.shape[0],))
     if cell is not None:
         checks.check_lattice(cell, positions)
+    is_padding = system.numbers == 0
+    has_padding = checks.unread(system.numbers) or bool(checks.plain(is_padding).any())
+    if has_padding:
+        positions = torch.where(is_padding.unsqueeze(1), 0.0, positions)
+        system = system._replace(positions=positions)
     half_list = checks.check_flag("half_list", half_list)
     rows = rows_of(given, positions, cell is not None, half_list)
     if rows is None:
@@ -181,9 +191,8 @@ def neighbors_of(system: System, given: GivenNeighbors, half_list: bool, ranges:
         if None in cutoffs:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
         rows = build_rows(positions, max(c for c in cutoffs if c is not None), cell, system.batch_idx, pbc)
-    is_padding = system.numbers == 0
-    if not checks.unread(system.numbers) and not bool(checks.plain(is_padding).any()):
-        return rows
+    if not has_padding:
+        return system, rows
     # atoms that are padding are nobody's neighbors and have none, whatever the list says
     last = positions.shape[0]
     nobody = torch.nn.functional.pad(is_padding, (0, 1))
@@ -191,7 +200,7 @@ def neighbors_of(system: System, given: GivenNeighbors, half_list: bool, ranges:
     gone = nobody.index_select(0, listed) | nobody.index_select(0, owners(rows, last))
     # a list without padding gets a number for it that nobody writes
     padding = max(rows.padding, NOTHING + 1)
-    return rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)
+    return system, rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)
 
 
 def dispersion_sum(

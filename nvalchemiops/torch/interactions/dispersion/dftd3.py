@@ -6,7 +6,15 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping
-from nvalchemiops.torch.interactions.dispersion.d3 import K1, K3, Range, System, dispersion_sum, neighbors_of, ranges_of
+from nvalchemiops.torch.interactions.dispersion.d3 import (
+    K1,
+    K3,
+    Range,
+    System,
+    dispersion_sum,
+    ranges_of,
+    with_neighbors,
+)
 from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates, tables_of
 from nvalchemiops.torch.interactions.pair.potential import Wanted
 from nvalchemiops.torch.neighbors import checks
@@ -119,7 +127,6 @@ def dftd3(
     elif not isinstance(d3_params, D3Parameters | ReferenceStates):
         d3_params = _from_parts(tables_of(d3_params))
     checks.check_positions(positions, finite=False)
-    positions = _without_padding(positions, numbers)
     checks.check_same_device(device, positions)
     on, off = (
         checks.check_positive(name, value)
@@ -142,21 +149,9 @@ def dftd3(
         shifts_name="unit_shifts",
     )
     system = System(positions, numbers, cell, batch_idx, num_systems)
-    rows = neighbors_of(system, given, half_list, ranges)
+    system, rows = with_neighbors(system, given, half_list, ranges)
     wanted = Wanted(True, (), checks.check_flag("compute_virial", compute_virial), "system")
     return dispersion_sum(system, rows, RationalDamping(a1, a2, s8, s6), d3_params, ranges, wanted, k1, k3, s9)
-
-
-def _without_padding(positions: torch.Tensor, numbers: Any) -> torch.Tensor:
-    """The positions, at the origin for atoms with number 0: wherever these are, they are nobody's neighbors."""
-    if not isinstance(numbers, torch.Tensor) or numbers.shape != positions.shape[:1]:
-        return positions  # which the checks of the sum name
-    if numbers.device != positions.device:
-        return positions
-    is_padding = numbers == 0
-    if not checks.unread(numbers) and not bool(is_padding.any()):
-        return positions
-    return torch.where(is_padding.unsqueeze(1), 0.0, positions)
 
 
 _made: Any = WeakTensorKeyDictionary()
