@@ -279,8 +279,10 @@ def test_threads_of_a_loop_adapt(threads, monkeypatch):
         monkeypatch.setattr(core, "is_crowded", lambda crowded=crowded: crowded)
         assert adapt_threads() == expected == torch.get_num_threads()
         # operators inside do not give them back
-        team.fairly(lambda x: x, torch.ones(3))
+        x = torch.ones(3, requires_grad=True)
+        team.fairly(lambda x: 2.0 * x, x).sum().backward()
         mesh_spectrum(torch.ones(1, 1, 4, 4, 4))
+        mesh_spectrum(torch.ones(1, 1, 64, 64, 64))
         assert torch.get_num_threads() == expected
     # what a caller sets in between stays
     monkeypatch.setattr(core, "is_crowded", lambda: True)

@@ -4,13 +4,14 @@ torch's transforms round differently for some shapes and numbers of threads. So 
 slower; large ones take those of the caller. Either is the derivative of the other one, up to weights of planes.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import real_of
-from nvalchemiops.torch.team import fixed_threads
+from nvalchemiops.torch.team import at_fixed_threads
 
 AXES = (-3, -2, -1)
 
@@ -57,8 +58,7 @@ def mesh_spectrum(values: torch.Tensor) -> torch.Tensor:
 
     The half of it that ``torch.fft.rfftn`` gives.
     """
-    with fixed_threads(values, ALONE):
-        return torch.view_as_real(torch.fft.rfftn(values, dim=AXES))
+    return _transformed(lambda: torch.view_as_real(torch.fft.rfftn(values, dim=AXES)), values, ALONE)
 
 
 @warp_custom_op(
@@ -74,5 +74,9 @@ def mesh_values(spectrum: torch.Tensor, n: int) -> torch.Tensor:
     What ``torch.fft.irfftn`` with ``norm="forward"`` gives.
     """
     shape = (*spectrum.shape[-4:-2], n)
-    with fixed_threads(spectrum, 2 * ALONE):
-        return torch.fft.irfftn(torch.view_as_complex(spectrum), s=shape, dim=AXES, norm="forward")
+    parts = torch.view_as_complex(spectrum)
+    return _transformed(lambda: torch.fft.irfftn(parts, s=shape, dim=AXES, norm="forward"), spectrum, 2 * ALONE)
+
+
+def _transformed(transform: Callable[[], torch.Tensor], given: torch.Tensor, alone: int) -> torch.Tensor:
+    return at_fixed_threads(transform, given.numel(), alone) if given.device.type == "cpu" else transform()

@@ -6,11 +6,10 @@ And on a machine that is busy with other work, torch's operations inside ours ta
 are element by element, matrix products, Fourier transforms and sums along a dimension, whose bits do not depend on it.
 """
 
-import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -99,8 +98,12 @@ class _Limit:
 
     def recover(self) -> None:
         """Leave what a backward pass entered that raised before its end."""
-        if getattr(self.before, "in_backward", False) and torch._C._current_graph_task_id() < 0:
+        if self.is_in_backward() and torch._C._current_graph_task_id() < 0:
             self.leave()
+
+    def is_in_backward(self) -> bool:
+        """Whether a backward pass has entered last."""
+        return getattr(self.before, "in_backward", False)
 
     def leave(self) -> bool:
         """Take as many as before; False if that is so already."""
@@ -115,26 +118,23 @@ class _Limit:
         return True
 
 
-@contextlib.contextmanager
-def fixed_threads(values: torch.Tensor, alone: int) -> Iterator[None]:
-    """One thread for up to ``alone`` numbers, and those of the caller for more, however busy the machine is."""
-    limit = _limit() if values.device.type == "cpu" else None
+def at_fixed_threads(function: Callable[[], torch.Tensor], size: int, alone: int) -> torch.Tensor:
+    """``function()`` on a CPU: one thread for up to ``alone`` numbers, those of the caller for more.
+
+    However busy the machine is.
+    """
+    limit = _limit()
     if limit is None:
-        yield
-    elif values.numel() <= alone:
-        entered = limit.enter()
-        try:
-            yield
-        finally:
-            if entered:
-                limit.leave()
-    else:
-        left = limit.leave()
-        try:
-            yield
-        finally:
-            if left:
-                limit.enter()
+        return function()
+    in_backward = limit.is_in_backward()
+    changed = limit.enter() if size <= alone else limit.leave()
+    try:
+        return function()
+    finally:
+        if changed and size <= alone:
+            limit.leave()
+        elif changed:
+            limit.enter(in_backward)
 
 
 @functools.cache
@@ -198,24 +198,27 @@ def _limit_backward(limit: _Limit, inputs: Sequence[torch.Tensor], results: Any)
     """One thread from the first result that is differentiated until all inputs are, or the backward pass ends."""
     outputs = [r for r in (results if isinstance(results, tuple) else (results,)) if r.requires_grad]
     waiting: set[int] = set()
-
-    def finish() -> None:
-        limit.leave()
+    entered = False
 
     def begin(_: torch.Tensor) -> None:
+        nonlocal entered
         waiting.update(range(len(inputs)))
         if limit.enter(in_backward=True):
+            entered = True
             torch.autograd.Variable._execution_engine.queue_callback(finish)
 
-    def end(number: int) -> Callable[[torch.Tensor], None]:
-        def reached(_: torch.Tensor) -> None:
-            waiting.discard(number)
-            if not waiting:
-                limit.leave()
+    def finish() -> None:
+        nonlocal entered
+        if entered:  # else it is the limit of somebody else
+            entered = False
+            limit.leave()
 
-        return reached
+    def reached(number: int, _: torch.Tensor) -> None:
+        waiting.discard(number)
+        if not waiting:
+            finish()
 
     for output in outputs:
         output.register_hook(begin)
     for number, tensor in enumerate(inputs):
-        tensor.register_hook(end(number))
+        tensor.register_hook(functools.partial(reached, number))
