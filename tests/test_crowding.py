@@ -260,16 +260,44 @@ def test_transforms_of_meshes(mesh, lead):
         torch.testing.assert_close(mapped, torch.stack([expected, 2.0 * expected]))
 
 
-def test_transforms_have_the_same_bits_at_any_number_of_threads(threads):
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_a_single_mesh_has_the_same_bits_on_any_number_of_threads(precision, threads):
+    """Or a busy machine would change bits; tiny ones would have others if they did not take one thread."""
     generator = torch.Generator().manual_seed(0)
-    for mesh in ((14, 14, 14), (48, 48, 48), (63, 49, 35)):
-        values = torch.randn(2, 1, *mesh, dtype=torch.float64, generator=generator)
+    for mesh in (
+        (10,) * 3,
+        (12, 10, 12),
+        (14,) * 3,
+        (15,) * 3,
+        (16,) * 3,
+        (25,) * 3,
+        (48,) * 3,
+        (63, 49, 35),
+        (90,) * 3,
+    ):
+        values = torch.randn(1, 1, *mesh, dtype=precision, generator=generator)
         found = []
         for n in (1, 2, 3, 8):
             threads(n)
             spectrum = mesh_spectrum(values)
             found.append((spectrum, mesh_values(spectrum, mesh[2])))
-        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other)), mesh
+
+
+@needs_openmp
+def test_several_meshes_have_the_same_bits_however_busy_the_machine_is(threads):
+    """Their transforms differ between numbers of threads for some shapes, so they take those of the caller."""
+    threads(2)
+    values = torch.randn(4, 1, 64, 64, 64, generator=torch.Generator().manual_seed(0))
+    quiet = mesh_spectrum(values)
+    expected = mesh_values(quiet, 64)
+    limit = team._limit()
+    assert limit.enter() and torch.get_num_threads() == 1
+    try:
+        assert torch.equal(mesh_spectrum(values), quiet) and torch.equal(mesh_values(quiet, 64), expected)
+        assert torch.get_num_threads() == 1
+    finally:
+        limit.leave()
 
 
 @needs_openmp

@@ -1,10 +1,13 @@
-"""Fourier transforms of meshes by torch, on a number of threads that depends on nothing but the size of the mesh.
+"""Fourier transforms of meshes by torch, whose bits do not depend on how busy the machine is.
 
-torch's transforms round differently for some shapes and numbers of threads. So small ones take one thread, which is no
-slower; large ones take those of the caller. Either is the derivative of the other one, up to weights of planes.
+torch's transforms round differently for some shapes and numbers of threads: tiny meshes, and several at once. So tiny
+ones take one thread, which is faster anyway, and several those of the caller. A single mesh has the same bits on any
+number (`test_a_single_mesh_has_the_same_bits_on_any_number_of_threads`), and takes one thread on a busy machine, as all
+operations inside a sum. Either transform is the derivative of the other one, up to weights of planes.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +18,8 @@ from nvalchemiops.torch.team import at_fixed_threads
 
 AXES = (-3, -2, -1)
 
-ALONE = 60**3
-"""Points of meshes, in all, up to which a transform takes one thread. Two save less than a tenth of the time there."""
+TINY = 2**12
+"""Points of meshes, in all, up to which a transform takes one thread. The largest with other bits on two had 2,744."""
 
 
 def _doubled(n: int, like: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,7 @@ def mesh_spectrum(values: torch.Tensor) -> torch.Tensor:
 
     The half of it that ``torch.fft.rfftn`` gives.
     """
-    return _transformed(lambda: torch.view_as_real(torch.fft.rfftn(values, dim=AXES)), values, ALONE)
+    return _transformed(lambda: torch.view_as_real(torch.fft.rfftn(values, dim=AXES)), values, values.shape[:-3])
 
 
 @warp_custom_op(
@@ -75,8 +78,14 @@ def mesh_values(spectrum: torch.Tensor, n: int) -> torch.Tensor:
     """
     shape = (*spectrum.shape[-4:-2], n)
     parts = torch.view_as_complex(spectrum)
-    return _transformed(lambda: torch.fft.irfftn(parts, s=shape, dim=AXES, norm="forward"), spectrum, 2 * ALONE)
+    return _transformed(
+        lambda: torch.fft.irfftn(parts, s=shape, dim=AXES, norm="forward"), spectrum, spectrum.shape[:-4]
+    )
 
 
-def _transformed(transform: Callable[[], torch.Tensor], given: torch.Tensor, alone: int) -> torch.Tensor:
-    return at_fixed_threads(transform, given.numel(), alone) if given.device.type == "cpu" else transform()
+def _transformed(transform: Callable[[], torch.Tensor], given: torch.Tensor, meshes: Sequence[int]) -> torch.Tensor:
+    """``transform()`` of as many meshes as the product of ``meshes``."""
+    is_tiny = given.numel() <= TINY
+    if given.device.type != "cpu" or not (is_tiny or math.prod(meshes) > 1):
+        return transform()
+    return at_fixed_threads(transform, alone=is_tiny)

@@ -118,20 +118,17 @@ class _Limit:
         return True
 
 
-def at_fixed_threads(function: Callable[[], torch.Tensor], size: int, alone: int) -> torch.Tensor:
-    """``function()`` on a CPU: one thread for up to ``alone`` numbers, those of the caller for more.
-
-    However busy the machine is.
-    """
+def at_fixed_threads(function: Callable[[], torch.Tensor], alone: bool) -> torch.Tensor:
+    """``function()`` on a CPU, on one thread or on all of the caller, however busy the machine is."""
     limit = _limit()
     if limit is None:
         return function()
     in_backward = limit.is_in_backward()
-    changed = limit.enter() if size <= alone else limit.leave()
+    changed = limit.enter() if alone else limit.leave()
     try:
         return function()
     finally:
-        if changed and size <= alone:
+        if changed and alone:
             limit.leave()
         elif changed:
             limit.enter(in_backward)
