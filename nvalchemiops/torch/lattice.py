@@ -15,6 +15,7 @@ from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.eager import eager
 from nvalchemiops.torch.recent import recent
 from nvalchemiops.torch.segments import spread_systems
 
@@ -114,6 +115,7 @@ def _check_cells(cell: torch.Tensor, may_be_open: bool) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
+@eager
 def _check_values(cell: bytes, dtype: np.dtype, n_systems: int, may_be_open: bool) -> bool:
     lattice = np.frombuffer(cell, dtype).astype(np.float64).reshape(n_systems, 3, 3)
     pbc = np.ones((n_systems, 3), dtype=bool)

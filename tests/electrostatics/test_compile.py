@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 
+from nvalchemiops.torch import lattice
 from nvalchemiops.torch.interactions.electrostatics import (
     compute_slab_correction,
     ewald_real_space,
@@ -19,6 +20,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     generate_k_vectors_pme,
     particle_mesh_ewald,
     pme_reciprocal_space,
+    wave_vectors,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.systems import batch, triclinic
@@ -153,6 +155,22 @@ def test_formats_of_neighbors(name, form):
     if form != "matrix":
         given = {key: value.long() for key, value in given.items() if key != "neighbor_ptr"}
     assert_compiled_equals_eager(lambda *i: SUMS[name](*i, **given), ONE[:3])
+
+
+def test_graph_breaks_before_anything_was_called_eagerly():
+    """Neighbors are built inside, which breaks the graph: the host code behind the break is not for a compiler."""
+    wave_vectors._within.cache_clear()
+    lattice._check_values.cache_clear()
+    torch.compiler.reset()
+
+    def function(x, q, cell):
+        return ewald(x, q, cell, cutoff=CUTOFF)
+
+    expected = function(*ONE[:3])
+    wave_vectors._within.cache_clear()
+    lattice._check_values.cache_clear()
+    found = torch.compile(function, backend="aot_eager")(*ONE[:3])
+    torch.testing.assert_close(found, expected, **TINY)
 
 
 @EACH_SUM

@@ -15,6 +15,7 @@ from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
 from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.neighbors.eager import eager
 
 # -- wave vectors as points -----------------------------------------------------------------------
 
@@ -134,6 +135,7 @@ def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.devic
 
 
 @functools.lru_cache(maxsize=256)
+@eager
 def _within(cell: bytes, k_cutoff: float) -> tuple[np.ndarray, np.ndarray]:
     lattice = np.frombuffer(cell).reshape(3, 3)
     try:
@@ -145,6 +147,7 @@ def _within(cell: bytes, k_cutoff: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.lru_cache(maxsize=64)
+@eager
 def _of_indices(indices: bytes) -> tuple[np.ndarray, np.ndarray]:
     return core.points_of_indices(np.frombuffer(indices, dtype=np.int64).reshape(-1, 3))
 
