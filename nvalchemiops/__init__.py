@@ -7,7 +7,7 @@ Importing this package loads neither torch nor Warp. Subpackages are loaded when
 import importlib
 from typing import Any
 
-from nvalchemiops import installation as installation  # first: it refuses files of another distribution
+from nvalchemiops.compat import installation as installation
 from nvalchemiops.notices import AccuracyWarning as AccuracyWarning
 from nvalchemiops.notices import NeighborListWarning as NeighborListWarning
 from nvalchemiops.notices import NvalchemiopsWarning as NvalchemiopsWarning
@@ -15,7 +15,7 @@ from nvalchemiops.notices import NvalchemiopsWarning as NvalchemiopsWarning
 __version__ = "1.0.0.dev0"
 
 _SUBMODULES = frozenset(
-    {"ase", "constants", "geometry", "interactions", "launch", "neighborlist", "neighbors", "torch", "types"}
+    {"ase", "constants", "interactions", "kernels", "launch", "neighborlist", "neighbors", "torch", "types"}
 )
 
 

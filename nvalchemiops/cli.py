@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import nvalchemiops
-from nvalchemiops.stand_in import RELEASE, write_stand_in
+from nvalchemiops.compat.stand_in import RELEASE, write_stand_in
 
 OPTIONAL_PACKAGES = ("torch", "jax", "ase")
 """Packages that a subpackage may need and an installation may lack."""

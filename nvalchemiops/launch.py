@@ -21,7 +21,7 @@ from typing import Any
 
 import warp as wp
 
-import nvalchemiops.installation  # noqa: F401  # here too, should another `__init__.py` have replaced ours
+import nvalchemiops.compat.installation  # noqa: F401  # here too, should another `__init__.py` have replaced ours
 from nvalchemiops import __version__
 from nvalchemiops._warp import ensure_warp
 from nvalchemiops.crowding import Crowding

@@ -7,8 +7,9 @@ import torch
 
 from nvalchemiops import launch as core
 from nvalchemiops.crowding import LONGEST_PAUSE, REMEMBERED, SHORTEST_PAUSE, Crowding, Usage, usage_of_thread
-from nvalchemiops.torch import adapt_threads, team
-from nvalchemiops.torch.mesh_transform import mesh_spectrum, mesh_values
+from nvalchemiops.torch import adapt_threads
+from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
+from nvalchemiops.torch.runtime import openmp as team
 from tests.electrostatics.sums import SUMS
 from tests.systems import crystal
 from tests.test_launch import run_row_sum

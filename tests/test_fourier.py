@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvalchemiops.moments import components, count
-from nvalchemiops.torch.fourier import fourier_gather, fourier_spread
-from nvalchemiops.torch.interactions.electrostatics.reciprocal import sorted_atoms
+from nvalchemiops.kernels.moments import components, count
+from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import sorted_atoms
+from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 
 SIGNS = torch.tensor([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]], dtype=torch.float64)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.recent import recent
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.runtime.cache import recent
 
 
 def negated_by_a_flag():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nvalchemiops.segments import BLOCK
-from nvalchemiops.torch.segments import FEW, spread_systems, system_sums
+from nvalchemiops.kernels.segments import BLOCK
+from nvalchemiops.torch.operators.segments import FEW, spread_systems, system_sums
 
 SIZES = [5, 0, 3, 2 * BLOCK + 17, 1, BLOCK, 0]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import nvalchemiops
-from nvalchemiops.stand_in import write_stand_in
+from nvalchemiops.compat.stand_in import write_stand_in
 
 ROOT = Path(__file__).resolve().parent.parent
 

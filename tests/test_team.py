@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nvalchemiops import launch as core
-from nvalchemiops.torch.team import torch_team
+from nvalchemiops.torch.runtime.openmp import torch_team
 
 pytestmark = pytest.mark.skipif(torch_team() is None, reason="torch has loaded no OpenMP of GNU here, or several")
 

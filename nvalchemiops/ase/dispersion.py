@@ -7,6 +7,7 @@ import torch
 from nvalchemiops.ase.pair import shown
 from nvalchemiops.ase.system import Contribution, System
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
+from nvalchemiops.torch.checks import as_float, check_positive
 from nvalchemiops.torch.interactions.dispersion import (
     D3Parameters,
     RationalDamping,
@@ -16,8 +17,7 @@ from nvalchemiops.torch.interactions.dispersion import (
     modules,
 )
 from nvalchemiops.torch.interactions.dispersion.d3 import ranges_of
-from nvalchemiops.torch.interactions.dispersion.parameters import given_or_published
-from nvalchemiops.torch.neighbors.checks import as_float, check_positive
+from nvalchemiops.torch.interactions.dispersion.reference_data import given_or_published
 
 
 class Dispersion:

@@ -1,6 +1,6 @@
 """Neighbor lists, under the path of an older release: see `nvalchemiops.torch.neighbors`."""
 
-from nvalchemiops.deprecation import moved
+from nvalchemiops.compat.deprecation import moved
 
 _LISTS = "nvalchemiops.torch.neighbors"
 _SIZES = "nvalchemiops.neighbors"

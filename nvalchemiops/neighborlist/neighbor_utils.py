@@ -1,6 +1,6 @@
 """Sizes and formats of neighbor lists, under the path of an older release."""
 
-from nvalchemiops.deprecation import moved
+from nvalchemiops.compat.deprecation import moved
 
 _HOMES = {
     "NeighborOverflowError": "nvalchemiops.neighbors",

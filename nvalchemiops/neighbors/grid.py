@@ -20,7 +20,7 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.geometry import SMALLEST_VOLUME_RATIO
+from nvalchemiops.kernels.lattice import SMALLEST_VOLUME_RATIO
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 
 AUTOMATIC = 0

@@ -2,7 +2,7 @@
 
 import math
 
-from nvalchemiops.neighbors.arguments import as_int, check_not_negative, check_positive
+from nvalchemiops.arguments import as_int, check_not_negative, check_positive
 
 ROW_MULTIPLE = 16
 """Rows are a multiple of this many slots, so that each begins at a 64-byte boundary of int32."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.geometry import separation
+from nvalchemiops.kernels.lattice import separation
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 
 NOTHING = -(2**31)

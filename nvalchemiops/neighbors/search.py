@@ -14,8 +14,8 @@ from typing import Any
 
 import warp as wp
 
+from nvalchemiops.kernels.simd import LANES, lanes_of_masks
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.math.vectors import LANES, lanes_of_masks
 from nvalchemiops.neighbors.grid import FARTHEST_BIN, Grid
 
 NOT_FINITE = 2**31 - 1

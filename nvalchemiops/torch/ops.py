@@ -4,11 +4,12 @@
 them have been imported.
 """
 
-from nvalchemiops.torch import fourier, lattice, mesh, mesh_transform, segments
 from nvalchemiops.torch.interactions.dispersion import coefficients, three_body
 from nvalchemiops.torch.interactions.electrostatics import wave_vectors
 from nvalchemiops.torch.interactions.pair import op as pair
-from nvalchemiops.torch.neighbors import geometry, rows, search
+from nvalchemiops.torch.neighbors import pairs as geometry
+from nvalchemiops.torch.neighbors import rows, search
+from nvalchemiops.torch.operators import fourier, lattice, mesh, mesh_transform, segments
 
 __all__ = [
     "coefficients",

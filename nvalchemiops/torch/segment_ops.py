@@ -8,8 +8,8 @@ be read without waiting, eagerly on a CPU, an index out of range is an error; el
 
 import torch
 
-from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.segments import spread_systems, system_sums
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 
 
 def segmented_sum(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torch.Tensor:

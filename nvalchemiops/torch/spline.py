@@ -7,7 +7,7 @@ transposes of each other.
 
 All functions are differentiable in positions, cell, and values or mesh, as often as splines of their order are: p - 2
 times, and once more in pieces; beyond that they raise `NotDifferentiableError`. Results are the same to the last bit
-for any number of threads. Kernels and sources: `nvalchemiops.spline`.
+for any number of threads. Kernels and sources: `nvalchemiops.kernels.mesh`.
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvalchemiops.torch.lattice import Lattice, check_cells, check_mesh, check_spline_order, lattice_of, nan_if_singular
-from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
-from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.operators.lattice import (
+    Lattice,
+    check_cells,
+    check_mesh,
+    check_spline_order,
+    lattice_of,
+    nan_if_singular,
+)
+from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
 
 Mesh = tuple[int, int, int]
 

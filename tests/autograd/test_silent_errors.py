@@ -337,7 +337,7 @@ def test_a_first_call_in_inference_mode_does_not_spoil_the_short_way():
     script = """
         import torch
         from nvalchemiops.torch.autograd import op
-        from nvalchemiops.torch.segments import system_sums
+        from nvalchemiops.torch.operators.segments import system_sums
         x, taken = torch.ones(3, 2, dtype=torch.float64), []
         with torch.inference_mode():
             system_sums(x + 1.0, None, 1)

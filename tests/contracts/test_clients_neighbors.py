@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from nvalchemiops.compat.ignored_arguments import WITHOUT_EFFECT
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors, roomy_width
 from nvalchemiops.notices import NeighborListWarning
@@ -13,7 +14,6 @@ from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.interactions.electrostatics import coulomb_energy, ewald_real_space
 from nvalchemiops.torch.interactions.lj import lj_energy
 from nvalchemiops.torch.neighbors import formats, neighbor_list, neighbor_utils, rebuild_detection
-from nvalchemiops.torch.neighbors.knobs import WITHOUT_EFFECT
 from tests.reference.neighbors import all_pairs, every_image
 from tests.systems import SYSTEMS, batch, crystal, triclinic
 

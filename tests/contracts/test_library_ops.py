@@ -10,14 +10,17 @@ import pytest
 import torch
 
 from nvalchemiops.interactions.pair.potentials import DSF
-from nvalchemiops.torch import fourier, mesh, mesh_transform, neighbors, segments
+from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.autograd import live_recordings
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives, three_body_energies
-from nvalchemiops.torch.interactions.electrostatics import ewald_summation, reciprocal, wave_vectors
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation, wave_vectors
+from nvalchemiops.torch.interactions.electrostatics.terms import reciprocal
 from nvalchemiops.torch.interactions.pair.op import pair_sum
-from nvalchemiops.torch.lattice import shortest_vectors
-from nvalchemiops.torch.neighbors import geometry, rows, search
+from nvalchemiops.torch.neighbors import pairs as geometry
+from nvalchemiops.torch.neighbors import rows, search
+from nvalchemiops.torch.operators import fourier, mesh, mesh_transform, segments
+from nvalchemiops.torch.operators.lattice import shortest_vectors
 from tests.systems import SYSTEMS, System, batch, crystal, triclinic
 
 ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}

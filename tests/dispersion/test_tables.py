@@ -11,7 +11,7 @@ import torch
 
 from nvalchemiops.torch.interactions.dispersion import DFTD3, D3Parameters, d3_dispersion, damping_parameters, dftd3
 from nvalchemiops.torch.interactions.dispersion import pair_tables as pair_tables_module
-from nvalchemiops.torch.interactions.dispersion import parameters as parameters_module
+from nvalchemiops.torch.interactions.dispersion import reference_data as parameters_module
 from nvalchemiops.torch.neighbors import batch_cell_list, neighbor_list
 from tests.dispersion.cases import F64, PBE, Atoms, as_list, batch, close, find_pairs, molecule, parameters, solid
 from tests.reference import dispersion as slow

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from nvalchemiops.torch import lattice
 from nvalchemiops.torch.interactions.electrostatics import (
     compute_slab_correction,
     ewald_real_space,
@@ -23,6 +22,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     wave_vectors,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.operators import lattice
 from tests.systems import batch, triclinic
 
 CUTOFF, ALPHA, MESH = 4.0, 0.8, (8, 9, 10)

@@ -7,9 +7,8 @@ import pytest
 import torch
 import warp as wp
 
-from nvalchemiops import fourier as fourier_kernels
-from nvalchemiops import spline as spline_kernels
-from nvalchemiops.torch.fourier import fourier_gather, fourier_spread
+from nvalchemiops.kernels import fourier as fourier_kernels
+from nvalchemiops.kernels import mesh as spline_kernels
 from nvalchemiops.torch.interactions.electrostatics import (
     compute_slab_correction,
     ewald_real_space,
@@ -18,10 +17,11 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
-from nvalchemiops.torch.interactions.electrostatics.reciprocal import sorted_atoms
+from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import sorted_atoms
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
+from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
 from nvalchemiops.torch.spline import (
     spline_gather_channels,
     spline_gather_with_force,
@@ -329,7 +329,7 @@ def test_the_gpu_branch_of_splines_computes_the_same(order, derivatives, dtype, 
     for name in ("spline_stencils", "spline_spread", "spline_gather"):
         kernel = gpu_branch(getattr(spline_kernels, name), order, derivatives, *real * (name != "spline_stencils"))
         monkeypatch.setattr(spline_kernels, name, lambda *_, kernel=kernel, name=name: built.append(name) or kernel)
-    monkeypatch.setattr("nvalchemiops.torch.mesh._rows", len)
+    monkeypatch.setattr("nvalchemiops.torch.operators.mesh._rows", len)
     found = both()
     assert set(built) == {"spline_stencils", "spline_spread", "spline_gather"}
     assert_equal(found, expected, 1e-13 if dtype is torch.float64 else 1e-6)

@@ -17,9 +17,9 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
     prepare_mesh,
 )
-from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, power_law
-from nvalchemiops.torch.lattice import shortest_vectors
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, power_law
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.operators.lattice import shortest_vectors
 from tests.systems import triclinic
 
 F64 = torch.float64

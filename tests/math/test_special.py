@@ -10,7 +10,7 @@ import mpmath
 import pytest
 import torch
 
-from nvalchemiops.math import special
+from nvalchemiops.kernels import special
 from nvalchemiops.torch.interactions.pair import PairPotential
 
 UNIT = 1e-16

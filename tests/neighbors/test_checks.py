@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.neighbors import arguments
+from nvalchemiops import arguments
 from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair import PairPotential
-from nvalchemiops.torch.lattice import check_mesh
-from nvalchemiops.torch.neighbors import VerletList, checks, estimate_cell_list_sizes, neighbor_list
+from nvalchemiops.torch.neighbors import VerletList, estimate_cell_list_sizes, neighbor_list
 from nvalchemiops.torch.neighbors.formats import (
     get_neighbor_list_from_neighbor_matrix,
     get_neighbor_matrix_from_neighbor_list,
 )
 from nvalchemiops.torch.neighbors.rebuild_detection import neighbor_list_needs_rebuild
+from nvalchemiops.torch.operators.lattice import check_mesh
 
 HUGE = 10**400  # no float is that large
 LONG = 10**5000  # and this one Python does not even write out

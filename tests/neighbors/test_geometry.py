@@ -5,8 +5,9 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nvalchemiops.torch.neighbors import geometry, neighbor_list
-from nvalchemiops.torch.neighbors.geometry import list_geometry, matrix_geometry
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors import pairs as geometry
+from nvalchemiops.torch.neighbors.pairs import list_geometry, matrix_geometry
 from tests.systems import batch, triclinic
 
 CUTOFF = 5.5

@@ -18,7 +18,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     prepare_mesh,
     prepare_wave_vectors,
 )
-from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, power_law
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, power_law
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
 from nvalchemiops.torch.neighbors import VerletList
 from tests.dispersion.cases import molecule, parameters

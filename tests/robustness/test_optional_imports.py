@@ -77,7 +77,7 @@ def test_kernels_run_without_torch():
         from nvalchemiops.interactions.electrostatics import wave_vectors
         from nvalchemiops.interactions.pair.expression import Formula, pair_energy
         from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors
-        from nvalchemiops.segments import sum_rows
+        from nvalchemiops.kernels.segments import sum_rows
 
         values = wp.array(np.arange(12.0).reshape(6, 2), dtype=wp.float64, device="cpu")
         begin = wp.array([0, 2, 6], dtype=wp.int32, device="cpu")

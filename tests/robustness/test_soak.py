@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nvalchemiops.torch.recent import MOST_ENTRIES
+from nvalchemiops.torch.runtime.cache import MOST_ENTRIES
 
 CALLS_OF_A_STEP = 5
 MEBIBYTE = 2**20

@@ -18,7 +18,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
     prepare_wave_vectors,
 )
-from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, power_law
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, power_law
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.dispersion.cases import molecule, parameters
 from tests.systems import triclinic

@@ -21,9 +21,9 @@ from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nvalchemiops.torch import mesh, mesh_transform, segments
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import neighbor_list, search
+from nvalchemiops.torch.operators import mesh, mesh_transform, segments
 from tests.users import example, said_by
 
 ff = example("11_compiled_force_field")

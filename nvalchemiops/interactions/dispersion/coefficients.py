@@ -17,9 +17,9 @@ from typing import Any
 
 import warp as wp
 
+from nvalchemiops.kernels.native import by_device, filled
+from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.math.vectors import LANES, WARP
-from nvalchemiops.native import by_device, filled
 
 MOST_REFERENCES = 32
 """Reference molecules of an element that there is room for; D3 has up to five, or seven."""

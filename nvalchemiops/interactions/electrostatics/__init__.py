@@ -1,6 +1,6 @@
 """Coulomb interactions."""
 
-from nvalchemiops.deprecation import moved
+from nvalchemiops.compat.deprecation import moved
 
 _NAMES = (
     "coulomb_energy",

@@ -1,8 +1,8 @@
 """Which wave vectors an Ewald sum uses, as numpy arrays.
 
-Of k and -k one is enough, and the four vectors (n_x, ±n_y, ±n_z) are one *point* of `nvalchemiops.fourier`. The weights
-of a point say how often each of its vectors counts in a sum over all wave vectors: twice if n_x > 0, where -k has no
-point of its own; not at all where two signs are the same vector.
+Of k and -k one is enough, and the four vectors (n_x, ±n_y, ±n_z) are one *point* of `nvalchemiops.kernels.fourier`. The
+weights of a point say how often each of its vectors counts in a sum over all wave vectors: twice if n_x > 0, where
+there is no point for -k; not at all where two signs are the same vector.
 """
 
 import numpy as np

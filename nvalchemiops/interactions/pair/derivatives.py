@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nvalchemiops.interactions.pair.expression import Formula, pair_energy, self_energy, symbols_of, without_absolutes
-from nvalchemiops.math.special import FUNCTIONS
+from nvalchemiops.kernels.special import FUNCTIONS
 
 POSITIONS, CELL, PARAMETERS, GLOBALS, WEIGHTS, VIRIAL = "r", "c", "p", "g", "w", "v"
 """Letters for what a direction consists of, and for the gradients that are wanted; that by the weights is energies."""

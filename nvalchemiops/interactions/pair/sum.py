@@ -30,9 +30,9 @@ from nvalchemiops.interactions.pair.derivatives import (
     Request,
 )
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.kernels.simd import LANES, WARP, lanes_of_masks
+from nvalchemiops.kernels.special import scalar_functions, vector_functions
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.math.special import scalar_functions, vector_functions
-from nvalchemiops.math.vectors import LANES, WARP, lanes_of_masks
 from nvalchemiops.neighbors.rows import NOTHING
 
 BLOCK = 64

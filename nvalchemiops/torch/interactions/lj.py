@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.pair.ready import lennard_jones
+from nvalchemiops.torch.interactions.pair.library import lennard_jones
 
 
 def lj_energy(

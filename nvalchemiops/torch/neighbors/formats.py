@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from nvalchemiops.neighbors import NeighborOverflowError
-from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.geometry import counted, list_geometry, matrix_geometry
-from nvalchemiops.torch.segments import begins
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.neighbors.pairs import counted, list_geometry, matrix_geometry
+from nvalchemiops.torch.operators.segments import begins
 
 __all__ = [
     "check_full_list",

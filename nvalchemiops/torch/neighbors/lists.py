@@ -7,18 +7,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nvalchemiops.geometry import dual_vectors
+from nvalchemiops.compat.ignored_arguments import ignore
+from nvalchemiops.kernels.lattice import dual_vectors
 from nvalchemiops.neighbors.grid import AUTOMATIC, BAD_CELL, BAD_CUTOFF, BINNED, NAIVE, ONE_BIN_OPEN
 from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.notices import NeighborListWarning, notify
-from nvalchemiops.torch.memory import new_empty
-from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.formats import (
     get_neighbor_list_from_neighbor_matrix,
     list_geometry,
     matrix_geometry,
 )
-from nvalchemiops.torch.neighbors.knobs import ignore
 from nvalchemiops.torch.neighbors.search import (
     FAULTS,
     MAX_SLOTS,
@@ -33,6 +32,7 @@ from nvalchemiops.torch.neighbors.search import (
     raise_overflow,
     systems_of,
 )
+from nvalchemiops.torch.runtime.memory import new_empty
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -192,7 +192,7 @@ def neighbor_list(
         counts all of them. An atom whose position is not finite, or whose cell is unusable, has a count of 2**31 - 1
         and an empty row; other faulty values go unnoticed. The same holds inside ``torch.compile``.
     **without_effect
-        Names of `nvalchemiops.torch.neighbors.knobs.WITHOUT_EFFECT`: scratch memory and choices of another
+        Names of `nvalchemiops.compat.ignored_arguments.WITHOUT_EFFECT`: scratch memory and choices of another
         implementation, such as ``strategy`` and ``atom_to_cell_mapping``. They are not looked at.
 
     Returns

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.knobs import ignore
+from nvalchemiops.compat.ignored_arguments import ignore
+from nvalchemiops.torch import checks
 
 __all__ = [
     "batch_cell_list_needs_rebuild",

@@ -7,13 +7,13 @@ import warp as wp
 
 from nvalchemiops.neighbors import rows as core
 from nvalchemiops.notices import NeighborListWarning, notify
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.formats import check_full_list, half_to_full
-from nvalchemiops.torch.neighbors.geometry import list_geometry
 from nvalchemiops.torch.neighbors.lists import neighbor_list
-from nvalchemiops.torch.segments import begins
+from nvalchemiops.torch.neighbors.pairs import list_geometry
+from nvalchemiops.torch.operators.segments import begins
 
 NOTHING = core.NOTHING
 

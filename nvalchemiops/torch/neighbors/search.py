@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import warp as wp
 
-from nvalchemiops.math.vectors import LANES
+from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.neighbors import NeighborOverflowError, grid
 from nvalchemiops.neighbors.neighbor_utils import roomy_width
 from nvalchemiops.neighbors.search import (
@@ -20,11 +20,11 @@ from nvalchemiops.neighbors.search import (
     compact_neighbors,
     search_neighbors,
 )
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.memory import new_empty
-from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.segments import begins
+from nvalchemiops.torch.operators.segments import begins
+from nvalchemiops.torch.runtime.memory import new_empty
 from nvalchemiops.types import inner_shape
 
 MAX_SLOTS = 2**31 - 1

@@ -11,8 +11,7 @@ from torch.autograd import forward_ad
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
-from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.eager import eager
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
 from nvalchemiops.torch.neighbors.lists import Form, Memory, Systems, build, method_number
 from nvalchemiops.torch.neighbors.rebuild_detection import (
@@ -20,6 +19,7 @@ from nvalchemiops.torch.neighbors.rebuild_detection import (
     neighbor_list_needs_rebuild,
 )
 from nvalchemiops.torch.neighbors.search import batch_size, largest_number, systems_of
+from nvalchemiops.torch.runtime.context import eager
 
 __all__ = ["VerletList"]
 

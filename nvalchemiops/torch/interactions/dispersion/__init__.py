@@ -4,7 +4,7 @@ from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDa
 from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion
 from nvalchemiops.torch.interactions.dispersion.dftd3 import dftd3
 from nvalchemiops.torch.interactions.dispersion.modules import DFTD3
-from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
+from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
 
 __all__ = [
     "DFTD3",

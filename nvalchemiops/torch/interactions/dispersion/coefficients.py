@@ -6,7 +6,7 @@ import torch
 import warp as wp
 
 from nvalchemiops.interactions.dispersion import coefficients as kernels
-from nvalchemiops.math.vectors import WARP
+from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 

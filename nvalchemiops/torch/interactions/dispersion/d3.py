@@ -10,9 +10,10 @@ import torch
 from nvalchemiops.interactions.dispersion import formulas
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
-from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates
+from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
 from nvalchemiops.torch.interactions.pair.potential import (
     EVERYWHERE,
@@ -23,10 +24,9 @@ from nvalchemiops.torch.interactions.pair.potential import (
     systems_of,
     without_open_axes,
 )
-from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, owners, rows_of
-from nvalchemiops.torch.recent import recent
-from nvalchemiops.torch.segments import system_sums
+from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.runtime.cache import recent
 
 K1, K3 = 16.0, -4.0
 """Steepness of the coordination number and of the weights of reference molecules, as published."""

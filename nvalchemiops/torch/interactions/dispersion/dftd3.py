@@ -6,6 +6,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.dispersion.d3 import (
     K1,
     K3,
@@ -15,9 +16,8 @@ from nvalchemiops.torch.interactions.dispersion.d3 import (
     ranges_of,
     with_neighbors,
 )
-from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, ReferenceStates, tables_of
+from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates, tables_of
 from nvalchemiops.torch.interactions.pair.potential import Wanted
-from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 
 NO_SMOOTHING = 1e10

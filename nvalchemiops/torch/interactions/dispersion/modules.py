@@ -8,8 +8,8 @@ import torch
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping, damping_parameters
 from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion, ranges_of
-from nvalchemiops.torch.interactions.dispersion.parameters import D3Parameters, given_or_published
-from nvalchemiops.torch.modules import ExactModule
+from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, given_or_published
+from nvalchemiops.torch.runtime.modules import ExactModule
 
 CUTOFF, COORDINATION_CUTOFF, THREE_BODY_CUTOFF, SMOOTHING = 60.0, 40.0, 20.0, 5.0
 """Cutoffs in bohr, the first two those of the program s-dftd3, and a width over which sums go to zero before them."""

@@ -9,9 +9,9 @@ doi:10.1063/1.3382344, eq. (16).
 
 import torch
 
-from nvalchemiops.torch.interactions.dispersion.parameters import ReferenceStates
+from nvalchemiops.torch.interactions.dispersion.reference_data import ReferenceStates
 from nvalchemiops.torch.interactions.pair.potential import PairSystem
-from nvalchemiops.torch.neighbors.geometry import list_geometry
+from nvalchemiops.torch.neighbors.pairs import list_geometry
 from nvalchemiops.torch.neighbors.rows import Rows, owners
 
 PAIRS_AT_ONCE = 2**16

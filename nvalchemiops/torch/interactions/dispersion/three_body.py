@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.dispersion.three_body import MOST_COEFFICIENTS, N_SUMS, three_body
-from nvalchemiops.math.vectors import WARP
+from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.functorch import derivative_asked
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.segments import add_systems
+from nvalchemiops.torch.operators.segments import add_systems
 
 
 def three_body_sum(

@@ -11,7 +11,6 @@ from nvalchemiops.torch.interactions.electrostatics.ewald import (
     ewald_summation,
     prepare_wave_vectors,
 )
-from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential, power_law
 from nvalchemiops.torch.interactions.electrostatics.modules import EwaldSummation, ParticleMeshEwald
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     ErrorEstimate,
@@ -30,6 +29,7 @@ from nvalchemiops.torch.interactions.electrostatics.pme import (
     pme_reciprocal_space,
     prepare_mesh,
 )
+from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential, power_law
 from nvalchemiops.torch.interactions.electrostatics.real_space import ewald_real_space
 from nvalchemiops.torch.interactions.electrostatics.slab import compute_slab_correction
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.pair import potentials
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
 from nvalchemiops.torch.interactions.pair.potential import Wanted, evaluate
-from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 
 

@@ -4,20 +4,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvalchemiops.interactions.electrostatics import parameters as core
-from nvalchemiops.torch.interactions.electrostatics.first_order import summed
-from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
+from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.choice import Wish, spacing_of, split
+from nvalchemiops.torch.interactions.electrostatics.first_derivatives import summed
 from nvalchemiops.torch.interactions.electrostatics.parameters import check_accuracy
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, asked_for
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.real_space import (
     ewald_real_space,
     given_rows,
     self_part,
     tensors_of,
 )
-from nvalchemiops.torch.interactions.electrostatics.reciprocal import reciprocal_sum
+from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, asked_for
 from nvalchemiops.torch.interactions.electrostatics.shared_parts import all_but_smooth_part
-from nvalchemiops.torch.interactions.electrostatics.splitting import Wish, spacing_of, split
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
     check_parameters,
@@ -27,6 +27,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     periodic_axes,
     refuse_open_axes,
 )
+from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import reciprocal_sum
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
     WaveVectors,
     box_points,
@@ -36,9 +37,8 @@ from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
     points_of_indices,
     points_within,
 )
-from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
-from nvalchemiops.torch.recent import recent
+from nvalchemiops.torch.runtime.cache import recent
 
 
 def ewald_summation(
@@ -164,7 +164,7 @@ def ewald_summation(
     Which wave vectors there are depends on the cell, which is read on the host, unless ``miller_bounds`` are given; so
     are sizes of systems where alpha or neighbors are left open. Inside ``torch.compile`` give alpha or ``cutoff``.
 
-    Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.reciprocal`,
+    Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.terms.reciprocal`,
     `nvalchemiops.interactions.pair.potentials.EWALD_REAL_SPACE`.
     """
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)

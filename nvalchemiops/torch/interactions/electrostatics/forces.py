@@ -4,14 +4,14 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.interactions.electrostatics import parameters as core
+from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.interactions.pair.potentials import coulomb_nearby
-from nvalchemiops.torch.interactions.electrostatics.parts import WantedParts
 from nvalchemiops.torch.interactions.electrostatics.real_space import pair_part
+from nvalchemiops.torch.interactions.electrostatics.results import WantedParts
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.lattice import lattice_of
 from nvalchemiops.torch.neighbors.rows import Rows
-from nvalchemiops.torch.segments import system_sums
+from nvalchemiops.torch.operators.lattice import lattice_of
+from nvalchemiops.torch.operators.segments import system_sums
 
 CROWDED = 16.0
 """Density around atoms, in units of the average, at which estimates do not search for so many neighbors."""

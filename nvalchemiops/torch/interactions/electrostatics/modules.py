@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation, prepare_wave_vectors
-from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     estimate_ewald_parameters,
     estimate_pme_parameters,
 )
 from nvalchemiops.torch.interactions.electrostatics.pme import PreparedMesh, particle_mesh_ewald, prepare_mesh
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.system import check_potential
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors, per_system
-from nvalchemiops.torch.lattice import check_spline_order, mesh_and_order
-from nvalchemiops.torch.modules import ExactModule
-from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
+from nvalchemiops.torch.runtime.modules import ExactModule
 
 
 def _kept(name: str, value: float | torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nvalchemiops.interactions.electrostatics import parameters as core
+from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.notices import AccuracyWarning, notify
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.forces import force_of_neighbors, is_crowded
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import check_bounds, check_cells_alone, per_system
-from nvalchemiops.torch.lattice import check_cells, check_mesh, check_spline_order, mesh_and_order
-from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import build_rows
+from nvalchemiops.torch.operators.lattice import check_cells, check_mesh, check_spline_order, mesh_and_order
 
 
 def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_order: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ def estimate_ewald_parameters(
 
     Notes
     -----
-    Formulas and sources: `nvalchemiops.interactions.electrostatics.parameters`. Reads values on the host.
+    Formulas and sources: `nvalchemiops.interactions.electrostatics.error_models`. Reads values on the host.
     """
     sizes = _sizes_of(positions, cell, batch_idx)
     accuracy = check_accuracy(accuracy, positions)
@@ -181,7 +181,7 @@ def estimate_pme_parameters(
 
     Notes
     -----
-    Formulas and sources: `nvalchemiops.interactions.electrostatics.parameters`. Reads values on the host.
+    Formulas and sources: `nvalchemiops.interactions.electrostatics.error_models`. Reads values on the host.
     """
     sizes = _sizes_of(positions, cell, batch_idx)
     accuracy = check_accuracy(accuracy, positions)
@@ -268,7 +268,7 @@ def estimate_errors(
 
     Notes
     -----
-    Formulas and sources: `nvalchemiops.interactions.electrostatics.parameters`. Reads values on the host.
+    Formulas and sources: `nvalchemiops.interactions.electrostatics.error_models`. Reads values on the host.
 
     Examples
     --------

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nvalchemiops.interactions.electrostatics import parameters as core
+from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
-from nvalchemiops.torch.interactions.electrostatics.first_order import summed
-from nvalchemiops.torch.interactions.electrostatics.long_range import COULOMB, LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.mesh_sum import Influence, influence, mesh_sum
+from nvalchemiops.torch.interactions.electrostatics.choice import Wish, split
+from nvalchemiops.torch.interactions.electrostatics.first_derivatives import summed
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     check_accuracy,
     compute_bspline_moduli_1d,
@@ -17,10 +17,10 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import (
     mesh_spacing_to_dimensions,
     sizes_of,
 )
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, asked_for
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.real_space import given_rows, self_part, tensors_of
+from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, asked_for
 from nvalchemiops.torch.interactions.electrostatics.shared_parts import all_but_smooth_part
-from nvalchemiops.torch.interactions.electrostatics.splitting import Wish, split
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
     check_parameters,
@@ -30,10 +30,10 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     periodic_axes,
     refuse_open_axes,
 )
+from nvalchemiops.torch.interactions.electrostatics.terms.mesh import Influence, influence, mesh_sum
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import ELSEWHERE, check_cells_alone, per_system
-from nvalchemiops.torch.lattice import check_spline_order, lattice_of, mesh_and_order
-from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.operators.lattice import check_spline_order, lattice_of, mesh_and_order
 
 
 class PreparedMesh(NamedTuple):
@@ -209,7 +209,7 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     host where alpha, mesh or neighbors are left open. Inside ``torch.compile`` give ``mesh_dimensions``, and alpha or
     ``cutoff``.
 
-    Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.mesh_sum`.
+    Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.terms.mesh`.
     """
     system = check_system(positions, charges, cell, batch_idx, energy_reduction)
     accuracy = check_accuracy(accuracy, positions)

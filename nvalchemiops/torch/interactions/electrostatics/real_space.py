@@ -7,14 +7,14 @@ import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
-from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, asked_for, together
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, asked_for, together
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha
 from nvalchemiops.torch.interactions.pair import potential as pairs
-from nvalchemiops.torch.lattice import lattice_of, shortest_vectors
-from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, rows_of
-from nvalchemiops.torch.segments import begins
+from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
+from nvalchemiops.torch.operators.segments import begins
 
 MOST_CHANNELS = 16
 """Channels that one kernel sums at once: more would take long to compile."""

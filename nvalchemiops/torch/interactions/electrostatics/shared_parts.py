@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts
+from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.real_space import exclusion_part, pair_part
+from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts
 from nvalchemiops.torch.interactions.electrostatics.slab import slab_part
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.neighbors.rows import Rows

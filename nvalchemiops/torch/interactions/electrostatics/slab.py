@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, asked_for, together
+from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, asked_for, together
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, periodic_axes
-from nvalchemiops.torch.segments import spread_systems, system_sums
+from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 
 
 def slab_part(system: ChargedSystem, pbc: torch.Tensor, wanted: WantedParts) -> Parts:

@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
-from nvalchemiops.torch.lattice import check_cells, nan_if_singular, one_or_nan
-from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.operators.lattice import check_cells, nan_if_singular, one_or_nan
 
 
 class ChargedSystem(NamedTuple):

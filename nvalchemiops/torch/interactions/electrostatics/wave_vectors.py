@@ -9,13 +9,13 @@ import numpy as np
 import torch
 import warp as wp
 
-from nvalchemiops.geometry import dual_vectors
 from nvalchemiops.interactions.electrostatics import wave_vectors as core
+from nvalchemiops.kernels.lattice import dual_vectors
 from nvalchemiops.notices import AccuracyWarning, notify
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
-from nvalchemiops.torch.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
-from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.eager import eager
+from nvalchemiops.torch.operators.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
+from nvalchemiops.torch.runtime.context import eager
 
 # -- wave vectors as points -----------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ _POINTS = [
 
 
 class WaveVectors(NamedTuple):
-    """Wave vectors of all systems, four of them a point (`nvalchemiops.fourier`), the origin among them.
+    """Wave vectors of all systems, four of them a point (`nvalchemiops.kernels.fourier`), the origin among them.
 
     Attributes
     ----------

@@ -1,7 +1,6 @@
 """Pair potentials of torch tensors, each from one line of mathematics, differentiable to any order."""
 
-from nvalchemiops.torch.interactions.pair.potential import PairPotential
-from nvalchemiops.torch.interactions.pair.ready import (
+from nvalchemiops.torch.interactions.pair.library import (
     born_mayer_huggins,
     buckingham,
     coulomb,
@@ -15,6 +14,7 @@ from nvalchemiops.torch.interactions.pair.ready import (
     yukawa,
     ziegler_biersack_littmark,
 )
+from nvalchemiops.torch.interactions.pair.potential import PairPotential
 
 __all__ = [
     "PairPotential",

@@ -15,12 +15,12 @@ import torch
 from nvalchemiops.interactions.pair import sum as core
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.math.vectors import WARP
+from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.rows import NOTHING
-from nvalchemiops.torch.segments import add_systems, spread_systems
+from nvalchemiops.torch.operators.segments import add_systems, spread_systems
 
 INPUTS = {
     POSITIONS: "positions",

@@ -14,9 +14,8 @@ from nvalchemiops.interactions.pair import sum as core
 from nvalchemiops.interactions.pair.derivatives import POSITIONS, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula, pair_energy
 from nvalchemiops.interactions.pair.expression import self_energy as alone
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.op import pair_sum
-from nvalchemiops.torch.lattice import check_vectors, nan_if_singular
-from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import (
     GivenNeighbors,
     Rows,
@@ -25,7 +24,8 @@ from nvalchemiops.torch.neighbors.rows import (
     check_reach,
     rows_of,
 )
-from nvalchemiops.torch.segments import begins, check_systems, spread_systems, system_sums
+from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
+from nvalchemiops.torch.operators.segments import begins, check_systems, spread_systems, system_sums
 
 EVERYWHERE = sys.float_info.max
 """Stands for no cutoff. Infinity itself would make packages of AOTInductor that cannot be loaded: JSON has none."""

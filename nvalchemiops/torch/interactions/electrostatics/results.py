@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvalchemiops.torch.lattice import Lattice
-from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.segments import system_sums
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.operators.lattice import Lattice
+from nvalchemiops.torch.operators.segments import system_sums
 
 
 class WantedParts(NamedTuple):

@@ -1,4 +1,4 @@
-"""Derivatives and ``vmap`` of spreading and gathering (`nvalchemiops.moments`), for whatever they spread to.
+"""Derivatives and ``vmap`` of spreading and gathering (`nvalchemiops.kernels.moments`), for whatever they spread to.
 
 A *spread* op takes ``moments`` (n_atoms, n_channels, n_moments), ``coordinates`` (n_atoms, 3), arguments that say where
 values stand, and the number ``derivatives`` last; it returns ``field``. A *gather* op takes ``field`` in the place of
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.moments import count, raised
+from nvalchemiops.kernels.moments import count, raised
 
 Op = Callable[..., torch.Tensor]
 Arguments = dict[str, Any]

@@ -9,7 +9,7 @@ import re
 import zipfile
 from pathlib import Path
 
-from nvalchemiops.installation import STAND_IN
+from nvalchemiops.compat.installation import STAND_IN
 
 RELEASE = "0.5.0"
 """The release whose public names and arguments this package takes."""

@@ -5,8 +5,8 @@ With fractional coordinates s, a wave vector with Miller indices n has the phase
     spread:  S(n) = Σ_i m_i exp(2πi n.s_i)                                        real and imaginary part
     gather:  φ_i = Σ_n Re F(n) cos(2π n.s_i) + Im F(n) sin(2π n.s_i)
 
-are transposes of each other, with derivatives by s as `nvalchemiops.moments` numbers them. Of k and -k one is enough,
-so the first index is not negative. *Points* are the triples (|n_x|, |n_y|, |n_z|); each stands for four wave vectors,
+are transposes of each other, with derivatives by s as `nvalchemiops.kernels.moments` numbers them. Of k and -k one is
+enough, so the first index is not negative. *Points* are the triples (|n_x|, |n_y|, |n_z|), each for four wave vectors,
 ``(n_x, ±n_y, ±n_z)`` in the order ++, +-, -+, --.
 
 The phases factorise. The eight products of a cosine or sine for each axis give all four wave vectors of a point by
@@ -21,10 +21,10 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops import moments
+from nvalchemiops.kernels import moments
+from nvalchemiops.kernels.native import SYSTEM_OF, by_device, filled
+from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.math.vectors import LANES, WARP
-from nvalchemiops.native import SYSTEM_OF, by_device, filled
 
 POINTS = 32
 """Points that a CPU thread works on at once."""

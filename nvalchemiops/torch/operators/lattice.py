@@ -9,15 +9,15 @@ import numpy as np
 import torch
 import warp as wp
 
-from nvalchemiops import geometry
-from nvalchemiops.geometry import dual_vectors
+from nvalchemiops.kernels import lattice as geometry
+from nvalchemiops.kernels.lattice import dual_vectors
 from nvalchemiops.notices import AccuracyWarning, notify
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.neighbors.eager import eager
-from nvalchemiops.torch.recent import recent
-from nvalchemiops.torch.segments import spread_systems
+from nvalchemiops.torch.operators.segments import spread_systems
+from nvalchemiops.torch.runtime.cache import recent
+from nvalchemiops.torch.runtime.context import eager
 
 
 class Lattice(NamedTuple):

@@ -7,8 +7,8 @@ U. Essmann et al., J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117.
 
     spread:  field(x) = Σ_i m_i w(x; u_i)          gather:  φ_i = Σ_x field(x) w(x; u_i)
 
-are transposes, with derivatives by u as `nvalchemiops.moments` numbers them. A spline of order p has p - 2 continuous
-derivatives; the one of order p - 1 is piecewise constant.
+are transposes, with derivatives by u as `nvalchemiops.kernels.moments` numbers them. A spline of order p has p - 2
+continuous derivatives; the one of order p - 1 is piecewise constant.
 
 When spreading, a thread owns a row of mesh points along z and looks at the atoms whose stencils meet it: those in p x p
 columns of mesh cells, by which atoms are sorted. So nothing is added by two threads, and results are reproducible. On a
@@ -20,10 +20,10 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops import moments
+from nvalchemiops.kernels import moments
+from nvalchemiops.kernels.native import by_device, filled
+from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.math.vectors import LANES, WARP
-from nvalchemiops.native import by_device, filled
 
 WIDTH = 8
 """Places for weights along an axis: those beyond the order are zero."""

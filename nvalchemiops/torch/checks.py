@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from nvalchemiops.neighbors.arguments import as_float as as_float
-from nvalchemiops.neighbors.arguments import as_int
-from nvalchemiops.neighbors.arguments import check_not_negative as check_not_negative
-from nvalchemiops.neighbors.arguments import check_positive as check_positive
+from nvalchemiops.arguments import as_float as as_float
+from nvalchemiops.arguments import as_int
+from nvalchemiops.arguments import check_not_negative as check_not_negative
+from nvalchemiops.arguments import check_positive as check_positive
 
 FLOATS = (torch.float32, torch.float64)
 

@@ -21,7 +21,7 @@ J. G. Laframboise, Math. Comp. 36, 249 (1981), doi:10.1090/S0025-5718-1981-05950
 
 from collections.abc import Iterable, Sequence
 
-from nvalchemiops.math.vectors import LANES
+from nvalchemiops.kernels.simd import LANES
 
 ERFCX_CENTER = 3.0
 """K in the variable t = (x - K)/(x + K)."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.dispersion.coefficients import MOST_REFERENCES
-from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch import checks
 
 _TABLE_BOHR = 0.5291772109044924
 """Bohr in angstrom, h/(2 pi m_e c alpha) of CODATA 2018, as s-dftd3 converts radii; the eleventh digit can be seen."""

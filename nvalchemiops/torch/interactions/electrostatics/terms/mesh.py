@@ -16,14 +16,14 @@ from typing import NamedTuple
 import torch
 
 from nvalchemiops.torch.autograd.functorch import derivative_asked
-from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, at_atoms
+from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, at_atoms
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.lattice import Lattice, lattice_of, mesh_frequencies
-from nvalchemiops.torch.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
-from nvalchemiops.torch.mesh_transform import mesh_spectrum, mesh_values
-from nvalchemiops.torch.recent import recent
-from nvalchemiops.torch.segments import totals
+from nvalchemiops.torch.operators.lattice import Lattice, lattice_of, mesh_frequencies
+from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
+from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
+from nvalchemiops.torch.operators.segments import totals
+from nvalchemiops.torch.runtime.cache import recent
 
 
 def _axes_of(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:

@@ -1,17 +1,17 @@
-"""Fourier sums over atoms as torch ops (`nvalchemiops.fourier`), differentiable to any order."""
+"""Fourier sums over atoms as torch ops (`nvalchemiops.kernels.fourier`), differentiable to any order."""
 
 from typing import Any
 
 import torch
 import warp as wp
 
-from nvalchemiops import fourier as kernels
-from nvalchemiops.math.vectors import LANES, WARP
-from nvalchemiops.moments import count
+from nvalchemiops.kernels import fourier as kernels
+from nvalchemiops.kernels.moments import count
+from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.memory import new_empty
-from nvalchemiops.torch.moments import Arguments, fold, gather_pullback, spread_pullback
+from nvalchemiops.torch.operators.moments import Arguments, fold, gather_pullback, spread_pullback
+from nvalchemiops.torch.runtime.memory import new_empty
 
 
 def _grouped(begin: torch.Tensor, size: int, n: int) -> tuple[torch.Tensor, int]:
@@ -89,7 +89,7 @@ def fourier_spread(
     Parameters
     ----------
     moments : (n_atoms, n_channels, n_moments) float64 tensor
-        Numbered by `nvalchemiops.moments.components`; one without derivatives.
+        Numbered by `nvalchemiops.kernels.moments.components`; one without derivatives.
     coordinates : (n_atoms, 3) float64 tensor
         Fractional ones.
     order : (n_atoms,) int32 tensor, optional
@@ -160,7 +160,7 @@ def fourier_gather(
     Returns
     -------
     (n_atoms, n_channels, n_moments) float64 tensor
-        Numbered by `nvalchemiops.moments.components`.
+        Numbered by `nvalchemiops.kernels.moments.components`.
     """
     n_atoms, n_channels, n_points = coordinates.shape[0], field.shape[0], points.shape[0]
     moments = new_empty((n_atoms, n_channels, count(derivatives)), torch.float64, field.device)

@@ -14,7 +14,7 @@ import torch
 
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import real_of
-from nvalchemiops.torch.team import at_fixed_threads
+from nvalchemiops.torch.runtime.openmp import at_fixed_threads
 
 AXES = (-3, -2, -1)
 

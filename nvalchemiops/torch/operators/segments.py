@@ -1,12 +1,12 @@
-"""Sums over the atoms of each system, reproducible to the last bit (`nvalchemiops.segments`)."""
+"""Sums over the atoms of each system, reproducible to the last bit (`nvalchemiops.kernels.segments`)."""
 
 import torch
 
-from nvalchemiops.segments import BLOCK, sum_rows
+from nvalchemiops.kernels.segments import BLOCK, sum_rows
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.recent import recent
+from nvalchemiops.torch.runtime.cache import recent
 
 FEW = 64 * BLOCK
 """Up to this many atoms in all, the systems are not divided among threads."""

@@ -5,8 +5,8 @@ from typing import Any
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.potential import PairPotential
-from nvalchemiops.torch.neighbors import checks
 
 
 def _word(mixing: Any) -> str | None:

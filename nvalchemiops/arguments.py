@@ -42,7 +42,8 @@ def as_int(name: str, value: Any) -> int:
         if type(value) is int:  # also the symbol of a compiler, of which `operator.index` would make a constant
             number = value
         else:
-            number = operator.index("text" if isinstance(value, (bool, np.bool_)) else value)
+            whole: Any = "text" if isinstance(value, (bool, np.bool_)) else value
+            number = operator.index(whole)
     except TypeError:
         raise TypeError(f"`{name}` must be an int, got {type(value).__name__}") from None
     if not -(2**31) <= number < 2**31:

@@ -13,14 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from nvalchemiops.torch.fourier import fourier_gather, fourier_spread
-from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, at_atoms
+from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, at_atoms
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors
-from nvalchemiops.torch.lattice import Lattice, lattice_of
-from nvalchemiops.torch.recent import recent
-from nvalchemiops.torch.segments import begins, spread_systems, totals
+from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
+from nvalchemiops.torch.operators.lattice import Lattice, lattice_of
+from nvalchemiops.torch.operators.segments import begins, spread_systems, totals
+from nvalchemiops.torch.runtime.cache import recent
 
 
 def sorted_atoms(

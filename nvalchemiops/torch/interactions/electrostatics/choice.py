@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nvalchemiops.interactions.electrostatics import parameters as core
+from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.forces import force_of_neighbors
 from nvalchemiops.torch.interactions.electrostatics.parameters import sizes_of, warn_of_errors
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
-from nvalchemiops.torch.neighbors import checks
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
-from nvalchemiops.torch.segments import system_sums
+from nvalchemiops.torch.operators.segments import system_sums
 
 
 class Splitting(NamedTuple):

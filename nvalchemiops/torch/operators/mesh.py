@@ -1,4 +1,4 @@
-"""Spreading to periodic meshes by B-splines, and gathering from them, as torch ops (`nvalchemiops.spline`)."""
+"""Spreading to periodic meshes by B-splines, and gathering from them, as torch ops (`nvalchemiops.kernels.mesh`)."""
 
 import math
 from collections.abc import Sequence
@@ -6,18 +6,18 @@ from collections.abc import Sequence
 import torch
 import warp as wp
 
-from nvalchemiops import spline as kernels
+from nvalchemiops.kernels import mesh as kernels
+from nvalchemiops.kernels.moments import count
+from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import NotDifferentiableError
-from nvalchemiops.math.vectors import LANES, WARP
-from nvalchemiops.moments import count
 from nvalchemiops.neighbors.grid import sort_atoms
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
-from nvalchemiops.torch.lattice import mesh_frequencies
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.memory import new_empty
-from nvalchemiops.torch.moments import Arguments, fold, gather_pullback, spread_pullback
-from nvalchemiops.torch.segments import begins
+from nvalchemiops.torch.operators.lattice import mesh_frequencies
+from nvalchemiops.torch.operators.moments import Arguments, fold, gather_pullback, spread_pullback
+from nvalchemiops.torch.operators.segments import begins
+from nvalchemiops.torch.runtime.memory import new_empty
 
 
 @warp_custom_op(
@@ -123,7 +123,7 @@ def mesh_spread(
     Parameters
     ----------
     moments : (n_atoms, n_channels, n_moments) tensor
-        Numbered by `nvalchemiops.moments.components`; one without derivatives.
+        Numbered by `nvalchemiops.kernels.moments.components`; one without derivatives.
     coordinates, batch_idx, n_systems, mesh_dimensions, spline_order
         As for `mesh_columns`.
     order, column_begin : tensors
@@ -188,7 +188,7 @@ def mesh_gather(
     Returns
     -------
     (n_atoms, n_channels, n_moments) tensor
-        Numbered by `nvalchemiops.moments.components`.
+        Numbered by `nvalchemiops.kernels.moments.components`.
     """
     _check(spline_order, derivatives)
     n_channels = field.shape[1]

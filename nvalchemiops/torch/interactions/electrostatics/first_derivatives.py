@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import derivative_asked
-from nvalchemiops.torch.interactions.electrostatics.long_range import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.parts import Parts, WantedParts, together
+from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, together
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.lattice import lattice_of
-from nvalchemiops.torch.neighbors import checks
-from nvalchemiops.torch.segments import totals
-from nvalchemiops.torch.team import fairly
+from nvalchemiops.torch.operators.lattice import lattice_of
+from nvalchemiops.torch.operators.segments import totals
+from nvalchemiops.torch.runtime.openmp import fairly
 
 Evaluate = Callable[[ChargedSystem, WantedParts], Sequence[Parts]]
 

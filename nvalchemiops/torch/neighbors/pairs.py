@@ -12,12 +12,12 @@ import torch
 
 from nvalchemiops.neighbors import pairs as core
 from nvalchemiops.neighbors.rows import NOTHING
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.functorch import derivative_asked
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.memory import new_empty
-from nvalchemiops.torch.neighbors import checks
+from nvalchemiops.torch.runtime.memory import new_empty
 
 __all__ = ["list_geometry", "matrix_geometry"]
 

@@ -1,0 +1,4 @@
+"""What exists only for the paths, the arguments and the distribution of nvalchemi-toolkit-ops, and for older releases.
+
+Front doors at the paths that clients import stand where these paths are; they hold imports alone.
+"""

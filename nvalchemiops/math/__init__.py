@@ -1,1 +1,0 @@
-"""Functions that make sense in a text without atoms."""

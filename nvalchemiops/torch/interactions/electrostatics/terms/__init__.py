@@ -1,0 +1,1 @@
+"""The terms of an Ewald sum, each with its derivatives."""
