@@ -10,42 +10,12 @@ from nvalchemiops.arguments import as_float as as_float
 from nvalchemiops.arguments import as_int
 from nvalchemiops.arguments import check_not_negative as check_not_negative
 from nvalchemiops.arguments import check_positive as check_positive
+from nvalchemiops.torch.runtime.context import may_read, on_host
 
 FLOATS = (torch.float32, torch.float64)
 
 DEVICES = ("cpu", "cuda")
 """Kinds of devices that kernels run on."""
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor, also under ``torch.func.grad`` and its like."""
-    values = tensor.detach()
-    while torch._C._functorch.is_gradtrackingtensor(values):
-        values = torch._C._functorch.get_unwrapped(values)
-    return values
-
-
-def is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for the slices of ``torch.func.vmap``, which have no values to look at."""
-    while torch._C._functorch.is_gradtrackingtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
-
-
-def unread(tensor: Any) -> bool:
-    """Whether the values of a tensor are not looked at: on a GPU, which would wait, while compiling, and under vmap."""
-    if torch.compiler.is_compiling():
-        return True
-    return isinstance(tensor, torch.Tensor) and (tensor.device.type != "cpu" or is_mapped(tensor))
-
-
-def on_host(tensor: torch.Tensor) -> np.ndarray:
-    """The values of a tensor as a numpy array, also under ``torch.func.grad`` and its like."""
-    if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not torch._C._are_functorch_transforms_active():
-        return tensor.detach().resolve_neg().numpy()
-    values = plain(tensor.cpu())
-    with torch._C._DisableFuncTorch():
-        return values.resolve_neg().numpy()
 
 
 def kind_of(value: Any) -> str:
@@ -208,12 +178,12 @@ def check_batch_idx(batch_idx: Any, positions: torch.Tensor, n_systems: int | No
 
 
 def batch_of(batch_idx: Any, positions: torch.Tensor, n_systems: int) -> torch.Tensor | None:
-    """System of each atom as int32, or None for the only system. Values are looked at unless they are `unread`."""
+    """System of each atom as int32, or None for the only system. Values are looked at if they may be read."""
     if batch_idx is None:
         if n_systems != 1:
             raise ValueError("`batch_idx` is needed to tell several systems apart")
         return None
-    if unread(batch_idx):
+    if not may_read(batch_idx):
         check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
         return narrow(batch_idx)
     return check_batch_idx(batch_idx, positions, n_systems)[0]
@@ -270,7 +240,7 @@ def _systems(
         raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")
     n_systems = _same_number("pbc", pbc.shape[0] if pbc.ndim == 2 else 1, n_systems)
     if cell is None:
-        if torch.compiler.is_compiling() or bool(pbc.any()):
+        if not may_read() or bool(pbc.any()):
             raise ValueError("`pbc` is given without a `cell`: say where the images are, or leave it out")
         return None, None, n_systems
     return cell, pbc, n_systems
@@ -322,7 +292,7 @@ def check_flags(rebuild_flags: Any, positions: torch.Tensor, n_systems: int | No
     if rebuild_flags.dtype != torch.bool:
         raise TypeError("`rebuild_flags` must be a bool tensor")
     if rebuild_flags.numel() == 1 and rebuild_flags.ndim <= 1:
-        if n_systems is None and not unread(batch_idx):
+        if n_systems is None and may_read(batch_idx):
             n_systems = 1 + (int(batch_idx.max()) if batch_idx.numel() else 0)
         rebuild_flags = rebuild_flags.reshape(1).expand(n_systems or 1).contiguous()
     size = rebuild_flags.shape[0] if rebuild_flags.ndim == 1 else None

@@ -10,6 +10,7 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums
+from nvalchemiops.torch.runtime.context import may_read, values_of
 
 
 def segmented_sum(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torch.Tensor:
@@ -178,8 +179,8 @@ def _check(num_segments: int, idx: torch.Tensor, **rows: torch.Tensor) -> None:
         checks.check_index("idx", idx, values, (None,))
         if values.shape[0] != idx.shape[0]:
             raise ValueError(f"`{name}` has {values.shape[0]} rows, but `idx` has {idx.shape[0]}")
-    if not checks.unread(idx) and idx.numel():
-        low, high = (int(end) for end in torch.aminmax(checks.plain(idx)))
+    if may_read(idx) and idx.numel():
+        low, high = (int(end) for end in torch.aminmax(values_of(idx)))
         if not 0 <= low <= high < num_segments:
             raise ValueError(f"`idx` must hold numbers in 0 .. {num_segments - 1}, got {low} .. {high}")
 

@@ -25,6 +25,7 @@ from nvalchemiops.torch.operators.lattice import (
     nan_if_singular,
 )
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
+from nvalchemiops.torch.runtime.context import may_read
 
 Mesh = tuple[int, int, int]
 
@@ -113,11 +114,11 @@ def _plan(
 
 def _number_of_systems(cell: torch.Tensor, batch_idx: Any, n_atoms: int) -> int:
     """How many systems there are, if one cell may be that of all; ``batch_idx`` is read for that."""
-    if cell.ndim == 3 and (cell.shape[0] != 1 or batch_idx is None or checks.unread(batch_idx)):
+    if cell.ndim == 3 and (cell.shape[0] != 1 or batch_idx is None or not may_read(batch_idx)):
         return cell.shape[0]
     if batch_idx is None or n_atoms == 0:
         return 1
-    if torch.compiler.is_compiling() or checks.is_mapped(batch_idx):
+    if not may_read(batch_idx, wait=True):
         raise ValueError("`num_systems` is needed where `batch_idx` cannot be read, as inside torch.compile")
     return int(batch_idx.max()) + 1
 
@@ -155,7 +156,7 @@ def _spread(moments: torch.Tensor, plan: _Plan) -> torch.Tensor:
     """The mesh of values of atoms; NaN for a system whose cell is singular, where that could not be read."""
     mesh = mesh_spread(moments, plan.coordinates, *plan.geometry, 0)
     volume = plan.lattice.volume.detach()
-    if not checks.unread(volume):
+    if may_read(volume):
         return mesh
     return mesh * (volume / volume).to(mesh.dtype)[:, None, None, None, None]
 

@@ -14,13 +14,8 @@ from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 from nvalchemiops.launch import NotDifferentiableError
-
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-
-
-def derivative_asked() -> bool:
-    """Whether a transform or forward-mode differentiation is on, which an op alone would not notice."""
-    return transforms_active() or forward_ad._current_level >= 0
+from nvalchemiops.torch.runtime import _torch_internals as internals
+from nvalchemiops.torch.runtime.context import derivative_asked, may_read
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
@@ -30,9 +25,9 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
             forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
         ):
             return True
-        if torch.compiler.is_compiling() or not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if not may_read() or not internals.is_wrapped(tensor):
             return False
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+        tensor = internals.unwrapped(tensor)
 
 
 Pullback = Callable[

@@ -16,10 +16,12 @@ from nvalchemiops.launch import NotDifferentiableError, active_tape, loading
 from nvalchemiops.torch.autograd import tapes
 from nvalchemiops.torch.autograd.arrays import is_lazy, warp_stream_from_torch
 from nvalchemiops.torch.autograd.formula import Formula
-from nvalchemiops.torch.autograd.functorch import derivative_asked, transformable, transforms_active
+from nvalchemiops.torch.autograd.functorch import transformable
 from nvalchemiops.torch.autograd.naming import fingerprint, library_for
 from nvalchemiops.torch.autograd.specs import OutputSpec, fill_sizes, read_parameters, split_grad_arrays
 from nvalchemiops.torch.autograd.tapes import Recording
+from nvalchemiops.torch.runtime._torch_internals import transforms_active
+from nvalchemiops.torch.runtime.context import derivative_asked
 
 _C = torch._C
 _is_batched = _C._functorch.is_legacy_batchedtensor

@@ -18,6 +18,7 @@ from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.pairs import counted, list_geometry, matrix_geometry
 from nvalchemiops.torch.operators.segments import begins
+from nvalchemiops.torch.runtime.context import may_read
 
 __all__ = [
     "check_full_list",
@@ -84,7 +85,7 @@ def get_neighbor_list_from_neighbor_matrix(
     checks.check_index("num_neighbors", num_neighbors, neighbor_matrix, (n_atoms,))
     if neighbor_shift_matrix is not None:
         checks.check_index("neighbor_shift_matrix", neighbor_shift_matrix, neighbor_matrix, (n_atoms, width, 3))
-    if n_atoms and _values_can_be_read(num_neighbors):
+    if n_atoms and may_read(num_neighbors, wait=True):
         fewest, most = torch.stack(torch.aminmax(num_neighbors)).tolist()
         if most > width:
             raise NeighborOverflowError(width, most)
@@ -139,7 +140,7 @@ def get_neighbor_matrix_from_neighbor_list(
     counts = neighbor_ptr.diff().to(torch.int32)
     if max_neighbors is not None and checks.check_int("max_neighbors", max_neighbors) < 0:
         raise ValueError(f"`max_neighbors` must not be negative, got {max_neighbors}")
-    if _values_can_be_read(neighbor_list):
+    if may_read(neighbor_list, wait=True):
         _check_rows(neighbor_list, neighbor_ptr)
         longest = int(counts.max()) if n_atoms else 0
         width = longest if max_neighbors is None else max_neighbors
@@ -196,7 +197,7 @@ def half_to_full(
         here; see `check_full_list`.)
     """
     n_atoms, _ = _check_list(neighbor_list, neighbor_ptr, shifts)
-    if _values_can_be_read(neighbor_list):
+    if may_read(neighbor_list, wait=True):
         _check_rows(neighbor_list, neighbor_ptr)
         _check_range(neighbor_list, n_atoms)
         wrong = _direction(neighbor_list, shifts) <= 0
@@ -245,7 +246,7 @@ def full_to_half(
     """
     n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
     direction = _direction(neighbor_list, shifts)
-    if _values_can_be_read(neighbor_list):
+    if may_read(neighbor_list, wait=True):
         _check_rows(neighbor_list, neighbor_ptr)
         _check_range(neighbor_list, n_atoms)
         there, back = torch.stack([(direction > 0).sum(), (direction < 0).sum()]).tolist()
@@ -331,12 +332,6 @@ def check_full_list(
 
 
 # -- helpers --------------------------------------------------------------------------------------
-
-
-def _values_can_be_read(tensor: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling():
-        return False
-    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _pointers(counts: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from nvalchemiops.torch.neighbors.search import (
     raise_overflow,
     systems_of,
 )
+from nvalchemiops.torch.runtime.context import may_read, on_host
 from nvalchemiops.torch.runtime.memory import new_empty
 
 Tensors = tuple[torch.Tensor, ...]
@@ -655,7 +656,7 @@ def _lattices(cell: Any, pbc: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     checks.check_place("cell", cell)
     if not cell.is_floating_point() or cell.shape[-2:] != (3, 3):
         raise ValueError("`cell` must be a floating-point tensor of shape (3, 3) or (n_systems, 3, 3)")
-    cells = checks.on_host(cell.reshape(-1, 3, 3)).astype(np.float64)
+    cells = on_host(cell.reshape(-1, 3, 3)).astype(np.float64)
     periodic = checks.check_pbc(pbc, cell, len(cells))
     return cells, periodic, np.linalg.norm(dual_vectors(cells, periodic), axis=2)
 
@@ -715,12 +716,12 @@ def build(
     lattice = None if cell is None else cell.detach()
     query = Query(positions.detach(), cutoff, lattice, pbc, batch_idx, batch_ptr, rows, form.half_fill, method)
     # a list is waited for anyway
-    may_read = (form.check or form.as_list) and not torch.compiler.is_compiling()
+    readable = (form.check or form.as_list) and may_read()
 
     shifts: torch.Tensor | None
     if form.as_list and memory.neighbor_matrix is None and memory.neighbor_matrix_shifts is None:
         pairs, ptr, shifts = neighbor_pairs(*query)
-        if width is not None and form.check and may_read:
+        if width is not None and form.check and readable:
             raise_overflow(ptr.diff(), width, query)
         if memory.num_neighbors is not None:
             memory.num_neighbors.copy_(ptr.diff())
@@ -739,14 +740,14 @@ def build(
             else:
                 matrix, shifts, count = _rows_of(positions, rows, cell, width, memory)
                 fault = fill_neighbor_matrix(*query, rebuild_flags, fill_value, matrix, count, shifts)
-            if may_read:
+            if readable:
                 raise_faults(fault, query)
                 if in_memory and may_cut and not form.as_list:
                     _notice_cut(count, width, suffix)
                 else:
                     raise_overflow(count, width, query)
             # unread, the count of an atom without a position or a cell says so, and its row is empty
-            fresh = may_read and rebuild_flags is None
+            fresh = readable and rebuild_flags is None
             present = count if fresh else torch.where(count == NOT_FINITE, 0, count)
         results = (matrix, count)
         if form.as_list:

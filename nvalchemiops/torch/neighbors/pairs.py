@@ -14,9 +14,9 @@ from nvalchemiops.neighbors import pairs as core
 from nvalchemiops.neighbors.rows import NOTHING
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
-from nvalchemiops.torch.autograd.functorch import derivative_asked
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.memory import new_empty
 
 __all__ = ["list_geometry", "matrix_geometry"]
@@ -119,7 +119,7 @@ def list_geometry(
     lattice = _lattice(positions, shifts, cell, batch_idx)
     system = None if lattice is None or lattice.shape[0] == 1 else batch_idx
     pairs = Pairs(lattice, system, target_indices, neighbor_list[0], neighbor_list[1], shifts)
-    if not _watched():
+    if is_eager():
         distances, vectors = measure_pairs(positions, *pairs.narrow())
         if _is_known(distances):
             return distances, vectors
@@ -193,7 +193,7 @@ def matrix_geometry(
     lattice = _lattice(positions, shifts, cell, batch_idx)
     system = None if lattice is None or lattice.shape[0] == 1 else batch_idx
     pairs = Pairs(lattice, system, target_indices, None, neighbor_matrix, shifts, num_neighbors, width, padding)
-    if not _watched():
+    if is_eager():
         distances, vectors = measure_pairs(positions, *pairs.narrow())
         if _is_known(distances):
             return distances.reshape(n_rows, width), vectors.reshape(n_rows, width, 3)
@@ -224,11 +224,6 @@ def counted(counts: torch.Tensor, width: int) -> torch.Tensor:
 
 
 # -- as one kernel --------------------------------------------------------------------------------
-
-
-def _watched() -> bool:
-    """Whether somebody wants to see each operation: a compiler, a function transform, a dispatch mode."""
-    return torch.compiler.is_compiling() or derivative_asked() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _is_known(distances: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ import torch
 
 from nvalchemiops.compat.ignored_arguments import ignore
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.runtime.context import may_read
 
 __all__ = [
     "batch_cell_list_needs_rebuild",
@@ -261,7 +262,7 @@ def _number_of_systems(batch_idx: torch.Tensor, cell: Any, cell_inv: Any, pbc: A
     shapes = [t.shape[0] for t, ndim in ((cell, 3), (cell_inv, 3), (pbc, 2)) if getattr(t, "ndim", None) == ndim]
     several = [size for size in shapes if size != 1]
     told = given if given is not None else several[0] if several else None
-    if torch.compiler.is_compiling():
+    if not may_read():
         if told is None and not shapes:
             raise ValueError("`num_systems` is needed where values cannot be read: it is the size of the result")
         return 1 if told is None else told

@@ -14,6 +14,7 @@ from nvalchemiops.torch.neighbors.formats import check_full_list, half_to_full
 from nvalchemiops.torch.neighbors.lists import neighbor_list
 from nvalchemiops.torch.neighbors.pairs import list_geometry
 from nvalchemiops.torch.operators.segments import begins
+from nvalchemiops.torch.runtime.context import may_read, values_of
 
 NOTHING = core.NOTHING
 
@@ -103,7 +104,7 @@ def rows_of(
     if periodic and shifts is None:
         raise ValueError(f"`{name}` is needed with `cell`: together they say where the images are")
     rows = (_from_list if has_list else _from_matrix)(given, positions)
-    if not periodic and rows.shifts is not None and not checks.unread(rows.shifts):
+    if not periodic and rows.shifts is not None and may_read(rows.shifts):
         _refuse_images(rows, name)
         rows = rows._replace(shifts=None)
     if half_list or check:
@@ -150,7 +151,7 @@ def build_rows(
 
 def _is_sorted(batch_idx: torch.Tensor) -> bool:
     """Whether it is known to be; a GPU is not asked."""
-    if batch_idx.is_cuda or torch.compiler.is_compiling():
+    if not may_read(batch_idx):
         return False
     return bool((batch_idx[1:] >= batch_idx[:-1]).all())
 
@@ -217,8 +218,8 @@ def check_reach(
 ) -> None:
     """Raise unless a list without padding, called ``name``, has as many pairs within ``cutoff`` as a search finds."""
     # in float64, so that both are measured alike
-    positions = checks.plain(positions).double()
-    cell = None if cell is None else checks.plain(cell).double()
+    positions = values_of(positions).double()
+    cell = None if cell is None else values_of(cell).double()
     near = cutoff * (1.0 - EDGE)
 
     _, listed = pair_distances(rows, positions, cell, batch_idx)

@@ -24,6 +24,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import begins
+from nvalchemiops.torch.runtime.context import all_values_of
 from nvalchemiops.torch.runtime.memory import new_empty
 from nvalchemiops.types import inner_shape
 
@@ -280,7 +281,7 @@ def largest_number(batch_idx: torch.Tensor) -> int | None:
 
 def raise_faults(fault: torch.Tensor, query: Query) -> None:
     """Raise ValueError for the first fault that kernels noticed, if any. Waits for the device."""
-    found = _values(fault).reshape(-1, grid.N_FAULTS).any(0).tolist()
+    found = all_values_of(fault).reshape(-1, grid.N_FAULTS).any(0).tolist()
     if not any(found):
         return
     number = next(number for number in FAULTS if found[number])
@@ -291,7 +292,7 @@ def raise_faults(fault: torch.Tensor, query: Query) -> None:
 
 def raise_overflow(count: torch.Tensor, width: int, query: Query) -> None:
     """Raise `NeighborOverflowError` if a row needs more than ``width`` entries. Waits for the device."""
-    values = _values(count)
+    values = all_values_of(count)
     if values.numel() == 0 or (most := int(values.max())) <= width:
         return
     system = None
@@ -308,19 +309,12 @@ def raise_overflow(count: torch.Tensor, width: int, query: Query) -> None:
 
 def largest_count(count: torch.Tensor) -> int:
     """Most neighbors of any atom whose neighbors can be told. Waits for the device."""
-    values = _values(count)
+    values = all_values_of(count)
     most = int(values.max()) if values.numel() else 0
     if most < NOT_FINITE:
         return most
     known = values[values < NOT_FINITE]  # rows that were kept from a search that nobody looked at
     return int(known.max()) if known.numel() else 0
-
-
-def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, without what ``torch.func`` has wrapped around it."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
 
 
 def systems_of(batch_ptr: torch.Tensor, n_atoms: int) -> torch.Tensor:

@@ -1,13 +1,10 @@
 """`VerletList`: a neighbor list for dynamics and relaxations, searched for anew only when it must be."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
@@ -19,7 +16,8 @@ from nvalchemiops.torch.neighbors.rebuild_detection import (
     neighbor_list_needs_rebuild,
 )
 from nvalchemiops.torch.neighbors.search import batch_size, largest_number, systems_of
-from nvalchemiops.torch.runtime.context import eager
+from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
+from nvalchemiops.torch.runtime.context import eager, is_mapped, values_of
 
 __all__ = ["VerletList"]
 
@@ -189,7 +187,7 @@ class VerletList:
             pbc = pbc.expand(3) if pbc.ndim == 0 else pbc
         given = _Systems(positions, cell, pbc, batch_idx, batch_ptr).map(_plain)
         # an inference tensor could not be saved for a backward pass later on
-        with torch.no_grad(), torch.inference_mode(False), _outside_of_transforms():
+        with torch.no_grad(), torch.inference_mode(False), outside_of_transforms():
             kept, flags = self._kept, None
             if kept is not None and given.form() == kept.systems.form():
                 flags = _stale(kept, given, self.skin / 2.0)
@@ -314,24 +312,10 @@ def _widened(rows: tuple[torch.Tensor, ...], width: int, padding: int) -> list[t
     return copies
 
 
-@contextlib.contextmanager
-def _outside_of_transforms() -> Iterator[None]:
-    """As if no ``torch.func`` transform and no forward mode were on: ops that write in place refuse to run in them."""
-    level = forward_ad._current_level
-    forward_ad._current_level = -1
-    try:
-        with temporarily_clear_interpreter_stack():
-            yield
-    finally:
-        forward_ad._current_level = level
-
-
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its graph, and out of the wrappers of ``torch.func.grad`` and its like."""
     if not isinstance(tensor, torch.Tensor):
         return tensor  # `neighbor_list` says what is wrong
-    while torch._C._functorch.is_gradtrackingtensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    if torch._C._functorch.is_batchedtensor(tensor):
+    if is_mapped(tensor):
         raise ValueError("`VerletList` does not work under torch.func.vmap: give the mapped systems as one batch")
-    return tensor.detach()
+    return values_of(tensor)

@@ -17,7 +17,7 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime.cache import recent
-from nvalchemiops.torch.runtime.context import eager
+from nvalchemiops.torch.runtime.context import eager, may_read, on_host
 
 
 class Lattice(NamedTuple):
@@ -97,7 +97,7 @@ def shortest_vectors(cell: torch.Tensor) -> torch.Tensor:
 
 def check_cells(cell: torch.Tensor) -> None:
     """Raise for a singular cell, if its values can be looked at."""
-    if not checks.unread(cell):
+    if may_read(cell):
         _check_cells(cell, False)
 
 
@@ -110,7 +110,7 @@ def check_vectors(cell: torch.Tensor) -> bool:
 
 
 def _check_cells(cell: torch.Tensor, may_be_open: bool) -> bool:
-    lattice = checks.on_host(cell)
+    lattice = on_host(cell)
     return _check_values(lattice.tobytes(), lattice.dtype, lattice.shape[0], may_be_open)
 
 
@@ -130,7 +130,7 @@ def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tens
 
     With ``may_be_open``, those that `check_vectors` would refuse: vectors of zeros stand for open axes.
     """
-    if not checks.unread(cell):
+    if may_read(cell):
         return cell
     rows = cell.detach().to(torch.float64)
     squares = rows.square().sum(-1)
@@ -193,7 +193,7 @@ def mesh_and_order(mesh_dimensions: Any, order: int) -> tuple[tuple[int, int, in
     """The mesh as three ints, and the order; a lower one, with a warning, if the mesh has fewer points."""
     mesh = check_mesh(mesh_dimensions, LOWEST_ORDER)
     fitting = min(order, *mesh)
-    if fitting < order and not torch.compiler.is_compiling():
+    if fitting < order and may_read():
         notify(
             f"`mesh_dimensions` = {mesh} has fewer points than splines of order {order} need: order {fitting} is used",
             AccuracyWarning,

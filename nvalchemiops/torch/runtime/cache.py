@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvalchemiops.locks import fork_safe
-from nvalchemiops.torch.autograd.functorch import derivative_asked
+from nvalchemiops.torch.runtime.context import may_keep
 
 MOST_BYTES = 2**26
 """Memory that is kept, at most; a larger result is not."""
@@ -30,7 +30,7 @@ def recent(name: str, values: tuple[torch.Tensor, ...], others: Hashable, comput
     Only on a CPU, where reading values costs nothing, and only what nobody differentiates. With None for ``others``
     always computed.
     """
-    if others is None or torch.compiler.is_compiling() or derivative_asked() or not _plain(values):
+    if others is None or not may_keep(*values):
         return compute()
     read = [v.detach().resolve_neg().numpy().tobytes() for v in values]
     key = (name, others, *((v.dtype, v.shape, content) for v, content in zip(values, read)))
@@ -48,8 +48,3 @@ def recent(name: str, values: tuple[torch.Tensor, ...], others: Hashable, comput
             while len(_kept) > MOST_ENTRIES or sum(size for size, _ in _kept.values()) > MOST_BYTES:
                 _kept.popitem(last=False)
     return result
-
-
-def _plain(values: tuple[torch.Tensor, ...]) -> bool:
-    track = torch.is_grad_enabled()
-    return all(v.device.type == "cpu" and not (track and v.requires_grad) and type(v) is torch.Tensor for v in values)

@@ -1,9 +1,105 @@
-"""Functions that read values on the host, so that a compiler must not look into them."""
+"""What a call may do with the values of its tensors: read them, keep what follows from them, take the short way.
+
+Three questions, which compilers, function transforms, dispatch modes and devices answer differently. Then what is
+needed to act on the answers: values without wrappers, and functions that a compiler does not trace.
+"""
 
 import functools
 import sys
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+import torch
+
+from nvalchemiops.torch.runtime import _torch_internals as internals
+
+
+def may_read(*tensors: Any, wait: bool = False) -> bool:
+    """Whether values of these tensors may be looked at on the host, to check them or to choose shapes by them.
+
+    Not inside a compiler, where there are none; not under vmap, where each slice has others; not on a GPU, for which
+    the host would wait, unless ``wait`` says that it may: then while no graph is captured. Without tensors: whether
+    this is not inside a compiler. Anything that is no tensor may be looked at.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        waits = tensor.device.type != "cpu"
+        if waits and (not wait or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())):
+            return False
+        if is_mapped(tensor):
+            return False
+    return True
+
+
+def is_eager(*tensors: torch.Tensor | None) -> bool:
+    """Whether this is plain eager mode: operations need not be shown to anything but autograd's backward mode.
+
+    Nothing is compiled or traced, no function transform, forward-mode derivative or dispatch mode is on, and the
+    tensors are torch's own, no subclasses.
+    """
+    if torch.compiler.is_compiling() or derivative_asked() or internals.count_dispatch_modes():
+        return False
+    return all(t is None or type(t) in _PLAIN_TYPES for t in tensors)
+
+
+def may_keep(*tensors: torch.Tensor) -> bool:
+    """Whether what follows from the values of these tensors may be kept for later calls.
+
+    In plain eager mode on a CPU, where looking at values costs nothing, and if no gradient flows through the tensors.
+    """
+    if not is_eager(*tensors):
+        return False
+    tracked = torch.is_grad_enabled()
+    return all(t.device.type == "cpu" and not (tracked and t.requires_grad) for t in tensors)
+
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
+
+def derivative_asked() -> bool:
+    """Whether a function transform or forward-mode differentiation is on, which an op alone would not notice."""
+    return internals.transforms_active() or internals.forward_mode_active()
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its graph, also under ``torch.func.grad`` and its like."""
+    values = tensor.detach()
+    while internals.is_wrapped_for_gradients(values):
+        values = internals.unwrapped(values)
+    return values
+
+
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether ``torch.func.vmap`` maps over this tensor, so that there are many values for one."""
+    while internals.is_wrapped_for_gradients(tensor):
+        tensor = internals.unwrapped(tensor)
+    return internals.is_batched(tensor)
+
+
+def all_values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without wrappers of ``torch.func``; under vmap with those of all slices."""
+    while internals.is_wrapped(tensor):
+        tensor = internals.unwrapped(tensor)
+    return tensor
+
+
+def on_host(tensor: torch.Tensor) -> np.ndarray:
+    """The values of a tensor as a numpy array, also under ``torch.func.grad`` and its like."""
+    if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not internals.transforms_active():
+        return tensor.detach().resolve_neg().numpy()
+    values = values_of(tensor.cpu())
+    with internals.without_transforms():
+        return values.resolve_neg().numpy()
+
+
+# -- functions that are not traced ----------------------------------------------------------------
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -18,8 +114,6 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
         if "torch._dynamo" not in sys.modules:
             return function(*args, **options)
         if not disabled:
-            import torch
-
             disabled.append(torch.compiler.disable(function))
         return disabled[0](*args, **options)
 

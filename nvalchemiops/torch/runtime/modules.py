@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.torch.runtime.context import may_read
+
 _ENTRY = "_extra_state"
 """Torch's name for what a module adds to a state dict."""
 
@@ -57,7 +59,7 @@ class ExactModule(torch.nn.Module):
 
     def _move_to(self, positions: Any) -> None:
         """To where the positions are. FSDP moves parameters and buffers alone."""
-        if torch.compiler.is_compiling() or not isinstance(positions, torch.Tensor):
+        if not may_read() or not isinstance(positions, torch.Tensor):
             return
         device = positions.device
         # all are in one place; this is looked at in each call

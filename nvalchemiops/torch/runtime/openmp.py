@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nvalchemiops import launch as core
-from nvalchemiops.torch.autograd.functorch import derivative_asked
+from nvalchemiops.torch.runtime.context import derivative_asked, may_read
 
 LIBRARY = "libgomp"
 """The one OpenMP whose entry points are known here."""
@@ -172,7 +172,7 @@ def fairly(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
 
     For eager calls on a CPU. Whatever ``function`` has from elsewhere is a constant.
     """
-    if torch.compiler.is_compiling():
+    if not may_read():
         return function(*tensors)
     limit = _limit()
     if limit is not None:

@@ -27,6 +27,7 @@ from nvalchemiops.torch.interactions.pair.potential import (
 from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, owners, rows_of
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime.cache import recent
+from nvalchemiops.torch.runtime.context import may_read, values_of
 
 K1, K3 = 16.0, -4.0
 """Steepness of the coordination number and of the weights of reference molecules, as published."""
@@ -178,7 +179,7 @@ def with_neighbors(
     if cell is not None:
         checks.check_lattice(cell, positions)
     is_padding = system.numbers == 0
-    has_padding = checks.unread(system.numbers) or bool(checks.plain(is_padding).any())
+    has_padding = not may_read(system.numbers) or bool(values_of(is_padding).any())
     if has_padding:
         positions = torch.where(is_padding.unsqueeze(1), 0.0, positions)
         system = system._replace(positions=positions)
@@ -468,7 +469,7 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, A
         return states, Atoms(*recent("d3 atoms", (numbers,), states.serial, lambda: _atoms(numbers, states)))
     if not isinstance(parameters, D3Parameters):
         raise TypeError(f"`parameters` must be D3Parameters or ReferenceStates, got {type(parameters).__name__}")
-    if torch.compiler.is_compiling() or checks.is_mapped(numbers):
+    if not may_read(numbers, wait=True):
         raise ValueError(
             "`parameters`: prepare them with D3Parameters.states(elements) before torch.compile or vmap, where atomic "
             "numbers cannot be read"
@@ -482,7 +483,7 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, A
         return parameters.states(elements or parameters.elements[:1], numbers.device)
 
     def look_up() -> tuple[torch.Tensor, ...]:
-        found = checks.plain(numbers).clamp(0, last + 1).bincount().nonzero().flatten()
+        found = values_of(numbers).clamp(0, last + 1).bincount().nonzero().flatten()
         return found, *_atoms(numbers, states_of(found))
 
     found, *of_atoms = recent("d3 elements", (numbers,), parameters.token, look_up)

@@ -19,6 +19,7 @@ from nvalchemiops.torch.interactions.dispersion.d3 import (
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates, tables_of
 from nvalchemiops.torch.interactions.pair.potential import Wanted
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.runtime.context import may_read
 
 NO_SMOOTHING = 1e10
 """From here on a smoothing stands for none."""
@@ -163,7 +164,7 @@ def _from_parts(parts: dict[str, Any]) -> D3Parameters:
     mesh = table.shape[-1] if isinstance(table, torch.Tensor) and table.ndim else 0
     # whether tensors of inference mode have changed is not known
     plain = all(type(part) is torch.Tensor and not part.is_inference() for part in tensors)
-    if torch.compiler.is_compiling() or not plain:
+    if not may_read() or not plain:
         return D3Parameters(**parts, interp_mesh=mesh)
     # the table itself is held weakly
     others, versions = [part for part in tensors if part is not table], [part._version for part in tensors]

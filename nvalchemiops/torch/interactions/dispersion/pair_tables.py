@@ -13,6 +13,7 @@ from nvalchemiops.torch.interactions.dispersion.reference_data import ReferenceS
 from nvalchemiops.torch.interactions.pair.potential import PairSystem
 from nvalchemiops.torch.neighbors.pairs import list_geometry
 from nvalchemiops.torch.neighbors.rows import Rows, owners
+from nvalchemiops.torch.runtime.context import may_read
 
 PAIRS_AT_ONCE = 2**16
 """For which the weights are there at the same time, 200 bytes and more for each."""
@@ -64,7 +65,7 @@ def coefficients_of_pairs(
     k3 : float
     """
     at_once = PAIRS_AT_ONCE
-    if torch.compiler.is_compiling() or first.shape[0] <= at_once:
+    if not may_read() or first.shape[0] <= at_once:
         return _interpolate(coordination, first, second, row, states, k3)
     parts = [
         _interpolate(coordination, i, j, row, states, k3) for i, j in zip(first.split(at_once), second.split(at_once))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.dispersion.coefficients import MOST_REFERENCES
-from nvalchemiops.torch import checks
+from nvalchemiops.torch.runtime.context import may_read, values_of
 
 _TABLE_BOHR = 0.5291772109044924
 """Bohr in angstrom, h/(2 pi m_e c alpha) of CODATA 2018, as s-dftd3 converts radii; the eleventh digit can be seen."""
@@ -78,10 +78,10 @@ class ReferenceStates(NamedTuple):
         last = self.row_of_number.shape[0] - 1
         known = torch.where(numbers < 0, last, numbers.clamp(max=last))
         row = self.row_of_number.index_select(0, known.to(torch.int64))
-        if not checks.unread(numbers):
-            unknown = checks.plain(row) == len(self.elements)
+        if may_read(numbers):
+            unknown = values_of(row) == len(self.elements)
             if bool(unknown.any()):
-                absent = checks.plain(numbers)[unknown].unique().tolist()
+                absent = values_of(numbers)[unknown].unique().tolist()
                 there = ", ".join(map(str, self.elements))
                 raise ValueError(f"`numbers` holds the elements {absent}; the parameters are for {there}")
         return row

@@ -11,10 +11,10 @@ import torch
 from nvalchemiops.interactions.dispersion.three_body import MOST_COEFFICIENTS, N_SUMS, three_body
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
-from nvalchemiops.torch.autograd.functorch import derivative_asked
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems
+from nvalchemiops.torch.runtime.context import is_eager
 
 
 def three_body_sum(
@@ -31,7 +31,7 @@ def three_body_sum(
     if not derivatives:
         return (three_body_energies(*given, *others),)
     found = three_body_derivatives(*given, None, *others)
-    in_graph = torch.compiler.is_compiling() or derivative_asked()
+    in_graph = not is_eager()
     if in_graph or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)):
         return (three_body_energies(*given, *others), *found[1:])
     return found

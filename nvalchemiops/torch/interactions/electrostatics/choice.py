@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
-from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.forces import force_of_neighbors
 from nvalchemiops.torch.interactions.electrostatics.parameters import sizes_of, warn_of_errors
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.runtime.context import may_read, on_host
 
 
 class Splitting(NamedTuple):
@@ -67,7 +67,7 @@ def split(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
     that is too coarse for it gets a smaller one, as far as the list reaches; if that does not meet the accuracy, the
     caller is warned.
     """
-    compiling = torch.compiler.is_compiling()
+    compiling = not may_read()
     if wish.alpha is None:
         if compiling and wish.cutoff is None:
             raise ValueError(
@@ -81,13 +81,13 @@ def split(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
         if compiling:
             raise ValueError("`cutoff` is needed inside torch.compile to build neighbors, or give a list")
         spacing = sizes_of(system.cell, system.batch_idx, system.n_atoms).spacing
-        cutoff = float(core.real_cutoff(checks.on_host(chosen.detach()), spacing, target).max(initial=0.0))
+        cutoff = float(core.real_cutoff(on_host(chosen.detach()), spacing, target).max(initial=0.0))
     return Splitting(chosen, build_rows(system.positions, cutoff, system.cell, system.batch_idx), target)
 
 
 def _choose(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
     """Alpha and neighbors: by numpy, or while compiling by torch, where nothing is read and the cutoff is known."""
-    compiling, device = torch.compiler.is_compiling(), system.positions.device
+    compiling, device = not may_read(), system.positions.device
     xp: Any = torch if compiling else np
     count: Any
     volume: Any
@@ -119,11 +119,11 @@ def _choose(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
         cutoff = float(np.max(reach, initial=0.0)) if wish.cutoff is None else wish.cutoff
         rows = build_rows(system.positions, cutoff, system.cell, system.batch_idx)
     # slices of vmap have no values to look at
-    if compiling or not (checks.is_mapped(system.positions) or checks.is_mapped(system.charges)):
+    if compiling or may_read(system.positions, system.charges, wait=True):
         near = xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing)
         near, d = (torch.as_tensor(t, device=device) for t in (near, spacing))
         force = force_of_neighbors(system, rows, near, d, *wish.excluded)
-        target = target._replace(force=force if compiling else checks.on_host(force))
+        target = target._replace(force=force if compiling else on_host(force))
     alpha = balanced(reach)
     if smooth is not None and not compiling:
         errors = core.expected_errors(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, smooth, target)
@@ -135,7 +135,7 @@ def _choose(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
 
 def _on_host(smooth: core.Smooth) -> core.Smooth:
     """The same in numbers of numpy."""
-    values: Any = {name: checks.on_host(v) if isinstance(v, torch.Tensor) else v for name, v in vars(smooth).items()}
+    values: Any = {name: on_host(v) if isinstance(v, torch.Tensor) else v for name, v in vars(smooth).items()}
     return type(smooth)(**values)
 
 
@@ -160,8 +160,8 @@ def _reach(rows: Rows, system: ChargedSystem, best: np.ndarray) -> np.ndarray:
         batch_idx = torch.zeros(system.n_atoms, dtype=torch.int32, device=system.positions.device)
     farthest = inspect_rows(rows, system.positions, system.cell, batch_idx)
     reach = np.zeros(system.n_systems)
-    number = checks.on_host(batch_idx)
-    np.maximum.at(reach, number, checks.on_host(farthest))
+    number = on_host(batch_idx)
+    np.maximum.at(reach, number, on_host(farthest))
     empty = np.bincount(number, minlength=system.n_systems) == 0
     unknown = (reach == 0.0) & ~empty
     if unknown.any():
@@ -169,6 +169,6 @@ def _reach(rows: Rows, system: ChargedSystem, best: np.ndarray) -> np.ndarray:
         with torch.no_grad():
             first, distances = pair_distances(found, system.positions, system.cell, batch_idx)
         nearest = best.copy()
-        np.minimum.at(nearest, number[checks.on_host(first)], checks.on_host(distances))
+        np.minimum.at(nearest, number[on_host(first)], on_host(distances))
         reach = np.where(unknown, nearest, reach)
     return np.where(empty, np.inf, reach)

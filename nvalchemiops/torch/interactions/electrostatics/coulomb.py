@@ -10,6 +10,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
 from nvalchemiops.torch.interactions.pair.potential import Wanted, evaluate
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.runtime.context import may_read, on_host
 
 
 def coulomb_energy(
@@ -142,10 +143,10 @@ def _damping(alpha: Any) -> Any:
     """Alpha; raise unless it is finite and not negative, or where a tensor cannot be read, let it be NaN instead."""
     if not isinstance(alpha, torch.Tensor):
         allowed = 0.0 <= checks.as_float("alpha", alpha) < math.inf
-    elif checks.unread(alpha):
+    elif not may_read(alpha):
         return torch.where((alpha >= 0.0) & (alpha * 0.0 == 0.0), alpha, torch.nan)  # infinity times zero is NaN
     else:
-        numbers = checks.on_host(alpha)
+        numbers = on_host(alpha)
         allowed = bool(((numbers >= 0.0) & (numbers < math.inf)).all())
     if not allowed:
         raise ValueError("`alpha` must not be negative, and finite")

@@ -39,6 +39,7 @@ from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
 )
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.cache import recent
+from nvalchemiops.torch.runtime.context import may_read
 
 
 def ewald_summation(
@@ -403,7 +404,7 @@ def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, to
         return indices.to(torch.int64), None
     fits = (numbers - indices).abs().amax((1, 2)) < 1e-3
     valid = None
-    if checks.unread(cell) or checks.unread(k_vectors):
+    if not may_read(cell, k_vectors):
         valid = fits
     elif not bool(fits.all()):
         raise ValueError(

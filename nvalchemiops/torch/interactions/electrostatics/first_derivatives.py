@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch import checks
-from nvalchemiops.torch.autograd.functorch import derivative_asked
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, together
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.operators.segments import totals
+from nvalchemiops.torch.runtime.context import is_eager, is_mapped
 from nvalchemiops.torch.runtime.openmp import fairly
 
 Evaluate = Callable[[ChargedSystem, WantedParts], Sequence[Parts]]
@@ -70,7 +69,7 @@ def summed(
     # in hybrid form first derivatives by charges are there, unless they are among the results and so in the graph
     one_order = not any(wanted) or (hybrid and not wanted.charge_gradients)
     simple = one_order and potential.is_constant and not alpha.requires_grad
-    if simple and torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and _is_plain(inputs):
+    if simple and torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and _on_cpu(inputs):
         results = _Sum.apply(graph, wanted, energy_reduction, system.batch_idx, *inputs, alpha, *others)
     else:
         results = fairly(functools.partial(graph, wanted=wanted), *inputs)
@@ -82,10 +81,8 @@ def summed(
     return tuple(columns) if isinstance(results, tuple) else columns[0]
 
 
-def _is_plain(inputs: Sequence[torch.Tensor]) -> bool:
-    if torch.compiler.is_compiling() or derivative_asked():
-        return False
-    return all(t.device.type == "cpu" and type(t) in (torch.Tensor, torch.nn.Parameter) for t in inputs)
+def _on_cpu(inputs: Sequence[torch.Tensor]) -> bool:
+    return is_eager(*inputs) and all(t.device.type == "cpu" for t in inputs)
 
 
 class _Sum(torch.autograd.Function):
@@ -179,7 +176,7 @@ def _dyads(parts: Sequence[Parts], system: ChargedSystem) -> torch.Tensor:
 
 
 def _is_mapped(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and checks.is_mapped(tensor)
+    return tensor is not None and is_mapped(tensor)
 
 
 def _weights(

@@ -17,6 +17,7 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, L
 from nvalchemiops.torch.interactions.electrostatics.system import check_potential
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors, per_system
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
+from nvalchemiops.torch.runtime.context import may_read, values_of
 from nvalchemiops.torch.runtime.modules import ExactModule
 
 
@@ -45,13 +46,13 @@ def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -
     Otherwise an error, or NaN where values cannot be read.
     """
     value = per_system(name, value, prepared.shape[0], prepared.device)  # callers may have set a number
-    if not checks.unread(value) and torch.equal(checks.plain(value), prepared):
+    if may_read(value) and torch.equal(values_of(value), prepared):
         return prepared
     # the dtype of a cell may have rounded it
     same = (value.detach() - prepared).abs() <= 1e-6 * prepared
-    if checks.unread(same):
+    if not may_read(same):
         return torch.where(same, prepared, torch.nan)
-    if not bool(checks.plain(same).all()):
+    if not bool(values_of(same).all()):
         raise ValueError(f"`{name}` has changed since `prepare`: call it again")
     return prepared
 
@@ -269,7 +270,7 @@ class ParticleMeshEwald(ExactModule):
         if (kept.mesh_dimensions, kept.spline_order) != (self.mesh_dimensions, self.spline_order):
             raise ValueError("the mesh has changed since `prepare`: call it again")
         # equal, not the same: torch.export puts copies of tuples into a module
-        if not torch.compiler.is_compiling() and kept.potential != self.potential:
+        if may_read() and kept.potential != self.potential:
             raise ValueError("`potential` has changed since `prepare`: call it again")
         alpha = _unchanged("alpha", self.alpha, kept.alpha)
         kept = kept._replace(alpha=alpha, potential=self.potential)

@@ -14,6 +14,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import check_bounds, check_cells_alone, per_system
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_mesh, check_spline_order, mesh_and_order
+from nvalchemiops.torch.runtime.context import may_read, on_host
 
 
 def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_order: int) -> torch.Tensor:
@@ -192,7 +193,7 @@ def estimate_pme_parameters(
         r_c = core.real_cutoff(alpha, sizes.spacing, typical)
     else:
         given = per_system("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
-        r_c = checks.on_host(given)
+        r_c = on_host(given)
     target = _target(accuracy, positions, charges, cell, batch_idx, sizes, r_c)
     alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
     mesh = mesh_for(sizes, alpha, target, order, mesh_safety_factor, fft_padding_fraction)
@@ -280,7 +281,7 @@ def estimate_errors(
     n_systems, device = len(sizes.cell), positions.device
 
     def numbers(name: str, value: Any) -> np.ndarray:
-        return checks.on_host(per_system(name, value, n_systems, device).detach())
+        return on_host(per_system(name, value, n_systems, device).detach())
 
     splitting, cutoff = numbers("alpha", alpha), numbers("real_space_cutoff", real_space_cutoff)
     smooth: core.Smooth
@@ -335,8 +336,8 @@ def estimate_pme_mesh_dimensions(
     cell = check_cells_alone(cell)
     accuracy = check_accuracy(accuracy)
     order = check_spline_order(spline_order)
-    splitting = checks.on_host(per_system("alpha", alpha, cell.shape[0], cell.device).detach())
-    lattice = checks.on_host(cell.detach()).astype(np.float64)
+    splitting = on_host(per_system("alpha", alpha, cell.shape[0], cell.device).detach())
+    lattice = on_host(cell.detach()).astype(np.float64)
     sizes = Sizes(lattice, np.ones(len(lattice)), 0.8 / splitting)
     return mesh_for(sizes, splitting, core.Target(accuracy), order, mesh_safety_factor, fft_padding_fraction)
 
@@ -373,12 +374,12 @@ def mesh_spacing_to_dimensions(
     if isinstance(spacing, torch.Tensor) and spacing.ndim == 2:
         if spacing.shape != (cell.shape[0], 3):
             raise ValueError(f"`mesh_spacing` must have shape ({cell.shape[0]}, 3), got {tuple(spacing.shape)}")
-        spacings = checks.on_host(spacing.detach()).astype(np.float64)
+        spacings = on_host(spacing.detach()).astype(np.float64)
         if not (np.isfinite(spacings) & (spacings > 0.0)).all():
             raise ValueError("`mesh_spacing` must be positive and finite")
     else:
-        spacings = checks.on_host(per_system("mesh_spacing", spacing, cell.shape[0], cell.device).detach())[:, None]
-    lattice = checks.on_host(cell.detach()).astype(np.float64)
+        spacings = on_host(per_system("mesh_spacing", spacing, cell.shape[0], cell.device).detach())[:, None]
+    lattice = on_host(cell.detach()).astype(np.float64)
     return _mesh(np.linalg.norm(lattice, axis=2) / spacings, order, fft_padding_fraction)
 
 
@@ -414,11 +415,11 @@ class Sizes(NamedTuple):
 
 def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Sizes:
     """Sizes of systems with cells (n_systems, 3, 3). Reads values on the host."""
-    lattice = checks.on_host(cell.detach()).astype(np.float64)
+    lattice = on_host(cell.detach()).astype(np.float64)
     if batch_idx is None:
         count = np.full(1, float(n_atoms))
     else:
-        count = np.bincount(checks.on_host(batch_idx), minlength=cell.shape[0]).astype(np.float64)
+        count = np.bincount(on_host(batch_idx), minlength=cell.shape[0]).astype(np.float64)
     volume = np.abs(np.linalg.det(lattice))
     return Sizes(lattice, count, core.average_distance(count, volume))
 
@@ -517,7 +518,7 @@ def _target(
     reach = np.minimum(real_space_cutoff, core.NEARBY * sizes.spacing)
     rows = build_rows(positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
     known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=positions.device)
-    return typical._replace(force=checks.on_host(force_of_neighbors(system, rows, known, spacing)))
+    return typical._replace(force=on_host(force_of_neighbors(system, rows, known, spacing)))
 
 
 FINEST_ACCURACY = 1e-16
@@ -532,7 +533,7 @@ def check_accuracy(accuracy: Any, positions: torch.Tensor | None = None) -> floa
     if accuracy >= 1.0:
         raise ValueError(f"`accuracy` = {accuracy:g} is a relative error of forces: it must be below 1, as 1e-6 is")
     rounded = positions is not None and positions.dtype is torch.float32
-    if rounded and accuracy < core.FLOAT32_FLOOR and not torch.compiler.is_compiling():
+    if rounded and accuracy < core.FLOAT32_FLOOR and may_read():
         notify(
             f"`accuracy` = {accuracy:g} is out of reach of float32: rounding leaves about {core.FLOAT32_FLOOR:g}; "
             "use float64 positions, or ask for less",

@@ -34,6 +34,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.mesh import Influence,
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import ELSEWHERE, check_cells_alone, per_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import check_spline_order, lattice_of, mesh_and_order
+from nvalchemiops.torch.runtime.context import may_read, on_host, values_of
 
 
 class PreparedMesh(NamedTuple):
@@ -70,12 +71,12 @@ class PreparedMesh(NamedTuple):
                 f"`prepared` is for a cell {tuple(self.cell.shape)} on {self.cell.device}, but this one is "
                 f"{tuple(system.cell.shape)} on {system.cell.device}. {ELSEWHERE}"
             )
-        if not checks.unread(system.cell) and not torch.equal(checks.plain(system.cell).to(torch.float64), self.cell):
+        if may_read(system.cell) and not torch.equal(values_of(system.cell).to(torch.float64), self.cell):
             raise ValueError(f"`prepared` is for another `cell`: prepare again when the cell has changed. {ELSEWHERE}")
 
     def alpha_for(self, cell: torch.Tensor) -> torch.Tensor:
         """Alpha; NaN where `check` would have raised, had it read the cell."""
-        if not checks.unread(cell):
+        if may_read(cell):
             return self.alpha
         same = (cell.detach().to(torch.float64) == self.cell).flatten(1).all(1)
         return torch.where(same, self.alpha, torch.nan)
@@ -344,7 +345,7 @@ def given_mesh_of(
         if mesh_spacing is not None:
             raise ValueError("`mesh_dimensions` and `mesh_spacing` are both given; give one of them")
         return mesh_and_order(mesh_dimensions, order)
-    if torch.compiler.is_compiling():
+    if not may_read():
         raise ValueError("`mesh_dimensions` is needed inside torch.compile, where the size of the cell cannot be read")
     if mesh_spacing is None:
         return None, order
@@ -354,7 +355,7 @@ def given_mesh_of(
 def needed_mesh(system: ChargedSystem, alpha: torch.Tensor, target: core.Target, order: int) -> tuple[int, int, int]:
     """The mesh that the accuracy asks for. Reads values on the host."""
     sizes = sizes_of(system.cell, system.batch_idx, system.n_atoms)
-    return mesh_for(sizes, checks.on_host(alpha.detach()).astype(np.float64), target, order)
+    return mesh_for(sizes, on_host(alpha.detach()).astype(np.float64), target, order)
 
 
 def _check_prepared(

@@ -15,6 +15,7 @@ from nvalchemiops.torch.interactions.pair import potential as pairs
 from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
 from nvalchemiops.torch.operators.segments import begins
+from nvalchemiops.torch.runtime.context import may_read
 
 MOST_CHANNELS = 16
 """Channels that one kernel sums at once: more would take long to compile."""
@@ -124,7 +125,7 @@ def exclusion_part(
 
     The arguments must have passed the checks of the pair machinery, which takes their short-ranged part.
     """
-    if system.batch_idx is not None and not checks.unread(system.batch_idx):
+    if system.batch_idx is not None and may_read(system.batch_idx):
         of_pair = system.batch_idx[exclusions.long()]
         if not torch.equal(of_pair[0], of_pair[1]):
             raise ValueError("`exclusions` joins atoms of different systems")

@@ -8,6 +8,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
 from nvalchemiops.torch.operators.lattice import check_cells, nan_if_singular, one_or_nan
+from nvalchemiops.torch.runtime.context import may_read, on_host
 
 
 class ChargedSystem(NamedTuple):
@@ -93,8 +94,8 @@ def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> tor
     if tuple(pbc.shape) not in ((3,), (1, 3), (system.n_systems, 3)):
         raise ValueError(f"`pbc` must have shape (3,) or ({system.n_systems}, 3), got {tuple(pbc.shape)}")
     pbc = pbc.reshape(-1, 3).expand(system.n_systems, 3)
-    if not checks.unread(pbc):
-        n_open = 3 - checks.on_host(pbc).sum(axis=1)
+    if may_read(pbc):
+        n_open = 3 - on_host(pbc).sum(axis=1)
         if not slab_correction and n_open.any():
             raise ValueError(
                 "`pbc` has open axes, but this sum is periodic along all three: give slab_correction=True for a system "
@@ -107,7 +108,7 @@ def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> tor
 
 def refuse_open_axes(alpha: torch.Tensor, pbc: torch.Tensor | None, slab_correction: bool) -> torch.Tensor:
     """NaN for alpha where `periodic_axes` would have raised, had it read the values."""
-    if pbc is None or not checks.unread(pbc):
+    if pbc is None or may_read(pbc):
         return alpha
     return torch.where((~pbc).sum(1) <= int(slab_correction), alpha, torch.nan)
 
@@ -117,7 +118,7 @@ def given_alpha(alpha: Any, system: ChargedSystem) -> torch.Tensor:
     if alpha is None:
         raise ValueError("`alpha` is needed")
     found = per_system("alpha", alpha, system.n_systems, system.positions.device)
-    if isinstance(alpha, torch.Tensor) and checks.unread(alpha):
+    if isinstance(alpha, torch.Tensor) and not may_read(alpha):
         found = found * one_or_nan((found > 0.0) & (found * 0.0 == 0.0))  # infinity times zero is NaN
     return _rounded(found, system.positions)
 

@@ -15,7 +15,7 @@ from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.operators.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
-from nvalchemiops.torch.runtime.context import eager
+from nvalchemiops.torch.runtime.context import eager, may_read, on_host
 
 # -- wave vectors as points -----------------------------------------------------------------------
 
@@ -71,16 +71,16 @@ class WaveVectors(NamedTuple):
             raise ValueError(
                 f"`miller_indices` are prepared for {n_systems} systems, but there are {cell.shape[0]}. {ELSEWHERE}"
             )
-        if self.cell is None or self.k_cutoff is None or checks.unread(cell) or checks.unread(self.cell):
+        if self.cell is None or self.k_cutoff is None or not may_read(cell, self.cell):
             return
-        before, now = checks.on_host(self.cell), checks.on_host(cell)
+        before, now = on_host(self.cell), on_host(cell)
         if np.array_equal(before, now):
             return
         # a wave vector is shorter by at most the factor by which the cell is longer in some direction
         stretch = np.linalg.norm(np.linalg.solve(before, now), 2, axis=(1, 2))
         worst = int(stretch.argmax())
         if stretch[worst] > MOST_STRETCH:
-            asked = float(checks.on_host(self.k_cutoff)[worst])
+            asked = float(on_host(self.k_cutoff)[worst])
             notify(
                 f"the wave vectors were prepared for another cell, which system {worst} exceeds by a factor of "
                 f"{stretch[worst]:.3g} in some direction: here they are complete up to {asked / stretch[worst]:.4g} "
@@ -107,8 +107,8 @@ def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
 
     The origin alone for a system whose cell or length is no such: its results are NaN.
     """
-    lattice = checks.on_host(cell).astype(np.float64)
-    lengths = checks.on_host(k_cutoff).astype(np.float64)
+    lattice = on_host(cell).astype(np.float64)
+    lengths = on_host(k_cutoff).astype(np.float64)
     # a longer one is refused for the number of vectors, which must not overflow
     return _together([_within(c.tobytes(), min(float(k), 1e60)) for c, k in zip(lattice, lengths)], cell.device)
 
@@ -116,7 +116,7 @@ def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
 @warp_custom_op("nvalchemiops::points_of_indices", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
 def points_of_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Wave vectors with these Miller indices, (n, 3) for all systems or (n_systems, n, 3). Reads them on the host."""
-    indices = checks.on_host(miller_indices)
+    indices = on_host(miller_indices)
     lists = [indices] * cell.shape[0] if indices.ndim == 2 else list(indices)
     return _together([_of_indices(np.ascontiguousarray(n, dtype=np.int64).tobytes()) for n in lists], cell.device)
 
@@ -188,8 +188,8 @@ def generate_ewald_miller_indices(
     """
     lattice = check_cells_alone(cell)
     if miller_bounds is None:
-        lengths = checks.on_host(per_system("k_cutoff", k_cutoff, lattice.shape[0], cell.device))
-        all_bounds = core.bounds(checks.on_host(lattice.detach()).astype(np.float64), lengths)
+        lengths = on_host(per_system("k_cutoff", k_cutoff, lattice.shape[0], cell.device))
+        all_bounds = core.bounds(on_host(lattice.detach()).astype(np.float64), lengths)
         most = all_bounds.max(axis=0)
         _check_number("k_cutoff", most)
         x, y, z = (int(bound) for bound in most)
@@ -345,8 +345,8 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
         raise TypeError(f"`{name}` must be real numbers, got {tensor.dtype}")
     if tuple(tensor.shape) not in ((), (1,), (n_systems,)):
         raise ValueError(f"`{name}` must be a number or have shape ({n_systems},), got {tuple(tensor.shape)}")
-    if not checks.unread(tensor):
-        numbers = checks.on_host(tensor).ravel()
+    if may_read(tensor):
+        numbers = on_host(tensor).ravel()
         if not all(0.0 < number < np.inf for number in numbers.tolist()):
             raise ValueError(f"`{name}` must be positive and finite")
     tensor = tensor.to(torch.float64)

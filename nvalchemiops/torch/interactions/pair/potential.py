@@ -26,6 +26,7 @@ from nvalchemiops.torch.neighbors.rows import (
 )
 from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
 from nvalchemiops.torch.operators.segments import begins, check_systems, spread_systems, system_sums
+from nvalchemiops.torch.runtime.context import is_eager, may_read, values_of
 
 EVERYWHERE = sys.float_info.max
 """Stands for no cutoff. Infinity itself would make packages of AOTInductor that cannot be loaded: JSON has none."""
@@ -364,7 +365,7 @@ def evaluate(
         checks.check_flag(name, flag)
     has_list = given.neighbor_list is not None or given.neighbor_matrix is not None
     needs_number = not has_list or wanted.virial or wanted.energy_reduction != "atom" or formula.global_parameters != ()
-    needs_number |= check and not torch.compiler.is_compiling()
+    needs_number |= check and may_read()
     cell, batch_idx, n_systems = systems_of(positions, cell, batch_idx, num_systems, needs_number, pbc)
     rows = _rows(given, positions, cell, cutoff, half_list, neighbor_cutoff, batch_idx, pbc, check)
     cell = check_images(rows, cell, batch_idx, positions, n_systems)
@@ -495,9 +496,9 @@ def systems_of(
             num_systems = cell.shape[0]
         elif cell is None and not needs_number:
             return None, None, 1
-        elif torch.compiler.is_compiling() and of_one:
+        elif not may_read() and of_one:
             num_systems = 1
-        elif torch.compiler.is_compiling():
+        elif not may_read():
             raise ValueError("`num_systems` is needed inside torch.compile, where `batch_idx` cannot be read")
         else:
             num_systems = int(batch_idx.max()) + 1 if n_atoms else 1
@@ -505,8 +506,8 @@ def systems_of(
         if cell.shape[0] != 1:
             raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {num_systems}")
         cell = cell.expand(num_systems, 3, 3)
-    if n_atoms and not batch_idx.is_cuda and not torch.compiler.is_compiling():
-        check_systems(checks.plain(batch_idx), num_systems)
+    if n_atoms and may_read(batch_idx):
+        check_systems(values_of(batch_idx), num_systems)
     return cell, batch_idx, num_systems
 
 
@@ -534,14 +535,14 @@ def check_images(
     if cell is None:
         return cell_without_images(rows, positions, n_systems)
     shifts = rows.shifts
-    if checks.unread(cell):
+    if not may_read(cell):
         return nan_if_singular(cell, may_be_open=True)
     has_open_axes = check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # one for all systems
-    if not has_open_axes or shifts is None or checks.unread(shifts):
+    if not has_open_axes or shifts is None or not may_read(shifts):
         return cell
-    is_open = (checks.plain(cell) == 0.0).all(-1)
+    is_open = (values_of(cell) == 0.0).all(-1)
     width = rows.width if rows.begin is None else rows.begin.diff()
-    of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[checks.plain(batch_idx).long()]
+    of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[values_of(batch_idx).long()]
     beyond = (shifts != 0) & of_atom.repeat_interleave(width, 0, output_size=shifts.shape[0])
     if bool(beyond[rows.neighbors != rows.padding].any()):
         raise ValueError(
@@ -595,21 +596,17 @@ def _parameters(
 
 
 def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor) -> torch.Tensor | None:
-    """Global parameters (n_systems, n); plain numbers as a tensor that is kept, if nobody watches."""
+    """Global parameters (n_systems, n); plain numbers as a tensor that is kept for later calls."""
     numbers_alone = not any(isinstance(value, torch.Tensor) for value in values.values())
-    if values and numbers_alone and _is_plain(positions) and n_systems <= MOST_REPEATED:
+    if (
+        values
+        and numbers_alone
+        and n_systems <= MOST_REPEATED
+        and positions.device.type == "cpu"
+        and is_eager(positions)
+    ):
         return _repeated(tuple(_number(name, v) for name, v in values.items()), n_systems, positions.dtype)
     return _together([_column(name, v, n_systems, "n_systems", positions) for name, v in values.items()])
-
-
-def _is_plain(positions: torch.Tensor) -> bool:
-    """Whether what is made now can be kept for later: nothing is compiled, and nobody watches."""
-    watched = (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-    )
-    return type(positions) is torch.Tensor and positions.device.type == "cpu" and not watched
 
 
 MOST_REPEATED = 4096
@@ -672,7 +669,7 @@ def _rows(
             raise ValueError(f"`cutoff` = {cutoff} is beyond the list's reach, `neighbor_cutoff` = {reach}")
     rows = rows_of(given, positions, cell is not None, half_list, check)
     if rows is not None:
-        if check and cutoff is not None and not checks.is_mapped(positions) and not torch.compiler.is_compiling():
+        if check and cutoff is not None and may_read(positions, wait=True):
             name = "neighbor_matrix" if given.neighbor_list is None else "neighbor_list"
             check_reach(name, rows, positions, cutoff, cell, batch_idx, pbc)
         return rows
@@ -706,7 +703,7 @@ def _excluded(
             f"{factors.device}"
         )
     first, second = exclusions.to(torch.int64)
-    if not torch.compiler.is_compiling() and not exclusions.is_cuda and n_pairs:
+    if n_pairs and may_read(exclusions):
         if int(exclusions.min()) < 0 or int(exclusions.max()) >= n_atoms:
             raise ValueError(f"`exclusions` must hold atoms in 0 .. {n_atoms - 1}")
         if bool((first == second).any()):

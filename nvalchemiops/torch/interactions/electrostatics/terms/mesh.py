@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from nvalchemiops.torch.autograd.functorch import derivative_asked
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, at_atoms
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
@@ -24,11 +23,12 @@ from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_sp
 from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime.cache import recent
+from nvalchemiops.torch.runtime.context import is_eager
 
 
 def _axes_of(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """What depends on the shape of the mesh alone; see `_axes`."""
-    if torch.compiler.is_compiling() or derivative_asked():
+    if not is_eager():
         return _axes(mesh, order, device)  # what is made here belongs to the transform
     return _kept_axes(tuple(mesh), order, device)
 
@@ -133,7 +133,7 @@ def mesh_sum(
     power = None if slope is None else density.to(torch.float64).square() * slope
     factor = value.to(charges.dtype)
     # in place where nothing is recorded: fresh memory costs more than the product
-    recorded = density.requires_grad or factor.requires_grad or torch.compiler.is_compiling() or derivative_asked()
+    recorded = density.requires_grad or factor.requires_grad or not is_eager()
     product = density * factor if recorded else density.mul_(factor)
     field = mesh_values(product, mesh[2])
     gathered = mesh_gather(field, coordinates, *plan, int(wanted.forces))
