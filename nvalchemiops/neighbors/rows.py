@@ -12,7 +12,7 @@ import warp as wp
 from nvalchemiops.kernels.lattice import separation
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 
-NOTHING = -(2**31)
+NO_PADDING = -(2**31)
 """Padding of rows that have none: no list may hold it."""
 
 OUT_OF_RANGE = 1

@@ -65,7 +65,7 @@ def op_calls(system: System):
         search.neighbor_matrix_of_width: (*query, -1, 90),
         search.fill_neighbor_matrix: (*query, flags, -1, *memory),
         rows._inspect: (x, cell, system_of, found.begin, found.neighbors, found.shifts, 0, found.padding, found.first),
-        geometry.measure_pairs: (x, cell, system_of, None, pairs[0], pairs[1], shifts, None, 0, rows.NOTHING),
+        geometry.measure_pairs: (x, cell, system_of, None, pairs[0], pairs[1], shifts, None, 0, rows.NO_PADDING),
         pair_sum: (DSF.text, "wrcpg", "rcpgw|rcpgw", *values, *directions, *given, *none, *distances),
         shortest_vectors: (cell,),
         d3_coefficients: (x[:, 0].contiguous(), *reference_states, -4.0, 0),

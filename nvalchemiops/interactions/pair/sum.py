@@ -33,7 +33,7 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.kernels.simd import LANES, WARP, lanes_of_masks
 from nvalchemiops.kernels.special import scalar_functions, vector_functions
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
-from nvalchemiops.neighbors.rows import NOTHING
+from nvalchemiops.neighbors.rows import NO_PADDING
 
 BLOCK = 64
 """Neighbors that are collected before they are evaluated, at most; a multiple of `LANES`."""
@@ -450,7 +450,7 @@ def source(variant: Variant) -> str:
     }
     numbers = {
         "real": {"float32": "float", "float64": "double"}[variant.precision],
-        "no_padding": f"({NOTHING + 1} - 1)",  # in C++ the number itself would be the negative of one too large
+        "no_padding": f"({NO_PADDING + 1} - 1)",  # in C++ the number itself would be the negative of one too large
         "no_number": NO_NUMBER,
         "block": BLOCK,
         "room": BLOCK + 2 * LANES,

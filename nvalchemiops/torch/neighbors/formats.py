@@ -17,7 +17,7 @@ import torch
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.pairs import counted, list_geometry, matrix_geometry
-from nvalchemiops.torch.operators.segments import begins
+from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import may_read
 
 __all__ = [
@@ -213,7 +213,7 @@ def half_to_full(
     row, column = torch.cat([j.flip(0), i]), torch.cat([i.flip(0), j])
     order = torch.sort(row * n_atoms + column, stable=True).indices
     pairs = torch.stack([row, column]).to(torch.int32).index_select(1, order)
-    ptr = begins(pairs[0], n_atoms)
+    ptr = row_pointers(pairs[0], n_atoms)
     if shifts is None:
         return pairs, ptr
     return pairs, ptr, torch.cat([-shifts.flip(0), shifts]).to(torch.int32).index_select(0, order)
@@ -258,7 +258,7 @@ def full_to_half(
     # half of a full list is a static size, which `nonzero` does not know
     kept = (direction > 0).nonzero_static(size=n_pairs // 2).squeeze(1)
     pairs = neighbor_list.index_select(1, kept).to(torch.int32)
-    ptr = begins(pairs[0], n_atoms)
+    ptr = row_pointers(pairs[0], n_atoms)
     if shifts is None:
         return pairs, ptr
     return pairs, ptr, shifts.index_select(0, kept).to(torch.int32)

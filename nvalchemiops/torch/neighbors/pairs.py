@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.neighbors import pairs as core
-from nvalchemiops.neighbors.rows import NOTHING
+from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
@@ -52,7 +52,7 @@ class Pairs(NamedTuple):
     shifts: torch.Tensor | None
     counts: torch.Tensor | None = None
     width: int = 0
-    padding: int = NOTHING
+    padding: int = NO_PADDING
 
     def narrow(self) -> "Pairs":
         """The same as kernels take it: all indices int32, one dimension of slots."""
@@ -187,7 +187,7 @@ def matrix_geometry(
     if fill_value is not None:
         padding = checks.check_int("fill_value", fill_value)
     else:
-        padding = n_atoms if num_neighbors is None else NOTHING
+        padding = n_atoms if num_neighbors is None else NO_PADDING
     if shifts is not None:
         checks.check_index("shifts", shifts, positions, (n_rows, width, 3))
     lattice = _lattice(positions, shifts, cell, batch_idx)

@@ -13,10 +13,10 @@ from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.formats import check_full_list, half_to_full
 from nvalchemiops.torch.neighbors.lists import neighbor_list
 from nvalchemiops.torch.neighbors.pairs import list_geometry
-from nvalchemiops.torch.operators.segments import begins
+from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
-NOTHING = core.NOTHING
+NO_PADDING = core.NO_PADDING
 
 EDGE = 1e-5
 """Pairs that are closer to the cutoff than this, relative to it, are not missed: float32 places them on either side."""
@@ -145,8 +145,8 @@ def build_rows(
         first, place = torch.sort(pairs[0], stable=True)
         pairs = torch.stack([first, pairs[1].index_select(0, place)])
         shifts = None if shifts is None else shifts.index_select(0, place)
-        ptr = begins(first, positions.shape[0])
-    return Rows(ptr, pairs[1].contiguous(), shifts, 0, NOTHING, None)
+        ptr = row_pointers(first, positions.shape[0])
+    return Rows(ptr, pairs[1].contiguous(), shifts, 0, NO_PADDING, None)
 
 
 def _is_sorted(batch_idx: torch.Tensor) -> bool:
@@ -180,13 +180,13 @@ def _from_list(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
         checks.check_index("neighbor_ptr", ptr, positions, (1,))
         ptr = ptr.new_zeros(n_atoms + 1)
     if ptr is None:
-        ptr = begins(first, n_atoms)
+        ptr = row_pointers(first, n_atoms)
     else:
         checks.check_index("neighbor_ptr", ptr, positions, (n_atoms + 1,))
     if shifts is not None:
         checks.check_index(given.shifts_name, shifts, positions, (pairs.shape[1], 3))
         shifts = _int32(shifts)
-    padding = _padding(given, NOTHING)
+    padding = _padding(given, NO_PADDING)
     return Rows(_int32(ptr), _int32(pairs[1]), shifts, 0, padding, first)
 
 
@@ -198,13 +198,13 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     places = (neighbors != padding).nonzero().squeeze(1)
     pairs = torch.stack([first, neighbors]).index_select(1, places)
     shifts = None if shifts is None else shifts.index_select(0, places)
-    ptr = begins(pairs[0], n_atoms)
+    ptr = row_pointers(pairs[0], n_atoms)
     if half_list:
         pairs, ptr, *images = half_to_full(pairs, ptr, shifts)
         shifts = images[0] if images else None
     if check:
         check_full_list(pairs, ptr, shifts)
-    return Rows(ptr, pairs[1].contiguous(), shifts, 0, NOTHING, pairs[0].contiguous())
+    return Rows(ptr, pairs[1].contiguous(), shifts, 0, NO_PADDING, pairs[0].contiguous())
 
 
 def check_reach(
@@ -260,8 +260,8 @@ def _padding(given: GivenNeighbors, otherwise: int) -> int:
     if given.fill_value is None:
         return otherwise
     value = checks.check_int(given.fill_name, given.fill_value)
-    if value == NOTHING:
-        raise ValueError(f"`{given.fill_name}` must be larger than {NOTHING}, which stands for no padding")
+    if value == NO_PADDING:
+        raise ValueError(f"`{given.fill_name}` must be larger than {NO_PADDING}, which stands for no padding")
     return value
 
 

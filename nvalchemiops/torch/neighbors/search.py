@@ -23,7 +23,7 @@ from nvalchemiops.neighbors.search import (
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.operators.segments import begins
+from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import all_values_of
 from nvalchemiops.torch.runtime.memory import new_empty
 from nvalchemiops.types import inner_shape
@@ -125,7 +125,7 @@ class _Search:
             n_systems = max(n_atoms, 1)
             steps = torch.diff(batch_idx, prepend=batch_idx[:1]).sign()
             system = torch.where(system < 0, system, steps.cumsum(0, dtype=torch.int32))
-        return system, begins(system, n_systems)
+        return system, row_pointers(system, n_systems)
 
     def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> _Binned:
         query = self.query
@@ -166,7 +166,7 @@ class _Search:
             else:
                 slot, order = torch.sort(slot, stable=True)
                 order = order.to(torch.int32)
-                begin = begins(slot, n_slots)
+                begin = row_pointers(slot, n_slots)
             launch(grid.place_atoms(), n_atoms, [positions, system, grids, order], [coordinates, entry])
         target = None if query.target_indices is None else self._places(query.target_indices, order)
         return _Binned(

@@ -16,7 +16,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import spread_systems
-from nvalchemiops.torch.runtime.cache import recent
+from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import eager, may_read, on_host
 
 
@@ -60,7 +60,7 @@ class Lattice(NamedTuple):
 
 def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Lattice:
     """The lattice of cells (n_systems, 3, 3)."""
-    inverse, volume, metric = recent("lattice", (cell,), (), lambda: _geometry(cell.to(torch.float64)))
+    inverse, volume, metric = cached_by_value("lattice", (cell,), (), lambda: _geometry(cell.to(torch.float64)))
     frame = inverse[0] if batch_idx is None else spread_systems(inverse, batch_idx, n_atoms)
     return Lattice(inverse, volume, metric, frame)
 

@@ -16,7 +16,7 @@ from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.lattice import mesh_frequencies
 from nvalchemiops.torch.operators.moments import Arguments, fold, gather_pullback, spread_pullback
-from nvalchemiops.torch.operators.segments import begins
+from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.memory import new_empty
 
 
@@ -64,7 +64,7 @@ def mesh_columns(
     launch(kernels.find_columns(spline_order), n_atoms, [coordinates, batch_idx, n_systems, n_x, n_y], [column])
     if device.type != "cpu":
         sorted_columns, order = torch.sort(column, stable=True)
-        return order.to(torch.int32), begins(sorted_columns, begin.shape[0] - 1)
+        return order.to(torch.int32), row_pointers(sorted_columns, begin.shape[0] - 1)
     order = torch.empty_like(column)
     launch(sort_atoms(), 1, [column, begin], [order])
     return order, begin

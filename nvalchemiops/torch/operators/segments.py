@@ -6,7 +6,7 @@ from nvalchemiops.kernels.segments import BLOCK, sum_rows
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.runtime.cache import recent
+from nvalchemiops.torch.runtime.cache import cached_by_value
 
 FEW = 64 * BLOCK
 """Up to this many atoms in all, the systems are not divided among threads."""
@@ -61,7 +61,7 @@ def _sorted(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | Non
     """Atoms sorted by system, or None if they are; and where each system begins."""
     if batch_idx.shape[0] > FEW:
         return _sort(batch_idx, n_systems)
-    return recent("systems", (batch_idx,), n_systems, lambda: _sort(batch_idx, n_systems))
+    return cached_by_value("systems", (batch_idx,), n_systems, lambda: _sort(batch_idx, n_systems))
 
 
 def _sort(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -70,10 +70,10 @@ def _sort(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None,
     if batch_idx.is_cuda or not bool((batch_idx[1:] >= batch_idx[:-1]).all()):
         batch_idx, order = torch.sort(batch_idx, stable=True)
         order = order.to(torch.int32)
-    return order, begins(batch_idx, n_systems)
+    return order, row_pointers(batch_idx, n_systems)
 
 
-def begins(index: torch.Tensor, n: int) -> torch.Tensor:
+def row_pointers(index: torch.Tensor, n: int) -> torch.Tensor:
     """Where (n + 1,) each of 0, 1, ... n begins in the ascending ``index``; where it would, if it is not there."""
     numbers = torch.arange(n + 1, dtype=index.dtype, device=index.device)
     return torch.searchsorted(index.contiguous(), numbers, out_int32=True)

@@ -24,7 +24,9 @@ _kept: "OrderedDict[Hashable, tuple[int, Any]]" = OrderedDict()
 _lock = fork_safe(threading.Lock())
 
 
-def recent(name: str, values: tuple[torch.Tensor, ...], others: Hashable, compute: Callable[[], Result]) -> Result:
+def cached_by_value(
+    name: str, values: tuple[torch.Tensor, ...], others: Hashable, compute: Callable[[], Result]
+) -> Result:
     """``compute()``, a tuple of tensors that follow from ``values`` and ``others``, or the same from before.
 
     Only on a CPU, where reading values costs nothing, and only what nobody differentiates. With None for ``others``

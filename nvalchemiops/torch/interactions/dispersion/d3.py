@@ -24,9 +24,9 @@ from nvalchemiops.torch.interactions.pair.potential import (
     systems_of,
     without_open_axes,
 )
-from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, owners, rows_of
+from nvalchemiops.torch.neighbors.rows import NO_PADDING, GivenNeighbors, Rows, build_rows, owners, rows_of
 from nvalchemiops.torch.operators.segments import system_sums
-from nvalchemiops.torch.runtime.cache import recent
+from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
 K1, K3 = 16.0, -4.0
@@ -200,7 +200,7 @@ def with_neighbors(
     listed = torch.where((rows.neighbors < 0) | (rows.neighbors > last), last, rows.neighbors)
     gone = nobody.index_select(0, listed) | nobody.index_select(0, owners(rows, last))
     # a list without padding gets a number for it that nobody writes
-    padding = max(rows.padding, NOTHING + 1)
+    padding = max(rows.padding, NO_PADDING + 1)
     return system, rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)
 
 
@@ -466,7 +466,7 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, A
         if parameters.radii.device != numbers.device:
             raise ValueError(f"`parameters` are on {parameters.radii.device}, but `numbers` on {numbers.device}")
         states = parameters
-        return states, Atoms(*recent("d3 atoms", (numbers,), states.serial, lambda: _atoms(numbers, states)))
+        return states, Atoms(*cached_by_value("d3 atoms", (numbers,), states.serial, lambda: _atoms(numbers, states)))
     if not isinstance(parameters, D3Parameters):
         raise TypeError(f"`parameters` must be D3Parameters or ReferenceStates, got {type(parameters).__name__}")
     if not may_read(numbers, wait=True):
@@ -486,7 +486,7 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, A
         found = values_of(numbers).clamp(0, last + 1).bincount().nonzero().flatten()
         return found, *_atoms(numbers, states_of(found))
 
-    found, *of_atoms = recent("d3 elements", (numbers,), parameters.token, look_up)
+    found, *of_atoms = cached_by_value("d3 elements", (numbers,), parameters.token, look_up)
     return states_of(found), Atoms(*of_atoms)
 
 

@@ -38,7 +38,7 @@ from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
     points_within,
 )
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
-from nvalchemiops.torch.runtime.cache import recent
+from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import may_read
 
 
@@ -376,7 +376,7 @@ def needed_waves(system: ChargedSystem, alpha: torch.Tensor, target: core.Target
 
 def waves_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> WaveVectors:
     """Wave vectors up to lengths (n_systems,)."""
-    return WaveVectors(*recent("wave vectors", (cell, k_cutoff), (), lambda: points_within(cell, k_cutoff)))
+    return WaveVectors(*cached_by_value("wave vectors", (cell, k_cutoff), (), lambda: points_within(cell, k_cutoff)))
 
 
 def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -12,9 +12,9 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangeP
 from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, asked_for, together
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha
 from nvalchemiops.torch.interactions.pair import potential as pairs
-from nvalchemiops.torch.neighbors.rows import NOTHING, GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.neighbors.rows import NO_PADDING, GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
-from nvalchemiops.torch.operators.segments import begins
+from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import may_read
 
 MOST_CHANNELS = 16
@@ -87,7 +87,7 @@ def self_part(potential: LongRangePotential, system: ChargedSystem, alpha: torch
     device = system.positions.device
     begin = torch.zeros(system.n_atoms + 1, dtype=torch.int32, device=device)
     nobody = torch.zeros(0, dtype=torch.int32, device=device)
-    rows = Rows(begin, nobody, nobody.reshape(0, 3), 0, NOTHING, None)
+    rows = Rows(begin, nobody, nobody.reshape(0, 3), 0, NO_PADDING, None)
     return pair_part(potential.short_range, system, alpha, rows, wanted)
 
 
@@ -134,7 +134,7 @@ def exclusion_part(
     row, order = torch.sort(torch.cat([first, second]), stable=True)
     other = torch.cat([second, first]).index_select(0, order).to(torch.int32)
     shifts = torch.cat([shifts, -shifts]).index_select(0, order)
-    rows = Rows(begins(row, system.n_atoms), other, shifts, 0, NOTHING, row.to(torch.int32))
+    rows = Rows(row_pointers(row, system.n_atoms), other, shifts, 0, NO_PADDING, row.to(torch.int32))
     lost = None if factors is None else 1.0 - factors
     options = {} if lost is None else {"exclusions": exclusions, "exclusion_factors": lost}
     return pair_part(formula, system, alpha, rows, wanted, **options)

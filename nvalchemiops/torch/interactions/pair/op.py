@@ -19,7 +19,7 @@ from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.neighbors.rows import NOTHING
+from nvalchemiops.torch.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems
 
 INPUTS = {
@@ -294,7 +294,7 @@ def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.T
     assert neighbors is not None
     # what is no atom must not become one of another slice
     original = given["neighbors"]
-    absent = (original == given["padding"]) & (given["padding"] > NOTHING)
+    absent = (original == given["padding"]) & (given["padding"] > NO_PADDING)
     neighbors = torch.where((original < 0) | (original >= n_atoms), -1, neighbors)
     folded["neighbors"] = torch.where(absent, ABSENT, neighbors).flatten()
     folded["padding"] = ABSENT

@@ -25,7 +25,7 @@ from nvalchemiops.torch.neighbors.rows import (
     rows_of,
 )
 from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
-from nvalchemiops.torch.operators.segments import begins, check_systems, spread_systems, system_sums
+from nvalchemiops.torch.operators.segments import check_systems, row_pointers, spread_systems, system_sums
 from nvalchemiops.torch.runtime.context import is_eager, may_read, values_of
 
 EVERYWHERE = sys.float_info.max
@@ -714,4 +714,4 @@ def _excluded(
     row, order = torch.sort(torch.cat([first, second]), stable=True)
     other = torch.cat([second, first]).index_select(0, order).to(torch.int32)
     both = torch.cat([factors, factors]).to(torch.float64).index_select(0, order)
-    return begins(row, n_atoms), other, both
+    return row_pointers(row, n_atoms), other, both

@@ -22,7 +22,7 @@ from nvalchemiops.torch.operators.lattice import Lattice, lattice_of, mesh_frequ
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
 from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
 from nvalchemiops.torch.operators.segments import totals
-from nvalchemiops.torch.runtime.cache import recent
+from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import is_eager
 
 
@@ -122,7 +122,7 @@ def mesh_sum(
     plan = (batch_idx, n_systems, order, column_begin, mesh, spline_order)
     density = mesh_spectrum(mesh_spread(charges.unsqueeze(-1), coordinates, *plan, 0))
     if prepared is None:
-        value, slope = recent(
+        value, slope = cached_by_value(
             "influence",
             (system.cell, alpha),
             (potential, tuple(mesh), spline_order, wanted.virial) if potential.is_constant else None,

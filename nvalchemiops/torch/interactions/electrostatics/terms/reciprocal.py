@@ -19,8 +19,8 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import Lattice, lattice_of
-from nvalchemiops.torch.operators.segments import begins, spread_systems, totals
-from nvalchemiops.torch.runtime.cache import recent
+from nvalchemiops.torch.operators.segments import row_pointers, spread_systems, totals
+from nvalchemiops.torch.runtime.cache import cached_by_value
 
 
 def sorted_atoms(
@@ -30,7 +30,7 @@ def sorted_atoms(
     if batch_idx is None:
         return None, torch.tensor([0, n_atoms], dtype=torch.int32, device=device)
     systems, order = torch.sort(batch_idx, stable=True)
-    return order.to(torch.int32), begins(systems, n_systems)
+    return order.to(torch.int32), row_pointers(systems, n_systems)
 
 
 class Factors(NamedTuple):
@@ -86,7 +86,7 @@ def reciprocal_sum(
     coordinates = lattice.fractional(system.positions)
     plan = (*sorted_atoms(batch_idx, n_systems, n_atoms, alpha.device), waves.points, waves.point_begin)
     structure = fourier_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
-    value, dyads = recent(
+    value, dyads = cached_by_value(
         "factors",
         (system.cell, alpha, waves.points, waves.weights),
         (potential, wanted.virial) if potential.is_constant else None,

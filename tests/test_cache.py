@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from nvalchemiops.torch import checks
-from nvalchemiops.torch.runtime.cache import recent
+from nvalchemiops.torch.runtime import context
+from nvalchemiops.torch.runtime.cache import cached_by_value
 
 
 def negated_by_a_flag():
@@ -17,7 +17,7 @@ def negated_by_a_flag():
 def test_lazily_negated_values_are_told_from_those_that_are_not():
     x = negated_by_a_flag()
     for values in (x, -x, x.resolve_neg()):
-        (found,) = recent("test: double", (values,), (), lambda: (2.0 * values,))  # noqa: B023 (called at once)
+        (found,) = cached_by_value("test: double", (values,), (), lambda: (2.0 * values,))  # noqa: B023 (called at once)
         assert torch.equal(found, 2.0 * values)
 
 
@@ -26,7 +26,7 @@ def test_lazily_negated_values_on_the_host(transformed):
     x = negated_by_a_flag()
     seen = []
     if transformed:
-        torch.func.grad(lambda y: (seen.append(checks.on_host(torch._neg_view(y))), y.sum())[1])(-x)
+        torch.func.grad(lambda y: (seen.append(context.on_host(torch._neg_view(y))), y.sum())[1])(-x)
     else:
-        seen.append(checks.on_host(x))
+        seen.append(context.on_host(x))
     assert seen[0].tolist() == [-5.0, -5.0, -5.0]
