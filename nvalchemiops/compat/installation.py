@@ -38,4 +38,4 @@ def refuse_mixture(package: str) -> None:
         raise ImportError(f"{package} has lost its `__init__.py`, perhaps to pip uninstall. {_WAY_OUT}")
 
 
-refuse_mixture(os.path.dirname(os.path.abspath(__file__)))
+refuse_mixture(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

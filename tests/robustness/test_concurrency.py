@@ -222,9 +222,10 @@ def test_a_child_forked_while_other_threads_are_busy_waits_for_none_of_them():
     script = """
         import json, os, threading
         from nvalchemiops import _warp
-        from nvalchemiops.torch import kernel, recent
+        from nvalchemiops.torch import kernel
+        from nvalchemiops.torch.runtime import cache
 
-        locks = {"warp": lambda: _warp._lock, "ops": lambda: kernel._ops_lock, "recent": lambda: recent._lock}
+        locks = {"warp": lambda: _warp._lock, "ops": lambda: kernel._ops_lock, "recent": lambda: cache._lock}
         held, leave = threading.Barrier(len(locks) + 1), threading.Event()
 
         def hold(lock):

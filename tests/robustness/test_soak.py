@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from nvalchemiops import launch
-from nvalchemiops.torch import recent
+from nvalchemiops.torch.runtime import cache
 from nvalchemiops.torch.autograd import OutputSpec, live_recordings
 from nvalchemiops.torch.autograd.naming import _definitions
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
@@ -81,7 +81,7 @@ def resident():
 def kept():
     return {
         "recordings": live_recordings(),
-        "results by cell": len(recent._kept),
+        "results by cell": len(cache._kept),
         "names of ops": len(_definitions),
         "kinds of launches": len(launch._row_cost),
         "commands of this thread": len(launch._thread.commands),

@@ -3,14 +3,18 @@
 A shortcut that needs a missing name is switched off, with one line in the log; what it does is done the public way.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_log = logging.getLogger("nvalchemiops")
 _functorch = torch._C._functorch
 
 transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -58,3 +62,18 @@ def outside_of_transforms() -> Iterator[None]:
             yield
     finally:
         forward_ad._current_level = level
+
+
+def only_inlined(function: Function) -> Function:
+    """The same function, which ``torch.compile`` follows inside of what it compiles, but never compiles by itself.
+
+    Behind a graph break, Python calls functions one by one, and the compiler looks at each. One that asks whether it is
+    being compiled would become the constant True there, for a caller that is not compiled.
+    """
+    try:
+        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    except (ImportError, AttributeError, TypeError) as error:
+        _log.info("behind graph breaks of torch.compile values are not read: %s", error)
+    return function

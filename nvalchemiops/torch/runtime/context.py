@@ -15,6 +15,7 @@ import torch
 from nvalchemiops.torch.runtime import _torch_internals as internals
 
 
+@internals.only_inlined
 def may_read(*tensors: Any, wait: bool = False) -> bool:
     """Whether values of these tensors may be looked at on the host, to check them or to choose shapes by them.
 
@@ -35,6 +36,7 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
     return True
 
 
+@internals.only_inlined
 def is_eager(*tensors: torch.Tensor | None) -> bool:
     """Whether this is plain eager mode: operations need not be shown to anything but autograd's backward mode.
 
@@ -46,6 +48,7 @@ def is_eager(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or type(t) in _PLAIN_TYPES for t in tensors)
 
 
+@internals.only_inlined
 def may_keep(*tensors: torch.Tensor) -> bool:
     """Whether what follows from the values of these tensors may be kept for later calls.
 
