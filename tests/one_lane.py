@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import warp as wp
 
+from nvalchemiops.kernels import native
+
 LANES = """
     struct { int x; } threadIdx = {0};
     static const auto __shfl_xor_sync = [](unsigned, auto value, int) { return value; };
@@ -36,12 +38,12 @@ def one_lane(text: str, changes: Mapping[str, str] | None = None, functions: str
 
 
 def use_one_lane(monkeypatch: pytest.MonkeyPatch, source: Any, rewrite: Callable[[str], str] = one_lane) -> None:
-    """Kernels that ``source``, a module with ``WARP``, ``by_device`` and ``kernel_module``, makes from now on."""
+    """Kernels that ``source``, a module with ``WARP`` and ``by_device``, makes from now on."""
     monkeypatch.setattr(source, "WARP", 1)
     monkeypatch.setattr(source, "by_device", lambda cpu, gpu="": rewrite(gpu))
-    monkeypatch.setattr(source, "kernel_module", one_lane_module)
+    use_other_modules(monkeypatch)
 
 
-def one_lane_module(name: str) -> Any:
-    """In the place of `nvalchemiops.launch.kernel_module`: a module of the tests' own."""
-    return wp.get_module(f"test_{name}_one_lane")
+def use_other_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native kernels are made in Warp modules that only tests use, from now on."""
+    monkeypatch.setattr(native, "kernel_module", lambda name: wp.get_module(f"test_{name}_one_lane"))

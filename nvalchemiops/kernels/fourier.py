@@ -22,9 +22,9 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.kernels import moments
-from nvalchemiops.kernels.native import SYSTEM_OF, by_device, filled
+from nvalchemiops.kernels.native import SYSTEM_OF, by_device, filled, native_kernel
 from nvalchemiops.kernels.simd import LANES, WARP
-from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.launch import kernel_variants
 
 POINTS = 32
 """Points that a CPU thread works on at once."""
@@ -93,24 +93,9 @@ _TABLES = filled(
 def phase_tables() -> Any:
     """Kernel that tabulates cosine and sine of all multiples of the phases of atoms, and their moments, for a CPU."""
 
-    @wp.func_native(by_device(_LANES + _TABLES))
-    def fill(
-        v: wp.int32,
-        coordinates: wp.array2d(dtype=wp.float64),
-        order: wp.array(dtype=wp.int32),
-        atom_begin: wp.array(dtype=wp.int32),
-        vector_begin: wp.array(dtype=wp.int32),
-        values: wp.array2d(dtype=wp.float64),
-        from_y: wp.int32,
-        from_z: wp.int32,
-        tables: wp.array2d(dtype=wp.float64),
-    ):
-        """Rows of the tables for a vector of atoms; arguments as in the kernel."""
-        ...
-
-    @wp.kernel(module=kernel_module("phase_tables"), enable_backward=False)
+    @native_kernel("phase_tables", by_device(_LANES + _TABLES))
     def kernel(
-        offset: wp.int32,
+        v: wp.int32,
         coordinates: wp.array2d(dtype=wp.float64),  # (n_atoms, 3)
         order: wp.array(dtype=wp.int32),  # (n_atoms,), atoms sorted by system; or none: they are
         atom_begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), into the order
@@ -120,9 +105,9 @@ def phase_tables() -> Any:
         from_z: wp.int32,
         tables: wp.array2d(dtype=wp.float64),  # (rows, 8 * vectors): cosine and sine of each multiple, then values
     ):
-        fill(offset + wp.tid(), coordinates, order, atom_begin, vector_begin, values, from_y, from_z, tables)
+        """Rows of the tables for a vector of atoms."""
 
-    return gather_only(kernel)
+    return kernel
 
 
 # -- spreading ------------------------------------------------------------------------------------
@@ -313,27 +298,9 @@ def _spread_body(derivatives: int) -> str:
 def fourier_spread(derivatives: int) -> Any:
     """Kernel for the structure factors: a CPU thread has `POINTS` points, a warp of a GPU has one."""
 
-    @wp.func_native(_spread_body(derivatives))
-    def spread(
-        row: wp.int32,
-        moments: wp.array3d(dtype=wp.float64),
-        coordinates: wp.array2d(dtype=wp.float64),
-        order: wp.array(dtype=wp.int32),
-        atom_begin: wp.array(dtype=wp.int32),
-        vector_begin: wp.array(dtype=wp.int32),
-        tables: wp.array2d(dtype=wp.float64),
-        from_y: wp.int32,
-        from_z: wp.int32,
-        points: wp.array2d(dtype=wp.int32),
-        point_begin: wp.array(dtype=wp.int32),
-        field: wp.array4d(dtype=wp.float64),
-    ):
-        """Structure factors of some points; arguments as in the kernel."""
-        ...
-
-    @wp.kernel(module=kernel_module(f"fourier_spread_{derivatives}"), enable_backward=False)
+    @native_kernel(f"fourier_spread_{derivatives}", _spread_body(derivatives), lanes=True)
     def kernel(
-        offset: wp.int32,
+        row: wp.int32,
         moments: wp.array3d(dtype=wp.float64),  # (n_atoms, n_channels, n_moments)
         coordinates: wp.array2d(dtype=wp.float64),
         order: wp.array(dtype=wp.int32),  # as in `phase_tables`
@@ -346,23 +313,9 @@ def fourier_spread(derivatives: int) -> Any:
         point_begin: wp.array(dtype=wp.int32),  # (n_systems + 1,)
         field: wp.array4d(dtype=wp.float64),  # (n_channels, n_points, 4, 2)
     ):
-        row, _lane = wp.tid()
-        spread(
-            offset + row,
-            moments,
-            coordinates,
-            order,
-            atom_begin,
-            vector_begin,
-            tables,
-            from_y,
-            from_z,
-            points,
-            point_begin,
-            field,
-        )
+        """Structure factors of some points."""
 
-    return gather_only(kernel)
+    return kernel
 
 
 # -- gathering ------------------------------------------------------------------------------------
@@ -516,49 +469,27 @@ def _gather_body(derivatives: int) -> str:
 def fourier_coefficients() -> Any:
     """Kernel that turns values at wave vectors into factors of the products of cosines and sines, for a CPU."""
 
-    @wp.func_native(f"{_COEFFICIENTS}\nread_point(field.data + 8LL * point, coefficients.data + 8LL * point);")
-    def convert(point: wp.int32, field: wp.array(dtype=wp.float64), coefficients: wp.array(dtype=wp.float64)):
-        """Factors for one point; arguments as in the kernel."""
-        ...
-
-    @wp.kernel(module=kernel_module("fourier_coefficients"), enable_backward=False)
+    @native_kernel(
+        "fourier_coefficients",
+        f"{_COEFFICIENTS}\nread_point(field.data + 8LL * point, coefficients.data + 8LL * point);",
+    )
     def kernel(
-        offset: wp.int32,
+        point: wp.int32,
         field: wp.array(dtype=wp.float64),  # (8 * channels and points,)
         coefficients: wp.array(dtype=wp.float64),  # the same
     ):
-        convert(offset + wp.tid(), field, coefficients)
+        """Factors for one point."""
 
-    return gather_only(kernel)
+    return kernel
 
 
 @kernel_variants((0,), (1,), (2,))
 def fourier_gather(derivatives: int) -> Any:
     """Kernel for the sums over wave vectors: a CPU thread has a few vectors of atoms, a warp of a GPU has one atom."""
 
-    @wp.func_native(_gather_body(derivatives))
-    def gather(
-        row: wp.int32,
-        field: wp.array4d(dtype=wp.float64),
-        coefficients: wp.array(dtype=wp.float64),
-        coordinates: wp.array2d(dtype=wp.float64),
-        order: wp.array(dtype=wp.int32),
-        atom_begin: wp.array(dtype=wp.int32),
-        vector_begin: wp.array(dtype=wp.int32),
-        block_begin: wp.array(dtype=wp.int32),
-        tables: wp.array2d(dtype=wp.float64),
-        from_y: wp.int32,
-        from_z: wp.int32,
-        points: wp.array2d(dtype=wp.int32),
-        point_begin: wp.array(dtype=wp.int32),
-        moments: wp.array3d(dtype=wp.float64),
-    ):
-        """Sums at some atoms; arguments as in the kernel."""
-        ...
-
-    @wp.kernel(module=kernel_module(f"fourier_gather_{derivatives}"), enable_backward=False)
+    @native_kernel(f"fourier_gather_{derivatives}", _gather_body(derivatives), lanes=True)
     def kernel(
-        offset: wp.int32,
+        row: wp.int32,
         field: wp.array4d(dtype=wp.float64),  # (n_channels, n_points, 4, 2)
         coefficients: wp.array(dtype=wp.float64),  # from `fourier_coefficients`, on a CPU
         coordinates: wp.array2d(dtype=wp.float64),
@@ -573,22 +504,6 @@ def fourier_gather(derivatives: int) -> Any:
         point_begin: wp.array(dtype=wp.int32),
         moments: wp.array3d(dtype=wp.float64),  # (n_atoms, n_channels, n_moments)
     ):
-        row, _lane = wp.tid()
-        gather(
-            offset + row,
-            field,
-            coefficients,
-            coordinates,
-            order,
-            atom_begin,
-            vector_begin,
-            block_begin,
-            tables,
-            from_y,
-            from_z,
-            points,
-            point_begin,
-            moments,
-        )
+        """Sums at some atoms."""
 
-    return gather_only(kernel)
+    return kernel

@@ -21,9 +21,9 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops.kernels import moments
-from nvalchemiops.kernels.native import by_device, filled
+from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.kernels.simd import LANES, WARP
-from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.launch import kernel_variants
 
 WIDTH = 8
 """Places for weights along an axis: those beyond the order are zero."""
@@ -114,22 +114,9 @@ def find_columns(order: int) -> Any:
         column.data[i] = ((exists ? system : 0) * n_x + x) * n_y + y;
     """
 
-    @wp.func_native(filled(body, place=_place(order)))
-    def find(
-        i: wp.int32,
-        coordinates: wp.array2d(dtype=wp.float64),
-        batch_idx: wp.array(dtype=wp.int32),
-        n_systems: wp.int32,
-        n_x: wp.int32,
-        n_y: wp.int32,
-        column: wp.array(dtype=wp.int32),
-    ):
-        """Column of atom i; arguments as in the kernel."""
-        ...
-
-    @wp.kernel(module=kernel_module(f"find_columns_{order}"), enable_backward=False)
+    @native_kernel(f"find_columns_{order}", filled(body, place=_place(order)))
     def kernel(
-        offset: wp.int32,
+        i: wp.int32,
         coordinates: wp.array2d(dtype=wp.float64),  # (n_atoms, 3)
         batch_idx: wp.array(dtype=wp.int32),  # (n_atoms,), or none
         n_systems: wp.int32,
@@ -137,9 +124,9 @@ def find_columns(order: int) -> Any:
         n_y: wp.int32,
         column: wp.array(dtype=wp.int32),  # (n_atoms,)
     ):
-        find(offset + wp.tid(), coordinates, batch_idx, n_systems, n_x, n_y, column)
+        """Column of atom i."""
 
-    return gather_only(kernel)
+    return kernel
 
 
 # -- spreading ------------------------------------------------------------------------------------
@@ -202,24 +189,9 @@ def spline_stencils(order: int, derivatives: int) -> Any:
         filled(_STENCILS_CPU, **values, number=_NUMBER_CPU), filled(_STENCILS_GPU, **values, number=_NUMBER_GPU)
     )
 
-    @wp.func_native(body)
-    def tabulate(
-        row: wp.int32,
-        coordinates: wp.array2d(dtype=wp.float64),
-        order: wp.array(dtype=wp.int32),
-        n_x: wp.int32,
-        n_y: wp.int32,
-        n_z: wp.int32,
-        first_y: wp.array(dtype=wp.int32),
-        first_z: wp.array(dtype=wp.int32),
-        weights: wp.array4d(dtype=wp.float64),
-    ):
-        """Weights of some atoms; arguments as in the kernel."""
-        ...
-
-    @wp.kernel(module=kernel_module(f"spline_stencils_{order}_{derivatives}"), enable_backward=False)
+    @native_kernel(f"spline_stencils_{order}_{derivatives}", body)
     def kernel(
-        offset: wp.int32,
+        row: wp.int32,
         coordinates: wp.array2d(dtype=wp.float64),
         order: wp.array(dtype=wp.int32),  # atoms sorted by column
         n_x: wp.int32,
@@ -229,9 +201,9 @@ def spline_stencils(order: int, derivatives: int) -> Any:
         first_z: wp.array(dtype=wp.int32),  # and along z
         weights: wp.array4d(dtype=wp.float64),  # (n_atoms, 3, derivatives + 1, WIDTH)
     ):
-        tabulate(offset + wp.tid(), coordinates, order, n_x, n_y, n_z, first_y, first_z, weights)
+        """Weights of some atoms."""
 
-    return gather_only(kernel)
+    return kernel
 
 
 _SPREAD = """
@@ -319,22 +291,11 @@ def spline_spread(order: int, derivatives: int, precision: str) -> Any:
     """Kernel that fills a row of the mesh."""
     real = getattr(wp, precision)
 
-    @wp.func_native(_spread_body(order, derivatives, precision))
-    def spread(
-        row: wp.int32,
-        moments: wp.array3d(dtype=real),
-        column_begin: wp.array(dtype=wp.int32),
-        first_y: wp.array(dtype=wp.int32),
-        first_z: wp.array(dtype=wp.int32),
-        weights: wp.array4d(dtype=wp.float64),
-        field: wp.array4d(dtype=real),
-    ):
-        """Fill a row; arguments as in the kernel."""
-        ...
-
-    @wp.kernel(module=kernel_module(f"spline_spread_{order}_{derivatives}_{precision}"), enable_backward=False)
+    @native_kernel(
+        f"spline_spread_{order}_{derivatives}_{precision}", _spread_body(order, derivatives, precision), lanes=True
+    )
     def kernel(
-        offset: wp.int32,
+        row: wp.int32,
         moments: wp.array3d(dtype=real),  # (n_atoms, n_channels, n_moments), sorted by column
         column_begin: wp.array(dtype=wp.int32),  # (n_systems * n_x * n_y + 1,)
         first_y: wp.array(dtype=wp.int32),  # as from `spline_stencils`
@@ -342,10 +303,9 @@ def spline_spread(order: int, derivatives: int, precision: str) -> Any:
         weights: wp.array4d(dtype=wp.float64),
         field: wp.array4d(dtype=real),  # (n_systems * n_channels, n_x, n_y, n_z)
     ):
-        row, _lane = wp.tid()
-        spread(offset + row, moments, column_begin, first_y, first_z, weights, field)
+        """Fill a row."""
 
-    return gather_only(kernel)
+    return kernel
 
 
 # -- gathering ------------------------------------------------------------------------------------
@@ -370,22 +330,7 @@ _GATHER_CPU = """
         for (int channel = 0; channel < n_channels; ++channel) {
             @channel@
             @sums@
-            for (int i = 0; i < @order@; ++i) {
-                const int x = begin[0] + i < n_x ? begin[0] + i : begin[0] + i - n_x;
-                for (int j = 0; j < @order@; ++j) {
-                    const int y = begin[1] + j < n_y ? begin[1] + j : begin[1] + j - n_y;
-                    const @real@ *const line = mesh + (1LL * x * n_y + y) * n_z;
-                    doubles values = {};
-                    if (begin[2] + @width@ <= n_z)
-                        values = __builtin_convertvector(*reinterpret_cast<const reals *>(line + begin[2]), doubles);
-                    else
-                        for (int l = 0; l < @order@; ++l)
-                            values[l] = line[begin[2] + l < n_z ? begin[2] + l : begin[2] + l - n_z];
-                    // points beyond the stencil have nothing to say, not even NaN
-                    @mask@
-                    @add@
-                }
-            }
+            @columns@
             @results@
         }
     }
@@ -408,19 +353,36 @@ _GATHER_GPU = """
     for (int channel = 0; channel < n_channels; ++channel) {
         @channel@
         @sums@
-        for (int i = 0; i < @order@; ++i) {
-            const int x = begin[0] + i < n_x ? begin[0] + i : begin[0] + i - n_x;
-            for (int j = 0; j < @order@; ++j) {
-                const int y = begin[1] + j < n_y ? begin[1] + j : begin[1] + j - n_y;
-                const @real@ *const line = mesh + (1LL * x * n_y + y) * n_z;
-                double values[@order@];
-                for (int l = 0; l < @order@; ++l)
-                    values[l] = line[begin[2] + l < n_z ? begin[2] + l : begin[2] + l - n_z];
-                @add@
-            }
-        }
+        @columns@
         @results@
     }
+"""
+
+_GATHER_COLUMNS = """
+    for (int i = 0; i < @order@; ++i) {
+        const int x = begin[0] + i < n_x ? begin[0] + i : begin[0] + i - n_x;
+        for (int j = 0; j < @order@; ++j) {
+            const int y = begin[1] + j < n_y ? begin[1] + j : begin[1] + j - n_y;
+            const @real@ *const line = mesh + (1LL * x * n_y + y) * n_z;
+            @values@
+            @add@
+        }
+    }
+"""
+
+_VALUES_CPU = """
+    doubles values = {};
+    if (begin[2] + @width@ <= n_z)
+        values = __builtin_convertvector(*reinterpret_cast<const reals *>(line + begin[2]), doubles);
+    else
+        for (int l = 0; l < @order@; ++l) values[l] = line[begin[2] + l < n_z ? begin[2] + l : begin[2] + l - n_z];
+    // points beyond the stencil have nothing to say, not even NaN
+    @mask@
+"""
+
+_VALUES_GPU = """
+    double values[@order@];
+    for (int l = 0; l < @order@; ++l) values[l] = line[begin[2] + l < n_z ? begin[2] + l : begin[2] + l - n_z];
 """
 
 _GATHER_SYSTEM = """
@@ -440,9 +402,10 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
     parts = list(enumerate(moments.components(derivatives)))
     values = _values(order, derivatives) | {"real": "float" if precision == "float32" else "double"}
     values |= {"system": _GATHER_SYSTEM, "channel": filled(_GATHER_CHANNEL, **values)}
+    mask = "" if order == WIDTH else "values = inside_stencil ? values : doubles(0.0);"
     on_cpu = {
         "number": _NUMBER_CPU,
-        "mask": "" if order == WIDTH else "values = inside_stencil ? values : doubles(0.0);",
+        "values": filled(_VALUES_CPU, **values, mask=mask),
         "sums": "\n".join(f"doubles sum_{a}{b} = {{}};" for a, b in pairs),
         "add": "\n".join(f"sum_{a}{b} += w[0][{a}][i] * w[1][{b}][j] * values;" for a, b in pairs),
         "results": "\n".join(
@@ -457,11 +420,15 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
     )
     on_gpu = {
         "number": _NUMBER_GPU,
+        "values": filled(_VALUES_GPU, **values),
         "sums": f"double sum[{len(parts)}] = {{}};",
         "add": lines + "\n".join(f"sum[{n}] += w[0][{a}][i] * w[1][{b}][j] * line_{c};" for n, (a, b, c) in parts),
         "results": f"for (int c = 0; c < {len(parts)}; ++c) result[c] = sum[c] + lost;",
     }
-    return by_device(filled(_GATHER_CPU, **values | on_cpu), filled(_GATHER_GPU, **values | on_gpu))
+    texts = []
+    for text, pieces in ((_GATHER_CPU, values | on_cpu), (_GATHER_GPU, values | on_gpu)):
+        texts.append(filled(text, **pieces, columns=filled(_GATHER_COLUMNS, **pieces)))
+    return by_device(*texts)
 
 
 @kernel_variants(*((p, n, r) for p, r in _COMMON for n in (0, 1, 2)))
@@ -469,27 +436,15 @@ def spline_gather(order: int, derivatives: int, precision: str) -> Any:
     """Kernel that sums the values of the mesh around atoms: `LANES` of them for a CPU thread, one for one of a GPU."""
     real = getattr(wp, precision)
 
-    @wp.func_native(_gather_body(order, derivatives, precision))
-    def gather(
-        row: wp.int32,
-        field: wp.array4d(dtype=real),
-        coordinates: wp.array2d(dtype=wp.float64),
-        batch_idx: wp.array(dtype=wp.int32),
-        order: wp.array(dtype=wp.int32),
-        moments: wp.array3d(dtype=real),
-    ):
-        """Sums of some atoms; arguments as in the kernel."""
-        ...
-
-    @wp.kernel(module=kernel_module(f"spline_gather_{order}_{derivatives}_{precision}"), enable_backward=False)
+    @native_kernel(f"spline_gather_{order}_{derivatives}_{precision}", _gather_body(order, derivatives, precision))
     def kernel(
-        offset: wp.int32,
+        row: wp.int32,
         field: wp.array4d(dtype=real),  # (n_systems * n_channels, n_x, n_y, n_z)
         coordinates: wp.array2d(dtype=wp.float64),  # (n_atoms, 3)
         batch_idx: wp.array(dtype=wp.int32),  # (n_atoms,), or none
         order: wp.array(dtype=wp.int32),  # as in `spline_stencils`: neighbors in space are neighbors in time
         moments: wp.array3d(dtype=real),  # (n_atoms, n_channels, n_moments)
     ):
-        gather(offset + wp.tid(), field, coordinates, batch_idx, order, moments)
+        """Sums of some atoms."""
 
-    return gather_only(kernel)
+    return kernel

@@ -1,6 +1,14 @@
-"""Pieces of the C++ text of kernels that Warp Python cannot express well."""
+"""Kernels whose bodies are C++ text, which Warp's own language cannot express well, and pieces of such text."""
 
+import inspect
+import linecache
 import re
+from collections.abc import Callable
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops.launch import OFFSET, gather_only, kernel_module
 
 SYSTEM_OF = """
     // the last system that begins at this place or before
@@ -24,3 +32,46 @@ def filled(text: str, **values: object) -> str:
 def by_device(cpu: str, gpu: str = "") -> str:
     """Text that differs between CPU and GPU."""
     return f"\n#if defined(__CUDA_ARCH__)\n{gpu}\n#else\n{cpu}\n#endif\n"
+
+
+def native_kernel(name: str, body: str, lanes: bool = False) -> Callable[[Callable[..., Any]], wp.Kernel]:
+    """Make a gather-only kernel of C++ text and the signature of a function.
+
+    Parameters
+    ----------
+    name : str
+        Name of the kernel and of its module (`kernel_module`): an identifier.
+    body : str
+        C++ text for one thread. It reads and writes the parameters of the function by name.
+    lanes : bool, optional
+        Whether the kernel is launched with lanes.
+
+    Returns
+    -------
+    callable
+        Decorator of a function without a body. Its first parameter is the row of the thread; all others are those of
+        the kernel, in this order, with their types.
+
+    Notes
+    -----
+    Warp calls native text only from a kernel in its own language, with the same parameters: that kernel is written
+    here. Warp reads the text of kernels through `inspect`, which finds generated text in `linecache`.
+    """
+
+    def decorate(signature: Callable[..., Any]) -> wp.Kernel:
+        _, *names = inspect.signature(signature).parameters
+        declared = ", ".join(names)
+        text = (
+            f"def {name}({OFFSET}, {declared}):\n"
+            f"    {'_row, _lane' if lanes else '_row'} = wp.tid()\n"
+            f"    native({OFFSET} + _row, {declared})\n"
+        )
+        file = f"<nvalchemiops kernel {name}>"
+        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+        scope: dict[str, Any] = {"wp": wp, "native": wp.func_native(body)(signature)}
+        exec(compile(text, file, "exec"), scope)
+        types = {n: signature.__annotations__[n] for n in names}
+        scope[name].__annotations__ = {OFFSET: wp.int32, **types}
+        return gather_only(wp.kernel(module=kernel_module(name), enable_backward=False)(scope[name]))
+
+    return decorate

@@ -8,7 +8,8 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.kernels.native import native_kernel
+from nvalchemiops.launch import kernel_variants
 
 BLOCK = 256
 """Atoms that are added one after the other."""
@@ -60,22 +61,9 @@ def sum_rows(precision: str) -> Any:
     """Kernel that adds the rows of ``values`` that belong to each system, or to each block of one."""
     real = getattr(wp, precision)
 
-    @wp.func_native(_SUM)
-    def sum_thread(
-        thread: wp.int32,
-        values: wp.array2d(dtype=real),
-        order: wp.array(dtype=wp.int32),
-        begin: wp.array(dtype=wp.int32),
-        block_begin: wp.array(dtype=wp.int32),
-        by_block: wp.int32,
-        sums: wp.array2d(dtype=wp.float64),
-    ):
-        """Add the rows of a system or a block; arguments as in the kernel."""
-        ...
-
-    @wp.kernel(module=kernel_module(f"sum_rows_{precision}"), enable_backward=False)
+    @native_kernel(f"sum_rows_{precision}", _SUM)
     def kernel(
-        offset: wp.int32,
+        thread: wp.int32,
         values: wp.array2d(dtype=real),  # (n_atoms, n_columns)
         order: wp.array(dtype=wp.int32),  # (n_atoms,), rows sorted by system; or none: they are
         begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), into the order; or none: one system
@@ -83,6 +71,6 @@ def sum_rows(precision: str) -> Any:
         by_block: wp.int32,  # whether a thread has one block rather than one system
         sums: wp.array2d(dtype=wp.float64),  # a row for each thread
     ):
-        sum_thread(offset + wp.tid(), values, order, begin, block_begin, by_block, sums)
+        """Add the rows of a system or a block."""
 
-    return gather_only(kernel)
+    return kernel

@@ -16,7 +16,7 @@ were taken off, so that images found between wrapped atoms can be told in terms 
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import warp as wp
 
@@ -503,39 +503,33 @@ def _kernels() -> dict[str, wp.Kernel]:
             place(k, positions, system, grids, order, coordinates, entry)
 
     return {
-        "describe": gather_only(describe),
-        "locate": gather_only(locate),
-        "sort": sort,
-        "put": gather_only(put),
-        "prepare": prepare,
+        "describe_systems": gather_only(describe),
+        "locate_atoms": gather_only(locate),
+        "sort_atoms": sort,
+        "place_atoms": gather_only(put),
+        "prepare_search": prepare,
     }
 
 
-@kernel_variants(())
-def describe_systems() -> Any:
-    """Kernel that lays out the bins of each system."""
-    return _kernels()["describe"]
+def _factory(name: str) -> Callable[[], wp.Kernel]:
+    def factory() -> wp.Kernel:
+        return _kernels()[name]
+
+    factory.__name__ = name
+    return kernel_variants(())(factory)
 
 
-@kernel_variants(())
-def locate_atoms() -> Any:
-    """Kernel that finds the slot of each atom."""
-    return _kernels()["locate"]
+describe_systems = _factory("describe_systems")
+"""Kernel that lays out the bins of each system."""
 
+locate_atoms = _factory("locate_atoms")
+"""Kernel that finds the slot of each atom."""
 
-@kernel_variants(())
-def sort_atoms() -> Any:
-    """Kernel for one CPU thread that orders atoms by slot, and by number within one."""
-    return _kernels()["sort"]
+sort_atoms = _factory("sort_atoms")
+"""Kernel for one CPU thread that orders atoms by slot, and by number within one."""
 
+place_atoms = _factory("place_atoms")
+"""Kernel that wraps atoms into the cell and writes them in the order of their slots."""
 
-@kernel_variants(())
-def place_atoms() -> Any:
-    """Kernel that wraps atoms into the cell and writes them in the order of their slots."""
-    return _kernels()["put"]
-
-
-@kernel_variants(())
-def prepare_search() -> Any:
-    """Kernel for one CPU thread that does what the other four do."""
-    return _kernels()["prepare"]
+prepare_search = _factory("prepare_search")
+"""Kernel for one CPU thread that does what the other four do."""

@@ -4,7 +4,8 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.kernels.native import native_kernel
+from nvalchemiops.launch import kernel_module, kernel_variants
 from nvalchemiops.types import REAL
 
 SLOTS_PER_THREAD = 64
@@ -61,32 +62,12 @@ def measure_pairs(precision: str) -> Any:
     """
     scalar, vec3, mat33 = REAL[precision]
 
-    @wp.func_native(_MEASURE)
-    def measure_slots(
-        thread: wp.int32,
-        positions: wp.array(dtype=vec3),
-        cell: wp.array(dtype=mat33),
-        systems: wp.array(dtype=wp.int32),
-        target: wp.array(dtype=wp.int32),
-        first: wp.array(dtype=wp.int32),
-        second: wp.array(dtype=wp.int32),
-        shift: wp.array(dtype=wp.vec3i),
-        counts: wp.array(dtype=wp.int32),
-        width: wp.int32,
-        padding: wp.int32,
-        slots_per_thread: wp.int32,
-        squares: wp.array(dtype=scalar),
-        vectors: wp.array(dtype=vec3),
-    ):
-        """Measure the slots of a thread; arguments as in the kernel."""
-        ...
+    name = f"measure_pairs_{precision}"
+    wp.set_module_options({"fuse_fp": False}, module=kernel_module(name))
 
-    module = kernel_module(f"measure_pairs_{precision}")
-    wp.set_module_options({"fuse_fp": False}, module=module)
-
-    @wp.kernel(module=module, enable_backward=False)
+    @native_kernel(name, _MEASURE)
     def kernel(
-        offset: wp.int32,
+        thread: wp.int32,
         positions: wp.array(dtype=vec3),  # (n_atoms,)
         cell: wp.array(dtype=mat33),  # (n_systems,), (1,) for all, or none
         systems: wp.array(dtype=wp.int32),  # (n_atoms,), or none
@@ -101,21 +82,6 @@ def measure_pairs(precision: str) -> Any:
         squares: wp.array(dtype=scalar),  # (n_slots,)
         vectors: wp.array(dtype=vec3),
     ):
-        measure_slots(
-            offset + wp.tid(),
-            positions,
-            cell,
-            systems,
-            target,
-            first,
-            second,
-            shift,
-            counts,
-            width,
-            padding,
-            slots_per_thread,
-            squares,
-            vectors,
-        )
+        """Measure the slots of a thread."""
 
-    return gather_only(kernel)
+    return kernel

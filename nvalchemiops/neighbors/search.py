@@ -14,8 +14,9 @@ from typing import Any
 
 import warp as wp
 
+from nvalchemiops.kernels.native import native_kernel
 from nvalchemiops.kernels.simd import LANES, lanes_of_masks
-from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.launch import kernel_variants
 from nvalchemiops.neighbors.grid import FARTHEST_BIN, Grid
 
 NOT_FINITE = 2**31 - 1
@@ -38,6 +39,8 @@ GROUP = 32
 
 
 _SEARCH = f"""
+    const int n_rows = target.shape[0] > 0 ? target.shape[0] : entry.shape[0], first_task = thread * rows_per_thread;
+    const int last_task = first_task + rows_per_thread < n_rows ? first_task + rows_per_thread : n_rows;
     const double *x = coordinates.data;
     const double *y = x + coordinates.shape[1];
     const double *z = y + coordinates.shape[1];
@@ -339,38 +342,13 @@ _SEARCH = f"""
 """
 
 
-@wp.func_native(_SEARCH)
-def search_rows(
-    first_task: wp.int32,
-    last_task: wp.int32,
-    coordinates: wp.array2d(dtype=wp.float64),
-    entry: wp.array(dtype=wp.vec4i),
-    begin: wp.array(dtype=wp.int32),
-    system: wp.array(dtype=wp.int32),
-    grids: wp.array(dtype=Grid),
-    cutoff: wp.float64,
-    half: wp.int32,
-    target: wp.array(dtype=wp.int32),
-    active: wp.array(dtype=wp.bool),
-    row_begin: wp.array(dtype=wp.int32),
-    width: wp.int32,
-    fill_value: wp.int32,
-    count: wp.array(dtype=wp.int32),
-    index: wp.array(dtype=wp.int32),
-    first: wp.array(dtype=wp.int32),
-    shifts: wp.array(dtype=wp.vec3i),
-):
-    """Find the neighbors of the atoms of some rows; arguments as in `search_neighbors`."""
-    ...
-
-
 @kernel_variants(())
 def search_neighbors() -> Any:
     """Kernel that counts the neighbors of each atom and, given room, writes them."""
 
-    @wp.kernel(module=kernel_module("neighbor_search"), enable_backward=False)
-    def search(
-        offset: wp.int32,
+    @native_kernel("neighbor_search", _SEARCH, lanes=True)
+    def kernel(
+        thread: wp.int32,
         coordinates: wp.array2d(dtype=wp.float64),  # see grid.place_atoms
         entry: wp.array(dtype=wp.vec4i),
         begin: wp.array(dtype=wp.int32),  # (n_slots + 1 or more,), where the atoms of each slot begin
@@ -389,34 +367,14 @@ def search_neighbors() -> Any:
         shifts: wp.array(dtype=wp.vec3i),  # the same length; or none
         rows_per_thread: wp.int32,
     ):
-        thread, _lane = wp.tid()
-        n_rows = wp.where(target.shape[0] > 0, target.shape[0], entry.shape[0])
-        first_row = (offset + thread) * rows_per_thread
-        search_rows(
-            first_row,
-            wp.min(first_row + rows_per_thread, n_rows),
-            coordinates,
-            entry,
-            begin,
-            system,
-            grids,
-            cutoff,
-            half,
-            target,
-            active,
-            row_begin,
-            width,
-            fill_value,
-            count,
-            index,
-            first,
-            shifts,
-        )
+        """Find the neighbors of the atoms of some rows."""
 
-    return gather_only(search)
+    return kernel
 
 
 _COPY = """
+    const int n_rows = count.shape[0], first_row = thread * rows_per_thread;
+    const int last_row = first_row + rows_per_thread < n_rows ? first_row + rows_per_thread : n_rows;
 #if defined(__CUDA_ARCH__)
     const int lane = threadIdx.x & 31, lanes = 32;
 #else
@@ -446,33 +404,13 @@ _COPY = """
 """
 
 
-@wp.func_native(_COPY)
-def copy_rows(
-    first_row: wp.int32,
-    last_row: wp.int32,
-    count: wp.array(dtype=wp.int32),
-    scratch: wp.array(dtype=wp.int32),
-    scratch_shifts: wp.array(dtype=wp.vec3i),
-    scratch_width: wp.int32,
-    atom: wp.array(dtype=wp.int32),
-    row_begin: wp.array(dtype=wp.int32),
-    width: wp.int32,
-    fill_value: wp.int32,
-    index: wp.array(dtype=wp.int32),
-    first: wp.array(dtype=wp.int32),
-    shifts: wp.array(dtype=wp.vec3i),
-):
-    """Copy rows of neighbors; arguments as in `compact_neighbors`."""
-    ...
-
-
 @kernel_variants(())
 def compact_neighbors() -> Any:
     """Kernel that moves rows of neighbors from a wide matrix to a list or to a matrix of another width."""
 
-    @wp.kernel(module=kernel_module("neighbor_compaction"), enable_backward=False)
-    def compact(
-        offset: wp.int32,
+    @native_kernel("neighbor_compaction", _COPY, lanes=True)
+    def kernel(
+        thread: wp.int32,
         count: wp.array(dtype=wp.int32),  # (n_rows,)
         scratch: wp.array(dtype=wp.int32),  # flat rows of scratch_width, each filled up to its count
         scratch_shifts: wp.array(dtype=wp.vec3i),
@@ -486,22 +424,6 @@ def compact_neighbors() -> Any:
         shifts: wp.array(dtype=wp.vec3i),
         rows_per_thread: wp.int32,
     ):
-        thread, _lane = wp.tid()
-        first_row = (offset + thread) * rows_per_thread
-        copy_rows(
-            first_row,
-            wp.min(first_row + rows_per_thread, count.shape[0]),
-            count,
-            scratch,
-            scratch_shifts,
-            scratch_width,
-            atom,
-            row_begin,
-            width,
-            fill_value,
-            index,
-            first,
-            shifts,
-        )
+        """Copy rows of neighbors."""
 
-    return gather_only(compact)
+    return kernel

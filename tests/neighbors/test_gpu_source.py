@@ -13,7 +13,7 @@ from nvalchemiops.launch import registered_kernels
 from nvalchemiops.neighbors import search as source
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors import search as ops
-from tests.one_lane import one_lane, one_lane_module
+from tests.one_lane import one_lane, use_other_modules
 from tests.systems import SYSTEMS, batch, triclinic
 
 FMA = """
@@ -30,9 +30,8 @@ WARPS_OF_ONE = {
 @pytest.fixture
 def gpu_branch(monkeypatch):
     """The search kernel, its GPU branch built for one lane."""
-    native = wp.func_native(one_lane(source._SEARCH, WARPS_OF_ONE, FMA))(source.search_rows.func)
-    monkeypatch.setattr(source, "search_rows", native)
-    monkeypatch.setattr(source, "kernel_module", one_lane_module)
+    monkeypatch.setattr(source, "_SEARCH", one_lane(source._SEARCH, WARPS_OF_ONE, FMA))
+    use_other_modules(monkeypatch)
     kernel = source.search_neighbors.__wrapped__()
     monkeypatch.setattr(ops, "search_neighbors", lambda: kernel)
     return kernel

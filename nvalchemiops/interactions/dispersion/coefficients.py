@@ -17,9 +17,9 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.kernels.native import by_device, filled
+from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.kernels.simd import LANES, WARP
-from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.launch import kernel_variants
 
 MOST_REFERENCES = 32
 """Reference molecules of an element that there is room for; D3 has up to five, or seven."""
@@ -114,27 +114,12 @@ _SUMS = by_device(
 @kernel_variants((0,), (1,))
 def coefficients(derivative: int) -> Any:
     """Kernel of the derivatives of this order and of the next one."""
+    sums = filled(_SUMS, lanes=LANES, warp=WARP)
+    body = filled(_SOURCE, sums=sums, order=derivative + 1, room=MOST_REFERENCES)
 
-    @wp.func_native(
-        filled(_SOURCE, sums=filled(_SUMS, lanes=LANES, warp=WARP), order=derivative + 1, room=MOST_REFERENCES)
-    )
-    def sum_states(
-        i: wp.int32,
-        coordination: wp.array(dtype=wp.float64),
-        row: wp.array(dtype=wp.int32),
-        references: wp.array2d(dtype=wp.float64),
-        places: wp.array2d(dtype=wp.int32),
-        vectors: wp.array2d(dtype=wp.float64),
-        k3: wp.float64,
-        values: wp.array2d(dtype=wp.float64),
-        slopes: wp.array2d(dtype=wp.float64),
-    ):
-        """Sum over the reference states of an atom; arguments as in the kernel."""
-        ...
-
-    @wp.kernel(module=kernel_module(f"d3_coefficients_{derivative}"), enable_backward=False)
+    @native_kernel(f"d3_coefficients_{derivative}", body, lanes=True)
     def kernel(
-        offset: wp.int32,
+        i: wp.int32,
         coordination: wp.array(dtype=wp.float64),  # (n_atoms,)
         row: wp.array(dtype=wp.int32),  # (n_atoms,), into the next two
         references: wp.array2d(dtype=wp.float64),  # (n_rows, n_references), coordination numbers
@@ -144,7 +129,6 @@ def coefficients(derivative: int) -> Any:
         values: wp.array2d(dtype=wp.float64),  # (n_atoms, n_coefficients)
         slopes: wp.array2d(dtype=wp.float64),
     ):
-        i, _lane = wp.tid()
-        sum_states(offset + i, coordination, row, references, places, vectors, k3, values, slopes)
+        """Sum over the reference states of an atom."""
 
-    return gather_only(kernel)
+    return kernel

@@ -20,9 +20,9 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.kernels.native import by_device, filled
+from nvalchemiops.kernels.native import by_device, filled, native_kernel
 from nvalchemiops.kernels.simd import LANES, WARP
-from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.launch import kernel_variants
 
 MOST_COEFFICIENTS = 256
 """Coefficients ``c_iq`` that there is room for: those of some seventy elements."""
@@ -287,35 +287,9 @@ def three_body(precision: str) -> Any:
     """Kernel that adds up the triples of an atom, its first one being the atom itself."""
     real = getattr(wp, precision)
 
-    @wp.func_native(_source(precision))
-    def sum_triples(
-        i: wp.int32,
-        positions: wp.array2d(dtype=real),
-        cell: wp.array3d(dtype=real),
-        coefficients: wp.array2d(dtype=real),
-        species: wp.array(dtype=wp.int32),
-        pair_radii: wp.array2d(dtype=real),
-        weights: wp.array(dtype=real),
-        batch_idx: wp.array(dtype=wp.int32),
-        row_begin: wp.array(dtype=wp.int32),
-        neighbors: wp.array(dtype=wp.int32),
-        shifts: wp.array2d(dtype=wp.int32),
-        width: wp.int32,
-        padding: wp.int32,
-        n_positive: wp.int32,
-        cutoff: wp.float64,
-        r_switch: wp.float64,
-        energies: wp.array(dtype=real),
-        position_gradients: wp.array2d(dtype=real),
-        coefficient_gradients: wp.array2d(dtype=real),
-        system_sums: wp.array2d(dtype=wp.float64),
-    ):
-        """Sum over the triples of an atom; arguments as in the kernel."""
-        ...
-
-    @wp.kernel(module=kernel_module(f"three_body_{precision}"), enable_backward=False)
+    @native_kernel(f"three_body_{precision}", _source(precision), lanes=True)
     def kernel(
-        offset: wp.int32,
+        i: wp.int32,
         positions: wp.array2d(dtype=real),  # (n_atoms, 3)
         cell: wp.array3d(dtype=real),  # (n_systems, 3, 3), or none
         coefficients: wp.array2d(dtype=real),  # (n_atoms, n_coefficients)
@@ -336,28 +310,6 @@ def three_body(precision: str) -> Any:
         coefficient_gradients: wp.array2d(dtype=real),  # (n_atoms, n_coefficients)
         system_sums: wp.array2d(dtype=wp.float64),  # (n_atoms, N_SUMS), or none
     ):
-        row, _lane = wp.tid()
-        sum_triples(
-            offset + row,
-            positions,
-            cell,
-            coefficients,
-            species,
-            pair_radii,
-            weights,
-            batch_idx,
-            row_begin,
-            neighbors,
-            shifts,
-            width,
-            padding,
-            n_positive,
-            cutoff,
-            r_switch,
-            energies,
-            position_gradients,
-            coefficient_gradients,
-            system_sums,
-        )
+        """Sum over the triples of an atom."""
 
-    return gather_only(kernel)
+    return kernel
