@@ -1,7 +1,15 @@
-"""Locks that a forked process can take: it has only the thread that forked, and another one may have held them."""
+"""Forked processes: each has only the thread that forked, and another one may have held a lock."""
 
 import os
+from collections.abc import Callable
 from typing import Any
+
+
+def after_fork(action: Callable[[], None]) -> Callable[[], None]:
+    """Call ``action`` in every forked child, where there is ``fork``; in the order of these calls. A decorator."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=action)
+    return action
 
 
 def fork_safe(lock: Any) -> Any:
@@ -9,6 +17,5 @@ def fork_safe(lock: Any) -> Any:
 
     What it protects must be of use wherever another thread was stopped, and no thread may fork that holds it.
     """
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lock._at_fork_reinit)
+    after_fork(lock._at_fork_reinit)
     return lock

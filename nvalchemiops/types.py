@@ -1,9 +1,10 @@
 """Precision in one place: which Warp scalar, vector and matrix belong to a floating-point width."""
 
-import ctypes
 from typing import Any, NamedTuple
 
 import warp as wp
+
+from nvalchemiops._warp_internals import component_shape, component_type, struct_size
 
 
 class Real(NamedTuple):
@@ -40,23 +41,22 @@ SCALARS = frozenset(
 
 def is_warp_dtype(dtype: Any) -> bool:
     """True for a Warp scalar, vector, matrix or quaternion type (a class), False for anything else."""
-    return isinstance(dtype, type) and (dtype in SCALARS or hasattr(dtype, "_wp_scalar_type_"))
+    return isinstance(dtype, type) and (dtype in SCALARS or component_type(dtype) is not None)
 
 
 def is_struct(dtype: Any) -> bool:
     """True for a ``wp.struct``, an array of which is a tensor of bytes."""
-    return hasattr(dtype, "instance_type") and hasattr(dtype, "ctype")
+    return struct_size(dtype) is not None
 
 
 def scalar_type(dtype: Any) -> Any:
     """The Warp scalar type that a Warp scalar, vector or matrix type is made of; a struct is made of bytes."""
     if is_struct(dtype):
         return wp.uint8
-    return getattr(dtype, "_wp_scalar_type_", dtype)
+    return component_type(dtype) or dtype
 
 
 def inner_shape(dtype: Any) -> tuple[int, ...]:
     """The trailing dimensions that a Warp vector, matrix or struct takes from a tensor; empty for a scalar."""
-    if is_struct(dtype):
-        return (ctypes.sizeof(dtype.ctype),)
-    return tuple(getattr(dtype, "_shape_", ()))
+    size = struct_size(dtype)
+    return component_shape(dtype) if size is None else (size,)

@@ -172,18 +172,18 @@ def test_warmup_refuses_each_name_without_a_kernel(monkeypatch, capsys):
 FIRST_ORDER = """
 import itertools
 import torch
-from nvalchemiops import cli, launch
+from nvalchemiops import cli, loading
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
 
 known = {build().module.name for _, build in cli.all_kernels()}
 used = set()
-find = launch._find
+find = loading.find_kernel
 
 def watch(kernel, *where):
     used.add(kernel.module.name)
     return find(kernel, *where)
 
-launch._find = watch
+loading.find_kernel = watch
 for dtype, accuracy, order in ((torch.float64, 1e-6, 5), (torch.float64, 1e-6, 8), (torch.float32, 1e-4, 5)):
     positions = torch.tensor([[0.0, 0.0, 0.0], [1.7, 1.2, 1.4]], dtype=dtype)
     system = (positions, torch.tensor([1.0, -1.0], dtype=dtype), 3.0 * torch.eye(3, dtype=dtype))

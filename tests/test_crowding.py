@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nvalchemiops import launch as core
+from nvalchemiops import threads as shared
 from nvalchemiops.crowding import LONGEST_PAUSE, REMEMBERED, SHORTEST_PAUSE, Crowding, Usage, usage_of_thread
 from nvalchemiops.torch import adapt_threads
 from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
@@ -83,14 +84,14 @@ def test_pauses_are_forgotten_after_a_quiet_time():
 def test_launches_stay_whole_where_threads_wait_and_give_the_same_bits(threads, monkeypatch):
     monkeypatch.setattr(core, "MINIMUM_CHUNK", 1e-15)
     clock = Clock()
-    monkeypatch.setattr(core, "_crowding", Crowding(clock, lambda: None))
-    original = core._run
+    monkeypatch.setattr(shared, "crowding", Crowding(clock, lambda: None))
+    original = shared.run
 
     def waits(task, n_threads):
         original(task, n_threads)
         time.sleep(0.01)
 
-    monkeypatch.setattr(core, "_run", waits)
+    monkeypatch.setattr(shared, "run", waits)
     threads(2)
     x = torch.rand(1_000, 3)
     run_row_sum(x)
@@ -98,7 +99,7 @@ def test_launches_stay_whole_where_threads_wait_and_give_the_same_bits(threads, 
     pieces = [len(offsets.unique()) for _, offsets in results]
     assert pieces[0] > 1 and pieces[-1] == 1
     assert all(torch.equal(sums, results[0][0]) for sums, _ in results)
-    monkeypatch.setattr(core, "_run", original)
+    monkeypatch.setattr(shared, "run", original)
     clock.now += 2.0 * LONGEST_PAUSE
     assert len(run_row_sum(x)[1].unique()) > 1
 

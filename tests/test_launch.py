@@ -12,6 +12,8 @@ import torch
 import warp as wp
 
 from nvalchemiops import launch as core
+from nvalchemiops import loading
+from nvalchemiops import threads as shared
 from nvalchemiops.torch.launch import launch, launch_adjoint
 
 
@@ -92,7 +94,7 @@ def test_several_threads_share_the_pieces(threads, always_split, monkeypatch):
     """And a thread that wakes up late gets none, instead of making the others wait."""
     threads(2)
     run_row_sum(torch.rand(100, 3))
-    monkeypatch.setattr(core, "_team", None)  # of our own threads
+    monkeypatch.setattr(shared, "_openmp", None)  # on the pool
     original, takers = core._launch_recorded, []
 
     def slowly(*arguments):
@@ -104,7 +106,7 @@ def test_several_threads_share_the_pieces(threads, always_split, monkeypatch):
     run_row_sum(torch.rand(4_000, 3))
     assert len(takers) == 2 * core.PIECES and len(set(takers)) == 2
     monkeypatch.setattr(core, "_launch_recorded", original)
-    pool, awake = core._workers(1), threading.Event()
+    pool, awake = shared.pool(1), threading.Event()
     asleep = [pool.submit(awake.wait, 60.0) for _ in range(pool._max_workers)]
     run_row_sum(torch.rand(4_000, 3))
     assert not any(task.done() for task in asleep), "the launch waited for a thread that had not begun"
@@ -335,4 +337,4 @@ def test_kernel_variants_are_cached_and_listed():
         assert added[0][1]() is factory("float32")
         assert "1_0_0" in factory("float32").module.name, "the cache folder carries the library's version"
     finally:
-        del core._registered[len(before) :]
+        del loading._registered[len(before) :]

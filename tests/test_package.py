@@ -104,11 +104,35 @@ def test_every_launch_goes_through_the_helper():
     """One place decides about threads, lanes and tapes; user code in docstrings and docs may launch as it likes."""
     offenders = []
     for path in PACKAGE.rglob("*.py"):
-        if path == PACKAGE / "launch.py":
+        if path in (PACKAGE / "launch.py", PACKAGE / "_warp_internals.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("wp.launch", "wp.launch_tiled", "warp.launch", "warp.launch_tiled"):
+                offenders.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not offenders
+
+
+WARP_INTERNALS = {
+    *("_src", "adj", "module_exec", "hooks", "get_kernel_hooks", "get_module_identifier", "failed_builds"),
+    *("fwd_args", "params_addr", "set_param_at_index", "set_param_at_index_from_ctype", "set_dim"),
+    *("record_launch", "record_func", "record_scope_begin", "record_scope_end"),
+    *("__ctype__", "_wp_scalar_type_", "_shape_", "instance_type"),
+}
+"""Names that Warp does not promise to keep; and what a kernel has beside its key."""
+
+
+def test_private_parts_of_warp_are_named_in_one_file():
+    offenders = []
+    for path in PACKAGE.rglob("*.py"):
+        if path == PACKAGE / "_warp_internals.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            named = node.attr if text else getattr(node, "value", None) if isinstance(node, ast.Constant) else None
+            imported = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("warp._")
+            of_kernel = re.fullmatch(r"(\w*_)?kernel\.(module|options|func|overloads)", text)
+            if imported or of_kernel or (isinstance(named, str) and named in WARP_INTERNALS):
                 offenders.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not offenders
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from nvalchemiops import launch as core
+from nvalchemiops import threads as core
 from nvalchemiops.torch.runtime.openmp import torch_team
 
 pytestmark = pytest.mark.skipif(torch_team() is None, reason="torch has loaded no OpenMP of GNU here, or several")
@@ -53,11 +53,11 @@ def test_only_the_main_thread_asks_the_team(monkeypatch):
         asked.append(threads)
         task()
 
-    monkeypatch.setattr(core, "_team", team)
+    monkeypatch.setattr(core, "_openmp", team)
     done = []
-    core._run(dealt(10, done), 2)
+    core.run(dealt(10, done), 2)
     assert asked == [2] and len(done) == 10
-    other = threading.Thread(target=lambda: core._run(dealt(10, done), 2))
+    other = threading.Thread(target=lambda: core.run(dealt(10, done), 2))
     other.start()
     other.join()
     assert asked == [2] and len(done) == 20
@@ -68,5 +68,5 @@ def test_a_forked_child_has_no_team():
     """Its threads of OpenMP did not come along."""
     child = os.fork()
     if child == 0:
-        os._exit(0 if core._team is None else 1)
+        os._exit(0 if core._openmp is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

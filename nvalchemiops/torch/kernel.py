@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import warp as wp
 
+from nvalchemiops._warp_internals import parameters as parameters_of
 from nvalchemiops.launch import has_adjoint, is_gather_only
 from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.autograd import OutputSpec, WarpOp
 from nvalchemiops.torch.autograd.naming import value_identity
 from nvalchemiops.torch.launch import launch, launch_adjoint
-from nvalchemiops.types import inner_shape, is_warp_dtype
+from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
 
 Dim = int | Sequence[int] | Callable[..., Any] | None
 
@@ -261,7 +262,7 @@ def _unpack(results: Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tenso
 
 def _arguments(kernel: wp.Kernel) -> list[Any]:
     """The kernel's own parameters, without the offset that the launch helper supplies."""
-    return list(kernel.adj.args[1:] if is_gather_only(kernel) else kernel.adj.args)
+    return parameters_of(kernel)[is_gather_only(kernel) :]
 
 
 def _check_names(kernel: wp.Kernel, outputs: Sequence[OutputSpec]) -> int:
@@ -454,13 +455,14 @@ def _paired_op(
 
 
 def _is_float(dtype: Any) -> bool:
-    return dtype is Any or getattr(dtype, "_wp_scalar_type_", dtype) in (wp.float16, wp.float32, wp.float64)
+    return dtype is Any or scalar_type(dtype) in (wp.float16, wp.float32, wp.float64)
 
 
 def _identity(kernel: wp.Kernel, outputs: Sequence[OutputSpec], dim: Any, extra: str) -> str:
     """The same in every process for the same kernel and specs: it names the op, also in exported programs."""
     types_ = [
-        value_identity(getattr(a.type, "dtype", a.type)) + str(getattr(a.type, "ndim", "")) for a in kernel.adj.args
+        value_identity(getattr(a.type, "dtype", a.type)) + str(getattr(a.type, "ndim", ""))
+        for a in parameters_of(kernel)
     ]
     text = repr((value_identity(kernel), types_, _spec_key(outputs), _dim_key(dim), extra))
     return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -10,7 +10,14 @@ import warp as wp
 
 from nvalchemiops import launch as core
 from nvalchemiops._warp import ensure_warp
-from nvalchemiops.torch.autograd.arrays import current_stream, outer_layout, refuse_lazy, warp_device
+from nvalchemiops._warp_internals import descriptor, descriptor_type, parameters
+from nvalchemiops.torch.autograd.arrays import (
+    current_stream,
+    outer_layout,
+    refuse_lazy,
+    warp_device,
+    warp_from_torch,
+)
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
 from nvalchemiops.types import inner_shape, scalar_type
 
@@ -111,13 +118,13 @@ def describe(
             if device is not None:
                 raise ValueError(f"`{expected.name}` is on {value.device}, but other arguments are on {device}")
             device = value.device
+        gradient = None if gradients is None else gradients[position]
         if value.dtype is not expected.dtype or value.is_neg() or value._is_zerotensor():
-            descriptors.append(_unusual(value, kernel, expected))
+            descriptors.append(_unusual(value, gradient, kernel, expected))
             continue
         layout = expected.layouts.get((value.shape, value.stride()))
         if layout is None:
             layout = _layout(value, kernel, expected)
-        gradient = None if gradients is None else gradients[position]
         addresses = _pack_addresses(value.data_ptr(), 0 if gradient is None else gradient.data_ptr())
         descriptors.append(addresses + layout)
     if device is None:
@@ -130,7 +137,7 @@ class _Expected(NamedTuple):
 
     name: str
     element: Any  # Warp dtype of the array; None: a plain value; Any: a generic kernel
-    dtype: torch.dtype | None
+    dtype: torch.dtype | None  # of tensors that are passed as descriptors
     inner: tuple[int, ...]
     ndim: int
     layouts: dict[tuple[torch.Size, tuple[int, ...]], bytes]  # what a descriptor says of shape and strides
@@ -141,23 +148,31 @@ class _Expected(NamedTuple):
 def _parameters(kernel: wp.Kernel) -> tuple[_Expected, ...]:
     ensure_warp()
     expected = []
-    for argument in kernel.adj.args[core.is_gather_only(kernel) :]:
+    as_bytes = descriptor_type() is not None
+    for argument in parameters(kernel)[core.is_gather_only(kernel) :]:
         kind: Any = argument.type
         element = getattr(kind, "dtype", None)
         if element is None or element is Any:
             expected.append(_Expected(argument.label, element, None, (), 0, {}, None))
         else:
-            dtype = TORCH_DTYPES[scalar_type(element)]
-            absent = bytes(core.descriptor_type()(0, 0, kind.ndim, (0,) * kind.ndim, (0,) * kind.ndim))
+            nothing = (0,) * kind.ndim
+            absent = descriptor(nothing, nothing) if as_bytes else None
+            dtype = TORCH_DTYPES[scalar_type(element)] if as_bytes else None
             expected.append(_Expected(argument.label, element, dtype, inner_shape(element), kind.ndim, {}, absent))
     return tuple(expected)
 
 
-def _unusual(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> Any:
-    """The argument for a tensor that is no array of the declared dtype: for a generic kernel, or else an error."""
+def _unusual(tensor: torch.Tensor, gradient: torch.Tensor | None, kernel: wp.Kernel, expected: _Expected) -> Any:
+    """The array for a tensor that is not passed as a descriptor, to a generic kernel, say; or else an error."""
     if expected.element is None:
         raise TypeError(f"{_label(kernel, expected)}: the kernel expects a plain value here, not a tensor")
     refuse_lazy(tensor)
+    if expected.element is not Any and expected.dtype is None:
+        array: Any = warp_from_torch(tensor.detach(), expected.element)
+        if array.ndim != expected.ndim:
+            _layout(tensor, kernel, expected)  # which tells what is wrong
+        array.grad = None if gradient is None else warp_from_torch(gradient, expected.element)
+        return array
     if expected.element is not Any:
         raise TypeError(f"{_label(kernel, expected)}: expected dtype {expected.dtype}, got {tensor.dtype}")
     # a generic kernel picks its overload from the array's type, which a bare descriptor does not carry
@@ -184,10 +199,9 @@ def _layout(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> byt
         raise ValueError(
             f"{_label(kernel, expected)}: expected {expected.ndim} array dimensions, got shape {tuple(tensor.shape)}"
         )
-    descriptor = core.descriptor_type()(0, 0, len(shape), shape, strides)
     if len(expected.layouts) >= KEPT_LAYOUTS:
         expected.layouts.clear()
-    layout = expected.layouts[tensor.shape, tensor.stride()] = bytes(descriptor)[struct.calcsize("QQ") :]
+    layout = expected.layouts[tensor.shape, tensor.stride()] = descriptor(shape, strides)[struct.calcsize("QQ") :]
     return layout
 
 

@@ -39,7 +39,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops import launch as core
+from nvalchemiops import threads as core_threads
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation
 from nvalchemiops.torch.neighbors import neighbor_list
@@ -342,8 +342,8 @@ def test_one_build_for_two_cutoffs(half, order):
 def test_a_large_search_uses_all_threads(threads, not_crowded, monkeypatch):
     """R05: the documented number of threads, torch's, is what a search of 10,000 atoms uses; the list is the same."""
     asked = []
-    run = core._run
-    monkeypatch.setattr(core, "_run", lambda task, count: (asked.append(count), run(task, count))[1])
+    run = core_threads.run
+    monkeypatch.setattr(core_threads, "run", lambda task, count: (asked.append(count), run(task, count))[1])
     edge = (10_000 / 0.1) ** (1 / 3)
     x, cell = points(10_000, 12) * edge, edge * torch.eye(3, dtype=F64)
     results, used = [], []

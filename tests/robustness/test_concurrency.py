@@ -17,7 +17,7 @@ import torch
 import torch.utils.data
 import warp as wp
 
-from nvalchemiops import launch
+from nvalchemiops import launch, loading
 from nvalchemiops.torch.autograd import OutputSpec, live_recordings
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.lj import lj_energy_forces_virial
@@ -212,7 +212,7 @@ def test_a_kernel_is_made_once_however_many_threads_ask():
         for asker in askers:
             asker.join()
     finally:
-        del launch._registered[before:]
+        del loading._registered[before:]
     assert len(made) == 1 and len(found) == N_THREADS and len(set(map(id, found))) == 1
 
 

@@ -23,7 +23,7 @@ import gc, json, sys
 import numpy as np
 import torch
 
-from nvalchemiops import launch
+from nvalchemiops import launch, threads
 from nvalchemiops.torch.runtime import cache
 from nvalchemiops.torch.autograd import OutputSpec, live_recordings
 from nvalchemiops.torch.autograd.naming import _definitions
@@ -84,7 +84,7 @@ def kept():
         "results by cell": len(cache._kept),
         "names of ops": len(_definitions),
         "kinds of launches": len(launch._row_cost),
-        "commands of this thread": len(launch._thread.commands),
+        "commands of this thread": len(threads.commands()),
     }
 
 

@@ -11,6 +11,7 @@ import torch
 import warp as wp
 
 from nvalchemiops import __version__
+from nvalchemiops._warp_internals import source_of
 from nvalchemiops.torch.autograd.specs import OutputSpec
 from nvalchemiops.types import SCALARS, inner_shape, is_warp_dtype, scalar_type
 
@@ -59,8 +60,8 @@ def value_identity(value: Any, _inside: tuple[Any, ...] = ()) -> str:
     if op is not None and hasattr(op, "identity"):
         return str(op.identity)
     if isinstance(value, wp.Kernel | wp.Function):
-        source = getattr(getattr(value, "adj", None), "source", "")
-        return _digest([value.key, str(source), value_identity(value.func, inside)])
+        source, function = source_of(value)
+        return _digest([value.key, source, value_identity(function, inside)])
     if isinstance(value, types.FunctionType):
         return _function_identity(value, inside)
     if isinstance(value, torch.Tensor):

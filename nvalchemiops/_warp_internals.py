@@ -1,0 +1,286 @@
+"""Private parts of Warp, all of them in this file, and what is done where a release does not have them.
+
+Shortcuts past ``wp.launch``: array descriptors as bytes, and launches that write all arguments at once. Each is tried
+before its first use. One that this release of Warp does not allow is switched off, with one line in the log, and
+``wp.launch`` is called with Warp arrays. The rest tells what a kernel or a type is made of, where Warp has no public
+function for it.
+"""
+
+import ctypes
+import functools
+import logging
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import warp as wp
+
+_log = logging.getLogger("nvalchemiops")
+
+
+@functools.cache
+def _switched_off(shortcut: str, reason: str) -> None:
+    """Say so in the log, once."""
+    _log.warning("%s: not with Warp %s (%s); launches take longer", shortcut, wp.config.version, reason)
+
+
+# -- kernels and types ----------------------------------------------------------------------------
+
+
+class Parameter(NamedTuple):
+    """A parameter of a kernel: its name, and its Warp type."""
+
+    label: str
+    type: Any
+
+
+def parameters(kernel: wp.Kernel) -> list[Parameter]:
+    """The parameters of a kernel, in their order."""
+    return [Parameter(a.label, a.type) for a in kernel.adj.args]
+
+
+def source_of(value: wp.Kernel | wp.Function) -> tuple[str, Any]:
+    """The text of a kernel or function of Warp, and the Python function that it was made of."""
+    return str(getattr(getattr(value, "adj", None), "source", "")), value.func
+
+
+def has_adjoint(kernel: wp.Kernel) -> bool:
+    """Whether Warp derives an adjoint for ``kernel``."""
+    enabled = kernel.options.get("enable_backward")
+    return bool(kernel.module.options.get("enable_backward", True) if enabled is None else enabled)
+
+
+def component_type(dtype: Any) -> Any:
+    """The scalar type that a Warp vector, matrix or quaternion type is made of, None for any other type."""
+    return getattr(dtype, "_wp_scalar_type_", None)
+
+
+def component_shape(dtype: Any) -> tuple[int, ...]:
+    """The shape of a Warp vector or matrix type, () for any other type."""
+    return tuple(getattr(dtype, "_shape_", ()))
+
+
+def struct_size(dtype: Any) -> int | None:
+    """Bytes of a ``wp.struct``, None for any other type."""
+    if hasattr(dtype, "instance_type") and hasattr(dtype, "ctype"):
+        return ctypes.sizeof(dtype.ctype)
+    return None
+
+
+# -- modules --------------------------------------------------------------------------------------
+
+
+def load_module(kernel: wp.Kernel, device: wp.Device) -> None:
+    """Compile and load the module of a kernel, or find it loaded."""
+    wp.load_module(kernel.module, device=device)
+
+
+def find_kernel(kernel: wp.Kernel, device: wp.Device, block_dim: int) -> None:
+    """Load the module of a kernel; raise unless the kernel is in it."""
+    loaded = kernel.module.load(device, block_dim)
+    if loaded is None or loaded.get_kernel_hooks(kernel).forward is None:
+        raise RuntimeError(f"there is no kernel '{kernel.key}' in module '{kernel.module.name}' on {device}")
+
+
+def unload_module(kernel: wp.Kernel) -> None:
+    """Forget that the module of a kernel was loaded."""
+    kernel.module.unload()
+
+
+def compiled_folder(kernel: wp.Kernel, block_dim: int) -> Path:
+    """Where Warp keeps the compiled module of a kernel."""
+    return Path(str(wp.config.kernel_cache_dir), kernel.module.get_module_identifier(block_dim))
+
+
+def failed_to_build(kernel: wp.Kernel) -> bool:
+    """Whether the source of the module did not compile."""
+    return bool(kernel.module.failed_builds)
+
+
+# -- tapes ----------------------------------------------------------------------------------------
+
+
+class TapeRouter(wp.Tape):
+    """Hands what Warp records to the tape of the calling thread.
+
+    Parameters
+    ----------
+    active : callable
+        Gives the tape of this thread, or None.
+    check : callable
+        Gets the kernel and the arguments of a launch before it is recorded; may raise.
+    """
+
+    def __init__(self, active: Callable[[], wp.Tape | None], check: Callable[[wp.Kernel, Sequence[Any]], None]) -> None:
+        super().__init__()
+        self.active, self.check = active, check
+
+    def record_launch(
+        self, kernel: wp.Kernel, dim: Any, max_blocks: int, inputs: Any, outputs: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """As in Warp."""
+        if (tape := self.active()) is not None:
+            self.check(kernel, [*inputs, *outputs])
+            tape.record_launch(kernel, dim, max_blocks, inputs, outputs, *args, **kwargs)
+
+    def record_func(self, *args: Any, **kwargs: Any) -> None:
+        """As in Warp."""
+        if (tape := self.active()) is not None:
+            tape.record_func(*args, **kwargs)
+
+    def record_scope_begin(self, *args: Any, **kwargs: Any) -> None:
+        """As in Warp."""
+        if (tape := self.active()) is not None:
+            tape.record_scope_begin(*args, **kwargs)
+
+    def record_scope_end(self, *args: Any, **kwargs: Any) -> None:
+        """As in Warp."""
+        if (tape := self.active()) is not None:
+            tape.record_scope_end(*args, **kwargs)
+
+
+# -- array descriptors ----------------------------------------------------------------------------
+
+
+@functools.cache
+def descriptor_type() -> Any:
+    """Warp's array descriptor (address, address of the gradient, shape, strides), a ``ctypes`` structure.
+
+    None where descriptors are not what is expected of them: then kernels are launched with Warp arrays.
+    """
+    try:
+        array = wp.empty((2, 3), dtype=wp.float32, device="cpu")
+        own = array.__ctype__()
+        kind: Any = type(own)
+        if bytes(kind(array.ptr, 0, 2, array.shape, array.strides)) != bytes(own):
+            raise TypeError("another layout")
+        if struct.unpack_from("QQ", bytes(own)) != (array.ptr, 0):
+            raise TypeError("another order")
+    except (AttributeError, TypeError, ValueError) as error:
+        _switched_off("array descriptors as bytes", str(error))
+        return None
+    return kind
+
+
+def descriptor(shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    """A descriptor whose addresses, which come first, are zero."""
+    return bytes(descriptor_type()(0, 0, len(shape), shape, strides))
+
+
+def unpacked(arguments: Sequence[Any]) -> list[Any]:
+    """Arguments as ``wp.launch`` takes them, descriptors as such instead of bytes."""
+    return [descriptor_type().from_buffer_copy(a) if type(a) is bytes else a for a in arguments]
+
+
+# -- launches -------------------------------------------------------------------------------------
+
+_FORMATS: dict[Any, str] = {wp.int32: "i", wp.float32: "f", wp.float64: "d"}
+
+
+class Command:
+    """A launch of one kernel on one device, whose grid and arguments are replaced each time; for one thread.
+
+    On a CPU all arguments are written at once into the structure that the compiled kernel reads, which takes half of
+    the time of ``wp.launch`` for a small kernel. On a GPU the arguments of a recorded launch are replaced one by one.
+
+    It keeps addresses and shapes only, so it holds no memory alive between launches. Loading the kernel is left to the
+    caller.
+    """
+
+    def __init__(
+        self, kernel: wp.Kernel, grid: tuple[int, ...], arguments: list[Any], device: Any, block: int | None
+    ) -> None:
+        self.kernel, self.grid, self.device, self.block = kernel, grid, device, block
+        self.parameters = parameters(kernel)
+        self.replace = not device.is_cpu
+        self.pack: Callable[..., None] | None = None
+        self.recorded: Any = wp.launch(
+            kernel, grid, unpacked(arguments), device=device, record_tape=False, record_cmd=True, block_dim=block
+        )
+        try:
+            self.recorded.fwd_args = None  # or it would keep the arrays of each launch alive until the next one
+            if device.is_cpu:
+                self._prepare()
+        except Exception as error:
+            self.pack = None
+            _switched_off("launches that write all arguments at once", repr(error))
+
+    def _prepare(self) -> None:
+        """Find out how the compiled kernel is called, by a launch that calls a function of ours in its place."""
+        recorded = self.recorded
+        values = recorded.params[1:]
+        fields = [(p.label, type(value)) for p, value in zip(self.parameters, values, strict=True)]
+        self.structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})()
+        pack = _packer(type(self.structure), [p.type for p in self.parameters])
+        if pack is None:
+            return
+        pack(self.structure, 0, *(value.value if hasattr(value, "value") else bytes(value) for value in values))
+        seen: list[bytes] = []
+        hooks, recorded.hooks = recorded.hooks, _Hooks(lambda *called: seen.extend(bytes(c._obj) for c in called))
+        try:
+            recorded.launch()
+        finally:
+            recorded.hooks = hooks
+        if seen != [bytes(recorded.params[0]), bytes(self.structure)]:
+            raise TypeError(f"kernel '{self.kernel.key}' gets its arguments in another form")
+        self.call, self.pack = hooks.forward, pack
+
+    def launch(self, grid: tuple[int, ...], arguments: list[Any], stream: wp.Stream | None) -> None:
+        """Launch over ``grid`` with arrays, descriptors as bytes and numbers as arguments."""
+        if len(arguments) != len(self.parameters):
+            raise TypeError(f"kernel '{self.kernel.key}' takes {len(self.parameters)} arguments, got {len(arguments)}")
+        if self.pack is not None:
+            try:
+                self.pack(self.structure, 0, *arguments)
+            except (struct.error, OverflowError):
+                pass  # what is no descriptor and no number of the right kind is left to Warp
+            else:
+                self._set_grid(grid)
+                self.call(ctypes.byref(self.recorded.params[0]), ctypes.byref(self.structure))
+                return
+        for parameter, value in zip(self.parameters, arguments):
+            if type(value) is int and parameter.type is wp.int32 and not -(2**31) <= value < 2**31:
+                raise ValueError(f"kernel '{self.kernel.key}': `{parameter.label}` = {value} does not fit into 32 bits")
+        if self.replace:
+            self._set_grid(grid)
+            for index, value in enumerate(unpacked(arguments)):
+                self.recorded.set_param_at_index(index, value)
+            self.recorded.launch(stream)
+        else:
+            wp.launch(
+                self.kernel,
+                grid,
+                unpacked(arguments),
+                device=self.device,
+                stream=stream,
+                record_tape=False,
+                block_dim=self.block,
+            )
+
+    def _set_grid(self, grid: tuple[int, ...]) -> None:
+        if self.grid != grid:
+            self.recorded.set_dim(grid)
+            self.grid = grid
+
+
+class _Hooks:
+    """In the place of a compiled kernel."""
+
+    def __init__(self, forward: Callable[..., None]) -> None:
+        self.forward = forward
+
+
+def _packer(structure: Any, types: Sequence[Any]) -> Callable[..., None] | None:
+    """Write arguments into a structure all at once: numbers, and bytes for arrays; ``struct.error`` for anything else.
+
+    None if a parameter is of another type.
+    """
+    layout, at = "=", 0
+    for (name, kind), declared in zip(structure._fields_, types):
+        field = getattr(structure, name)
+        form = f"{field.size}s" if kind is descriptor_type() else _FORMATS.get(declared)
+        if form is None:
+            return None
+        layout, at = f"{layout}{field.offset - at}x{form}", field.offset + field.size
+    return struct.Struct(layout).pack_into

@@ -1,0 +1,162 @@
+"""Kernels: the Warp module of each, a list of all, what they declare, and loading them."""
+
+import functools
+import os
+import shutil
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops import __version__
+from nvalchemiops._warp_internals import (
+    compiled_folder,
+    failed_to_build,
+    find_kernel,
+    has_adjoint,
+    parameters,
+    unload_module,
+)
+from nvalchemiops.locks import fork_safe
+
+OFFSET = "offset"
+"""Name of the first parameter of a gather-only kernel: the row at which its chunk begins."""
+
+_registered: list[tuple[str, Callable[[], wp.Kernel]]] = []
+
+
+def kernel_module(name: str) -> Any:
+    """The Warp module for one kernel: compiled alone, in a cache folder that carries this library's version."""
+    release = "".join(c if c.isalnum() else "_" for c in __version__)
+    return wp.get_module(f"nvalchemiops_{release}_{name}")
+
+
+def kernel_variants(
+    *variants: tuple[Any, ...],
+) -> Callable[[Callable[..., wp.Kernel]], Callable[..., wp.Kernel]]:
+    """Cache a kernel factory by its arguments and list ``variants`` for ``nvalchemiops warmup``.
+
+    Parameters
+    ----------
+    *variants : tuple
+        Argument tuples of the specialisations worth compiling ahead.
+    """
+
+    def decorate(factory: Callable[..., wp.Kernel]) -> Callable[..., wp.Kernel]:
+        kept: dict[tuple[Any, ...], wp.Kernel] = {}
+
+        @functools.wraps(factory)
+        def cached(*arguments: Any) -> wp.Kernel:
+            if arguments not in kept:
+                # two threads that both made it would leave one of them a kernel that its module knows nothing of
+                with loading():
+                    if arguments not in kept:
+                        kept[arguments] = factory(*arguments)
+            return kept[arguments]
+
+        cached.cache_clear = kept.clear  # type: ignore[attr-defined]  # a function, which mypy knows no attributes of
+        for arguments in variants:
+            label = ", ".join(str(a) for a in arguments)
+            _registered.append((f"{factory.__name__}({label})", functools.partial(cached, *arguments)))
+        return cached
+
+    return decorate
+
+
+def registered_kernels() -> list[tuple[str, Callable[[], wp.Kernel]]]:
+    """Every kernel specialisation that imported modules declared, as ``(name, build)``."""
+    return list(_registered)
+
+
+_GATHER_ONLY = "_nvalchemiops_gather_only"
+
+
+def is_gather_only(kernel: wp.Kernel) -> bool:
+    """Whether `gather_only` was declared for ``kernel``."""
+    return getattr(kernel, _GATHER_ONLY, False)
+
+
+def gather_only(kernel: wp.Kernel) -> wp.Kernel:
+    """Declare that each thread of ``kernel`` writes only what no other thread touches.
+
+    Only such kernels are split over CPU threads. Their first parameter must be ``offset: wp.int32``, added to
+    ``wp.tid()``; `launch` supplies it. They must have no adjoint (``enable_backward=False``): a Warp adjoint
+    scatters, and Warp's CPU atomics are not atomic.
+
+    Raises
+    ------
+    TypeError
+        If the first parameter is not ``offset: wp.int32``, or the kernel has an adjoint.
+    """
+    if parameters(kernel)[:1] != [(OFFSET, wp.int32)]:
+        raise TypeError(f"gather-only kernel '{kernel.key}' needs `{OFFSET}: wp.int32` as its first parameter")
+    if has_adjoint(kernel):
+        raise TypeError(f"gather-only kernel '{kernel.key}' needs enable_backward=False: adjoints scatter")
+    setattr(kernel, _GATHER_ONLY, True)
+    return kernel
+
+
+# Warp loads modules without a lock, and threads that build or load the same one at once can crash the process. So
+# whatever may be a first launch holds this lock; workers of a split launch find the module loaded.
+_lock = fork_safe(threading.RLock())
+
+
+def loading() -> AbstractContextManager[Any]:
+    """Hold this while launching what may not be compiled and loaded yet."""
+    return _lock
+
+
+def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None:
+    """Compile and load ``kernel``, or find it loaded; a damaged file in Warp's cache is removed and made again, once.
+
+    Warp notices a file that is cut off or that is not its own. What it cannot notice, machine code that was
+    overwritten, nobody does before it runs.
+
+    Parameters
+    ----------
+    kernel : wp.Kernel
+        Not a generic one, which is nothing to load before its first launch.
+    device : wp.Device
+    block : int, optional
+        Threads of a block, as for a launch.
+
+    Raises
+    ------
+    RuntimeError
+        The damaged files cannot be removed; the message names their folder.
+    """
+    block_dim = block or 256  # as a launch resolves it
+    if device.is_cpu and not (block and wp.config.enable_cpu_blocks):
+        block_dim = 1
+    with loading():
+        folder = compiled_folder(kernel, block_dim)
+        from_before = folder.exists()
+        try:
+            find_kernel(kernel, device, block_dim)
+            return
+        except Exception as error:
+            if not from_before or failed_to_build(kernel):
+                raise
+            reason = error
+        # moved first, so that no other process finds half of it
+        aside = folder.with_name(f"{folder.name}_damaged_p{os.getpid()}")
+        try:
+            folder.rename(aside)
+        except FileNotFoundError:
+            pass  # another process was faster
+        except OSError as error:
+            raise RuntimeError(
+                f"the compiled kernels in {folder} cannot be loaded ({reason}), and they cannot be removed "
+                f"({error.strerror}): delete that folder, and they are compiled again"
+            ) from reason
+        shutil.rmtree(aside, ignore_errors=True)
+        warnings.warn(
+            f"the compiled kernels in {folder} could not be loaded ({reason}) and are compiled again",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        unload_module(kernel)
+        find_kernel(kernel, device, block_dim)
