@@ -1,7 +1,7 @@
 """Starting Warp: safely for a library, and quietly for a command.
 
 `ensure_warp` comes before the first kernel and leaves the user's ``wp.config`` as it is, except where Warp
-could not run at all. `quiet_warp` is for processes of our own (the commands, the demo): it turns Warp's
+could not run at all. `quiet_warp` is for processes that this library starts (the commands, the demo): it turns Warp's
 messages off, so a library must not call it.
 """
 
@@ -95,7 +95,7 @@ def _fall_back(reason: str) -> None:
 
 
 def _private_temporary_folder() -> Path:
-    """A folder that processes of this user share and that nobody else can put compiled code into."""
+    """A folder that processes of this user share and that no other user can put compiled code into."""
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
     name = f"nvalchemiops-{__version__}-warp-{wp.config.version}-{user}"
     folder = Path(tempfile.gettempdir()) / name

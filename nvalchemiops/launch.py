@@ -131,7 +131,7 @@ def launch(
     with loading():
         load_module(kernel, device)  # again, if the module has got another kernel since
     # Whoever is free takes the next piece: a thread may wake up late, or share its core with one that torch left
-    # spinning after an operation of its own.
+    # spinning after an operation.
     edges = [rows * piece // count for piece in range(count + 1)]
     pieces = iter(range(count))
     work: list[float] = []

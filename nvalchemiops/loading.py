@@ -112,8 +112,8 @@ def loading() -> AbstractContextManager[Any]:
 def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None:
     """Compile and load ``kernel``, or find it loaded; a damaged file in Warp's cache is removed and made again, once.
 
-    Warp notices a file that is cut off or that is not its own. What it cannot notice, machine code that was
-    overwritten, nobody does before it runs.
+    Warp notices a file that is cut off or that is not its own. Overwritten machine code is not noticed
+    before it runs.
 
     Parameters
     ----------

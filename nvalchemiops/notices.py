@@ -25,11 +25,11 @@ class NeighborListWarning(NvalchemiopsWarning):
 
 
 _shown: set[tuple[object, ...]] = set()
-"""Python keeps such a record itself, but forgets it whenever anybody uses ``warnings.catch_warnings``."""
+"""Python keeps such a record itself, but forgets it after ``warnings.catch_warnings``."""
 
 
 def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None = None) -> None:
-    """Warn whoever called this package, once for a line of theirs, or as often as their filters say.
+    """Warn the caller of this package, once for a line of their code, or as often as their filters say.
 
     Torch code must not come here while it is compiled.
 

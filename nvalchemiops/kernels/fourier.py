@@ -1,15 +1,15 @@
-"""Fourier sums over atoms at the wave vectors of a lattice, as gather kernels.
+"""Fourier sums over atoms at the k-vectors of a lattice, as gather kernels.
 
-With fractional coordinates s, a wave vector with Miller indices n has the phase ``2π n.s``, and
+With fractional coordinates s, a k-vector with Miller indices n has the phase ``2π n.s``, and
 
     spread:  S(n) = Σ_i m_i exp(2πi n.s_i)                                        real and imaginary part
     gather:  φ_i = Σ_n Re F(n) cos(2π n.s_i) + Im F(n) sin(2π n.s_i)
 
 are transposes of each other, with derivatives by s as `nvalchemiops.kernels.moments` numbers them. Of k and -k one is
-enough, so the first index is not negative. *Points* are the triples (|n_x|, |n_y|, |n_z|), each for four wave vectors,
+enough, so the first index is not negative. A *point* is a triple (|n_x|, |n_y|, |n_z|): four k-vectors,
 ``(n_x, ±n_y, ±n_z)`` in the order ++, +-, -+, --.
 
-The phases factorise. The eight products of a cosine or sine for each axis give all four wave vectors of a point by
+The phases factorise. The eight products of a cosine or sine for each axis give all four k-vectors of a point by
 additions, so a pair of atom and point takes 8 multiplications, half as many as complex arithmetic. On a CPU they are
 matrix products, over blocks of points and of atoms that fit into registers and caches; cosines and sines of all
 multiples are tabulated. On a GPU the lanes of a warp share a point or an atom.
@@ -113,7 +113,7 @@ def phase_tables() -> Any:
 # -- spreading ------------------------------------------------------------------------------------
 
 _SIGNS = """
-    // from sums over products of cosine and sine (numbers by bits x, y, z) to the four wave vectors of a point
+    // from sums over products of cosine and sine (numbers by bits x, y, z) to the four k-vectors of a point
     const auto write_point = [&](const double *sum, double *to) {
         for (int signs = 0; signs < 4; ++signs) {
             const double y = signs & 2 ? -1.0 : 1.0, z = signs & 1 ? -1.0 : 1.0;
@@ -467,7 +467,7 @@ def _gather_body(derivatives: int) -> str:
 
 @kernel_variants(())
 def fourier_coefficients() -> Any:
-    """Kernel that turns values at wave vectors into factors of the products of cosines and sines, for a CPU."""
+    """Kernel that turns values at k-vectors into factors of the products of cosines and sines, for a CPU."""
 
     @native_kernel(
         "fourier_coefficients",
@@ -485,7 +485,7 @@ def fourier_coefficients() -> Any:
 
 @kernel_variants((0,), (1,), (2,))
 def fourier_gather(derivatives: int) -> Any:
-    """Kernel for the sums over wave vectors: a CPU thread has a few vectors of atoms, a warp of a GPU has one atom."""
+    """Kernel for the sums over k-vectors: a CPU thread has a few vectors of atoms, a warp of a GPU has one atom."""
 
     @native_kernel(f"fourier_gather_{derivatives}", _gather_body(derivatives), lanes=True)
     def kernel(

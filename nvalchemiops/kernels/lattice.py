@@ -55,7 +55,7 @@ def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
     if (lengths == 0.0).any():
         raise ValueError("`cell` has a zero lattice vector along a periodic axis")
     units = rows / lengths[:, :, None]
-    # The product of singular values is the volume of unit vectors along the periodic axes; 1 stands for open ones,
+    # The product of singular values is the volume of unit vectors along the periodic axes. For open ones 1 is taken,
     # whose singular value zero is among the last. A Gram determinant would lose half of the digits.
     values = np.linalg.svd(units, compute_uv=False)
     n_periodic = pbc.sum(1, keepdims=True)
@@ -64,7 +64,7 @@ def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
         system = int(np.argmin(ratio))
         raise ValueError(f"`cell` is singular: the periodic lattice vectors of system {system} are linearly dependent")
     dual = np.linalg.pinv(units, rcond=1e-14).transpose(0, 2, 1) / lengths[:, :, None]
-    # exactly zero along open axes: rounding there would look like a thin crystal of its own
+    # exactly zero along open axes: rounding there would look like a thin crystal
     return np.ascontiguousarray(np.where(pbc[:, :, None], dual, 0.0))
 
 

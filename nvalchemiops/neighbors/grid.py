@@ -326,7 +326,7 @@ def layout(
     if in_one:
         size = 1
     elif not open_bins and n_total <= wp.float64(size):
-        # every bin has a slot of its own, and neighbors along x and y stand close together
+        # each bin has its slot, and neighbors along x and y stand close together
         skip_y = wp.max(n_bins[0], 1)
         skip_z = skip_y * wp.max(n_bins[1], 1)
     else:
@@ -414,7 +414,7 @@ def place(
         m = wp.vec3i(wp.int32(cells[0]), wp.int32(cells[1]), wp.int32(cells[2]))
         x = x - cells_to_vector(cells, grid.lattice)
     else:
-        # found by nobody, finds nobody
+        # neither found nor finds
         x = wp.vec3d(wp.float64(wp.nan), wp.float64(wp.nan), wp.float64(wp.nan))
     for a in range(3):
         coordinates[a, k] = x[a]

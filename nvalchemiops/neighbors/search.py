@@ -191,8 +191,8 @@ _SEARCH = f"""
         bool shifted;  // some candidate is in another image
     }} block;
 
-    // Neighbors of an atom in the block, and their places if asked for. Functions of their own, or the loops around
-    // them would take the registers away.
+    // Neighbors of an atom in the block, and their places if asked for. Separate functions, or the loops around
+    // them would take the registers.
     const auto test = [](const Block &b, const double *at, double cutoff_squared, int *hits, bool shifted)
         __attribute__((always_inline)) {{
         int n = 0;

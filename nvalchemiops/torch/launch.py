@@ -49,8 +49,8 @@ def launch(
     kernel : wp.Kernel
     dim : int or sequence of int
     inputs, outputs : sequence of torch.Tensor, number or None
-        In the order of the kernel's parameters, without the ``offset`` of a gather-only kernel. None stands for an
-        array without elements.
+        In the order of the kernel's parameters, without the ``offset`` of a gather-only kernel. None is an array
+        without elements.
 
     Raises
     ------

@@ -367,8 +367,8 @@ def spline_gather_with_force(
     """
     _check_charges(charges, positions)
     gathered, plan = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 1)
-    slopes = plan.lattice.cartesian(gathered[:, 0, 1:] * plan.mesh).to(positions.dtype)
-    return gathered[:, 0, 0], -charges.unsqueeze(1) * slopes
+    gradient = plan.lattice.cartesian(gathered[:, 0, 1:] * plan.mesh).to(positions.dtype)
+    return gathered[:, 0, 0], -charges.unsqueeze(1) * gradient
 
 
 def spline_gather_gradient(

@@ -155,7 +155,7 @@ def fourier_gather(
     coordinates, order, atom_begin, points, point_begin
         As for `fourier_spread`.
     derivatives : int
-        Highest order of derivative that is wanted.
+        Highest order of derivative in the result.
 
     Returns
     -------

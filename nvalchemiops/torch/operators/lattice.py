@@ -9,8 +9,7 @@ import numpy as np
 import torch
 import warp as wp
 
-from nvalchemiops.kernels import lattice as geometry
-from nvalchemiops.kernels.lattice import dual_vectors
+from nvalchemiops.kernels import lattice as kernels
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
@@ -21,7 +20,7 @@ from nvalchemiops.torch.runtime.context import eager, may_read, on_host
 
 
 class Lattice(NamedTuple):
-    """What an Ewald sum needs of the cells, in float64 and differentiable.
+    """Inverse, volume and metric of the cells of an Ewald sum, in float64 and differentiable.
 
     Attributes
     ----------
@@ -29,7 +28,7 @@ class Lattice(NamedTuple):
         Fractional coordinates are ``positions @ inverse``.
     volume : (n_systems,) tensor
     metric : (n_systems, 3, 3) tensor
-        A wave vector with Miller indices n has the square ``n @ metric @ n``.
+        A k-vector with Miller indices n has the square ``n @ metric @ n``.
     frame : (3, 3) or (n_atoms, 3, 3) tensor
         ``inverse`` for the only system, or for the system of each atom.
     """
@@ -46,12 +45,12 @@ class Lattice(NamedTuple):
             return positions @ self.frame
         return (positions.unsqueeze(-1) * self.frame).sum(-2)
 
-    def cartesian(self, slopes: torch.Tensor) -> torch.Tensor:
+    def cartesian(self, derivatives: torch.Tensor) -> torch.Tensor:
         """Derivatives by positions from those by fractional coordinates."""
-        slopes = slopes.to(torch.float64)
+        derivatives = derivatives.to(torch.float64)
         if self.frame.ndim == 2:
-            return slopes @ self.frame.mT
-        return (slopes.unsqueeze(-2) * self.frame).sum(-1)
+            return derivatives @ self.frame.mT
+        return (derivatives.unsqueeze(-2) * self.frame).sum(-1)
 
     def dyadic(self, sums: torch.Tensor) -> torch.Tensor:
         """``Σ k k^T`` (n_systems, 3, 3) from sums over Miller indices ``Σ n n^T``."""
@@ -91,20 +90,20 @@ def shortest_vectors(cell: torch.Tensor) -> torch.Tensor:
         ``basis @ cell`` is reduced in the sense of Minkowski.
     """
     basis = torch.empty(cell.shape, dtype=torch.int32, device=cell.device)
-    launch(geometry.shortest_vectors(), cell.shape[0], [cell], [basis])
+    launch(kernels.shortest_vectors(), cell.shape[0], [cell], [basis])
     return basis
 
 
 def check_cells(cell: torch.Tensor) -> None:
-    """Raise for a singular cell, if its values can be looked at."""
+    """Raise for a singular cell, if its values can be read."""
     if may_read(cell):
         _check_cells(cell, False)
 
 
 def check_vectors(cell: torch.Tensor) -> bool:
-    """Whether a lattice vector is zero, which stands for an open axis.
+    """Whether a lattice vector is zero, as along an open axis.
 
-    Raises if the others are not finite and independent. The values must be such that they can be looked at.
+    Raises if the others are not finite and independent. Its values must be readable.
     """
     return _check_cells(cell, True)
 
@@ -121,14 +120,14 @@ def _check_values(cell: bytes, dtype: np.dtype, n_systems: int, may_be_open: boo
     pbc = np.ones((n_systems, 3), dtype=bool)
     if may_be_open:
         pbc = np.asarray(lattice.any(2))
-    dual_vectors(lattice, pbc)
+    kernels.dual_vectors(lattice, pbc)
     return not pbc.all()
 
 
 def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tensor:
     """The cells (n_systems, 3, 3), NaN in the place of those that `check_cells` would refuse if it could look.
 
-    With ``may_be_open``, those that `check_vectors` would refuse: vectors of zeros stand for open axes.
+    With ``may_be_open``, those that `check_vectors` would refuse: vectors of zeros are open axes.
     """
     if may_read(cell):
         return cell
@@ -136,11 +135,11 @@ def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tens
     squares = rows.square().sum(-1)
     volume = torch.linalg.det(rows)
     # each of these is False for NaN; what is infinite becomes NaN
-    usable = volume.square() >= geometry.SMALLEST_VOLUME_RATIO**2 * squares.prod(-1)
+    usable = volume.square() >= kernels.SMALLEST_VOLUME_RATIO**2 * squares.prod(-1)
     usable = usable & (squares.sum(-1) * 0.0 == 0.0)
     if may_be_open:
         areas = torch.linalg.cross(rows, rows.roll(-1, 1)).square().sum(-1)
-        flat = areas < geometry.SMALLEST_VOLUME_RATIO**2 * squares * squares.roll(-1, 1)
+        flat = areas < kernels.SMALLEST_VOLUME_RATIO**2 * squares * squares.roll(-1, 1)
         usable = usable & ~flat.any(-1)
     else:
         usable = usable & (squares > 0.0).all(-1)
@@ -202,7 +201,7 @@ def mesh_and_order(mesh_dimensions: Any, order: int) -> tuple[tuple[int, int, in
 
 
 LOWEST_ORDER = 2
-"""Of splines that have a slope."""
+"""Of splines that have a derivative."""
 
 
 def check_spline_order(spline_order: Any, lowest: int = LOWEST_ORDER) -> int:

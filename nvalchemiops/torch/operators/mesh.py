@@ -183,7 +183,7 @@ def mesh_gather(
     coordinates, batch_idx, n_systems, order, column_begin, mesh_dimensions, spline_order
         As for `mesh_spread`.
     derivatives : int
-        Highest order of derivative that is wanted.
+        Highest order of derivative in the result.
 
     Returns
     -------

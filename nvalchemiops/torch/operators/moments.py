@@ -16,7 +16,7 @@ Op = Callable[..., torch.Tensor]
 Arguments = dict[str, Any]
 
 
-def slopes(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+def derivative_by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
     """Derivative (n_atoms, 3) of ``Σ moments * gathered`` by coordinates; ``gathered`` has one more order."""
     n_moments = moments.shape[-1]
     if n_moments == 1:
@@ -42,7 +42,7 @@ def spread_pullback(gather: Callable[[], Op]) -> Callable[..., Arguments]:
         if "moments" in wanted:
             results["moments"] = found[..., : moments.shape[-1]]
         if "coordinates" in wanted:
-            results["coordinates"] = slopes(moments, found)
+            results["coordinates"] = derivative_by_coordinates(moments, found)
         return results
 
     return pullback
@@ -60,7 +60,7 @@ def gather_pullback(spread: Callable[[], Op], gather: Callable[[], Op]) -> Calla
         if "field" in wanted:
             results["field"] = _call(spread(), inputs, moments, derivatives)
         if "coordinates" in wanted:
-            results["coordinates"] = slopes(moments, _call(gather(), inputs, field, derivatives + 1))
+            results["coordinates"] = derivative_by_coordinates(moments, _call(gather(), inputs, field, derivatives + 1))
         return results
 
     return pullback
