@@ -326,13 +326,7 @@ _GATHER_CPU = """
     for (int k = @lanes@ * row; k < @lanes@ * (row + 1) && k < n_atoms; ++k) {
         const int *const begin = first[k - @lanes@ * row];
         const auto w = weights[k - @lanes@ * row];
-        @system@
-        for (int channel = 0; channel < n_channels; ++channel) {
-            @channel@
-            @sums@
-            @columns@
-            @results@
-        }
+        @atom@
     }
 """
 
@@ -349,24 +343,28 @@ _GATHER_GPU = """
         begin[axis] = place(coordinates.data[3LL * order.data[k] + axis], n[axis], inside);
         weigh(inside, w[axis]);
     }
-    @system@
-    for (int channel = 0; channel < n_channels; ++channel) {
-        @channel@
-        @sums@
-        @columns@
-        @results@
-    }
+    @atom@
 """
 
-_GATHER_COLUMNS = """
-    for (int i = 0; i < @order@; ++i) {
-        const int x = begin[0] + i < n_x ? begin[0] + i : begin[0] + i - n_x;
-        for (int j = 0; j < @order@; ++j) {
-            const int y = begin[1] + j < n_y ? begin[1] + j : begin[1] + j - n_y;
-            const @real@ *const line = mesh + (1LL * x * n_y + y) * n_z;
-            @values@
-            @add@
+_GATHER_ATOM = """
+    const int atom = order.data[k], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
+    const bool exists = system >= 0 && (system + 1) * n_channels <= field.shape[0];
+    for (int channel = 0; channel < n_channels; ++channel) {
+        const @real@ *const mesh =
+            field.data + ((exists ? system : 0) * n_channels + channel) * (1LL * n_x * n_y * n_z);
+        @real@ *const result = moments.data + (1LL * atom * n_channels + channel) * @count@;
+        const double zero = 0.0, lost = exists ? 0.0 : zero / zero;
+        @sums@
+        for (int i = 0; i < @order@; ++i) {
+            const int x = begin[0] + i < n_x ? begin[0] + i : begin[0] + i - n_x;
+            for (int j = 0; j < @order@; ++j) {
+                const int y = begin[1] + j < n_y ? begin[1] + j : begin[1] + j - n_y;
+                const @real@ *const line = mesh + (1LL * x * n_y + y) * n_z;
+                @values@
+                @add@
+            }
         }
+        @results@
     }
 """
 
@@ -385,23 +383,11 @@ _VALUES_GPU = """
     for (int l = 0; l < @order@; ++l) values[l] = line[begin[2] + l < n_z ? begin[2] + l : begin[2] + l - n_z];
 """
 
-_GATHER_SYSTEM = """
-    const int atom = order.data[k], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
-    const bool exists = system >= 0 && (system + 1) * n_channels <= field.shape[0];
-"""
-
-_GATHER_CHANNEL = """
-    const @real@ *const mesh = field.data + ((exists ? system : 0) * n_channels + channel) * (1LL * n_x * n_y * n_z);
-    @real@ *const result = moments.data + (1LL * atom * n_channels + channel) * @count@;
-    const double zero = 0.0, lost = exists ? 0.0 : zero / zero;
-"""
-
 
 def _gather_body(order: int, derivatives: int, precision: str) -> str:
     pairs = [(a, b) for a in range(derivatives + 1) for b in range(derivatives + 1 - a)]
     parts = list(enumerate(moments.components(derivatives)))
     values = _values(order, derivatives) | {"real": "float" if precision == "float32" else "double"}
-    values |= {"system": _GATHER_SYSTEM, "channel": filled(_GATHER_CHANNEL, **values)}
     mask = "" if order == WIDTH else "values = inside_stencil ? values : doubles(0.0);"
     on_cpu = {
         "number": _NUMBER_CPU,
@@ -427,7 +413,7 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
     }
     texts = []
     for text, pieces in ((_GATHER_CPU, values | on_cpu), (_GATHER_GPU, values | on_gpu)):
-        texts.append(filled(text, **pieces, columns=filled(_GATHER_COLUMNS, **pieces)))
+        texts.append(filled(text, **pieces, atom=filled(_GATHER_ATOM, **pieces)))
     return by_device(*texts)
 
 

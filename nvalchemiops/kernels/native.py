@@ -1,6 +1,5 @@
 """Kernels whose bodies are C++ text, which Warp's own language cannot express well, and pieces of such text."""
 
-import inspect
 import linecache
 import re
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from typing import Any
 
 import warp as wp
 
+from nvalchemiops._warp_internals import source_of
 from nvalchemiops.launch import OFFSET, gather_only, kernel_module
 
 SYSTEM_OF = """
@@ -52,26 +52,43 @@ def native_kernel(name: str, body: str, lanes: bool = False) -> Callable[[Callab
         Decorator of a function without a body. Its first parameter is the row of the thread; all others are those of
         the kernel, in this order, with their types.
 
-    Notes
-    -----
-    Warp calls native text only from a kernel in its own language, with the same parameters: that kernel is written
-    here. Warp reads the text of kernels through `inspect`, which finds generated text in `linecache`.
     """
 
     def decorate(signature: Callable[..., Any]) -> wp.Kernel:
-        _, *names = inspect.signature(signature).parameters
-        declared = ", ".join(names)
-        text = (
-            f"def {name}({OFFSET}, {declared}):\n"
-            f"    {'_row, _lane' if lanes else '_row'} = wp.tid()\n"
-            f"    native({OFFSET} + _row, {declared})\n"
-        )
-        file = f"<nvalchemiops kernel {name}>"
-        linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-        scope: dict[str, Any] = {"wp": wp, "native": wp.func_native(body)(signature)}
-        exec(compile(text, file, "exec"), scope)
-        types = {n: signature.__annotations__[n] for n in names}
-        scope[name].__annotations__ = {OFFSET: wp.int32, **types}
-        return gather_only(wp.kernel(module=kernel_module(name), enable_backward=False)(scope[name]))
+        return row_kernel(name, wp.func_native(body)(signature), kernel_module(name), lanes)
 
     return decorate
+
+
+def row_kernel(name: str, function: Any, module: Any, lanes: bool = False) -> wp.Kernel:
+    """Make a gather-only kernel that calls a function for each row.
+
+    Parameters
+    ----------
+    name : str
+        An identifier.
+    function : wp.Function
+        Made by ``wp.func`` or ``wp.func_native``. Its first parameter is the row of the thread; all others are those of
+        the kernel.
+    module : wp.Module
+    lanes : bool, optional
+        As for `native_kernel`.
+
+    Notes
+    -----
+    Warp reads the text of kernels through `inspect`, which finds generated text in `linecache`.
+    """
+    types = source_of(function)[1].__annotations__
+    _, *names = types
+    declared = ", ".join(names)
+    text = (
+        f"def {name}({OFFSET}, {declared}):\n"
+        f"    {'_row, _lane' if lanes else '_row'} = wp.tid()\n"
+        f"    function({OFFSET} + _row, {declared})\n"
+    )
+    file = f"<nvalchemiops kernel {name}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    scope: dict[str, Any] = {"wp": wp, "function": function}
+    exec(compile(text, file, "exec"), scope)
+    scope[name].__annotations__ = {OFFSET: wp.int32, **{n: types[n] for n in names}}
+    return gather_only(wp.kernel(module=module, enable_backward=False)(scope[name]))

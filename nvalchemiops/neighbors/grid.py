@@ -21,7 +21,8 @@ from collections.abc import Callable
 import warp as wp
 
 from nvalchemiops.kernels.lattice import SMALLEST_VOLUME_RATIO
-from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.kernels.native import row_kernel
+from nvalchemiops.launch import kernel_module, kernel_variants
 
 AUTOMATIC = 0
 NAIVE = 1  # all atoms of a system in one bin
@@ -214,18 +215,18 @@ def slot_on_ring(bin_y: wp.int32, bin_z: wp.int32, ring: wp.vec4i):
 
 
 @wp.func
-def layout(
+def describe(
     s: wp.int32,
-    n_systems: wp.int32,
     cell: wp.array(dtype=wp.mat33d),
     pbc: wp.array2d(dtype=wp.bool),
     first_atom: wp.array(dtype=wp.int32),
     n_atoms: wp.int32,
     cutoff: wp.float64,
     method: wp.int32,
+    grids: wp.array(dtype=Grid),
     fault: wp.array(dtype=wp.int32),
 ):
-    """The bins of system s. Where its cell cannot be searched, no atom is found, and all counts are `NOT_FINITE`."""
+    """Find the bins of system s. Where its cell cannot be searched, no atom is found: all counts are `NOT_FINITE`."""
     # clamped, so that pointers which make no sense lead to a fault and not out of bounds
     first = wp.clamp(first_atom[s], 0, n_atoms)
     last = wp.clamp(first_atom[s + 1], first, n_atoms)
@@ -234,7 +235,7 @@ def layout(
         fault[_BAD_SYSTEM] = 1
     if s == 0 and first != 0:
         fault[_BAD_SYSTEM] = 1
-    if s == n_systems - 1 and last != n_atoms:
+    if s == grids.shape[0] - 1 and last != n_atoms:
         fault[_BAD_SYSTEM] = 1
 
     periodic = wp.vec3i(0, 0, 0)
@@ -339,7 +340,7 @@ def layout(
     grid.reach = far
     grid.bins = n_bins
     grid.ring = wp.vec4i(ring_offset(first, s, method), size, skip_y, skip_z)
-    return grid
+    grids[s] = grid
 
 
 @wp.func
@@ -351,31 +352,34 @@ def system_of(i: wp.int32, system: wp.array(dtype=wp.int32), n_systems: wp.int32
 
 
 @wp.func
-def slot_of(
+def locate(
     i: wp.int32,
     positions: wp.array(dtype=wp.vec3d),
     system: wp.array(dtype=wp.int32),
     first_atom: wp.array(dtype=wp.int32),
     grids: wp.array(dtype=Grid),
+    slot: wp.array(dtype=wp.int32),
     fault: wp.array(dtype=wp.int32),
 ):
-    """The slot of atom i."""
+    """Find the slot of atom i."""
     s = system_of(i, system, grids.shape[0])
     if system.shape[0] > 0:  # noqa: SIM102 (Warp evaluates both sides of `and`)
         if system[i] != s or i < first_atom[s] or i >= first_atom[s + 1]:
             fault[_BAD_SYSTEM] = 1
     x = positions[i]
     grid = grids[s]
-    if not wp.isfinite(x):
+    place = int(0)
+    if wp.isfinite(x):
+        cells = fold(x, grid)
+        if few(cells):
+            u = bin_coordinates(x - cells_to_vector(cells, grid.lattice), grid)
+            line = slot_on_ring(bin_number(u[1], grid.bins[1]), bin_number(u[2], grid.bins[2]), grid.ring)
+            place = (line + bin_number(u[0], grid.bins[0])) & (grid.ring[1] - 1)
+        else:
+            fault[_FAR_AWAY] = 1
+    else:
         fault[_BAD_POSITIONS] = 1
-        return grid.ring[0]
-    cells = fold(x, grid)
-    if not few(cells):
-        fault[_FAR_AWAY] = 1
-        return grid.ring[0]
-    u = bin_coordinates(x - cells_to_vector(cells, grid.lattice), grid)
-    line = slot_on_ring(bin_number(u[1], grid.bins[1]), bin_number(u[2], grid.bins[2]), grid.ring)
-    return grid.ring[0] + ((line + bin_number(u[0], grid.bins[0])) & (grid.ring[1] - 1))
+    slot[i] = grid.ring[0] + place
 
 
 @wp.func
@@ -395,7 +399,7 @@ def sort_by_slot(slot: wp.array(dtype=wp.int32), begin: wp.array(dtype=wp.int32)
 
 
 @wp.func
-def place(
+def put(
     k: wp.int32,
     positions: wp.array(dtype=wp.vec3d),
     system: wp.array(dtype=wp.int32),
@@ -433,48 +437,8 @@ def _kernels() -> dict[str, wp.Kernel]:
     module = kernel_module("neighbor_grid")
 
     @wp.kernel(module=module, enable_backward=False)
-    def describe(
-        offset: wp.int32,
-        cell: wp.array(dtype=wp.mat33d),
-        pbc: wp.array2d(dtype=wp.bool),
-        first_atom: wp.array(dtype=wp.int32),
-        n_atoms: wp.int32,
-        cutoff: wp.float64,
-        method: wp.int32,
-        grids: wp.array(dtype=Grid),
-        fault: wp.array(dtype=wp.int32),
-    ):
-        s = offset + wp.tid()
-        grids[s] = layout(s, grids.shape[0], cell, pbc, first_atom, n_atoms, cutoff, method, fault)
-
-    @wp.kernel(module=module, enable_backward=False)
-    def locate(
-        offset: wp.int32,
-        positions: wp.array(dtype=wp.vec3d),
-        system: wp.array(dtype=wp.int32),
-        first_atom: wp.array(dtype=wp.int32),
-        grids: wp.array(dtype=Grid),
-        slot: wp.array(dtype=wp.int32),
-        fault: wp.array(dtype=wp.int32),
-    ):
-        i = offset + wp.tid()
-        slot[i] = slot_of(i, positions, system, first_atom, grids, fault)
-
-    @wp.kernel(module=module, enable_backward=False)
     def sort(slot: wp.array(dtype=wp.int32), begin: wp.array(dtype=wp.int32), order: wp.array(dtype=wp.int32)):
         sort_by_slot(slot, begin, order)
-
-    @wp.kernel(module=module, enable_backward=False)
-    def put(
-        offset: wp.int32,
-        positions: wp.array(dtype=wp.vec3d),
-        system: wp.array(dtype=wp.int32),
-        grids: wp.array(dtype=Grid),
-        order: wp.array(dtype=wp.int32),
-        coordinates: wp.array2d(dtype=wp.float64),
-        entry: wp.array(dtype=wp.vec4i),
-    ):
-        place(offset + wp.tid(), positions, system, grids, order, coordinates, entry)
 
     @wp.kernel(module=module, enable_backward=False)
     def prepare(
@@ -495,18 +459,18 @@ def _kernels() -> dict[str, wp.Kernel]:
     ):
         n_atoms = positions.shape[0]
         for s in range(grids.shape[0]):
-            grids[s] = layout(s, grids.shape[0], cell, pbc, first_atom, n_atoms, cutoff, method, fault)
+            describe(s, cell, pbc, first_atom, n_atoms, cutoff, method, grids, fault)
         for i in range(n_atoms):
-            slot[i] = slot_of(i, positions, system, first_atom, grids, fault)
+            locate(i, positions, system, first_atom, grids, slot, fault)
         sort_by_slot(slot, begin, order)
         for k in range(n_atoms):
-            place(k, positions, system, grids, order, coordinates, entry)
+            put(k, positions, system, grids, order, coordinates, entry)
 
     return {
-        "describe_systems": gather_only(describe),
-        "locate_atoms": gather_only(locate),
+        "describe_systems": row_kernel("describe_systems", describe, module),
+        "locate_atoms": row_kernel("locate_atoms", locate, module),
         "sort_atoms": sort,
-        "place_atoms": gather_only(put),
+        "place_atoms": row_kernel("place_atoms", put, module),
         "prepare_search": prepare,
     }
 

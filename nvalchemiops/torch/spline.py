@@ -82,7 +82,6 @@ def _plan(
     mesh_name: str = "mesh_dims",
     n_systems: int | None = None,
 ) -> _Plan:
-    checks.check_positions(positions, finite=False)
     given = checks.check_lattice(cell, positions)
     cell = given.reshape(-1, 3, 3)
     check_cells(cell)
@@ -247,9 +246,12 @@ def _gathered(
     derivatives: int,
     before: int = 0,
     after: int = 0,
+    charges: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, _Plan]:
-    """What the op gathers (n_atoms, n_channels, n_moments) from a mesh with dimensions for channels before or after."""
+    """Moments (n_atoms, n_channels, n_moments) at atoms, from a mesh with dimensions for channels before or after."""
     checks.check_positions(positions, finite=False)
+    if charges is not None:
+        _check_values("charges", charges, positions, (positions.shape[0],))
     dimensions, shape = _mesh_shape(mesh, cell, batch_idx, before, after)
     _check_values("mesh", mesh, positions, shape)
     n_systems = None if batch_idx is None else mesh.shape[0]
@@ -307,11 +309,6 @@ def spline_gather_channels(
     return _gathered(positions, mesh, cell, spline_order, batch_idx, None, 0, before=1)[0][..., 0]
 
 
-def _check_charges(charges: Any, positions: torch.Tensor) -> None:
-    checks.check_positions(positions, finite=False)
-    _check_values("charges", charges, positions, (positions.shape[0],))
-
-
 def spline_gather_vec3(
     positions: torch.Tensor,
     charges: torch.Tensor,
@@ -334,8 +331,7 @@ def spline_gather_vec3(
     -------
     (n_atoms, 3) tensor
     """
-    _check_charges(charges, positions)
-    gathered, _ = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 0, after=1)
+    gathered, _ = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 0, after=1, charges=charges)
     return charges.unsqueeze(1) * gathered[..., 0]
 
 
@@ -365,8 +361,7 @@ def spline_gather_with_force(
     forces : (n_atoms, 3) tensor
         ``-q_i`` times the gradient of the potential by the position of the atom.
     """
-    _check_charges(charges, positions)
-    gathered, plan = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 1)
+    gathered, plan = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 1, charges=charges)
     gradient = plan.lattice.cartesian(gathered[:, 0, 1:] * plan.mesh).to(positions.dtype)
     return gathered[:, 0, 0], -charges.unsqueeze(1) * gradient
 
