@@ -246,12 +246,9 @@ def _gathered(
     derivatives: int,
     before: int = 0,
     after: int = 0,
-    charges: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, _Plan]:
     """Moments (n_atoms, n_channels, n_moments) at atoms, from a mesh with dimensions for channels before or after."""
     checks.check_positions(positions, finite=False)
-    if charges is not None:
-        _check_values("charges", charges, positions, (positions.shape[0],))
     dimensions, shape = _mesh_shape(mesh, cell, batch_idx, before, after)
     _check_values("mesh", mesh, positions, shape)
     n_systems = None if batch_idx is None else mesh.shape[0]
@@ -309,6 +306,11 @@ def spline_gather_channels(
     return _gathered(positions, mesh, cell, spline_order, batch_idx, None, 0, before=1)[0][..., 0]
 
 
+def _check_charges(charges: Any, positions: torch.Tensor) -> None:
+    checks.check_positions(positions, finite=False)
+    _check_values("charges", charges, positions, (positions.shape[0],))
+
+
 def spline_gather_vec3(
     positions: torch.Tensor,
     charges: torch.Tensor,
@@ -331,7 +333,8 @@ def spline_gather_vec3(
     -------
     (n_atoms, 3) tensor
     """
-    gathered, _ = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 0, after=1, charges=charges)
+    _check_charges(charges, positions)
+    gathered, _ = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 0, after=1)
     return charges.unsqueeze(1) * gathered[..., 0]
 
 
@@ -361,7 +364,8 @@ def spline_gather_with_force(
     forces : (n_atoms, 3) tensor
         ``-q_i`` times the gradient of the potential by the position of the atom.
     """
-    gathered, plan = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 1, charges=charges)
+    _check_charges(charges, positions)
+    gathered, plan = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 1)
     gradient = plan.lattice.cartesian(gathered[:, 0, 1:] * plan.mesh).to(positions.dtype)
     return gathered[:, 0, 0], -charges.unsqueeze(1) * gradient
 
