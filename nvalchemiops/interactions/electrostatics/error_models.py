@@ -85,7 +85,7 @@ MOST_POINTS, MOST_POINTS_PER_ATOM = 2**24, 2048
 """Points of a mesh that is as fine as that, at most: one that misses its accuracy anyway should not take gigabytes."""
 
 WIDEST = 4.0
-"""Cutoff, in units of the one that costs least, to which a list may be built for the sake of a coarse smooth part."""
+"""Cutoff, in units of the one that costs least, up to which a list is built if the given reciprocal part is coarse."""
 
 OUT_OF_REACH = 2.0
 """Expected error, in units of the accuracy, from which on callers are warned."""
@@ -250,8 +250,8 @@ def faces(indices: Any, lengths: Any) -> Any:
     return 2.0 * np.pi * indices / lengths
 
 
-Smooth = Sphere | Box | Mesh
-"""What sums the smooth part."""
+Reciprocal = Sphere | Box | Mesh
+"""Models of the reciprocal part."""
 
 
 def _log_mesh_error(x: Any, order: int) -> Any:
@@ -275,36 +275,36 @@ def log_real_error(alpha: Any, cutoff: Any, spacing: Any, xp: Any = np) -> Any:
     return xp.log(2.0 * xp.sqrt(spacing / cutoff)) - (alpha * cutoff) ** 2
 
 
-def expected_errors(alpha: Any, cutoff: Any, spacing: Any, smooth: Smooth, target: Target) -> tuple[Any, Any]:
-    """RMS errors of the forces (n_systems,), relative to their RMS, of the pairs and of the smooth part; by numpy."""
-    logs = log_real_error(alpha, cutoff, spacing), smooth.log_error(alpha, spacing)
-    of_pairs, of_smooth_part = (np.exp(log) / target.force for log in logs)
-    return of_pairs, of_smooth_part
+def expected_errors(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, target: Target) -> tuple[Any, Any]:
+    """RMS errors of the forces (n_systems,) relative to their RMS, of pairs and of the reciprocal part; by numpy."""
+    logs = log_real_error(alpha, cutoff, spacing), model.log_error(alpha, spacing)
+    of_pairs, of_reciprocal = (np.exp(log) / target.force for log in logs)
+    return of_pairs, of_reciprocal
 
 
-def balanced_alpha(alpha: Any, cutoff: Any, spacing: Any, smooth: Smooth, target: Target, xp: Any = np) -> Any:
-    """The splitting parameter ``alpha`` (n_systems,), or a smaller one if the given smooth part needs it.
+def balanced_alpha(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, target: Target, xp: Any = np) -> Any:
+    """The splitting parameter ``alpha`` (n_systems,), or a smaller one if the given reciprocal part needs it.
 
-    Then that for which the smooth part and the pairs up to ``cutoff`` exceed their shares of the error by the same
+    Then that for which the reciprocal part and the pairs up to ``cutoff`` exceed their shares of the error by the same
     factor, or stay below by the same.
     """
     # estimated parameters meet their share but for rounding
-    if xp is np and (smooth.log_error(alpha, spacing) <= np.log(smooth.share * target.error) + 0.01).all():
+    if xp is np and (model.log_error(alpha, spacing) <= np.log(model.share * target.error) + 0.01).all():
         return alpha
 
     def excess(trial: Any) -> Any:
-        both = log_real_error(trial, cutoff, spacing, xp) - smooth.log_error(trial, spacing, xp)
-        return both - math.log(REAL_SHARE / smooth.share)
+        both = log_real_error(trial, cutoff, spacing, xp) - model.log_error(trial, spacing, xp)
+        return both - math.log(REAL_SHARE / model.share)
 
     return xp.minimum(
-        alpha, _root(alpha, excess, lambda trial: 2.0 * (trial * cutoff) ** 2 + smooth.steepness(trial), xp)
+        alpha, _root(alpha, excess, lambda trial: 2.0 * (trial * cutoff) ** 2 + model.steepness(trial), xp)
     )
 
 
-def alpha_for_smooth(alpha: np.ndarray, spacing: np.ndarray, smooth: Smooth, target: Target) -> np.ndarray:
-    """The splitting parameter for which the error of the smooth part is its share, or ``alpha`` if that is less."""
-    share = np.log(smooth.share * target.error)
-    return np.minimum(alpha, _root(alpha, lambda trial: share - smooth.log_error(trial, spacing), smooth.steepness, np))
+def alpha_for_reciprocal(alpha: np.ndarray, spacing: np.ndarray, model: Reciprocal, target: Target) -> np.ndarray:
+    """The splitting parameter for which the error of the reciprocal part is its share, or ``alpha`` if that is less."""
+    share = np.log(model.share * target.error)
+    return np.minimum(alpha, _root(alpha, lambda trial: share - model.log_error(trial, spacing), model.steepness, np))
 
 
 def _root(alpha: Any, excess: Callable[[Any], Any], slope: Callable[[Any], Any], xp: Any) -> Any:
