@@ -4,7 +4,7 @@ The long-range part is an argument: a `LongRange`, made of the arguments of a pu
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,7 +13,7 @@ from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_sh
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
-from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.results import Request, Term, total
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
@@ -31,28 +31,29 @@ from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 
 
+class SumOptions(NamedTuple):
+    """Arguments that all Ewald sums have, as they were given; see `ewald_summation`."""
+
+    alpha: Any
+    accuracy: Any
+    cutoff: Any
+    half_list: Any
+    pbc: Any
+    slab_correction: Any
+    potential: Any
+
+
 def ewald_sum(
     long_range_of: Callable[[ChargedSystem], LongRange],
-    positions: Any,
-    charges: Any,
-    cell: Any,
-    batch_idx: Any,
+    atoms: tuple[Any, ...],
     neighbors: GivenNeighbors,
     request: Request,
-    *,
-    alpha: Any,
-    cutoff: Any,
-    half_list: Any,
-    accuracy: Any,
-    pbc: Any,
-    slab_correction: Any,
-    exclusions: Any,
-    exclusion_factors: Any,
-    potential: Any,
+    options: SumOptions,
 ) -> Results:
-    """The sum of all terms; arguments as of `ewald_summation`."""
-    system = check_system(positions, charges, cell, batch_idx, exclusions, exclusion_factors)
-    accuracy = check_accuracy(accuracy, positions)
+    """The sum of all terms; ``atoms`` are the arguments of `check_system`."""
+    system = check_system(*atoms)
+    alpha, accuracy, cutoff, half_list, pbc, slab_correction, potential = options
+    accuracy = check_accuracy(accuracy, system.positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     check_potential(potential)
     periodicity = check_periodicity(pbc, system, slab_correction)
@@ -81,17 +82,13 @@ def ewald_sum(
 
 def long_range_part(
     long_range_of: Callable[[ChargedSystem], LongRange],
-    positions: Any,
-    charges: Any,
-    cell: Any,
-    batch_idx: Any,
+    atoms: tuple[Any, ...],
     request: Request,
-    *,
     alpha: Any,
-    potential: LongRangePotential,
+    potential: Any,
 ) -> Results:
-    """The long-range term and the self energies; arguments as of `ewald_reciprocal_space`."""
-    system = check_system(positions, charges, cell, batch_idx)
+    """The long-range term and the self energies; arguments as of `ewald_sum`."""
+    system = check_system(*atoms)
     splitting = given_alpha(alpha, system)
     check_potential(potential)
     long_range = long_range_of(system)
@@ -105,22 +102,13 @@ def long_range_part(
 
 
 def short_range_part(
-    positions: Any,
-    charges: Any,
-    cell: Any,
-    batch_idx: Any,
-    neighbors: GivenNeighbors,
-    request: Request,
-    *,
-    alpha: Any,
-    cutoff: Any,
-    half_list: Any,
+    atoms: tuple[Any, ...], neighbors: GivenNeighbors, request: Request, alpha: Any, cutoff: Any, half_list: Any
 ) -> Results:
-    """The sum over neighbors, without self energies; arguments as of `ewald_real_space`."""
-    system = check_system(positions, charges, cell, batch_idx)
+    """The sum over neighbors, without self energies; arguments as of `ewald_sum`."""
+    system = check_system(*atoms)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     if isinstance(alpha, torch.Tensor):
-        checks.check_real("alpha", alpha, positions)
+        checks.check_real("alpha", alpha, system.positions)
     splitting = given_alpha(alpha, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
@@ -128,7 +116,7 @@ def short_range_part(
     if rows is None:
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
-        rows = build_rows(positions, cutoff, system.cell, system.batch_idx)
+        rows = build_rows(system.positions, cutoff, system.cell, system.batch_idx)
     term = PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)
     return total([term.evaluate(system, request.derivatives)], system, request.energy_reduction)
 
@@ -136,6 +124,11 @@ def short_range_part(
 def _pairs_alone(n_charges: int) -> Formula:
     """The short-range part without the self energy."""
     return EWALD_REAL_SPACE if n_charges == 1 else ewald_short_range(1, n_charges)._replace(self_energy="")
+
+
+def given_neighbors(*values: Any) -> GivenNeighbors:
+    """List or matrix as the public sums take them, the last argument being ``mask_value``."""
+    return GivenNeighbors(*values)._replace(fill_name="mask_value")
 
 
 def _rows(neighbors: GivenNeighbors, system: ChargedSystem, half_list: Any) -> Rows | None:

@@ -5,7 +5,13 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.driver import ewald_sum, long_range_part, short_range_part
+from nvalchemiops.torch.interactions.electrostatics.driver import (
+    SumOptions,
+    ewald_sum,
+    given_neighbors,
+    long_range_part,
+    short_range_part,
+)
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     WaveVectors,
     check_cells_alone,
@@ -15,7 +21,6 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 
 
 def ewald_summation(
@@ -144,38 +149,20 @@ def ewald_summation(
     Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.terms.reciprocal`,
     `nvalchemiops.interactions.pair.potentials.EWALD_REAL_SPACE`.
     """
-    return ewald_sum(
-        functools.partial(
-            KVectorSum.given,
-            k_vectors=k_vectors,
-            k_cutoff=k_cutoff,
-            miller_bounds=miller_bounds,
-            miller_indices=miller_indices,
-        ),
-        positions,
-        charges,
-        cell,
-        batch_idx,
-        GivenNeighbors(
-            neighbor_list,
-            neighbor_ptr,
-            neighbor_shifts,
-            neighbor_matrix,
-            neighbor_matrix_shifts,
-            mask_value,
-            fill_name="mask_value",
-        ),
-        check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces),
-        alpha=alpha,
-        cutoff=cutoff,
-        half_list=half_list,
-        accuracy=accuracy,
-        pbc=pbc,
-        slab_correction=slab_correction,
-        exclusions=exclusions,
-        exclusion_factors=exclusion_factors,
-        potential=potential,
+    long_range = functools.partial(
+        KVectorSum.given,
+        k_vectors=k_vectors,
+        k_cutoff=k_cutoff,
+        miller_bounds=miller_bounds,
+        miller_indices=miller_indices,
     )
+    atoms = (positions, charges, cell, batch_idx, exclusions, exclusion_factors)
+    neighbors = given_neighbors(
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value
+    )
+    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
+    options = SumOptions(alpha, accuracy, cutoff, half_list, pbc, slab_correction, potential)
+    return ewald_sum(long_range, atoms, neighbors, request, options)
 
 
 def ewald_real_space(
@@ -238,25 +225,11 @@ def ewald_real_space(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    return short_range_part(
-        positions,
-        charges,
-        cell,
-        batch_idx,
-        GivenNeighbors(
-            neighbor_list,
-            neighbor_ptr,
-            neighbor_shifts,
-            neighbor_matrix,
-            neighbor_matrix_shifts,
-            mask_value,
-            fill_name="mask_value",
-        ),
-        check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces),
-        alpha=alpha,
-        cutoff=cutoff,
-        half_list=half_list,
+    neighbors = given_neighbors(
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value
     )
+    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
+    return short_range_part((positions, charges, cell, batch_idx), neighbors, request, alpha, cutoff, half_list)
 
 
 def ewald_reciprocal_space(
@@ -298,22 +271,15 @@ def ewald_reciprocal_space(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    return long_range_part(
-        functools.partial(
-            KVectorSum.given,
-            k_vectors=k_vectors,
-            k_cutoff=k_cutoff,
-            miller_bounds=miller_bounds,
-            miller_indices=miller_indices,
-        ),
-        positions,
-        charges,
-        cell,
-        batch_idx,
-        check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces),
-        alpha=alpha,
-        potential=potential,
+    long_range = functools.partial(
+        KVectorSum.given,
+        k_vectors=k_vectors,
+        k_cutoff=k_cutoff,
+        miller_bounds=miller_bounds,
+        miller_indices=miller_indices,
     )
+    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
+    return long_range_part(long_range, (positions, charges, cell, batch_idx), request, alpha, potential)
 
 
 def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> WaveVectors:

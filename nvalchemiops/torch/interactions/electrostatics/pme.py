@@ -5,14 +5,18 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.driver import ewald_sum, long_range_part
+from nvalchemiops.torch.interactions.electrostatics.driver import (
+    SumOptions,
+    ewald_sum,
+    given_neighbors,
+    long_range_part,
+)
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_cells_alone, per_system
 from nvalchemiops.torch.interactions.electrostatics.parameters import compute_bspline_moduli_1d
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import check_request
 from nvalchemiops.torch.interactions.electrostatics.system import check_potential
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed, PreparedMesh, influence
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import check_spline_order, lattice_of, mesh_and_order
 
 
@@ -150,40 +154,21 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
         if not isinstance(prepared, PreparedMesh):
             raise TypeError(f"`prepared` must be a PreparedMesh from prepare_mesh, got {type(prepared).__name__}")
         alpha = prepared.alpha_for(alpha, mesh_dimensions, mesh_spacing, potential)
-    precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
-    return ewald_sum(
-        functools.partial(
-            MeshSum.given,
-            mesh_dimensions=mesh_dimensions,
-            mesh_spacing=mesh_spacing,
-            spline_order=spline_order,
-            precomputed=precomputed,
-            prepared=prepared,
-        ),
-        positions,
-        charges,
-        cell,
-        batch_idx,
-        GivenNeighbors(
-            neighbor_list,
-            neighbor_ptr,
-            neighbor_shifts,
-            neighbor_matrix,
-            neighbor_matrix_shifts,
-            mask_value,
-            fill_name="mask_value",
-        ),
-        check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces),
-        alpha=alpha,
-        cutoff=cutoff,
-        half_list=half_list,
-        accuracy=accuracy,
-        pbc=pbc,
-        slab_correction=slab_correction,
-        exclusions=exclusions,
-        exclusion_factors=exclusion_factors,
-        potential=potential,
+    long_range = functools.partial(
+        MeshSum.given,
+        mesh_dimensions=mesh_dimensions,
+        mesh_spacing=mesh_spacing,
+        spline_order=spline_order,
+        precomputed=Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z),
+        prepared=prepared,
     )
+    atoms = (positions, charges, cell, batch_idx, exclusions, exclusion_factors)
+    neighbors = given_neighbors(
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value
+    )
+    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
+    options = SumOptions(alpha, accuracy, cutoff, half_list, pbc, slab_correction, potential)
+    return ewald_sum(long_range, atoms, neighbors, request, options)
 
 
 def pme_reciprocal_space(
@@ -233,23 +218,15 @@ def pme_reciprocal_space(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
-    return long_range_part(
-        functools.partial(
-            MeshSum.given,
-            mesh_dimensions=mesh_dimensions,
-            mesh_spacing=mesh_spacing,
-            spline_order=spline_order,
-            precomputed=precomputed,
-        ),
-        positions,
-        charges,
-        cell,
-        batch_idx,
-        check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces),
-        alpha=alpha,
-        potential=potential,
+    long_range = functools.partial(
+        MeshSum.given,
+        mesh_dimensions=mesh_dimensions,
+        mesh_spacing=mesh_spacing,
+        spline_order=spline_order,
+        precomputed=Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z),
     )
+    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
+    return long_range_part(long_range, (positions, charges, cell, batch_idx), request, alpha, potential)
 
 
 __all__ = ["PreparedMesh", "compute_bspline_moduli_1d", "particle_mesh_ewald", "pme_reciprocal_space", "prepare_mesh"]
