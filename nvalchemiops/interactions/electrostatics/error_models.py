@@ -5,15 +5,15 @@ neighbors stand for them (`force_of`), in units of ``(Σq²/N) / d²`` with the 
 unit, for charges without correlation,
 
     ε_r = 2 √(d / r_c) exp(-x²),         x = α r_c          real space, beyond the cutoff r_c
-    ε_k = 4 α √(d / π k_c) exp(-y²),     y = k_c / 2α       wave vectors longer than k_c
-    ε_b = ε_k / √(2 (2 y² + 1))                             wave vectors beyond two opposite faces of a box, at k_c
+    ε_k = 4 α √(d / π k_c) exp(-y²),     y = k_c / 2α       k-vectors longer than k_c
+    ε_b = ε_k / √(2 (2 y² + 1))                             k-vectors beyond two opposite faces of a box, at k_c
     ε_m = √(α d) c_p(α h)                                   a mesh of spacing h and splines of order p
 
 The first two are those of Kolafa and Perram (the second one for a cube). The third one is their integral over
 ``k⁻² exp(-k² / 2α²)`` beyond two planes instead of a sphere, ``e^u E₁(u) / 2 ≈ 1 / 2(u + 1)`` of it with u = 2 y². The
 last one has their form; the function c_p was measured for a cube (`MESH_ERROR`). Each part of a sum gets its share of
 the error, the mesh a smaller one: its size comes in steps, so that its error is often smaller still, and halving it
-costs little. Where mesh or wave vectors are given, and too coarse for their share, the splitting parameter shrinks
+costs little. Where mesh or k-vectors are given, and too coarse for their share, the splitting parameter shrinks
 until both parts exceed their shares by the same factor (`balanced_alpha`).
 
 The best splitting parameter balances the work in real space, `COSTS.pair` for each pair, with that for each point of
@@ -59,7 +59,7 @@ class Costs(NamedTuple):
     """Times in nanoseconds, for energies and forces in float64."""
 
     pair: float  # of an atom and a neighbor, with a share of the search for neighbors
-    wave: float  # of an atom and a point of the reciprocal lattice, which stands for eight wave vectors
+    wave: float  # of an atom and a point of the reciprocal lattice, which stands for eight k-vectors
     mesh: float  # of a point of the mesh
 
 
@@ -92,7 +92,7 @@ OUT_OF_REACH = 2.0
 
 
 REAL_SHARE, RECIPROCAL_SHARE, MESH_SHARE = 0.87, 0.25, 0.5
-"""Of the error. That of missing wave vectors is small for the sake of energies and virials, in which the interaction of
+"""Of the error. That of missing k-vectors is small for the sake of energies and virials, in which the interaction of
 each atom with itself adds up."""
 
 
@@ -148,7 +148,7 @@ def real_cutoff(alpha: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
 
 
 def reciprocal_cutoff(alpha: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
-    """Length k_c of wave vectors at which the reciprocal-space error falls to its share."""
+    """Length k_c of k-vectors at which the reciprocal-space error falls to its share."""
     error = RECIPROCAL_SHARE * target.error
     return 2.0 * alpha * _solve(lambda y: 4.0 * xp.sqrt(alpha * spacing / (2.0 * np.pi * y)), error, xp)
 
@@ -173,7 +173,7 @@ def mesh_spacing(alpha: Any, spacing: Any, target: Target, order: int, xp: Any =
 
 @dataclass(frozen=True)
 class Sphere:
-    """All wave vectors up to lengths ``k_cutoff`` (n_systems,)."""
+    """All k-vectors up to lengths ``k_cutoff`` (n_systems,)."""
 
     k_cutoff: Any
 
@@ -191,7 +191,7 @@ class Sphere:
 
 @dataclass(frozen=True)
 class Box:
-    """All wave vectors up to Miller indices: ``faces`` (n_systems, 3) are distances of the planes that bound them."""
+    """All k-vectors up to Miller indices: ``faces`` (n_systems, 3) are distances of the planes that bound them."""
 
     faces: Any
 
@@ -213,7 +213,7 @@ class Box:
 class Mesh:
     """A mesh with ``spacings`` (n_systems, 3) along lattice vectors, for splines of an order.
 
-    ``skewness`` (n_systems,) is the factor by which errors of slopes along lattice vectors grow when they become
+    ``skewness`` (n_systems,) is the factor by which errors of derivatives along lattice vectors grow when they become
     forces.
     """
 
@@ -246,7 +246,7 @@ def skewness(cell: Any, inverse: Any) -> Any:
 
 
 def faces(indices: Any, lengths: Any) -> Any:
-    """Distances (n_systems, 3) from the origin of planes of wave vectors with these Miller indices, or between two."""
+    """Distances (n_systems, 3) from the origin of planes of k-vectors with these Miller indices, or between two."""
     return 2.0 * np.pi * indices / lengths
 
 
@@ -307,10 +307,10 @@ def alpha_for_reciprocal(alpha: np.ndarray, spacing: np.ndarray, model: Reciproc
     return np.minimum(alpha, _root(alpha, lambda trial: share - model.log_error(trial, spacing), model.steepness, np))
 
 
-def _root(alpha: Any, excess: Callable[[Any], Any], slope: Callable[[Any], Any], xp: Any) -> Any:
-    """Where ``excess`` vanishes, by Newton's method for its logarithm, with a slope that is about right."""
+def _root(alpha: Any, excess: Callable[[Any], Any], derivative: Callable[[Any], Any], xp: Any) -> Any:
+    """Where ``excess`` vanishes, by Newton's method for its logarithm, with an approximate derivative."""
     for _ in range(8):
-        alpha = alpha * xp.exp((excess(alpha) / slope(alpha)).clip(-1.0, 1.0))
+        alpha = alpha * xp.exp((excess(alpha) / derivative(alpha)).clip(-1.0, 1.0))
     return alpha
 
 
@@ -345,9 +345,9 @@ def mesh_size(length: float, spacing: float, order: int, padding: float) -> int:
     """Points along an axis: at least ``length / spacing``, a product of 2, 3, 5 and 7 that transforms like."""
     least = max(order, int(np.ceil(length / spacing * (1.0 - 1e-9))))
     size = least
-    while not _is_smooth(size):
+    while not _has_small_factors(size):
         size += 1
-    sizes = [n for n in range(size, int(size * (1.0 + padding)) + 1) if _is_smooth(n)]
+    sizes = [n for n in range(size, int(size * (1.0 + padding)) + 1) if _has_small_factors(n)]
     return min(sizes, key=_work, default=size)
 
 
@@ -355,7 +355,7 @@ _WORK = {2: 1.0, 3: 1.9, 5: 3.4, 7: 5.2}
 """Operations of a Fourier transform by prime factors of its size, for each point, about."""
 
 
-def _is_smooth(n: int) -> bool:
+def _has_small_factors(n: int) -> bool:
     for prime in _WORK:
         while n % prime == 0:
             n //= prime

@@ -64,7 +64,7 @@ def ewald_sum(
     if request.hybrid:
         system = system.at_fixed_geometry()
         alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
-    rows = _rows(neighbors, system, half_list)
+    rows = _given_rows(neighbors, system, half_list)
 
     splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
     alpha = nan_unless(long_range.valid, nan_unless(periodicity.valid, splitting.alpha))
@@ -112,7 +112,7 @@ def short_range_part(
     splitting = given_alpha(alpha, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
-    rows = _rows(neighbors, system, half_list)
+    rows = _given_rows(neighbors, system, half_list)
     if rows is None:
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
@@ -131,7 +131,7 @@ def given_neighbors(*values: Any) -> GivenNeighbors:
     return GivenNeighbors(*values)._replace(fill_name="mask_value")
 
 
-def _rows(neighbors: GivenNeighbors, system: ChargedSystem, half_list: Any) -> Rows | None:
+def _given_rows(neighbors: GivenNeighbors, system: ChargedSystem, half_list: Any) -> Rows | None:
     """The rows of a given list or matrix, or None."""
     half_list = checks.check_flag("half_list", half_list)
     rows = rows_of(neighbors, system.positions, periodic=True, half_list=half_list)

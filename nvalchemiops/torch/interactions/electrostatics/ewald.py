@@ -70,10 +70,10 @@ def ewald_summation(
     alpha : float or (n_systems,) tensor, 1/length, optional
         Splitting parameter. By default chosen for ``accuracy`` (see Notes).
     k_vectors : (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length, optional
-        Wave vectors of the cell, as from `generate_k_vectors_ewald_summation`. They say which ones are used; their
+        K-vectors of the cell, as from `generate_k_vectors_ewald_summation`. They say which ones are used; their
         values are computed from the cell again, so that its gradients are complete. Of k and -k one is enough.
     k_cutoff : float or (n_systems,) tensor, 1/length, optional
-        Use all wave vectors up to this length. By default what ``accuracy`` needs at this alpha.
+        Use all k-vectors up to this length. By default what ``accuracy`` needs at this alpha.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
@@ -85,8 +85,8 @@ def ewald_summation(
     compute_forces, compute_charge_gradients, compute_virial : bool, optional
         Return forces ``-dE/dR`` at fixed charges, ``dE/dq``, and ``-dE/dstrain``.
     accuracy : float, optional
-        Wanted RMS error of the forces, relative to their RMS. Without ``alpha`` it is met within a factor of 3 either
-        way, but that few atoms get better forces, and forces that nearly cancel have larger errors; so may virials.
+        RMS error of the forces to aim at, relative to their RMS. Without ``alpha`` it is typically met within a factor
+        of 3; very small systems do better, nearly cancelling forces and some virials worse.
     hybrid_forces : bool, optional
         Results depend on positions, cell and alpha as on constants: gradients flow through the charges alone. For
         charges that depend on the geometry, explicit forces and the gradient of this energy add up to the total force.
@@ -95,9 +95,9 @@ def ewald_summation(
     slab_correction : bool, optional
         Add `compute_slab_correction` for systems with an open axis.
     miller_bounds : (int, int, int), optional
-        Use the box of wave vectors up to these Miller indices. Shapes then depend on nothing else.
+        Use the box of k-vectors up to these Miller indices. Shapes then depend on nothing else.
     miller_indices : (n_k, 3) int tensor or WaveVectors, optional
-        Use these wave vectors. `WaveVectors` are prepared by `prepare_wave_vectors`; then nothing is read on the host.
+        Use these k-vectors. `WaveVectors` are prepared by `prepare_wave_vectors`; then nothing is read on the host.
     energy_reduction : {"atom", "system"}, optional
         Energies per atom (n_atoms,), or summed over systems (n_systems,).
     cutoff : float, length, optional
@@ -129,7 +129,7 @@ def ewald_summation(
     Warns
     -----
     AccuracyWarning
-        Without ``alpha``, the given wave vectors and the reach of the list together miss the accuracy by more than a
+        Without ``alpha``, the given k-vectors and the reach of the list together miss the accuracy by more than a
         factor of 2: the message says which error to expect, as `estimate_errors` does.
     NeighborListWarning
         Without ``alpha`` and ``cutoff``, the list does not hold both directions of each pair. What it holds is summed.
@@ -138,12 +138,12 @@ def ewald_summation(
     -----
     Without ``alpha``: a list whose reach (``cutoff``, else its largest distance) covers the ``real_space_cutoff`` of
     `estimate_ewald_parameters` gets the alpha of that estimate with these charges; with a shorter one alpha grows until
-    ``accuracy`` is met at that reach. Wave vectors that are given, and too few for this alpha, get a smaller one: the
+    ``accuracy`` is met at that reach. K-vectors that are given, and too few for this alpha, get a smaller one: the
     largest for which they suffice if the list reaches far enough, else that at which both parts miss the accuracy by
     the same factor. The reach of a list is at least its largest distance, so say ``cutoff`` for small molecules in
-    large cells: it saves wave vectors. With ``alpha`` given, the list's reach is the caller's business.
+    large cells: it saves k-vectors. With ``alpha`` given, the reach of the list is not checked.
 
-    Which wave vectors there are depends on the cell, which is read on the host, unless ``miller_bounds`` are given; so
+    Which k-vectors there are depends on the cell, which is read on the host, unless ``miller_bounds`` are given; so
     are sizes of systems where alpha or neighbors are left open. Inside ``torch.compile`` give alpha or ``cutoff``.
 
     Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.terms.reciprocal`,
@@ -186,7 +186,7 @@ def ewald_real_space(
     cutoff: float | None = None,
     half_list: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Short-ranged part of the Ewald sum: energies ``1/2 Σ_j q_i q_j erfc(α r_ij) / r_ij`` over the neighbors.
+    """Short-range part of the Ewald sum: energies ``1/2 Σ_j q_i q_j erfc(α r_ij) / r_ij`` over the neighbors.
 
     Parameters
     ----------
@@ -199,14 +199,9 @@ def ewald_real_space(
         As for `nvalchemiops.torch.interactions.pair.PairPotential`. Without neighbors given they are built, to
         ``cutoff``.
     mask_value : int, optional
-        What stands for no neighbor; n_atoms by default.
-    batch_idx : (n_atoms,) int32 tensor, optional
-        System of each atom, in any order.
-    compute_forces, compute_charge_gradients, compute_virial : bool, optional
-    hybrid_forces : bool, optional
-        Results depend on positions, cell and alpha as on constants: gradients flow through the charges alone. For
-        charges that depend on the geometry, explicit forces and the gradient of this energy add up to the total force.
-    energy_reduction : {"atom", "system"}, optional
+        The value of padding; n_atoms by default.
+    batch_idx, compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, energy_reduction
+        As for `ewald_summation`.
     cutoff : float, length, optional
         Pairs at this distance or farther are left out. By default all pairs in the list count.
 
@@ -250,7 +245,7 @@ def ewald_reciprocal_space(
     miller_indices: torch.Tensor | None = None,
     potential: LongRangePotential = COULOMB,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The part of the Ewald sum in reciprocal space, with self energy and background: what `ewald_real_space` lacks.
+    """Reciprocal part of the Ewald sum, with self energies and background: all that `ewald_real_space` leaves out.
 
     Parameters
     ----------
@@ -283,10 +278,10 @@ def ewald_reciprocal_space(
 
 
 def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> WaveVectors:
-    """Choose the wave vectors up to a length once, for repeated calls: ``miller_indices`` of `ewald_summation`.
+    """Choose the k-vectors up to a length once, for repeated calls: ``miller_indices`` of `ewald_summation`.
 
     They are kept as integers, so that the cell may change, and energies are continuous in it. Reads values on the host.
-    Where it is longer by more than a tenth in some direction, wave vectors up to ``k_cutoff`` are missing: on a CPU an
+    Where it is longer by more than a tenth in some direction, k-vectors up to ``k_cutoff`` are missing: on a CPU an
     `AccuracyWarning` says so.
 
     Parameters

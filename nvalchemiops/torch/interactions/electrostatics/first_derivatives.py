@@ -9,7 +9,7 @@ In eager mode on a CPU, where looking at weights costs nothing; elsewhere the gr
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def evaluate(
     one_order = not any(derivatives) or (request.hybrid and not derivatives.charge_gradients)
     others: list[torch.Tensor] | None = None
     if one_order and is_constant and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        others = list(_tensors_in(tuple(terms))) if _on_cpu(inputs) else None
+        others = _tensors_in(terms) if _on_cpu(inputs) else None
     if others is not None and not any(t.requires_grad for t in others):
         batch_idx, reduction = system.batch_idx, request.energy_reduction
         results = _WithDerivatives.apply(graph, derivatives, reduction, batch_idx, *inputs, *others)
@@ -79,13 +79,16 @@ def _requested(derivatives: Derivatives) -> list[str]:
     return [name for name, requested in zip(Derivatives._fields, derivatives) if requested]
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
     """All tensors in nested tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from _tensors_in(item)
+    waiting, found = list(values), []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple):
+            waiting.extend(value)
+    return found
 
 
 def _on_cpu(inputs: Sequence[torch.Tensor]) -> bool:

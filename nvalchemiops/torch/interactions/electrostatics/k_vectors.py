@@ -29,7 +29,7 @@ _POINTS = [
 
 
 class WaveVectors(NamedTuple):
-    """Wave vectors of all systems, four of them a point (`nvalchemiops.kernels.fourier`), the origin among them.
+    """K-vectors of all systems, four of them a point (`nvalchemiops.kernels.fourier`), the origin among them.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class WaveVectors(NamedTuple):
     point_begin : (n_systems + 1,) int32 tensor
     point_system : (n_points,) int32 tensor
     weights : (n_points, 4) float64 tensor
-        How often each wave vector counts in a sum over all of them; k and -k stand together.
+        How often each k-vector counts in a sum over all of them; k and -k stand together.
     cell : (n_systems, 3, 3) float64 tensor, length, or None
         For which `prepare_wave_vectors` chose them.
     k_cutoff : (n_systems,) float64 tensor, 1/length, or None
@@ -58,7 +58,7 @@ class WaveVectors(NamedTuple):
         return largest.scatter_reduce(0, numbers, self.points.to(torch.float64), "amax")
 
     def complete_up_to(self, cell: torch.Tensor) -> torch.Tensor | None:
-        """The length (n_systems,) up to which no wave vector of this cell is missing, if that is known."""
+        """The length (n_systems,) up to which no k-vector of this cell is missing, if that is known."""
         if self.cell is None or self.k_cutoff is None:
             return None
         change = torch.linalg.inv_ex(self.cell).inverse @ cell
@@ -76,13 +76,13 @@ class WaveVectors(NamedTuple):
         before, now = on_host(self.cell), on_host(cell)
         if np.array_equal(before, now):
             return
-        # a wave vector is shorter by at most the factor by which the cell is longer in some direction
+        # a k-vector is shorter by at most the factor by which the cell is longer in some direction
         stretch = np.linalg.norm(np.linalg.solve(before, now), 2, axis=(1, 2))
         worst = int(stretch.argmax())
         if stretch[worst] > MOST_STRETCH:
             asked = float(on_host(self.k_cutoff)[worst])
             notify(
-                f"the wave vectors were prepared for another cell, which system {worst} exceeds by a factor of "
+                f"the k-vectors were prepared for another cell, which system {worst} exceeds by a factor of "
                 f"{stretch[worst]:.3g} in some direction: here they are complete up to {asked / stretch[worst]:.4g} "
                 f"instead of {asked:.4g}. Prepare them again for this cell. {ELSEWHERE}",
                 AccuracyWarning,
@@ -91,7 +91,7 @@ class WaveVectors(NamedTuple):
 
 
 MOST_STRETCH = 1.1
-"""How much longer a cell may get in any direction, before a warning says that prepared wave vectors do not reach as far
+"""How much longer a cell may get in any direction, before a warning says that prepared k-vectors do not reach as far
 as they should. The error of a sum at 1e-6 has then grown tenfold."""
 
 ELSEWHERE = (
@@ -103,7 +103,7 @@ ELSEWHERE = (
 
 @warp_custom_op("nvalchemiops::points_within", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
 def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Wave vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host.
+    """K-vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host.
 
     The origin alone for a system whose cell or length is no such: its results are NaN.
     """
@@ -115,14 +115,14 @@ def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
 
 @warp_custom_op("nvalchemiops::points_of_indices", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
 def points_of_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Wave vectors with these Miller indices, (n, 3) for all systems or (n_systems, n, 3). Reads them on the host."""
+    """K-vectors with these Miller indices, (n, 3) for all systems or (n_systems, n, 3). Reads them on the host."""
     indices = on_host(miller_indices)
     lists = [indices] * cell.shape[0] if indices.ndim == 2 else list(indices)
     return _joined([_of_indices(np.ascontiguousarray(n, dtype=np.int64).tobytes()) for n in lists], cell.device)
 
 
 def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.device) -> WaveVectors:
-    """All wave vectors up to these Miller indices, for each of the systems. Reads nothing."""
+    """All k-vectors up to these Miller indices, for each of the systems. Reads nothing."""
     axes = [torch.arange(bound + 1, dtype=torch.int32, device=device) for bound in bounds]
     points = torch.cartesian_prod(*axes).reshape(-1, 3)
     x, y, z = ((points[:, axis] > 0).to(torch.float64) for axis in range(3))
@@ -167,7 +167,7 @@ def _joined(lists: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device
 def generate_ewald_miller_indices(
     cell: torch.Tensor, k_cutoff: float | torch.Tensor, miller_bounds: Any = None
 ) -> torch.Tensor:
-    """Miller indices of a box of wave vectors that holds all those up to ``k_cutoff``, one of each k and -k.
+    """Miller indices of a box of k-vectors that holds all those up to ``k_cutoff``, one of each k and -k.
 
     Parameters
     ----------
@@ -199,7 +199,7 @@ def generate_ewald_miller_indices(
 
 
 def k_vectors_from_miller_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> torch.Tensor:
-    """Wave vectors of Miller indices, differentiable in the cell.
+    """K-vectors of Miller indices, differentiable in the cell.
 
     Parameters
     ----------
@@ -226,7 +226,7 @@ def k_vectors_from_miller_indices(cell: torch.Tensor, miller_indices: torch.Tens
 def generate_k_vectors_ewald_summation(
     cell: torch.Tensor, k_cutoff: float | torch.Tensor, miller_bounds: Any = None
 ) -> torch.Tensor:
-    """Wave vectors for `ewald_summation`: `k_vectors_from_miller_indices` of `generate_ewald_miller_indices`.
+    """K-vectors for `ewald_summation`: `k_vectors_from_miller_indices` of `generate_ewald_miller_indices`.
 
     Parameters
     ----------
@@ -244,7 +244,7 @@ def generate_k_vectors_ewald_summation(
 def generate_k_vectors_pme(
     cell: torch.Tensor, mesh_dimensions: Sequence[int], reciprocal_cell: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Wave vectors of a mesh in the order of ``torch.fft.rfftn``, and their squares.
+    """K-vectors of a mesh in the order of ``torch.fft.rfftn``, and their squares.
 
     Parameters
     ----------
@@ -322,7 +322,7 @@ def _check_number(name: str, bounds: Any) -> None:
     """Raise if a box of Miller indices holds more vectors than anybody could want; ``name`` is what made it large."""
     n_x, n_y, n_z = (2.0 * float(bound) + 1.0 for bound in bounds)
     if not 0.0 <= 0.5 * n_x * n_y * n_z <= core.MOST_VECTORS:
-        raise ValueError(f"`{name}`: there are {0.5 * n_x * n_y * n_z:.1e} wave vectors up to it in this cell")
+        raise ValueError(f"`{name}`: there are {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it in this cell")
 
 
 def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:

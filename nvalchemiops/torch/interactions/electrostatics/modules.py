@@ -89,9 +89,14 @@ class EwaldSummation(_ConfiguredSum):
     ValueError, TypeError
         A bad argument, named in the message.
 
+    Attributes
+    ----------
+    prepared_cell : (n_systems, 3, 3) float64 tensor or None
+        The cell of `prepare`.
+
     Notes
     -----
-    The wave vectors of each call follow from its cell, until `prepare` fixes them as integers: then energies are
+    The k-vectors of each call follow from its cell, until `prepare` fixes them as integers: then energies are
     continuous when the cell changes, as in dynamics at constant pressure, and nothing is read on the host. A cell that
     is longer by more than a tenth in some direction gets an `AccuracyWarning` on a CPU: prepare again.
 
@@ -145,7 +150,7 @@ class EwaldSummation(_ConfiguredSum):
         return cls(found.alpha, found.reciprocal_space_cutoff, float(found.real_space_cutoff.max()))
 
     def prepare(self, cell: torch.Tensor) -> "EwaldSummation":
-        """Fix the wave vectors to those of this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
+        """Fix the k-vectors to those of this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
         self._prepared = prepare_wave_vectors(cell, self.k_cutoff)
         return self
 
@@ -179,9 +184,14 @@ class ParticleMeshEwald(_ConfiguredSum):
     ValueError, TypeError
         A bad argument, named in the message.
 
+    Attributes
+    ----------
+    prepared_cell : (n_systems, 3, 3) float64 tensor or None
+        The cell of `prepare`.
+
     Notes
     -----
-    `prepare` keeps what depends on the cell, for calls at the same cell, ``prepared_cell``.
+    `prepare` keeps what depends on the cell, for calls at the same cell.
 
     State dicts and ``DistributedDataParallel``: as for `EwaldSummation`.
 

@@ -60,7 +60,7 @@ class EwaldParameters(NamedTuple):
         Splitting parameter.
     real_space_cutoff : (n_systems,) tensor, length
     reciprocal_space_cutoff : (n_systems,) tensor, 1/length
-        Largest length of a wave vector.
+        Largest length of a k-vector.
     """
 
     alpha: torch.Tensor
@@ -106,8 +106,8 @@ def estimate_ewald_parameters(
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     accuracy : float, optional
-        Wanted RMS error of the forces, relative to their RMS. With charges it is met within a factor of 3 either way;
-        systems of few atoms get better forces, for the sake of their virial.
+        RMS error of the forces to aim at, relative to their RMS. With charges typically met within a factor of 3; small
+        systems get better forces, so that their virial is as good.
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, optional
         They and the positions tell how large forces are, and so which errors are allowed; the sums look at them in the
         same way. Without them forces are taken for those of thermal vibrations or between molecules, which is right
@@ -216,7 +216,7 @@ class ErrorEstimate(NamedTuple):
     real_space : (n_systems,) tensor
         Of leaving out pairs beyond the cutoff.
     reciprocal_space : (n_systems,) tensor
-        Of leaving out wave vectors, or of the mesh.
+        Of leaving out k-vectors, or of the mesh.
     total : (n_systems,) tensor
         Root of the sum of both squares.
     """
@@ -253,9 +253,9 @@ def estimate_errors(
     real_space_cutoff : float or (n_systems,) tensor, length
         Reach of the neighbor list.
     reciprocal_space_cutoff : float or (n_systems,) tensor, 1/length, optional
-        Largest length of a wave vector; ``k_cutoff`` of a sum. One of this and the next three is required.
+        Largest length of a k-vector; ``k_cutoff`` of a sum. One of this and the next three is required.
     miller_bounds : (int, int, int), optional
-        All wave vectors up to these Miller indices.
+        All k-vectors up to these Miller indices.
     mesh_dimensions : (int, int, int), optional
         Points of a mesh. Then ``mesh_spacing`` is not looked at, so that both may come from `PMEParameters`.
     mesh_spacing : float, or tensor (n_systems,) or (n_systems, 3), length, optional
@@ -297,7 +297,7 @@ def estimate_errors(
     given = [v is not None for v in (reciprocal_space_cutoff, miller_bounds, mesh_dimensions)]
     if sum(given) != 1:
         raise ValueError(
-            "one of `reciprocal_space_cutoff`, `miller_bounds` and a mesh is needed, and not more: it says which waves "
+            "exactly one of `reciprocal_space_cutoff`, `miller_bounds` and a mesh is needed: it says which k-vectors "
             "there are"
         )
     if reciprocal_space_cutoff is not None:

@@ -195,7 +195,7 @@ def pme_reciprocal_space(
     energy_reduction: str = "atom",
     potential: LongRangePotential = COULOMB,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The part of the sum on the mesh, with self energy and background: what `ewald_real_space` lacks.
+    """Reciprocal part on a mesh, with self energies and background: all that `ewald_real_space` leaves out.
 
     Parameters
     ----------

@@ -81,7 +81,7 @@ def _coulomb(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     return torch.add(k2 * (-0.25 / alpha.square()), math.log(4.0 * math.pi)).exp() / k2
 
 
-def _coulomb_slope(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+def _coulomb_derivative(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     return -_coulomb(k2, alpha) * (0.25 / alpha.square() + k2.reciprocal())
 
 
@@ -90,7 +90,7 @@ COULOMB = _PowerLaw(
     functools.partial(potentials.ewald_excluded, 1),
     _coulomb,
     lambda alpha: -math.pi / alpha.square(),
-    _coulomb_slope,
+    _coulomb_derivative,
 )
 """``1/r``, with a uniform background that neutralises charged cells.
 
@@ -135,7 +135,7 @@ def power_law(exponent: int) -> LongRangePotential:
     def reciprocal(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         return scale * alpha.pow(exponent - 3) * transform(k2, alpha, exponent)
 
-    def slope(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    def derivative(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         return -0.25 * scale * alpha.pow(exponent - 5) * transform(k2, alpha, exponent - 2)
 
     found = _PowerLaw(
@@ -143,7 +143,7 @@ def power_law(exponent: int) -> LongRangePotential:
         functools.partial(potentials.ewald_excluded, exponent),
         reciprocal,
         lambda alpha: alpha.pow(exponent - 3) * (scale * 2.0 / (exponent - 3)),
-        slope,
+        derivative,
     )
     _CONSTANT.add(found)
     return found
