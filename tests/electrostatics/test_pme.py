@@ -1,4 +1,4 @@
-"""Particle-mesh Ewald, and what its callers rely on as those of `ewald_summation` do: results, order, bad input, cost."""
+"""Particle-mesh Ewald and what holds for `ewald_summation` as well: results, their order, bad input, cost of a call."""
 
 import functools
 import math

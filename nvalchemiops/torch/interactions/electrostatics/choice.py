@@ -26,9 +26,7 @@ class LongRange(Protocol):
     Attributes
     ----------
     argument : str
-        The argument of the sum that gives the parameters.
-    alternatives : str
-        All such arguments, as messages name them.
+        The argument that gives the parameters, or those that could, as messages name them.
     is_given : bool
         Whether the parameters are given.
     valid : (n_systems,) bool tensor or None
@@ -37,9 +35,6 @@ class LongRange(Protocol):
 
     @property
     def argument(self) -> str: ...  # noqa: D102
-
-    @property
-    def alternatives(self) -> str: ...  # noqa: D102
 
     @property
     def is_given(self) -> bool: ...  # noqa: D102
@@ -168,7 +163,7 @@ def _choose(
     if model is not None and not compiling:
         errors = core.expected_errors(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, model, target)
         warn_of_errors(
-            accuracy, np.hypot(*errors), f"the given `{long_range.argument}` and this reach of the neighbor list"
+            accuracy, np.hypot(*errors), f"the given {long_range.argument} and this reach of the neighbor list"
         )
     return EwaldSplitting(given_alpha(torch.as_tensor(alpha, device=device), system), rows, target)
 

@@ -58,9 +58,9 @@ def ewald_sum(
     check_potential(potential)
     periodicity = check_periodicity(pbc, system, slab_correction)
     long_range = long_range_of(system)
-    for name, is_given in (("alpha", alpha is not None), (long_range.argument, long_range.is_given)):
+    for name, is_given in (("`alpha`", alpha is not None), (long_range.argument, long_range.is_given)):
         if potential is not COULOMB and not is_given:
-            raise ValueError(f"`{name}` is needed: parameters are estimated for the Coulomb potential only")
+            raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
     if request.hybrid:
         system = system.at_fixed_geometry()
         alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
@@ -93,7 +93,7 @@ def long_range_part(
     check_potential(potential)
     long_range = long_range_of(system)
     if not long_range.is_given:
-        raise ValueError(f"{long_range.alternatives} is needed")
+        raise ValueError(f"{long_range.argument} is needed")
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     splitting = nan_unless(long_range.valid, splitting)

@@ -18,7 +18,7 @@ from nvalchemiops.torch.interactions.electrostatics.choice import (
     sizes_of,
 )
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_bounds, check_cells_alone, per_system
-from nvalchemiops.torch.interactions.electrostatics.system import check_system
+from nvalchemiops.torch.interactions.electrostatics.system import check_periodic_cells, check_system
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime.context import on_host
@@ -395,11 +395,7 @@ def mesh_spacing_to_dimensions(
 
 def _sizes_of(positions: torch.Tensor, cell: Any, batch_idx: torch.Tensor | None) -> Sizes:
     checks.check_positions(positions, finite=False)
-    if cell is None:
-        raise ValueError("`cell` is required: an Ewald sum is for periodic systems")
-    cell = checks.check_lattice(cell, positions).reshape(-1, 3, 3)
-    if cell.shape[0] == 0:
-        raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
+    cell = check_periodic_cells(cell, positions)
     check_cells(cell.detach().cpu())  # read in any case
     if batch_idx is not None:
         batch_idx, _ = checks.check_batch_idx(batch_idx, positions, cell.shape[0])

@@ -71,6 +71,17 @@ def check_system(
     """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling."""
     checks.check_positions(positions, finite=False)
     check_charges(charges, positions, channels=True)
+    cell = check_periodic_cells(cell, positions)
+    check_cells(cell)
+    cell = nan_if_singular(cell)
+    batch_idx = checks.batch_of(batch_idx, positions, cell.shape[0])
+    several = charges.ndim == 2
+    rows = exclusion_rows(exclusions, exclusion_factors, positions)
+    return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx, rows)
+
+
+def check_periodic_cells(cell: Any, positions: torch.Tensor) -> torch.Tensor:
+    """The cells (n_systems, 3, 3); raise unless there are some, of the dtype and on the device of the positions."""
     if cell is None:
         raise ValueError(
             "`cell` is required: an Ewald sum is for periodic systems; without periodicity use coulomb_energy"
@@ -78,12 +89,7 @@ def check_system(
     cell = checks.check_lattice(cell, positions).reshape(-1, 3, 3)
     if cell.shape[0] == 0:
         raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
-    check_cells(cell)
-    cell = nan_if_singular(cell)
-    batch_idx = checks.batch_of(batch_idx, positions, cell.shape[0])
-    several = charges.ndim == 2
-    rows = exclusion_rows(exclusions, exclusion_factors, positions)
-    return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx, rows)
+    return cell
 
 
 class Periodicity(NamedTuple):

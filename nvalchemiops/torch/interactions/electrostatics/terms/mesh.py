@@ -114,23 +114,16 @@ class Precomputed(NamedTuple):
     def check(self, n_systems: int, mesh: tuple[int, int, int]) -> None:
         """Raise unless the shapes fit."""
         half = (mesh[0], mesh[1], mesh[2] // 2 + 1)
-        shapes = {"k_vectors": (*half, 3), "k_squared": half, "cell_inv_t": (3, 3), "volume": ()}
-        for name, shape in shapes.items():
-            value = getattr(self, name)
+        of_systems = {"k_vectors": (*half, 3), "k_squared": half, "cell_inv_t": (3, 3), "volume": ()}
+        allowed = {name: [(n_systems, *shape)] + [shape] * (n_systems == 1) for name, shape in of_systems.items()}
+        allowed |= {"moduli_x": [(mesh[0],)], "moduli_y": [(mesh[1],)], "moduli_z": [(half[2],), (mesh[2],)]}
+        for name, value in zip(self._fields, self):
             if value is None:
                 continue
             checks.check_tensor(name, value)
-            allowed = [(n_systems, *shape)] + [shape] * (n_systems == 1)
-            if tuple(value.shape) not in allowed:
-                raise ValueError(f"`{name}` must have shape {' or '.join(map(str, allowed))}, got {tuple(value.shape)}")
-        for axis, sizes in zip("xyz", ((mesh[0],), (mesh[1],), (half[2], mesh[2]))):
-            name = f"moduli_{axis}"
-            value = getattr(self, name)
-            if value is None:
-                continue
-            checks.check_tensor(name, value)
-            if value.ndim != 1 or value.shape[0] not in sizes:
-                raise ValueError(f"`{name}` must have shape ({sizes[0]},), got {tuple(value.shape)}")
+            if tuple(value.shape) not in allowed[name]:
+                shapes = " or ".join(map(str, allowed[name]))
+                raise ValueError(f"`{name}` must have shape {shapes}, got {tuple(value.shape)}")
 
 
 class MeshSum(NamedTuple):
@@ -141,7 +134,7 @@ class MeshSum(NamedTuple):
     spline_order : int
     mesh : (int, int, int) or None
     argument : str
-        The argument that gives it.
+        As of `LongRange`.
     precomputed : Precomputed
     influence : Influence or None
         If it is prepared.
@@ -151,7 +144,7 @@ class MeshSum(NamedTuple):
 
     spline_order: int
     mesh: tuple[int, int, int] | None
-    argument: str = "mesh_dimensions"
+    argument: str = "`mesh_dimensions` or `mesh_spacing`"
     precomputed: Precomputed = Precomputed()
     influence: Influence | None = None
     valid: torch.Tensor | None = None
@@ -170,13 +163,13 @@ class MeshSum(NamedTuple):
         if prepared is not None:
             valid = prepared.check_cell(system.cell)
             mesh, order = prepared.mesh_dimensions, prepared.spline_order
-            return cls(order, mesh, precomputed=precomputed, influence=prepared.influence, valid=valid)
+            return cls(order, mesh, "`prepared`", precomputed, prepared.influence, valid)
         order = check_spline_order(spline_order)
         if mesh_dimensions is not None:
             if mesh_spacing is not None:
                 raise ValueError("`mesh_dimensions` and `mesh_spacing` are both given; give one of them")
             mesh, order = mesh_and_order(mesh_dimensions, order)
-            return cls(order, mesh, precomputed=precomputed)
+            return cls(order, mesh, "`mesh_dimensions`", precomputed)
         if not may_read():
             raise ValueError(
                 "`mesh_dimensions` is needed inside torch.compile, where the size of the cell cannot be read"
@@ -184,12 +177,7 @@ class MeshSum(NamedTuple):
         if mesh_spacing is None:
             return cls(order, None, precomputed=precomputed)
         mesh = mesh_spacing_to_dimensions(system.cell.detach(), mesh_spacing, spline_order=order)
-        return cls(order, mesh, "mesh_spacing", precomputed)
-
-    @property
-    def alternatives(self) -> str:
-        """As of `LongRange`."""
-        return "`mesh_dimensions` or `mesh_spacing`"
+        return cls(order, mesh, "`mesh_spacing`", precomputed)
 
     @property
     def is_given(self) -> bool:

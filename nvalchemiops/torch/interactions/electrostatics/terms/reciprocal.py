@@ -46,7 +46,7 @@ class KVectorSum(NamedTuple):
     ----------
     k_vectors : WaveVectors or None
     argument : str
-        The argument that gives them.
+        As of `LongRange`.
     k_cutoff : (n_systems,) tensor or None
         The length up to which all are there, if that is known.
     valid : (n_systems,) bool tensor or None
@@ -54,7 +54,7 @@ class KVectorSum(NamedTuple):
     """
 
     k_vectors: WaveVectors | None = None
-    argument: str = "k_cutoff"
+    argument: str = "`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices`"
     k_cutoff: torch.Tensor | None = None
     valid: torch.Tensor | None = None
 
@@ -69,26 +69,21 @@ class KVectorSum(NamedTuple):
                 "`k_vectors`, `miller_bounds` and `miller_indices` are different ways to say the same: give one"
             )
         if miller_bounds is not None:
-            return cls(box_points(check_bounds(miller_bounds), n_systems, device), "miller_bounds")
+            return cls(box_points(check_bounds(miller_bounds), n_systems, device), "`miller_bounds`")
         if isinstance(miller_indices, WaveVectors):
             miller_indices.check(cell)
-            return cls(miller_indices, "miller_indices")
-        valid, argument = None, "miller_indices"
+            return cls(miller_indices, "`miller_indices`")
+        valid, argument = None, "`miller_indices`"
         if k_vectors is not None:
-            (miller_indices, valid), argument = _indices_of(k_vectors, system), "k_vectors"
+            (miller_indices, valid), argument = _indices_of(k_vectors, system), "`k_vectors`"
         elif miller_indices is not None:
             checks.check_index("miller_indices", miller_indices, system.positions, (None, 3))
         if miller_indices is not None:
             return cls(WaveVectors(*points_of_indices(cell, miller_indices)), argument, valid=valid)
         if k_cutoff is not None:
             lengths = per_system("k_cutoff", k_cutoff, n_systems, device).detach()
-            return cls(_vectors_within(cell, lengths), "k_cutoff", k_cutoff=lengths)
+            return cls(_vectors_within(cell, lengths), "`k_cutoff`", k_cutoff=lengths)
         return cls()
-
-    @property
-    def alternatives(self) -> str:
-        """As of `LongRange`."""
-        return "`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices`"
 
     @property
     def is_given(self) -> bool:
@@ -103,7 +98,7 @@ class KVectorSum(NamedTuple):
         if complete is not None:
             return core.Sphere(complete)
         bounds, lengths = self.k_vectors.largest_indices(), cell.norm(dim=2)
-        if self.argument == "miller_bounds":
+        if self.argument == "`miller_bounds`":
             return core.Box(core.faces(bounds + 0.5, lengths))
         return core.Sphere(core.faces(bounds.clamp(min=1.0), lengths).amin(1))
 
