@@ -23,7 +23,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     pme_reciprocal_space,
     prepare_wave_vectors,
 )
-from nvalchemiops.torch.interactions.electrostatics.parameters import check_accuracy
+from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy
 from nvalchemiops.torch.interactions.pair import PairPotential
 
 LATTICE_SUMS = ("ewald", "pme")

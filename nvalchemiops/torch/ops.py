@@ -5,7 +5,7 @@ them have been imported.
 """
 
 from nvalchemiops.torch.interactions.dispersion import coefficients, three_body
-from nvalchemiops.torch.interactions.electrostatics import wave_vectors
+from nvalchemiops.torch.interactions.electrostatics import k_vectors
 from nvalchemiops.torch.interactions.pair import op as pair
 from nvalchemiops.torch.neighbors import pairs as geometry
 from nvalchemiops.torch.neighbors import rows, search
@@ -15,6 +15,7 @@ __all__ = [
     "coefficients",
     "fourier",
     "geometry",
+    "k_vectors",
     "lattice",
     "mesh",
     "mesh_transform",
@@ -23,5 +24,4 @@ __all__ = [
     "search",
     "segments",
     "three_body",
-    "wave_vectors",
 ]

@@ -14,7 +14,7 @@ from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.autograd import live_recordings
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives, three_body_energies
-from nvalchemiops.torch.interactions.electrostatics import ewald_summation, wave_vectors
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation, k_vectors
 from nvalchemiops.torch.interactions.electrostatics.terms import reciprocal
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import pairs as geometry
@@ -49,9 +49,7 @@ def op_calls(system: System):
     triples += (found.begin, found.neighbors, found.shifts, found.width, found.padding, 2, 4.0, 3.0)
     places = torch.tensor([[0, 1], [2, 2]], dtype=torch.int32)
     reference_states = (radii[0], torch.rand(2, 2, dtype=torch.float64), places, torch.rand(3, 4, dtype=torch.float64))
-    waves = wave_vectors.WaveVectors(
-        *wave_vectors.points_within(cell, torch.full((n_systems,), 2.0, dtype=torch.float64))
-    )
+    waves = k_vectors.WaveVectors(*k_vectors.points_within(cell, torch.full((n_systems,), 2.0, dtype=torch.float64)))
     atoms = reciprocal.sorted_atoms(system_of, n_systems, x.shape[0], x.device)
     plan = (*atoms, waves.points, waves.point_begin)
     moments = torch.randn(x.shape[0], 2, 4, dtype=torch.float64)
@@ -80,8 +78,8 @@ def op_calls(system: System):
         mesh.mesh_gather: (mesh.mesh_spread(moments, x, *stencils, 1), x, *stencils, 1),
         mesh_transform.mesh_spectrum: (torch.randn(n_systems, 1, 6, 5, 7, dtype=torch.float64),),
         mesh_transform.mesh_values: (torch.randn(n_systems, 1, 6, 5, 4, 2, dtype=torch.float64), 7),
-        wave_vectors.points_within: (cell, torch.full((n_systems,), 2.0, dtype=torch.float64)),
-        wave_vectors.points_of_indices: (cell, torch.tensor([[1, -2, 0], [0, 0, 3]])),
+        k_vectors.points_within: (cell, torch.full((n_systems,), 2.0, dtype=torch.float64)),
+        k_vectors.points_of_indices: (cell, torch.tensor([[1, -2, 0], [0, 0, 3]])),
     }
 
 

@@ -17,9 +17,9 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
     generate_k_vectors_ewald_summation,
     generate_k_vectors_pme,
+    k_vectors,
     particle_mesh_ewald,
     pme_reciprocal_space,
-    wave_vectors,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.operators import lattice
@@ -159,7 +159,7 @@ def test_formats_of_neighbors(name, form):
 
 def test_graph_breaks_before_anything_was_called_eagerly():
     """Neighbors are built inside, which breaks the graph: the host code behind the break is not for a compiler."""
-    wave_vectors._within.cache_clear()
+    k_vectors._within.cache_clear()
     lattice._check_values.cache_clear()
     torch.compiler.reset()
 
@@ -167,7 +167,7 @@ def test_graph_breaks_before_anything_was_called_eagerly():
         return ewald(x, q, cell, cutoff=CUTOFF)
 
     expected = function(*ONE[:3])
-    wave_vectors._within.cache_clear()
+    k_vectors._within.cache_clear()
     lattice._check_values.cache_clear()
     found = torch.compile(function, backend="aot_eager")(*ONE[:3])
     torch.testing.assert_close(found, expected, **TINY)

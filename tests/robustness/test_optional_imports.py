@@ -74,7 +74,7 @@ def test_kernels_run_without_torch():
         """
         import numpy as np, warp as wp
         from nvalchemiops import launch
-        from nvalchemiops.interactions.electrostatics import wave_vectors
+        from nvalchemiops.interactions.electrostatics import k_vectors
         from nvalchemiops.interactions.pair.expression import Formula, pair_energy
         from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors
         from nvalchemiops.kernels.segments import sum_rows
@@ -83,7 +83,7 @@ def test_kernels_run_without_torch():
         begin = wp.array([0, 2, 6], dtype=wp.int32, device="cpu")
         sums = wp.zeros((2, 2), dtype=wp.float64, device="cpu")
         launch.launch(sum_rows("float64"), 2, [values, None, begin, None, 0], [sums], device="cpu")
-        points, weights = wave_vectors.points_within(np.eye(3) * 6.0, 2.0)
+        points, weights = k_vectors.points_within(np.eye(3) * 6.0, 2.0)
         energy = pair_energy(Formula("k*q1*q2/r", ("q",), ("k",)))
         print(json.dumps([sums.numpy().tolist(), estimate_max_neighbors(5.0), float(weights.sum()), str(energy)]))
         """,

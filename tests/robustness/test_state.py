@@ -300,7 +300,7 @@ def test_modules_share_memory():
     module = torch.nn.Sequential(ewald().prepare(CELL), pme().prepare(CELL), d3())
     module.share_memory()
     assert all(m.alpha.is_shared() for m in module[:2]) and module[2].a1.is_shared()
-    assert module[0]._waves.points.is_shared() and module[2].states.radii.is_shared()
+    assert module[0]._prepared.points.is_shared() and module[2].states.radii.is_shared()
 
 
 @pytest.mark.parametrize("make", [ewald, pme])

@@ -5,15 +5,15 @@ neighbors stand for them (`force_of`), in units of ``(Σq²/N) / d²`` with the 
 unit, for charges without correlation,
 
     ε_r = 2 √(d / r_c) exp(-x²),         x = α r_c          real space, beyond the cutoff r_c
-    ε_k = 4 α √(d / π k_c) exp(-y²),     y = k_c / 2α       wave vectors longer than k_c
-    ε_b = ε_k / √(2 (2 y² + 1))                             wave vectors beyond two opposite faces of a box, at k_c
+    ε_k = 4 α √(d / π k_c) exp(-y²),     y = k_c / 2α       k-vectors longer than k_c
+    ε_b = ε_k / √(2 (2 y² + 1))                             k-vectors beyond two opposite faces of a box, at k_c
     ε_m = √(α d) c_p(α h)                                   a mesh of spacing h and splines of order p
 
 The first two are those of Kolafa and Perram (the second one for a cube). The third one is their integral over
 ``k⁻² exp(-k² / 2α²)`` beyond two planes instead of a sphere, ``e^u E₁(u) / 2 ≈ 1 / 2(u + 1)`` of it with u = 2 y². The
 last one has their form; the function c_p was measured for a cube (`MESH_ERROR`). Each part of a sum gets its share of
 the error, the mesh a smaller one: its size comes in steps, so that its error is often smaller still, and halving it
-costs little. Where mesh or wave vectors are given, and too coarse for their share, the splitting parameter shrinks
+costs little. Where mesh or k-vectors are given, and too coarse for their share, the splitting parameter shrinks
 until both parts exceed their shares by the same factor (`balanced_alpha`).
 
 The best splitting parameter balances the work in real space, `COSTS.pair` for each pair, with that for each point of
@@ -59,7 +59,7 @@ class Costs(NamedTuple):
     """Times in nanoseconds, for energies and forces in float64."""
 
     pair: float  # of an atom and a neighbor, with a share of the search for neighbors
-    wave: float  # of an atom and a point of the reciprocal lattice, which stands for eight wave vectors
+    wave: float  # of an atom and a point of the reciprocal lattice, which stands for eight k-vectors
     mesh: float  # of a point of the mesh
 
 
@@ -85,14 +85,14 @@ MOST_POINTS, MOST_POINTS_PER_ATOM = 2**24, 2048
 """Points of a mesh that is as fine as that, at most: one that misses its accuracy anyway should not take gigabytes."""
 
 WIDEST = 4.0
-"""Cutoff, in units of the one that costs least, to which a list may be built for the sake of a coarse smooth part."""
+"""Cutoff, in units of the one that costs least, up to which a list is built if the given reciprocal part is coarse."""
 
 OUT_OF_REACH = 2.0
 """Expected error, in units of the accuracy, from which on callers are warned."""
 
 
 REAL_SHARE, RECIPROCAL_SHARE, MESH_SHARE = 0.87, 0.25, 0.5
-"""Of the error. That of missing wave vectors is small for the sake of energies and virials, in which the interaction of
+"""Of the error. That of missing k-vectors is small for the sake of energies and virials, in which the interaction of
 each atom with itself adds up."""
 
 
@@ -148,7 +148,7 @@ def real_cutoff(alpha: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
 
 
 def reciprocal_cutoff(alpha: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
-    """Length k_c of wave vectors at which the reciprocal-space error falls to its share."""
+    """Length k_c of k-vectors at which the reciprocal-space error falls to its share."""
     error = RECIPROCAL_SHARE * target.error
     return 2.0 * alpha * _solve(lambda y: 4.0 * xp.sqrt(alpha * spacing / (2.0 * np.pi * y)), error, xp)
 
@@ -173,7 +173,7 @@ def mesh_spacing(alpha: Any, spacing: Any, target: Target, order: int, xp: Any =
 
 @dataclass(frozen=True)
 class Sphere:
-    """All wave vectors up to lengths ``k_cutoff`` (n_systems,)."""
+    """All k-vectors up to lengths ``k_cutoff`` (n_systems,)."""
 
     k_cutoff: Any
 
@@ -191,7 +191,7 @@ class Sphere:
 
 @dataclass(frozen=True)
 class Box:
-    """All wave vectors up to Miller indices: ``faces`` (n_systems, 3) are distances of the planes that bound them."""
+    """All k-vectors up to Miller indices: ``faces`` (n_systems, 3) are distances of the planes that bound them."""
 
     faces: Any
 
@@ -213,7 +213,7 @@ class Box:
 class Mesh:
     """A mesh with ``spacings`` (n_systems, 3) along lattice vectors, for splines of an order.
 
-    ``skewness`` (n_systems,) is the factor by which errors of slopes along lattice vectors grow when they become
+    ``skewness`` (n_systems,) is the factor by which errors of derivatives along lattice vectors grow when they become
     forces.
     """
 
@@ -246,12 +246,12 @@ def skewness(cell: Any, inverse: Any) -> Any:
 
 
 def faces(indices: Any, lengths: Any) -> Any:
-    """Distances (n_systems, 3) from the origin of planes of wave vectors with these Miller indices, or between two."""
+    """Distances (n_systems, 3) from the origin of planes of k-vectors with these Miller indices, or between two."""
     return 2.0 * np.pi * indices / lengths
 
 
-Smooth = Sphere | Box | Mesh
-"""What sums the smooth part."""
+Reciprocal = Sphere | Box | Mesh
+"""Models of the reciprocal part."""
 
 
 def _log_mesh_error(x: Any, order: int) -> Any:
@@ -275,42 +275,42 @@ def log_real_error(alpha: Any, cutoff: Any, spacing: Any, xp: Any = np) -> Any:
     return xp.log(2.0 * xp.sqrt(spacing / cutoff)) - (alpha * cutoff) ** 2
 
 
-def expected_errors(alpha: Any, cutoff: Any, spacing: Any, smooth: Smooth, target: Target) -> tuple[Any, Any]:
-    """RMS errors of the forces (n_systems,), relative to their RMS, of the pairs and of the smooth part; by numpy."""
-    logs = log_real_error(alpha, cutoff, spacing), smooth.log_error(alpha, spacing)
-    of_pairs, of_smooth_part = (np.exp(log) / target.force for log in logs)
-    return of_pairs, of_smooth_part
+def expected_errors(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, target: Target) -> tuple[Any, Any]:
+    """RMS errors of the forces (n_systems,) relative to their RMS, of pairs and of the reciprocal part; by numpy."""
+    logs = log_real_error(alpha, cutoff, spacing), model.log_error(alpha, spacing)
+    of_pairs, of_reciprocal = (np.exp(log) / target.force for log in logs)
+    return of_pairs, of_reciprocal
 
 
-def balanced_alpha(alpha: Any, cutoff: Any, spacing: Any, smooth: Smooth, target: Target, xp: Any = np) -> Any:
-    """The splitting parameter ``alpha`` (n_systems,), or a smaller one if the given smooth part needs it.
+def balanced_alpha(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, target: Target, xp: Any = np) -> Any:
+    """The splitting parameter ``alpha`` (n_systems,), or a smaller one if the given reciprocal part needs it.
 
-    Then that for which the smooth part and the pairs up to ``cutoff`` exceed their shares of the error by the same
+    Then that for which the reciprocal part and the pairs up to ``cutoff`` exceed their shares of the error by the same
     factor, or stay below by the same.
     """
     # estimated parameters meet their share but for rounding
-    if xp is np and (smooth.log_error(alpha, spacing) <= np.log(smooth.share * target.error) + 0.01).all():
+    if xp is np and (model.log_error(alpha, spacing) <= np.log(model.share * target.error) + 0.01).all():
         return alpha
 
     def excess(trial: Any) -> Any:
-        both = log_real_error(trial, cutoff, spacing, xp) - smooth.log_error(trial, spacing, xp)
-        return both - math.log(REAL_SHARE / smooth.share)
+        both = log_real_error(trial, cutoff, spacing, xp) - model.log_error(trial, spacing, xp)
+        return both - math.log(REAL_SHARE / model.share)
 
     return xp.minimum(
-        alpha, _root(alpha, excess, lambda trial: 2.0 * (trial * cutoff) ** 2 + smooth.steepness(trial), xp)
+        alpha, _root(alpha, excess, lambda trial: 2.0 * (trial * cutoff) ** 2 + model.steepness(trial), xp)
     )
 
 
-def alpha_for_smooth(alpha: np.ndarray, spacing: np.ndarray, smooth: Smooth, target: Target) -> np.ndarray:
-    """The splitting parameter for which the error of the smooth part is its share, or ``alpha`` if that is less."""
-    share = np.log(smooth.share * target.error)
-    return np.minimum(alpha, _root(alpha, lambda trial: share - smooth.log_error(trial, spacing), smooth.steepness, np))
+def alpha_for_reciprocal(alpha: np.ndarray, spacing: np.ndarray, model: Reciprocal, target: Target) -> np.ndarray:
+    """The splitting parameter for which the error of the reciprocal part is its share, or ``alpha`` if that is less."""
+    share = np.log(model.share * target.error)
+    return np.minimum(alpha, _root(alpha, lambda trial: share - model.log_error(trial, spacing), model.steepness, np))
 
 
-def _root(alpha: Any, excess: Callable[[Any], Any], slope: Callable[[Any], Any], xp: Any) -> Any:
-    """Where ``excess`` vanishes, by Newton's method for its logarithm, with a slope that is about right."""
+def _root(alpha: Any, excess: Callable[[Any], Any], derivative: Callable[[Any], Any], xp: Any) -> Any:
+    """Where ``excess`` vanishes, by Newton's method for its logarithm, with an approximate derivative."""
     for _ in range(8):
-        alpha = alpha * xp.exp((excess(alpha) / slope(alpha)).clip(-1.0, 1.0))
+        alpha = alpha * xp.exp((excess(alpha) / derivative(alpha)).clip(-1.0, 1.0))
     return alpha
 
 
@@ -345,9 +345,9 @@ def mesh_size(length: float, spacing: float, order: int, padding: float) -> int:
     """Points along an axis: at least ``length / spacing``, a product of 2, 3, 5 and 7 that transforms like."""
     least = max(order, int(np.ceil(length / spacing * (1.0 - 1e-9))))
     size = least
-    while not _is_smooth(size):
+    while not _has_small_factors(size):
         size += 1
-    sizes = [n for n in range(size, int(size * (1.0 + padding)) + 1) if _is_smooth(n)]
+    sizes = [n for n in range(size, int(size * (1.0 + padding)) + 1) if _has_small_factors(n)]
     return min(sizes, key=_work, default=size)
 
 
@@ -355,7 +355,7 @@ _WORK = {2: 1.0, 3: 1.9, 5: 3.4, 7: 5.2}
 """Operations of a Fourier transform by prime factors of its size, for each point, about."""
 
 
-def _is_smooth(n: int) -> bool:
+def _has_small_factors(n: int) -> bool:
     for prime in _WORK:
         while n % prime == 0:
             n //= prime

@@ -7,9 +7,18 @@ from nvalchemiops.torch.interactions.electrostatics.coulomb import (
     dsf_coulomb,
 )
 from nvalchemiops.torch.interactions.electrostatics.ewald import (
+    ewald_real_space,
     ewald_reciprocal_space,
     ewald_summation,
     prepare_wave_vectors,
+)
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
+    WaveVectors,
+    generate_ewald_miller_indices,
+    generate_k_squared_pme,
+    generate_k_vectors_ewald_summation,
+    generate_k_vectors_pme,
+    k_vectors_from_miller_indices,
 )
 from nvalchemiops.torch.interactions.electrostatics.modules import EwaldSummation, ParticleMeshEwald
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
@@ -30,16 +39,7 @@ from nvalchemiops.torch.interactions.electrostatics.pme import (
     prepare_mesh,
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential, power_law
-from nvalchemiops.torch.interactions.electrostatics.real_space import ewald_real_space
 from nvalchemiops.torch.interactions.electrostatics.slab import compute_slab_correction
-from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
-    WaveVectors,
-    generate_ewald_miller_indices,
-    generate_k_squared_pme,
-    generate_k_vectors_ewald_summation,
-    generate_k_vectors_pme,
-    k_vectors_from_miller_indices,
-)
 
 __all__ = [
     "ErrorEstimate",

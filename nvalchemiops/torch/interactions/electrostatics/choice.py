@@ -1,21 +1,66 @@
-"""How an Ewald sum is divided between pairs and waves: the choice of what the caller left open."""
+"""The choice of the parameters of an Ewald sum that are left open: alpha, the cutoff, the mesh or the k-vectors."""
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
-from nvalchemiops.torch.interactions.electrostatics.forces import force_of_neighbors
-from nvalchemiops.torch.interactions.electrostatics.parameters import sizes_of, warn_of_errors
+from nvalchemiops.interactions.pair.potentials import coulomb_nearby
+from nvalchemiops.notices import AccuracyWarning, notify
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, Term
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
+from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
+from nvalchemiops.torch.operators.lattice import check_mesh, lattice_of
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime.context import may_read, on_host
 
 
-class Splitting(NamedTuple):
-    """How a sum is divided.
+class LongRange(Protocol):
+    """A way to sum the long-range part: its parameters, as far as they are given, and how others are chosen.
+
+    Attributes
+    ----------
+    argument : str
+        The argument that gives the parameters, or those that could, as messages name them.
+    is_given : bool
+        Whether the parameters are given.
+    valid : (n_systems,) bool tensor or None
+        False for systems that the parameters do not fit, if that could not be read.
+    """
+
+    @property
+    def argument(self) -> str: ...  # noqa: D102
+
+    @property
+    def is_given(self) -> bool: ...  # noqa: D102
+
+    @property
+    def valid(self) -> torch.Tensor | None: ...  # noqa: D102
+
+    def error_model(self, system: ChargedSystem) -> core.Reciprocal:
+        """The model of the errors of given parameters, in numbers of torch."""
+        ...
+
+    def optimal_alpha(self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any) -> Any:
+        """The alpha (n_systems,) that costs least where parameters are open, by numpy or torch."""
+        ...
+
+    def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "LongRange":
+        """The same with the parameters that the target needs at this alpha."""
+        ...
+
+    def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> Term:
+        """The term of the sum, when all parameters are known."""
+        ...
+
+
+class EwaldSplitting(NamedTuple):
+    """How a sum is divided into a short-range and a long-range part.
 
     Attributes
     ----------
@@ -23,7 +68,7 @@ class Splitting(NamedTuple):
     rows : Rows
         Neighbors, which are built if there were none.
     target : Target
-        What the smooth part has to meet, in numbers of numpy, or of torch while compiling.
+        What the long-range part has to meet, in numbers of numpy, or of torch while compiling.
     """
 
     alpha: torch.Tensor
@@ -31,61 +76,48 @@ class Splitting(NamedTuple):
     target: core.Target
 
 
-class Wish(NamedTuple):
-    """What the caller says about the division of a sum, or leaves open.
+def choose_splitting(
+    system: ChargedSystem, long_range: LongRange, alpha: Any, cutoff: float | None, rows: Rows | None, accuracy: float
+) -> EwaldSplitting:
+    """Alpha, and neighbors to match.
 
-    Attributes
+    A given ``alpha`` is used. Otherwise a list that reaches as far as the optimal cutoff or farther gets the alpha that
+    meets the accuracy at that cutoff; a shorter one that for which the accuracy is met at its own reach. A given mesh
+    or sphere of k-vectors that is too coarse for it gets a smaller one, as far as the list reaches; if that does not
+    meet the accuracy, a warning says so.
+
+    Parameters
     ----------
+    system : ChargedSystem
+    long_range : LongRange
     alpha : float, tensor or None
     cutoff : float or None
         Reach of the list.
     rows : Rows or None
         The list.
     accuracy : float
-    excluded : (exclusions, exclusion_factors)
-    smooth : Smooth or None
-        The mesh or the wave vectors, in numbers of torch.
-    smooth_name : str
-        The argument that says so.
-    """
-
-    alpha: Any
-    cutoff: float | None
-    rows: Rows | None
-    accuracy: float
-    excluded: tuple[Any, Any]
-    smooth: core.Smooth | None = None
-    smooth_name: str = ""
-
-
-def split(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
-    """Alpha, and neighbors to match.
-
-    ``best(n_atoms, volume, target, xp)`` is the alpha that costs least, by numpy or torch. With alpha given it is used.
-    Otherwise a list that reaches as far as the best cutoff or farther gets the alpha that meets the accuracy at that
-    cutoff; a shorter one that for which the accuracy is met at its own reach. A given mesh or sphere of wave vectors
-    that is too coarse for it gets a smaller one, as far as the list reaches; if that does not meet the accuracy, the
-    caller is warned.
     """
     compiling = not may_read()
-    if wish.alpha is None:
-        if compiling and wish.cutoff is None:
+    if alpha is None:
+        if compiling and cutoff is None:
             raise ValueError(
                 "`alpha` or `cutoff` is needed inside torch.compile, where the neighbor list cannot be measured"
             )
-        return _choose(system, wish, best)
-    chosen, target, cutoff = given_alpha(wish.alpha, system), core.Target(wish.accuracy), wish.cutoff
-    if wish.rows is not None:
-        return Splitting(chosen, wish.rows, target)
+        return _choose(system, long_range, cutoff, rows, accuracy)
+    chosen, target = given_alpha(alpha, system), core.Target(accuracy)
+    if rows is not None:
+        return EwaldSplitting(chosen, rows, target)
     if cutoff is None:
         if compiling:
             raise ValueError("`cutoff` is needed inside torch.compile to build neighbors, or give a list")
         spacing = sizes_of(system.cell, system.batch_idx, system.n_atoms).spacing
         cutoff = float(core.real_cutoff(on_host(chosen.detach()), spacing, target).max(initial=0.0))
-    return Splitting(chosen, build_rows(system.positions, cutoff, system.cell, system.batch_idx), target)
+    return EwaldSplitting(chosen, build_rows(system.positions, cutoff, system.cell, system.batch_idx), target)
 
 
-def _choose(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
+def _choose(
+    system: ChargedSystem, long_range: LongRange, cutoff: float | None, rows: Rows | None, accuracy: float
+) -> EwaldSplitting:
     """Alpha and neighbors: by numpy, or while compiling by torch, where nothing is read and the cutoff is known."""
     compiling, device = not may_read(), system.positions.device
     xp: Any = torch if compiling else np
@@ -96,47 +128,50 @@ def _choose(system: ChargedSystem, wish: Wish, best: Any) -> Splitting:
     else:
         sizes = sizes_of(system.cell, system.batch_idx, system.n_atoms)
         count, volume = sizes.n_atoms, sizes.volume
-    spacing, target, rows = core.average_distance(count, volume), core.Target(wish.accuracy), wish.rows
-    r_c = core.real_cutoff(best(count, volume, target, xp), spacing, target, xp)
-    smooth = wish.smooth if compiling or wish.smooth is None else _on_host(wish.smooth)
+    spacing, target = core.average_distance(count, volume), core.Target(accuracy)
+    optimal_alpha = long_range.optimal_alpha(count, volume, target, core.COSTS[device.type], xp)
+    r_c = core.real_cutoff(optimal_alpha, spacing, target, xp)
+    model = long_range.error_model(system) if long_range.is_given else None
+    if model is not None and not compiling:
+        model = _on_host(model)
 
     def balanced(reach: Any) -> Any:
         """Alpha for a list that reaches as far as that."""
         alpha = core.alpha_for_cutoff(r_c.clip(None, reach), spacing, target, xp)
-        if smooth is None:
+        if model is None:
             return alpha
-        return core.balanced_alpha(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, smooth, target, xp)
+        return core.balanced_alpha(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, model, target, xp)
 
-    reach: Any = wish.cutoff
+    reach: Any = cutoff
     if reach is None and rows is not None:
         reach = _reach(rows, system, r_c)
     if reach is None:
         reach = r_c
-        if smooth is not None:
-            sufficient = core.alpha_for_smooth(core.alpha_for_cutoff(r_c, spacing, target), spacing, smooth, target)
+        if model is not None:
+            sufficient = core.alpha_for_reciprocal(core.alpha_for_cutoff(r_c, spacing, target), spacing, model, target)
             reach = core.real_cutoff(sufficient, spacing, target).clip(r_c, core.WIDEST * r_c)
     if rows is None:
-        cutoff = float(np.max(reach, initial=0.0)) if wish.cutoff is None else wish.cutoff
-        rows = build_rows(system.positions, cutoff, system.cell, system.batch_idx)
+        longest = float(np.max(reach, initial=0.0)) if cutoff is None else cutoff
+        rows = build_rows(system.positions, longest, system.cell, system.batch_idx)
     # slices of vmap have no values to look at
     if compiling or may_read(system.positions, system.charges, wait=True):
         near = xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing)
         near, d = (torch.as_tensor(t, device=device) for t in (near, spacing))
-        force = force_of_neighbors(system, rows, near, d, *wish.excluded)
+        force = force_of_neighbors(system, rows, near, d)
         target = target._replace(force=force if compiling else on_host(force))
     alpha = balanced(reach)
-    if smooth is not None and not compiling:
-        errors = core.expected_errors(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, smooth, target)
+    if model is not None and not compiling:
+        errors = core.expected_errors(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, model, target)
         warn_of_errors(
-            wish.accuracy, np.hypot(*errors), f"the given `{wish.smooth_name}` and this reach of the neighbor list"
+            accuracy, np.hypot(*errors), f"the given {long_range.argument} and this reach of the neighbor list"
         )
-    return Splitting(given_alpha(torch.as_tensor(alpha, device=device), system), rows, target)
+    return EwaldSplitting(given_alpha(torch.as_tensor(alpha, device=device), system), rows, target)
 
 
-def _on_host(smooth: core.Smooth) -> core.Smooth:
+def _on_host(model: core.Reciprocal) -> core.Reciprocal:
     """The same in numbers of numpy."""
-    values: Any = {name: on_host(v) if isinstance(v, torch.Tensor) else v for name, v in vars(smooth).items()}
-    return type(smooth)(**values)
+    values: Any = {name: on_host(v) if isinstance(v, torch.Tensor) else v for name, v in vars(model).items()}
+    return type(model)(**values)
 
 
 def spacing_of(system: ChargedSystem) -> torch.Tensor:
@@ -150,10 +185,10 @@ def _count_and_volume(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor
     return system_sums(ones, system.batch_idx, system.n_systems), volume
 
 
-def _reach(rows: Rows, system: ChargedSystem, best: np.ndarray) -> np.ndarray:
+def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray:
     """Largest distance in the list, for each system; infinite where there is no atom.
 
-    Where there is no pair, nothing is missing up to the shortest distance in the system, or up to ``best``.
+    Where there is no pair, nothing is missing up to the shortest distance in the system, or up to ``optimal``.
     """
     batch_idx = system.batch_idx
     if batch_idx is None:
@@ -165,10 +200,174 @@ def _reach(rows: Rows, system: ChargedSystem, best: np.ndarray) -> np.ndarray:
     empty = np.bincount(number, minlength=system.n_systems) == 0
     unknown = (reach == 0.0) & ~empty
     if unknown.any():
-        found = build_rows(system.positions, float(best[unknown].max()), system.cell, system.batch_idx)
+        found = build_rows(system.positions, float(optimal[unknown].max()), system.cell, system.batch_idx)
         with torch.no_grad():
             first, distances = pair_distances(found, system.positions, system.cell, batch_idx)
-        nearest = best.copy()
+        nearest = optimal.copy()
         np.minimum.at(nearest, number[on_host(first)], on_host(distances))
         reach = np.where(unknown, nearest, reach)
     return np.where(empty, np.inf, reach)
+
+
+# -- how large forces are -------------------------------------------------------------------------
+
+CROWDED = 16.0
+"""Density around atoms, in units of the average, at which estimates do not search for so many neighbors."""
+
+
+def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
+    """RMS of the forces (n_systems,) in units of (Σq²/N)/d², from neighbors up to ``reach`` (n_systems,).
+
+    ``spacing`` (n_systems,) is d. Nothing is read on the host.
+    """
+    with torch.no_grad():
+        charges = system.charges.detach()
+        fixed = system.at_fixed_geometry()._replace(charges=charges)
+        nearby_pairs = PairTerm(coulomb_nearby, reach, rows, system.exclusions)
+        forces = nearby_pairs.evaluate(fixed, Derivatives(forces=True)).forces
+        assert forces is not None
+        squares = [t.to(torch.float64).square().sum(1) for t in (forces, charges)]
+        columns = torch.stack([*squares, torch.ones_like(squares[0])], 1)
+        of_forces, of_charges, count = system_sums(columns, system.batch_idx, system.n_systems).unbind(1)
+        # RMS of the forces / (mean square of the charges / d²)
+        nearby = (of_forces * count).sqrt() / of_charges * spacing.square()
+        return core.force_of(nearby, count, torch)
+
+
+def is_crowded(system: ChargedSystem) -> bool:
+    """Whether an atom has far more neighbors than in a system of even density. Reads values on the host."""
+    n_atoms, batch_idx = system.n_atoms, system.batch_idx
+    if n_atoms == 0:
+        return False
+    coordinates = lattice_of(system.cell.detach(), batch_idx, n_atoms).fractional(system.positions.detach())
+    numbers = torch.zeros(n_atoms, dtype=torch.int64, device=coordinates.device)
+    if batch_idx is not None:
+        numbers += batch_idx
+    # as many boxes as atoms in each system
+    n_boxes = numbers.bincount().double().pow(1.0 / 3.0).round().clamp_min(1.0).index_select(0, numbers).unsqueeze(1)
+    box = (coordinates - coordinates.floor()).nan_to_num().mul(n_boxes).floor().minimum(n_boxes - 1.0).long()
+    keys = torch.cat([numbers.unsqueeze(1), box], 1)
+    _, of_atom, count = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)
+    return float(count.index_select(0, of_atom).double().mean()) > CROWDED
+
+
+# -- sizes of systems -----------------------------------------------------------------------------
+
+
+class Sizes(NamedTuple):
+    """Cells (n_systems, 3, 3), atoms (n_systems,) and average distance (V/N)^(1/3) of each system, on the host."""
+
+    cell: np.ndarray
+    n_atoms: np.ndarray
+    spacing: np.ndarray
+
+    @property
+    def volume(self) -> np.ndarray:
+        """Volumes (n_systems,)."""
+        return np.abs(np.linalg.det(self.cell))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Lengths (n_systems, 3) of lattice vectors."""
+        return np.linalg.norm(self.cell, axis=2)
+
+    @property
+    def skewness(self) -> np.ndarray:
+        """Factor (n_systems,) by which errors of derivatives along lattice vectors grow when they become forces."""
+        return core.skewness(self.cell, np.linalg.inv(self.cell))
+
+    def mesh_model(self, mesh: Sequence[int], order: int) -> core.Mesh:
+        """The model of errors of a mesh."""
+        return core.mesh_model(self.cell, np.linalg.inv(self.cell), mesh, order)
+
+
+def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Sizes:
+    """Sizes of systems with cells (n_systems, 3, 3). Reads values on the host."""
+    lattice = on_host(cell.detach()).astype(np.float64)
+    if batch_idx is None:
+        count = np.full(1, float(n_atoms))
+    else:
+        count = np.bincount(on_host(batch_idx), minlength=cell.shape[0]).astype(np.float64)
+    volume = np.abs(np.linalg.det(lattice))
+    return Sizes(lattice, count, core.average_distance(count, volume))
+
+
+def mesh_for(
+    sizes: Sizes, alpha: np.ndarray, target: core.Target, order: int, safety: Any = 1.0, padding: Any = 0.25
+) -> tuple[int, int, int]:
+    """The mesh for all systems. Warns where the accuracy is out of reach of splines of this order."""
+    safety = checks.check_positive("mesh_safety_factor", safety)
+    of_derivatives = target._replace(force=target.force / sizes.skewness)
+    spacing = core.mesh_spacing(alpha, sizes.spacing, of_derivatives, order)
+    out_of_reach = spacing * alpha < core.FINEST
+    if out_of_reach.any():
+        spacing = np.maximum(spacing, core.FINEST / alpha)
+        points = (sizes.lengths / spacing[:, None]).max(0).prod() / max(
+            core.MOST_POINTS, core.MOST_POINTS_PER_ATOM * sizes.n_atoms.sum()
+        )
+        spacing = spacing * max(1.0, points) ** (1.0 / 3.0)
+    mesh = mesh_of(sizes.lengths / (spacing / safety)[:, None], order, padding)
+    if out_of_reach.any():
+        reach = core.real_cutoff(alpha, sizes.spacing, target)
+        errors = core.expected_errors(alpha, reach, sizes.spacing, sizes.mesh_model(mesh, order), target)
+        better = [p for p in core.MESH_ERROR if p > order]
+        advice = (
+            f"a higher `spline_order`, up to {max(better)}, goes further" if better else "an Ewald sum goes further"
+        )
+        warn_of_errors(target.accuracy, np.hypot(*errors), f"splines of order {order}", advice, least=0.0)
+    return mesh
+
+
+def warn_of_errors(
+    accuracy: float, errors: np.ndarray, of: str, advice: str = "", least: float = core.OUT_OF_REACH
+) -> None:
+    """Warn if an expected error (n_systems,) is more than ``least`` times the accuracy; ``of`` is what limits it."""
+    worst = float(np.max(errors, initial=0.0))
+    if worst <= least * accuracy:
+        return
+    notify(
+        f"`accuracy` = {accuracy:g} is out of reach of {of}: expect a relative error of the forces of about "
+        f"{worst:.1g}" + f"; {advice}" * bool(advice),
+        AccuracyWarning,
+        kind=f"{accuracy:g} is out of reach of {of}",
+    )
+
+
+MOST_MESH_POINTS = 2**31 - 1
+"""Points of a mesh that kernels can count."""
+
+
+def mesh_of(points: np.ndarray, order: int, padding: Any) -> tuple[int, int, int]:
+    """The mesh for all systems with at least so many points (n_systems, 3) along each axis."""
+    padding = checks.as_float("fft_padding_fraction", padding)
+    if not 0.0 <= padding <= 10.0:
+        raise ValueError(f"`fft_padding_fraction` must be in 0 .. 10, got {padding}")
+    most = points.max(axis=0, initial=1.0)
+    if not np.prod(most) < MOST_MESH_POINTS:
+        raise ValueError(
+            f"`cell` would need a mesh of {np.prod(most):.1e} points: ask for a lower `accuracy`, a coarser "
+            "`mesh_spacing` or a smaller `alpha`"
+        )
+    x, y, z = (core.mesh_size(float(n), 1.0, order, padding) for n in most)
+    return check_mesh((x, y, z))
+
+
+FINEST_ACCURACY = 1e-16
+"""Rounding alone leaves more."""
+
+
+def check_accuracy(accuracy: Any, positions: torch.Tensor | None = None) -> float:
+    """The accuracy as a float; warn if it is more than float32 positions can give."""
+    accuracy = checks.check_positive("accuracy", accuracy)
+    if accuracy < FINEST_ACCURACY:
+        raise ValueError(f"`accuracy` = {accuracy:g} is beyond float64; ask for {FINEST_ACCURACY:g} at most")
+    if accuracy >= 1.0:
+        raise ValueError(f"`accuracy` = {accuracy:g} is a relative error of forces: it must be below 1, as 1e-6 is")
+    rounded = positions is not None and positions.dtype is torch.float32
+    if rounded and accuracy < core.FLOAT32_FLOOR and may_read():
+        notify(
+            f"`accuracy` = {accuracy:g} is out of reach of float32: rounding leaves about {core.FLOAT32_FLOOR:g}; "
+            "use float64 positions, or ask for less",
+            AccuracyWarning,
+        )
+    return accuracy

@@ -14,163 +14,172 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, together
+from nvalchemiops.torch.interactions.electrostatics.results import (
+    Contribution,
+    Derivatives,
+    Request,
+    Term,
+    total,
+)
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime.context import is_eager, is_mapped
 from nvalchemiops.torch.runtime.openmp import fairly
 
-Evaluate = Callable[[ChargedSystem, WantedParts], Sequence[Parts]]
 
-
-def summed(
-    evaluate: Evaluate,
-    system: ChargedSystem,
-    wanted: WantedParts,
-    energy_reduction: str,
-    hybrid: bool,
-    alpha: torch.Tensor,
-    others: Sequence[torch.Tensor | None],
-    potential: LongRangePotential,
+def evaluate(
+    terms: Sequence[Term], system: ChargedSystem, request: Request, is_constant: bool
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The results of all parts of a sum: energies, then what is wanted of forces, dE/dq and virial.
+    """The results of a sum: energies, then the derivatives that were requested.
 
     Parameters
     ----------
-    evaluate : callable
-        Gives the parts.
-    system, wanted
-        Its arguments.
-    energy_reduction : {"atom", "system"}
-    hybrid : bool
-        Only charges have gradients.
-    alpha : (n_systems,) tensor
-    others : sequence of tensor or None
-        What else the parts are computed from: must not change until the backward pass.
-    potential : LongRangePotential
-        One that is not constant may have gradients of its own.
+    terms : sequence of Term
+        Their tensors must not change until the backward pass.
+    system : ChargedSystem
+    request : Request
+    is_constant : bool
+        Whether the terms are known to depend on no tensors but their own and those of the system.
     """
     inputs = (system.positions, system.charges, system.cell)
+    derivatives = request.derivatives
 
     def graph(
         positions: torch.Tensor,
         charges: torch.Tensor,
         cell: torch.Tensor,
-        wanted: WantedParts,
+        derivatives: Derivatives,
         with_dyads: bool = False,
     ) -> Any:
-        at = system._replace(positions=positions, charges=charges, cell=cell)
-        parts = evaluate(at, wanted)
-        results = together(parts, positions, True, energy_reduction, system.batch_idx, system.n_systems)
-        return (*results, _dyads(parts, at)) if with_dyads else results
+        here = system._replace(positions=positions, charges=charges, cell=cell, has_channels=True)
+        contributions = [term.evaluate(here, derivatives) for term in terms]
+        results = total(contributions, here, request.energy_reduction)
+        return (*results, _dyads(contributions, here)) if with_dyads else results
 
     # in hybrid form first derivatives by charges are there, unless they are among the results and so in the graph
-    one_order = not any(wanted) or (hybrid and not wanted.charge_gradients)
-    simple = one_order and potential.is_constant and not alpha.requires_grad
-    if simple and torch.is_grad_enabled() and any(t.requires_grad for t in inputs) and _on_cpu(inputs):
-        results = _Sum.apply(graph, wanted, energy_reduction, system.batch_idx, *inputs, alpha, *others)
+    one_order = not any(derivatives) or (request.hybrid and not derivatives.charge_gradients)
+    others: list[torch.Tensor] | None = None
+    if one_order and is_constant and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+        others = _tensors_in(terms) if _on_cpu(inputs) else None
+    if others is not None and not any(t.requires_grad for t in others):
+        batch_idx, reduction = system.batch_idx, request.energy_reduction
+        results = _WithDerivatives.apply(graph, derivatives, reduction, batch_idx, *inputs, *others)
     else:
-        results = fairly(functools.partial(graph, wanted=wanted), *inputs)
+        results = fairly(functools.partial(graph, derivatives=derivatives), *inputs)
     if system.has_channels:
         return results
     single = results if isinstance(results, tuple) else (results,)
-    names = ["energies", *(name for name, there in zip(WantedParts._fields, wanted) if there)]
+    names = ["energies", *_requested(derivatives)]
     columns = [r.squeeze(1) if name in ("energies", "charge_gradients") else r for name, r in zip(names, single)]
     return tuple(columns) if isinstance(results, tuple) else columns[0]
+
+
+def _requested(derivatives: Derivatives) -> list[str]:
+    return [name for name, requested in zip(Derivatives._fields, derivatives) if requested]
+
+
+def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
+    """All tensors in nested tuples."""
+    waiting, found = list(values), []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple):
+            waiting.extend(value)
+    return found
 
 
 def _on_cpu(inputs: Sequence[torch.Tensor]) -> bool:
     return is_eager(*inputs) and all(t.device.type == "cpu" for t in inputs)
 
 
-class _Sum(torch.autograd.Function):
+class _WithDerivatives(torch.autograd.Function):
     """Energies with their first derivatives, for eager mode; never seen by a compiler or a function transform."""
 
     @staticmethod
     def forward(
         ctx: Any,
         graph: Callable[..., Any],
-        wanted: WantedParts,
+        derivatives: Derivatives,
         energy_reduction: str,
         batch_idx: torch.Tensor | None,
         positions: torch.Tensor,
         charges: torch.Tensor,
         cell: torch.Tensor,
-        *others: torch.Tensor | None,
+        *others: torch.Tensor,
     ) -> Any:
         by_positions, by_charges, by_cell = ctx.needs_input_grad[4:7]
-        computed = WantedParts(
-            wanted.forces or by_positions or by_cell,
-            wanted.charge_gradients or by_charges,
-            wanted.virial or by_cell,
+        computed = Derivatives(
+            derivatives.forces or by_positions or by_cell,
+            derivatives.charge_gradients or by_charges,
+            derivatives.virial or by_cell,
         )
         with_dyads = by_cell and positions.dtype is torch.float32
-        call = functools.partial(graph, wanted=computed, with_dyads=with_dyads)
+        call = functools.partial(graph, derivatives=computed, with_dyads=with_dyads)
         results = fairly(call, positions, charges, cell)
-        energies, *slopes = results if isinstance(results, tuple) else (results,)
-        names = [name for name, there in zip(WantedParts._fields, computed) if there] + ["dyads"] * with_dyads
-        found = dict(zip(names, slopes))
-        ctx.graph, ctx.wanted, ctx.energy_reduction = graph, wanted, energy_reduction
+        energies, *values = results if isinstance(results, tuple) else (results,)
+        found = dict(zip(_requested(computed) + ["dyads"] * with_dyads, values))
+        returned = [found[name] for name in _requested(derivatives)]
+        ctx.graph, ctx.requested, ctx.energy_reduction = graph, derivatives, energy_reduction
         ctx.n_others = len(others)
         ctx.save_for_backward(positions, charges, cell, batch_idx, *others)
-        # for the backward pass, with memory of their own: callers may change what they get
-        ctx.slopes = {name: slope.clone() if getattr(wanted, name, False) else slope for name, slope in found.items()}
+        # for the backward pass; in separate memory, since callers may change what they get
+        ctx.first = {name: v.clone() if getattr(derivatives, name, False) else v for name, v in found.items()}
         ctx.set_materialize_grads(False)
-        returned = [found[name] for name, there in zip(WantedParts._fields, wanted) if there]
         return (energies, *returned) if returned else energies
 
     @staticmethod
-    def backward(ctx: Any, grad_energies: torch.Tensor | None, *grad_slopes: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, grad_energies: torch.Tensor | None, *grad_derivatives: torch.Tensor | None) -> Any:
         positions, charges, cell, batch_idx, *_ = ctx.saved_tensors
-        nothing = (None,) * ctx.n_others
-        if grad_energies is None and all(g is None for g in grad_slopes):
-            return (None,) * 7 + nothing
+        no_others = (None,) * ctx.n_others
+        if grad_energies is None and all(g is None for g in grad_derivatives):
+            return (None,) * 7 + no_others
         needed = ctx.needs_input_grad[4:7]
-        if not torch.is_grad_enabled() and all(g is None for g in grad_slopes) and not _is_mapped(grad_energies):
+        if not torch.is_grad_enabled() and all(g is None for g in grad_derivatives) and not _is_mapped(grad_energies):
             weights = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
             if weights is not None:
-                return (None,) * 4 + _products(ctx.slopes, weights, positions, cell, batch_idx, needed) + nothing
+                return (None,) * 4 + _products(ctx.first, weights, positions, cell, batch_idx, needed) + no_others
         higher = torch.is_grad_enabled()
         with torch.enable_grad():
             # other names for the inputs, so that a charge that depends on positions is differentiated by itself
             inputs = [t.view_as(t) if higher else t.detach() for t in (positions, charges, cell)]
-            for t, wants in zip(inputs, needed):
-                if wants and not t.requires_grad:
+            for t, is_needed in zip(inputs, needed):
+                if is_needed and not t.requires_grad:
                     t.requires_grad_()
-            results = ctx.graph(*inputs, ctx.wanted)
+            results = ctx.graph(*inputs, ctx.requested)
             results = results if isinstance(results, tuple) else (results,)
             pairs = [
-                (r, g) for r, g in zip(results, (grad_energies, *grad_slopes)) if g is not None and r.requires_grad
+                (r, g) for r, g in zip(results, (grad_energies, *grad_derivatives)) if g is not None and r.requires_grad
             ]
             gradients = iter(
                 torch.autograd.grad(
                     [r for r, _ in pairs],
-                    [t for t, wants in zip(inputs, needed) if wants],
+                    [t for t, is_needed in zip(inputs, needed) if is_needed],
                     [g for _, g in pairs],
                     create_graph=higher,
                     allow_unused=True,
                 )
             )
-        return (None,) * 4 + tuple(next(gradients) if wants else None for wants in needed) + nothing
+        return (None,) * 4 + tuple(next(gradients) if is_needed else None for is_needed in needed) + no_others
 
 
-def _dyads(parts: Sequence[Parts], system: ChargedSystem) -> torch.Tensor:
+def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torch.Tensor:
     """``Σ x F^T`` (n_systems, 3, 3) for positions in float32, which may be far from the origin.
 
     Forces of pairs come rounded to float32, and would lose digits where positions are large. They add up to zero, so
-    here their origin may be any: the middle of the system. Those of the smooth part come in float64. On a mesh they do
-    not quite add up to zero, and their origin is the one that the cell has.
+    here their origin may be any: the middle of the system. Those of the long-range part come in float64. On a mesh they
+    do not quite add up to zero, and their origin is the one that the cell has.
     """
     x, batch_idx, n_systems = system.positions.to(torch.float64), system.batch_idx, system.n_systems
     middle = totals(torch.cat([x, torch.ones_like(x[:, :1])], 1), batch_idx, n_systems)
     middle = middle[:, :3] / middle[:, 3:].clamp(min=1.0)
     near = x - (middle if batch_idx is None else middle.index_select(0, batch_idx))
     sums = [
-        (near if part.forces.dtype is torch.float32 else x).unsqueeze(-1) * part.forces.to(torch.float64).unsqueeze(-2)
-        for part in parts
-        if part.forces is not None
+        (near if forces.dtype is torch.float32 else x).unsqueeze(-1) * forces.to(torch.float64).unsqueeze(-2)
+        for forces in (contribution.forces for contribution in contributions)
+        if forces is not None
     ]
     return totals(torch.stack(sums).sum(0), batch_idx, n_systems)
 
@@ -201,27 +210,27 @@ def _weights(
 
 
 def _products(
-    slopes: dict[str, torch.Tensor],
+    first: dict[str, torch.Tensor],
     weights: torch.Tensor,
     positions: torch.Tensor,
     cell: torch.Tensor,
     batch_idx: torch.Tensor | None,
     needed: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients by positions, charges and cell."""
+    """Gradients by positions, charges and cell, from the first derivatives and the weights of systems."""
     by_positions, by_charges, by_cell = needed
     weights_here = weights.to(positions.dtype)
     of_atom = weights_here if batch_idx is None else weights_here.index_select(0, batch_idx).unsqueeze(1)
     results: list[torch.Tensor | None] = [None] * 3
     if by_positions:
-        results[0] = slopes["forces"] * -of_atom
+        results[0] = first["forces"] * -of_atom
     if by_charges:
-        results[1] = slopes["charge_gradients"] * of_atom
+        results[1] = first["charge_gradients"] * of_atom
     if by_cell:
         # the virial is Σ x_i F_i^T - h^T dE/dh
-        sums = slopes.get("dyads")
+        sums = first.get("dyads")
         if sums is None:
-            sums = totals(positions.unsqueeze(-1) * slopes["forces"].unsqueeze(-2), batch_idx, cell.shape[0])
+            sums = totals(positions.unsqueeze(-1) * first["forces"].unsqueeze(-2), batch_idx, cell.shape[0])
         inverse = lattice_of(cell.detach(), None, 0).inverse
-        results[2] = (inverse.mT @ (sums - slopes["virial"]) * weights[:, None, None]).to(cell.dtype)
+        results[2] = (inverse.mT @ (sums - first["virial"]) * weights[:, None, None]).to(cell.dtype)
     return tuple(results)

@@ -1,12 +1,357 @@
-"""Wave vectors of Ewald sums and meshes, under the path that clients import."""
+"""K-vectors of periodic systems: which ones a sum uses, and lists of them for callers."""
 
-from nvalchemiops.torch.interactions.electrostatics.wave_vectors import (
-    generate_ewald_miller_indices,
-    generate_k_squared_pme,
-    generate_k_vectors_ewald_summation,
-    generate_k_vectors_pme,
-    k_vectors_from_miller_indices,
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import warp as wp
+
+from nvalchemiops.interactions.electrostatics import k_vectors as core
+from nvalchemiops.kernels.lattice import dual_vectors
+from nvalchemiops.notices import AccuracyWarning, notify
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
+from nvalchemiops.torch.operators.lattice import check_cells, check_mesh, lattice_of, mesh_frequencies
+from nvalchemiops.torch.runtime.context import eager, may_read, on_host
+
+# -- k-vectors as points ----------------------------------------------------------------------------
+
+_N_POINTS = DynamicSize("n_points")
+_POINTS = [
+    OutputSpec("points", wp.int32, lambda *_: (_N_POINTS, 3)),
+    OutputSpec("point_begin", wp.int32, lambda cell, *_: (cell.shape[0] + 1,)),
+    OutputSpec("point_system", wp.int32, lambda *_: (_N_POINTS,)),
+    OutputSpec("weights", wp.float64, lambda *_: (_N_POINTS, 4)),
+]
+
+
+class WaveVectors(NamedTuple):
+    """K-vectors of all systems, four of them a point (`nvalchemiops.kernels.fourier`), the origin among them.
+
+    Attributes
+    ----------
+    points : (n_points, 3) int32 tensor
+    point_begin : (n_systems + 1,) int32 tensor
+    point_system : (n_points,) int32 tensor
+    weights : (n_points, 4) float64 tensor
+        How often each k-vector counts in a sum over all of them; k and -k stand together.
+    cell : (n_systems, 3, 3) float64 tensor, length, or None
+        For which `prepare_wave_vectors` chose them.
+    k_cutoff : (n_systems,) float64 tensor, 1/length, or None
+        Up to which length.
+    """
+
+    points: torch.Tensor
+    point_begin: torch.Tensor
+    point_system: torch.Tensor
+    weights: torch.Tensor
+    cell: torch.Tensor | None = None
+    k_cutoff: torch.Tensor | None = None
+
+    def largest_indices(self) -> torch.Tensor:
+        """Largest Miller indices (n_systems, 3), in float64."""
+        numbers = self.point_system.long().unsqueeze(1).expand(-1, 3)
+        largest = self.weights.new_zeros((self.point_begin.shape[0] - 1, 3))
+        return largest.scatter_reduce(0, numbers, self.points.to(torch.float64), "amax")
+
+    def complete_up_to(self, cell: torch.Tensor) -> torch.Tensor | None:
+        """The length (n_systems,) up to which no k-vector of this cell is missing, if that is known."""
+        if self.cell is None or self.k_cutoff is None:
+            return None
+        change = torch.linalg.inv_ex(self.cell).inverse @ cell
+        return self.k_cutoff / torch.linalg.matrix_norm(change, 2)
+
+    def check(self, cell: torch.Tensor) -> None:
+        """Raise if they are for another number of systems; warn if they do not cover ``k_cutoff`` in this cell."""
+        n_systems = self.point_begin.shape[0] - 1
+        if cell.shape[0] != n_systems:
+            raise ValueError(
+                f"`miller_indices` are prepared for {n_systems} systems, but there are {cell.shape[0]}. {ELSEWHERE}"
+            )
+        if self.cell is None or self.k_cutoff is None or not may_read(cell, self.cell):
+            return
+        before, now = on_host(self.cell), on_host(cell)
+        if np.array_equal(before, now):
+            return
+        # a k-vector is shorter by at most the factor by which the cell is longer in some direction
+        stretch = np.linalg.norm(np.linalg.solve(before, now), 2, axis=(1, 2))
+        worst = int(stretch.argmax())
+        if stretch[worst] > MOST_STRETCH:
+            asked = float(on_host(self.k_cutoff)[worst])
+            notify(
+                f"the k-vectors were prepared for another cell, which system {worst} exceeds by a factor of "
+                f"{stretch[worst]:.3g} in some direction: here they are complete up to {asked / stretch[worst]:.4g} "
+                f"instead of {asked:.4g}. Prepare them again for this cell. {ELSEWHERE}",
+                AccuracyWarning,
+                kind="stretched cell",
+            )
+
+
+MOST_STRETCH = 1.1
+"""How much longer a cell may get in any direction, before a warning says that prepared k-vectors do not reach as far
+as they should. The error of a sum at 1e-6 has then grown tenfold."""
+
+ELSEWHERE = (
+    "If this should not be another cell: what was prepared may come from another process, by buffers that "
+    "DistributedDataParallel makes equal, or by a state dict"
 )
+"""What messages say of things that were prepared for another cell."""
+
+
+@warp_custom_op("nvalchemiops::points_within", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
+def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """K-vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host.
+
+    The origin alone for a system whose cell or length is no such: its results are NaN.
+    """
+    lattice = on_host(cell).astype(np.float64)
+    lengths = on_host(k_cutoff).astype(np.float64)
+    # a longer one is refused for the number of vectors, which must not overflow
+    return _joined([_within(c.tobytes(), min(float(k), 1e60)) for c, k in zip(lattice, lengths)], cell.device)
+
+
+@warp_custom_op("nvalchemiops::points_of_indices", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
+def points_of_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """K-vectors with these Miller indices, (n, 3) for all systems or (n_systems, n, 3). Reads them on the host."""
+    indices = on_host(miller_indices)
+    lists = [indices] * cell.shape[0] if indices.ndim == 2 else list(indices)
+    return _joined([_of_indices(np.ascontiguousarray(n, dtype=np.int64).tobytes()) for n in lists], cell.device)
+
+
+def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.device) -> WaveVectors:
+    """All k-vectors up to these Miller indices, for each of the systems. Reads nothing."""
+    axes = [torch.arange(bound + 1, dtype=torch.int32, device=device) for bound in bounds]
+    points = torch.cartesian_prod(*axes).reshape(-1, 3)
+    x, y, z = ((points[:, axis] > 0).to(torch.float64) for axis in range(3))
+    one = torch.ones_like(x)
+    weights = (1.0 + x).unsqueeze(1) * torch.stack([one, z, y, y * z], 1)
+    n_points = points.shape[0]
+    systems = torch.arange(n_systems + 1, dtype=torch.int32, device=device)
+    of_point = systems[:-1].repeat_interleave(n_points)
+    return WaveVectors(points.repeat(n_systems, 1), systems * n_points, of_point, weights.repeat(n_systems, 1))
+
+
+@functools.lru_cache(maxsize=256)
+@eager
+def _within(cell: bytes, k_cutoff: float) -> tuple[np.ndarray, np.ndarray]:
+    lattice = np.frombuffer(cell).reshape(3, 3)
+    try:
+        dual_vectors(lattice[None], np.ones((1, 3), dtype=bool))
+        known = k_cutoff > 0.0
+    except ValueError:
+        known = False
+    return core.points_within(lattice, k_cutoff) if known else core.points_of_indices(np.zeros((0, 3), dtype=np.int64))
+
+
+@functools.lru_cache(maxsize=64)
+@eager
+def _of_indices(indices: bytes) -> tuple[np.ndarray, np.ndarray]:
+    return core.points_of_indices(np.frombuffer(indices, dtype=np.int64).reshape(-1, 3))
+
+
+def _joined(lists: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[torch.Tensor, ...]:
+    sizes = np.array([points.shape[0] for points, _ in lists])
+    begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    system = np.repeat(np.arange(len(lists), dtype=np.int32), sizes)
+    points = np.concatenate([np.zeros((0, 3), dtype=np.int32), *(points for points, _ in lists)])
+    weights = np.concatenate([np.zeros((0, 4)), *(weights for _, weights in lists)])
+    return tuple(torch.from_numpy(values).to(device) for values in (points, begin, system, weights))
+
+
+# -- public: lists of k-vectors -------------------------------------------------------------------
+
+
+def generate_ewald_miller_indices(
+    cell: torch.Tensor, k_cutoff: float | torch.Tensor, miller_bounds: Any = None
+) -> torch.Tensor:
+    """Miller indices of a box of k-vectors that holds all those up to ``k_cutoff``, one of each k and -k.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    k_cutoff : float or (n_systems,) tensor, 1/length
+    miller_bounds : (int, int, int), optional
+        Largest index along each axis, instead of those that follow from ``k_cutoff``. Then nothing is read on the host.
+
+    Returns
+    -------
+    (n_k, 3) int64 tensor
+        The same for all systems of a batch. The first index that is not zero is positive; the origin is not among them.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    lattice = check_cells_alone(cell)
+    if miller_bounds is None:
+        lengths = on_host(per_system("k_cutoff", k_cutoff, lattice.shape[0], cell.device))
+        all_bounds = core.bounds(on_host(lattice.detach()).astype(np.float64), lengths)
+        most = all_bounds.max(axis=0)
+        _check_number("k_cutoff", most)
+        x, y, z = (int(bound) for bound in most)
+    else:
+        x, y, z = check_bounds(miller_bounds)
+    return torch.from_numpy(core.half_box((x, y, z))).to(cell.device)
+
+
+def k_vectors_from_miller_indices(cell: torch.Tensor, miller_indices: torch.Tensor) -> torch.Tensor:
+    """K-vectors of Miller indices, differentiable in the cell.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    miller_indices : (n_k, 3) int32 or int64 tensor
+
+    Returns
+    -------
+    (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length
+        Rows k with ``k @ cell[a] = 2 π n_a``. One system has no leading dimension.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    lattice = check_cells_alone(cell)
+    checks.check_index("miller_indices", miller_indices, cell, (None, 3))
+    inverse = lattice_of(lattice, None, 0).inverse
+    k_vectors = 2.0 * math.pi * (miller_indices.to(torch.float64) @ inverse.mT)
+    return (k_vectors[0] if k_vectors.shape[0] == 1 else k_vectors).to(cell.dtype)
+
+
+def generate_k_vectors_ewald_summation(
+    cell: torch.Tensor, k_cutoff: float | torch.Tensor, miller_bounds: Any = None
+) -> torch.Tensor:
+    """K-vectors for `ewald_summation`: `k_vectors_from_miller_indices` of `generate_ewald_miller_indices`.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    k_cutoff : float or (n_systems,) tensor, 1/length
+    miller_bounds : (int, int, int), optional
+
+    Returns
+    -------
+    (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length
+    """
+    return k_vectors_from_miller_indices(cell, generate_ewald_miller_indices(cell, k_cutoff, miller_bounds))
+
+
+def generate_k_vectors_pme(
+    cell: torch.Tensor, mesh_dimensions: Sequence[int], reciprocal_cell: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K-vectors of a mesh in the order of ``torch.fft.rfftn``, and their squares.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    mesh_dimensions : (int, int, int)
+    reciprocal_cell : (3, 3) or (n_systems, 3, 3) tensor, 1/length, optional
+        ``2 π`` times the inverse of the cell, if it is known.
+
+    Returns
+    -------
+    k_vectors : ([n_systems,] n_x, n_y, n_z // 2 + 1, 3) tensor, 1/length
+    k_squared : ([n_systems,] n_x, n_y, n_z // 2 + 1) tensor, 1/length²
+        The first one is zero.
+    """
+    lattice = check_cells_alone(cell)
+    dimensions = check_mesh(mesh_dimensions)
+    if reciprocal_cell is None:
+        reciprocal = 2.0 * math.pi * lattice_of(lattice, None, 0).inverse
+    else:
+        reciprocal = check_cells_alone(reciprocal_cell, "reciprocal_cell").to(torch.float64)
+    axes = [mesh_frequencies(n, axis == 2, cell.device) for axis, n in enumerate(dimensions)]
+    x, y, z = (indices.reshape([-1 if a == axis else 1 for a in range(3)] + [1]) for axis, indices in enumerate(axes))
+    columns = [
+        column.reshape(-1, 1, 1, 1, 3) for column in (reciprocal[..., 0], reciprocal[..., 1], reciprocal[..., 2])
+    ]
+    k_vectors = x * columns[0] + y * columns[1] + z * columns[2]
+    k_squared = k_vectors.square().sum(-1)
+    if cell.ndim == 2 or cell.shape[0] == 1:
+        k_vectors, k_squared = k_vectors[0], k_squared[0]
+    return k_vectors.to(cell.dtype), k_squared.to(cell.dtype)
+
+
+def generate_k_squared_pme(
+    cell: torch.Tensor, mesh_dimensions: Sequence[int], reciprocal_cell: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The second result of `generate_k_vectors_pme`, which has the same arguments."""
+    return generate_k_vectors_pme(cell, mesh_dimensions, reciprocal_cell)[1]
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def check_cells_alone(cell: Any, name: str = "cell") -> torch.Tensor:
+    """A cell by itself as (n_systems, 3, 3)."""
+    checks.check_tensor(name, cell)
+    checks.check_place(name, cell)
+    if cell.dtype not in checks.FLOATS:
+        raise TypeError(f"`{name}` must be float32 or float64, got {cell.dtype}")
+    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3) or cell.shape[0] == 0:
+        raise ValueError(f"`{name}` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
+    cell = cell.resolve_neg().reshape(-1, 3, 3)
+    check_cells(cell)
+    return cell
+
+
+def check_bounds(miller_bounds: Any) -> tuple[int, int, int]:
+    """Largest Miller indices as three ints."""
+    if isinstance(miller_bounds, torch.Tensor):
+        checks.check_tensor("miller_bounds", miller_bounds)
+        checks.check_place("miller_bounds", miller_bounds)
+        if miller_bounds.numel() != 3 or miller_bounds.is_floating_point():
+            raise ValueError(f"`miller_bounds` must be three whole numbers, got shape {tuple(miller_bounds.shape)}")
+        miller_bounds = miller_bounds.flatten().tolist()
+    try:
+        bounds = tuple(checks.check_int("miller_bounds", b) for b in miller_bounds)
+    except TypeError:
+        raise TypeError(f"`miller_bounds` must be three whole numbers, got {miller_bounds!r}") from None
+    if len(bounds) != 3 or min(bounds) < 0:
+        raise ValueError(f"`miller_bounds` must be three numbers from 0 on, got {bounds}")
+    _check_number("miller_bounds", bounds)
+    return bounds
+
+
+def _check_number(name: str, bounds: Any) -> None:
+    """Raise if a box of Miller indices holds more vectors than anybody could want; ``name`` is what made it large."""
+    n_x, n_y, n_z = (2.0 * float(bound) + 1.0 for bound in bounds)
+    if not 0.0 <= 0.5 * n_x * n_y * n_z <= core.MOST_VECTORS:
+        raise ValueError(f"`{name}`: there are {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it in this cell")
+
+
+def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:
+    """A positive number, or one for each system, as float64 tensor (n_systems,) that keeps its graph."""
+    if type(value) is float and 0.0 < value < math.inf:
+        return torch.full((n_systems,), value, dtype=torch.float64, device=device)
+    if isinstance(value, (int, float)):
+        checks.check_positive(name, value)  # also where the values of tensors are not looked at
+    if isinstance(value, torch.Tensor):
+        checks.check_tensor(name, value)
+        checks.check_place(name, value)
+        tensor = value.to(device)
+    else:
+        try:
+            # through numpy, which keeps Python's float64
+            tensor = torch.as_tensor(np.asarray(value), device=device)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(f"`{name}` must be a number or a tensor, got {type(value).__name__}") from None
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"`{name}` must be real numbers, got {tensor.dtype}")
+    if tuple(tensor.shape) not in ((), (1,), (n_systems,)):
+        raise ValueError(f"`{name}` must be a number or have shape ({n_systems},), got {tuple(tensor.shape)}")
+    if may_read(tensor):
+        numbers = on_host(tensor).ravel()
+        if not all(0.0 < number < np.inf for number in numbers.tolist()):
+            raise ValueError(f"`{name}` must be positive and finite")
+    tensor = tensor.to(torch.float64)
+    return tensor if tensor.shape == (n_systems,) else tensor.expand(n_systems)
+
 
 __all__ = [
     "generate_ewald_miller_indices",

@@ -8,29 +8,25 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation, prepare_wave_vectors
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     estimate_ewald_parameters,
     estimate_pme_parameters,
 )
-from nvalchemiops.torch.interactions.electrostatics.pme import PreparedMesh, particle_mesh_ewald, prepare_mesh
+from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.system import check_potential
-from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors, per_system
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime.context import may_read, values_of
 from nvalchemiops.torch.runtime.modules import ExactModule
 
 
-def _kept(name: str, value: float | torch.Tensor) -> torch.Tensor:
+def _parameter(name: str, value: float | torch.Tensor) -> torch.Tensor:
     """A positive number, or one for each system, as a tensor (1,) or (n_systems,)."""
     if isinstance(value, torch.Tensor):
         return per_system(name, value, max(1, value.numel()), value.device).detach().clone()
     # moved to where other modules of torch are made
     return per_system(name, value, max(1, np.size(value)), torch.device("cpu")).clone().to(torch.get_default_device())
-
-
-def _reach(cutoff: float | None) -> float | None:
-    return None if cutoff is None else checks.check_positive("cutoff", cutoff)
 
 
 def _check_same(potential: LongRangePotential, exponent: int | None) -> None:
@@ -57,7 +53,27 @@ def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -
     return prepared
 
 
-class EwaldSummation(ExactModule):
+class _ConfiguredSum(ExactModule):
+    """What both modules have: alpha, the reach of lists, the potential, and what is prepared for a cell."""
+
+    alpha: torch.Tensor
+    _trainable: tuple[str, ...] = ("alpha",)
+
+    def __init__(self, alpha: float | torch.Tensor, cutoff: float | None, potential: LongRangePotential) -> None:
+        super().__init__()
+        check_potential(potential)
+        self.alpha = _parameter("alpha", alpha)
+        self.cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+        self.potential = potential
+        self._prepared: Any = None
+
+    @property
+    def prepared_cell(self) -> torch.Tensor | None:
+        """The cell (n_systems, 3, 3) of `prepare`, float64."""
+        return None if self._prepared is None else self._prepared.cell
+
+
+class EwaldSummation(_ConfiguredSum):
     """`ewald_summation` with fixed parameters.
 
     Parameters
@@ -73,9 +89,14 @@ class EwaldSummation(ExactModule):
     ValueError, TypeError
         A bad argument, named in the message.
 
+    Attributes
+    ----------
+    prepared_cell : (n_systems, 3, 3) float64 tensor or None
+        The cell of `prepare`.
+
     Notes
     -----
-    The wave vectors of each call follow from its cell, until `prepare` fixes them as integers: then energies are
+    The k-vectors of each call follow from its cell, until `prepare` fixes them as integers: then energies are
     continuous when the cell changes, as in dynamics at constant pressure, and nothing is read on the host. A cell that
     is longer by more than a tenth in some direction gets an `AccuracyWarning` on a CPU: prepare again.
 
@@ -88,7 +109,6 @@ class EwaldSummation(ExactModule):
     >>> energies, forces = ewald(positions, charges, cell, compute_forces=True)
     """
 
-    alpha: torch.Tensor
     k_cutoff: torch.Tensor
     _trainable = ("alpha", "k_cutoff")
 
@@ -100,18 +120,8 @@ class EwaldSummation(ExactModule):
         *,
         potential: LongRangePotential = COULOMB,
     ) -> None:
-        super().__init__()
-        check_potential(potential)
-        self.alpha = _kept("alpha", alpha)
-        self.k_cutoff = _kept("k_cutoff", k_cutoff)
-        self.cutoff = _reach(cutoff)
-        self.potential = potential
-        self._waves: WaveVectors | None = None
-
-    @property
-    def prepared_cell(self) -> torch.Tensor | None:
-        """The cell (n_systems, 3, 3) of `prepare`, float64."""
-        return None if self._waves is None else self._waves.cell
+        super().__init__(alpha, cutoff, potential)
+        self.k_cutoff = _parameter("k_cutoff", k_cutoff)
 
     def _settings(self) -> dict[str, Any]:
         names = ("alpha", "k_cutoff", "cutoff", "prepared_cell")
@@ -123,7 +133,7 @@ class EwaldSummation(ExactModule):
             made = EwaldSummation(*(settings[name] for name in ("alpha", "k_cutoff", "cutoff")))
         if settings["prepared_cell"] is not None:
             made.prepare(settings["prepared_cell"])
-        return {name: getattr(made, name) for name in ("alpha", "k_cutoff", "cutoff", "_waves")}
+        return {name: getattr(made, name) for name in ("alpha", "k_cutoff", "cutoff", "_prepared")}
 
     @classmethod
     def estimate(
@@ -140,8 +150,8 @@ class EwaldSummation(ExactModule):
         return cls(found.alpha, found.reciprocal_space_cutoff, float(found.real_space_cutoff.max()))
 
     def prepare(self, cell: torch.Tensor) -> "EwaldSummation":
-        """Fix the wave vectors to those of this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
-        self._waves = prepare_wave_vectors(cell, self.k_cutoff)
+        """Fix the k-vectors to those of this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
+        self._prepared = prepare_wave_vectors(cell, self.k_cutoff)
         return self
 
     def forward(
@@ -150,15 +160,14 @@ class EwaldSummation(ExactModule):
         """Evaluate `ewald_summation`; ``options`` are its other arguments."""
         self._move_to(positions)
         chosen: dict[str, Any] = {"k_cutoff": self.k_cutoff}
-        if self._waves is not None:
-            assert self._waves.k_cutoff is not None
-            _unchanged("k_cutoff", self.k_cutoff, self._waves.k_cutoff)
-            chosen = {"miller_indices": self._waves}
+        if self._prepared is not None:
+            _unchanged("k_cutoff", self.k_cutoff, self._prepared.k_cutoff)
+            chosen = {"miller_indices": self._prepared}
         given = {"cutoff": self.cutoff, "potential": self.potential} | options
         return ewald_summation(positions, charges, cell, self.alpha, **chosen, **given)
 
 
-class ParticleMeshEwald(ExactModule):
+class ParticleMeshEwald(_ConfiguredSum):
     """`particle_mesh_ewald` with fixed parameters.
 
     Parameters
@@ -175,21 +184,22 @@ class ParticleMeshEwald(ExactModule):
     ValueError, TypeError
         A bad argument, named in the message.
 
+    Attributes
+    ----------
+    prepared_cell : (n_systems, 3, 3) float64 tensor or None
+        The cell of `prepare`.
+
     Notes
     -----
-    `prepare` keeps what depends on the cell, for calls at the same cell, ``prepared_cell``.
+    `prepare` keeps what depends on the cell, for calls at the same cell.
 
-    A state dict restores all parameters and what is prepared, or loading raises. Other processes of
-    ``DistributedDataParallel`` may have modules with other parameters: no buffers are synchronised.
+    State dicts and ``DistributedDataParallel``: as for `EwaldSummation`.
 
     Examples
     --------
     >>> pme = ParticleMeshEwald.estimate(positions, cell, accuracy=1e-5, spline_order=8).prepare(cell)
     >>> energies, forces = pme(positions, charges, cell, compute_forces=True)
     """
-
-    alpha: torch.Tensor
-    _trainable = ("alpha",)
 
     def __init__(
         self,
@@ -200,18 +210,8 @@ class ParticleMeshEwald(ExactModule):
         *,
         potential: LongRangePotential = COULOMB,
     ) -> None:
-        super().__init__()
-        check_potential(potential)
-        self.alpha = _kept("alpha", alpha)
+        super().__init__(alpha, cutoff, potential)
         self.mesh_dimensions, self.spline_order = mesh_and_order(mesh_dimensions, check_spline_order(spline_order))
-        self.cutoff = _reach(cutoff)
-        self.potential = potential
-        self._prepared: PreparedMesh | None = None
-
-    @property
-    def prepared_cell(self) -> torch.Tensor | None:
-        """The cell (n_systems, 3, 3) of `prepare`, float64."""
-        return None if self._prepared is None else self._prepared.cell
 
     def _settings(self) -> dict[str, Any]:
         names = ("alpha", "mesh_dimensions", "spline_order", "cutoff", "prepared_cell")
@@ -264,14 +264,14 @@ class ParticleMeshEwald(ExactModule):
         self._move_to(positions)
         given = {"cutoff": self.cutoff, "potential": self.potential} | options
         mesh: Any = {"mesh_dimensions": self.mesh_dimensions, "spline_order": self.spline_order}
-        kept = self._prepared
-        if kept is None:
+        prepared = self._prepared
+        if prepared is None:
             return particle_mesh_ewald(positions, charges, cell, self.alpha, **mesh, **given)
-        if (kept.mesh_dimensions, kept.spline_order) != (self.mesh_dimensions, self.spline_order):
+        if (prepared.mesh_dimensions, prepared.spline_order) != (self.mesh_dimensions, self.spline_order):
             raise ValueError("the mesh has changed since `prepare`: call it again")
         # equal, not the same: torch.export puts copies of tuples into a module
-        if may_read() and kept.potential != self.potential:
+        if may_read() and prepared.potential != self.potential:
             raise ValueError("`potential` has changed since `prepare`: call it again")
-        alpha = _unchanged("alpha", self.alpha, kept.alpha)
-        kept = kept._replace(alpha=alpha, potential=self.potential)
-        return particle_mesh_ewald(positions, charges, cell, prepared=kept, **given)
+        alpha = _unchanged("alpha", self.alpha, prepared.alpha)
+        prepared = prepared._replace(alpha=alpha, potential=self.potential)
+        return particle_mesh_ewald(positions, charges, cell, prepared=prepared, **given)

@@ -7,14 +7,21 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
-from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.forces import force_of_neighbors, is_crowded
-from nvalchemiops.torch.interactions.electrostatics.system import check_system
-from nvalchemiops.torch.interactions.electrostatics.wave_vectors import check_bounds, check_cells_alone, per_system
+from nvalchemiops.torch.interactions.electrostatics.choice import (
+    Sizes,
+    check_accuracy,
+    force_of_neighbors,
+    is_crowded,
+    mesh_for,
+    mesh_of,
+    sizes_of,
+)
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_bounds, check_cells_alone, per_system
+from nvalchemiops.torch.interactions.electrostatics.system import check_periodic_cells, check_system
 from nvalchemiops.torch.neighbors.rows import build_rows
-from nvalchemiops.torch.operators.lattice import check_cells, check_mesh, check_spline_order, mesh_and_order
-from nvalchemiops.torch.runtime.context import may_read, on_host
+from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order
+from nvalchemiops.torch.runtime.context import on_host
 
 
 def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_order: int) -> torch.Tensor:
@@ -53,7 +60,7 @@ class EwaldParameters(NamedTuple):
         Splitting parameter.
     real_space_cutoff : (n_systems,) tensor, length
     reciprocal_space_cutoff : (n_systems,) tensor, 1/length
-        Largest length of a wave vector.
+        Largest length of a k-vector.
     """
 
     alpha: torch.Tensor
@@ -99,8 +106,8 @@ def estimate_ewald_parameters(
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     accuracy : float, optional
-        Wanted RMS error of the forces, relative to their RMS. With charges it is met within a factor of 3 either way;
-        systems of few atoms get better forces, for the sake of their virial.
+        RMS error of the forces to aim at, relative to their RMS. With charges typically met within a factor of 3; small
+        systems get better forces, so that their virial is as good.
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, optional
         They and the positions tell how large forces are, and so which errors are allowed; the sums look at them in the
         same way. Without them forces are taken for those of thermal vibrations or between molecules, which is right
@@ -209,7 +216,7 @@ class ErrorEstimate(NamedTuple):
     real_space : (n_systems,) tensor
         Of leaving out pairs beyond the cutoff.
     reciprocal_space : (n_systems,) tensor
-        Of leaving out wave vectors, or of the mesh.
+        Of leaving out k-vectors, or of the mesh.
     total : (n_systems,) tensor
         Root of the sum of both squares.
     """
@@ -246,9 +253,9 @@ def estimate_errors(
     real_space_cutoff : float or (n_systems,) tensor, length
         Reach of the neighbor list.
     reciprocal_space_cutoff : float or (n_systems,) tensor, 1/length, optional
-        Largest length of a wave vector; ``k_cutoff`` of a sum. One of this and the next three is required.
+        Largest length of a k-vector; ``k_cutoff`` of a sum. One of this and the next three is required.
     miller_bounds : (int, int, int), optional
-        All wave vectors up to these Miller indices.
+        All k-vectors up to these Miller indices.
     mesh_dimensions : (int, int, int), optional
         Points of a mesh. Then ``mesh_spacing`` is not looked at, so that both may come from `PMEParameters`.
     mesh_spacing : float, or tensor (n_systems,) or (n_systems, 3), length, optional
@@ -284,23 +291,23 @@ def estimate_errors(
         return on_host(per_system(name, value, n_systems, device).detach())
 
     splitting, cutoff = numbers("alpha", alpha), numbers("real_space_cutoff", real_space_cutoff)
-    smooth: core.Smooth
+    model: core.Reciprocal
     if mesh_dimensions is None and mesh_spacing is not None:
         mesh_dimensions = mesh_spacing_to_dimensions(cell, mesh_spacing, spline_order=spline_order)
     given = [v is not None for v in (reciprocal_space_cutoff, miller_bounds, mesh_dimensions)]
     if sum(given) != 1:
         raise ValueError(
-            "one of `reciprocal_space_cutoff`, `miller_bounds` and a mesh is needed, and not more: it says which waves "
+            "exactly one of `reciprocal_space_cutoff`, `miller_bounds` and a mesh is needed: it says which k-vectors "
             "there are"
         )
     if reciprocal_space_cutoff is not None:
-        smooth = core.Sphere(numbers("reciprocal_space_cutoff", reciprocal_space_cutoff))
+        model = core.Sphere(numbers("reciprocal_space_cutoff", reciprocal_space_cutoff))
     elif miller_bounds is not None:
-        smooth = core.Box(core.faces(np.array(check_bounds(miller_bounds)) + 0.5, sizes.lengths))
+        model = core.Box(core.faces(np.array(check_bounds(miller_bounds)) + 0.5, sizes.lengths))
     else:
-        smooth = sizes.mesh_model(*mesh_and_order(mesh_dimensions, check_spline_order(spline_order)))
+        model = sizes.mesh_model(*mesh_and_order(mesh_dimensions, check_spline_order(spline_order)))
     target = _target(1.0, positions, charges, cell, batch_idx, sizes, cutoff)
-    errors = core.expected_errors(splitting, cutoff, sizes.spacing, smooth, target)
+    errors = core.expected_errors(splitting, cutoff, sizes.spacing, model, target)
     tensors = (torch.as_tensor(e, dtype=torch.float64, device=device) for e in (*errors, np.hypot(*errors)))
     return ErrorEstimate(*tensors)
 
@@ -380,116 +387,15 @@ def mesh_spacing_to_dimensions(
     else:
         spacings = on_host(per_system("mesh_spacing", spacing, cell.shape[0], cell.device).detach())[:, None]
     lattice = on_host(cell.detach()).astype(np.float64)
-    return _mesh(np.linalg.norm(lattice, axis=2) / spacings, order, fft_padding_fraction)
+    return mesh_of(np.linalg.norm(lattice, axis=2) / spacings, order, fft_padding_fraction)
 
 
-# -- sizes of systems -----------------------------------------------------------------------------
-
-
-class Sizes(NamedTuple):
-    """Cells (n_systems, 3, 3), atoms (n_systems,) and average distance (V/N)^(1/3) of each system, on the host."""
-
-    cell: np.ndarray
-    n_atoms: np.ndarray
-    spacing: np.ndarray
-
-    @property
-    def volume(self) -> np.ndarray:
-        """Volumes (n_systems,)."""
-        return np.abs(np.linalg.det(self.cell))
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Lengths (n_systems, 3) of lattice vectors."""
-        return np.linalg.norm(self.cell, axis=2)
-
-    @property
-    def skewness(self) -> np.ndarray:
-        """Factor (n_systems,) by which errors of slopes along lattice vectors grow when they become forces."""
-        return core.skewness(self.cell, np.linalg.inv(self.cell))
-
-    def mesh_model(self, mesh: Sequence[int], order: int) -> core.Mesh:
-        """The model of errors of a mesh."""
-        return core.mesh_model(self.cell, np.linalg.inv(self.cell), mesh, order)
-
-
-def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Sizes:
-    """Sizes of systems with cells (n_systems, 3, 3). Reads values on the host."""
-    lattice = on_host(cell.detach()).astype(np.float64)
-    if batch_idx is None:
-        count = np.full(1, float(n_atoms))
-    else:
-        count = np.bincount(on_host(batch_idx), minlength=cell.shape[0]).astype(np.float64)
-    volume = np.abs(np.linalg.det(lattice))
-    return Sizes(lattice, count, core.average_distance(count, volume))
-
-
-def mesh_for(
-    sizes: Sizes, alpha: np.ndarray, target: core.Target, order: int, safety: Any = 1.0, padding: Any = 0.25
-) -> tuple[int, int, int]:
-    """The mesh for all systems. Warns where the accuracy is out of reach of splines of this order."""
-    safety = checks.check_positive("mesh_safety_factor", safety)
-    of_slopes = target._replace(force=target.force / sizes.skewness)
-    spacing = core.mesh_spacing(alpha, sizes.spacing, of_slopes, order)
-    out_of_reach = spacing * alpha < core.FINEST
-    if out_of_reach.any():
-        spacing = np.maximum(spacing, core.FINEST / alpha)
-        points = (sizes.lengths / spacing[:, None]).max(0).prod() / max(
-            core.MOST_POINTS, core.MOST_POINTS_PER_ATOM * sizes.n_atoms.sum()
-        )
-        spacing = spacing * max(1.0, points) ** (1.0 / 3.0)
-    mesh = _mesh(sizes.lengths / (spacing / safety)[:, None], order, padding)
-    if out_of_reach.any():
-        reach = core.real_cutoff(alpha, sizes.spacing, target)
-        errors = core.expected_errors(alpha, reach, sizes.spacing, sizes.mesh_model(mesh, order), target)
-        better = [p for p in core.MESH_ERROR if p > order]
-        advice = (
-            f"a higher `spline_order`, up to {max(better)}, goes further" if better else "an Ewald sum goes further"
-        )
-        warn_of_errors(target.accuracy, np.hypot(*errors), f"splines of order {order}", advice, least=0.0)
-    return mesh
-
-
-def warn_of_errors(
-    accuracy: float, errors: np.ndarray, of: str, advice: str = "", least: float = core.OUT_OF_REACH
-) -> None:
-    """Warn if an expected error (n_systems,) is more than ``least`` times the accuracy; ``of`` is what limits it."""
-    worst = float(np.max(errors, initial=0.0))
-    if worst <= least * accuracy:
-        return
-    notify(
-        f"`accuracy` = {accuracy:g} is out of reach of {of}: expect a relative error of the forces of about "
-        f"{worst:.1g}" + f"; {advice}" * bool(advice),
-        AccuracyWarning,
-        kind=f"{accuracy:g} is out of reach of {of}",
-    )
-
-
-MOST_MESH_POINTS = 2**31 - 1
-"""Points of a mesh that kernels can count."""
-
-
-def _mesh(points: np.ndarray, order: int, padding: Any) -> tuple[int, int, int]:
-    padding = checks.as_float("fft_padding_fraction", padding)
-    if not 0.0 <= padding <= 10.0:
-        raise ValueError(f"`fft_padding_fraction` must be in 0 .. 10, got {padding}")
-    most = points.max(axis=0, initial=1.0)
-    if not np.prod(most) < MOST_MESH_POINTS:
-        raise ValueError(
-            f"`cell` would need a mesh of {np.prod(most):.1e} points: ask for a lower `accuracy`, a coarser "
-            "`mesh_spacing` or a smaller `alpha`"
-        )
-    x, y, z = (core.mesh_size(float(n), 1.0, order, padding) for n in most)
-    return check_mesh((x, y, z))
+# -- common to all ------------------------------------------------------------------------------
 
 
 def _sizes_of(positions: torch.Tensor, cell: Any, batch_idx: torch.Tensor | None) -> Sizes:
     checks.check_positions(positions, finite=False)
-    if cell is None:
-        raise ValueError("`cell` is required: an Ewald sum is for periodic systems")
-    cell = checks.check_lattice(cell, positions).reshape(-1, 3, 3)
-    if cell.shape[0] == 0:
-        raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
+    cell = check_periodic_cells(cell, positions)
     check_cells(cell.detach().cpu())  # read in any case
     if batch_idx is not None:
         batch_idx, _ = checks.check_batch_idx(batch_idx, positions, cell.shape[0])
@@ -510,7 +416,7 @@ def _target(
     typical = core.Target(accuracy)
     if charges is None:
         return typical
-    system = check_system(positions, charges, cell, batch_idx, "atom")
+    system = check_system(positions, charges, cell, batch_idx)
     if not bool(torch.isfinite(system.charges).all()):
         raise ValueError("`charges` has entries that are NaN or infinite")
     if system.n_atoms == 0 or is_crowded(system):
@@ -519,27 +425,6 @@ def _target(
     rows = build_rows(positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
     known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=positions.device)
     return typical._replace(force=on_host(force_of_neighbors(system, rows, known, spacing)))
-
-
-FINEST_ACCURACY = 1e-16
-"""Rounding alone leaves more."""
-
-
-def check_accuracy(accuracy: Any, positions: torch.Tensor | None = None) -> float:
-    """The accuracy as a float; warn the caller's caller if it is more than float32 positions can give."""
-    accuracy = checks.check_positive("accuracy", accuracy)
-    if accuracy < FINEST_ACCURACY:
-        raise ValueError(f"`accuracy` = {accuracy:g} is beyond float64; ask for {FINEST_ACCURACY:g} at most")
-    if accuracy >= 1.0:
-        raise ValueError(f"`accuracy` = {accuracy:g} is a relative error of forces: it must be below 1, as 1e-6 is")
-    rounded = positions is not None and positions.dtype is torch.float32
-    if rounded and accuracy < core.FLOAT32_FLOOR and may_read():
-        notify(
-            f"`accuracy` = {accuracy:g} is out of reach of float32: rounding leaves about {core.FLOAT32_FLOOR:g}; "
-            "use float64 positions, or ask for less",
-            AccuracyWarning,
-        )
-    return accuracy
 
 
 def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:

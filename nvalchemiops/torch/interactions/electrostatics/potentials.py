@@ -1,4 +1,4 @@
-"""Interactions that an Ewald sum splits into a short-ranged part and a smooth one: Coulomb's, and other powers."""
+"""Interactions that an Ewald sum splits into a short-range and a long-range part: Coulomb's, and other powers."""
 
 import functools
 import math
@@ -16,15 +16,15 @@ Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class LongRangePotential(NamedTuple):
     """An interaction ``q_i q_j v(r)``, split at the inverse length alpha.
 
-    The smooth part has the Fourier transform g(k²); what is left, v(r) minus the smooth part, is of short range.
+    The long-range part is smooth and has the Fourier transform g(k²); the short-range part is v(r) without it.
 
     Attributes
     ----------
     short_range : callable
-        Gives for a number of charges the short-ranged part as a pair potential with the global parameter ``alpha``. Its
-        self energy takes the smooth part at r = 0 off again. With several charges the energies add up.
+        Gives for a number of charges the short-range part as a pair potential with the global parameter ``alpha``. Its
+        self energy subtracts the long-range part at r = 0. With several charges the energies add up.
     excluded : callable
-        The same for minus the smooth part: what a pair has to lose that does not interact.
+        The same for minus the long-range part, which is subtracted for pairs that do not interact.
     reciprocal : callable
         Maps k² and alpha, which broadcast, to g, for k other than zero. Of torch operations.
     at_zero : callable
@@ -55,7 +55,7 @@ class LongRangePotential(NamedTuple):
         assert isinstance(self.short_range, functools.partial)
         return int(self.short_range.args[0])
 
-    def slope_of(self, k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    def reciprocal_derivative(self, k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         """The derivative of g by k²."""
         if self.slope is not None:
             return self.slope(k2, alpha)
@@ -81,7 +81,7 @@ def _coulomb(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     return torch.add(k2 * (-0.25 / alpha.square()), math.log(4.0 * math.pi)).exp() / k2
 
 
-def _coulomb_slope(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+def _coulomb_derivative(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
     return -_coulomb(k2, alpha) * (0.25 / alpha.square() + k2.reciprocal())
 
 
@@ -90,7 +90,7 @@ COULOMB = _PowerLaw(
     functools.partial(potentials.ewald_excluded, 1),
     _coulomb,
     lambda alpha: -math.pi / alpha.square(),
-    _coulomb_slope,
+    _coulomb_derivative,
 )
 """``1/r``, with a uniform background that neutralises charged cells.
 
@@ -104,7 +104,7 @@ _CONSTANT = {COULOMB}
 def power_law(exponent: int) -> LongRangePotential:
     """``1/r^p`` for p = 1 or an even p from 4 on; ``1/r^6`` is dispersion.
 
-    With x = (k / 2 alpha)² the smooth part has the transform ``π^(3/2) alpha^(p-3) h_p(x) / Γ(p/2)`` where
+    With x = (k / 2 alpha)² the long-range part has the transform ``π^(3/2) alpha^(p-3) h_p(x) / Γ(p/2)`` where
     ``h_p = x^((p-3)/2) Γ((3-p)/2, x)``, an incomplete gamma function. Its recurrence gives h_p from
     ``h_2 = sqrt(π/x) erfc(sqrt x)``, and the derivative of h_p is -h_(p-2).
 
@@ -135,7 +135,7 @@ def power_law(exponent: int) -> LongRangePotential:
     def reciprocal(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         return scale * alpha.pow(exponent - 3) * transform(k2, alpha, exponent)
 
-    def slope(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    def derivative(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         return -0.25 * scale * alpha.pow(exponent - 5) * transform(k2, alpha, exponent - 2)
 
     found = _PowerLaw(
@@ -143,7 +143,7 @@ def power_law(exponent: int) -> LongRangePotential:
         functools.partial(potentials.ewald_excluded, exponent),
         reciprocal,
         lambda alpha: alpha.pow(exponent - 3) * (scale * 2.0 / (exponent - 3)),
-        slope,
+        derivative,
     )
     _CONSTANT.add(found)
     return found

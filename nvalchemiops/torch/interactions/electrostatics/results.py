@@ -1,34 +1,59 @@
-"""What the parts of an Ewald sum have in common: results by atom and system, and how they are put together."""
+"""Results of the terms of an Ewald sum, and of the sum: energies and first derivatives by atom and system."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import system_sums
 
 
-class WantedParts(NamedTuple):
-    """What a call returns beside the energies."""
+class Derivatives(NamedTuple):
+    """Which first derivatives of the energy are computed beside it."""
 
     forces: bool = False
     charge_gradients: bool = False
     virial: bool = False
 
 
-def asked_for(compute_forces: Any, compute_charge_gradients: Any, compute_virial: Any) -> WantedParts:
-    """What these arguments of a public function ask for; raise unless they are flags."""
-    return WantedParts(
+class Request(NamedTuple):
+    """What a call returns.
+
+    Attributes
+    ----------
+    derivatives : Derivatives
+    energy_reduction : {"atom", "system"}
+    hybrid : bool
+        Gradients flow through the charges alone.
+    """
+
+    derivatives: Derivatives
+    energy_reduction: str
+    hybrid: bool = False
+
+
+def check_request(
+    compute_forces: Any,
+    compute_charge_gradients: Any,
+    compute_virial: Any,
+    energy_reduction: Any,
+    hybrid_forces: Any = False,
+) -> Request:
+    """The request that these arguments of a public function make."""
+    checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
+    derivatives = Derivatives(
         checks.check_flag("compute_forces", compute_forces),
         checks.check_flag("compute_charge_gradients", compute_charge_gradients),
         checks.check_flag("compute_virial", compute_virial),
     )
+    return Request(derivatives, energy_reduction, checks.check_flag("hybrid_forces", hybrid_forces))
 
 
-class Parts(NamedTuple):
-    """Energies (n_atoms, n_channels), and what was asked for.
+class Contribution(NamedTuple):
+    """Energies of one term, and the derivatives that were requested.
 
     Attributes
     ----------
@@ -43,8 +68,18 @@ class Parts(NamedTuple):
     virial: torch.Tensor | None = None
 
 
-def at_atoms(gathered: torch.Tensor, charges: torch.Tensor, lattice: Lattice, wanted: WantedParts) -> Parts:
-    """Results for charges (n_atoms, n_channels) in a potential that is linear in them, but for the virial.
+class Term(Protocol):
+    """A term of an Ewald sum: a named tuple of its parameters."""
+
+    def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
+        """The contribution of this term to the results for a system."""
+        ...
+
+
+def from_potential(
+    gathered: torch.Tensor, charges: torch.Tensor, lattice: Lattice, derivatives: Derivatives
+) -> Contribution:
+    """The contribution, but for the virial, of charges (n_atoms, n_channels) in a potential that is linear in them.
 
     ``gathered`` (n_atoms, n_channels, 1 or 4) holds the potential and its derivatives by the coordinates that the frame
     of the lattice makes.
@@ -52,31 +87,27 @@ def at_atoms(gathered: torch.Tensor, charges: torch.Tensor, lattice: Lattice, wa
     potential = gathered[..., 0]
     energies = 0.5 * charges * potential
     forces = None
-    if wanted.forces:
-        slopes = charges.unsqueeze(-1) * gathered[..., 1:4]
-        forces = -lattice.cartesian(slopes.sum(1) if charges.shape[1] > 1 else slopes.squeeze(1))
-    return Parts(energies, forces, potential if wanted.charge_gradients else None)
+    if derivatives.forces:
+        by_coordinates = charges.unsqueeze(-1) * gathered[..., 1:4]
+        by_coordinates = by_coordinates.sum(1) if charges.shape[1] > 1 else by_coordinates.squeeze(1)
+        forces = -lattice.cartesian(by_coordinates)
+    return Contribution(energies, forces, potential if derivatives.charge_gradients else None)
 
 
-def together(
-    parts: Sequence[Parts],
-    like: torch.Tensor,
-    has_channels: bool,
-    energy_reduction: str,
-    batch_idx: torch.Tensor | None,
-    n_systems: int,
+def total(
+    contributions: Sequence[Contribution], system: ChargedSystem, energy_reduction: str
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The sums of all parts in the dtype of ``like``: energies, then what is there of forces, dE/dq and virial."""
+    """Sums of contributions in the dtype of the positions: energies, then the derivatives that were requested."""
     results = []
-    for name, values in zip(Parts._fields, zip(*parts)):
+    for name, values in zip(Contribution._fields, zip(*contributions)):
         if values[0] is None:
             continue
-        total = values[0]
+        result = values[0]
         for value in values[1:]:
-            total = total + value
-        if name in ("energies", "charge_gradients") and not has_channels:
-            total = total.squeeze(1)
+            result = result + value
+        if name in ("energies", "charge_gradients") and not system.has_channels:
+            result = result.squeeze(1)
         if name == "energies" and energy_reduction == "system":
-            total = system_sums(total, batch_idx, n_systems)
-        results.append(total.to(like.dtype))
+            result = system_sums(result, system.batch_idx, system.n_systems)
+        results.append(result.to(system.positions.dtype))
     return results[0] if len(results) == 1 else tuple(results)

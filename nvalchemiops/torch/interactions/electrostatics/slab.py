@@ -1,67 +1,12 @@
-"""The correction for systems that are periodic along two axes, computed as if along three.
+"""The front door of the correction for systems that are periodic along two axes."""
 
-A slab of charges between layers of vacuum differs from the periodic stack of such slabs by the interaction of their
-dipoles. With z along the normal of the periodic plane, M = Σ q z, Q = Σ q, and L the height of the cell,
-
-    E = 2π/V (M² - Q Σ q z² - Q² L²/12)
-
-which does not depend on the origin. z is that of the positions as they are given: a slab must not be cut in two by the
-boundary of the cell. The direction of the open lattice vector does not matter, only its height above the plane.
-
-Sources: I.-C. Yeh and M. L. Berkowitz, J. Chem. Phys. 111, 3155 (1999), doi:10.1063/1.479595; with net charge
-V. Ballenegger, A. Arnold and J. J. Cerdà, J. Chem. Phys. 131, 094107 (2009), doi:10.1063/1.3216473.
-"""
-
-import math
 from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, asked_for, together
-from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, periodic_axes
-from nvalchemiops.torch.operators.segments import spread_systems, system_sums
-
-
-def slab_part(system: ChargedSystem, pbc: torch.Tensor, wanted: WantedParts) -> Parts:
-    """The correction for systems with one open axis, zero for those with none; NaN for others."""
-    positions, charges, cell = (t.to(torch.float64) for t in (system.positions, system.charges, system.cell))
-    batch_idx, n_atoms, n_systems = system.batch_idx, system.n_atoms, system.n_systems
-    vectors = [cell[:, a] for a in range(3)]
-    planes = torch.stack([torch.linalg.cross(vectors[(a + 1) % 3], vectors[(a + 2) % 3]) for a in range(3)], 1)
-    n_open = (~pbc).sum(1)
-    is_slab = n_open == 1
-    # the normal of the plane of the periodic vectors; for bulk systems any axis will do
-    axis = torch.where(is_slab, (~pbc).to(torch.int32).argmax(1), 0)
-    chosen = torch.nn.functional.one_hot(axis, 3).to(torch.float64).unsqueeze(-1)
-    plane, open_vector = (planes * chosen).sum(1), (cell * chosen).sum(1)
-    normal = plane / plane.square().sum(-1, keepdim=True).sqrt()
-    height = (open_vector * normal).sum(-1).abs()
-    volume = (open_vector * plane).sum(-1).abs()
-
-    of_atom = spread_systems(torch.cat([normal, height[:, None], volume[:, None]], 1), batch_idx, n_atoms)
-    z = (positions * of_atom[:, :3]).sum(-1, keepdim=True)
-    # relative to the middle of the system, or large numbers would cancel
-    ones = torch.ones_like(z)
-    middle = system_sums(torch.cat([z.detach(), ones], 1), batch_idx, n_systems)
-    z = z - spread_systems(middle[:, 0] / middle[:, 1].clamp(min=1.0), batch_idx, n_atoms).unsqueeze(1)
-    sums = torch.stack([charges, charges * z, charges * z * z], -1)
-    of_system = spread_systems(system_sums(sums, batch_idx, n_systems), batch_idx, n_atoms)
-    total, dipole, second = (of_system[..., n] for n in range(3))
-    applies = torch.where(n_open > 1, torch.nan, is_slab.to(torch.float64))
-    scale = spread_systems(applies, batch_idx, n_atoms) * 4.0 * math.pi / of_atom[:, 4]
-    potential = z * dipole - 0.5 * (second + total * z * z) - total * (of_atom[:, 3:4] ** 2 / 12.0)
-    potential = scale.unsqueeze(1) * potential
-    energies = 0.5 * charges * potential
-    forces = virial = None
-    if wanted.forces:
-        along = -(scale.unsqueeze(1) * charges * (dipole - total * z)).sum(1, keepdim=True)
-        forces = along * of_atom[:, :3]
-    if wanted.virial:
-        # lengths along the normal come twice, the volume once
-        energy = system_sums(energies.sum(1), batch_idx, n_systems)[:, None, None]
-        identity = torch.eye(3, dtype=torch.float64, device=cell.device)
-        virial = energy * (identity - 2.0 * normal.unsqueeze(-1) * normal.unsqueeze(-2))
-    return Parts(energies, forces, potential if wanted.charge_gradients else None, virial)
+from nvalchemiops.torch.interactions.electrostatics.results import check_request, total
+from nvalchemiops.torch.interactions.electrostatics.system import check_periodicity, check_system
+from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 
 
 def compute_slab_correction(
@@ -107,10 +52,10 @@ def compute_slab_correction(
 
     Notes
     -----
-    Formula and sources: `nvalchemiops.torch.interactions.electrostatics.slab`.
+    Formula and sources: `nvalchemiops.torch.interactions.electrostatics.terms.slab`.
     """
-    system = check_system(positions, charges, cell, batch_idx, energy_reduction)
-    axes = periodic_axes(pbc, system, slab_correction=True)
+    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction)
+    system = check_system(positions, charges, cell, batch_idx)
+    axes = check_periodicity(pbc, system, slab_correction=True).slab_axes
     assert axes is not None
-    part = slab_part(system, axes, asked_for(compute_forces, compute_charge_gradients, compute_virial))
-    return together([part], positions, system.has_channels, energy_reduction, system.batch_idx, system.n_systems)
+    return total([SlabTerm(axes).evaluate(system, request.derivatives)], system, request.energy_reduction)

@@ -1,13 +1,14 @@
-"""Systems of charges as the parts of an Ewald sum want them."""
+"""Systems of charges with their exclusions, checked and prepared once for all terms of an Ewald sum."""
 
 from typing import Any, NamedTuple
 
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.wave_vectors import per_system
-from nvalchemiops.torch.operators.lattice import check_cells, nan_if_singular, one_or_nan
+from nvalchemiops.torch.interactions.pair.potential import ExclusionRows, exclusion_rows
+from nvalchemiops.torch.operators.lattice import Lattice, check_cells, lattice_of, nan_if_singular, one_or_nan
 from nvalchemiops.torch.runtime.context import may_read, on_host
 
 
@@ -23,6 +24,8 @@ class ChargedSystem(NamedTuple):
     cell : (n_systems, 3, 3) tensor
     batch_idx : (n_atoms,) int32 tensor or None
         None for one system.
+    exclusions : ExclusionRows or None
+        Pairs that do not interact, or with a factor.
     """
 
     positions: torch.Tensor
@@ -30,6 +33,7 @@ class ChargedSystem(NamedTuple):
     has_channels: bool
     cell: torch.Tensor
     batch_idx: torch.Tensor | None
+    exclusions: ExclusionRows | None = None
 
     @property
     def n_systems(self) -> int:
@@ -40,6 +44,10 @@ class ChargedSystem(NamedTuple):
     def n_atoms(self) -> int:
         """How many atoms there are in all."""
         return self.positions.shape[0]
+
+    def lattice(self) -> Lattice:
+        """The lattice of the cells, differentiable, with a frame for each atom."""
+        return lattice_of(self.cell, self.batch_idx, self.n_atoms)
 
     def at_fixed_geometry(self) -> "ChargedSystem":
         """The same without gradients by positions and cell."""
@@ -57,11 +65,23 @@ def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False)
     checks.check_real("charges", charges, positions)
 
 
-def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy_reduction: str) -> ChargedSystem:
+def check_system(
+    positions: Any, charges: Any, cell: Any, batch_idx: Any, exclusions: Any = None, exclusion_factors: Any = None
+) -> ChargedSystem:
     """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling."""
-    checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
     checks.check_positions(positions, finite=False)
     check_charges(charges, positions, channels=True)
+    cell = check_periodic_cells(cell, positions)
+    check_cells(cell)
+    cell = nan_if_singular(cell)
+    batch_idx = checks.batch_of(batch_idx, positions, cell.shape[0])
+    several = charges.ndim == 2
+    rows = exclusion_rows(exclusions, exclusion_factors, positions)
+    return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx, rows)
+
+
+def check_periodic_cells(cell: Any, positions: torch.Tensor) -> torch.Tensor:
+    """The cells (n_systems, 3, 3); raise unless there are some, of the dtype and on the device of the positions."""
     if cell is None:
         raise ValueError(
             "`cell` is required: an Ewald sum is for periodic systems; without periodicity use coulomb_energy"
@@ -69,23 +89,31 @@ def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy
     cell = checks.check_lattice(cell, positions).reshape(-1, 3, 3)
     if cell.shape[0] == 0:
         raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
-    check_cells(cell)
-    cell = nan_if_singular(cell)
-    batch_idx = checks.batch_of(batch_idx, positions, cell.shape[0])
-    several = charges.ndim == 2
-    return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx)
+    return cell
 
 
-def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> torch.Tensor | None:
-    """Periodicity (n_systems, 3) for the slab correction, or None; raise if the sum would be wrong.
+class Periodicity(NamedTuple):
+    """Which axes of the systems are periodic.
 
-    What cannot be read is answered by NaN in `refuse_open_axes`.
+    Attributes
+    ----------
+    slab_axes : (n_systems, 3) bool tensor or None
+        For the slab correction: True for periodic axes. None without the correction.
+    valid : (n_systems,) bool tensor or None
+        False where a sum over the periodic images would be wrong, if that could not be read.
     """
-    checks.check_flag("slab_correction", slab_correction)
+
+    slab_axes: torch.Tensor | None
+    valid: torch.Tensor | None
+
+
+def check_periodicity(pbc: Any, system: ChargedSystem, slab_correction: Any) -> Periodicity:
+    """The periodicity that these arguments say; raise if the sum would be wrong."""
+    with_slab = checks.check_flag("slab_correction", slab_correction)
     if pbc is None:
-        if slab_correction:
+        if with_slab:
             raise ValueError("`pbc` is needed with `slab_correction`: it says which axis is open")
-        return None
+        return Periodicity(None, None)
     if isinstance(pbc, bool):
         pbc = [pbc] * 3
     pbc = checks.pbc_tensor(pbc, system.positions.device)
@@ -94,23 +122,23 @@ def periodic_axes(pbc: Any, system: ChargedSystem, slab_correction: bool) -> tor
     if tuple(pbc.shape) not in ((3,), (1, 3), (system.n_systems, 3)):
         raise ValueError(f"`pbc` must have shape (3,) or ({system.n_systems}, 3), got {tuple(pbc.shape)}")
     pbc = pbc.reshape(-1, 3).expand(system.n_systems, 3)
-    if may_read(pbc):
-        n_open = 3 - on_host(pbc).sum(axis=1)
-        if not slab_correction and n_open.any():
-            raise ValueError(
-                "`pbc` has open axes, but this sum is periodic along all three: give slab_correction=True for a system "
-                "with one open axis, or use coulomb_energy or dsf_coulomb with a cutoff"
-            )
-        if (n_open > 1).any():
-            raise ValueError("`pbc`: the slab correction is for at most one open axis")
-    return pbc
+    slab_axes = pbc if with_slab else None
+    if not may_read(pbc):
+        return Periodicity(slab_axes, (~pbc).sum(1) <= int(with_slab))
+    n_open = 3 - on_host(pbc).sum(axis=1)
+    if not with_slab and n_open.any():
+        raise ValueError(
+            "`pbc` has open axes, but this sum is periodic along all three: give slab_correction=True for a system "
+            "with one open axis, or use coulomb_energy or dsf_coulomb with a cutoff"
+        )
+    if (n_open > 1).any():
+        raise ValueError("`pbc`: the slab correction is for at most one open axis")
+    return Periodicity(slab_axes, None)
 
 
-def refuse_open_axes(alpha: torch.Tensor, pbc: torch.Tensor | None, slab_correction: bool) -> torch.Tensor:
-    """NaN for alpha where `periodic_axes` would have raised, had it read the values."""
-    if pbc is None or may_read(pbc):
-        return alpha
-    return torch.where((~pbc).sum(1) <= int(slab_correction), alpha, torch.nan)
+def nan_unless(valid: torch.Tensor | None, alpha: torch.Tensor) -> torch.Tensor:
+    """Alpha (n_systems,), NaN for systems that a check would have refused if it could have read their values."""
+    return alpha if valid is None else torch.where(valid, alpha, torch.nan)
 
 
 def given_alpha(alpha: Any, system: ChargedSystem) -> torch.Tensor:
@@ -120,23 +148,11 @@ def given_alpha(alpha: Any, system: ChargedSystem) -> torch.Tensor:
     found = per_system("alpha", alpha, system.n_systems, system.positions.device)
     if isinstance(alpha, torch.Tensor) and not may_read(alpha):
         found = found * one_or_nan((found > 0.0) & (found * 0.0 == 0.0))  # infinity times zero is NaN
-    return _rounded(found, system.positions)
-
-
-def check_parameters(potential: Any, estimated: Any, **parameters: Any) -> None:
-    """Raise if this is no potential, or one for which there are no error models and that lacks parameters."""
-    check_potential(potential)
-    for name, value in parameters.items():
-        if potential is not estimated and value is None:
-            raise ValueError(f"`{name}` is needed: parameters are estimated for the Coulomb potential only")
+    # as both parts of the sum can have it
+    return found.to(system.positions.dtype).to(torch.float64)
 
 
 def check_potential(potential: Any) -> None:
     """Raise unless this is a potential that an Ewald sum can split."""
     if not isinstance(potential, LongRangePotential):
         raise TypeError(f"`potential` must be a LongRangePotential, got {type(potential).__name__}")
-
-
-def _rounded(alpha: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Alpha as both parts of the sum can have it."""
-    return alpha.to(like.dtype).to(torch.float64)

@@ -377,8 +377,7 @@ def evaluate(
         cutoff=cutoff,
         r_switch=r_switch,
         species=species,
-        exclusions=exclusions,
-        exclusion_factors=exclusion_factors,
+        exclusions=exclusion_rows(exclusions, exclusion_factors, positions),
     )
 
 
@@ -396,8 +395,7 @@ def sum_pairs(
     cutoff: float | None,
     r_switch: float | None = None,
     species: torch.Tensor | None = None,
-    exclusions: torch.Tensor | None = None,
-    exclusion_factors: torch.Tensor | None = None,
+    exclusions: "ExclusionRows | None" = None,
     weights: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Sum ``formula`` over the pairs of a system; other arguments as for `PairPotential.__call__`.
@@ -406,7 +404,7 @@ def sum_pairs(
     """
     positions, cell, batch_idx, n_systems, rows = system
     values, tables = _parameters(formula, parameters, positions, species, n_systems)
-    excluded = _excluded(exclusions, exclusion_factors, positions)
+    excluded = (None, None, None) if exclusions is None else (exclusions.begin, exclusions.atoms, exclusions.factors)
 
     outputs = "w" + "r" * bool(wanted.forces)
     for name in wanted.gradients:
@@ -676,16 +674,53 @@ def _rows(
     return build_rows(positions, cutoff, cell, batch_idx, pbc)
 
 
-def _excluded(
-    exclusions: Any, factors: Any, positions: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Rows of the pairs with a factor: where each begins, the other atom, the factor."""
+class ExclusionRows(NamedTuple):
+    """Pairs with a factor as rows of atoms, each pair in both of its rows.
+
+    Attributes
+    ----------
+    begin : (n_atoms + 1,) int32 tensor
+        Where the row of each atom begins.
+    atoms : (2 n_pairs,) int32 tensor
+        The other atom.
+    factors : (2 n_pairs,) float64 tensor
+    first : (2 n_pairs,) int64 tensor
+        The atom in whose row each entry is.
+    order : (2 n_pairs,) int64 tensor
+        The entries among all pairs followed by all pairs reversed.
+    pairs : (2, n_pairs) int64 tensor
+        As they were given.
+    given_factors : (n_pairs,) tensor or None
+    """
+
+    begin: torch.Tensor
+    atoms: torch.Tensor
+    factors: torch.Tensor
+    first: torch.Tensor
+    order: torch.Tensor
+    pairs: torch.Tensor
+    given_factors: torch.Tensor | None
+
+    def remainder(self) -> "ExclusionRows | None":
+        """The same pairs with 1 minus the factors; None if all factors were zero by default."""
+        if self.given_factors is None:
+            return None
+        return self._replace(factors=_of_both(1.0 - self.given_factors, self.order))
+
+
+def _of_both(factors: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return torch.cat([factors, factors]).to(torch.float64).index_select(0, order)
+
+
+def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor) -> ExclusionRows | None:
+    """The rows of ``exclusions`` and ``exclusion_factors``, arguments as of `PairPotential.__call__`, or None."""
     if exclusions is None:
-        if factors is not None:
+        if given_factors is not None:
             raise ValueError("`exclusion_factors` is given without `exclusions`")
-        return None, None, None
+        return None
     checks.check_index("exclusions", exclusions, positions, (2, None))
     n_pairs, n_atoms = exclusions.shape[1], positions.shape[0]
+    factors = given_factors
     if factors is None:
         factors = torch.zeros(n_pairs, dtype=torch.float64, device=positions.device)
     checks.check_tensor("exclusion_factors", factors)
@@ -698,7 +733,8 @@ def _excluded(
             f"`exclusion_factors` must have shape ({n_pairs},) on {positions.device}, got {tuple(factors.shape)} on "
             f"{factors.device}"
         )
-    first, second = exclusions.to(torch.int64)
+    pairs = exclusions.to(torch.int64)
+    first, second = pairs
     if n_pairs and may_read(exclusions):
         if int(exclusions.min()) < 0 or int(exclusions.max()) >= n_atoms:
             raise ValueError(f"`exclusions` must hold atoms in 0 .. {n_atoms - 1}")
@@ -709,5 +745,5 @@ def _excluded(
             raise ValueError("`exclusions` holds a pair twice")
     row, order = torch.sort(torch.cat([first, second]), stable=True)
     other = torch.cat([second, first]).index_select(0, order).to(torch.int32)
-    both = torch.cat([factors, factors]).to(torch.float64).index_select(0, order)
-    return row_pointers(row, n_atoms), other, both
+    begin = row_pointers(row, n_atoms)
+    return ExclusionRows(begin, other, _of_both(factors, order), row, order, pairs, given_factors)

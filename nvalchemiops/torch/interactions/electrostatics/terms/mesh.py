@@ -1,4 +1,4 @@
-"""The smooth part of an Ewald sum on a mesh: particle-mesh Ewald.
+"""The long-range part of an Ewald sum on a mesh: particle-mesh Ewald.
 
 Charges are spread to a mesh by B-splines, the potential of the mesh follows from a product in Fourier space, and is
 gathered at the atoms by the same splines. Both take the exponential ``exp(i k.r)`` for a spline that is right at mesh
@@ -9,34 +9,282 @@ Sources: T. Darden, D. York and L. Pedersen, J. Chem. Phys. 98, 10089 (1993), do
 J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117. A spline of odd order has no zero of b when it is centred.
 """
 
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.autograd.functorch import is_differentiated
+from nvalchemiops.torch.interactions.electrostatics.choice import mesh_for, sizes_of
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
+from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, at_atoms
+from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, from_potential
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.operators.lattice import Lattice, lattice_of, mesh_frequencies
+from nvalchemiops.torch.operators.lattice import (
+    Lattice,
+    check_spline_order,
+    lattice_of,
+    mesh_and_order,
+    mesh_frequencies,
+)
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
 from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime.cache import cached_by_value
-from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host, values_of
+
+# -- which mesh -----------------------------------------------------------------------------------
 
 
-def _axes_of(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+class Influence(NamedTuple):
+    """Factors of the charge density in Fourier space, two numbers for each point of half the mesh, in float64.
+
+    Attributes
+    ----------
+    value : (n_systems, 1, n_x, n_y, n_z // 2 + 1, 1) tensor
+        ``g(k²) / V`` with deconvolution.
+    derivative : tensor of this shape, or None
+        The same of g', times how often a plane counts in a sum over the whole mesh.
+    """
+
+    value: torch.Tensor
+    derivative: torch.Tensor | None
+
+
+class PreparedMesh(NamedTuple):
+    """What a sum on a mesh needs beside positions and charges, for cells that do not change; from `prepare_mesh`.
+
+    Attributes
+    ----------
+    cell : (n_systems, 3, 3) tensor
+    alpha : (n_systems,) tensor
+    mesh_dimensions : (int, int, int)
+    spline_order : int
+    potential : LongRangePotential
+    influence : Influence
+        Factors in Fourier space, float64: two numbers for each point of half the mesh.
+    """
+
+    cell: torch.Tensor
+    alpha: torch.Tensor
+    mesh_dimensions: tuple[int, int, int]
+    spline_order: int
+    potential: LongRangePotential
+    influence: Influence
+
+    def alpha_for(self, alpha: Any, mesh_dimensions: Any, mesh_spacing: Any, potential: Any) -> torch.Tensor:
+        """Alpha; raise if a call says something else than was prepared."""
+        if any(value is not None for value in (alpha, mesh_dimensions, mesh_spacing)):
+            raise ValueError("`prepared` has its own alpha and mesh: leave `alpha` and `mesh_...` out")
+        if potential is not self.potential:
+            raise ValueError("`prepared` is for another `potential`")
+        return self.alpha
+
+    def check_cell(self, cell: torch.Tensor) -> torch.Tensor | None:
+        """Raise if this is for other cells; which ones are the same (n_systems,), if that could not be read."""
+        if is_differentiated(cell):
+            raise ValueError("`cell` requires a gradient, but what is `prepared` does not depend on it any more")
+        if cell.shape != self.cell.shape or cell.device != self.cell.device:
+            raise ValueError(
+                f"`prepared` is for a cell {tuple(self.cell.shape)} on {self.cell.device}, but this one is "
+                f"{tuple(cell.shape)} on {cell.device}. {ELSEWHERE}"
+            )
+        if not may_read(cell):
+            return (cell.detach().to(torch.float64) == self.cell).flatten(1).all(1)
+        if not torch.equal(values_of(cell).to(torch.float64), self.cell):
+            raise ValueError(f"`prepared` is for another `cell`: prepare again when the cell has changed. {ELSEWHERE}")
+        return None
+
+
+class Precomputed(NamedTuple):
+    """Arguments of `particle_mesh_ewald` with values that it computes itself: their shapes are checked."""
+
+    k_vectors: Any = None
+    k_squared: Any = None
+    cell_inv_t: Any = None
+    volume: Any = None
+    moduli_x: Any = None
+    moduli_y: Any = None
+    moduli_z: Any = None
+
+    def check(self, n_systems: int, mesh: tuple[int, int, int]) -> None:
+        """Raise unless the shapes fit."""
+        half = (mesh[0], mesh[1], mesh[2] // 2 + 1)
+        of_systems = {"k_vectors": (*half, 3), "k_squared": half, "cell_inv_t": (3, 3), "volume": ()}
+        allowed = {name: [(n_systems, *shape)] + [shape] * (n_systems == 1) for name, shape in of_systems.items()}
+        allowed |= {"moduli_x": [(mesh[0],)], "moduli_y": [(mesh[1],)], "moduli_z": [(half[2],), (mesh[2],)]}
+        for name, value in zip(self._fields, self):
+            if value is None:
+                continue
+            checks.check_tensor(name, value)
+            if tuple(value.shape) not in allowed[name]:
+                shapes = " or ".join(map(str, allowed[name]))
+                raise ValueError(f"`{name}` must have shape {shapes}, got {tuple(value.shape)}")
+
+
+class MeshSum(NamedTuple):
+    """The long-range part on a mesh, given or still to be chosen; see `LongRange`.
+
+    Attributes
+    ----------
+    spline_order : int
+    mesh : (int, int, int) or None
+    argument : str
+        As of `LongRange`.
+    precomputed : Precomputed
+    influence : Influence or None
+        If it is prepared.
+    valid : (n_systems,) bool tensor or None
+        False for cells that could not be looked at and that nothing is prepared for.
+    """
+
+    spline_order: int
+    mesh: tuple[int, int, int] | None
+    argument: str = "`mesh_dimensions` or `mesh_spacing`"
+    precomputed: Precomputed = Precomputed()
+    influence: Influence | None = None
+    valid: torch.Tensor | None = None
+
+    @classmethod
+    def given(
+        cls,
+        system: ChargedSystem,
+        mesh_dimensions: Any,
+        mesh_spacing: Any,
+        spline_order: Any,
+        precomputed: Precomputed,
+        prepared: PreparedMesh | None = None,
+    ) -> "MeshSum":
+        """What these arguments of `particle_mesh_ewald` ask for."""
+        if prepared is not None:
+            valid = prepared.check_cell(system.cell)
+            mesh, order = prepared.mesh_dimensions, prepared.spline_order
+            return cls(order, mesh, "`prepared`", precomputed, prepared.influence, valid)
+        order = check_spline_order(spline_order)
+        if mesh_dimensions is not None:
+            if mesh_spacing is not None:
+                raise ValueError("`mesh_dimensions` and `mesh_spacing` are both given; give one of them")
+            mesh, order = mesh_and_order(mesh_dimensions, order)
+            return cls(order, mesh, "`mesh_dimensions`", precomputed)
+        if not may_read():
+            raise ValueError(
+                "`mesh_dimensions` is needed inside torch.compile, where the size of the cell cannot be read"
+            )
+        if mesh_spacing is None:
+            return cls(order, None, precomputed=precomputed)
+        mesh = mesh_spacing_to_dimensions(system.cell.detach(), mesh_spacing, spline_order=order)
+        return cls(order, mesh, "`mesh_spacing`", precomputed)
+
+    @property
+    def is_given(self) -> bool:
+        """As of `LongRange`."""
+        return self.mesh is not None
+
+    def error_model(self, system: ChargedSystem) -> core.Reciprocal:
+        """As of `LongRange`."""
+        assert self.mesh is not None
+        cell = system.cell.detach().to(torch.float64)
+        return core.mesh_model(cell, lattice_of(cell, None, 0).inverse, self.mesh, self.spline_order, torch)
+
+    def optimal_alpha(self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any) -> Any:
+        """As of `LongRange`."""
+        return core.mesh_alpha(n_atoms, volume, target, self.spline_order, costs, xp)
+
+    def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "MeshSum":
+        """As of `LongRange`. Reads values on the host."""
+        sizes = sizes_of(system.cell, system.batch_idx, system.n_atoms)
+        return self._replace(
+            mesh=mesh_for(sizes, on_host(alpha.detach()).astype(np.float64), target, self.spline_order)
+        )
+
+    def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "MeshTerm":
+        """As of `LongRange`."""
+        assert self.mesh is not None
+        self.precomputed.check(system.n_systems, self.mesh)
+        return MeshTerm(potential, alpha, self.mesh, self.spline_order, self.influence)
+
+
+# -- the sum --------------------------------------------------------------------------------------
+
+
+class MeshTerm(NamedTuple):
+    """The long-range part with alpha (n_systems,), on a mesh of the dtype of the charges."""
+
+    potential: LongRangePotential
+    alpha: torch.Tensor
+    mesh: tuple[int, int, int]
+    spline_order: int
+    prepared: Influence | None = None
+
+    def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
+        """As for `Term`."""
+        potential, alpha, mesh, spline_order, prepared = self
+        charges, batch_idx, n_systems = system.charges, system.batch_idx, system.n_systems
+        with_virial = derivatives.virial
+        *_, powers_of_z, dyads, n, identity = _axes_of(mesh, spline_order, charges.device)
+        lattice = system.lattice()
+        in_spacings = lattice._replace(frame=lattice.frame * n)
+        coordinates = in_spacings.fractional(system.positions)
+        order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, mesh, spline_order)
+        plan = (batch_idx, n_systems, order, column_begin, mesh, spline_order)
+        density = mesh_spectrum(mesh_spread(charges.unsqueeze(-1), coordinates, *plan, 0))
+        if prepared is None:
+            value, derivative = cached_by_value(
+                "influence",
+                (system.cell, alpha),
+                (potential, mesh, spline_order, with_virial) if potential.is_constant else None,
+                lambda: influence(potential, lattice, alpha, mesh, spline_order, with_virial),
+            )
+        else:
+            value, derivative = prepared.value, prepared.derivative if with_virial else None
+        power = None if derivative is None else density.to(torch.float64).square() * derivative
+        factor = value.to(charges.dtype)
+        # in place where nothing is recorded: fresh memory costs more than the product
+        recorded = density.requires_grad or factor.requires_grad or not is_eager()
+        product = density * factor if recorded else density.mul_(factor)
+        field = mesh_values(product, mesh[2])
+        gathered = mesh_gather(field, coordinates, *plan, int(derivatives.forces))
+        contribution = from_potential(gathered, charges, in_spacings, derivatives)
+        if power is None:
+            return contribution
+        sums = (power.flatten(4) @ powers_of_z).sum(1).flatten(1) @ dyads
+        energy = totals(contribution.energies.to(torch.float64).sum(1), batch_idx, n_systems)
+        virial = lattice.dyadic(sums.view(-1, 3, 3)) + energy[:, None, None] * identity
+        return contribution._replace(virial=virial)
+
+
+def influence(
+    potential: LongRangePotential,
+    lattice: Lattice,
+    alpha: torch.Tensor,
+    mesh: tuple[int, int, int],
+    order: int,
+    with_derivative: bool,
+) -> Influence:
+    """The influence function of the mesh."""
+    xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, order, alpha.device)
+    m = lattice.metric.reshape(-1, 9, 1, 1, 1).unbind(1)
+    # k² as a sum of functions of two indices
+    k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz) + torch.addcmul(m[8] * zz, m[2], zx)
+    origin = k2 == 0.0
+    of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], 0)[..., None, None, None]
+    k2 = torch.where(origin, 1.0, k2)
+    b_xy = b_xy / of_system[2]
+    value = potential.reciprocal(k2, of_system[0]) * b_xy * b_z
+    value = torch.where(origin, of_system[1] / of_system[2], value)[:, None, ..., None]
+    if not with_derivative:
+        return Influence(value, None)
+    derivative = potential.reciprocal_derivative(k2, of_system[0]) * b_xy * (b_z * doubled)
+    return Influence(value, torch.where(origin, 0.0, derivative)[:, None, ..., None])
+
+
+def _axes_of(mesh: tuple[int, int, int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
     """What depends on the shape of the mesh alone; see `_axes`."""
-    if not is_eager():
-        return _axes(mesh, order, device)  # what is made here belongs to the transform
-    return _kept_axes(tuple(mesh), order, device)
-
-
-@functools.lru_cache(maxsize=16)
-def _kept_axes(mesh: tuple[int, int, int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    with torch.inference_mode(False), torch.no_grad():
-        return _axes(mesh, order, device)
+    return cached_by_value("mesh axes", (), (mesh, order, device), lambda: _axes(mesh, order, device))
 
 
 def _axes(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -66,80 +314,3 @@ def _axes(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.
     sizes = torch.cat([torch.full((1,), float(n), dtype=torch.float64, device=device) for n in mesh])
     identity = torch.eye(3, dtype=torch.float64, device=device)
     return (*products, *deconvolved, doubled, powers_of_z, dyads.reshape(-1, 9), sizes, identity)
-
-
-class Influence(NamedTuple):
-    """``g(k²) / V`` with deconvolution (n_systems, 1, n_x, n_y, n_z // 2 + 1, 1).
-
-    And, if it is there, the same of g', times how often a plane counts in a sum over the whole mesh.
-    """
-
-    value: torch.Tensor
-    slope: torch.Tensor | None
-
-
-def influence(
-    potential: LongRangePotential,
-    lattice: Lattice,
-    alpha: torch.Tensor,
-    mesh: Sequence[int],
-    order: int,
-    with_slope: bool,
-) -> Influence:
-    """The influence function of the mesh."""
-    xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, order, alpha.device)
-    m = lattice.metric.reshape(-1, 9, 1, 1, 1).unbind(1)
-    # k² as a sum of functions of two indices
-    k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz) + torch.addcmul(m[8] * zz, m[2], zx)
-    origin = k2 == 0.0
-    of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], 0)[..., None, None, None]
-    k2 = torch.where(origin, 1.0, k2)
-    b_xy = b_xy / of_system[2]
-    value = potential.reciprocal(k2, of_system[0]) * b_xy * b_z
-    value = torch.where(origin, of_system[1] / of_system[2], value)[:, None, ..., None]
-    if not with_slope:
-        return Influence(value, None)
-    slope = potential.slope_of(k2, of_system[0]) * b_xy * (b_z * doubled)
-    return Influence(value, torch.where(origin, 0.0, slope)[:, None, ..., None])
-
-
-def mesh_sum(
-    potential: LongRangePotential,
-    system: ChargedSystem,
-    alpha: torch.Tensor,
-    mesh: Sequence[int],
-    spline_order: int,
-    wanted: WantedParts,
-    prepared: Influence | None = None,
-) -> Parts:
-    """The smooth part with alpha (n_systems,), on a mesh of the dtype of the charges."""
-    positions, charges, batch_idx, n_systems = system.positions, system.charges, system.batch_idx, system.n_systems
-    *_, powers_of_z, dyads, n, identity = _axes_of(mesh, spline_order, positions.device)
-    lattice = lattice_of(system.cell, batch_idx, system.n_atoms)
-    in_spacings = lattice._replace(frame=lattice.frame * n)
-    coordinates = in_spacings.fractional(positions)
-    order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, mesh, spline_order)
-    plan = (batch_idx, n_systems, order, column_begin, mesh, spline_order)
-    density = mesh_spectrum(mesh_spread(charges.unsqueeze(-1), coordinates, *plan, 0))
-    if prepared is None:
-        value, slope = cached_by_value(
-            "influence",
-            (system.cell, alpha),
-            (potential, tuple(mesh), spline_order, wanted.virial) if potential.is_constant else None,
-            lambda: influence(potential, lattice, alpha, mesh, spline_order, wanted.virial),
-        )
-    else:
-        value, slope = prepared.value, prepared.slope if wanted.virial else None
-    power = None if slope is None else density.to(torch.float64).square() * slope
-    factor = value.to(charges.dtype)
-    # in place where nothing is recorded: fresh memory costs more than the product
-    recorded = density.requires_grad or factor.requires_grad or not is_eager()
-    product = density * factor if recorded else density.mul_(factor)
-    field = mesh_values(product, mesh[2])
-    gathered = mesh_gather(field, coordinates, *plan, int(wanted.forces))
-    parts = at_atoms(gathered, charges, in_spacings, wanted)
-    if power is None:
-        return parts
-    sums = (power.flatten(4) @ powers_of_z).sum(1).flatten(1) @ dyads
-    energy = totals(parts.energies.to(torch.float64).sum(1), batch_idx, n_systems)
-    return parts._replace(virial=lattice.dyadic(sums.view(-1, 3, 3)) + energy[:, None, None] * identity)

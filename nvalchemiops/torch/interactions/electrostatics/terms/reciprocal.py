@@ -1,26 +1,196 @@
-"""The smooth part of an Ewald sum at the wave vectors of the lattice, exactly.
+"""The long-range part of an Ewald sum at the k-vectors of the lattice, exactly.
 
-With the structure factors ``S(k) = Σ_j q_j exp(i k.r_j)`` and the transform g of the smooth part of the interaction,
+With the structure factors ``S(k) = Σ_j q_j exp(i k.r_j)`` and the Fourier transform g of the long-range part of the
+interaction,
 
     φ_i = 1/V Σ_k g(k²) Re[S(k) exp(-i k.r_i)],    E = Σ_i q_i φ_i / 2,    W = Σ_k S S*/2V (g + 2 g' k k^T)
 
 where fractional coordinates, and so S, do not change under strain. Everything between the two Fourier sums, which are
 ops, is torch.
+
+Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.choice import spacing_of
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
+    WaveVectors,
+    box_points,
+    check_bounds,
+    per_system,
+    points_of_indices,
+    points_within,
+)
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, at_atoms
+from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, from_potential
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.interactions.electrostatics.wave_vectors import WaveVectors
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
-from nvalchemiops.torch.operators.lattice import Lattice, lattice_of
+from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import row_pointers, spread_systems, totals
 from nvalchemiops.torch.runtime.cache import cached_by_value
+from nvalchemiops.torch.runtime.context import may_read
+
+# -- which k-vectors ------------------------------------------------------------------------------
+
+
+class KVectorSum(NamedTuple):
+    """The long-range part as a sum over k-vectors, given or still to be chosen; see `LongRange`.
+
+    Attributes
+    ----------
+    k_vectors : WaveVectors or None
+    argument : str
+        As of `LongRange`.
+    k_cutoff : (n_systems,) tensor or None
+        The length up to which all are there, if that is known.
+    valid : (n_systems,) bool tensor or None
+        False where vectors that could not be looked at are none of the lattice.
+    """
+
+    k_vectors: WaveVectors | None = None
+    argument: str = "`k_vectors`, `k_cutoff`, `miller_bounds` or `miller_indices`"
+    k_cutoff: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
+
+    @classmethod
+    def given(
+        cls, system: ChargedSystem, k_vectors: Any, k_cutoff: Any, miller_bounds: Any, miller_indices: Any
+    ) -> "KVectorSum":
+        """What these arguments of `ewald_summation` ask for."""
+        cell, n_systems, device = system.cell.detach(), system.n_systems, system.positions.device
+        if sum(source is not None for source in (k_vectors, miller_bounds, miller_indices)) > 1:
+            raise ValueError(
+                "`k_vectors`, `miller_bounds` and `miller_indices` are different ways to say the same: give one"
+            )
+        if miller_bounds is not None:
+            return cls(box_points(check_bounds(miller_bounds), n_systems, device), "`miller_bounds`")
+        if isinstance(miller_indices, WaveVectors):
+            miller_indices.check(cell)
+            return cls(miller_indices, "`miller_indices`")
+        valid, argument = None, "`miller_indices`"
+        if k_vectors is not None:
+            (miller_indices, valid), argument = _indices_of(k_vectors, system), "`k_vectors`"
+        elif miller_indices is not None:
+            checks.check_index("miller_indices", miller_indices, system.positions, (None, 3))
+        if miller_indices is not None:
+            return cls(WaveVectors(*points_of_indices(cell, miller_indices)), argument, valid=valid)
+        if k_cutoff is not None:
+            lengths = per_system("k_cutoff", k_cutoff, n_systems, device).detach()
+            return cls(_vectors_within(cell, lengths), "`k_cutoff`", k_cutoff=lengths)
+        return cls()
+
+    @property
+    def is_given(self) -> bool:
+        """As of `LongRange`."""
+        return self.k_vectors is not None
+
+    def error_model(self, system: ChargedSystem) -> core.Reciprocal:
+        """As of `LongRange`. K-vectors of a list are taken for all up to the largest Miller indices."""
+        assert self.k_vectors is not None
+        cell = system.cell.detach().to(torch.float64)
+        complete = self.k_vectors.complete_up_to(cell) if self.k_cutoff is None else self.k_cutoff
+        if complete is not None:
+            return core.Sphere(complete)
+        bounds, lengths = self.k_vectors.largest_indices(), cell.norm(dim=2)
+        if self.argument == "`miller_bounds`":
+            return core.Box(core.faces(bounds + 0.5, lengths))
+        return core.Sphere(core.faces(bounds.clamp(min=1.0), lengths).amin(1))
+
+    def optimal_alpha(self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any) -> Any:
+        """As of `LongRange`."""
+        return core.ewald_alpha(n_atoms, volume, target, costs, xp)
+
+    def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "KVectorSum":
+        """As of `LongRange`."""
+        target = target._replace(force=torch.as_tensor(target.force, device=alpha.device))
+        k_cutoff = core.reciprocal_cutoff(alpha.detach(), spacing_of(system), target, torch)
+        return self._replace(k_vectors=_vectors_within(system.cell.detach(), k_cutoff))
+
+    def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "ReciprocalTerm":
+        """As of `LongRange`."""
+        assert self.k_vectors is not None
+        return ReciprocalTerm(potential, alpha, self.k_vectors)
+
+
+def _vectors_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> WaveVectors:
+    """K-vectors up to lengths (n_systems,)."""
+    return WaveVectors(*cached_by_value("k-vectors", (cell, k_cutoff), (), lambda: points_within(cell, k_cutoff)))
+
+
+def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Miller indices of k-vectors; and for which systems they are some, if that could not be looked at."""
+    cell = system.cell.detach().to(torch.float64)
+    checks.check_tensor("k_vectors", k_vectors)
+    if k_vectors.is_complex():
+        raise TypeError(f"`k_vectors` must be real numbers, got {k_vectors.dtype}")
+    if k_vectors.device != cell.device:
+        raise ValueError(f"`k_vectors` is on {k_vectors.device}, but `positions` is on {cell.device}")
+    if (
+        k_vectors.ndim not in (2, 3)
+        or k_vectors.shape[-1] != 3
+        or k_vectors.shape[:-2] not in ((), (1,), cell.shape[:1])
+    ):
+        raise ValueError(
+            f"`k_vectors` must have shape (n_k, 3) or ({system.n_systems}, n_k, 3), got {tuple(k_vectors.shape)}"
+        )
+    k = k_vectors.detach().to(torch.float64)
+    k = k.unsqueeze(0) if k.ndim == 2 else k
+    numbers = k.expand(system.n_systems, -1, 3) @ cell.mT / (2.0 * torch.pi)
+    indices = numbers.round()
+    # float32 rounds numbers of some hundreds by 1e-5
+    if not numbers.shape[1]:
+        return indices.to(torch.int64), None
+    fits = (numbers - indices).abs().amax((1, 2)) < 1e-3
+    valid = None
+    if not may_read(cell, k_vectors):
+        valid = fits
+    elif not bool(fits.all()):
+        raise ValueError(
+            "`k_vectors` are no vectors of the reciprocal lattice of `cell`: make them for this cell, or give "
+            "`miller_indices`, which stay the same when the cell changes"
+        )
+    return torch.nan_to_num(indices).to(torch.int64), valid
+
+
+# -- the sum --------------------------------------------------------------------------------------
+
+
+class ReciprocalTerm(NamedTuple):
+    """The long-range part at given k-vectors, with alpha (n_systems,)."""
+
+    potential: LongRangePotential
+    alpha: torch.Tensor
+    k_vectors: WaveVectors
+
+    def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
+        """As for `Term`."""
+        potential, alpha, waves = self
+        n_systems, batch_idx, with_virial = system.n_systems, system.batch_idx, derivatives.virial
+        lattice = system.lattice()
+        charges = system.charges.to(torch.float64)
+        coordinates = lattice.fractional(system.positions)
+        plan = (*sorted_atoms(batch_idx, n_systems, system.n_atoms, alpha.device), waves.points, waves.point_begin)
+        structure = fourier_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
+        value, dyads = cached_by_value(
+            "reciprocal factors",
+            (system.cell, alpha, waves.points, waves.weights),
+            (potential, with_virial) if potential.is_constant else None,
+            lambda: reciprocal_factors(potential, lattice, alpha, waves, with_virial),
+        )
+        gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, int(derivatives.forces))
+        contribution = from_potential(gathered, charges, lattice, derivatives)
+        if dyads is None:
+            return contribution
+        power = structure.square().sum((0, 3))
+        at_point = None if n_systems == 1 else waves.point_system
+        virial = totals((power.unsqueeze(-1) * dyads).sum(1), at_point, n_systems)
+        return contribution._replace(virial=virial.view(-1, 3, 3))
 
 
 def sorted_atoms(
@@ -33,25 +203,13 @@ def sorted_atoms(
     return order.to(torch.int32), row_pointers(systems, n_systems)
 
 
-class Factors(NamedTuple):
-    """Factors of |S|² in twice the energy and in the virial.
-
-    Attributes
-    ----------
-    value : (n_points, 4) tensor
-        ``g(k²) / V``, times how often the wave vector counts.
-    dyads : (n_points, 4, 9) tensor or None
-        The same of ``g' k k^T + g / 2``.
-    """
-
-    value: torch.Tensor
-    dyads: torch.Tensor | None
-
-
-def factors(
+def reciprocal_factors(
     potential: LongRangePotential, lattice: Lattice, alpha: torch.Tensor, waves: WaveVectors, with_dyads: bool
-) -> Factors:
-    """Factors for all wave vectors."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Factors of |S|² in twice the energy (n_points, 4) and in the virial (n_points, 4, 9), or None.
+
+    Of the energy ``g(k²) / V``, times how often the k-vector counts; of the virial the same of ``g' k k^T + g / 2``.
+    """
     points, n_points, device = waves.points, waves.points.shape[0], alpha.device
     at_point = None if alpha.shape[0] == 1 else waves.point_system
     signs = torch.tensor([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]], dtype=torch.float64, device=device)
@@ -65,38 +223,8 @@ def factors(
     share = waves.weights / of_point[:, 2]
     value = share * torch.where(origin, of_point[:, 1], potential.reciprocal(k2, of_point[:, 0]))
     if not with_dyads:
-        return Factors(value, None)
-    slope = share * torch.where(origin, 0.0, potential.slope_of(k2, of_point[:, 0]))
+        return value, None
+    derivative = share * torch.where(origin, 0.0, potential.reciprocal_derivative(k2, of_point[:, 0]))
     identity = torch.eye(3, dtype=torch.float64, device=device)
-    dyads = (slope.unsqueeze(-1) * k).unsqueeze(-1) * k.unsqueeze(-2) + 0.5 * value[..., None, None] * identity
-    return Factors(value, dyads.flatten(2))
-
-
-def reciprocal_sum(
-    potential: LongRangePotential,
-    system: ChargedSystem,
-    alpha: torch.Tensor,
-    waves: WaveVectors,
-    wanted: WantedParts,
-) -> Parts:
-    """The smooth part with alpha (n_systems,)."""
-    n_atoms, n_systems, batch_idx = system.n_atoms, system.n_systems, system.batch_idx
-    lattice = lattice_of(system.cell, batch_idx, n_atoms)
-    charges = system.charges.to(torch.float64)
-    coordinates = lattice.fractional(system.positions)
-    plan = (*sorted_atoms(batch_idx, n_systems, n_atoms, alpha.device), waves.points, waves.point_begin)
-    structure = fourier_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
-    value, dyads = cached_by_value(
-        "factors",
-        (system.cell, alpha, waves.points, waves.weights),
-        (potential, wanted.virial) if potential.is_constant else None,
-        lambda: factors(potential, lattice, alpha, waves, wanted.virial),
-    )
-    gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, int(wanted.forces))
-    parts = at_atoms(gathered, charges, lattice, wanted)
-    if dyads is None:
-        return parts
-    power = structure.square().sum((0, 3))
-    at_point = None if n_systems == 1 else waves.point_system
-    virial = totals((power.unsqueeze(-1) * dyads).sum(1), at_point, n_systems)
-    return parts._replace(virial=virial.view(-1, 3, 3))
+    dyads = (derivative.unsqueeze(-1) * k).unsqueeze(-1) * k.unsqueeze(-2) + 0.5 * value[..., None, None] * identity
+    return value, dyads.flatten(2)

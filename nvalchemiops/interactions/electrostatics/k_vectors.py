@@ -1,7 +1,7 @@
-"""Which wave vectors an Ewald sum uses, as numpy arrays.
+"""Which k-vectors an Ewald sum uses, as numpy arrays.
 
 Of k and -k one is enough, and the four vectors (n_x, ±n_y, ±n_z) are one *point* of `nvalchemiops.kernels.fourier`. The
-weights of a point say how often each of its vectors counts in a sum over all wave vectors: twice if n_x > 0, where
+weights of a point say how often each of its vectors counts in a sum over all k-vectors: twice if n_x > 0, where
 there is no point for -k; not at all where two signs are the same vector.
 """
 
@@ -14,7 +14,7 @@ _SIGNS = np.array([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]])
 
 
 def bounds(cell: np.ndarray, k_cutoff: np.ndarray) -> np.ndarray:
-    """Largest Miller indices (n_systems, 3) of wave vectors up to ``k_cutoff``: ``k . cell[a]`` is 2π n_a."""
+    """Largest Miller indices (n_systems, 3) of k-vectors up to ``k_cutoff``: ``k . cell[a]`` is 2π n_a."""
     reach = np.asarray(k_cutoff)[:, None] * np.linalg.norm(cell, axis=2) / (2.0 * np.pi)
     return np.floor(reach * (1.0 + 1e-12)).astype(np.int64)
 
@@ -29,11 +29,11 @@ def half_box(bound: tuple[int, int, int]) -> np.ndarray:
 
 
 def points_within(cell: np.ndarray, k_cutoff: float) -> tuple[np.ndarray, np.ndarray]:
-    """Points (n, 3) of wave vectors with |k| <= k_cutoff, the origin first, and their weights (n, 4)."""
+    """Points (n, 3) of k-vectors with |k| <= k_cutoff, the origin first, and their weights (n, 4)."""
     expected = abs(np.linalg.det(cell)) * k_cutoff**3 / (12.0 * np.pi**2)
     if not expected <= MOST_VECTORS:
         raise ValueError(
-            f"about {expected:.1e} wave vectors would be needed: give a longer neighbor list or its `cutoff`, a "
+            f"about {expected:.1e} k-vectors would be needed: give a longer neighbor list or its `cutoff`, a "
             "smaller `alpha` or `k_cutoff`, or a lower `accuracy`"
         )
     n_x, n_y, n_z = bounds(cell[None], np.array([k_cutoff]))[0]

@@ -1,7 +1,4 @@
-"""What callers of `particle_mesh_ewald` and `ewald_summation` rely on: results, their order, bad input, cost of a call.
-
-Rows E02 and E09 of the list of known pains, and the calls of existing clients.
-"""
+"""Particle-mesh Ewald and what holds for `ewald_summation` as well: results, their order, bad input, cost of a call."""
 
 import functools
 import math

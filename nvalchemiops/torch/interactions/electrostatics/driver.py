@@ -1,0 +1,140 @@
+"""The driver of all Ewald sums: checks arguments once, chooses what is left open, makes the terms and adds them up.
+
+The long-range part is an argument: a `LongRange`, made of the arguments of a public function for the checked system.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
+from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
+from nvalchemiops.torch.interactions.electrostatics.results import Request, Term, total
+from nvalchemiops.torch.interactions.electrostatics.system import (
+    ChargedSystem,
+    check_periodicity,
+    check_potential,
+    check_system,
+    given_alpha,
+    nan_unless,
+)
+from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
+from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
+from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
+
+Results = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+class SumOptions(NamedTuple):
+    """Arguments that all Ewald sums have, as they were given; see `ewald_summation`."""
+
+    alpha: Any
+    accuracy: Any
+    cutoff: Any
+    half_list: Any
+    pbc: Any
+    slab_correction: Any
+    potential: Any
+
+
+def ewald_sum(
+    long_range_of: Callable[[ChargedSystem], LongRange],
+    atoms: tuple[Any, ...],
+    neighbors: GivenNeighbors,
+    request: Request,
+    options: SumOptions,
+) -> Results:
+    """The sum of all terms; ``atoms`` are the arguments of `check_system`."""
+    system = check_system(*atoms)
+    alpha, accuracy, cutoff, half_list, pbc, slab_correction, potential = options
+    accuracy = check_accuracy(accuracy, system.positions)
+    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    check_potential(potential)
+    periodicity = check_periodicity(pbc, system, slab_correction)
+    long_range = long_range_of(system)
+    for name, is_given in (("`alpha`", alpha is not None), (long_range.argument, long_range.is_given)):
+        if potential is not COULOMB and not is_given:
+            raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
+    if request.hybrid:
+        system = system.at_fixed_geometry()
+        alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
+    rows = _given_rows(neighbors, system, half_list)
+
+    splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
+    alpha = nan_unless(long_range.valid, nan_unless(periodicity.valid, splitting.alpha))
+    if not long_range.is_given:
+        long_range = long_range.chosen(system, alpha, splitting.target)
+
+    terms: list[Term] = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions)]
+    if periodicity.slab_axes is not None:
+        terms.append(SlabTerm(periodicity.slab_axes))
+    if system.exclusions is not None:
+        terms.append(exclusion_term(potential, system, alpha))
+    terms.append(long_range.term(system, potential, alpha))
+    return evaluate(terms, system, request, potential.is_constant)
+
+
+def long_range_part(
+    long_range_of: Callable[[ChargedSystem], LongRange],
+    atoms: tuple[Any, ...],
+    request: Request,
+    alpha: Any,
+    potential: Any,
+) -> Results:
+    """The long-range term and the self energies; arguments as of `ewald_sum`."""
+    system = check_system(*atoms)
+    splitting = given_alpha(alpha, system)
+    check_potential(potential)
+    long_range = long_range_of(system)
+    if not long_range.is_given:
+        raise ValueError(f"{long_range.argument} is needed")
+    if request.hybrid:
+        system, splitting = system.at_fixed_geometry(), splitting.detach()
+    splitting = nan_unless(long_range.valid, splitting)
+    terms = [long_range.term(system, potential, splitting), self_term(potential, system, splitting)]
+    return evaluate(terms, system, request, potential.is_constant)
+
+
+def short_range_part(
+    atoms: tuple[Any, ...], neighbors: GivenNeighbors, request: Request, alpha: Any, cutoff: Any, half_list: Any
+) -> Results:
+    """The sum over neighbors, without self energies; arguments as of `ewald_sum`."""
+    system = check_system(*atoms)
+    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    if isinstance(alpha, torch.Tensor):
+        checks.check_real("alpha", alpha, system.positions)
+    splitting = given_alpha(alpha, system)
+    if request.hybrid:
+        system, splitting = system.at_fixed_geometry(), splitting.detach()
+    rows = _given_rows(neighbors, system, half_list)
+    if rows is None:
+        if cutoff is None:
+            raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
+        rows = build_rows(system.positions, cutoff, system.cell, system.batch_idx)
+    term = PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)
+    return total([term.evaluate(system, request.derivatives)], system, request.energy_reduction)
+
+
+def _pairs_alone(n_charges: int) -> Formula:
+    """The short-range part without the self energy."""
+    return EWALD_REAL_SPACE if n_charges == 1 else ewald_short_range(1, n_charges)._replace(self_energy="")
+
+
+def given_neighbors(*values: Any) -> GivenNeighbors:
+    """List or matrix as the public sums take them, the last argument being ``mask_value``."""
+    return GivenNeighbors(*values)._replace(fill_name="mask_value")
+
+
+def _given_rows(neighbors: GivenNeighbors, system: ChargedSystem, half_list: Any) -> Rows | None:
+    """The rows of a given list or matrix, or None."""
+    half_list = checks.check_flag("half_list", half_list)
+    rows = rows_of(neighbors, system.positions, periodic=True, half_list=half_list)
+    if rows is None and half_list:
+        raise ValueError("`half_list` describes a list, but none is given")
+    return rows

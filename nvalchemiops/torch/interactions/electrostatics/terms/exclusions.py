@@ -1,0 +1,49 @@
+"""Excluded pairs: the long-range part of their interaction, taken off again at their nearest image.
+
+Their short-range part is left out of the sum over neighbors.
+"""
+
+import torch
+
+from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
+from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
+from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
+from nvalchemiops.torch.runtime.context import may_read
+
+
+def exclusion_term(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor) -> PairTerm:
+    """The term of the exclusions of a system."""
+    exclusions = system.exclusions
+    assert exclusions is not None
+    if system.batch_idx is not None and may_read(system.batch_idx):
+        of_pair = system.batch_idx[exclusions.pairs]
+        if not torch.equal(of_pair[0], of_pair[1]):
+            raise ValueError("`exclusions` joins atoms of different systems")
+    shifts = nearest_images(system, *exclusions.pairs)
+    shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
+    rows = Rows(exclusions.begin, exclusions.atoms, shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
+    return PairTerm(potential.excluded, alpha, rows, exclusions.remainder())
+
+
+def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Shifts (n, 3) of the images of the second atoms that are closest to the first ones."""
+    with torch.no_grad():
+        positions = system.positions.detach().to(torch.float64)
+        cell = system.cell.detach().to(torch.float64)
+        # along the shortest lattice vectors, where the nearest image is at most one further than rounding has it
+        short = shortest_vectors(cell).to(torch.float64)
+        cell = short @ cell
+        coordinates = lattice_of(cell, system.batch_idx, system.n_atoms).fractional(positions)
+        rounded = -(coordinates.index_select(0, second) - coordinates.index_select(0, first)).round()
+        near = torch.arange(-1, 2, dtype=torch.float64, device=cell.device)
+        around = torch.cartesian_prod(near, near, near)
+        shifts = rounded.unsqueeze(1) + around
+        if system.batch_idx is not None:
+            of_pair = system.batch_idx.index_select(0, first)
+            cell, short = cell.index_select(0, of_pair), short.index_select(0, of_pair)
+        apart = positions.index_select(0, second) - positions.index_select(0, first)
+        nearest = (apart.unsqueeze(1) + shifts @ cell).square().sum(-1).argmin(1)
+        found = rounded + around.index_select(0, nearest)
+        return (found.unsqueeze(1) @ short).squeeze(1).to(torch.int32)

@@ -1,0 +1,81 @@
+"""Terms that are sums over pairs of neighbors, by the machinery of pair potentials."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.pair import potential as pairs
+from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
+
+MOST_CHANNELS = 16
+"""Channels that one kernel sums at once: more would take long to compile."""
+
+
+class PairTerm(NamedTuple):
+    """A sum over pairs, and the self energies of its formula.
+
+    Attributes
+    ----------
+    formula : callable
+        Gives the pair potential for a number of charges: quadratic in them, with one global parameter.
+    parameter : (n_systems,) tensor
+        That parameter: alpha, or another length or its inverse.
+    rows : Rows
+    exclusions : ExclusionRows or None
+    cutoff : float or None
+    """
+
+    formula: Callable[[int], Formula]
+    parameter: torch.Tensor
+    rows: Rows
+    exclusions: pairs.ExclusionRows | None = None
+    cutoff: float | None = None
+
+    def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
+        """As for `Term`."""
+        n_channels = system.charges.shape[1]
+        if n_channels > MOST_CHANNELS:
+            blocks = [
+                self.evaluate(system._replace(charges=charges), derivatives)
+                for charges in system.charges.split(MOST_CHANNELS, 1)
+            ]
+            columns: list[Any] = list(zip(*blocks))
+            return Contribution(
+                torch.cat(columns[0], 1),
+                sum(columns[1]) if derivatives.forces else None,
+                torch.cat(columns[2], 1) if derivatives.charge_gradients else None,
+                sum(columns[3]) if derivatives.virial else None,
+            )
+        of_pair = self.formula(n_channels)
+        names = of_pair.per_atom
+        gradients = (names,) if n_channels > 1 or derivatives.charge_gradients else ()
+        results = pairs.sum_pairs(
+            of_pair,
+            pairs.PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows),
+            {names: system.charges, of_pair.global_parameters[0]: self.parameter.to(system.positions.dtype)},
+            pairs.Wanted(derivatives.forces, gradients, derivatives.virial),
+            cutoff=self.cutoff,
+            exclusions=self.exclusions,
+        )
+        found = iter(results if isinstance(results, tuple) else (results,))
+        energies = next(found).unsqueeze(1)
+        forces = next(found) if derivatives.forces else None
+        by_charges = next(found) if gradients else None
+        virial = next(found) if derivatives.virial else None
+        if n_channels > 1 and by_charges is not None:
+            # of a quadratic form: the energy of each channel is half its charge times the derivative
+            energies = 0.5 * system.charges * by_charges
+        return Contribution(energies, forces, by_charges if derivatives.charge_gradients else None, virial)
+
+
+def self_term(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor) -> PairTerm:
+    """The self energies alone: the short-range term without a pair."""
+    device = system.positions.device
+    begin = torch.zeros(system.n_atoms + 1, dtype=torch.int32, device=device)
+    no_atoms = torch.zeros(0, dtype=torch.int32, device=device)
+    return PairTerm(potential.short_range, alpha, Rows(begin, no_atoms, no_atoms.reshape(0, 3), 0, NO_PADDING, None))
