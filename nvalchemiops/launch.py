@@ -244,21 +244,21 @@ def _run_in_pool(task: Task, threads: int) -> None:
         worker.result()
 
 
-_team: Callable[[Task, int], None] | None = None
+_openmp: Callable[[Task, int], None] | None = None
 
 
-def set_team(run: Callable[[Task, int], None] | None) -> None:
+def set_openmp(run: Callable[[Task, int], None] | None) -> None:
     """Let ``run(task, threads)`` run the tasks of the main thread, instead of threads of our own.
 
     Threads of another library that wait for work in a loop keep cores busy that ours would need: better to ask them.
     """
-    global _team
-    _team = run
+    global _openmp
+    _openmp = run
 
 
 def _run(task: Task, threads: int) -> None:
-    if _team is not None and threading.current_thread() is threading.main_thread():
-        _team(task, threads)
+    if _openmp is not None and threading.current_thread() is threading.main_thread():
+        _openmp(task, threads)
     else:
         _run_in_pool(task, threads)
 
@@ -279,8 +279,8 @@ def enter_as_worker(commands: dict[Any, Any]) -> None:
 
 def _forget_threads() -> None:
     """A forked child has only the thread that forked: no workers, no other recorders, and fresh locks."""
-    global _load_lock, _pool, _pool_size, _pool_lock, _recorders, _recorders_lock, _team
-    _pool, _pool_size, _team = None, 0, None
+    global _load_lock, _pool, _pool_size, _pool_lock, _recorders, _recorders_lock, _openmp
+    _pool, _pool_size, _openmp = None, 0, None
     _load_lock, _pool_lock, _recorders_lock = threading.RLock(), threading.Lock(), threading.Lock()
     mine = active_tape() is not None
     if _recorders and not mine:

@@ -92,7 +92,7 @@ def test_several_threads_share_the_pieces(threads, always_split, monkeypatch):
     """And a thread that wakes up late gets none, instead of making the others wait."""
     threads(2)
     run_row_sum(torch.rand(100, 3))
-    monkeypatch.setattr(core, "_team", None)  # of our own threads
+    monkeypatch.setattr(core, "_openmp", None)  # of our own threads
     original, takers = core._launch_recorded, []
 
     def slowly(*arguments):

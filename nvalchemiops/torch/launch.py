@@ -12,6 +12,7 @@ from nvalchemiops import launch as core
 from nvalchemiops._warp import ensure_warp
 from nvalchemiops.torch.autograd.arrays import current_stream, outer_layout, refuse_lazy, warp_device
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
+from nvalchemiops.torch.runtime._torch_internals import is_zero_tensor
 from nvalchemiops.types import inner_shape, scalar_type
 
 _KERNEL_SCALARS: dict[torch.dtype, Any] = {
@@ -111,7 +112,7 @@ def describe(
             if device is not None:
                 raise ValueError(f"`{expected.name}` is on {value.device}, but other arguments are on {device}")
             device = value.device
-        if value.dtype is not expected.dtype or value.is_neg() or value._is_zerotensor():
+        if value.dtype is not expected.dtype or value.is_neg() or is_zero_tensor(value):
             descriptors.append(_unusual(value, kernel, expected))
             continue
         layout = expected.layouts.get((value.shape, value.stride()))

@@ -12,6 +12,7 @@ import warp as wp
 
 from nvalchemiops._warp import ensure_warp
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
+from nvalchemiops.torch.runtime._torch_internals import is_zero_tensor
 from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
 
 _GRADIENT = "_nvalchemiops_gradient"
@@ -111,14 +112,9 @@ def _array(tensor: torch.Tensor, layout: dict[str, Any]) -> wp.array:
     return array
 
 
-def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor is not what it stands for: torch negates, conjugates or makes zeros on reading."""
-    return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
-
-
 def refuse_lazy(tensor: torch.Tensor) -> None:
-    """Raise for a tensor that a kernel would read wrong."""
-    if is_lazy(tensor):
+    """Raise for a tensor whose memory holds other values than torch reads: negated, conjugated or zero by a flag."""
+    if tensor.is_neg() or tensor.is_conj() or is_zero_tensor(tensor):
         raise ValueError(
             "`tensor` is negated, conjugated or zero only by a flag (after .conj().imag, say), which kernels do not "
             "see: pass tensor.resolve_neg().clone()"

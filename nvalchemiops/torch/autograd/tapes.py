@@ -11,6 +11,7 @@ import warp as wp
 
 from nvalchemiops.launch import NotDifferentiableError, record
 from nvalchemiops.torch.autograd.arrays import gradient_tensor, warp_stream_from_torch
+from nvalchemiops.torch.runtime._torch_internals import version_of
 
 _TAPE = "_warp_tape"
 _PREFIX = "_wp_"
@@ -57,12 +58,18 @@ def retrieve_for_backward(output: torch.Tensor, *array_names: str) -> tuple[wp.T
     return getattr(output, _TAPE, None), arrays
 
 
-def detach_all(output: torch.Tensor) -> tuple[wp.Tape | None, dict[str, wp.array]]:
-    """Take off everything that `attach_for_backward` left on ``output``."""
-    attributes = output.__dict__
-    names = [name for name in attributes if name.startswith(_PREFIX)]
-    arrays = {name[len(_PREFIX) :]: attributes.pop(name) for name in names}
-    return attributes.pop(_TAPE, None), arrays
+def detach_all(outputs: Any) -> tuple[list[wp.Tape], dict[str, wp.array]]:
+    """Take off all that `attach_for_backward` left on the tensor or tensors that a body returned: tapes and arrays."""
+    tapes: list[wp.Tape] = []
+    arrays: dict[str, wp.array] = {}
+    for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
+        attributes = output.__dict__ if isinstance(output, torch.Tensor) else {}
+        names = [name for name in attributes if name.startswith(_PREFIX)]
+        arrays |= {name[len(_PREFIX) :]: attributes.pop(name) for name in names}
+        tape = attributes.pop(_TAPE, None)
+        if tape is not None and not any(tape is t for t in tapes):
+            tapes.append(tape)
+    return tapes, arrays
 
 
 def extract_gradients(
@@ -233,7 +240,7 @@ class Recording:
         self.arrays = arrays
         self.inputs = inputs
         self.outputs = outputs
-        self.versions = [t._version for t in outputs]
+        self.versions = [version_of(t) for t in outputs]
         self.owns_data = owns_data
         self.lock = threading.Lock()
         self.guard: Any = None
@@ -246,7 +253,7 @@ class Recording:
         It does not when a compiled graph recomputed an input (its first copy may have been overwritten), when
         a saved tensor went through a hook that moved it, or when an output was changed in place.
         """
-        if any(t._version != v for t, v in zip(self.outputs, self.versions)):
+        if any(version_of(t) != v for t, v in zip(self.outputs, self.versions)):
             return False
         if not all(new is None or _same_memory(old, new) for old, new in zip(self.outputs, outputs)):
             return False
