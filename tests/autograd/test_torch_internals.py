@@ -257,6 +257,7 @@ CASES = {
     "inside": ["_C._ForceDispatchKeyGuard"],
     "versions": ["Tensor._version"],
     "zeros": ["Tensor._is_zerotensor"],
+    "frames": ["_C._dynamo.eval_frame.set_code_exec_strategy"],
     "backward": ["autograd.Variable._execution_engine.queue_callback"],
     "all of the dispatcher": [
         "_C._dispatch_keys",
