@@ -1,6 +1,6 @@
 """One Warp kernel as a torch function: allocate the outputs, launch, and, if asked, differentiate.
 
-For code that has a kernel and wants a tensor back. An op that launches several kernels is written with
+For code that has a kernel and needs a tensor. An op that launches several kernels is written with
 `nvalchemiops.torch.autograd.warp_custom_op`.
 """
 
@@ -461,7 +461,7 @@ def _identity(kernel: wp.Kernel, outputs: Sequence[OutputSpec], dim: Any, extra:
 
 
 def _op_name(kernel: wp.Kernel, identity: str) -> str:
-    """A name of its own, also for two kernels that look alike in everything that counts."""
+    """A new name, also for two kernels that look alike in everything that counts."""
     name = f"{NAMESPACE}::{kernel.key}_{identity}"
     count = _names_given[name] = _names_given.get(name, 0) + 1
     return name if count == 1 else f"{name}_{count}"

@@ -43,7 +43,7 @@ def launch(
     kernel : wp.Kernel
     dim : int or sequence of int
     inputs, outputs : sequence of torch.Tensor, number or None
-        In the order of the kernel's parameters, without the ``offset`` of a gather-only kernel. None stands for an
+        In the order of the kernel's parameters, without the ``offset`` of a gather-only kernel. None is an
         array without elements.
 
     Raises

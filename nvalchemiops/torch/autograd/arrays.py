@@ -19,7 +19,7 @@ _GRADIENT = "_nvalchemiops_gradient"
 
 
 def needs_grad(*tensors: Any) -> bool:
-    """True if any of the tensors needs gradients; whatever is not a tensor is ignored.
+    """True if any of the tensors needs gradients; anything else is ignored.
 
     Inside the body of a `warp_custom_op` this answers for the op's arguments and for tensors derived from
     them (``positions.contiguous()``), eagerly and in compiled graphs alike.
@@ -38,7 +38,7 @@ def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool |
         Scalar, vector or matrix type; vectors and matrices take the trailing dimensions, so ``(n, 3)`` viewed
         as ``wp.vec3d`` is an array of n vectors.
     requires_grad : bool, optional
-        Whether the array gets a gradient buffer, of its own: ``tensor.grad`` is neither read nor written.
+        Whether the array gets a gradient buffer, a new one: ``tensor.grad`` is neither read nor written.
         By default the tensor decides (``tensor.requires_grad``).
 
     Returns
@@ -69,7 +69,7 @@ def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool |
 
 
 def _zeros_laid_out_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros with the strides of ``tensor``, as Warp wants a gradient to have."""
+    """Zeros with the strides of ``tensor``, as Warp requires of a gradient."""
     if tensor.is_contiguous():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     reached = 0
@@ -195,7 +195,7 @@ def warp_stream_from_torch(*values: Any) -> Iterator[wp.Stream | None]:
     Yields
     ------
     wp.Stream or None
-        The bound stream, None on the CPU. Warp does not wait for whatever ran on its own stream before:
+        The bound stream, None on the CPU. Warp does not wait for work on its default stream:
         memory comes from torch's allocator, whose order torch's stream keeps.
     """
     device = _first_cuda_device(values)

@@ -89,7 +89,7 @@ def extract_gradients(
     -------
     tuple
         For each name: None if ``ctx.<name>`` is no tensor or needs no gradient, zeros if its array is missing,
-        and otherwise the gradient, in memory of its own.
+        and otherwise the gradient, in fresh memory.
     """
     gradients: list[torch.Tensor | None] = []
     for name in input_names:
@@ -223,7 +223,7 @@ class Recording:
     outputs : sequence of torch.Tensor
         The body's own outputs, aliases of those returned.
     owns_data : bool
-        The tape refers to copies that nobody else can change.
+        The tape refers to copies that no other code can change.
     """
 
     __slots__ = ("__weakref__", "arrays", "guard", "inputs", "lock", "outputs", "owns_data", "tapes", "versions")
@@ -275,7 +275,7 @@ def live_recordings() -> int:
 
 
 def new_token() -> torch.Tensor:
-    """The hidden output of one execution, in memory of its own; it stands for a recording if `keep` was told so.
+    """The hidden output of one execution, in fresh memory; `keep` returns one that leads to a recording.
 
     It lies on the CPU, so that looking it up never waits for a GPU.
     """
@@ -302,7 +302,7 @@ def keep(recording: Recording) -> torch.Tensor:
 
 
 def find(token: torch.Tensor) -> Recording | None:
-    """The recording that a token stands for; None if it recorded nothing, or is a copy of one that did."""
+    """The recording to which a token leads; None if it recorded nothing, or is a copy of one that did."""
     return _recordings.get(token.data_ptr())
 
 
