@@ -7,10 +7,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq -c constraints.txt
 STAMP := $(VENV)/stamp
 CLIENTS := .venv-clients/bin
+NEWEST := .venv-newest/bin
+# where pip finds torch for a CPU; the one of PyPI may come with several GB of GPU libraries
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format docs bench stand-in clients clean
+.PHONY: help demo test test-all test-newest lint format docs bench stand-in clients clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s%s\n", $$1, $$2 }'
@@ -31,6 +34,15 @@ test: $(STAMP)  ## the tests that every change must pass (tests marked gpu run w
 
 test-all: $(STAMP)  ## all tests: soaks, races, inductor everywhere, long hypothesis runs
 	HYPOTHESIS_PROFILE=long $(PYTEST)
+
+test-newest:  ## the tests with the newest torch and Warp there are, whatever constraints.txt says, in .venv-newest
+	@test -x $(NEWEST)/python || $(PYTHON) -m venv .venv-newest
+	@$(NEWEST)/python -m pip install -qq --upgrade --index-url $(TORCH_INDEX) torch
+	@$(NEWEST)/python -m pip install -qq --upgrade warp-lang "$$(grep '^hatchling==' constraints.txt)"
+	@grep -viE '^(torch|warp-lang)==' constraints.txt > .venv-newest/constraints.txt
+	@$(NEWEST)/python -m pip install -qq --no-build-isolation -c .venv-newest/constraints.txt -e '.[ase,test]'
+	@$(NEWEST)/python -c 'import torch, warp; print("torch", torch.__version__, "warp", warp.__version__)'
+	$(NEWEST)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check
@@ -61,6 +73,6 @@ clients:  ## install real clients into .venv-clients and run their code on this 
 	@$(CLIENTS)/python -m pip install -qq -r tests/clients/requirements.txt
 	cd tests/clients && ../../$(CLIENTS)/python -m pytest -q -c pytest.ini *_checks.py
 
-clean:  ## remove what the targets above made, except .venv and Warp's kernel cache
+clean:  ## remove what the targets above made, except environments and Warp's kernel cache
 	rm -rf demo.png build dist docs/_build docs/gallery.md benchmarks/results examples/output .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find nvalchemiops tests benchmarks examples docs -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -10,7 +10,7 @@ from nvalchemiops import threads as shared
 from nvalchemiops.crowding import LONGEST_PAUSE, REMEMBERED, SHORTEST_PAUSE, Crowding, Usage, usage_of_thread
 from nvalchemiops.torch import adapt_threads
 from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
-from nvalchemiops.torch.runtime import openmp as team
+from nvalchemiops.torch.runtime import openmp
 from tests.electrostatics.sums import SUMS
 from tests.systems import crystal
 from tests.test_launch import run_row_sum
@@ -148,7 +148,7 @@ def test_usage_of_this_thread():
     assert usage is None or (usage.seconds > 0.0 and usage.interruptions >= 0)
 
 
-needs_openmp = pytest.mark.skipif(team._limit() is None, reason="torch has loaded no OpenMP of GNU here")
+needs_openmp = pytest.mark.skipif(openmp._limit() is None, reason="torch has loaded no OpenMP of GNU here")
 
 
 @needs_openmp
@@ -196,7 +196,7 @@ def test_torch_has_one_thread_inside_and_the_rest_of_a_backward_pass_has_all(thr
 
     x = torch.rand(3, requires_grad=True)
     before = Probe.apply(x, "before")
-    inside = team.fairly(lambda y: 2.0 * Probe.apply(3.0 * y, "inside"), before)
+    inside = openmp.fairly(lambda y: 2.0 * Probe.apply(3.0 * y, "inside"), before)
     Probe.apply(inside, "after").sum().backward()
     assert seen == {
         "before forward": 2,
@@ -218,17 +218,17 @@ def test_threads_come_back_after_errors(threads, monkeypatch):
         raise ArithmeticError("on purpose")
 
     with pytest.raises(ArithmeticError):
-        team.fairly(raises, torch.ones(3))
+        openmp.fairly(raises, torch.ones(3))
     assert torch.get_num_threads() == 2
     x = torch.ones(3, requires_grad=True)
     inner = 2.0 * x
     inner.register_hook(raises)
-    result = team.fairly(lambda y: 3.0 * y, inner)
+    result = openmp.fairly(lambda y: 3.0 * y, inner)
     with pytest.raises(ArithmeticError):
         result.sum().backward()
     # also if the machine is quiet meanwhile
     monkeypatch.setattr(core, "is_crowded", lambda: False)
-    team.fairly(lambda y: y, x)
+    openmp.fairly(lambda y: y, x)
     assert torch.get_num_threads() == 2
 
 
@@ -293,7 +293,7 @@ def test_several_meshes_have_the_same_bits_however_busy_the_machine_is(threads):
     values = torch.randn(4, 1, 64, 64, 64, generator=torch.Generator().manual_seed(0))
     quiet = mesh_spectrum(values)
     expected = mesh_values(quiet, 64)
-    limit = team._limit()
+    limit = openmp._limit()
     assert limit.enter() and torch.get_num_threads() == 1
     try:
         assert torch.equal(mesh_spectrum(values), quiet) and torch.equal(mesh_values(quiet, 64), expected)
@@ -310,7 +310,7 @@ def test_threads_of_a_loop_adapt(threads, monkeypatch):
         assert adapt_threads() == expected == torch.get_num_threads()
         # operators inside do not give them back
         x = torch.ones(3, requires_grad=True)
-        team.fairly(lambda x: 2.0 * x, x).sum().backward()
+        openmp.fairly(lambda x: 2.0 * x, x).sum().backward()
         mesh_spectrum(torch.ones(1, 1, 4, 4, 4))
         mesh_spectrum(torch.ones(1, 1, 64, 64, 64))
         assert torch.get_num_threads() == expected

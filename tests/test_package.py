@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import nvalchemiops
 
@@ -151,6 +152,48 @@ def test_layers_below_torch_do_not_import_it():
             if any(re.match(r"(nvalchemiops\.)?(torch|jax)(\.|$)", name) for name in names):
                 offenders.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert not offenders
+
+
+PRIVATE_OF_TENSORS = {n for n in dir(torch.Tensor) if re.match(r"_[a-z]", n)}
+"""Methods and properties of tensors that torch does not document."""
+
+
+def private_names_of_torch(tree: ast.AST) -> list[tuple[int, str]]:
+    """Line and name of what a file imports or takes from torch's modules, or asks of tensors, by a private name."""
+    modules, found = {"torch"}, []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.partition(".")[0] == "torch":
+                    modules.add(alias.asname or "torch")
+                    found += [(node.lineno, alias.name)] * ("._" in alias.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
+            for alias in node.names:
+                modules.add(alias.asname or alias.name)
+                found += [(node.lineno, alias.name)] * ("._" in f"{node.module}.{alias.name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match(r"_[a-zA-Z]", node.attr):
+            chain = ast.unparse(node)
+            if chain.partition(".")[0] in modules or node.attr in PRIVATE_OF_TENSORS:
+                found.append((node.lineno, chain))
+    return found
+
+
+def test_private_names_of_torch_are_in_one_file():
+    """It has a way without each: any other file would fail to import, or in a call, with another release of torch."""
+    offenders = []
+    for path in (PACKAGE / "torch").rglob("*.py"):
+        if path != PACKAGE / "torch" / "runtime" / "_torch_internals.py":
+            names = private_names_of_torch(ast.parse(path.read_text()))
+            offenders += [f"{path.relative_to(ROOT)}:{line} {name}" for line, name in names]
+    assert not offenders
+    probe = "import torch.x as t\nfrom torch import _C\nt.a._b\n_C.c._d\nvalue._version\nself._own\nitem._make()"
+    assert [name for _, name in private_names_of_torch(ast.parse(probe))] == [
+        "_C",
+        "t.a._b",
+        "_C.c._d",
+        "value._version",
+    ]
 
 
 # -- import ---------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """One Warp kernel as a torch function: allocate the outputs, launch, and, if asked, differentiate.
 
-For code that has a kernel and wants a tensor back. An op that launches several kernels is written with
+For code that has a kernel and needs a tensor. An op that launches several kernels is written with
 `nvalchemiops.torch.autograd.warp_custom_op`.
 """
 
@@ -17,8 +17,10 @@ from nvalchemiops._warp_internals import parameters as parameters_of
 from nvalchemiops.launch import has_adjoint, is_gather_only
 from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.autograd import OutputSpec, WarpOp
+from nvalchemiops.torch.autograd.declaration import declare
 from nvalchemiops.torch.autograd.naming import value_identity
 from nvalchemiops.torch.launch import launch, launch_adjoint
+from nvalchemiops.torch.runtime._torch_internals import assume_constant
 from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
 
 Dim = int | Sequence[int] | Callable[..., Any] | None
@@ -134,14 +136,11 @@ def call_kernel_via_torch_compile(
     return result
 
 
+@assume_constant
 def _op_while_tracing(kernel: wp.Kernel, dim: Dim, *outputs: OutputSpec) -> str:
     # a string, because the compiler takes few other constants; each spec by itself, because it looks into lists
     op = _single_op(kernel, outputs, dim, has_adjoint(kernel))
     return f"{op.registered.partition('::')[2]} {op.identity}"
-
-
-# what torch.compiler.assume_constant_result sets, without the second that importing the compiler takes
-_op_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def differentiable_kernel(
@@ -321,10 +320,10 @@ def _forward_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, ba
     identity = _identity(kernel, outputs, dim, backward)
     name = _op_name(kernel, identity)
     if backward != "adjoint":
-        return WarpOp(body, name, outputs, backward="none", identity=identity)
+        return WarpOp(declare(body, name, outputs, backward="none"), identity=identity)
     formula = _adjoint_op(kernel, parameters, outputs, dim, name).public
     tracked = [o.name for o in outputs if o.may_be_float] + [parameters[i][0] for i in _tracked(kernel, parameters)]
-    return WarpOp(body, name, outputs, tracked, backward=formula, identity=identity)
+    return WarpOp(declare(body, name, outputs, tracked, backward=formula), identity=identity)
 
 
 def _tracked(kernel: wp.Kernel, parameters: list[tuple[str, Any]]) -> list[int]:
@@ -369,12 +368,7 @@ def _adjoint_op(
         )
         for i in tracked
     ]
-    return WarpOp(
-        _body(run, names, f"{kernel.key}_adjoint"),
-        f"{name}_adjoint",
-        specs,
-        backward="none",
-    )
+    return WarpOp(declare(_body(run, names, f"{kernel.key}_adjoint"), f"{name}_adjoint", specs, backward="none"))
 
 
 def _paired_op(
@@ -432,9 +426,8 @@ def _paired_op(
         for i in range(n_grads)
     ]
     name = _op_name(forward_kernel, identity)
-    backward_op = WarpOp(
-        _body(run, names, f"{backward_kernel.key}_backward"), name + "_backward", specs, backward="none"
-    )
+    backward_body = _body(run, names, f"{backward_kernel.key}_backward")
+    backward_op = WarpOp(declare(backward_body, f"{name}_backward", specs, backward="none"))
 
     def formula(values: Sequence[Any]) -> Any:
         inputs, cotangents = values[:count], values[count:]
@@ -451,7 +444,8 @@ def _paired_op(
         forward_kernel.key,
     )
     tracked = [o.name for o in with_gradient] + [p[0] for p in parameters[:n_grads]]
-    return WarpOp(body, name, outputs, tracked, backward=_body(formula, binding, "backward"), identity=identity)
+    declared = declare(body, name, outputs, tracked, backward=_body(formula, binding, "backward"))
+    return WarpOp(declared, identity=identity)
 
 
 def _is_float(dtype: Any) -> bool:
@@ -469,7 +463,7 @@ def _identity(kernel: wp.Kernel, outputs: Sequence[OutputSpec], dim: Any, extra:
 
 
 def _op_name(kernel: wp.Kernel, identity: str) -> str:
-    """A name of its own, also for two kernels that look alike in everything that counts."""
+    """A new name, also for two kernels that look alike in everything that counts."""
     name = f"{NAMESPACE}::{kernel.key}_{identity}"
     count = _names_given[name] = _names_given.get(name, 0) + 1
     return name if count == 1 else f"{name}_{count}"

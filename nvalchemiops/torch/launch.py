@@ -19,6 +19,7 @@ from nvalchemiops.torch.autograd.arrays import (
     warp_from_torch,
 )
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
+from nvalchemiops.torch.runtime._torch_internals import is_zero_tensor
 from nvalchemiops.types import inner_shape, scalar_type
 
 _KERNEL_SCALARS: dict[torch.dtype, Any] = {
@@ -119,7 +120,7 @@ def describe(
                 raise ValueError(f"`{expected.name}` is on {value.device}, but other arguments are on {device}")
             device = value.device
         gradient = None if gradients is None else gradients[position]
-        if value.dtype is not expected.dtype or value.is_neg() or value._is_zerotensor():
+        if value.dtype is not expected.dtype or value.is_neg() or is_zero_tensor(value):
             descriptors.append(_unusual(value, gradient, kernel, expected))
             continue
         layout = expected.layouts.get((value.shape, value.stride()))

@@ -495,7 +495,7 @@ def test_non_contiguous_outputs_are_made_contiguous_as_the_compiler_was_told():
 def test_tensors_on_two_devices_are_refused():
     x = torch.ones(3, dtype=torch.float64)
     with pytest.raises(ValueError, match="`w` is on meta, but `x` is on cpu"):
-        weighted_square.op._device((x, x.to("meta"), 1.0))
+        weighted_square.op.declared.device_of((x, x.to("meta"), 1.0))
 
 
 def test_output_dtype_half_maps_to_torch():

@@ -5,7 +5,8 @@ See `warp_custom_op` for the two ways to differentiate.
 
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.autograd.arrays import needs_grad, warp_from_torch, warp_stream_from_torch
-from nvalchemiops.torch.autograd.op import WarpOp, warp_custom_op
+from nvalchemiops.torch.autograd.custom_op import warp_custom_op
+from nvalchemiops.torch.autograd.op import WarpOp
 from nvalchemiops.torch.autograd.specs import DynamicSize, OutputSpec
 from nvalchemiops.torch.autograd.tapes import (
     WarpAutogradContextManager,

@@ -12,13 +12,14 @@ import warp as wp
 
 from nvalchemiops._warp import ensure_warp
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
+from nvalchemiops.torch.runtime._torch_internals import is_zero_tensor
 from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
 
 _GRADIENT = "_nvalchemiops_gradient"
 
 
 def needs_grad(*tensors: Any) -> bool:
-    """True if any of the tensors needs gradients; whatever is not a tensor is ignored.
+    """True if any of the tensors needs gradients; anything else is ignored.
 
     Inside the body of a `warp_custom_op` this answers for the op's arguments and for tensors derived from
     them (``positions.contiguous()``), eagerly and in compiled graphs alike.
@@ -37,7 +38,7 @@ def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool |
         Scalar, vector or matrix type; vectors and matrices take the trailing dimensions, so ``(n, 3)`` viewed
         as ``wp.vec3d`` is an array of n vectors.
     requires_grad : bool, optional
-        Whether the array gets a gradient buffer, of its own: ``tensor.grad`` is neither read nor written.
+        Whether the array gets a gradient buffer, a new one: ``tensor.grad`` is neither read nor written.
         By default the tensor decides (``tensor.requires_grad``).
 
     Returns
@@ -68,7 +69,7 @@ def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool |
 
 
 def _zeros_laid_out_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros with the strides of ``tensor``, as Warp wants a gradient to have."""
+    """Zeros with the strides of ``tensor``, as Warp requires of a gradient."""
     if tensor.is_contiguous():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     reached = 0
@@ -111,14 +112,9 @@ def _array(tensor: torch.Tensor, layout: dict[str, Any]) -> wp.array:
     return array
 
 
-def is_lazy(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor is not what it stands for: torch negates, conjugates or makes zeros on reading."""
-    return tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor()
-
-
 def refuse_lazy(tensor: torch.Tensor) -> None:
-    """Raise for a tensor that a kernel would read wrong."""
-    if is_lazy(tensor):
+    """Raise for a tensor whose memory holds other values than torch reads: negated, conjugated or zero by a flag."""
+    if tensor.is_neg() or tensor.is_conj() or is_zero_tensor(tensor):
         raise ValueError(
             "`tensor` is negated, conjugated or zero only by a flag (after .conj().imag, say), which kernels do not "
             "see: pass tensor.resolve_neg().clone()"
@@ -199,7 +195,7 @@ def warp_stream_from_torch(*values: Any) -> Iterator[wp.Stream | None]:
     Yields
     ------
     wp.Stream or None
-        The bound stream, None on the CPU. Warp does not wait for whatever ran on its own stream before:
+        The bound stream, None on the CPU. Warp does not wait for work on its default stream:
         memory comes from torch's allocator, whose order torch's stream keeps.
     """
     device = _first_cuda_device(values)

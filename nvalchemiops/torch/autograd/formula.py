@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 WANTED, INPUTS, GRADIENTS = "wanted", "inputs", "gradients"
-"""Parameters of a backward that stand for the names of the inputs whose gradients somebody will read, for all inputs,
+"""Parameters of a backward for the names of the inputs whose gradients will be read, for all inputs,
 and for all incoming gradients (None when none arrives), both by name."""
 
 

@@ -1,6 +1,6 @@
 """How ops enter torch's function transforms (``torch.func``, ``vmap``) in eager mode.
 
-The derivative formula lives on the op. Transforms do not look there: they want an ``autograd.Function`` with
+The derivative formula lives on the op. Transforms do not look there: they need an ``autograd.Function`` with
 ``setup_context``, ``vmap`` and ``jvp``. This module wraps an op in one, for eager transforms only.
 """
 
@@ -10,20 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.runtime import _torch_internals as internals
-from nvalchemiops.torch.runtime.context import derivative_asked, may_read
+from nvalchemiops.torch.runtime._torch_internals import derivative_asked
+from nvalchemiops.torch.runtime.context import may_read
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether a derivative by this tensor is asked for: backward, forward, or by a transform."""
     while True:
-        if (tensor.requires_grad and torch.is_grad_enabled()) or (
-            forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
-        ):
+        tracked = tensor.requires_grad and torch.is_grad_enabled()
+        if tracked or forward_ad.unpack_dual(tensor).tangent is not None:
             return True
         if not may_read() or not internals.is_wrapped(tensor):
             return False
@@ -92,8 +91,8 @@ def transformable(
 
         @staticmethod
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
-            stack = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]  # this one included
-            if stack.count(torch._C._functorch.TransformType.Jvp) > 1:
+            forward_levels, reverse_levels = internals.count_transforms()  # this one included
+            if forward_levels > 1:
                 # torch drops the outer tangents of a custom function here without a word
                 raise NotDifferentiableError(
                     f"{name}: forward mode inside forward mode (jacfwd of jacfwd, jvp of jvp) is not supported by "
@@ -116,7 +115,7 @@ def transformable(
             if not like:
                 return tuple(result) if len(result) > 1 else result[0]
             # differentiating the pullback uses one more order than the columns of its matrix do
-            spare = orders >= 2 + stack.count(torch._C._functorch.TransformType.Grad)
+            spare = orders >= 2 + reverse_levels
             pushed = transpose(pull, like, [tangents[i] for i in moved], differentiate=spare)
             for i, t in zip(ctx.differentiable, pushed, strict=True):
                 result[i] = t
@@ -180,7 +179,7 @@ def _one_by_one(
         raise ValueError("vmap over a dimension of size 0: nothing to evaluate, so the outputs are unknown")
     slices = [call(*(slice_of(a, d, b) for a, d in zip(args, in_dims, strict=True))) for b in range(size)]
 
-    def together(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if any(part.shape != parts[0].shape for part in parts):
             raise ValueError(
                 f"{name} under vmap: outputs differ in size between slices. Ask for one size (`max_neighbors` of a "
@@ -189,6 +188,6 @@ def _one_by_one(
         return torch.stack(tuple(parts))
 
     if not isinstance(slices[0], tuple):
-        return together(slices), 0
-    stacked = tuple(together(parts) for parts in zip(*slices, strict=True))
-    return stacked, (0,) * len(stacked)
+        return stacked(slices), 0
+    outputs = tuple(stacked(parts) for parts in zip(*slices, strict=True))
+    return outputs, (0,) * len(outputs)

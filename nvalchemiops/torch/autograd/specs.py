@@ -1,13 +1,9 @@
-"""What an op declares: its parameters, read from the body's annotations, and its outputs."""
+"""Outputs of an op: shapes and dtypes that are known without running it."""
 
 import dataclasses
 import functools
-import inspect
-import math
-import types
-import typing
 from collections.abc import Callable, Sequence
-from typing import Any, Union
+from typing import Any
 
 import torch
 import warp as wp
@@ -42,46 +38,6 @@ def real_of(values: torch.Tensor, *_: Any) -> Any:
 def precision_of(values: torch.Tensor) -> str:
     """Its name, by which kernels are asked for: "float32" or "float64"."""
     return PRECISIONS[values.dtype].__name__
-
-
-INDEX_LIKE = frozenset(
-    [
-        "neighbor_list",
-        "neighbor_ptr",
-        "neighbor_shifts",
-        "neighbor_matrix",
-        "neighbor_matrix_shifts",
-        "num_neighbors",
-        "batch_idx",
-        "batch_ptr",
-        "mask_value",
-        "fill_value",
-        "idx_i",
-        "idx_j",
-        "unit_shifts",
-        "pbc",
-        "numbers",
-        "atomic_numbers",
-        "exclusions",
-        "target_indices",
-        "rebuild_flags",
-        "miller_indices",
-        "mesh_dimensions",
-    ]
-)
-"""Names that never carry a gradient, whatever their dtype."""
-
-_SCHEMA_TYPES: dict[Any, str] = {
-    torch.Tensor: "Tensor",
-    int: "SymInt",
-    float: "float",
-    bool: "bool",
-    str: "str",
-    Sequence[int]: "SymInt[]",
-    list[int]: "SymInt[]",
-    tuple[int, ...]: "SymInt[]",
-    tuple[int, int, int]: "SymInt[]",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,44 +124,6 @@ def _torch_dtype(dtype: Any) -> torch.dtype | None:
     return TORCH_DTYPES[scalar_type(dtype)] if is_warp_dtype(dtype) else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """One declared input of an op."""
-
-    name: str
-    schema_type: str
-    default: Any = inspect.Parameter.empty
-
-    @property
-    def is_tensor(self) -> bool:
-        """Whether it takes a tensor (or None)."""
-        return self.schema_type in ("Tensor", "Tensor?")
-
-    @property
-    def required(self) -> bool:
-        """Whether it has no default."""
-        return self.default is inspect.Parameter.empty
-
-    @property
-    def has_literal(self) -> bool:
-        """Whether it has a default that a torch schema can express; the public function fills in the others."""
-        return not self.required and _has_literal(self.default)
-
-    def declaration(self, mutated: bool = False, alias: str = "a", with_default: bool = True) -> str:
-        """How the parameter reads in a torch schema."""
-        kind = self.schema_type.replace("Tensor", f"Tensor({alias}!)", 1) if mutated else self.schema_type
-        default = self.default
-        if not (with_default and self.has_literal):
-            return f"{kind} {self.name}"
-        if isinstance(default, str):
-            text = f'"{default}"'
-        elif isinstance(default, (list, tuple)):
-            text = "[" + ", ".join(map(str, default)) + "]"
-        else:
-            text = repr(default)
-        return f"{kind} {self.name}={text}"
-
-
 def fill_sizes(shape: tuple[Any, ...], sizes: dict[str, Any], new_size: Callable[[int], Any]) -> tuple[Any, ...]:
     """``shape`` with a number for each `DynamicSize`, from ``sizes`` or else ``new_size(dimension)``, kept by name."""
     filled = list(shape)
@@ -215,113 +133,3 @@ def fill_sizes(shape: tuple[Any, ...], sizes: dict[str, Any], new_size: Callable
                 sizes[size.name] = new_size(dimension)
             filled[dimension] = sizes[size.name]
     return tuple(filled)
-
-
-def _has_literal(default: Any) -> bool:
-    if isinstance(default, float):
-        return math.isfinite(default)
-    return not isinstance(default, str) or (default.isprintable() and not set(default) & set('"\\'))
-
-
-def schema_type(annotation: Any) -> str | None:
-    """The torch schema type for a Python annotation, or None if torch has none that ops here support."""
-    if typing.get_origin(annotation) in (Union, types.UnionType):
-        options = typing.get_args(annotation)
-        inner = [o for o in options if o is not type(None)]
-        if len(inner) == 1 and len(options) == 2:
-            kind = schema_type(inner[0])
-            return None if kind is None or kind.endswith("?") else kind + "?"
-        return None
-    try:
-        return _SCHEMA_TYPES.get(annotation)
-    except TypeError:  # unhashable: no annotation that we know
-        return None
-
-
-def read_parameters(body: Callable[..., Any], op_name: str) -> tuple[Parameter, ...]:
-    """The parameters of an op's body, from its annotated signature.
-
-    Raises
-    ------
-    TypeError
-        For a parameter without annotation, of an unsupported type, or of an unsupported kind
-        (keyword-only, ``*args``, ``**kwargs``); the message names it.
-    """
-    try:
-        hints = typing.get_type_hints(body)
-    except NameError as error:
-        raise TypeError(f"{op_name}: an annotation cannot be resolved: {error}") from error
-    parameters = []
-    for name, parameter in inspect.signature(body).parameters.items():
-        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-            raise TypeError(f"{op_name}: parameter `{name}` must be an ordinary one, not {parameter.kind.description}")
-        if parameter.annotation is inspect.Parameter.empty:
-            raise TypeError(f"{op_name}: parameter `{name}` needs a type annotation")
-        kind = schema_type(hints[name])
-        if kind is None:
-            raise TypeError(
-                f"{op_name}: parameter `{name}` has the unsupported type {hints[name]!r}; supported are Tensor, int, "
-                "float, bool, str, each also optional, and sequences of int"
-            )
-        default = parameter.default
-        if kind == "Tensor" and default is not inspect.Parameter.empty:
-            raise TypeError(f"{op_name}: parameter `{name}` has a default, so annotate it `Tensor | None`")
-        if kind == "float" and isinstance(default, int):
-            default = float(default)
-        parameters.append(Parameter(name, kind, default))
-    return tuple(parameters)
-
-
-def split_grad_arrays(
-    grad_arrays: Sequence[str] | None,
-    parameters: Sequence[Parameter],
-    outputs: Sequence[OutputSpec],
-    mutated: Sequence[str],
-    op_name: str,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Positions of the differentiable outputs and of the differentiable inputs, which may be none.
-
-    Raises
-    ------
-    ValueError
-        For unknown or duplicate names, an output listed after an input, a mutated input.
-    TypeError
-        For names of inputs that are not tensors.
-    """
-    output_names = [o.name for o in outputs]
-    input_names = [p.name for p in parameters]
-    if grad_arrays is None:
-        inputs = [p.name for p in parameters if p.is_tensor and p.name not in INDEX_LIKE and p.name not in mutated]
-        floats = [o.name for o in outputs if o.may_be_float]
-        grad_arrays = [*floats, *inputs] if floats and inputs else []
-    if isinstance(grad_arrays, str):
-        raise TypeError(f"{op_name}: `grad_arrays` must be a sequence of names, got the string {grad_arrays!r}")
-    seen: set[str] = set()
-    first_input = None
-    for name in grad_arrays:
-        if name in seen:
-            raise ValueError(f"{op_name}: `grad_arrays` names '{name}' twice")
-        seen.add(name)
-        if name in output_names:
-            if not outputs[output_names.index(name)].may_be_float:
-                raise TypeError(f"{op_name}: `grad_arrays` names '{name}', which holds no floating-point numbers")
-            if first_input is not None:
-                raise ValueError(
-                    f"{op_name}: `grad_arrays` lists outputs first, but '{name}' comes after the input '{first_input}'"
-                )
-        elif name in input_names:
-            first_input = first_input or name
-            if not parameters[input_names.index(name)].is_tensor:
-                raise TypeError(f"{op_name}: `grad_arrays` names '{name}', which is no tensor")
-            if name in mutated:
-                raise ValueError(f"{op_name}: '{name}' is mutated, so it cannot be differentiable")
-        else:
-            raise ValueError(
-                f"{op_name}: `grad_arrays` names '{name}', which is neither an output {output_names} "
-                f"nor an input {input_names}"
-            )
-    differentiable_outputs = tuple(i for i, name in enumerate(output_names) if name in seen)
-    differentiable_inputs = tuple(i for i, name in enumerate(input_names) if name in seen)
-    if differentiable_inputs and not differentiable_outputs:
-        raise ValueError(f"{op_name}: `grad_arrays` names inputs {list(seen)}, but no output")
-    return differentiable_outputs, differentiable_inputs

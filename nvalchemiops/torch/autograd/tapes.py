@@ -11,6 +11,7 @@ import warp as wp
 
 from nvalchemiops.launch import NotDifferentiableError, record
 from nvalchemiops.torch.autograd.arrays import gradient_tensor, warp_stream_from_torch
+from nvalchemiops.torch.runtime._torch_internals import version_of
 
 _TAPE = "_warp_tape"
 _PREFIX = "_wp_"
@@ -57,12 +58,18 @@ def retrieve_for_backward(output: torch.Tensor, *array_names: str) -> tuple[wp.T
     return getattr(output, _TAPE, None), arrays
 
 
-def detach_all(output: torch.Tensor) -> tuple[wp.Tape | None, dict[str, wp.array]]:
-    """Take off everything that `attach_for_backward` left on ``output``."""
-    attributes = output.__dict__
-    names = [name for name in attributes if name.startswith(_PREFIX)]
-    arrays = {name[len(_PREFIX) :]: attributes.pop(name) for name in names}
-    return attributes.pop(_TAPE, None), arrays
+def detach_all(outputs: Any) -> tuple[list[wp.Tape], dict[str, wp.array]]:
+    """Take off all that `attach_for_backward` left on the tensor or tensors that a body returned: tapes and arrays."""
+    tapes: list[wp.Tape] = []
+    arrays: dict[str, wp.array] = {}
+    for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
+        attributes = output.__dict__ if isinstance(output, torch.Tensor) else {}
+        names = [name for name in attributes if name.startswith(_PREFIX)]
+        arrays |= {name[len(_PREFIX) :]: attributes.pop(name) for name in names}
+        tape = attributes.pop(_TAPE, None)
+        if tape is not None and not any(tape is t for t in tapes):
+            tapes.append(tape)
+    return tapes, arrays
 
 
 def extract_gradients(
@@ -82,7 +89,7 @@ def extract_gradients(
     -------
     tuple
         For each name: None if ``ctx.<name>`` is no tensor or needs no gradient, zeros if its array is missing,
-        and otherwise the gradient, in memory of its own.
+        and otherwise the gradient, in fresh memory.
     """
     gradients: list[torch.Tensor | None] = []
     for name in input_names:
@@ -216,7 +223,7 @@ class Recording:
     outputs : sequence of torch.Tensor
         The body's own outputs, aliases of those returned.
     owns_data : bool
-        The tape refers to copies that nobody else can change.
+        The tape refers to copies that no other code can change.
     """
 
     __slots__ = ("__weakref__", "arrays", "guard", "inputs", "lock", "outputs", "owns_data", "tapes", "versions")
@@ -233,7 +240,7 @@ class Recording:
         self.arrays = arrays
         self.inputs = inputs
         self.outputs = outputs
-        self.versions = [t._version for t in outputs]
+        self.versions = [version_of(t) for t in outputs]
         self.owns_data = owns_data
         self.lock = threading.Lock()
         self.guard: Any = None
@@ -246,7 +253,7 @@ class Recording:
         It does not when a compiled graph recomputed an input (its first copy may have been overwritten), when
         a saved tensor went through a hook that moved it, or when an output was changed in place.
         """
-        if any(t._version != v for t, v in zip(self.outputs, self.versions)):
+        if any(version_of(t) != v for t, v in zip(self.outputs, self.versions)):
             return False
         if not all(new is None or _same_memory(old, new) for old, new in zip(self.outputs, outputs)):
             return False
@@ -268,7 +275,7 @@ def live_recordings() -> int:
 
 
 def new_token() -> torch.Tensor:
-    """The hidden output of one execution, in memory of its own; it stands for a recording if `keep` was told so.
+    """The hidden output of one execution, in fresh memory; `keep` returns one that leads to a recording.
 
     It lies on the CPU, so that looking it up never waits for a GPU.
     """
@@ -295,7 +302,7 @@ def keep(recording: Recording) -> torch.Tensor:
 
 
 def find(token: torch.Tensor) -> Recording | None:
-    """The recording that a token stands for; None if it recorded nothing, or is a copy of one that did."""
+    """The recording to which a token leads; None if it recorded nothing, or is a copy of one that did."""
     return _recordings.get(token.data_ptr())
 
 

@@ -1,67 +1,373 @@
-"""Private names of torch, all of them in this file, and what stands in for one that a release does not have.
+"""Private names of torch, all of them in this file, and a way without each.
 
-A shortcut that needs a missing name is switched off, with one line in the log; what it does is done the public way.
+The names are looked up in groups, one for each shortcut. If a release of torch lacks a name of a group, or a name no
+longer works as assumed, the whole group is off, with one line in the log, and a slower public way is taken. Where there
+is none, a call that needs the group raises a RuntimeError that says so. tests/autograd/test_torch_internals.py checks
+each assumption, and each way without.
 """
 
 import logging
+import pkgutil
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
+
+_log = logging.getLogger("nvalchemiops")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_log = logging.getLogger("nvalchemiops")
-_functorch = torch._C._functorch
-
-transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of ``torch.func`` is on."""
-
-count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many ``TorchDispatchMode`` see each operation."""
-
-without_transforms: Callable[[], AbstractContextManager[Any]] = torch._C._DisableFuncTorch
-"""Inside of it, wrapped tensors are read as plain ones."""
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that are torch's own, no subclasses with operations of another kind."""
 
 
-def forward_mode_active() -> bool:
-    """Whether ``torch.autograd.forward_ad`` differentiates."""
-    return forward_ad._current_level >= 0
+def _find(shortcut: str, *names: str, works: Callable[..., Any] = lambda *found: True) -> tuple[Any, ...] | None:
+    """What torch has under these names; None, and a line in the log, if one is missing or ``works(*found)`` fails."""
+    try:
+        found = tuple(pkgutil.resolve_name(f"torch:{name}") for name in names)
+        if works(*found) is not False:
+            return found
+        reason = "one of its private names has another meaning"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+    _log.warning("torch %s: %s is off (%s)", torch.__version__, shortcut, reason)
+    return None
 
 
-def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a transform has wrapped the tensor."""
-    return _functorch.is_functorch_wrapped_tensor(tensor)
+def _impossible(what: str) -> RuntimeError:
+    return RuntimeError(f"{what} needs private parts of torch that torch {torch.__version__} does not have")
 
 
-def is_wrapped_for_gradients(tensor: torch.Tensor) -> bool:
-    """Whether ``torch.func.grad`` or its like has wrapped the tensor last."""
-    return _functorch.is_gradtrackingtensor(tensor)
+# -- which derivatives are taken ------------------------------------------------------------------
+
+_derivatives = _find(
+    "knowing whether a torch.func transform or forward mode is on",
+    "_C._are_functorch_transforms_active",
+    "autograd.forward_ad._current_level",
+    works=lambda active, level: active() in (True, False) and isinstance(level, int),
+)
+
+DERIVATIVES_KNOWN = _derivatives is not None
+"""Whether the two functions that follow tell, rather than answer True in any case."""
+
+if _derivatives is not None:
+    transforms_active: Callable[[], bool] = _derivatives[0]
+
+    def derivative_asked() -> bool:
+        """Whether a transform of ``torch.func`` or forward-mode differentiation is on; True if that is not known."""
+        return transforms_active() or forward_ad._current_level >= 0
+
+else:
+
+    def transforms_active() -> bool:
+        """Whether a transform of ``torch.func`` is on; True if that is not known."""
+        return True
+
+    derivative_asked = transforms_active
 
 
-def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether ``vmap``, or ``is_grads_batched`` of ``torch.autograd.grad``, has wrapped the tensor last."""
-    return _functorch.is_batchedtensor(tensor) or _functorch.is_legacy_batchedtensor(tensor)
+# -- tensors under function transforms ------------------------------------------------------------
+
+_wrappers = _find(
+    "reading tensors under torch.func transforms",
+    "_C._functorch.is_functorch_wrapped_tensor",
+    "_C._functorch.is_gradtrackingtensor",
+    "_C._functorch.is_batchedtensor",
+    "_C._functorch.is_legacy_batchedtensor",
+    "_C._functorch.get_unwrapped",
+    "_C._DisableFuncTorch",
+    works=lambda *found: not any(is_kind(torch.empty(0, device="cpu")) for is_kind in found[:4]),
+)
 
 
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without the wrapper of the last transform."""
-    return _functorch.get_unwrapped(tensor)
+def _refuse_wrappers() -> None:
+    if DERIVATIVES_KNOWN and transforms_active():
+        raise _impossible("reading values under torch.func transforms")
+
+
+if _wrappers is not None:
+    is_wrapped: Callable[[torch.Tensor], bool] = _wrappers[0]
+    is_wrapped_for_gradients: Callable[[torch.Tensor], bool] = _wrappers[1]
+    unwrapped: Callable[[torch.Tensor], torch.Tensor] = _wrappers[4]
+    without_transforms: Callable[[], AbstractContextManager[Any]] = _wrappers[5]
+    _is_batched, _is_batched_by_autograd = _wrappers[2:4]
+
+    def is_batched(tensor: torch.Tensor) -> bool:
+        """Whether ``vmap``, or ``is_grads_batched`` of ``torch.autograd.grad``, has wrapped the tensor last."""
+        return _is_batched(tensor) or _is_batched_by_autograd(tensor)
+
+else:
+
+    def is_wrapped(tensor: torch.Tensor) -> bool:
+        """Whether a transform has wrapped the tensor last; an error under a transform if that is not known."""
+        _refuse_wrappers()
+        return False
+
+    is_wrapped_for_gradients = is_batched = is_wrapped
+
+    def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor without the wrapper of the last transform."""
+        raise _impossible("reading values under torch.func transforms")
+
+    def without_transforms() -> AbstractContextManager[Any]:
+        """Inside of it, wrapped tensors are read as plain ones."""
+        _refuse_wrappers()
+        return nullcontext()
+
+
+_stack = _find(
+    "leaving torch.func transforms, and forward mode under them",
+    "_functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "_functorch.pyfunctorch.retrieve_all_functorch_interpreters",
+    "_C._functorch.TransformType.Jvp",
+    "_C._functorch.TransformType.Grad",
+    works=lambda clear, interpreters, jvp, grad: interpreters() == [],
+)
+
+
+def count_transforms() -> tuple[int, int]:
+    """How many transforms are on, as inside of ``torch.autograd.Function.jvp``: forward mode, reverse mode."""
+    if _stack is None:
+        raise _impossible("forward mode through an operator")
+    _, interpreters, jvp, grad = _stack
+    kinds = [interpreter.key() for interpreter in interpreters()]
+    return kinds.count(jvp), kinds.count(grad)
 
 
 @contextmanager
 def outside_of_transforms() -> Iterator[None]:
     """As if no ``torch.func`` transform and no forward mode were on: ops that write in place refuse to run in them."""
+    if _stack is None or _derivatives is None:
+        if DERIVATIVES_KNOWN and derivative_asked():
+            raise _impossible("writing in place under torch.func transforms")
+        yield
+        return
     level = forward_ad._current_level
     forward_ad._current_level = -1
     try:
-        with temporarily_clear_interpreter_stack():
+        with _stack[0]():
             yield
     finally:
         forward_ad._current_level = level
+
+
+# -- around the dispatcher ------------------------------------------------------------------------
+
+
+def _eager_works(n_modes: Any, autocast: Any, profiling: Any, tracing: Any, keys: Any, below: Any) -> bool:
+    with below():
+        return not (n_modes() or tracing()) and isinstance(keys(torch.empty(0, device="cpu")).raw_repr(), int)
+
+
+_eager = _find(
+    "calling operators around the dispatcher",
+    "_C._len_torch_dispatch_stack",
+    "_C._is_any_autocast_enabled",
+    "_C._autograd._profiler_enabled",
+    "_C._get_tracing_state",
+    "_C._dispatch_keys",
+    "_C._AutoDispatchBelowAutograd",
+    works=_eager_works,
+)
+
+EAGER_SHORTCUT = _eager is not None
+"""Whether the next five are to be had. Without: each call goes through the dispatcher, and all modes are assumed on."""
+
+count_dispatch_modes: Callable[[], int] = _eager[0] if _eager else lambda: 1
+"""How many ``TorchDispatchMode`` see each operation."""
+
+autocast_enabled, profiling, tracing_state, dispatch_keys, autograd_excluded = _eager[1:] if _eager else (None,) * 5
+
+plain_keys: set[int] = set()
+"""How the dispatcher sees tensors without any peculiarity: `learn_plain_keys` fills it when it is first looked at."""
+
+
+def learn_plain_keys() -> None:
+    """Look at an ordinary tensor of each kind of device that is in use."""
+    if EAGER_SHORTCUT and (not plain_keys or (torch.cuda.is_initialized() and len(plain_keys) == 1)):
+        devices = ["cpu"] + ["cuda"] * torch.cuda.is_initialized()
+        with torch.inference_mode(False):  # whose tensors are not plain
+            plain_keys.update(dispatch_keys(torch.empty(0, device=device)).raw_repr() for device in devices)
+
+
+def is_unobserved(*tensors: torch.Tensor | None) -> bool:
+    """Whether an operation on these may go around the dispatcher: they are plain and no mode, tracer or profiler is on.
+
+    Plain are strided tensors on a CPU or CUDA device, of torch's own types, not negated, conjugated or zero by a flag,
+    and not wrapped by a transform.
+    """
+    if not EAGER_SHORTCUT or count_dispatch_modes() or autocast_enabled() or profiling() or tracing_state():
+        return False
+    learn_plain_keys()
+    return all(t is None or (type(t) in PLAIN_TYPES and dispatch_keys(t).raw_repr() in plain_keys) for t in tensors)
+
+
+_redispatch = _find(
+    "continuing a call below autograd",
+    "_C._AutoDispatchBelowAutograd",
+    "_C._after_autograd_keyset",
+    "_C._AutoDispatchBelowADInplaceOrView",
+    "_C._after_ADInplaceOrView_keyset",
+    "_C.DispatchKey.CPU",
+    "_C.DispatchKey.CUDA",
+    "_ops.OpOverload.redispatch",
+    works=lambda below, after, *others: isinstance((after & after).highestPriorityTypeId(), type(others[2])),
+)
+
+CAN_REDISPATCH = _redispatch is not None
+"""Whether a call that an implementation for autograd has got can be continued below it.
+
+Without, each operator has a second one of the same schema and implementation, which knows nothing of autograd."""
+
+_second: dict[Any, Callable[..., Any]] = {}
+
+if _redispatch is not None:
+    _below_autograd, _after_autograd, _below_inplace, _after_inplace, *_backends = _redispatch[:6]
+
+
+def define(
+    library: torch.library.Library, name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
+) -> Any:
+    """Define an operator with an implementation for all devices and one for fake tensors; its overload."""
+
+    def add(short: str) -> Any:
+        library.define(short + schema)
+        library.impl(short, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{library.ns}::{short}", fake, lib=library)
+        return getattr(getattr(torch.ops, library.ns), short).default
+
+    overload = add(name)
+    if not CAN_REDISPATCH:
+        _second[overload] = add(f"{name}__below_autograd")
+    return overload
+
+
+def below_autograd(overload: Any, implementation: Callable[..., Any], keyset: Any, args: tuple[Any, ...]) -> Any:
+    """Continue a dispatch below autograd; straight to the implementation if no mode or tracer sees the call."""
+    if not CAN_REDISPATCH:
+        with torch.no_grad():
+            return _second[overload](*args)
+    with _below_autograd():
+        if keyset is None:  # called around the dispatcher
+            return implementation(*args)
+        keyset = keyset & _after_autograd
+        if keyset.highestPriorityTypeId() in _backends:
+            return implementation(*args)
+        return overload.redispatch(keyset, *args)
+
+
+def below_inplace(overload: Any, keyset: Any, args: tuple[Any, ...]) -> Any:
+    """Continue a dispatch below the key at which versions of tensors are counted."""
+    with _below_inplace():
+        return overload.redispatch(keyset & _after_inplace, *args)
+
+
+_views = _find("making views plain tensors", "Tensor._is_view", "_C._AutoDispatchBelowADInplaceOrView")
+
+
+def no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor that is no view: autograd forbids to change an output in place that is one."""
+    if _views is None or not tensor._is_view():
+        return tensor
+    with _views[1]():
+        return tensor.detach()
+
+
+_inside = _find(
+    "autograd inside operators that record a tape",
+    "_C._dispatch_tls_local_include_set",
+    "_C._dispatch_tls_local_exclude_set",
+    "_C._ForceDispatchKeyGuard",
+    *(f"_C.DispatchKey.{key}" for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")),
+    *(f"_C.DispatchKey.{key}" for key in ("AutocastCPU", "AutocastCUDA")),
+    works=lambda include, exclude, guard, key, *_: isinstance(exclude().remove(key).add(key).raw_repr(), int),
+)
+_excluded_inside: dict[int, Any] = {}
+
+
+def autograd_inside() -> AbstractContextManager[Any]:
+    """Switch autograd back on in the implementation of an operator, and autocast off.
+
+    Then torch itself knows, for the arguments of a body and for all that is derived from them, which require grad.
+    """
+    if _inside is None:
+        raise _impossible("a derivative by a recorded tape")
+    include, exclude, guard, *keys = _inside
+    excluded = exclude()
+    bits = excluded.raw_repr()
+    if bits not in _excluded_inside:
+        for key in keys[:4]:
+            excluded = excluded.remove(key)
+        for key in keys[4:]:
+            excluded = excluded.add(key)
+        _excluded_inside[bits] = excluded
+    return guard(include(), _excluded_inside[bits])
+
+
+# -- tensors, backward passes, the compiler -------------------------------------------------------
+
+_zero = _find("asking for tensors of zeros without memory by their flag", "Tensor._is_zerotensor")
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and tensor.numel() > 0 and tensor.data_ptr() == 0
+
+
+is_zero_tensor: Callable[[torch.Tensor], bool] = _zero[0] if _zero else _has_no_memory
+"""Whether a tensor is zero by a flag only, as torch's derivatives of complex tensors make them: it has no memory."""
+
+_COUNTS_VERSIONS = _find("telling whether a tensor has changed", "Tensor._version") is not None
+
+
+def version_of(tensor: torch.Tensor) -> object:
+    """The number of in-place changes of a tensor; an object that equals no other where it is not counted."""
+    return object() if not _COUNTS_VERSIONS or tensor.is_inference() else tensor._version
+
+
+_passes = _find(
+    "one thread in backward passes on busy machines",
+    "_C._current_graph_task_id",
+    "autograd.Variable._execution_engine.queue_callback",
+    works=lambda task, queue: task() < 0,
+)
+
+BACKWARD_KNOWN = _passes is not None
+"""Whether the next two are to be had."""
+
+
+def in_backward_pass() -> bool:
+    """Whether a backward pass is running in this thread."""
+    return _passes is not None and _passes[0]() >= 0
+
+
+def after_backward_pass(function: Callable[[], None]) -> None:
+    """Call ``function`` when the running backward pass ends; not if it raises."""
+    if _passes is not None:
+        _passes[1](function)
+
+
+def compiler_loaded() -> bool:
+    """Whether torch's compiler has been imported, which takes a second."""
+    return "torch._dynamo" in sys.modules
+
+
+def assume_constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``torch.compiler.assume_constant_result`` does, without importing the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_frames = _find(
+    "reading values behind graph breaks of torch.compile",
+    "_C._dynamo.eval_frame.set_code_exec_strategy",
+    "_C._dynamo.eval_frame._FrameExecStrategy",
+    "_C._dynamo.eval_frame._FrameAction.SKIP",
+    "_C._dynamo.eval_frame._FrameAction.DEFAULT",
+    works=lambda set_strategy, strategy, skip, default: strategy(skip, default) is not None,
+)
 
 
 def only_inlined(function: Function) -> Function:
@@ -70,10 +376,7 @@ def only_inlined(function: Function) -> Function:
     Behind a graph break, Python calls functions one by one, and the compiler looks at each. One that asks whether it is
     being compiled would become the constant True there, for a caller that is not compiled.
     """
-    try:
-        from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-
-        set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
-    except (ImportError, AttributeError, TypeError) as error:
-        _log.info("behind graph breaks of torch.compile values are not read: %s", error)
+    if _frames is not None:
+        set_strategy, strategy, skip, default = _frames
+        set_strategy(function.__code__, strategy(skip, default))
     return function

@@ -29,7 +29,7 @@ def cached_by_value(
 ) -> Result:
     """``compute()``, a tuple of tensors that follow from ``values`` and ``others``, or the same from before.
 
-    Only on a CPU, where reading values costs nothing, and only what nobody differentiates. With None for ``others``
+    Only on a CPU, where reading values costs nothing, and only without a graph. With None for ``others``
     always computed.
     """
     if others is None or not may_keep(*values):

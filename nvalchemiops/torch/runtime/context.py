@@ -5,7 +5,6 @@ needed to act on the answers: values without wrappers, and functions that a comp
 """
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.torch.runtime import _torch_internals as internals
+from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, count_dispatch_modes, derivative_asked
 
 
 @internals.only_inlined
@@ -38,14 +38,17 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
 
 @internals.only_inlined
 def is_eager(*tensors: torch.Tensor | None) -> bool:
-    """Whether this is plain eager mode: operations need not be shown to anything but autograd's backward mode.
+    """Whether this is plain eager mode: nothing but autograd's backward mode sees the operations.
 
-    Nothing is compiled or traced, no function transform, forward-mode derivative or dispatch mode is on, and the
-    tensors are torch's own, no subclasses.
+    Nothing is compiled; no function transform, forward-mode derivative or dispatch mode (which tracers are) is on; and
+    the tensors are of torch's own types, no subclasses.
     """
-    if torch.compiler.is_compiling() or derivative_asked() or internals.count_dispatch_modes():
+    if torch.compiler.is_compiling() or derivative_asked() or count_dispatch_modes():
         return False
-    return all(t is None or type(t) in _PLAIN_TYPES for t in tensors)
+    for tensor in tensors:  # a loop, since operators ask in each call
+        if tensor is not None and type(tensor) not in PLAIN_TYPES:
+            return False
+    return True
 
 
 @internals.only_inlined
@@ -58,14 +61,6 @@ def may_keep(*tensors: torch.Tensor) -> bool:
         return False
     tracked = torch.is_grad_enabled()
     return all(t.device.type == "cpu" and not (tracked and t.requires_grad) for t in tensors)
-
-
-_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-
-
-def derivative_asked() -> bool:
-    """Whether a function transform or forward-mode differentiation is on, which an op alone would not notice."""
-    return internals.transforms_active() or internals.forward_mode_active()
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -114,7 +109,7 @@ def eager(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
+        if not internals.compiler_loaded():
             return function(*args, **options)
         if not disabled:
             disabled.append(torch.compiler.disable(function))

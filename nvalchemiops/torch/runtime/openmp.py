@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 from nvalchemiops import launch as core
-from nvalchemiops.torch.runtime.context import derivative_asked, may_read
+from nvalchemiops.torch.runtime._torch_internals import BACKWARD_KNOWN, after_backward_pass, in_backward_pass
+from nvalchemiops.torch.runtime.context import is_eager
 
 LIBRARY = "libgomp"
 """The one OpenMP whose entry points are known here."""
 
 
-class Team:
-    """Runs a task in the calling thread and in threads of OpenMP; for one calling thread."""
+class OpenMP:
+    """Runs a task in the calling thread and in threads of OpenMP, which belong to one calling thread."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -46,7 +47,7 @@ class Team:
             raise self.errors[0]
 
     def enter(self, _: Any) -> None:
-        """What each thread of the team does. Python knows threads of OpenMP only while they are here."""
+        """Entry point of each thread. Python knows threads of OpenMP only while they are here."""
         task, number = self.task, threading.get_ident()
         try:
             if task is None:
@@ -58,10 +59,10 @@ class Team:
             self.errors.append(error)
 
 
-def torch_team() -> Team | None:
-    """The team of the OpenMP library that torch has loaded, if it is GNU's and can be found."""
+def openmp_of_torch() -> OpenMP | None:
+    """The threads of the OpenMP library that torch has loaded, if it is GNU's and can be found."""
     try:
-        return Team(_loaded(LIBRARY))
+        return OpenMP(_loaded(LIBRARY))
     except (OSError, AttributeError):
         return None
 
@@ -70,14 +71,14 @@ def _loaded(name: str) -> ctypes.CDLL:
     """The library of this name that torch has loaded; OSError if that is not known."""
     with open("/proc/self/maps") as maps:
         loaded = {line.split()[-1] for line in maps if name in line}
-    # other packages may bring a copy of their own
+    # other packages may bring another copy
     mine = [path for path in loaded if "torch" in path] or list(loaded)
     if len(mine) != 1:
         raise OSError(f"{len(mine)} libraries {name}")
     return ctypes.CDLL(mine[0])
 
 
-class _Limit:
+class _ThreadLimit:
     """The number of threads that the calling thread has for torch's operations; other threads keep theirs."""
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class _Limit:
 
     def recover(self) -> None:
         """Leave what a backward pass entered that raised before its end."""
-        if self.is_in_backward() and torch._C._current_graph_task_id() < 0:
+        if self.is_in_backward() and not in_backward_pass():
             self.leave()
 
     def is_in_backward(self) -> bool:
@@ -111,7 +112,7 @@ class _Limit:
         if threads is None:
             return False
         self.before.threads = None
-        if self.most() == 1:  # or somebody has set another number meanwhile
+        if self.most() == 1:  # otherwise the user has set another number meanwhile
             self.set(threads)
             if self.set_products:
                 self.set_products(self.before.products)
@@ -135,9 +136,9 @@ def at_fixed_threads(function: Callable[[], torch.Tensor], alone: bool) -> torch
 
 
 @functools.cache
-def _limit() -> _Limit | None:
+def _limit() -> _ThreadLimit | None:
     try:
-        return _Limit()
+        return _ThreadLimit()
     except (OSError, AttributeError):
         return None
 
@@ -170,28 +171,26 @@ def adapt_threads() -> int:
 def fairly(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     """``function(*tensors)``, a tensor or some; on one thread, as its backward pass, where others need the cores.
 
-    For eager calls on a CPU. Whatever ``function`` has from elsewhere is a constant.
+    For eager calls on a CPU. All that ``function`` has from elsewhere is a constant.
     """
-    if not may_read():
+    limit = _limit() if is_eager() else None
+    if limit is None:
         return function(*tensors)
-    limit = _limit()
-    if limit is not None:
-        limit.recover()
-    if limit is None or not core.is_crowded() or derivative_asked() or tensors[0].device.type != "cpu":
-        return function(*tensors)
-    if not limit.enter():
+    limit.recover()
+    if not core.is_crowded() or tensors[0].device.type != "cpu" or not limit.enter():
         return function(*tensors)
     try:
-        with_graph = torch.is_grad_enabled()
+        with_graph = torch.is_grad_enabled() and BACKWARD_KNOWN
         aliases = [t.view_as(t) if with_graph and t.requires_grad else t for t in tensors]
         results = function(*aliases)
-        _limit_backward(limit, [a for a, t in zip(aliases, tensors) if a is not t], results)
+        if with_graph:
+            _limit_backward(limit, [a for a, t in zip(aliases, tensors) if a is not t], results)
         return results
     finally:
         limit.leave()
 
 
-def _limit_backward(limit: _Limit, inputs: Sequence[torch.Tensor], results: Any) -> None:
+def _limit_backward(limit: _ThreadLimit, inputs: Sequence[torch.Tensor], results: Any) -> None:
     """One thread from the first result that is differentiated until all inputs are, or the backward pass ends."""
     outputs = [r for r in (results if isinstance(results, tuple) else (results,)) if r.requires_grad]
     waiting: set[int] = set()
@@ -202,11 +201,11 @@ def _limit_backward(limit: _Limit, inputs: Sequence[torch.Tensor], results: Any)
         waiting.update(range(len(inputs)))
         if limit.enter(in_backward=True):
             entered = True
-            torch.autograd.Variable._execution_engine.queue_callback(finish)
+            after_backward_pass(finish)
 
     def finish() -> None:
         nonlocal entered
-        if entered:  # else it is the limit of somebody else
+        if entered:  # otherwise another call has entered the limit
             entered = False
             limit.leave()
 

@@ -19,6 +19,7 @@ from nvalchemiops.torch.interactions.dispersion.d3 import (
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates, tables_of
 from nvalchemiops.torch.interactions.pair.potential import Wanted
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import may_read
 
 NO_SMOOTHING = 1e10
@@ -167,7 +168,7 @@ def _from_parts(parts: dict[str, Any]) -> D3Parameters:
     if not may_read() or not plain:
         return D3Parameters(**parts, interp_mesh=mesh)
     # the table itself is held weakly
-    others, versions = [part for part in tensors if part is not table], [part._version for part in tensors]
+    others, versions = [part for part in tensors if part is not table], [version_of(part) for part in tensors]
     kept, known, found = _made.get(table, ([], [], None))
     if found is None or known != versions or any(a is not b for a, b in zip(kept, others)):
         found = D3Parameters(**parts, interp_mesh=mesh)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.dispersion.coefficients import MOST_REFERENCES
+from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
 _TABLE_BOHR = 0.5291772109044924
@@ -210,7 +211,7 @@ class D3Parameters:
     def _look(self) -> _Seen:
         tables = (self.rcov, self.r4r2, self.c6ab, self.cn_ref, self.r0ab)
         # whether tensors of inference mode have changed is not known
-        versions = [t if t is None else object() if t.is_inference() else t._version for t in tables]
+        versions = [t if t is None else version_of(t) for t in tables]
         seen = self._seen
         if seen is None or seen.versions != versions or any(a is not b for a, b in zip(seen.tables, tables)):
             seen = self._seen = _Seen(tables, versions, object(), {})

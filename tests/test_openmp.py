@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nvalchemiops import threads as core
-from nvalchemiops.torch.runtime.openmp import torch_team
+from nvalchemiops.torch.runtime.openmp import openmp_of_torch
 
-pytestmark = pytest.mark.skipif(torch_team() is None, reason="torch has loaded no OpenMP of GNU here, or several")
+pytestmark = pytest.mark.skipif(openmp_of_torch() is None, reason="torch has loaded no OpenMP of GNU here, or several")
 
 
 def dealt(n_pieces, done, fail_at=None):
@@ -27,33 +27,33 @@ def dealt(n_pieces, done, fail_at=None):
 
 
 def test_every_piece_is_done_once():
-    team = torch_team()
+    openmp = openmp_of_torch()
     for threads in (1, 2, 3):
         done = []
-        team(dealt(200, done), threads)
+        openmp(dealt(200, done), threads)
         assert sorted(piece for piece, _ in done) == list(range(200))
         assert len({thread for _, thread in done}) <= threads
 
 
 @pytest.mark.parametrize("fail_at", [0, 17, 199])
 def test_an_error_reaches_the_caller(fail_at):
-    """In whichever thread it happened; and the team goes on working."""
-    team, done = torch_team(), []
+    """In whichever thread it happened; and it goes on working."""
+    openmp, done = openmp_of_torch(), []
     with pytest.raises(RuntimeError, match=f"piece {fail_at}"):
-        team(dealt(200, done, fail_at), 2)
-    team(dealt(50, done := []), 2)
+        openmp(dealt(200, done, fail_at), 2)
+    openmp(dealt(50, done := []), 2)
     assert len(done) == 50
 
 
-def test_only_the_main_thread_asks_the_team(monkeypatch):
-    """A team belongs to one calling thread; others have a pool."""
+def test_only_the_main_thread_takes_openmp(monkeypatch):
+    """Threads of OpenMP belong to one calling thread; others have a pool."""
     asked = []
 
-    def team(task, threads):
+    def openmp(task, threads):
         asked.append(threads)
         task()
 
-    monkeypatch.setattr(core, "_openmp", team)
+    monkeypatch.setattr(core, "_openmp", openmp)
     done = []
     core.run(dealt(10, done), 2)
     assert asked == [2] and len(done) == 10
@@ -64,7 +64,7 @@ def test_only_the_main_thread_asks_the_team(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_child_has_no_team():
+def test_a_forked_child_has_no_openmp():
     """Its threads of OpenMP did not come along."""
     child = os.fork()
     if child == 0:
