@@ -7,17 +7,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.dispersion.d3 import (
-    K1,
-    K3,
-    Range,
-    System,
-    dispersion_sum,
-    ranges_of,
-    with_neighbors,
-)
+from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, Range, dispersion_sum, ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates, tables_of
-from nvalchemiops.torch.interactions.pair.potential import Wanted
+from nvalchemiops.torch.interactions.pair.driver import check_wanted
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.context import may_read
 
@@ -149,10 +141,22 @@ def dftd3(
         fill_value,
         shifts_name="unit_shifts",
     )
-    system = System(positions, numbers, cell, batch_idx, num_systems)
-    system, rows = with_neighbors(system, given, half_list, ranges)
-    wanted = Wanted(True, (), checks.check_flag("compute_virial", compute_virial), "system")
-    return dispersion_sum(system, rows, RationalDamping(a1, a2, s8, s6), d3_params, ranges, wanted, k1, k3, s9)
+    return dispersion_sum(
+        positions,
+        numbers,
+        RationalDamping(a1, a2, s8, s6),
+        d3_params,
+        cell,
+        batch_idx,
+        given,
+        ranges,
+        check_wanted(True, compute_virial, "system"),
+        half_list=half_list,
+        num_systems=num_systems,
+        k1=k1,
+        k3=k3,
+        s9=s9,
+    )
 
 
 _made: Any = WeakTensorKeyDictionary()

@@ -10,7 +10,7 @@ doi:10.1063/1.3382344, eq. (16).
 import torch
 
 from nvalchemiops.torch.interactions.dispersion.reference_data import ReferenceStates
-from nvalchemiops.torch.interactions.pair.potential import PairSystem
+from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.pairs import list_geometry
 from nvalchemiops.torch.neighbors.rows import Rows, owners
 from nvalchemiops.torch.runtime.context import may_read

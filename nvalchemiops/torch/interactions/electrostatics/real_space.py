@@ -11,7 +11,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Parts, WantedParts, asked_for, together
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha
-from nvalchemiops.torch.interactions.pair import potential as pairs
+from nvalchemiops.torch.interactions.pair import driver as pairs
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
 from nvalchemiops.torch.operators.segments import row_pointers
