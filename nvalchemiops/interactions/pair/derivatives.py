@@ -65,8 +65,8 @@ class Program(NamedTuple):
     shared, of_pair : list of str
         Statements that all pairs of an atom share, and those of each pair.
     results : dict
-        Code for "energy", "slope", "slope<k>", "own<m>", "table<m>" and "shared<m>", and what an atom by itself adds:
-        "self_energy", "self_own<m>" and "self_shared<m>".
+        Code for "energy", "derivative", "derivative<k>", "own<m>", "table<m>" and "shared<m>", and for the parts of an
+        atom by itself: "self_energy", "self_own<m>" and "self_shared<m>".
     functions : list of str
         Names of the functions called.
     """
@@ -117,8 +117,8 @@ def derivatives(request: Request) -> dict[str, Any]:
         factor = sympy.Symbol("factor", real=True) if request.excluding else 1
         results |= {"energy": factor * pair.diff(omega), "self_energy": atom.diff(weight)}
     if set(outputs) & {POSITIONS, CELL, VIRIAL}:
-        results["slope"] = 2 * pair.diff(symbols.squared)
-        results |= {f"slope{k}": pair.diff(b) for k, b in products}
+        results["derivative"] = 2 * pair.diff(symbols.squared)
+        results |= {f"derivative{k}": pair.diff(b) for k, b in products}
     if PARAMETERS in outputs:
         results |= {str(x): pair.diff(x) for x in (*symbols.own, *symbols.of_pair)}
         results |= {f"self_{x}": atom.diff(x) for x in symbols.own}

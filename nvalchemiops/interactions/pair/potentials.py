@@ -119,8 +119,8 @@ doi:10.1063/1.478738, eq. (5.13).
 """
 
 DSF = Formula(
-    "q1*q2*(erfc(alpha*r)/r - at_cutoff + slope*(r - cutoff)); at_cutoff = erfc(alpha*cutoff)/cutoff; "
-    "slope = at_cutoff/cutoff + 2*alpha/sqrt(pi)*exp(-alpha^2*cutoff^2)/cutoff",
+    "q1*q2*(erfc(alpha*r)/r - at_cutoff + force*(r - cutoff)); at_cutoff = erfc(alpha*cutoff)/cutoff; "
+    "force = at_cutoff/cutoff + 2*alpha/sqrt(pi)*exp(-alpha^2*cutoff^2)/cutoff",
     ("q",),
     ("alpha",),
     self_energy=WOLF.self_energy,
