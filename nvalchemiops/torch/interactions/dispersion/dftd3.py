@@ -14,7 +14,7 @@ from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.context import may_read
 
 NO_SMOOTHING = 1e10
-"""From here on a smoothing stands for none."""
+"""A smoothing that ends here or beyond is none, bohr."""
 
 
 def dftd3(
@@ -68,7 +68,7 @@ def dftd3(
     s5_smoothing_on, s5_smoothing_off : float, bohr, optional
         Between these distances the energy of a pair goes to zero smoothly, with two continuous derivatives. If they are
         equal it ends there sharply: pairs at this distance and beyond do not count. By default, and with 1e10 or more
-        for the second one, it does not end. The coordination number is left as it is.
+        for the second one, infinity included, it does not end. The coordination number is left as it is.
     fill_value : int, optional
         Padding of ``neighbor_matrix``, by default the number of atoms.
     d3_params : D3Parameters, ReferenceStates, dict or other object
@@ -121,10 +121,11 @@ def dftd3(
         d3_params = _from_parts(tables_of(d3_params))
     checks.check_positions(positions, finite=False)
     checks.check_same_device(device, positions)
-    on, off = (
-        checks.check_positive(name, value)
-        for name, value in (("s5_smoothing_on", s5_smoothing_on), ("s5_smoothing_off", s5_smoothing_off))
-    )
+    on, off = checks.as_float("s5_smoothing_on", s5_smoothing_on), checks.as_float("s5_smoothing_off", s5_smoothing_off)
+    if not on >= 0.0:
+        raise ValueError(f"`s5_smoothing_on` must not be negative, got {on}")
+    if not off > 0.0:
+        raise ValueError(f"`s5_smoothing_off` must be positive, got {off}")
     ranges = ranges_of(cutoff, coordination_cutoff, three_body_cutoff, None)
     if off < min(on, NO_SMOOTHING):
         raise ValueError(f"`s5_smoothing_off` = {off} must not be smaller than `s5_smoothing_on` = {on}")

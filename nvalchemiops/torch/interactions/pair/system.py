@@ -193,7 +193,10 @@ def _check_images(
     shifts = rows.shifts
     if not may_read(cell):
         return nan_if_singular(cell, may_be_open=True)
-    has_open_axes = check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # one for all systems
+    try:
+        has_open_axes = check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # one for all systems
+    except ValueError as error:
+        raise ValueError(f"{error}; along an open axis give a vector of zeros") from None
     if not has_open_axes or shifts is None or not may_read(shifts):
         return cell
     is_open = (values_of(cell) == 0.0).all(-1)
