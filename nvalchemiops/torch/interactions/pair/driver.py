@@ -7,8 +7,8 @@ import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.pair.exclusions import Exclusions as Exclusions
-from nvalchemiops.torch.interactions.pair.exclusions import prepare_exclusions
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows as ExclusionRows
+from nvalchemiops.torch.interactions.pair.exclusions import exclusion_rows as exclusion_rows
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF
@@ -52,7 +52,7 @@ def sum_pairs(
     cutoff: float | None,
     r_switch: float | None = None,
     species: torch.Tensor | None = None,
-    exclusions: Exclusions | torch.Tensor | None = None,
+    exclusions: ExclusionRows | torch.Tensor | None = None,
     exclusion_factors: torch.Tensor | None = None,
     weights: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -60,15 +60,16 @@ def sum_pairs(
 
     Parameters
     ----------
-    exclusions : Exclusions or (2, n) int tensor, optional
-        Prepared by `prepare_exclusions`, or as the caller gave them, with ``exclusion_factors``.
+    exclusions : ExclusionRows or (2, n) int tensor, optional
+        As `exclusion_rows` has prepared them, or as given, with ``exclusion_factors``.
     weights : (n_atoms,) tensor, optional
         All results but the energies are derivatives of the sum of energies with these weights.
     """
     positions, cell, batch_idx, n_systems, rows = system
     of_atoms, of_systems, species, n_species = parameter_arrays(formula, parameters, positions, species, n_systems)
-    if not isinstance(exclusions, Exclusions):
-        exclusions = prepare_exclusions(exclusions, exclusion_factors, positions)
+    if not isinstance(exclusions, ExclusionRows):
+        exclusions = exclusion_rows(exclusions, exclusion_factors, positions)
+    excluded = (None, None, None) if exclusions is None else (exclusions.begin, exclusions.atoms, exclusions.factors)
 
     outputs = "w" + "r" * bool(wanted.forces)
     for name in wanted.gradients:
@@ -99,7 +100,7 @@ def sum_pairs(
         rows.shifts,
         species,
         n_species,
-        *((None, None, None) if exclusions is None else exclusions.arrays),
+        *excluded,
         rows.width,
         rows.padding,
         NO_CUTOFF if cutoff is None else cutoff,
