@@ -68,13 +68,9 @@ def parameter_arrays(
 def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor) -> torch.Tensor | None:
     """Global parameters (n_systems, n); plain numbers as a tensor that is kept for later calls."""
     numbers_alone = not any(isinstance(value, torch.Tensor) for value in values.values())
-    if (
-        values
-        and numbers_alone
-        and n_systems <= MOST_REPEATED
-        and positions.device.type == "cpu"
-        and is_eager(positions)
-    ):
+    # the number of systems last: a compiler would take a comparison for a promise
+    may_keep = positions.device.type == "cpu" and is_eager(positions) and n_systems <= MOST_REPEATED
+    if values and numbers_alone and may_keep:
         return _repeated(tuple(_number(name, v) for name, v in values.items()), n_systems, positions.dtype)
     return _side_by_side([_column(name, v, n_systems, "n_systems", positions) for name, v in values.items()])
 
