@@ -7,7 +7,7 @@ positions, cell, parameters, and weights, ω = (w_i + w_j)/2 for a pair. The fam
 
 is closed under differentiation: the vector-Jacobian product of T_n with a vector v is T_{n+1}(y; v_1 .. v_n, v) for y,
 and T_n with v in the place of v_k for v_k. T_0 holds the forces, and as the gradient by the weights the energies of
-the atoms. F is linear in the weights, so a direction that changes nothing but the weights stands for them, one order
+the atoms. F is linear in the weights, so a direction that changes nothing but the weights takes their place, one order
 lower.
 
 Geometry enters through scalar products alone: s = d.d of the displacement d, and b_k = d.δ_k, c_kl = δ_k.δ_l with
@@ -24,7 +24,7 @@ from nvalchemiops.interactions.pair.expression import Formula, pair_energy, self
 from nvalchemiops.kernels.special import FUNCTIONS
 
 POSITIONS, CELL, PARAMETERS, GLOBALS, WEIGHTS, VIRIAL = "r", "c", "p", "g", "w", "v"
-"""Letters for what a direction consists of, and for the gradients that are wanted; that by the weights is energies."""
+"""Letters of the parts of a direction, and of the gradients asked for; the gradient by the weights is the energies."""
 
 
 class Request(NamedTuple):

@@ -21,7 +21,7 @@ FAULTS = {
 
 NO_NUMBER = 5
 """Not a fault to raise for, but results that are NaN: a position that is not finite, a cell that is NaN, an image along
-a lattice vector of zeros, which stands for an open axis."""
+a lattice vector of zeros, which is an open axis."""
 
 SKELETON = """
     typedef @real@ real;

@@ -37,7 +37,7 @@ from nvalchemiops.neighbors.rows import NO_PADDING
 
 
 class Variant(NamedTuple):
-    """What a kernel is written for.
+    """The choices that a kernel is written for.
 
     Attributes
     ----------
@@ -134,7 +134,7 @@ def outputs_of(variant: Variant) -> list[Array]:
 
 SCALARS = {
     "width": "wp.int32",  # of a matrix
-    "padding": "wp.int32",  # the index that stands for no neighbor
+    "padding": "wp.int32",  # entries that are no neighbors
     "cutoff_distance": "wp.float64",
     "switch_distance": "wp.float64",
 }
@@ -151,7 +151,7 @@ _COMMON = [
     )
     for outputs, weights in (("wr", False), ("wrv", False), ("r", True))
 ]
-"""What most calls come to: energies with forces, with virial, and the derivative of energies by positions."""
+"""Kernels of most calls: energies with forces, with virial, and the derivative of energies by positions."""
 
 _EWALD = [
     Variant(Request(potentials.ewald_short_range(1), (), outputs, outputs[0] != WEIGHTS), precision, True, 0)
@@ -165,7 +165,7 @@ _NEARBY = [
     Variant(Request(potentials.coulomb_nearby(), (), "wr", False), precision, True, 0)
     for precision in ("float64", "float32")
 ]
-"""What Ewald sums look at to choose their parameters."""
+"""Forces of near neighbors, by which Ewald sums choose their parameters."""
 
 
 @kernel_variants(*((variant,) for variant in (*_COMMON, *_EWALD, *_NEARBY)))
@@ -346,7 +346,7 @@ def _data_of_atom(variant: Variant, program: Program) -> list[str]:
 
 
 def _look(variant: Variant) -> list[str]:
-    """What else makes a neighbor: its image, and whether the pair is excluded or scaled."""
+    """The image of a neighbor, and whether the pair is excluded or scaled."""
     lines = []
     if variant.keeps_shifts:
         lines += ["for (int a = 0; a < 3; ++a) it.shift[a] = shifts.data[3 * slot + a];"]
@@ -385,13 +385,13 @@ def _fast(variant: Variant) -> list[str]:
 
 
 def _collect(variant: Variant, place: str, factor: str, shift: str) -> list[str]:
-    """Stores of what a block keeps of a neighbor, beside its displacement."""
+    """Stores of a neighbor in a block, beside its displacement."""
     lines = [f"block.factor{place} = {factor};"] * variant.request.excluding
     return lines + [f"for (int a = 0; a < 3; ++a) block.shift[a]{place} = {shift};"] * variant.keeps_shifts
 
 
 def _data_of_pair(variant: Variant, program: Program) -> list[str]:
-    """What the formula is a function of."""
+    """Loads of the variables of the formula."""
     formula, n, directions = variant.formula, variant.n_parameters, variant.request.directions
     lines = ["const lanes s = d0 * d0 + d1 * d1 + d2 * d2;"]
     names = [("", "parameters.data")]
@@ -474,7 +474,7 @@ def _totals(variant: Variant, program: Program) -> dict[str, str]:
 
 
 def _alone(program: Program, name: str) -> str:
-    """What an atom by itself adds to a result."""
+    """The part of a result that an atom has alone."""
     value = program.results.get(f"self_{name}")
     return f" + {value}" if value else ""
 

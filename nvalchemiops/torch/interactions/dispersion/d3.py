@@ -3,7 +3,7 @@
 import torch
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping
-from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, dispersion_sum, ranges_of
+from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, Settings, dispersion_sum, ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.pair.driver import check_wanted
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
@@ -45,7 +45,7 @@ def d3_dispersion(
         float32 or float64; results follow. Positions in angstrom give a wrong energy that nothing can detect:
         divide them by `nvalchemiops.constants.BOHR_IN_ANGSTROM`.
     numbers : (n_atoms,) int32 or int64 tensor
-        Atomic numbers; 0 for padding that is nobody's neighbor.
+        Atomic numbers; 0 for padding, which has no neighbors and is no neighbor.
     damping : RationalDamping or ZeroDamping
         As from `damping_parameters`; its entries may be tensors with gradients.
     parameters : D3Parameters or ReferenceStates
@@ -97,23 +97,11 @@ def d3_dispersion(
         A bad argument, named in the message; elements without parameters.
     """
     ranges = ranges_of(cutoff, coordination_cutoff, three_body_cutoff, smoothing)
+    settings = Settings(damping, ranges, k1, k3, s9)
+    wanted = check_wanted(compute_forces, compute_virial, energy_reduction)
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
     )
     return dispersion_sum(
-        positions,
-        numbers,
-        damping,
-        parameters,
-        cell,
-        batch_idx,
-        given,
-        ranges,
-        check_wanted(compute_forces, compute_virial, energy_reduction),
-        half_list=half_list,
-        pbc=pbc,
-        num_systems=num_systems,
-        k1=k1,
-        k3=k3,
-        s9=s9,
+        positions, numbers, parameters, settings, wanted, given, cell, batch_idx, num_systems, half_list, pbc
     )

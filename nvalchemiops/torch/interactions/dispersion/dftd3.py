@@ -7,7 +7,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, Range, dispersion_sum, ranges_of
+from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, Range, Settings, dispersion_sum, ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates, tables_of
 from nvalchemiops.torch.interactions.pair.driver import check_wanted
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
@@ -60,7 +60,7 @@ def dftd3(
     positions : (n_atoms, 3) tensor, bohr
         Not angstrom, which nothing can detect.
     numbers : (n_atoms,) int32 or int64 tensor
-        Atomic numbers; 0 for padding that is nobody's neighbor.
+        Atomic numbers; 0 for padding, which has no neighbors and is no neighbor.
     a1, a2, s8, s6 : float or tensor
         Damping parameters of the functional (a2 in bohr), see `damping_parameters`. Tensors may have gradients.
     k1, k3 : float, optional
@@ -142,21 +142,10 @@ def dftd3(
         fill_value,
         shifts_name="unit_shifts",
     )
+    settings = Settings(RationalDamping(a1, a2, s8, s6), ranges, k1, k3, s9)
+    wanted = check_wanted(True, compute_virial, "system")
     return dispersion_sum(
-        positions,
-        numbers,
-        RationalDamping(a1, a2, s8, s6),
-        d3_params,
-        cell,
-        batch_idx,
-        given,
-        ranges,
-        check_wanted(True, compute_virial, "system"),
-        half_list=half_list,
-        num_systems=num_systems,
-        k1=k1,
-        k3=k3,
-        s9=s9,
+        positions, numbers, d3_params, settings, wanted, given, cell, batch_idx, num_systems, half_list
     )
 
 

@@ -49,31 +49,46 @@ class Ranges(NamedTuple):
     triples: Range
 
 
+class Settings(NamedTuple):
+    """What the energy depends on beside the atoms and the reference data, as for `d3_dispersion`."""
+
+    damping: RationalDamping | ZeroDamping
+    ranges: Ranges
+    k1: float
+    k3: float
+    s9: float | torch.Tensor
+
+    def checked(self) -> "Settings":
+        """The same with numbers as floats; raise unless damping and numbers are of their kinds."""
+        if not isinstance(self.damping, RationalDamping | ZeroDamping):
+            raise TypeError(f"`damping` must be RationalDamping or ZeroDamping, got {type(self.damping).__name__}")
+        return self._replace(k3=checks.as_float("k3", self.k3), s9=_scalar("s9", self.s9))
+
+    @property
+    def has_triples(self) -> bool:
+        """Whether there is a three-body energy."""
+        return isinstance(self.s9, torch.Tensor) or self.s9 != 0.0
+
+
 def dispersion_sum(
     positions: torch.Tensor,
     numbers: torch.Tensor,
-    damping: RationalDamping | ZeroDamping,
     parameters: D3Parameters | ReferenceStates,
+    settings: Settings,
+    wanted: Wanted,
+    given: GivenNeighbors,
     cell: torch.Tensor | None,
     batch_idx: torch.Tensor | None,
-    given: GivenNeighbors,
-    ranges: Ranges,
-    wanted: Wanted,
-    *,
-    half_list: bool,
     num_systems: int | None,
-    pbc: Any = None,
-    k1: float,
-    k3: float,
-    s9: float | torch.Tensor,
+    half_list: bool,
+    pbc: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Arguments and results as for `d3_dispersion`; neighbors are searched for within the largest of ``ranges``.
+    """Arguments and results as for `d3_dispersion`; neighbors are searched for within the largest of the ranges.
 
     Atoms that are padding are at the origin, wherever they were, without neighbors.
     """
-    if not isinstance(damping, RationalDamping | ZeroDamping):
-        raise TypeError(f"`damping` must be RationalDamping or ZeroDamping, got {type(damping).__name__}")
-    k3, s9 = checks.as_float("k3", k3), _scalar("s9", s9)
+    settings = settings.checked()
+    ranges = settings.ranges
     checks.check_positions(positions, finite=False)
     checks.check_index("numbers", numbers, positions, (positions.shape[0],))
     states, atoms = _look_up(parameters, numbers)
@@ -83,7 +98,7 @@ def dispersion_sum(
     if has_padding:
         positions = torch.where(is_padding.unsqueeze(1), 0.0, positions)
     # parameters of the damping may be those of each system
-    apart = wanted.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in damping)
+    apart = wanted.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
     cutoffs = [reach.cutoff for reach in ranges]
     system = pair_system(
         positions,
@@ -102,10 +117,10 @@ def dispersion_sum(
         pairs = system._replace(batch_idx=None, n_systems=1)
 
     counting = formulas.COORDINATION if ranges.counted.r_switch is None else formulas.COORDINATION_SWITCHED
-    radii: dict[str, Any] = {"radius": atoms.radius.to(dtype), "k1": k1}
+    radii: dict[str, Any] = {"radius": atoms.radius.to(dtype), "k1": settings.k1}
     (coordination,) = sum_pairs(counting, pairs, radii, Wanted(), **ranges.counted._asdict())
     at_counts = _factorised if states.pair_c6 is None else _by_pair
-    found = at_counts(pairs, coordination, damping, states, atoms, ranges, wanted, k3, s9)
+    found = at_counts(pairs, coordination, states, atoms, settings, wanted)
     energies = found.energies
     if wanted.energy_reduction == "system":
         energies = system_sums(energies, system.batch_idx, system.n_systems)
@@ -125,7 +140,7 @@ def dispersion_sum(
 
 
 class AtCounts(NamedTuple):
-    """Energies of atoms as functions of positions and coordination numbers, and what is wanted of their slopes.
+    """Energies of atoms as functions of positions and coordination numbers, with their derivatives as asked for.
 
     Attributes
     ----------
@@ -133,7 +148,7 @@ class AtCounts(NamedTuple):
     forces : (n_atoms, 3) tensor or None
     virial : (n_systems, 3, 3) tensor or None
     by_count : (n_atoms,) tensor or None
-        Slopes by the coordination numbers; None if neither forces nor virial are wanted.
+        Derivatives by the coordination numbers; None if neither forces nor virial are wanted.
     """
 
     energies: torch.Tensor
@@ -145,70 +160,67 @@ class AtCounts(NamedTuple):
 def _factorised(
     pairs: PairSystem,
     coordination: torch.Tensor,
-    damping: RationalDamping | ZeroDamping,
     states: ReferenceStates,
     atoms: "Atoms",
-    ranges: Ranges,
+    settings: Settings,
     wanted: Wanted,
-    k3: float,
-    s9: float | torch.Tensor,
 ) -> AtCounts:
-    """With coefficients of atoms."""
+    """With C6 as a product of coefficients of atoms."""
     dtype = coordination.dtype
     derivatives = wanted.forces or wanted.virial
-    coefficients, slopes = d3_coefficients(
-        coordination.to(torch.float64), atoms.row, states.coordination, states.places, states.vectors, k3, 0
+    coefficients, by_coordination = d3_coefficients(
+        coordination.to(torch.float64), atoms.row, states.coordination, states.places, states.vectors, settings.k3, 0
     )
     coefficients = coefficients.to(dtype)
     n_coefficients = coefficients.shape[1]
     formula, of_pair, species = _pair_energy(
-        damping, states.n_positive, n_coefficients - states.n_positive, coefficients, atoms, states, ranges
+        settings, states.n_positive, n_coefficients - states.n_positive, coefficients, atoms, states
     )
     names = formula.per_atom[:n_coefficients]
     first = wanted._replace(gradients=(names,) if derivatives else (), energy_reduction="atom")
-    energies, *found = sum_pairs(formula, pairs, of_pair, first, **ranges.pairs._asdict(), species=species)
+    energies, *found = sum_pairs(formula, pairs, of_pair, first, **settings.ranges.pairs._asdict(), species=species)
     forces = found.pop(0) if wanted.forces else None
     virial = found.pop() if wanted.virial else None
     by_coefficient = found[0] if derivatives else None
 
-    if isinstance(s9, torch.Tensor) or s9 != 0.0:
-        triples = _three_body(pairs, coefficients, atoms.row, states, ranges.triples, derivatives)
+    if settings.has_triples:
+        s9 = settings.s9
+        triples = _three_body(pairs, coefficients, atoms.row, states, settings.ranges.triples, derivatives)
         energies = energies + s9 * triples[0]
         forces = None if forces is None else forces - s9 * triples[1]
         virial = None if virial is None else virial + s9 * triples[4]
         by_coefficient = None if by_coefficient is None else by_coefficient + s9 * triples[2]
     if by_coefficient is None:
         return AtCounts(energies, None, None, None)
-    by_count = (by_coefficient.to(torch.float64) * slopes).sum(1).to(dtype)
+    by_count = (by_coefficient.to(torch.float64) * by_coordination).sum(1).to(dtype)
     return AtCounts(energies, forces, virial, by_count)
 
 
 def _by_pair(
     pairs: PairSystem,
     coordination: torch.Tensor,
-    damping: RationalDamping | ZeroDamping,
     states: ReferenceStates,
     atoms: "Atoms",
-    ranges: Ranges,
+    settings: Settings,
     wanted: Wanted,
-    k3: float,
-    s9: float | torch.Tensor,
 ) -> AtCounts:
-    """With a coefficient of each pair, for tables that do not factorise."""
-    if isinstance(s9, torch.Tensor) or s9 != 0.0:
+    """With a C6 of each pair, for tables that do not factorise."""
+    if settings.has_triples:
         raise ValueError("`s9`: there is no three-body term for tables `c6ab` and `cn_ref` that do not factorise")
     dtype, n_atoms = coordination.dtype, coordination.shape[0]
     derivatives = wanted.forces or wanted.virial
     first, second, vectors, alone = pairs_apart(pairs)
-    coefficients, *slopes = coefficients_of_pairs(coordination.to(torch.float64), first, second, atoms.row, states, k3)
+    coefficients, by_first, by_second = coefficients_of_pairs(
+        coordination.to(torch.float64), first, second, atoms.row, states, settings.k3
+    )
     # of both atoms of a pair, whose product is C6
     of_both = torch.stack([coefficients.to(dtype), torch.ones_like(coefficients, dtype=dtype)], 1).reshape(-1, 1)
     both = torch.stack([first, second], 1).reshape(-1)
-    those = Atoms(*(of_atom.index_select(0, both) for of_atom in atoms))
-    formula, of_pair, species = _pair_energy(damping, 1, 0, of_both, those, states, ranges)
+    atoms_of_pairs = Atoms(*(of_atom.index_select(0, both) for of_atom in atoms))
+    formula, of_pair, species = _pair_energy(settings, 1, 0, of_both, atoms_of_pairs, states)
     names = formula.per_atom[:1]
     asked = Wanted(derivatives, (names,) if derivatives else ())
-    energies, *found = sum_pairs(formula, alone, of_pair, asked, **ranges.pairs._asdict(), species=species)
+    energies, *found = sum_pairs(formula, alone, of_pair, asked, **settings.ranges.pairs._asdict(), species=species)
 
     def of_atoms(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         sums = torch.zeros((n_atoms, *values.shape[1:]), dtype=torch.float64, device=values.device)
@@ -226,23 +238,23 @@ def _by_pair(
         sums = [system_sums(part, pairs.batch_idx, pairs.n_systems) for part in dyads]
         virial = torch.stack(sums, 1).view(-1, 3, 3).to(dtype)
     by_c6 = 0.5 * found[1][::2, 0].to(torch.float64)
-    by_count = of_atoms(by_c6 * slopes[0], first) + of_atoms(by_c6 * slopes[1], second)
+    by_count = of_atoms(by_c6 * by_first, first) + of_atoms(by_c6 * by_second, second)
     return AtCounts(of_atom, forces, virial, by_count.to(dtype))
 
 
 def _pair_energy(
-    damping: RationalDamping | ZeroDamping,
+    settings: Settings,
     n_positive: int,
     n_negative: int,
     coefficients: torch.Tensor,
     atoms: "Atoms",
     states: ReferenceStates,
-    ranges: Ranges,
 ) -> tuple[Formula, dict[Any, Any], torch.Tensor | None]:
     """The energy of a pair with these coefficients of atoms, its parameters, and the species."""
     dtype = coefficients.dtype
+    damping = settings.damping
     make = formulas.rational if isinstance(damping, RationalDamping) else formulas.zero
-    formula = make(n_positive, n_negative, ranges.pairs.r_switch is not None)
+    formula = make(n_positive, n_negative, settings.ranges.pairs.r_switch is not None)
     names = formula.per_atom[: n_positive + n_negative]
     of_pair: dict[Any, Any] = {names: coefficients, "z": atoms.z.to(dtype), **damping._asdict()}
     if not formula.per_pair:
@@ -336,7 +348,7 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, A
             "`parameters`: prepare them with D3Parameters.states(elements) before torch.compile or vmap, where atomic "
             "numbers cannot be read"
         )
-    # what is not in the table at all, `ReferenceStates.rows` will name
+    # numbers beyond the table are named by `ReferenceStates.rows`
     last = parameters.rcov.shape[0] - 1
 
     def states_of(found: torch.Tensor) -> ReferenceStates:

@@ -46,7 +46,7 @@ class PairPotential:
     r_switch : float, length, optional
         From here to the cutoff go to zero smoothly, with two continuous derivatives (see Notes).
     self_energy : str, optional
-        Energy of an atom by itself, a function of its own and the global parameters, as in ``"-alpha/sqrt(pi)*q**2"``.
+        Energy of an atom alone, a function of its parameters and the global ones, as in ``"-alpha/sqrt(pi)*q**2"``.
 
     Raises
     ------
@@ -135,7 +135,7 @@ class PairPotential:
         positions : (n_atoms, 3) tensor, float32 or float64, length
             Inside the cell or not.
         cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
-            Rows are lattice vectors. One of zeros stands for an open axis. Without it nothing is periodic.
+            Rows are lattice vectors. A vector of zeros is an open axis. Without it nothing is periodic.
         neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
             Pairs (2, n_pairs) sorted by the first atom, where each atom's pairs begin (n_atoms + 1,), images
             (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`; without a cell none, or zeros. Without
@@ -143,7 +143,7 @@ class PairPotential:
         neighbor_matrix, neighbor_matrix_shifts : tensors, optional
             The same as matrix (n_atoms, width), (n_atoms, width, 3).
         fill_value : int, optional
-            What stands for no neighbor, even if it is the number of an atom. For a matrix n_atoms by default.
+            Padding: such entries are no neighbors, even if an atom has this number. n_atoms by default for a matrix.
         half_list : bool, optional
             The list has each pair once (i < j, or i = j and the first non-zero entry of the shift positive). It is
             expanded in each call, so a full list is faster.
