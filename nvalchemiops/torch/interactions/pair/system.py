@@ -59,7 +59,7 @@ def pair_system(
     check: bool = False,
     is_padding: torch.Tensor | None = None,
 ) -> PairSystem:
-    """Atoms with their neighbors, as given or within ``cutoff``, from arguments as for `PairPotential.__call__`.
+    """Checked atoms with their neighbors, as given or within ``cutoff``; arguments as for `PairPotential.__call__`.
 
     Parameters
     ----------
@@ -74,7 +74,21 @@ def pair_system(
     cell, of_atoms, n_systems = _batch(positions, cell, batch_idx, num_systems, by_system, pbc)
     # systems that the sum need not tell apart, the search must
     searched = batch_idx if of_atoms is None else of_atoms
-    rows = _neighbors(given, positions, cell, cutoff, half_list, neighbor_cutoff, searched, pbc, check)
+    if neighbor_cutoff is not None:
+        reach = checks.check_positive("neighbor_cutoff", neighbor_cutoff)
+        if cutoff is not None and reach < cutoff:
+            raise ValueError(f"`cutoff` = {cutoff} is beyond the list's reach, `neighbor_cutoff` = {reach}")
+    rows = rows_of(given, positions, cell is not None, half_list, check)
+    if rows is None:
+        if half_list or neighbor_cutoff is not None:
+            name = "half_list" if half_list else "neighbor_cutoff"
+            raise ValueError(f"`{name}` describes a list, but none is given")
+        if cutoff is None:
+            raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without a cutoff no list can be built")
+        rows = build_rows(positions, cutoff, cell, searched, pbc)
+    elif check and cutoff is not None and may_read(positions, wait=True):
+        name = "neighbor_matrix" if given.neighbor_list is None else "neighbor_list"
+        check_reach(name, rows, positions, cutoff, cell, searched, pbc)
     if is_padding is not None:
         rows = _without(is_padding, rows)
     cell = _check_images(rows, cell, of_atoms, positions, n_systems)
@@ -137,36 +151,6 @@ def _without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
     if not fits and (cell.shape[0] != 1 or pbc.ndim != 2 or pbc.shape[1] != 3):
         raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")
     return torch.where(pbc.unsqueeze(-1), cell, 0.0)
-
-
-def _neighbors(
-    given: GivenNeighbors,
-    positions: torch.Tensor,
-    cell: torch.Tensor | None,
-    cutoff: float | None,
-    half_list: bool,
-    neighbor_cutoff: float | None,
-    batch_idx: torch.Tensor | None,
-    pbc: Any,
-    check: bool,
-) -> Rows:
-    """The rows of the neighbors that are given, or of a search."""
-    if neighbor_cutoff is not None:
-        reach = checks.check_positive("neighbor_cutoff", neighbor_cutoff)
-        if cutoff is not None and reach < cutoff:
-            raise ValueError(f"`cutoff` = {cutoff} is beyond the list's reach, `neighbor_cutoff` = {reach}")
-    rows = rows_of(given, positions, cell is not None, half_list, check)
-    if rows is not None:
-        if check and cutoff is not None and may_read(positions, wait=True):
-            name = "neighbor_matrix" if given.neighbor_list is None else "neighbor_list"
-            check_reach(name, rows, positions, cutoff, cell, batch_idx, pbc)
-        return rows
-    if half_list or neighbor_cutoff is not None:
-        name = "half_list" if half_list else "neighbor_cutoff"
-        raise ValueError(f"`{name}` describes a list, but none is given")
-    if cutoff is None:
-        raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without a cutoff no list can be built")
-    return build_rows(positions, cutoff, cell, batch_idx, pbc)
 
 
 def _without(is_padding: torch.Tensor, rows: Rows) -> Rows:
