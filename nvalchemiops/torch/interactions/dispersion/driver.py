@@ -113,6 +113,7 @@ def dispersion_sum(
         is_padding=is_padding if has_padding else None,
     )
     pairs = system
+    # atoms of different systems are no neighbors: without cells, sums over pairs need not know systems
     if system.cell is None and not apart:
         pairs = system._replace(batch_idx=None, n_systems=1)
 
