@@ -16,7 +16,7 @@ from nvalchemiops.torch.interactions.dispersion import (
     damping_parameters,
     modules,
 )
-from nvalchemiops.torch.interactions.dispersion.d3 import ranges_of
+from nvalchemiops.torch.interactions.dispersion.driver import ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import given_or_published
 
 

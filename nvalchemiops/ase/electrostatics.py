@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.ase.elements import atom_values, of_array
-from nvalchemiops.ase.pair import Parameters, names, ready_made, shown
+from nvalchemiops.ase.pair import Parameters, from_library, names, shown
 from nvalchemiops.ase.system import Contribution, System, periodicity
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from nvalchemiops.torch.interactions import pair
@@ -143,7 +143,7 @@ class PairSum:
     """A sum over pairs of charges, all or those within a cutoff."""
 
     def __init__(self, method: str, cutoff: float | None, parameters: Mapping[str, Any]) -> None:
-        self.potential, values = ready_made(method, WITHIN_CUTOFF[method], cutoff, parameters)
+        self.potential, values = from_library(method, WITHIN_CUTOFF[method], cutoff, parameters)
         self.parameters = Parameters(self.potential, values, elsewhere=("q",))
 
     def __call__(self, system: System, charges: torch.Tensor, with_gradients: bool) -> Sums:
@@ -286,8 +286,8 @@ def _returned(charges: Any, system: System) -> torch.Tensor:
 def _response(system: System, charges: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Forces and virial from the change of charges; ``gradient`` is that of the energy by them."""
     leaves = [system.positions, *([] if system.cell is None else [system.cell])]
-    slopes = torch.autograd.grad(charges, leaves, gradient, allow_unused=True)
-    filled = [torch.zeros_like(leaf) if slope is None else slope for leaf, slope in zip(leaves, slopes)]
+    gradients = torch.autograd.grad(charges, leaves, gradient, allow_unused=True)
+    filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients)]
     # a strain moves positions and lattice vectors alike
-    strained = [leaf.detach().mT @ slope for leaf, slope in zip(leaves, filled)]
+    strained = [leaf.detach().mT @ g for leaf, g in zip(leaves, filled)]
     return -filled[0], -torch.stack(strained).sum(0)

@@ -53,7 +53,7 @@ def element_table(name: str, values: Mapping[str, float]) -> np.ndarray:
 def pair_table(name: str, values: float | Mapping[Any, float]) -> np.ndarray:
     """Values (n_numbers, n_numbers) by two atomic numbers, symmetric, NaN where none is given.
 
-    A number stands for all pairs.
+    A number is that of all pairs.
 
     Raises
     ------

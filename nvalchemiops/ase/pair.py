@@ -13,7 +13,7 @@ from nvalchemiops.ase.system import Contribution, System
 from nvalchemiops.torch.interactions import pair
 from nvalchemiops.torch.interactions.pair import PairPotential
 
-READY_MADE: dict[str, Callable[..., PairPotential]] = {
+LIBRARY: dict[str, Callable[..., PairPotential]] = {
     make.__name__: make
     for make in (
         pair.lennard_jones,
@@ -24,7 +24,7 @@ READY_MADE: dict[str, Callable[..., PairPotential]] = {
         pair.ziegler_biersack_littmark,
     )
 }
-"""Ready-made potentials between atoms by name; those between charges belong to `Electrostatics`."""
+"""Potentials between atoms by name; those between charges belong to `Electrostatics`."""
 
 
 class Pair:
@@ -33,17 +33,17 @@ class Pair:
     Parameters
     ----------
     potential : str or PairPotential
-        The name of a ready-made potential of `nvalchemiops.torch.interactions.pair` ("lennard_jones",
+        The name of a potential of `nvalchemiops.torch.interactions.pair` ("lennard_jones",
         "soft_core_lennard_jones", "morse", "buckingham", "born_mayer_huggins", "ziegler_biersack_littmark"), or a
         potential of your own in eV and angstrom.
     cutoff : float, angstrom, optional
         Pairs at this distance or farther are left out. Without it all pairs count, for atoms without periodicity.
         A potential of your own has its cutoff already.
     **parameters
-        Each parameter of the potential, and for ready-made ones their options (``shifted``, ``r_switch``,
+        Each parameter of the potential, and for named potentials their options (``shifted``, ``r_switch``,
         ``mixing`` ...). A parameter is a number; for one that belongs to atoms also a dict by element or an array
         (n_atoms,); for one that belongs to pairs also a dict by pair, ``{"Mg-O": 1.0, "O-O": 2.0}`` with
-        ``("Mg", "O")`` as another spelling. The key ``"*"`` stands for all that are not named. Atomic numbers are
+        ``("Mg", "O")`` as another spelling. The key ``"*"`` is for all that are not named. Atomic numbers are
         known to "ziegler_biersack_littmark".
 
     Raises
@@ -67,14 +67,14 @@ class Pair:
                 raise ValueError(f"`cutoff` is part of the potential (it has {potential.cutoff})")
             self.potential, values = potential, parameters
         else:
-            if not isinstance(potential, str) or potential not in READY_MADE:
+            if not isinstance(potential, str) or potential not in LIBRARY:
                 raise ValueError(
-                    f"`potential` must be a PairPotential or one of {names(READY_MADE)}, got {potential!r} (those "
+                    f"`potential` must be a PairPotential or one of {names(LIBRARY)}, got {potential!r} (those "
                     "between charges are methods of Electrostatics)"
                 )
             if potential == "ziegler_biersack_littmark":
                 parameters = {"z": atomic_numbers, **parameters}
-            self.potential, values = ready_made(potential, READY_MADE[potential], cutoff, parameters)
+            self.potential, values = from_library(potential, LIBRARY[potential], cutoff, parameters)
         self.parameters = Parameters(self.potential, values)
 
     def evaluate(self, system: System) -> Contribution:
@@ -93,10 +93,10 @@ class Pair:
         return f"Pair({', '.join([repr(self.name), *shown(self._arguments)])})"
 
 
-def ready_made(
+def from_library(
     name: str, make: Callable[..., PairPotential], cutoff: float | None, parameters: Mapping[str, Any]
 ) -> tuple[PairPotential, dict[str, Any]]:
-    """A ready-made potential, and those of the parameters that are not options of how it is made."""
+    """A potential of the library, and those of the parameters that are not options of its function."""
     known = inspect.signature(make).parameters
     if cutoff is None and known["cutoff"].default is inspect.Parameter.empty:
         raise ValueError(f"`cutoff` is needed for '{name}'")

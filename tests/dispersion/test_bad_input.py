@@ -175,8 +175,8 @@ def of_dftd3():
     yield ValueError, "`d3_params`", {"r4r2": parameters().r4r2}
     for on, off in ((6.0, 5.0), (1e10, 5.0)):
         yield ValueError, "s5_smoothing_off", {"s5_smoothing_on": on, "s5_smoothing_off": off, "cutoff": None}
-    for name in ("s5_smoothing_on", "s5_smoothing_off"):
-        for value in (0.0, -1.0, NAN, INF):
+    for name, values in (("s5_smoothing_on", (-1.0, NAN)), ("s5_smoothing_off", (0.0, -1.0, NAN))):
+        for value in values:
             yield ValueError, name, {name: value}
         yield TypeError, name, {name: "far"}
     yield ValueError, "`cutoff`", {"s5_smoothing_on": 5.0, "s5_smoothing_off": 2.0 * CUTOFF}

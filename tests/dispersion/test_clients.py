@@ -7,6 +7,7 @@ by its place: energies of systems, forces, coordination numbers, and the virial 
 import dataclasses
 import importlib
 import inspect
+import math
 
 import pytest
 import torch
@@ -243,6 +244,8 @@ def test_defaults_of_clients_do_not_smooth():
         {"s5_smoothing_on": 1e10, "s5_smoothing_off": 1e10},
         {"s5_smoothing_on": 50.0},
         {"s5_smoothing_off": 1e11},
+        {"s5_smoothing_on": 0.0},
+        {"s5_smoothing_on": math.inf, "s5_smoothing_off": math.inf},
     ):
         close(dftd3(*atoms[:2], **given, **options), expected, 0.0)
 
@@ -372,6 +375,8 @@ def test_equal_ends_of_the_smoothing_cut_sharply():
     for r, counts in ((end - 1e-12, True), (end, False), (end + 1e-12, False), (20.0, False), (4.0, True)):
         assert energy(r, s5_smoothing_on=end, s5_smoothing_off=end) == (energy(r) if counts else 0.0)
     assert energy(30.0, s5_smoothing_on=1e10, s5_smoothing_off=1e10) == energy(30.0) != 0.0
+    half_way = energy(end / 2, s5_smoothing_on=0.0, s5_smoothing_off=end)
+    assert half_way == pytest.approx(0.5 * energy(end / 2), rel=1e-12)
     with pytest.raises(ValueError, match=r"`s5_smoothing_off` = 7.0 must not be smaller"):
         energy(4.0, s5_smoothing_on=end, s5_smoothing_off=7.0)
 

@@ -7,7 +7,7 @@ positions, cell, parameters, and weights, ω = (w_i + w_j)/2 for a pair. The fam
 
 is closed under differentiation: the vector-Jacobian product of T_n with a vector v is T_{n+1}(y; v_1 .. v_n, v) for y,
 and T_n with v in the place of v_k for v_k. T_0 holds the forces, and as the gradient by the weights the energies of
-the atoms. F is linear in the weights, so a direction that changes nothing but the weights stands for them, one order
+the atoms. F is linear in the weights, so a direction that changes nothing but the weights takes their place, one order
 lower.
 
 Geometry enters through scalar products alone: s = d.d of the displacement d, and b_k = d.δ_k, c_kl = δ_k.δ_l with
@@ -24,7 +24,7 @@ from nvalchemiops.interactions.pair.expression import Formula, pair_energy, self
 from nvalchemiops.kernels.special import FUNCTIONS
 
 POSITIONS, CELL, PARAMETERS, GLOBALS, WEIGHTS, VIRIAL = "r", "c", "p", "g", "w", "v"
-"""Letters for what a direction consists of, and for the gradients that are wanted; that by the weights is energies."""
+"""Letters of the parts of a direction, and of the gradients asked for; the gradient by the weights is the energies."""
 
 
 class Request(NamedTuple):
@@ -65,8 +65,8 @@ class Program(NamedTuple):
     shared, of_pair : list of str
         Statements that all pairs of an atom share, and those of each pair.
     results : dict
-        Code for "energy", "slope", "slope<k>", "own<m>", "table<m>" and "shared<m>", and what an atom by itself adds:
-        "self_energy", "self_own<m>" and "self_shared<m>".
+        Code for "energy", "derivative", "derivative<k>", "own<m>", "table<m>" and "shared<m>", and for the parts of an
+        atom by itself: "self_energy", "self_own<m>" and "self_shared<m>".
     functions : list of str
         Names of the functions called.
     """
@@ -117,8 +117,8 @@ def derivatives(request: Request) -> dict[str, Any]:
         factor = sympy.Symbol("factor", real=True) if request.excluding else 1
         results |= {"energy": factor * pair.diff(omega), "self_energy": atom.diff(weight)}
     if set(outputs) & {POSITIONS, CELL, VIRIAL}:
-        results["slope"] = 2 * pair.diff(symbols.squared)
-        results |= {f"slope{k}": pair.diff(b) for k, b in products}
+        results["derivative"] = 2 * pair.diff(symbols.squared)
+        results |= {f"derivative{k}": pair.diff(b) for k, b in products}
     if PARAMETERS in outputs:
         results |= {str(x): pair.diff(x) for x in (*symbols.own, *symbols.of_pair)}
         results |= {f"self_{x}": atom.diff(x) for x in symbols.own}

@@ -34,7 +34,7 @@ SEPARATOR = "|"
 """Between the parts of `Formula.text`; no expression contains it."""
 
 RESERVED = ("r", "cutoff", "r_switch", "pi")
-"""Symbols with a meaning of their own: the distance, and where the potential ends and begins to be switched off."""
+"""Symbols that are no parameters: the distance, and where the potential ends and begins to be switched off."""
 
 
 class Formula(NamedTuple):
@@ -50,7 +50,7 @@ class Formula(NamedTuple):
     switched : bool
         Go to zero smoothly from ``r_switch`` to ``cutoff``.
     self_energy : str
-        Energy of an atom by itself, a function of its parameters; nothing by default.
+        Energy of an atom alone, a function of its parameters; none by default.
     """
 
     expression: str
@@ -91,7 +91,7 @@ class Symbols(NamedTuple):
 
 
 def check_names(formula: Formula) -> None:
-    """Raise unless the declared names are distinct identifiers without a meaning of their own."""
+    """Raise unless the declared names are distinct identifiers that are not reserved."""
     seen: dict[str, str] = {name: "is reserved" for name in (*RESERVED, *FUNCTIONS)}
     for kind in ("per_atom", "global_parameters", "per_pair"):
         names = getattr(formula, kind)
@@ -170,7 +170,7 @@ def pair_energy(formula: Formula) -> Any:
 
 @functools.cache
 def self_energy(formula: Formula) -> Any:
-    """The energy of an atom by itself as a sympy expression of its own parameters, or None. Raises as `pair_energy`."""
+    """The energy of an atom alone as a sympy expression of its parameters, or None. Raises as `pair_energy`."""
     import sympy
 
     if not formula.self_energy:
@@ -182,6 +182,12 @@ def self_energy(formula: Formula) -> Any:
     if energy.has(sympy.I):
         raise ValueError("`self_energy` is not real: it takes a root or a logarithm of something negative")
     return energy
+
+
+def check_formula(formula: Formula) -> None:
+    """Raise as `pair_energy` unless the energies of a pair and of an atom can be used."""
+    pair_energy(formula)
+    self_energy(formula)
 
 
 def _switch(r: Any, symbols: Symbols) -> Any:

@@ -1,4 +1,4 @@
-"""Ready-made pair potentials: each an expression, with its source.
+"""Library of pair potentials: each an expression, with its source.
 
 Energies are those of a pair. Charges are in units in which the Coulomb energy is ``q1*q2/r``. Where parameters belong
 to pairs of species rather than to atoms, the same expression is used with tables, see `with_tables`.
@@ -66,7 +66,7 @@ Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
 
 
 def ewald_short_range(exponent: int, n_charges: int = 1) -> Formula:
-    """What an Ewald sum of ``1/r^p`` leaves to pairs, with its self energy; for p = 1 or an even p.
+    """Short-range part of an Ewald sum of ``1/r^p``, with its self energy; for p = 1 or an even p.
 
     ``q1 q2 Γ(p/2, x) / (Γ(p/2) r^p)`` with ``x = (alpha r)^2``: for p = 1 ``erfc(alpha r) / r``, for even p a sum of
     p/2 terms. The rest of ``1/r^p`` is ``alpha^p / Γ(p/2 + 1)`` at r = 0. With several charges the energies add up.
@@ -82,7 +82,7 @@ def ewald_short_range(exponent: int, n_charges: int = 1) -> Formula:
 
 
 def ewald_excluded(exponent: int, n_charges: int = 1) -> Formula:
-    """Minus the smooth part of ``1/r^p``, which is finite at r = 0: what a pair has to lose that does not interact.
+    """Minus the long-range part of ``1/r^p``, which is finite at r = 0: the correction for an excluded pair.
 
     ``-q1 q2 alpha^p γ*(p/2, x) / Γ(p/2)`` with ``x = (alpha r)^2`` and ``γ*(a, x) = x^-a γ(a, x)``, an incomplete gamma
     function; for p = 1 this is ``-q1 q2 erf(alpha r) / r``.
@@ -119,8 +119,8 @@ doi:10.1063/1.478738, eq. (5.13).
 """
 
 DSF = Formula(
-    "q1*q2*(erfc(alpha*r)/r - at_cutoff + slope*(r - cutoff)); at_cutoff = erfc(alpha*cutoff)/cutoff; "
-    "slope = at_cutoff/cutoff + 2*alpha/sqrt(pi)*exp(-alpha^2*cutoff^2)/cutoff",
+    "q1*q2*(erfc(alpha*r)/r - at_cutoff + force*(r - cutoff)); at_cutoff = erfc(alpha*cutoff)/cutoff; "
+    "force = at_cutoff/cutoff + 2*alpha/sqrt(pi)*exp(-alpha^2*cutoff^2)/cutoff",
     ("q",),
     ("alpha",),
     self_energy=WOLF.self_energy,

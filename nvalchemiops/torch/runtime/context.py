@@ -37,13 +37,14 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
 
 
 @internals.only_inlined
-def is_eager(*tensors: torch.Tensor | None) -> bool:
+def is_eager(*tensors: torch.Tensor | None, under_modes: bool = False) -> bool:
     """Whether this is plain eager mode: nothing but autograd's backward mode sees the operations.
 
     Nothing is compiled; no function transform, forward-mode derivative or dispatch mode (which tracers are) is on; and
-    the tensors are of torch's own types, no subclasses.
+    the tensors are of torch's own types, no subclasses. With ``under_modes`` dispatch modes may be on: for what changes
+    which operations there are, but shows them all.
     """
-    if torch.compiler.is_compiling() or derivative_asked() or count_dispatch_modes():
+    if torch.compiler.is_compiling() or derivative_asked() or (count_dispatch_modes() and not under_modes):
         return False
     for tensor in tensors:  # a loop, since operators ask in each call
         if tensor is not None and type(tensor) not in PLAIN_TYPES:

@@ -14,8 +14,8 @@ from nvalchemiops.torch.launch import launch
 def _pullback(
     inputs: dict[str, Any], gradients: dict[str, torch.Tensor | None], wanted: frozenset[str]
 ) -> dict[str, torch.Tensor]:
-    slopes = d3_coefficients(**{**inputs, "derivative": inputs["derivative"] + 1})
-    parts = [g * slope for g, slope in zip(gradients.values(), slopes) if g is not None]
+    following = d3_coefficients(**{**inputs, "derivative": inputs["derivative"] + 1})
+    parts = [g * d for g, d in zip(gradients.values(), following) if g is not None]
     return {"coordination": sum(parts[1:], parts[0]).sum(1)}
 
 
@@ -37,8 +37,8 @@ def _shape(coordination: torch.Tensor, row: Any, references: Any, places: Any, v
 
 @warp_custom_op(
     "nvalchemiops::d3_coefficients",
-    outputs=[OutputSpec("coefficients", wp.float64, _shape), OutputSpec("slopes", wp.float64, _shape)],
-    grad_arrays=["coefficients", "slopes", "coordination"],
+    outputs=[OutputSpec("coefficients", wp.float64, _shape), OutputSpec("derivatives", wp.float64, _shape)],
+    grad_arrays=["coefficients", "derivatives", "coordination"],
     backward=_pullback,
     vmap=_fold,
     trusted=True,
@@ -63,20 +63,20 @@ def d3_coefficients(
     references : (n_rows, n_references) float64 tensor
         Coordination numbers of the reference molecules.
     places : (n_rows, n_references) int32 tensor
-        Rows of the reference molecules among the vectors; the last one for entries that hold none.
+        Rows of the reference molecules among the vectors; the last row for entries without a molecule.
     vectors : (n_states + 1, n_coefficients) float64 tensor
         ``v_aq``; the last row is zero.
     k3 : float
     derivative : int
         n, from zero on.
     """
-    values, slopes = (coordination.new_empty(coordination.shape[0], vectors.shape[1]) for _ in range(2))
+    values, derivatives = (coordination.new_empty(coordination.shape[0], vectors.shape[1]) for _ in range(2))
     launch(
         kernels.coefficients(derivative),
         coordination.shape[0],
         [coordination, row, references, places, vectors, k3],
-        [values, slopes],
+        [values, derivatives],
         lanes=WARP,
         kind=vectors.shape[1].bit_length(),
     )
-    return values, slopes
+    return values, derivatives

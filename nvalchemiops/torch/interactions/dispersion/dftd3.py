@@ -7,23 +7,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.dispersion.d3 import (
-    K1,
-    K3,
-    Range,
-    System,
-    dispersion_sum,
-    ranges_of,
-    with_neighbors,
-)
+from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, Range, Settings, dispersion_sum, ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates, tables_of
-from nvalchemiops.torch.interactions.pair.potential import Wanted
+from nvalchemiops.torch.interactions.pair.driver import check_wanted
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import may_read
 
 NO_SMOOTHING = 1e10
-"""From here on a smoothing stands for none."""
+"""A smoothing that ends here or beyond is none, bohr."""
 
 
 def dftd3(
@@ -69,7 +61,7 @@ def dftd3(
     positions : (n_atoms, 3) tensor, bohr
         Not angstrom, which nothing can detect.
     numbers : (n_atoms,) int32 or int64 tensor
-        Atomic numbers; 0 for padding that is nobody's neighbor.
+        Atomic numbers; 0 for padding, which has no neighbors and is no neighbor.
     a1, a2, s8, s6 : float or tensor
         Damping parameters of the functional (a2 in bohr), see `damping_parameters`. Tensors may have gradients.
     k1, k3 : float, optional
@@ -77,7 +69,7 @@ def dftd3(
     s5_smoothing_on, s5_smoothing_off : float, bohr, optional
         Between these distances the energy of a pair goes to zero smoothly, with two continuous derivatives. If they are
         equal it ends there sharply: pairs at this distance and beyond do not count. By default, and with 1e10 or more
-        for the second one, it does not end. The coordination number is left as it is.
+        for the second one, infinity included, it does not end. The coordination number is left as it is.
     fill_value : int, optional
         Padding of ``neighbor_matrix``, by default the number of atoms.
     d3_params : D3Parameters, ReferenceStates, dict or other object
@@ -130,10 +122,11 @@ def dftd3(
         d3_params = _from_parts(tables_of(d3_params))
     checks.check_positions(positions, finite=False)
     checks.check_same_device(device, positions)
-    on, off = (
-        checks.check_positive(name, value)
-        for name, value in (("s5_smoothing_on", s5_smoothing_on), ("s5_smoothing_off", s5_smoothing_off))
-    )
+    on, off = checks.as_float("s5_smoothing_on", s5_smoothing_on), checks.as_float("s5_smoothing_off", s5_smoothing_off)
+    if not on >= 0.0:
+        raise ValueError(f"`s5_smoothing_on` must not be negative, got {on}")
+    if not off > 0.0:
+        raise ValueError(f"`s5_smoothing_off` must be positive, got {off}")
     ranges = ranges_of(cutoff, coordination_cutoff, three_body_cutoff, None)
     if off < min(on, NO_SMOOTHING):
         raise ValueError(f"`s5_smoothing_off` = {off} must not be smaller than `s5_smoothing_on` = {on}")
@@ -150,10 +143,11 @@ def dftd3(
         fill_value,
         shifts_name="unit_shifts",
     )
-    system = System(positions, numbers, cell, batch_idx, num_systems)
-    system, rows = with_neighbors(system, given, half_list, ranges)
-    wanted = Wanted(True, (), checks.check_flag("compute_virial", compute_virial), "system")
-    return dispersion_sum(system, rows, RationalDamping(a1, a2, s8, s6), d3_params, ranges, wanted, k1, k3, s9)
+    settings = Settings(RationalDamping(a1, a2, s8, s6), ranges, k1, k3, s9)
+    wanted = check_wanted(True, compute_virial, "system")
+    return dispersion_sum(
+        positions, numbers, d3_params, settings, wanted, given, cell, batch_idx, num_systems, half_list
+    )
 
 
 _made: Any = WeakTensorKeyDictionary()

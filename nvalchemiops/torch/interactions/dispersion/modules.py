@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping, damping_parameters
-from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion, ranges_of
+from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion
+from nvalchemiops.torch.interactions.dispersion.driver import ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, given_or_published
 from nvalchemiops.torch.runtime.modules import ExactModule
 

@@ -10,13 +10,13 @@ doi:10.1063/1.3382344, eq. (16).
 import torch
 
 from nvalchemiops.torch.interactions.dispersion.reference_data import ReferenceStates
-from nvalchemiops.torch.interactions.pair.potential import PairSystem
+from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.pairs import list_geometry
 from nvalchemiops.torch.neighbors.rows import Rows, owners
 from nvalchemiops.torch.runtime.context import may_read
 
 PAIRS_AT_ONCE = 2**16
-"""For which the weights are there at the same time, 200 bytes and more for each."""
+"""Pairs whose weights are in memory at the same time, 200 bytes and more for each pair."""
 
 
 def pairs_apart(system: PairSystem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PairSystem]:
@@ -53,7 +53,7 @@ def coefficients_of_pairs(
     states: ReferenceStates,
     k3: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """C6 of pairs and its slopes by the coordination numbers of the first and the second atom, each (n_pairs,).
+    """C6 of pairs and its derivatives by the coordination numbers of the first and the second atom, each (n_pairs,).
 
     Parameters
     ----------

@@ -27,7 +27,7 @@ _LARGEST_RATIO = 1e3
 
 
 class ReferenceStates(NamedTuple):
-    """What the kernels need of some elements, in float64 and atomic units.
+    """Reference data of some elements as the kernels read them, in float64 and atomic units.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class ReferenceStates(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Tables, how often they had been changed, and what has been found of them."""
+    """Tables, their versions, and the states that were prepared of them."""
 
     tables: tuple[torch.Tensor | None, ...]
     versions: list[Any]
@@ -129,7 +129,7 @@ class D3Parameters:
     r0ab : (n_numbers, n_numbers) tensor, bohr, optional
         Radii of pairs of elements, which damping to zero needs.
 
-        The tables are copied. Their dtype and device are kept; what is computed of them is computed in float64.
+        The tables are copied, with their dtype and device; results of them are computed in float64.
 
     Raises
     ------
@@ -161,7 +161,7 @@ class D3Parameters:
                 )
         with torch.inference_mode(False):
             for name, value in given.items():
-                setattr(self, name, value.detach().clone())  # which the caller's tensors may change without
+                setattr(self, name, value.detach().clone())  # a change of the caller's tensors changes nothing here
         self._seen: _Seen | None = None
 
     def _given(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class D3Parameters:
         return {name: getattr(self, name) for name in names if name != "r0ab" or self.r0ab is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy may be changed: it finds states of its own
+        # a copy may be changed, so it prepares other states
         return self.__dict__ | {"_seen": None}
 
     def to(
@@ -195,7 +195,7 @@ class D3Parameters:
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are. Atoms may be elsewhere: what is needed of the tables is copied once."""
+        """Where the tables are. Atoms may be elsewhere: the states of their elements are copied once."""
         return self.c6ab.device
 
     @property
@@ -250,7 +250,7 @@ class D3Parameters:
         return tuple(((there.any(0) | there.any(1)).nonzero().squeeze(1) + 1).tolist())
 
     def states(self, elements: Sequence[int], device: torch.device | str = "cpu") -> ReferenceStates:
-        """What is needed of some elements. Prepared once, it can be given in the place of these parameters.
+        """The reference data of some elements, prepared once; they can be given in the place of these parameters.
 
         Inside ``torch.compile`` it must be, and on a GPU it should be: otherwise atomic numbers are read back.
 

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.pair import potentials
+from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
-from nvalchemiops.torch.interactions.pair.potential import Wanted, evaluate
+from nvalchemiops.torch.interactions.pair.driver import Wanted, check_wanted, sum_pairs
+from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.context import may_read, on_host
 
@@ -59,7 +61,7 @@ def coulomb_energy(
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
     )
-    return _coulomb(positions, charges, cell, cutoff, alpha, given, batch_idx, half_list, Wanted())
+    return _coulomb(positions, charges, cell, cutoff, alpha, given, batch_idx, half_list, Wanted())[0]
 
 
 def coulomb_forces(
@@ -105,7 +107,10 @@ def coulomb_energy_forces(
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
     )
-    return _coulomb(positions, charges, cell, cutoff, alpha, given, batch_idx, half_list, Wanted(forces=True))
+    energies, forces = _coulomb(
+        positions, charges, cell, cutoff, alpha, given, batch_idx, half_list, Wanted(forces=True)
+    )
+    return energies, forces
 
 
 def _coulomb(
@@ -118,25 +123,37 @@ def _coulomb(
     batch_idx: torch.Tensor | None,
     half_list: bool,
     wanted: Wanted,
-) -> Any:
-    checks.check_positions(positions, finite=False)
-    check_charges(charges, positions)
+) -> tuple[torch.Tensor, ...]:
     if not isinstance(alpha, (int, float, torch.Tensor)):
         raise TypeError(f"`alpha` must be a number or a tensor, got {type(alpha).__name__}")
-    alpha = _damping(alpha)
-    bare = not isinstance(alpha, torch.Tensor) and checks.as_float("alpha", alpha) == 0.0
-    parameters: dict[str, Any] = {"q": charges} if bare else {"q": charges, "alpha": alpha}
-    return evaluate(
-        potentials.COULOMB if bare else potentials.EWALD_REAL_SPACE,
-        positions,
-        cell,
-        parameters,
-        given,
-        wanted,
-        cutoff=checks.check_positive("cutoff", cutoff),
-        batch_idx=batch_idx,
-        half_list=half_list,
+    bare = not isinstance(alpha, torch.Tensor) and alpha == 0.0
+    formula = potentials.COULOMB if bare else potentials.EWALD_REAL_SPACE
+    return _sum(formula, positions, charges, cell, cutoff, alpha, given, batch_idx, None, half_list, wanted)
+
+
+def _sum(
+    formula: Formula,
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    cell: torch.Tensor | None,
+    cutoff: float,
+    alpha: float | torch.Tensor,
+    given: GivenNeighbors,
+    batch_idx: torch.Tensor | None,
+    num_systems: int | None,
+    half_list: bool,
+    wanted: Wanted,
+) -> tuple[torch.Tensor, ...]:
+    """Sum a formula of charges, ``q``, and perhaps of damping, ``alpha``."""
+    checks.check_positions(positions, finite=False)
+    check_charges(charges, positions)
+    cutoff, alpha = checks.check_positive("cutoff", cutoff), _damping(alpha)
+    parameters = {"q": charges} | ({"alpha": alpha} if formula.global_parameters else {})
+    by_system = wanted.by_system or formula.global_parameters != ()
+    system = pair_system(
+        positions, cell, given, batch_idx, num_systems, cutoff=cutoff, by_system=by_system, half_list=half_list
     )
+    return sum_pairs(formula, system, parameters, wanted, cutoff=cutoff)
 
 
 def _damping(alpha: Any) -> Any:
@@ -211,31 +228,20 @@ def dsf_coulomb(
     -----
     Formula and source: `nvalchemiops.interactions.pair.potentials.DSF`.
     """
-    checks.check_positions(positions, finite=False)
-    check_charges(charges, positions)
-    alpha = _damping(alpha)
     checks.check_same_device(device, positions)
-    result = evaluate(
-        potentials.DSF,
-        positions,
-        cell,
-        {"q": charges, "alpha": alpha},
-        GivenNeighbors(
-            neighbor_list,
-            neighbor_ptr,
-            unit_shifts,
-            neighbor_matrix,
-            neighbor_matrix_shifts,
-            fill_value,
-            shifts_name="unit_shifts",
-        ),
-        Wanted(compute_forces, (), compute_virial, "system"),
-        cutoff=checks.check_positive("cutoff", cutoff),
-        batch_idx=batch_idx,
-        num_systems=num_systems,
-        half_list=half_list,
+    given = GivenNeighbors(
+        neighbor_list,
+        neighbor_ptr,
+        unit_shifts,
+        neighbor_matrix,
+        neighbor_matrix_shifts,
+        fill_value,
+        shifts_name="unit_shifts",
     )
-    return result if isinstance(result, tuple) else (result,)
+    wanted = check_wanted(compute_forces, compute_virial, "system")
+    return _sum(
+        potentials.DSF, positions, charges, cell, cutoff, alpha, given, batch_idx, num_systems, half_list, wanted
+    )
 
 
 __all__ = ["coulomb_energy", "coulomb_energy_forces", "coulomb_forces", "dsf_coulomb"]

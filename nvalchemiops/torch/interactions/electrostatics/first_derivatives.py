@@ -92,7 +92,7 @@ def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _on_cpu(inputs: Sequence[torch.Tensor]) -> bool:
-    return is_eager(*inputs) and all(t.device.type == "cpu" for t in inputs)
+    return is_eager(*inputs, under_modes=True) and all(t.device.type == "cpu" for t in inputs)
 
 
 class _WithDerivatives(torch.autograd.Function):

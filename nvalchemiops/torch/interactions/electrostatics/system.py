@@ -7,7 +7,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.pair.potential import ExclusionRows, exclusion_rows
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows
 from nvalchemiops.torch.operators.lattice import Lattice, check_cells, lattice_of, nan_if_singular, one_or_nan
 from nvalchemiops.torch.runtime.context import may_read, on_host
 

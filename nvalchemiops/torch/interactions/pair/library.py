@@ -1,4 +1,4 @@
-"""Ready-made pair potentials, formulas and sources in `nvalchemiops.interactions.pair.potentials`."""
+"""Library of pair potentials; formulas and sources in `nvalchemiops.interactions.pair.potentials`."""
 
 from typing import Any
 

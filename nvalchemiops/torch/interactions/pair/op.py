@@ -1,8 +1,8 @@
 """One op for the energies of all pair potentials and all their derivatives.
 
 It evaluates the family ``T_n`` of `nvalchemiops.interactions.pair.derivatives`, and its derivative is itself, one
-order higher. So it differentiates as often as anybody asks, and each order is a kernel that is printed and compiled
-when it is first needed.
+order higher. So it can be differentiated to any order; the kernel of each order is printed
+and compiled when it is first needed.
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch
 from nvalchemiops.interactions.pair import sum as core
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.interactions.pair.loop import FAULTS
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
@@ -150,11 +151,11 @@ def _pullback(
         if cell is not None:
             moved[CELL] = _product(cell, change)
         direct = [letter for letter in moved if INPUTS[letter] in wanted]
-        slopes = evaluate(old, "".join(direct)) if direct else {}
+        derivatives = evaluate(old, "".join(direct)) if direct else {}
         if POSITIONS in direct:
-            add(POSITIONS, (per_atom * slopes[POSITIONS].unsqueeze(-2)).sum(-1))
+            add(POSITIONS, (per_atom * derivatives[POSITIONS].unsqueeze(-2)).sum(-1))
         if CELL in direct:
-            add(CELL, _product(slopes[CELL], change))
+            add(CELL, _product(derivatives[CELL], change))
         for letter, part in moved.items():
             new[letter] = new[letter] + part if letter in new else part
     if not new:
@@ -165,16 +166,16 @@ def _pullback(
         for letter, gradient in evaluate([*old, new], letters).items():
             add(letter, gradient)
 
-    # by one of the directions: in its place stands the incoming one
+    # by one of the directions: the incoming one takes its place
     parts: dict[str, list[torch.Tensor]] = {}
     for k, direction in enumerate(old):
         letters = "".join(letter for letter in direction if f"direction_{INPUTS[letter]}" in wanted)
         if letters:
-            slopes = evaluate([*old[:k], *old[k + 1 :], new], letters)
+            derivatives = evaluate([*old[:k], *old[k + 1 :], new], letters)
             for letter in letters:
-                vanishing = letter not in slopes
+                vanishing = letter not in derivatives
                 parts.setdefault(letter, []).append(
-                    torch.zeros_like(direction[letter]) if vanishing else slopes[letter]
+                    torch.zeros_like(direction[letter]) if vanishing else derivatives[letter]
                 )
     for letter, slices in parts.items():
         found[f"direction_{INPUTS[letter]}"] = torch.stack(slices)
@@ -274,7 +275,7 @@ def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.T
         return value.movedim(0, axis).flatten(axis, axis + 1)
 
     def numbered(name: str, step: int) -> torch.Tensor | None:
-        """The integers of an argument for all slices, each slice with numbers of its own."""
+        """The integers of an argument for all slices, other numbers for each slice."""
         value = given[name]
         if value is None:
             return None
@@ -292,7 +293,7 @@ def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.T
         folded["batch_idx"] = numbered("batch_idx", n_systems).flatten()  # type: ignore[union-attr]
     neighbors = numbered("neighbors", n_atoms)
     assert neighbors is not None
-    # what is no atom must not become one of another slice
+    # an index that is no atom must not become one of another slice
     original = given["neighbors"]
     absent = (original == given["padding"]) & (given["padding"] > NO_PADDING)
     neighbors = torch.where((original < 0) | (original >= n_atoms), -1, neighbors)
@@ -419,7 +420,7 @@ def pair_sum(
         excluded,
         excluded_factors,
     )
-    # nobody asks a GPU, where NaN must do
+    # on a GPU, which would have to be waited for, NaN must do
     fault = _fault() if device.type == "cpu" else None
     memory: dict[str, torch.Tensor] = {}
     if WEIGHTS in outputs:
@@ -440,11 +441,11 @@ def pair_sum(
     )
     if fault is not None and (number := int(fault)):
         fault.zero_()
-        raise ValueError(core.FAULTS[number])
+        raise ValueError(FAULTS[number])
     if columns:
         parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(columns.values()), dim=1)
         for letter, part in zip(columns, parts):
-            # memory of its own for each
+            # outputs must not share memory
             part = part.to(positions.dtype, copy=len(columns) > 1)
             memory[OUTPUTS[letter]] = part if letter == GLOBALS else part.reshape(n_systems, 3, 3)
     return tuple(memory[name] if name in memory else positions.new_empty(0) for name in OUTPUTS.values())

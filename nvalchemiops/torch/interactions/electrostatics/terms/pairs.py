@@ -9,7 +9,8 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.interactions.pair import potential as pairs
+from nvalchemiops.torch.interactions.pair import driver as pairs
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 
 MOST_CHANNELS = 16
@@ -33,7 +34,7 @@ class PairTerm(NamedTuple):
     formula: Callable[[int], Formula]
     parameter: torch.Tensor
     rows: Rows
-    exclusions: pairs.ExclusionRows | None = None
+    exclusions: ExclusionRows | None = None
     cutoff: float | None = None
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
@@ -62,7 +63,7 @@ class PairTerm(NamedTuple):
             cutoff=self.cutoff,
             exclusions=self.exclusions,
         )
-        found = iter(results if isinstance(results, tuple) else (results,))
+        found = iter(results)
         energies = next(found).unsqueeze(1)
         forces = next(found) if derivatives.forces else None
         by_charges = next(found) if gradients else None

@@ -1,0 +1,298 @@
+"""The C++ of the loop over an atom's row of neighbors, with places for what a formula and a request fill in.
+
+The body of the kernel of `nvalchemiops.interactions.pair.sum`, which says how the places ``@name@`` are filled.
+"""
+
+import re
+from typing import Any
+
+from nvalchemiops.kernels.simd import LANES, lanes_of_masks
+
+BLOCK = 64
+"""Neighbors that are collected before they are evaluated, at most; a multiple of `LANES`."""
+
+FAULTS = {
+    1: "`neighbor_list` or `neighbor_matrix` holds an atom that does not exist",
+    2: "`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit it, from 0 to the number of pairs",
+    3: "`batch_idx` holds a system that does not exist",
+    4: "`species` holds a species that the tables do not have",
+}
+"""What a kernel found wrong with indices. It reads nothing that they point to, and the results of the atom are NaN."""
+
+NO_NUMBER = 5
+"""Not a fault to raise for, but results that are NaN: a position that is not finite, a cell that is NaN, an image along
+a lattice vector of zeros, which is an open axis."""
+
+SKELETON = """
+    typedef @real@ real;
+    const int n_atoms = positions.shape[0];
+    const bool is_list = row_begin.shape[0] > 0;
+    const long long begin = is_list ? row_begin.data[i] : static_cast<long long>(i) * width;
+    long long end = is_list ? row_begin.data[i + 1] : begin + width;
+    int broken = 0;
+    if (begin < 0 || begin > end || end > neighbors.shape[0] || (i == 0 && begin > 0)
+        || (i == n_atoms - 1 && end < neighbors.shape[0]) || (first.shape[0] > 0 && first.shape[0] < end)) broken = 2;
+    @checks@
+    // What is infinite is beyond every cutoff, but no cutoff may hide it.
+    const auto has_place = [&](int j) {
+        const real *x = positions.data + 3LL * j;
+        return fabs(x[0]) < INFINITY && fabs(x[1]) < INFINITY && fabs(x[2]) < INFINITY;
+    };
+    if (!has_place(i)) broken = @no_number@;
+    if (broken) end = begin;
+
+#if defined(__CUDA_ARCH__)
+    @scalar_functions@
+#else
+    @vector_functions@
+#endif
+    const real *own = positions.data + 3LL * i;
+    const one x_i[3] = {one(own[0]), one(own[1]), one(own[2])};
+    const one cutoff = cutoff_distance, r_switch = switch_distance, cutoff_squared = cutoff * cutoff;
+    @shared@
+
+    const auto displacement = [&](long long slot, one *d) {
+        const real *x_j = positions.data + 3LL * neighbors.data[slot];
+        for (int a = 0; a < 3; ++a) d[a] = one(x_j[a]) - x_i[a];
+        @image@
+    };
+    @is_nearest@
+    // The neighbor in a slot, if there is one. What is NaN is close.
+    struct Neighbor {
+        int j, shift[3];
+        one d[3], factor;
+        bool close;
+    };
+    const auto look_at = [&](long long slot, Neighbor &it) {
+        it.j = neighbors.data[slot];
+        if (first.shape[0] > 0 && first.data[slot] != i) {
+            broken = 2;
+            return false;
+        }
+        if (it.j == padding && padding > @no_padding@) return false;
+        if (it.j < 0 || it.j >= n_atoms) {
+            broken = 1;
+            return false;
+        }
+        displacement(slot, it.d);
+        @look@
+        const one squared = it.d[0] * it.d[0] + it.d[1] * it.d[1] + it.d[2] * it.d[2];
+        it.close = !(squared >= cutoff_squared);
+        if (!(squared < INFINITY) && !has_place(it.j)) broken = @no_number@;
+        return true;
+    };
+
+#if defined(__CUDA_ARCH__)
+    @totals_gpu@
+    const int lane = threadIdx.x & @last_thread@;
+    const auto add_up = [](double sum) {
+        for (int step = @half_warp@; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        return sum;
+    };
+    for (long long slot = begin + lane; slot < end; slot += @warp@) {
+        Neighbor it;
+        if (!look_at(slot, it) || !it.close) continue;
+        const auto take = [&](const real *from, long long stride) { return one(from[stride * it.j]); };
+        const auto kept = [](one value) { return static_cast<double>(value); };
+        @take_both_gpu@
+        const one d0 = it.d[0], d1 = it.d[1], d2 = it.d[2];
+        @data_gpu@
+        @evaluation@
+        @tables_gpu@
+    }
+    for (int step = @half_warp@; step > 0; step /= 2) {
+        const int other = __shfl_xor_sync(0xffffffffu, broken, step);
+        broken = other > broken ? other : broken;
+    }
+    @reduce_tables@
+#else
+    @totals@
+    // Slots that were looked at, and the numbers of those that are close. What fills the last vector exists, and its
+    // values are not kept.
+    struct alignas(64) Block {
+        double d[3][@room@], factor[@room@];
+        int shift[3][@room@], j[@room@], close[@room@];
+    } block;
+    const condition numbers = {@numbers@};
+    const auto add_up = [](lanes values) {
+        const auto four = values.lo + values.hi;
+        const auto two = four.lo + four.hi;
+        return two.lo + two.hi;
+    };
+    const int lane = 0;
+    int m = 0, n = 0;
+    for (long long slot = begin; slot < end;) {
+        @fast@
+        for (; slot < end && m < @block@; ++slot) {
+            Neighbor it;
+            if (!look_at(slot, it)) continue;
+            block.j[m] = it.j;
+            for (int a = 0; a < 3; ++a) block.d[a][m] = it.d[a];
+            @collect@
+            block.close[n] = m++;
+            n += it.close;
+        }
+        const bool all = m == n;
+        const int whole = slot < end ? n - n % @lanes@ : n;
+        for (int rest = 0; rest < @lanes@; ++rest) {
+            block.close[n + rest] = m;
+            block.j[m + rest] = i;
+            for (int a = 0; a < 3; ++a) block.d[a][m + rest] = 1.0;
+            @fill@
+        }
+        for (int at = 0; at < whole; at += @lanes@) {
+            const int *close = block.close + at;
+            const condition live = numbers < n - at;
+            int j[@lanes@];
+            for (int l = 0; l < @lanes@; ++l) j[l] = block.j[close[l]];
+            const auto load = [=](const auto *from) {
+                lanes values;
+                if (all)
+                    for (int l = 0; l < @lanes@; ++l) values[l] = from[at + l];
+                else
+                    for (int l = 0; l < @lanes@; ++l) values[l] = from[close[l]];
+                return values;
+            };
+            const auto take = [&](const real *from, long long stride) {
+                lanes values;
+                for (int l = 0; l < @lanes@; ++l) values[l] = from[stride * j[l]];
+                return values;
+            };
+            const auto kept = [live](lanes values) { return live ? values : lanes(0.0); };
+            @take_both@
+            const lanes d0 = load(block.d[0]), d1 = load(block.d[1]), d2 = load(block.d[2]);
+            @data@
+            @evaluation@
+            @tables@
+        }
+        // Neighbors that fill no vector wait for more: which of them meet does not depend on those that are not close.
+        for (m = 0; whole + m < n; ++m) {
+            const int from = block.close[whole + m];
+            block.close[m] = m;
+            block.j[m] = block.j[from];
+            for (int a = 0; a < 3; ++a) block.d[a][m] = block.d[a][from];
+            @keep@
+        }
+        n = m;
+    }
+#endif
+    const double zero = 0.0, error = broken ? zero / zero : 0.0;
+    @sums@
+    if (lane > 0) return;
+    if (broken && broken != @no_number@ && fault.shape[0] > 0) fault.data[0] = broken;
+    @results@
+"""
+
+CELL = f"""
+bool is_open[3], any_open = false;
+{{
+    double sum = 0.0;
+    for (int c = 0; c < 3; ++c) {{
+        const real *v = cell.data + 9LL * system + 3 * c;
+        is_open[c] = v[0] == 0 && v[1] == 0 && v[2] == 0;
+        any_open |= is_open[c];
+        sum += v[0] + v[1] + v[2];
+    }}
+    if (sum != sum) broken = {NO_NUMBER};
+}}
+const auto points_nowhere = [&](const int *shift) {{
+    return (is_open[0] && shift[0]) || (is_open[1] && shift[1]) || (is_open[2] && shift[2]);
+}};
+"""
+
+IMAGE = f"""
+const int *shift = shifts.data + 3 * slot;
+if (shift[0] | shift[1] | shift[2]) {{
+    for (int a = 0; a < 3; ++a) d[a] += shift[0] * h[a] + shift[1] * h[3 + a] + shift[2] * h[6 + a];
+    if (any_open && points_nowhere(shift)) broken = {NO_NUMBER};
+}}
+"""
+
+IS_NEAREST = """
+// Whether no other image of the same neighbor is closer. Of two at one distance, both atoms choose the same.
+const auto is_nearest = [&](long long slot) {
+    const auto squared_at = [&](long long place) {
+        one d[3];
+        displacement(place, d);
+        return d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
+    };
+    const int j = neighbors.data[slot], *shift = shifts.data + 3 * slot;
+    for (long long place = begin; place < end; ++place) {
+        if (place == slot || neighbors.data[place] != j) continue;
+        const one mine = squared_at(slot), other = squared_at(place);
+        const int *image = shifts.data + 3 * place;
+        int order = 0;
+        for (int a = 2; a >= 0; --a) order = image[a] < shift[a] ? -1 : image[a] > shift[a] ? 1 : order;
+        if (other < mine || (other == mine && order == (i < j ? -1 : 1))) return false;
+    }
+    return true;
+};
+"""
+
+
+FAST = f"""
+// {LANES} slots at a time, as long as all hold neighbors
+static const unsigned long long lanes_of[{1 << LANES}] = {{{lanes_of_masks()}}};
+const long long from_here = slot;
+lanes all_squared = 0.0;
+for (; slot + {LANES} <= end && m < {BLOCK}; slot += {LANES}, m += {LANES}) {{
+    typedef int ints __attribute__((ext_vector_type({LANES}), aligned(4)));
+    typedef double doubles __attribute__((ext_vector_type({LANES}), aligned(8)));
+    typedef bool bools __attribute__((ext_vector_type({LANES})));
+    typedef unsigned char bytes __attribute__((ext_vector_type({LANES})));
+    const auto as_bits = [](bools values) {{ return *reinterpret_cast<const unsigned char *>(&values); }};
+    const int *j = neighbors.data + slot;
+    const ints places = *reinterpret_cast<const ints *>(j);
+    auto unusual = (places == padding) | (places < 0) | (places >= n_atoms);
+    if (first.shape[0] > 0) unusual |= *reinterpret_cast<const ints *>(first.data + slot) != i;
+    if (as_bits(__builtin_convertvector(unusual, bools))) break;
+    lanes d[3];
+    for (int a = 0; a < 3; ++a) {{
+        for (int l = 0; l < {LANES}; ++l) d[a][l] = positions.data[3LL * j[l] + a];
+        d[a] -= x_i[a];
+    }}
+    @image@
+    const lanes squared = d[0] * d[0] + d[1] * d[1] + d[2] * d[2];
+    all_squared += squared;
+    const unsigned mask = as_bits(__builtin_convertvector(!(squared >= cutoff_squared), bools));
+    *reinterpret_cast<ints *>(block.j + m) = places;
+    for (int a = 0; a < 3; ++a) *reinterpret_cast<doubles *>(block.d[a] + m) = d[a];
+    @collect_all@
+    const ints hits = __builtin_convertvector(*reinterpret_cast<const bytes *>(&lanes_of[mask]), ints);
+    *reinterpret_cast<ints *>(block.close + n) = hits + m;
+    n += __builtin_popcount(mask);
+}}
+if (!(add_up(all_squared) < INFINITY))
+    for (long long place = from_here; place < slot; ++place)
+        if (!has_place(neighbors.data[place])) broken = {NO_NUMBER};
+@open_axes@
+"""
+
+IMAGE_OF_ALL = f"""
+const int *shift = shifts.data + 3 * slot;
+const ints some = *reinterpret_cast<const ints *>(shift) | *reinterpret_cast<const ints *>(shift + {LANES})
+    | *reinterpret_cast<const ints *>(shift + {2 * LANES});
+if (as_bits(__builtin_convertvector(some != 0, bools))) {{
+    lanes image[3];
+    for (int a = 0; a < 3; ++a)
+        for (int l = 0; l < {LANES}; ++l) image[a][l] = shift[3 * l + a];
+    for (int a = 0; a < 3; ++a) d[a] += image[0] * h[a] + image[1] * h[3 + a] + image[2] * h[6 + a];
+}}
+"""
+
+OPEN_AXES = f"""
+for (long long place = from_here; place < slot && any_open; ++place)
+    if (points_nowhere(shifts.data + 3 * place)) broken = {NO_NUMBER};
+"""
+
+
+def filled_lines(text: str, pieces: dict[str, list[str]], numbers: dict[str, Any]) -> list[str]:
+    """The lines of ``text`` with lines in the place of ``@name@`` that has a line of its own, and numbers elsewhere."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        whole = re.fullmatch(r"( *)@(\w+)@", line)
+        if whole:
+            lines += [whole[1] + piece for piece in pieces[whole[2]]]
+        else:
+            lines.append(re.sub(r"@(\w+)@", lambda match: str(numbers[match[1]]), line))
+    return lines

@@ -1,0 +1,370 @@
+"""The driver of DFT-D3: two sums over pairs, with the coordination number between them.
+
+Formulas and sources: `nvalchemiops.interactions.dispersion.formulas`. Everything is in atomic units.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.interactions.dispersion import formulas
+from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
+from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
+from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
+from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
+from nvalchemiops.torch.interactions.pair.driver import Wanted, sum_pairs
+from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.runtime.cache import cached_by_value
+from nvalchemiops.torch.runtime.context import may_read, values_of
+
+K1, K3 = 16.0, -4.0
+"""Steepness of the coordination number and of the weights of reference molecules, as published."""
+
+
+class Range(NamedTuple):
+    """How far one of the two sums reaches.
+
+    Attributes
+    ----------
+    cutoff : float or None
+        Pairs beyond are left out; None leaves that to the neighbor list.
+    r_switch : float or None
+        From here on the sum goes to zero smoothly, with two continuous derivatives; None for a sharp end.
+    """
+
+    cutoff: float | None = None
+    r_switch: float | None = None
+
+
+class Ranges(NamedTuple):
+    """How far the sums reach: energies of pairs, coordination numbers, and sides of triangles."""
+
+    pairs: Range
+    counted: Range
+    triples: Range
+
+
+class Settings(NamedTuple):
+    """What the energy depends on beside the atoms and the reference data, as for `d3_dispersion`."""
+
+    damping: RationalDamping | ZeroDamping
+    ranges: Ranges
+    k1: float
+    k3: float
+    s9: float | torch.Tensor
+
+    def checked(self) -> "Settings":
+        """The same with numbers as floats; raise unless damping and numbers are of their kinds."""
+        if not isinstance(self.damping, RationalDamping | ZeroDamping):
+            raise TypeError(f"`damping` must be RationalDamping or ZeroDamping, got {type(self.damping).__name__}")
+        return self._replace(k3=checks.as_float("k3", self.k3), s9=_scalar("s9", self.s9))
+
+    @property
+    def has_triples(self) -> bool:
+        """Whether there is a three-body energy."""
+        return isinstance(self.s9, torch.Tensor) or self.s9 != 0.0
+
+
+def dispersion_sum(
+    positions: torch.Tensor,
+    numbers: torch.Tensor,
+    parameters: D3Parameters | ReferenceStates,
+    settings: Settings,
+    wanted: Wanted,
+    given: GivenNeighbors,
+    cell: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    num_systems: int | None,
+    half_list: bool,
+    pbc: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Arguments and results as for `d3_dispersion`; neighbors are searched for within the largest of the ranges.
+
+    Atoms that are padding are at the origin, wherever they were, without neighbors.
+    """
+    settings = settings.checked()
+    ranges = settings.ranges
+    checks.check_positions(positions, finite=False)
+    checks.check_index("numbers", numbers, positions, (positions.shape[0],))
+    states, atoms = _look_up(parameters, numbers)
+    dtype = positions.dtype
+    is_padding = numbers == 0
+    has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
+    if has_padding:
+        positions = torch.where(is_padding.unsqueeze(1), 0.0, positions)
+    # parameters of the damping may be those of each system
+    apart = wanted.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
+    cutoffs = [reach.cutoff for reach in ranges]
+    system = pair_system(
+        positions,
+        cell,
+        given,
+        batch_idx,
+        num_systems,
+        pbc,
+        cutoff=None if None in cutoffs else max(c for c in cutoffs if c is not None),
+        by_system=apart or wanted.by_system,
+        half_list=half_list,
+        is_padding=is_padding if has_padding else None,
+    )
+    pairs = system
+    # atoms of different systems are no neighbors: without cells, sums over pairs need not know systems
+    if system.cell is None and not apart:
+        pairs = system._replace(batch_idx=None, n_systems=1)
+
+    counting = formulas.COORDINATION if ranges.counted.r_switch is None else formulas.COORDINATION_SWITCHED
+    radii: dict[str, Any] = {"radius": atoms.radius.to(dtype), "k1": settings.k1}
+    (coordination,) = sum_pairs(counting, pairs, radii, Wanted(), **ranges.counted._asdict())
+    at_counts = _factorised if states.pair_c6 is None else _by_pair
+    found = at_counts(pairs, coordination, states, atoms, settings, wanted)
+    energies = found.energies
+    if wanted.energy_reduction == "system":
+        energies = system_sums(energies, system.batch_idx, system.n_systems)
+    if found.by_count is None:
+        return energies, coordination
+
+    through = Wanted(wanted.forces, (), wanted.virial)
+    weights = found.by_count
+    _, *more = sum_pairs(counting, pairs, radii, through, **ranges.counted._asdict(), weights=weights)
+    results = [energies]
+    if found.forces is not None:
+        results.append(found.forces + more.pop(0))
+    results.append(coordination)
+    if found.virial is not None:
+        results.append(found.virial + more.pop())
+    return tuple(results)
+
+
+class AtCounts(NamedTuple):
+    """Energies of atoms as functions of positions and coordination numbers, with their derivatives as asked for.
+
+    Attributes
+    ----------
+    energies : (n_atoms,) tensor
+    forces : (n_atoms, 3) tensor or None
+    virial : (n_systems, 3, 3) tensor or None
+    by_count : (n_atoms,) tensor or None
+        Derivatives by the coordination numbers; None if neither forces nor virial are wanted.
+    """
+
+    energies: torch.Tensor
+    forces: torch.Tensor | None
+    virial: torch.Tensor | None
+    by_count: torch.Tensor | None
+
+
+def _factorised(
+    pairs: PairSystem,
+    coordination: torch.Tensor,
+    states: ReferenceStates,
+    atoms: "Atoms",
+    settings: Settings,
+    wanted: Wanted,
+) -> AtCounts:
+    """With C6 as a product of coefficients of atoms."""
+    dtype = coordination.dtype
+    derivatives = wanted.forces or wanted.virial
+    coefficients, by_coordination = d3_coefficients(
+        coordination.to(torch.float64), atoms.row, states.coordination, states.places, states.vectors, settings.k3, 0
+    )
+    coefficients = coefficients.to(dtype)
+    n_coefficients = coefficients.shape[1]
+    formula, of_pair, species = _pair_energy(
+        settings, states.n_positive, n_coefficients - states.n_positive, coefficients, atoms, states
+    )
+    names = formula.per_atom[:n_coefficients]
+    first = wanted._replace(gradients=(names,) if derivatives else (), energy_reduction="atom")
+    energies, *found = sum_pairs(formula, pairs, of_pair, first, **settings.ranges.pairs._asdict(), species=species)
+    forces = found.pop(0) if wanted.forces else None
+    virial = found.pop() if wanted.virial else None
+    by_coefficient = found[0] if derivatives else None
+
+    if settings.has_triples:
+        s9 = settings.s9
+        triples = _three_body(pairs, coefficients, atoms.row, states, settings.ranges.triples, derivatives)
+        energies = energies + s9 * triples[0]
+        forces = None if forces is None else forces - s9 * triples[1]
+        virial = None if virial is None else virial + s9 * triples[4]
+        by_coefficient = None if by_coefficient is None else by_coefficient + s9 * triples[2]
+    if by_coefficient is None:
+        return AtCounts(energies, None, None, None)
+    by_count = (by_coefficient.to(torch.float64) * by_coordination).sum(1).to(dtype)
+    return AtCounts(energies, forces, virial, by_count)
+
+
+def _by_pair(
+    pairs: PairSystem,
+    coordination: torch.Tensor,
+    states: ReferenceStates,
+    atoms: "Atoms",
+    settings: Settings,
+    wanted: Wanted,
+) -> AtCounts:
+    """With a C6 of each pair, for tables that do not factorise."""
+    if settings.has_triples:
+        raise ValueError("`s9`: there is no three-body term for tables `c6ab` and `cn_ref` that do not factorise")
+    dtype, n_atoms = coordination.dtype, coordination.shape[0]
+    derivatives = wanted.forces or wanted.virial
+    first, second, vectors, alone = pairs_apart(pairs)
+    coefficients, by_first, by_second = coefficients_of_pairs(
+        coordination.to(torch.float64), first, second, atoms.row, states, settings.k3
+    )
+    # of both atoms of a pair, whose product is C6
+    of_both = torch.stack([coefficients.to(dtype), torch.ones_like(coefficients, dtype=dtype)], 1).reshape(-1, 1)
+    both = torch.stack([first, second], 1).reshape(-1)
+    atoms_of_pairs = Atoms(*(of_atom.index_select(0, both) for of_atom in atoms))
+    formula, of_pair, species = _pair_energy(settings, 1, 0, of_both, atoms_of_pairs, states)
+    names = formula.per_atom[:1]
+    asked = Wanted(derivatives, (names,) if derivatives else ())
+    energies, *found = sum_pairs(formula, alone, of_pair, asked, **settings.ranges.pairs._asdict(), species=species)
+
+    def of_atoms(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros((n_atoms, *values.shape[1:]), dtype=torch.float64, device=values.device)
+        return sums.index_add(0, index, values.to(torch.float64))
+
+    # each pair is there twice, and half of it counts: its first atom's half
+    of_atom = of_atoms(energies[::2], first).to(dtype)
+    if not derivatives:
+        return AtCounts(of_atom, None, None, None)
+    push = 0.5 * found[0][1::2]  # on the second atom
+    forces = (of_atoms(push, second) - of_atoms(push, first)).to(dtype) if wanted.forces else None
+    virial = None
+    if wanted.virial:
+        dyads = of_atoms((push.unsqueeze(2) * vectors.unsqueeze(1)).flatten(1), first).unbind(1)
+        sums = [system_sums(part, pairs.batch_idx, pairs.n_systems) for part in dyads]
+        virial = torch.stack(sums, 1).view(-1, 3, 3).to(dtype)
+    by_c6 = 0.5 * found[1][::2, 0].to(torch.float64)
+    by_count = of_atoms(by_c6 * by_first, first) + of_atoms(by_c6 * by_second, second)
+    return AtCounts(of_atom, forces, virial, by_count.to(dtype))
+
+
+def _pair_energy(
+    settings: Settings,
+    n_positive: int,
+    n_negative: int,
+    coefficients: torch.Tensor,
+    atoms: "Atoms",
+    states: ReferenceStates,
+) -> tuple[Formula, dict[Any, Any], torch.Tensor | None]:
+    """The energy of a pair with these coefficients of atoms, its parameters, and the species."""
+    dtype = coefficients.dtype
+    damping = settings.damping
+    make = formulas.rational if isinstance(damping, RationalDamping) else formulas.zero
+    formula = make(n_positive, n_negative, settings.ranges.pairs.r_switch is not None)
+    names = formula.per_atom[: n_positive + n_negative]
+    of_pair: dict[Any, Any] = {names: coefficients, "z": atoms.z.to(dtype), **damping._asdict()}
+    if not formula.per_pair:
+        return formula, of_pair, None
+    return formula, of_pair | {"r0": _pair_radii(states, dtype)}, atoms.row
+
+
+def _scalar(name: str, value: Any) -> Any:
+    """A number, or a tensor with one entry, which may have a gradient."""
+    if not isinstance(value, torch.Tensor):
+        return checks.as_float(name, value)
+    if value.numel() != 1:
+        raise ValueError(f"`{name}` must be a number or a tensor with one entry, got shape {tuple(value.shape)}")
+    return value.reshape(())
+
+
+def _pair_radii(states: ReferenceStates, dtype: torch.dtype) -> torch.Tensor:
+    if states.pair_radii is None:
+        raise ValueError("`parameters` lack `r0ab`, the radii of pairs, which zero damping and three-body terms need")
+    return states.pair_radii.to(dtype)
+
+
+def _three_body(
+    system: PairSystem,
+    coefficients: torch.Tensor,
+    row: torch.Tensor,
+    states: ReferenceStates,
+    reach: Range,
+    derivatives: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
+    positions, cell, batch_idx, n_systems, rows = system
+    return three_body_sum(
+        positions,
+        cell,
+        coefficients,
+        row,
+        _pair_radii(states, coefficients.dtype),
+        batch_idx,
+        n_systems,
+        rows.begin,
+        rows.neighbors,
+        rows.shifts,
+        rows.width,
+        rows.padding,
+        states.n_positive,
+        NO_CUTOFF if reach.cutoff is None else reach.cutoff,
+        NO_CUTOFF if reach.r_switch is None else reach.r_switch,
+        derivatives=derivatives,
+    )
+
+
+def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smoothing: Any) -> Ranges:
+    """How far the sums reach."""
+    names = ("cutoff", "coordination_cutoff", "three_body_cutoff")
+    cutoffs: list[float | None] = []
+    for name, value in zip(names, (cutoff, coordination_cutoff, three_body_cutoff)):
+        # each is that of the sum before by default
+        default = cutoffs[-1] if cutoffs else None
+        cutoffs.append(default if value is None else checks.check_positive(name, value))
+    if smoothing is None:
+        return Ranges(*(Range(c) for c in cutoffs))
+    smoothing = checks.check_positive("smoothing", smoothing)
+    known = [c for c in cutoffs if c is not None]
+    if len(known) < len(cutoffs):
+        raise ValueError("`cutoff` is needed with `smoothing`, which ends there")
+    if smoothing >= min(known):
+        raise ValueError(f"`smoothing` = {smoothing} must be smaller than the cutoffs, of which one is {min(known)}")
+    return Ranges(*(Range(c, c - smoothing) for c in known))
+
+
+class Atoms(NamedTuple):
+    """What `ReferenceStates` says of each atom: its row there (int32), radius and z."""
+
+    row: torch.Tensor
+    radius: torch.Tensor
+    z: torch.Tensor
+
+
+def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, Atoms]:
+    """The states of the elements that are there, and what they say of each atom."""
+    if isinstance(parameters, ReferenceStates):
+        if parameters.radii.device != numbers.device:
+            raise ValueError(f"`parameters` are on {parameters.radii.device}, but `numbers` on {numbers.device}")
+        states = parameters
+        return states, Atoms(*cached_by_value("d3 atoms", (numbers,), states.serial, lambda: _atoms(numbers, states)))
+    if not isinstance(parameters, D3Parameters):
+        raise TypeError(f"`parameters` must be D3Parameters or ReferenceStates, got {type(parameters).__name__}")
+    if not may_read(numbers, wait=True):
+        raise ValueError(
+            "`parameters`: prepare them with D3Parameters.states(elements) before torch.compile or vmap, where atomic "
+            "numbers cannot be read"
+        )
+    # numbers beyond the table are named by `ReferenceStates.rows`
+    last = parameters.rcov.shape[0] - 1
+
+    def states_of(found: torch.Tensor) -> ReferenceStates:
+        elements = [number for number in found.tolist() if 0 < number <= last]
+        # without atoms the states of any element will do
+        return parameters.states(elements or parameters.elements[:1], numbers.device)
+
+    def look_up() -> tuple[torch.Tensor, ...]:
+        found = values_of(numbers).clamp(0, last + 1).bincount().nonzero().flatten()
+        return found, *_atoms(numbers, states_of(found))
+
+    found, *of_atoms = cached_by_value("d3 elements", (numbers,), parameters.token, look_up)
+    return states_of(found), Atoms(*of_atoms)
+
+
+def _atoms(numbers: torch.Tensor, states: ReferenceStates) -> Atoms:
+    row = states.rows(numbers)
+    return Atoms(row.to(torch.int32), states.radii.index_select(0, row), states.z.index_select(0, row))

@@ -1,0 +1,124 @@
+"""The driver of all sums over pairs: what is asked for, the arguments of the op, and its results in order."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
+from nvalchemiops.torch.interactions.pair.op import pair_sum
+from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
+from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF
+from nvalchemiops.torch.interactions.pair.system import PairSystem as PairSystem
+from nvalchemiops.torch.operators.segments import system_sums
+
+
+class Wanted(NamedTuple):
+    """What a call returns beside the energies, and whether energies are those of atoms or of systems."""
+
+    forces: bool = False
+    gradients: tuple[str | tuple[str, ...], ...] = ()
+    virial: bool = False
+    energy_reduction: str = "atom"
+
+    @property
+    def by_system(self) -> bool:
+        """Whether a result belongs to systems, which then must be told apart."""
+        return self.virial or self.energy_reduction != "atom"
+
+
+def check_wanted(
+    compute_forces: Any, compute_virial: Any, energy_reduction: Any = "atom", compute_gradients: Any = ()
+) -> Wanted:
+    """The arguments of a call as `Wanted`; raise unless they are flags, a choice, and names in a sequence."""
+    # gradients are returned in this order, which a set has not
+    names = tuple(compute_gradients) if isinstance(compute_gradients, Sequence) else (None,)
+    if isinstance(compute_gradients, str) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"`compute_gradients` must be a sequence of names, got {compute_gradients!r}")
+    checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
+    forces = checks.check_flag("compute_forces", compute_forces)
+    return Wanted(forces, names, checks.check_flag("compute_virial", compute_virial), energy_reduction)
+
+
+def sum_pairs(
+    formula: Formula,
+    system: PairSystem,
+    parameters: Parameters,
+    wanted: Wanted,
+    *,
+    cutoff: float | None,
+    r_switch: float | None = None,
+    species: torch.Tensor | None = None,
+    exclusions: ExclusionRows | None = None,
+    weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Sum ``formula`` over the pairs of a system; other arguments and results as for `PairPotential.__call__`.
+
+    Parameters
+    ----------
+    exclusions : ExclusionRows, optional
+        From `exclusion_rows`.
+    weights : (n_atoms,) tensor, optional
+        All results but the energies are derivatives of the sum of energies with these weights.
+    """
+    positions, cell, batch_idx, n_systems, rows = system
+    of_atoms, of_systems, species, n_species = parameter_arrays(formula, parameters, positions, species, n_systems)
+    excluded = (None, None, None) if exclusions is None else (exclusions.begin, exclusions.atoms, exclusions.factors)
+
+    outputs = "w" + "r" * bool(wanted.forces)
+    for name in wanted.gradients:
+        if name not in parameters:
+            raise ValueError(f"`compute_gradients` names '{name}', which is no parameter of this potential")
+        letter = "g" if name in formula.global_parameters else "p"
+        outputs += letter * (letter not in outputs)
+    outputs += "v" * bool(wanted.virial)
+    energies, position_gradients, _, parameter_gradients, global_gradients, virial = pair_sum(
+        formula.text,
+        outputs,
+        "",
+        positions,
+        cell,
+        of_atoms,
+        of_systems,
+        weights,
+        None,
+        None,
+        None,
+        None,
+        None,
+        batch_idx,
+        n_systems,
+        rows.begin,
+        rows.first,
+        rows.neighbors,
+        rows.shifts,
+        species,
+        n_species,
+        *excluded,
+        rows.width,
+        rows.padding,
+        NO_CUTOFF if cutoff is None else cutoff,
+        0.0 if r_switch is None else r_switch,
+    )
+    if wanted.energy_reduction == "system":
+        energies = system_sums(energies, batch_idx, n_systems)
+    results = [energies]
+    if wanted.forces:
+        results.append(-position_gradients)
+    for name in wanted.gradients:
+        if isinstance(name, tuple):
+            at = formula.per_atom.index(name[0])
+            results.append(parameter_gradients[:, at : at + len(name)])
+        elif name in formula.per_atom:
+            results.append(parameter_gradients[:, formula.per_atom.index(name)])
+        elif name in formula.global_parameters:
+            results.append(global_gradients[:, formula.global_parameters.index(name)])
+        else:
+            at = len(formula.per_atom) + n_species * formula.per_pair.index(name)
+            assert species is not None
+            results.append(system_sums(parameter_gradients[:, at : at + n_species], species, n_species))
+    if wanted.virial:
+        results.append(virial)
+    return tuple(results)

@@ -1,0 +1,108 @@
+"""Pairs of atoms that do not interact, or with a factor."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.operators.segments import row_pointers
+from nvalchemiops.torch.runtime.cache import cached_by_value
+from nvalchemiops.torch.runtime.context import may_read
+
+
+class ExclusionRows(NamedTuple):
+    """Checked pairs with a factor as rows of atoms, each pair in the rows of both of its atoms.
+
+    Attributes
+    ----------
+    begin : (n_atoms + 1,) int32 tensor
+        Where the row of each atom begins.
+    atoms : (2 n_pairs,) int32 tensor
+        The other atom.
+    factors : (2 n_pairs,) float64 tensor
+        Factors of the energies.
+    first : (2 n_pairs,) int64 tensor
+        The atom to which the row belongs.
+    order : (2 n_pairs,) int64 tensor
+        Where each entry is among the pairs as given, followed by the same pairs exchanged.
+    pairs : (2, n_pairs) int64 tensor
+        As given.
+    given_factors : (n_pairs,) tensor or None
+        As given; None: zero.
+    """
+
+    begin: torch.Tensor
+    atoms: torch.Tensor
+    factors: torch.Tensor
+    first: torch.Tensor
+    order: torch.Tensor
+    pairs: torch.Tensor
+    given_factors: torch.Tensor | None
+
+    def remainder(self) -> "ExclusionRows | None":
+        """The same pairs with 1 minus the factors; None if all of those are zero by default."""
+        if self.given_factors is None:
+            return None
+        return self._replace(factors=_of_both(1.0 - self.given_factors, self.order))
+
+
+def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor) -> ExclusionRows | None:
+    """The rows of pairs (2, n_pairs) with factors (n_pairs,), as `PairPotential.__call__` takes them; None without any.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Factors without pairs; a wrong shape, dtype or device; factors with a gradient. If values can be read: an atom
+        that does not exist, an atom with itself, a pair that is there twice.
+    """
+    if exclusions is None:
+        if given_factors is not None:
+            raise ValueError("`exclusion_factors` is given without `exclusions`")
+        return None
+    n_atoms = positions.shape[0]
+    checks.check_index("exclusions", exclusions, positions, (2, None))
+    if given_factors is not None:
+        _check_factors(given_factors, exclusions.shape[1], positions)
+    begin, atoms, first, order, pairs = cached_by_value(
+        "exclusions", (exclusions,), n_atoms, lambda: _sorted_by_atom(exclusions, n_atoms)
+    )
+    if given_factors is None:
+        factors = torch.zeros_like(atoms, dtype=torch.float64)
+    else:
+        factors = _of_both(given_factors, order)
+    return ExclusionRows(begin, atoms, factors, first, order, pairs, given_factors)
+
+
+def _of_both(factors: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    return torch.cat([factors, factors]).to(torch.float64).index_select(0, order)
+
+
+def _check_factors(factors: Any, n_pairs: int, positions: torch.Tensor) -> None:
+    checks.check_tensor("exclusion_factors", factors)
+    if not factors.is_floating_point():
+        raise TypeError("`exclusion_factors` must be a tensor of floats")
+    if factors.requires_grad:
+        raise ValueError("`exclusion_factors` cannot be trained: pass a detached tensor")
+    if tuple(factors.shape) != (n_pairs,) or factors.device != positions.device:
+        raise ValueError(
+            f"`exclusion_factors` must have shape ({n_pairs},) on {positions.device}, got {tuple(factors.shape)} on "
+            f"{factors.device}"
+        )
+
+
+def _sorted_by_atom(exclusions: torch.Tensor, n_atoms: int) -> tuple[torch.Tensor, ...]:
+    """``begin``, ``atoms``, ``first``, ``order`` and ``pairs`` of `ExclusionRows`."""
+    pairs = exclusions.to(torch.int64)
+    i, j = pairs
+    n_pairs = pairs.shape[1]
+    if n_pairs and may_read(exclusions):
+        if int(exclusions.min()) < 0 or int(exclusions.max()) >= n_atoms:
+            raise ValueError(f"`exclusions` must hold atoms in 0 .. {n_atoms - 1}")
+        if bool((i == j).any()):
+            raise ValueError("`exclusions` joins an atom with itself")
+        keys = torch.minimum(i, j) * n_atoms + torch.maximum(i, j)
+        if torch.unique(keys).shape[0] != n_pairs:
+            raise ValueError("`exclusions` holds a pair twice")
+    first, order = torch.sort(torch.cat([i, j]), stable=True)
+    atoms = torch.cat([j, i]).index_select(0, order).to(torch.int32)
+    return row_pointers(first, n_atoms), atoms, first, order, pairs

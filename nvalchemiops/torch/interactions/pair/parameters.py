@@ -1,0 +1,118 @@
+"""Parameters of atoms, systems and pairs of species, as the arrays that the op reads."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.operators.segments import spread_systems
+from nvalchemiops.torch.runtime.context import is_eager
+
+Parameters = Mapping[Any, Any]
+"""Values by name. Several names that follow each other in a formula may share a matrix, with a column for each: their
+tuple is its name."""
+
+
+def parameter_arrays(
+    formula: Formula, parameters: Parameters, positions: torch.Tensor, species: Any, n_systems: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int]:
+    """Parameters (n_atoms, n) and global parameters (n_systems, n) as of `pair_sum`; species and their number.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A parameter or the species are missing, unknown, or of a wrong shape, dtype or device.
+    """
+    known = (*formula.per_atom, *formula.global_parameters, *formula.per_pair)
+    given = {name: key for key in parameters for name in (key if isinstance(key, tuple) else (key,))}
+    # first, as a misspelled name is a missing one as well
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"`{name}` is no argument, and no parameter of this potential ({', '.join(known) or 'none'})"
+            )
+    for name in known:
+        if name not in given:
+            raise ValueError(f"`{name}` is missing: this potential needs {', '.join(known)}")
+    n_atoms = positions.shape[0]
+    columns = [
+        _column(key, parameters[key], n_atoms, "n_atoms", positions)
+        for key in dict.fromkeys(given[name] for name in formula.per_atom)
+    ]
+    of_systems = _of_systems({n: parameters[n] for n in formula.global_parameters}, n_systems, positions)
+    n_species = 0
+    if formula.per_pair:
+        if species is None:
+            raise ValueError("`species` is needed: it says which row of the tables belongs to an atom")
+        checks.check_index("species", species, positions, (n_atoms,))
+        species = checks.narrow(species)
+        for name in formula.per_pair:
+            table = parameters[name]
+            checks.check_real(name, table, positions)
+            n_species = n_species or max([1, *table.shape])
+            if tuple(table.shape) != (n_species, n_species):
+                raise ValueError(
+                    f"`{name}` must have shape (n_species, n_species) = ({n_species}, {n_species}), got "
+                    f"{tuple(table.shape)}"
+                )
+            # a species without a row is found by the kernel, which says so
+            columns.append(spread_systems(table, species.clamp(0, n_species - 1), n_atoms))
+    elif species is not None:
+        raise ValueError("`species` is given, but the potential has no tables (per_pair)")
+    return _side_by_side(columns), of_systems, species, n_species
+
+
+def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor) -> torch.Tensor | None:
+    """Global parameters (n_systems, n); plain numbers as a tensor that is kept for later calls."""
+    numbers_alone = not any(isinstance(value, torch.Tensor) for value in values.values())
+    # the number of systems last: a compiler would take a comparison for a promise
+    may_keep = positions.device.type == "cpu" and is_eager(positions) and n_systems <= MOST_REPEATED
+    if values and numbers_alone and may_keep:
+        return _repeated(tuple(_number(name, v) for name, v in values.items()), n_systems, positions.dtype)
+    return _side_by_side([_column(name, v, n_systems, "n_systems", positions) for name, v in values.items()])
+
+
+MOST_REPEATED = 4096
+"""Systems for which numbers that they share are kept as a tensor; for more, making it is a small part of a call."""
+
+
+@functools.lru_cache(maxsize=64)
+def _repeated(numbers: tuple[float, ...], n: int, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers (n, len(numbers)), the same for each system."""
+    with torch.inference_mode(False):
+        return torch.tensor([numbers], dtype=dtype, device="cpu").repeat(n, 1)
+
+
+def _column(
+    name: str | tuple[str, ...], value: Any, size: int, size_name: str, positions: torch.Tensor
+) -> torch.Tensor:
+    """A parameter as a tensor (size, 1), or several as (size, n)."""
+    if isinstance(name, tuple):
+        assert tuple(value.shape) == (size, len(name))
+        return value
+    if not isinstance(value, torch.Tensor):
+        return torch.full((size, 1), _number(name, value), dtype=positions.dtype, device=positions.device)
+    checks.check_real(name, value, positions)
+    if value.ndim == 0 or (value.ndim == 1 and value.shape[0] == 1):
+        return value.reshape(1, 1).expand(size, 1)
+    if value.ndim != 1 or value.shape[0] != size:
+        raise ValueError(
+            f"`{name}` must be a number or have shape ({size_name},) = ({size},), got {tuple(value.shape)}"
+        )
+    return value.unsqueeze(1)
+
+
+def _number(name: Any, value: Any) -> float:
+    try:
+        return checks.as_float(name, value)
+    except TypeError:
+        raise TypeError(f"`{name}` must be a number or a torch.Tensor, got {checks.kind_of(value)}") from None
+
+
+def _side_by_side(columns: list[torch.Tensor]) -> torch.Tensor | None:
+    if len(columns) > 1:
+        return torch.cat(columns, dim=1)
+    return columns[0] if columns else None

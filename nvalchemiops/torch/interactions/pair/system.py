@@ -1,0 +1,195 @@
+"""Atoms, cells, batches and neighbors of a sum over pairs, checked once."""
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.neighbors.rows import (
+    NO_PADDING,
+    GivenNeighbors,
+    Rows,
+    build_rows,
+    cell_without_images,
+    check_reach,
+    owners,
+    rows_of,
+)
+from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
+from nvalchemiops.torch.operators.segments import check_systems
+from nvalchemiops.torch.runtime.context import may_read, values_of
+
+NO_CUTOFF = sys.float_info.max
+"""The cutoff without a cutoff. Infinity would make packages of AOTInductor that cannot be loaded: JSON has none."""
+
+
+class PairSystem(NamedTuple):
+    """Atoms with their neighbors, checked.
+
+    Attributes
+    ----------
+    positions : (n_atoms, 3) tensor
+    cell : (n_systems, 3, 3) tensor or None
+    batch_idx : (n_atoms,) int32 tensor or None
+        None for one system.
+    n_systems : int
+    rows : Rows
+    """
+
+    positions: torch.Tensor
+    cell: torch.Tensor | None
+    batch_idx: torch.Tensor | None
+    n_systems: int
+    rows: Rows
+
+
+def pair_system(
+    positions: torch.Tensor,
+    cell: Any,
+    given: GivenNeighbors,
+    batch_idx: Any = None,
+    num_systems: int | None = None,
+    pbc: Any = None,
+    *,
+    cutoff: float | None,
+    by_system: bool,
+    half_list: bool = False,
+    neighbor_cutoff: float | None = None,
+    check: bool = False,
+    is_padding: torch.Tensor | None = None,
+) -> PairSystem:
+    """Checked atoms with their neighbors, as given or within ``cutoff``; arguments as for `PairPotential.__call__`.
+
+    Parameters
+    ----------
+    by_system : bool
+        Whether the systems of a batch must be told apart; otherwise, without a cell, all atoms are one system.
+    is_padding : (n_atoms,) bool tensor, optional
+        Atoms that are neighbors of none and have none, whatever the list says.
+    """
+    checks.check_positions(positions, finite=False)
+    for name, flag in (("half_list", half_list), ("check", check)):
+        checks.check_flag(name, flag)
+    cell, of_atoms, n_systems = _batch(positions, cell, batch_idx, num_systems, by_system, pbc)
+    # systems that the sum need not tell apart, the search must
+    searched = batch_idx if of_atoms is None else of_atoms
+    if neighbor_cutoff is not None:
+        reach = checks.check_positive("neighbor_cutoff", neighbor_cutoff)
+        if cutoff is not None and reach < cutoff:
+            raise ValueError(f"`cutoff` = {cutoff} is beyond the list's reach, `neighbor_cutoff` = {reach}")
+    rows = rows_of(given, positions, cell is not None, half_list, check)
+    if rows is None:
+        if half_list or neighbor_cutoff is not None:
+            name = "half_list" if half_list else "neighbor_cutoff"
+            raise ValueError(f"`{name}` describes a list, but none is given")
+        if cutoff is None:
+            raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without a cutoff no list can be built")
+        rows = build_rows(positions, cutoff, cell, searched, pbc)
+    elif check and cutoff is not None and may_read(positions, wait=True):
+        name = "neighbor_matrix" if given.neighbor_list is None else "neighbor_list"
+        check_reach(name, rows, positions, cutoff, cell, searched, pbc)
+    if is_padding is not None:
+        rows = _without(is_padding, rows)
+    cell = _check_images(rows, cell, of_atoms, positions, n_systems)
+    return PairSystem(positions, cell, of_atoms, n_systems, rows)
+
+
+def _batch(
+    positions: torch.Tensor, cell: Any, batch_idx: Any, num_systems: int | None, by_system: bool, pbc: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """Cell (n_systems, 3, 3) or None, system of each atom as int32 or None, and the number of systems.
+
+    Along open axes, as far as ``pbc`` tells them, the vectors of the cell are zero.
+    """
+    n_atoms = positions.shape[0]
+    if num_systems is not None:
+        num_systems = checks.check_int("num_systems", num_systems)
+        # two questions: a compiler cannot compare a number with the answer to one of them
+        if num_systems < 0 or (num_systems == 0 and n_atoms > 0):
+            raise ValueError(f"`num_systems` must be positive, got {num_systems}")
+    of_one = False
+    if cell is not None:
+        cell = checks.check_lattice(cell, positions)
+        # a batch of one system where values cannot be read; unlike a cell without a number of systems
+        of_one = cell.ndim == 3 and cell.shape[0] == 1
+        cell = _without_open_axes(cell.reshape(-1, 3, 3), pbc)
+    if batch_idx is None:
+        if num_systems not in (None, 1) or (cell is not None and cell.shape[0] != 1):
+            raise ValueError("`batch_idx` is needed to tell the systems apart that `cell`, `pbc` or `num_systems` name")
+        return cell, None, 1
+    checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
+    batch_idx = checks.narrow(batch_idx)
+    if num_systems is None:
+        if cell is not None and cell.shape[0] != 1:
+            num_systems = cell.shape[0]
+        elif cell is None and not by_system:
+            return None, None, 1
+        elif not may_read() and of_one:
+            num_systems = 1
+        elif not may_read():
+            raise ValueError("`num_systems` is needed inside torch.compile, where `batch_idx` cannot be read")
+        else:
+            num_systems = int(batch_idx.max()) + 1 if n_atoms else 1
+    if cell is not None and cell.shape[0] != num_systems:
+        if cell.shape[0] != 1:
+            raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {num_systems}")
+        cell = cell.expand(num_systems, 3, 3)
+    if n_atoms and may_read(batch_idx):
+        check_systems(values_of(batch_idx), num_systems)
+    return cell, batch_idx, num_systems
+
+
+def _without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
+    """The cell with zeros along open axes, along which its vectors must not matter."""
+    if pbc is None:
+        return cell
+    pbc = checks.pbc_tensor(pbc, cell.device)
+    if pbc.device != cell.device:
+        raise ValueError(f"`pbc` is on {pbc.device}, but `cell` is on {cell.device}")
+    fits = pbc.ndim == 0 or pbc.shape in ((3,), (1, 3), (cell.shape[0], 3))
+    if not fits and (cell.shape[0] != 1 or pbc.ndim != 2 or pbc.shape[1] != 3):
+        raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")
+    return torch.where(pbc.unsqueeze(-1), cell, 0.0)
+
+
+def _without(is_padding: torch.Tensor, rows: Rows) -> Rows:
+    """The rows with padding in the place of neighbors of these atoms, and of these atoms as neighbors."""
+    last = is_padding.shape[0]
+    absent = torch.nn.functional.pad(is_padding, (0, 1))
+    listed = torch.where((rows.neighbors < 0) | (rows.neighbors > last), last, rows.neighbors)
+    gone = absent.index_select(0, listed) | absent.index_select(0, owners(rows, last))
+    # a list without padding gets a number for it that no caller uses
+    padding = max(rows.padding, NO_PADDING + 1)
+    return rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)
+
+
+def _check_images(
+    rows: Rows, cell: torch.Tensor | None, batch_idx: torch.Tensor | None, positions: torch.Tensor, n_systems: int
+) -> torch.Tensor | None:
+    """The cell that goes with the shifts of ``rows``.
+
+    Raises for one that is singular, or is zero along an axis along which there are images, if values can be looked at.
+    Elsewhere such a cell becomes NaN, and the kernels give NaN for such images.
+    """
+    if cell is None:
+        return cell_without_images(rows, positions, n_systems)
+    shifts = rows.shifts
+    if not may_read(cell):
+        return nan_if_singular(cell, may_be_open=True)
+    try:
+        has_open_axes = check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # one for all systems
+    except ValueError as error:
+        raise ValueError(f"{error}; along an open axis give a vector of zeros") from None
+    if not has_open_axes or shifts is None or not may_read(shifts):
+        return cell
+    is_open = (values_of(cell) == 0.0).all(-1)
+    width = rows.width if rows.begin is None else rows.begin.diff()
+    of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[values_of(batch_idx).long()]
+    beyond = (shifts != 0) & of_atom.repeat_interleave(width, 0, output_size=shifts.shape[0])
+    if bool(beyond[rows.neighbors != rows.padding].any()):
+        raise ValueError(
+            "`cell`: the neighbor list joins what are no neighbors, images along an axis that is open (a zero lattice "
+            "vector, or False in `pbc`)"
+        )
+    return cell
