@@ -89,7 +89,7 @@ def estimate_max_neighbors(
     return ROW_MULTIPLE * math.ceil(max(expected, least) / ROW_MULTIPLE)
 
 
-def roomy_width(cutoff: float, most: int) -> int:
+def matrix_width(cutoff: float, most: int) -> int:
     """Width of a matrix whose longest row has ``most`` neighbors, such that it still fits when atoms have moved a bit.
 
     A quarter more than the longest row, and at least `LEAST_SPARE` slots more, but no more than

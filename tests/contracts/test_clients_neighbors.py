@@ -8,7 +8,7 @@ import torch
 
 from nvalchemiops.compat.ignored_arguments import WITHOUT_EFFECT
 from nvalchemiops.neighbors import NeighborOverflowError
-from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors, roomy_width
+from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors, matrix_width
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.interactions.electrostatics import coulomb_energy, ewald_real_space
@@ -219,13 +219,13 @@ def test_fairchem_dispersion_hands_buffers_back(method):
 def test_room_to_spare(cutoff):
     """At least a quarter more, or the estimate if that is less, but never less than is needed."""
     for most in (0, 1, 15, 16, 100, 1000, 2**31 - 1):
-        width = roomy_width(cutoff, most)
+        width = matrix_width(cutoff, most)
         assert width >= most
         if cutoff < 1e6:
             assert width >= min(estimate_max_neighbors(cutoff), 1.25 * most)
             assert width <= max(most, estimate_max_neighbors(cutoff))
         assert width <= 1.25 * most + 5
-    assert roomy_width(3.0, 0) == 4 and roomy_width(3.0, 40) == 40 and roomy_width(6.0, 100) == 125
+    assert matrix_width(3.0, 0) == 4 and matrix_width(3.0, 40) == 40 and matrix_width(6.0, 100) == 125
 
 
 def test_padding_of_a_matrix_with_room_is_empty():

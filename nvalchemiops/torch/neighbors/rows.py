@@ -11,8 +11,8 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.formats import check_full_list, half_to_full
-from nvalchemiops.torch.neighbors.lists import neighbor_list
 from nvalchemiops.torch.neighbors.pairs import list_geometry
+from nvalchemiops.torch.neighbors.search import Search, neighbor_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
@@ -131,14 +131,20 @@ def build_rows(
     batch_idx: torch.Tensor | None,
     pbc: torch.Tensor | None = None,
 ) -> Rows:
-    """Rows of all neighbors closer than ``cutoff``; ``batch_idx`` in any order."""
+    """Rows of all neighbors closer than ``cutoff``, for arguments that are checked, but for ``pbc``.
+
+    ``batch_idx`` in any order.
+    """
+    if pbc is not None:
+        _, pbc, _ = checks.check_systems(positions, cell, pbc, batch_idx, None)
     order = None
     if batch_idx is not None and not _is_sorted(batch_idx):
         batch_idx, order = torch.sort(batch_idx, stable=True)
         positions = positions.index_select(0, order)
     lattice = None if cell is None else cell.detach()
-    pairs, ptr, *images = neighbor_list(positions.detach(), cutoff, lattice, pbc, batch_idx, return_neighbor_list=True)
-    shifts = images[0] if images else None
+    pairs, ptr, shifts = neighbor_pairs(*Search(positions.detach(), cutoff, lattice, pbc, batch_idx))
+    if cell is None:
+        shifts = None  # the op returns an empty one
     if order is not None:
         # each row as a whole to the place of its atom
         pairs = order.to(torch.int32)[pairs.long()]
@@ -239,13 +245,13 @@ def pair_distances(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """First atom and distance (n_pairs,) of each pair of a list without padding."""
     assert rows.begin is not None
-    first = owners(rows, positions.shape[0]).to(torch.int32)
+    first = row_indices(rows, positions.shape[0]).to(torch.int32)
     pairs = torch.stack([first, rows.neighbors])
     return first, list_geometry(positions, pairs, rows.shifts, cell, batch_idx)[0]
 
 
-def owners(rows: Rows, n_atoms: int) -> torch.Tensor:
-    """The atom (n_slots,), int64, in whose row each slot is."""
+def row_indices(rows: Rows, n_atoms: int) -> torch.Tensor:
+    """Row index (n_slots,), int64, of each slot: the number of the atom."""
     atoms = torch.arange(n_atoms, device=rows.neighbors.device)
     if rows.begin is None:
         return atoms.repeat_interleave(rows.width)

@@ -24,7 +24,7 @@ from nvalchemiops.torch.interactions.pair.potential import (
     systems_of,
     without_open_axes,
 )
-from nvalchemiops.torch.neighbors.rows import NO_PADDING, GivenNeighbors, Rows, build_rows, owners, rows_of
+from nvalchemiops.torch.neighbors.rows import NO_PADDING, GivenNeighbors, Rows, build_rows, row_indices, rows_of
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import may_read, values_of
@@ -198,7 +198,7 @@ def with_neighbors(
     last = positions.shape[0]
     nobody = torch.nn.functional.pad(is_padding, (0, 1))
     listed = torch.where((rows.neighbors < 0) | (rows.neighbors > last), last, rows.neighbors)
-    gone = nobody.index_select(0, listed) | nobody.index_select(0, owners(rows, last))
+    gone = nobody.index_select(0, listed) | nobody.index_select(0, row_indices(rows, last))
     # a list without padding gets a number for it that nobody writes
     padding = max(rows.padding, NO_PADDING + 1)
     return system, rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)

@@ -71,7 +71,7 @@ def check_system(positions: Any, charges: Any, cell: Any, batch_idx: Any, energy
         raise ValueError("`cell` holds no system: it must have shape (3, 3) or (n_systems, 3, 3)")
     check_cells(cell)
     cell = nan_if_singular(cell)
-    batch_idx = checks.batch_of(batch_idx, positions, cell.shape[0])
+    batch_idx, _ = checks.check_batch(batch_idx, positions, cell.shape[0])
     several = charges.ndim == 2
     return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx)
 
