@@ -345,8 +345,12 @@ def test_two_cutoffs_with_a_width_each():
         assert torch.equal(found[1], short[1]) and torch.equal(found[4], long[1])
     first, second = buffers(len(short[0]), 90), buffers(len(short[0]), 7)
     memory = {name + "1": t for name, t in first.items()} | {name + "2": t for name, t in second.items()}
-    with pytest.warns(NeighborListWarning, match="num_neighbors2"):
+    with pytest.warns(NeighborListWarning, match="`num_neighbors2`"):
         found = neighbor_list(**near, cutoff=3.0, cutoff2=4.5, **memory)
+    with pytest.warns(NeighborListWarning, match="`num_neighbors1`"):
+        neighbor_list(
+            **near, cutoff=4.5, cutoff2=3.0, **{f"{name}1": t for name, t in buffers(len(short[0]), 7).items()}
+        )
     assert found[0] is first["neighbor_matrix"] and found[5] is second["neighbor_matrix_shifts"]
     assert torch.equal(found[1], short[1]) and torch.equal(found[4], long[1])
     assert torch.equal(found[3], long[0][:, :7])

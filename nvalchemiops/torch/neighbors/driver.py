@@ -98,11 +98,11 @@ def build_lists(
         if method is not None and method.endswith("_dual_cutoff"):
             raise ValueError(f"`cutoff2` is required by the method '{method}'")
         for suffix, numbered in (("1", room1), ("2", room2)):
-            for name, value in numbered._asdict().items():
+            for name, value in zip(Room._fields, numbered):
                 if value is not None:
                     raise ValueError(f"`{name}{suffix}` is for one of two lists: give `cutoff2`")
         return build(systems, cutoff, form, room, number, rebuild_flags, target_indices)
-    for name, value in room._asdict().items():
+    for name, value in zip(Room._fields, room):
         if value is not None and name != "max_neighbors":
             raise ValueError(
                 f"`{name}` is for one list: with cutoff2 there are `neighbor_matrix1`, `neighbor_matrix2` ..."

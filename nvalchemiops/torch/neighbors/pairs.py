@@ -217,6 +217,8 @@ def distances_and_vectors(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.
         distances, vectors = measure_pairs(positions, *pairs.narrow())
         # NaN for an index without an atom, for which torch has an error; a GPU is not asked
         if distances.is_cuda or not bool(distances.detach().sum().isnan()):
+            if pairs.first is not None:
+                return distances, vectors
             shape = pairs.second.shape
             return distances.reshape(shape), vectors.reshape(*shape, 3)
     return _in_torch(positions, pairs)

@@ -82,19 +82,8 @@ def neighbor_list_needs_rebuild(
     return stale
 
 
-def check_neighbor_list_rebuild_needed(
-    reference_positions: torch.Tensor,
-    current_positions: torch.Tensor,
-    skin_distance_threshold: float,
-    update_reference_positions: bool = False,
-    cell: torch.Tensor | None = None,
-    cell_inv: torch.Tensor | None = None,
-    pbc: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`neighbor_list_needs_rebuild` under another name that clients use; also a (1,) bool tensor."""
-    return neighbor_list_needs_rebuild(
-        reference_positions, current_positions, skin_distance_threshold, update_reference_positions, cell, cell_inv, pbc
-    )
+check_neighbor_list_rebuild_needed = neighbor_list_needs_rebuild
+"""Another name of `neighbor_list_needs_rebuild` that clients use."""
 
 
 def batch_neighbor_list_needs_rebuild(
