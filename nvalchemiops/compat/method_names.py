@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 _IDEAS = {"naive": "naive", "cell_list": "cell_list", "cluster_tile": "cell_list"}
-"""What names begin with, after ``batch_``."""
+"""The idea by the beginning of a name, after ``batch_``."""
 
 _NAME = re.compile(rf"(?:batch_)?({'|'.join(_IDEAS)})(?:_\w+)?")
 

@@ -1,6 +1,6 @@
 """Neighbor lists below the public functions: arguments are checked once, then the search, then the form of the results.
 
-What has checked its arguments calls the ops in `search` directly (`rows.build_rows` does).
+Callers whose arguments are checked already, such as `rows.build_rows`, call the ops of `search` directly.
 """
 
 from typing import NamedTuple
@@ -21,8 +21,7 @@ from nvalchemiops.torch.neighbors.search import (
     check_size,
     fill_neighbor_matrix,
     largest_count,
-    neighbor_matrix_of,
-    neighbor_matrix_of_width,
+    neighbor_matrix,
     neighbor_pairs,
     raise_faults,
     raise_overflow,
@@ -241,13 +240,13 @@ def _search_matrix(
     """
     _, matrix, shifts, count, *_ = room
     if width is None:
-        found, counted, images = neighbor_matrix_of(*search, fill_value)
+        found, counted, images, _ = neighbor_matrix(*search, fill_value, None)
         counted = counted if count is None else count.copy_(counted)
         return found, counted, counted, images
     if search.cell is None and shifts is not None:
         shifts.zero_()
     if matrix is None and shifts is None and count is None:
-        matrix, count, shifts, fault = neighbor_matrix_of_width(*search, fill_value, width)
+        matrix, count, shifts, fault = neighbor_matrix(*search, fill_value, width)
     else:
         n_rows, device = search.n_rows, search.positions.device
         if matrix is None:

@@ -45,9 +45,9 @@ def get_neighbor_list_from_neighbor_matrix(
 ) -> tuple[torch.Tensor, ...]:
     """The pairs of a neighbor matrix as a list, in the order of the rows.
 
-    A slot is a pair if it stands before its row's count *and* differs from ``fill_value``. So whatever an old build
-    left behind a count is never a pair. A slot before the count that equals ``fill_value`` is padding too, as
-    everywhere in this library, even if the number is that of an atom: ``neighbor_ptr`` counts what is returned.
+    A slot is a pair if it is before its row's count *and* differs from ``fill_value``. So entries that an old build
+    left behind a count are never pairs. A slot before the count that equals ``fill_value`` is padding too, as
+    everywhere in this library, even if the number is that of an atom. ``neighbor_ptr`` counts the pairs returned.
 
     Parameters
     ----------
@@ -149,7 +149,7 @@ def get_neighbor_matrix_from_neighbor_list(
     else:
         width = max_neighbors
 
-    # gather form: each slot looks its pair up, and what is no pair reads one entry behind the list
+    # gather form: each slot reads its pair, and padding reads one entry behind the list
     column = torch.arange(width, dtype=neighbor_ptr.dtype, device=neighbor_ptr.device)
     place = torch.where(slot_mask(counts, width), neighbor_ptr[:-1].unsqueeze(1) + column, n_pairs).reshape(-1)
     padding = n_atoms if fill_value is None else checks.check_int("fill_value", fill_value)
@@ -192,8 +192,8 @@ def half_to_full(
     ------
     ValueError, TypeError
         A bad argument, named in the message. A pair that is not the direction that a half list keeps, such as half of
-        those of a full list: they would come out twice. (That one pair stands twice in the half list is not noticed
-        here; see `check_full_list`.)
+        those of a full list: they would come out twice. (A pair that is listed twice is not noticed here; see
+        `check_full_list`.)
     """
     n_atoms, _ = _check_list(neighbor_list, neighbor_ptr, shifts)
     if may_read(neighbor_list, wait=True):
@@ -396,7 +396,7 @@ def _check_rows(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> None
         i, j = neighbor_list[:, first].tolist()
         raise ValueError(
             f"`neighbor_list` must be sorted by its first row, as `neighbor_ptr` says: pair {first}, (i, j) = "
-            f"({i}, {j}), stands in the row of atom {int(row[first])}"
+            f"({i}, {j}), is in the row of atom {int(row[first])}"
         )
 
 

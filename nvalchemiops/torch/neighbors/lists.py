@@ -80,7 +80,7 @@ def neighbor_list(
         begin with one of these, or with ``"cluster_tile"``, which is a cell list here, after ``"batch_"`` or not, and
         go on with ``"_"``: ``"naive_scalar"``, ``"batch_cell_list_atom_centric"``. The rest of the name changes
         nothing, and so does ``"batch_"``; but those that end with ``"_dual_cutoff"`` need ``cutoff2``. All find the
-        same pairs. By default each system gets what is faster for it.
+        same pairs. By default the faster one is chosen for each system.
     wrap_positions : bool, optional
         False promises positions inside the cell. Wrapping costs next to nothing here, so the result is the same.
     max_neighbors : int, optional
@@ -106,8 +106,8 @@ def neighbor_list(
     target_indices : (n_rows,) int32 tensor, optional
         Rows for these atoms only, in this order, with neighbors among all atoms.
     check : bool, optional
-        False: with ``max_neighbors`` or given memory, do not look at the values on the host, so that nothing waits
-        for a GPU. Then an atom with more than ``max_neighbors`` neighbors shows by ``num_neighbors``, which still
+        False: with ``max_neighbors`` or given memory, do not read values on the host, so that nothing waits for a
+        GPU. Then an atom with more than ``max_neighbors`` neighbors shows by ``num_neighbors``, which still
         counts all of them. An atom whose position is not finite, or whose cell is unusable, has a count of 2**31 - 1
         and an empty row; other faulty values go unnoticed. The same holds inside ``torch.compile``.
     **without_effect

@@ -31,17 +31,12 @@ def cell_list(
 ) -> Tensors:
     """Neighbor list of one system, its atoms sorted into bins. Arguments and results as in `neighbor_list`."""
     ignore("cell_list", without_effect)
-    return build(
-        Systems(positions, cell, pbc),
-        cutoff,
-        Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances),
-        Room(
-            max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
-        ),
-        BINNED,
-        rebuild_flags,
-        target_indices,
+    systems = Systems(positions, cell, pbc)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    room = Room(
+        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
+    return build(systems, cutoff, form, room, BINNED, rebuild_flags, target_indices)
 
 
 def batch_cell_list(
@@ -68,17 +63,12 @@ def batch_cell_list(
 ) -> Tensors:
     """Neighbor lists of a batch, atoms sorted into bins. Arguments and results as in `neighbor_list`."""
     ignore("batch_cell_list", without_effect)
-    return build(
-        Systems(positions, cell, pbc, batch_idx, batch_ptr),
-        cutoff,
-        Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances),
-        Room(
-            max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
-        ),
-        BINNED,
-        rebuild_flags,
-        target_indices,
+    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    room = Room(
+        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
+    return build(systems, cutoff, form, room, BINNED, rebuild_flags, target_indices)
 
 
 def naive_neighbor_list(
@@ -105,17 +95,12 @@ def naive_neighbor_list(
 ) -> Tensors:
     """Neighbor list of one system by tests of all pairs. Arguments and results as in `neighbor_list`."""
     ignore("naive_neighbor_list", without_effect)
-    return build(
-        Systems(positions, cell, pbc),
-        cutoff,
-        Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances),
-        Room(
-            max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
-        ),
-        NAIVE,
-        rebuild_flags,
-        target_indices,
+    systems = Systems(positions, cell, pbc)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    room = Room(
+        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
+    return build(systems, cutoff, form, room, NAIVE, rebuild_flags, target_indices)
 
 
 def batch_naive_neighbor_list(
@@ -144,17 +129,12 @@ def batch_naive_neighbor_list(
 ) -> Tensors:
     """Neighbor lists of a batch by tests of all pairs. Arguments and results as in `neighbor_list`."""
     ignore("batch_naive_neighbor_list", without_effect)
-    return build(
-        Systems(positions, cell, pbc, batch_idx, batch_ptr),
-        cutoff,
-        Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances),
-        Room(
-            max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
-        ),
-        NAIVE,
-        rebuild_flags,
-        target_indices,
+    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    room = Room(
+        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
+    return build(systems, cutoff, form, room, NAIVE, rebuild_flags, target_indices)
 
 
 def naive_neighbor_list_dual_cutoff(
@@ -180,15 +160,12 @@ def naive_neighbor_list_dual_cutoff(
 ) -> Tensors:
     """Two neighbor lists of one system by tests of all pairs: the results of `neighbor_list` for each cutoff."""
     ignore("naive_neighbor_list_dual_cutoff", without_effect)
-    return build_two(
-        Systems(positions, cell, pbc),
-        {"cutoff1": cutoff1, "cutoff2": cutoff2},
-        Form(half_fill, fill_value, return_neighbor_list),
-        Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1),
-        Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2),
-        NAIVE,
-        rebuild_flags,
-    )
+    systems = Systems(positions, cell, pbc)
+    form = Form(half_fill, fill_value, return_neighbor_list)
+    room1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
+    room2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
+    cutoffs = {"cutoff1": cutoff1, "cutoff2": cutoff2}
+    return build_two(systems, cutoffs, form, room1, room2, NAIVE, rebuild_flags)
 
 
 def batch_naive_neighbor_list_dual_cutoff(
@@ -216,12 +193,9 @@ def batch_naive_neighbor_list_dual_cutoff(
 ) -> Tensors:
     """Two neighbor lists of a batch by tests of all pairs: the results of `neighbor_list` for each cutoff in turn."""
     ignore("batch_naive_neighbor_list_dual_cutoff", without_effect)
-    return build_two(
-        Systems(positions, cell, pbc, batch_idx, batch_ptr),
-        {"cutoff1": cutoff1, "cutoff2": cutoff2},
-        Form(half_fill, fill_value, return_neighbor_list),
-        Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1),
-        Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2),
-        NAIVE,
-        rebuild_flags,
-    )
+    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
+    form = Form(half_fill, fill_value, return_neighbor_list)
+    room1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
+    room2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
+    cutoffs = {"cutoff1": cutoff1, "cutoff2": cutoff2}
+    return build_two(systems, cutoffs, form, room1, room2, NAIVE, rebuild_flags)

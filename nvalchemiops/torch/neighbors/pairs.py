@@ -2,7 +2,7 @@
 
 One kernel measures them; its derivative, a sum over pairs, is written with torch operations. Compilers and function
 transforms get the whole written so, which they fuse or take apart. Either way the bits are the same, for which torch
-takes the root: its own is rounded in its own way.
+takes the root: Warp's is rounded differently.
 """
 
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ __all__ = ["list_geometry", "matrix_geometry"]
 
 
 class Pairs(NamedTuple):
-    """What a list or a matrix says of its slots.
+    """The slots of a list or a matrix, as indices of atoms, systems and images.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ def list_geometry(
         System of each atom, in any order; needed with more than one cell.
     target_indices : (n_rows,) int32 tensor, optional
         For a list whose first row numbers rows, such as that of a matrix with ``target_indices``: row r is that of
-        atom ``target_indices[r]``. (What `neighbor_list` returns as a list names atoms already.)
+        atom ``target_indices[r]``. (A list that `neighbor_list` returns has numbers of atoms already.)
 
     Returns
     -------
@@ -350,7 +350,7 @@ def _in_torch(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torc
 
 
 def _displaced(vectors: torch.Tensor, shifts: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
-    """``vectors + S @ cell``; what is not shifted does not read the cell, which may be NaN there.
+    """``vectors + S @ cell``; pairs that are not shifted do not read the cell, which may be NaN there.
 
     Written out, since a matrix product might be rounded to TF32, and ``addcmul`` is rounded in one way or another.
     """

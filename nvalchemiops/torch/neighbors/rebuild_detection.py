@@ -232,7 +232,7 @@ def _moved(reference: torch.Tensor, current: torch.Tensor, threshold: float) -> 
             return ((current != reference) | ~torch.isfinite(current)).any(1)
         # in float64, so that the square of what float32 holds neither vanishes nor overflows
         displacement = (current.to(torch.float64) - reference.to(torch.float64)).square().sum(1).sqrt()
-        # not `>`: what is NaN has moved
+        # not `>`: NaN counts as moved
         return ~(displacement <= threshold)
 
 

@@ -56,7 +56,7 @@ BAD_NUMBERS = (
     "a system follow each other"
 )
 BAD_POINTERS = "`batch_ptr` must rise from 0 to the number of atoms"
-"""What is wrong when one of the two is given."""
+"""Faults where one of the two is given."""
 
 
 class Search(NamedTuple):
@@ -179,7 +179,7 @@ class _CellList:
         )
 
     def _places(self, atoms: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """Where in ``order`` the given atoms stand, -1 for what is no atom."""
+        """Positions of the given atoms in ``order``; -1 for numbers that are no atoms."""
         n_atoms = order.shape[0]
         known = (atoms >= 0) & (atoms < n_atoms)
         self.fault[grid.BAD_TARGET] |= ~known.all()
@@ -212,7 +212,7 @@ class _CellList:
         launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], lanes=SEARCH_LANES, kind=kind)
 
     def count(self) -> torch.Tensor:
-        """Neighbors of the atom of each row. Waits for the device and raises what is wrong with the input.
+        """Neighbors of the atom of each row. Waits for the device and raises for faulty input.
 
         In a small search on a CPU they are written at the same time, to memory that `fill` copies from.
         """
@@ -310,7 +310,7 @@ def largest_count(count: torch.Tensor) -> int:
     most = int(values.max()) if values.numel() else 0
     if most < NOT_FINITE:
         return most
-    known = values[values < NOT_FINITE]  # rows that were kept from a search that nobody looked at
+    known = values[values < NOT_FINITE]  # rows that were kept from a search whose faults were not read
     return int(known.max()) if known.numel() else 0
 
 
@@ -333,7 +333,7 @@ _N_PAIRS = DynamicSize("n_pairs")
 
 
 def _n_rows(*inputs: Any) -> int:
-    return Search(*inputs[: len(Search._fields)]).n_rows
+    return (inputs[0] if inputs[6] is None else inputs[6]).shape[0]
 
 
 @warp_custom_op(
@@ -345,6 +345,7 @@ def _n_rows(*inputs: Any) -> int:
     ],
     grad_arrays=(),
     backward="none",
+    trusted=True,
 )
 def neighbor_pairs(
     positions: torch.Tensor,
@@ -357,7 +358,7 @@ def neighbor_pairs(
     half: bool,
     method: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The list format. Waits for the device to learn the number of pairs, and raises what is wrong with the input."""
+    """The list format. Waits for the device to learn the number of pairs, and raises for faulty input."""
     bins = _CellList(Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method))
     count = bins.count()
     most = int(count.max()) if bins.n_rows else 0
@@ -376,54 +377,27 @@ def neighbor_pairs(
 _WIDTH = DynamicSize("width")
 
 
+def _matrix_width(*inputs: Any) -> int | DynamicSize:
+    return _WIDTH if inputs[-1] is None else inputs[-1]
+
+
 @warp_custom_op(
     "nvalchemiops::neighbor_matrix",
     outputs=[
-        OutputSpec("matrix", wp.int32, lambda *inputs: (_n_rows(*inputs), _WIDTH)),
+        OutputSpec("matrix", wp.int32, lambda *inputs: (_n_rows(*inputs), _matrix_width(*inputs))),
         OutputSpec("count", wp.int32, lambda *inputs: (_n_rows(*inputs),)),
-        OutputSpec("shifts", wp.vec3i, lambda *inputs: (0 if inputs[2] is None else _n_rows(*inputs), _WIDTH, 3)),
-    ],
-    grad_arrays=(),
-    backward="none",
-)
-def neighbor_matrix_of(
-    positions: torch.Tensor,
-    cutoff: float,
-    cell: torch.Tensor | None,
-    pbc: torch.Tensor | None,
-    batch_idx: torch.Tensor | None,
-    batch_ptr: torch.Tensor | None,
-    target_indices: torch.Tensor | None,
-    half: bool,
-    method: int,
-    fill_value: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The matrix format, a bit wider than needed. Waits for the device, and raises what is wrong with the input."""
-    bins = _CellList(Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method))
-    count = bins.count()
-    most = int(count.max()) if bins.n_rows else 0
-    width = matrix_width(cutoff, most) if bins.n_rows else 0
-    if bins.n_rows * width > MAX_SLOTS:
-        width = most
-    check_size(bins.n_rows * width)
-    matrix = new_empty((bins.n_rows, width), torch.int32, bins.device)
-    shifts = new_empty((0 if cell is None else bins.n_rows, width, 3), torch.int32, bins.device)
-    bins.fill(count, most, matrix.view(-1), shifts.view(-1, 3), width=width, fill_value=fill_value)
-    return matrix, count, shifts
-
-
-@warp_custom_op(
-    "nvalchemiops::neighbor_matrix_of_width",
-    outputs=[
-        OutputSpec("matrix", wp.int32, lambda *inputs: (_n_rows(*inputs), inputs[-1])),
-        OutputSpec("count", wp.int32, lambda *inputs: (_n_rows(*inputs),)),
-        OutputSpec("shifts", wp.vec3i, lambda *inputs: (0 if inputs[2] is None else _n_rows(*inputs), inputs[-1], 3)),
+        OutputSpec(
+            "shifts",
+            wp.vec3i,
+            lambda *inputs: (0 if inputs[2] is None else _n_rows(*inputs), _matrix_width(*inputs), 3),
+        ),
         OutputSpec("fault", wp.int32, (grid.N_FAULTS,)),
     ],
     grad_arrays=(),
     backward="none",
+    trusted=True,
 )
-def neighbor_matrix_of_width(
+def neighbor_matrix(
     positions: torch.Tensor,
     cutoff: float,
     cell: torch.Tensor | None,
@@ -434,15 +408,31 @@ def neighbor_matrix_of_width(
     half: bool,
     method: int,
     fill_value: int,
-    width: int,
+    width: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The matrix format in a given width. Waits for nothing: faults are returned, counts tell what did not fit."""
+    """The matrix format.
+
+    In a given width it waits for nothing: faults are returned, and counts tell what did not fit. Without, the matrix is
+    a bit wider than needed; then it waits for the device, and raises for faulty input.
+    """
     search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
-    bins = _CellList(search, may_wait=False)
-    matrix = new_empty((bins.n_rows, width), torch.int32, bins.device)
-    count = new_empty((bins.n_rows,), torch.int32, bins.device)
-    shifts = new_empty((0 if cell is None else bins.n_rows, width, 3), torch.int32, bins.device)
-    bins.run(count, matrix.view(-1), shifts.view(-1, 3), width=width, fill_value=fill_value)
+    bins = _CellList(search, may_wait=width is None)
+    n_rows, columns, most = bins.n_rows, width, 0
+    if columns is None:
+        count = bins.count()
+        most = int(count.max()) if n_rows else 0
+        columns = matrix_width(cutoff, most) if n_rows else 0
+        if n_rows * columns > MAX_SLOTS:
+            columns = most
+        check_size(n_rows * columns)
+    else:
+        count = new_empty((n_rows,), torch.int32, bins.device)
+    matrix = new_empty((n_rows, columns), torch.int32, bins.device)
+    shifts = new_empty((0 if cell is None else n_rows, columns, 3), torch.int32, bins.device)
+    if width is None:
+        bins.fill(count, most, matrix.view(-1), shifts.view(-1, 3), width=columns, fill_value=fill_value)
+    else:
+        bins.run(count, matrix.view(-1), shifts.view(-1, 3), width=columns, fill_value=fill_value)
     return matrix, count, shifts, bins.fault
 
 
@@ -488,8 +478,7 @@ __all__ = [
     "count_systems",
     "fill_neighbor_matrix",
     "largest_count",
-    "neighbor_matrix_of",
-    "neighbor_matrix_of_width",
+    "neighbor_matrix",
     "neighbor_pairs",
     "raise_faults",
     "raise_overflow",

@@ -84,7 +84,7 @@ class VerletList:
 
     Notes
     -----
-    *What is returned is never changed afterwards*: a search writes to new memory. Graphs that autograd keeps stay
+    *Returned tensors are never changed afterwards*: a search writes to new memory. Graphs that autograd keeps stay
     valid across searches, and so do lists that you store. While nothing is searched, the same tensors are returned.
     Do not write to them.
 
@@ -149,7 +149,7 @@ class VerletList:
         Returns
         -------
         tuple of tensors
-            What `neighbor_list` returns for the cutoff ``reach``: matrix, counts and, with a cell, shifts, or a list
+            The results of `neighbor_list` for the cutoff ``reach``: matrix, counts and, with a cell, shifts, or a list
             of pairs, its pointers and shifts. The pairs are those within reach at the last search.
 
         Raises
@@ -264,7 +264,7 @@ def _numbering(systems: Systems) -> tuple[torch.Tensor | None, int]:
     if n_systems is None:
         raise ValueError(
             f"`batch_idx` has the entry {int(batch_idx.max())}, but there are {len(batch_idx)} atoms: number the "
-            "systems 0, 1, 2 ..., since what is kept of them is found by their numbers"
+            "systems 0, 1, 2 ..., since a list is kept for each number"
         )
     return batch_idx.to(torch.int64), n_systems
 
@@ -294,7 +294,7 @@ def _layout(systems: Systems) -> tuple[Any, ...]:
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its graph, and out of the wrappers of ``torch.func.grad`` and its like."""
     if not isinstance(tensor, torch.Tensor):
-        return tensor  # `neighbor_list` says what is wrong
+        return tensor  # `neighbor_list` raises for it
     if is_mapped(tensor):
         raise ValueError("`VerletList` does not work under torch.func.vmap: give the mapped systems as one batch")
     return values_of(tensor)
