@@ -202,27 +202,38 @@ def build(
         "neighbor_distances": form.return_distances or room.neighbor_distances is not None,
         "neighbor_vectors": form.return_vectors or room.neighbor_vectors is not None,
     }
-    if not any(wanted.values()):
-        return results
-    system = batch_idx
-    if cell is not None:
-        cell = cell.reshape(-1, 3, 3)
-    if cell is None or cell.shape[0] == 1:
-        system = None
-    elif batch_idx is None and batch_ptr is not None:
-        system = batch_idx_of(batch_ptr, positions.shape[0])
-    if as_list:
-        slots = Pairs(cell, system, None, pairs[0], pairs[1], shifts)
-    else:
-        slots = Pairs(cell, system, target_indices, None, matrix, shifts, present, matrix.shape[1], NO_PADDING)
-    for (name, is_wanted), tensor in zip(wanted.items(), distances_and_vectors(positions, slots)):
-        if is_wanted:
-            given = getattr(room, name)
-            if given is not None:
-                checks.check_like(name, given, tensor)
-                tensor = given.copy_(tensor)
-            results += (tensor,)
+    if any(wanted.values()):
+        lattice, system = _lattice(cell, batch_idx, batch_ptr, positions.shape[0])
+        if as_list:
+            slots = Pairs(lattice, system, None, pairs[0], pairs[1], shifts)
+        else:
+            slots = Pairs(lattice, system, target_indices, None, matrix, shifts, present, matrix.shape[1], NO_PADDING)
+        for (name, is_wanted), tensor in zip(wanted.items(), distances_and_vectors(positions, slots)):
+            if is_wanted:
+                results += (_in_memory(name, getattr(room, name), tensor),)
     return results
+
+
+def _lattice(
+    cell: torch.Tensor | None, batch_idx: torch.Tensor | None, batch_ptr: torch.Tensor | None, n_atoms: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Cells (n_systems, 3, 3), and the system of each atom if there are several cells."""
+    if cell is None:
+        return None, None
+    cell = cell.reshape(-1, 3, 3)
+    if cell.shape[0] == 1:
+        return cell, None
+    if batch_idx is None and batch_ptr is not None:
+        batch_idx = batch_idx_of(batch_ptr, n_atoms)
+    return cell, batch_idx
+
+
+def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    """The values, in ``memory`` if it is given."""
+    if memory is None:
+        return values
+    checks.check_like(name, memory, values)
+    return memory.copy_(values)
 
 
 def _search_matrix(

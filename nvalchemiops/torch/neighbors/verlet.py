@@ -80,7 +80,7 @@ class VerletList:
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message.
+        A number that is negative or not finite, a method that `neighbor_list` does not take; named in the message.
 
     Notes
     -----
