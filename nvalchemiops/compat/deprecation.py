@@ -1,6 +1,7 @@
 """Names of older releases: they lead to the same objects, with a warning that says where to import them from."""
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,8 +23,10 @@ def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     def __getattr__(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module '{module}' has no attribute '{name}'")
-        message = f"`{module}.{name}` is the path of an older release: import it from `{homes[name]}`"
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        # `from package import name` asks first whether a package has the name
+        if sys._getframe(1).f_code.co_name != "_handle_fromlist":
+            message = f"`{module}.{name}` is the path of an older release: import it from `{homes[name]}`"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
         return getattr(importlib.import_module(homes[name]), name)
 
     return __getattr__

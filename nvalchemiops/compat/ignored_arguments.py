@@ -35,7 +35,7 @@ WITHOUT_EFFECT = frozenset(
 )
 
 OPTIONAL_ELSEWHERE = frozenset({"pair_fn", "pair_params", "pair_energies", "pair_forces", "state"})
-"""Arguments with an effect, which is not had here: None, their default there, is all that is taken."""
+"""Arguments whose effect does not exist here: None, their default there, is all that is taken."""
 
 
 def ignore(function: str, given: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Whether the files of this package are its own: an error says what to do if another distribution shares its folder.
 
 ``nvalchemi-toolkit-ops`` installs a package of the same import name. pip writes its files over ours without a word, and
-removes ours with its own, when it is uninstalled. What imports then is a mixture, whichever came first.
+removes ours with its own, when it is uninstalled. The files that are imported then are a mixture, whichever came first.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A wheel without files, called ``nvalchemi-toolkit-ops``: what requires that name finds it, and imports this package.
+"""A wheel without files, called ``nvalchemi-toolkit-ops``: packages that require it by name get this one.
 
 Clients import `nvalchemiops`, but require the distribution of that name, which pip would write over this one.
 """
@@ -40,7 +40,7 @@ def write_stand_in(folder: Path, release: str = RELEASE) -> Path:
     folder : Path
         Made if it does not exist.
     release : str, optional
-        What the wheel claims to be, for clients that want another one; digits and points.
+        The release that the wheel claims to be, for clients that require another one; digits and points.
 
     Raises
     ------

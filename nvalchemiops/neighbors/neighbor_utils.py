@@ -1,4 +1,4 @@
-"""How much room a list of neighbors needs: a guess before there is one, and the error of those who had too little."""
+"""Sizes of neighbor lists: an estimate before there is one, and the error if memory is too small."""
 
 import math
 
@@ -15,14 +15,14 @@ LEAST_SPARE = 4
 
 
 class NeighborOverflowError(RuntimeError):
-    """An atom has more neighbors than the caller made room for. Nothing was truncated: no list was returned.
+    """An atom has more neighbors than the given size has room for. Nothing was truncated: no list was returned.
 
     Parameters
     ----------
     max_neighbors : int
-        The room that was given.
+        The size that was given.
     num_neighbors : int
-        The room that is needed.
+        The size that is needed.
     system_index : int, optional
         The system of the atom with most neighbors.
     """
@@ -48,7 +48,7 @@ def estimate_max_neighbors(
 ) -> int:
     """Width of a neighbor matrix for atoms of a given density: those in a sphere of radius ``cutoff``.
 
-    A guess for whoever must fix shapes before the atoms are known. `neighbor_list` needs none: without
+    A guess for callers that must fix shapes before the atoms are known. `neighbor_list` needs none: without
     ``max_neighbors`` it counts, and with one that is too small it raises `NeighborOverflowError`. Clustered atoms, or
     a cutoff of few neighbors, exceed the mean; that is what ``safety_factor`` is for.
 
@@ -89,8 +89,8 @@ def estimate_max_neighbors(
     return ROW_MULTIPLE * math.ceil(max(expected, least) / ROW_MULTIPLE)
 
 
-def roomy_width(cutoff: float, most: int) -> int:
-    """Width of a matrix whose longest row has ``most`` neighbors, such that it still fits when atoms have moved a bit.
+def matrix_width(cutoff: float, most: int) -> int:
+    """Width of a matrix whose longest row has ``most`` neighbors, with spare slots for atoms that move a little.
 
     A quarter more than the longest row, and at least `LEAST_SPARE` slots more, but no more than
     `estimate_max_neighbors` of the cutoff unless the longest row itself is longer.

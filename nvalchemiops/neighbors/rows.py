@@ -1,4 +1,4 @@
-"""The one form of neighbor lists that kernels read, and a kernel that looks a list over before it is used.
+"""The one form of neighbor lists that kernels read, and a kernel that checks a list before it is used.
 
 The neighbors of atom i are ``index[row_begin[i]] .. index[row_begin[i + 1] - 1]`` in a list of pairs, and in a matrix,
 which comes without ``row_begin``, ``index[i * width] .. index[(i + 1) * width - 1]``. Their images stand in ``shift``,

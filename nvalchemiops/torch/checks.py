@@ -92,6 +92,14 @@ def check_int(name: str, value: Any) -> int:
     return as_int(name, value)
 
 
+def check_count(name: str, value: Any) -> int:
+    """The value as an int; raise unless it is a whole number, zero or above."""
+    number = check_int(name, value)
+    if number < 0:
+        raise ValueError(f"`{name}` must not be negative, got {number}")
+    return number
+
+
 def check_like(name: str, memory: Any, values: torch.Tensor) -> None:
     """Raise unless ``memory`` is a tensor that takes ``values`` as they are."""
     check_tensor(name, memory)
@@ -127,7 +135,7 @@ def check_lattice(cell: Any, positions: torch.Tensor) -> torch.Tensor:
 
 
 def check_pbc(pbc: Any, positions: torch.Tensor, n_systems: int) -> np.ndarray:
-    """Periodicity as a bool array (n_systems, 3); None stands for periodic along all axes."""
+    """Periodicity as a bool array (n_systems, 3); None is periodic along all axes."""
     if pbc is None:
         return np.ones((n_systems, 3), dtype=bool)
     if isinstance(pbc, (bool, np.bool_)):
@@ -138,55 +146,69 @@ def check_pbc(pbc: Any, positions: torch.Tensor, n_systems: int) -> np.ndarray:
     return np.broadcast_to(on_host(tensor), (n_systems, 3)).copy()
 
 
-def pbc_tensor(pbc: Any, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Periodicity as a bool tensor of whatever shape."""
+def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
+    """Periodicity as a bool tensor of whatever shape, on ``device`` if given; raise if it is a tensor elsewhere."""
     if not isinstance(pbc, torch.Tensor):
         try:
-            pbc = torch.as_tensor(pbc, device=device)
+            pbc = torch.as_tensor(pbc, device=device or "cpu")
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"`pbc` must be a bool tensor, got {type(pbc).__name__}") from None
     check_tensor("pbc", pbc)
     check_place("pbc", pbc)
     if pbc.dtype != torch.bool:
         raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
+    if device is not None and pbc.device != device:
+        raise ValueError(f"`pbc` is on {pbc.device}, but other arguments are on {device}")
     return pbc
 
 
-def check_batch_idx(batch_idx: Any, positions: torch.Tensor, n_systems: int | None = None) -> tuple[torch.Tensor, int]:
-    """System of each atom as contiguous int32, and the number of systems. Reads the values."""
-    check_tensor("batch_idx", batch_idx)
-    if batch_idx.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"`batch_idx` must be int32 (or int64), got {batch_idx.dtype}")
-    n_atoms = positions.shape[0]
-    if tuple(batch_idx.shape) != (n_atoms,):
-        raise ValueError(f"`batch_idx` must have shape (n_atoms,) = ({n_atoms},), got {tuple(batch_idx.shape)}")
-    if batch_idx.device != positions.device:
-        raise ValueError(f"`batch_idx` is on {batch_idx.device}, but `positions` is on {positions.device}")
-    low, high = (int(batch_idx.min()), int(batch_idx.max())) if n_atoms else (0, -1)
-    if low < 0:
-        raise ValueError(f"`batch_idx` has the negative entry {low}")
-    if n_systems is None:
-        n_systems = high + 1
-    elif high >= n_systems:
-        if n_systems == 1:
+def check_batch(
+    batch_idx: Any, positions: torch.Tensor, n_systems: int | None = None, wait: bool = False
+) -> tuple[torch.Tensor | None, int | None]:
+    """System of each atom as int32, or None for the only one, and the number of systems, or None if nothing tells it.
+
+    Parameters
+    ----------
+    batch_idx : (n_atoms,) int32 or int64 tensor, or None
+        In any order. The entries are looked at if they may be read.
+    positions : (n_atoms, 3) tensor
+    n_systems : int, optional
+        As other arguments tell it; otherwise it is the largest entry plus one.
+    wait : bool, optional
+        Read the entries on a GPU too.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Shape, dtype or device; an entry that is negative or no system; several systems, but no ``batch_idx``.
+    """
+    if batch_idx is None:
+        if n_systems not in (None, 1):
+            raise ValueError("`batch_idx` is needed to tell several systems apart")
+        return None, 1
+    check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
+    if may_read(batch_idx, wait=wait):
+        low, high = torch.stack(torch.aminmax(batch_idx)).tolist() if batch_idx.numel() else (0, -1)
+        if low < 0:
+            raise ValueError(f"`batch_idx` has the negative entry {low}")
+        if n_systems is None:
+            n_systems = high + 1
+        elif high >= n_systems == 1:
             raise ValueError(
                 f"`batch_idx` has the entry {high}, but there is one `cell`: give a cell for each system, "
                 "(n_systems, 3, 3), for example by cell.expand"
             )
-        raise ValueError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
-    return batch_idx.to(torch.int32).contiguous(), n_systems
+        elif high >= n_systems:
+            raise ValueError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
+    return narrow(batch_idx).contiguous(), n_systems
 
 
-def batch_of(batch_idx: Any, positions: torch.Tensor, n_systems: int) -> torch.Tensor | None:
-    """System of each atom as int32, or None for the only system. Values are looked at if they may be read."""
-    if batch_idx is None:
-        if n_systems != 1:
-            raise ValueError("`batch_idx` is needed to tell several systems apart")
-        return None
-    if not may_read(batch_idx):
-        check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
-        return narrow(batch_idx)
-    return check_batch_idx(batch_idx, positions, n_systems)[0]
+def systems_in_shapes(*arguments: tuple[Any, int]) -> int | None:
+    """The number of systems that leading dimensions tell: of tensors with so many dimensions; 1 is for all systems."""
+    for tensor, ndim in arguments:
+        if getattr(tensor, "ndim", None) == ndim and tensor.shape[0] != 1:
+            return tensor.shape[0]
+    return None
 
 
 def check_systems(
@@ -199,26 +221,9 @@ def check_systems(
     """Cell and pbc as tensors or None, and the number of systems as far as shapes tell it.
 
     Raises unless shapes, dtypes and devices of all four fit together. The values are not read, with one exception:
-    without a cell, pbc must be False, or is refused inside ``torch.compile``.
+    without a cell, pbc must be False, or is refused where it cannot be read.
     """
-    cell, pbc, n_systems = _systems(positions, cell, pbc, batch_idx, batch_ptr)
-    if n_systems == 0 and positions.shape[0] > 0:
-        raise ValueError(
-            f"`batch_ptr`, `cell` or `pbc` is for no system at all, but there are {positions.shape[0]} atoms"
-        )
-    return cell, pbc, n_systems
-
-
-def _systems(
-    positions: torch.Tensor,
-    cell: Any,
-    pbc: Any,
-    batch_idx: Any,
-    batch_ptr: Any,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, int | None]:
-    n_systems = None
-    if batch_idx is None and batch_ptr is None:
-        n_systems = 1
+    n_systems = 1 if batch_idx is None and batch_ptr is None else None
     if batch_ptr is not None:
         check_index("batch_ptr", batch_ptr, positions, (None,))
         if batch_ptr.shape[0] < 1:
@@ -229,20 +234,21 @@ def _systems(
     if cell is not None:
         cell = check_lattice(cell, positions)
         n_systems = _same_number("cell", cell.shape[0] if cell.ndim == 3 else 1, n_systems)
-    if pbc is None:
-        return cell, None, n_systems
-    pbc = pbc_tensor(pbc, positions.device)
-    if pbc.device != positions.device:
-        raise ValueError(f"`pbc` is on {pbc.device}, but `positions` is on {positions.device}")
-    if pbc.ndim == 0:
-        pbc = pbc.expand(3)
-    if pbc.ndim not in (1, 2) or pbc.shape[-1] != 3:
-        raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")
-    n_systems = _same_number("pbc", pbc.shape[0] if pbc.ndim == 2 else 1, n_systems)
-    if cell is None:
-        if not may_read() or bool(pbc.any()):
+    if pbc is not None:
+        pbc = pbc_tensor(pbc, positions.device)
+        if pbc.ndim == 0:
+            pbc = pbc.expand(3)
+        if pbc.ndim > 2 or pbc.shape[-1] != 3:
+            raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")
+        n_systems = _same_number("pbc", pbc.shape[0] if pbc.ndim == 2 else 1, n_systems)
+    if n_systems == 0 and positions.shape[0] > 0:
+        raise ValueError(
+            f"`batch_ptr`, `cell` or `pbc` is for no system at all, but there are {positions.shape[0]} atoms"
+        )
+    if cell is None and pbc is not None:
+        if not may_read(pbc, wait=True) or bool(pbc.any()):
             raise ValueError("`pbc` is given without a `cell`: say where the images are, or leave it out")
-        return None, None, n_systems
+        pbc = None
     return cell, pbc, n_systems
 
 
@@ -292,8 +298,8 @@ def check_flags(rebuild_flags: Any, positions: torch.Tensor, n_systems: int | No
     if rebuild_flags.dtype != torch.bool:
         raise TypeError("`rebuild_flags` must be a bool tensor")
     if rebuild_flags.numel() == 1 and rebuild_flags.ndim <= 1:
-        if n_systems is None and may_read(batch_idx):
-            n_systems = 1 + (int(batch_idx.max()) if batch_idx.numel() else 0)
+        if n_systems is None:
+            _, n_systems = check_batch(batch_idx, positions)
         rebuild_flags = rebuild_flags.reshape(1).expand(n_systems or 1).contiguous()
     size = rebuild_flags.shape[0] if rebuild_flags.ndim == 1 else None
     if size is None or (size == 0 and positions.shape[0] > 0) or n_systems not in (None, size):

@@ -103,7 +103,7 @@ def _plan(
         cell = cell.expand(n_systems, 3, 3)
     elif cell.shape[0] != n_systems:
         raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {n_systems}")
-    batch_idx = checks.batch_of(batch_idx, positions, n_systems)
+    batch_idx, _ = checks.check_batch(batch_idx, positions, n_systems)
     lattice = lattice_of(cell, batch_idx, n_atoms)
     mesh = torch.tensor([float(n) for n in dimensions], dtype=torch.float64, device=positions.device)
     coordinates = lattice.fractional(positions) * mesh

@@ -8,7 +8,7 @@ import torch
 
 from nvalchemiops.compat.ignored_arguments import WITHOUT_EFFECT
 from nvalchemiops.neighbors import NeighborOverflowError
-from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors, roomy_width
+from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors, matrix_width
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.interactions.electrostatics import coulomb_energy, ewald_real_space
@@ -219,13 +219,13 @@ def test_fairchem_dispersion_hands_buffers_back(method):
 def test_room_to_spare(cutoff):
     """At least a quarter more, or the estimate if that is less, but never less than is needed."""
     for most in (0, 1, 15, 16, 100, 1000, 2**31 - 1):
-        width = roomy_width(cutoff, most)
+        width = matrix_width(cutoff, most)
         assert width >= most
         if cutoff < 1e6:
             assert width >= min(estimate_max_neighbors(cutoff), 1.25 * most)
             assert width <= max(most, estimate_max_neighbors(cutoff))
         assert width <= 1.25 * most + 5
-    assert roomy_width(3.0, 0) == 4 and roomy_width(3.0, 40) == 40 and roomy_width(6.0, 100) == 125
+    assert matrix_width(3.0, 0) == 4 and matrix_width(3.0, 40) == 40 and matrix_width(6.0, 100) == 125
 
 
 def test_padding_of_a_matrix_with_room_is_empty():
@@ -345,8 +345,12 @@ def test_two_cutoffs_with_a_width_each():
         assert torch.equal(found[1], short[1]) and torch.equal(found[4], long[1])
     first, second = buffers(len(short[0]), 90), buffers(len(short[0]), 7)
     memory = {name + "1": t for name, t in first.items()} | {name + "2": t for name, t in second.items()}
-    with pytest.warns(NeighborListWarning, match="num_neighbors2"):
+    with pytest.warns(NeighborListWarning, match="`num_neighbors2`"):
         found = neighbor_list(**near, cutoff=3.0, cutoff2=4.5, **memory)
+    with pytest.warns(NeighborListWarning, match="`num_neighbors1`"):
+        neighbor_list(
+            **near, cutoff=4.5, cutoff2=3.0, **{f"{name}1": t for name, t in buffers(len(short[0]), 7).items()}
+        )
     assert found[0] is first["neighbor_matrix"] and found[5] is second["neighbor_matrix_shifts"]
     assert torch.equal(found[1], short[1]) and torch.equal(found[4], long[1])
     assert torch.equal(found[3], long[0][:, :7])

@@ -59,8 +59,7 @@ def op_calls(system: System):
     stencils = (*sizes, *columns, (6, 5, 7), 5)
     return {
         search.neighbor_pairs: query,
-        search.neighbor_matrix_of: (*query, -1),
-        search.neighbor_matrix_of_width: (*query, -1, 90),
+        search.neighbor_matrix: (*query, -1, 90),
         search.fill_neighbor_matrix: (*query, flags, -1, *memory),
         rows._inspect: (x, cell, system_of, found.begin, found.neighbors, found.shifts, 0, found.padding, found.first),
         geometry.measure_pairs: (x, cell, system_of, None, pairs[0], pairs[1], shifts, None, 0, rows.NO_PADDING),
@@ -114,6 +113,12 @@ def test_opcheck(op, system):
         for a in arguments
     )
     torch.library.opcheck(op.op.overload, arguments)
+
+
+@pytest.mark.parametrize("system", [TWO, SYSTEMS["no atoms"]()], ids=["two systems", "no atoms"])
+def test_opcheck_of_a_matrix_as_wide_as_needed(system):
+    *arguments, _ = op_calls(system)[search.neighbor_matrix]
+    torch.library.opcheck(search.neighbor_matrix.op.overload, (*arguments, None))
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.op.name)

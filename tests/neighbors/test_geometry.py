@@ -21,8 +21,7 @@ def in_torch(monkeypatch):
 
 def without_torch(monkeypatch):
     """From here on an error, unless the kernel does it."""
-    for name in ("_list_in_torch", "_matrix_in_torch"):
-        monkeypatch.delattr(geometry, name)
+    monkeypatch.delattr(geometry, "_in_torch")
 
 
 def measured(as_list, dtype=torch.float64, device="cpu", **options):

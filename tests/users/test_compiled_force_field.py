@@ -129,7 +129,7 @@ def test_fifty_steps_with_other_numbers_of_atoms_and_pairs_compile_at_most_twice
 READS = {"item", "_local_scalar_dense", "is_nonzero", "equal", "allclose"}
 SIZED_BY_VALUES = {"nonzero", "masked_select", "bincount", "repeat_interleave", "_unique", "_unique2", "unique_dim"}
 WARP_OPS = (
-    search.neighbor_matrix_of_width,
+    search.neighbor_matrix,
     pair_sum,
     segments.system_sums,
     segments.spread_systems,

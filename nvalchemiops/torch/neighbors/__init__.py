@@ -5,16 +5,18 @@
 import nvalchemiops.torch.neighbors.batch_cell_list
 import nvalchemiops.torch.neighbors.cell_list  # noqa: F401
 from nvalchemiops.neighbors import NeighborOverflowError
-from nvalchemiops.torch.neighbors.lists import (
+from nvalchemiops.torch.neighbors.lists import neighbor_list
+from nvalchemiops.torch.neighbors.lists_by_method import (
     batch_cell_list,
     batch_naive_neighbor_list,
     batch_naive_neighbor_list_dual_cutoff,
     cell_list,
-    estimate_batch_cell_list_sizes,
-    estimate_cell_list_sizes,
     naive_neighbor_list,
     naive_neighbor_list_dual_cutoff,
-    neighbor_list,
+)
+from nvalchemiops.torch.neighbors.planning import (
+    estimate_batch_cell_list_sizes,
+    estimate_cell_list_sizes,
     suggest_neighbor_list_method,
 )
 from nvalchemiops.torch.neighbors.verlet import VerletList

@@ -1,5 +1,5 @@
 """Neighbor lists of a batch, from all pairs, under the path that clients import."""
 
-from nvalchemiops.torch.neighbors.lists import batch_naive_neighbor_list
+from nvalchemiops.torch.neighbors.lists_by_method import batch_naive_neighbor_list
 
 __all__ = ["batch_naive_neighbor_list"]

@@ -16,7 +16,7 @@ import torch
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.neighbors.pairs import counted, list_geometry, matrix_geometry
+from nvalchemiops.torch.neighbors.pairs import list_geometry, matrix_geometry, slot_mask
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import may_read
 
@@ -45,9 +45,9 @@ def get_neighbor_list_from_neighbor_matrix(
 ) -> tuple[torch.Tensor, ...]:
     """The pairs of a neighbor matrix as a list, in the order of the rows.
 
-    A slot is a pair if it stands before its row's count *and* differs from ``fill_value``. So whatever an old build
-    left behind a count is never a pair. A slot before the count that equals ``fill_value`` is padding too, as
-    everywhere in this library, even if the number is that of an atom: ``neighbor_ptr`` counts what is returned.
+    A slot is a pair if it is before its row's count *and* differs from ``fill_value``. So entries that an old build
+    left behind a count are never pairs. A slot before the count that equals ``fill_value`` is padding too, as
+    everywhere in this library, even if the number is that of an atom. ``neighbor_ptr`` counts the pairs returned.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def get_neighbor_list_from_neighbor_matrix(
         if fewest < 0:
             raise ValueError(f"`num_neighbors` has the negative entry {fewest}")
 
-    kept = counted(num_neighbors, width) & (neighbor_matrix != fill_value)
+    kept = slot_mask(num_neighbors, width) & (neighbor_matrix != fill_value)
     place = kept.reshape(-1).nonzero().squeeze(1)
     i = torch.div(place, max(width, 1), rounding_mode="floor").to(torch.int32)
     j = neighbor_matrix.reshape(-1).index_select(0, place).to(torch.int32)
@@ -113,10 +113,8 @@ def get_neighbor_matrix_from_neighbor_list(
 
     Parameters
     ----------
-    neighbor_list : (2, n_pairs) int32 tensor
-        i and j of each pair, sorted by i.
-    neighbor_ptr : (n_atoms + 1,) int32 tensor
-    shifts : (n_pairs, 3) int32 tensor, optional
+    neighbor_list, neighbor_ptr, shifts
+        As for `half_to_full`.
     max_neighbors : int, optional
         Width of the matrix; by default what the longest row needs, for which a GPU is waited for.
     fill_value : int, optional
@@ -138,8 +136,8 @@ def get_neighbor_matrix_from_neighbor_list(
     """
     n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
     counts = neighbor_ptr.diff().to(torch.int32)
-    if max_neighbors is not None and checks.check_int("max_neighbors", max_neighbors) < 0:
-        raise ValueError(f"`max_neighbors` must not be negative, got {max_neighbors}")
+    if max_neighbors is not None:
+        checks.check_count("max_neighbors", max_neighbors)
     if may_read(neighbor_list, wait=True):
         _check_rows(neighbor_list, neighbor_ptr)
         longest = int(counts.max()) if n_atoms else 0
@@ -151,9 +149,9 @@ def get_neighbor_matrix_from_neighbor_list(
     else:
         width = max_neighbors
 
-    # gather form: each slot looks its pair up, and what is no pair reads one entry behind the list
+    # gather form: each slot reads its pair, and padding reads one entry behind the list
     column = torch.arange(width, dtype=neighbor_ptr.dtype, device=neighbor_ptr.device)
-    place = torch.where(counted(counts, width), neighbor_ptr[:-1].unsqueeze(1) + column, n_pairs).reshape(-1)
+    place = torch.where(slot_mask(counts, width), neighbor_ptr[:-1].unsqueeze(1) + column, n_pairs).reshape(-1)
     padding = n_atoms if fill_value is None else checks.check_int("fill_value", fill_value)
     j = neighbor_list[1].to(torch.int32)
     matrix = torch.cat([j, j.new_full((1,), padding)]).index_select(0, place).reshape(n_atoms, width)
@@ -180,6 +178,7 @@ def half_to_full(
     neighbor_list : (2, n_pairs) int32 tensor
         i and j of each pair, sorted by i.
     neighbor_ptr : (n_atoms + 1,) int32 tensor
+        Where the pairs of each atom begin, then n_pairs.
     shifts : (n_pairs, 3) int32 tensor, optional
 
     Returns
@@ -193,8 +192,8 @@ def half_to_full(
     ------
     ValueError, TypeError
         A bad argument, named in the message. A pair that is not the direction that a half list keeps, such as half of
-        those of a full list: they would come out twice. (That one pair stands twice in the half list is not noticed
-        here; see `check_full_list`.)
+        those of a full list: they would come out twice. (A pair that is listed twice is not noticed here; see
+        `check_full_list`.)
     """
     n_atoms, _ = _check_list(neighbor_list, neighbor_ptr, shifts)
     if may_read(neighbor_list, wait=True):
@@ -226,10 +225,8 @@ def full_to_half(
 
     Parameters
     ----------
-    neighbor_list : (2, n_pairs) int32 tensor
-        i and j of each pair, sorted by i.
-    neighbor_ptr : (n_atoms + 1,) int32 tensor
-    shifts : (n_pairs, 3) int32 tensor, optional
+    neighbor_list, neighbor_ptr, shifts
+        As for `half_to_full`.
 
     Returns
     -------
@@ -282,10 +279,8 @@ def check_full_list(
 
     Parameters
     ----------
-    neighbor_list : (2, n_pairs) int32 tensor
-        i and j of each pair, sorted by i.
-    neighbor_ptr : (n_atoms + 1,) int32 tensor
-    shifts : (n_pairs, 3) int32 tensor, optional
+    neighbor_list, neighbor_ptr, shifts
+        As for `half_to_full`.
     neighbor_matrix, num_neighbors, neighbor_matrix_shifts, fill_value : optional
         A matrix instead of a list, as for `get_neighbor_list_from_neighbor_matrix`.
 
@@ -401,7 +396,7 @@ def _check_rows(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> None
         i, j = neighbor_list[:, first].tolist()
         raise ValueError(
             f"`neighbor_list` must be sorted by its first row, as `neighbor_ptr` says: pair {first}, (i, j) = "
-            f"({i}, {j}), stands in the row of atom {int(row[first])}"
+            f"({i}, {j}), is in the row of atom {int(row[first])}"
         )
 
 

@@ -2,10 +2,9 @@
 
 One kernel measures them; its derivative, a sum over pairs, is written with torch operations. Compilers and function
 transforms get the whole written so, which they fuse or take apart. Either way the bits are the same, for which torch
-takes the root: its own is rounded in its own way.
+takes the root: Warp's is rounded differently.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ __all__ = ["list_geometry", "matrix_geometry"]
 
 
 class Pairs(NamedTuple):
-    """What a list or a matrix says of its slots.
+    """The slots of a list or a matrix, as indices of atoms, systems and images.
 
     Attributes
     ----------
@@ -63,9 +62,9 @@ class Pairs(NamedTuple):
         return Pairs(self.cell, system, target, first, second.reshape(-1), shifts, counts, self.width, self.padding)
 
     def occupied(self, n_rows: int) -> torch.Tensor:
-        """Which slots (n_rows, width) of a matrix are no padding."""
-        is_there = self.second.reshape(n_rows, self.width) != self.padding
-        return is_there if self.counts is None else is_there & counted(self.counts, self.width)
+        """Mask (n_rows, width) of the slots of a matrix that are no padding."""
+        mask = self.second.reshape(n_rows, self.width) != self.padding
+        return mask if self.counts is None else mask & slot_mask(self.counts, self.width)
 
 
 def list_geometry(
@@ -96,7 +95,7 @@ def list_geometry(
         System of each atom, in any order; needed with more than one cell.
     target_indices : (n_rows,) int32 tensor, optional
         For a list whose first row numbers rows, such as that of a matrix with ``target_indices``: row r is that of
-        atom ``target_indices[r]``. (What `neighbor_list` returns as a list names atoms already.)
+        atom ``target_indices[r]``. (A list that `neighbor_list` returns has numbers of atoms already.)
 
     Returns
     -------
@@ -116,14 +115,9 @@ def list_geometry(
         checks.check_index("shifts", shifts, positions, (neighbor_list.shape[1], 3))
     if target_indices is not None:
         checks.check_index("target_indices", target_indices, positions, (None,))
-    lattice = _lattice(positions, shifts, cell, batch_idx)
-    system = None if lattice is None or lattice.shape[0] == 1 else batch_idx
+    lattice, system = _lattice(positions, shifts, cell, batch_idx)
     pairs = Pairs(lattice, system, target_indices, neighbor_list[0], neighbor_list[1], shifts)
-    if is_eager():
-        distances, vectors = measure_pairs(positions, *pairs.narrow())
-        if _is_known(distances):
-            return distances, vectors
-    return _list_in_torch(positions, pairs)
+    return distances_and_vectors(positions, pairs)
 
 
 def matrix_geometry(
@@ -144,18 +138,14 @@ def matrix_geometry(
 
     Parameters
     ----------
-    positions : (n_atoms, 3) tensor, float32 or float64, length
+    positions, cell, batch_idx
+        As for `list_geometry`.
     neighbor_matrix : (n_rows, width) int32 tensor
         Without rows there are no pairs, whatever the number of atoms.
     num_neighbors : (n_rows,) int32 tensor, optional
         Slots from this one on are padding. Without it ``fill_value`` alone decides.
     shifts : (n_rows, width, 3) int32 tensor, optional
         S of each neighbor; together with ``cell``.
-    cell : (3, 3), (1, 3, 3) or (n_systems, 3, 3) tensor, length, optional
-        Rows are lattice vectors. One cell is that of all systems. Rows along which no neighbor is shifted may hold
-        anything, also NaN.
-    batch_idx : (n_atoms,) int32 tensor, optional
-        System of each atom, in any order; needed with more than one cell.
     target_indices : (n_rows,) int32 tensor, optional
         Row r is that of atom ``target_indices[r]``. Without it n_rows is n_atoms.
     fill_value : int, optional
@@ -190,45 +180,51 @@ def matrix_geometry(
         padding = n_atoms if num_neighbors is None else NO_PADDING
     if shifts is not None:
         checks.check_index("shifts", shifts, positions, (n_rows, width, 3))
-    lattice = _lattice(positions, shifts, cell, batch_idx)
-    system = None if lattice is None or lattice.shape[0] == 1 else batch_idx
+    lattice, system = _lattice(positions, shifts, cell, batch_idx)
     pairs = Pairs(lattice, system, target_indices, None, neighbor_matrix, shifts, num_neighbors, width, padding)
-    if is_eager():
-        distances, vectors = measure_pairs(positions, *pairs.narrow())
-        if _is_known(distances):
-            return distances.reshape(n_rows, width), vectors.reshape(n_rows, width, 3)
-    return _matrix_in_torch(positions, pairs)
+    return distances_and_vectors(positions, pairs)
 
 
-def _lattice(positions: torch.Tensor, shifts: torch.Tensor | None, cell: Any, batch_idx: Any) -> torch.Tensor | None:
-    """The cell as (1, 3, 3) or (n_systems, 3, 3), checked together with what it depends on."""
+def _lattice(
+    positions: torch.Tensor, shifts: torch.Tensor | None, cell: Any, batch_idx: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Cells (n_systems, 3, 3), and the system of each atom if there are several; checked together with the shifts."""
     if batch_idx is not None:
         checks.check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
     if cell is None:
         if shifts is not None:
             raise ValueError("`cell` is needed with `shifts`, which count its lattice vectors")
-        return None
+        return None, None
     checks.check_lattice(cell, positions)
     if shifts is None:
         raise ValueError("`shifts` are needed with `cell`: without them neighbors in other images are misplaced")
-    if cell.ndim == 2:
-        return cell.unsqueeze(0)
-    if cell.shape[0] != 1 and batch_idx is None:
+    cell = cell.reshape(-1, 3, 3)
+    if cell.shape[0] == 1:
+        return cell, None
+    if batch_idx is None:
         raise ValueError(f"`batch_idx` is needed with {cell.shape[0]} cells")
-    return cell
+    return cell, batch_idx
 
 
-def counted(counts: torch.Tensor, width: int) -> torch.Tensor:
-    """Which slots (n_rows, width) stand before their row's count."""
+def slot_mask(counts: torch.Tensor, width: int) -> torch.Tensor:
+    """Mask (n_rows, width) of the slots before the count of their row."""
     return torch.arange(width, dtype=counts.dtype, device=counts.device) < counts.unsqueeze(1)
 
 
+def distances_and_vectors(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances, in the shape of ``pairs.second``, and vectors; for arguments that are checked."""
+    if is_eager():
+        distances, vectors = measure_pairs(positions, *pairs.narrow())
+        # NaN for an index without an atom, for which torch has an error; a GPU is not asked
+        if distances.is_cuda or not bool(distances.detach().sum().isnan()):
+            if pairs.first is not None:
+                return distances, vectors
+            shape = pairs.second.shape
+            return distances.reshape(shape), vectors.reshape(*shape, 3)
+    return _in_torch(positions, pairs)
+
+
 # -- as one kernel --------------------------------------------------------------------------------
-
-
-def _is_known(distances: torch.Tensor) -> bool:
-    """Whether no distance is NaN, as it is for an index without an atom. A GPU is not asked."""
-    return distances.is_cuda or not bool(distances.detach().sum().isnan())
 
 
 def _pull_back(
@@ -241,19 +237,19 @@ def _pull_back(
 ) -> dict[str, torch.Tensor]:
     positions = inputs["positions"]
     pairs = Pairs(*(inputs[name] for name in Pairs._fields))
-    slope = grad_vectors
+    gradient = grad_vectors  # by the vectors
     if grad_distances is not None:
         is_zero = distances == 0.0
         rate = torch.where(is_zero, 0.0, grad_distances / torch.where(is_zero, 1.0, distances))
         radial = vectors * rate.unsqueeze(-1)
-        slope = radial if slope is None else slope + radial
-    assert slope is not None
+        gradient = radial if gradient is None else gradient + radial
+    assert gradient is not None
     # torch sums gradients ten times faster on the CPU if indices are int64
     j = pairs.second.to(torch.int64)
     if pairs.first is not None:
         i = pairs.first.to(torch.int64)
     else:
-        n_rows = positions.shape[0] if pairs.target is None else pairs.target.shape[0]
+        n_rows = j.shape[0] // max(pairs.width, 1) if pairs.counts is None else pairs.counts.shape[0]
         i = torch.arange(n_rows, device=j.device).repeat_interleave(pairs.width)
     if pairs.target is not None:
         i = pairs.target.to(torch.int64).index_select(0, i)
@@ -261,27 +257,27 @@ def _pull_back(
         # padding points to the row's own atom: a valid index, near in memory
         occupied = pairs.occupied(n_rows).reshape(-1)
         j = torch.where(occupied, j, i)
-        slope = slope.masked_fill(~occupied.unsqueeze(-1), 0.0)
-    found = {}
+        gradient = gradient.masked_fill(~occupied.unsqueeze(-1), 0.0)
+    gradients = {}
     if "positions" in wanted:
         nothing = torch.zeros_like(positions)
-        found["positions"] = nothing.index_add(0, j, slope) - nothing.index_add(0, i, slope)
+        gradients["positions"] = nothing.index_add(0, j, gradient) - nothing.index_add(0, i, gradient)
     if "cell" in wanted:
-        system = None if pairs.system is None else pairs.system.to(torch.int64).index_select(0, i)
-        found["cell"] = _slope_of_cell(pairs, slope, system)
-    return found
+        gradients["cell"] = _cell_gradient(pairs, gradient, i)
+    return gradients
 
 
-def _slope_of_cell(pairs: Pairs, slope: torch.Tensor, system: torch.Tensor | None) -> torch.Tensor:
-    """``Σ S^T slope`` over the pairs of each system; nothing from axes along which a pair is not shifted."""
+def _cell_gradient(pairs: Pairs, gradient: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    """``Σ S^T gradient`` over the pairs of each system; nothing from axes along which a pair is not shifted."""
     assert pairs.cell is not None and pairs.shifts is not None
+    system = None if pairs.system is None else pairs.system.to(torch.int64).index_select(0, i)
     rows = []
-    for count in pairs.shifts.unbind(-1):
-        part = torch.where(count.unsqueeze(-1) != 0, count.unsqueeze(-1).to(slope.dtype) * slope, 0.0)
+    for count in pairs.shifts.unsqueeze(-1).unbind(-2):
+        part = torch.where(count != 0, count.to(gradient.dtype) * gradient, 0.0)
         if system is None:
             rows.append(part.sum(0, keepdim=True))
         else:
-            rows.append(slope.new_zeros(pairs.cell.shape[0], 3).index_add(0, system, part))
+            rows.append(gradient.new_zeros(pairs.cell.shape[0], 3).index_add(0, system, part))
     return torch.stack(rows, 1)
 
 
@@ -321,55 +317,46 @@ def measure_pairs(
 # -- in torch -------------------------------------------------------------------------------------
 
 
-def _list_in_torch(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-    assert pairs.first is not None
+def _in_torch(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
     # gradients are summed with these indices, which torch does ten times faster on the CPU if they are int64
-    i, j = pairs.first.to(torch.int64), pairs.second.to(torch.int64)
-    if pairs.target is not None:
-        i = pairs.target.to(torch.int64).index_select(0, i)
-    vectors = positions.index_select(0, j) - positions.index_select(0, i)
-    if pairs.shifts is not None and pairs.cell is not None:
-        system = None if pairs.system is None else pairs.system.to(torch.int64).index_select(0, i)
-        vectors = _displaced(vectors, pairs.shifts, [_rows(pairs.cell, axis, system) for axis in range(3)])
-    return _length(vectors), vectors
-
-
-def _matrix_in_torch(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
-    matrix = pairs.second
-    n_rows, width = matrix.shape
-    occupied = pairs.occupied(n_rows)
-    # padding points to the row's own atom: a valid index, near in memory
-    if pairs.target is None:
-        own = torch.arange(n_rows, dtype=matrix.dtype, device=positions.device)
-        x_i = positions
+    j = pairs.second.to(torch.int64)
+    occupied = None
+    if pairs.first is not None:
+        i = pairs.first.to(torch.int64)
+        if pairs.target is not None:
+            i = pairs.target.to(torch.int64).index_select(0, i)
+        x_i = positions.index_select(0, i)
     else:
-        own = pairs.target.to(matrix.dtype)
-        x_i = positions.index_select(0, own.to(torch.int64))
-    # int64, since torch sums gradients ten times faster with it on the CPU
-    j = torch.where(occupied, matrix, own.unsqueeze(1)).reshape(-1).to(torch.int64)
-    vectors = positions.index_select(0, j).reshape(n_rows, width, 3) - x_i.unsqueeze(1)
+        n_rows = j.shape[0]
+        if pairs.target is None:
+            i = torch.arange(n_rows, device=positions.device)
+            x_i = positions[:n_rows].unsqueeze(1)
+        else:
+            i = pairs.target.to(torch.int64)
+            x_i = positions.index_select(0, i).unsqueeze(1)
+        # padding points to the row's own atom: a valid index, near in memory
+        occupied = pairs.occupied(n_rows)
+        j = torch.where(occupied, j, i.unsqueeze(1))
+    vectors = positions.index_select(0, j.reshape(-1)).reshape(*j.shape, 3) - x_i
     if pairs.shifts is not None and pairs.cell is not None:
-        system = None if pairs.system is None else pairs.system.to(torch.int64).index_select(0, own)
-        rows = [_rows(pairs.cell, axis, system).unsqueeze(-2) for axis in range(3)]
-        vectors = _displaced(vectors, pairs.shifts, rows)
-    # also where the atom's own position is not known, and where old shifts stand behind the count
-    vectors = vectors.masked_fill(~occupied.unsqueeze(-1), 0.0)
+        cell = pairs.cell
+        if pairs.system is not None:
+            cell = cell.index_select(0, pairs.system.to(torch.int64).index_select(0, i))
+        vectors = _displaced(vectors, pairs.shifts, cell if occupied is None else cell.unsqueeze(1))
+    if occupied is not None:
+        # also where the atom's own position is not known, and where old shifts stand behind the count
+        vectors = vectors.masked_fill(~occupied.unsqueeze(-1), 0.0)
     return _length(vectors), vectors
 
 
-def _rows(cell: torch.Tensor, axis: int, system: torch.Tensor | None) -> torch.Tensor:
-    """Lattice vector ``axis`` of each system in ``system``, or of the only one."""
-    return cell[:, axis] if system is None else cell[:, axis].index_select(0, system)
-
-
-def _displaced(vectors: torch.Tensor, shifts: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``vectors + S @ cell``; what is not shifted does not read the cell, which may be NaN there.
+def _displaced(vectors: torch.Tensor, shifts: torch.Tensor, cell: torch.Tensor) -> torch.Tensor:
+    """``vectors + S @ cell``; pairs that are not shifted do not read the cell, which may be NaN there.
 
     Written out, since a matrix product might be rounded to TF32, and ``addcmul`` is rounded in one way or another.
     """
-    for axis, row in enumerate(rows):
+    for axis in range(3):
         count = shifts[..., axis, None]
-        vectors = vectors + torch.where(count != 0, count.to(row.dtype) * row, 0.0)
+        vectors = vectors + torch.where(count != 0, count.to(cell.dtype) * cell[..., axis, :], 0.0)
     return vectors
 
 
@@ -378,5 +365,5 @@ def _length(vectors: torch.Tensor) -> torch.Tensor:
     x, y, z = vectors.unbind(-1)
     square = x * x + y * y + z * z
     is_zero = square == 0.0
-    # the inner choice keeps the infinite slope of the root out of the gradient, the outer one restores the value
+    # the inner choice keeps the infinite derivative of the root out of the gradient, the outer one restores the value
     return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, square).sqrt())

@@ -17,14 +17,12 @@ A changed cell makes every list stale as well, which positions do not show: comp
 Nothing here waits for a GPU, except where stated.
 """
 
-import math
 from typing import Any
 
 import torch
 
 from nvalchemiops.compat.ignored_arguments import ignore
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.runtime.context import may_read
 
 __all__ = [
     "batch_cell_list_needs_rebuild",
@@ -84,19 +82,8 @@ def neighbor_list_needs_rebuild(
     return stale
 
 
-def check_neighbor_list_rebuild_needed(
-    reference_positions: torch.Tensor,
-    current_positions: torch.Tensor,
-    skin_distance_threshold: float,
-    update_reference_positions: bool = False,
-    cell: torch.Tensor | None = None,
-    cell_inv: torch.Tensor | None = None,
-    pbc: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`neighbor_list_needs_rebuild` under another name that clients use; also a (1,) bool tensor."""
-    return neighbor_list_needs_rebuild(
-        reference_positions, current_positions, skin_distance_threshold, update_reference_positions, cell, cell_inv, pbc
-    )
+check_neighbor_list_rebuild_needed = neighbor_list_needs_rebuild
+"""Another name of `neighbor_list_needs_rebuild` that clients use."""
 
 
 def batch_neighbor_list_needs_rebuild(
@@ -145,12 +132,11 @@ def batch_neighbor_list_needs_rebuild(
     """
     _check_pair(reference_positions, current_positions, update_reference_positions)
     threshold = _check_threshold(skin_distance_threshold)
-    checks.check_index("batch_idx", batch_idx, current_positions, (current_positions.shape[0],))
-    n_systems = _number_of_systems(batch_idx, cell, cell_inv, pbc, num_systems)
+    system, n_systems = _check_batch(batch_idx, current_positions, cell, cell_inv, pbc, num_systems)
     _check_lattice(cell, cell_inv, pbc, current_positions, n_systems)
     if reference_positions.shape != current_positions.shape:
         return torch.ones(n_systems, dtype=torch.bool, device=current_positions.device)
-    system = batch_idx.to(torch.int64)
+    system = system.to(torch.int64)
     moved = _moved(reference_positions, current_positions, threshold)
     # a maximum of integers does not depend on the order in which threads arrive
     worst = torch.zeros(n_systems, dtype=torch.int32, device=system.device)
@@ -233,8 +219,7 @@ def batch_cell_list_needs_rebuild(
     """
     ignore("batch_cell_list_needs_rebuild", without_effect)
     checks.check_positions(current_positions, finite=False, name="current_positions")
-    checks.check_index("batch_idx", batch_idx, current_positions, (current_positions.shape[0],))
-    n_systems = _number_of_systems(batch_idx, cell, None, pbc, None)
+    _, n_systems = _check_batch(batch_idx, current_positions, cell, None, pbc, None)
     _check_lattice(cell, None, pbc, current_positions, n_systems, required=True)
     return torch.ones(n_systems, dtype=torch.bool, device=current_positions.device)
 
@@ -247,35 +232,13 @@ def _moved(reference: torch.Tensor, current: torch.Tensor, threshold: float) -> 
             return ((current != reference) | ~torch.isfinite(current)).any(1)
         # in float64, so that the square of what float32 holds neither vanishes nor overflows
         displacement = (current.to(torch.float64) - reference.to(torch.float64)).square().sum(1).sqrt()
-        # not `>`: what is NaN has moved
+        # not `>`: NaN counts as moved
         return ~(displacement <= threshold)
 
 
 def _update(reference: torch.Tensor, current: torch.Tensor, stale: torch.Tensor) -> None:
     with torch.no_grad():
         reference.copy_(torch.where(stale.unsqueeze(-1), current, reference))
-
-
-def _number_of_systems(batch_idx: torch.Tensor, cell: Any, cell_inv: Any, pbc: Any, given: int | None) -> int:
-    if given is not None and checks.check_int("num_systems", given) < 0:
-        raise ValueError(f"`num_systems` must not be negative, got {given}")
-    shapes = [t.shape[0] for t, ndim in ((cell, 3), (cell_inv, 3), (pbc, 2)) if getattr(t, "ndim", None) == ndim]
-    several = [size for size in shapes if size != 1]
-    told = given if given is not None else several[0] if several else None
-    if not may_read():
-        if told is None and not shapes:
-            raise ValueError("`num_systems` is needed where values cannot be read: it is the size of the result")
-        return 1 if told is None else told
-    if told is not None and batch_idx.device.type != "cpu":
-        return told  # the scatter asserts the range, without waiting
-    low, high = torch.stack(torch.aminmax(batch_idx)).tolist() if batch_idx.numel() else (0, -1)
-    if low < 0:
-        raise ValueError(f"`batch_idx` has the negative entry {low}")
-    if told is None:
-        return max(high + 1, len(shapes[:1]))
-    if high >= told:
-        raise ValueError(f"`batch_idx` has the entry {high}, but there are {told} systems")
-    return told
 
 
 # -- checks ---------------------------------------------------------------------------------------
@@ -291,13 +254,29 @@ def _check_pair(reference: Any, current: Any, update: Any) -> None:
         raise ValueError(f"`reference_positions` is on {reference.device}, but `current_positions` on {current.device}")
 
 
+def _check_batch(
+    batch_idx: Any, positions: torch.Tensor, cell: Any, cell_inv: Any, pbc: Any, num_systems: int | None
+) -> tuple[torch.Tensor, int]:
+    """System of each atom, and the number of systems. A GPU is waited for only if nothing else tells that number."""
+    checks.check_tensor("batch_idx", batch_idx)
+    if num_systems is None:
+        told = checks.systems_in_shapes((cell, 3), (cell_inv, 3), (pbc, 2))
+    else:
+        told = checks.check_count("num_systems", num_systems)
+    system, n_systems = checks.check_batch(batch_idx, positions, told, wait=told is None)
+    assert system is not None
+    if told is not None:
+        return system, told
+    one_for_all = any(getattr(t, "ndim", None) == n for t, n in ((cell, 3), (cell_inv, 3), (pbc, 2)))
+    if n_systems is None and not one_for_all:
+        raise ValueError("`num_systems` is needed where values cannot be read: it is the size of the result")
+    return system, max(n_systems or 0, int(one_for_all))
+
+
 def _check_threshold(threshold: Any) -> float:
     if isinstance(threshold, torch.Tensor):
         raise TypeError("`skin_distance_threshold` must be a number, got Tensor")
-    number = checks.as_float("skin_distance_threshold", threshold)
-    if not 0.0 <= number < math.inf:
-        raise ValueError(f"`skin_distance_threshold` must be finite and not negative, got {number}")
-    return number
+    return checks.check_not_negative("skin_distance_threshold", threshold)
 
 
 def _check_lattice(

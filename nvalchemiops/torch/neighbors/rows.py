@@ -11,8 +11,8 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.formats import check_full_list, half_to_full
-from nvalchemiops.torch.neighbors.lists import neighbor_list
-from nvalchemiops.torch.neighbors.pairs import list_geometry
+from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
+from nvalchemiops.torch.neighbors.search import Search, neighbor_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
@@ -48,9 +48,9 @@ class Rows(NamedTuple):
     width : int
         Of the rows of a matrix.
     padding : int
-        Entries of ``neighbors`` that stand for no neighbor, whatever the number.
+        Entries of ``neighbors`` that are no neighbors, even if it is the number of an atom.
     first : (n_slots,) int32 tensor or None
-        The atom that each slot of a list claims to belong to; kernels look whether the ends of rows agree.
+        First atom of each pair as given with a list; kernels check it against ``begin``.
     """
 
     begin: torch.Tensor | None
@@ -131,16 +131,22 @@ def build_rows(
     batch_idx: torch.Tensor | None,
     pbc: torch.Tensor | None = None,
 ) -> Rows:
-    """Rows of all neighbors closer than ``cutoff``; ``batch_idx`` in any order."""
+    """Rows of all neighbors closer than ``cutoff``, for arguments that are checked, but for ``pbc``.
+
+    ``batch_idx`` in any order.
+    """
+    if pbc is not None:
+        _, pbc, _ = checks.check_systems(positions, cell, pbc, batch_idx, None)
     order = None
     if batch_idx is not None and not _is_sorted(batch_idx):
         batch_idx, order = torch.sort(batch_idx, stable=True)
         positions = positions.index_select(0, order)
     lattice = None if cell is None else cell.detach()
-    pairs, ptr, *images = neighbor_list(positions.detach(), cutoff, lattice, pbc, batch_idx, return_neighbor_list=True)
-    shifts = images[0] if images else None
+    pairs, ptr, shifts = neighbor_pairs(*Search(positions.detach(), cutoff, lattice, pbc, batch_idx))
+    if cell is None:
+        shifts = None  # the op returns an empty one
     if order is not None:
-        # each row as a whole to the place of its atom
+        # rows in the order of the atoms as given
         pairs = order.to(torch.int32)[pairs.long()]
         first, place = torch.sort(pairs[0], stable=True)
         pairs = torch.stack([first, pairs[1].index_select(0, place)])
@@ -228,7 +234,7 @@ def check_reach(
     if n_listed == n_found:
         return
     reach = f"its farthest pair is at {float(listed.max()):g}" if listed.numel() else "it is empty"
-    advice = f"{reach}, and it must reach to the cutoff" if n_listed < n_found else "it joins what are no neighbors"
+    advice = f"{reach}, and it must reach to the cutoff" if n_listed < n_found else "some of its pairs are no neighbors"
     if pbc is None and cell is not None:
         advice += "; give `pbc` as well if an axis is open"
     raise ValueError(f"`{name}` has {n_listed} pairs within `cutoff` = {cutoff:g}, but there are {n_found}: {advice}")
@@ -238,14 +244,14 @@ def pair_distances(
     rows: Rows, positions: torch.Tensor, cell: torch.Tensor | None, batch_idx: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """First atom and distance (n_pairs,) of each pair of a list without padding."""
-    assert rows.begin is not None
-    first = owners(rows, positions.shape[0]).to(torch.int32)
-    pairs = torch.stack([first, rows.neighbors])
-    return first, list_geometry(positions, pairs, rows.shifts, cell, batch_idx)[0]
+    first = row_indices(rows, positions.shape[0]).to(torch.int32)
+    system = None if cell is None or cell.shape[0] == 1 else batch_idx
+    pairs = Pairs(cell, system, None, first, rows.neighbors, None if cell is None else rows.shifts)
+    return first, distances_and_vectors(positions, pairs)[0]
 
 
-def owners(rows: Rows, n_atoms: int) -> torch.Tensor:
-    """The atom (n_slots,), int64, in whose row each slot is."""
+def row_indices(rows: Rows, n_atoms: int) -> torch.Tensor:
+    """Row index (n_slots,), int64, of each slot, which is the number of its atom."""
     atoms = torch.arange(n_atoms, device=rows.neighbors.device)
     if rows.begin is None:
         return atoms.repeat_interleave(rows.width)
@@ -261,7 +267,7 @@ def _padding(given: GivenNeighbors, otherwise: int) -> int:
         return otherwise
     value = checks.check_int(given.fill_name, given.fill_value)
     if value == NO_PADDING:
-        raise ValueError(f"`{given.fill_name}` must be larger than {NO_PADDING}, which stands for no padding")
+        raise ValueError(f"`{given.fill_name}` must be larger than {NO_PADDING}, which means no padding")
     return value
 
 

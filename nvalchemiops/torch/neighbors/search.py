@@ -11,7 +11,7 @@ import warp as wp
 
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.neighbors import NeighborOverflowError, grid
-from nvalchemiops.neighbors.neighbor_utils import roomy_width
+from nvalchemiops.neighbors.neighbor_utils import matrix_width
 from nvalchemiops.neighbors.search import (
     NOT_FINITE,
     ROWS_PER_THREAD,
@@ -56,11 +56,11 @@ BAD_NUMBERS = (
     "a system follow each other"
 )
 BAD_POINTERS = "`batch_ptr` must rise from 0 to the number of atoms"
-"""What is wrong when one of the two is given."""
+"""Faults where one of the two is given."""
 
 
-class Query(NamedTuple):
-    """What to search for; see `neighbor_list`. All but positions and cutoff may be None."""
+class Search(NamedTuple):
+    """The first arguments of the ops below, as in `neighbor_list`. All but positions and cutoff may be None."""
 
     positions: torch.Tensor
     cutoff: float
@@ -71,6 +71,11 @@ class Query(NamedTuple):
     target_indices: torch.Tensor | None = None
     half: bool = False
     method: int = grid.AUTOMATIC
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the result."""
+        return (self.positions if self.target_indices is None else self.target_indices).shape[0]
 
 
 class _Binned(NamedTuple):
@@ -87,16 +92,16 @@ class _Binned(NamedTuple):
     active: torch.Tensor | None
 
 
-class _Search:
-    """Atoms in their bins; one search counts, another one fills."""
+class _CellList:
+    """Atoms sorted into bins; one search counts neighbors, another one writes them."""
 
-    def __init__(self, query: Query, may_wait: bool = True, rebuild_flags: torch.Tensor | None = None) -> None:
-        self.query = query
+    def __init__(self, search: Search, may_wait: bool = True, rebuild_flags: torch.Tensor | None = None) -> None:
+        self.search = search
         self.rebuild_flags = rebuild_flags
         self.scratch: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self.device = query.positions.device
+        self.device = search.positions.device
         self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device=self.device)
-        self.n_rows = (query.positions if query.target_indices is None else query.target_indices).shape[0]
+        self.n_rows = search.n_rows
         self.binned = self._bin(*self._systems(may_wait))
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -104,20 +109,20 @@ class _Search:
 
     def _systems(self, may_wait: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
         """System of each atom (None: there is one), and where the atoms of each begin."""
-        positions, _, cell, pbc, batch_idx, batch_ptr, *_ = self.query
+        positions, _, cell, pbc, batch_idx, batch_ptr, *_ = self.search
         n_atoms = positions.shape[0]
         if batch_ptr is not None:
             first_atom = checks.narrow(batch_ptr)
             if batch_idx is None:
-                batch_idx = systems_of(first_atom, n_atoms)
+                batch_idx = batch_idx_of(first_atom, n_atoms)
             return checks.narrow(batch_idx), first_atom
         if batch_idx is None:
             return None, torch.arange(2, dtype=torch.int32, device=self.device).mul_(n_atoms)
-        n_systems = batch_size(cell, pbc)
+        n_systems = checks.systems_in_shapes((cell, 3), (pbc, 2))
         if n_systems is None and self.rebuild_flags is not None:
             n_systems = self.rebuild_flags.shape[0]
         if n_systems is None and may_wait:
-            n_systems = largest_number(batch_idx)
+            n_systems = count_systems(batch_idx)
         system = checks.narrow(batch_idx)
         if n_systems is None:
             # numbered anew: there are no more systems with atoms than atoms. Negative numbers and steps down stay,
@@ -128,14 +133,14 @@ class _Search:
         return system, row_pointers(system, n_systems)
 
     def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> _Binned:
-        query = self.query
-        positions = query.positions.to(torch.float64)
+        search = self.search
+        positions = search.positions.to(torch.float64)
         n_atoms, n_systems = positions.shape[0], first_atom.shape[0] - 1
         float64 = torch.float64
-        cell = None if query.cell is None else query.cell.to(float64).reshape(-1, 3, 3).contiguous()
-        pbc = None if query.pbc is None else query.pbc.reshape(-1, 3).contiguous()
+        cell = None if search.cell is None else search.cell.to(float64).reshape(-1, 3, 3).contiguous()
+        pbc = None if search.pbc is None else search.pbc.reshape(-1, 3).contiguous()
         # bins for every system may be more than memory has, where there are many more systems than atoms
-        method = query.method
+        method = search.method
         if grid.ring_slots(n_atoms, n_systems, method) > 8 * n_atoms + MOST_SPARE_SLOTS:
             method = grid.AUTOMATIC
         n_slots = grid.ring_slots(n_atoms, n_systems, method)
@@ -150,14 +155,14 @@ class _Search:
             launch(
                 grid.prepare_search(),
                 1,
-                [positions, cell, pbc, system, first_atom, query.cutoff, method],
+                [positions, cell, pbc, system, first_atom, search.cutoff, method],
                 [grids, slot, begin, order, coordinates, entry, self.fault],
             )
         else:
             launch(
                 grid.describe_systems(),
                 n_systems,
-                [cell, pbc, first_atom, n_atoms, query.cutoff, method],
+                [cell, pbc, first_atom, n_atoms, search.cutoff, method],
                 [grids, self.fault],
             )
             launch(grid.locate_atoms(), n_atoms, [positions, system, first_atom, grids], [slot, self.fault])
@@ -168,13 +173,13 @@ class _Search:
                 order = order.to(torch.int32)
                 begin = row_pointers(slot, n_slots)
             launch(grid.place_atoms(), n_atoms, [positions, system, grids, order], [coordinates, entry])
-        target = None if query.target_indices is None else self._places(query.target_indices, order)
+        target = None if search.target_indices is None else self._places(search.target_indices, order)
         return _Binned(
-            coordinates, entry, begin, system, grids, query.cutoff, int(query.half), target, self.rebuild_flags
+            coordinates, entry, begin, system, grids, search.cutoff, int(search.half), target, self.rebuild_flags
         )
 
     def _places(self, atoms: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """Where in ``order`` the given atoms stand, -1 for what is no atom."""
+        """Positions of the given atoms in ``order``; -1 for numbers that are no atoms."""
         n_atoms = order.shape[0]
         known = (atoms >= 0) & (atoms < n_atoms)
         self.fault[grid.BAD_TARGET] |= ~known.all()
@@ -207,21 +212,21 @@ class _Search:
         launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], lanes=SEARCH_LANES, kind=kind)
 
     def count(self) -> torch.Tensor:
-        """Neighbors of the atom of each row. Waits for the device and raises what is wrong with the input.
+        """Neighbors of the atom of each row. Waits for the device and raises for faulty input.
 
         In a small search on a CPU they are written at the same time, to memory that `fill` copies from.
         """
         count = self._new(self.n_rows)
         if self.device.type == "cpu" and self.n_rows <= SCRATCH_ROWS:
             index, all_shifts = _scratch()
-            shifts = None if self.query.cell is None else all_shifts
+            shifts = None if self.search.cell is None else all_shifts
             ends = (self.n_rows + 1) * SCRATCH_WIDTH
             begin = torch.arange(0, ends, SCRATCH_WIDTH, dtype=torch.int32, device=self.device)
             self.run(count, index, shifts, row_begin=begin)
             self.scratch = (index, shifts)
         else:
             self.run(count)
-        raise_faults(self.fault, self.query)
+        raise_faults(self.fault, self.search)
         return count
 
     def fill(self, count: torch.Tensor, most: int, index: torch.Tensor, shifts: torch.Tensor, **rows: Any) -> None:
@@ -230,7 +235,7 @@ class _Search:
             self.run(None, index, shifts, **rows)
             return
         scratch, scratch_shifts = self.scratch
-        atoms = self.query.target_indices
+        atoms = self.search.target_indices
         self._launch(
             compact_neighbors(),
             [
@@ -264,33 +269,25 @@ def _scratch() -> tuple[torch.Tensor, torch.Tensor]:
     return _kept.scratch
 
 
-def batch_size(cell: torch.Tensor | None, pbc: torch.Tensor | None) -> int | None:
-    """Number of systems, as far as the shapes of cell and pbc tell: either may be one for all."""
-    for tensor, single in ((cell, 2), (pbc, 1)):
-        if tensor is not None and tensor.ndim > single and tensor.shape[0] != 1:
-            return tensor.shape[0]
-    return None
-
-
-def largest_number(batch_idx: torch.Tensor) -> int | None:
+def count_systems(batch_idx: torch.Tensor) -> int | None:
     """Number of systems as the entries tell, which are read; None if far more than there are atoms, or none at all."""
     n_atoms = batch_idx.shape[0]
     n_systems = 1 + (int(batch_idx.max()) if n_atoms else 0)
     return n_systems if 1 <= n_systems <= 2 * n_atoms + 1000 else None
 
 
-def raise_faults(fault: torch.Tensor, query: Query) -> None:
+def raise_faults(fault: torch.Tensor, search: Search) -> None:
     """Raise ValueError for the first fault that kernels noticed, if any. Waits for the device."""
     found = all_values_of(fault).reshape(-1, grid.N_FAULTS).any(0).tolist()
     if not any(found):
         return
     number = next(number for number in FAULTS if found[number])
-    if number == grid.BAD_SYSTEM and (query.batch_ptr is None or query.batch_idx is None):
-        raise ValueError(BAD_NUMBERS if query.batch_ptr is None else BAD_POINTERS)
+    if number == grid.BAD_SYSTEM and (search.batch_ptr is None or search.batch_idx is None):
+        raise ValueError(BAD_NUMBERS if search.batch_ptr is None else BAD_POINTERS)
     raise ValueError(FAULTS[number])
 
 
-def raise_overflow(count: torch.Tensor, width: int, query: Query) -> None:
+def raise_overflow(count: torch.Tensor, width: int, search: Search) -> None:
     """Raise `NeighborOverflowError` if a row needs more than ``width`` entries. Waits for the device."""
     values = all_values_of(count)
     if values.numel() == 0 or (most := int(values.max())) <= width:
@@ -298,12 +295,12 @@ def raise_overflow(count: torch.Tensor, width: int, query: Query) -> None:
     system = None
     if values is count:  # else one of the slices of a vmap, and it is not known which
         atom = int(count.argmax())
-        if query.target_indices is not None:
-            atom = int(query.target_indices[atom])
-        if query.batch_idx is not None:
-            system = int(query.batch_idx[atom])
-        elif query.batch_ptr is not None:
-            system = int(systems_of(query.batch_ptr, query.positions.shape[0])[atom])
+        if search.target_indices is not None:
+            atom = int(search.target_indices[atom])
+        if search.batch_idx is not None:
+            system = int(search.batch_idx[atom])
+        elif search.batch_ptr is not None:
+            system = int(batch_idx_of(search.batch_ptr, search.positions.shape[0])[atom])
     raise NeighborOverflowError(width, most, system)
 
 
@@ -313,11 +310,11 @@ def largest_count(count: torch.Tensor) -> int:
     most = int(values.max()) if values.numel() else 0
     if most < NOT_FINITE:
         return most
-    known = values[values < NOT_FINITE]  # rows that were kept from a search that nobody looked at
+    known = values[values < NOT_FINITE]  # rows that were kept from a search whose faults were not read
     return int(known.max()) if known.numel() else 0
 
 
-def systems_of(batch_ptr: torch.Tensor, n_atoms: int) -> torch.Tensor:
+def batch_idx_of(batch_ptr: torch.Tensor, n_atoms: int) -> torch.Tensor:
     """``batch_idx`` from ``batch_ptr``."""
     atoms = torch.arange(n_atoms, dtype=batch_ptr.dtype, device=batch_ptr.device)
     return torch.searchsorted(batch_ptr[1:], atoms, right=True, out_int32=True)
@@ -335,9 +332,8 @@ def check_size(size: int) -> None:
 _N_PAIRS = DynamicSize("n_pairs")
 
 
-def _n_rows(positions: torch.Tensor, *inputs: object) -> int:
-    targets = inputs[5]
-    return positions.shape[0] if targets is None else targets.shape[0]  # type: ignore[attr-defined]
+def _n_rows(*inputs: Any) -> int:
+    return (inputs[0] if inputs[6] is None else inputs[6]).shape[0]
 
 
 @warp_custom_op(
@@ -349,6 +345,7 @@ def _n_rows(positions: torch.Tensor, *inputs: object) -> int:
     ],
     grad_arrays=(),
     backward="none",
+    trusted=True,
 )
 def neighbor_pairs(
     positions: torch.Tensor,
@@ -361,73 +358,46 @@ def neighbor_pairs(
     half: bool,
     method: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The list format. Waits for the device to learn the number of pairs, and raises what is wrong with the input."""
-    search = _Search(Query(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method))
-    count = search.count()
-    most = int(count.max()) if search.n_rows else 0
+    """The list format. Waits for the device to learn the number of pairs, and raises for faulty input."""
+    bins = _CellList(Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method))
+    count = bins.count()
+    most = int(count.max()) if bins.n_rows else 0
     ends = count.cumsum(0)
-    size = int(ends[-1]) if search.n_rows else 0
+    size = int(ends[-1]) if bins.n_rows else 0
     check_size(size)
-    ptr = search._new(search.n_rows + 1)
+    ptr = bins._new(bins.n_rows + 1)
     ptr[:1] = 0
     ptr[1:] = ends
-    pairs = new_empty((2, size), torch.int32, search.device)
-    shifts = new_empty((0 if cell is None else size, 3), torch.int32, search.device)
-    search.fill(count, most, pairs[1], shifts, first=pairs[0], row_begin=ptr)
+    pairs = new_empty((2, size), torch.int32, bins.device)
+    shifts = new_empty((0 if cell is None else size, 3), torch.int32, bins.device)
+    bins.fill(count, most, pairs[1], shifts, first=pairs[0], row_begin=ptr)
     return pairs, ptr, shifts
 
 
 _WIDTH = DynamicSize("width")
 
 
+def _matrix_width(*inputs: Any) -> int | DynamicSize:
+    return _WIDTH if inputs[-1] is None else inputs[-1]
+
+
 @warp_custom_op(
     "nvalchemiops::neighbor_matrix",
     outputs=[
-        OutputSpec("matrix", wp.int32, lambda *inputs: (_n_rows(*inputs), _WIDTH)),
+        OutputSpec("matrix", wp.int32, lambda *inputs: (_n_rows(*inputs), _matrix_width(*inputs))),
         OutputSpec("count", wp.int32, lambda *inputs: (_n_rows(*inputs),)),
-        OutputSpec("shifts", wp.vec3i, lambda *inputs: (0 if inputs[2] is None else _n_rows(*inputs), _WIDTH, 3)),
-    ],
-    grad_arrays=(),
-    backward="none",
-)
-def neighbor_matrix_of(
-    positions: torch.Tensor,
-    cutoff: float,
-    cell: torch.Tensor | None,
-    pbc: torch.Tensor | None,
-    batch_idx: torch.Tensor | None,
-    batch_ptr: torch.Tensor | None,
-    target_indices: torch.Tensor | None,
-    half: bool,
-    method: int,
-    fill_value: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The matrix format, a bit wider than needed. Waits for the device, and raises what is wrong with the input."""
-    search = _Search(Query(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method))
-    count = search.count()
-    most = int(count.max()) if search.n_rows else 0
-    width = roomy_width(cutoff, most) if search.n_rows else 0
-    if search.n_rows * width > MAX_SLOTS:
-        width = most
-    check_size(search.n_rows * width)
-    matrix = new_empty((search.n_rows, width), torch.int32, search.device)
-    shifts = new_empty((0 if cell is None else search.n_rows, width, 3), torch.int32, search.device)
-    search.fill(count, most, matrix.view(-1), shifts.view(-1, 3), width=width, fill_value=fill_value)
-    return matrix, count, shifts
-
-
-@warp_custom_op(
-    "nvalchemiops::neighbor_matrix_of_width",
-    outputs=[
-        OutputSpec("matrix", wp.int32, lambda *inputs: (_n_rows(*inputs), inputs[-1])),
-        OutputSpec("count", wp.int32, lambda *inputs: (_n_rows(*inputs),)),
-        OutputSpec("shifts", wp.vec3i, lambda *inputs: (0 if inputs[2] is None else _n_rows(*inputs), inputs[-1], 3)),
+        OutputSpec(
+            "shifts",
+            wp.vec3i,
+            lambda *inputs: (0 if inputs[2] is None else _n_rows(*inputs), _matrix_width(*inputs), 3),
+        ),
         OutputSpec("fault", wp.int32, (grid.N_FAULTS,)),
     ],
     grad_arrays=(),
     backward="none",
+    trusted=True,
 )
-def neighbor_matrix_of_width(
+def neighbor_matrix(
     positions: torch.Tensor,
     cutoff: float,
     cell: torch.Tensor | None,
@@ -438,16 +408,32 @@ def neighbor_matrix_of_width(
     half: bool,
     method: int,
     fill_value: int,
-    width: int,
+    width: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The matrix format in a given width. Waits for nothing: faults are returned, counts tell what did not fit."""
-    query = Query(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
-    search = _Search(query, may_wait=False)
-    matrix = new_empty((search.n_rows, width), torch.int32, search.device)
-    count = new_empty((search.n_rows,), torch.int32, search.device)
-    shifts = new_empty((0 if cell is None else search.n_rows, width, 3), torch.int32, search.device)
-    search.run(count, matrix.view(-1), shifts.view(-1, 3), width=width, fill_value=fill_value)
-    return matrix, count, shifts, search.fault
+    """The matrix format.
+
+    In a given width it waits for nothing: faults are returned, and counts tell what did not fit. Without, the matrix is
+    a bit wider than needed; then it waits for the device, and raises for faulty input.
+    """
+    search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
+    bins = _CellList(search, may_wait=width is None)
+    n_rows, columns, most = bins.n_rows, width, 0
+    if columns is None:
+        count = bins.count()
+        most = int(count.max()) if n_rows else 0
+        columns = matrix_width(cutoff, most) if n_rows else 0
+        if n_rows * columns > MAX_SLOTS:
+            columns = most
+        check_size(n_rows * columns)
+    else:
+        count = new_empty((n_rows,), torch.int32, bins.device)
+    matrix = new_empty((n_rows, columns), torch.int32, bins.device)
+    shifts = new_empty((0 if cell is None else n_rows, columns, 3), torch.int32, bins.device)
+    if width is None:
+        bins.fill(count, most, matrix.view(-1), shifts.view(-1, 3), width=columns, fill_value=fill_value)
+    else:
+        bins.run(count, matrix.view(-1), shifts.view(-1, 3), width=columns, fill_value=fill_value)
+    return matrix, count, shifts, bins.fault
 
 
 @warp_custom_op(
@@ -474,28 +460,26 @@ def fill_neighbor_matrix(
     shifts: torch.Tensor | None,
 ) -> torch.Tensor:
     """The same in given memory."""
-    query = Query(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
-    search = _Search(query, may_wait=False, rebuild_flags=rebuild_flags)
-    search.run(
+    search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
+    bins = _CellList(search, may_wait=False, rebuild_flags=rebuild_flags)
+    bins.run(
         count,
         matrix.view(-1),
         None if shifts is None else shifts.view(-1, 3),
         width=matrix.shape[1],
         fill_value=fill_value,
     )
-    return search.fault
+    return bins.fault
 
 
 __all__ = [
-    "batch_size",
+    "batch_idx_of",
     "check_size",
+    "count_systems",
     "fill_neighbor_matrix",
     "largest_count",
-    "largest_number",
-    "neighbor_matrix_of",
-    "neighbor_matrix_of_width",
+    "neighbor_matrix",
     "neighbor_pairs",
     "raise_faults",
     "raise_overflow",
-    "systems_of",
 ]

@@ -9,13 +9,13 @@ import torch
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, build, method_number
 from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
-from nvalchemiops.torch.neighbors.lists import Form, Memory, Systems, build, method_number
 from nvalchemiops.torch.neighbors.rebuild_detection import (
     batch_neighbor_list_needs_rebuild,
     neighbor_list_needs_rebuild,
 )
-from nvalchemiops.torch.neighbors.search import batch_size, largest_number, systems_of
+from nvalchemiops.torch.neighbors.search import batch_idx_of, count_systems
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.context import eager, is_mapped, values_of
 
@@ -25,28 +25,10 @@ GROWTH = 1.2
 """Room for a row that did not fit, relative to what it needs: density fluctuates, and each growth copies the list."""
 
 
-class _Systems(NamedTuple):
-    """What a list is searched in, detached; as given, except that pbc is a tensor."""
+class _BuiltList(NamedTuple):
+    """A list, and what it was built from."""
 
-    positions: torch.Tensor
-    cell: torch.Tensor | None
-    pbc: torch.Tensor | None
-    batch_idx: torch.Tensor | None
-    batch_ptr: torch.Tensor | None
-
-    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "_Systems":
-        """The result of ``function`` for each tensor."""
-        return _Systems(function(self.positions), *(None if t is None else function(t) for t in self[1:]))
-
-    def form(self) -> tuple[Any, ...]:
-        """Shapes, dtypes and devices: where they differ, no list can be kept."""
-        return tuple((t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else t for t in self)
-
-
-class _Kept(NamedTuple):
-    """A list, and per system what it was built from."""
-
-    systems: _Systems
+    systems: Systems  # detached copies
     system: torch.Tensor | None  # (n_atoms,) int64, None: there is one system
     n_systems: int
     rows: tuple[torch.Tensor, ...]  # matrix, counts, shifts if there is a cell
@@ -98,11 +80,11 @@ class VerletList:
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message.
+        A number that is negative or not finite, a method that `neighbor_list` does not take; named in the message.
 
     Notes
     -----
-    *What is returned is never changed afterwards*: a search writes to new memory. Graphs that autograd keeps stay
+    *Returned tensors are never changed afterwards*: a search writes to new memory. Graphs that autograd keeps stay
     valid across searches, and so do lists that you store. While nothing is searched, the same tensors are returned.
     Do not write to them.
 
@@ -131,15 +113,11 @@ class VerletList:
         method: str | None = None,
     ) -> None:
         self.cutoff = checks.check_not_negative("cutoff", cutoff)
-        self.skin = checks.as_float("skin", skin)
-        if not 0.0 <= self.skin < math.inf:
-            raise ValueError(f"`skin` must be finite and not negative, got {self.skin}")
+        self.skin = checks.check_not_negative("skin", skin)
         self.reach = self.cutoff + self.skin
         self.half_fill = checks.check_flag("half_fill", half_fill)
         self.fill_value = None if fill_value is None else checks.check_int("fill_value", fill_value)
-        self.max_neighbors = None if max_neighbors is None else checks.check_int("max_neighbors", max_neighbors)
-        if self.max_neighbors is not None and self.max_neighbors < 0:
-            raise ValueError(f"`max_neighbors` must not be negative, got {max_neighbors}")
+        self.max_neighbors = None if max_neighbors is None else checks.check_count("max_neighbors", max_neighbors)
         self.return_neighbor_list = checks.check_flag("return_neighbor_list", return_neighbor_list)
         method_number(method)
         self.method = method
@@ -150,7 +128,7 @@ class VerletList:
         self.num_calls = 0
         self.num_builds = 0
         self.rebuilt: torch.Tensor | None = None
-        self._kept: _Kept | None = None
+        self._kept: _BuiltList | None = None
 
     @eager
     def __call__(
@@ -171,7 +149,7 @@ class VerletList:
         Returns
         -------
         tuple of tensors
-            What `neighbor_list` returns for the cutoff ``reach``: matrix, counts and, with a cell, shifts, or a list
+            The results of `neighbor_list` for the cutoff ``reach``: matrix, counts and, with a cell, shifts, or a list
             of pairs, its pointers and shifts. The pairs are those within reach at the last search.
 
         Raises
@@ -185,11 +163,12 @@ class VerletList:
         if pbc is not None:
             pbc = checks.pbc_tensor(pbc, positions.device)
             pbc = pbc.expand(3) if pbc.ndim == 0 else pbc
-        given = _Systems(positions, cell, pbc, batch_idx, batch_ptr).map(_plain)
+        given = Systems(positions, cell, pbc, batch_idx, batch_ptr)
+        given = _each(_plain, given)
         # an inference tensor could not be saved for a backward pass later on
         with torch.no_grad(), torch.inference_mode(False), outside_of_transforms():
             kept, flags = self._kept, None
-            if kept is not None and given.form() == kept.systems.form():
+            if kept is not None and _layout(given) == _layout(kept.systems):
                 flags = _stale(kept, given, self.skin / 2.0)
                 other_batch, some, every = torch.stack([_other_batch(kept, given), flags.any(), flags.all()]).tolist()
                 if not (some or other_batch):
@@ -201,11 +180,11 @@ class VerletList:
             self.num_builds += 1
             return self._kept.result
 
-    def _build(self, given: _Systems, flags: torch.Tensor | None) -> _Kept:
+    def _build(self, given: Systems, flags: torch.Tensor | None) -> _BuiltList:
         """The list of the flagged systems, or of all."""
         rows = self._search(given, flags)
         if flags is None:
-            systems = given.map(torch.clone)
+            systems = _each(torch.clone, given)
             system, n_systems = _numbering(systems)
             self.rebuilt = torch.ones(n_systems, dtype=torch.bool, device=given.positions.device)
         else:
@@ -214,37 +193,27 @@ class VerletList:
             assert system is not None  # flags are given for some systems of several
             positions = torch.where(flags.index_select(0, system).unsqueeze(-1), given.positions, old.positions)
             # cells and pbc of the others are the same as before, except for lattice vectors along open axes
-            now = given.map(torch.clone)
-            systems = _Systems(positions, now.cell, now.pbc, old.batch_idx, old.batch_ptr)
+            systems = _each(torch.clone, given._replace(positions=positions))
             self.rebuilt = flags
         result = rows
         if self.return_neighbor_list:
             # the counts alone decide: the caller's padding may be the number of an atom
             matrix, counts, *shifts = rows
             result = get_neighbor_list_from_neighbor_matrix(matrix, counts, shifts[0] if shifts else None)
-        return _Kept(systems, system, n_systems, rows, result)
+        return _BuiltList(systems, system, n_systems, rows, result)
 
-    def _search(self, given: _Systems, flags: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def _search(self, given: Systems, flags: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
         """New rows for the flagged systems beside copies of the old ones, or for all. Widens the matrix as needed."""
         padding = given.positions.shape[0] if self.fill_value is None else self.fill_value
         width = ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors
         while True:
-            memory = Memory()
+            room = Room(width)
             if flags is not None and self._kept is not None:
-                names = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")
-                memory = Memory(**dict(zip(names, _widened(self._kept.rows, width, padding))))
+                matrix, counts, *shifts = _widened(self._kept.rows, width, padding)
+                room = Room(width, matrix, shifts[0] if shifts else None, counts)
+            form = Form(self.half_fill, padding)
             try:
-                rows = build(
-                    method_number(self.method),
-                    given.positions,
-                    self.reach,
-                    Systems(*given[1:]),
-                    Form(self.half_fill, padding, as_list=False),
-                    width,
-                    memory,
-                    flags,
-                    may_cut=False,
-                )
+                rows = build(given, self.reach, form, room, method_number(self.method), flags, may_truncate=False)
             except NeighborOverflowError as error:
                 needed = error.num_neighbors
                 if needed <= width:
@@ -255,7 +224,7 @@ class VerletList:
             return rows
 
 
-def _stale(kept: _Kept, given: _Systems, threshold: float) -> torch.Tensor:
+def _stale(kept: _BuiltList, given: Systems, threshold: float) -> torch.Tensor:
     """Which systems (n_systems,) are no longer those that the list was built for. Does not wait."""
     old = kept.systems
     if kept.system is None:
@@ -273,7 +242,7 @@ def _stale(kept: _Kept, given: _Systems, threshold: float) -> torch.Tensor:
     return flags
 
 
-def _other_batch(kept: _Kept, given: _Systems) -> torch.Tensor:
+def _other_batch(kept: _BuiltList, given: Systems) -> torch.Tensor:
     """Whether atoms are now divided into systems in another way. Does not wait."""
     other = torch.zeros((), dtype=torch.bool, device=given.positions.device)
     for now, before in ((given.batch_idx, kept.systems.batch_idx), (given.batch_ptr, kept.systems.batch_ptr)):
@@ -282,20 +251,20 @@ def _other_batch(kept: _Kept, given: _Systems) -> torch.Tensor:
     return other
 
 
-def _numbering(systems: _Systems) -> tuple[torch.Tensor | None, int]:
+def _numbering(systems: Systems) -> tuple[torch.Tensor | None, int]:
     """System of each atom, None if there is one, and the number of systems; of arguments that were checked."""
     positions, cell, pbc, batch_idx, batch_ptr = systems
     if batch_ptr is not None:
-        return systems_of(batch_ptr, positions.shape[0]).to(torch.int64), batch_ptr.shape[0] - 1
+        return batch_idx_of(batch_ptr, positions.shape[0]).to(torch.int64), batch_ptr.shape[0] - 1
     if batch_idx is None:
         return None, 1
-    n_systems = batch_size(cell, pbc)
+    n_systems = checks.systems_in_shapes((cell, 3), (pbc, 2))
     if n_systems is None:
-        n_systems = largest_number(batch_idx)
+        n_systems = count_systems(batch_idx)
     if n_systems is None:
         raise ValueError(
             f"`batch_idx` has the entry {int(batch_idx.max())}, but there are {len(batch_idx)} atoms: number the "
-            "systems 0, 1, 2 ..., since what is kept of them is found by their numbers"
+            "systems 0, 1, 2 ..., since a list is kept for each number"
         )
     return batch_idx.to(torch.int64), n_systems
 
@@ -312,10 +281,20 @@ def _widened(rows: tuple[torch.Tensor, ...], width: int, padding: int) -> list[t
     return copies
 
 
+def _each(function: Callable[[torch.Tensor], torch.Tensor], systems: Systems) -> Systems:
+    """The result of ``function`` for each tensor."""
+    return Systems(function(systems.positions), *(None if t is None else function(t) for t in systems[1:]))
+
+
+def _layout(systems: Systems) -> tuple[Any, ...]:
+    """Shapes, dtypes and devices: where they differ, no list can be kept."""
+    return tuple((t.shape, t.dtype, t.device) if isinstance(t, torch.Tensor) else t for t in systems)
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its graph, and out of the wrappers of ``torch.func.grad`` and its like."""
     if not isinstance(tensor, torch.Tensor):
-        return tensor  # `neighbor_list` says what is wrong
+        return tensor  # `neighbor_list` raises for it
     if is_mapped(tensor):
         raise ValueError("`VerletList` does not work under torch.func.vmap: give the mapped systems as one batch")
     return values_of(tensor)

@@ -12,7 +12,7 @@ import torch
 from nvalchemiops.torch.interactions.dispersion.reference_data import ReferenceStates
 from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.pairs import list_geometry
-from nvalchemiops.torch.neighbors.rows import Rows, owners
+from nvalchemiops.torch.neighbors.rows import Rows, row_indices
 from nvalchemiops.torch.runtime.context import may_read
 
 PAIRS_AT_ONCE = 2**16
@@ -33,7 +33,7 @@ def pairs_apart(system: PairSystem) -> tuple[torch.Tensor, torch.Tensor, torch.T
     """
     positions, cell, batch_idx, n_systems, rows = system
     n_atoms = positions.shape[0]
-    first = owners(rows, n_atoms)
+    first = row_indices(rows, n_atoms)
     # an index that names no atom has made its row NaN already, by the coordination number
     is_pair = (rows.neighbors != rows.padding) & (rows.neighbors >= 0) & (rows.neighbors < n_atoms)
     second = torch.where(is_pair, rows.neighbors, first)

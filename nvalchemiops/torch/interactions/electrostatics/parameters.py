@@ -397,10 +397,7 @@ def _sizes_of(positions: torch.Tensor, cell: Any, batch_idx: torch.Tensor | None
     checks.check_positions(positions, finite=False)
     cell = check_periodic_cells(cell, positions)
     check_cells(cell.detach().cpu())  # read in any case
-    if batch_idx is not None:
-        batch_idx, _ = checks.check_batch_idx(batch_idx, positions, cell.shape[0])
-    elif cell.shape[0] != 1:
-        raise ValueError("`batch_idx` is needed to tell several systems apart")
+    batch_idx, _ = checks.check_batch(batch_idx, positions, cell.shape[0], wait=True)
     return sizes_of(cell, batch_idx, positions.shape[0])
 
 

@@ -74,7 +74,7 @@ def check_system(
     cell = check_periodic_cells(cell, positions)
     check_cells(cell)
     cell = nan_if_singular(cell)
-    batch_idx = checks.batch_of(batch_idx, positions, cell.shape[0])
+    batch_idx, _ = checks.check_batch(batch_idx, positions, cell.shape[0])
     several = charges.ndim == 2
     rows = exclusion_rows(exclusions, exclusion_factors, positions)
     return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx, rows)

@@ -13,7 +13,7 @@ from nvalchemiops.torch.neighbors.rows import (
     build_rows,
     cell_without_images,
     check_reach,
-    owners,
+    row_indices,
     rows_of,
 )
 from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
@@ -158,7 +158,7 @@ def _without(is_padding: torch.Tensor, rows: Rows) -> Rows:
     last = is_padding.shape[0]
     absent = torch.nn.functional.pad(is_padding, (0, 1))
     listed = torch.where((rows.neighbors < 0) | (rows.neighbors > last), last, rows.neighbors)
-    gone = absent.index_select(0, listed) | absent.index_select(0, owners(rows, last))
+    gone = absent.index_select(0, listed) | absent.index_select(0, row_indices(rows, last))
     # a list without padding gets a number for it that no caller uses
     padding = max(rows.padding, NO_PADDING + 1)
     return rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)

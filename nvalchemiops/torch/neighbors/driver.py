@@ -1,0 +1,315 @@
+"""Neighbor lists below the public functions: arguments are checked once, then the search, then the form of the results.
+
+Callers whose arguments are checked already, such as `rows.build_rows`, call the ops of `search` directly.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from nvalchemiops.compat.method_names import idea_of
+from nvalchemiops.neighbors.grid import AUTOMATIC, BINNED, NAIVE
+from nvalchemiops.neighbors.rows import NO_PADDING
+from nvalchemiops.neighbors.search import NOT_FINITE
+from nvalchemiops.notices import NeighborListWarning, notify
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
+from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
+from nvalchemiops.torch.neighbors.search import (
+    Search,
+    batch_idx_of,
+    check_size,
+    fill_neighbor_matrix,
+    largest_count,
+    neighbor_matrix,
+    neighbor_pairs,
+    raise_faults,
+    raise_overflow,
+)
+from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.memory import new_empty
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+class Systems(NamedTuple):
+    """Atoms, and what divides them into systems, as in `neighbor_list`."""
+
+    positions: torch.Tensor
+    cell: torch.Tensor | None = None
+    pbc: torch.Tensor | None = None
+    batch_idx: torch.Tensor | None = None
+    batch_ptr: torch.Tensor | None = None
+
+
+class Form(NamedTuple):
+    """Form of the results, as in `neighbor_list`."""
+
+    half_fill: bool = False
+    fill_value: int | None = None
+    return_neighbor_list: bool = False
+    return_vectors: bool = False
+    return_distances: bool = False
+    check: bool = True
+
+
+class Room(NamedTuple):
+    """Width of the results or memory for them, as far as the caller gives it; as in `neighbor_list`."""
+
+    max_neighbors: int | None = None
+    neighbor_matrix: torch.Tensor | None = None
+    neighbor_matrix_shifts: torch.Tensor | None = None
+    num_neighbors: torch.Tensor | None = None
+    neighbor_vectors: torch.Tensor | None = None
+    neighbor_distances: torch.Tensor | None = None
+
+
+NO_ROOM = Room()
+
+ZERO_CUTOFF = 1e-200
+"""The cutoff to search with where it is zero: its square is zero, and nothing is closer, not even in the same place."""
+
+
+def method_number(method: str | None) -> int:
+    """The method of the search kernels; raise unless `neighbor_list` takes this name."""
+    if method is None:
+        return AUTOMATIC
+    return NAIVE if idea_of(method) == "naive" else BINNED
+
+
+def build_lists(
+    systems: Systems,
+    cutoff: float | None,
+    cutoff2: float | None,
+    form: Form,
+    room: Room,
+    room1: Room,
+    room2: Room,
+    method: str | None,
+    rebuild_flags: torch.Tensor | None,
+    target_indices: torch.Tensor | None,
+) -> Tensors:
+    """One list, or two with ``cutoff2``; raise for room that is given for the other case."""
+    number = method_number(method)
+    if cutoff is None:
+        raise ValueError("`cutoff` is required")
+    if cutoff2 is None:
+        if method is not None and method.endswith("_dual_cutoff"):
+            raise ValueError(f"`cutoff2` is required by the method '{method}'")
+        for suffix, numbered in (("1", room1), ("2", room2)):
+            for name, value in zip(Room._fields, numbered):
+                if value is not None:
+                    raise ValueError(f"`{name}{suffix}` is for one of two lists: give `cutoff2`")
+        return build(systems, cutoff, form, room, number, rebuild_flags, target_indices)
+    for name, value in zip(Room._fields, room):
+        if value is not None and name != "max_neighbors":
+            raise ValueError(
+                f"`{name}` is for one list: with cutoff2 there are `neighbor_matrix1`, `neighbor_matrix2` ..."
+            )
+    if room.max_neighbors is not None:
+        if room1.max_neighbors is not None:
+            raise ValueError("`max_neighbors` and `max_neighbors1` are two names of one number: give one of them")
+        room1 = room1._replace(max_neighbors=checks.check_count("max_neighbors", room.max_neighbors))
+    cutoffs = {"cutoff": cutoff, "cutoff2": cutoff2}
+    return build_two(systems, cutoffs, form, room1, room2, number, rebuild_flags, target_indices)
+
+
+def build_two(
+    systems: Systems,
+    cutoffs: dict[str, float],
+    form: Form,
+    room1: Room,
+    room2: Room,
+    method: int,
+    rebuild_flags: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+) -> Tensors:
+    """The results of `build` for each of two cutoffs in turn, which have their names in messages."""
+    results: Tensors = ()
+    for suffix, room, (name, cutoff) in zip("12", (room1, room2), cutoffs.items()):
+        results += build(systems, cutoff, form, room, method, rebuild_flags, target_indices, suffix, name)
+    return results
+
+
+def build(
+    systems: Systems,
+    cutoff: float,
+    form: Form,
+    room: Room = NO_ROOM,
+    method: int = AUTOMATIC,
+    rebuild_flags: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+    suffix: str = "",
+    cutoff_name: str = "cutoff",
+    may_truncate: bool = True,
+) -> Tensors:
+    """One list, as `neighbor_list` describes it, after all checks.
+
+    ``suffix`` ends the names of ``room`` in messages. Without ``may_truncate`` a row that does not fit into given
+    memory is an error, as it is for ``max_neighbors``, not a warning.
+    """
+    for name in ("half_fill", "return_neighbor_list", "return_vectors", "return_distances", "check"):
+        checks.check_flag(name, getattr(form, name))
+    positions, _, _, batch_idx, batch_ptr = systems
+    checks.check_positions(positions, finite=False)
+    cutoff = checks.check_not_negative(cutoff_name, cutoff) or ZERO_CUTOFF
+    cell, pbc, n_systems = checks.check_systems(*systems)
+    if target_indices is not None:
+        checks.check_index("target_indices", target_indices, positions, (None,))
+    n_rows = (positions if target_indices is None else target_indices).shape[0]
+    width, in_memory = _width(n_rows, form, room, suffix, positions)
+    if rebuild_flags is not None:
+        rebuild_flags = checks.check_flags(rebuild_flags, positions, n_systems, batch_idx)
+        for name in ("neighbor_matrix", "num_neighbors", *(["neighbor_matrix_shifts"] if cell is not None else [])):
+            if getattr(room, name) is None:
+                raise ValueError(f"`rebuild_flags` needs `{name}{suffix}`, whose rows it keeps")
+    fill_value = positions.shape[0] if form.fill_value is None else checks.check_int("fill_value", form.fill_value)
+    lattice = None if cell is None else cell.detach()
+    search = Search(
+        positions.detach(), cutoff, lattice, pbc, batch_idx, batch_ptr, target_indices, form.half_fill, method
+    )
+
+    as_list = form.return_neighbor_list
+    if as_list and room.neighbor_matrix is None and room.neighbor_matrix_shifts is None:
+        pairs, ptr, shifts = neighbor_pairs(*search)
+        if width is not None and form.check and may_read():
+            raise_overflow(ptr.diff(), width, search)
+        if room.num_neighbors is not None:
+            room.num_neighbors.copy_(ptr.diff())
+    else:
+        # a list is waited for anyway
+        readable = (form.check or as_list) and may_read()
+        truncated = f"num_neighbors{suffix}" if in_memory and may_truncate and not as_list else None
+        matrix, count, present, shifts = _search_matrix(
+            search, width, room, rebuild_flags, fill_value, readable, truncated
+        )
+        if as_list:
+            images = None if cell is None else shifts
+            pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, present, images)
+            shifts = rest[0] if rest else None
+            if target_indices is not None:
+                pairs = torch.stack([target_indices.to(torch.int32)[pairs[0].long()], pairs[1]])
+    results: Tensors = (pairs, ptr) if as_list else (matrix, count)
+    if cell is None:
+        shifts = None  # the ops return an empty one
+        if method == BINNED and room.neighbor_matrix_shifts is not None:
+            results += (pairs.new_zeros(pairs.shape[1], 3) if as_list else room.neighbor_matrix_shifts,)
+    else:
+        assert shifts is not None
+        results += (shifts,)
+
+    wanted = {
+        "neighbor_distances": form.return_distances or room.neighbor_distances is not None,
+        "neighbor_vectors": form.return_vectors or room.neighbor_vectors is not None,
+    }
+    if any(wanted.values()):
+        lattice, system = _lattice(cell, batch_idx, batch_ptr, positions.shape[0])
+        if as_list:
+            slots = Pairs(lattice, system, None, pairs[0], pairs[1], shifts)
+        else:
+            slots = Pairs(lattice, system, target_indices, None, matrix, shifts, present, matrix.shape[1], NO_PADDING)
+        for (name, is_wanted), tensor in zip(wanted.items(), distances_and_vectors(positions, slots)):
+            if is_wanted:
+                results += (_in_memory(name, getattr(room, name), tensor),)
+    return results
+
+
+def _lattice(
+    cell: torch.Tensor | None, batch_idx: torch.Tensor | None, batch_ptr: torch.Tensor | None, n_atoms: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Cells (n_systems, 3, 3), and the system of each atom if there are several cells."""
+    if cell is None:
+        return None, None
+    cell = cell.reshape(-1, 3, 3)
+    if cell.shape[0] == 1:
+        return cell, None
+    if batch_idx is None and batch_ptr is not None:
+        batch_idx = batch_idx_of(batch_ptr, n_atoms)
+    return cell, batch_idx
+
+
+def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    """The values, in ``memory`` if it is given."""
+    if memory is None:
+        return values
+    checks.check_like(name, memory, values)
+    return memory.copy_(values)
+
+
+def _search_matrix(
+    search: Search,
+    width: int | None,
+    room: Room,
+    rebuild_flags: torch.Tensor | None,
+    fill_value: int,
+    readable: bool,
+    truncated: str | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Matrix, counts, how many slots of each row are filled, and shifts.
+
+    Where values are ``readable``, a row that does not fit raises, or warns with the name of the counts, ``truncated``.
+    """
+    _, matrix, shifts, count, *_ = room
+    if width is None:
+        found, counted, images, _ = neighbor_matrix(*search, fill_value, None)
+        counted = counted if count is None else count.copy_(counted)
+        return found, counted, counted, images
+    if search.cell is None and shifts is not None:
+        shifts.zero_()
+    if matrix is None and shifts is None and count is None:
+        matrix, count, shifts, fault = neighbor_matrix(*search, fill_value, width)
+    else:
+        n_rows, device = search.n_rows, search.positions.device
+        if matrix is None:
+            matrix = new_empty((n_rows, width), torch.int32, device)
+        if shifts is None and search.cell is not None:
+            shifts = new_empty((n_rows, width, 3), torch.int32, device)
+        if count is None:
+            count = new_empty((n_rows,), torch.int32, device)
+        fault = fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
+    if readable:
+        raise_faults(fault, search)
+        if truncated is None:
+            raise_overflow(count, width, search)
+        elif (most := largest_count(count)) > width:
+            notify(
+                f"the memory given for neighbors has {width} columns, but an atom has {most} neighbors: rows were "
+                f"filled to their end, and `{truncated}` counts all. Give wider memory to have all of them, or leave "
+                "it out",
+                NeighborListWarning,
+                kind=f"truncated rows, {truncated}",
+            )
+        if rebuild_flags is None:
+            return matrix, count, count, shifts
+    # unread, the count of an atom without a position or a cell says so, and its row is empty
+    return matrix, count, torch.where(count == NOT_FINITE, 0, count), shifts
+
+
+def _width(n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Tensor) -> tuple[int | None, bool]:
+    """Columns of the matrix, None if no argument tells them; and whether the caller's memory tells them."""
+    if room.max_neighbors is not None:
+        checks.check_count(f"max_neighbors{suffix}", room.max_neighbors)
+    width, name = None, ""
+    for label, tensor, trailing in (
+        (f"neighbor_matrix{suffix}", room.neighbor_matrix, ()),
+        (f"neighbor_matrix_shifts{suffix}", room.neighbor_matrix_shifts, (3,)),
+    ):
+        if tensor is None:
+            continue
+        checks.check_index(label, tensor, positions, (n_rows, None, *trailing), writable=True)
+        if width is not None and tensor.shape[1] != width:
+            raise ValueError(f"`{label}` has {tensor.shape[1]} columns, but `{name}` has {width}")
+        width, name = tensor.shape[1], label
+    if room.num_neighbors is not None:
+        checks.check_index(f"num_neighbors{suffix}", room.num_neighbors, positions, (n_rows,), writable=True)
+    in_memory = width is not None
+    if width is None:
+        width = room.max_neighbors
+    if width is None and not form.return_neighbor_list:
+        # memory for these alone: its shape is checked when there is something to copy to it
+        for tensor, ndim in ((room.neighbor_distances, 2), (room.neighbor_vectors, 3)):
+            if isinstance(tensor, torch.Tensor) and tensor.ndim == ndim:
+                width, in_memory = tensor.shape[1], True
+    if width is not None:
+        check_size(n_rows * width)
+    return width, in_memory

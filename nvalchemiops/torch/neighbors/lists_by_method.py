@@ -1,0 +1,201 @@
+"""Public functions that build neighbor lists by one method each, as clients call them: `neighbor_list` does it all."""
+
+from typing import Any
+
+import torch
+
+from nvalchemiops.compat.ignored_arguments import ignore
+from nvalchemiops.neighbors.grid import BINNED, NAIVE
+from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, Tensors, build, build_two
+
+
+def cell_list(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None,
+    pbc: torch.Tensor | None,
+    max_neighbors: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    num_neighbors: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+    return_vectors: bool = False,
+    return_distances: bool = False,
+    neighbor_vectors: torch.Tensor | None = None,
+    neighbor_distances: torch.Tensor | None = None,
+    **without_effect: Any,
+) -> Tensors:
+    """Neighbor list of one system, its atoms sorted into bins. Arguments and results as in `neighbor_list`."""
+    ignore("cell_list", without_effect)
+    systems = Systems(positions, cell, pbc)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    room = Room(
+        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
+    )
+    return build(systems, cutoff, form, room, BINNED, rebuild_flags, target_indices)
+
+
+def batch_cell_list(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None,
+    pbc: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    max_neighbors: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    num_neighbors: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+    return_vectors: bool = False,
+    return_distances: bool = False,
+    neighbor_vectors: torch.Tensor | None = None,
+    neighbor_distances: torch.Tensor | None = None,
+    batch_ptr: torch.Tensor | None = None,
+    **without_effect: Any,
+) -> Tensors:
+    """Neighbor lists of a batch, atoms sorted into bins. Arguments and results as in `neighbor_list`."""
+    ignore("batch_cell_list", without_effect)
+    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    room = Room(
+        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
+    )
+    return build(systems, cutoff, form, room, BINNED, rebuild_flags, target_indices)
+
+
+def naive_neighbor_list(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+    max_neighbors: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    num_neighbors: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    wrap_positions: bool = True,
+    *,
+    return_distances: bool = False,
+    return_vectors: bool = False,
+    neighbor_vectors: torch.Tensor | None = None,
+    neighbor_distances: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+    **without_effect: Any,
+) -> Tensors:
+    """Neighbor list of one system by tests of all pairs. Arguments and results as in `neighbor_list`."""
+    ignore("naive_neighbor_list", without_effect)
+    systems = Systems(positions, cell, pbc)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    room = Room(
+        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
+    )
+    return build(systems, cutoff, form, room, NAIVE, rebuild_flags, target_indices)
+
+
+def batch_naive_neighbor_list(
+    positions: torch.Tensor,
+    cutoff: float,
+    batch_idx: torch.Tensor | None = None,
+    batch_ptr: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+    cell: torch.Tensor | None = None,
+    max_neighbors: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    num_neighbors: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    wrap_positions: bool = True,
+    *,
+    return_distances: bool = False,
+    return_vectors: bool = False,
+    neighbor_vectors: torch.Tensor | None = None,
+    neighbor_distances: torch.Tensor | None = None,
+    target_indices: torch.Tensor | None = None,
+    **without_effect: Any,
+) -> Tensors:
+    """Neighbor lists of a batch by tests of all pairs. Arguments and results as in `neighbor_list`."""
+    ignore("batch_naive_neighbor_list", without_effect)
+    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
+    room = Room(
+        max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
+    )
+    return build(systems, cutoff, form, room, NAIVE, rebuild_flags, target_indices)
+
+
+def naive_neighbor_list_dual_cutoff(
+    positions: torch.Tensor,
+    cutoff1: float,
+    cutoff2: float,
+    pbc: torch.Tensor | None = None,
+    cell: torch.Tensor | None = None,
+    max_neighbors1: int | None = None,
+    max_neighbors2: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix1: torch.Tensor | None = None,
+    neighbor_matrix2: torch.Tensor | None = None,
+    neighbor_matrix_shifts1: torch.Tensor | None = None,
+    neighbor_matrix_shifts2: torch.Tensor | None = None,
+    num_neighbors1: torch.Tensor | None = None,
+    num_neighbors2: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    wrap_positions: bool = True,
+    **without_effect: Any,
+) -> Tensors:
+    """Two neighbor lists of one system by tests of all pairs: the results of `neighbor_list` for each cutoff."""
+    ignore("naive_neighbor_list_dual_cutoff", without_effect)
+    systems = Systems(positions, cell, pbc)
+    form = Form(half_fill, fill_value, return_neighbor_list)
+    room1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
+    room2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
+    cutoffs = {"cutoff1": cutoff1, "cutoff2": cutoff2}
+    return build_two(systems, cutoffs, form, room1, room2, NAIVE, rebuild_flags)
+
+
+def batch_naive_neighbor_list_dual_cutoff(
+    positions: torch.Tensor,
+    cutoff1: float,
+    cutoff2: float,
+    batch_idx: torch.Tensor | None = None,
+    batch_ptr: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+    cell: torch.Tensor | None = None,
+    max_neighbors1: int | None = None,
+    max_neighbors2: int | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    neighbor_matrix1: torch.Tensor | None = None,
+    neighbor_matrix2: torch.Tensor | None = None,
+    neighbor_matrix_shifts1: torch.Tensor | None = None,
+    neighbor_matrix_shifts2: torch.Tensor | None = None,
+    num_neighbors1: torch.Tensor | None = None,
+    num_neighbors2: torch.Tensor | None = None,
+    rebuild_flags: torch.Tensor | None = None,
+    wrap_positions: bool = True,
+    **without_effect: Any,
+) -> Tensors:
+    """Two neighbor lists of a batch by tests of all pairs: the results of `neighbor_list` for each cutoff in turn."""
+    ignore("batch_naive_neighbor_list_dual_cutoff", without_effect)
+    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
+    form = Form(half_fill, fill_value, return_neighbor_list)
+    room1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
+    room2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
+    cutoffs = {"cutoff1": cutoff1, "cutoff2": cutoff2}
+    return build_two(systems, cutoffs, form, room1, room2, NAIVE, rebuild_flags)

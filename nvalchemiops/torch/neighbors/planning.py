@@ -1,0 +1,175 @@
+"""Suggestions and sizes for callers that plan a search themselves: the searches of this library need none of them."""
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+
+from nvalchemiops.compat.ignored_arguments import ignore
+from nvalchemiops.kernels.lattice import dual_vectors
+from nvalchemiops.neighbors.grid import BAD_CELL, BAD_CUTOFF, ONE_BIN_OPEN
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.neighbors.driver import ZERO_CUTOFF
+from nvalchemiops.torch.neighbors.lists import neighbor_list
+from nvalchemiops.torch.neighbors.search import FAULTS, MAX_SLOTS
+from nvalchemiops.torch.runtime.context import on_host
+
+
+def suggest_neighbor_list_method(
+    batch_ptr: torch.Tensor,
+    cell: torch.Tensor | None = None,
+    pbc: torch.Tensor | None = None,
+    cutoff: float = 0.0,
+    *,
+    positions: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    cutoff2: float | None = None,
+    **options: Any,
+) -> str:
+    """A method of `neighbor_list` that suits these systems; None, the default, suits each system by itself.
+
+    Parameters
+    ----------
+    batch_ptr : (n_systems + 1,) int32 tensor
+        First atom of each system, then n_atoms, which is read unless there are ``positions``.
+    cell, pbc, cutoff, positions, batch_idx, cutoff2
+        As in `neighbor_list`. Without ``positions`` they change nothing but the name: one for two cutoffs.
+    **options
+        Other arguments of `neighbor_list`, and ``positions_dtype``, ``optional_outputs``, ``use_pair_fn`` and those
+        without effect there. They are not looked at.
+
+    Returns
+    -------
+    str
+        Begins with ``"batch_"`` if there are several systems.
+    """
+    known = inspect.signature(neighbor_list).parameters
+    others = {"positions_dtype", "optional_outputs", "use_pair_fn"}
+    ignore("suggest_neighbor_list_method", {k: v for k, v in options.items() if k not in known and k not in others})
+    if positions is not None:
+        checks.check_positions(positions, finite=False)
+    checks.check_index("batch_ptr", batch_ptr, positions, (None,))
+    if batch_ptr.shape[0] < 1:
+        raise ValueError("`batch_ptr` must have shape (n_systems + 1,), got (0,)")
+    checks.check_not_negative("cutoff", cutoff)
+    if positions is not None:
+        checks.check_systems(positions, cell, pbc, batch_idx, batch_ptr)
+    n_systems = batch_ptr.shape[0] - 1
+    n_atoms = int(batch_ptr[-1]) if positions is None else positions.shape[0]
+    small = n_atoms <= ONE_BIN_OPEN * max(n_systems, 1)
+    name = "batch_" if n_systems > 1 else ""
+    if small and cutoff2 is not None:
+        return name + "naive_dual_cutoff"
+    return name + ("naive" if small else "cell_list")
+
+
+def estimate_cell_list_sizes(
+    cell: torch.Tensor,
+    pbc: torch.Tensor,
+    cutoff: float,
+    max_nbins: int = 524288,
+    min_cells_per_dimension: int = 4,
+) -> tuple[int, torch.Tensor]:
+    """How many bins a cell list over the whole cell has, and how many bins a search goes in each direction.
+
+    For callers that plan memory: the lists of this library need no such numbers, since their bins follow the atoms.
+
+    Parameters
+    ----------
+    cell : (3, 3), (1, 3, 3) or, for a batch without systems, (0, 3, 3) tensor, length
+    pbc : (3,), (1, 3) or (0, 3) bool tensor
+    cutoff : float, length, not negative
+    max_nbins : int, optional
+        Bins in all, at most.
+    min_cells_per_dimension : int, optional
+        Bins along each axis, at least, as long as ``max_nbins`` allows.
+
+    Returns
+    -------
+    max_total_cells : int
+    neighbor_search_radius : (3,) int32 tensor
+    """
+    if isinstance(cell, torch.Tensor) and cell.ndim == 3 and cell.shape[0] > 1:
+        raise ValueError("`cell` must be one cell; use estimate_batch_cell_list_sizes for several")
+    total, radius = estimate_batch_cell_list_sizes(cell, pbc, cutoff, max_nbins, min_cells_per_dimension)
+    return total, radius[0] if len(radius) else radius.new_zeros(3)
+
+
+def estimate_batch_cell_list_sizes(
+    cell: torch.Tensor,
+    pbc: torch.Tensor,
+    cutoff: float,
+    max_nbins: int = 8192,
+    min_cells_per_dimension: int = 4,
+) -> tuple[int, torch.Tensor]:
+    """The same as `estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all systems, radii (n_systems, 3)."""
+    cutoff = checks.check_not_negative("cutoff", cutoff)
+    for name, value in (("max_nbins", max_nbins), ("min_cells_per_dimension", min_cells_per_dimension)):
+        if checks.check_int(name, value) < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {value}")
+    cells, periodic, steepness = _lattices(cell, pbc)
+    lengths = np.linalg.norm(cells, axis=2)
+    heights = np.where(periodic, 1.0 / np.where(periodic, steepness, 1.0), np.where(np.isfinite(lengths), lengths, 0.0))
+    fit = np.minimum(np.floor(heights / max(cutoff, ZERO_CUTOFF)), max_nbins)
+    bins = np.maximum(fit, min_cells_per_dimension)
+    # thin out the most divided axes first
+    while (over := bins.prod(axis=1) > max_nbins).any():
+        rows = np.nonzero(over)[0]
+        axes = bins[rows].argmax(axis=1)
+        others = bins[rows].prod(axis=1) / bins[rows, axes]
+        bins[rows, axes] = np.maximum(np.minimum(np.floor(max_nbins / others), np.ceil(bins[rows, axes] / 2)), 1)
+    radius = np.ceil(cutoff * bins / np.maximum(heights, max(cutoff, ZERO_CUTOFF) * 1e-6)).astype(np.int64)
+    radius = np.where(periodic, radius, np.minimum(radius, bins.astype(np.int64)))
+    return int(bins.prod(axis=1).sum()), torch.as_tensor(radius, dtype=torch.int32, device=cell.device)
+
+
+def compute_naive_num_shifts(
+    cell: torch.Tensor, cutoff: float, pbc: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """How many images of the cell a test of all pairs of wrapped atoms goes through.
+
+    For callers that count them once: the lists of this library take the numbers, and do not need them.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    cutoff : float, length, not negative
+    pbc : (3,) or (n_systems, 3) bool tensor
+
+    Returns
+    -------
+    shift_range_per_dimension : (n_systems, 3) int32 tensor
+        Images in each direction of each axis, 0 along open ones.
+    num_shifts_per_system : (n_systems,) int32 tensor
+        Images when each is taken in one of its two directions, with that of the cell itself.
+    max_shifts_per_system : int
+        The largest of these; 0 without systems.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; a singular cell, or more images than int32 can count.
+    """
+    cutoff = checks.check_not_negative("cutoff", cutoff)
+    _, periodic, steepness = _lattices(cell, pbc)
+    if not np.isfinite(steepness).all():
+        raise ValueError(FAULTS[BAD_CELL])
+    reach = np.where(periodic, np.ceil(cutoff * steepness), 0.0)
+    images = ((2.0 * reach + 1.0).prod(axis=1) + 1.0) / 2.0
+    if images.size and images.max() > MAX_SLOTS:
+        raise ValueError(FAULTS[BAD_CUTOFF])
+    most = int(images.max()) if images.size else 0
+    ranges, numbers = (torch.as_tensor(t, device=cell.device).to(torch.int32) for t in (reach, images))
+    return ranges, numbers, most
+
+
+def _lattices(cell: Any, pbc: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cells (n_systems, 3, 3), periodicity, and along periodic axes one over the distance of lattice planes."""
+    checks.check_tensor("cell", cell)
+    checks.check_place("cell", cell)
+    if not cell.is_floating_point() or cell.shape[-2:] != (3, 3):
+        raise ValueError("`cell` must be a floating-point tensor of shape (3, 3) or (n_systems, 3, 3)")
+    cells = on_host(cell.reshape(-1, 3, 3)).astype(np.float64)
+    periodic = checks.check_pbc(pbc, cell, len(cells))
+    return cells, periodic, np.linalg.norm(dual_vectors(cells, periodic), axis=2)
