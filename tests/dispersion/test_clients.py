@@ -126,7 +126,7 @@ def test_torch_sim(search, dtype):
 
 
 def test_torch_sim_in_angstrom_and_electronvolt():
-    """D01: the client converts both ways; the result is that of the program, converted."""
+    """The client converts both ways; the result is that of the program, converted."""
     atoms = solid("dry ice")
     x, cell = atoms.positions * BOHR_IN_ANGSTROM, atoms.cell * BOHR_IN_ANGSTROM
     cutoff = 12.0

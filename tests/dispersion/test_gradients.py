@@ -1,12 +1,4 @@
-"""Derivatives of DFT-D3 by positions, cell and damping parameters, whichever way torch asks for them.
-
-row | test  (numbers as in ../shared/user-pains.md)
-----|--------------------------------------------------------------------------------------------------------
-A06 | test_first_derivatives, test_second_derivatives, test_a_force_loss_trains_damping,
-    | test_three_body_energies_refuse_second_derivatives
-A08 | test_hessian_by_functions_and_by_rows, test_rows_of_a_force_check_agree
-D02 | all of them
-"""
+"""Derivatives of DFT-D3 by positions, cell and damping parameters, whichever way torch asks for them."""
 
 import copy
 import functools
@@ -92,19 +84,19 @@ def weights_like(tensor, seed=0):
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=tensor.dtype)
 
 
-# -- against finite differences and the papers ------------------------------------------------------
+# -- against finite differences and the papers ----------------------------------------------------
 
 
 @BOTH
 def test_first_derivatives(kind):
-    """A06: positions, cell and all damping parameters."""
+    """Positions, cell and all damping parameters."""
     flat = ice(kind)
     assert torch.autograd.gradcheck(flat.energies, flat.vector.clone().requires_grad_(), eps=1e-5, atol=1e-7, rtol=1e-6)
 
 
 @BOTH
 def test_second_derivatives(kind):
-    """A06: all pairs of them, and of coordination numbers."""
+    """All pairs of them, and of coordination numbers."""
     flat = water(kind)
     vector, weights = flat.vector.clone().requires_grad_(), weights_like(flat.atoms.numbers.to(F64)).requires_grad_()
 
@@ -155,7 +147,7 @@ def outputs(flat, vector):
 @pytest.mark.parametrize("name", ["energies", "forces", "coordination_numbers", "virial"])
 @pytest.mark.parametrize("periodic", [True, False])
 def test_every_output_can_be_trained_on(name, periodic):
-    """A06: the gradient of a loss on it, along a direction, is its finite difference."""
+    """The gradient of a loss on it, along a direction, is its finite difference."""
     flat = ice() if periodic else water()
     vector = flat.vector.clone().requires_grad_()
     direction = weights_like(vector)
@@ -192,7 +184,7 @@ def test_all_outputs_at_once(kind):
     close([slope], [expected], 1e-12)
 
 
-# -- Hessians ---------------------------------------------------------------------------------------
+# -- Hessians -------------------------------------------------------------------------------------
 
 
 def energy_of(x):
@@ -201,7 +193,7 @@ def energy_of(x):
 
 
 def test_hessian_by_functions_and_by_rows():
-    """A08: `torch.func.hessian`, vmap over vjp, the loop over rows, autograd's own and differences of forces."""
+    """`torch.func.hessian`, vmap over vjp, the loop over rows, autograd's own and differences of forces."""
     x = water().atoms.positions.clone()
     n = x.numel()
     grad = torch.func.grad(energy_of)
@@ -226,7 +218,7 @@ def test_hessian_by_functions_and_by_rows():
 
 
 def test_rows_of_a_force_check_agree():
-    """A08: forces that are returned, and their Jacobian, are those of the energy."""
+    """Forces that are returned, and their Jacobian, are those of the energy."""
     flat = water()
     x = flat.atoms.positions
 
@@ -257,12 +249,12 @@ def test_many_structures_by_vmap():
     close([torch.func.vmap(torch.func.grad(lambda y: energies(y).sum()))(x)], [slopes], 1e-16)
 
 
-# -- training ---------------------------------------------------------------------------------------
+# -- training -------------------------------------------------------------------------------------
 
 
 @BOTH
 def test_a_force_loss_trains_damping(kind):
-    """A06: the gradient by each damping parameter is its finite difference."""
+    """The gradient by each damping parameter is its finite difference."""
     flat, n = ice(kind), len(DAMPINGS[kind])
     target = 1e-3 * weights_like(flat.atoms.positions, 5)
 
@@ -298,7 +290,7 @@ def test_damping_of_each_system():
 
 
 def test_the_function_of_clients_is_differentiable():
-    """D02: energy, forces and virial keep their graph."""
+    """Energy, forces and virial keep their graph."""
     flat = ice()
     vector = flat.vector.clone().requires_grad_()
     x, cell, damping = flat.split(vector)
@@ -321,7 +313,7 @@ def test_the_function_of_clients_is_differentiable():
 
 
 def test_three_body_energies_refuse_second_derivatives():
-    """A06: first ones are there, second ones raise rather than being zero."""
+    """First ones are there, second ones raise rather than being zero."""
     flat = water()
     x = flat.atoms.positions.clone().requires_grad_()
 
@@ -333,7 +325,7 @@ def test_three_body_energies_refuse_second_derivatives():
         slope.square().sum().backward()
 
 
-# -- compiled ---------------------------------------------------------------------------------------
+# -- compiled -------------------------------------------------------------------------------------
 
 
 def compiled(function, **options):
@@ -431,7 +423,7 @@ def test_what_cannot_be_read_inside_a_graph_is_asked_for():
         torch.func.vmap(energies, in_dims=(None, 0))(flat.atoms.positions, flat.atoms.numbers[None])
 
 
-# -- the module -------------------------------------------------------------------------------------
+# -- the module -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damping", ["pbe", PBE, ZERO_MODIFIED], ids=["name", "rational", "zero"])

@@ -1,4 +1,4 @@
-"""D01: published damping parameters, entry by entry; and reference data, from wherever they come."""
+"""Published damping parameters, entry by entry; and reference data, from wherever they come."""
 
 import copy
 import pickle

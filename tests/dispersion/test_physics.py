@@ -1,14 +1,4 @@
-"""DFT-D3 is the physics that it should be, whatever the form of its input.
-
-row | test  (numbers as in ../shared/user-pains.md)
-----|--------------------------------------------------------------------------------------------------------
-D02 | test_explicit_forces_and_virial_are_those_of_autograd
-D03 | test_a_pair_goes_smoothly_through_its_cutoffs, test_a_crystal_under_strain, test_molecules_do_not_feel_smoothing,
-    | test_defaults_of_the_module
-D04 | test_elements_as_crystals, test_crowded_atoms, test_cells_that_are_none, test_atoms_in_one_place, test_lone_atoms
-D05 | test_the_form_of_neighbors_does_not_matter, test_one_search_for_two_cutoffs
-N05 | test_unwrapped_coordinates
-"""
+"""DFT-D3 is the physics that it should be, whatever the form of its input."""
 
 import inspect
 import math
@@ -101,7 +91,7 @@ FORMS = {
 @BOTH
 @pytest.mark.parametrize("form", FORMS)
 def test_the_form_of_neighbors_does_not_matter(form, damping):
-    """D05: a list may reach further than both cutoffs; the surplus changes nothing."""
+    """A list may reach further than both cutoffs; the surplus changes nothing."""
     atoms = two_crystals()
     close(all_of(atoms, damping, **FORMS[form](atoms)), all_of(atoms, damping), 1e-15)
 
@@ -114,7 +104,7 @@ def test_no_cutoff_means_all_that_are_listed():
 
 
 def test_one_search_for_two_cutoffs():
-    """D05: a model and its dispersion share one search; either takes its own list, or both the longer one."""
+    """A model and its dispersion share one search; either takes its own list, or both the longer one."""
     atoms = two_crystals()
     short, _, short_shifts, long, _, long_shifts = neighbor_list(
         atoms.positions, COUNTED, atoms.cell, atoms.pbc, atoms.batch_idx, cutoff2=CUTOFF
@@ -198,7 +188,7 @@ def test_nothing_but_padding():
 
 
 def test_unwrapped_coordinates():
-    """N05: each atom moved by a lattice vector of its own."""
+    """Each atom moved by a lattice vector of its own."""
     atoms = two_crystals()
     generator = torch.Generator().manual_seed(3)
     images = torch.randint(-4, 5, (len(atoms.numbers), 3), generator=generator).to(F64)
@@ -256,7 +246,7 @@ def test_no_net_force_and_no_net_torque():
 
 @BOTH
 def test_cells_that_are_none(damping):
-    """D04: without a cell, with one that is far larger, with a dummy, and with zeros where no list is searched."""
+    """Without a cell, with one that is far larger, with a dummy, and with zeros where no list is searched."""
     atoms = molecule("CH3COOH")
     expected = all_of(atoms, damping)
     aperiodic = torch.zeros(3, dtype=torch.bool)
@@ -272,7 +262,7 @@ def test_cells_that_are_none(damping):
 
 @BOTH
 def test_lone_atoms(damping):
-    """D04: without neighbors there is nothing, for all elements."""
+    """Without neighbors there is nothing, for all elements."""
     numbers = torch.arange(1, 95, dtype=torch.int32)
     apart = Atoms(100.0 * numbers[:, None] * torch.ones(3, dtype=F64), numbers)
     assert all(not part.any() for part in all_of(apart, damping))
@@ -288,7 +278,7 @@ def elements_as_crystals():
 
 @pytest.mark.parametrize("kind", ["bj", "zero"])
 def test_elements_as_crystals(kind):
-    """D04: lattices with all their symmetry; nothing is NaN, forces vanish and the program agrees."""
+    """Lattices with all their symmetry; nothing is NaN, forces vanish and the program agrees."""
     systems = list(elements_as_crystals())
     assert len(systems) > 50
     found = evaluate(batch(*systems), damping_parameters("pbe", kind), CUTOFF, COUNTED)
@@ -298,7 +288,7 @@ def test_elements_as_crystals(kind):
 
 
 def test_crowded_atoms():
-    """D04: hundreds of neighbors within a bond, far more than any reference molecule has."""
+    """Hundreds of neighbors within a bond, far more than any reference molecule has."""
     atoms = solid("fcc copper", 0.0)
     systems = [atoms._replace(positions=s * atoms.positions, cell=s * atoms.cell) for s in (0.25, 0.4, 0.6)]
     found = evaluate(batch(*systems), PBE, 12.0, 9.0)
@@ -311,7 +301,7 @@ def test_crowded_atoms():
 
 
 def test_atoms_in_one_place():
-    """D04: their forces have no direction, NaN; energies and all that is of others is right."""
+    """Their forces have no direction, NaN; energies and all that is of others is right."""
     atoms = molecule("CH3COOH")
     far = molecule("H2O")._replace(positions=molecule("H2O").positions + 100.0)
     x = torch.cat([atoms.positions, far.positions])
@@ -346,7 +336,7 @@ def derivatives(distance, numbers, **options):
 @BOTH
 @pytest.mark.parametrize("reach", ["pairs", "counted"])
 def test_a_pair_goes_smoothly_through_its_cutoffs(damping, reach):
-    """D03: energy, force and curvature are continuous where the smoothing begins and at both cutoffs."""
+    """Energy, force and curvature are continuous where the smoothing begins and at both cutoffs."""
     numbers = torch.tensor([6, 19], dtype=torch.int32)
     # a short cutoff of counted pairs, where they still count
     cutoffs = {"cutoff": 20.0, "coordination_cutoff": 6.0, "smoothing": 2.0}
@@ -404,7 +394,7 @@ def under_strain(smoothing, n=51):
 
 @pytest.mark.parametrize("smoothing", [3.0, None])
 def test_a_crystal_under_strain(smoothing):
-    """D03: images cross the cutoffs; the energy is the integral of its derivative, which is that of the next one.
+    """Images cross the cutoffs; the energy is the integral of its derivative, which is that of the next one.
 
     Without smoothing it is not, so the test can fail.
     """
@@ -423,7 +413,7 @@ def test_a_crystal_under_strain(smoothing):
 
 @BOTH
 def test_molecules_do_not_feel_smoothing(damping):
-    """D03: not by a bit, if they are smaller than where it begins."""
+    """Not by a bit, if they are smaller than where it begins."""
     atoms = batch(*some_molecules())
     smooth = all_of(atoms, damping, cutoff=60.0, counted=40.0, smoothing=5.0)
     close(smooth, all_of(atoms, damping, cutoff=60.0, counted=40.0), 1e-16)
@@ -432,7 +422,7 @@ def test_molecules_do_not_feel_smoothing(damping):
 
 
 def test_defaults_of_the_module():
-    """D03: pinned, and written down where users look."""
+    """Pinned, and written down where users look."""
     defaults = {name: p.default for name, p in inspect.signature(DFTD3.__init__).parameters.items()}
     assert (defaults["cutoff"], defaults["coordination_cutoff"], defaults["smoothing"]) == (60.0, 40.0, 5.0)
     model = DFTD3("pbe", [6, 8], parameters())
@@ -502,7 +492,6 @@ def by_autograd(atoms, damping, **options):
 @pytest.mark.parametrize(("functional", "kind"), DAMPING)
 @pytest.mark.parametrize("smoothing", [None, 3.0])
 def test_explicit_forces_and_virial_are_those_of_autograd(functional, kind, smoothing):
-    """D02."""
     damping, atoms = damping_parameters(functional, kind), two_crystals()
     found = all_of(atoms, damping, smoothing=smoothing)
     close(found, by_autograd(atoms, damping, smoothing=smoothing), 1e-14)

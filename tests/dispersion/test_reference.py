@@ -1,11 +1,4 @@
-"""DFT-D3 against the program s-dftd3, the package tad-dftd3 and the papers, in users' rows D01, D02 and D04.
-
-row | test  (numbers as in ../shared/user-pains.md)
-----|--------------------------------------------------------------------------------------------------------
-D01 | test_complexes, test_molecules, test_solids (energies; parameters in test_parameters.py)
-D02 | test_slow_reference, test_hessian_and_mixed_derivative_of_tad_dftd3 (and all of test_gradients.py)
-D04 | test_all_pairs_of_elements, test_solids (and test_physics.py)
-"""
+"""DFT-D3 against the program s-dftd3, the package tad-dftd3 and the papers."""
 
 import itertools
 
@@ -68,7 +61,7 @@ def pairs_of_elements():
 
 @pytest.mark.parametrize(("functional", "kind"), [("pbe", "bj"), ("pbe", "zero")])
 def test_all_pairs_of_elements(functional, kind):
-    """D04: finite, and what the program has, for all pairs up to plutonium."""
+    """Finite, and what the program has, for all pairs up to plutonium."""
     systems = pairs_of_elements()
     found = evaluate(batch(*systems), damping_parameters(functional, kind), *EQUAL)
     assert all(bool(part.isfinite().all()) for part in found)
@@ -101,7 +94,7 @@ def test_clusters_of_all_elements():
 
 @pytest.mark.parametrize(("functional", "kind"), DAMPING)
 def test_complexes(functional, kind):
-    """D01: the 22 complexes of S22, as one ragged batch, with the program's parameters and with ours."""
+    """The 22 complexes of Jurecka et al., as one ragged batch, with the program's parameters and with ours."""
     systems, damping = complexes(), damping_parameters(functional, kind)
     found = evaluate(batch(*systems), damping, *EQUAL)
     close(found, program_batch(systems, PROGRAM[kind](method=functional), *EQUAL))
@@ -118,7 +111,7 @@ def test_molecules():
 @pytest.mark.parametrize("kind", PROGRAM)
 @pytest.mark.parametrize("name", SOLIDS)
 def test_solids(name, kind):
-    """D01, D04: crystals and slabs, periodic along what axes they are."""
+    """Crystals and slabs, periodic along what axes they are."""
     atoms = solid(name)
     found = evaluate(atoms, damping_parameters("pbe", kind), *FAR)
     close(found, program(atoms, PROGRAM[kind](method="pbe"), *FAR))
@@ -164,7 +157,7 @@ def test_slow_reference_is_the_program():
 @pytest.mark.parametrize(("functional", "kind"), DAMPING)
 @pytest.mark.parametrize("cutoffs", [slow.Cutoffs(12.0, 9.0), slow.Cutoffs(9.0, 12.0, 4.0)], ids=["sharp", "smooth"])
 def test_slow_reference(functional, kind, cutoffs):
-    """D02: energies of atoms, forces, coordination numbers and virials of two crystals in a batch."""
+    """Energies of atoms, forces, coordination numbers and virials of two crystals in a batch."""
     atoms = batch(solid("dry ice", 0.1), solid("dry ice", 0.2))
     atoms = atoms._replace(cell=atoms.cell * torch.tensor([[[1.0]], [[1.03]]], dtype=F64))
     damping = damping_parameters(functional, kind)
@@ -230,7 +223,7 @@ def our_energy(positions, numbers, damping):
 
 @pytest.mark.parametrize("name", ["H2O", "CH3OH"])
 def test_hessian_and_mixed_derivative_of_tad_dftd3(name):
-    """D02: curvature, and how forces depend on a1, a2, s8 and s6."""
+    """Curvature, and how forces depend on a1, a2, s8 and s6."""
     x, numbers = molecule(name)[:2]
     values = torch.tensor(PBE, dtype=F64)
 

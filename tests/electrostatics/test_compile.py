@@ -1,7 +1,4 @@
-"""Ewald sums in compiled and exported graphs.
-
-Rows A01, A05, A07 and E08 of the list of known pains: compiled results, flags and gradients are those of eager mode.
-"""
+"""Ewald sums in compiled and exported graphs: results, flags and gradients are those of eager mode."""
 
 from collections.abc import Callable
 from typing import Any
@@ -106,7 +103,7 @@ def assert_compiled_equals_eager(function, inputs, backend="aot_eager", compile_
 @EACH_SUM
 @BACKENDS
 def test_compiled_equals_eager(name, backend):
-    """A01: all results of a batch and their gradients by everything, the flag included."""
+    """All results of a batch and their gradients by everything, the flag included."""
     given, alpha = near(TWO), torch.tensor([0.7, 0.8], dtype=torch.float64)
 
     def function(*inputs):
@@ -128,7 +125,6 @@ PARTS: dict[str, Callable] = {
 
 @pytest.mark.parametrize("part", PARTS)
 def test_compiled_parts_equal_eager(part):
-    """A01."""
     assert_compiled_equals_eager(PARTS[part], ONE[:3])
 
 
@@ -145,7 +141,7 @@ OPTIONS: dict[str, Dict] = {
     [("Ewald", "energies alone"), ("Ewald", "hybrid forces"), ("PME", "slab"), ("PME", "exclusions of systems")],
 )
 def test_options_that_are_absent_or_there(name, options):
-    """A01: each combination is a graph of its own; those that the sums share are tried with one of them."""
+    """Each combination is a graph of its own; those that the sums share are tried with one of them."""
     assert_compiled_equals_eager(lambda *i: SUMS[name](*i, **NEAR, **OPTIONS[options]), ONE[:3])
 
 
@@ -215,7 +211,7 @@ def test_neighbors_built_inside(name, cutoff):
 
 @EACH_SUM
 def test_inputs_computed_inside_the_graph(name):
-    """A01: positions, charges, cell and alpha are intermediates of one parameter."""
+    """Positions, charges, cell and alpha are intermediates of one parameter."""
     x, q, cell = ONE[:3]
 
     def function(parameter):
@@ -229,7 +225,7 @@ def test_inputs_computed_inside_the_graph(name):
 
 @EACH_SUM
 def test_one_tensor_in_two_places(name):
-    """A01: a gradient that is halved, or counted twice. Three systems of one atom: charges that are their alphas."""
+    """A gradient that is halved, or counted twice. Three systems of one atom: charges that are their alphas."""
     x, cell = triclinic(3).positions, torch.eye(3, dtype=torch.float64) * torch.tensor([[[4.0]], [[4.5]], [[5.0]]])
     batch_idx = torch.arange(3, dtype=torch.int32)
     _, _, shifts = found = neighbor_list(x, CUTOFF, cell, batch_idx=batch_idx, return_neighbor_list=True)
@@ -268,7 +264,7 @@ def compilations(function, dynamic):
 
 @EACH_SUM
 def test_dynamic_shapes_compile_at_most_twice(name):
-    """A01: other numbers of atoms and pairs, with the default accuracy."""
+    """Other numbers of atoms and pairs, with the default accuracy."""
 
     def energies(x, q, cell, pairs, ptr, shifts):
         return SUMS[name](x, q, cell, neighbor_list=pairs, neighbor_ptr=ptr, neighbor_shifts=shifts)
@@ -278,7 +274,7 @@ def test_dynamic_shapes_compile_at_most_twice(name):
 
 @pytest.mark.parametrize("part", ["reciprocal space", "mesh"])
 def test_parts_with_dynamic_shapes_compile_at_most_twice(part):
-    """A01: parts that take no ``accuracy``."""
+    """Parts that take no ``accuracy``."""
 
     def energies(x, q, cell, pairs, ptr, shifts):
         if part == "reciprocal space":
@@ -290,7 +286,7 @@ def test_parts_with_dynamic_shapes_compile_at_most_twice(part):
 
 @EACH_SUM
 def test_cells_in_a_row(name):
-    """E08: one graph for cells of different size, and so for different numbers of wave vectors."""
+    """One graph for cells of different size, and so for different numbers of wave vectors."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
     def results(x, q, cell):
@@ -310,7 +306,7 @@ def test_cells_in_a_row(name):
 
 @pytest.mark.inductor
 def test_a_mesh_in_single_precision_with_reduced_overhead():
-    """E08: twice in a row with different cells, gradients too."""
+    """Twice in a row with different cells, gradients too."""
     system = ONE.to(torch.float32)
 
     def loss(x, q, cell):
@@ -346,7 +342,7 @@ class Charges(torch.nn.Module):
 
 @EACH_SUM
 def test_a_hundred_steps_of_training_compiled_equal_those_eager(name):
-    """A01: energies and forces fitted by charges from a net, on one curve that goes down."""
+    """Energies and forces fitted by charges from a net, on one curve that goes down."""
     options = {**NEAR, "compute_forces": True}
     target = [r.detach() for r in SUMS[name](*ONE[:3], **options)]
 
@@ -383,7 +379,7 @@ def test_a_hundred_steps_of_training_compiled_equal_those_eager(name):
 )
 @pytest.mark.parametrize("way", ["returned forces", "autograd inside"])
 def test_force_training_through_a_compiled_model(name, way, backend):
-    """A07: both documented ways, in one graph; the gradients are those of eager mode."""
+    """Both documented ways, in one graph; the gradients are those of eager mode."""
     net = Charges()
 
     def loss(x):
@@ -405,7 +401,7 @@ def test_force_training_through_a_compiled_model(name, way, backend):
 
 @EACH_SUM
 def test_second_derivatives_of_a_compiled_energy_are_an_error_or_right(name):
-    """A07: the force outside of the graph; never a gradient without history."""
+    """The force outside of the graph; never a gradient without history."""
     net = Charges()
 
     def energy(x):
@@ -421,7 +417,7 @@ def test_second_derivatives_of_a_compiled_energy_are_an_error_or_right(name):
 @EACH_SUM
 @pytest.mark.parametrize("changed", ["x", "neighbor_shifts"])
 def test_inputs_changed_in_place_before_the_backward(name, changed):
-    """A05: an error, or the gradients of the original values."""
+    """An error, or the gradients of the original values."""
 
     def loss(x, q, cell, pairs, shifts):
         return weighted([SUMS[name](x, q, cell, neighbor_list=pairs, neighbor_shifts=shifts)])
@@ -467,7 +463,7 @@ def test_what_cannot_be_measured_inside_a_graph_is_asked_for(name, options, mess
 @EACH_SUM
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(name, strict):
-    """A01: an exported model of all results, for other numbers of atoms."""
+    """An exported model of all results, for other numbers of atoms."""
     ewald(*ONE[:3], **NEAR)
 
     class Model(torch.nn.Module):

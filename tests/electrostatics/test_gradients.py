@@ -1,6 +1,6 @@
 """Derivatives of Ewald sums, their parts and the slab correction: of every output, by everything, in every way.
 
-Rows A03 to A06 and A08 of the list of known pains. The cell is skewed, systems carry net charge, weights are random.
+The cell is skewed, systems carry net charge, weights are random.
 """
 
 from collections.abc import Callable
@@ -143,7 +143,7 @@ def test_first_derivatives_of_every_output(name):
 @EACH
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_second_derivatives_of_every_output(name, output):
-    """A06: of a mesh with splines of order 6, which have them for forces as well."""
+    """Of a mesh with splines of order 6, which have them for forces as well."""
     inputs = Inputs.of(SMALL).leaves()
     options = {} if output == "energies" else {f"compute_{output}": True}
 
@@ -220,7 +220,7 @@ def test_forces_on_a_mesh_have_one_order_less_to_go(order, output):
 
 
 def test_a_force_loss_on_splines_of_order_3():
-    """A06: the lowest order there is trains on forces, as piecewise derivatives; the gradient is that of the loss."""
+    """The lowest order there is trains on forces, as piecewise derivatives; the gradient is that of the loss."""
 
     def loss(q):
         return on_mesh(ONE.positions, q, ONE.cell, ALPHA, {}, spline_order=3, compute_forces=True)[1].square().sum()
@@ -302,7 +302,7 @@ def test_returned_derivatives_are_those_of_autograd(name, system):
 @EACH
 @pytest.mark.parametrize("reduction", ["atom", "system"])
 def test_gradients_follow_random_weights_of_energies(name, reduction):
-    """A03: the weighted sum of single gradients, in everything; against finite differences too."""
+    """The weighted sum of single gradients, in everything; against finite differences too."""
     inputs = Inputs.of(MIXED)
     leaves = inputs.leaves()
 
@@ -326,7 +326,7 @@ def test_gradients_follow_random_weights_of_energies(name, reduction):
 @EACH_SUM
 @pytest.mark.parametrize("output", OUTPUTS[1:])
 def test_gradients_follow_random_weights_of_every_output(name, output):
-    """A03: of outputs that are derivatives themselves."""
+    """Of outputs that are derivatives themselves."""
     leaves = Inputs.of(SMALL).leaves()
     result = SUMS[name](*leaves, NEAR_SMALL, **{f"compute_{output}": True})[1]
     (weights,) = random_like([result])
@@ -341,7 +341,7 @@ def test_gradients_follow_random_weights_of_every_output(name, output):
 
 @EACH
 def test_backward_twice_gives_the_same_and_leaves_cotangents_alone(name):
-    """A04: also for three calls with one and the same `grad_outputs`."""
+    """Also for three calls with one and the same `grad_outputs`."""
     weights = None
     for _ in range(3):
         leaves = Inputs.of(MIXED).leaves()
@@ -358,7 +358,7 @@ def test_backward_twice_gives_the_same_and_leaves_cotangents_alone(name):
 
 @EACH_SUM
 def test_accumulated_gradients_add_up(name):
-    """A04: `backward` twice through one graph; and a fresh graph on top."""
+    """`backward` twice through one graph; and a fresh graph on top."""
     leaves = Inputs.of(ONE).leaves()
     loss = weighted(SUMS[name](*leaves, NEAR, **ALL))
     loss.backward(retain_graph=True)
@@ -374,7 +374,7 @@ CHANGED = ["x", "q", "cell", "alpha", "neighbor_list", "neighbor_shifts", "batch
 @EACH_SUM
 @pytest.mark.parametrize("changed", CHANGED)
 def test_inputs_changed_in_place_before_the_backward(name, changed):
-    """A05: an error, or the gradients of the original values."""
+    """An error, or the gradients of the original values."""
     buffers = {k: v.clone() for k, v in NEAR_MIXED.items()}
     leaves = Inputs.of(MIXED).leaves()
     inputs = Inputs(*(1.0 * t for t in leaves))
@@ -394,7 +394,7 @@ def test_inputs_changed_in_place_before_the_backward(name, changed):
 @EACH_SUM
 @pytest.mark.parametrize("way", ["returned forces", "autograd", "returned virial"])
 def test_a_force_loss_gives_the_gradients_of_parameters(name, way):
-    """A06: charges that a parameter predicts; by finite differences of the loss."""
+    """Charges that a parameter predicts; by finite differences of the loss."""
     weights, target = random_like([ONE.positions, ONE.positions.new_empty(1, 3, 3)])
 
     def loss(parameter):
@@ -455,7 +455,7 @@ def hessian(energy, forces, x, way):
 @EACH_SUM
 @pytest.mark.parametrize("way", HESSIANS)
 def test_hessians(name, way):
-    """A08: equal to the loop over rows, and symmetric; the rows themselves to finite differences."""
+    """Equal to the loop over rows, and symmetric; the rows themselves to finite differences."""
 
     def energy(x):
         return SUMS[name](x, ONE.charges, ONE.cell, ALPHA, NEAR).sum()
@@ -473,7 +473,7 @@ def test_hessians(name, way):
 
 @EACH_SUM
 def test_second_derivatives_by_charges_are_the_matrix_of_the_quadratic_form(name):
-    """A08: E = q·A q / 2, so the Hessian is A whatever the charges."""
+    """E = q·A q / 2, so the Hessian is A whatever the charges."""
 
     def energy(q):
         return SUMS[name](ONE.positions, q, ONE.cell, ALPHA, NEAR).sum()
@@ -499,7 +499,7 @@ def test_torch_func_grad_equals_autograd(name):
 @EACH_SUM
 @pytest.mark.parametrize("forward", [False, True], ids=["reverse mode", "forward mode"])
 def test_vjp_and_jvp(name, forward):
-    """A08: products with the Jacobian and its transpose, of all outputs."""
+    """Products with the Jacobian and its transpose, of all outputs."""
     inputs = Inputs.of(SMALL)
 
     def function(*inputs):
@@ -538,7 +538,7 @@ MAPPED = [("q",), ("x",), ("x", "q"), ("cell",), ("alpha",), ("x", "q", "cell", 
 @pytest.mark.parametrize("mapped", MAPPED, ids=" ".join)
 @pytest.mark.parametrize("what", ["results", "gradients"])
 def test_vmap_over_slices_equals_a_loop(name, mapped, what):
-    """A08: several sets of charges, or geometries, over one list."""
+    """Several sets of charges, or geometries, over one list."""
     inputs = Inputs.of(ONE)
     slices = [
         torch.stack([t + 0.02 * k * d for k in range(3)]) if field in mapped else t

@@ -1,4 +1,4 @@
-"""A02: charges predicted from the geometry, and the chain term counted once.
+"""Charges predicted from the geometry, and the chain term counted once.
 
 With ``hybrid_forces=True`` results depend on positions and cell as on constants, so the whole force on charges q(R) is
 the explicit one plus that which flows through the charges, with one backward pass through the net alone:
@@ -107,7 +107,7 @@ def hybrid_force(name, net, create_graph=False):
 @NETS
 @EITHER_MODE
 def test_explicit_forces_and_the_gradient_through_charges_are_the_whole_force(name, net, training):
-    """A02: to 1e-10, with and without a graph of the gradient; and to finite differences of the composed energy."""
+    """To 1e-10, with and without a graph of the gradient; and to finite differences of the composed energy."""
     net = Net(net).train(training)
     found = hybrid_force(name, net, create_graph=training)
     close([found.detach()], [full_force(name, net)])
@@ -159,7 +159,7 @@ def test_the_function_transforms_take_the_same_path(name):
 @EACH_SUM
 @EITHER_MODE
 def test_the_graph_may_be_used_twice(name, training):
-    """A02, A04: forces, and then the loss of a training step, from one graph."""
+    """Forces, and then the loss of a training step, from one graph."""
     net, x = Net(), X.clone().requires_grad_()
     energies, forces = SUMS[name](x, net(x), CELL, compute_forces=True, hybrid_forces=True)
     options = {"create_graph": training, "retain_graph": True}
@@ -176,7 +176,7 @@ def test_the_graph_may_be_used_twice(name, training):
 @EACH_SUM
 @pytest.mark.parametrize("reduction", ["atom", "system"])
 def test_weights_of_energies_reach_the_chain_term(name, reduction):
-    """A03: gradients through the charges of a weighted sum of energies, as those at frozen geometry."""
+    """Gradients through the charges of a weighted sum of energies, as those at frozen geometry."""
     net, x = Net(), X.clone().requires_grad_()
     energies = SUMS[name](x, net(x), CELL, hybrid_forces=True, energy_reduction=reduction)
     weights = random_like(energies)
@@ -195,7 +195,7 @@ def test_weights_of_energies_reach_the_chain_term(name, reduction):
 @EACH
 @EITHER_MODE
 def test_explicit_virial_and_the_gradient_through_charges_are_the_whole_virial(name, training):
-    """A02: the charges feel the strain too."""
+    """The charges feel the strain too."""
     net = Net().train(training)
     strain = torch.zeros(2, 3, 3, dtype=torch.float64, requires_grad=True)
     deform = torch.eye(3, dtype=torch.float64) + strain
@@ -235,7 +235,7 @@ def test_alpha_is_a_constant_too(name):
 @EACH_SUM
 @EITHER_MODE
 def test_charges_detached(name, training):
-    """A02: then the explicit force is the whole one, in either mode, and nothing is left to differentiate."""
+    """Then the explicit force is the whole one, in either mode, and nothing is left to differentiate."""
     net, x = Net().train(training), X.clone().requires_grad_()
     q = net(x).detach()
     energies, forces = SUMS[name](x, q, CELL, compute_forces=True, hybrid_forces=True)
@@ -295,7 +295,7 @@ def test_force_matching_gives_the_same_gradients_of_parameters_either_way_at_fix
 
 @EACH
 def test_force_matching_on_the_whole_force(name):
-    """A02: the loss on forces plus chain term trains like that on the full path, and like finite differences.
+    """The loss on forces plus chain term trains like that on the full path, and like finite differences.
 
     The explicit force is frozen in positions, which is right: parameters reach it through the charges alone. So is the
     chain term: by charges it has the second derivatives, by parameters those of the net.

@@ -1,7 +1,4 @@
-"""What callers of `particle_mesh_ewald` and `ewald_summation` rely on: results, their order, bad input, cost of a call.
-
-Rows E02 and E09 of the list of known pains, and the calls of existing clients.
-"""
+"""What callers of `particle_mesh_ewald` and `ewald_summation` rely on: results, order, bad input, cost."""
 
 import functools
 import math
@@ -261,7 +258,7 @@ def prepared(cell):
     "names", [[name] for name in prepared(CELL)] + [list(prepared(CELL))], ids=lambda n: "+".join(n)
 )
 def test_prepared_arguments_cost_no_gradient(names):
-    """E02: neither values nor gradients by the cell depend on them, detached or not."""
+    """Neither values nor gradients by the cell depend on them, detached or not."""
     results = []
     for source in (None, CELL, CELL * 1.1):
         cell = CELL.clone().requires_grad_()
@@ -281,7 +278,7 @@ def test_prepared_arguments_of_the_part_on_the_mesh():
 
 
 def test_wave_vectors_of_ewald_cost_no_gradient():
-    """E02: the virial by autograd is that of finite differences of the energy, wave vectors kept."""
+    """The virial by autograd is that of finite differences of the energy, wave vectors kept."""
     k_vectors = generate_k_vectors_ewald_summation(CELL, 3.5)
     strain = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
 
@@ -431,7 +428,7 @@ def test_runs_and_threads_do_not_change_a_bit(name, threads, always_split, dtype
 
 @EACH_SUM
 def test_autocast_changes_nothing(name, dtype):
-    """A14: no half precision sneaks in."""
+    """No half precision sneaks in."""
     system = TWO.to(dtype)
     given = near(system)
     expected = all_bits(name, system, given)
@@ -484,7 +481,7 @@ def launches_of(name, system, given, gradients):
 @EACH_SUM
 @pytest.mark.parametrize("gradients", [False, True])
 def test_launches_do_not_depend_on_the_number_of_systems(name, gradients):
-    """E09: energy, forces and charge gradients of one call; and their derivatives."""
+    """Energy, forces and charge gradients of one call; and their derivatives."""
     counts = []
     for n in (1, 64):
         system = batch(*(triclinic(3, charged=True, seed=seed) for seed in range(n)))

@@ -1,7 +1,4 @@
-"""What users of other libraries met, of torch: compiled graphs, training, transforms, and what one call costs.
-
-Each test names the row of the list of known pains that it is about.
-"""
+"""What users of other libraries met, of torch: compiled graphs, training, transforms, and what one call costs."""
 
 import copy
 import subprocess
@@ -44,7 +41,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("induct
 @EACH
 @BACKENDS
 def test_compiled_equals_eager(name, backend):
-    """A01: all results and all gradients, the flag included."""
+    """All results and all gradients, the flag included."""
     potential = POTENTIALS[name]
 
     def loss(x, cell, a, b):
@@ -65,7 +62,7 @@ def test_compiled_equals_eager(name, backend):
 
 @EACH
 def test_dynamic_shapes_compile_at_most_twice(name):
-    """A01: other numbers of atoms and pairs."""
+    """Other numbers of atoms and pairs."""
     potential = POTENTIALS[name]
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
 
@@ -87,7 +84,7 @@ def test_dynamic_shapes_compile_at_most_twice(name):
 
 @EACH
 def test_one_tensor_in_two_places(name):
-    """A01: a gradient that is halved, or counted twice. Here sigma is epsilon, or the charge a function of alpha."""
+    """A gradient that is halved, or counted twice. Here sigma is epsilon, or the charge a function of alpha."""
     potential = POTENTIALS[name]
 
     def loss(x, s):
@@ -123,7 +120,7 @@ def train(step, name, count=20):
 
 @EACH
 def test_training_compiled_equals_training_eager(name):
-    """A01: twenty steps of fitting parameters to energies and forces, on one curve that goes down."""
+    """Twenty steps of fitting parameters to energies and forces, on one curve that goes down."""
 
     def step(a, b, inputs, given, target):
         energies, forces, _ = POTENTIALS[name](inputs.x, inputs.cell, a, b, **given)
@@ -157,7 +154,7 @@ def composed(name, net, x, b, given):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_parameters_predicted_from_positions(name, training, create_graph):
-    """A02: the whole force, chain term counted once; without it if the charges are detached."""
+    """The whole force, chain term counted once; without it if the charges are detached."""
     net = Charges().train(training)
     inputs = inputs_of(name, MIXED)
     direction = random_like([inputs.x])[0]
@@ -174,7 +171,7 @@ def test_parameters_predicted_from_positions(name, training, create_graph):
 @EACH
 @pytest.mark.parametrize("reduction", ["atom", "system"])
 def test_gradients_follow_random_weights_of_energies(name, reduction):
-    """A03: the weighted sum of single gradients, in everything."""
+    """The weighted sum of single gradients, in everything."""
     inputs = inputs_of(name, MIXED).leaves()
     energies = POTENTIALS[name](*inputs, energy_reduction=reduction, **NEAR)[0]
     weights = random_like([energies])[0]
@@ -185,7 +182,7 @@ def test_gradients_follow_random_weights_of_energies(name, reduction):
 
 @EACH
 def test_backward_twice_gives_the_same_and_leaves_cotangents_alone(name):
-    """A04: also for three calls with one and the same `grad_outputs`."""
+    """Also for three calls with one and the same `grad_outputs`."""
     weights = None
     for _ in range(3):
         inputs = inputs_of(name, MIXED).leaves()
@@ -203,7 +200,7 @@ def test_backward_twice_gives_the_same_and_leaves_cotangents_alone(name):
 @pytest.mark.parametrize("changed", ["x", "cell", "a", "b", "neighbor_list", "neighbor_shifts", "batch_idx"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_inputs_changed_in_place_before_the_backward(name, changed, compiled):
-    """A05: an error, or the gradients of the original values."""
+    """An error, or the gradients of the original values."""
 
     def loss(x, cell, a, b, given):
         return weighted(POTENTIALS[name](x, cell, a, b, **given))
@@ -227,7 +224,7 @@ def test_inputs_changed_in_place_before_the_backward(name, changed, compiled):
 
 @EACH
 def test_second_derivatives(name):
-    """A06: gradgradcheck in positions, cell and both parameters at once."""
+    """Gradgradcheck in positions, cell and both parameters at once."""
     system = relaxed(triclinic(3))
     given = near(system)
     inputs = tuple(inputs_of(name, system).leaves())
@@ -237,7 +234,7 @@ def test_second_derivatives(name):
 
 @EACH
 def test_a_force_loss_gives_the_gradients_of_parameters(name):
-    """A06: by finite differences of the loss, whether forces are returned or come from autograd."""
+    """By finite differences of the loss, whether forces are returned or come from autograd."""
 
     def loss(a, by_autograd):
         x = inputs.x.clone().requires_grad_()
@@ -259,7 +256,7 @@ def test_a_force_loss_gives_the_gradients_of_parameters(name):
 @BACKENDS
 @pytest.mark.parametrize("way", ["returned forces", "autograd inside"])
 def test_force_training_through_a_compiled_model(name, way, backend):
-    """A07: both documented ways, in one graph; the gradients are those of eager mode."""
+    """Both documented ways, in one graph; the gradients are those of eager mode."""
     inputs = inputs_of(name, MIXED)
 
     def loss(x, a, b):
@@ -289,7 +286,7 @@ def scalar_energy(name):
 @EACH
 @pytest.mark.parametrize("way", ["vmap of vjp", "batched autograd", "jacrev of grad", "jacrev of jacrev"])
 def test_hessians(name, way):
-    """A08: equal to the loop over rows, and symmetric; the rows themselves to finite differences."""
+    """Equal to the loop over rows, and symmetric; the rows themselves to finite differences."""
     energy, x = scalar_energy(name)
     leaf = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(energy(leaf), leaf, create_graph=True)
@@ -312,7 +309,7 @@ def test_hessians(name, way):
 
 
 def test_forward_over_reverse_works_or_says_so():
-    """A08: `torch.func.hessian`, in a process of its own since it may take forever."""
+    """`torch.func.hessian`, in a process of its own since it may take forever."""
     script = """
 import torch
 from nvalchemiops.torch.interactions.lj import lj_energy
@@ -346,7 +343,7 @@ class Dispatched(TorchDispatchMode):
 
 @pytest.mark.parametrize("gradients", [False, True])
 def test_one_call_is_one_op(gradients):
-    """A12: a step of Lennard-Jones with a list dispatches the sum and a handful of views."""
+    """A step of Lennard-Jones with a list dispatches the sum and a handful of views."""
     inputs, given = inputs_of("LJ", ONE), near(ONE)
     x = inputs.x.clone().requires_grad_(gradients)
     potential = lennard_jones(CUTOFF)
@@ -362,7 +359,7 @@ def test_one_call_is_one_op(gradients):
 
 
 def test_functions_compile_before_they_were_called():
-    """A01: the first call ever may be inside of a graph."""
+    """The first call ever may be inside of a graph."""
 
     def both(x, q):
         first = lj_energy(x, q.abs(), 0.3, CUTOFF, neighbor_list=pairs)
@@ -379,7 +376,7 @@ def test_functions_compile_before_they_were_called():
 @EACH
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(name, strict):
-    """A01: an exported model of energies and forces, for other numbers of atoms."""
+    """An exported model of energies and forces, for other numbers of atoms."""
     POTENTIALS[name](*inputs_of(name, ONE), **near(ONE))
 
     class Model(torch.nn.Module):
@@ -399,7 +396,7 @@ def test_export(name, strict):
 @EACH
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint(name, use_reentrant):
-    """A01: recomputed in the backward pass, the same bits."""
+    """Recomputed in the backward pass, the same bits."""
 
     def loss(*inputs):
         return weighted(POTENTIALS[name](*inputs, **NEAR))

@@ -1,4 +1,4 @@
-"""A02: charges from a network, explicit forces from PME, and autograd for the charges, as users put them together.
+"""Charges from a network, explicit forces from PME, and autograd for the charges, as users put them together.
 
 The model is that of ``examples/12_hybrid_forces.py``. Each way is compared with the gradient of the whole energy and
 with finite differences. (The flag by itself, for all sums and parts: tests/electrostatics/test_hybrid.py.)

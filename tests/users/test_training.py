@@ -1,4 +1,4 @@
-"""A07 and its kin: force, stress and energy matching through a network and particle-mesh Ewald, by every way.
+"""Force, stress and energy matching through a network and particle-mesh Ewald, by every way.
 
 The model is that of ``examples/10_force_matching.py``: messages, learned charges, PME. The loss may be right and its
 gradient wrong by a factor, so gradients are compared with each other and with finite differences, for the energies,
@@ -99,7 +99,7 @@ WAYS = ("explicit forces", "torch.func", "compiled, autograd inside", "compiled,
 
 @pytest.mark.parametrize("way", [*WAYS, "compiled, positions from outside"])
 def test_each_way_gives_the_loss_and_the_gradients_of_eager_autograd(way, traced_autograd):
-    """A07: to rounding. Each parameter has a gradient."""
+    """To rounding. Each parameter has a gradient."""
     data, each = labelled(0, 1, 2), steps(setting()[2])
     expected = each["eager"](*data)
     assert all(gradient.abs().max() > 1e-6 for gradient in expected[1])
@@ -173,7 +173,7 @@ def test_forces_and_stress_equal_finite_differences_of_the_energy():
 
 @pytest.mark.parametrize("observe", [fm.by_autograd, fm.by_explicit_forces])
 def test_training_compiles_once_and_goes_as_in_eager_mode(observe, traced_autograd):
-    """A01, N20: batches of other sizes and numbers of crystals, with parameters that change."""
+    """Batches of other sizes and numbers of crystals, with parameters that change."""
     data = [labelled(0, 1, 2), labelled(3), labelled(3, 2, 1, 0), labelled(0), labelled(1, 3)]
     counter = CompileCounterWithBackend("aot_eager")
     losses = []
@@ -198,7 +198,7 @@ def test_training_compiles_once_and_goes_as_in_eager_mode(observe, traced_autogr
 
 @pytest.mark.slow
 def test_batches_without_padding_compile_at_most_twice(traced_autograd):
-    """N20: numbers of atoms and crystals are dynamic instead."""
+    """Numbers of atoms and crystals are dynamic instead."""
     structures, _, potential = setting()
     counter = CompileCounterWithBackend("aot_eager")
     eager = steps(potential)["eager"]
@@ -274,7 +274,7 @@ def test_autocast(way):
 
 
 def test_charges_of_low_precision_are_refused_and_the_sum_is_not_autocast():
-    """A14: nothing is rounded that the caller did not round."""
+    """Nothing is rounded that the caller did not round."""
     batch, _ = labelled(0, 2)
     coulomb = setting()[2].coulomb
     for data in (batch, single(batch)):
