@@ -21,9 +21,8 @@ from nvalchemiops.torch.neighbors import pairs as geometry
 from nvalchemiops.torch.neighbors import rows, search
 from nvalchemiops.torch.operators import fourier, mesh, mesh_transform, segments
 from nvalchemiops.torch.operators.lattice import shortest_vectors
-from tests.systems import SYSTEMS, System, batch, crystal, triclinic
+from tests.systems import ALL, SYSTEMS, System, batch, crystal, triclinic
 
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
 STORED = Path(__file__).parent / "stored_values.json"
 
 

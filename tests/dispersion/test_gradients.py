@@ -17,7 +17,8 @@ from nvalchemiops.torch.interactions.dispersion import (
     damping_parameters,
     dftd3,
 )
-from tests.dispersion.cases import F64, PBE, Atoms, as_list, batch, close, data, find_pairs, molecule, parameters, solid
+from tests.comparing import compiled, within
+from tests.dispersion.cases import F64, PBE, Atoms, as_list, batch, data, find_pairs, molecule, parameters, solid
 from tests.reference import dispersion as slow
 
 CUTOFFS = {"cutoff": 12.0, "coordination_cutoff": 9.0, "smoothing": 3.0}
@@ -120,7 +121,7 @@ def test_every_second_derivative_is_that_of_the_papers(kind):
         torch.autograd.functional.hessian(lambda v: flat.reference(v).sum(), flat.vector),
     )
     assert bool((expected.abs().amax(0) > 1e-4).all())
-    close([found], [expected], 1e-11)
+    within([found], [expected], 1e-11)
 
 
 @pytest.mark.parametrize("kind", ["rational", pytest.param("zero", marks=pytest.mark.slow)])
@@ -136,7 +137,7 @@ def test_third_derivatives(kind):
         (curvature,) = torch.autograd.grad(slope @ first, vector, create_graph=True)
         return torch.autograd.grad(curvature @ second, vector)
 
-    close(twice(flat.energies), twice(flat.reference), 1e-8)
+    within(twice(flat.energies), twice(flat.reference), 1e-8)
 
 
 def outputs(flat, vector):
@@ -181,7 +182,7 @@ def test_all_outputs_at_once(kind):
     forces = -by[0][: x.numel()].view_as(x)
     composed = {"energies": energies, "forces": forces, "coordination_numbers": coordination, "virial": -by[1][None]}
     (expected,) = torch.autograd.grad(sum((composed[name] * weights[name]).sum() for name in found), vector)
-    close([slope], [expected], 1e-12)
+    within([slope], [expected], 1e-12)
 
 
 # -- Hessians -------------------------------------------------------------------------------------
@@ -211,9 +212,9 @@ def test_hessian_by_functions_and_by_rows():
         torch.func.vmap(vjp)(identity)[0].view(n, n),
         torch.autograd.functional.hessian(energy_of, x, vectorize=True).view(n, n),
     ]
-    close(found, [expected] * len(found), 1e-15)
-    close([expected], [by_differences], 1e-9)
-    close([expected], [expected.T], 1e-16)
+    within(found, [expected] * len(found), 1e-15)
+    within([expected], [by_differences], 1e-9)
+    within([expected], [expected.T], 1e-16)
     assert float(expected.abs().max()) > 1e-5
 
 
@@ -225,9 +226,9 @@ def test_rows_of_a_force_check_agree():
     def forces(x):
         return d3_dispersion(x, flat.atoms.numbers, PBE, parameters(), **flat.near, **CUTOFFS, compute_forces=True)[1]
 
-    close([torch.func.jacrev(forces)(x)], [-torch.func.hessian(energy_of)(x)], 1e-15)
+    within([torch.func.jacrev(forces)(x)], [-torch.func.hessian(energy_of)(x)], 1e-15)
     tangent = weights_like(x)
-    close(
+    within(
         torch.func.jvp(forces, (x,), (tangent,)),
         (-torch.func.grad(energy_of)(x), -torch.func.jvp(torch.func.grad(energy_of), (x,), (tangent,))[1]),
         1e-15,
@@ -244,9 +245,9 @@ def test_many_structures_by_vmap():
         return d3_dispersion(x, flat.atoms.numbers, PBE, states, **flat.near, **CUTOFFS)[0]
 
     expected = torch.stack([energies(y) for y in x])
-    close([torch.func.vmap(energies)(x)], [expected], 1e-16)
+    within([torch.func.vmap(energies)(x)], [expected], 1e-16)
     slopes = torch.stack([torch.func.grad(lambda y: energies(y).sum())(y) for y in x])
-    close([torch.func.vmap(torch.func.grad(lambda y: energies(y).sum()))(x)], [slopes], 1e-16)
+    within([torch.func.vmap(torch.func.grad(lambda y: energies(y).sum()))(x)], [slopes], 1e-16)
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -286,7 +287,7 @@ def test_damping_of_each_system():
     for s, system in enumerate(systems):
         own = columns[:, s].detach().clone().requires_grad_()
         alone, _ = d3_dispersion(*system[:2], RationalDamping(*own), **options)
-        close([energies[s : s + 1], slope[:, s]], [alone, torch.autograd.grad(alone.sum(), own)[0]], 1e-15)
+        within([energies[s : s + 1], slope[:, s]], [alone, torch.autograd.grad(alone.sum(), own)[0]], 1e-15)
 
 
 def test_the_function_of_clients_is_differentiable():
@@ -306,7 +307,7 @@ def test_the_function_of_clients_is_differentiable():
         **near,
     )
     (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-    close([forces], [-slope], 1e-15)
+    within([forces], [-slope], 1e-15)
     for output in (energy, forces, virial):
         (gradient,) = torch.autograd.grad(output.square().sum(), vector, retain_graph=True)
         assert bool((gradient != 0.0).all()), "a gradient is lost"
@@ -326,10 +327,6 @@ def test_three_body_energies_refuse_second_derivatives():
 
 
 # -- compiled -------------------------------------------------------------------------------------
-
-
-def compiled(function, **options):
-    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
 
 
 @BOTH
@@ -371,7 +368,7 @@ def test_compiled_with_other_neighbors(form):
         return d3_dispersion(x, numbers, PBE, states, batch_idx=idx, **options)
 
     inputs = atoms.positions, atoms.numbers, atoms.batch_idx
-    close(compiled(evaluate)(*inputs), evaluate(*inputs), 1e-15)
+    within(compiled(evaluate)(*inputs), evaluate(*inputs), 1e-15)
 
 
 def test_other_sizes_compile_at_most_twice():
@@ -388,7 +385,7 @@ def test_other_sizes_compile_at_most_twice():
     for name in ("CH3OH", "CH4", "H2O", "CH3CH2OH"):
         atoms = molecule(name)
         near = as_list(find_pairs(atoms, 12.0), len(atoms.numbers), False)
-        close([call(*atoms[:2], *near.values())], [forces(*atoms[:2], *near.values())], 1e-15)
+        within([call(*atoms[:2], *near.values())], [forces(*atoms[:2], *near.values())], 1e-15)
     assert counter.frame_count <= 2
 
 
@@ -433,7 +430,7 @@ def test_the_module_is_the_function(damping):
     given = damping_parameters(damping) if isinstance(damping, str) else damping
     options = {"compute_forces": True, "compute_virial": True, "energy_reduction": "system"}
     expected = d3_dispersion(*atoms[:2], given, parameters(), atoms.cell, **CUTOFFS, **options)
-    close(model(*atoms[:3], **options), expected, 1e-16)
+    within(model(*atoms[:3], **options), expected, 1e-16)
     assert not list(model.parameters())
 
 
@@ -453,8 +450,8 @@ def test_the_module_is_kept_and_comes_back():
         memory.seek(0)
         other.load_state_dict(torch.load(memory, weights_only=True))
         atoms = molecule("H2O")
-        close(other(*atoms[:2]), trained(*atoms[:2]), 0.0)
-    close(copy.deepcopy(trained)(*atoms[:2]), trained(*atoms[:2]), 0.0)
+        within(other(*atoms[:2]), trained(*atoms[:2]), 0.0)
+    within(copy.deepcopy(trained)(*atoms[:2]), trained(*atoms[:2]), 0.0)
 
 
 def test_the_module_learns():

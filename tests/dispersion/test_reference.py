@@ -9,6 +9,7 @@ import torch
 from dftd3 import interface
 
 from nvalchemiops.torch.interactions.dispersion import RationalDamping, ZeroDamping, d3_dispersion, damping_parameters
+from tests.comparing import within
 from tests.dispersion.cases import (
     DAMPING,
     F64,
@@ -18,7 +19,6 @@ from tests.dispersion.cases import (
     Atoms,
     Found,
     batch,
-    close,
     complexes,
     data,
     displaced,
@@ -66,7 +66,7 @@ def test_all_pairs_of_elements(functional, kind):
     found = evaluate(batch(*systems), damping_parameters(functional, kind), *EQUAL)
     assert all(bool(part.isfinite().all()) for part in found)
     expected = program_batch(systems, PROGRAM[kind](method=functional), *EQUAL)
-    close(found, expected)
+    within(found, expected)
     torch.testing.assert_close(found.energy, expected.energy, rtol=1e-11, atol=0.0)  # from 1e-13 to 1e-2 hartree
 
 
@@ -86,7 +86,7 @@ def clusters_of_all_elements(n_clusters=40, n_atoms=24):
 def test_clusters_of_all_elements():
     systems = clusters_of_all_elements()
     together = batch(*systems)
-    close(evaluate(together, PBE, *EQUAL), program_batch(systems, PROGRAM["bj"](method="pbe"), *EQUAL))
+    within(evaluate(together, PBE, *EQUAL), program_batch(systems, PROGRAM["bj"](method="pbe"), *EQUAL))
     # they do reach the reference molecules with many neighbors
     *_, coordination = d3_dispersion(*together[:2], PBE, parameters(), batch_idx=together.batch_idx, cutoff=45.0)
     assert float(coordination.min()) < 0.5 and float(coordination.max()) > 8.0
@@ -97,15 +97,15 @@ def test_complexes(functional, kind):
     """The 22 complexes of Jurecka et al., as one ragged batch, with the program's parameters and with ours."""
     systems, damping = complexes(), damping_parameters(functional, kind)
     found = evaluate(batch(*systems), damping, *EQUAL)
-    close(found, program_batch(systems, PROGRAM[kind](method=functional), *EQUAL))
-    close(found, program_batch(systems, with_numbers(damping), *EQUAL))
+    within(found, program_batch(systems, PROGRAM[kind](method=functional), *EQUAL))
+    within(found, program_batch(systems, with_numbers(damping), *EQUAL))
 
 
 def test_molecules():
     systems = molecules()
     damping = damping_parameters("r2scan")
     expected = program_batch(systems, PROGRAM["bj"](method="r2scan"), *EQUAL)
-    close(evaluate(batch(*systems), damping, *EQUAL), expected)
+    within(evaluate(batch(*systems), damping, *EQUAL), expected)
 
 
 @pytest.mark.parametrize("kind", PROGRAM)
@@ -114,7 +114,7 @@ def test_solids(name, kind):
     """Crystals and slabs, periodic along what axes they are."""
     atoms = solid(name)
     found = evaluate(atoms, damping_parameters("pbe", kind), *FAR)
-    close(found, program(atoms, PROGRAM[kind](method="pbe"), *FAR))
+    within(found, program(atoms, PROGRAM[kind](method="pbe"), *FAR))
 
 
 def test_programs_default_cutoffs_are_ours():
@@ -151,7 +151,7 @@ def test_slow_reference_is_the_program():
     for kind, program_of in PROGRAM.items():
         energies, forces, _, virial = slowly(atoms, damping_parameters("pbe", kind), cutoffs, pairs)
         expected = program(atoms, program_of(method="pbe"), *cutoffs[:2])
-        close(Found(energies.sum().reshape(1), forces, virial), expected)
+        within(Found(energies.sum().reshape(1), forces, virial), expected)
 
 
 @pytest.mark.parametrize(("functional", "kind"), DAMPING)
@@ -171,7 +171,7 @@ def test_slow_reference(functional, kind, cutoffs):
         compute_forces=True,
         compute_virial=True,
     )
-    close(found, slowly(atoms, damping, cutoffs, find_pairs(atoms, slow.reach(cutoffs))), 1e-13)
+    within(found, slowly(atoms, damping, cutoffs, find_pairs(atoms, slow.reach(cutoffs))), 1e-13)
 
 
 @pytest.mark.parametrize("pbc", [(True, True, False), (False, True, False), (False, False, False)])
@@ -190,7 +190,7 @@ def test_slow_reference_of_slabs_and_chains(name, pbc):
         compute_forces=True,
         compute_virial=True,
     )
-    close(found, slowly(atoms, PBE, cutoffs, find_pairs(atoms, slow.reach(cutoffs))), 1e-13)
+    within(found, slowly(atoms, PBE, cutoffs, find_pairs(atoms, slow.reach(cutoffs))), 1e-13)
 
 
 @pytest.mark.parametrize("n_atoms", [0, 1, 2, 7])
@@ -202,7 +202,7 @@ def test_slow_reference_of_few_atoms(n_atoms):
         *atoms[:2], PBE, parameters(), cutoff=30.0, compute_forces=True, compute_virial=True, num_systems=1
     )
     if n_atoms:
-        close(found, slowly(atoms, PBE, cutoffs, pairs), 1e-14)
+        within(found, slowly(atoms, PBE, cutoffs, pairs), 1e-14)
     else:
         assert [tuple(part.shape) for part in found] == [(0,), (0, 3), (0,), (1, 3, 3)] and not found[3].any()
 
@@ -235,14 +235,14 @@ def test_hessian_and_mixed_derivative_of_tad_dftd3(name):
 
     hessian, mixed = second_derivatives(our_energy)
     assert float(hessian.abs().max()) > 1e-5 and bool((mixed.abs().max(0).values > 1e-7).all())
-    close((hessian, mixed), second_derivatives(tad_energy), 1e-11)
+    within((hessian, mixed), second_derivatives(tad_energy), 1e-11)
 
 
 def test_zero_damping_with_other_parameters():
     """All five of its numbers, none of them what any functional has."""
     systems = complexes()[:6]
     damping = ZeroDamping(rs6=1.21, s8=0.9, s6=0.83, rs8=0.93, beta=0.021)
-    close(evaluate(batch(*systems), damping, *EQUAL), program_batch(systems, with_numbers(damping), *EQUAL))
+    within(evaluate(batch(*systems), damping, *EQUAL), program_batch(systems, with_numbers(damping), *EQUAL))
 
 
 def test_displacement_breaks_symmetry():

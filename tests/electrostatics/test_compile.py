@@ -20,27 +20,12 @@ from nvalchemiops.torch.interactions.electrostatics import (
 )
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.operators import lattice
-from tests.systems import batch, triclinic
+from tests.comparing import BACKENDS, close, compiled, leaves_of, random_like, weighted
+from tests.systems import ALL, batch, triclinic
 
 CUTOFF, ALPHA, MESH = 4.0, 0.8, (8, 9, 10)
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
-TINY = {"rtol": 1e-12, "atol": 1e-12}
 
 Dict = dict[str, Any]
-
-
-def close(found, expected, **tolerance):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, **(tolerance or TINY))
-
-
-def random_like(tensors, seed=0):
-    """Numbers without order, also inside of a compiled graph."""
-    return [torch.sin(77.7 * (torch.arange(t.numel(), dtype=t.dtype) + seed + 1.3)).view(t.shape) for t in tensors]
-
-
-def weighted(results, seed=0):
-    return sum((r * w).sum() for r, w in zip(results, random_like(results, seed), strict=True))
 
 
 def ewald(x, q, cell, alpha=ALPHA, **options):
@@ -53,7 +38,6 @@ def mesh_ewald(x, q, cell, alpha=ALPHA, **options):
 
 SUMS: dict[str, Callable] = {"Ewald": ewald, "PME": mesh_ewald}
 EACH_SUM = pytest.mark.parametrize("name", SUMS)
-BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 
 
 def near(system, form="list"):
@@ -67,14 +51,6 @@ def near(system, form="list"):
 ONE = triclinic(5, charged=True)
 TWO = batch(triclinic(5, charged=True), triclinic(3, seed=3))
 NEAR = near(ONE)
-
-
-def compiled(function, backend="aot_eager", **options):
-    return torch.compile(function, backend=backend, fullgraph=True, **options)
-
-
-def leaves_of(tensors):
-    return [t.detach().clone().requires_grad_() for t in tensors]
 
 
 def assert_compiled_equals_eager(function, inputs, backend="aot_eager", compile_options=None, **tolerance):
@@ -166,7 +142,7 @@ def test_graph_breaks_before_anything_was_called_eagerly():
     wave_vectors._within.cache_clear()
     lattice._check_values.cache_clear()
     found = torch.compile(function, backend="aot_eager")(*ONE[:3])
-    torch.testing.assert_close(found, expected, **TINY)
+    close([found], [expected])
 
 
 @EACH_SUM
@@ -366,7 +342,7 @@ def test_a_hundred_steps_of_training_compiled_equal_those_eager(name):
     eager, other = train(lambda f: f), train(compiled)
     assert eager[0][-1] < 0.9 * eager[0][0]
     # rounding grows along a hundred steps
-    close(other, eager, rtol=1e-9, atol=1e-11)
+    close(other, eager, 1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +372,7 @@ def test_force_training_through_a_compiled_model(name, way, backend):
             value = function(ONE.positions.clone().requires_grad_())
             assert value.requires_grad
             found.append([value.detach(), *torch.autograd.grad(value, net.parameters())])
-    close(*found, rtol=1e-10, atol=1e-10)
+    close(*found, 1e-10)
 
 
 @EACH_SUM
@@ -479,7 +455,7 @@ def test_export(name, strict):
     program = torch.export.export(Model(), arguments(ONE), dynamic_shapes=shapes, strict=strict)
     for size in (5, 8):
         system = triclinic(size, charged=True)
-        close(program.module()(*arguments(system)), Model()(*arguments(system)), rtol=0, atol=0)
+        close(program.module()(*arguments(system)), Model()(*arguments(system)), 0)
 
 
 @EACH_SUM

@@ -6,10 +6,10 @@ import torch
 
 from nvalchemiops.torch.interactions.electrostatics import EwaldParameters, estimate_ewald_parameters, ewald_summation
 from nvalchemiops.torch.neighbors import neighbor_list
+from tests.comparing import close
 from tests.reference.ewald import everything
-from tests.systems import MADELUNG, SYSTEMS, System, batch, crystal, triclinic
+from tests.systems import ALL, MADELUNG, SYSTEMS, System, batch, crystal, csr, triclinic
 
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
 WITH_ATOMS = [name for name in SYSTEMS if name != "no atoms"]
 
 
@@ -17,24 +17,11 @@ def summed(system, **options):
     return ewald_summation(system.positions, system.charges, system.cell, batch_idx=system.batch_idx, **options)
 
 
-def csr(system, cutoff):
-    pairs, ptr, shifts = neighbor_list(
-        system.positions.detach(), cutoff, system.cell.detach(), batch_idx=system.batch_idx, return_neighbor_list=True
-    )
-    return {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts}
-
-
 def matrix(system, cutoff, **options):
     found, _, shifts = neighbor_list(
         system.positions.detach(), cutoff, system.cell.detach(), batch_idx=system.batch_idx, **options
     )
     return {"neighbor_matrix": found, "neighbor_matrix_shifts": shifts, "mask_value": options.get("fill_value")}
-
-
-def close(found, expected, **tolerance):
-    tolerance = tolerance or {"rtol": 1e-10, "atol": 1e-10}
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, **tolerance)
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -57,7 +44,7 @@ def test_everything_equals_the_slow_reference(name, device):
     energies, forces, slopes, virial = everything(
         system.positions, system.charges, system.cell[0], alpha, cutoff, k_cutoff
     )
-    close(found, (energies.detach(), forces, slopes, virial[None]))
+    close(found, (energies.detach(), forces, slopes, virial[None]), 1e-10)
 
 
 @pytest.mark.parametrize("name", ["triclinic", "charged", "one atom"])
@@ -65,7 +52,7 @@ def test_energy_does_not_depend_on_alpha(name):
     system = SYSTEMS[name]()
     results = [summed(system, alpha=alpha, accuracy=1e-13, **ALL) for alpha in (0.5, 0.8, 1.2)]
     for other in results[1:]:
-        close(other, results[0], rtol=0, atol=1e-10)
+        close(other, results[0], 0, atol=1e-10)
 
 
 def test_a_lone_ion_in_its_background():
@@ -93,7 +80,7 @@ def test_energy_depends_on_the_crystal_only(change):
         x, q, copies = torch.cat([x, x + cell[1]]), torch.cat([q, q]), 2
         cell = cell * torch.tensor([[1.0], [2.0], [1.0]])
     found = ewald_summation(x, q, cell, accuracy=1e-12, compute_forces=True)
-    close(found, [torch.cat([t] * copies) for t in expected], rtol=0, atol=1e-9)
+    close(found, [torch.cat([t] * copies) for t in expected], 0, atol=1e-9)
 
 
 def test_nothing_at_all():
@@ -114,7 +101,7 @@ def test_matrix_equals_list_equals_built_neighbors():
     expected = summed(system, **options, **csr(system, 5.0))
     without_ptr = {k: v for k, v in csr(system, 5.0).items() if k != "neighbor_ptr"}
     for neighbors in ({}, without_ptr, matrix(system, 5.0), matrix(system, 5.0, fill_value=-1, max_neighbors=300)):
-        close(summed(system, **options, **neighbors), expected, rtol=0, atol=0)
+        close(summed(system, **options, **neighbors), expected, 0)
 
 
 def test_padding_may_equal_a_valid_index():
@@ -127,7 +114,7 @@ def test_padding_may_equal_a_valid_index():
     near["neighbor_matrix_shifts"] = torch.nn.functional.pad(near["neighbor_matrix_shifts"], (0, 0, 0, 0, 0, 1))
     found = ewald_summation(x, q, system.cell, alpha=0.8, cutoff=5.0, k_cutoff=5.0, compute_forces=True, **near)
     expected = summed(system, alpha=0.8, cutoff=5.0, k_cutoff=5.0, compute_forces=True)
-    close([t[:6] for t in found], expected)
+    close([t[:6] for t in found], expected, 1e-10)
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -137,7 +124,7 @@ def test_batch_equals_singles(given):
     options = {"alpha": 0.9, "cutoff": 4.5, **ALL}
     found = summed(together, **options, **(csr(together, 4.5) if given else {}))
     singles = [summed(s, **options) for s in systems]
-    close(found, [torch.cat(parts) for parts in zip(*singles)], rtol=1e-13, atol=1e-13)
+    close(found, [torch.cat(parts) for parts in zip(*singles)], 1e-13)
     per_system = summed(together, **options, energy_reduction="system")[0]
     torch.testing.assert_close(per_system, torch.stack([s[0].sum() for s in singles]))
 
@@ -150,7 +137,7 @@ def test_atoms_of_a_batch_come_in_any_order():
     )
     expected = summed(together, **ALL)
     found = summed(mixed, **ALL)
-    close(found, [t[order] if len(t) == 12 else t for t in expected], rtol=1e-12, atol=1e-12)
+    close(found, [t[order] if len(t) == 12 else t for t in expected], 1e-12)
 
 
 def test_results_come_in_their_order_and_dtype(dtype):
@@ -164,7 +151,7 @@ def test_results_come_in_their_order_and_dtype(dtype):
 
 def test_float32_agrees_with_float64():
     system = SYSTEMS["rocksalt"]()
-    close(summed(system.to(torch.float32), **ALL), [t.float() for t in summed(system, **ALL)], rtol=1e-4, atol=2e-5)
+    close(summed(system.to(torch.float32), **ALL), [t.float() for t in summed(system, **ALL)], 1e-4, atol=2e-5)
 
 
 # -- derivatives ----------------------------------------------------------------------------------
@@ -177,7 +164,7 @@ def test_autograd_of_the_energy_gives_what_is_returned(name):
     energies, forces, slopes, virial = summed(system, accuracy=1e-8, **ALL)
     by_x, by_q, by_cell = torch.autograd.grad(energies.sum(), inputs)
     by_strain = inputs[0].T @ by_x + inputs[2][0].T @ by_cell[0]
-    close((-by_x, by_q, -by_strain[None]), (forces, slopes, virial))
+    close((-by_x, by_q, -by_strain[None]), (forces, slopes, virial), 1e-10)
 
 
 @pytest.mark.parametrize("name", ["triclinic", "charged", "cesiumchloride"])
@@ -194,7 +181,7 @@ def test_gradients_of_every_output_equal_the_slow_reference(name, device):
         weight = torch.randn(theirs.shape, generator=generator, dtype=torch.float64)
         ours = torch.autograd.grad((weight * ours.cpu()).sum(), inputs, retain_graph=True)
         theirs = torch.autograd.grad((weight * theirs).sum(), inputs, retain_graph=True)
-        close(ours, theirs, rtol=1e-9, atol=1e-10)
+        close(ours, theirs, 1e-9, atol=1e-10)
 
 
 def test_gradcheck_of_every_output():
@@ -271,7 +258,7 @@ def test_estimate_is_for_each_system():
     assert isinstance(found, EwaldParameters)
     for n, system in enumerate(systems):
         alone = estimate_ewald_parameters(system.positions, system.cell[0], accuracy=1e-5)
-        close([t[n : n + 1] for t in found], alone)
+        close([t[n : n + 1] for t in found], alone, 1e-10)
     finer = estimate_ewald_parameters(together.positions, together.cell, together.batch_idx, accuracy=1e-8)
     assert (finer.real_space_cutoff > found.real_space_cutoff).all()
     assert (finer.reciprocal_space_cutoff > found.reciprocal_space_cutoff).all()
@@ -299,7 +286,7 @@ def test_torch_func_grad_equals_autograd():
     inputs = [*system[:3], torch.tensor(0.6, dtype=torch.float64)]
     found = torch.func.grad(energy, argnums=(0, 1, 2, 3))(*inputs)
     inputs = [t.clone().requires_grad_() for t in inputs]
-    close(found, torch.autograd.grad(energy(*inputs), inputs))
+    close(found, torch.autograd.grad(energy(*inputs), inputs), 1e-10)
 
 
 def test_compiled_equals_eager():
@@ -315,7 +302,7 @@ def test_compiled_equals_eager():
         value = function(*inputs)
         value.backward()
         results.append([value.detach(), *(t.grad for t in inputs)])
-    close(*results, rtol=1e-12, atol=1e-12)
+    close(*results, 1e-12)
 
 
 def test_any_number_of_threads_gives_the_same_bits(threads, always_split):
@@ -325,7 +312,7 @@ def test_any_number_of_threads_gives_the_same_bits(threads, always_split):
         threads(count)
         results.append(summed(system, accuracy=1e-3, **ALL))
     for other in results[1:]:
-        close(results[0], other, rtol=0, atol=0)
+        close(results[0], other, 0)
 
 
 # -- bad input ------------------------------------------------------------------------------------

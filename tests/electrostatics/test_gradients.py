@@ -18,8 +18,9 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
+from tests.comparing import close, derivative_along, random_like, same_bits, weighted
 from tests.reference import ewald as reference
-from tests.systems import System, batch, neighbors_of, triclinic
+from tests.systems import ALL, System, batch, neighbors_of, triclinic
 
 CUTOFF = 4.0
 ALPHA = 0.7
@@ -27,35 +28,6 @@ ALPHA = 0.7
 BOUNDS = (2, 3, 2)
 MESH = (8, 9, 10)
 OUTPUTS = ("energies", "forces", "charge_gradients", "virial")
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
-TINY = {"rtol": 1e-12, "atol": 1e-12}
-
-
-def close(found, expected, **tolerance):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, **(tolerance or TINY))
-
-
-def same_bits(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def random_like(tensors, seed=0):
-    """Numbers without order, also under a transform."""
-    return [
-        torch.sin(77.7 * (torch.arange(t.numel(), dtype=torch.float64) + seed + 1.3)).view(t.shape) for t in tensors
-    ]
-
-
-def weighted(results, seed=0):
-    return sum((r * w).sum() for r, w in zip(results, random_like(results, seed), strict=True))
-
-
-def slope_of(function, x, direction, h=1e-4):
-    """Central difference of fourth order."""
-    at = [function(x + k * h * direction) for k in (-2, -1, 1, 2)]
-    return (at[0] - 8 * at[1] + 8 * at[2] - at[3]) / (12 * h)
 
 
 # -- what is differentiated -----------------------------------------------------------------------
@@ -228,7 +200,9 @@ def test_a_force_loss_on_splines_of_order_3():
     q = ONE.charges.clone().requires_grad_()
     (direction,) = random_like([q])
     (found,) = torch.autograd.grad(loss(q), q)
-    torch.testing.assert_close((found * direction).sum(), slope_of(loss, ONE.charges, direction), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(
+        (found * direction).sum(), derivative_along(loss, ONE.charges, direction), rtol=1e-8, atol=1e-8
+    )
 
 
 # -- against the reference ------------------------------------------------------------------------
@@ -258,7 +232,7 @@ def test_three_orders_equal_the_slow_reference(outputs):
         leaves = inputs.leaves()
         values.append([v.detach() for v in chain(weighted(function(*leaves)), leaves, directions)])
     # each order loses a digit or so to sums of terms that are larger than their sum
-    close(*values, rtol=1e-10, atol=1e-9)
+    close(*values, 1e-10, atol=1e-9)
 
 
 def test_four_orders_of_the_reciprocal_sum():
@@ -272,7 +246,7 @@ def test_four_orders_of_the_reciprocal_sum():
 
     at = derivatives(0.0, directions[0])[1:]
     for k, value in enumerate(at):
-        lower = slope_of(lambda s, k=k: derivatives(s, directions[k])[k], 0.0, 1.0, h=1e-3)
+        lower = derivative_along(lambda s, k=k: derivatives(s, directions[k])[k], 0.0, 1.0, step=1e-3)
         torch.testing.assert_close(value, lower, rtol=1e-7, atol=1e-7 * float(at[-1].abs().clamp(min=1.0)))
 
 
@@ -291,9 +265,9 @@ def test_returned_derivatives_are_those_of_autograd(name, system):
     x = torch.einsum("ia,iab->ib", leaves.x, deform[of.batch_idx.long()])
     energies, forces, slopes, virial = EVERY[name](x, leaves.q, leaves.cell @ deform, leaves.alpha, given, **ALL)
     expected = torch.autograd.grad(energies.sum(), (leaves.x, leaves.q, strain), retain_graph=True)
-    close((-forces, slopes, -virial), expected, rtol=1e-10, atol=1e-10)
+    close((-forces, slopes, -virial), expected, 1e-10)
     per_system = EVERY[name](x, leaves.q, leaves.cell @ deform, leaves.alpha, given, energy_reduction="system")
-    close(torch.autograd.grad(per_system.sum(), (leaves.x, leaves.q, strain)), expected, rtol=1e-10, atol=1e-10)
+    close(torch.autograd.grad(per_system.sum(), (leaves.x, leaves.q, strain)), expected, 1e-10)
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -313,10 +287,10 @@ def test_gradients_follow_random_weights_of_energies(name, reduction):
     (weights,) = random_like([energies])
     found = leaves.grad(energies, grad_outputs=weights, retain_graph=True)
     singles = [leaves.grad(energy, retain_graph=True) for energy in energies]
-    close(found, [sum(w * g for w, g in zip(weights, gs)) for gs in zip(*singles)], rtol=1e-11, atol=1e-11)
+    close(found, [sum(w * g for w, g in zip(weights, gs)) for gs in zip(*singles)], 1e-11)
     direction = random_like(inputs, 1)
-    expected = slope_of(
-        lambda s: (weights * energies_of(*(t + s * d for t, d in zip(inputs, direction)))).sum(), 0.0, 1.0, h=1e-3
+    expected = derivative_along(
+        lambda s: (weights * energies_of(*(t + s * d for t, d in zip(inputs, direction)))).sum(), 0.0, 1.0, step=1e-3
     )
     slope = sum((f * d).sum() for f, d in zip(found, direction))
     # of fourth order: errors are those of fifth derivatives times 1e-12
@@ -333,7 +307,7 @@ def test_gradients_follow_random_weights_of_every_output(name, output):
     found = leaves.grad(result, grad_outputs=weights, retain_graph=True)
     singles = [leaves.grad(value, retain_graph=True) for value in result.flatten()]
     expected = [sum(w * g for w, g in zip(weights.flatten(), gs)) for gs in zip(*singles)]
-    close(found, expected, rtol=1e-11, atol=1e-11)
+    close(found, expected, 1e-11)
 
 
 # -- graphs ---------------------------------------------------------------------------------------
@@ -409,7 +383,7 @@ def test_a_force_loss_gives_the_gradients_of_parameters(name, way):
     parameter = at.clone().requires_grad_()
     (found,) = torch.autograd.grad(loss(parameter), parameter)
     (direction,) = random_like([at], 3)
-    expected = slope_of(lambda p: loss(p).detach(), at, direction)
+    expected = derivative_along(lambda p: loss(p).detach(), at, direction)
     torch.testing.assert_close((found * direction).sum(), expected, rtol=1e-8, atol=1e-8)
 
 
@@ -465,9 +439,9 @@ def test_hessians(name, way):
 
     found = hessian(energy, forces, ONE.positions, way)
     rows = hessian(energy, forces, ONE.positions, "rows")
-    close([found, rows], [rows, rows.T], rtol=1e-10, atol=1e-10)
+    close([found, rows], [rows, rows.T], 1e-10)
     (direction,) = random_like([ONE.positions])
-    expected = -slope_of(forces, ONE.positions, direction).flatten()
+    expected = -derivative_along(forces, ONE.positions, direction).flatten()
     torch.testing.assert_close(rows @ direction.flatten(), expected, rtol=1e-7, atol=1e-7)
 
 
@@ -528,7 +502,7 @@ def test_the_first_use_of_a_mesh_may_be_inside_a_transform(first, mesh):
 
     hessian(energy, None, ONE.positions, first)
     found = hessian(energy, None, ONE.positions, "jacrev of grad")
-    close([found], [hessian(energy, None, ONE.positions, "rows")], rtol=1e-10, atol=1e-10)
+    close([found], [hessian(energy, None, ONE.positions, "rows")], 1e-10)
 
 
 MAPPED = [("q",), ("x",), ("x", "q"), ("cell",), ("alpha",), ("x", "q", "cell", "alpha")]
@@ -554,7 +528,7 @@ def test_vmap_over_slices_equals_a_loop(name, mapped, what):
 
     found = torch.func.vmap(function, in_dims)(*slices)
     singles = [function(*(t[k] if d == 0 else t for t, d in zip(slices, in_dims))) for k in range(3)]
-    close(found, [torch.stack(parts) for parts in zip(*singles)], rtol=1e-11, atol=1e-11)
+    close(found, [torch.stack(parts) for parts in zip(*singles)], 1e-11)
 
 
 # -- batches and channels -------------------------------------------------------------------------
@@ -583,7 +557,7 @@ def test_gradients_in_a_ragged_batch_equal_those_of_systems_alone(name):
         singly = all_gradients(name, alone, inputs, near(alone))
         parts = [t[mine] if len(t) == 11 else t[number : number + 1] for t in together]
         # sines of large numbers cost digits
-        close(parts, singly, rtol=1e-9, atol=1e-9)
+        close(parts, singly, 1e-9)
 
 
 @EACH
@@ -602,7 +576,7 @@ def test_gradients_of_channels_equal_a_loop_over_channels(name, channels):
         second = leaves.grad(sum(f.sin().sum() for f in first), retain_graph=True)
         found.append([t.detach() for t in (*outcome, *first, *second)])
     # sines of large numbers cost digits
-    close(*found, rtol=1e-9, atol=1e-9)
+    close(*found, 1e-9)
 
 
 # -- nothing to do --------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from nvalchemiops.torch.interactions.electrostatics import (
     pme_reciprocal_space,
 )
 from nvalchemiops.torch.neighbors import batch_naive_neighbor_list, neighbor_list
-from tests.systems import System, batch, crystal, disordered, one_atom, triclinic
+from tests.comparing import close, same_bits
+from tests.systems import ALL, System, batch, crystal, disordered, one_atom, triclinic
 
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
 MESH = (8, 9, 10)
 SUMS = {"Ewald": ewald_summation, "PME": particle_mesh_ewald}
 EACH_SUM = pytest.mark.parametrize("name", SUMS)
@@ -29,16 +29,6 @@ FIXED = {
     "Ewald": functools.partial(ewald_summation, alpha=0.8, k_cutoff=3.5),
     "PME": functools.partial(particle_mesh_ewald, alpha=0.8, mesh_dimensions=MESH),
 }
-
-
-def close(found, expected, **tolerance):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, **(tolerance or {"rtol": 1e-12, "atol": 1e-12}))
-
-
-def same_bits(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
 
 
 def near(system, cutoff=4.0, form="list", **options):
@@ -74,7 +64,7 @@ def test_results_come_in_one_order(name, asked, dtype):
     assert {t.dtype for t in found} == {dtype}
     everything = dict(zip(ALL, FIXED[name](*system[:3], batch_idx=TWO.batch_idx, **near(system), **ALL)[1:]))
     tolerance = 1e-12 if dtype == torch.float64 else 1e-4
-    close(found[1:], [everything[option] for option in names], rtol=tolerance, atol=tolerance)
+    close(found[1:], [everything[option] for option in names], tolerance)
 
 
 @EACH_SUM
@@ -92,7 +82,7 @@ def test_energies_of_systems_are_sums_of_those_of_atoms(name):
 
 @EACH_SUM
 def test_one_cell_has_any_of_two_shapes(name):
-    close(FIXED[name](X, Q, CELL[0], **NEAR, **ALL), FIXED[name](X, Q, CELL, **NEAR, **ALL), rtol=0, atol=0)
+    close(FIXED[name](X, Q, CELL[0], **NEAR, **ALL), FIXED[name](X, Q, CELL, **NEAR, **ALL), 0)
     index = torch.zeros(5, dtype=torch.int64)
     close(FIXED[name](X, Q, CELL, batch_idx=index, **NEAR, **ALL), FIXED[name](X, Q, CELL, **NEAR, **ALL))
 
@@ -102,15 +92,15 @@ def test_mixed_options_say_the_same(name):
     """Alpha as number or tensor, mesh as tuple, list, tensor or spacing."""
     expected = FIXED[name](X, Q, CELL, **NEAR)
     for alpha in (torch.tensor(0.8, dtype=torch.float64), torch.tensor([0.8], dtype=torch.float64), np.float64(0.8)):
-        close([FIXED[name](X, Q, CELL, **NEAR, alpha=alpha)], [expected], rtol=0, atol=0)
+        close([FIXED[name](X, Q, CELL, **NEAR, alpha=alpha)], [expected], 0)
     if name == "PME":
         spacing = CELL[0].norm(dim=1) / torch.tensor(MESH)
         for mesh in (list(MESH), torch.tensor(MESH)):
             found = FIXED[name](X, Q, CELL, **NEAR, mesh_dimensions=mesh)
-            close([found], [expected], rtol=0, atol=0)
+            close([found], [expected], 0)
         found = FIXED[name](X, Q, CELL, **NEAR, mesh_dimensions=None, mesh_spacing=spacing[None])
         assert found.shape == expected.shape  # a finer mesh, if the FFT likes it better
-        close([found], [expected], rtol=1e-3, atol=1e-3)
+        close([found], [expected], 1e-3)
 
 
 @EACH_SUM
@@ -173,10 +163,10 @@ def test_torch_sim(name, accuracy):
     stress = -virial / torch.linalg.det(CLIENTS.cell).abs()[:, None, None]
     assert energies.dtype == torch.float64 and forces.shape == CLIENTS.positions.shape
     exact = ewald_summation(*CLIENTS[:3], batch_idx=batch_idx, accuracy=1e-11, energy_reduction="system", **ALL)
-    close([total], [exact[0]], rtol=accuracy, atol=0)
+    close([total], [exact[0]], accuracy, atol=0)
     error = (forces - exact[1])[batch_idx == 0].norm() / exact[1][batch_idx == 0].norm()
     assert error < 3.0 * accuracy
-    close([stress], [-exact[3] / torch.linalg.det(CLIENTS.cell).abs()[:, None, None]], rtol=0, atol=10 * accuracy)
+    close([stress], [-exact[3] / torch.linalg.det(CLIENTS.cell).abs()[:, None, None]], 0, atol=10 * accuracy)
 
 
 def test_torch_sim_single_system_with_a_mesh_of_its_own():
@@ -224,7 +214,7 @@ def test_aimnet(name):
     torch.testing.assert_close(product, -(upper - lower) / 2e-4, rtol=1e-3, atol=1e-3)
     outputs = SUMS[name](x, q, cell, batch_idx=CLIENTS.batch_idx, hybrid_forces=True, **given, **ALL)
     assert [t.shape for t in outputs] == [(n,), (n, 3), (n,), (2, 3, 3)]
-    close([outputs[0], outputs[1]], [energies, -slope], rtol=1e-9, atol=1e-9)
+    close([outputs[0], outputs[1]], [energies, -slope], 1e-9)
 
 
 @EACH_SUM
@@ -236,7 +226,7 @@ def test_aimnet_hessian(name):
     units = torch.eye(15, dtype=torch.float64).reshape(15, 5, 3)
     (rows,) = torch.autograd.grad(slope, x, units, is_grads_batched=True, retain_graph=True)
     singles = [torch.autograd.grad(slope, x, unit, retain_graph=True)[0] for unit in units]
-    close([rows, rows.reshape(15, 15)], [torch.stack(singles), rows.reshape(15, 15).T], rtol=1e-10, atol=1e-10)
+    close([rows, rows.reshape(15, 15)], [torch.stack(singles), rows.reshape(15, 15).T], 1e-10)
 
 
 # -- prepared arguments ---------------------------------------------------------------------------
@@ -266,8 +256,8 @@ def test_prepared_arguments_cost_no_gradient(names):
         outputs = FIXED["PME"](X, Q, cell, **NEAR, **options, **ALL)
         slope = torch.autograd.grad(sum(t.square().sum() for t in outputs), cell)[0]
         results.append([*outputs, slope])
-    close(results[1], results[0], rtol=0, atol=0)
-    close(results[2], results[0], rtol=0, atol=0)
+    close(results[1], results[0], 0)
+    close(results[2], results[0], 0)
 
 
 def test_prepared_arguments_of_the_part_on_the_mesh():
@@ -294,7 +284,7 @@ def test_wave_vectors_of_ewald_cost_no_gradient():
     )
     torch.testing.assert_close((slope * direction).sum(), (up - down) / 2e-5, rtol=1e-7, atol=1e-8)
     virial = ewald_summation(X, Q, CELL, 0.8, k_vectors, compute_virial=True, **NEAR)[1]
-    close([-virial[0]], [slope], rtol=1e-10, atol=1e-10)
+    close([-virial[0]], [slope], 1e-10)
 
 
 @pytest.mark.parametrize("name", list(prepared(CELL)))

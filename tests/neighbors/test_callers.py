@@ -7,7 +7,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch.neighbors import neighbor_list
-from tests.neighbors.searches import F64, compiled, points, python_says, two_systems
+from tests.comparing import compiled
+from tests.neighbors.searches import F64, points, two_systems
+from tests.processes import python_says
 
 # -- callers -------------------------------------------------------------------------------------------------
 

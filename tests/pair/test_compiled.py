@@ -13,6 +13,7 @@ from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb
 from nvalchemiops.torch.interactions.lj import lj_energy
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
+from tests.comparing import BACKENDS, close, derivative_along, random_like, same_bits, weighted
 from tests.pair.users import (
     CUTOFF,
     EACH,
@@ -21,19 +22,11 @@ from tests.pair.users import (
     ONE,
     POTENTIALS,
     Inputs,
-    close,
     inputs_of,
     near,
-    random_like,
     relaxed,
-    same_bits,
-    slope_of,
-    weighted,
 )
 from tests.systems import triclinic
-
-BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-
 
 # -- compiled graphs ------------------------------------------------------------------------------
 
@@ -96,7 +89,7 @@ def test_one_tensor_in_two_places(name):
         leaf = s.clone().requires_grad_()
         (found,) = torch.autograd.grad(function(ONE.positions, leaf), leaf)
         direction = random_like([s])[0]
-        expected = slope_of(lambda v, f=function: f(ONE.positions, v), s, direction)
+        expected = derivative_along(lambda v, f=function: f(ONE.positions, v), s, direction)
         torch.testing.assert_close((found * direction).sum(), expected.detach(), rtol=1e-6, atol=1e-7)
 
 
@@ -129,7 +122,7 @@ def test_training_compiled_equals_training_eager(name):
     eager = train(step, name)
     compiled = train(torch.compile(step, fullgraph=True, backend="aot_eager"), name)
     assert eager[0][-1] < 0.9 * eager[0][0]
-    close([torch.tensor(eager[0]), *eager[1:]], [torch.tensor(compiled[0]), *compiled[1:]], rtol=1e-9, atol=1e-11)
+    close([torch.tensor(eager[0]), *eager[1:]], [torch.tensor(compiled[0]), *compiled[1:]], 1e-9, atol=1e-11)
 
 
 class Charges(torch.nn.Module):
@@ -160,12 +153,12 @@ def test_parameters_predicted_from_positions(name, training, create_graph):
     direction = random_like([inputs.x])[0]
     x = inputs.x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(composed(name, net, x, inputs.b, NEAR).sum(), x, create_graph=create_graph)
-    expected = slope_of(lambda x: composed(name, net, x, inputs.b, NEAR).sum(), inputs.x, direction).detach()
+    expected = derivative_along(lambda x: composed(name, net, x, inputs.b, NEAR).sum(), inputs.x, direction).detach()
     torch.testing.assert_close((slope * direction).sum().detach(), expected, rtol=1e-6, atol=1e-8)
 
     fixed = net(inputs.x).detach()
     energies, forces, _ = POTENTIALS[name](x, MIXED.cell, fixed, inputs.b, **NEAR)
-    close(torch.autograd.grad(energies.sum(), x), [-forces.detach()], rtol=1e-11, atol=1e-11)
+    close(torch.autograd.grad(energies.sum(), x), [-forces.detach()], 1e-11)
 
 
 @EACH
@@ -248,7 +241,7 @@ def test_a_force_loss_gives_the_gradients_of_parameters(name):
     for by_autograd in (False, True):
         a = inputs.a.clone().requires_grad_()
         (found,) = torch.autograd.grad(loss(a, by_autograd), a)
-        expected = slope_of(lambda a, w=by_autograd: loss(a, w), inputs.a, direction).detach()
+        expected = derivative_along(lambda a, w=by_autograd: loss(a, w), inputs.a, direction).detach()
         torch.testing.assert_close((found * direction).sum(), expected, rtol=1e-6, atol=1e-8)
 
 
@@ -271,7 +264,7 @@ def test_force_training_through_a_compiled_model(name, way, backend):
             x, a, b = (t.clone().requires_grad_() for t in (inputs.x, inputs.a, inputs.b))
             value = function(x, a, b)
             found.append([value.detach(), *torch.autograd.grad(value, (a, b))])
-    close(*found, rtol=1e-10, atol=1e-10)
+    close(*found, 1e-10)
 
 
 # -- function transforms --------------------------------------------------------------------------
@@ -302,9 +295,9 @@ def test_hessians(name, way):
         found = torch.func.jacrev(torch.func.grad(energy))(x)
     else:
         found = torch.func.jacrev(torch.func.jacrev(energy))(x)
-    close([found.reshape(9, 9), rows], [rows, rows.T], rtol=1e-9, atol=1e-9)
+    close([found.reshape(9, 9), rows], [rows, rows.T], 1e-9)
     direction = random_like([x])[0]
-    expected = slope_of(lambda x: torch.func.grad(energy)(x), x, direction).reshape(-1)
+    expected = derivative_along(lambda x: torch.func.grad(energy)(x), x, direction).reshape(-1)
     torch.testing.assert_close(rows @ direction.reshape(-1), expected, rtol=1e-6, atol=1e-6)
 
 

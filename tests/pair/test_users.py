@@ -7,6 +7,7 @@ from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb
 from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces_virial
 from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.neighbors import neighbor_list
+from tests.comparing import close, derivative_along, random_like, same_bits, weighted
 from tests.pair.users import (
     CUTOFF,
     EACH,
@@ -15,14 +16,9 @@ from tests.pair.users import (
     ONE,
     POTENTIALS,
     Inputs,
-    close,
     inputs_of,
     near,
-    random_like,
     relaxed,
-    same_bits,
-    slope_of,
-    weighted,
 )
 from tests.systems import no_atoms, triclinic
 
@@ -68,7 +64,7 @@ def test_gradients_of_tables_do_not_depend_on_threads(threads, always_split, dty
         found.append(slopes(dtype))
     for other in found[1:]:
         same_bits(other, found[0])
-    close([s.double() for s in found[0]], slopes(torch.float64), rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
+    close([s.double() for s in found[0]], slopes(torch.float64), 1e-6 if dtype == torch.float32 else 0, atol=0)
 
 
 @EACH
@@ -237,9 +233,11 @@ def test_signs_of_forces_and_virial(name):
         positions = torch.einsum("ia,iab->ib", x, h[MIXED.batch_idx.long()])
         return POTENTIALS[name](positions, inputs.cell @ h, inputs.a, inputs.b, **NEAR)[0].sum()
 
-    found = -slope_of(lambda s: deformed(inputs.x, s), torch.tensor(0.0), torch.tensor(1.0, dtype=torch.float64))
+    found = -derivative_along(
+        lambda s: deformed(inputs.x, s), torch.tensor(0.0), torch.tensor(1.0, dtype=torch.float64)
+    )
     torch.testing.assert_close(found, (virial * strain).sum(), rtol=1e-6, atol=1e-8)
-    found = -slope_of(lambda x: deformed(x, 0.0), inputs.x, move)
+    found = -derivative_along(lambda x: deformed(x, 0.0), inputs.x, move)
     torch.testing.assert_close(found, (forces * move).sum(), rtol=1e-6, atol=1e-8)
 
 
@@ -288,7 +286,7 @@ def test_exclusions_do_not_depend_on_the_image_that_is_stored(name):
         moved = ONE._replace(positions=ONE.positions + jumps @ ONE.cell[0])
         for given in (near(moved), {}):
             found = POTENTIALS[name](moved.positions, *inputs[1:], **given, **options)
-            close(found, expected, rtol=1e-10, atol=1e-10)
+            close(found, expected, 1e-10)
 
 
 def test_factors_scale_energies_and_forces_alike():
@@ -322,5 +320,7 @@ def test_exclusions_take_away_the_nearest_pairs(name):
         less = less + (1.0 - factor) * (energy_of_pair[0] - energy_of_pair[1])
     torch.testing.assert_close(energies.sum(), full.sum() - less, rtol=1e-11, atol=1e-11)
     move = random_like([forces])[0]
-    slope = slope_of(lambda x: POTENTIALS[name](x, *inputs[1:], **near(ONE), **options)[0].sum(), inputs.x, move)
+    slope = derivative_along(
+        lambda x: POTENTIALS[name](x, *inputs[1:], **near(ONE), **options)[0].sum(), inputs.x, move
+    )
     torch.testing.assert_close(-slope, (forces * move).sum(), rtol=1e-6, atol=1e-8)

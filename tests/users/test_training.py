@@ -8,7 +8,6 @@ forces and stresses one by one.
 import datetime
 import functools
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ import torch.multiprocessing
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.comparing import derivative_along, random_like
 from tests.users import example, said_by
 
 fm = example("10_force_matching")
@@ -115,17 +115,6 @@ def test_each_way_with_inductor(way, traced_autograd):
     assert_same_step(each[way](*data), each["eager"](*data))
 
 
-def differences(function: Callable[[float], torch.Tensor], step: float) -> float:
-    """Slope at zero by central differences of fourth order."""
-    at = [function(k * step).item() for k in (-2, -1, 1, 2)]
-    return (at[0] - 8 * at[1] + 8 * at[2] - at[3]) / (12 * step)
-
-
-def random_like(tensors, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in tensors]
-
-
 @pytest.mark.parametrize("fitted", fm.Observables._fields)
 @pytest.mark.parametrize("observe", [fm.by_autograd, fm.by_explicit_forces])
 def test_gradients_of_a_loss_on_each_observable_equal_finite_differences(observe, fitted):
@@ -147,7 +136,7 @@ def test_gradients_of_a_loss_on_each_observable_equal_finite_differences(observe
         return loss().detach()
 
     found = float(sum((g * d).sum() for g, d in zip(gradients, directions)))
-    assert found == pytest.approx(differences(at, 1e-4), rel=1e-6)
+    assert found == pytest.approx(float(derivative_along(at, 0.0, 1.0)), rel=1e-6)
 
 
 def test_forces_and_stress_equal_finite_differences_of_the_energy():
@@ -162,9 +151,9 @@ def test_forces_and_stress_equal_finite_differences_of_the_energy():
     def energy(positions, strain):
         return potential(batch, positions, strain).sum()
 
-    along = differences(lambda h: energy(batch.positions + h * moves, none), 1e-4)
+    along = float(derivative_along(lambda h: energy(batch.positions + h * moves, none), 0.0, 1.0))
     assert -(found.forces * moves).sum().item() == pytest.approx(along, rel=1e-7)
-    along = differences(lambda h: energy(batch.positions, h * strains), 1e-4)
+    along = float(derivative_along(lambda h: energy(batch.positions, h * strains), 0.0, 1.0))
     assert (found.stress * volume * strains).sum().item() == pytest.approx(along, rel=1e-7)
 
 
