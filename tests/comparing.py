@@ -53,3 +53,23 @@ def leaves_of(tensors):
 def compiled(function, backend="aot_eager", **options):
     """In one graph."""
     return torch.compile(function, backend=backend, fullgraph=True, **options)
+
+
+def assert_compiled_equals_eager(function, inputs, backend="aot_eager"):
+    """Results, flags, and gradients of a loss that sees all results."""
+
+    def loss(*inputs):
+        results = function(*inputs)
+        results = results if isinstance(results, tuple) else (results,)
+        return weighted([r.sin() for r in results]), results
+
+    found = []
+    for call in (loss, compiled(loss, backend)):
+        leaves = leaves_of(inputs)
+        value, results = call(*leaves)
+        slopes = torch.autograd.grad(value, leaves, allow_unused=True)
+        flags = [r.requires_grad for r in results], [s is None for s in slopes]
+        found.append((flags, [r.detach() for r in results], [s for s in slopes if s is not None]))
+    (flags, *eager), (compiled_flags, *others) = found
+    assert flags == compiled_flags
+    close([*others[0], *others[1]], [*eager[0], *eager[1]])

@@ -174,27 +174,6 @@ def test_changing_an_input_between_forward_and_backward(which):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_strided_inputs_equal_contiguous_ones():
-    x, q, cell, _ = triclinic(6)
-    wide = torch.zeros(12, 6, dtype=torch.float64)
-    wide[::2, ::2] = x
-    strided = wide[::2, ::2], torch.stack([q, q], dim=1)[:, 0], cell.mT.contiguous().mT
-    assert not any(t.is_contiguous() for t in strided)
-    torch.testing.assert_close(ewald_summation(*strided, **ALL), ewald_summation(x, q, cell, **ALL), rtol=0, atol=0)
-    torch.testing.assert_close(
-        neighbors.neighbor_list(strided[0], 4.0, strided[2]), neighbors.neighbor_list(x, 4.0, cell), rtol=0, atol=0
-    )
-
-
-def test_autocast_changes_nothing():
-    x, q, cell, _ = (t.float() if t.is_floating_point() else t for t in triclinic(5))
-    plain = ewald_summation(x, q, cell, **ALL)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(ewald_summation(x, q, cell, **ALL), plain, rtol=0, atol=0)
-    with pytest.raises(TypeError, match=r"`charges` has dtype torch.float64, but `positions` has torch.float32"):
-        ewald_summation(x, q.double(), cell)
-
-
 def test_nothing_is_left_of_dropped_results():
     x, q, cell, _ = triclinic(5)
     x.requires_grad_()

@@ -6,7 +6,6 @@ import io
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from nvalchemiops.torch.autograd import NotDifferentiableError
 from nvalchemiops.torch.interactions.dispersion import (
@@ -185,71 +184,6 @@ def test_all_outputs_at_once(kind):
     within([slope], [expected], 1e-12)
 
 
-# -- Hessians -------------------------------------------------------------------------------------
-
-
-def energy_of(x):
-    flat = water()
-    return d3_dispersion(x, flat.atoms.numbers, PBE, parameters(), **flat.near, **CUTOFFS)[0].sum()
-
-
-def test_hessian_by_functions_and_by_rows():
-    """`torch.func.hessian`, vmap over vjp, the loop over rows, autograd's own and differences of forces."""
-    x = water().atoms.positions.clone()
-    n = x.numel()
-    grad = torch.func.grad(energy_of)
-    y = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(energy_of(y), y, create_graph=True)
-    rows = [torch.autograd.grad(s, y, retain_graph=True)[0].flatten() for s in slope.flatten()]
-    expected = torch.stack(rows)
-    _, vjp = torch.func.vjp(grad, x)
-    identity = torch.eye(n, dtype=F64).view(n, *x.shape)
-    step = 1e-4
-    by_differences = torch.stack([(grad(x + step * e) - grad(x - step * e)).flatten() / (2.0 * step) for e in identity])
-    found = [
-        torch.func.hessian(energy_of)(x).view(n, n),
-        torch.func.jacrev(grad)(x).view(n, n),
-        torch.func.vmap(vjp)(identity)[0].view(n, n),
-        torch.autograd.functional.hessian(energy_of, x, vectorize=True).view(n, n),
-    ]
-    within(found, [expected] * len(found), 1e-15)
-    within([expected], [by_differences], 1e-9)
-    within([expected], [expected.T], 1e-16)
-    assert float(expected.abs().max()) > 1e-5
-
-
-def test_rows_of_a_force_check_agree():
-    """Forces that are returned, and their Jacobian, are those of the energy."""
-    flat = water()
-    x = flat.atoms.positions
-
-    def forces(x):
-        return d3_dispersion(x, flat.atoms.numbers, PBE, parameters(), **flat.near, **CUTOFFS, compute_forces=True)[1]
-
-    within([torch.func.jacrev(forces)(x)], [-torch.func.hessian(energy_of)(x)], 1e-15)
-    tangent = weights_like(x)
-    within(
-        torch.func.jvp(forces, (x,), (tangent,)),
-        (-torch.func.grad(energy_of)(x), -torch.func.jvp(torch.func.grad(energy_of), (x,), (tangent,))[1]),
-        1e-15,
-    )
-
-
-def test_many_structures_by_vmap():
-    """With prepared states: inside of vmap atomic numbers cannot be looked at."""
-    flat = water()
-    x = torch.stack([flat.atoms.positions + 0.1 * weights_like(flat.atoms.positions, n) for n in range(3)])
-    states = parameters().states([1, 8])
-
-    def energies(x):
-        return d3_dispersion(x, flat.atoms.numbers, PBE, states, **flat.near, **CUTOFFS)[0]
-
-    expected = torch.stack([energies(y) for y in x])
-    within([torch.func.vmap(energies)(x)], [expected], 1e-16)
-    slopes = torch.stack([torch.func.grad(lambda y: energies(y).sum())(y) for y in x])
-    within([torch.func.vmap(torch.func.grad(lambda y: energies(y).sum()))(x)], [slopes], 1e-16)
-
-
 # -- training -------------------------------------------------------------------------------------
 
 
@@ -369,24 +303,6 @@ def test_compiled_with_other_neighbors(form):
 
     inputs = atoms.positions, atoms.numbers, atoms.batch_idx
     within(compiled(evaluate)(*inputs), evaluate(*inputs), 1e-15)
-
-
-def test_other_sizes_compile_at_most_twice():
-    """With sizes that do not happen to equal each other, or those of the states, in the first call."""
-    counter = CompileCounterWithBackend("aot_eager")
-    states = parameters().states([1, 6, 8, 9, 17, 35])
-
-    def forces(x, numbers, pairs, ptr):
-        return d3_dispersion(
-            x, numbers, PBE, states, neighbor_list=pairs, neighbor_ptr=ptr, compute_forces=True, **CUTOFFS
-        )[1]
-
-    call = torch.compile(forces, fullgraph=True, backend=counter, dynamic=True)
-    for name in ("CH3OH", "CH4", "H2O", "CH3CH2OH"):
-        atoms = molecule(name)
-        near = as_list(find_pairs(atoms, 12.0), len(atoms.numbers), False)
-        within([call(*atoms[:2], *near.values())], [forces(*atoms[:2], *near.values())], 1e-15)
-    assert counter.frame_count <= 2
 
 
 def test_a_compiled_force_loss_trains_the_module():

@@ -5,7 +5,6 @@ import math
 
 import ase.build
 import ase.data
-import numpy as np
 import pytest
 import torch
 
@@ -28,7 +27,6 @@ from tests.dispersion.cases import (
     program_batch,
     solid,
 )
-from tests.systems import random_rotation
 
 CUTOFF, COUNTED = 18.0, 12.0
 ZERO = damping_parameters("pbe", "zero")
@@ -187,16 +185,6 @@ def test_nothing_but_padding():
 # -- symmetry -------------------------------------------------------------------------------------
 
 
-def test_unwrapped_coordinates():
-    """Each atom moved by a lattice vector of its own."""
-    atoms = two_crystals()
-    generator = torch.Generator().manual_seed(3)
-    images = torch.randint(-4, 5, (len(atoms.numbers), 3), generator=generator).to(F64)
-    moved = atoms.positions + torch.einsum("ia,iab->ib", images, atoms.cell[atoms.systems.long()])
-    # coordinates of hundreds of bohr have an ulp of 1e-13
-    within(all_of(atoms._replace(positions=moved)), all_of(atoms), 1e-12)
-
-
 @BOTH
 def test_larger_cells_have_as_much_more_energy(damping):
     atoms = crystal()
@@ -211,18 +199,6 @@ def test_larger_cells_have_as_much_more_energy(damping):
     energies, forces, coordination, virial = all_of(atoms, damping)
     expected = (energies.repeat(n**3), forces.repeat(n**3, 1), coordination.repeat(n**3), n**3 * virial)
     within(all_of(larger, damping), expected, 1e-13)
-
-
-@pytest.mark.parametrize("mirror", [1.0, -1.0], ids=["rotation", "and mirror"])
-@BOTH
-def test_rotations(damping, mirror):
-    """A mirror makes the cell left-handed."""
-    atoms = crystal()
-    turn = torch.tensor(mirror * random_rotation(np.random.default_rng(0)))
-    assert float(torch.linalg.det(atoms.cell @ turn)) * mirror > 0.0
-    turned = atoms._replace(positions=atoms.positions @ turn + 0.7, cell=atoms.cell @ turn)
-    energies, forces, coordination, virial = all_of(atoms, damping)
-    within(all_of(turned, damping), (energies, forces @ turn, coordination, turn.T @ virial @ turn), 1e-14)
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,16 @@ from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.neighbor_utils import get_neighbor_list_from_neighbor_matrix
+from tests.comparing import compiled
 from tests.neighbors.searches import (
     F64,
-    compiled,
     every_search,
     points,
-    python_says,
     rows_of,
     rows_of_matrix,
     two_systems,
 )
+from tests.processes import python_says
 from tests.reference.neighbors import all_pairs, assert_pairs, in_order, tree
 from tests.systems import crystal
 

@@ -32,15 +32,6 @@ def all_bits(name, inputs, **given):
     return [*(r.detach() for r in results), *leaves.grad(weighted([r.sin() for r in results]))]
 
 
-@EACH
-def test_runs_and_threads_do_not_change_a_bit(name, threads, always_split):
-    inputs = inputs_of(name, MIXED)
-    expected = all_bits(name, inputs, **NEAR)
-    for count in (1, 2, 3, 2):
-        threads(count)
-        same_bits(all_bits(name, inputs, **NEAR), expected)
-
-
 def test_gradients_of_tables_do_not_depend_on_threads(threads, always_split, dtype):
     """Nor lose digits: like all sums they are added in float64."""
     n = 40_000
