@@ -64,6 +64,7 @@ def test_returned_derivatives_are_those_of_autograd(case, system):
     x = torch.einsum("ia,iab->ib", leaves.x, deform[system.batch_idx.long()])
     inputs = leaves._replace(x=x, cell=leaves.cell @ deform)
     energies, *found = case.results(*inputs, near)
+    assert all(t.requires_grad for t in (energies, *found))
     by = {"forces": leaves.x, "charge_gradients": leaves.a, "virial": strain}
     expected = torch.autograd.grad(energies.sum(), [by[name] for name in case.outputs], retain_graph=True)
     signs = [1.0 if name == "charge_gradients" else -1.0 for name in case.outputs]
