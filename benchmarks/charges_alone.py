@@ -77,7 +77,7 @@ def broadcast(
 
 
 def compare_with_broadcast(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """E10: both precisions at equal parameters."""
+    """Both precisions at equal parameters."""
     from nvalchemiops.torch.interactions.electrostatics import estimate_ewald_parameters, ewald_summation
 
     print(

@@ -232,7 +232,7 @@ def plain_torch(x: torch.Tensor, edge: float) -> int:
 
 
 def compare_with_plain_torch(n_atoms: int = 10_000) -> None:
-    """R05: one thread beside plain torch, and two threads beside one."""
+    """One thread beside plain torch, and two threads beside one."""
     system = atoms(n_atoms)
     x, edge = torch.as_tensor(system["positions"]), float(system["cell"][0, 0, 0])
     call, describe = ours(n_atoms, "cpu")["list"]

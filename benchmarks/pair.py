@@ -321,7 +321,7 @@ def in_new_process(code: str, **environment: str) -> list[float]:
 
 
 def overhead() -> dict[str, float]:
-    """Seconds of a call for 64 atoms: the bare launch, the op, and the public call (A12)."""
+    """Seconds of a call for 64 atoms: the bare launch, the op, and the public call."""
     from nvalchemiops.torch.interactions.pair import lennard_jones
     from nvalchemiops.torch.interactions.pair.op import _kernel, pair_sum
     from nvalchemiops.torch.launch import launch

@@ -10,6 +10,9 @@ import torch
 
 from nvalchemiops.torch.neighbors import neighbor_list
 
+# every output of the sums over charges
+ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
+
 
 class System(NamedTuple):
     positions: torch.Tensor  # (n_atoms, 3)
@@ -96,6 +99,13 @@ def neighbors_of(system, cutoff):
     pairs = order[pairs.long()].int()
     by_atom = torch.sort(pairs[0], stable=True)[1]
     return {"neighbor_list": pairs[:, by_atom].contiguous(), "neighbor_shifts": shifts[by_atom].contiguous()}
+
+
+def csr(system, cutoff, **options):
+    """A list with its row pointers: arguments of the sums over pairs."""
+    positions, cell = system.positions.detach(), system.cell.detach()
+    found = neighbor_list(positions, cutoff, cell, batch_idx=system.batch_idx, return_neighbor_list=True, **options)
+    return dict(zip(("neighbor_list", "neighbor_ptr", "neighbor_shifts"), found))
 
 
 def compound(structure):

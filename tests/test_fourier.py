@@ -1,5 +1,6 @@
 """Fourier sums over atoms: what spreading and gathering compute, and how they differentiate."""
 
+import functools
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from nvalchemiops.kernels.moments import components, count
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import sorted_atoms
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
+from tests.comparing import close_to_largest
 
 SIGNS = torch.tensor([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]], dtype=torch.float64)
 
@@ -65,10 +67,7 @@ class Problem:
         return torch.einsum("cpw,impw->icm", torch.view_as_complex(field.contiguous()).conj(), waves).real
 
 
-def close(found, expected, tolerance=1e-11):
-    for a, b in zip(found, expected, strict=True):
-        # phases grow with derivatives, and errors with the largest of them
-        torch.testing.assert_close(a, b, rtol=0.0, atol=tolerance * max(1.0, float(b.abs().max()) if b.numel() else 0))
+close = functools.partial(close_to_largest, least=1.0)
 
 
 # -- values ---------------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def test_importing_the_torch_layer_compiles_nothing_and_leaves_warp_settings_alo
 
 
 def test_a_kernel_is_compiled_alone_and_once(tmp_path):
-    """Using op B never recompiles op A, whatever was defined in between (R07)."""
+    """Using op B never recompiles op A, whatever was defined in between."""
     before, after = python_says(
         """
         import json, os

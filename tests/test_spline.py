@@ -1,5 +1,6 @@
 """B-splines on periodic meshes."""
 
+import functools
 import math
 
 import numpy as np
@@ -23,6 +24,7 @@ from nvalchemiops.torch.spline import (
     spline_spread,
     spline_spread_channels,
 )
+from tests.comparing import close_to_largest
 from tests.systems import System, batch, triclinic
 
 ORDERS = pytest.mark.parametrize("order", range(1, 9))
@@ -37,11 +39,7 @@ def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def close(found, expected, tolerance=1e-12):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(
-            a, b, rtol=0.0, atol=tolerance * max(1.0, float(b.detach().abs().max()) if b.numel() else 0)
-        )
+close = functools.partial(close_to_largest, least=1.0)
 
 
 def scipy_spline(order, x):

@@ -19,6 +19,7 @@ from nvalchemiops.torch.autograd import (
     warp_custom_op,
     warp_from_torch,
 )
+from tests.comparing import BACKENDS
 
 from .ops import (
     OPS,
@@ -36,7 +37,6 @@ from .ops import (
     with_scratch,
 )
 
-BACKENDS = pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 SLOW_INDUCTOR = pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])]
 )

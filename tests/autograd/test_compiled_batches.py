@@ -133,7 +133,7 @@ def assert_same(found: Any, expected: Any) -> None:
     ("op", "dynamic"), [*((op, None) for op in OPS), ("potential, number given", True), ("D3", True), ("PME", True)]
 )
 def test_one_compiled_function_takes_batches_of_three_two_and_one(op, dynamic):
-    """A03: a batch of one may be compiled for itself, but is no error."""
+    """A batch of one may be compiled for itself, but is no error."""
     torch._dynamo.reset()
     eager = Inputs(*OPS[op])
     compiled = torch.compile(eager, backend="aot_eager", fullgraph=True, dynamic=dynamic)

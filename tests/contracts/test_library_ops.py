@@ -21,9 +21,8 @@ from nvalchemiops.torch.neighbors import pairs as geometry
 from nvalchemiops.torch.neighbors import rows, search
 from nvalchemiops.torch.operators import fourier, mesh, mesh_transform, segments
 from nvalchemiops.torch.operators.lattice import shortest_vectors
-from tests.systems import SYSTEMS, System, batch, crystal, triclinic
+from tests.systems import ALL, SYSTEMS, System, batch, crystal, triclinic
 
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
 STORED = Path(__file__).parent / "stored_values.json"
 
 
@@ -176,27 +175,6 @@ def test_changing_an_input_between_forward_and_backward(which):
         assert "modified by an inplace operation" in str(error)
     else:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_strided_inputs_equal_contiguous_ones():
-    x, q, cell, _ = triclinic(6)
-    wide = torch.zeros(12, 6, dtype=torch.float64)
-    wide[::2, ::2] = x
-    strided = wide[::2, ::2], torch.stack([q, q], dim=1)[:, 0], cell.mT.contiguous().mT
-    assert not any(t.is_contiguous() for t in strided)
-    torch.testing.assert_close(ewald_summation(*strided, **ALL), ewald_summation(x, q, cell, **ALL), rtol=0, atol=0)
-    torch.testing.assert_close(
-        neighbors.neighbor_list(strided[0], 4.0, strided[2]), neighbors.neighbor_list(x, 4.0, cell), rtol=0, atol=0
-    )
-
-
-def test_autocast_changes_nothing():
-    x, q, cell, _ = (t.float() if t.is_floating_point() else t for t in triclinic(5))
-    plain = ewald_summation(x, q, cell, **ALL)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(ewald_summation(x, q, cell, **ALL), plain, rtol=0, atol=0)
-    with pytest.raises(TypeError, match=r"`charges` has dtype torch.float64, but `positions` has torch.float32"):
-        ewald_summation(x, q.double(), cell)
 
 
 def test_nothing_is_left_of_dropped_results():

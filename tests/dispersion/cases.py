@@ -209,8 +209,3 @@ def as_list(pairs: pairs_reference.Pairs, n_atoms: int, periodic: bool) -> dict[
     ptr = torch.searchsorted(i, torch.arange(n_atoms + 1))
     found = {"neighbor_list": torch.stack([i, j]).to(torch.int32), "neighbor_ptr": ptr.to(torch.int32)}
     return found | ({"neighbor_shifts": pairs.shift[order].to(torch.int32)} if periodic else {})
-
-
-def close(found, expected, tolerance=1e-12):
-    """Each to an absolute tolerance in atomic units."""
-    torch.testing.assert_close(list(found), list(expected), rtol=0.0, atol=tolerance)

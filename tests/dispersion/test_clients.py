@@ -15,6 +15,7 @@ import torch
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, d3_dispersion, dftd3
 from nvalchemiops.torch.neighbors import batch_cell_list, batch_naive_neighbor_list, neighbor_list
+from tests.comparing import within
 from tests.contracts.test_clients import AdaptiveList, check_signature
 from tests.dispersion.cases import (
     F64,
@@ -23,7 +24,6 @@ from tests.dispersion.cases import (
     Atoms,
     Found,
     batch,
-    close,
     find_pairs,
     molecule,
     parameters,
@@ -78,7 +78,7 @@ def test_tables_of_clients(separate, empty):
         positions=atoms.positions, numbers=atoms.numbers, **NUMBERS, **given, **near, num_systems=1
     )
     expected = program(atoms, PROGRAM["bj"](method="pbe"), 40.0, 40.0)
-    close([energy, forces], expected[:2], 1e-8)
+    within([energy, forces], expected[:2], 1e-8)
     assert energy.shape == (1,) and coordination.shape == (8,)
 
 
@@ -121,13 +121,13 @@ def test_torch_sim(search, dtype):
     assert forces.shape == positions.shape and coordination.shape == positions.shape[:1]
     expected = program_batch(systems, PROGRAM["bj"](method="pbe"), cutoff, cutoff)
     # tables in float32; with positions in float32 pairs at the cutoff fall to either side
-    close([part.to(F64) for part in (energy, forces, virial)], expected, 1e-7 if dtype == F64 else 3e-6)
+    within([part.to(F64) for part in (energy, forces, virial)], expected, 1e-7 if dtype == F64 else 3e-6)
     volume = torch.linalg.det(cell).abs()
     assert bool((-virial / volume[:, None, None]).isfinite().all())
 
 
 def test_torch_sim_in_angstrom_and_electronvolt():
-    """D01: the client converts both ways; the result is that of the program, converted."""
+    """The client converts both ways; the result is that of the program, converted."""
     atoms = solid("dry ice")
     x, cell = atoms.positions * BOHR_IN_ANGSTROM, atoms.cell * BOHR_IN_ANGSTROM
     cutoff = 12.0
@@ -153,7 +153,7 @@ def test_torch_sim_in_angstrom_and_electronvolt():
     in_ev = Found(
         expected.energy * 27.211386245981, expected.forces * 51.42206750883, expected.virial * 27.211386245981
     )
-    close(found, in_ev, 1e-11)
+    within(found, in_ev, 1e-11)
 
 
 # -- AIMNet ---------------------------------------------------------------------------------------
@@ -185,11 +185,11 @@ def test_aimnet_molecules_with_a_padding_atom():
         device="cpu",
     )
     expected = program_batch(systems, PROGRAM["bj"](method="pbe"), 40.0, 40.0)
-    close([energy.detach(), forces[:n].detach()], expected[:2])
+    within([energy.detach(), forces[:n].detach()], expected[:2])
     assert not forces[n].any() and coordination[n] == 0
     # its model differentiates what it gets
     (slope,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
-    close([forces], [-slope], 1e-15)
+    within([forces], [-slope], 1e-15)
     (curvature,) = torch.autograd.grad(forces.square().sum(), positions)
     assert curvature[:n].any() and not curvature[n].any()
 
@@ -214,10 +214,10 @@ def test_aimnet_a_crystal_with_smoothing():
     )
     sharp = dftd3(atoms.positions, atoms.numbers, **NUMBERS, **given)
     expected = program(atoms, PROGRAM["bj"](method="pbe"), 20.0, 20.0)
-    close([sharp[0], sharp[1], sharp[3]], expected)
+    within([sharp[0], sharp[1], sharp[3]], expected)
     # less of what attracts; coordination numbers are not smoothed
     assert float(sharp[0]) < float(energy) < 0.9 * float(sharp[0])
-    close([coordination], [sharp[2]], 0.0)
+    within([coordination], [sharp[2]], 0.0)
     whole = d3_dispersion(
         **atoms.arguments(),
         damping=PBE,
@@ -247,7 +247,7 @@ def test_defaults_of_clients_do_not_smooth():
         {"s5_smoothing_on": 0.0},
         {"s5_smoothing_on": math.inf, "s5_smoothing_off": math.inf},
     ):
-        close(dftd3(*atoms[:2], **given, **options), expected, 0.0)
+        within(dftd3(*atoms[:2], **given, **options), expected, 0.0)
 
 
 def test_positional_arguments():
@@ -261,7 +261,7 @@ def test_positional_arguments():
         None, None, None, None, pairs, ptr, None, True, 1, "cpu",
     )  # fmt: skip
     expected = program(atoms, PROGRAM["bj"](method="pbe"), 40.0, 40.0)
-    close([found[0], found[1], found[3]], expected)
+    within([found[0], found[1], found[3]], expected)
 
 
 def test_steepness_of_the_counting_is_used():
@@ -358,9 +358,9 @@ def test_fairchem_while_atoms_move(periodic, smoothing_fraction):
         if smoothing_fraction:  # less of what attracts
             assert 1.0 < float(expected.energy) / float(output[0]) < 1.2
         else:
-            close([part.double() for part in output[:2]], expected[:2], 3e-6)
+            within([part.double() for part in output[:2]], expected[:2], 3e-6)
             if periodic:
-                close([output[3].double()], [expected.virial], 1e-5)
+                within([output[3].double()], [expected.virial], 1e-5)
 
 
 def test_equal_ends_of_the_smoothing_cut_sharply():
@@ -407,7 +407,7 @@ def test_parameters_of_other_packages(form):
         made = D3Parameters(*given.values(), 5)
     for _ in range(2):
         found = dftd3(*atoms[:2], **NUMBERS, **near, d3_params=made)
-        close(found, expected, 1e-9 if "digits" in form else 0.0)
+        within(found, expected, 1e-9 if "digits" in form else 0.0)
     del values["r4r2"]
     with pytest.raises(TypeError, match=r"`d3_params`.*without r4r2"):
         dftd3(*atoms[:2], **NUMBERS, **near, d3_params=values)
@@ -440,7 +440,7 @@ def test_shifts_without_a_cell(form):
 
     call = torch.compile(evaluate, backend="aot_eager", fullgraph=True)
     for function in (evaluate, call):
-        close(function(shifts), expected, 0.0)
+        within(function(shifts), expected, 0.0)
     wrong = shifts.clone()
     wrong.view(-1, 3)[2, 1] = 1
     with pytest.raises(ValueError, match=rf"`cell` is needed with `{name}`"):
@@ -448,7 +448,7 @@ def test_shifts_without_a_cell(form):
     assert bool(call(wrong)[0].isnan().all())  # where values cannot be looked at
     if form == "matrix":
         shifts[:, 7:] = 5  # in the padding
-        close(evaluate(shifts), expected, 0.0)
+        within(evaluate(shifts), expected, 0.0)
 
 
 def int32(*shape):
@@ -502,9 +502,9 @@ def test_virial_and_systems_in_any_form():
     near = {"neighbor_matrix": neighbor_list(atoms.positions, 40.0)[0]}
     expected = program(atoms, PROGRAM["bj"](method="pbe"), 40.0, 40.0)
     energy, forces, _, virial = dftd3(*atoms[:2], **given, **near)
-    close([energy, forces, virial], expected)
+    within([energy, forces, virial], expected)
     energy, forces, _, virial = dftd3(*atoms[:2], **given, **near, batch_idx=int32(8), num_systems=3)
-    close([energy[:1], forces, virial[:1]], expected)
+    within([energy[:1], forces, virial[:1]], expected)
     assert energy.shape == (3,) and not energy[1:].any() and virial.shape == (3, 3, 3) and not virial[1:].any()
 
     atoms = solid("dry ice")
@@ -513,7 +513,7 @@ def test_virial_and_systems_in_any_form():
     expected = program(atoms, PROGRAM["bj"](method="pbe"), 20.0, 20.0)
     for cell in (atoms.cell, atoms.cell[0]):
         energy, forces, _, virial = dftd3(*atoms[:2], **given, **near, cell=cell, batch_idx=None)
-        close([energy, forces, virial], expected)
+        within([energy, forces, virial], expected)
 
 
 def test_each_atom_as_a_system():
@@ -525,7 +525,7 @@ def test_each_atom_as_a_system():
     energy, forces, _, virial = dftd3(*atoms[:2], **near, cell=atoms.cell)
     each = {"batch_idx": torch.arange(n, dtype=torch.int32), "cell": atoms.cell.expand(n, 3, 3), "num_systems": n}
     of_atoms = dftd3(*atoms[:2], **near, **each)
-    close([of_atoms[0].sum(0, True), of_atoms[1], of_atoms[3].sum(0, True)], [energy, forces, virial], 1e-15)
+    within([of_atoms[0].sum(0, True), of_atoms[1], of_atoms[3].sum(0, True)], [energy, forces, virial], 1e-15)
 
 
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
@@ -562,7 +562,7 @@ def test_dtypes_of_clients(integers, dtype):
     expected = program_batch(systems, PROGRAM["bj"](method="pbe"), 40.0, 40.0)
     forces_there = torch.zeros_like(expected.forces).index_copy(0, order, forces[real].to(F64))
     tolerance = 1e-7 if dtype == F64 else 1e-6
-    close([energy.to(F64), forces_there, virial.to(F64)], expected, tolerance)
+    within([energy.to(F64), forces_there, virial.to(F64)], expected, tolerance)
     assert not forces[~real].any() and not coordination[~real].any()
 
 
@@ -594,7 +594,7 @@ def test_compiled_for_batches_of_three_two_and_one(told_by):
         options = {} if told_by == "cell" else {"num_systems": n}
         found = call(*inputs, **options)
         assert found[0].shape == (n,)
-        close(found, evaluate(*inputs, **options), 1e-15)
+        within(found, evaluate(*inputs, **options), 1e-15)
     if told_by == "cell":  # a graph cannot see that one cell is meant for two systems
         inputs = with_neighbors(batch(solid("silicon"), solid("silicon")))
         with pytest.raises(ValueError, match="`batch_idx`"):
@@ -624,7 +624,7 @@ def test_compiled_with_separate_tables():
             "compute_virial": True,
         }
         with torch.inference_mode():
-            close(call(**options), dftd3(**options), 1e-15)
+            within(call(**options), dftd3(**options), 1e-15)
 
 
 @pytest.mark.parametrize("place", [0.0, torch.nan, torch.inf, -torch.inf])

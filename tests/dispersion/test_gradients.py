@@ -1,12 +1,4 @@
-"""Derivatives of DFT-D3 by positions, cell and damping parameters, whichever way torch asks for them.
-
-row | test  (numbers as in ../shared/user-pains.md)
-----|--------------------------------------------------------------------------------------------------------
-A06 | test_first_derivatives, test_second_derivatives, test_a_force_loss_trains_damping,
-    | test_three_body_energies_refuse_second_derivatives
-A08 | test_hessian_by_functions_and_by_rows, test_rows_of_a_force_check_agree
-D02 | all of them
-"""
+"""Derivatives of DFT-D3 by positions, cell and damping parameters, whichever way torch asks for them."""
 
 import copy
 import functools
@@ -14,7 +6,6 @@ import io
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from nvalchemiops.torch.autograd import NotDifferentiableError
 from nvalchemiops.torch.interactions.dispersion import (
@@ -25,7 +16,8 @@ from nvalchemiops.torch.interactions.dispersion import (
     damping_parameters,
     dftd3,
 )
-from tests.dispersion.cases import F64, PBE, Atoms, as_list, batch, close, data, find_pairs, molecule, parameters, solid
+from tests.comparing import compiled, within
+from tests.dispersion.cases import F64, PBE, Atoms, as_list, batch, data, find_pairs, molecule, parameters, solid
 from tests.reference import dispersion as slow
 
 CUTOFFS = {"cutoff": 12.0, "coordination_cutoff": 9.0, "smoothing": 3.0}
@@ -92,19 +84,19 @@ def weights_like(tensor, seed=0):
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=tensor.dtype)
 
 
-# -- against finite differences and the papers ------------------------------------------------------
+# -- against finite differences and the papers ----------------------------------------------------
 
 
 @BOTH
 def test_first_derivatives(kind):
-    """A06: positions, cell and all damping parameters."""
+    """Positions, cell and all damping parameters."""
     flat = ice(kind)
     assert torch.autograd.gradcheck(flat.energies, flat.vector.clone().requires_grad_(), eps=1e-5, atol=1e-7, rtol=1e-6)
 
 
 @BOTH
 def test_second_derivatives(kind):
-    """A06: all pairs of them, and of coordination numbers."""
+    """All pairs of them, and of coordination numbers."""
     flat = water(kind)
     vector, weights = flat.vector.clone().requires_grad_(), weights_like(flat.atoms.numbers.to(F64)).requires_grad_()
 
@@ -128,7 +120,7 @@ def test_every_second_derivative_is_that_of_the_papers(kind):
         torch.autograd.functional.hessian(lambda v: flat.reference(v).sum(), flat.vector),
     )
     assert bool((expected.abs().amax(0) > 1e-4).all())
-    close([found], [expected], 1e-11)
+    within([found], [expected], 1e-11)
 
 
 @pytest.mark.parametrize("kind", ["rational", pytest.param("zero", marks=pytest.mark.slow)])
@@ -144,7 +136,7 @@ def test_third_derivatives(kind):
         (curvature,) = torch.autograd.grad(slope @ first, vector, create_graph=True)
         return torch.autograd.grad(curvature @ second, vector)
 
-    close(twice(flat.energies), twice(flat.reference), 1e-8)
+    within(twice(flat.energies), twice(flat.reference), 1e-8)
 
 
 def outputs(flat, vector):
@@ -155,7 +147,7 @@ def outputs(flat, vector):
 @pytest.mark.parametrize("name", ["energies", "forces", "coordination_numbers", "virial"])
 @pytest.mark.parametrize("periodic", [True, False])
 def test_every_output_can_be_trained_on(name, periodic):
-    """A06: the gradient of a loss on it, along a direction, is its finite difference."""
+    """The gradient of a loss on it, along a direction, is its finite difference."""
     flat = ice() if periodic else water()
     vector = flat.vector.clone().requires_grad_()
     direction = weights_like(vector)
@@ -189,80 +181,15 @@ def test_all_outputs_at_once(kind):
     forces = -by[0][: x.numel()].view_as(x)
     composed = {"energies": energies, "forces": forces, "coordination_numbers": coordination, "virial": -by[1][None]}
     (expected,) = torch.autograd.grad(sum((composed[name] * weights[name]).sum() for name in found), vector)
-    close([slope], [expected], 1e-12)
+    within([slope], [expected], 1e-12)
 
 
-# -- Hessians ---------------------------------------------------------------------------------------
-
-
-def energy_of(x):
-    flat = water()
-    return d3_dispersion(x, flat.atoms.numbers, PBE, parameters(), **flat.near, **CUTOFFS)[0].sum()
-
-
-def test_hessian_by_functions_and_by_rows():
-    """A08: `torch.func.hessian`, vmap over vjp, the loop over rows, autograd's own and differences of forces."""
-    x = water().atoms.positions.clone()
-    n = x.numel()
-    grad = torch.func.grad(energy_of)
-    y = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(energy_of(y), y, create_graph=True)
-    rows = [torch.autograd.grad(s, y, retain_graph=True)[0].flatten() for s in slope.flatten()]
-    expected = torch.stack(rows)
-    _, vjp = torch.func.vjp(grad, x)
-    identity = torch.eye(n, dtype=F64).view(n, *x.shape)
-    step = 1e-4
-    by_differences = torch.stack([(grad(x + step * e) - grad(x - step * e)).flatten() / (2.0 * step) for e in identity])
-    found = [
-        torch.func.hessian(energy_of)(x).view(n, n),
-        torch.func.jacrev(grad)(x).view(n, n),
-        torch.func.vmap(vjp)(identity)[0].view(n, n),
-        torch.autograd.functional.hessian(energy_of, x, vectorize=True).view(n, n),
-    ]
-    close(found, [expected] * len(found), 1e-15)
-    close([expected], [by_differences], 1e-9)
-    close([expected], [expected.T], 1e-16)
-    assert float(expected.abs().max()) > 1e-5
-
-
-def test_rows_of_a_force_check_agree():
-    """A08: forces that are returned, and their Jacobian, are those of the energy."""
-    flat = water()
-    x = flat.atoms.positions
-
-    def forces(x):
-        return d3_dispersion(x, flat.atoms.numbers, PBE, parameters(), **flat.near, **CUTOFFS, compute_forces=True)[1]
-
-    close([torch.func.jacrev(forces)(x)], [-torch.func.hessian(energy_of)(x)], 1e-15)
-    tangent = weights_like(x)
-    close(
-        torch.func.jvp(forces, (x,), (tangent,)),
-        (-torch.func.grad(energy_of)(x), -torch.func.jvp(torch.func.grad(energy_of), (x,), (tangent,))[1]),
-        1e-15,
-    )
-
-
-def test_many_structures_by_vmap():
-    """With prepared states: inside of vmap atomic numbers cannot be looked at."""
-    flat = water()
-    x = torch.stack([flat.atoms.positions + 0.1 * weights_like(flat.atoms.positions, n) for n in range(3)])
-    states = parameters().states([1, 8])
-
-    def energies(x):
-        return d3_dispersion(x, flat.atoms.numbers, PBE, states, **flat.near, **CUTOFFS)[0]
-
-    expected = torch.stack([energies(y) for y in x])
-    close([torch.func.vmap(energies)(x)], [expected], 1e-16)
-    slopes = torch.stack([torch.func.grad(lambda y: energies(y).sum())(y) for y in x])
-    close([torch.func.vmap(torch.func.grad(lambda y: energies(y).sum()))(x)], [slopes], 1e-16)
-
-
-# -- training ---------------------------------------------------------------------------------------
+# -- training -------------------------------------------------------------------------------------
 
 
 @BOTH
 def test_a_force_loss_trains_damping(kind):
-    """A06: the gradient by each damping parameter is its finite difference."""
+    """The gradient by each damping parameter is its finite difference."""
     flat, n = ice(kind), len(DAMPINGS[kind])
     target = 1e-3 * weights_like(flat.atoms.positions, 5)
 
@@ -294,11 +221,11 @@ def test_damping_of_each_system():
     for s, system in enumerate(systems):
         own = columns[:, s].detach().clone().requires_grad_()
         alone, _ = d3_dispersion(*system[:2], RationalDamping(*own), **options)
-        close([energies[s : s + 1], slope[:, s]], [alone, torch.autograd.grad(alone.sum(), own)[0]], 1e-15)
+        within([energies[s : s + 1], slope[:, s]], [alone, torch.autograd.grad(alone.sum(), own)[0]], 1e-15)
 
 
 def test_the_function_of_clients_is_differentiable():
-    """D02: energy, forces and virial keep their graph."""
+    """Energy, forces and virial keep their graph."""
     flat = ice()
     vector = flat.vector.clone().requires_grad_()
     x, cell, damping = flat.split(vector)
@@ -314,14 +241,14 @@ def test_the_function_of_clients_is_differentiable():
         **near,
     )
     (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-    close([forces], [-slope], 1e-15)
+    within([forces], [-slope], 1e-15)
     for output in (energy, forces, virial):
         (gradient,) = torch.autograd.grad(output.square().sum(), vector, retain_graph=True)
         assert bool((gradient != 0.0).all()), "a gradient is lost"
 
 
 def test_three_body_energies_refuse_second_derivatives():
-    """A06: first ones are there, second ones raise rather than being zero."""
+    """First ones are there, second ones raise rather than being zero."""
     flat = water()
     x = flat.atoms.positions.clone().requires_grad_()
 
@@ -333,11 +260,7 @@ def test_three_body_energies_refuse_second_derivatives():
         slope.square().sum().backward()
 
 
-# -- compiled ---------------------------------------------------------------------------------------
-
-
-def compiled(function, **options):
-    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+# -- compiled -------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -379,25 +302,7 @@ def test_compiled_with_other_neighbors(form):
         return d3_dispersion(x, numbers, PBE, states, batch_idx=idx, **options)
 
     inputs = atoms.positions, atoms.numbers, atoms.batch_idx
-    close(compiled(evaluate)(*inputs), evaluate(*inputs), 1e-15)
-
-
-def test_other_sizes_compile_at_most_twice():
-    """With sizes that do not happen to equal each other, or those of the states, in the first call."""
-    counter = CompileCounterWithBackend("aot_eager")
-    states = parameters().states([1, 6, 8, 9, 17, 35])
-
-    def forces(x, numbers, pairs, ptr):
-        return d3_dispersion(
-            x, numbers, PBE, states, neighbor_list=pairs, neighbor_ptr=ptr, compute_forces=True, **CUTOFFS
-        )[1]
-
-    call = torch.compile(forces, fullgraph=True, backend=counter, dynamic=True)
-    for name in ("CH3OH", "CH4", "H2O", "CH3CH2OH"):
-        atoms = molecule(name)
-        near = as_list(find_pairs(atoms, 12.0), len(atoms.numbers), False)
-        close([call(*atoms[:2], *near.values())], [forces(*atoms[:2], *near.values())], 1e-15)
-    assert counter.frame_count <= 2
+    within(compiled(evaluate)(*inputs), evaluate(*inputs), 1e-15)
 
 
 def test_a_compiled_force_loss_trains_the_module():
@@ -431,7 +336,7 @@ def test_what_cannot_be_read_inside_a_graph_is_asked_for():
         torch.func.vmap(energies, in_dims=(None, 0))(flat.atoms.positions, flat.atoms.numbers[None])
 
 
-# -- the module -------------------------------------------------------------------------------------
+# -- the module -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damping", ["pbe", PBE, ZERO_MODIFIED], ids=["name", "rational", "zero"])
@@ -441,7 +346,7 @@ def test_the_module_is_the_function(damping):
     given = damping_parameters(damping) if isinstance(damping, str) else damping
     options = {"compute_forces": True, "compute_virial": True, "energy_reduction": "system"}
     expected = d3_dispersion(*atoms[:2], given, parameters(), atoms.cell, **CUTOFFS, **options)
-    close(model(*atoms[:3], **options), expected, 1e-16)
+    within(model(*atoms[:3], **options), expected, 1e-16)
     assert not list(model.parameters())
 
 
@@ -461,8 +366,8 @@ def test_the_module_is_kept_and_comes_back():
         memory.seek(0)
         other.load_state_dict(torch.load(memory, weights_only=True))
         atoms = molecule("H2O")
-        close(other(*atoms[:2]), trained(*atoms[:2]), 0.0)
-    close(copy.deepcopy(trained)(*atoms[:2]), trained(*atoms[:2]), 0.0)
+        within(other(*atoms[:2]), trained(*atoms[:2]), 0.0)
+    within(copy.deepcopy(trained)(*atoms[:2]), trained(*atoms[:2]), 0.0)
 
 
 def test_the_module_learns():

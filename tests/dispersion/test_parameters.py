@@ -1,4 +1,4 @@
-"""D01: published damping parameters, entry by entry; and reference data, from wherever they come."""
+"""Published damping parameters, entry by entry; and reference data, from wherever they come."""
 
 import copy
 import pickle
@@ -24,7 +24,8 @@ from nvalchemiops.torch.interactions.dispersion import (
     dftd3,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
-from tests.dispersion.cases import F64, PBE, PROGRAM, close, data, molecule, parameters, program
+from tests.comparing import within
+from tests.dispersion.cases import F64, PBE, PROGRAM, data, molecule, parameters, program
 
 DATABASE = published.load_data_base(published.get_data_file_name())
 # the program's names of our parameters
@@ -77,7 +78,7 @@ def test_the_program_itself_has_these_parameters():
             cutoff=30.0,
             energy_reduction="system",
         )
-        close([energies], [torch.cat(expected)])
+        within([energies], [torch.cat(expected)])
 
 
 # functional: a1, s8, a2 (bohr), s6. S. Grimme, S. Ehrlich and L. Goerigk, J. Comput. Chem. 32, 1456 (2011), table 2
@@ -167,7 +168,7 @@ def test_from_tensors(form):
     found = D3Parameters(**given)
     assert found.elements == tuple(range(1, 95))
     for kind in ("bj", "zero"):
-        close([energies(found, kind)], [energies(parameters(), kind)], 1e-8 if form == "float32" else 1e-15)
+        within([energies(found, kind)], [energies(parameters(), kind)], 1e-8 if form == "float32" else 1e-15)
 
 
 def test_tables_are_copied_and_have_no_gradient():
@@ -196,7 +197,7 @@ def test_from_a_file(tmp_path, name):
     for where in (path, str(path)):
         found = D3Parameters.load(where)
         for kind in ("bj", "zero"):
-            close([energies(found, kind)], [energies(parameters(), kind)], 1e-15)
+            within([energies(found, kind)], [energies(parameters(), kind)], 1e-15)
 
 
 def test_files_that_lack_something(tmp_path):
@@ -243,7 +244,7 @@ def test_zero_damping_needs_radii_of_pairs():
     del given["r0ab"]
     with pytest.raises(ValueError, match="`r0ab`"):
         energies(D3Parameters(**given), "zero")
-    close([energies(D3Parameters(**given))], [energies(parameters())], 1e-15)
+    within([energies(D3Parameters(**given))], [energies(parameters())], 1e-15)
 
 
 MISSING = """
@@ -302,8 +303,8 @@ def test_more_elements_than_needed_change_nothing():
         d3_dispersion(*atoms[:2], PBE, given, cutoff=30.0, compute_forces=True)
         for given in (parameters(), parameters().states([1, 6, 8]), parameters().states([1, 6, 7, 8, 79]))
     ]
-    close(found[1], found[0], 0.0)
-    close(found[2], found[0], 1e-15)
+    within(found[1], found[0], 0.0)
+    within(found[2], found[0], 1e-15)
 
 
 def test_elements_that_are_not_there():
@@ -330,7 +331,7 @@ def test_parameters_by_the_function_of_clients():
     pairs = torch.tensor([[0, 0, 1, 1, 2, 2], [1, 2, 0, 2, 0, 1]], dtype=torch.int32)
     near = {"neighbor_list": pairs, "neighbor_ptr": torch.tensor([0, 2, 4, 6], dtype=torch.int32)}
     expected = dftd3(*atoms[:2], *PBE[:3], **near, d3_params=parameters())
-    close(dftd3(*atoms[:2], *PBE[:3], **near, **separate), expected, 1e-15)
+    within(dftd3(*atoms[:2], *PBE[:3], **near, **separate), expected, 1e-15)
     with pytest.raises(ValueError, match="`d3_params` is given"):
         dftd3(*atoms[:2], *PBE[:3], **near, **separate, d3_params=parameters())
     for name in separate:
@@ -345,14 +346,14 @@ def test_tables_are_copied():
     p = D3Parameters(**given)
     given["c6ab"].mul_(2.0)
     expected = d3_dispersion(*atoms[:2], PBE, D3Parameters(**tables()), cutoff=30.0)[0]
-    close(d3_dispersion(*atoms[:2], PBE, p, cutoff=30.0)[0], expected, 0.0)
+    within(d3_dispersion(*atoms[:2], PBE, p, cutoff=30.0)[0], expected, 0.0)
 
 
 @pytest.mark.parametrize("convert", ["float", "half", "bfloat16"])
 def test_modules_do_not_round_the_data(convert):
     atoms = molecule("CH3CH2OH")
     module, converted = DFTD3("pbe", [1, 6, 8]), getattr(DFTD3("pbe", [1, 6, 8]), convert)()
-    close(converted(*atoms[:2])[0], module(*atoms[:2])[0], 0.0)
+    within(converted(*atoms[:2])[0], module(*atoms[:2])[0], 0.0)
 
 
 @pytest.mark.parametrize("form", ["list", "matrix", "none"])
@@ -373,8 +374,8 @@ def test_padding_is_nobodys_neighbor(form):
     others = compiled(x, z, PBE, states, cutoff=20.0, compute_forces=True, **near) if near else found
     real = z != 0
     for a, b, c in zip(found, expected, others):
-        close(a[real], b, 1e-15)
-        close(c[real], b, 1e-15)
+        within(a[real], b, 1e-15)
+        within(c[real], b, 1e-15)
     assert not found[0][~real].any() and not found[1][~real].any()
 
 

@@ -1,11 +1,4 @@
-"""DFT-D3 against the program s-dftd3, the package tad-dftd3 and the papers, in users' rows D01, D02 and D04.
-
-row | test  (numbers as in ../shared/user-pains.md)
-----|--------------------------------------------------------------------------------------------------------
-D01 | test_complexes, test_molecules, test_solids (energies; parameters in test_parameters.py)
-D02 | test_slow_reference, test_hessian_and_mixed_derivative_of_tad_dftd3 (and all of test_gradients.py)
-D04 | test_all_pairs_of_elements, test_solids (and test_physics.py)
-"""
+"""DFT-D3 against the program s-dftd3, the package tad-dftd3 and the papers."""
 
 import itertools
 
@@ -16,6 +9,7 @@ import torch
 from dftd3 import interface
 
 from nvalchemiops.torch.interactions.dispersion import RationalDamping, ZeroDamping, d3_dispersion, damping_parameters
+from tests.comparing import within
 from tests.dispersion.cases import (
     DAMPING,
     F64,
@@ -25,7 +19,6 @@ from tests.dispersion.cases import (
     Atoms,
     Found,
     batch,
-    close,
     complexes,
     data,
     displaced,
@@ -68,12 +61,12 @@ def pairs_of_elements():
 
 @pytest.mark.parametrize(("functional", "kind"), [("pbe", "bj"), ("pbe", "zero")])
 def test_all_pairs_of_elements(functional, kind):
-    """D04: finite, and what the program has, for all pairs up to plutonium."""
+    """Finite, and what the program has, for all pairs up to plutonium."""
     systems = pairs_of_elements()
     found = evaluate(batch(*systems), damping_parameters(functional, kind), *EQUAL)
     assert all(bool(part.isfinite().all()) for part in found)
     expected = program_batch(systems, PROGRAM[kind](method=functional), *EQUAL)
-    close(found, expected)
+    within(found, expected)
     torch.testing.assert_close(found.energy, expected.energy, rtol=1e-11, atol=0.0)  # from 1e-13 to 1e-2 hartree
 
 
@@ -93,7 +86,7 @@ def clusters_of_all_elements(n_clusters=40, n_atoms=24):
 def test_clusters_of_all_elements():
     systems = clusters_of_all_elements()
     together = batch(*systems)
-    close(evaluate(together, PBE, *EQUAL), program_batch(systems, PROGRAM["bj"](method="pbe"), *EQUAL))
+    within(evaluate(together, PBE, *EQUAL), program_batch(systems, PROGRAM["bj"](method="pbe"), *EQUAL))
     # they do reach the reference molecules with many neighbors
     *_, coordination = d3_dispersion(*together[:2], PBE, parameters(), batch_idx=together.batch_idx, cutoff=45.0)
     assert float(coordination.min()) < 0.5 and float(coordination.max()) > 8.0
@@ -101,27 +94,27 @@ def test_clusters_of_all_elements():
 
 @pytest.mark.parametrize(("functional", "kind"), DAMPING)
 def test_complexes(functional, kind):
-    """D01: the 22 complexes of S22, as one ragged batch, with the program's parameters and with ours."""
+    """The 22 complexes of Jurecka et al., as one ragged batch, with the program's parameters and with ours."""
     systems, damping = complexes(), damping_parameters(functional, kind)
     found = evaluate(batch(*systems), damping, *EQUAL)
-    close(found, program_batch(systems, PROGRAM[kind](method=functional), *EQUAL))
-    close(found, program_batch(systems, with_numbers(damping), *EQUAL))
+    within(found, program_batch(systems, PROGRAM[kind](method=functional), *EQUAL))
+    within(found, program_batch(systems, with_numbers(damping), *EQUAL))
 
 
 def test_molecules():
     systems = molecules()
     damping = damping_parameters("r2scan")
     expected = program_batch(systems, PROGRAM["bj"](method="r2scan"), *EQUAL)
-    close(evaluate(batch(*systems), damping, *EQUAL), expected)
+    within(evaluate(batch(*systems), damping, *EQUAL), expected)
 
 
 @pytest.mark.parametrize("kind", PROGRAM)
 @pytest.mark.parametrize("name", SOLIDS)
 def test_solids(name, kind):
-    """D01, D04: crystals and slabs, periodic along what axes they are."""
+    """Crystals and slabs, periodic along what axes they are."""
     atoms = solid(name)
     found = evaluate(atoms, damping_parameters("pbe", kind), *FAR)
-    close(found, program(atoms, PROGRAM[kind](method="pbe"), *FAR))
+    within(found, program(atoms, PROGRAM[kind](method="pbe"), *FAR))
 
 
 def test_programs_default_cutoffs_are_ours():
@@ -158,13 +151,13 @@ def test_slow_reference_is_the_program():
     for kind, program_of in PROGRAM.items():
         energies, forces, _, virial = slowly(atoms, damping_parameters("pbe", kind), cutoffs, pairs)
         expected = program(atoms, program_of(method="pbe"), *cutoffs[:2])
-        close(Found(energies.sum().reshape(1), forces, virial), expected)
+        within(Found(energies.sum().reshape(1), forces, virial), expected)
 
 
 @pytest.mark.parametrize(("functional", "kind"), DAMPING)
 @pytest.mark.parametrize("cutoffs", [slow.Cutoffs(12.0, 9.0), slow.Cutoffs(9.0, 12.0, 4.0)], ids=["sharp", "smooth"])
 def test_slow_reference(functional, kind, cutoffs):
-    """D02: energies of atoms, forces, coordination numbers and virials of two crystals in a batch."""
+    """Energies of atoms, forces, coordination numbers and virials of two crystals in a batch."""
     atoms = batch(solid("dry ice", 0.1), solid("dry ice", 0.2))
     atoms = atoms._replace(cell=atoms.cell * torch.tensor([[[1.0]], [[1.03]]], dtype=F64))
     damping = damping_parameters(functional, kind)
@@ -178,7 +171,7 @@ def test_slow_reference(functional, kind, cutoffs):
         compute_forces=True,
         compute_virial=True,
     )
-    close(found, slowly(atoms, damping, cutoffs, find_pairs(atoms, slow.reach(cutoffs))), 1e-13)
+    within(found, slowly(atoms, damping, cutoffs, find_pairs(atoms, slow.reach(cutoffs))), 1e-13)
 
 
 @pytest.mark.parametrize("pbc", [(True, True, False), (False, True, False), (False, False, False)])
@@ -197,7 +190,7 @@ def test_slow_reference_of_slabs_and_chains(name, pbc):
         compute_forces=True,
         compute_virial=True,
     )
-    close(found, slowly(atoms, PBE, cutoffs, find_pairs(atoms, slow.reach(cutoffs))), 1e-13)
+    within(found, slowly(atoms, PBE, cutoffs, find_pairs(atoms, slow.reach(cutoffs))), 1e-13)
 
 
 @pytest.mark.parametrize("n_atoms", [0, 1, 2, 7])
@@ -209,7 +202,7 @@ def test_slow_reference_of_few_atoms(n_atoms):
         *atoms[:2], PBE, parameters(), cutoff=30.0, compute_forces=True, compute_virial=True, num_systems=1
     )
     if n_atoms:
-        close(found, slowly(atoms, PBE, cutoffs, pairs), 1e-14)
+        within(found, slowly(atoms, PBE, cutoffs, pairs), 1e-14)
     else:
         assert [tuple(part.shape) for part in found] == [(0,), (0, 3), (0,), (1, 3, 3)] and not found[3].any()
 
@@ -230,7 +223,7 @@ def our_energy(positions, numbers, damping):
 
 @pytest.mark.parametrize("name", ["H2O", "CH3OH"])
 def test_hessian_and_mixed_derivative_of_tad_dftd3(name):
-    """D02: curvature, and how forces depend on a1, a2, s8 and s6."""
+    """Curvature, and how forces depend on a1, a2, s8 and s6."""
     x, numbers = molecule(name)[:2]
     values = torch.tensor(PBE, dtype=F64)
 
@@ -242,14 +235,14 @@ def test_hessian_and_mixed_derivative_of_tad_dftd3(name):
 
     hessian, mixed = second_derivatives(our_energy)
     assert float(hessian.abs().max()) > 1e-5 and bool((mixed.abs().max(0).values > 1e-7).all())
-    close((hessian, mixed), second_derivatives(tad_energy), 1e-11)
+    within((hessian, mixed), second_derivatives(tad_energy), 1e-11)
 
 
 def test_zero_damping_with_other_parameters():
     """All five of its numbers, none of them what any functional has."""
     systems = complexes()[:6]
     damping = ZeroDamping(rs6=1.21, s8=0.9, s6=0.83, rs8=0.93, beta=0.021)
-    close(evaluate(batch(*systems), damping, *EQUAL), program_batch(systems, with_numbers(damping), *EQUAL))
+    within(evaluate(batch(*systems), damping, *EQUAL), program_batch(systems, with_numbers(damping), *EQUAL))
 
 
 def test_displacement_breaks_symmetry():

@@ -13,7 +13,8 @@ from nvalchemiops.torch.interactions.dispersion import DFTD3, D3Parameters, d3_d
 from nvalchemiops.torch.interactions.dispersion import pair_tables as pair_tables_module
 from nvalchemiops.torch.interactions.dispersion import reference_data as parameters_module
 from nvalchemiops.torch.neighbors import batch_cell_list, neighbor_list
-from tests.dispersion.cases import F64, PBE, Atoms, as_list, batch, close, find_pairs, molecule, parameters, solid
+from tests.comparing import within
+from tests.dispersion.cases import F64, PBE, Atoms, as_list, batch, find_pairs, molecule, parameters, solid
 from tests.reference import dispersion as slow
 
 ZERO = damping_parameters("b3lyp", "zerom")
@@ -128,7 +129,7 @@ def test_tables_that_factorise_give_the_same_either_way(kind, smoothing, monkeyp
     general = parameters().to(dtype=F64)
     assert general.states([6, 8]).pair_c6 is not None
     for atoms, values in zip(systems, expected):
-        close(d3_dispersion(**atoms.arguments(), parameters=general, **options), values, 1e-13)
+        within(d3_dispersion(**atoms.arguments(), parameters=general, **options), values, 1e-13)
 
 
 def test_a_list_of_pairs_that_is_taken_in_parts(monkeypatch):
@@ -137,7 +138,7 @@ def test_a_list_of_pairs_that_is_taken_in_parts(monkeypatch):
     given = {**atoms.arguments(), "damping": PBE, "parameters": p, **CUTOFFS, **EVERYTHING, **near(atoms)}
     expected = d3_dispersion(**given)
     monkeypatch.setattr(pair_tables_module, "PAIRS_AT_ONCE", 7)
-    close(d3_dispersion(**given), expected, 0.0)
+    within(d3_dispersion(**given), expected, 0.0)
 
 
 @BOTH
@@ -205,7 +206,7 @@ def test_any_form_of_neighbors(form):
         matrix, _, shifts = neighbor_list(atoms.positions, 14.0, *system, fill_value=fill, max_neighbors=900)
         options = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "fill_value": fill}
     found = d3_dispersion(**atoms.arguments(), damping=PBE, parameters=p, **CUTOFFS, **EVERYTHING, **options)
-    close(found, with_slopes(atoms, draw(), PBE), 1e-12)
+    within(found, with_slopes(atoms, draw(), PBE), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
@@ -270,7 +271,7 @@ def test_padding_atoms_and_atoms_alone():
     real = torch.arange(len(x)) != 3
     found = d3_dispersion(x, numbers, PBE, p, cutoff=20.0, compute_forces=True)
     for part, values in zip(found, expected):
-        close([part[real][:-1]], [values], 1e-15)
+        within([part[real][:-1]], [values], 1e-15)
         assert not part[~real].any() and not part[-1].any()
 
 
@@ -336,13 +337,13 @@ def test_many_structures_by_vmap():
     def forces(x):
         return d3_dispersion(x, atoms.numbers, PBE, states, **pairs, compute_forces=True)[1]
 
-    close(torch.func.vmap(forces)(many), [forces(x) for x in many], 1e-15)
+    within(torch.func.vmap(forces)(many), [forces(x) for x in many], 1e-15)
     hessian = -torch.func.jacrev(forces)(many[0])
 
     def energy(x):
         return d3_dispersion(x, atoms.numbers, PBE, states, **pairs)[0].sum()
 
-    close([hessian], [torch.func.hessian(energy)(many[0])], 1e-12)
+    within([hessian], [torch.func.hessian(energy)(many[0])], 1e-12)
 
 
 def test_in_inference_mode():
@@ -350,15 +351,15 @@ def test_in_inference_mode():
     given = {**atoms.arguments(), "damping": PBE, "parameters": p, **CUTOFFS, **EVERYTHING, **near(atoms)}
     expected = d3_dispersion(**given)
     with torch.inference_mode():
-        close(d3_dispersion(**given | {"positions": atoms.positions * 1.0}), expected, 0.0)
+        within(d3_dispersion(**given | {"positions": atoms.positions * 1.0}), expected, 0.0)
 
 
 def test_the_module_takes_such_tables():
     atoms, p = molecule("CH3CH2OH"), D3Parameters(**draw())
     model = DFTD3("pbe", [1, 6, 8], p, trainable=True, **CUTOFFS)
     expected = d3_dispersion(*atoms[:2], PBE, p, **CUTOFFS)
-    close(model(*atoms[:2]), expected, 1e-15)
-    close(model.float()(*atoms[:2]), expected, 1e-8)  # damping parameters are rounded, tables are not
+    within(model(*atoms[:2]), expected, 1e-15)
+    within(model.float()(*atoms[:2]), expected, 1e-8)  # damping parameters are rounded, tables are not
 
 
 # -- the class ------------------------------------------------------------------------------------
@@ -391,4 +392,4 @@ def test_tables_that_are_changed_after_their_use(change):
         p.c6ab *= 2.0
     else:
         p.c6ab = 2.0 * p.c6ab
-    close(d3_dispersion(*atoms[:2], PBE, p, cutoff=20.0)[0], 2.0 * before, 1e-15)
+    within(d3_dispersion(*atoms[:2], PBE, p, cutoff=20.0)[0], 2.0 * before, 1e-15)

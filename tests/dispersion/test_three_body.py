@@ -149,7 +149,7 @@ def test_both_formats_batches_and_threads_give_the_same():
 
 
 def test_energies_stay_smooth_when_a_side_ends():
-    """D03: with smoothing, energy and two derivatives are continuous as a triangle opens through the cutoff."""
+    """With smoothing, energy and two derivatives are continuous as a triangle opens through the cutoff."""
     numbers = torch.tensor([18, 54, 36])
     steps = torch.linspace(11.96, 12.04, 81, dtype=torch.float64)
 

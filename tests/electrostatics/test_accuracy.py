@@ -16,8 +16,9 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
     particle_mesh_ewald,
 )
-from tests.electrostatics.sums import ALL, METHODS, close, csr, exact_forces, relative_error, summed
-from tests.systems import System, batch, compound, crystal, disordered
+from tests.comparing import close
+from tests.electrostatics.sums import METHODS, exact_forces, relative_error, summed
+from tests.systems import ALL, System, batch, compound, crystal, csr, disordered
 
 # 216 to 512 atoms; rock salt with displacements by a tenth of the distance of neighbors along each axis
 KINDS = pytest.mark.parametrize(

@@ -21,8 +21,9 @@ from nvalchemiops.torch.interactions.electrostatics import (
     prepare_wave_vectors,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
-from tests.electrostatics.sums import METHODS, close, csr, exact_forces, relative_error, summed
-from tests.systems import System, batch, crystal, disordered
+from tests.comparing import close
+from tests.electrostatics.sums import METHODS, exact_forces, relative_error, summed
+from tests.systems import System, batch, crystal, csr, disordered
 
 NAMES = pytest.mark.parametrize("name", ["ionic liquid", "triclinic", "water"])
 SUMS = {"ewald": ewald_summation, "pme": particle_mesh_ewald}

@@ -29,9 +29,8 @@ from nvalchemiops.torch.spline import (
     spline_spread_channels,
 )
 from tests.one_lane import one_lane, use_one_lane
-from tests.systems import System, batch, crystal, triclinic
+from tests.systems import ALL, System, batch, crystal, triclinic
 
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
 MESH = (10, 9, 12)
 
 # 50 atoms in one of the systems: more than the lanes of a warp; and in no order

@@ -1,4 +1,4 @@
-"""A02: charges predicted from the geometry, and the chain term counted once.
+"""Charges predicted from the geometry, and the chain term counted once.
 
 With ``hybrid_forces=True`` results depend on positions and cell as on constants, so the whole force on charges q(R) is
 the explicit one plus that which flows through the charges, with one backward pass through the net alone:
@@ -20,10 +20,8 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
-from tests.systems import System, batch, neighbors_of, triclinic
-
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
-EXACT = {"rtol": 1e-10, "atol": 1e-10}
+from tests.comparing import close, random_like
+from tests.systems import ALL, System, batch, neighbors_of, triclinic
 
 TWO = batch(triclinic(5), triclinic(4, charged=True, seed=2))
 SHUFFLE = torch.randperm(9, generator=torch.Generator().manual_seed(3))
@@ -77,15 +75,6 @@ class Net(torch.nn.Module):
 NETS = pytest.mark.parametrize("net", ["distances", "positions"])
 
 
-def random_like(tensor, seed=0):
-    return torch.sin(77.7 * (torch.arange(tensor.numel(), dtype=torch.float64) + seed + 1.3)).view(tensor.shape)
-
-
-def close(found, expected, **tolerance):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, **(tolerance or EXACT))
-
-
 def full_force(name, net, weights=None, create_graph=False):
     """-dE/dR through the whole graph."""
     x = X.clone().requires_grad_()
@@ -107,13 +96,13 @@ def hybrid_force(name, net, create_graph=False):
 @NETS
 @EITHER_MODE
 def test_explicit_forces_and_the_gradient_through_charges_are_the_whole_force(name, net, training):
-    """A02: to 1e-10, with and without a graph of the gradient; and to finite differences of the composed energy."""
+    """To 1e-10, with and without a graph of the gradient; and to finite differences of the composed energy."""
     net = Net(net).train(training)
     found = hybrid_force(name, net, create_graph=training)
-    close([found.detach()], [full_force(name, net)])
+    close([found.detach()], [full_force(name, net)], 1e-10)
     (fixed,) = EVERY[name](X, net(X), CELL, compute_forces=True, hybrid_forces=True)[1:]
     assert (found - fixed).abs().max() > 1e-3  # a chain term there is
-    direction, h = random_like(X), 1e-4
+    direction, h = random_like([X])[0], 1e-4
     at = [EVERY[name](X + k * h * direction, net(X + k * h * direction), CELL).sum() for k in (-2, -1, 1, 2)]
     slope = (at[0] - 8 * at[1] + 8 * at[2] - at[3]) / (12 * h)
     torch.testing.assert_close(-(found * direction).sum(), slope, rtol=1e-7, atol=1e-8)
@@ -127,14 +116,14 @@ def test_the_gradient_by_charges_may_be_used_instead_of_the_energy(name):
     results = EVERY[name](x, q, CELL, compute_forces=True, compute_charge_gradients=True, hybrid_forces=True)
     energies, forces, slopes = results
     through = [torch.autograd.grad(q, x, slopes, retain_graph=True)[0], torch.autograd.grad(energies.sum(), x)[0]]
-    close(through[:1], through[1:])
-    close([(forces - through[0]).detach()], [full_force(name, net)])
+    close(through[:1], through[1:], 1e-10)
+    close([(forces - through[0]).detach()], [full_force(name, net)], 1e-10)
 
 
 @EACH
 def test_values_are_those_without_hybrid_forces(name):
     q = Net()(X).detach()
-    close(EVERY[name](X, q, CELL, hybrid_forces=True, **ALL), EVERY[name](X, q, CELL, **ALL), rtol=0, atol=0)
+    close(EVERY[name](X, q, CELL, hybrid_forces=True, **ALL), EVERY[name](X, q, CELL, **ALL), 0)
 
 
 @EACH_SUM
@@ -151,42 +140,42 @@ def test_the_function_transforms_take_the_same_path(name):
     def whole(x):
         return SUMS[name](x, net(x), CELL).sum()
 
-    close([force(X) - torch.func.grad(energy)(X)], [-torch.func.grad(whole)(X)])
+    close([force(X) - torch.func.grad(energy)(X)], [-torch.func.grad(whole)(X)], 1e-10)
     values, pull = torch.func.vjp(lambda x: SUMS[name](x, net(x), CELL, hybrid_forces=True), X)
-    close([pull(torch.ones_like(values))[0]], [torch.func.grad(energy)(X)])
+    close([pull(torch.ones_like(values))[0]], [torch.func.grad(energy)(X)], 1e-10)
 
 
 @EACH_SUM
 @EITHER_MODE
 def test_the_graph_may_be_used_twice(name, training):
-    """A02, A04: forces, and then the loss of a training step, from one graph."""
+    """Forces, and then the loss of a training step, from one graph."""
     net, x = Net(), X.clone().requires_grad_()
     energies, forces = SUMS[name](x, net(x), CELL, compute_forces=True, hybrid_forces=True)
     options = {"create_graph": training, "retain_graph": True}
     first = torch.autograd.grad(energies.sum(), x, **options)[0]
     second = torch.autograd.grad(energies.sum(), x, **options)[0]
     assert torch.equal(first, second)
-    close([(forces - first).detach()], [full_force(name, net)])
+    close([(forces - first).detach()], [full_force(name, net)], 1e-10)
     # and the gradient by parameters of the net, through the energy
     (found,) = torch.autograd.grad(energies.sum(), net.weight)
     plain = torch.autograd.grad(SUMS[name](X, net(X), CELL).sum(), net.weight)
-    close([found], plain)
+    close([found], plain, 1e-10)
 
 
 @EACH_SUM
 @pytest.mark.parametrize("reduction", ["atom", "system"])
 def test_weights_of_energies_reach_the_chain_term(name, reduction):
-    """A03: gradients through the charges of a weighted sum of energies, as those at frozen geometry."""
+    """Gradients through the charges of a weighted sum of energies, as those at frozen geometry."""
     net, x = Net(), X.clone().requires_grad_()
     energies = SUMS[name](x, net(x), CELL, hybrid_forces=True, energy_reduction=reduction)
-    weights = random_like(energies)
+    weights = random_like([energies])[0]
     (found,) = torch.autograd.grad(energies, x, weights)
     fixed = SUMS[name](X, net(x), CELL, energy_reduction=reduction)
-    close([found], torch.autograd.grad(fixed, x, weights))
+    close([found], torch.autograd.grad(fixed, x, weights), 1e-10)
     singles = []
     for energy in SUMS[name](x, net(x), CELL, hybrid_forces=True, energy_reduction=reduction):
         singles.append(torch.autograd.grad(energy, x, retain_graph=True)[0])
-    close([found], [sum(w * s for w, s in zip(weights, singles))])
+    close([found], [sum(w * s for w, s in zip(weights, singles))], 1e-10)
 
 
 # -- virial ---------------------------------------------------------------------------------------
@@ -195,7 +184,7 @@ def test_weights_of_energies_reach_the_chain_term(name, reduction):
 @EACH
 @EITHER_MODE
 def test_explicit_virial_and_the_gradient_through_charges_are_the_whole_virial(name, training):
-    """A02: the charges feel the strain too."""
+    """The charges feel the strain too."""
     net = Net().train(training)
     strain = torch.zeros(2, 3, 3, dtype=torch.float64, requires_grad=True)
     deform = torch.eye(3, dtype=torch.float64) + strain
@@ -205,7 +194,7 @@ def test_explicit_virial_and_the_gradient_through_charges_are_the_whole_virial(n
     (through,) = torch.autograd.grad(energies.sum(), strain, retain_graph=True, create_graph=training)
     assert through.abs().max() > 1e-3
     (whole,) = torch.autograd.grad(EVERY[name](x, q, cell).sum(), strain)
-    close([(virial - through).detach()], [-whole])
+    close([(virial - through).detach()], [-whole], 1e-10)
 
 
 # -- who is in the graph --------------------------------------------------------------------------
@@ -218,7 +207,7 @@ def test_the_graph_reaches_the_geometry_only_through_charges(name):
     for result in results:
         assert result.requires_grad
         by_x, by_q, by_cell = torch.autograd.grad(
-            (result * random_like(result)).sum(), (x, q, cell), allow_unused=True, retain_graph=True
+            (result * random_like([result])[0]).sum(), (x, q, cell), allow_unused=True, retain_graph=True
         )
         assert by_x is None and by_cell is None and by_q.any()
     assert not any(r.requires_grad for r in EVERY[name](x, q.detach(), cell, hybrid_forces=True, **ALL))
@@ -235,13 +224,13 @@ def test_alpha_is_a_constant_too(name):
 @EACH_SUM
 @EITHER_MODE
 def test_charges_detached(name, training):
-    """A02: then the explicit force is the whole one, in either mode, and nothing is left to differentiate."""
+    """Then the explicit force is the whole one, in either mode, and nothing is left to differentiate."""
     net, x = Net().train(training), X.clone().requires_grad_()
     q = net(x).detach()
     energies, forces = SUMS[name](x, q, CELL, compute_forces=True, hybrid_forces=True)
     assert not energies.requires_grad and not forces.requires_grad
     (slope,) = torch.autograd.grad(SUMS[name](x, q, CELL).sum(), x)
-    close([forces], [-slope])
+    close([forces], [-slope], 1e-10)
 
 
 @EACH_SUM
@@ -250,8 +239,8 @@ def test_without_hybrid_forces_the_returned_force_is_that_at_fixed_charges(name)
     net, x = Net(), X.clone().requires_grad_()
     energies, forces = SUMS[name](x, net(x), CELL, compute_forces=True)
     (slope,) = torch.autograd.grad(energies.sum(), x)
-    close([-slope], [full_force(name, net)])
-    close([forces.detach()], SUMS[name](X, net(X).detach(), CELL, compute_forces=True)[1:])
+    close([-slope], [full_force(name, net)], 1e-10)
+    close([forces.detach()], SUMS[name](X, net(X).detach(), CELL, compute_forces=True)[1:], 1e-10)
 
 
 @EACH_SUM
@@ -266,19 +255,19 @@ def test_corrections_are_frozen_as_well(name):
     energies, forces = SUMS[name](x, net(x), CELL, compute_forces=True, hybrid_forces=True, **options)
     through = torch.autograd.grad(energies.sum(), x)[0]
     whole = torch.autograd.grad(SUMS[name](x, net(x), CELL, **options).sum(), x)[0]
-    close([(forces - through).detach()], [-whole])
+    close([(forces - through).detach()], [-whole], 1e-10)
     # the slab correction by itself has no such flag: detach positions there
     slab = compute_slab_correction(X, net(x), CELL, options["pbc"], BATCH, compute_forces=True)
     bent = compute_slab_correction(x, net(x), CELL, options["pbc"], BATCH)
     chain = slab[1] - torch.autograd.grad(slab[0].sum(), x)[0]
-    close([chain.detach()], [-torch.autograd.grad(bent.sum(), x)[0]])
+    close([chain.detach()], [-torch.autograd.grad(bent.sum(), x)[0]], 1e-10)
 
 
 # -- training -------------------------------------------------------------------------------------
 
 
 def loss_gradient(force, net):
-    return torch.autograd.grad((force - 0.3 * random_like(X, 5)).square().sum(), net.weight)[0]
+    return torch.autograd.grad((force - 0.3 * random_like([X], 5)[0]).square().sum(), net.weight)[0]
 
 
 @EACH
@@ -290,12 +279,12 @@ def test_force_matching_gives_the_same_gradients_of_parameters_either_way_at_fix
     (forces,) = EVERY[name](X, q, CELL, compute_forces=True, hybrid_forces=True)[1:]
     x = X.clone().requires_grad_()
     expected = -torch.autograd.grad(EVERY[name](x, net(X), CELL).sum(), x, create_graph=True)[0]
-    close([loss_gradient(forces, net)], [loss_gradient(expected, net)])
+    close([loss_gradient(forces, net)], [loss_gradient(expected, net)], 1e-10)
 
 
 @EACH
 def test_force_matching_on_the_whole_force(name):
-    """A02: the loss on forces plus chain term trains like that on the full path, and like finite differences.
+    """The loss on forces plus chain term trains like that on the full path, and like finite differences.
 
     The explicit force is frozen in positions, which is right: parameters reach it through the charges alone. So is the
     chain term: by charges it has the second derivatives, by parameters those of the net.
@@ -303,15 +292,15 @@ def test_force_matching_on_the_whole_force(name):
     net = Net().train()
     found = loss_gradient(hybrid_force(name, net, create_graph=True), net)
     expected = loss_gradient(full_force(name, net, create_graph=True), net)
-    close([found], [expected])
-    direction, h = random_like(net.weight), 1e-4
+    close([found], [expected], 1e-10)
+    direction, h = random_like([net.weight])[0], 1e-4
     losses = []
     with torch.no_grad():
         start = net.weight.clone()
     for k in (-2, -1, 1, 2):
         with torch.no_grad():
             net.weight.copy_(start + k * h * direction)
-        losses.append((hybrid_force(name, net) - 0.3 * random_like(X, 5)).square().sum().item())
+        losses.append((hybrid_force(name, net) - 0.3 * random_like([X], 5)[0]).square().sum().item())
     slope = (losses[0] - 8 * losses[1] + 8 * losses[2] - losses[3]) / (12 * h)
     assert (found @ direction).item() == pytest.approx(slope, rel=1e-7)
 
@@ -323,7 +312,7 @@ def test_channels(name):
     q = torch.stack([net(x) for net in nets], 1)
     energies, forces = SUMS[name](x, q, CELL, compute_forces=True, hybrid_forces=True)
     found = forces - torch.autograd.grad(energies.sum(), x)[0]
-    close([found.detach()], [sum(full_force(name, net) for net in nets)])
+    close([found.detach()], [sum(full_force(name, net) for net in nets)], 1e-10)
 
 
 @EACH_SUM
@@ -334,9 +323,7 @@ def test_charges_that_require_no_positions_gradient_in_inference(name):
         energies, forces, _, virial = SUMS[name](X, net(X), CELL, hybrid_forces=True, **ALL)
     assert not energies.requires_grad
     # another set of results is another kernel, with other roundings
-    close(
-        (energies, forces), [t.detach() for t in SUMS[name](X, net(X), CELL, compute_forces=True)], rtol=0, atol=1e-14
-    )
+    close((energies, forces), [t.detach() for t in SUMS[name](X, net(X), CELL, compute_forces=True)], 0, atol=1e-14)
     with torch.inference_mode():
         again = SUMS[name](X, net(X), CELL, hybrid_forces=True, **ALL)
-    close((again[0], again[1], again[3]), (energies, forces, virial), rtol=0, atol=0)
+    close((again[0], again[1], again[3]), (energies, forces, virial), 0)

@@ -18,10 +18,9 @@ from nvalchemiops.torch.interactions.electrostatics import (
     pme_reciprocal_space,
     power_law,
 )
-from nvalchemiops.torch.neighbors import neighbor_list
-from tests.systems import System, batch, by_differences, triclinic
+from tests.comparing import close
+from tests.systems import ALL, System, batch, by_differences, csr, triclinic
 
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
 SUMS = {"ewald": ewald_summation, "pme": functools.partial(particle_mesh_ewald, spline_order=8)}
 METHODS = pytest.mark.parametrize("method", SUMS)
 POWERS = pytest.mark.parametrize("power", [4, 6, 8, 12])
@@ -35,18 +34,6 @@ TOLERANCE = {"ewald": 1e-10, "pme": 1e-7}
 def summed(method, system, **options):
     options = {**CONVERGED[method], **options}
     return SUMS[method](system.positions, system.charges, system.cell, batch_idx=system.batch_idx, **options)
-
-
-def close(found, expected, tolerance=1e-10):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-
-def csr(system, cutoff):
-    pairs, ptr, shifts = neighbor_list(
-        system.positions, cutoff, system.cell, batch_idx=system.batch_idx, return_neighbor_list=True
-    )
-    return {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts}
 
 
 def fixed(method, system):

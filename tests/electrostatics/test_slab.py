@@ -13,10 +13,9 @@ from nvalchemiops.torch.interactions.electrostatics import (
     generate_ewald_miller_indices,
     particle_mesh_ewald,
 )
-from nvalchemiops.torch.neighbors import neighbor_list
-from tests.systems import System, batch, by_differences, random_rotation, triclinic
+from tests.comparing import close
+from tests.systems import ALL, System, batch, by_differences, csr, random_rotation, triclinic
 
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
 SUMS = {"ewald": ewald_summation, "pme": functools.partial(particle_mesh_ewald, spline_order=8)}
 METHODS = pytest.mark.parametrize("method", SUMS)
 AXES = pytest.mark.parametrize("axis", range(3))
@@ -32,18 +31,6 @@ def open_along(axis):
 def corrected(method, system, pbc, **options):
     options = {"accuracy": FINE[method], "pbc": pbc, "slab_correction": True, **options}
     return SUMS[method](system.positions, system.charges, system.cell, batch_idx=system.batch_idx, **options)
-
-
-def close(found, expected, tolerance=1e-10):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-
-def csr(system, cutoff):
-    pairs, ptr, shifts = neighbor_list(
-        system.positions, cutoff, system.cell, batch_idx=system.batch_idx, return_neighbor_list=True
-    )
-    return {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts}
 
 
 # -- the reference --------------------------------------------------------------------------------
@@ -203,7 +190,7 @@ def test_wrapping_along_periodic_axes_does_not_matter():
     system = layer(total=1.0)
     images = torch.randint(-3, 4, (6, 3), generator=torch.Generator().manual_seed(0)) * torch.tensor([1, 1, 0])
     moved = system._replace(positions=system.positions + images.double() @ system.cell[0])
-    close(corrected("ewald", moved, open_along(2), **ALL), corrected("ewald", system, open_along(2), **ALL))
+    close(corrected("ewald", moved, open_along(2), **ALL), corrected("ewald", system, open_along(2), **ALL), 1e-10)
 
 
 def test_a_capacitor():

@@ -16,10 +16,9 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
-from nvalchemiops.torch.neighbors import neighbor_list
-from tests.systems import batch, by_differences, triclinic
+from tests.comparing import close
+from tests.systems import ALL, batch, by_differences, csr, triclinic
 
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
 SYSTEM = triclinic(5, charged=True)
 LEFT = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]).double() @ triclinic(2, seed=9).cell[0]
 ALPHA, K_CUTOFF = 0.7, 4.3
@@ -29,20 +28,8 @@ def waves(system=SYSTEM, k_vectors=None, **options):
     return ewald_reciprocal_space(*system[:3], k_vectors, ALPHA, batch_idx=system.batch_idx, **options, **ALL)
 
 
-def close(found, expected, tolerance=1e-12):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-
-
 def differ(found, expected):
     return any((a - b).abs().max() > 1e-6 for a, b in zip(found, expected, strict=True))
-
-
-def csr(system, cutoff):
-    pairs, ptr, shifts = neighbor_list(
-        system.positions, cutoff, system.cell, batch_idx=system.batch_idx, return_neighbor_list=True
-    )
-    return {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts}
 
 
 def every_index(cell, k_cutoff, bound=12):

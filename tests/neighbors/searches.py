@@ -1,12 +1,5 @@
 """Every way to ask for one list of one system, and what the tests of users' reports share."""
 
-import json
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -68,23 +61,6 @@ def rows_of_matrix(matrix, count, shifts=None):
 
 def points(n, seed=0, low=0.0, high=1.0):
     return torch.as_tensor(np.random.default_rng(seed).uniform(low, high, (n, 3)))
-
-
-def compiled(function):
-    return torch.compile(function, backend="aot_eager", fullgraph=True)
-
-
-def python_says(code, **environment):
-    """What a fresh interpreter prints last, as JSON."""
-    finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return json.loads(finished.stdout.splitlines()[-1])
 
 
 def two_systems(seed=4, spread=(1.0, 1.0)):

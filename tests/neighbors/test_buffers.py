@@ -1,7 +1,4 @@
-"""What users of neighbor lists reported of memory: buffers that are given, rows that are too short, bytes in all.
-
-Rows N09 to N16; the table in test_users.py says which test is about which.
-"""
+"""What users of neighbor lists reported of memory: buffers that are given, rows that are too short, bytes in all."""
 
 import os
 import warnings
@@ -14,16 +11,16 @@ from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.neighbor_utils import get_neighbor_list_from_neighbor_matrix
+from tests.comparing import compiled
 from tests.neighbors.searches import (
     F64,
-    compiled,
     every_search,
     points,
-    python_says,
     rows_of,
     rows_of_matrix,
     two_systems,
 )
+from tests.processes import python_says
 from tests.reference.neighbors import all_pairs, assert_pairs, in_order, tree
 from tests.systems import crystal
 
@@ -39,7 +36,7 @@ def buffers(n_rows, width, value=77):
 @pytest.mark.parametrize("method", ["batch_naive", "batch_cell_list", None])
 @pytest.mark.parametrize("fill_value", [None, -1, 0])
 def test_rows_that_shrink_leave_nothing_behind(method, fill_value):
-    """N09: atoms move apart, so counts drop; rebuilt into the same buffers, for all systems and for one of two."""
+    """Atoms move apart, so counts drop; rebuilt into the same buffers, for all systems and for one of two."""
     x, idx = two_systems()
     cell, pbc = 12.0 * torch.eye(3, dtype=F64).expand(2, 3, 3), torch.ones(2, 3, dtype=torch.bool)
     memory = buffers(60, 40)
@@ -70,7 +67,7 @@ def test_rows_that_shrink_leave_nothing_behind(method, fill_value):
 
 @every_search
 def test_a_shrinking_box_is_exact_or_says_that_it_is_cut(search):
-    """N11: capacities from a first build, the box scaled down to 0.6: the exact pairs, or rows that are cut, said."""
+    """Capacities from a first build, the box scaled down to 0.6: the exact pairs, or rows that are cut, said."""
     system = crystal("rocksalt", 5.6, 2, 0.1)
     pbc = torch.ones(3, dtype=torch.bool)
     width = int(search(system.positions, 5.0, system.cell[0], pbc)[1].max())
@@ -99,7 +96,7 @@ def test_a_shrinking_box_is_exact_or_says_that_it_is_cut(search):
 @every_search
 @pytest.mark.parametrize("as_list", [False, True])
 def test_overfull_rows_raise(search, as_list):
-    """N12: rows one too short, by `max_neighbors`, or for a list that is made in given memory."""
+    """Rows one too short, by `max_neighbors`, or for a list that is made in given memory."""
     x, cell, pbc = points(60, 5) * 5.0, 5.0 * torch.eye(3, dtype=F64), torch.ones(3, dtype=torch.bool)
     needed = int(search(x, 2.5, cell, pbc)[1].max())
     for room in (0, 1, needed - 1):
@@ -121,7 +118,7 @@ def canary(shape, border=512, value=-12345):
 @pytest.mark.parametrize("mode", ["unchecked", "compiled"])
 @pytest.mark.parametrize("method", ["batch_naive", "batch_cell_list", None])
 def test_overfull_rows_without_checks_are_visible_and_stay_in_bounds(method, mode):
-    """N12: the counts are those of the whole list, so count > width shows, and nothing is written beyond the rows."""
+    """The counts are those of the whole list, so count > width shows, and nothing is written beyond the rows."""
     x, idx = two_systems()
     cell, pbc = 6.0 * torch.eye(3, dtype=F64).expand(2, 3, 3), torch.ones(2, 3, dtype=torch.bool)
     _, true_count, _ = neighbor_list(x, 3.0, cell, pbc, batch_idx=idx)
@@ -147,7 +144,7 @@ def test_overfull_rows_without_checks_are_visible_and_stay_in_bounds(method, mod
 
 @every_search
 def test_crowded_bins_lose_nothing(search):
-    """N12: most atoms in one bin, others alone in theirs; bins have no capacity of their own."""
+    """Most atoms in one bin, others alone in theirs; bins have no capacity of their own."""
     rng = np.random.default_rng(6)
     x = np.r_[rng.normal(scale=0.3, size=(300, 3)), rng.uniform(-20, 20, (300, 3))]
     cell, pbc = 40.0 * np.eye(3), (True, True, False)
@@ -159,7 +156,7 @@ def test_crowded_bins_lose_nothing(search):
 
 @every_search
 def test_clustered_points_with_default_arguments(search):
-    """N13: 1,000 normally distributed points in a cell of 10."""
+    """1,000 normally distributed points in a cell of 10."""
     x = np.random.default_rng(7).normal(size=(1000, 3))
     cell, pbc = 10.0 * np.eye(3), (True,) * 3
     matrix, count, shifts = search(torch.as_tensor(x), 2.5, torch.as_tensor(cell), torch.tensor(pbc))
@@ -170,7 +167,7 @@ def test_clustered_points_with_default_arguments(search):
 @every_search
 @pytest.mark.parametrize("as_list", [False, True])
 def test_the_error_carries_the_size_that_works(search, as_list):
-    """N13: name, needed and given size; a second call with the needed size succeeds."""
+    """Name, needed and given size; a second call with the needed size succeeds."""
     x = torch.as_tensor(np.random.default_rng(7).normal(size=(300, 3)))
     cell, pbc = 10.0 * torch.eye(3, dtype=F64), torch.ones(3, dtype=torch.bool)
     expected = search(x, 2.5, cell, pbc, return_neighbor_list=as_list)
@@ -182,7 +179,7 @@ def test_the_error_carries_the_size_that_works(search, as_list):
 
 @pytest.mark.parametrize("name", ["naive", "batch_naive"])
 def test_dual_cutoffs_say_which_list_overflows(name):
-    """N13: the two widths are told apart, and the needed one works."""
+    """The two widths are told apart, and the needed one works."""
     x = torch.as_tensor(np.random.default_rng(8).normal(size=(100, 3)))
     function = getattr(neighbors, f"{name}_neighbor_list_dual_cutoff")
     described = {"batch_idx": torch.zeros(100, dtype=torch.int32)} if name == "batch_naive" else {}
@@ -200,7 +197,7 @@ def test_dual_cutoffs_say_which_list_overflows(name):
 @pytest.mark.parametrize("method", ["batch_naive", "batch_cell_list", None])
 @pytest.mark.parametrize("collapsed", ["one place", "not finite"])
 def test_one_collapsed_structure_leaves_the_others_alone(method, collapsed):
-    """N14: batch of 8, one of them broken. The counts are a status per atom; the others equal their single results."""
+    """Batch of 8, one of them broken. The counts are a status per atom; the others equal their single results."""
     systems = [points(25, 10 + n) * 6.0 for n in range(8)]
     systems[3] = torch.zeros(25, 3, dtype=F64) if collapsed == "one place" else systems[3] / 0.0
     one = {"max_neighbors": 20, "method": method and method.removeprefix("batch_")}
@@ -228,7 +225,7 @@ def test_one_collapsed_structure_leaves_the_others_alone(method, collapsed):
         assert torch.equal(matrix[rows][filled], its_matrix[filled] + 25 * n)
 
 
-# -- N15 and N16: memory ------------------------------------------------------------------------------------
+# -- memory --------------------------------------------------------------------------------------------------
 
 # Peak resident memory of one call beyond what was there before, its result included. The kernel keeps the mark for
 # each process and resets it on demand. Every larger buffer gets pages of its own (the threshold below), so nothing
@@ -260,7 +257,7 @@ measures = pytest.mark.skipif(
 
 @measures
 def test_a_huge_dummy_cell_costs_no_memory():
-    """N15: 3,000 atoms in 100 angstrom, cells of 1e4 to 1e7 with pbc off (and on): below 64 MiB, the same pairs."""
+    """3,000 atoms in 100 angstrom, cells of 1e4 to 1e7 with pbc off (and on): below 64 MiB, the same pairs."""
     found = python_says(
         MEASURE
         + """
@@ -285,7 +282,7 @@ print(json.dumps(out))
 
 @measures
 def test_vacuum_costs_no_memory():
-    """N15: a slab of 60,000 atoms with ten times the vacuum needs at most 1.2 times the memory."""
+    """A slab of 60,000 atoms with ten times the vacuum needs at most 1.2 times the memory."""
     found = python_says(
         MEASURE
         + """
@@ -308,7 +305,7 @@ print(json.dumps(out))
 
 @measures
 def test_memory_of_100_000_atoms():
-    """N16: the list form, at the density of water, within 3 times the bytes of its pairs, and linear."""
+    """The list form, at the density of water, within 3 times the bytes of its pairs, and linear."""
     found = python_says(
         MEASURE
         + """

@@ -1,7 +1,4 @@
-"""What users of neighbor lists reported of their calls: layouts, compilers, and the ends of numbers.
-
-Rows N18 to N20, of which the table in test_users.py has the tests; and what a review found.
-"""
+"""What users of neighbor lists reported of their calls: layouts, compilers, and the ends of numbers."""
 
 import numpy as np
 import pytest
@@ -10,9 +7,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch.neighbors import neighbor_list
-from tests.neighbors.searches import F64, compiled, points, python_says, two_systems
+from tests.comparing import compiled
+from tests.neighbors.searches import F64, points, two_systems
+from tests.processes import python_says
 
-# -- N18 to N20: callers ------------------------------------------------------------------------------------
+# -- callers -------------------------------------------------------------------------------------------------
 
 
 def layouts(x, cell, idx, pbc):
@@ -32,7 +31,7 @@ def layouts(x, cell, idx, pbc):
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("method", ["batch_naive", "batch_cell_list"])
 def test_layouts_of_the_input_do_not_matter(method, mode):
-    """N18: slices, transposes, offsets and expanded tensors give the same as contiguous copies."""
+    """Slices, transposes, offsets and expanded tensors give the same as contiguous copies."""
     x, idx = two_systems()
     cell = torch.as_tensor(np.array([[6.0, 0, 0], [1.5, 5.5, 0], [-1, 2, 6]])).expand(2, 3, 3).contiguous()
     pbc = torch.ones(2, 3, dtype=torch.bool)
@@ -57,7 +56,7 @@ def test_layouts_of_the_input_do_not_matter(method, mode):
 
 
 def test_eager_calls_need_no_compiler(tmp_path):
-    """N19: no C compiler on the PATH and compilation off: every eager op of torch.neighbors runs, nothing compiles."""
+    """No C compiler on the PATH and compilation off: every eager op of torch.neighbors runs, nothing compiles."""
     found = python_says(
         """
         import json, sys, torch
@@ -154,7 +153,7 @@ def crowd(n_atoms, seed):
 
 
 def test_compiled_dynamics_with_changing_counts():
-    """N20: 50 steps with other numbers of atoms and pairs, also none at all: at most 2 compilations."""
+    """50 steps with other numbers of atoms and pairs, also none at all: at most 2 compilations."""
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(energy_and_forces, backend=counter, fullgraph=True)
     cell = 5.0 * torch.eye(3, dtype=F64)
@@ -174,7 +173,7 @@ def test_compiled_dynamics_with_changing_counts():
 
 
 def test_compiled_gradients_with_changing_counts():
-    """N20: the same with the forces by autograd, through a list of unknown length."""
+    """The same with the forces by autograd, through a list of unknown length."""
     counter = CompileCounterWithBackend("aot_eager")
     function = torch.compile(lambda x, cell: energy_and_forces(x, cell)[0], backend=counter, fullgraph=True)
     cell = 5.0 * torch.eye(3, dtype=F64)
@@ -188,7 +187,7 @@ def test_compiled_gradients_with_changing_counts():
 
 @pytest.mark.parametrize("method", ["naive", "cell_list", None])
 def test_fixed_capacity_traces_whole(method):
-    """N20: the matrix with a given width is one static graph with gradients; it says if it is too narrow."""
+    """The matrix with a given width is one static graph with gradients; it says if it is too narrow."""
 
     def energy(x, cell):
         options = {"max_neighbors": 48, "return_distances": True, "method": method}

@@ -445,7 +445,7 @@ def test_shapes_that_are_no_cube(name):
     check(Case(x + 7.0, snug, (True, False, True), 2.5), **some)
 
 
-# -- perfect crystals (N17) ---------------------------------------------------------------------------------
+# -- perfect crystals ----------------------------------------------------------------------------------------
 
 CRYSTALS = {
     # structure, options, coordination, cutoff midway between the first and second shell
@@ -458,7 +458,7 @@ CRYSTALS = {
 @pytest.mark.parametrize("method", SINGLE)
 @pytest.mark.parametrize("name", CRYSTALS)
 def test_coordination_of_perfect_crystals(name, method, dtype):
-    """N17: atoms on bin and cell faces, with noise, with fractional coordinates 1 and -1e-17, and turned."""
+    """Atoms on bin and cell faces, with noise, with fractional coordinates 1 and -1e-17, and turned."""
     atoms, coordination, cutoff = CRYSTALS[name]
     rng = np.random.default_rng(13)
     cell = atoms.cell.array
@@ -484,7 +484,7 @@ def test_bonds_of_perfect_crystals(name):
         check(Case(atoms.positions, atoms.cell.array, FULLY, factor * cutoff), formats=[(True, False)], search=tree)
 
 
-# -- the same answer every time (N23) -----------------------------------------------------------------------
+# -- the same answer every time ------------------------------------------------------------------------------
 
 
 def members():
@@ -502,7 +502,7 @@ def members():
 @pytest.mark.parametrize("method", BATCHED)
 @pytest.mark.parametrize("half", [False, True])
 def test_alone_equals_member_of_a_batch_bitwise(method, half, dtype):
-    """N23: order of the neighbors included, in any position of any batch."""
+    """Order of the neighbors included, in any position of any batch."""
     alone_method = None if method is None else method.removeprefix("batch_")
     systems = members()
     alone = [
@@ -524,7 +524,7 @@ def test_alone_equals_member_of_a_batch_bitwise(method, half, dtype):
 @pytest.mark.parametrize("as_list", [False, True])
 @pytest.mark.parametrize("method", SINGLE)
 def test_ten_repeats_are_bitwise_equal(method, as_list, threads, always_split):
-    """N23, and at any number of threads."""
+    """At any number of threads."""
     x, cell, pbc = members()[2].tensors(torch.float64)
     results = []
     for repeat in range(10):

@@ -1,38 +1,7 @@
-"""What users of neighbor lists reported, row by row (numbers as in ../shared/user-pains.md).
+"""What users of neighbor lists reported: which pairs there are, nothing to find, padding, one build for two uses.
 
-row  | test
------|-------------------------------------------------------------------------------------------------------
-N01  | test_exactness.py: test_random_systems, test_random_batches, test_two_cutoffs_at_once, test_named_systems
-N02  | test_capacities_by_hand_change_nothing
-N03  | test_tiny_cells_list_each_image_once
-N04  | test_a_dummy_cell_without_periodicity, test_a_slab_with_atoms_beyond_its_cell
-N05  | test_unwrapped_positions_give_the_same_vectors_and_energies
-N06  | test_left_handed_cells
-N07  | test_methods_for_one_system_keep_those_of_a_batch_apart, test_identical_systems_never_see_each_other
-N08  | test_zero_lattice_vectors
-N09  | test_buffers.py: test_rows_that_shrink_leave_nothing_behind
-N10  | test_rebuild.py: test_an_atom_put_back_on_the_other_side_makes_the_list_stale;
-     | test_verlet.py: test_energy_is_conserved_with_a_skin_and_wrapping_as_without
-N11  | test_buffers.py: test_a_shrinking_box_is_exact_or_says_that_it_is_cut;
-     | test_verlet.py: test_a_changed_cell_alone_is_a_reason
-N12  | test_buffers.py: test_overfull_rows_raise, test_overfull_rows_without_checks_are_visible_and_stay_in_bounds,
-     | test_buffers.py: test_crowded_bins_lose_nothing
-N13  | test_buffers.py: test_clustered_points_with_default_arguments, test_the_error_carries_the_size_that_works,
-     | test_buffers.py: test_dual_cutoffs_say_which_list_overflows
-N14  | test_buffers.py: test_one_collapsed_structure_leaves_the_others_alone
-N15  | test_buffers.py: test_a_huge_dummy_cell_costs_no_memory, test_vacuum_costs_no_memory
-N16  | test_buffers.py: test_memory_of_100_000_atoms
-N17  | test_exactness.py: test_coordination_of_perfect_crystals, test_bonds_of_perfect_crystals
-N18  | test_callers.py: test_layouts_of_the_input_do_not_matter
-N19  | test_callers.py: test_eager_calls_need_no_compiler
-N20  | test_callers.py: test_compiled_dynamics_with_changing_counts, test_compiled_gradients_with_changing_counts,
-     | test_callers.py: test_fixed_capacity_traces_whole
-N21  | test_no_pairs_no_atoms_no_trouble
-N22  | test_padding_has_no_gradient
-N23  | test_exactness.py: test_alone_equals_member_of_a_batch_bitwise, test_ten_repeats_are_bitwise_equal,
-     | test_threads_share_a_batch
-D05  | test_one_build_for_two_cutoffs (the list side; dispersion itself comes later)
-R05  | test_a_large_search_uses_all_threads (speed: benchmarks/neighbors.py)
+What they reported of buffers is in test_buffers.py, of calls and compilers in test_callers.py, of perfect crystals and
+repeated results in test_exactness.py, of lists that outlive a step in test_rebuild.py and test_verlet.py.
 """
 
 import numpy as np
@@ -47,12 +16,12 @@ from tests.neighbors.searches import F64, SEARCHES, every_search, points, rows_o
 from tests.reference.neighbors import assert_pairs, every_image, in_order
 from tests.systems import SYSTEMS
 
-# -- N02 to N08: which pairs --------------------------------------------------------------------------------
+# -- which pairs ---------------------------------------------------------------------------------------------
 
 
 @every_search
 def test_capacities_by_hand_change_nothing(search):
-    """N02: 128 atoms that ask and 128 that answer, in a unit cell, with every sufficient capacity."""
+    """128 atoms that ask and 128 that answer, in a unit cell, with every sufficient capacity."""
     x, cell, pbc = points(256), torch.eye(3, dtype=F64), torch.ones(3, dtype=torch.bool)
     asking = torch.as_tensor(np.random.default_rng(1).permutation(256)[:128]).int()
     expected = every_image(x, 0.3, np.eye(3), (True,) * 3).inside
@@ -84,7 +53,7 @@ def test_capacities_by_hand_change_nothing(search):
 @every_search
 @pytest.mark.parametrize("n_atoms", [1, 2])
 def test_tiny_cells_list_each_image_once(search, n_atoms, dtype):
-    """N03: cutoffs of 0.5 to 4 cell lengths, in cells of several shapes; no entry twice, symmetric, half is half."""
+    """Cutoffs of 0.5 to 4 cell lengths, in cells of several shapes; no entry twice, symmetric, half is half."""
     rng = np.random.default_rng(n_atoms)
     for shape in (np.eye(3), np.array([[1.0, 0, 0], [0.5, 0.9, 0], [0.3, -0.2, 1.1]])):
         for ratio in (0.5, 1.0 + 1e-3, 1.7, 4.0):
@@ -99,7 +68,7 @@ def test_tiny_cells_list_each_image_once(search, n_atoms, dtype):
 
 @every_search
 def test_a_dummy_cell_without_periodicity(search, dtype):
-    """N04: water in a cell of 1 angstrom that nobody means, pbc off: the same as without a cell."""
+    """Water in a cell of 1 angstrom that nobody means, pbc off: the same as without a cell."""
     x = torch.tensor([[0.0, 0.0, 0.12], [0.0, 0.76, -0.48], [0.0, -0.76, -0.48]], dtype=dtype) + 7.3
     off = torch.zeros(3, dtype=torch.bool)
     for half in (False, True):
@@ -114,7 +83,7 @@ def test_a_dummy_cell_without_periodicity(search, dtype):
 
 @every_search
 def test_a_slab_with_atoms_beyond_its_cell(search):
-    """N04: atoms above and below the cell along the open axis are not folded."""
+    """Atoms above and below the cell along the open axis are not folded."""
     cell = np.array([[5.0, 0, 0], [1, 6, 0], [0, 0, 4.0]])
     x = points(40, 2, -12.0, 12.0)
     pbc = (True, True, False)
@@ -125,7 +94,7 @@ def test_a_slab_with_atoms_beyond_its_cell(search):
 
 @every_search
 def test_unwrapped_positions_give_the_same_vectors_and_energies(search):
-    """N05: every atom moved by a lattice vector of its own; shifts refer to the coordinates as given."""
+    """Every atom moved by a lattice vector of its own; shifts refer to the coordinates as given."""
     system = SYSTEMS["rocksalt"]()
     x, cell, pbc = system.positions, system.cell[0], torch.ones(3, dtype=torch.bool)
     moves = torch.as_tensor(np.random.default_rng(3).integers(-5, 6, (len(x), 3)))
@@ -156,7 +125,7 @@ def test_unwrapped_positions_give_the_same_vectors_and_energies(search):
 
 @every_search
 def test_left_handed_cells(search):
-    """N06: two rows of the cell swapped, atoms kept: the same displacements, energies, forces and virial."""
+    """Two rows of the cell swapped, atoms kept: the same displacements, energies, forces and virial."""
     system = SYSTEMS["triclinic"]()
     results = []
     for order in ([0, 1, 2], [1, 0, 2], [0, 2, 1], [1, 2, 0]):
@@ -190,7 +159,7 @@ def test_left_handed_cells(search):
 @pytest.mark.parametrize("as_ptr", [False, True])
 @pytest.mark.parametrize("method", ["naive", "cell_list", "naive_dual_cutoff"])
 def test_methods_for_one_system_keep_those_of_a_batch_apart(method, as_ptr):
-    """N07: a method for one system with batch information is taken as that for batches."""
+    """A method for one system with batch information is taken as that for batches."""
     x = points(4).repeat(2, 1)
     described = {"batch_ptr": torch.tensor([0, 4, 8])} if as_ptr else {"batch_idx": torch.arange(8).int() // 4}
     second = {"cutoff2": 0.5} if "dual" in method else {}
@@ -201,7 +170,7 @@ def test_methods_for_one_system_keep_those_of_a_batch_apart(method, as_ptr):
 
 
 def test_identical_systems_never_see_each_other():
-    """N07: two identical systems at the same place, by every method for batches."""
+    """Two identical systems at the same place, by every method for batches."""
     x = points(10).repeat(2, 1)
     idx = torch.arange(20).int() // 10
     cell, pbc = torch.eye(3, dtype=F64).expand(2, 3, 3), torch.ones(2, 3, dtype=torch.bool)
@@ -216,7 +185,7 @@ def test_identical_systems_never_see_each_other():
 
 @pytest.mark.parametrize("name", SEARCHES)
 def test_zero_lattice_vectors(name, device):
-    """N08: a zero vector along an open axis counts for nothing, an all-zero cell is no cell, on any device."""
+    """A zero vector along an open axis counts for nothing, an all-zero cell is no cell, on any device."""
     if device.type == "cuda" and "batch" in name:
         pytest.skip("the batch number of this helper is on the CPU; the same kernel runs for one system")
     search = SEARCHES[name]
@@ -233,7 +202,7 @@ def test_zero_lattice_vectors(name, device):
         search(x, 15.0, torch.as_tensor(cell, **on), torch.ones(3, dtype=torch.bool, **on))
 
 
-# -- N21 and N22: nothing, and padding ----------------------------------------------------------------------
+# -- nothing, and padding ------------------------------------------------------------------------------------
 
 EMPTY = {
     "no atoms": (torch.zeros(0, 3, dtype=F64), None),
@@ -247,7 +216,7 @@ EMPTY = {
 @pytest.mark.parametrize("periodic", [False, True])
 @pytest.mark.parametrize("name", EMPTY)
 def test_no_pairs_no_atoms_no_trouble(name, periodic):
-    """N21: empty outputs of the right rank, zero energy, and a backward pass that works."""
+    """Empty outputs of the right rank, zero energy, and a backward pass that works."""
     x, ptr = EMPTY[name]
     n_atoms = len(x)
     described = {} if ptr is None else {"batch_ptr": ptr.int()}
@@ -279,7 +248,7 @@ def test_no_pairs_no_atoms_no_trouble(name, periodic):
 
 
 def test_padding_has_no_gradient():
-    """N22: padded slots, and pairs at zero distance: all gradients finite, those of the unpadded list."""
+    """Padded slots, and pairs at zero distance: all gradients finite, those of the unpadded list."""
     base = points(12, 11) * 4.0
     base[3] = base[2]  # one on top of the other
     cell = 4.0 * torch.eye(3, dtype=F64)
@@ -309,13 +278,13 @@ def test_padding_has_no_gradient():
     assert not gradient.any()
 
 
-# -- D05 and R05 --------------------------------------------------------------------------------------------
+# -- one build, all threads ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("order", [(3.0, 6.0), (6.0, 3.0)])
 def test_one_build_for_two_cutoffs(half, order):
-    """D05: one call serves a model and a dispersion term: each list as if built alone, whichever is longer."""
+    """One call serves a model and a dispersion term: each list as if built alone, whichever is longer."""
     system = SYSTEMS["rocksalt"]()
     x, cell, pbc = system.positions, system.cell[0], torch.ones(3, dtype=torch.bool)
     idx = torch.zeros(len(x), dtype=torch.int32)
@@ -340,7 +309,7 @@ def test_one_build_for_two_cutoffs(half, order):
 
 
 def test_a_large_search_uses_all_threads(threads, not_crowded, monkeypatch):
-    """R05: the documented number of threads, torch's, is what a search of 10,000 atoms uses; the list is the same."""
+    """The documented number of threads, torch's, is what a search of 10,000 atoms uses; the list is the same."""
     asked = []
     run = core_threads.run
     monkeypatch.setattr(core_threads, "run", lambda task, count: (asked.append(count), run(task, count))[1])

@@ -411,7 +411,7 @@ def test_the_sum_is_refused_inside_a_graph_as_well():
 
 @pytest.mark.parametrize("matrix", [False, True])
 def test_a_list_that_contradicts_the_flag_is_found_by_check(matrix):
-    """E13: a half list without the flag, a full list with it."""
+    """A half list without the flag, a full list with it."""
     if matrix:
         half, _, shifts = neighbor_list(X, CUTOFF, CELL, half_fill=True)
         lists = {"half": (half, shifts), "full": (MATRIX, MATRIX_SHIFTS)}

@@ -181,32 +181,6 @@ def test_padding_may_be_the_number_of_an_atom(lone):
     assert found[0][lone] == 0 and not found[1][lone].any()
 
 
-def test_energies_of_systems_are_sums_over_their_atoms():
-    system, case = pair_of_systems(), BY_NAME["wolf"]
-    parameters = case.parameters(system)
-    atoms = case.evaluate(system.positions, system.cell, parameters, CUTOFF, system.batch_idx)
-    systems = case.evaluate(
-        system.positions, system.cell, parameters, CUTOFF, system.batch_idx, energy_reduction="system"
-    )
-    expected = torch.stack([atoms[system.batch_idx == s].sum() for s in range(2)])
-    close([systems], [expected])
-
-
-def test_a_batch_is_its_systems_one_by_one():
-    systems = [triclinic(6, charged=True, seed=1), triclinic(4, charged=True, seed=2)]
-    case, both = BY_NAME["damped shifted force"], batch(*systems)
-    parameters = case.parameters(both)
-    energies, forces, by_charge, by_alpha, virial = all_of(case, both, parameters)
-    for s, system in enumerate(systems):
-        mine = both.batch_idx == s
-        alone = ref.Parameters({"q": parameters.atom["q"][mine]}, {"alpha": parameters.system["alpha"][s : s + 1]})
-        expected = all_of(case, system, alone)
-        # no rounding: an atom sums its row in the same order
-        for a, b in zip((energies[mine], forces[mine], by_charge[mine]), expected[:3]):
-            assert torch.equal(a, b)
-        close((by_alpha[s : s + 1], virial[s : s + 1]), expected[3:])
-
-
 # -- against ASE ----------------------------------------------------------------------------------
 
 

@@ -13,7 +13,6 @@ from nvalchemiops.torch.interactions.pair import damped_shifted_force, lennard_j
 from tests.systems import System, batch, neighbors_of, triclinic
 
 CUTOFF = 3.0
-TINY = {"rtol": 1e-12, "atol": 1e-12}
 
 
 class Inputs(NamedTuple):
@@ -82,29 +81,3 @@ MIXED = batch(relaxed(triclinic(7)), relaxed(triclinic(3, seed=2), 1), relaxed(t
 SHUFFLE = torch.randperm(15, generator=torch.Generator().manual_seed(8))
 MIXED = System(MIXED.positions[SHUFFLE], MIXED.charges[SHUFFLE], MIXED.cell, MIXED.batch_idx[SHUFFLE])
 NEAR = near(MIXED) | {"batch_idx": MIXED.batch_idx, "num_systems": 3}
-
-
-def random_like(tensors, seed=0):
-    """Numbers without order, also inside of a compiled graph."""
-    return [torch.sin(77.7 * (torch.arange(t.numel(), dtype=t.dtype) + seed + 1.3)).view(t.shape) for t in tensors]
-
-
-def weighted(results, seed=0):
-    """A scalar of all results, with random weights."""
-    return sum((r * w).sum() for r, w in zip(results, random_like(results, seed), strict=True))
-
-
-def close(found, expected, **tolerance):
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, **(tolerance or TINY))
-
-
-def same_bits(found, expected):
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def slope_of(function, x, direction, h=1e-4):
-    """Central difference of fourth order."""
-    at = [function(x + k * h * direction) for k in (-2, -1, 1, 2)]
-    return (at[0] - 8 * at[1] + 8 * at[2] - at[3]) / (12 * h)

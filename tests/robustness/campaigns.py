@@ -22,4 +22,3 @@ def examples(number: int, long: int) -> settings:
 
 ONE = triclinic(5)
 X, Q, CELL = ONE[:3]
-ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}

@@ -1,4 +1,4 @@
-"""N14: one structure of a batch has collapsed, or lost its numbers; the other seven never notice.
+"""One structure of a batch has collapsed, or lost its numbers; the other seven never notice.
 
 There is no status beside the results: a system is broken if its energy is not finite, or if the count of neighbors of
 one of its atoms is beyond the width, which is 2³¹ - 1 for an atom without a place. (Such an atom is nobody's neighbor,

@@ -1,16 +1,11 @@
 """Several threads and processes at once: every result is the one that a single thread gets."""
 
 import functools
-import json
 import multiprocessing
 import os
-import subprocess
-import sys
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +19,7 @@ from nvalchemiops.torch.interactions.lj import lj_energy_forces_virial
 from nvalchemiops.torch.kernel import differentiable_kernel
 from nvalchemiops.torch.neighbors import VerletList, neighbor_list
 from nvalchemiops.torch.spline import spline_gather, spline_spread
+from tests.processes import python_says
 from tests.systems import System, batch, crystal, triclinic
 
 Results = list[torch.Tensor]
@@ -248,14 +244,6 @@ def test_a_child_forked_while_other_threads_are_busy_waits_for_none_of_them():
         print(json.dumps([name for k, name in enumerate(locks) if stuck & 2**k]))
     """
     assert python_says(script) == []
-
-
-def python_says(code: str):
-    """What a fresh interpreter prints last, as JSON."""
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2])
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
 
 
 # -- workers of a data loader ---------------------------------------------------------------------

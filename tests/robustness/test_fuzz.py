@@ -21,7 +21,8 @@ from tests.neighbors.test_exactness import Case, cells, first_atoms, random_case
 from tests.reference import pair as pair_reference
 from tests.reference.ewald import everything
 from tests.reference.neighbors import half_of, lattice
-from tests.robustness.campaigns import ALL, CELL, ONE, Q, X, examples
+from tests.robustness.campaigns import CELL, ONE, Q, X, examples
+from tests.systems import ALL
 
 pytestmark = pytest.mark.usefixtures("no_hanging")
 

@@ -1,4 +1,4 @@
-"""R02: with sizes prepared once, a step of dynamics reads nothing on the host: list, potentials and backward pass.
+"""With sizes prepared once, a step of dynamics reads nothing on the host: list, potentials and backward pass.
 
 The tests of each op on a GPU give it a list; here the list is part of the step, and so is the question whether it is
 stale. On a CPU, where reading costs nothing, the steps are compared with those that choose everything themselves.

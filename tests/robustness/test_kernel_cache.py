@@ -68,7 +68,7 @@ def compiled(folder: Path) -> list[Path]:
 
 @pytest.mark.slow
 def test_eight_processes_start_at_once_on_an_empty_folder(tmp_path, filled):
-    """R06: they compile the same kernels into one folder, and all get the same numbers."""
+    """They compile the same kernels into one folder, and all get the same numbers."""
     started = [start(tmp_path / "empty") for _ in range(8)]
     assert [result_of(process) for process in started] == [filled[1]] * 8
     assert len(compiled(tmp_path / "empty")) == len(compiled(filled[0]))

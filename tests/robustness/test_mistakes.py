@@ -25,8 +25,8 @@ from nvalchemiops.torch import neighbors, spline
 from nvalchemiops.torch.interactions import electrostatics, lj
 from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.neighbors import rebuild_detection
-from tests.robustness.campaigns import ALL, CELL, NAMED, ONE, Q, X, examples
-from tests.systems import batch, triclinic
+from tests.robustness.campaigns import CELL, NAMED, ONE, Q, X, examples
+from tests.systems import ALL, batch, triclinic
 
 pytestmark = pytest.mark.usefixtures("no_hanging")
 

@@ -1,4 +1,4 @@
-"""R08: what is optional may be absent: imports of it fail, and everything else computes what it computes otherwise.
+"""What is optional may be absent: imports of it fail, and everything else computes what it computes otherwise.
 
 `tests/test_package.py` imports each module without torch, JAX or ASE. Here they are used, and what is absent is absent
 for everybody in the process, torch and sympy included.

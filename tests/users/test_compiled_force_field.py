@@ -1,4 +1,4 @@
-"""A15, N20 and its kin: a force field with its neighbor search as one module, compiled, exported, captured and run.
+"""A force field with its neighbor search as one module, compiled, exported, captured and run.
 
 The model is that of ``examples/11_compiled_force_field.py``: Buckingham potential, PME, and a neighbor matrix of fixed
 width that is built inside. What a CUDA graph needs is looked for on a CPU as well: that nothing on the way reads a
@@ -67,7 +67,7 @@ def test_compiled_equals_eager(backend):
 
 
 def test_a_matrix_that_is_too_narrow_shows():
-    """N12: the number of neighbors is that of the atoms, not of the matrix; compiled code cannot raise."""
+    """The number of neighbors is that of the atoms, not of the matrix; compiled code cannot raise."""
     narrow = ff.ForceField(MODEL.coulomb, max_neighbors=50)
     compiled = torch.compile(narrow, fullgraph=True, backend="aot_eager")
     for call in (narrow, compiled):
@@ -107,7 +107,7 @@ def with_a_list(positions, species, cell):
 
 @pytest.mark.parametrize("form", ["matrix", "list"])
 def test_fifty_steps_with_other_numbers_of_atoms_and_pairs_compile_at_most_twice(form):
-    """N20: the number of atoms is marked; that of the pairs follows from values, or from the width of the matrix."""
+    """The number of atoms is marked; that of the pairs follows from values, or from the width of the matrix."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(MODEL if form == "matrix" else with_a_list, fullgraph=True, backend=counter)
     sizes = torch.randint(2, 65, (50,), generator=torch.Generator().manual_seed(4)).tolist()
@@ -270,7 +270,7 @@ def python(code, *arguments):
 
 
 def test_the_loaded_program_equals_eager_mode(program):
-    """A15: bit by bit, for other numbers of ions, and with gradients."""
+    """Bit by bit, for other numbers of ions, and with gradients."""
     call = ff.load(program)
     for system in (SYSTEM, some_ions(1, 20), ff.crystal(1, 0.1)):
         with torch.no_grad():
@@ -299,7 +299,6 @@ def results_elsewhere(load, path, folder):
 
 
 def test_the_program_runs_in_a_process_that_imports_the_library(program, tmp_path):
-    """A15."""
     expected = MODEL(*SYSTEM)
     found = results_elsewhere(EXPORTED, program, tmp_path)
     for a, b in zip(found, expected, strict=True):
@@ -307,7 +306,7 @@ def test_the_program_runs_in_a_process_that_imports_the_library(program, tmp_pat
 
 
 def test_without_the_import_the_error_names_the_library(program):
-    """A15: in the log of torch, and so does the example."""
+    """In the log of torch, and so does the example."""
     run = python(f"import sys, torch; {EXPORTED}", program)
     assert run.returncode != 0
     assert re.search(r"failed to resolve torch\.ops\.nvalchemiops\.\w+\.default to an operator", run.stderr)
@@ -318,7 +317,7 @@ def test_without_the_import_the_error_names_the_library(program):
 @pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # what torch does with itself
 def test_a_package_of_aotinductor(program, tmp_path):
-    """A15: compiled ahead of time, it runs in Python after the import; without it the error names the library."""
+    """Compiled ahead of time, it runs in Python after the import; without it the error names the library."""
     path = torch._inductor.aoti_compile_and_package(
         torch.export.load(program), package_path=str(tmp_path / "force_field_aoti.pt2")
     )
@@ -328,7 +327,7 @@ def test_a_package_of_aotinductor(program, tmp_path):
 
 
 def test_a_program_holds_no_infinite_number(program):
-    """A15: JSON has none, so packages with one cannot be loaded."""
+    """JSON has none, so packages with one cannot be loaded."""
     for node in torch.export.load(program).graph.nodes:
         for argument in torch.utils._pytree.tree_leaves((node.args, node.kwargs)):
             assert not isinstance(argument, float) or abs(argument) < float("inf"), node

@@ -1,4 +1,4 @@
-"""A02: charges from a network, explicit forces from PME, and autograd for the charges, as users put them together.
+"""Charges from a network, explicit forces from PME, and autograd for the charges, as users put them together.
 
 The model is that of ``examples/12_hybrid_forces.py``. Each way is compared with the gradient of the whole energy and
 with finite differences. (The flag by itself, for all sums and parts: tests/electrostatics/test_hybrid.py.)
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.comparing import derivative_along, random_like
 from tests.users import example, said_by
 
 hybrid = example("12_hybrid_forces")
@@ -22,18 +23,7 @@ WAYS = {"by energy": hybrid.by_energy, "by slopes": hybrid.by_slopes}
 EACH = pytest.mark.parametrize("way", WAYS)
 
 
-def random_like(tensors, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in tensors]
-
-
 TARGET = 0.3 * random_like([X], 7)[0]
-
-
-def differences(function, step=1e-4):
-    """Slope at zero by central differences of fourth order."""
-    at = [float(function(k * step)) for k in (-2, -1, 1, 2)]
-    return (at[0] - 8 * at[1] + 8 * at[2] - at[3]) / (12 * step)
 
 
 def relative(found, expected):
@@ -54,7 +44,7 @@ def test_explicit_forces_and_the_part_through_charges_are_the_whole_force(way):
     assert relative([found], [hybrid.whole(IONS, X)]) < 1e-10
     (direction,) = random_like([X])
     with torch.no_grad():
-        slope = differences(lambda h: IONS.energy(X + h * direction))
+        slope = float(derivative_along(IONS.energy, X, direction))
         fixed = IONS.coulomb(X, IONS.charges(X), IONS.cell, **IONS.near, compute_forces=True)[1]
     assert -float((found * direction).sum()) == pytest.approx(slope, rel=1e-8)
     assert relative([fixed], [found.detach()]) > 0.05
@@ -85,7 +75,7 @@ def test_gradients_of_a_loss_on_forces_are_those_of_the_whole_graph(way):
                 parameter.copy_(value + amount * direction)
         return (WAYS[way](IONS, X) - TARGET).square().sum()
 
-    slope = differences(loss)
+    slope = float(derivative_along(loss, 0.0, 1.0))
     loss(0.0)  # back to the start
     assert float(sum((f * d).sum() for f, d in zip(found, directions))) == pytest.approx(slope, rel=1e-7)
 
@@ -124,7 +114,7 @@ def test_virial_and_the_part_through_charges_are_the_whole_virial():
     assert relative([found], [expected]) < 1e-10
     (direction,) = random_like([strain])
     with torch.no_grad():
-        slope = differences(lambda h: energies(h * direction).sum())
+        slope = float(derivative_along(lambda h: energies(h * direction).sum(), 0.0, 1.0))
     assert -float((found * direction).sum()) == pytest.approx(slope, rel=1e-7)
 
 

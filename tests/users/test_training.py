@@ -1,4 +1,4 @@
-"""A07 and its kin: force, stress and energy matching through a network and particle-mesh Ewald, by every way.
+"""Force, stress and energy matching through a network and particle-mesh Ewald, by every way.
 
 The model is that of ``examples/10_force_matching.py``: messages, learned charges, PME. The loss may be right and its
 gradient wrong by a factor, so gradients are compared with each other and with finite differences, for the energies,
@@ -8,7 +8,6 @@ forces and stresses one by one.
 import datetime
 import functools
 import re
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ import torch.multiprocessing
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.comparing import derivative_along, random_like
 from tests.users import example, said_by
 
 fm = example("10_force_matching")
@@ -99,7 +99,7 @@ WAYS = ("explicit forces", "torch.func", "compiled, autograd inside", "compiled,
 
 @pytest.mark.parametrize("way", [*WAYS, "compiled, positions from outside"])
 def test_each_way_gives_the_loss_and_the_gradients_of_eager_autograd(way, traced_autograd):
-    """A07: to rounding. Each parameter has a gradient."""
+    """To rounding. Each parameter has a gradient."""
     data, each = labelled(0, 1, 2), steps(setting()[2])
     expected = each["eager"](*data)
     assert all(gradient.abs().max() > 1e-6 for gradient in expected[1])
@@ -113,17 +113,6 @@ def test_each_way_with_inductor(way, traced_autograd):
     data = labelled(0, 1, 2)
     each = steps(setting()[2], "inductor")
     assert_same_step(each[way](*data), each["eager"](*data))
-
-
-def differences(function: Callable[[float], torch.Tensor], step: float) -> float:
-    """Slope at zero by central differences of fourth order."""
-    at = [function(k * step).item() for k in (-2, -1, 1, 2)]
-    return (at[0] - 8 * at[1] + 8 * at[2] - at[3]) / (12 * step)
-
-
-def random_like(tensors, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(t.shape, generator=generator, dtype=t.dtype) for t in tensors]
 
 
 @pytest.mark.parametrize("fitted", fm.Observables._fields)
@@ -147,7 +136,7 @@ def test_gradients_of_a_loss_on_each_observable_equal_finite_differences(observe
         return loss().detach()
 
     found = float(sum((g * d).sum() for g, d in zip(gradients, directions)))
-    assert found == pytest.approx(differences(at, 1e-4), rel=1e-6)
+    assert found == pytest.approx(float(derivative_along(at, 0.0, 1.0)), rel=1e-6)
 
 
 def test_forces_and_stress_equal_finite_differences_of_the_energy():
@@ -162,9 +151,9 @@ def test_forces_and_stress_equal_finite_differences_of_the_energy():
     def energy(positions, strain):
         return potential(batch, positions, strain).sum()
 
-    along = differences(lambda h: energy(batch.positions + h * moves, none), 1e-4)
+    along = float(derivative_along(lambda h: energy(batch.positions + h * moves, none), 0.0, 1.0))
     assert -(found.forces * moves).sum().item() == pytest.approx(along, rel=1e-7)
-    along = differences(lambda h: energy(batch.positions, h * strains), 1e-4)
+    along = float(derivative_along(lambda h: energy(batch.positions, h * strains), 0.0, 1.0))
     assert (found.stress * volume * strains).sum().item() == pytest.approx(along, rel=1e-7)
 
 
@@ -173,7 +162,7 @@ def test_forces_and_stress_equal_finite_differences_of_the_energy():
 
 @pytest.mark.parametrize("observe", [fm.by_autograd, fm.by_explicit_forces])
 def test_training_compiles_once_and_goes_as_in_eager_mode(observe, traced_autograd):
-    """A01, N20: batches of other sizes and numbers of crystals, with parameters that change."""
+    """Batches of other sizes and numbers of crystals, with parameters that change."""
     data = [labelled(0, 1, 2), labelled(3), labelled(3, 2, 1, 0), labelled(0), labelled(1, 3)]
     counter = CompileCounterWithBackend("aot_eager")
     losses = []
@@ -198,7 +187,7 @@ def test_training_compiles_once_and_goes_as_in_eager_mode(observe, traced_autogr
 
 @pytest.mark.slow
 def test_batches_without_padding_compile_at_most_twice(traced_autograd):
-    """N20: numbers of atoms and crystals are dynamic instead."""
+    """Numbers of atoms and crystals are dynamic instead."""
     structures, _, potential = setting()
     counter = CompileCounterWithBackend("aot_eager")
     eager = steps(potential)["eager"]
@@ -274,7 +263,7 @@ def test_autocast(way):
 
 
 def test_charges_of_low_precision_are_refused_and_the_sum_is_not_autocast():
-    """A14: nothing is rounded that the caller did not round."""
+    """Nothing is rounded that the caller did not round."""
     batch, _ = labelled(0, 2)
     coulomb = setting()[2].coulomb
     for data in (batch, single(batch)):

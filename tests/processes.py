@@ -1,0 +1,30 @@
+"""Python code in an interpreter that has imported nothing yet."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_python(code, *arguments, cwd=ROOT, timeout=300, **environment):
+    """A finished process; ``environment`` changes that of this one, None takes a variable away."""
+    variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        env={name: value for name, value in variables.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        cwd=cwd,
+    )
+
+
+def python_says(code, *arguments, **options):
+    """What it prints last, as JSON; it must end well."""
+    finished = run_python(code, *arguments, **options)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return json.loads(finished.stdout.splitlines()[-1])
