@@ -1,7 +1,7 @@
 """The torch binding: custom ops on the framework-free kernels of `nvalchemiops`. Submodules are loaded when used."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,10 +12,18 @@ from nvalchemiops.torch.runtime.openmp import openmp_of_torch
 set_thread_count(torch.get_num_threads)
 set_openmp(openmp_of_torch())
 
-_SUBMODULES = frozenset({"autograd", "interactions", "kernel", "neighbors", "ops", "segment_ops", "spline", "types"})
+if TYPE_CHECKING:
+    from nvalchemiops.torch.systems import Neighbors as Neighbors
+    from nvalchemiops.torch.systems import System as System
+
+_SUBMODULES = frozenset(
+    {"autograd", "interactions", "kernel", "neighbors", "ops", "segment_ops", "spline", "systems", "types"}
+)
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
+    if name in ("Neighbors", "System"):
+        return getattr(importlib.import_module(f"{__name__}.systems"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

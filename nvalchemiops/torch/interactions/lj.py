@@ -47,7 +47,7 @@ def lj_energy(
         A bad argument, named in the message.
     """
     potential = lennard_jones(cutoff, mixing=mixing, shifted=shifted, r_switch=r_switch)
-    return potential(positions, cell, sigma=sigma, epsilon=epsilon, **options)  # type: ignore[return-value]
+    return potential(positions, cell, sigma=sigma, epsilon=epsilon, **options)
 
 
 def lj_forces(

@@ -11,6 +11,7 @@ from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion
 from nvalchemiops.torch.interactions.dispersion.driver import ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, given_or_published
 from nvalchemiops.torch.runtime.modules import ExactModule
+from nvalchemiops.torch.systems import Neighbors, System, long_arguments, named
 
 CUTOFF, COORDINATION_CUTOFF, THREE_BODY_CUTOFF, SMOOTHING = 60.0, 40.0, 20.0, 5.0
 """Cutoffs in bohr, the first two those of the program s-dftd3, and a width over which sums go to zero before them."""
@@ -112,30 +113,37 @@ class DFTD3(ExactModule):
 
     def forward(
         self,
-        positions: torch.Tensor,
-        numbers: torch.Tensor,
+        positions: torch.Tensor | System,
+        numbers: torch.Tensor | Neighbors | None = None,
         cell: torch.Tensor | None = None,
         batch_idx: torch.Tensor | None = None,
         **options: Any,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Any:
         """Energies of atoms in hartree, coordination numbers, and what else is asked for.
 
         Parameters
         ----------
-        positions, numbers, cell, batch_idx, **options
+        positions : System, or (n_atoms, 3) tensor
+        numbers : Neighbors or None with a system, else tensor
+        cell, batch_idx, **options
             As for `d3_dispersion`: neighbors, ``compute_forces``, ``compute_virial``, ``energy_reduction``, ``pbc`` and
             ``num_systems``.
 
         Returns
         -------
         energies, forces, coordination_numbers, virial
-            As from `d3_dispersion`.
+            As from `d3_dispersion`. For a system with names (`nvalchemiops.torch.systems.Results`).
         """
+        if isinstance(positions, System):
+            given = long_arguments(positions, numbers, options, needed=("numbers",), padding="fill_value")
+            values = self(positions.positions, positions.numbers, positions.cell, **given)
+            names = ["energies"] + ["forces"] * bool(options.get("compute_forces")) + ["coordination_numbers"]
+            return named(names + ["virial"] * bool(options.get("compute_virial")), values)
         self._move_to(positions)
         damping = self.kind(**{name: getattr(self, name).to(positions.dtype) for name in self.kind._fields})
         return d3_dispersion(
             positions,
-            numbers,
+            numbers,  # type: ignore[arg-type]  # checked there
             damping,
             self.states,
             cell,

@@ -19,10 +19,13 @@ from nvalchemiops.torch.interactions.electrostatics.system import check_potentia
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime.context import may_read, values_of
 from nvalchemiops.torch.runtime.modules import ExactModule
+from nvalchemiops.torch.systems import Neighbors, System, long_arguments, named
 
 
-def _parameter(name: str, value: float | torch.Tensor) -> torch.Tensor:
-    """A positive number, or one for each system, as a tensor (1,) or (n_systems,)."""
+def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | None:
+    """A positive number, or one for each system, as a tensor (1,) or (n_systems,); None is chosen in each call."""
+    if value is None:
+        return None
     if isinstance(value, torch.Tensor):
         return per_system(name, value, max(1, value.numel()), value.device).detach().clone()
     # moved to where other modules of torch are made
@@ -54,16 +57,23 @@ def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -
 
 
 class _ConfiguredSum(ExactModule):
-    """What both modules have: alpha, the reach of lists, the potential, and what is prepared for a cell."""
+    """What both modules have: alpha, the reach of lists, the accuracy, the potential, what is prepared for a cell."""
 
-    alpha: torch.Tensor
+    alpha: torch.Tensor | None
     _trainable: tuple[str, ...] = ("alpha",)
 
-    def __init__(self, alpha: float | torch.Tensor, cutoff: float | None, potential: LongRangePotential) -> None:
+    def __init__(
+        self,
+        alpha: float | torch.Tensor | None,
+        cutoff: float | None,
+        accuracy: float,
+        potential: LongRangePotential,
+    ) -> None:
         super().__init__()
         check_potential(potential)
         self.alpha = _parameter("alpha", alpha)
         self.cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+        self.accuracy = checks.check_positive("accuracy", accuracy)
         self.potential = potential
         self._prepared: Any = None
 
@@ -72,16 +82,57 @@ class _ConfiguredSum(ExactModule):
         """The cell (n_systems, 3, 3) of `prepare`, float64."""
         return None if self._prepared is None else self._prepared.cell
 
+    def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
+        """The sum of tensors."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        positions: torch.Tensor | System,
+        charges: torch.Tensor | Neighbors | None = None,
+        cell: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """Evaluate the sum, for a system and its neighbors or for tensors one by one.
+
+        Parameters
+        ----------
+        positions : System, or (n_atoms, 3) tensor
+        charges : Neighbors or None with a system, else tensor
+        cell : tensor, without a system
+        **options
+            Other arguments of the function that the module configures.
+
+        Returns
+        -------
+        Results
+            For a system, with names; for tensors what the function returns.
+        """
+        if not isinstance(positions, System):
+            self._move_to(positions)
+            given = {"cutoff": self.cutoff, "accuracy": self.accuracy, "potential": self.potential} | options
+            return self._evaluate(positions, charges, cell, **given)  # type: ignore[arg-type]  # checked there
+        system, needed = positions, ("charges", "cell")
+        given = long_arguments(system, charges, options, needed=needed, padding="mask_value", reach="cutoff")
+        names = ["energies", *(name for name in DERIVATIVES if options.get(f"compute_{name}"))]
+        return named(names, self.forward(system.positions, system.charges, system.cell, **given))
+
+
+DERIVATIVES = ("forces", "charge_gradients", "virial")
+
 
 class EwaldSummation(_ConfiguredSum):
-    """`ewald_summation` with fixed parameters.
+    """A configured `ewald_summation`: for an accuracy, or with fixed parameters.
 
     Parameters
     ----------
-    alpha : float or (n_systems,) tensor, 1/length
-    k_cutoff : float or (n_systems,) tensor, 1/length
+    alpha : float or (n_systems,) tensor, 1/length, optional
+        Without it each call chooses one, and k-vectors, for ``accuracy``.
+    k_cutoff : float or (n_systems,) tensor, 1/length, optional
     cutoff : float, length, optional
         Reach of the lists in calls, or to which lists are built.
+    accuracy : float, optional
+        Wanted RMS error of the forces, relative to their RMS.
     potential : LongRangePotential, optional
 
     Raises
@@ -105,35 +156,37 @@ class EwaldSummation(_ConfiguredSum):
 
     Examples
     --------
+    >>> result = EwaldSummation(accuracy=1e-6)(System(positions, charges, cell), compute_forces=True)
     >>> ewald = EwaldSummation.estimate(positions, cell, accuracy=1e-5).prepare(cell)
     >>> energies, forces = ewald(positions, charges, cell, compute_forces=True)
     """
 
-    k_cutoff: torch.Tensor
+    k_cutoff: torch.Tensor | None
     _trainable = ("alpha", "k_cutoff")
 
     def __init__(
         self,
-        alpha: float | torch.Tensor,
-        k_cutoff: float | torch.Tensor,
+        alpha: float | torch.Tensor | None = None,
+        k_cutoff: float | torch.Tensor | None = None,
         cutoff: float | None = None,
         *,
+        accuracy: float = 1e-6,
         potential: LongRangePotential = COULOMB,
     ) -> None:
-        super().__init__(alpha, cutoff, potential)
+        super().__init__(alpha, cutoff, accuracy, potential)
         self.k_cutoff = _parameter("k_cutoff", k_cutoff)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("alpha", "k_cutoff", "cutoff", "prepared_cell")
+        names = ("alpha", "k_cutoff", "cutoff", "accuracy", "prepared_cell")
         return {name: getattr(self, name) for name in names} | {"potential": self.potential.exponent}
 
     def _restored(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         _check_same(self.potential, settings["potential"])
         with torch.device("cpu"):
-            made = EwaldSummation(*(settings[name] for name in ("alpha", "k_cutoff", "cutoff")))
+            made = EwaldSummation(**{name: settings[name] for name in ("alpha", "k_cutoff", "cutoff", "accuracy")})
         if settings["prepared_cell"] is not None:
             made.prepare(settings["prepared_cell"])
-        return {name: getattr(made, name) for name in ("alpha", "k_cutoff", "cutoff", "_prepared")}
+        return {name: getattr(made, name) for name in ("alpha", "k_cutoff", "cutoff", "accuracy", "_prepared")}
 
     @classmethod
     def estimate(
@@ -151,32 +204,34 @@ class EwaldSummation(_ConfiguredSum):
 
     def prepare(self, cell: torch.Tensor) -> "EwaldSummation":
         """Fix the k-vectors to those of this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
+        if self.k_cutoff is None:
+            raise ValueError("`prepare` needs `k_cutoff`: give it, or let `EwaldSummation.estimate` choose it")
         self._prepared = prepare_wave_vectors(cell, self.k_cutoff)
         return self
 
-    def forward(
-        self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Evaluate `ewald_summation`; ``options`` are its other arguments."""
-        self._move_to(positions)
+    def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
         chosen: dict[str, Any] = {"k_cutoff": self.k_cutoff}
         if self._prepared is not None:
+            assert self.k_cutoff is not None
             _unchanged("k_cutoff", self.k_cutoff, self._prepared.k_cutoff)
             chosen = {"miller_indices": self._prepared}
-        given = {"cutoff": self.cutoff, "potential": self.potential} | options
-        return ewald_summation(positions, charges, cell, self.alpha, **chosen, **given)
+        return ewald_summation(positions, charges, cell, self.alpha, **chosen, **options)
 
 
 class ParticleMeshEwald(_ConfiguredSum):
-    """`particle_mesh_ewald` with fixed parameters.
+    """A configured `particle_mesh_ewald`: for an accuracy, or with fixed parameters.
 
     Parameters
     ----------
-    alpha : float or (n_systems,) tensor, 1/length
-    mesh_dimensions : (int, int, int)
+    alpha : float or (n_systems,) tensor, 1/length, optional
+        Without it each call chooses one for ``accuracy``.
+    mesh_dimensions : (int, int, int), optional
+        Without them each call chooses a mesh for ``accuracy``.
     spline_order : int, optional
     cutoff : float, length, optional
         Reach of the lists in calls, or to which lists are built.
+    accuracy : float, optional
+        Wanted RMS error of the forces, relative to their RMS.
     potential : LongRangePotential, optional
 
     Raises
@@ -197,24 +252,29 @@ class ParticleMeshEwald(_ConfiguredSum):
 
     Examples
     --------
+    >>> result = ParticleMeshEwald(accuracy=1e-6)(System(positions, charges, cell), compute_forces=True)
     >>> pme = ParticleMeshEwald.estimate(positions, cell, accuracy=1e-5, spline_order=8).prepare(cell)
     >>> energies, forces = pme(positions, charges, cell, compute_forces=True)
     """
 
     def __init__(
         self,
-        alpha: float | torch.Tensor,
-        mesh_dimensions: tuple[int, int, int],
+        alpha: float | torch.Tensor | None = None,
+        mesh_dimensions: tuple[int, int, int] | None = None,
         spline_order: int = 5,
         cutoff: float | None = None,
         *,
+        accuracy: float = 1e-6,
         potential: LongRangePotential = COULOMB,
     ) -> None:
-        super().__init__(alpha, cutoff, potential)
-        self.mesh_dimensions, self.spline_order = mesh_and_order(mesh_dimensions, check_spline_order(spline_order))
+        super().__init__(alpha, cutoff, accuracy, potential)
+        self.spline_order = check_spline_order(spline_order)
+        self.mesh_dimensions: tuple[int, int, int] | None = None
+        if mesh_dimensions is not None:
+            self.mesh_dimensions, self.spline_order = mesh_and_order(mesh_dimensions, self.spline_order)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("alpha", "mesh_dimensions", "spline_order", "cutoff", "prepared_cell")
+        names = ("alpha", "mesh_dimensions", "spline_order", "cutoff", "accuracy", "prepared_cell")
         # apart from `alpha`, which the dtype of the cell may have rounded
         prepared = None if self._prepared is None else self._prepared.alpha
         others = {"prepared_alpha": prepared, "potential": self.potential.exponent}
@@ -222,13 +282,12 @@ class ParticleMeshEwald(_ConfiguredSum):
 
     def _restored(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         _check_same(self.potential, settings["potential"])
-        names = ("alpha", "mesh_dimensions", "spline_order", "cutoff")
+        names = ("alpha", "mesh_dimensions", "spline_order", "cutoff", "accuracy")
         with torch.device("cpu"):
-            made = ParticleMeshEwald(*(settings[name] for name in names), potential=self.potential)
-        cell, alpha = settings["prepared_cell"], settings["prepared_alpha"]
-        if cell is not None:
-            mesh = made.mesh_dimensions, made.spline_order
-            made._prepared = prepare_mesh(cell, alpha, *mesh, potential=self.potential)
+            made = ParticleMeshEwald(**{name: settings[name] for name in names}, potential=self.potential)
+        cell, alpha, mesh = settings["prepared_cell"], settings["prepared_alpha"], made.mesh_dimensions
+        if cell is not None and mesh is not None:
+            made._prepared = prepare_mesh(cell, alpha, mesh, made.spline_order, potential=self.potential)
         return {name: getattr(made, name) for name in (*names, "_prepared")}
 
     @classmethod
@@ -250,6 +309,10 @@ class ParticleMeshEwald(_ConfiguredSum):
 
     def prepare(self, cell: torch.Tensor) -> "ParticleMeshEwald":
         """Keep what depends on this cell, (3, 3) or (n_systems, 3, 3); returns the module."""
+        if self.alpha is None or self.mesh_dimensions is None:
+            raise ValueError(
+                "`prepare` needs `alpha` and `mesh_dimensions`: give them, or let `ParticleMeshEwald.estimate` choose"
+            )
         if self.alpha.requires_grad:
             raise ValueError("`alpha` is trained: what is prepared would not follow it")
         self._prepared = prepare_mesh(
@@ -257,21 +320,17 @@ class ParticleMeshEwald(_ConfiguredSum):
         )
         return self
 
-    def forward(
-        self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Evaluate `particle_mesh_ewald`; ``options`` are its other arguments."""
-        self._move_to(positions)
-        given = {"cutoff": self.cutoff, "potential": self.potential} | options
+    def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
         mesh: Any = {"mesh_dimensions": self.mesh_dimensions, "spline_order": self.spline_order}
         prepared = self._prepared
         if prepared is None:
-            return particle_mesh_ewald(positions, charges, cell, self.alpha, **mesh, **given)
+            return particle_mesh_ewald(positions, charges, cell, self.alpha, **mesh, **options)
         if (prepared.mesh_dimensions, prepared.spline_order) != (self.mesh_dimensions, self.spline_order):
             raise ValueError("the mesh has changed since `prepare`: call it again")
         # equal, not the same: torch.export puts copies of tuples into a module
         if may_read() and prepared.potential != self.potential:
             raise ValueError("`potential` has changed since `prepare`: call it again")
+        assert self.alpha is not None
         alpha = _unchanged("alpha", self.alpha, prepared.alpha)
         prepared = prepared._replace(alpha=alpha, potential=self.potential)
-        return particle_mesh_ewald(positions, charges, cell, prepared=prepared, **given)
+        return particle_mesh_ewald(positions, charges, cell, prepared=prepared, **options)

@@ -16,6 +16,7 @@ from nvalchemiops.torch.interactions.pair.driver import check_wanted, sum_pairs
 from nvalchemiops.torch.interactions.pair.exclusions import exclusion_rows
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.systems import Neighbors, Results, System, long_arguments, named
 
 
 class PairPotential:
@@ -105,8 +106,8 @@ class PairPotential:
 
     def __call__(
         self,
-        positions: torch.Tensor,
-        cell: torch.Tensor | None = None,
+        positions: torch.Tensor | System,
+        cell: torch.Tensor | Neighbors | None = None,
         *,
         neighbor_list: torch.Tensor | None = None,
         neighbor_ptr: torch.Tensor | None = None,
@@ -128,8 +129,11 @@ class PairPotential:
         energy_reduction: str = "atom",
         check: bool = False,
         **parameters: float | torch.Tensor,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    ) -> Any:
         """Energies and, as asked, forces, gradients by parameters and virial.
+
+        With a `System` in the place of the positions, and `Neighbors` or None in that of the cell, the results have
+        names (`nvalchemiops.torch.systems.Results`), ``gradients`` being a dict.
 
         Parameters
         ----------
@@ -203,6 +207,16 @@ class PairPotential:
         that diverges; the others are not affected unless they interact with the two. A NaN in a position or parameter,
         and an infinite position, become NaN for that atom and those within its neighbor list.
         """
+        if isinstance(positions, System):
+            options: dict[str, Any] = {
+                "num_systems": num_systems,
+                "species": species,
+                "exclusions": exclusions,
+                "check": check,
+            }
+            options |= {"exclusion_factors": exclusion_factors, "energy_reduction": energy_reduction}
+            options |= {"compute_forces": compute_forces, "compute_virial": compute_virial}
+            return self._named(positions, cell, options | parameters, compute_gradients)
         given = GivenNeighbors(
             neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
         )
@@ -231,6 +245,18 @@ class PairPotential:
             exclusions=exclusion_rows(exclusions, exclusion_factors, positions),
         )
         return results if len(results) > 1 else results[0]
+
+    def _named(self, system: System, neighbors: Any, options: dict[str, Any], gradients: Sequence[str]) -> Results:
+        """The results with names for a system."""
+        given = long_arguments(system, neighbors, options, needed=(), padding="fill_value", reach="neighbor_cutoff")
+        values = self(system.positions, system.cell, compute_gradients=gradients, **given)
+        found = list(values) if isinstance(values, tuple) else [values]
+        names = ["energies"] + ["forces"] * options["compute_forces"]
+        if gradients:
+            at = len(names)
+            found[at : at + len(gradients)] = [dict(zip(gradients, found[at:]))]
+            names.append("gradients")
+        return named(names + ["virial"] * options["compute_virial"], tuple(found))
 
     def source(self, *, compute_forces: bool = True, precision: str = "float64") -> str:
         """The C++ of the kernel that sums energies, and forces, of a periodic system: what the expression became."""

@@ -1,0 +1,259 @@
+"""Atoms, their neighbors and results as objects: the short way to call what the functions take by many arguments.
+
+>>> system = System(positions, charges, cell)
+>>> neighbors = system.neighbors(9.0)
+>>> result = ParticleMeshEwald(accuracy=1e-6)(system, neighbors, compute_forces=True)
+>>> result.energies, result.forces
+
+A configured interaction (`EwaldSummation`, `ParticleMeshEwald`, `DFTD3`, `PairPotential`) takes a `System` in the place
+of its first arguments, and `Neighbors`, or builds them. Its results have names, and unpack in the order of the fields.
+"""
+
+import itertools
+from collections import namedtuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from nvalchemiops.torch.neighbors import neighbor_list
+
+
+class System(NamedTuple):
+    """Atoms of one system or of a batch of systems.
+
+    Attributes
+    ----------
+    positions : (n_atoms, 3) tensor, float32 or float64, length
+        Inside the cell or not.
+    charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge, optional
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
+        Rows are lattice vectors. Without a cell there is no periodicity.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom; without it there is one system.
+    pbc : (3,) or (n_systems, 3) bool tensor, optional
+        Along which lattice vectors the system is periodic; by default along all.
+    numbers : (n_atoms,) int tensor, optional
+        Atomic numbers.
+    """
+
+    positions: torch.Tensor
+    charges: torch.Tensor | None = None
+    cell: torch.Tensor | None = None
+    batch_idx: torch.Tensor | None = None
+    pbc: torch.Tensor | None = None
+    numbers: torch.Tensor | None = None
+
+    @classmethod
+    def from_ase(
+        cls,
+        atoms: Any,
+        charges: Any = None,
+        *,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str | None = None,
+    ) -> "System":
+        """The system of an ``ase.Atoms``, or a batch of the systems of several.
+
+        Parameters
+        ----------
+        atoms : ase.Atoms or sequence of ase.Atoms
+        charges : sequence of float, or tensor (n_atoms,), optional
+            By default the initial charges of the atoms, where some are not zero.
+        dtype : torch.dtype, optional
+        device : torch.device or str, optional
+
+        Returns
+        -------
+        System
+            In angstrom. ``cell`` and ``pbc`` are None where no system is periodic.
+        """
+        systems = [atoms] if hasattr(atoms, "positions") else list(atoms)
+        if not systems:
+            raise ValueError("`atoms` holds no system")
+
+        def joined(arrays: Sequence[Any], kind: torch.dtype) -> torch.Tensor:
+            return torch.cat([torch.as_tensor(array, dtype=kind) for array in arrays]).to(device)
+
+        if charges is None:
+            initial = joined([a.get_initial_charges() for a in systems], dtype)
+            found = initial if bool(initial.any()) else None
+        else:
+            found = torch.as_tensor(charges, dtype=dtype, device=device)
+        cell = pbc = batch_idx = None
+        if any(a.pbc.any() for a in systems):
+            cell = joined([a.cell.array[None] for a in systems], dtype)
+            pbc = joined([a.pbc[None] for a in systems], torch.bool)
+        if len(systems) > 1:
+            sizes = torch.tensor([len(a) for a in systems])
+            batch_idx = torch.arange(len(systems), dtype=torch.int32).repeat_interleave(sizes).to(device)
+        elif cell is not None and pbc is not None:
+            cell, pbc = cell[0], pbc[0]
+        numbers = joined([a.numbers for a in systems], torch.int32)
+        return cls(joined([a.positions for a in systems], dtype), found, cell, batch_idx, pbc, numbers)
+
+    def neighbors(self, cutoff: float, *, as_matrix: bool = False, half: bool = False) -> "Neighbors":
+        """All pairs of atoms closer than ``cutoff``, see `nvalchemiops.torch.neighbors.neighbor_list`.
+
+        Parameters
+        ----------
+        cutoff : float, length
+        as_matrix : bool, optional
+            A matrix instead of a list of pairs.
+        half : bool, optional
+            Each pair once.
+        """
+        found = neighbor_list(
+            self.positions,
+            cutoff,
+            self.cell,
+            self.pbc,
+            self.batch_idx,
+            half_fill=half,
+            return_neighbor_list=not as_matrix,
+        )
+        shifts = found[2] if len(found) > 2 else None
+        if as_matrix:
+            return Neighbors.from_matrix(found[0], shifts, cutoff=cutoff, half=half)
+        return Neighbors.from_list(found[0], shifts, row_pointers=found[1], cutoff=cutoff, half=half)
+
+
+class Neighbors(NamedTuple):
+    """Neighbors of all atoms, as pairs or as a matrix: from `System.neighbors`, `from_list` or `from_matrix`.
+
+    Attributes
+    ----------
+    pairs : (2, n_pairs) int tensor, or None
+        Sorted by the first atom.
+    row_pointers : (n_atoms + 1,) int32 tensor, or None
+        Where the pairs of each atom begin.
+    matrix : (n_atoms, width) int tensor, or None
+    shifts : (n_pairs, 3) or (n_atoms, width, 3) int tensor, or None
+        Images of the second atoms, in lattice vectors: ``r_ij = r_j - r_i + shift @ cell``.
+    padding : int or None
+        Entries of the matrix that are no neighbor; n_atoms by default.
+    cutoff : float or None, length
+        All pairs closer than this are there.
+    half : bool
+        Each pair is there once.
+    """
+
+    pairs: torch.Tensor | None = None
+    row_pointers: torch.Tensor | None = None
+    matrix: torch.Tensor | None = None
+    shifts: torch.Tensor | None = None
+    padding: int | None = None
+    cutoff: float | None = None
+    half: bool = False
+
+    @classmethod
+    def from_list(
+        cls,
+        pairs: torch.Tensor,
+        shifts: torch.Tensor | None = None,
+        *,
+        row_pointers: torch.Tensor | None = None,
+        cutoff: float | None = None,
+        half: bool = False,
+    ) -> "Neighbors":
+        """Neighbors from a list of pairs; shapes as of the attributes."""
+        return cls(pairs, row_pointers, None, shifts, None, cutoff, half)
+
+    @classmethod
+    def from_matrix(
+        cls,
+        matrix: torch.Tensor,
+        shifts: torch.Tensor | None = None,
+        *,
+        padding: int | None = None,
+        cutoff: float | None = None,
+        half: bool = False,
+    ) -> "Neighbors":
+        """Neighbors from a matrix; shapes as of the attributes."""
+        return cls(None, None, matrix, shifts, padding, cutoff, half)
+
+
+# -- calls ----------------------------------------------------------------------------------------
+
+
+def long_arguments(
+    system: System, neighbors: Any, options: Mapping[str, Any], *, needed: Sequence[str], padding: str, reach: str = ""
+) -> dict[str, Any]:
+    """Arguments of a function that takes tensors one by one: those of system and neighbors, and ``options``.
+
+    Parameters
+    ----------
+    system : System
+    neighbors : Neighbors or None
+    options : mapping
+        Further arguments by name.
+    needed : sequence of str
+        Attributes that the system must have.
+    padding : str
+        What the function calls the padding of a matrix.
+    reach : str, optional
+        What it calls the reach of the neighbors, if it asks for it.
+    """
+    for name in needed:
+        if getattr(system, name) is None:
+            raise ValueError(f"`{name}` of the system is needed for this interaction")
+    found: dict[str, Any] = {"batch_idx": system.batch_idx, "pbc": system.pbc}
+    if neighbors is None:
+        return found | dict(options)
+    if not isinstance(neighbors, Neighbors):
+        raise TypeError(f"`neighbors` must be Neighbors, got {type(neighbors).__name__}")
+    if neighbors.matrix is None:
+        found |= {"neighbor_list": neighbors.pairs, "neighbor_ptr": neighbors.row_pointers}
+        found |= {"neighbor_shifts": neighbors.shifts}
+    else:
+        found |= {"neighbor_matrix": neighbors.matrix, "neighbor_matrix_shifts": neighbors.shifts}
+        found |= {padding: neighbors.padding}
+    if reach and neighbors.cutoff is not None:
+        found |= {reach: neighbors.cutoff}
+    return found | {"half_list": neighbors.half} | dict(options)
+
+
+# -- results --------------------------------------------------------------------------------------
+
+
+class Results(Protocol):
+    """Results with names; those that were asked for, in this order, by which they unpack as a tuple.
+
+    Attributes
+    ----------
+    energies : (n_atoms,) or (n_systems,) tensor
+        With charge channels (n_atoms, n_channels) or (n_systems, n_channels).
+    forces : (n_atoms, 3) tensor
+    charge_gradients : tensor like the charges
+    coordination_numbers : (n_atoms,) tensor
+        Of D3.
+    gradients : dict from names of parameters to tensors
+        Of pair potentials.
+    virial : (n_systems, 3, 3) tensor
+        ``-dE/dstrain``; the stress is ``-virial / volume``.
+    """
+
+    energies: torch.Tensor
+    forces: torch.Tensor
+    charge_gradients: torch.Tensor
+    coordination_numbers: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    virial: torch.Tensor
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+_OPTIONAL = ("forces", "charge_gradients", "coordination_numbers", "gradients", "virial")
+
+# all of them now: a compiler cannot make a type
+_TYPES: dict[tuple[str, ...], Any] = {
+    names: namedtuple("_".join(["Results", *names[1:]]), names, module=__name__)
+    for count in range(len(_OPTIONAL) + 1)
+    for names in (("energies", *chosen) for chosen in itertools.combinations(_OPTIONAL, count))
+}
+globals().update({kind.__name__: kind for kind in _TYPES.values()})  # where pickle looks for them
+
+
+def named(names: Sequence[str], values: Any) -> Results:
+    """What a function returned, a tensor or a tuple, with names."""
+    return _TYPES[tuple(names)](*(values if isinstance(values, tuple) else (values,)))
