@@ -196,6 +196,60 @@ def test_private_names_of_torch_are_in_one_file():
     ]
 
 
+SUMS = "torch/interactions/electrostatics"
+HOPS = {
+    "ewald_summation": [
+        f"{SUMS}/ewald.py",
+        f"{SUMS}/terms/reciprocal.py",
+        "torch/operators/fourier.py",
+        "kernels/fourier.py",
+    ],
+    "its sum over pairs": [
+        f"{SUMS}/ewald.py",
+        f"{SUMS}/driver.py",
+        f"{SUMS}/terms/pairs.py",
+        "torch/interactions/pair/driver.py",
+    ],
+    "particle_mesh_ewald": [f"{SUMS}/pme.py", f"{SUMS}/terms/mesh.py", "torch/operators/mesh.py", "kernels/mesh.py"],
+    "d3_dispersion": [
+        "torch/interactions/dispersion/d3.py",
+        "torch/interactions/dispersion/driver.py",
+        "interactions/dispersion/formulas.py",
+    ],
+    "its coefficients": [
+        "torch/interactions/dispersion/driver.py",
+        "torch/interactions/dispersion/coefficients.py",
+        "interactions/dispersion/coefficients.py",
+    ],
+    "neighbor_list": [
+        "torch/neighbors/lists.py",
+        "torch/neighbors/driver.py",
+        "torch/neighbors/search.py",
+        "neighbors/search.py",
+    ],
+    "PairPotential": [
+        "torch/interactions/pair/potential.py",
+        "torch/interactions/pair/driver.py",
+        "torch/interactions/pair/op.py",
+        "interactions/pair/sum.py",
+    ],
+}
+"""The ways from calls to formulas and kernels that docs/architecture.md shows."""
+
+
+@pytest.mark.parametrize("call", HOPS)
+def test_formulas_and_kernels_are_three_imports_away(call):
+    table = (ROOT / "docs" / "architecture.md").read_text()
+    for here, there in zip(HOPS[call], HOPS[call][1:]):
+        *package, name = there.removesuffix(".py").split("/")
+        imported = set()
+        for node in ast.walk(ast.parse((PACKAGE / here).read_text())):
+            if isinstance(node, ast.ImportFrom):
+                imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        assert ".".join(["nvalchemiops", *package, name]) in imported, f"{here} does not import {there}"
+        assert f"{name}.py" in table
+
+
 # -- import ---------------------------------------------------------------------------------------
 
 
