@@ -122,10 +122,30 @@ def test_what_is_missing_is_named():
         EwaldSummation()(SYSTEM._replace(charges=None))
     with pytest.raises(ValueError, match="`numbers` of the system"):
         DFTD3("pbe", elements=(1,))(SYSTEM._replace(numbers=None))
-    with pytest.raises(TypeError, match="`neighbors` must be Neighbors"):
+    with pytest.raises(TypeError, match="beside a System an interaction takes Neighbors, got Tensor"):
         EwaldSummation()(SYSTEM, SYSTEM.charges)
+    near = SYSTEM.neighbors(3.0)
+    with pytest.raises(TypeError, match="`neighbors` are given twice"):
+        EwaldSummation()(SYSTEM, near, neighbors=near)
+    with pytest.raises(TypeError, match="`neighbors` go with a System"):
+        EwaldSummation()(*SYSTEM[:3], neighbors=near)
+    with pytest.raises(TypeError, match="`neighbor_list` is for tensors"):
+        PAIR(SYSTEM, neighbor_list=near.pairs, **PAIR_PARAMETERS)
     with pytest.raises(ValueError, match="`prepare` needs `alpha`"):
         ParticleMeshEwald().prepare(SYSTEM.cell)
+
+
+def test_neighbors_that_are_too_few_are_an_error():
+    near = SYSTEM.neighbors(3.0)
+    with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but `alpha` is for a cutoff of 4.0"):
+        EwaldSummation(0.9, 6.0, 4.0)(SYSTEM, near)
+    with pytest.raises(ValueError, match=r"beyond the list's reach"):
+        PAIR(SYSTEM, neighbors=near, **PAIR_PARAMETERS)
+    with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but the cutoffs of this module to 4.0"):
+        DFTD3("pbe", elements=(1, 6, 8), cutoff=4.0, coordination_cutoff=4.0, smoothing=1.0)(SYSTEM, near)
+    matrix, counts, shifts = neighbor_list(SYSTEM.positions, 4.0, SYSTEM.cell, batch_idx=SYSTEM.batch_idx)
+    with pytest.raises(ValueError, match="`matrix` has 3 columns, but an atom has"):
+        Neighbors.from_matrix(matrix[:, :3], shifts[:, :3], counts=counts)
 
 
 # -- from ASE ---------------------------------------------------------------------------------------
@@ -135,6 +155,9 @@ def test_one_system_of_ase():
     atoms = bulk("NaCl", "rocksalt", a=5.64, cubic=True)
     charges = [1.0 if s == "Na" else -1.0 for s in atoms.symbols]
     system = System.from_ase(atoms, charges)
+    torch.testing.assert_close(system.volume, torch.tensor(atoms.get_volume(), dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"`charges` must have shape \(n_atoms,\) = \(8,\), got \(2,\)"):
+        System.from_ase(atoms, [1.0, -1.0])
     assert system.cell.shape == (3, 3) and system.batch_idx is None and system.pbc.tolist() == [True] * 3
     energy = EwaldSummation(accuracy=1e-9)(system).energies.sum()
     assert abs(-2.0 * energy.item() / len(atoms) * 2.82 - 1.747564594633) < 1e-8

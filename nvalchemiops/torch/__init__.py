@@ -27,3 +27,7 @@ def __getattr__(name: str) -> Any:
     if name in ("Neighbors", "System"):
         return getattr(importlib.import_module(f"{__name__}.systems"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES, "Neighbors", "System"})

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.runtime.context import may_read
 
 
 class System(NamedTuple):
@@ -58,8 +59,9 @@ class System(NamedTuple):
         Parameters
         ----------
         atoms : ase.Atoms or sequence of ase.Atoms
-        charges : sequence of float, or tensor (n_atoms,), optional
-            By default the initial charges of the atoms, where some are not zero.
+        charges : sequence of float or tensor (n_atoms,), optional
+            Of all atoms, one structure after the other. By default the initial charges of the atoms, where some are not
+            zero.
         dtype : torch.dtype, optional
         device : torch.device or str, optional
 
@@ -80,6 +82,9 @@ class System(NamedTuple):
             found = initial if bool(initial.any()) else None
         else:
             found = torch.as_tensor(charges, dtype=dtype, device=device)
+            n_atoms = sum(map(len, systems))
+            if found.shape[:1] != (n_atoms,):
+                raise ValueError(f"`charges` must have shape (n_atoms,) = ({n_atoms},), got {tuple(found.shape)}")
         cell = pbc = batch_idx = None
         if any(a.pbc.any() for a in systems):
             cell = joined([a.cell.array[None] for a in systems], dtype)
@@ -91,6 +96,13 @@ class System(NamedTuple):
             cell, pbc = cell[0], pbc[0]
         numbers = joined([a.numbers for a in systems], torch.int32)
         return cls(joined([a.positions for a in systems], dtype), found, cell, batch_idx, pbc, numbers)
+
+    @property
+    def volume(self) -> torch.Tensor:
+        """Volume of the cell, or (n_systems,) of the cells: the stress is ``-virial / volume``."""
+        if self.cell is None:
+            raise ValueError("a system without `cell` has no volume")
+        return torch.linalg.det(self.cell).abs()
 
     def neighbors(self, cutoff: float, *, as_matrix: bool = False, half: bool = False) -> "Neighbors":
         """All pairs of atoms closer than ``cutoff``, see `nvalchemiops.torch.neighbors.neighbor_list`.
@@ -114,7 +126,7 @@ class System(NamedTuple):
         )
         shifts = found[2] if len(found) > 2 else None
         if as_matrix:
-            return Neighbors.from_matrix(found[0], shifts, cutoff=cutoff, half=half)
+            return Neighbors.from_matrix(found[0], shifts, counts=found[1], cutoff=cutoff, half=half)
         return Neighbors.from_list(found[0], shifts, row_pointers=found[1], cutoff=cutoff, half=half)
 
 
@@ -166,10 +178,18 @@ class Neighbors(NamedTuple):
         shifts: torch.Tensor | None = None,
         *,
         padding: int | None = None,
+        counts: torch.Tensor | None = None,
         cutoff: float | None = None,
         half: bool = False,
     ) -> "Neighbors":
-        """Neighbors from a matrix; shapes as of the attributes."""
+        """Neighbors from a matrix; shapes as of the attributes.
+
+        With ``counts`` (n_atoms,), the true numbers of neighbors, a matrix that is too narrow for them is an error.
+        """
+        if counts is not None and may_read(counts) and counts.numel():
+            most = int(counts.max())
+            if most > matrix.shape[1]:
+                raise ValueError(f"`matrix` has {matrix.shape[1]} columns, but an atom has {most} neighbors")
         return cls(None, None, matrix, shifts, padding, cutoff, half)
 
 
@@ -177,14 +197,21 @@ class Neighbors(NamedTuple):
 
 
 def long_arguments(
-    system: System, neighbors: Any, options: Mapping[str, Any], *, needed: Sequence[str], padding: str, reach: str = ""
+    system: System,
+    neighbors: tuple[Any, ...],
+    options: Mapping[str, Any],
+    *,
+    needed: Sequence[str],
+    padding: str,
+    reach: str = "",
 ) -> dict[str, Any]:
     """Arguments of a function that takes tensors one by one: those of system and neighbors, and ``options``.
 
     Parameters
     ----------
     system : System
-    neighbors : Neighbors or None
+    neighbors : tuple of Neighbors or None
+        What the caller gave beside the system, by position or by name.
     options : mapping
         Further arguments by name.
     needed : sequence of str
@@ -198,19 +225,24 @@ def long_arguments(
         if getattr(system, name) is None:
             raise ValueError(f"`{name}` of the system is needed for this interaction")
     found: dict[str, Any] = {"batch_idx": system.batch_idx, "pbc": system.pbc}
-    if neighbors is None:
+    given = [value for value in neighbors if value is not None]
+    if not given:
         return found | dict(options)
-    if not isinstance(neighbors, Neighbors):
-        raise TypeError(f"`neighbors` must be Neighbors, got {type(neighbors).__name__}")
-    if neighbors.matrix is None:
-        found |= {"neighbor_list": neighbors.pairs, "neighbor_ptr": neighbors.row_pointers}
-        found |= {"neighbor_shifts": neighbors.shifts}
+    for value in given:
+        if not isinstance(value, Neighbors):
+            raise TypeError(f"beside a System an interaction takes Neighbors, got {type(value).__name__}")
+    if len(given) > 1:
+        raise TypeError("`neighbors` are given twice")
+    (near,) = given
+    if near.matrix is None:
+        found |= {"neighbor_list": near.pairs, "neighbor_ptr": near.row_pointers}
+        found |= {"neighbor_shifts": near.shifts}
     else:
-        found |= {"neighbor_matrix": neighbors.matrix, "neighbor_matrix_shifts": neighbors.shifts}
-        found |= {padding: neighbors.padding}
-    if reach and neighbors.cutoff is not None:
-        found |= {reach: neighbors.cutoff}
-    return found | {"half_list": neighbors.half} | dict(options)
+        found |= {"neighbor_matrix": near.matrix, "neighbor_matrix_shifts": near.shifts}
+        found |= {padding: near.padding}
+    if reach and near.cutoff is not None:
+        found |= {reach: near.cutoff}
+    return found | {"half_list": near.half} | dict(options)
 
 
 # -- results --------------------------------------------------------------------------------------

@@ -117,6 +117,8 @@ class DFTD3(ExactModule):
         numbers: torch.Tensor | Neighbors | None = None,
         cell: torch.Tensor | None = None,
         batch_idx: torch.Tensor | None = None,
+        *,
+        neighbors: Neighbors | None = None,
         **options: Any,
     ) -> Any:
         """Energies of atoms in hartree, coordination numbers, and what else is asked for.
@@ -124,7 +126,9 @@ class DFTD3(ExactModule):
         Parameters
         ----------
         positions : System, or (n_atoms, 3) tensor
-        numbers : Neighbors or None with a system, else tensor
+        numbers : tensor, or Neighbors with a system
+        neighbors : Neighbors, optional
+            With a system; they must reach as far as the cutoffs. Without them they are built.
         cell, batch_idx, **options
             As for `d3_dispersion`: neighbors, ``compute_forces``, ``compute_virial``, ``energy_reduction``, ``pbc`` and
             ``num_systems``.
@@ -135,7 +139,13 @@ class DFTD3(ExactModule):
             As from `d3_dispersion`. For a system with names (`nvalchemiops.torch.systems.Results`).
         """
         if isinstance(positions, System):
-            given = long_arguments(positions, numbers, options, needed=("numbers",), padding="fill_value")
+            beside = (numbers, cell, batch_idx, neighbors)
+            given = long_arguments(
+                positions, beside, options, needed=("numbers",), padding="fill_value", reach="neighbor_cutoff"
+            )
+            reach, needed = given.pop("neighbor_cutoff", None), max(self.cutoff, self.coordination_cutoff)
+            if reach is not None and reach < needed:
+                raise ValueError(f"`neighbors` reach to {reach}, but the cutoffs of this module to {needed}")
             values = self(positions.positions, positions.numbers, positions.cell, **given)
             names = ["energies"] + ["forces"] * bool(options.get("compute_forces")) + ["coordination_numbers"]
             return named(names + ["virial"] * bool(options.get("compute_virial")), values)

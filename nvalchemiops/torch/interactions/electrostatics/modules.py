@@ -91,6 +91,8 @@ class _ConfiguredSum(ExactModule):
         positions: torch.Tensor | System,
         charges: torch.Tensor | Neighbors | None = None,
         cell: torch.Tensor | None = None,
+        *,
+        neighbors: Neighbors | None = None,
         **options: Any,
     ) -> Any:
         """Evaluate the sum, for a system and its neighbors or for tensors one by one.
@@ -98,8 +100,10 @@ class _ConfiguredSum(ExactModule):
         Parameters
         ----------
         positions : System, or (n_atoms, 3) tensor
-        charges : Neighbors or None with a system, else tensor
+        charges : tensor, or Neighbors with a system
         cell : tensor, without a system
+        neighbors : Neighbors, optional
+            With a system: those that are summed. Without them they are built.
         **options
             Other arguments of the function that the module configures.
 
@@ -107,13 +111,25 @@ class _ConfiguredSum(ExactModule):
         -------
         Results
             For a system, with names; for tensors what the function returns.
+
+        Raises
+        ------
+        ValueError
+            Neighbors that do not reach as far as the ``cutoff`` that belongs to ``alpha``.
         """
         if not isinstance(positions, System):
+            if neighbors is not None:
+                raise TypeError(
+                    "`neighbors` go with a System; beside tensors give `neighbor_list` or `neighbor_matrix`"
+                )
             self._move_to(positions)
             given = {"cutoff": self.cutoff, "accuracy": self.accuracy, "potential": self.potential} | options
             return self._evaluate(positions, charges, cell, **given)  # type: ignore[arg-type]  # checked there
-        system, needed = positions, ("charges", "cell")
-        given = long_arguments(system, charges, options, needed=needed, padding="mask_value", reach="cutoff")
+        system, beside = positions, (charges, cell, neighbors)
+        needed = ("charges", "cell")
+        given = long_arguments(system, beside, options, needed=needed, padding="mask_value", reach="cutoff")
+        if self.alpha is not None and self.cutoff is not None and given.get("cutoff", self.cutoff) < self.cutoff:
+            raise ValueError(f"`neighbors` reach to {given['cutoff']}, but `alpha` is for a cutoff of {self.cutoff}")
         names = ["energies", *(name for name in DERIVATIVES if options.get(f"compute_{name}"))]
         return named(names, self.forward(system.positions, system.charges, system.cell, **given))
 

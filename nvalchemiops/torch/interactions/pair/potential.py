@@ -109,6 +109,7 @@ class PairPotential:
         positions: torch.Tensor | System,
         cell: torch.Tensor | Neighbors | None = None,
         *,
+        neighbors: Neighbors | None = None,
         neighbor_list: torch.Tensor | None = None,
         neighbor_ptr: torch.Tensor | None = None,
         neighbor_shifts: torch.Tensor | None = None,
@@ -132,7 +133,7 @@ class PairPotential:
     ) -> Any:
         """Energies and, as asked, forces, gradients by parameters and virial.
 
-        With a `System` in the place of the positions, and `Neighbors` or None in that of the cell, the results have
+        With a `System` in the place of the positions, and `Neighbors`, if any, after it, the results have
         names (`nvalchemiops.torch.systems.Results`), ``gradients`` being a dict.
 
         Parameters
@@ -141,6 +142,8 @@ class PairPotential:
             Inside the cell or not.
         cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
             Rows are lattice vectors. A vector of zeros is an open axis. Without it nothing is periodic.
+        neighbors : Neighbors, optional
+            With a `System` only.
         neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
             Pairs (2, n_pairs) sorted by the first atom, where each atom's pairs begin (n_atoms + 1,), images
             (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`; without a cell none, or zeros. Without
@@ -216,7 +219,12 @@ class PairPotential:
             }
             options |= {"exclusion_factors": exclusion_factors, "energy_reduction": energy_reduction}
             options |= {"compute_forces": compute_forces, "compute_virial": compute_virial}
-            return self._named(positions, cell, options | parameters, compute_gradients)
+            for name, value in (("neighbor_list", neighbor_list), ("neighbor_matrix", neighbor_matrix)):
+                if value is not None:
+                    raise TypeError(f"`{name}` is for tensors; beside a System give `neighbors`")
+            return self._named(positions, (cell, neighbors), options | parameters, compute_gradients)
+        if neighbors is not None:
+            raise TypeError("`neighbors` go with a System; beside tensors give `neighbor_list` or `neighbor_matrix`")
         given = GivenNeighbors(
             neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
         )
@@ -246,7 +254,9 @@ class PairPotential:
         )
         return results if len(results) > 1 else results[0]
 
-    def _named(self, system: System, neighbors: Any, options: dict[str, Any], gradients: Sequence[str]) -> Results:
+    def _named(
+        self, system: System, neighbors: tuple[Any, ...], options: dict[str, Any], gradients: Sequence[str]
+    ) -> Results:
         """The results with names for a system."""
         given = long_arguments(system, neighbors, options, needed=(), padding="fill_value", reach="neighbor_cutoff")
         values = self(system.positions, system.cell, compute_gradients=gradients, **given)
