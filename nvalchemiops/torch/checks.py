@@ -147,7 +147,7 @@ def check_pbc(pbc: Any, positions: torch.Tensor, n_systems: int) -> np.ndarray:
 
 
 def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
-    """Periodicity as a bool tensor of whatever shape, on ``device`` if given; raise if it is a tensor elsewhere."""
+    """Periodicity as a bool tensor of any shape, on ``device`` if given; raise if it is a tensor elsewhere."""
     if not isinstance(pbc, torch.Tensor):
         try:
             pbc = torch.as_tensor(pbc, device=device or "cpu")

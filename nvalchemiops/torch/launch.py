@@ -22,13 +22,8 @@ from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
 from nvalchemiops.torch.runtime._torch_internals import is_zero_tensor
 from nvalchemiops.types import inner_shape, scalar_type
 
-_KERNEL_SCALARS: dict[torch.dtype, Any] = {
-    torch.float32: wp.float32,
-    torch.float64: wp.float64,
-    torch.int32: wp.int32,
-    torch.int64: wp.int64,
-    torch.bool: wp.bool,
-}
+_GENERIC = (torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
+"""Dtypes of tensors for generic kernels."""
 
 
 def launch(
@@ -177,9 +172,9 @@ def _unusual(tensor: torch.Tensor, gradient: torch.Tensor | None, kernel: wp.Ker
     if expected.element is not Any:
         raise TypeError(f"{_label(kernel, expected)}: expected dtype {expected.dtype}, got {tensor.dtype}")
     # a generic kernel picks its overload from the array's type, which a bare descriptor does not carry
-    if tensor.dtype not in _KERNEL_SCALARS:
+    if tensor.dtype not in _GENERIC:
         raise TypeError(f"{_label(kernel, expected)}: dtype {tensor.dtype} has no Warp scalar type")
-    return wp.from_torch(tensor.detach(), dtype=_KERNEL_SCALARS[tensor.dtype])
+    return wp.from_torch(tensor.detach(), dtype=wp.dtype_from_torch(tensor.dtype))
 
 
 KEPT_LAYOUTS = 64

@@ -19,7 +19,7 @@ def segmented_sum(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torc
     Parameters
     ----------
     x : (n, ...) tensor, float32 or float64
-        Numbers, vectors or whatever else can be added.
+        Numbers, vectors or other arrays of any shape.
     idx : (n,) int32 or int64 tensor
         Segment of each row, 0 .. ``num_segments`` - 1, in any order.
     num_segments : int
@@ -42,7 +42,7 @@ def segmented_mean(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> tor
     """Mean (num_segments, ...) of each segment, zero where it is empty; arguments as for `segmented_sum`."""
     _check(num_segments, idx, x=x)
     counts = _counts(idx, num_segments, x)
-    return system_sums(x, idx, num_segments) / counts.clamp(min=1.0).reshape(-1, *[1] * (x.ndim - 1))
+    return system_sums(x, idx, num_segments) / _with_axes(counts.clamp(min=1.0), x.ndim)
 
 
 def segmented_max(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torch.Tensor:
@@ -172,8 +172,7 @@ def _with_axes(values: torch.Tensor, ndim: int) -> torch.Tensor:
 
 def _check(num_segments: int, idx: torch.Tensor, **rows: torch.Tensor) -> None:
     """Raise unless each of ``rows`` is a tensor of floats, with one row for each entry of ``idx``."""
-    if checks.check_int("num_segments", num_segments) < 0:
-        raise ValueError(f"`num_segments` must not be negative, got {num_segments}")
+    checks.check_count("num_segments", num_segments)
     for name, values in rows.items():
         _check_floats(name, values)
         checks.check_index("idx", idx, values, (None,))

@@ -30,6 +30,8 @@ from nvalchemiops.torch.runtime._torch_internals import (
 )
 from nvalchemiops.torch.runtime.context import is_eager
 
+Gradients = Sequence[torch.Tensor | None]
+
 _CPU, _READY = torch.device("cpu"), object()
 
 
@@ -329,7 +331,7 @@ def _make({", ".join(values)}):
         if self._formula is not None:
             self._formula.save(ctx, args[: self._count], outputs)
 
-    def _saved_pullback(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    def _saved_pullback(self, ctx: Any, cotangents: Gradients) -> Gradients:
         """The vector-Jacobian product, from what `_save` kept."""
         if self._formula is None:
             raise self._no_derivative()
@@ -337,11 +339,7 @@ def _make({", ".join(values)}):
         return self._formula(inputs, outputs, cotangents, shapes, ctx.record)
 
     def _pullback(
-        self,
-        inputs: Sequence[Any],
-        outputs: Sequence[torch.Tensor],
-        cotangents: Sequence[torch.Tensor | None],
-        needed: Sequence[bool],
+        self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], cotangents: Gradients, needed: Sequence[bool]
     ) -> tuple[Any, ...]:
         """The vector-Jacobian product under function transforms."""
         if self._formula is None:

@@ -14,7 +14,7 @@ from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.autograd import tapes
 from nvalchemiops.torch.autograd.declaration import returns
 from nvalchemiops.torch.autograd.functorch import transformable
-from nvalchemiops.torch.autograd.op import WarpOp, unpack
+from nvalchemiops.torch.autograd.op import Gradients, WarpOp, unpack
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.context import is_eager
 
@@ -124,7 +124,7 @@ class TapeOp(WarpOp):
         ctx.plain = [a for i, a in enumerate(args[: self._count]) if i not in self.tensors]
         ctx.identity = args[-1]
 
-    def _saved_pullback(self, ctx: Any, cotangents: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+    def _saved_pullback(self, ctx: Any, cotangents: Gradients) -> Gradients:
         token, *saved = ctx.saved_tensors
         tensors, plain = iter(saved[: len(self.tensors)]), iter(ctx.plain)
         inputs = [next(tensors) if i in self.tensors else next(plain) for i in range(self._count)]
@@ -132,11 +132,7 @@ class TapeOp(WarpOp):
         return self._replayed(token, inputs, outputs, cotangents, ctx.record, ctx.identity)
 
     def _pullback(
-        self,
-        inputs: Sequence[Any],
-        outputs: Sequence[torch.Tensor],
-        cotangents: Sequence[torch.Tensor | None],
-        needed: Sequence[bool],
+        self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], cotangents: Gradients, needed: Sequence[bool]
     ) -> tuple[Any, ...]:
         unsaved = [None] * len(self.outputs)
         record = self._record_everything(inputs)
@@ -147,7 +143,7 @@ class TapeOp(WarpOp):
         token: torch.Tensor,
         inputs: Sequence[Any],
         outputs: Sequence[torch.Tensor | None],
-        cotangents: Sequence[torch.Tensor | None],
+        cotangents: Gradients,
         record: int,
         identity: int,
     ) -> list[torch.Tensor | None]:

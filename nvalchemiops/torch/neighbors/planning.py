@@ -65,11 +65,7 @@ def suggest_neighbor_list_method(
 
 
 def estimate_cell_list_sizes(
-    cell: torch.Tensor,
-    pbc: torch.Tensor,
-    cutoff: float,
-    max_nbins: int = 524288,
-    min_cells_per_dimension: int = 4,
+    cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = 524288, min_cells_per_dimension: int = 4
 ) -> tuple[int, torch.Tensor]:
     """How many bins a cell list over the whole cell has, and how many bins a search goes in each direction.
 
@@ -97,11 +93,7 @@ def estimate_cell_list_sizes(
 
 
 def estimate_batch_cell_list_sizes(
-    cell: torch.Tensor,
-    pbc: torch.Tensor,
-    cutoff: float,
-    max_nbins: int = 8192,
-    min_cells_per_dimension: int = 4,
+    cell: torch.Tensor, pbc: torch.Tensor, cutoff: float, max_nbins: int = 8192, min_cells_per_dimension: int = 4
 ) -> tuple[int, torch.Tensor]:
     """The same as `estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all systems, radii (n_systems, 3)."""
     cutoff = checks.check_not_negative("cutoff", cutoff)

@@ -23,7 +23,15 @@ EDGE = 1e-5
 
 
 class GivenNeighbors(NamedTuple):
-    """Neighbors as a caller gives them: a list of pairs, a matrix, or neither; and what some are called there."""
+    """Neighbors as arguments of a public function: a list of pairs, a matrix, or neither.
+
+    Attributes
+    ----------
+    half_list : bool
+        The list or matrix has each pair once.
+    shifts_name, fill_name : str
+        What ``shifts`` and ``fill_value`` are called there, for messages.
+    """
 
     neighbor_list: torch.Tensor | None = None
     neighbor_ptr: torch.Tensor | None = None
@@ -31,6 +39,7 @@ class GivenNeighbors(NamedTuple):
     neighbor_matrix: torch.Tensor | None = None
     matrix_shifts: torch.Tensor | None = None
     fill_value: int | None = None
+    half_list: bool = False
     shifts_name: str = "neighbor_shifts"
     fill_name: str = "fill_value"
 
@@ -61,13 +70,11 @@ class Rows(NamedTuple):
     first: torch.Tensor | None
 
 
-def rows_of(
-    given: GivenNeighbors, positions: torch.Tensor, periodic: bool, half_list: bool = False, check: bool = False
-) -> Rows | None:
-    """The rows of a list or matrix, or None if neither is given.
+def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, check: bool = False) -> Rows | None:
+    """The rows of a list or matrix, a half one expanded; or None if neither is given.
 
-    A matrix without rows, and a list without pairs whose pointers are a single 0, say that there are no pairs, whatever
-    the number of atoms.
+    A matrix without rows, and a list without pairs whose pointers are a single 0, say that there are no pairs, for any
+    number of atoms.
 
     Parameters
     ----------
@@ -76,8 +83,6 @@ def rows_of(
     periodic : bool
         Whether there is a cell; then there must be shifts. Without one shifts must be zero, and are left out; where
         they cannot be read they stay, and go with a `cell_without_images`.
-    half_list : bool
-        The list has each pair once: it is expanded.
     check : bool
         Raise unless the list is full, and a half list half. Sorts all pairs and reads values.
 
@@ -97,7 +102,10 @@ def rows_of(
     ):
         if value is not None and not is_there:
             raise ValueError(f"`{name}` is given without the list that it belongs to")
+    half_list = checks.check_flag("half_list", given.half_list)
     if not (has_list or has_matrix):
+        if half_list:
+            raise ValueError("`half_list` describes a list, but none is given")
         return None
     shifts = given.shifts if has_list else given.matrix_shifts
     name = given.shifts_name if has_list else "neighbor_matrix_shifts"

@@ -25,7 +25,7 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
             raise ValueError(f"`batch_idx` is needed to tell {n_systems} systems apart")
         order, begin = _sorted(batch_idx, n_systems)
     elif batch_idx is not None:
-        check_systems(batch_idx, n_systems)
+        check_system_numbers(batch_idx, n_systems)
     kernel = sum_rows(precision_of(values))
     if n_atoms <= FEW:
         launch(kernel, n_systems, [values, order, begin, None, 0], [result], kind="systems")
@@ -41,15 +41,15 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
     return result
 
 
-def check_systems(batch_idx: torch.Tensor, n_systems: int) -> None:
+def check_system_numbers(batch_idx: torch.Tensor, n_systems: int) -> None:
     """Raise unless all these systems are there, if that can be read without waiting."""
     if batch_idx.shape[0] <= FEW and n_systems > 1:
         _sorted(batch_idx, n_systems)  # which will be needed and remembers
     else:
-        _check_systems(batch_idx, n_systems)
+        _check_entries(batch_idx, n_systems)
 
 
-def _check_systems(batch_idx: torch.Tensor, n_systems: int) -> None:
+def _check_entries(batch_idx: torch.Tensor, n_systems: int) -> None:
     if batch_idx.is_cuda or batch_idx.numel() == 0:
         return
     low, high = (int(end) for end in torch.aminmax(batch_idx))
@@ -65,7 +65,7 @@ def _sorted(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | Non
 
 
 def _sort(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    _check_systems(batch_idx, n_systems)
+    _check_entries(batch_idx, n_systems)
     order = None
     if batch_idx.is_cuda or not bool((batch_idx[1:] >= batch_idx[:-1]).all()):
         batch_idx, order = torch.sort(batch_idx, stable=True)

@@ -9,7 +9,7 @@ from nvalchemiops.interactions.dispersion.damping import RationalDamping
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, Range, Settings, dispersion_sum, ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates, tables_of
-from nvalchemiops.torch.interactions.pair.driver import check_wanted
+from nvalchemiops.torch.interactions.pair.driver import check_request
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import may_read
@@ -135,19 +135,11 @@ def dftd3(
             raise ValueError(f"`cutoff` = {cutoff} must not be smaller than `s5_smoothing_off` = {off}")
         ranges = ranges._replace(pairs=Range(off, on if on < off else None))
     given = GivenNeighbors(
-        neighbor_list,
-        neighbor_ptr,
-        unit_shifts,
-        neighbor_matrix,
-        neighbor_matrix_shifts,
-        fill_value,
-        shifts_name="unit_shifts",
-    )
+        neighbor_list, neighbor_ptr, unit_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
+    )._replace(shifts_name="unit_shifts")
     settings = Settings(RationalDamping(a1, a2, s8, s6), ranges, k1, k3, s9)
-    wanted = check_wanted(True, compute_virial, "system")
-    return dispersion_sum(
-        positions, numbers, d3_params, settings, wanted, given, cell, batch_idx, num_systems, half_list
-    )
+    request = check_request(True, compute_virial, "system")
+    return dispersion_sum(positions, numbers, d3_params, settings, request, given, cell, batch_idx, num_systems)
 
 
 _made: Any = WeakTensorKeyDictionary()

@@ -15,7 +15,7 @@ from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficie
 from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
-from nvalchemiops.torch.interactions.pair.driver import Wanted, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import PairRequest, sum_pairs
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
@@ -49,6 +49,14 @@ class Ranges(NamedTuple):
     triples: Range
 
 
+class Atoms(NamedTuple):
+    """What `ReferenceStates` says of each atom: its row there (int32), radius and z."""
+
+    row: torch.Tensor
+    radius: torch.Tensor
+    z: torch.Tensor
+
+
 class Settings(NamedTuple):
     """What the energy depends on beside the atoms and the reference data, as for `d3_dispersion`."""
 
@@ -75,12 +83,11 @@ def dispersion_sum(
     numbers: torch.Tensor,
     parameters: D3Parameters | ReferenceStates,
     settings: Settings,
-    wanted: Wanted,
+    request: PairRequest,
     given: GivenNeighbors,
     cell: torch.Tensor | None,
     batch_idx: torch.Tensor | None,
     num_systems: int | None,
-    half_list: bool,
     pbc: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Arguments and results as for `d3_dispersion`; neighbors are searched for within the largest of the ranges.
@@ -97,20 +104,13 @@ def dispersion_sum(
     has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
     if has_padding:
         positions = torch.where(is_padding.unsqueeze(1), 0.0, positions)
-    # parameters of the damping may be those of each system
-    apart = wanted.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
+    # damping parameters may differ between systems
+    apart = request.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
     cutoffs = [reach.cutoff for reach in ranges]
+    farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
+    by_system, absent = apart or request.by_system, is_padding if has_padding else None
     system = pair_system(
-        positions,
-        cell,
-        given,
-        batch_idx,
-        num_systems,
-        pbc,
-        cutoff=None if None in cutoffs else max(c for c in cutoffs if c is not None),
-        by_system=apart or wanted.by_system,
-        half_list=half_list,
-        is_padding=is_padding if has_padding else None,
+        positions, cell, given, batch_idx, num_systems, pbc, cutoff=farthest, by_system=by_system, is_padding=absent
     )
     pairs = system
     # atoms of different systems are no neighbors: without cells, sums over pairs need not know systems
@@ -119,16 +119,16 @@ def dispersion_sum(
 
     counting = formulas.COORDINATION if ranges.counted.r_switch is None else formulas.COORDINATION_SWITCHED
     radii: dict[str, Any] = {"radius": atoms.radius.to(dtype), "k1": settings.k1}
-    (coordination,) = sum_pairs(counting, pairs, radii, Wanted(), **ranges.counted._asdict())
+    (coordination,) = sum_pairs(counting, pairs, radii, PairRequest(), **ranges.counted._asdict())
     at_counts = _factorised if states.pair_c6 is None else _by_pair
-    found = at_counts(pairs, coordination, states, atoms, settings, wanted)
+    found = at_counts(pairs, coordination, states, atoms, settings, request)
     energies = found.energies
-    if wanted.energy_reduction == "system":
+    if request.energy_reduction == "system":
         energies = system_sums(energies, system.batch_idx, system.n_systems)
     if found.by_count is None:
         return energies, coordination
 
-    through = Wanted(wanted.forces, (), wanted.virial)
+    through = PairRequest(request.forces, (), request.virial)
     weights = found.by_count
     _, *more = sum_pairs(counting, pairs, radii, through, **ranges.counted._asdict(), weights=weights)
     results = [energies]
@@ -149,7 +149,7 @@ class AtCounts(NamedTuple):
     forces : (n_atoms, 3) tensor or None
     virial : (n_systems, 3, 3) tensor or None
     by_count : (n_atoms,) tensor or None
-        Derivatives by the coordination numbers; None if neither forces nor virial are wanted.
+        Derivatives by the coordination numbers; None if neither forces nor virial are request.
     """
 
     energies: torch.Tensor
@@ -162,13 +162,13 @@ def _factorised(
     pairs: PairSystem,
     coordination: torch.Tensor,
     states: ReferenceStates,
-    atoms: "Atoms",
+    atoms: Atoms,
     settings: Settings,
-    wanted: Wanted,
+    request: PairRequest,
 ) -> AtCounts:
     """With C6 as a product of coefficients of atoms."""
     dtype = coordination.dtype
-    derivatives = wanted.forces or wanted.virial
+    derivatives = request.forces or request.virial
     coefficients, by_coordination = d3_coefficients(
         coordination.to(torch.float64), atoms.row, states.coordination, states.places, states.vectors, settings.k3, 0
     )
@@ -178,10 +178,10 @@ def _factorised(
         settings, states.n_positive, n_coefficients - states.n_positive, coefficients, atoms, states
     )
     names = formula.per_atom[:n_coefficients]
-    first = wanted._replace(gradients=(names,) if derivatives else (), energy_reduction="atom")
+    first = request._replace(gradients=(names,) if derivatives else (), energy_reduction="atom")
     energies, *found = sum_pairs(formula, pairs, of_pair, first, **settings.ranges.pairs._asdict(), species=species)
-    forces = found.pop(0) if wanted.forces else None
-    virial = found.pop() if wanted.virial else None
+    forces = found.pop(0) if request.forces else None
+    virial = found.pop() if request.virial else None
     by_coefficient = found[0] if derivatives else None
 
     if settings.has_triples:
@@ -201,15 +201,15 @@ def _by_pair(
     pairs: PairSystem,
     coordination: torch.Tensor,
     states: ReferenceStates,
-    atoms: "Atoms",
+    atoms: Atoms,
     settings: Settings,
-    wanted: Wanted,
+    request: PairRequest,
 ) -> AtCounts:
     """With a C6 of each pair, for tables that do not factorise."""
     if settings.has_triples:
         raise ValueError("`s9`: there is no three-body term for tables `c6ab` and `cn_ref` that do not factorise")
     dtype, n_atoms = coordination.dtype, coordination.shape[0]
-    derivatives = wanted.forces or wanted.virial
+    derivatives = request.forces or request.virial
     first, second, vectors, alone = pairs_apart(pairs)
     coefficients, by_first, by_second = coefficients_of_pairs(
         coordination.to(torch.float64), first, second, atoms.row, states, settings.k3
@@ -220,7 +220,7 @@ def _by_pair(
     atoms_of_pairs = Atoms(*(of_atom.index_select(0, both) for of_atom in atoms))
     formula, of_pair, species = _pair_energy(settings, 1, 0, of_both, atoms_of_pairs, states)
     names = formula.per_atom[:1]
-    asked = Wanted(derivatives, (names,) if derivatives else ())
+    asked = PairRequest(derivatives, (names,) if derivatives else ())
     energies, *found = sum_pairs(formula, alone, of_pair, asked, **settings.ranges.pairs._asdict(), species=species)
 
     def of_atoms(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -232,9 +232,9 @@ def _by_pair(
     if not derivatives:
         return AtCounts(of_atom, None, None, None)
     push = 0.5 * found[0][1::2]  # on the second atom
-    forces = (of_atoms(push, second) - of_atoms(push, first)).to(dtype) if wanted.forces else None
+    forces = (of_atoms(push, second) - of_atoms(push, first)).to(dtype) if request.forces else None
     virial = None
-    if wanted.virial:
+    if request.virial:
         dyads = of_atoms((push.unsqueeze(2) * vectors.unsqueeze(1)).flatten(1), first).unbind(1)
         sums = [system_sums(part, pairs.batch_idx, pairs.n_systems) for part in dyads]
         virial = torch.stack(sums, 1).view(-1, 3, 3).to(dtype)
@@ -248,7 +248,7 @@ def _pair_energy(
     n_positive: int,
     n_negative: int,
     coefficients: torch.Tensor,
-    atoms: "Atoms",
+    atoms: Atoms,
     states: ReferenceStates,
 ) -> tuple[Formula, dict[Any, Any], torch.Tensor | None]:
     """The energy of a pair with these coefficients of atoms, its parameters, and the species."""
@@ -325,14 +325,6 @@ def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smo
     if smoothing >= min(known):
         raise ValueError(f"`smoothing` = {smoothing} must be smaller than the cutoffs, of which one is {min(known)}")
     return Ranges(*(Range(c, c - smoothing) for c in known))
-
-
-class Atoms(NamedTuple):
-    """What `ReferenceStates` says of each atom: its row there (int32), radius and z."""
-
-    row: torch.Tensor
-    radius: torch.Tensor
-    z: torch.Tensor
 
 
 def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, Atoms]:

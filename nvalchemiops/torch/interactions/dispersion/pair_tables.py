@@ -11,7 +11,7 @@ import torch
 
 from nvalchemiops.torch.interactions.dispersion.reference_data import ReferenceStates
 from nvalchemiops.torch.interactions.pair.system import PairSystem
-from nvalchemiops.torch.neighbors.pairs import list_geometry
+from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.rows import Rows, row_indices
 from nvalchemiops.torch.runtime.context import may_read
 
@@ -37,7 +37,9 @@ def pairs_apart(system: PairSystem) -> tuple[torch.Tensor, torch.Tensor, torch.T
     # an index that names no atom has made its row NaN already, by the coordination number
     is_pair = (rows.neighbors != rows.padding) & (rows.neighbors >= 0) & (rows.neighbors < n_atoms)
     second = torch.where(is_pair, rows.neighbors, first)
-    _, vectors = list_geometry(positions, torch.stack([first, second]), rows.shifts, cell, batch_idx)
+    several = cell is not None and cell.shape[0] > 1
+    pairs = Pairs(cell, batch_idx if several else None, None, first, second, rows.shifts)
+    _, vectors = distances_and_vectors(positions, pairs)
     apart = torch.stack([torch.zeros_like(vectors), vectors], 1).reshape(-1, 3)
     partner = torch.arange(apart.shape[0], dtype=torch.int32, device=positions.device).view(-1, 2).flip(1)
     partner = torch.where(is_pair.unsqueeze(1), partner, -1).reshape(-1)

@@ -9,7 +9,7 @@ from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
-from nvalchemiops.torch.interactions.pair.driver import Wanted, check_wanted, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_request, sum_pairs
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.context import may_read, on_host
@@ -59,9 +59,9 @@ def coulomb_energy(
         A bad argument, named in the message.
     """
     given = GivenNeighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    return _coulomb(positions, charges, cell, cutoff, alpha, given, batch_idx, half_list, Wanted())[0]
+    return _coulomb(positions, charges, cell, cutoff, alpha, given, batch_idx, PairRequest())[0]
 
 
 def coulomb_forces(
@@ -82,9 +82,9 @@ def coulomb_forces(
 ) -> torch.Tensor:
     """Forces (n_atoms, 3) of `coulomb_energy`, which has the same arguments."""
     given = GivenNeighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    return _coulomb(positions, charges, cell, cutoff, alpha, given, batch_idx, half_list, Wanted(forces=True))[1]
+    return _coulomb(positions, charges, cell, cutoff, alpha, given, batch_idx, PairRequest(forces=True))[1]
 
 
 def coulomb_energy_forces(
@@ -105,11 +105,9 @@ def coulomb_energy_forces(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Energies (n_atoms,) and forces (n_atoms, 3) of `coulomb_energy`, which has the same arguments, in one pass."""
     given = GivenNeighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    energies, forces = _coulomb(
-        positions, charges, cell, cutoff, alpha, given, batch_idx, half_list, Wanted(forces=True)
-    )
+    energies, forces = _coulomb(positions, charges, cell, cutoff, alpha, given, batch_idx, PairRequest(forces=True))
     return energies, forces
 
 
@@ -121,14 +119,13 @@ def _coulomb(
     alpha: float | torch.Tensor,
     given: GivenNeighbors,
     batch_idx: torch.Tensor | None,
-    half_list: bool,
-    wanted: Wanted,
+    request: PairRequest,
 ) -> tuple[torch.Tensor, ...]:
     if not isinstance(alpha, (int, float, torch.Tensor)):
         raise TypeError(f"`alpha` must be a number or a tensor, got {type(alpha).__name__}")
     bare = not isinstance(alpha, torch.Tensor) and alpha == 0.0
     formula = potentials.COULOMB if bare else potentials.EWALD_REAL_SPACE
-    return _sum(formula, positions, charges, cell, cutoff, alpha, given, batch_idx, None, half_list, wanted)
+    return _sum(formula, positions, charges, cell, cutoff, alpha, given, batch_idx, None, request)
 
 
 def _sum(
@@ -141,19 +138,16 @@ def _sum(
     given: GivenNeighbors,
     batch_idx: torch.Tensor | None,
     num_systems: int | None,
-    half_list: bool,
-    wanted: Wanted,
+    request: PairRequest,
 ) -> tuple[torch.Tensor, ...]:
     """Sum a formula of charges, ``q``, and perhaps of damping, ``alpha``."""
     checks.check_positions(positions, finite=False)
     check_charges(charges, positions)
     cutoff, alpha = checks.check_positive("cutoff", cutoff), _damping(alpha)
     parameters = {"q": charges} | ({"alpha": alpha} if formula.global_parameters else {})
-    by_system = wanted.by_system or formula.global_parameters != ()
-    system = pair_system(
-        positions, cell, given, batch_idx, num_systems, cutoff=cutoff, by_system=by_system, half_list=half_list
-    )
-    return sum_pairs(formula, system, parameters, wanted, cutoff=cutoff)
+    by_system = request.by_system or formula.global_parameters != ()
+    system = pair_system(positions, cell, given, batch_idx, num_systems, cutoff=cutoff, by_system=by_system)
+    return sum_pairs(formula, system, parameters, request, cutoff=cutoff)
 
 
 def _damping(alpha: Any) -> Any:
@@ -192,6 +186,8 @@ def dsf_coulomb(
 ) -> tuple[torch.Tensor, ...]:
     """Coulomb energy of each system by damped shifted forces (Fennell and Gezelter 2006), with its self energy.
 
+    Formula and source: `nvalchemiops.interactions.pair.potentials.DSF`.
+
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, float32 or float64, length
@@ -223,25 +219,13 @@ def dsf_coulomb(
     ------
     ValueError, TypeError
         A bad argument, named in the message.
-
-    Notes
-    -----
-    Formula and source: `nvalchemiops.interactions.pair.potentials.DSF`.
     """
     checks.check_same_device(device, positions)
     given = GivenNeighbors(
-        neighbor_list,
-        neighbor_ptr,
-        unit_shifts,
-        neighbor_matrix,
-        neighbor_matrix_shifts,
-        fill_value,
-        shifts_name="unit_shifts",
-    )
-    wanted = check_wanted(compute_forces, compute_virial, "system")
-    return _sum(
-        potentials.DSF, positions, charges, cell, cutoff, alpha, given, batch_idx, num_systems, half_list, wanted
-    )
+        neighbor_list, neighbor_ptr, unit_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
+    )._replace(shifts_name="unit_shifts")
+    request = check_request(compute_forces, compute_virial, "system")
+    return _sum(potentials.DSF, positions, charges, cell, cutoff, alpha, given, batch_idx, num_systems, request)
 
 
 __all__ = ["coulomb_energy", "coulomb_energy_forces", "coulomb_forces", "dsf_coulomb"]

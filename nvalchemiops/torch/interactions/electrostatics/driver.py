@@ -26,7 +26,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -37,7 +37,6 @@ class SumOptions(NamedTuple):
     alpha: Any
     accuracy: Any
     cutoff: Any
-    half_list: Any
     pbc: Any
     slab_correction: Any
     potential: Any
@@ -52,7 +51,7 @@ def ewald_sum(
 ) -> Results:
     """The sum of all terms; ``atoms`` are the arguments of `check_system`."""
     system = check_system(*atoms)
-    alpha, accuracy, cutoff, half_list, pbc, slab_correction, potential = options
+    alpha, accuracy, cutoff, pbc, slab_correction, potential = options
     accuracy = check_accuracy(accuracy, system.positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     check_potential(potential)
@@ -64,7 +63,7 @@ def ewald_sum(
     if request.hybrid:
         system = system.at_fixed_geometry()
         alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
-    rows = _given_rows(neighbors, system, half_list)
+    rows = rows_of(neighbors, system.positions, periodic=True)
 
     splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
     alpha = nan_unless(long_range.valid, nan_unless(periodicity.valid, splitting.alpha))
@@ -102,7 +101,7 @@ def long_range_part(
 
 
 def short_range_part(
-    atoms: tuple[Any, ...], neighbors: GivenNeighbors, request: Request, alpha: Any, cutoff: Any, half_list: Any
+    atoms: tuple[Any, ...], neighbors: GivenNeighbors, request: Request, alpha: Any, cutoff: Any
 ) -> Results:
     """The sum over neighbors, without self energies; arguments as of `ewald_sum`."""
     system = check_system(*atoms)
@@ -112,7 +111,7 @@ def short_range_part(
     splitting = given_alpha(alpha, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
-    rows = _given_rows(neighbors, system, half_list)
+    rows = rows_of(neighbors, system.positions, periodic=True)
     if rows is None:
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
@@ -127,14 +126,5 @@ def _pairs_alone(n_charges: int) -> Formula:
 
 
 def given_neighbors(*values: Any) -> GivenNeighbors:
-    """List or matrix as the public sums take them, the last argument being ``mask_value``."""
+    """List or matrix as the public sums take them, the last but one argument being ``mask_value``."""
     return GivenNeighbors(*values)._replace(fill_name="mask_value")
-
-
-def _given_rows(neighbors: GivenNeighbors, system: ChargedSystem, half_list: Any) -> Rows | None:
-    """The rows of a given list or matrix, or None."""
-    half_list = checks.check_flag("half_list", half_list)
-    rows = rows_of(neighbors, system.positions, periodic=True, half_list=half_list)
-    if rows is None and half_list:
-        raise ValueError("`half_list` describes a list, but none is given")
-    return rows

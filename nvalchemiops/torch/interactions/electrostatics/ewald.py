@@ -1,4 +1,4 @@
-"""The front doors of Ewald's sum with exact k-vectors."""
+"""Public functions for Ewald sums with exact k-vectors."""
 
 import functools
 from typing import Any
@@ -107,9 +107,10 @@ def ewald_summation(
     exclusions : (2, n_pairs) int tensor, optional
         Pairs of atoms, each once, whose nearest images do not interact.
     exclusion_factors : (n_pairs,) tensor, optional
-        How much they do interact, zero by default.
+        Factors of their interaction, zero by default.
     potential : LongRangePotential, optional
-        Another interaction, as `power_law(6)` for dispersion. Then give parameters: error models are Coulomb's.
+        Another interaction, such as `power_law(6)` for dispersion. Parameters are then required: the error models are for
+        Coulomb's.
 
     Returns
     -------
@@ -158,10 +159,10 @@ def ewald_summation(
     )
     atoms = (positions, charges, cell, batch_idx, exclusions, exclusion_factors)
     neighbors = given_neighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    options = SumOptions(alpha, accuracy, cutoff, half_list, pbc, slab_correction, potential)
+    options = SumOptions(alpha, accuracy, cutoff, pbc, slab_correction, potential)
     return ewald_sum(long_range, atoms, neighbors, request, options)
 
 
@@ -207,24 +208,14 @@ def ewald_real_space(
 
     Returns
     -------
-    energies : (n_atoms,) or (n_systems,) tensor, charge²/length
-        With channels (n_atoms, n_channels) or (n_systems, n_channels).
-    forces : (n_atoms, 3) tensor, ``-dE/dR`` at fixed charges, if asked for
-    charge_gradients : tensor like ``charges``, ``dE/dq``, if asked for
-    virial : (n_systems, 3, 3) tensor, ``-dE/dstrain``, if asked for
-
-    Differentiable to any order in positions, charges, cell and alpha.
-
-    Raises
-    ------
-    ValueError, TypeError
-        A bad argument, named in the message.
+    energies, forces, charge_gradients, virial
+        As from `ewald_summation`, with the same errors.
     """
     neighbors = given_neighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    return short_range_part((positions, charges, cell, batch_idx), neighbors, request, alpha, cutoff, half_list)
+    return short_range_part((positions, charges, cell, batch_idx), neighbors, request, alpha, cutoff)
 
 
 def ewald_reciprocal_space(
@@ -259,12 +250,7 @@ def ewald_reciprocal_space(
     Returns
     -------
     energies, forces, charge_gradients, virial
-        As from `ewald_summation`.
-
-    Raises
-    ------
-    ValueError, TypeError
-        A bad argument, named in the message.
+        As from `ewald_summation`, with the same errors.
     """
     long_range = functools.partial(
         KVectorSum.given,
@@ -300,7 +286,7 @@ def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> 
     """
     cells = check_cells_alone(cell).detach()
     lengths = per_system("k_cutoff", k_cutoff, cells.shape[0], cell.device).detach()
-    # copies, which the caller's tensors may change without
+    # copies, unaffected by changes of the caller's tensors
     cells, lengths = cells.to(torch.float64, copy=True), lengths.clone()
     return WaveVectors(*points_within(cells, lengths))._replace(cell=cells, k_cutoff=lengths)
 

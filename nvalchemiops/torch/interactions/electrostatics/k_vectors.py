@@ -226,17 +226,10 @@ def k_vectors_from_miller_indices(cell: torch.Tensor, miller_indices: torch.Tens
 def generate_k_vectors_ewald_summation(
     cell: torch.Tensor, k_cutoff: float | torch.Tensor, miller_bounds: Any = None
 ) -> torch.Tensor:
-    """K-vectors for `ewald_summation`: `k_vectors_from_miller_indices` of `generate_ewald_miller_indices`.
+    """K-vectors (n_k, 3) or (n_systems, n_k, 3), 1/length, for `ewald_summation`: those of Miller indices.
 
-    Parameters
-    ----------
-    cell : (3, 3) or (n_systems, 3, 3) tensor, length
-    k_cutoff : float or (n_systems,) tensor, 1/length
-    miller_bounds : (int, int, int), optional
-
-    Returns
-    -------
-    (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length
+    The result of `k_vectors_from_miller_indices` for that of `generate_ewald_miller_indices`, which has the same
+    arguments.
     """
     return k_vectors_from_miller_indices(cell, generate_ewald_miller_indices(cell, k_cutoff, miller_bounds))
 
@@ -319,7 +312,7 @@ def check_bounds(miller_bounds: Any) -> tuple[int, int, int]:
 
 
 def _check_number(name: str, bounds: Any) -> None:
-    """Raise if a box of Miller indices holds more vectors than anybody could want; ``name`` is what made it large."""
+    """Raise if a box of Miller indices holds more than `MOST_VECTORS` vectors; ``name`` is the argument to blame."""
     n_x, n_y, n_z = (2.0 * float(bound) + 1.0 for bound in bounds)
     if not 0.0 <= 0.5 * n_x * n_y * n_z <= core.MOST_VECTORS:
         raise ValueError(f"`{name}`: there are {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it in this cell")

@@ -35,7 +35,7 @@ def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | 
 def _check_same(potential: LongRangePotential, exponent: int | None) -> None:
     """Raise if the potential of a saved module was another one; of two without an exponent this cannot be known."""
     if potential.exponent != exponent:
-        saved, here = ("one of your own" if p is None else f"1/r^{p}" for p in (exponent, potential.exponent))
+        saved, here = ("user-defined" if p is None else f"1/r^{p}" for p in (exponent, potential.exponent))
         raise ValueError(f"`potential` is {here}, but {saved} in the state dict")
 
 
@@ -57,7 +57,7 @@ def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -
 
 
 class _ConfiguredSum(ExactModule):
-    """What both modules have: alpha, the reach of lists, the accuracy, the potential, what is prepared for a cell."""
+    """Base of both modules: alpha, the reach of lists, the accuracy, the potential, and what is prepared for a cell."""
 
     alpha: torch.Tensor | None
     _trainable: tuple[str, ...] = ("alpha",)
@@ -148,7 +148,7 @@ class EwaldSummation(_ConfiguredSum):
     cutoff : float, length, optional
         Reach of the lists in calls, or to which lists are built.
     accuracy : float, optional
-        Wanted RMS error of the forces, relative to their RMS.
+        RMS error of the forces to aim at, relative to their RMS.
     potential : LongRangePotential, optional
 
     Raises
@@ -244,21 +244,8 @@ class ParticleMeshEwald(_ConfiguredSum):
     mesh_dimensions : (int, int, int), optional
         Without them each call chooses a mesh for ``accuracy``.
     spline_order : int, optional
-    cutoff : float, length, optional
-        Reach of the lists in calls, or to which lists are built.
-    accuracy : float, optional
-        Wanted RMS error of the forces, relative to their RMS.
-    potential : LongRangePotential, optional
-
-    Raises
-    ------
-    ValueError, TypeError
-        A bad argument, named in the message.
-
-    Attributes
-    ----------
-    prepared_cell : (n_systems, 3, 3) float64 tensor or None
-        The cell of `prepare`.
+    cutoff, accuracy, potential
+        As for `EwaldSummation`, and so are the attributes and errors.
 
     Notes
     -----

@@ -154,12 +154,7 @@ def estimate_pme_parameters(
 
     Parameters
     ----------
-    positions : (n_atoms, 3) tensor, length
-        As for `estimate_ewald_parameters`.
-    cell : (3, 3) or (n_systems, 3, 3) tensor, length
-    batch_idx : (n_atoms,) int32 tensor, optional
-        System of each atom, in any order.
-    accuracy : float, optional
+    positions, cell, batch_idx, accuracy, charges
         As for `estimate_ewald_parameters`.
     real_space_cutoff : float or (n_systems,) tensor, length, optional
         By default what balances the work for pairs and mesh.
@@ -168,19 +163,12 @@ def estimate_pme_parameters(
     spline_order : int, optional
         2 to 8. Higher orders need far coarser meshes: 8 is fastest below an accuracy of about 1e-5.
     fft_padding_fraction : float, optional
-        How much larger an axis of the mesh may get to reach a size that the Fourier transform likes better.
-    charges : (n_atoms,) or (n_atoms, n_channels) tensor, optional
-        As for `estimate_ewald_parameters`.
+        How much larger an axis of the mesh may get to reach a size whose Fourier transform is faster.
 
     Returns
     -------
     PMEParameters
         Tensors (n_systems,) or (n_systems, 3) of the dtype of ``positions``.
-
-    Raises
-    ------
-    ValueError, TypeError
-        A bad argument, named in the message.
 
     Warns
     -----
@@ -189,7 +177,7 @@ def estimate_pme_parameters(
 
     Notes
     -----
-    Formulas and sources: `nvalchemiops.interactions.electrostatics.error_models`. Reads values on the host.
+    Errors, formulas and sources: see `estimate_ewald_parameters`. Reads values on the host.
     """
     sizes = _sizes_of(positions, cell, batch_idx)
     accuracy = check_accuracy(accuracy, positions)
@@ -240,15 +228,12 @@ def estimate_errors(
     spline_order: int = 5,
     charges: torch.Tensor | None = None,
 ) -> ErrorEstimate:
-    """Which accuracy parameters of an Ewald sum have: what `ewald_summation` and `particle_mesh_ewald` aim at.
+    """Expected errors of `ewald_summation` or `particle_mesh_ewald` with given parameters.
 
     Parameters
     ----------
-    positions : (n_atoms, 3) tensor, length
+    positions, cell, batch_idx, charges
         As for `estimate_ewald_parameters`.
-    cell : (3, 3) or (n_systems, 3, 3) tensor, length
-    batch_idx : (n_atoms,) int32 tensor, optional
-        System of each atom, in any order.
     alpha : float or (n_systems,) tensor, 1/length
     real_space_cutoff : float or (n_systems,) tensor, length
         Reach of the neighbor list.
@@ -260,8 +245,6 @@ def estimate_errors(
         Points of a mesh. Then ``mesh_spacing`` is not looked at, so that both may come from `PMEParameters`.
     mesh_spacing : float, or tensor (n_systems,) or (n_systems, 3), length, optional
     spline_order : int, optional
-    charges : (n_atoms,) or (n_atoms, n_channels) tensor, optional
-        As for `estimate_ewald_parameters`.
 
     Returns
     -------
@@ -269,14 +252,9 @@ def estimate_errors(
         Tensors (n_systems,) in float64. Measured errors are between a third and three times as large where errors are
         below about 0.1, and may be smaller for splines of order 2 and 3, few atoms, and cells with much vacuum.
 
-    Raises
-    ------
-    ValueError, TypeError
-        A bad argument, named in the message.
-
     Notes
     -----
-    Formulas and sources: `nvalchemiops.interactions.electrostatics.error_models`. Reads values on the host.
+    Errors, formulas and sources: see `estimate_ewald_parameters`. Reads values on the host.
 
     Examples
     --------
@@ -350,11 +328,7 @@ def estimate_pme_mesh_dimensions(
 
 
 def mesh_spacing_to_dimensions(
-    cell: torch.Tensor,
-    mesh_spacing: float | torch.Tensor,
-    *,
-    spline_order: int = 5,
-    fft_padding_fraction: float = 0.25,
+    cell: torch.Tensor, mesh_spacing: float | torch.Tensor, *, spline_order: int = 5, fft_padding_fraction: float = 0.25
 ) -> tuple[int, int, int]:
     """A mesh with points no farther apart than ``mesh_spacing`` along each lattice vector.
 

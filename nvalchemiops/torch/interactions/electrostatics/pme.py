@@ -1,4 +1,4 @@
-"""The front doors of particle-mesh Ewald."""
+"""Public functions for particle-mesh Ewald."""
 
 import functools
 from typing import Any
@@ -52,7 +52,7 @@ def prepare_mesh(
     mesh, order = mesh_and_order(mesh_dimensions, check_spline_order(spline_order))
     # as the dtype of the cell, which is that of the positions, has it
     splitting = per_system("alpha", alpha, cells.shape[0], cell.device).detach().to(cell.dtype)
-    # copies, which the caller's tensors may change without
+    # copies, unaffected by changes of the caller's tensors
     cells, splitting = (t.to(torch.float64, copy=True) for t in (cells, splitting))
     lattice = lattice_of(cells, None, 0)
     found = influence(potential, lattice, splitting, mesh, order, True)
@@ -164,10 +164,10 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     )
     atoms = (positions, charges, cell, batch_idx, exclusions, exclusion_factors)
     neighbors = given_neighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    options = SumOptions(alpha, accuracy, cutoff, half_list, pbc, slab_correction, potential)
+    options = SumOptions(alpha, accuracy, cutoff, pbc, slab_correction, potential)
     return ewald_sum(long_range, atoms, neighbors, request, options)
 
 
@@ -211,12 +211,7 @@ def pme_reciprocal_space(
     Returns
     -------
     energies, forces, charge_gradients, virial
-        As from `particle_mesh_ewald`.
-
-    Raises
-    ------
-    ValueError, TypeError
-        A bad argument, named in the message.
+        As from `particle_mesh_ewald`, with the same errors.
     """
     long_range = functools.partial(
         MeshSum.given,

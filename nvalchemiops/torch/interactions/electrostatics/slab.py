@@ -1,4 +1,4 @@
-"""The front door of the correction for systems that are periodic along two axes."""
+"""Public function for the slab correction: systems that are periodic along two axes."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def compute_slab_correction(
     *,
     energy_reduction: str = "atom",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """What a sum over three periodic directions lacks for systems that are periodic along two (Yeh and Berkowitz 1999).
+    """Correction of an Ewald sum for systems that are periodic along two axes only (Yeh and Berkowitz 1999).
 
     Parameters
     ----------

@@ -117,8 +117,6 @@ def check_periodicity(pbc: Any, system: ChargedSystem, slab_correction: Any) -> 
     if isinstance(pbc, bool):
         pbc = [pbc] * 3
     pbc = checks.pbc_tensor(pbc, system.positions.device)
-    if pbc.device != system.positions.device:
-        raise ValueError(f"`pbc` is on {pbc.device}, but `positions` is on {system.positions.device}")
     if tuple(pbc.shape) not in ((3,), (1, 3), (system.n_systems, 3)):
         raise ValueError(f"`pbc` must have shape (3,) or ({system.n_systems}, 3), got {tuple(pbc.shape)}")
     pbc = pbc.reshape(-1, 3).expand(system.n_systems, 3)

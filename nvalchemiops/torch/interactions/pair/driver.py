@@ -1,4 +1,4 @@
-"""The driver of all sums over pairs: what is asked for, the arguments of the op, and its results in order."""
+"""The driver of all sums over pairs: what is requested, the arguments of the op, and its results in order."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from nvalchemiops.torch.interactions.pair.system import PairSystem as PairSystem
 from nvalchemiops.torch.operators.segments import system_sums
 
 
-class Wanted(NamedTuple):
+class PairRequest(NamedTuple):
     """What a call returns beside the energies, and whether energies are those of atoms or of systems."""
 
     forces: bool = False
@@ -29,24 +29,24 @@ class Wanted(NamedTuple):
         return self.virial or self.energy_reduction != "atom"
 
 
-def check_wanted(
+def check_request(
     compute_forces: Any, compute_virial: Any, energy_reduction: Any = "atom", compute_gradients: Any = ()
-) -> Wanted:
-    """The arguments of a call as `Wanted`; raise unless they are flags, a choice, and names in a sequence."""
+) -> PairRequest:
+    """The arguments of a call as a `PairRequest`; raise unless they are flags, a choice, and names in a sequence."""
     # gradients are returned in this order, which a set has not
     names = tuple(compute_gradients) if isinstance(compute_gradients, Sequence) else (None,)
     if isinstance(compute_gradients, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"`compute_gradients` must be a sequence of names, got {compute_gradients!r}")
     checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
     forces = checks.check_flag("compute_forces", compute_forces)
-    return Wanted(forces, names, checks.check_flag("compute_virial", compute_virial), energy_reduction)
+    return PairRequest(forces, names, checks.check_flag("compute_virial", compute_virial), energy_reduction)
 
 
 def sum_pairs(
     formula: Formula,
     system: PairSystem,
     parameters: Parameters,
-    wanted: Wanted,
+    request: PairRequest,
     *,
     cutoff: float | None,
     r_switch: float | None = None,
@@ -67,13 +67,13 @@ def sum_pairs(
     of_atoms, of_systems, species, n_species = parameter_arrays(formula, parameters, positions, species, n_systems)
     excluded = (None, None, None) if exclusions is None else (exclusions.begin, exclusions.atoms, exclusions.factors)
 
-    outputs = "w" + "r" * bool(wanted.forces)
-    for name in wanted.gradients:
+    outputs = "w" + "r" * bool(request.forces)
+    for name in request.gradients:
         if name not in parameters:
             raise ValueError(f"`compute_gradients` names '{name}', which is no parameter of this potential")
         letter = "g" if name in formula.global_parameters else "p"
         outputs += letter * (letter not in outputs)
-    outputs += "v" * bool(wanted.virial)
+    outputs += "v" * bool(request.virial)
     energies, position_gradients, _, parameter_gradients, global_gradients, virial = pair_sum(
         formula.text,
         outputs,
@@ -102,12 +102,12 @@ def sum_pairs(
         NO_CUTOFF if cutoff is None else cutoff,
         0.0 if r_switch is None else r_switch,
     )
-    if wanted.energy_reduction == "system":
+    if request.energy_reduction == "system":
         energies = system_sums(energies, batch_idx, n_systems)
     results = [energies]
-    if wanted.forces:
+    if request.forces:
         results.append(-position_gradients)
-    for name in wanted.gradients:
+    for name in request.gradients:
         if isinstance(name, tuple):
             at = formula.per_atom.index(name[0])
             results.append(parameter_gradients[:, at : at + len(name)])
@@ -119,6 +119,6 @@ def sum_pairs(
             at = len(formula.per_atom) + n_species * formula.per_pair.index(name)
             assert species is not None
             results.append(system_sums(parameter_gradients[:, at : at + n_species], species, n_species))
-    if wanted.virial:
+    if request.virial:
         results.append(virial)
     return tuple(results)

@@ -12,7 +12,7 @@ from nvalchemiops.interactions.pair.derivatives import POSITIONS, WEIGHTS, Reque
 from nvalchemiops.interactions.pair.expression import Formula, check_formula
 from nvalchemiops.interactions.pair.sum import Variant, source
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.pair.driver import check_wanted, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import check_request, sum_pairs
 from nvalchemiops.torch.interactions.pair.exclusions import exclusion_rows
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
@@ -226,9 +226,9 @@ class PairPotential:
         if neighbors is not None:
             raise TypeError("`neighbors` go with a System; beside tensors give `neighbor_list` or `neighbor_matrix`")
         given = GivenNeighbors(
-            neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value
+            neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
         )
-        wanted = check_wanted(compute_forces, compute_virial, energy_reduction, compute_gradients)
+        request = check_request(compute_forces, compute_virial, energy_reduction, compute_gradients)
         system = pair_system(
             positions,
             cell,
@@ -237,8 +237,7 @@ class PairPotential:
             num_systems,
             pbc,
             cutoff=self.cutoff,
-            by_system=wanted.by_system or self.formula.global_parameters != (),
-            half_list=half_list,
+            by_system=request.by_system or self.formula.global_parameters != (),
             neighbor_cutoff=neighbor_cutoff,
             check=check,
         )
@@ -246,7 +245,7 @@ class PairPotential:
             self.formula,
             system,
             parameters,
-            wanted,
+            request,
             cutoff=self.cutoff,
             r_switch=self.r_switch,
             species=species,

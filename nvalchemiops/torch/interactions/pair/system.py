@@ -17,7 +17,7 @@ from nvalchemiops.torch.neighbors.rows import (
     rows_of,
 )
 from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
-from nvalchemiops.torch.operators.segments import check_systems
+from nvalchemiops.torch.operators.segments import check_system_numbers
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
 NO_CUTOFF = sys.float_info.max
@@ -54,7 +54,6 @@ def pair_system(
     *,
     cutoff: float | None,
     by_system: bool,
-    half_list: bool = False,
     neighbor_cutoff: float | None = None,
     check: bool = False,
     is_padding: torch.Tensor | None = None,
@@ -66,11 +65,10 @@ def pair_system(
     by_system : bool
         Whether the systems of a batch must be told apart; otherwise, without a cell, all atoms are one system.
     is_padding : (n_atoms,) bool tensor, optional
-        Atoms that are neighbors of none and have none, whatever the list says.
+        Atoms that are neighbors of none and have none, independent of the list.
     """
     checks.check_positions(positions, finite=False)
-    for name, flag in (("half_list", half_list), ("check", check)):
-        checks.check_flag(name, flag)
+    checks.check_flag("check", check)
     cell, of_atoms, n_systems = _batch(positions, cell, batch_idx, num_systems, by_system, pbc)
     # systems that the sum need not tell apart, the search must
     searched = batch_idx if of_atoms is None else of_atoms
@@ -78,11 +76,10 @@ def pair_system(
         reach = checks.check_positive("neighbor_cutoff", neighbor_cutoff)
         if cutoff is not None and reach < cutoff:
             raise ValueError(f"`cutoff` = {cutoff} is beyond the list's reach, `neighbor_cutoff` = {reach}")
-    rows = rows_of(given, positions, cell is not None, half_list, check)
+    rows = rows_of(given, positions, cell is not None, check)
     if rows is None:
-        if half_list or neighbor_cutoff is not None:
-            name = "half_list" if half_list else "neighbor_cutoff"
-            raise ValueError(f"`{name}` describes a list, but none is given")
+        if neighbor_cutoff is not None:
+            raise ValueError("`neighbor_cutoff` describes a list, but none is given")
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without a cutoff no list can be built")
         rows = build_rows(positions, cutoff, cell, searched, pbc)
@@ -136,7 +133,7 @@ def _batch(
             raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {num_systems}")
         cell = cell.expand(num_systems, 3, 3)
     if n_atoms and may_read(batch_idx):
-        check_systems(values_of(batch_idx), num_systems)
+        check_system_numbers(values_of(batch_idx), num_systems)
     return cell, batch_idx, num_systems
 
 
@@ -145,8 +142,6 @@ def _without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
     if pbc is None:
         return cell
     pbc = checks.pbc_tensor(pbc, cell.device)
-    if pbc.device != cell.device:
-        raise ValueError(f"`pbc` is on {pbc.device}, but `cell` is on {cell.device}")
     fits = pbc.ndim == 0 or pbc.shape in ((3,), (1, 3), (cell.shape[0], 3))
     if not fits and (cell.shape[0] != 1 or pbc.ndim != 2 or pbc.shape[1] != 3):
         raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")

@@ -59,7 +59,7 @@ class PairTerm(NamedTuple):
             of_pair,
             pairs.PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows),
             {names: system.charges, of_pair.global_parameters[0]: self.parameter.to(system.positions.dtype)},
-            pairs.Wanted(derivatives.forces, gradients, derivatives.virial),
+            pairs.PairRequest(derivatives.forces, gradients, derivatives.virial),
             cutoff=self.cutoff,
             exclusions=self.exclusions,
         )
