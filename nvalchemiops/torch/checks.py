@@ -19,7 +19,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def kind_of(value: Any) -> str:
-    """The type of what should have been a tensor, for a message, with the way to make one."""
+    """The type of an argument that is no tensor, for a message, with advice."""
     advice = ": use torch.as_tensor" if isinstance(value, (np.ndarray, list, tuple)) else ""
     return type(value).__name__ + advice
 
@@ -59,7 +59,7 @@ def check_same_device(device: Any, positions: torch.Tensor) -> None:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """The value as a bool; raise unless this is True or False: an argument of another place may have slipped here."""
+    """The value as a bool; raise unless this is True or False: another positional argument may have been given here."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"`{name}` must be True or False, got {type(value).__name__}")
     return bool(value)
@@ -101,7 +101,7 @@ def check_count(name: str, value: Any) -> int:
 
 
 def check_like(name: str, memory: Any, values: torch.Tensor) -> None:
-    """Raise unless ``memory`` is a tensor that takes ``values`` as they are."""
+    """Raise unless ``memory`` is a tensor of the shape, dtype and device of ``values``."""
     check_tensor(name, memory)
     if memory.dtype != values.dtype:
         raise TypeError(f"`{name}` must be a tensor of {values.dtype}, got {memory.dtype}")
@@ -165,15 +165,15 @@ def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
 def check_batch(
     batch_idx: Any, positions: torch.Tensor, n_systems: int | None = None, wait: bool = False
 ) -> tuple[torch.Tensor | None, int | None]:
-    """System of each atom as int32, or None for the only one, and the number of systems, or None if nothing tells it.
+    """System of each atom as int32, or None for the only one, and the number of systems, or None if it is unknown.
 
     Parameters
     ----------
     batch_idx : (n_atoms,) int32 or int64 tensor, or None
-        In any order. The entries are looked at if they may be read.
+        In any order. The entries are checked if they may be read.
     positions : (n_atoms, 3) tensor
     n_systems : int, optional
-        As other arguments tell it; otherwise it is the largest entry plus one.
+        From other arguments; by default the largest entry plus one.
     wait : bool, optional
         Read the entries on a GPU too.
 
@@ -204,7 +204,7 @@ def check_batch(
 
 
 def systems_in_shapes(*arguments: tuple[Any, int]) -> int | None:
-    """The number of systems that leading dimensions tell: of tensors with so many dimensions; 1 is for all systems."""
+    """The number of systems by leading dimensions of tensors with the given ndim; a size of 1 is for all systems."""
     for tensor, ndim in arguments:
         if getattr(tensor, "ndim", None) == ndim and tensor.shape[0] != 1:
             return tensor.shape[0]
@@ -218,7 +218,7 @@ def check_systems(
     batch_idx: Any,
     batch_ptr: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int | None]:
-    """Cell and pbc as tensors or None, and the number of systems as far as shapes tell it.
+    """Cell and pbc as tensors or None, and the number of systems, if shapes determine it.
 
     Raises unless shapes, dtypes and devices of all four fit together. The values are not read, with one exception:
     without a cell, pbc must be False, or is refused where it cannot be read.
@@ -262,7 +262,7 @@ def _same_number(name: str, number: int, n_systems: int | None) -> int | None:
 
 
 def narrow(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers as int32; what does not fit becomes the largest or smallest, and is out of range there too."""
+    """Integers as int32, clamped: numbers that do not fit stay out of range."""
     if tensor.dtype == torch.int32:
         return tensor
     return tensor.clamp(-(2**31) + 1, 2**31 - 1).to(torch.int32)

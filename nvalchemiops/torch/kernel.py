@@ -93,7 +93,7 @@ def get_or_register_torch_op(
     Parameters
     ----------
     kernel, outputs, dim
-        As for `call_kernel`. Callables count as the same if their code and what they close over are.
+        As for `call_kernel`. Callables count as the same if their code and closures are.
     differentiable : bool, optional
         False: asking the op for a derivative raises. True: its backward launches the kernel's Warp adjoint, one
         order.
@@ -267,7 +267,8 @@ def _arguments(kernel: wp.Kernel) -> list[Any]:
 def _check_names(kernel: wp.Kernel, outputs: Sequence[OutputSpec]) -> int:
     """How many parameters are inputs; raise unless the others may be called like the outputs.
 
-    Outputs may have names of their own, but not that of another parameter: their order would go unnoticed.
+    An output may have another name than its parameter, but not that of a different parameter: a wrong order would go
+    unnoticed.
     """
     names, labels = [o.name for o in outputs], [a.label for a in _arguments(kernel)]
     count = len(labels) - len(names)

@@ -129,14 +129,14 @@ def describe(
 
 
 class _Expected(NamedTuple):
-    """What a kernel parameter asks of a tensor."""
+    """What a kernel parameter expects of a tensor."""
 
     name: str
     element: Any  # Warp dtype of the array; None: a plain value; Any: a generic kernel
     dtype: torch.dtype | None  # of tensors that are passed as descriptors
     inner: tuple[int, ...]
     ndim: int
-    layouts: dict[tuple[torch.Size, tuple[int, ...]], bytes]  # what a descriptor says of shape and strides
+    layouts: dict[tuple[torch.Size, tuple[int, ...]], bytes]  # the part of a descriptor for shape and strides
     absent: Any  # descriptor of an array without elements; None for a plain value or a generic kernel
 
 
@@ -151,8 +151,8 @@ def _parameters(kernel: wp.Kernel) -> tuple[_Expected, ...]:
         if element is None or element is Any:
             expected.append(_Expected(argument.label, element, None, (), 0, {}, None))
         else:
-            nothing = (0,) * kind.ndim
-            absent = descriptor(nothing, nothing) if as_bytes else None
+            empty = (0,) * kind.ndim
+            absent = descriptor(empty, empty) if as_bytes else None
             dtype = TORCH_DTYPES[scalar_type(element)] if as_bytes else None
             expected.append(_Expected(argument.label, element, dtype, inner_shape(element), kind.ndim, {}, absent))
     return tuple(expected)
@@ -166,7 +166,7 @@ def _unusual(tensor: torch.Tensor, gradient: torch.Tensor | None, kernel: wp.Ker
     if expected.element is not Any and expected.dtype is None:
         array: Any = warp_from_torch(tensor.detach(), expected.element)
         if array.ndim != expected.ndim:
-            _layout(tensor, kernel, expected)  # which tells what is wrong
+            _layout(tensor, kernel, expected)  # raises with the reason
         array.grad = None if gradient is None else warp_from_torch(gradient, expected.element)
         return array
     if expected.element is not Any:
@@ -186,7 +186,7 @@ _pack_addresses = struct.Struct("QQ").pack
 
 
 def _layout(tensor: torch.Tensor, kernel: wp.Kernel, expected: _Expected) -> bytes:
-    """A descriptor of ``tensor`` but for the two addresses, with which it begins."""
+    """A descriptor of ``tensor`` without the two addresses at its start."""
     try:
         shape, strides = outer_layout(tensor, expected.inner, expected.element)
     except ValueError as error:

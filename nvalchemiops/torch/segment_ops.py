@@ -1,6 +1,6 @@
 """Sums, means, extremes and products over segments: atoms of a system, say, or neighbors of an atom.
 
-Row i of ``x`` belongs to segment ``idx[i]``. The segments may stand in any order and be empty. Everything
+Row i of ``x`` belongs to segment ``idx[i]``. The segments may be in any order, and empty. Everything
 differentiates to any order, in all tensors of floats, and works in ``torch.compile`` and ``torch.func``. Sums are taken
 in float64 and in a fixed order, so that they are the same to the last bit for any number of threads. Where values can
 be read without waiting, eagerly on a CPU, an index out of range is an error; elsewhere it must not occur.
@@ -87,7 +87,7 @@ def segmented_dot(x: torch.Tensor, y: torch.Tensor, idx: torch.Tensor, num_segme
 
 
 def segmented_mul(x: torch.Tensor, y: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torch.Tensor:
-    """Each row times what belongs to its segment: ``x[i] * y[idx[i]]``.
+    """Each row times the factor of its segment: ``x[i] * y[idx[i]]``.
 
     Parameters
     ----------
@@ -114,7 +114,7 @@ def segmented_mul(x: torch.Tensor, y: torch.Tensor, idx: torch.Tensor, num_segme
 def segmented_matvec(v: torch.Tensor, m: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torch.Tensor:
     """Each row vector times the matrix of its segment: ``v[i] @ m[idx[i]]``.
 
-    The vector stands on the left, as with lattice vectors in rows: ``shifts @ cell``.
+    The vector is on the left, as with lattice vectors in rows: ``shifts @ cell``.
 
     Parameters
     ----------

@@ -59,12 +59,12 @@ def bspline_weight(u: torch.Tensor, order: int) -> torch.Tensor:
     for m in range(2, order + 1):
         pairs = zip(values[:-1], values[1:])
         values = [((u - k) * here + (m - (u - k)) * there) / (m - 1) for k, (here, there) in enumerate(pairs)]
-    # what is no number has no weight that could be told
+    # NaN for NaN
     return torch.where(torch.isnan(u), u, values[0])
 
 
 class _Plan(NamedTuple):
-    """Where atoms stand on a mesh: arguments of the ops, coordinates first; and the lattice that they refer to."""
+    """Coordinates of atoms on a mesh, further arguments of the ops, the lattice, and the numbers of mesh points."""
 
     coordinates: torch.Tensor
     geometry: tuple[Any, ...]
@@ -112,7 +112,7 @@ def _plan(
 
 
 def _number_of_systems(cell: torch.Tensor, batch_idx: Any, n_atoms: int) -> int:
-    """How many systems there are, if one cell may be that of all; ``batch_idx`` is read for that."""
+    """The number of systems; ``batch_idx`` is read where one cell may be that of all."""
     if cell.ndim == 3 and (cell.shape[0] != 1 or batch_idx is None or not may_read(batch_idx)):
         return cell.shape[0]
     if batch_idx is None or n_atoms == 0:

@@ -40,12 +40,12 @@ def op_calls(system: System):
     found = rows.rows_of(rows.GivenNeighbors(pairs, ptr, shifts), x, periodic=True)
     directions = [torch.randn(2, *t.shape, dtype=t.dtype) for t in (x, cell, q.unsqueeze(1), alpha.unsqueeze(1), q)]
     values = (x, cell, q.unsqueeze(1), alpha.unsqueeze(1), torch.randn_like(q))
-    given = (system_of, n_systems, found.begin, found.first, found.neighbors, found.shifts, None, 0)
+    given = (system_of, n_systems, found.pointers, found.first, found.neighbors, found.shifts, None, 0)
     none, distances = (None,) * 3, (found.width, found.padding, 4.0, 0.0)
     radii = (torch.arange(x.shape[0], dtype=torch.int32) % 2, torch.full((2, 2), 3.0, dtype=torch.float64))
     coefficients = torch.rand(x.shape[0], 3, dtype=torch.float64)
     triples = (x, cell, coefficients, *radii, system_of, n_systems)
-    triples += (found.begin, found.neighbors, found.shifts, found.width, found.padding, 2, 4.0, 3.0)
+    triples += (found.pointers, found.neighbors, found.shifts, found.width, found.padding, 2, 4.0, 3.0)
     places = torch.tensor([[0, 1], [2, 2]], dtype=torch.int32)
     reference_states = (radii[0], torch.rand(2, 2, dtype=torch.float64), places, torch.rand(3, 4, dtype=torch.float64))
     waves = k_vectors.WaveVectors(*k_vectors.points_within(cell, torch.full((n_systems,), 2.0, dtype=torch.float64)))
@@ -60,7 +60,17 @@ def op_calls(system: System):
         search.neighbor_pairs: query,
         search.neighbor_matrix: (*query, -1, 90),
         search.fill_neighbor_matrix: (*query, flags, -1, *memory),
-        rows._inspect: (x, cell, system_of, found.begin, found.neighbors, found.shifts, 0, found.padding, found.first),
+        rows._inspect: (
+            x,
+            cell,
+            system_of,
+            found.pointers,
+            found.neighbors,
+            found.shifts,
+            0,
+            found.padding,
+            found.first,
+        ),
         geometry.measure_pairs: (x, cell, system_of, None, pairs[0], pairs[1], shifts, None, 0, rows.NO_PADDING),
         pair_sum: (DSF.text, "wrcpg", "rcpgw|rcpgw", *values, *directions, *given, *none, *distances),
         shortest_vectors: (cell,),
@@ -106,7 +116,7 @@ def test_one_import_registers_all_ops():
 def test_opcheck(op, system):
     arguments = op_calls(system)[op]
     # leaves, as a training loop passes them; the last of a chain refuses to be differentiated
-    leaves = op.op.differentiable and op is not three_body_derivatives
+    leaves = bool(op.op.diff_outputs) and op is not three_body_derivatives
     arguments = tuple(
         a.clone().requires_grad_(leaves) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in arguments

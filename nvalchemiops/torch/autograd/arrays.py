@@ -76,7 +76,7 @@ def _zeros_laid_out_like(tensor: torch.Tensor) -> torch.Tensor:
     for step, length in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1):
         if step <= reached:
             raise ValueError(
-                "`tensor` has elements that share memory (expand, unfold), so they cannot have gradients of their own: "
+                "`tensor` has elements that share memory (expand, unfold), so they cannot have separate gradients: "
                 "call .contiguous() first"
             )
         reached += step * (length - 1)
@@ -97,7 +97,7 @@ def _layout(warp_dtype: Any) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def _array_layout(tensor: torch.Tensor, warp_dtype: Any) -> dict[str, Any]:
-    """What `wp.array` must be told to view the tensor, but for the address."""
+    """Arguments of `wp.array` for a view of the tensor, without the address."""
     dtype, inner = _layout(warp_dtype)
     if tensor.dtype is not dtype:
         raise TypeError(f"`tensor` has dtype {tensor.dtype}, but {warp_dtype.__name__} needs {dtype}")
@@ -128,7 +128,7 @@ def outer_layout(
     size = tensor.element_size()
     shape, steps = tuple(tensor.shape), tensor.stride()
     if (1 in shape or 0 in shape) and tensor.is_contiguous():
-        # the stride along one element or none is anything in torch; Warp compares it
+        # torch leaves the stride of axes with one element or none undefined; Warp compares it
         steps = tuple(math.prod(shape[k + 1 :]) for k in range(len(shape)))
     if inner:
         outer = len(shape) - len(inner)

@@ -39,8 +39,8 @@ def warp_custom_op(
     grad_arrays : sequence of str, optional
         Names of the differentiable outputs, then of the differentiable inputs. By default all outputs and all
         tensor inputs except index-like names (``neighbor_list``, ``batch_idx``, ...), mutated ones and, at run
-        time, integer and bool tensors. An empty sequence: nothing is differentiable, and outputs carry no graph.
-        Only outputs: an op without gradients, as by ``backward="none"``.
+        time, integer and bool tensors. With an empty sequence the op is not differentiable, and outputs have no
+        graph. With outputs only, it is an op without gradients, as by ``backward="none"``.
     mutates_args : sequence of str, optional
         Inputs that the body writes in place. They are never differentiable.
     backward : "tape", "none" or callable, optional
@@ -75,7 +75,7 @@ def warp_custom_op(
     Notes
     -----
     Tensor inputs reach the body contiguous (a copy is made of others, except of mutated ones), on one device,
-    with ``requires_grad`` set exactly where a gradient will be wanted. Outputs are checked against ``outputs``.
+    with ``requires_grad`` set exactly where a gradient will be needed. Outputs are checked against ``outputs``.
     Changing a saved input in place before the backward pass is an error, as everywhere in torch.
 
     Examples

@@ -1,4 +1,4 @@
-"""What an op declares (parameters, outputs, derivatives), and checks of its calls by that."""
+"""The declaration of an op (parameters, outputs, derivatives), and checks of its calls against it."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ import torch
 from nvalchemiops.torch.autograd.specs import OutputSpec, fill_sizes
 
 MAX_ARGUMENTS = 64
-"""What torch's schemas allow; the derivative of an op takes its inputs, outputs and their gradients."""
+"""Most arguments of a torch schema; the derivative of an op takes its inputs, outputs and their gradients."""
 
 Backward = Callable[..., Any] | Literal["tape", "none"]
 
@@ -43,7 +43,7 @@ INDEX_LIKE = frozenset(
         "mesh_dimensions",
     ]
 )
-"""Names that never carry a gradient, whatever their dtype."""
+"""Names of inputs without gradients, even if they are floating-point tensors."""
 
 _SCHEMA_TYPES: dict[Any, str] = {
     torch.Tensor: "Tensor",
@@ -98,7 +98,7 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What is known of an op before it is registered.
+    """Description of an op before it is registered.
 
     Parameters
     ----------
@@ -309,7 +309,7 @@ def schema_type(annotation: Any) -> str | None:
         return None
     try:
         return _SCHEMA_TYPES.get(annotation)
-    except TypeError:  # unhashable: no annotation that we know
+    except TypeError:  # unhashable: no supported annotation
         return None
 
 

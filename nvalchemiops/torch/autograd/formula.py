@@ -57,13 +57,13 @@ class Formula:
         self.saved_outputs = sorted({i for kind, i, _ in self.sources if kind == "output"})
 
     def save(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
-        """Keep on ``ctx`` what the backward asks for, and no more."""
+        """Save on ``ctx`` the inputs and outputs that the backward takes."""
         ctx.save_for_backward(*(inputs[i] for i in self.saved_inputs), *(outputs[i] for i in self.saved_outputs))
         ctx.plain = [None if i in self.op.tensors else a for i, a in enumerate(inputs)]
         ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs] if self.fills_gradients else []
 
     def restore(self, ctx: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Inputs and outputs as `save` kept them, None for the rest; and what the outputs look like."""
+        """Inputs and outputs as `save` kept them, None for the rest; and shapes, dtypes and devices of the outputs."""
         saved = ctx.saved_tensors
         inputs = list(ctx.plain)
         for i, tensor in zip(self.saved_inputs, saved, strict=False):
@@ -81,7 +81,7 @@ class Formula:
         shapes: Sequence[tuple[Any, torch.dtype, torch.device]],
         record: int = -1,
     ) -> list[torch.Tensor | None]:
-        """One gradient or None per declared input. A bit of ``record`` for each differentiable input: is it wanted."""
+        """One gradient or None per declared input; ``record`` has a bit for each differentiable one."""
         arguments = []
         for kind, i, optional in self.sources:
             if kind == "input":

@@ -1,6 +1,6 @@
 """How ops enter torch's function transforms (``torch.func``, ``vmap``) in eager mode.
 
-The derivative formula lives on the op. Transforms do not look there: they need an ``autograd.Function`` with
+The derivative formula is registered on the op. Transforms do not use it: they need an ``autograd.Function`` with
 ``setup_context``, ``vmap`` and ``jvp``. This module wraps an op in one, for eager transforms only.
 """
 
@@ -19,7 +19,7 @@ from nvalchemiops.torch.runtime.context import may_read
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether a derivative by this tensor is asked for: backward, forward, or by a transform."""
+    """Whether this tensor takes part in a derivative: backward, forward, or by a transform."""
     while True:
         tracked = tensor.requires_grad and torch.is_grad_enabled()
         if tracked or forward_ad.unpack_dual(tensor).tangent is not None:
@@ -58,7 +58,7 @@ def transformable(
         The vmap rule ``fold(info, in_dims, *args) -> (outputs, out_dims)``; by default slices are evaluated one
         after the other and stacked.
     orders : float, optional
-        How many derivatives the chain of pullbacks provides, as far as is known.
+        Order of derivatives that the chain of pullbacks provides, as far as is known.
     """
 
     def enter(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Names and identities of ops: where they are registered, and what makes compile caches tell two apart."""
+"""Names and identities of ops: where they are registered, and hashes by which compile caches distinguish them."""
 
 import contextlib
 import hashlib
@@ -48,10 +48,10 @@ def fingerprint(body: Callable[..., Any], backward: Any, outputs: Sequence[Outpu
 
 
 def value_identity(value: Any, _inside: tuple[Any, ...] = ()) -> str:
-    """What tells two values apart, the same in every process.
+    """A text by which values are distinguished, the same in every process.
 
-    Functions count by their code, defaults, what they close over and the globals they name, kernels by their source
-    as well, arrays by their contents, anything else by its ``repr``.
+    Functions count by their code, defaults, closures and the globals they name, kernels by their source
+    as well, arrays by their contents, other values by their ``repr``.
     """
     if any(value is v for v in _inside):
         return "recursion"

@@ -51,7 +51,7 @@ class WarpOp:
     """
 
     hidden: tuple[str, ...] = ("_identity",)
-    """Names of the hidden arguments. The identity makes compile caches tell two releases of an op apart."""
+    """Names of the hidden arguments. By the identity compile caches distinguish two releases of an op."""
 
     n_hidden_outputs = 0
 
@@ -100,7 +100,7 @@ class WarpOp:
 
     @property
     def orders(self) -> float:
-        """How many derivatives the op has, as far as is known: a backward that is a function may have any number."""
+        """Order of derivatives of the op, as far as is known: a backward that is a function may have any."""
         if self._formula is None:
             return 0
         backward = getattr(self.backward, "op", None)
@@ -167,7 +167,7 @@ def _make({", ".join(values)}):
         return self.overload(*args, self.identity)
 
     def _call_eagerly(self, *args: Any) -> Any:
-        """What the dispatcher would do for plain tensors in plain eager mode, at half its cost for many arguments."""
+        """Run the op as the dispatcher does for plain tensors in eager mode, at half the cost for many arguments."""
         if autocast_enabled() or profiling() or tracing_state():
             return self.overload(*args)
         record, device, ready = 0, None, True
@@ -193,7 +193,7 @@ def _make({", ".join(values)}):
             return self._run_ready(*args) if ready else self._run(*args)
 
     def _run_ready(self, *args: Any) -> Any:
-        """What `_run` does for a trusted op on the CPU if nothing is left to prepare."""
+        """`_run` for a trusted op on the CPU whose arguments need no preparation."""
         return self._run_body(args[: self._count], _CPU, False)
 
     def _complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -245,7 +245,7 @@ def _make({", ".join(values)}):
             return self._run_body(prepared, device, tracked)
 
     def _run_body(self, prepared: Sequence[Any], device: torch.device, tracked: bool) -> Any:
-        # bodies launch as they like, so the first call of each kind (with gradients the kernels may be others) is alone
+        # a body may load any kernels, so the first call of each kind runs alone; with gradients kernels may differ
         kind = (device, tracked)
         if kind in self._loaded:
             return self.body(*prepared)
@@ -381,7 +381,7 @@ def _make({", ".join(values)}):
 
 
 def unpack(results: Sequence[torch.Tensor]) -> Any:
-    """What an op returns: None, a tensor or a tuple."""
+    """Results in the form that an op returns: None, a tensor or a tuple."""
     if not results:
         return None
     return results[0] if len(results) == 1 else tuple(results)

@@ -27,7 +27,7 @@ TORCH_DTYPES: dict[Any, torch.dtype] = {
 }
 
 PRECISIONS = {torch.float32: wp.float32, torch.float64: wp.float64}
-"""Those in which kernels exist, by the dtype of the tensors that they are for."""
+"""Precisions of kernels, by the dtype of their tensors."""
 
 
 def real_of(values: torch.Tensor, *_: Any) -> Any:
@@ -36,13 +36,13 @@ def real_of(values: torch.Tensor, *_: Any) -> Any:
 
 
 def precision_of(values: torch.Tensor) -> str:
-    """Its name, by which kernels are asked for: "float32" or "float64"."""
+    """The precision as kernels name it: "float32" or "float64"."""
     return PRECISIONS[values.dtype].__name__
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicSize:
-    """A size in a shape of an `OutputSpec` that only running the op tells; the same ``name`` is the same number.
+    """A size in a shape of an `OutputSpec` that is known only after running the op; equal names mean equal sizes.
 
     Under ``torch.compile`` it becomes an unbacked size. The op waits for its device to learn it.
     """
@@ -112,7 +112,7 @@ class OutputSpec:
 
     @functools.cached_property
     def _known_dtype(self) -> torch.dtype | None:
-        """The torch dtype, if no input has a say in it."""
+        """The torch dtype, if it does not depend on inputs."""
         if self.torch_dtype is not None:
             return self.torch_dtype
         return TORCH_DTYPES[scalar_type(self.dtype)] if is_warp_dtype(self.dtype) else None

@@ -1,7 +1,7 @@
 """Ops that differentiate by a tape: the body records its Warp launches, the backward pass replays them backwards.
 
-A second registered op takes the backward pass, so that compilers see it as one node. What a recorded execution leaves
-is found by a hidden output, the token, whose memory lives as long as the graph.
+A second registered op takes the backward pass, so that compilers see it as one node. The recording of
+an execution is found by a hidden output, the token, whose memory exists as long as the graph.
 """
 
 import functools

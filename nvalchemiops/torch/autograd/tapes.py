@@ -45,7 +45,7 @@ def attach_for_backward(output: torch.Tensor, tape: wp.Tape | None = None, **war
     if tape is not None and attached is not None and attached is not tape:
         raise ValueError(
             "`output` holds another tape already, which would be lost: record all launches on one tape, or attach each "
-            "tape to an output of its own"
+            "tape to a separate output"
         )
     setattr(output, _TAPE, attached if tape is None else tape)
     for name, array in warp_arrays.items():
@@ -212,12 +212,12 @@ def replay(
 
 
 class Recording:
-    """What one recorded execution leaves for its backward pass.
+    """Data of one recorded execution for its backward pass.
 
     Parameters
     ----------
     tapes, arrays
-        What the body attached.
+        As attached by the body.
     inputs : sequence of torch.Tensor or None
         Aliases of the op's tensor inputs. Holding them keeps their memory from being given away.
     outputs : sequence of torch.Tensor
@@ -248,7 +248,7 @@ class Recording:
     def is_fresh(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> bool:
         """Whether the memory that the tape refers to still holds what it held when it was recorded.
 
-        The arguments are what the backward pass was given; outputs are None where their version tells enough.
+        The arguments are those of the backward pass; outputs are None where their version is sufficient.
 
         It does not when a compiled graph recomputed an input (its first copy may have been overwritten), when
         a saved tensor went through a hook that moved it, or when an output was changed in place.
@@ -312,7 +312,7 @@ def gradients_of(
     wanted: Sequence[tuple[str, torch.Tensor]],
     op_name: str,
 ) -> list[torch.Tensor]:
-    """Gradients of the ``wanted`` inputs, in memory of their own."""
+    """Gradients of the ``wanted`` inputs, in fresh memory."""
     recorded = any(tape.launches for tape in recording.tapes)
     if not recorded and any(tensor.numel() for _, tensor in wanted):
         raise NotDifferentiableError(

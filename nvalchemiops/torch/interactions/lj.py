@@ -33,8 +33,8 @@ def lj_energy(
     mixing, shifted, r_switch
         As for `nvalchemiops.torch.interactions.pair.lennard_jones`.
     **options
-        Neighbors, batches, exclusions and what else `nvalchemiops.torch.interactions.pair.PairPotential` takes when it
-        is called. Without neighbors given they are built.
+        Neighbors, batches, exclusions and further arguments of calls of
+        `nvalchemiops.torch.interactions.pair.PairPotential`. Without neighbors given they are built.
 
     Returns
     -------

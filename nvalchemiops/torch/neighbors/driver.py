@@ -33,7 +33,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Systems(NamedTuple):
-    """Atoms, and what divides them into systems, as in `neighbor_list`."""
+    """Atoms and the data of their systems, as in `neighbor_list`."""
 
     positions: torch.Tensor
     cell: torch.Tensor | None = None
@@ -54,7 +54,7 @@ class Form(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Width of the results or memory for them, as far as the caller gives it; as in `neighbor_list`."""
+    """Width of the results, or memory for them, if the caller gives any; as in `neighbor_list`."""
 
     max_neighbors: int | None = None
     neighbor_matrix: torch.Tensor | None = None
@@ -67,7 +67,7 @@ class Room(NamedTuple):
 NO_ROOM = Room()
 
 ZERO_CUTOFF = 1e-200
-"""The cutoff to search with where it is zero: its square is zero, and nothing is closer, not even in the same place."""
+"""Replaces a cutoff of zero in a search: its square is zero, and no distance is less, not even of equal positions."""
 
 
 def method_number(method: str | None) -> int:
@@ -89,7 +89,7 @@ def build_lists(
     rebuild_flags: torch.Tensor | None,
     target_indices: torch.Tensor | None,
 ) -> Tensors:
-    """One list, or two with ``cutoff2``; raise for room that is given for the other case."""
+    """One list, or two with ``cutoff2``; raise if memory for the other case is given."""
     number = method_number(method)
     if cutoff is None:
         raise ValueError("`cutoff` is required")
@@ -124,7 +124,7 @@ def build_two(
     rebuild_flags: torch.Tensor | None = None,
     target_indices: torch.Tensor | None = None,
 ) -> Tensors:
-    """The results of `build` for each of two cutoffs in turn, which have their names in messages."""
+    """The results of `build` for each of two cutoffs in turn, with their names for messages."""
     results: Tensors = ()
     for suffix, room, (name, cutoff) in zip("12", (room1, room2), cutoffs.items()):
         results += build(systems, cutoff, form, room, method, rebuild_flags, target_indices, suffix, name)
@@ -177,7 +177,7 @@ def build(
         if room.num_neighbors is not None:
             room.num_neighbors.copy_(ptr.diff())
     else:
-        # a list is waited for anyway
+        # a list waits for the device in any case
         readable = (form.check or as_list) and may_read()
         truncated = f"num_neighbors{suffix}" if in_memory and may_truncate and not as_list else None
         matrix, count, present, shifts = _search_matrix(
@@ -281,12 +281,12 @@ def _search_matrix(
             )
         if rebuild_flags is None:
             return matrix, count, count, shifts
-    # unread, the count of an atom without a position or a cell says so, and its row is empty
+    # where faults are not read, an atom without a position or a cell has a special count, and its row is empty
     return matrix, count, torch.where(count == NOT_FINITE, 0, count), shifts
 
 
 def _width(n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Tensor) -> tuple[int | None, bool]:
-    """Columns of the matrix, None if no argument tells them; and whether the caller's memory tells them."""
+    """Columns of the matrix, None if no argument gives them; and whether they are those of the caller's memory."""
     if room.max_neighbors is not None:
         checks.check_count(f"max_neighbors{suffix}", room.max_neighbors)
     width, name = None, ""
@@ -306,7 +306,7 @@ def _width(n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Te
     if width is None:
         width = room.max_neighbors
     if width is None and not form.return_neighbor_list:
-        # memory for these alone: its shape is checked when there is something to copy to it
+        # the shape of memory for these alone is checked when results are copied to it
         for tensor, ndim in ((room.neighbor_distances, 2), (room.neighbor_vectors, 3)):
             if isinstance(tensor, torch.Tensor) and tensor.ndim == ndim:
                 width, in_memory = tensor.shape[1], True

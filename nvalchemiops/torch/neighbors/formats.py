@@ -1,8 +1,8 @@
 """Neighbor lists from one format to another, and their check.
 
-Everything here is plain torch: it compiles and runs on any device by itself. A *matrix* has one row of
+Everything here is plain torch: it compiles and runs on any device. A *matrix* has one row of
 ``width`` slots per atom, of which the first ``num_neighbors[i]`` count. A *list* has one column (i, j) per pair, sorted
-by i, and ``neighbor_ptr[i]`` says where the pairs of atom i begin. ``shifts`` hold the image S of each neighbor, which
+by i, and ``neighbor_ptr[i]`` is the first pair of atom i. ``shifts`` hold the image S of each neighbor, which
 is at ``r_ij = x_j - x_i + S @ cell``.
 
 Arguments whose *values* are wrong raise in eager mode, where that takes one wait for a GPU. Inside ``torch.compile``
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 NO_NEIGHBOR = -1
-"""A padding that is never the number of an atom."""
+"""A padding that is never the index of an atom."""
 
 
 # -- matrix and list ------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def get_neighbor_list_from_neighbor_matrix(
     neighbor_list : (2, n_pairs) int32 tensor
         i and j of each pair, sorted by i.
     neighbor_ptr : (n_atoms + 1,) int32 tensor
-        Where the pairs of each atom begin, then n_pairs.
+        First pair of each atom, then n_pairs.
     shifts : (n_pairs, 3) int32 tensor
         Left out without ``neighbor_shift_matrix``.
 
@@ -72,7 +72,7 @@ def get_neighbor_list_from_neighbor_matrix(
         A bad argument, named in the message.
     NeighborOverflowError
         A count is larger than the width: pairs are missing in the matrix. (Compiled, the pairs that are there are
-        returned, and ``num_neighbors`` tells.)
+        returned, and ``num_neighbors`` counts all.)
 
     Notes
     -----
@@ -116,7 +116,7 @@ def get_neighbor_matrix_from_neighbor_list(
     neighbor_list, neighbor_ptr, shifts
         As for `half_to_full`.
     max_neighbors : int, optional
-        Width of the matrix; by default what the longest row needs, for which a GPU is waited for.
+        Width of the matrix; by default that of the longest row, which waits for a GPU.
     fill_value : int, optional
         Padding; n_atoms by default.
 
@@ -132,7 +132,7 @@ def get_neighbor_matrix_from_neighbor_list(
     ValueError, TypeError
         A bad argument, named in the message; compiled also: no ``max_neighbors``.
     NeighborOverflowError
-        A row is longer than ``max_neighbors``. (Compiled, the row is cut, and its count, which is not, tells.)
+        A row is longer than ``max_neighbors``. (Compiled, the row is cut, and its count is not.)
     """
     n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
     counts = neighbor_ptr.diff().to(torch.int32)
@@ -170,15 +170,15 @@ def half_to_full(
     """Both directions of each pair of a half list.
 
     A half list holds of each pair the direction (i, j, S) with i < j, or i = j and the first non-zero entry of S
-    positive. The full list holds (j, i, -S) as well, and its rows are ordered by j, whatever the order of the half
-    list's. If that is ordered by j, then S, so is the full list.
+    positive. The full list holds (j, i, -S) as well, and its rows are ordered by j for any order of the
+    half list. If that is ordered by j, then S, so is the full list.
 
     Parameters
     ----------
     neighbor_list : (2, n_pairs) int32 tensor
         i and j of each pair, sorted by i.
     neighbor_ptr : (n_atoms + 1,) int32 tensor
-        Where the pairs of each atom begin, then n_pairs.
+        First pair of each atom, then n_pairs.
     shifts : (n_pairs, 3) int32 tensor, optional
 
     Returns
@@ -383,7 +383,7 @@ def _check_list(neighbor_list: Any, neighbor_ptr: Any, shifts: Any) -> tuple[int
 
 
 def _check_rows(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> None:
-    """Raise unless the pointers rise from 0 to n_pairs and the pairs stand where these say."""
+    """Raise unless the pointers rise from 0 to n_pairs and agree with the first atoms of the pairs."""
     n_pairs = neighbor_list.shape[1]
     edges = (neighbor_ptr[0] == 0) & (neighbor_ptr[-1] == n_pairs) & (neighbor_ptr.diff() >= 0).all()
     place = torch.arange(n_pairs, dtype=neighbor_ptr.dtype, device=neighbor_ptr.device)

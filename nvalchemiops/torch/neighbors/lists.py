@@ -48,7 +48,7 @@ def neighbor_list(
     Neighbor j of atom i in image S is at ``r_ij = x_j - x_i + S @ cell``; a pair belongs to the list if
     ``|r_ij| < cutoff``, computed in float64. The list is exact for cells of any shape and handedness, also thinner
     than the cutoff (then one pair appears in several images, and an atom may neighbor its own images), and for
-    positions anywhere. The order of neighbors within a row depends on nothing but the atom's own system, and is the
+    positions anywhere. The order of neighbors within a row depends on the atom's own system only, and is the
     same each time.
 
     Parameters
@@ -76,13 +76,13 @@ def neighbor_list(
     return_neighbor_list : bool, optional
         Return a list of pairs instead of a matrix.
     method : str, optional
-        ``"naive"`` tests all pairs of a system, ``"cell_list"`` sorts atoms into bins first. All names are taken that
-        begin with one of these, or with ``"cluster_tile"``, which is a cell list here, after ``"batch_"`` or not, and
-        go on with ``"_"``: ``"naive_scalar"``, ``"batch_cell_list_atom_centric"``. The rest of the name changes
-        nothing, and so does ``"batch_"``; but those that end with ``"_dual_cutoff"`` need ``cutoff2``. All find the
-        same pairs. By default the faster one is chosen for each system.
+        ``"naive"`` tests all pairs of a system, ``"cell_list"`` sorts atoms into bins first; both find the same pairs.
+        By default the faster one is chosen for each system. Other accepted names start with one of these or with
+        ``"cluster_tile"``, which is a cell list here, and go on with ``"_"``; ``"batch_"`` may precede them:
+        ``"naive_scalar"``, ``"batch_cell_list_atom_centric"``. The rest of the name has no effect, but names that end
+        with ``"_dual_cutoff"`` need ``cutoff2``.
     wrap_positions : bool, optional
-        False promises positions inside the cell. Wrapping costs next to nothing here, so the result is the same.
+        Without effect: positions may be anywhere.
     max_neighbors : int, optional
         Width of the matrix, and the most neighbors an atom may have. By default the matrix has room to spare, so that
         it still fits when it is given as memory in the next step of a simulation: the width is a quarter more than the
@@ -95,8 +95,8 @@ def neighbor_list(
         cell. Padding is zero, with zero gradients.
     neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances : tensors, optional
         Memory for the results, of the shapes given below, contiguous, which is filled in place and returned. The width
-        of the matrices decides, whatever ``max_neighbors`` says. Where an atom has more neighbors, its row is filled to
-        the end, with those that come first in the row of a wider matrix (an order that has nothing to do with
+        of the matrices has precedence over ``max_neighbors``. Where an atom has more neighbors, its row is filled to
+        the end, with those that come first in the row of a wider matrix (an order independent of
         distances), ``num_neighbors`` still counts all, and a `NeighborListWarning` says so.
         Shifts given without a cell are filled with zeros; of the methods only the cell lists return them then.
     neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1, neighbor_matrix2, ... : tensors, optional
@@ -106,13 +106,13 @@ def neighbor_list(
     target_indices : (n_rows,) int32 tensor, optional
         Rows for these atoms only, in this order, with neighbors among all atoms.
     check : bool, optional
-        False: with ``max_neighbors`` or given memory, do not read values on the host, so that nothing waits for a
-        GPU. Then an atom with more than ``max_neighbors`` neighbors shows by ``num_neighbors``, which still
-        counts all of them. An atom whose position is not finite, or whose cell is unusable, has a count of 2**31 - 1
+        False: with ``max_neighbors`` or given memory, do not read values on the host, without a wait for a
+        GPU. Then ``num_neighbors`` still counts all neighbors of an atom that has more than
+        ``max_neighbors``. An atom whose position is not finite, or whose cell is unusable, has a count of 2**31 - 1
         and an empty row; other faulty values go unnoticed. The same holds inside ``torch.compile``.
     **without_effect
         Names of `nvalchemiops.compat.ignored_arguments.WITHOUT_EFFECT`: scratch memory and choices of another
-        implementation, such as ``strategy`` and ``atom_to_cell_mapping``. They are not looked at.
+        implementation, such as ``strategy`` and ``atom_to_cell_mapping``. They are ignored.
 
     Returns
     -------
@@ -120,13 +120,13 @@ def neighbor_list(
         Neighbors of each atom, then padding. With ``return_neighbor_list`` instead ``neighbor_list`` (2, n_pairs):
         i and j of each pair, sorted by i.
     num_neighbors : (n_atoms,) int32 tensor
-        Or ``neighbor_ptr`` (n_atoms + 1,): where the pairs of each atom begin, then n_pairs.
+        Or ``neighbor_ptr`` (n_atoms + 1,): the first pair of each atom, then n_pairs.
     shifts : (n_atoms, width, 3) or (n_pairs, 3) int32 tensor
         S of each neighbor. Left out without a cell.
     distances : (n_atoms, width) or (n_pairs,) tensor
-        If asked for. Dtype as the positions.
+        If requested. Dtype as the positions.
     vectors : (n_atoms, width, 3) or (n_pairs, 3) tensor
-        If asked for.
+        If requested.
 
     With ``cutoff2`` all of these for the first list, then for the second. With ``target_indices`` n_rows takes the
     place of n_atoms, and row r of the matrix belongs to atom ``target_indices[r]``; i of a pair is the atom, and the
@@ -140,12 +140,12 @@ def neighbor_list(
         argument.
     NeighborOverflowError
         An atom has more than ``max_neighbors`` neighbors, or more than a list of pairs that is made in given memory has
-        room for. Nothing is ever truncated without saying so.
+        room for. Rows are never truncated without an error or a warning.
 
     Notes
     -----
     Without ``max_neighbors`` the sizes of the results depend on the positions, so the search waits for a GPU once;
-    under ``torch.compile`` they are unbacked sizes. With ``max_neighbors`` and ``check=False`` nothing waits.
+    under ``torch.compile`` they are unbacked sizes. With ``max_neighbors`` and ``check=False`` there is no wait.
     """
     ignore("neighbor_list", without_effect)
     return build_lists(

@@ -1,4 +1,4 @@
-"""Public functions that build neighbor lists by one method each, as clients call them: `neighbor_list` does it all."""
+"""Public functions that build neighbor lists by one method each, for clients: `neighbor_list` does the same."""
 
 from typing import Any
 

@@ -40,7 +40,7 @@ class Pairs(NamedTuple):
     width : int
         Of a matrix; 0 for a list.
     padding : int
-        Entries of ``second`` that are padding, wherever they stand.
+        Entries of ``second`` that are padding, in any place.
     """
 
     cell: torch.Tensor | None
@@ -133,15 +133,15 @@ def matrix_geometry(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Distances and displacements ``r_ij = x_j - x_i + S @ cell`` of the slots of a neighbor matrix.
 
-    As `list_geometry`, with static shapes. In padding both are exactly zero, and so are all derivatives, whatever
-    index and shift stand there.
+    As `list_geometry`, with static shapes. In padding both are exactly zero, and so are all derivatives, for any
+    index and shift there.
 
     Parameters
     ----------
     positions, cell, batch_idx
         As for `list_geometry`.
     neighbor_matrix : (n_rows, width) int32 tensor
-        Without rows there are no pairs, whatever the number of atoms.
+        Without rows there are no pairs, for any number of atoms.
     num_neighbors : (n_rows,) int32 tensor, optional
         Slots from this one on are padding. Without it ``fill_value`` alone decides.
     shifts : (n_rows, width, 3) int32 tensor, optional
@@ -260,15 +260,15 @@ def _pull_back(
         gradient = gradient.masked_fill(~occupied.unsqueeze(-1), 0.0)
     gradients = {}
     if "positions" in wanted:
-        nothing = torch.zeros_like(positions)
-        gradients["positions"] = nothing.index_add(0, j, gradient) - nothing.index_add(0, i, gradient)
+        zeros = torch.zeros_like(positions)
+        gradients["positions"] = zeros.index_add(0, j, gradient) - zeros.index_add(0, i, gradient)
     if "cell" in wanted:
         gradients["cell"] = _cell_gradient(pairs, gradient, i)
     return gradients
 
 
 def _cell_gradient(pairs: Pairs, gradient: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
-    """``Σ S^T gradient`` over the pairs of each system; nothing from axes along which a pair is not shifted."""
+    """``Σ S^T gradient`` over the pairs of each system; zero for axes along which a pair is not shifted."""
     assert pairs.cell is not None and pairs.shifts is not None
     system = None if pairs.system is None else pairs.system.to(torch.int64).index_select(0, i)
     rows = []
@@ -303,7 +303,7 @@ def measure_pairs(
     width: int,
     padding: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distances (n_slots,) and vectors (n_slots, 3) of `Pairs`; NaN where an index names nothing."""
+    """Distances (n_slots,) and vectors (n_slots, 3) of `Pairs`; NaN for an index out of range."""
     n_slots = second.shape[0]
     distances = new_empty((n_slots,), positions.dtype, positions.device)
     vectors = new_empty((n_slots, 3), positions.dtype, positions.device)
@@ -344,7 +344,7 @@ def _in_torch(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torc
             cell = cell.index_select(0, pairs.system.to(torch.int64).index_select(0, i))
         vectors = _displaced(vectors, pairs.shifts, cell if occupied is None else cell.unsqueeze(1))
     if occupied is not None:
-        # also where the atom's own position is not known, and where old shifts stand behind the count
+        # also where the atom's own position is NaN, and where old shifts follow the count
         vectors = vectors.masked_fill(~occupied.unsqueeze(-1), 0.0)
     return _length(vectors), vectors
 

@@ -27,22 +27,22 @@ def suggest_neighbor_list_method(
     cutoff2: float | None = None,
     **options: Any,
 ) -> str:
-    """A method of `neighbor_list` that suits these systems; None, the default, suits each system by itself.
+    """A method of `neighbor_list` that suits these systems. The default there, None, chooses for each system.
 
     Parameters
     ----------
     batch_ptr : (n_systems + 1,) int32 tensor
         First atom of each system, then n_atoms, which is read unless there are ``positions``.
     cell, pbc, cutoff, positions, batch_idx, cutoff2
-        As in `neighbor_list`. Without ``positions`` they change nothing but the name: one for two cutoffs.
+        As in `neighbor_list`. Without ``positions`` only the name depends on them: one for two cutoffs.
     **options
         Other arguments of `neighbor_list`, and ``positions_dtype``, ``optional_outputs``, ``use_pair_fn`` and those
-        without effect there. They are not looked at.
+        without effect there. They are ignored.
 
     Returns
     -------
     str
-        Begins with ``"batch_"`` if there are several systems.
+        Starts with ``"batch_"`` if there are several systems.
     """
     known = inspect.signature(neighbor_list).parameters
     others = {"positions_dtype", "optional_outputs", "use_pair_fn"}
@@ -121,7 +121,7 @@ def compute_naive_num_shifts(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """How many images of the cell a test of all pairs of wrapped atoms goes through.
 
-    For callers that count them once: the lists of this library take the numbers, and do not need them.
+    For callers that count them once: the lists of this library accept the numbers, but do not need them.
 
     Parameters
     ----------

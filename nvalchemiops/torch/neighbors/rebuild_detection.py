@@ -1,4 +1,4 @@
-"""Is a neighbor list still good? Tests whether atoms moved further than the skin of the list allows.
+"""Tests whether a neighbor list is still valid: whether atoms moved further than the skin of the list allows.
 
 A list that was built with ``cutoff + skin`` holds all pairs closer than ``cutoff`` as long as no atom moved further
 than ``skin / 2``. So pass that as ``skin_distance_threshold``, and rebuild the systems for which the answer is True.
@@ -110,13 +110,13 @@ def batch_neighbor_list_needs_rebuild(
         Copy the current positions of those systems whose answer is True into ``reference_positions``, in place, if
         they fit.
     cell, cell_inv : (3, 3) or (n_systems, 3, 3) tensor, optional
-        Checked, but without effect (see above), except that they tell the number of systems. A single one is that of
+        Checked, but without effect (see above), except for the number of systems. A single one is that of
         all systems.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
         Likewise.
     num_systems : int, optional
-        Number of systems. By default what ``cell``, ``cell_inv`` or ``pbc`` tell, and without these the largest entry
-        of ``batch_idx`` plus one, for which a GPU is waited for.
+        Number of systems. By default that of ``cell``, ``cell_inv`` or ``pbc``, and without these the largest entry of
+        ``batch_idx`` plus one, which waits for a GPU.
 
     Returns
     -------
@@ -127,7 +127,7 @@ def batch_neighbor_list_needs_rebuild(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; compiled also: no argument tells the number of systems. An entry of
+        A bad argument, named in the message; compiled also: the number of systems is unknown. An entry of
         ``batch_idx`` outside of the systems (on a GPU a device-side assertion).
     """
     _check_pair(reference_positions, current_positions, update_reference_positions)
@@ -151,8 +151,8 @@ def cell_list_needs_rebuild(
 ) -> torch.Tensor:
     """Whether the bins of an earlier cell list cannot be used again: always True.
 
-    This library keeps no bins between two calls, so there is never an old cell list that is still good. Clients that
-    ask get the answer that makes them build one.
+    This library keeps no bins between two calls, so there is never an old cell list that is still good. The answer
+    makes clients build one.
 
     Parameters
     ----------
@@ -209,8 +209,8 @@ def batch_cell_list_needs_rebuild(
     Returns
     -------
     (n_systems,) bool tensor
-        If neither ``cell`` nor ``pbc`` tells n_systems, it is the largest entry of ``batch_idx`` plus one, for which a
-        GPU is waited for.
+        Without ``cell`` and ``pbc`` for all systems, n_systems is the largest entry of ``batch_idx`` plus one, which
+        waits for a GPU.
 
     Raises
     ------
@@ -257,7 +257,7 @@ def _check_pair(reference: Any, current: Any, update: Any) -> None:
 def _check_batch(
     batch_idx: Any, positions: torch.Tensor, cell: Any, cell_inv: Any, pbc: Any, num_systems: int | None
 ) -> tuple[torch.Tensor, int]:
-    """System of each atom, and the number of systems. A GPU is waited for only if nothing else tells that number."""
+    """System of each atom, and the number of systems. Waits for a GPU only if that number is not known otherwise."""
     checks.check_tensor("batch_idx", batch_idx)
     if num_systems is None:
         told = checks.systems_in_shapes((cell, 3), (cell_inv, 3), (pbc, 2))

@@ -49,8 +49,8 @@ class Rows(NamedTuple):
 
     Attributes
     ----------
-    begin : (n_atoms + 1,) int32 tensor or None
-        Where the row of each atom begins; None for rows of equal width.
+    pointers : (n_atoms + 1,) int32 tensor or None
+        First slot of the row of each atom, then n_slots; None for rows of equal width.
     neighbors : (n_slots,) int32 tensor
     shifts : (n_slots, 3) int32 tensor or None
         None without periodicity.
@@ -59,10 +59,10 @@ class Rows(NamedTuple):
     padding : int
         Entries of ``neighbors`` that are no neighbors, even if it is the number of an atom.
     first : (n_slots,) int32 tensor or None
-        First atom of each pair as given with a list; kernels check it against ``begin``.
+        First atom of each pair as given with a list; kernels check it against ``pointers``.
     """
 
-    begin: torch.Tensor | None
+    pointers: torch.Tensor | None
     neighbors: torch.Tensor
     shifts: torch.Tensor | None
     width: int
@@ -141,7 +141,7 @@ def build_rows(
 ) -> Rows:
     """Rows of all neighbors closer than ``cutoff``, for arguments that are checked, but for ``pbc``.
 
-    ``batch_idx`` in any order.
+    The entries of ``batch_idx`` may be in any order.
     """
     if pbc is not None:
         _, pbc, _ = checks.check_systems(positions, cell, pbc, batch_idx, None)
@@ -164,7 +164,7 @@ def build_rows(
 
 
 def _is_sorted(batch_idx: torch.Tensor) -> bool:
-    """Whether it is known to be; a GPU is not asked."""
+    """Whether it is known to ascend, without a wait for a GPU."""
     if not may_read(batch_idx):
         return False
     return bool((batch_idx[1:] >= batch_idx[:-1]).all())
@@ -261,9 +261,9 @@ def pair_distances(
 def row_indices(rows: Rows, n_atoms: int) -> torch.Tensor:
     """Row index (n_slots,), int64, of each slot, which is the number of its atom."""
     atoms = torch.arange(n_atoms, device=rows.neighbors.device)
-    if rows.begin is None:
+    if rows.pointers is None:
         return atoms.repeat_interleave(rows.width)
-    return atoms.repeat_interleave(rows.begin.diff(), output_size=rows.neighbors.shape[0])
+    return atoms.repeat_interleave(rows.pointers.diff(), output_size=rows.neighbors.shape[0])
 
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:
@@ -319,8 +319,8 @@ def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_
     """
     wide = positions.detach().double(), cell.detach().double()
     assert rows.shifts is not None
-    begin, neighbors, shifts, width, padding, first = rows
-    fault, balance, reach = _inspect(*wide, batch_idx, begin, neighbors, shifts, width, padding, first)
+    pointers, neighbors, shifts, width, padding, first = rows
+    fault, balance, reach = _inspect(*wide, batch_idx, pointers, neighbors, shifts, width, padding, first)
     worst = int(fault.max()) if fault.numel() else 0
     if worst == core.OUT_OF_RANGE:
         raise ValueError(

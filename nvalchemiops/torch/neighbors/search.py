@@ -1,6 +1,6 @@
-"""The neighbor search as torch ops: a list, a matrix as wide as needed and a bit more, a matrix of given width.
+"""The neighbor search as torch ops: a list, a matrix somewhat wider than needed, a matrix of given width.
 
-All geometry is computed in float64, whatever the dtype of the positions.
+All geometry is computed in float64, for positions of either dtype.
 """
 
 import threading
@@ -35,7 +35,7 @@ SEARCH_LANES = 32
 """Threads of a GPU that share a row: one warp, which the search counts on."""
 
 MOST_SPARE_SLOTS = 2**22
-"""Slots beyond a few for each atom that a search by bins may take, when it is asked for by name."""
+"""Slots, in addition to a few for each atom, up to which a search by bins that is chosen by name may go."""
 
 FAULTS = {
     grid.BAD_POSITIONS: "`positions` has entries that are NaN or infinite",
@@ -108,7 +108,7 @@ class _CellList:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _systems(self, may_wait: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """System of each atom (None: there is one), and where the atoms of each begin."""
+        """System of each atom (None: there is one), and the first atom of each system."""
         positions, _, cell, pbc, batch_idx, batch_ptr, *_ = self.search
         n_atoms = positions.shape[0]
         if batch_ptr is not None:
@@ -263,14 +263,14 @@ def _scratch() -> tuple[torch.Tensor, torch.Tensor]:
     """
     if not hasattr(_kept, "scratch"):
         size = SCRATCH_ROWS * SCRATCH_WIDTH
-        # whatever the default device is
+        # independent of the default device
         index = torch.empty(size, dtype=torch.int32, device="cpu")
         _kept.scratch = (index, torch.empty((size, 3), dtype=torch.int32, device="cpu"))
     return _kept.scratch
 
 
 def count_systems(batch_idx: torch.Tensor) -> int | None:
-    """Number of systems as the entries tell, which are read; None if far more than there are atoms, or none at all."""
+    """Number of systems by the entries, which are read; None if there are far more than atoms, or none."""
     n_atoms = batch_idx.shape[0]
     n_systems = 1 + (int(batch_idx.max()) if n_atoms else 0)
     return n_systems if 1 <= n_systems <= 2 * n_atoms + 1000 else None
@@ -305,7 +305,7 @@ def raise_overflow(count: torch.Tensor, width: int, search: Search) -> None:
 
 
 def largest_count(count: torch.Tensor) -> int:
-    """Most neighbors of any atom whose neighbors can be told. Waits for the device."""
+    """Largest valid count of neighbors. Waits for the device."""
     values = all_values_of(count)
     most = int(values.max()) if values.numel() else 0
     if most < NOT_FINITE:
@@ -412,8 +412,8 @@ def neighbor_matrix(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The matrix format.
 
-    In a given width it waits for nothing: faults are returned, and counts tell what did not fit. Without, the matrix is
-    a bit wider than needed; then it waits for the device, and raises for faulty input.
+    With a given width there is no wait: faults are returned, and counts include neighbors that did not fit. Without,
+    the matrix is somewhat wider than needed; then it waits for the device, and raises for faulty input.
     """
     search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
     bins = _CellList(search, may_wait=width is None)
@@ -459,7 +459,7 @@ def fill_neighbor_matrix(
     count: torch.Tensor,
     shifts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The same in given memory."""
+    """The matrix format in given memory; see `neighbor_matrix`."""
     search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
     bins = _CellList(search, may_wait=False, rebuild_flags=rebuild_flags)
     bins.run(

@@ -1,4 +1,4 @@
-"""`VerletList`: a neighbor list for dynamics and relaxations, searched for anew only when it must be."""
+"""`VerletList`: a neighbor list for dynamics and relaxations, searched again only when necessary."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,7 @@ GROWTH = 1.2
 
 
 class _BuiltList(NamedTuple):
-    """A list, and what it was built from."""
+    """A list, and the data that it was built from."""
 
     systems: Systems  # detached copies
     system: torch.Tensor | None  # (n_atoms,) int64, None: there is one system
@@ -60,7 +60,7 @@ class VerletList:
     fill_value : int, optional
         Padding of the matrix; n_atoms by default.
     max_neighbors : int, optional
-        Width of the matrix to begin with. A row that needs more widens it, by a fifth more than the row needs.
+        Initial width of the matrix. A longer row widens it to a fifth more than the row needs.
     return_neighbor_list : bool, optional
         Return lists of pairs instead of matrices. Their lengths differ from search to search.
     method : str, optional
@@ -73,7 +73,7 @@ class VerletList:
     max_neighbors : int or None
         Present width of the matrix; None before the first search if it was not given.
     num_calls, num_builds : int
-        How often the list was asked for, and in how many of these calls some system was searched.
+        Number of calls, and of calls in which some system was searched.
     rebuilt : (n_systems,) bool tensor or None
         Which systems the last call searched.
 
@@ -139,7 +139,7 @@ class VerletList:
         batch_idx: torch.Tensor | None = None,
         batch_ptr: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """The list for these positions, searched for where it must be.
+        """The list for these positions, searched again for systems where it is stale.
 
         Parameters
         ----------
@@ -155,8 +155,8 @@ class VerletList:
         Raises
         ------
         ValueError, TypeError
-            As in `neighbor_list`, and for numbers of systems far beyond that of atoms, which nothing but ``batch_idx``
-            tells. The list that is kept stays what it was.
+            As in `neighbor_list`, and for numbers of systems far beyond that of atoms that follow from ``batch_idx``
+            alone. The list that is kept does not change.
         """
         self.num_calls += 1
         checks.check_positions(positions, finite=False)

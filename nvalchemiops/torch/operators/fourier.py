@@ -15,7 +15,7 @@ from nvalchemiops.torch.runtime.memory import new_empty
 
 
 def _grouped(begin: torch.Tensor, size: int, n: int) -> tuple[torch.Tensor, int]:
-    """Where each system begins if its members, ``n`` in all, take whole groups of ``size``; the number of groups."""
+    """Row pointers of systems whose members, ``n`` in all, fill whole groups of ``size``; and the number of groups."""
     if begin.shape[0] == 2:
         count = -(-n // size)
         return torch.tensor([0, count], dtype=torch.int32, device=begin.device), count
@@ -31,7 +31,7 @@ def _tables(
     points: torch.Tensor,
     moments: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """First vector of each system; cosines and sines of all multiples, then moments; where those of y and z begin."""
+    """First vector of each system; cosines and sines of all multiples, then moments; first rows of y and z."""
     vector_begin, n_vectors = _grouped(atom_begin, LANES, coordinates.shape[0])
     n_x, n_y, n_z = (2 * (int(n) + 1) for n in points.amax(0).tolist())
     values = None if moments is None else moments.flatten(1)
@@ -57,8 +57,8 @@ def _copies(inputs: Arguments, n_copies: int) -> Arguments:
     if inputs["order"] is not None:
         inputs["order"] = numbered(inputs["order"], n_atoms).flatten()
     for name, entries in (("atom_begin", n_atoms), ("point_begin", inputs["points"].shape[0])):
-        begins = numbered(inputs[name], entries)
-        inputs[name] = torch.cat([begins[:, :-1].flatten(), begins[-1, -1:]])
+        pointers = numbered(inputs[name], entries)
+        inputs[name] = torch.cat([pointers[:, :-1].flatten(), pointers[-1, -1:]])
     inputs["points"] = inputs["points"].repeat(n_copies, 1)
     if "moments" in inputs:
         inputs["moments"] = inputs["moments"].flatten(0, 1)
@@ -91,15 +91,15 @@ def fourier_spread(
     moments : (n_atoms, n_channels, n_moments) float64 tensor
         Numbered by `nvalchemiops.kernels.moments.components`; one without derivatives.
     coordinates : (n_atoms, 3) float64 tensor
-        Fractional ones.
+        Fractional coordinates.
     order : (n_atoms,) int32 tensor, optional
         Atoms sorted by system, unless they are.
     atom_begin : (n_systems + 1,) int32 tensor
-        Where each system begins in the order.
+        Row pointers of the systems in this order.
     points : (n_points, 3) int32 tensor
-        Miller indices, not negative, sorted by system; those with equal first two should stand together.
+        Miller indices, not negative, sorted by system; those with equal first two indices should be neighbors.
     point_begin : (n_systems + 1,) int32 tensor
-        Where the points of each system begin.
+        Row pointers of the systems among the points.
     derivatives : int
         Highest order of derivative among the moments.
 
@@ -188,5 +188,5 @@ def fourier_gather(
 
 
 def _size(work: int) -> int:
-    """Work of a row, in powers of two: what tells launches apart whose rows take different times."""
+    """Work of a row, in powers of two, to distinguish launches whose rows take different times."""
     return int(work).bit_length()

@@ -65,7 +65,7 @@ def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int)
 
 
 def _geometry(cell: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # a GPU is not asked whether a cell is singular: then everything is infinite or NaN
+    # without a wait for a GPU: for a singular cell results are infinite or NaN
     inverse = torch.linalg.inv_ex(cell).inverse
     return inverse, torch.linalg.det(cell).abs(), (inverse.mT @ inverse) * (2.0 * math.pi) ** 2
 
@@ -125,7 +125,7 @@ def _check_values(cell: bytes, dtype: np.dtype, n_systems: int, may_be_open: boo
 
 
 def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tensor:
-    """The cells (n_systems, 3, 3), NaN in the place of those that `check_cells` would refuse if it could look.
+    """The cells (n_systems, 3, 3), NaN in the place of those that `check_cells` would refuse if it could read them.
 
     With ``may_be_open``, those that `check_vectors` would refuse: vectors of zeros are open axes.
     """
@@ -147,7 +147,7 @@ def nan_if_singular(cell: torch.Tensor, may_be_open: bool = False) -> torch.Tens
 
 
 def one_or_nan(usable: torch.Tensor) -> torch.Tensor:
-    """One where True, NaN where False; without a NaN in the graph, which formats of programs may not hold."""
+    """One where True, NaN where False; without a constant NaN in the graph, which exported programs may not hold."""
     number = usable.to(torch.float64)
     return number / number
 

@@ -37,7 +37,7 @@ def mesh_columns(
     mesh_dimensions: Sequence[int],
     spline_order: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Atoms sorted by the column of mesh cells in which their stencils begin.
+    """Atoms sorted by the column of mesh cells of the first point of their stencils.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def mesh_columns(
     -------
     order : (n_atoms,) int32 tensor
     column_begin : (n_systems * n_x * n_y + 2,) int32 tensor
-        Where each column begins in the order, and twice the end.
+        Row pointers of the columns in this order, the last one twice.
     """
     n_x, n_y, n_z = mesh_dimensions
     if min(n_x, n_y, n_z) < spline_order:

@@ -1,4 +1,4 @@
-"""Fourier transforms of meshes by torch, whose bits do not depend on how busy the machine is.
+"""Fourier transforms of meshes by torch, with bits that do not depend on the load of the machine.
 
 torch's transforms round differently for some shapes and numbers of threads: tiny meshes, and several at once. So tiny
 ones take one thread, which is faster anyway, and several those of the caller. A single mesh has the same bits on any

@@ -44,7 +44,7 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
 def check_system_numbers(batch_idx: torch.Tensor, n_systems: int) -> None:
     """Raise unless all these systems are there, if that can be read without waiting."""
     if batch_idx.shape[0] <= FEW and n_systems > 1:
-        _sorted(batch_idx, n_systems)  # which will be needed and remembers
+        _sorted(batch_idx, n_systems)  # needed later, and kept
     else:
         _check_entries(batch_idx, n_systems)
 
@@ -58,7 +58,7 @@ def _check_entries(batch_idx: torch.Tensor, n_systems: int) -> None:
 
 
 def _sorted(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Atoms sorted by system, or None if they are; and where each system begins."""
+    """Atoms sorted by system, or None if they are sorted; and row pointers of the systems."""
     if batch_idx.shape[0] > FEW:
         return _sort(batch_idx, n_systems)
     return cached_by_value("systems", (batch_idx,), n_systems, lambda: _sort(batch_idx, n_systems))
@@ -74,7 +74,7 @@ def _sort(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None,
 
 
 def row_pointers(index: torch.Tensor, n: int) -> torch.Tensor:
-    """Where (n + 1,) each of 0, 1, ... n begins in the ascending ``index``; where it would, if it is not there."""
+    """Row pointers (n + 1,) of an ascending ``index``: the first place of each of 0, 1, ... n, or of the next."""
     numbers = torch.arange(n + 1, dtype=index.dtype, device=index.device)
     return torch.searchsorted(index.contiguous(), numbers, out_int32=True)
 
@@ -113,7 +113,7 @@ def system_sums(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
 
 
 def totals(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems: int) -> torch.Tensor:
-    """What `system_sums` gives, at less cost for one system, where the order of the sum is left to torch."""
+    """The same as `system_sums`, at less cost for one system, where torch chooses the order of the sum."""
     return values.sum(0, keepdim=True) if n_systems == 1 else system_sums(values, batch_idx, n_systems)
 
 

@@ -51,7 +51,7 @@ _derivatives = _find(
 )
 
 DERIVATIVES_KNOWN = _derivatives is not None
-"""Whether the two functions that follow tell, rather than answer True in any case."""
+"""Whether the two functions that follow can answer; otherwise they return True in any case."""
 
 if _derivatives is not None:
     transforms_active: Callable[[], bool] = _derivatives[0]
@@ -182,7 +182,7 @@ count_dispatch_modes: Callable[[], int] = _eager[0] if _eager else lambda: 1
 autocast_enabled, profiling, tracing_state, dispatch_keys, autograd_excluded = _eager[1:] if _eager else (None,) * 5
 
 plain_keys: set[int] = set()
-"""How the dispatcher sees tensors without any peculiarity: `learn_plain_keys` fills it when it is first looked at."""
+"""How the dispatcher sees tensors without any peculiarity: `learn_plain_keys` fills it at first use."""
 
 
 def learn_plain_keys() -> None:
@@ -220,7 +220,7 @@ _redispatch = _find(
 CAN_REDISPATCH = _redispatch is not None
 """Whether a call that an implementation for autograd has got can be continued below it.
 
-Without, each operator has a second one of the same schema and implementation, which knows nothing of autograd."""
+Without, each operator has a second one of the same schema and implementation, without autograd."""
 
 _second: dict[Any, Callable[..., Any]] = {}
 

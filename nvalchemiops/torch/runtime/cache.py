@@ -1,4 +1,4 @@
-"""Results that depend on what mostly stays the same from call to call: on the cell, say, or on atomic numbers.
+"""Results kept by value, for arguments that rarely change between calls, such as cells and atomic numbers.
 
 Keys are values, not tensors: a cell that was changed in any way is another one.
 """
@@ -29,7 +29,7 @@ def cached_by_value(
 ) -> Result:
     """``compute()``, a tuple of tensors that follow from ``values`` and ``others``, or the same from before.
 
-    Only on a CPU, where reading values costs nothing, and only without a graph. With None for ``others``
+    Only on a CPU, where values can be read at no cost, and only without a graph. With None for ``others``
     always computed.
     """
     if others is None or not may_keep(*values):

@@ -1,7 +1,7 @@
-"""What a call may do with the values of its tensors: read them, keep what follows from them, take the short way.
+"""Whether a call may read values of tensors, keep results that follow from them, and use shortcuts of eager mode.
 
-Three questions, which compilers, function transforms, dispatch modes and devices answer differently. Then what is
-needed to act on the answers: values without wrappers, and functions that a compiler does not trace.
+The answers depend on compilers, function transforms, dispatch modes and devices. Helpers that go with them: values
+without wrappers, and functions that a compiler does not trace.
 """
 
 import functools
@@ -17,11 +17,11 @@ from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, count_dispa
 
 @internals.only_inlined
 def may_read(*tensors: Any, wait: bool = False) -> bool:
-    """Whether values of these tensors may be looked at on the host, to check them or to choose shapes by them.
+    """Whether values of these tensors may be read on the host, to check them or to choose shapes by them.
 
-    Not inside a compiler, where there are none; not under vmap, where each slice has others; not on a GPU, for which
-    the host would wait, unless ``wait`` says that it may: then while no graph is captured. Without tensors: whether
-    this is not inside a compiler. Anything that is no tensor may be looked at.
+    Not inside a compiler, where there are none; not under vmap, where they differ between slices; not on a GPU, for
+    which the host would wait, unless ``wait`` allows it and no graph is captured. Without tensors: whether this is not
+    inside a compiler. Arguments that are no tensors may be read.
     """
     if torch.compiler.is_compiling():
         return False
@@ -54,9 +54,9 @@ def is_eager(*tensors: torch.Tensor | None, under_modes: bool = False) -> bool:
 
 @internals.only_inlined
 def may_keep(*tensors: torch.Tensor) -> bool:
-    """Whether what follows from the values of these tensors may be kept for later calls.
+    """Whether results that follow from the values of these tensors may be kept for later calls.
 
-    In plain eager mode on a CPU, where looking at values costs nothing, and if no gradient flows through the tensors.
+    In plain eager mode on a CPU, where values can be read at no cost, and if no gradient flows through the tensors.
     """
     if not is_eager(*tensors):
         return False

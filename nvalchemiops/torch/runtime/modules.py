@@ -1,4 +1,4 @@
-"""What modules of this library have in common."""
+"""Base class of the modules of this library."""
 
 import json
 import zlib
@@ -10,14 +10,14 @@ import torch
 from nvalchemiops.torch.runtime.context import may_read
 
 _ENTRY = "_extra_state"
-"""Torch's name for what a module adds to a state dict."""
+"""Torch's name for the additional entry of a module in a state dict."""
 
 _BLOCK = 256
-"""Bytes of which the entry has a multiple, so that those of similar modules have one size, as some formats want it."""
+"""The entry is padded to a multiple of this many bytes, so that similar modules have entries of one size."""
 
 
 class ExactModule(torch.nn.Module):
-    """A module that carries the parameters of a method. Each makes sense with the others only.
+    """A module that carries the parameters of a method. They are consistent only together.
 
     Its tensors are attributes, neither parameters nor buffers:
 
@@ -50,7 +50,7 @@ class ExactModule(torch.nn.Module):
 
         def exactly(before: torch.Tensor) -> torch.Tensor:
             now = fn(before)
-            if before.is_meta and not now.is_meta:  # `to_empty`: nothing plausible until a state is loaded
+            if before.is_meta and not now.is_meta:  # `to_empty`: NaN until a state is loaded
                 return torch.full_like(before, torch.nan if before.is_floating_point() else 0, device=now.device)
             return now if now.dtype is before.dtype else before.to(now.device)
 
@@ -62,7 +62,7 @@ class ExactModule(torch.nn.Module):
         if not may_read() or not isinstance(positions, torch.Tensor):
             return
         device = positions.device
-        # all are in one place; this is looked at in each call
+        # all are on one device; checked in each call
         one = next((value for value in self.__dict__.values() if isinstance(value, torch.Tensor)), None)
         if one is None:  # they are all in tuples, or trained
             tuples = (value[0] for value in self.__dict__.values() if isinstance(value, tuple) and value)
@@ -91,7 +91,7 @@ class ExactModule(torch.nn.Module):
         return torch.tensor(list(line.encode()), dtype=torch.uint8, device="cpu").to(device or "cpu")
 
     def set_extra_state(self, state: Any) -> None:
-        """Take what `get_extra_state` gave."""
+        """Restore the result of `get_extra_state`."""
         attributes = state if isinstance(state, dict) else self._restored(self._trained() | self._read(state))
         places = [value.device for value in self.__dict__.values() if isinstance(value, torch.Tensor)]
         device = next((place for place in places if place.type != "meta"), torch.device("cpu"))
@@ -192,7 +192,7 @@ def _tensor(value: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _exact(name: str, value: Any) -> torch.Tensor:
-    """What is computed with, of an entry in a state dict."""
+    """The value of an entry in a state dict, as the module computes with it."""
     if not isinstance(value, torch.Tensor) or value.is_meta:
         raise TypeError(f"`{name}` must be a tensor with values, got {_kind(value)}")
     return value.detach().to("cpu", torch.float64)

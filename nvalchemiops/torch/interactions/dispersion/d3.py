@@ -37,19 +37,19 @@ def d3_dispersion(
     k1: float = K1,
     k3: float = K3,
 ) -> tuple[torch.Tensor, ...]:
-    """DFT-D3 dispersion energies, with what is asked for of forces and virial, and coordination numbers.
+    """DFT-D3 dispersion energies and coordination numbers, and, if requested, forces and virial.
 
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, bohr
-        float32 or float64; results follow. Positions in angstrom give a wrong energy that nothing can detect:
+        float32 or float64; results follow. Positions in angstrom give a wrong energy without an error:
         divide them by `nvalchemiops.constants.BOHR_IN_ANGSTROM`.
     numbers : (n_atoms,) int32 or int64 tensor
         Atomic numbers; 0 for padding, which has no neighbors and is no neighbor.
     damping : RationalDamping or ZeroDamping
         As from `damping_parameters`; its entries may be tensors with gradients.
     parameters : D3Parameters or ReferenceStates
-        The reference data; or what `D3Parameters.states` prepared of them, which ``torch.compile`` needs.
+        The reference data; or those that `D3Parameters.states` has prepared, as ``torch.compile`` needs.
     cell : (3, 3) or (n_systems, 3, 3) tensor, bohr, optional
         Lattice vectors in rows.
     batch_idx : (n_atoms,) int32 tensor, optional
@@ -58,13 +58,13 @@ def d3_dispersion(
         Neighbors in either format, see `nvalchemiops.torch.neighbors`. Pairs beyond the cutoffs are left out, so a list
         may reach further. Without neighbors they are searched for within the larger cutoff.
     cutoff : float, bohr, optional
-        Of the energy of pairs. By default all that are listed.
+        Of the energy of pairs. By default all listed pairs count.
     coordination_cutoff : float, bohr, optional
         Of the coordination number, by default ``cutoff``. A counted pair never falls below 1e-7, so that thousands of
         far ones matter in the fourth digit: compare programs at equal cutoffs.
     smoothing : float, bohr, optional
         All sums go to zero over the last ``smoothing`` before their cutoffs, with two continuous derivatives. Without
-        it energies jump by what a pair at the cutoff has.
+        it energies jump by that of a pair at the cutoff.
     s9 : float or tensor, optional
         Factor of the three-body energy of Axilrod, Teller and Muto, mostly 1; by default there is none. It has first
         derivatives only; second ones raise `NotDifferentiableError`.
@@ -73,7 +73,7 @@ def d3_dispersion(
     pbc : (3,) or (n_systems, 3) bool tensor, optional
         For the search of neighbors.
     num_systems : int, optional
-        Needed inside ``torch.compile`` with ``batch_idx``, unless cells (n_systems, 3, 3) tell it.
+        Needed inside ``torch.compile`` with ``batch_idx``, unless there are cells (n_systems, 3, 3).
     compute_forces, compute_virial : bool, optional
     energy_reduction : {"atom", "system"}, optional
         An atom has half the energy of its pairs.
@@ -84,10 +84,10 @@ def d3_dispersion(
     -------
     energies : (n_atoms,) or (n_systems,) tensor, hartree
     forces : (n_atoms, 3) tensor, hartree/bohr
-        If asked for.
+        If requested.
     coordination_numbers : (n_atoms,) tensor
     virial : (n_systems, 3, 3) tensor, hartree
-        If asked for: ``-dE/d(strain)``.
+        If requested: ``-dE/d(strain)``.
 
         All are differentiable to any order in positions, cell and damping parameters, but for the part of ``s9``.
 

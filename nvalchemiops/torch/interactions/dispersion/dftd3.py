@@ -1,4 +1,4 @@
-"""DFT-D3 by the function that clients of this ecosystem call."""
+"""DFT-D3 with the signature that clients of this ecosystem use."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import may_read
 
 NO_SMOOTHING = 1e10
-"""A smoothing that ends here or beyond is none, bohr."""
+"""From this end on there is no smoothing, bohr."""
 
 
 def dftd3(
@@ -59,7 +59,7 @@ def dftd3(
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, bohr
-        Not angstrom, which nothing can detect.
+        Not angstrom, which would give a wrong energy without an error.
     numbers : (n_atoms,) int32 or int64 tensor
         Atomic numbers; 0 for padding, which has no neighbors and is no neighbor.
     a1, a2, s8, s6 : float or tensor
@@ -73,7 +73,8 @@ def dftd3(
     fill_value : int, optional
         Padding of ``neighbor_matrix``, by default the number of atoms.
     d3_params : D3Parameters, ReferenceStates, dict or other object
-        The reference data: ours, or what has ``rcov``, ``r4r2``, ``c6ab`` and ``cn_ref`` as entries or attributes.
+        The reference data: those of this library, or an object with the entries or attributes ``rcov``, ``r4r2``,
+        ``c6ab`` and ``cn_ref``.
         Or these, one by one, in any floating dtype, on any device:
     covalent_radii, r4r2, c6_reference, coord_num_ref : tensors
         ``rcov``, ``r4r2``, ``c6ab`` and ``cn_ref`` of `D3Parameters`.
@@ -85,7 +86,7 @@ def dftd3(
     compute_virial : bool, optional
         Also without a cell.
     num_systems : int, optional
-        By default as many as there are cells, or the largest number in ``batch_idx`` says. Systems without atoms have
+        By default the number of cells, or the largest entry of ``batch_idx`` plus one. Systems without atoms have
         zero energies.
     device : torch.device or str, optional
         Checked against the device of the positions.
@@ -146,7 +147,7 @@ _made: Any = WeakTensorKeyDictionary()
 
 
 def _from_parts(parts: dict[str, Any]) -> D3Parameters:
-    """Parameters of these tensors, the same as before if they are: making them takes longer than the sums."""
+    """Parameters of these tensors; the same object for the same tensors, since making it takes longer than the sums."""
     table, tensors = parts["c6ab"], list(parts.values())
     mesh = table.shape[-1] if isinstance(table, torch.Tensor) and table.ndim else 0
     # whether tensors of inference mode have changed is not known

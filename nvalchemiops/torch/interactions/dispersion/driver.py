@@ -27,14 +27,14 @@ K1, K3 = 16.0, -4.0
 
 
 class Range(NamedTuple):
-    """How far one of the two sums reaches.
+    """Reach of a sum.
 
     Attributes
     ----------
     cutoff : float or None
-        Pairs beyond are left out; None leaves that to the neighbor list.
+        Pairs beyond are left out; None: all listed pairs count.
     r_switch : float or None
-        From here on the sum goes to zero smoothly, with two continuous derivatives; None for a sharp end.
+        Start of the switching to zero, with two continuous derivatives; None for a sharp end.
     """
 
     cutoff: float | None = None
@@ -42,7 +42,7 @@ class Range(NamedTuple):
 
 
 class Ranges(NamedTuple):
-    """How far the sums reach: energies of pairs, coordination numbers, and sides of triangles."""
+    """Reaches of the sums: energies of pairs, coordination numbers, and sides of triangles."""
 
     pairs: Range
     counted: Range
@@ -50,7 +50,7 @@ class Ranges(NamedTuple):
 
 
 class Atoms(NamedTuple):
-    """What `ReferenceStates` says of each atom: its row there (int32), radius and z."""
+    """Data of `ReferenceStates` for each atom: its row there (int32), radius and z."""
 
     row: torch.Tensor
     radius: torch.Tensor
@@ -58,7 +58,7 @@ class Atoms(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What the energy depends on beside the atoms and the reference data, as for `d3_dispersion`."""
+    """Parameters of the energy other than atoms and reference data, as for `d3_dispersion`."""
 
     damping: RationalDamping | ZeroDamping
     ranges: Ranges
@@ -141,7 +141,7 @@ def dispersion_sum(
 
 
 class AtCounts(NamedTuple):
-    """Energies of atoms as functions of positions and coordination numbers, with their derivatives as asked for.
+    """Energies of atoms as functions of positions and coordination numbers, with the derivatives that were requested.
 
     Attributes
     ----------
@@ -220,8 +220,10 @@ def _by_pair(
     atoms_of_pairs = Atoms(*(of_atom.index_select(0, both) for of_atom in atoms))
     formula, of_pair, species = _pair_energy(settings, 1, 0, of_both, atoms_of_pairs, states)
     names = formula.per_atom[:1]
-    asked = PairRequest(derivatives, (names,) if derivatives else ())
-    energies, *found = sum_pairs(formula, alone, of_pair, asked, **settings.ranges.pairs._asdict(), species=species)
+    request_of_pairs = PairRequest(derivatives, (names,) if derivatives else ())
+    energies, *found = sum_pairs(
+        formula, alone, of_pair, request_of_pairs, **settings.ranges.pairs._asdict(), species=species
+    )
 
     def of_atoms(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         sums = torch.zeros((n_atoms, *values.shape[1:]), dtype=torch.float64, device=values.device)
@@ -296,7 +298,7 @@ def _three_body(
         _pair_radii(states, coefficients.dtype),
         batch_idx,
         n_systems,
-        rows.begin,
+        rows.pointers,
         rows.neighbors,
         rows.shifts,
         rows.width,
@@ -309,7 +311,7 @@ def _three_body(
 
 
 def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smoothing: Any) -> Ranges:
-    """How far the sums reach."""
+    """The reaches of the sums, from arguments of a public function."""
     names = ("cutoff", "coordination_cutoff", "three_body_cutoff")
     cutoffs: list[float | None] = []
     for name, value in zip(names, (cutoff, coordination_cutoff, three_body_cutoff)):
@@ -328,7 +330,7 @@ def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smo
 
 
 def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, Atoms]:
-    """The states of the elements that are there, and what they say of each atom."""
+    """The states of the elements that occur, and their data for each atom."""
     if isinstance(parameters, ReferenceStates):
         if parameters.radii.device != numbers.device:
             raise ValueError(f"`parameters` are on {parameters.radii.device}, but `numbers` on {numbers.device}")

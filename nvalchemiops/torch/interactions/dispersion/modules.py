@@ -1,4 +1,4 @@
-"""DFT-D3 as a module that keeps what does not change between calls."""
+"""DFT-D3 as a module with fixed parameters and reference data."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -121,7 +121,7 @@ class DFTD3(ExactModule):
         neighbors: Neighbors | None = None,
         **options: Any,
     ) -> Any:
-        """Energies of atoms in hartree, coordination numbers, and what else is asked for.
+        """Energies of atoms in hartree, coordination numbers, and other requested results.
 
         Parameters
         ----------
@@ -168,7 +168,7 @@ class DFTD3(ExactModule):
 
 
 def _summary(data: D3Parameters, elements: Sequence[int]) -> list[float]:
-    """Numbers that tell tables apart, as far as these elements go: values and sums of each element."""
+    """Numbers by which tables are distinguished, for these elements: values and sums of each element."""
     chosen = torch.tensor(elements, device="cpu")
     tables = [data.rcov, data.r4r2, data.cn_ref, data.c6ab, data.r0ab]
     rows = [table.detach().to("cpu", torch.float64)[chosen] for table in tables if table is not None]

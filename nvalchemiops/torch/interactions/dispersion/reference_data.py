@@ -23,7 +23,7 @@ _CLOSE_CN = 1e-4
 """Coordination numbers of a reference molecule that differ by less, in entries for different partners, are the same."""
 
 _LARGEST_RATIO = 1e3
-"""Of a C6 to the geometric mean of those of equal pairs, its bound in nature. Far beyond, eigenvectors lose digits."""
+"""Of a C6 to the geometric mean of those of equal pairs, its physical bound. Far above, eigenvectors lose digits."""
 
 
 class ReferenceStates(NamedTuple):
@@ -50,7 +50,7 @@ class ReferenceStates(NamedTuple):
     elements : tuple of int
         Atomic numbers.
     serial : str
-        Another for other values, in any process.
+        Different for different values, in any process.
     pair_c6, pair_coordination : (n_elements + 2, n_elements + 2, n_references, n_references) tensor or None
         ``c6ab`` and ``cn_ref`` as they are, if they do not factorise.
     """
@@ -74,7 +74,7 @@ class ReferenceStates(NamedTuple):
         Raises
         ------
         ValueError
-            An element is not here, if the values can be looked at; otherwise its energies become NaN.
+            An element is not here, if the values can be read; otherwise its energies become NaN.
         """
         last = self.row_of_number.shape[0] - 1
         known = torch.where(numbers < 0, last, numbers.clamp(max=last))
@@ -94,7 +94,7 @@ class ReferenceStates(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """Tables, their versions, and the states that were prepared of them."""
+    """Tables, their versions, and the states prepared from them."""
 
     tables: tuple[torch.Tensor | None, ...]
     versions: list[Any]
@@ -106,7 +106,7 @@ class _Seen(NamedTuple):
 class D3Parameters:
     """Reference data of DFT-D3 for many elements, in atomic units (bohr, hartree).
 
-    Any tables are taken. If ``c6ab`` is symmetric, and reference molecules are those of an element, whatever its
+    Any tables are accepted. If ``c6ab`` is symmetric, and the reference molecules of an element are independent of its
     partner, as in the published data, C6 factorises, which makes energies fast (`docs/dispersion.md`). Other tables are
     interpolated for each pair of atoms, about a hundred times more slowly, with the same derivatives but no three-body
     term.
@@ -161,7 +161,7 @@ class D3Parameters:
                 )
         with torch.inference_mode(False):
             for name, value in given.items():
-                setattr(self, name, value.detach().clone())  # a change of the caller's tensors changes nothing here
+                setattr(self, name, value.detach().clone())  # independent of changes of the caller's tensors
         self._seen: _Seen | None = None
 
     def _given(self) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class D3Parameters:
         return {name: getattr(self, name) for name in names if name != "r0ab" or self.r0ab is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        # a copy may be changed, so it prepares other states
+        # a copy may be changed, so it does not share prepared states
         return self.__dict__ | {"_seen": None}
 
     def to(
@@ -178,12 +178,12 @@ class D3Parameters:
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> "D3Parameters":
-        """The same tables elsewhere, or as another dtype, by which they are rounded.
+        """The same tables on another device or, rounded, with another dtype.
 
         Parameters
         ----------
         device : torch.device or str, optional
-            Or the dtype, as `torch.Tensor.to` has it.
+            Or the dtype, as in `torch.Tensor.to`.
         dtype : torch.dtype, optional
         **options
             Others of `torch.Tensor.to`.
@@ -195,7 +195,7 @@ class D3Parameters:
 
     @property
     def device(self) -> torch.device:
-        """Where the tables are. Atoms may be elsewhere: the states of their elements are copied once."""
+        """Device of the tables. Atoms may be on another one: the states of their elements are copied once."""
         return self.c6ab.device
 
     @property
@@ -225,8 +225,8 @@ class D3Parameters:
         ----------
         path : str or Path, optional
             A ``.npz`` or ``.pt`` file with the entries ``rcov``, ``r4r2`` (or ``r2r4``) and ``c6ab``, and ``cn_ref``
-            unless ``c6ab`` has a last dimension of three: C6 and both coordination numbers, as many programs keep it;
-            perhaps ``r0ab``. In the units of this class.
+            unless ``c6ab`` has a last dimension of three: C6 and both coordination numbers, as in many programs;
+            optionally ``r0ab``. In the units of this class.
 
         Raises
         ------
@@ -235,7 +235,7 @@ class D3Parameters:
         ValueError
             The file lacks an entry, or has another ending.
         """
-        with torch.device("cpu"):  # whatever the default is
+        with torch.device("cpu"):  # independent of the default device
             return cls(**(_from_package() if path is None else _from_file(Path(path))))
 
     @property

@@ -1,4 +1,4 @@
-"""The choice of the parameters of an Ewald sum that are left open: alpha, the cutoff, the mesh or the k-vectors."""
+"""The choice of parameters of an Ewald sum that are not given: alpha, the cutoff, the mesh or the k-vectors."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
@@ -21,16 +21,16 @@ from nvalchemiops.torch.runtime.context import may_read, on_host
 
 
 class LongRange(Protocol):
-    """A way to sum the long-range part: its parameters, as far as they are given, and how others are chosen.
+    """A method for the long-range part: its given parameters, and how missing ones are chosen.
 
     Attributes
     ----------
     argument : str
-        The argument that gives the parameters, or those that could, as messages name them.
+        The argument that gives the parameters, or those that may, for messages.
     is_given : bool
         Whether the parameters are given.
     valid : (n_systems,) bool tensor or None
-        False for systems that the parameters do not fit, if that could not be read.
+        False for systems that the parameters do not fit, if values could not be read.
     """
 
     @property
@@ -47,7 +47,7 @@ class LongRange(Protocol):
         ...
 
     def optimal_alpha(self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any) -> Any:
-        """The alpha (n_systems,) that costs least where parameters are open, by numpy or torch."""
+        """The alpha (n_systems,) of least cost where parameters are not given, by numpy or torch."""
         ...
 
     def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "LongRange":
@@ -68,7 +68,7 @@ class EwaldSplitting(NamedTuple):
     rows : Rows
         Neighbors, which are built if there were none.
     target : Target
-        What the long-range part has to meet, in numbers of numpy, or of torch while compiling.
+        Accuracy and forces that set the errors allowed, in numbers of numpy, or of torch while compiling.
     """
 
     alpha: torch.Tensor
@@ -81,10 +81,9 @@ def choose_splitting(
 ) -> EwaldSplitting:
     """Alpha, and neighbors to match.
 
-    A given ``alpha`` is used. Otherwise a list that reaches as far as the optimal cutoff or farther gets the alpha that
-    meets the accuracy at that cutoff; a shorter one that for which the accuracy is met at its own reach. A given mesh
-    or sphere of k-vectors that is too coarse for it gets a smaller one, as far as the list reaches; if that does not
-    meet the accuracy, a warning says so.
+    A given ``alpha`` is used. Otherwise alpha meets the accuracy at the optimal cutoff, or, if the list is shorter, at
+    the reach of the list. Where a given mesh or sphere of k-vectors is too coarse for this, alpha is smaller, as far as
+    the reach of the list allows; if the accuracy is then missed, there is a warning.
 
     Parameters
     ----------
@@ -153,7 +152,7 @@ def _choose(
     if rows is None:
         longest = float(np.max(reach, initial=0.0)) if cutoff is None else cutoff
         rows = build_rows(system.positions, longest, system.cell, system.batch_idx)
-    # slices of vmap have no values to look at
+    # values of tensors that vmap maps over cannot be read
     if compiling or may_read(system.positions, system.charges, wait=True):
         near = xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing)
         near, d = (torch.as_tensor(t, device=device) for t in (near, spacing))
@@ -188,7 +187,7 @@ def _count_and_volume(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor
 def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray:
     """Largest distance in the list, for each system; infinite where there is no atom.
 
-    Where there is no pair, nothing is missing up to the shortest distance in the system, or up to ``optimal``.
+    A system without pairs has the reach of its shortest distance, or ``optimal`` if that is less.
     """
     batch_idx = system.batch_idx
     if batch_idx is None:
@@ -209,10 +208,10 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
     return np.where(empty, np.inf, reach)
 
 
-# -- how large forces are -------------------------------------------------------------------------
+# -- magnitude of forces ---------------------------------------------------------------------------
 
 CROWDED = 16.0
-"""Density around atoms, in units of the average, at which estimates do not search for so many neighbors."""
+"""Density around atoms, relative to the average, from which on estimates do not search for neighbors."""
 
 
 def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
@@ -321,7 +320,7 @@ def mesh_for(
 def warn_of_errors(
     accuracy: float, errors: np.ndarray, of: str, advice: str = "", least: float = core.OUT_OF_REACH
 ) -> None:
-    """Warn if an expected error (n_systems,) is more than ``least`` times the accuracy; ``of`` is what limits it."""
+    """Warn if an expected error (n_systems,) is more than ``least`` times the accuracy; ``of`` names what limits it."""
     worst = float(np.max(errors, initial=0.0))
     if worst <= least * accuracy:
         return
@@ -353,7 +352,7 @@ def mesh_of(points: np.ndarray, order: int, padding: Any) -> tuple[int, int, int
 
 
 FINEST_ACCURACY = 1e-16
-"""Rounding alone leaves more."""
+"""Smallest accuracy that is accepted: rounding errors are larger."""
 
 
 def check_accuracy(accuracy: Any, positions: torch.Tensor | None = None) -> float:

@@ -140,7 +140,7 @@ def _sum(
     num_systems: int | None,
     request: PairRequest,
 ) -> tuple[torch.Tensor, ...]:
-    """Sum a formula of charges, ``q``, and perhaps of damping, ``alpha``."""
+    """Sum a formula of charges ``q`` and, optionally, damping ``alpha``."""
     checks.check_positions(positions, finite=False)
     check_charges(charges, positions)
     cutoff, alpha = checks.check_positive("cutoff", cutoff), _damping(alpha)
@@ -193,7 +193,7 @@ def dsf_coulomb(
     positions : (n_atoms, 3) tensor, float32 or float64, length
     charges : (n_atoms,) tensor, charge
     cutoff : float, length
-        Here energies and forces of pairs become zero.
+        Where energies and forces of pairs become zero.
     alpha : float or (n_systems,) tensor, 1/length, optional
         Damping; 0 gives shifted forces without damping.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
@@ -205,13 +205,13 @@ def dsf_coulomb(
     num_systems : int, optional
         Taken from the cell by default, without one from the largest entry of ``batch_idx``, which is read.
     device : torch.device or str, optional
-        Where the tensors are; only compared.
+        Compared with the device of the tensors.
 
     Returns
     -------
     energies : (n_systems,) tensor, charge²/length
-    forces : (n_atoms, 3) tensor, if asked for
-    virial : (n_systems, 3, 3) tensor, ``-dE/dstrain``, if asked for
+    forces : (n_atoms, 3) tensor, if requested
+    virial : (n_systems, 3, 3) tensor, ``-dE/dstrain``, if requested
 
     Always a tuple. All are differentiable to any order in positions, charges, cell and alpha.
 

@@ -1,4 +1,4 @@
-"""The driver of all Ewald sums: checks arguments once, chooses what is left open, makes the terms and adds them up.
+"""The driver of all Ewald sums: checks arguments once, chooses missing parameters, makes the terms and adds them up.
 
 The long-range part is an argument: a `LongRange`, made of the arguments of a public function for the checked system.
 """

@@ -77,7 +77,7 @@ def ewald_summation(
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
-        Full list of pairs (2, n_pairs) sorted by the first atom, where each atom's pairs begin (n_atoms + 1,),
+        Full list of pairs (2, n_pairs) sorted by the first atom, the first pair of each atom (n_atoms + 1,),
         images (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`. All pairs in it are summed.
         Without neighbors given they are built.
     neighbor_matrix, neighbor_matrix_shifts, mask_value : optional
@@ -109,16 +109,16 @@ def ewald_summation(
     exclusion_factors : (n_pairs,) tensor, optional
         Factors of their interaction, zero by default.
     potential : LongRangePotential, optional
-        Another interaction, such as `power_law(6)` for dispersion. Parameters are then required: the error models are for
-        Coulomb's.
+        Another interaction, such as `power_law(6)` for dispersion. Parameters are then required: error models are for
+        the Coulomb potential only.
 
     Returns
     -------
     energies : (n_atoms,) or (n_systems,) tensor, charge²/length
         With channels (n_atoms, n_channels) or (n_systems, n_channels).
-    forces : (n_atoms, 3) tensor, charge²/length², if asked for
-    charge_gradients : tensor like ``charges``, charge/length, if asked for
-    virial : (n_systems, 3, 3) tensor, charge²/length, if asked for
+    forces : (n_atoms, 3) tensor, charge²/length², if requested
+    charge_gradients : tensor like ``charges``, charge/length, if requested
+    virial : (n_systems, 3, 3) tensor, charge²/length, if requested
 
     The dtype follows ``positions``. All are differentiable to any order in positions, charges, cell and alpha.
 
@@ -138,10 +138,10 @@ def ewald_summation(
     Notes
     -----
     Without ``alpha``: a list whose reach (``cutoff``, else its largest distance) covers the ``real_space_cutoff`` of
-    `estimate_ewald_parameters` gets the alpha of that estimate with these charges; with a shorter one alpha grows until
-    ``accuracy`` is met at that reach. K-vectors that are given, and too few for this alpha, get a smaller one: the
-    largest for which they suffice if the list reaches far enough, else that at which both parts miss the accuracy by
-    the same factor. The reach of a list is at least its largest distance, so say ``cutoff`` for small molecules in
+    `estimate_ewald_parameters` leads to the alpha of that estimate with these charges; with a shorter one alpha grows
+    until ``accuracy`` is met at that reach. If given k-vectors are too few for this alpha, it is smaller: the largest
+    for which they suffice if the list reaches far enough, else that at which both parts miss the accuracy by the same
+    factor. The reach of a list is at least its largest distance, so say ``cutoff`` for small molecules in
     large cells: it saves k-vectors. With ``alpha`` given, the reach of the list is not checked.
 
     Which k-vectors there are depends on the cell, which is read on the host, unless ``miller_bounds`` are given; so

@@ -1,11 +1,11 @@
-"""Gradients that come with the energies.
+"""First derivatives that are computed with the energies, for the backward pass.
 
-Energies and their first derivatives share most of their work. When energies are asked for that will be differentiated,
-forces, charge gradients and virial are computed on the way, and the backward pass of their plain sum is a product. For
-anything else (other weights than one number for each system, derivatives of derivatives, gradients of forces) the sum
+Energies and their first derivatives share most of their work. Where energies will be differentiated, forces, charge
+gradients and virial are computed at the same time, and the backward pass of a plain sum of energies is a product. For
+any other backward pass (weights that differ within a system, derivatives of derivatives, gradients of forces) the sum
 is evaluated again, as a graph of differentiable ops, and differentiated.
 
-In eager mode on a CPU, where looking at weights costs nothing; elsewhere the graph is all there is.
+Used in eager mode on a CPU, where weights can be read at no cost; elsewhere the graph is always differentiated.
 """
 
 import functools
@@ -125,7 +125,7 @@ class _WithDerivatives(torch.autograd.Function):
         ctx.graph, ctx.requested, ctx.energy_reduction = graph, derivatives, energy_reduction
         ctx.n_others = len(others)
         ctx.save_for_backward(positions, charges, cell, batch_idx, *others)
-        # for the backward pass; in separate memory, since callers may change what they get
+        # for the backward pass; in separate memory, since callers may change results
         ctx.first = {name: v.clone() if getattr(derivatives, name, False) else v for name, v in found.items()}
         ctx.set_materialize_grads(False)
         return (energies, *returned) if returned else energies
@@ -143,7 +143,7 @@ class _WithDerivatives(torch.autograd.Function):
                 return (None,) * 4 + _products(ctx.first, weights, positions, cell, batch_idx, needed) + no_others
         higher = torch.is_grad_enabled()
         with torch.enable_grad():
-            # other names for the inputs, so that a charge that depends on positions is differentiated by itself
+            # views of the inputs, so that the derivative by charges does not go on to positions they depend on
             inputs = [t.view_as(t) if higher else t.detach() for t in (positions, charges, cell)]
             for t, is_needed in zip(inputs, needed):
                 if is_needed and not t.requires_grad:

@@ -37,7 +37,7 @@ class WaveVectors(NamedTuple):
     point_begin : (n_systems + 1,) int32 tensor
     point_system : (n_points,) int32 tensor
     weights : (n_points, 4) float64 tensor
-        How often each k-vector counts in a sum over all of them; k and -k stand together.
+        How often each k-vector counts in a sum over all of them; k and -k are one entry.
     cell : (n_systems, 3, 3) float64 tensor, length, or None
         For which `prepare_wave_vectors` chose them.
     k_cutoff : (n_systems,) float64 tensor, 1/length, or None
@@ -91,25 +91,25 @@ class WaveVectors(NamedTuple):
 
 
 MOST_STRETCH = 1.1
-"""How much longer a cell may get in any direction, before a warning says that prepared k-vectors do not reach as far
-as they should. The error of a sum at 1e-6 has then grown tenfold."""
+"""Stretch of a cell in any direction from which on a warning says that prepared k-vectors are incomplete. The error of
+a sum at 1e-6 has then grown tenfold."""
 
 ELSEWHERE = (
     "If this should not be another cell: what was prepared may come from another process, by buffers that "
     "DistributedDataParallel makes equal, or by a state dict"
 )
-"""What messages say of things that were prepared for another cell."""
+"""The end of messages about data that were prepared for another cell."""
 
 
 @warp_custom_op("nvalchemiops::points_within", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
 def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """K-vectors of cells (n_systems, 3, 3) up to lengths (n_systems,). Reads both on the host.
 
-    The origin alone for a system whose cell or length is no such: its results are NaN.
+    Only the origin for a system whose cell is singular or whose length is not positive: its results are NaN.
     """
     lattice = on_host(cell).astype(np.float64)
     lengths = on_host(k_cutoff).astype(np.float64)
-    # a longer one is refused for the number of vectors, which must not overflow
+    # longer ones have too many vectors, whose number must not overflow before it is checked
     return _joined([_within(c.tobytes(), min(float(k), 1e60)) for c, k in zip(lattice, lengths)], cell.device)
 
 
@@ -281,7 +281,7 @@ def generate_k_squared_pme(
 
 
 def check_cells_alone(cell: Any, name: str = "cell") -> torch.Tensor:
-    """A cell by itself as (n_systems, 3, 3)."""
+    """The cell as (n_systems, 3, 3), checked without positions."""
     checks.check_tensor(name, cell)
     checks.check_place(name, cell)
     if cell.dtype not in checks.FLOATS:
@@ -323,7 +323,7 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
     if type(value) is float and 0.0 < value < math.inf:
         return torch.full((n_systems,), value, dtype=torch.float64, device=device)
     if isinstance(value, (int, float)):
-        checks.check_positive(name, value)  # also where the values of tensors are not looked at
+        checks.check_positive(name, value)  # also where values of tensors are not read
     if isinstance(value, torch.Tensor):
         checks.check_tensor(name, value)
         checks.check_place(name, value)

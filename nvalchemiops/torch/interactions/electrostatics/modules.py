@@ -33,16 +33,16 @@ def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | 
 
 
 def _check_same(potential: LongRangePotential, exponent: int | None) -> None:
-    """Raise if the potential of a saved module was another one; of two without an exponent this cannot be known."""
+    """Raise if the potential of a saved module was another one; two without an exponent cannot be told apart."""
     if potential.exponent != exponent:
         saved, here = ("user-defined" if p is None else f"1/r^{p}" for p in (exponent, potential.exponent))
         raise ValueError(f"`potential` is {here}, but {saved} in the state dict")
 
 
 def _unchanged(name: str, value: float | torch.Tensor, prepared: torch.Tensor) -> torch.Tensor:
-    """What something was prepared for, if the module's parameter still is that.
+    """The value that data were prepared for; raise if the module's parameter has changed since.
 
-    Otherwise an error, or NaN where values cannot be read.
+    Where values cannot be read, NaN in the place of an error.
     """
     value = per_system(name, value, prepared.shape[0], prepared.device)  # callers may have set a number
     if may_read(value) and torch.equal(values_of(value), prepared):

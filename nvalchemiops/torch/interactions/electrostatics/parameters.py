@@ -109,8 +109,8 @@ def estimate_ewald_parameters(
         RMS error of the forces to aim at, relative to their RMS. With charges typically met within a factor of 3; small
         systems get better forces, so that their virial is as good.
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, optional
-        They and the positions tell how large forces are, and so which errors are allowed; the sums look at them in the
-        same way. Without them forces are taken for those of thermal vibrations or between molecules, which is right
+        With them the magnitude of the forces is estimated from the positions, as the sums do, and with it the errors
+        allowed. Without them forces are assumed to be those of thermal vibrations or between molecules, which is right
         with excluded bonds, and where parameters must not depend on positions.
 
     Returns
@@ -242,7 +242,7 @@ def estimate_errors(
     miller_bounds : (int, int, int), optional
         All k-vectors up to these Miller indices.
     mesh_dimensions : (int, int, int), optional
-        Points of a mesh. Then ``mesh_spacing`` is not looked at, so that both may come from `PMEParameters`.
+        Points of a mesh. Then ``mesh_spacing`` is ignored, so that both may come from `PMEParameters`.
     mesh_spacing : float, or tensor (n_systems,) or (n_systems, 3), length, optional
     spline_order : int, optional
 

@@ -24,9 +24,9 @@ class LongRangePotential(NamedTuple):
         Gives for a number of charges the short-range part as a pair potential with the global parameter ``alpha``. Its
         self energy subtracts the long-range part at r = 0. With several charges the energies add up.
     excluded : callable
-        The same for minus the long-range part, which is subtracted for pairs that do not interact.
+        The same for the negative long-range part, which corrects pairs that do not interact.
     reciprocal : callable
-        Maps k² and alpha, which broadcast, to g, for k other than zero. Of torch operations.
+        Maps k² and alpha, which broadcast, to g for non-zero k, by torch operations.
     at_zero : callable
         Maps alpha to g at k = 0; in a Coulomb system this is the energy of the neutralising background.
     slope : callable, optional
@@ -63,21 +63,21 @@ class LongRangePotential(NamedTuple):
 
 
 class _PowerLaw(LongRangePotential):
-    """One that `power_law` has made: the same object again when it is copied or unpickled.
+    """A potential made by `power_law`; copying and unpickling return the same object.
 
-    Calls ask whether a potential is the one that something was prepared for.
+    Prepared data are compared with the potential of a call by identity.
     """
 
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not self.is_constant:  # made of one by `_replace`
+        if not self.is_constant:  # made by `_replace`
             return LongRangePotential, tuple(self)
         return power_law, (self.exponent,)
 
 
 def _coulomb(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    # 4π in the exponent costs nothing
+    # the factor 4π is in the exponent, which saves an operation
     return torch.add(k2 * (-0.25 / alpha.square()), math.log(4.0 * math.pi)).exp() / k2
 
 

@@ -12,7 +12,7 @@ from nvalchemiops.torch.operators.segments import system_sums
 
 
 class Derivatives(NamedTuple):
-    """Which first derivatives of the energy are computed beside it."""
+    """First derivatives that are computed with the energy."""
 
     forces: bool = False
     charge_gradients: bool = False
@@ -27,7 +27,7 @@ class Request(NamedTuple):
     derivatives : Derivatives
     energy_reduction : {"atom", "system"}
     hybrid : bool
-        Gradients flow through the charges alone.
+        Results are differentiable in the charges only.
     """
 
     derivatives: Derivatives

@@ -33,7 +33,7 @@ def compute_slab_correction(
         With enough vacuum along the open axis: corrections of higher order fall exponentially with it. The open lattice
         vector may be tilted.
     pbc : (3,) or (n_systems, 3) bool tensor
-        Any one axis may be open. A system without one gets zeros.
+        Any one axis may be open. The correction is zero for a system without one.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     compute_forces, compute_charge_gradients, compute_virial : bool, optional
@@ -47,8 +47,8 @@ def compute_slab_correction(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; more than one open axis (on a GPU, where values are not read, such a
-        system gets NaN).
+        A bad argument, named in the message; more than one open axis (on a GPU, where values are not read, the results
+        of such a system are NaN).
 
     Notes
     -----

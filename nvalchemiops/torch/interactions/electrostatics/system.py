@@ -57,7 +57,7 @@ class ChargedSystem(NamedTuple):
 def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False) -> None:
     """Raise unless there is one charge for each atom (or several), of the dtype and on the device of the positions."""
     checks.check_tensor("charges", charges)
-    # nothing is formatted unless it is needed: that would fix the number of atoms in a compiled graph
+    # formatted only for an error: it would fix the number of atoms in a compiled graph
     fits = charges.ndim in (1, 1 + channels) and charges.shape[0] == positions.shape[0]
     if not fits or (charges.ndim == 2 and charges.shape[1] == 0):
         expected = f"(n_atoms,) = ({positions.shape[0]},)" + " or (n_atoms, n_channels)" * channels
@@ -100,7 +100,7 @@ class Periodicity(NamedTuple):
     slab_axes : (n_systems, 3) bool tensor or None
         For the slab correction: True for periodic axes. None without the correction.
     valid : (n_systems,) bool tensor or None
-        False where a sum over the periodic images would be wrong, if that could not be read.
+        False where a sum over the periodic images would be wrong, if values could not be read.
     """
 
     slab_axes: torch.Tensor | None
@@ -108,7 +108,7 @@ class Periodicity(NamedTuple):
 
 
 def check_periodicity(pbc: Any, system: ChargedSystem, slab_correction: Any) -> Periodicity:
-    """The periodicity that these arguments say; raise if the sum would be wrong."""
+    """The periodicity that these arguments describe; raise if the sum would be wrong."""
     with_slab = checks.check_flag("slab_correction", slab_correction)
     if pbc is None:
         if with_slab:
@@ -146,11 +146,11 @@ def given_alpha(alpha: Any, system: ChargedSystem) -> torch.Tensor:
     found = per_system("alpha", alpha, system.n_systems, system.positions.device)
     if isinstance(alpha, torch.Tensor) and not may_read(alpha):
         found = found * one_or_nan((found > 0.0) & (found * 0.0 == 0.0))  # infinity times zero is NaN
-    # as both parts of the sum can have it
+    # rounded, so that both parts of the sum have the same
     return found.to(system.positions.dtype).to(torch.float64)
 
 
 def check_potential(potential: Any) -> None:
-    """Raise unless this is a potential that an Ewald sum can split."""
+    """Raise unless this is a `LongRangePotential`."""
     if not isinstance(potential, LongRangePotential):
         raise TypeError(f"`potential` must be a LongRangePotential, got {type(potential).__name__}")

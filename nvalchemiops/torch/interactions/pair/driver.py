@@ -16,7 +16,7 @@ from nvalchemiops.torch.operators.segments import system_sums
 
 
 class PairRequest(NamedTuple):
-    """What a call returns beside the energies, and whether energies are those of atoms or of systems."""
+    """Results of a call in addition to the energies, and whether energies are per atom or per system."""
 
     forces: bool = False
     gradients: tuple[str | tuple[str, ...], ...] = ()
@@ -25,7 +25,7 @@ class PairRequest(NamedTuple):
 
     @property
     def by_system(self) -> bool:
-        """Whether a result belongs to systems, which then must be told apart."""
+        """Whether there is a result for each system."""
         return self.virial or self.energy_reduction != "atom"
 
 
@@ -33,7 +33,7 @@ def check_request(
     compute_forces: Any, compute_virial: Any, energy_reduction: Any = "atom", compute_gradients: Any = ()
 ) -> PairRequest:
     """The arguments of a call as a `PairRequest`; raise unless they are flags, a choice, and names in a sequence."""
-    # gradients are returned in this order, which a set has not
+    # in a sequence, as gradients are returned in this order
     names = tuple(compute_gradients) if isinstance(compute_gradients, Sequence) else (None,)
     if isinstance(compute_gradients, str) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"`compute_gradients` must be a sequence of names, got {compute_gradients!r}")
@@ -61,11 +61,11 @@ def sum_pairs(
     exclusions : ExclusionRows, optional
         From `exclusion_rows`.
     weights : (n_atoms,) tensor, optional
-        All results but the energies are derivatives of the sum of energies with these weights.
+        Results other than energies are derivatives of the sum of energies with these weights.
     """
     positions, cell, batch_idx, n_systems, rows = system
     of_atoms, of_systems, species, n_species = parameter_arrays(formula, parameters, positions, species, n_systems)
-    excluded = (None, None, None) if exclusions is None else (exclusions.begin, exclusions.atoms, exclusions.factors)
+    excluded = (None, None, None) if exclusions is None else (exclusions.pointers, exclusions.atoms, exclusions.factors)
 
     outputs = "w" + "r" * bool(request.forces)
     for name in request.gradients:
@@ -90,7 +90,7 @@ def sum_pairs(
         None,
         batch_idx,
         n_systems,
-        rows.begin,
+        rows.pointers,
         rows.first,
         rows.neighbors,
         rows.shifts,

@@ -1,4 +1,4 @@
-"""Pairs of atoms that do not interact, or with a factor."""
+"""Exclusions: pairs of atoms that do not interact, or whose interaction has a factor."""
 
 from typing import Any, NamedTuple
 
@@ -15,8 +15,8 @@ class ExclusionRows(NamedTuple):
 
     Attributes
     ----------
-    begin : (n_atoms + 1,) int32 tensor
-        Where the row of each atom begins.
+    pointers : (n_atoms + 1,) int32 tensor
+        First entry of the row of each atom, then 2 n_pairs.
     atoms : (2 n_pairs,) int32 tensor
         The other atom.
     factors : (2 n_pairs,) float64 tensor
@@ -24,14 +24,14 @@ class ExclusionRows(NamedTuple):
     first : (2 n_pairs,) int64 tensor
         The atom to which the row belongs.
     order : (2 n_pairs,) int64 tensor
-        Where each entry is among the pairs as given, followed by the same pairs exchanged.
+        Place of each entry among the pairs as given, followed by the same pairs exchanged.
     pairs : (2, n_pairs) int64 tensor
         As given.
     given_factors : (n_pairs,) tensor or None
         As given; None: zero.
     """
 
-    begin: torch.Tensor
+    pointers: torch.Tensor
     atoms: torch.Tensor
     factors: torch.Tensor
     first: torch.Tensor
@@ -53,7 +53,7 @@ def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor)
     ------
     ValueError, TypeError
         Factors without pairs; a wrong shape, dtype or device; factors with a gradient. If values can be read: an atom
-        that does not exist, an atom with itself, a pair that is there twice.
+        that does not exist, an atom with itself, a duplicate pair.
     """
     if exclusions is None:
         if given_factors is not None:
@@ -63,14 +63,14 @@ def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor)
     checks.check_index("exclusions", exclusions, positions, (2, None))
     if given_factors is not None:
         _check_factors(given_factors, exclusions.shape[1], positions)
-    begin, atoms, first, order, pairs = cached_by_value(
+    pointers, atoms, first, order, pairs = cached_by_value(
         "exclusions", (exclusions,), n_atoms, lambda: _sorted_by_atom(exclusions, n_atoms)
     )
     if given_factors is None:
         factors = torch.zeros_like(atoms, dtype=torch.float64)
     else:
         factors = _of_both(given_factors, order)
-    return ExclusionRows(begin, atoms, factors, first, order, pairs, given_factors)
+    return ExclusionRows(pointers, atoms, factors, first, order, pairs, given_factors)
 
 
 def _of_both(factors: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -91,7 +91,7 @@ def _check_factors(factors: Any, n_pairs: int, positions: torch.Tensor) -> None:
 
 
 def _sorted_by_atom(exclusions: torch.Tensor, n_atoms: int) -> tuple[torch.Tensor, ...]:
-    """``begin``, ``atoms``, ``first``, ``order`` and ``pairs`` of `ExclusionRows`."""
+    """``pointers``, ``atoms``, ``first``, ``order`` and ``pairs`` of `ExclusionRows`."""
     pairs = exclusions.to(torch.int64)
     i, j = pairs
     n_pairs = pairs.shape[1]

@@ -10,7 +10,7 @@ from nvalchemiops.torch.interactions.pair.potential import PairPotential
 
 
 def _word(mixing: Any) -> str | None:
-    """The name of a mixing rule, which the formulas are kept under, or None."""
+    """The name of a mixing rule, or None; raise for other types."""
     if mixing is not None and not isinstance(mixing, str):
         raise TypeError(f"`mixing` must be the name of a rule or None, got {type(mixing).__name__}")
     return mixing
@@ -52,7 +52,7 @@ def soft_core_lennard_jones(
 
     ``4 epsilon scale (1/x² - 1/x)`` with ``x = softness (1 - scale) + (r/sigma)⁶``; ``sigma`` and ``epsilon`` as for
     `lennard_jones`, ``scale`` (the coupling, 0 to 1) and ``softness`` (0.5 is usual) global. The gradient by ``scale``
-    is what thermodynamic integration integrates.
+    is the integrand of thermodynamic integration.
     """
     formula = potentials.soft_core_lennard_jones(_word(mixing))
     return PairPotential.of(formula, cutoff=cutoff, shifted=shifted, r_switch=r_switch)

@@ -30,21 +30,21 @@ INPUTS = {
     GLOBALS: "global_parameters",
     WEIGHTS: "weights",
 }
-"""What the energy depends on, by the letters of `nvalchemiops.interactions.pair.derivatives`."""
+"""Arguments of the energy, by the letters of `nvalchemiops.interactions.pair.derivatives`."""
 
 Direction = dict[str, torch.Tensor]
-"""A change of the inputs, by letter; what is left out does not change."""
+"""A change of the inputs, by letter; inputs that are left out do not change."""
 
 # -- outputs --------------------------------------------------------------------------------------
 
 
 def _spec(name: str, letter: str, shape: Callable[..., tuple[Any, ...]]) -> OutputSpec:
-    """An output of the dtype of the positions; without elements where it is not wanted."""
+    """An output of the dtype of the positions; without elements where it is not requested."""
 
-    def shape_or_nothing(_: str, outputs: str, __: str, *inputs: Any) -> tuple[Any, ...]:
+    def shape_or_empty(_: str, outputs: str, __: str, *inputs: Any) -> tuple[Any, ...]:
         return shape(*inputs) if letter in outputs else (0,)
 
-    return OutputSpec(name, _precision, shape_or_nothing)
+    return OutputSpec(name, _precision, shape_or_empty)
 
 
 def _precision(_: str, __: str, ___: str, positions: torch.Tensor, *____: Any) -> Any:
@@ -68,7 +68,7 @@ _SPECS = {
     VIRIAL: _spec("virial", VIRIAL, _of_systems),
 }
 OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
-"""What the op returns, in its order, by letter."""
+"""Outputs of the op, in order, by letter."""
 
 
 _ARRAYS = (
@@ -98,7 +98,7 @@ def _kernel(
     weights: bool,
     excluding: bool,
 ) -> tuple[Any, list[int], list[str], dict[str, int]]:
-    """The kernel, the places in `_ARRAYS` of what it reads, what it writes, and the columns of its sums."""
+    """The kernel, the places of its inputs in `_ARRAYS`, its outputs, and the columns of its sums."""
     parts = tuple(directions.split("|")) if directions else ()
     request = Request(Formula.read(formula), parts, outputs, weights, excluding)
     variant = core.Variant(request, precision, periodic, n_species)
@@ -112,7 +112,7 @@ _thread = threading.local()
 
 
 def _fault() -> torch.Tensor:
-    """A zero of this thread, into which kernels on the CPU write what is wrong."""
+    """A zero of this thread, into which kernels on the CPU write the number of a fault."""
     if not hasattr(_thread, "fault"):
         with torch.inference_mode(False):
             _thread.fault = torch.zeros(1, dtype=torch.int32, device="cpu")
@@ -166,7 +166,7 @@ def _pullback(
         for letter, gradient in evaluate([*old, new], letters).items():
             add(letter, gradient)
 
-    # by one of the directions: the incoming one takes its place
+    # derivatives by a direction: the incoming direction takes its place
     parts: dict[str, list[torch.Tensor]] = {}
     for k, direction in enumerate(old):
         letters = "".join(letter for letter in direction if f"direction_{INPUTS[letter]}" in wanted)
@@ -234,7 +234,7 @@ FOLDED_SLOTS = 2**22
 """Neighbors that a mapped call lists at once, at most: the lists are repeated for each slice."""
 
 ABSENT = -2
-"""Padding of the lists of mapped calls; a number that is no atom becomes -1."""
+"""Padding of the lists of mapped calls; a number out of range becomes -1."""
 
 _BY_ATOM = ("positions", "parameters", "weights", "batch_idx", "species")
 _BY_SYSTEM = ("cell", "global_parameters")
@@ -304,9 +304,9 @@ def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.T
         folded[name] = None if numbers is None else numbers.flatten()
     for name, entries in (("row_begin", "neighbors"), ("excluded_begin", "excluded")):
         if given[name] is not None:
-            begins = numbered(name, given[entries].shape[0])
-            assert begins is not None
-            folded[name] = torch.cat([begins[:, :-1].flatten(), begins[-1, -1:]])
+            pointers = numbered(name, given[entries].shape[0])
+            assert pointers is not None
+            folded[name] = torch.cat([pointers[:, :-1].flatten(), pointers[-1, -1:]])
     found = pair_sum(**folded)
     return [
         result.unflatten(0, (count, -1)) if letter in given["outputs"] else result.new_empty(count, 0)
@@ -355,14 +355,14 @@ def pair_sum(
     cutoff: float,
     r_switch: float,
 ) -> tuple[torch.Tensor, ...]:
-    """Gradient of the n-fold directional derivative of the weighted energy; parts that are not wanted are empty.
+    """Gradient of the n-fold directional derivative of the weighted energy; parts that are not requested are empty.
 
     Parameters
     ----------
     formula : str
         `Formula.text` of the potential.
     outputs : str
-        Letters of the gradients that are wanted: by positions (r), cell (c), parameters (p), global parameters (g) and
+        Letters of the requested gradients: by positions (r), cell (c), parameters (p), global parameters (g) and
         weights (w, the energies), and the virial (v, without directions only).
     directions : str
         For each direction the letters of what it changes, separated by ``|``.
@@ -420,7 +420,7 @@ def pair_sum(
         excluded,
         excluded_factors,
     )
-    # on a GPU, which would have to be waited for, NaN must do
+    # on a GPU faults are not read, which would wait for it: results are NaN
     fault = _fault() if device.type == "cpu" else None
     memory: dict[str, torch.Tensor] = {}
     if WEIGHTS in outputs:

@@ -28,7 +28,7 @@ def parameter_arrays(
     """
     known = (*formula.per_atom, *formula.global_parameters, *formula.per_pair)
     given = {name: key for key in parameters for name in (key if isinstance(key, tuple) else (key,))}
-    # first, as a misspelled name is a missing one as well
+    # first, because a misspelled name is also a missing one
     for name in given:
         if name not in known:
             raise TypeError(
@@ -46,7 +46,7 @@ def parameter_arrays(
     n_species = 0
     if formula.per_pair:
         if species is None:
-            raise ValueError("`species` is needed: it says which row of the tables belongs to an atom")
+            raise ValueError("`species` is needed: it holds the row of each atom in the tables")
         checks.check_index("species", species, positions, (n_atoms,))
         species = checks.narrow(species)
         for name in formula.per_pair:
@@ -58,7 +58,7 @@ def parameter_arrays(
                     f"`{name}` must have shape (n_species, n_species) = ({n_species}, {n_species}), got "
                     f"{tuple(table.shape)}"
                 )
-            # a species without a row is found by the kernel, which says so
+            # the kernel reports a species without a row
             columns.append(spread_systems(table, species.clamp(0, n_species - 1), n_atoms))
     elif species is not None:
         raise ValueError("`species` is given, but the potential has no tables (per_pair)")
@@ -68,7 +68,7 @@ def parameter_arrays(
 def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor) -> torch.Tensor | None:
     """Global parameters (n_systems, n); plain numbers as a tensor that is kept for later calls."""
     numbers_alone = not any(isinstance(value, torch.Tensor) for value in values.values())
-    # the number of systems last: a compiler would take a comparison for a promise
+    # the number of systems last, because a comparison would specialise a compiled graph
     may_keep = positions.device.type == "cpu" and is_eager(positions) and n_systems <= MOST_REPEATED
     if values and numbers_alone and may_keep:
         return _repeated(tuple(_number(name, v) for name, v in values.items()), n_systems, positions.dtype)
@@ -76,7 +76,7 @@ def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor)
 
 
 MOST_REPEATED = 4096
-"""Systems for which numbers that they share are kept as a tensor; for more, making it is a small part of a call."""
+"""Most systems for which shared numbers are kept as a tensor; for more, making it is a small part of a call."""
 
 
 @functools.lru_cache(maxsize=64)

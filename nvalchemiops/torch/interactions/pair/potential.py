@@ -131,7 +131,7 @@ class PairPotential:
         check: bool = False,
         **parameters: float | torch.Tensor,
     ) -> Any:
-        """Energies and, as asked, forces, gradients by parameters and virial.
+        """Energies and, if requested, forces, gradients by parameters and virial.
 
         With a `System` in the place of the positions, and `Neighbors`, if any, after it, the results have
         names (`nvalchemiops.torch.systems.Results`), ``gradients`` being a dict.
@@ -145,7 +145,7 @@ class PairPotential:
         neighbors : Neighbors, optional
             With a `System` only.
         neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional
-            Pairs (2, n_pairs) sorted by the first atom, where each atom's pairs begin (n_atoms + 1,), images
+            Pairs (2, n_pairs) sorted by the first atom, the first pair of each atom (n_atoms + 1,), images
             (n_pairs, 3), as from `nvalchemiops.torch.neighbors.neighbor_list`; without a cell none, or zeros. Without
             neighbors given they are built.
         neighbor_matrix, neighbor_matrix_shifts : tensors, optional
@@ -189,10 +189,10 @@ class PairPotential:
         Returns
         -------
         energies : (n_atoms,) or (n_systems,) tensor
-        forces : (n_atoms, 3) tensor, if asked for
+        forces : (n_atoms, 3) tensor, if requested
         gradients : tensors in the order of ``compute_gradients``
             Of the sum of all energies; of the shape of the parameter, but (n_systems,) for a global one.
-        virial : (n_systems, 3, 3) tensor, if asked for
+        virial : (n_systems, 3, 3) tensor, if requested
 
         All have the dtype of the positions and are differentiable to any order in positions, cell and parameters.
         Sums are in float64 and do not depend on the number of threads, on padding, or on pairs beyond the cutoff.
@@ -206,9 +206,9 @@ class PairPotential:
 
         Notes
         -----
-        Two atoms in one place have what the formula gives: an infinite or NaN energy and NaN forces for a potential
-        that diverges; the others are not affected unless they interact with the two. A NaN in a position or parameter,
-        and an infinite position, become NaN for that atom and those within its neighbor list.
+        Two atoms at the same position have the result of the formula: an infinite or NaN energy and NaN forces for a
+        potential that diverges; others are affected only if they interact with the two. A NaN in a position or
+        parameter, and an infinite position, become NaN for that atom and those within its neighbor list.
         """
         if isinstance(positions, System):
             options: dict[str, Any] = {
@@ -268,7 +268,7 @@ class PairPotential:
         return named(names + ["virial"] * options["compute_virial"], tuple(found))
 
     def source(self, *, compute_forces: bool = True, precision: str = "float64") -> str:
-        """The C++ of the kernel that sums energies, and forces, of a periodic system: what the expression became."""
+        """The C++ source of the kernel that sums energies and forces of a periodic system."""
         outputs = WEIGHTS + POSITIONS * compute_forces
         n_species = 2 * bool(self.formula.per_pair)
         return source(Variant(Request(self.formula, (), outputs), precision, True, n_species))
@@ -277,7 +277,7 @@ class PairPotential:
     def of(
         cls, formula: Formula, *, cutoff: float | None = None, shifted: bool = False, r_switch: float | None = None
     ) -> "PairPotential":
-        """The potential for a formula that is known to be right."""
+        """The potential for a formula that needs no check."""
         potential = cls.__new__(cls)
         formula = formula._replace(shifted=checks.check_flag("shifted", shifted), switched=r_switch is not None)
         potential.formula = formula
@@ -310,7 +310,7 @@ def _names(kind: str, names: Any) -> tuple[str, ...]:
 
 
 def check_distances(formula: Formula, cutoff: Any, r_switch: Any) -> tuple[float | None, float | None]:
-    """The two as floats; raise unless the formula has what it needs."""
+    """The two as floats; raise unless the formula has all distances that it needs."""
     if cutoff is not None:
         cutoff = checks.check_positive("cutoff", cutoff)
     elif formula.shifted or formula.switched:

@@ -21,7 +21,7 @@ from nvalchemiops.torch.operators.segments import check_system_numbers
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
 NO_CUTOFF = sys.float_info.max
-"""The cutoff without a cutoff. Infinity would make packages of AOTInductor that cannot be loaded: JSON has none."""
+"""The value for no cutoff. Infinity would make packages of AOTInductor that cannot be loaded: JSON has none."""
 
 
 class PairSystem(NamedTuple):
@@ -70,7 +70,7 @@ def pair_system(
     checks.check_positions(positions, finite=False)
     checks.check_flag("check", check)
     cell, of_atoms, n_systems = _batch(positions, cell, batch_idx, num_systems, by_system, pbc)
-    # systems that the sum need not tell apart, the search must
+    # the search distinguishes systems even where the sum does not
     searched = batch_idx if of_atoms is None else of_atoms
     if neighbor_cutoff is not None:
         reach = checks.check_positive("neighbor_cutoff", neighbor_cutoff)
@@ -97,18 +97,18 @@ def _batch(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
     """Cell (n_systems, 3, 3) or None, system of each atom as int32 or None, and the number of systems.
 
-    Along open axes, as far as ``pbc`` tells them, the vectors of the cell are zero.
+    Along open axes by ``pbc`` the vectors of the cell are zero.
     """
     n_atoms = positions.shape[0]
     if num_systems is not None:
         num_systems = checks.check_int("num_systems", num_systems)
-        # two questions: a compiler cannot compare a number with the answer to one of them
+        # two comparisons, because a compiler cannot compare a number with a truth value
         if num_systems < 0 or (num_systems == 0 and n_atoms > 0):
             raise ValueError(f"`num_systems` must be positive, got {num_systems}")
     of_one = False
     if cell is not None:
         cell = checks.check_lattice(cell, positions)
-        # a batch of one system where values cannot be read; unlike a cell without a number of systems
+        # where values cannot be read, a cell (1, 3, 3) is that of one system; a cell (3, 3) may be that of several
         of_one = cell.ndim == 3 and cell.shape[0] == 1
         cell = _without_open_axes(cell.reshape(-1, 3, 3), pbc)
     if batch_idx is None:
@@ -138,7 +138,7 @@ def _batch(
 
 
 def _without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
-    """The cell with zeros along open axes, along which its vectors must not matter."""
+    """The cell with zeros along open axes, so that its vectors there have no effect."""
     if pbc is None:
         return cell
     pbc = checks.pbc_tensor(pbc, cell.device)
@@ -149,12 +149,12 @@ def _without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
 
 
 def _without(is_padding: torch.Tensor, rows: Rows) -> Rows:
-    """The rows with padding in the place of neighbors of these atoms, and of these atoms as neighbors."""
+    """The rows with padding in the place of all pairs of these atoms."""
     last = is_padding.shape[0]
     absent = torch.nn.functional.pad(is_padding, (0, 1))
     listed = torch.where((rows.neighbors < 0) | (rows.neighbors > last), last, rows.neighbors)
     gone = absent.index_select(0, listed) | absent.index_select(0, row_indices(rows, last))
-    # a list without padding gets a number for it that no caller uses
+    # a number for the padding of a list that has none
     padding = max(rows.padding, NO_PADDING + 1)
     return rows._replace(neighbors=rows.neighbors.masked_fill(gone, padding), padding=padding)
 
@@ -164,7 +164,7 @@ def _check_images(
 ) -> torch.Tensor | None:
     """The cell that goes with the shifts of ``rows``.
 
-    Raises for one that is singular, or is zero along an axis along which there are images, if values can be looked at.
+    Raises for one that is singular, or is zero along an axis along which there are images, if values can be read.
     Elsewhere such a cell becomes NaN, and the kernels give NaN for such images.
     """
     if cell is None:
@@ -179,7 +179,7 @@ def _check_images(
     if not has_open_axes or shifts is None or not may_read(shifts):
         return cell
     is_open = (values_of(cell) == 0.0).all(-1)
-    width = rows.width if rows.begin is None else rows.begin.diff()
+    width = rows.width if rows.pointers is None else rows.pointers.diff()
     of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[values_of(batch_idx).long()]
     beyond = (shifts != 0) & of_atom.repeat_interleave(width, 0, output_size=shifts.shape[0])
     if bool(beyond[rows.neighbors != rows.padding].any()):

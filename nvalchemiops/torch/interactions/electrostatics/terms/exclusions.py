@@ -23,7 +23,7 @@ def exclusion_term(potential: LongRangePotential, system: ChargedSystem, alpha: 
             raise ValueError("`exclusions` joins atoms of different systems")
     shifts = nearest_images(system, *exclusions.pairs)
     shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
-    rows = Rows(exclusions.begin, exclusions.atoms, shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
+    rows = Rows(exclusions.pointers, exclusions.atoms, shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
     return PairTerm(potential.excluded, alpha, rows, exclusions.remainder())
 
 

@@ -56,7 +56,7 @@ class Influence(NamedTuple):
 
 
 class PreparedMesh(NamedTuple):
-    """What a sum on a mesh needs beside positions and charges, for cells that do not change; from `prepare_mesh`.
+    """Input of a mesh sum that depends on the cells alone, prepared for fixed cells by `prepare_mesh`.
 
     Attributes
     ----------
@@ -77,7 +77,7 @@ class PreparedMesh(NamedTuple):
     influence: Influence
 
     def alpha_for(self, alpha: Any, mesh_dimensions: Any, mesh_spacing: Any, potential: Any) -> torch.Tensor:
-        """Alpha; raise if a call says something else than was prepared."""
+        """Alpha; raise if the arguments of a call contradict what was prepared."""
         if any(value is not None for value in (alpha, mesh_dimensions, mesh_spacing)):
             raise ValueError("`prepared` has its own alpha and mesh: leave `alpha` and `mesh_...` out")
         if potential is not self.potential:
@@ -85,9 +85,9 @@ class PreparedMesh(NamedTuple):
         return self.alpha
 
     def check_cell(self, cell: torch.Tensor) -> torch.Tensor | None:
-        """Raise if this is for other cells; which ones are the same (n_systems,), if that could not be read."""
+        """Raise if this is for other cells; which ones are equal (n_systems,), if values could not be read."""
         if is_differentiated(cell):
-            raise ValueError("`cell` requires a gradient, but what is `prepared` does not depend on it any more")
+            raise ValueError("`cell` requires a gradient, but `prepared` data do not depend on it")
         if cell.shape != self.cell.shape or cell.device != self.cell.device:
             raise ValueError(
                 f"`prepared` is for a cell {tuple(self.cell.shape)} on {self.cell.device}, but this one is "
@@ -139,7 +139,7 @@ class MeshSum(NamedTuple):
     influence : Influence or None
         If it is prepared.
     valid : (n_systems,) bool tensor or None
-        False for cells that could not be looked at and that nothing is prepared for.
+        False for cells that differ from the prepared ones, where values could not be read.
     """
 
     spline_order: int
@@ -159,7 +159,7 @@ class MeshSum(NamedTuple):
         precomputed: Precomputed,
         prepared: PreparedMesh | None = None,
     ) -> "MeshSum":
-        """What these arguments of `particle_mesh_ewald` ask for."""
+        """The long-range part that these arguments of `particle_mesh_ewald` describe."""
         if prepared is not None:
             valid = prepared.check_cell(system.cell)
             mesh, order = prepared.mesh_dimensions, prepared.spline_order
@@ -283,7 +283,7 @@ def influence(
 
 
 def _axes_of(mesh: tuple[int, int, int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """What depends on the shape of the mesh alone; see `_axes`."""
+    """Tensors that depend on the mesh alone, kept from call to call; see `_axes`."""
     return cached_by_value("mesh axes", (), (mesh, order, device), lambda: _axes(mesh, order, device))
 
 

@@ -77,6 +77,6 @@ class PairTerm(NamedTuple):
 def self_term(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor) -> PairTerm:
     """The self energies alone: the short-range term without a pair."""
     device = system.positions.device
-    begin = torch.zeros(system.n_atoms + 1, dtype=torch.int32, device=device)
+    pointers = torch.zeros(system.n_atoms + 1, dtype=torch.int32, device=device)
     no_atoms = torch.zeros(0, dtype=torch.int32, device=device)
-    return PairTerm(potential.short_range, alpha, Rows(begin, no_atoms, no_atoms.reshape(0, 3), 0, NO_PADDING, None))
+    return PairTerm(potential.short_range, alpha, Rows(pointers, no_atoms, no_atoms.reshape(0, 3), 0, NO_PADDING, None))

@@ -48,9 +48,9 @@ class KVectorSum(NamedTuple):
     argument : str
         As of `LongRange`.
     k_cutoff : (n_systems,) tensor or None
-        The length up to which all are there, if that is known.
+        The length up to which they are complete, if that is known.
     valid : (n_systems,) bool tensor or None
-        False where vectors that could not be looked at are none of the lattice.
+        False where vectors whose values could not be read are not of the reciprocal lattice.
     """
 
     k_vectors: WaveVectors | None = None
@@ -62,12 +62,10 @@ class KVectorSum(NamedTuple):
     def given(
         cls, system: ChargedSystem, k_vectors: Any, k_cutoff: Any, miller_bounds: Any, miller_indices: Any
     ) -> "KVectorSum":
-        """What these arguments of `ewald_summation` ask for."""
+        """The long-range part that these arguments of `ewald_summation` describe."""
         cell, n_systems, device = system.cell.detach(), system.n_systems, system.positions.device
         if sum(source is not None for source in (k_vectors, miller_bounds, miller_indices)) > 1:
-            raise ValueError(
-                "`k_vectors`, `miller_bounds` and `miller_indices` are different ways to say the same: give one"
-            )
+            raise ValueError("`k_vectors`, `miller_bounds` and `miller_indices` are alternatives: give one")
         if miller_bounds is not None:
             return cls(box_points(check_bounds(miller_bounds), n_systems, device), "`miller_bounds`")
         if isinstance(miller_indices, WaveVectors):
@@ -91,7 +89,7 @@ class KVectorSum(NamedTuple):
         return self.k_vectors is not None
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
-        """As of `LongRange`. K-vectors of a list are taken for all up to the largest Miller indices."""
+        """As of `LongRange`. A list of k-vectors is assumed to be complete up to its largest Miller indices."""
         assert self.k_vectors is not None
         cell = system.cell.detach().to(torch.float64)
         complete = self.k_vectors.complete_up_to(cell) if self.k_cutoff is None else self.k_cutoff
@@ -124,7 +122,7 @@ def _vectors_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> WaveVectors:
 
 
 def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Miller indices of k-vectors; and for which systems they are some, if that could not be looked at."""
+    """Miller indices of k-vectors; and the systems in which they are integers, if values could not be read."""
     cell = system.cell.detach().to(torch.float64)
     checks.check_tensor("k_vectors", k_vectors)
     if k_vectors.is_complex():
@@ -170,25 +168,29 @@ class ReciprocalTerm(NamedTuple):
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
-        potential, alpha, waves = self
+        potential, alpha, k_vectors = self
         n_systems, batch_idx, with_virial = system.n_systems, system.batch_idx, derivatives.virial
         lattice = system.lattice()
         charges = system.charges.to(torch.float64)
         coordinates = lattice.fractional(system.positions)
-        plan = (*sorted_atoms(batch_idx, n_systems, system.n_atoms, alpha.device), waves.points, waves.point_begin)
+        plan = (
+            *sorted_atoms(batch_idx, n_systems, system.n_atoms, alpha.device),
+            k_vectors.points,
+            k_vectors.point_begin,
+        )
         structure = fourier_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
         value, dyads = cached_by_value(
             "reciprocal factors",
-            (system.cell, alpha, waves.points, waves.weights),
+            (system.cell, alpha, k_vectors.points, k_vectors.weights),
             (potential, with_virial) if potential.is_constant else None,
-            lambda: reciprocal_factors(potential, lattice, alpha, waves, with_virial),
+            lambda: reciprocal_factors(potential, lattice, alpha, k_vectors, with_virial),
         )
         gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, int(derivatives.forces))
         contribution = from_potential(gathered, charges, lattice, derivatives)
         if dyads is None:
             return contribution
         power = structure.square().sum((0, 3))
-        at_point = None if n_systems == 1 else waves.point_system
+        at_point = None if n_systems == 1 else k_vectors.point_system
         virial = totals((power.unsqueeze(-1) * dyads).sum(1), at_point, n_systems)
         return contribution._replace(virial=virial.view(-1, 3, 3))
 
@@ -196,7 +198,7 @@ class ReciprocalTerm(NamedTuple):
 def sorted_atoms(
     batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int, device: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Atoms sorted by system, or None if they are; and where each system begins."""
+    """Atoms sorted by system, or None if they are sorted; and row pointers of the systems."""
     if batch_idx is None:
         return None, torch.tensor([0, n_atoms], dtype=torch.int32, device=device)
     systems, order = torch.sort(batch_idx, stable=True)
@@ -204,14 +206,14 @@ def sorted_atoms(
 
 
 def reciprocal_factors(
-    potential: LongRangePotential, lattice: Lattice, alpha: torch.Tensor, waves: WaveVectors, with_dyads: bool
+    potential: LongRangePotential, lattice: Lattice, alpha: torch.Tensor, k_vectors: WaveVectors, with_dyads: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Factors of |S|² in twice the energy (n_points, 4) and in the virial (n_points, 4, 9), or None.
 
     Of the energy ``g(k²) / V``, times how often the k-vector counts; of the virial the same of ``g' k k^T + g / 2``.
     """
-    points, n_points, device = waves.points, waves.points.shape[0], alpha.device
-    at_point = None if alpha.shape[0] == 1 else waves.point_system
+    points, n_points, device = k_vectors.points, k_vectors.points.shape[0], alpha.device
+    at_point = None if alpha.shape[0] == 1 else k_vectors.point_system
     signs = torch.tensor([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]], dtype=torch.float64, device=device)
     of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], -1)
     of_point = spread_systems(of_system, at_point, n_points).unsqueeze(-1)
@@ -220,7 +222,7 @@ def reciprocal_factors(
     k2 = k.square().sum(-1)
     origin = (points == 0).all(1).unsqueeze(1)
     k2 = torch.where(origin, 1.0, k2)
-    share = waves.weights / of_point[:, 2]
+    share = k_vectors.weights / of_point[:, 2]
     value = share * torch.where(origin, of_point[:, 1], potential.reciprocal(k2, of_point[:, 0]))
     if not with_dyads:
         return value, None
