@@ -10,7 +10,7 @@ from nvalchemiops.arguments import as_float as as_float
 from nvalchemiops.arguments import as_int
 from nvalchemiops.arguments import check_not_negative as check_not_negative
 from nvalchemiops.arguments import check_positive as check_positive
-from nvalchemiops.torch.runtime.context import may_read, on_host
+from nvalchemiops.torch.runtime.context import may_read
 
 FLOATS = (torch.float32, torch.float64)
 
@@ -132,18 +132,6 @@ def check_lattice(cell: Any, positions: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
     # torch 2.13 gets the determinant of a negative view wrong
     return cell.resolve_neg()
-
-
-def check_pbc(pbc: Any, positions: torch.Tensor, n_systems: int) -> np.ndarray:
-    """Periodicity as a bool array (n_systems, 3); None is periodic along all axes."""
-    if pbc is None:
-        return np.ones((n_systems, 3), dtype=bool)
-    if isinstance(pbc, (bool, np.bool_)):
-        return np.full((n_systems, 3), pbc)
-    tensor = pbc_tensor(pbc)
-    if tuple(tensor.shape) not in ((3,), (n_systems, 3)):
-        raise ValueError(f"`pbc` must have shape (3,) or ({n_systems}, 3), got {tuple(tensor.shape)}")
-    return np.broadcast_to(on_host(tensor), (n_systems, 3)).copy()
 
 
 def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:

@@ -163,5 +163,13 @@ def _lattices(cell: Any, pbc: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     if not cell.is_floating_point() or cell.shape[-2:] != (3, 3):
         raise ValueError("`cell` must be a floating-point tensor of shape (3, 3) or (n_systems, 3, 3)")
     cells = on_host(cell.reshape(-1, 3, 3)).astype(np.float64)
-    periodic = checks.check_pbc(pbc, cell, len(cells))
+    periodic = np.ones(3, dtype=bool)
+    if isinstance(pbc, (bool, np.bool_)):
+        periodic &= pbc
+    elif pbc is not None:
+        axes = checks.pbc_tensor(pbc)
+        if tuple(axes.shape) not in ((3,), (len(cells), 3)):
+            raise ValueError(f"`pbc` must have shape (3,) or ({len(cells)}, 3), got {tuple(axes.shape)}")
+        periodic = on_host(axes)
+    periodic = np.broadcast_to(periodic, (len(cells), 3)).copy()
     return cells, periodic, np.linalg.norm(dual_vectors(cells, periodic), axis=2)

@@ -137,7 +137,7 @@ class _WithDerivatives(torch.autograd.Function):
         if grad_energies is None and all(g is None for g in grad_derivatives):
             return (None,) * 7 + no_others
         needed = ctx.needs_input_grad[4:7]
-        if not torch.is_grad_enabled() and all(g is None for g in grad_derivatives) and not _is_mapped(grad_energies):
+        if not torch.is_grad_enabled() and all(g is None for g in grad_derivatives):
             weights = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
             if weights is not None:
                 return (None,) * 4 + _products(ctx.first, weights, positions, cell, batch_idx, needed) + no_others
@@ -184,15 +184,11 @@ def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torc
     return totals(torch.stack(sums).sum(0), batch_idx, n_systems)
 
 
-def _is_mapped(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and is_mapped(tensor)
-
-
 def _weights(
     gradient: torch.Tensor | None, energy_reduction: str, batch_idx: torch.Tensor | None, n_systems: int
 ) -> torch.Tensor | None:
     """The weight (n_systems,) of each system, if all its atoms and channels have the same; otherwise None."""
-    if gradient is None or gradient.numel() == 0:
+    if gradient is None or gradient.numel() == 0 or is_mapped(gradient):
         return None
     first = gradient.reshape(-1)[0]
     if all(step == 0 or size == 1 for step, size in zip(gradient.stride(), gradient.shape)):

@@ -10,8 +10,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
-from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF
-from nvalchemiops.torch.interactions.pair.system import PairSystem as PairSystem
+from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.operators.segments import system_sums
 
 

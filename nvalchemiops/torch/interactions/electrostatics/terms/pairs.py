@@ -9,8 +9,9 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.interactions.pair import driver as pairs
+from nvalchemiops.torch.interactions.pair.driver import PairRequest, sum_pairs
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
+from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 
 MOST_CHANNELS = 16
@@ -55,11 +56,11 @@ class PairTerm(NamedTuple):
         of_pair = self.formula(n_channels)
         names = of_pair.per_atom
         gradients = (names,) if n_channels > 1 or derivatives.charge_gradients else ()
-        results = pairs.sum_pairs(
+        results = sum_pairs(
             of_pair,
-            pairs.PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows),
+            PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows),
             {names: system.charges, of_pair.global_parameters[0]: self.parameter.to(system.positions.dtype)},
-            pairs.PairRequest(derivatives.forces, gradients, derivatives.virial),
+            PairRequest(derivatives.forces, gradients, derivatives.virial),
             cutoff=self.cutoff,
             exclusions=self.exclusions,
         )
