@@ -314,10 +314,16 @@ def _body(function: Callable[..., Any], parameters: Sequence[tuple[str, Any]], n
     return body
 
 
+def _forward_body(
+    kernel: wp.Kernel, parameters: list[tuple[str, Any]], outputs: tuple[OutputSpec, ...], dim: Dim
+) -> Callable[..., Any]:
+    return _body(lambda inputs: _unpack(_allocate_and_launch(kernel, outputs, dim, inputs)), parameters, kernel.key)
+
+
 def _forward_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, backward: str) -> WarpOp:
     count = _check_names(kernel, outputs)
     parameters = [(a.label, _annotation(a, kernel)) for a in _arguments(kernel)[:count]]
-    body = _body(lambda inputs: _unpack(_allocate_and_launch(kernel, outputs, dim, inputs)), parameters, kernel.key)
+    body = _forward_body(kernel, parameters, outputs, dim)
     identity = _identity(kernel, outputs, dim, backward)
     name = _op_name(kernel, identity)
     if backward != "adjoint":
@@ -328,7 +334,7 @@ def _forward_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, ba
 
 
 def _tracked(kernel: wp.Kernel, parameters: list[tuple[str, Any]]) -> list[int]:
-    """Which of the inputs are arrays of floats."""
+    """Positions of the inputs that are arrays of floats."""
     arguments = _arguments(kernel)
     count = len(parameters)
     return [i for i in range(count) if parameters[i][1] is torch.Tensor and _is_float(arguments[i].type.dtype)]
@@ -411,7 +417,7 @@ def _paired_op(
         launch(backward_kernel, values[0], values[1 + n_grads :], gradients)
         return tuple(gradients)
 
-    # shapes of all inputs travel as numbers, so an input need not be saved for its gradient to have a shape
+    # shapes of inputs are arguments, so that an input is not saved only for the shape of its gradient
     names: list[tuple[str, Any]] = [("launch_grid", list[int])]
     names += [(f"shape_{i}", list[int]) for i in range(n_grads)]
     names += [(f"saved_{i}", parameters[i][1]) for i in saved]
@@ -439,11 +445,7 @@ def _paired_op(
         return {parameters[i][0]: found[i] for i in range(n_grads)}
 
     binding = [*parameters, *((f"grad_{o.name}", torch.Tensor) for o in with_gradient)]
-    body = _body(
-        lambda inputs: _unpack(_allocate_and_launch(forward_kernel, outputs, dim, inputs)),
-        parameters,
-        forward_kernel.key,
-    )
+    body = _forward_body(forward_kernel, parameters, outputs, dim)
     tracked = [o.name for o in with_gradient] + [p[0] for p in parameters[:n_grads]]
     declared = declare(body, name, outputs, tracked, backward=_body(formula, binding, "backward"))
     return WarpOp(declared, identity=identity)
@@ -454,7 +456,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _identity(kernel: wp.Kernel, outputs: Sequence[OutputSpec], dim: Any, extra: str) -> str:
-    """The same in every process for the same kernel and specs: it names the op, also in exported programs."""
+    """A hash of kernel and specs, the same in every process: part of the op's name, also in exported programs."""
     types_ = [
         value_identity(getattr(a.type, "dtype", a.type)) + str(getattr(a.type, "ndim", ""))
         for a in parameters_of(kernel)
@@ -464,7 +466,7 @@ def _identity(kernel: wp.Kernel, outputs: Sequence[OutputSpec], dim: Any, extra:
 
 
 def _op_name(kernel: wp.Kernel, identity: str) -> str:
-    """A new name, also for two kernels that look alike in everything that counts."""
+    """A new name, also for two kernels with the same identity."""
     name = f"{NAMESPACE}::{kernel.key}_{identity}"
     count = _names_given[name] = _names_given.get(name, 0) + 1
     return name if count == 1 else f"{name}_{count}"

@@ -1,8 +1,8 @@
 """Distances and displacements of the pairs of a list or a matrix, differentiable to any order.
 
-One kernel measures them; its derivative, a sum over pairs, is written with torch operations. Compilers and function
-transforms get the whole written so, which they fuse or take apart. Either way the bits are the same, for which torch
-takes the root: Warp's is rounded differently.
+One kernel computes them; its derivative, a sum over pairs, consists of torch operations. Under compilers and function
+transforms, which fuse or decompose operations, all of it does. The bits are the same in both forms; for that, torch
+computes the root, which Warp rounds differently.
 """
 
 from typing import Any, NamedTuple
@@ -215,7 +215,7 @@ def distances_and_vectors(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.
     """Distances, in the shape of ``pairs.second``, and vectors; for arguments that are checked."""
     if is_eager():
         distances, vectors = measure_pairs(positions, *pairs.narrow())
-        # NaN for an index without an atom, for which torch has an error; a GPU is not asked
+        # NaN for an index without an atom, for which torch raises an error; not checked on a GPU
         if distances.is_cuda or not bool(distances.detach().sum().isnan()):
             if pairs.first is not None:
                 return distances, vectors

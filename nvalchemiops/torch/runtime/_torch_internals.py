@@ -1,4 +1,4 @@
-"""Private names of torch, all of them in this file, and a way without each.
+"""Private names of torch, all of them in this file, each with a way to do without it.
 
 The names are looked up in groups, one for each shortcut. If a release of torch lacks a name of a group, or a name no
 longer works as assumed, the whole group is off, with one line in the log, and a slower public way is taken. Where there
@@ -25,7 +25,7 @@ PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def _find(shortcut: str, *names: str, works: Callable[..., Any] = lambda *found: True) -> tuple[Any, ...] | None:
-    """What torch has under these names; None, and a line in the log, if one is missing or ``works(*found)`` fails."""
+    """Objects of torch by name; None, and a line in the log, if one is missing or ``works(*found)`` fails."""
     try:
         found = tuple(pkgutil.resolve_name(f"torch:{name}") for name in names)
         if works(*found) is not False:
@@ -174,19 +174,19 @@ _eager = _find(
 )
 
 EAGER_SHORTCUT = _eager is not None
-"""Whether the next five are to be had. Without: each call goes through the dispatcher, and all modes are assumed on."""
+"""Whether the next five are available. If not, calls go through the dispatcher, and modes are assumed to be on."""
 
 count_dispatch_modes: Callable[[], int] = _eager[0] if _eager else lambda: 1
-"""How many ``TorchDispatchMode`` see each operation."""
+"""Number of ``TorchDispatchMode`` that are on."""
 
 autocast_enabled, profiling, tracing_state, dispatch_keys, autograd_excluded = _eager[1:] if _eager else (None,) * 5
 
 plain_keys: set[int] = set()
-"""How the dispatcher sees tensors without any peculiarity: `learn_plain_keys` fills it at first use."""
+"""Dispatch keys of plain tensors, by device; `learn_plain_keys` fills it at first use."""
 
 
 def learn_plain_keys() -> None:
-    """Look at an ordinary tensor of each kind of device that is in use."""
+    """Record the dispatch keys of an ordinary tensor on each kind of device in use."""
     if EAGER_SHORTCUT and (not plain_keys or (torch.cuda.is_initialized() and len(plain_keys) == 1)):
         devices = ["cpu"] + ["cuda"] * torch.cuda.is_initialized()
         with torch.inference_mode(False):  # whose tensors are not plain
@@ -218,9 +218,9 @@ _redispatch = _find(
 )
 
 CAN_REDISPATCH = _redispatch is not None
-"""Whether a call that an implementation for autograd has got can be continued below it.
+"""Whether a call can be continued below autograd from an implementation for autograd.
 
-Without, each operator has a second one of the same schema and implementation, without autograd."""
+If not, each operator has a second one of the same schema and implementation, without autograd."""
 
 _second: dict[Any, Callable[..., Any]] = {}
 
@@ -269,7 +269,7 @@ _views = _find("making views plain tensors", "Tensor._is_view", "_C._AutoDispatc
 
 
 def no_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no view: autograd forbids to change an output in place that is one."""
+    """The same memory as a tensor that is no view: autograd forbids in-place changes of an output that is a view."""
     if _views is None or not tensor._is_view():
         return tensor
     with _views[1]():
@@ -291,7 +291,7 @@ _excluded_inside: dict[int, Any] = {}
 def autograd_inside() -> AbstractContextManager[Any]:
     """Switch autograd back on in the implementation of an operator, and autocast off.
 
-    Then torch itself knows, for the arguments of a body and for all that is derived from them, which require grad.
+    Then torch tracks ``requires_grad`` of the arguments of a body and of all that is derived from them.
     """
     if _inside is None:
         raise _impossible("a derivative by a recorded tape")
@@ -335,7 +335,7 @@ _passes = _find(
 )
 
 BACKWARD_KNOWN = _passes is not None
-"""Whether the next two are to be had."""
+"""Whether the next two are available."""
 
 
 def in_backward_pass() -> bool:
@@ -355,7 +355,7 @@ def compiler_loaded() -> bool:
 
 
 def assume_constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``torch.compiler.assume_constant_result`` does, without importing the compiler."""
+    """The same as ``torch.compiler.assume_constant_result``, without importing the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -19,7 +19,7 @@ from nvalchemiops.torch.runtime._torch_internals import BACKWARD_KNOWN, after_ba
 from nvalchemiops.torch.runtime.context import is_eager
 
 LIBRARY = "libgomp"
-"""The one OpenMP whose entry points are known here."""
+"""The OpenMP library whose entry points are used here."""
 
 
 class OpenMP:
@@ -89,7 +89,7 @@ class _ThreadLimit:
         self.before = threading.local()
 
     def enter(self, in_backward: bool = False) -> bool:
-        """Take one thread from now on; False if that is so already."""
+        """Use one thread from now on; False if it is so already."""
         if getattr(self.before, "threads", None) is not None or self.most() == 1:
             return False
         self.before.threads, self.before.in_backward = self.most(), in_backward
@@ -98,16 +98,16 @@ class _ThreadLimit:
         return True
 
     def recover(self) -> None:
-        """Leave what a backward pass entered that raised before its end."""
+        """Undo the limit of a backward pass that raised before its end."""
         if self.is_in_backward() and not in_backward_pass():
             self.leave()
 
     def is_in_backward(self) -> bool:
-        """Whether a backward pass has entered last."""
+        """Whether the limit was set by a backward pass."""
         return getattr(self.before, "in_backward", False)
 
     def leave(self) -> bool:
-        """Take as many as before; False if that is so already."""
+        """Use as many threads as before; False if it is so already."""
         threads = getattr(self.before, "threads", None)
         if threads is None:
             return False

@@ -50,8 +50,9 @@ class Ranges(NamedTuple):
 
 
 class Atoms(NamedTuple):
-    """Data of `ReferenceStates` for each atom: its row there (int32), radius and z."""
+    """Reference states of the elements, and for each atom its row there (int32), radius and z."""
 
+    states: ReferenceStates
     row: torch.Tensor
     radius: torch.Tensor
     z: torch.Tensor
@@ -98,7 +99,7 @@ def dispersion_sum(
     ranges = settings.ranges
     checks.check_positions(positions, finite=False)
     checks.check_index("numbers", numbers, positions, (positions.shape[0],))
-    states, atoms = _look_up(parameters, numbers)
+    atoms = _look_up(parameters, numbers)
     dtype = positions.dtype
     is_padding = numbers == 0
     has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
@@ -120,8 +121,8 @@ def dispersion_sum(
     counting = formulas.COORDINATION if ranges.counted.r_switch is None else formulas.COORDINATION_SWITCHED
     radii: dict[str, Any] = {"radius": atoms.radius.to(dtype), "k1": settings.k1}
     (coordination,) = sum_pairs(counting, pairs, radii, PairRequest(), **ranges.counted._asdict())
-    at_counts = _factorised if states.pair_c6 is None else _by_pair
-    found = at_counts(pairs, coordination, states, atoms, settings, request)
+    at_counts = _factorised if atoms.states.pair_c6 is None else _by_pair
+    found = at_counts(pairs, coordination, atoms, settings, request)
     energies = found.energies
     if request.energy_reduction == "system":
         energies = system_sums(energies, system.batch_idx, system.n_systems)
@@ -159,15 +160,10 @@ class AtCounts(NamedTuple):
 
 
 def _factorised(
-    pairs: PairSystem,
-    coordination: torch.Tensor,
-    states: ReferenceStates,
-    atoms: Atoms,
-    settings: Settings,
-    request: PairRequest,
+    pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settings: Settings, request: PairRequest
 ) -> AtCounts:
     """With C6 as a product of coefficients of atoms."""
-    dtype = coordination.dtype
+    dtype, states = coordination.dtype, atoms.states
     derivatives = request.forces or request.virial
     coefficients, by_coordination = d3_coefficients(
         coordination.to(torch.float64), atoms.row, states.coordination, states.places, states.vectors, settings.k3, 0
@@ -175,7 +171,7 @@ def _factorised(
     coefficients = coefficients.to(dtype)
     n_coefficients = coefficients.shape[1]
     formula, of_pair, species = _pair_energy(
-        settings, states.n_positive, n_coefficients - states.n_positive, coefficients, atoms, states
+        settings, states.n_positive, n_coefficients - states.n_positive, coefficients, atoms
     )
     names = formula.per_atom[:n_coefficients]
     first = request._replace(gradients=(names,) if derivatives else (), energy_reduction="atom")
@@ -186,7 +182,7 @@ def _factorised(
 
     if settings.has_triples:
         s9 = settings.s9
-        triples = _three_body(pairs, coefficients, atoms.row, states, settings.ranges.triples, derivatives)
+        triples = _three_body(pairs, coefficients, atoms, settings.ranges.triples, derivatives)
         energies = energies + s9 * triples[0]
         forces = None if forces is None else forces - s9 * triples[1]
         virial = None if virial is None else virial + s9 * triples[4]
@@ -198,12 +194,7 @@ def _factorised(
 
 
 def _by_pair(
-    pairs: PairSystem,
-    coordination: torch.Tensor,
-    states: ReferenceStates,
-    atoms: Atoms,
-    settings: Settings,
-    request: PairRequest,
+    pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settings: Settings, request: PairRequest
 ) -> AtCounts:
     """With a C6 of each pair, for tables that do not factorise."""
     if settings.has_triples:
@@ -212,13 +203,13 @@ def _by_pair(
     derivatives = request.forces or request.virial
     first, second, vectors, alone = pairs_apart(pairs)
     coefficients, by_first, by_second = coefficients_of_pairs(
-        coordination.to(torch.float64), first, second, atoms.row, states, settings.k3
+        coordination.to(torch.float64), first, second, atoms.row, atoms.states, settings.k3
     )
     # of both atoms of a pair, whose product is C6
     of_both = torch.stack([coefficients.to(dtype), torch.ones_like(coefficients, dtype=dtype)], 1).reshape(-1, 1)
     both = torch.stack([first, second], 1).reshape(-1)
-    atoms_of_pairs = Atoms(*(of_atom.index_select(0, both) for of_atom in atoms))
-    formula, of_pair, species = _pair_energy(settings, 1, 0, of_both, atoms_of_pairs, states)
+    atoms_of_pairs = Atoms(atoms.states, *(of_atom.index_select(0, both) for of_atom in atoms[1:]))
+    formula, of_pair, species = _pair_energy(settings, 1, 0, of_both, atoms_of_pairs)
     names = formula.per_atom[:1]
     request_of_pairs = PairRequest(derivatives, (names,) if derivatives else ())
     energies, *found = sum_pairs(
@@ -251,7 +242,6 @@ def _pair_energy(
     n_negative: int,
     coefficients: torch.Tensor,
     atoms: Atoms,
-    states: ReferenceStates,
 ) -> tuple[Formula, dict[Any, Any], torch.Tensor | None]:
     """The energy of a pair with these coefficients of atoms, its parameters, and the species."""
     dtype = coefficients.dtype
@@ -262,7 +252,7 @@ def _pair_energy(
     of_pair: dict[Any, Any] = {names: coefficients, "z": atoms.z.to(dtype), **damping._asdict()}
     if not formula.per_pair:
         return formula, of_pair, None
-    return formula, of_pair | {"r0": _pair_radii(states, dtype)}, atoms.row
+    return formula, of_pair | {"r0": _pair_radii(atoms.states, dtype)}, atoms.row
 
 
 def _scalar(name: str, value: Any) -> Any:
@@ -281,12 +271,7 @@ def _pair_radii(states: ReferenceStates, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _three_body(
-    system: PairSystem,
-    coefficients: torch.Tensor,
-    row: torch.Tensor,
-    states: ReferenceStates,
-    reach: Range,
-    derivatives: bool,
+    system: PairSystem, coefficients: torch.Tensor, atoms: Atoms, reach: Range, derivatives: bool
 ) -> tuple[torch.Tensor, ...]:
     """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
     positions, cell, batch_idx, n_systems, rows = system
@@ -294,8 +279,8 @@ def _three_body(
         positions,
         cell,
         coefficients,
-        row,
-        _pair_radii(states, coefficients.dtype),
+        atoms.row,
+        _pair_radii(atoms.states, coefficients.dtype),
         batch_idx,
         n_systems,
         rows.pointers,
@@ -303,7 +288,7 @@ def _three_body(
         rows.shifts,
         rows.width,
         rows.padding,
-        states.n_positive,
+        atoms.states.n_positive,
         NO_CUTOFF if reach.cutoff is None else reach.cutoff,
         NO_CUTOFF if reach.r_switch is None else reach.r_switch,
         derivatives=derivatives,
@@ -329,13 +314,14 @@ def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smo
     return Ranges(*(Range(c, c - smoothing) for c in known))
 
 
-def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, Atoms]:
-    """The states of the elements that occur, and their data for each atom."""
+def _look_up(parameters: Any, numbers: torch.Tensor) -> Atoms:
+    """The reference states of the elements that occur, and their data for each atom."""
     if isinstance(parameters, ReferenceStates):
         if parameters.radii.device != numbers.device:
             raise ValueError(f"`parameters` are on {parameters.radii.device}, but `numbers` on {numbers.device}")
         states = parameters
-        return states, Atoms(*cached_by_value("d3 atoms", (numbers,), states.serial, lambda: _atoms(numbers, states)))
+        kept = cached_by_value("d3 atoms", (numbers,), states.serial, lambda: _of_atoms(numbers, states))
+        return Atoms(states, *kept)
     if not isinstance(parameters, D3Parameters):
         raise TypeError(f"`parameters` must be D3Parameters or ReferenceStates, got {type(parameters).__name__}")
     if not may_read(numbers, wait=True):
@@ -353,12 +339,12 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> tuple[ReferenceStates, A
 
     def look_up() -> tuple[torch.Tensor, ...]:
         found = values_of(numbers).clamp(0, last + 1).bincount().nonzero().flatten()
-        return found, *_atoms(numbers, states_of(found))
+        return found, *_of_atoms(numbers, states_of(found))
 
     found, *of_atoms = cached_by_value("d3 elements", (numbers,), parameters.token, look_up)
-    return states_of(found), Atoms(*of_atoms)
+    return Atoms(states_of(found), *of_atoms)
 
 
-def _atoms(numbers: torch.Tensor, states: ReferenceStates) -> Atoms:
+def _of_atoms(numbers: torch.Tensor, states: ReferenceStates) -> tuple[torch.Tensor, ...]:
     row = states.rows(numbers)
-    return Atoms(row.to(torch.int32), states.radii.index_select(0, row), states.z.index_select(0, row))
+    return (row.to(torch.int32), states.radii.index_select(0, row), states.z.index_select(0, row))
