@@ -28,6 +28,7 @@ def surroundings():
     atoms = bulk("NaCl", "rocksalt", a=5.64, cubic=True)
     return {
         "torch": torch,
+        "wp": wp,
         "atoms": atoms,
         "positions": torch.tensor(atoms.positions),
         "cell": torch.tensor(atoms.cell.array),
