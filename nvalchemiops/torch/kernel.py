@@ -19,6 +19,7 @@ from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.autograd import OutputSpec, WarpOp
 from nvalchemiops.torch.autograd.declaration import declare
 from nvalchemiops.torch.autograd.naming import value_identity
+from nvalchemiops.torch.autograd.op import unpack
 from nvalchemiops.torch.launch import launch, launch_adjoint
 from nvalchemiops.torch.runtime._torch_internals import assume_constant
 from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
@@ -82,7 +83,7 @@ def call_kernel(
                     f"call_kernel: input {position} of kernel '{kernel.key}' requires a gradient, and a bare launch "
                     "has none: use differentiable_kernel(kernel), or pass tensor.detach()"
                 )
-    return _unpack(_allocate_and_launch(kernel, tuple(outputs), dim, inputs))
+    return unpack(_allocate_and_launch(kernel, tuple(outputs), dim, inputs))
 
 
 def get_or_register_torch_op(
@@ -255,10 +256,6 @@ def _allocate_and_launch(
     return results
 
 
-def _unpack(results: Sequence[torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    return results[0] if len(results) == 1 else tuple(results)
-
-
 def _arguments(kernel: wp.Kernel) -> list[Any]:
     """The kernel's own parameters, without the offset that the launch helper supplies."""
     return parameters_of(kernel)[is_gather_only(kernel) :]
@@ -317,7 +314,7 @@ def _body(function: Callable[..., Any], parameters: Sequence[tuple[str, Any]], n
 def _forward_body(
     kernel: wp.Kernel, parameters: list[tuple[str, Any]], outputs: tuple[OutputSpec, ...], dim: Dim
 ) -> Callable[..., Any]:
-    return _body(lambda inputs: _unpack(_allocate_and_launch(kernel, outputs, dim, inputs)), parameters, kernel.key)
+    return _body(lambda inputs: unpack(_allocate_and_launch(kernel, outputs, dim, inputs)), parameters, kernel.key)
 
 
 def _forward_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, backward: str) -> WarpOp:

@@ -5,7 +5,7 @@ import torch
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping
 from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, Settings, dispersion_sum, ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
-from nvalchemiops.torch.interactions.pair.driver import check_request
+from nvalchemiops.torch.interactions.pair.driver import check_pair_request
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 
 
@@ -98,7 +98,7 @@ def d3_dispersion(
     """
     ranges = ranges_of(cutoff, coordination_cutoff, three_body_cutoff, smoothing)
     settings = Settings(damping, ranges, k1, k3, s9)
-    request = check_request(compute_forces, compute_virial, energy_reduction)
+    request = check_pair_request(compute_forces, compute_virial, energy_reduction)
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )

@@ -9,7 +9,7 @@ from nvalchemiops.interactions.dispersion.damping import RationalDamping
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, Range, Settings, dispersion_sum, ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates, tables_of
-from nvalchemiops.torch.interactions.pair.driver import check_request
+from nvalchemiops.torch.interactions.pair.driver import check_pair_request
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import may_read
@@ -139,7 +139,7 @@ def dftd3(
         neighbor_list, neighbor_ptr, unit_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )._replace(shifts_name="unit_shifts")
     settings = Settings(RationalDamping(a1, a2, s8, s6), ranges, k1, k3, s9)
-    request = check_request(True, compute_virial, "system")
+    request = check_pair_request(True, compute_virial, "system")
     return dispersion_sum(positions, numbers, d3_params, settings, request, given, cell, batch_idx, num_systems)
 
 

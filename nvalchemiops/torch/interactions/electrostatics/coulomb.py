@@ -9,7 +9,7 @@ from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
-from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_request, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.context import may_read, on_host
@@ -224,7 +224,7 @@ def dsf_coulomb(
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, unit_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )._replace(shifts_name="unit_shifts")
-    request = check_request(compute_forces, compute_virial, "system")
+    request = check_pair_request(compute_forces, compute_virial, "system")
     return _sum(potentials.DSF, positions, charges, cell, cutoff, alpha, given, batch_idx, num_systems, request)
 
 

@@ -28,7 +28,7 @@ class PairRequest(NamedTuple):
         return self.virial or self.energy_reduction != "atom"
 
 
-def check_request(
+def check_pair_request(
     compute_forces: Any, compute_virial: Any, energy_reduction: Any = "atom", compute_gradients: Any = ()
 ) -> PairRequest:
     """The arguments of a call as a `PairRequest`; raise unless they are flags, a choice, and names in a sequence."""

@@ -12,7 +12,7 @@ from nvalchemiops.interactions.pair.derivatives import POSITIONS, WEIGHTS, Reque
 from nvalchemiops.interactions.pair.expression import Formula, check_formula
 from nvalchemiops.interactions.pair.sum import Variant, source
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.pair.driver import check_request, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import check_pair_request, sum_pairs
 from nvalchemiops.torch.interactions.pair.exclusions import exclusion_rows
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
@@ -228,7 +228,7 @@ class PairPotential:
         given = GivenNeighbors(
             neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
         )
-        request = check_request(compute_forces, compute_virial, energy_reduction, compute_gradients)
+        request = check_pair_request(compute_forces, compute_virial, energy_reduction, compute_gradients)
         system = pair_system(
             positions,
             cell,
