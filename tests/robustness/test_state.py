@@ -178,7 +178,7 @@ REFUSED = {
     "another potential": (
         lambda: ewald(potential=COULOMB._replace(at_zero=lambda alpha: 0.0 * alpha)).state_dict(),
         ewald,
-        "`potential` is 1/r.1, but one of your own",
+        "`potential` is 1/r.1, but user-defined",
     ),
     "other damping": (lambda: d3(ZeroDamping(1.2, 0.8)).state_dict(), d3, "`a1`, `a2` not in .*, but `rs6`, `rs8`"),
     "other damping, trained": (
