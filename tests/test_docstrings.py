@@ -11,6 +11,7 @@ from ase.build import bulk
 
 import nvalchemiops
 from nvalchemiops.ase import Calculator, Dispersion, Electrostatics, Pair
+from nvalchemiops.torch import System
 from nvalchemiops.torch.interactions.pair import PairPotential
 
 
@@ -39,6 +40,7 @@ def surroundings():
         "Electrostatics": Electrostatics,
         "Pair": Pair,
         "PairPotential": PairPotential,
+        "System": System,
     }
 
 

@@ -1,9 +1,11 @@
 """Atoms, their neighbors and results as objects: the short way to call what the functions take by many arguments.
 
+>>> from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
 >>> system = System(positions, charges, cell)
 >>> neighbors = system.neighbors(9.0)
 >>> result = ParticleMeshEwald(accuracy=1e-6)(system, neighbors, compute_forces=True)
->>> result.energies, result.forces
+>>> result.forces.shape
+torch.Size([8, 3])
 
 A configured interaction (`EwaldSummation`, `ParticleMeshEwald`, `DFTD3`, `PairPotential`) takes a `System` in the place
 of its first arguments, and `Neighbors`, or builds them. Its results have names, and unpack in the order of the fields.
