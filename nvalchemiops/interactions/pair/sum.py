@@ -11,7 +11,6 @@ and add up in float64.
 """
 
 import hashlib
-import linecache
 import re
 import textwrap
 from typing import Any, NamedTuple
@@ -30,9 +29,10 @@ from nvalchemiops.interactions.pair.derivatives import (
     Request,
 )
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.kernels.native import native_kernel, signature
 from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.kernels.special import scalar_functions, vector_functions
-from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.launch import kernel_variants
 from nvalchemiops.neighbors.rows import NO_PADDING
 
 
@@ -133,10 +133,10 @@ def outputs_of(variant: Variant) -> list[Array]:
 
 
 SCALARS = {
-    "width": "wp.int32",  # of a matrix
-    "padding": "wp.int32",  # entries that are no neighbors
-    "cutoff_distance": "wp.float64",
-    "switch_distance": "wp.float64",
+    "width": wp.int32,  # of a matrix
+    "padding": wp.int32,  # entries that are no neighbors
+    "cutoff_distance": wp.float64,
+    "switch_distance": wp.float64,
 }
 """Plain numbers that the kernel takes, between inputs and outputs."""
 
@@ -175,32 +175,15 @@ def pair_kernel(variant: Variant) -> Any:
     Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `SCALARS` and the arrays of
     `outputs_of`.
     """
-    body = source(variant)
+    body, inputs, outputs = source(variant), inputs_of(variant), outputs_of(variant)
     real = getattr(wp, variant.precision)
-    parameters = {a.name: _annotation(a) for a in inputs_of(variant)}
-    parameters |= dict(SCALARS)
-    parameters |= {a.name: _annotation(a) for a in outputs_of(variant)}
-    declared = ", ".join(f"{name}: {kind}" for name, kind in parameters.items())
-    text = (
-        f"def row_sum(i: wp.int32, {declared}): ...\n\n"
-        f"def pair_sum(offset: wp.int32, {declared}):\n"
-        f"    row, _lane = wp.tid()\n"
-        f"    row_sum(offset + row, {', '.join(parameters)})\n"
-    )
-    digest = hashlib.sha256((body + text).encode()).hexdigest()[:20]
-    # Warp reads the text of kernels through `inspect`, which finds generated text here
-    file = f"<nvalchemiops pair sum {digest}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"wp": wp, "real": real}
-    exec(compile(text, file, "exec"), scope)
-    scope["row_sum"] = wp.func_native(body)(scope["row_sum"])
-    kernel = wp.kernel(module=kernel_module(f"pair_sum_{digest}"), enable_backward=False)(scope["pair_sum"])
-    return gather_only(kernel)
 
+    def types(arrays: list[Array]) -> dict[str, Any]:
+        return {a.name: wp.array(dtype=getattr(wp, a.element, real), ndim=a.ndim) for a in arrays}
 
-def _annotation(array: Array) -> str:
-    element = "real" if array.element == "real" else f"wp.{array.element}"
-    return f"wp.array(dtype={element}, ndim={array.ndim})"
+    digest = hashlib.sha256(f"{body}{inputs}{outputs}".encode()).hexdigest()[:20]
+    parameters = signature(i=wp.int32, **types(inputs), **SCALARS, **types(outputs))
+    return native_kernel(f"pair_sum_{digest}", body, lanes=True)(parameters)
 
 
 # -- the body -------------------------------------------------------------------------------------
