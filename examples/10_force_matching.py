@@ -130,7 +130,7 @@ class Batch(NamedTuple):
         j = torch.where(there, self.neighbor_matrix, 0).long()
         shifts = self.neighbor_matrix_shifts.to(positions.dtype)
         d = positions[j] - positions[:, None] + torch.einsum("nma,nab->nmb", shifts, cell[self.system])
-        # padding is given a length, since the slope of a length of zero is not a number
+        # padding is given a length, since the derivative of a length of zero is not a number
         r = torch.linalg.vector_norm(torch.where(there[..., None], d, 1.0), dim=-1)
         return j, r, torch.where(there & (r < CUTOFF), (1.0 - (r / CUTOFF) ** 2) ** 3, 0.0)
 
