@@ -1,6 +1,6 @@
 """What other work on the same cores costs: operators and a training step, on one thread and on several.
 
-Each row is timed in processes of its own with one thread, with as many as there are cores, and with as many whose
+Each row is timed in separate processes with one thread, with as many as there are cores, and with as many whose
 OpenMP waits passively (``OMP_WAIT_POLICY=passive``); first on the machine as it is, then beside endless loops, two for
 each core. "Busy / one thread" is what several threads cost where they have to share: 1.0 is the aim, and without the
 loops less than 1. The row "training step" is that of ``make demo``.
@@ -111,7 +111,7 @@ def operators() -> dict[str, Callable[[], Callable[[], Any]]]:
 
 
 def measure(rows: list[str], threads: int, duration: float) -> dict[str, float]:
-    """Mean seconds of a call of each row; in a process of its own."""
+    """Mean seconds of a call of each row; in a separate process."""
     import torch
 
     from nvalchemiops._warp import quiet_warp

@@ -1,4 +1,4 @@
-"""Systems of charges, and who computes their sums: this library, or another one in an interpreter of its own."""
+"""Systems of charges, and their sums by this library, or by another one in a separate interpreter."""
 
 import argparse
 import functools
@@ -120,7 +120,7 @@ def of_torch_pme(method: str, system: str, p: Parameters, what: str) -> Callable
     potential = torchpme.CoulombPotential(smearing=1.0 / (math.sqrt(2.0) * p["alpha"]))
     options: dict[str, Any] = {}
     if method == "ewald":
-        # the calculator's own box: n wave vectors along an axis, of which half are positive
+        # the calculator's own box: n k-vectors along an axis, of which half are positive
         n = math.ceil(p["k_cutoff"] * float(given["cell"][0].norm(dim=1).max()) / (2.0 * np.pi))
         wavelength = float(given["cell"][0].norm(dim=1).max()) / (2 * n + 0.5)
         calculator = torchpme.EwaldCalculator(potential, lr_wavelength=wavelength)
@@ -161,21 +161,21 @@ def call_of(library: str, method: str, what: str, how: str, system: str, p: Para
     def forces() -> tuple[torch.Tensor, ...]:
         leaf = x.clone().requires_grad_()
         energy = function(leaf, q, cell)
-        (slope,) = torch.autograd.grad(energy.sum(), leaf)
-        return energy.detach(), -slope
+        (gradient,) = torch.autograd.grad(energy.sum(), leaf)
+        return energy.detach(), -gradient
 
     def backward() -> tuple[torch.Tensor, ...]:
         leaves = [t.clone().requires_grad_() for t in (q, cell, x)]
         return torch.autograd.grad(function(leaves[2], leaves[0], leaves[1]).sum(), leaves)
 
     def charge_gradients() -> tuple[torch.Tensor, ...]:
-        energy, force, slope = function(x, q, cell, compute_forces=True, compute_charge_gradients=True)
-        return energy, slope, force
+        energy, force, potential = function(x, q, cell, compute_forces=True, compute_charge_gradients=True)
+        return energy, potential, force
 
     def matching() -> tuple[torch.Tensor, ...]:
         leaf, charge = x.clone().requires_grad_(), q.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(function(leaf, charge, cell).sum(), leaf, create_graph=True)
-        return torch.autograd.grad(slope.square().sum(), charge)
+        (gradient,) = torch.autograd.grad(function(leaf, charge, cell).sum(), leaf, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), charge)
 
     def matching_explicit() -> tuple[torch.Tensor, ...]:
         charge = q.clone().requires_grad_()
@@ -232,7 +232,7 @@ class Server:
 
 
 class Elsewhere(Peer):
-    """A library in an interpreter of its own, which is served by this script."""
+    """A library in a separate interpreter, which is served by this script."""
 
     def __init__(self, python: str, library: str) -> None:
         super().__init__(python, __file__, library)  # what the parent calls a device

@@ -18,7 +18,7 @@ from common import seconds
 
 
 def octant_points(cell: np.ndarray, k_cutoff: float) -> int:
-    """Points (|n_x|, |n_y|, |n_z|) of which some sign has a wave vector within the cutoff."""
+    """Points (|n_x|, |n_y|, |n_z|) of which some sign has a k-vector within the cutoff."""
     most = np.floor(k_cutoff * np.linalg.norm(cell, axis=1) / (2.0 * np.pi)).astype(int)
     n = np.stack(np.meshgrid(*[np.arange(m + 1) for m in most], indexing="ij"), -1).reshape(-1, 1, 3)
     k = 2.0 * np.pi * (n * np.array([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]])) @ np.linalg.inv(cell).T
@@ -63,7 +63,7 @@ def floors(method: str, what: str, system: str, p: Parameters) -> dict[str, floa
 def broadcast(
     x: torch.Tensor, q: torch.Tensor, cell: torch.Tensor, alpha: float, k: torch.Tensor, near: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """Energies of atoms in plain torch: wave vectors k are half of those there are."""
+    """Energies of atoms in plain torch: k-vectors are half of those there are."""
     i, j = near["neighbor_list"]
     r = (x[j] - x[i] + near["neighbor_shifts"].to(x.dtype) @ cell[0]).norm(dim=1)
     potential = torch.zeros_like(q).index_add_(0, i, q[j] * torch.erfc(alpha * r) / r)
@@ -100,18 +100,18 @@ def compare_with_broadcast(sizes: tuple[int, ...]) -> list[dict[str, Any]]:
         exact = broadcast(given["positions"], given["charges"], given["cell"], alpha, k, near)
         for dtype in (torch.float64, torch.float32):
             x, q, cell = (given[name].to(dtype) for name in ("positions", "charges", "cell"))
-            waves = k.to(dtype)
+            vectors = k.to(dtype)
 
             def ours(x: Any = x, q: Any = q, cell: Any = cell, alpha: Any = alpha, near: Any = near, k: Any = k_cutoff):
                 return ewald_summation(x, q, cell, alpha=alpha, k_cutoff=k, **near)
 
-            plain = functools.partial(broadcast, x, q, cell, alpha, waves, near)
+            plain = functools.partial(broadcast, x, q, cell, alpha, vectors, near)
             errors = [float((f().double() - exact).norm() / exact.norm()) for f in (ours, plain)]
             times = [(seconds(ours), seconds(plain)) for _ in range(5)]
             a, b = (statistics.median(column) for column in zip(*times))
             name = str(dtype).removeprefix("torch.")
             print(
-                f"{n_atoms:8,} {name}{1e3 * a:10.3f} ms{1e3 * b:10.3f} ms{a / b:8.2f}   {len(k):,} wave vectors, "
+                f"{n_atoms:8,} {name}{1e3 * a:10.3f} ms{1e3 * b:10.3f} ms{a / b:8.2f}   {len(k):,} k-vectors, "
                 f"{near['neighbor_list'].shape[1] / n_atoms:.0f} neighbors; apart from float64: {errors[0]:.0e}, "
                 f"{errors[1]:.0e}",
                 flush=True,
@@ -192,7 +192,7 @@ def peak_memory(quick: bool) -> None:
         ("particle_mesh_ewald", "estimate_pme_parameters", 32_768 if quick else 262_144, 1e-5),
     ):
         code = MEMORY.format(folder=folder, name=name, estimate=estimate, n_atoms=n_atoms, accuracy=accuracy)
-        # larger buffers get pages of their own, so that none hides in memory left behind by an earlier call
+        # larger buffers get separate pages, so that none hides in memory left behind by an earlier call
         found = in_new_process(code, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="65536")
         line = f"{name:>22s}, {n_atoms:,} atoms, accuracy {accuracy:g}, {found[2]:.0f} neighbors: "
         line += ", ".join(

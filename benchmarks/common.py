@@ -1,4 +1,4 @@
-"""What benchmarks share: timing, and a peer in an interpreter of its own."""
+"""What benchmarks share: timing, and a peer in a separate interpreter."""
 
 import argparse
 import csv
@@ -17,7 +17,7 @@ PAUSE = 0.005  # before them: threads of the contender before still spin for mil
 
 
 class Peer:
-    """The 0.5.0 release in an interpreter of its own, which runs ``script --serve``."""
+    """The 0.5.0 release in a separate interpreter, which runs ``script --serve``."""
 
     def __init__(self, python: str, script: str, device: str) -> None:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}

@@ -171,7 +171,7 @@ class Server:
 
 
 class Elsewhere(Peer):
-    """A library in an interpreter of its own, which is served by this script."""
+    """A library in a separate interpreter, which is served by this script."""
 
     def __init__(self, python: str, library: str) -> None:
         super().__init__(python, __file__, library)

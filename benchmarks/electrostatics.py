@@ -1,22 +1,22 @@
 """Ewald sums: ours beside nvalchemi-toolkit-ops 0.5.0 and torch-pme 0.5.0, in one run, and beside floors.
 
 Rock salt (neighbors at 2.82, displaced by normal deviates of a tenth of that, charges 1 and -1), float64, 2 threads.
-Everybody runs at the parameters that are fastest for it with a measured RMS error of the forces of 1e-5 of their RMS.
-These are found first: the splitting parameter for each cutoff from the error of the pairs beyond it, which is the same
-for all; the wave vectors or the mesh by trying; then cutoff and order of splines by time. What was chosen is printed
+Each library runs at the parameters that are fastest for it with a measured RMS error of the forces of 1e-5 of their
+RMS. These are found first: the splitting parameter for each cutoff from the error of the pairs beyond it, which is the
+same for all; the k-vectors or the mesh by trying; then cutoff and order of splines by time. What was chosen is printed
 with each figure and kept in a file (``--parameters``), so that a second run need not search: make it on an idle
 machine. Meshes for the large systems are those of 4,096 atoms, with the same spacing. The reference is our Ewald sum at
 an accuracy of 1e-12, for large systems our mesh of order 8 at 1e-9. Lists of neighbors are made beforehand. Contenders
 take turns; figures are medians.
 
-- *0.5.0*: the peer of the same import name, as it comes, with wave vectors up to ``k_cutoff``, which are a box of them;
+- *0.5.0*: the peer of the same import name, as it comes, with k-vectors up to ``k_cutoff``, which are a box of them;
   *0.5.0 sphere*: its caller left out those in the corners (``miller_indices``). Lists or matrices, explicit forces or
   autograd: whichever is faster. In its own interpreter (``--peer`` or ``NVALCHEMIOPS_PEER_PYTHON``).
 - *torch-pme*: its Ewald, P3M and PME calculators with a half list by vesin (``--torch-pme`` or
-  ``NVALCHEMIOPS_TORCH_PME_PYTHON``). Wave vectors are a sphere made beforehand, but where the cell needs a gradient.
+  ``NVALCHEMIOPS_TORCH_PME_PYTHON``). K-vectors are a sphere made beforehand, but where the cell needs a gradient.
 - *matching*: the gradient by charges of the sum of squared forces, by two backward passes; *explicit*: by one through
   the forces that the call returns.
-- *broadcast*: plain torch over all atoms and half of the wave vectors, at the parameters that we estimate.
+- *broadcast*: plain torch over all atoms and half of the k-vectors, at the parameters that we estimate.
 - *floor*: for a mesh, its two Fourier transforms; for Ewald, 16 multiply-adds for each atom and octant point
   (|n_x|, |n_y|, |n_z|) at the speed of a matrix product. No floor is known for the pairs: the time of our op for them
   stands beside (*pairs*), measured alone.
@@ -136,7 +136,7 @@ class Bench:
         return self.keep(key, alpha)
 
     def with_waves(self, contender: str, system: str, p: Parameters) -> Parameters | None:
-        """The shortest wave vectors that will do: the same for all who take a sphere of them."""
+        """The shortest k-vectors that suffice: the same for all libraries that take a sphere of them."""
         key = f"waves {system} {p['cutoff']:.3f}"
         if contender != "0.5.0" and key in self.kept:
             return p | self.kept[key]
@@ -156,7 +156,7 @@ class Bench:
             rest = math.sqrt(max(error**2 - (REAL_SHARE * ERROR) ** 2, (0.1 * ERROR) ** 2))
             y2 += min(max(math.log(rest / (0.67 * ERROR)), -1.5), 1.5)
             if fails is not None and works is not None:
-                # wave vectors come in shells, so the error goes in steps
+                # k-vectors come in shells, so the error goes in steps
                 quarter = 0.25 * (works - fails)
                 if quarter < 0.03:
                     break
@@ -182,7 +182,7 @@ class Bench:
         return best
 
     def parameters(self, contender: str, method: str, system: str) -> Parameters:
-        """The fastest ones with the wanted error: for Ewald's energies, for the forces of a mesh."""
+        """The fastest ones with the error asked for: for Ewald's energies, for the forces of a mesh."""
         key = f"{contender} {method} {system}"
         if key not in self.kept and self.quick:
             key += " quick"  # a coarser search, which is not for the other runs
@@ -197,7 +197,7 @@ class Bench:
         best: Parameters | None = None
         n_atoms = len(atoms(system)["positions"])
         if method == "ewald" and system != "batch":
-            # pairs and waves take equal times near here, whatever the constants
+            # pairs and k-vectors take equal times near here for any constants
             middle = {64: 6.0, 512: 8.5}.get(n_atoms, 12.0)
             low, high = (0.6, 1.4) if contender == "ours" else (0.9, 2.4 if n_atoms <= 512 else 1.7)
             cutoffs = [r for r in CUTOFFS if low * middle < r < high * middle]

@@ -1,7 +1,7 @@
 """Neighbor lists: ours beside vesin, matscipy, ASE and nvalchemi-toolkit-ops 0.5.0, in one run, and beside a floor.
 
 Random atoms in a periodic cube at 0.1 atoms per cubic angstrom, cutoff 5 angstrom, float64, full lists with shifts;
-and a batch of 512 open molecules of 20 to 60 atoms, over which vesin loops. Everybody gets the same atoms and 2
+and a batch of 512 open molecules of 20 to 60 atoms, over which vesin loops. All get the same atoms and 2
 threads, and takes turns; figures are medians. Numbers of pairs must agree, up to 20,000 atoms the pairs themselves.
 
 - *list*, *matrix*: our two formats, sizes unknown to the caller; *in place*: a matrix in memory given by the caller.
@@ -53,7 +53,7 @@ def atoms(case: int | str) -> dict[str, np.ndarray]:
 
 
 def found(n_atoms: int, i: Any, j: Any, shifts: Any = None) -> tuple[int, str]:
-    """Number of pairs, and a fingerprint of them whatever their order."""
+    """Number of pairs, and a fingerprint of them in any order."""
     if n_atoms > COMPARED:
         return len(i), ""
     key = np.asarray(i, np.int64) * n_atoms + np.asarray(j, np.int64)
@@ -208,7 +208,7 @@ print(extra / sum(t.numel() * t.element_size() for t in results))
 def peak_memory(n_atoms: int, as_list: bool) -> float:
     """Resident memory of one call at its peak, beyond what was there, over the size of its results; a new process."""
     code = MEMORY.format(folder=os.path.dirname(os.path.abspath(__file__)), n_atoms=n_atoms, as_list=as_list)
-    # larger buffers get pages of their own, so that none hides in memory left behind by an earlier call
+    # larger buffers get separate pages, so that none hides in memory left behind by an earlier call
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return float(run.stdout.split()[-1])
@@ -273,8 +273,8 @@ def report(rows: dict[int | str, dict[str, float]]) -> None:
         for name in names:
             both = [n for n in sizes if name in rows[n]]
             if len(both) > 1 and name not in ("fresh", "used"):
-                slope = np.polyfit(np.log(both), np.log([rows[n][name] for n in both]), 1)[0]
-                print(f"{name:>13s}{slope:7.3f}")
+                exponent = np.polyfit(np.log(both), np.log([rows[n][name] for n in both]), 1)[0]
+                print(f"{name:>13s}{exponent:7.3f}")
 
 
 def plot(rows: dict[int | str, dict[str, float]], path: str) -> None:

@@ -43,7 +43,7 @@ def square(x: wp.array(dtype=wp.float64), y: wp.array(dtype=wp.float64)):
 
 
 @wp.kernel(enable_backward=False)
-def square_slope(x: wp.array(dtype=wp.float64), c: wp.array(dtype=wp.float64), g: wp.array(dtype=wp.float64)):
+def square_derivative(x: wp.array(dtype=wp.float64), c: wp.array(dtype=wp.float64), g: wp.array(dtype=wp.float64)):
     i = wp.tid()
     g[i] = wp.float64(2.0) * x[i] * c[i]
 
@@ -57,7 +57,7 @@ def square_fast(offset: wp.int32, x: wp.array(dtype=wp.float64), y: wp.array(dty
 
 @gather_only
 @wp.kernel(enable_backward=False)
-def square_slope_fast(
+def square_derivative_fast(
     offset: wp.int32, x: wp.array(dtype=wp.float64), c: wp.array(dtype=wp.float64), g: wp.array(dtype=wp.float64)
 ):
     i = offset + wp.tid()
@@ -92,7 +92,7 @@ class BareFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, cotangent):
         (x,) = ctx.saved_tensors
-        return plain_launch(square_slope, [x.detach(), cotangent], torch.empty_like(x))
+        return plain_launch(square_derivative, [x.detach(), cotangent], torch.empty_like(x))
 
 
 class MinimalTape(torch.autograd.Function):
@@ -122,7 +122,7 @@ def op_with_plain_launch(x: torch.Tensor) -> torch.Tensor:
 
 @warp_custom_op("overhead::square_backward", [OutputSpec("grad_x", wp.float64, lambda x, c: x.shape)], backward="none")
 def explicit_backward(x: torch.Tensor, grad_y: torch.Tensor) -> torch.Tensor:
-    return plain_launch(square_slope, [x, grad_y], torch.empty_like(x))
+    return plain_launch(square_derivative, [x, grad_y], torch.empty_like(x))
 
 
 @warp_custom_op("overhead::square", SHAPE, backward=explicit_backward)
@@ -135,7 +135,7 @@ def explicit(x: torch.Tensor) -> torch.Tensor:
 )
 def explicit_fast_backward(x: torch.Tensor, grad_y: torch.Tensor) -> torch.Tensor:
     g = torch.empty_like(x)
-    launch(square_slope_fast, x.shape[0], [x, grad_y], [g])
+    launch(square_derivative_fast, x.shape[0], [x, grad_y], [g])
     return g
 
 

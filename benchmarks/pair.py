@@ -1,6 +1,6 @@
 """Pair potentials: ours beside torch, eager and compiled, and nvalchemi-toolkit-ops 0.5.0, in one run, beside a floor.
 
-A liquid of 100,000 atoms with about 60 neighbors each, float64, 2 threads; everybody is given the same list. Contenders
+A liquid of 100,000 atoms with about 60 neighbors each, float64, 2 threads; all are given the same list. Contenders
 take turns; figures are medians. Errors are those of the forces on some atoms, against extended precision.
 
 - *step*: energies, forces and virial, for Lennard-Jones (mixed by Lorentz and Berthelot) and DSF.
@@ -113,8 +113,8 @@ def training(given: Given, energy: Callable[..., torch.Tensor], *parameters: tor
         leaves = [p.clone().requires_grad_() for p in parameters]
         x = given.x.clone().requires_grad_()
         value = energy(x, *leaves)
-        (slope,) = torch.autograd.grad(value, x, create_graph=True)
-        return torch.autograd.grad(slope.square().sum() + value, leaves)
+        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum() + value, leaves)
 
     return step
 
@@ -127,8 +127,8 @@ def lj_pairs(r2: torch.Tensor, sigma: torch.Tensor, epsilon: torch.Tensor, i: An
 def dsf_pairs(r2: torch.Tensor, q: torch.Tensor, i: Any, j: Any) -> torch.Tensor:
     r, at = r2.sqrt(), torch.tensor(ALPHA * CUTOFF, dtype=r2.dtype)
     end = torch.erfc(at) / CUTOFF
-    slope = end / CUTOFF + 2 * ALPHA / np.pi**0.5 * torch.exp(-at * at) / CUTOFF
-    return q[i] * q[j] * (torch.erfc(ALPHA * r) / r - end + slope * (r - CUTOFF))
+    derivative = end / CUTOFF + 2 * ALPHA / np.pi**0.5 * torch.exp(-at * at) / CUTOFF
+    return q[i] * q[j] * (torch.erfc(ALPHA * r) / r - end + derivative * (r - CUTOFF))
 
 
 def dsf_self(q: torch.Tensor) -> torch.Tensor:
@@ -146,7 +146,7 @@ def plain_torch(given: Given, share: float, compiled: bool) -> dict[str, Step]:
             x, lattice = x + x @ strain, lattice + lattice @ strain
         d = x[j] - x[i] + images @ lattice
         r2 = d.square().sum(1)
-        # the list ends at the cutoff; whoever cannot know must look
+        # the list ends at the cutoff; code that cannot know must check
         u = torch.where(r2 < CUTOFF**2, pairs(r2, *parameters, i, j), 0.0)
         return share * u.sum() + (dsf_self(*parameters) if pairs is dsf_pairs else 0.0)
 
@@ -157,8 +157,8 @@ def plain_torch(given: Given, share: float, compiled: bool) -> dict[str, Step]:
             x = given.x.clone().requires_grad_()
             strain = torch.zeros(3, 3, dtype=x.dtype, requires_grad=True)
             energy = function(pairs, x, strain, *parameters)
-            slope, virial = torch.autograd.grad(energy, (x, strain))
-            return energy, -slope, -virial
+            gradient, virial = torch.autograd.grad(energy, (x, strain))
+            return energy, -gradient, -virial
 
         return call
 
@@ -223,7 +223,7 @@ def exact_forces(given: Given, case: str, atoms: np.ndarray) -> np.ndarray:
             if case.startswith("lj"):
                 sigma = (mpmath.mpf(float(given.sigma[i])) + mpmath.mpf(float(given.sigma[j]))) / 2
                 epsilon = mpmath.sqrt(mpmath.mpf(float(given.epsilon[i])) * mpmath.mpf(float(given.epsilon[j])))
-                slope = 4 * epsilon * (-12 * (sigma / r) ** 12 + 6 * (sigma / r) ** 6) / r
+                derivative = 4 * epsilon * (-12 * (sigma / r) ** 12 + 6 * (sigma / r) ** 6) / r
             else:
                 a, rc = mpmath.mpf(ALPHA), mpmath.mpf(float(CUTOFF))
 
@@ -231,8 +231,8 @@ def exact_forces(given: Given, case: str, atoms: np.ndarray) -> np.ndarray:
                     return mpmath.erfc(a * r) / r**2 + 2 * a / mpmath.sqrt(mpmath.pi) * mpmath.exp(-((a * r) ** 2)) / r
 
                 charges = mpmath.mpf(float(given.q[i])) * mpmath.mpf(float(given.q[j]))
-                slope = charges * (fall(rc) - fall(r))
-            force = [f + slope * c / r for f, c in zip(force, d)]
+                derivative = charges * (fall(rc) - fall(r))
+            force = [f + derivative * c / r for f, c in zip(force, d)]
         rows.append([float(f) for f in force])
     return np.array(rows)
 
@@ -282,8 +282,8 @@ potential = {name}(5.0)
 potential(x, **near, **{parameters}, compute_forces=True)
 first = time.perf_counter() - start
 x.requires_grad_()
-(slope,) = torch.autograd.grad(potential(x, **near, **{parameters}).sum(), x, create_graph=True)
-torch.autograd.grad(slope.square().sum(), x)
+(gradient,) = torch.autograd.grad(potential(x, **near, **{parameters}).sum(), x, create_graph=True)
+torch.autograd.grad(gradient.square().sum(), x)
 print(first, time.perf_counter() - start)
 """
 

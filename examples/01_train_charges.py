@@ -103,7 +103,7 @@ def smooth_cutoff(r):
 
 
 class ReferenceCharges(torch.nn.Module):
-    """What nature does here: an ion with fewer counter-ions around it is less ionic.
+    """The charges to be learned: an ion with fewer counter-ions around it is less ionic.
 
     q_i = z_i (0.8 + 0.2 tanh(c_i - c_0)), c_i = sum over unlike neighbors of exp(-(r / 3 A)^2) smooth_cutoff(r)
     """
@@ -170,7 +170,7 @@ class Potential(torch.nn.Module):
         q = self.charges(batch, r)
 
         # the Coulomb part: everything from one call
-        energies, fixed, slope = ewald_summation(
+        energies, fixed, potentials = ewald_summation(
             batch.positions,
             q,
             batch.cell,
@@ -180,16 +180,18 @@ class Potential(torch.nn.Module):
             accuracy=ACCURACY,
             **batch.coulomb,
         )
-        (through_charges,) = torch.autograd.grad(q, x, grad_outputs=slope, create_graph=training, retain_graph=True)
+        (through_charges,) = torch.autograd.grad(
+            q, x, grad_outputs=potentials, create_graph=training, retain_graph=True
+        )
 
         kind = self.kind[batch.species[i], batch.species[j]]
         height, rho = (torch.cat([p.new_ones(1), p])[kind] for p in (self.height, self.rho))
         half_pair = 0.5 * (kind > 0) * torch.exp(height - (r - 3.0) / rho) * smooth_cutoff(r)
-        (slope_of_repulsion,) = torch.autograd.grad(half_pair.sum(), x, create_graph=training, retain_graph=True)
+        (gradient_of_repulsion,) = torch.autograd.grad(half_pair.sum(), x, create_graph=training, retain_graph=True)
 
         energy = COULOMB_EV_ANGSTROM * batch.sum_systems(energies)
         energy = energy + batch.sum_systems(torch.zeros_like(q).index_add(0, i, half_pair))
-        force = COULOMB_EV_ANGSTROM * (fixed - through_charges) - slope_of_repulsion
+        force = COULOMB_EV_ANGSTROM * (fixed - through_charges) - gradient_of_repulsion
         if training:
             return energy, force, q
         return energy.detach(), force.detach(), q.detach()

@@ -3,7 +3,7 @@
 Forces on the ions of a disordered salt, by `ewald_summation` and by `particle_mesh_ewald` with splines of several
 orders, for a range of asked accuracies. Errors are relative to the RMS of the forces, against a converged Ewald sum.
 The neighbor list is built beforehand and left out of the times. Times of the mesh fall by an order of magnitude from
-order 5 to order 8 when much is asked: a spline of order p errs as the mesh spacing to the power p - 1.
+order 5 to order 8 for high accuracies: the error of a spline of order p is that of the mesh spacing to the power p - 1.
 """
 
 import argparse

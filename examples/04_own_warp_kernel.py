@@ -1,6 +1,6 @@
 """A Warp kernel of your own as a torch op: the three-body potential of Stillinger and Weber for silicon.
 
-Pair potentials cannot make diamond: they want as many neighbors as possible. Stillinger and Weber (Phys. Rev. B 31,
+Pair potentials cannot make diamond: they favour as many neighbors as possible. Stillinger and Weber (Phys. Rev. B 31,
 5262 (1985), doi:10.1103/PhysRevB.31.5262) add an energy for each angle between two bonds of an atom, zero at the
 tetrahedral angle. With distances in units of sigma and energies in units of epsilon,
 
@@ -99,8 +99,8 @@ def stress(strain: torch.Tensor) -> torch.Tensor:
     positions, cell = silicon("diamond")
     deformation = (torch.eye(3, dtype=torch.float64) + strain).requires_grad_()
     energy = energies_of(positions @ deformation, cell @ deformation).sum()
-    (slope,) = torch.autograd.grad(energy, deformation)
-    return EV_PER_ANGSTROM3_IN_GPA * slope / torch.linalg.det(cell)
+    (gradient,) = torch.autograd.grad(energy, deformation)
+    return EV_PER_ANGSTROM3_IN_GPA * gradient / torch.linalg.det(cell)
 
 
 def elastic_constants(step: float = 1e-4) -> tuple[float, float]:
@@ -138,13 +138,13 @@ def energy_curves(volumes: np.ndarray) -> dict[tuple[str, float], np.ndarray]:
 
 
 def gradient_error(positions: torch.Tensor, cell: torch.Tensor, step: float = 1e-4) -> float:
-    """Slope along a random direction of positions and cell: relative difference from a central difference."""
+    """Derivative along a random direction of positions and cell: relative difference from a central difference."""
     inputs = [positions.clone().requires_grad_(), cell.clone().requires_grad_()]
     along = [torch.randn(t.shape, generator=torch.Generator().manual_seed(1), dtype=t.dtype) for t in inputs]
     gradients = torch.autograd.grad(energies_of(*inputs).sum(), inputs)
-    slope = sum((g * v).sum() for g, v in zip(gradients, along)).item()
+    derivative = sum((g * v).sum() for g, v in zip(gradients, along)).item()
     ahead, behind = (energies_of(positions + h * along[0], cell + h * along[1]).sum().item() for h in (step, -step))
-    return abs((ahead - behind) / (2 * step) - slope) / abs(slope)
+    return abs((ahead - behind) / (2 * step) - derivative) / abs(derivative)
 
 
 @torch.compile(fullgraph=True, backend="aot_eager")  # "inductor", the default, for speed

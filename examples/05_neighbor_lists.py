@@ -1,11 +1,11 @@
 """Neighbor lists: two formats, batches, coordination shells, and a list that is kept while atoms move.
 
-A neighbor list says who is closer to whom than a cutoff, and in which image of the cell. Here it is built in one call
-for a batch of crystals whose coordination shells are known from geometry (12, 6, 24, ... neighbors in fcc), and for
-skewed cells with open and periodic axes, where the set of pairs is compared with ASE's list. Then argon is melted: 864
-atoms with the Lennard-Jones potential, density and temperature of A. Rahman, Phys. Rev. 136, A405 (1964),
-doi:10.1103/PhysRev.136.A405. Its list is a `VerletList`, which searches anew only when an atom has moved by half of its
-skin.
+A neighbor list says which atoms are closer to each other than a cutoff, and in which image of the cell. Here it is
+built in one call for a batch of crystals whose coordination shells are known from geometry (12, 6, 24, ... neighbors in
+fcc), and for skewed cells with open and periodic axes, where the set of pairs is compared with ASE's list. Then argon
+is melted: 864 atoms with the Lennard-Jones potential, density and temperature of A. Rahman, Phys. Rev. 136, A405
+(1964), doi:10.1103/PhysRev.136.A405. Its list is a `VerletList`, which searches anew only when an atom has moved by
+half of its skin.
 
 What to look at: the counts of the shells, "equal" for all sets of pairs, how few searches the dynamics needs, and a
 radial distribution function g(r) without shells, whose first peak is where Rahman found it.

@@ -162,14 +162,14 @@ def conjugate_gradients(
 
 
 class AtMinimum(torch.autograd.Function):
-    """The charges at which the slope of the energy is zero, as a function of that slope at fixed charges.
+    """The charges at which the gradient of the energy is zero, as a function of that gradient at fixed charges.
 
-    Where the slope rises, the charges move by -A^-1 of that. A changes as well, but acts on a slope of zero. This holds
-    for one derivative, so a graph for a second is an error.
+    Where the gradient changes, the charges move by -A^-1 of that. A changes as well, but acts on a gradient of zero.
+    This holds for one derivative, so a graph for a second is an error.
     """
 
     @staticmethod
-    def forward(ctx: Any, slope: Tensor, charges: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, gradient: Tensor, charges: Tensor, solve: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.solve = solve
         return charges.clone()
 
@@ -194,15 +194,15 @@ def equilibrium(crystals: Crystals, parameters: Parameters) -> tuple[Tensor, lis
 
     chi = parameters.chi[crystals.species]
     charges, residuals = conjugate_gradients(crystals, product, -chi.detach())
-    slope = chi + hardness_times(crystals, parameters, charges)
-    return AtMinimum.apply(slope, charges, solve), residuals
+    gradient = chi + hardness_times(crystals, parameters, charges)
+    return AtMinimum.apply(gradient, charges, solve), residuals
 
 
 # -- checks ---------------------------------------------------------------------------------------
 
 
 def dense_solution(structure: Atoms, parameters: Parameters) -> tuple[Tensor, Tensor]:
-    """Charges of one crystal by a dense matrix from exact wave vectors, and eigenvalues of A for neutral charges."""
+    """Charges of one crystal by a dense matrix from k-vectors, and eigenvalues of A for neutral charges."""
     crystals = Crystals.of([structure], EwaldSummation, accuracy=1e-12)
     unit = torch.eye(len(structure), dtype=torch.float64)
     A = torch.stack([hardness_times(crystals, parameters, column) for column in unit])
@@ -222,7 +222,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
 
 
 def gradient_error(crystals: Crystals, loss: str, by: str, rng: np.random.Generator, step: float = 1e-3) -> float:
-    """Slope of a loss along a random direction of positions, cell, chi or J: relative difference from a finite one."""
+    """A derivative of a loss by positions, cell, chi or J: relative difference from a finite difference."""
     start = {**crystals._asdict(), **TRUE._asdict()}[by]
     direction = torch.tensor(rng.normal(size=start.shape))
     weights = torch.tensor(rng.normal(size=crystals.positions.shape))
@@ -236,17 +236,17 @@ def gradient_error(crystals: Crystals, loss: str, by: str, rng: np.random.Genera
         return LOSSES[loss](*energy_and_forces(there, parameters, charges), charges, weights)
 
     zero = torch.zeros((), dtype=torch.float64, requires_grad=True)
-    (slope,) = torch.autograd.grad(value(zero), zero)
+    (derivative,) = torch.autograd.grad(value(zero), zero)
     f = {n: value(n * step + 0.0 * zero).item() for n in (-2, -1, 1, 2)}
     finite = (8 * (f[1] - f[-1]) - (f[2] - f[-2])) / (12 * step)
-    return abs(slope.item() / finite - 1)
+    return abs(derivative.item() / finite - 1)
 
 
 # -- training -------------------------------------------------------------------------------------
 
 
 def train(crystals: Crystals, wanted: Tensor, evaluations: int) -> list[dict[str, float]]:
-    """Find chi and J that give the wanted charges; what was tried on the way.
+    """Find chi and J that give the charges asked for; what was tried on the way.
 
     Only differences of electronegativities matter when the total charge is fixed, so that of silicon is kept.
     Hardnesses are trained through their logarithms, which keeps them positive.

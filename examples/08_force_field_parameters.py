@@ -11,8 +11,8 @@ with tables by species. Forces and virials come back as results that can be diff
 
 Residuals are divided by their noise, so the curvature of the loss tells how uncertain the parameters are. It differs by
 orders of magnitude between directions, because attraction and repulsion balance. Adam, with one backward for each
-minibatch, soon gets into a valley and hardly moves along it. The method of Levenberg and Marquardt, with slopes of all
-residuals by forward mode (`torch.func.jvp`, a call for each of the four parameters), then finds its lowest point.
+minibatch, soon gets into a valley and hardly moves along it. The method of Levenberg and Marquardt, with derivatives of
+all residuals by forward mode (`torch.func.jvp`, a call for each of the four parameters), then finds its lowest point.
 
 What to look at: parameters within a few standard errors of the true ones, and errors on new structures, without noise,
 far below the noise. Units: eV, angstrom, e. Takes a quarter of a minute; nothing is downloaded.
@@ -173,7 +173,7 @@ def adam(data: Data, free: Tensor, epochs: int, rng: np.random.Generator) -> lis
 
 
 def levenberg_marquardt(data: Data, free: Tensor, steps: int) -> tuple[list[Tensor], Tensor]:
-    """Least squares by all residuals and their slopes; where it was after each step, and the covariance at the end."""
+    """Least squares by all residuals and their derivatives; values after each step, and the covariance at the end."""
 
     def everything(free: Tensor) -> Tensor:
         return torch.cat([residuals(*batch, *physical(free)) for batch in data])
@@ -181,11 +181,11 @@ def levenberg_marquardt(data: Data, free: Tensor, steps: int) -> tuple[list[Tens
     path, damping = [], 1e-3
     now = everything(free)
     for _ in tqdm(range(steps), desc="Levenberg-Marquardt", unit="step"):
-        slopes = torch.stack([torch.func.jvp(everything, (free,), (along,))[1] for along in torch.eye(4).double()])
-        curvature = slopes @ slopes.T
+        jacobian = torch.stack([torch.func.jvp(everything, (free,), (along,))[1] for along in torch.eye(4).double()])
+        curvature = jacobian @ jacobian.T
         for _ in range(20):  # with more damping shorter steps, until one goes down
             damped = curvature + damping * curvature.diagonal().diag()
-            there = free - torch.linalg.solve(damped, slopes @ now)
+            there = free - torch.linalg.solve(damped, jacobian @ now)
             if (then := everything(there)).norm() <= now.norm():
                 free, now, damping = there, then, 0.1 * damping
                 break

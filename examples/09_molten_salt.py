@@ -119,11 +119,11 @@ def charge_order(g: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def decay_length(r: np.ndarray, order: np.ndarray) -> float:
-    """Of r times the order, beyond the first shells: from the heights of its waves, between two zeros each."""
-    wave = np.convolve(r * order, np.full(9, 1 / 9), mode="same")
-    zeros = np.flatnonzero((np.sign(wave[1:]) != np.sign(wave[:-1])) & (r[1:] > 5.0)) + 1
-    tops = [first + np.abs(wave[first:last]).argmax() for first, last in zip(zeros, zeros[1:])]
-    return -1.0 / np.polyfit(r[tops], np.log(np.abs(wave[tops])), 1)[0]
+    """Of r times the order, beyond the first shells: from the heights of its oscillations, between two zeros each."""
+    smoothed = np.convolve(r * order, np.full(9, 1 / 9), mode="same")
+    zeros = np.flatnonzero((np.sign(smoothed[1:]) != np.sign(smoothed[:-1])) & (r[1:] > 5.0)) + 1
+    tops = [first + np.abs(smoothed[first:last]).argmax() for first, last in zip(zeros, zeros[1:])]
+    return -1.0 / np.polyfit(r[tops], np.log(np.abs(smoothed[tops])), 1)[0]
 
 
 # -- report ---------------------------------------------------------------------------------------

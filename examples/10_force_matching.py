@@ -5,7 +5,7 @@ an energy and a charge. The charges are made neutral and go into particle-mesh E
 stresses of a reference are fitted; its charges are never shown. The reference is made up for this example: ions whose
 charge moves to counter-ions nearby, and Born-Mayer repulsion. Nothing is downloaded.
 
-A loss on forces wants second derivatives. There are several ways, which give the same gradients to rounding:
+A loss on forces needs second derivatives. There are several ways, which give the same gradients to rounding:
 
 - `by_autograd`: differentiate the energy by positions and strain with ``create_graph=True``;
 - `by_explicit_forces`: differentiate the network alone, and take what it needs from the sum, which returns forces,
@@ -130,7 +130,7 @@ class Batch(NamedTuple):
         j = torch.where(there, self.neighbor_matrix, 0).long()
         shifts = self.neighbor_matrix_shifts.to(positions.dtype)
         d = positions[j] - positions[:, None] + torch.einsum("nma,nab->nmb", shifts, cell[self.system])
-        # padding is given a length, since the slope of a length of zero is not a number
+        # padding is given a length, since the derivative of a length of zero is not a number
         r = torch.linalg.vector_norm(torch.where(there[..., None], d, 1.0), dim=-1)
         return j, r, torch.where(there & (r < CUTOFF), (1.0 - (r / CUTOFF) ** 2) ** 3, 0.0)
 
@@ -181,7 +181,7 @@ class Reference(torch.nn.Module):
 class Network(torch.nn.Module):
     """Two layers of messages, and from each atom's features its energy and its charge.
 
-    The network may have a precision of its own; the results have that of the positions.
+    The network may have another precision; the results have that of the positions.
     """
 
     centers: Tensor
@@ -228,7 +228,7 @@ class Potential(torch.nn.Module):
 
 
 def sum_for(structures: list[Structure]) -> ParticleMeshEwald:
-    """One alpha and one mesh for all, as graphs that are compiled once want it."""
+    """One alpha and one mesh for all, as graphs that are compiled once need it."""
     found = [
         estimate_pme_parameters(
             s.positions, s.cell, accuracy=ACCURACY, real_space_cutoff=CUTOFF, spline_order=SPLINE_ORDER
@@ -279,8 +279,8 @@ def by_explicit_forces(potential: Potential, batch: Batch) -> Observables:
     (energies, charges), pull = torch.func.vjp(local, batch.positions, torch.zeros_like(batch.cell))[:2]
     options = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
     found = potential.coulomb(batch.positions, charges, batch.cell, **batch.near, **options)
-    coulomb, forces, slopes, virial = (COULOMB_EV_ANGSTROM * f for f in found)
-    by_positions, by_strain = pull((torch.ones_like(energies), slopes))
+    coulomb, forces, potentials, virial = (COULOMB_EV_ANGSTROM * f for f in found)
+    by_positions, by_strain = pull((torch.ones_like(energies), potentials))
     energy = batch.sum_systems(energies + coulomb)
     return Observables.of(batch, energy, by_positions - forces, by_strain - virial)
 
@@ -292,13 +292,13 @@ def by_function_transforms(potential: Potential, parameters: dict[str, Tensor], 
         energy = torch.func.functional_call(potential, parameters, (batch, positions, strain))
         return energy.sum(), energy
 
-    slopes = torch.func.grad(total, argnums=(0, 1), has_aux=True)
-    (by_positions, by_strain), energy = slopes(batch.positions, torch.zeros_like(batch.cell))
+    derivatives = torch.func.grad(total, argnums=(0, 1), has_aux=True)
+    (by_positions, by_strain), energy = derivatives(batch.positions, torch.zeros_like(batch.cell))
     return Observables.of(batch, energy, by_positions, by_strain)
 
 
 def loss_of(found: Observables, expected: Observables, batch: Batch) -> Tensor:
-    """Mean over the crystals; each has the mean squares of its own atoms."""
+    """Mean over the crystals; each has the mean squares over its atoms."""
     sizes = batch.sizes.clamp(min=1)
     energy = ((found.energy - expected.energy) / sizes).square()
     forces = batch.sum_systems((found.forces - expected.forces).square().mean(1)) / sizes
@@ -341,8 +341,8 @@ def functional_step(potential: Potential) -> Step:
 
     def step(batch: Batch, expected: Observables) -> tuple[Tensor, list[Tensor]]:
         parameters = {name: p.detach() for name, p in potential.named_parameters()}
-        slopes, value = torch.func.grad_and_value(loss)(parameters, batch, expected)
-        return value, list(slopes.values())
+        gradients, value = torch.func.grad_and_value(loss)(parameters, batch, expected)
+        return value, list(gradients.values())
 
     return step
 

@@ -5,15 +5,15 @@ If charges follow the atoms, q = q(R), the force has two parts,
     F = -dE/dR = F_fixed(R, q) - sum_i dE/dq_i dq_i/dR
 
 Differentiating the energy as a whole gives both, at the price of a backward pass through the sum. But the sum can
-return the first part, the force at fixed charges, and the slopes dE/dq, while it computes the energy. Then autograd is
-needed for the charges alone. With ``hybrid_forces=True`` positions are constants for the sum, so that nothing is
-counted twice.
+return the first part, the force at fixed charges, and the charge gradients dE/dq, while it computes the energy. Then
+autograd is needed for the charges alone. With ``hybrid_forces=True`` positions are constants for the sum, so that
+nothing is counted twice.
 
 Three ways are compared here, for charges from a small network and particle-mesh Ewald:
 
 - `whole`: the gradient of the energy;
 - `by_energy`: explicit forces, and the gradient of an energy that knows positions through the charges alone;
-- `by_slopes`: explicit forces, and the vector-Jacobian product of the charges with dE/dq.
+- `by_charge_gradients`: explicit forces, and the vector-Jacobian product of the charges with dE/dq.
 
 What to look at: they agree to rounding, for forces and for the gradient of a loss on forces by the parameters of the
 network. In eager mode on a CPU forces take about the same time in all of them, because there `whole` has first
@@ -95,22 +95,22 @@ def by_energy(ions: Ions, positions: Tensor, training: bool = False) -> Tensor:
     return total if training else total.detach()
 
 
-def by_slopes(ions: Ions, positions: Tensor, training: bool = False) -> Tensor:
+def by_charge_gradients(ions: Ions, positions: Tensor, training: bool = False) -> Tensor:
     """Explicit forces, and the product of dE/dq with the Jacobian of the charges."""
     positions = positions.detach().requires_grad_()
     charges = ions.charges(positions)
     options: dict[str, Any] = {"compute_forces": True, "compute_charge_gradients": True, "hybrid_forces": True}
-    _, forces, slopes = ions.coulomb(positions, charges, ions.cell, **ions.near, **options)
-    total = forces - torch.autograd.grad(charges, positions, slopes, create_graph=training)[0]
+    _, forces, gradients = ions.coulomb(positions, charges, ions.cell, **ions.near, **options)
+    total = forces - torch.autograd.grad(charges, positions, gradients, create_graph=training)[0]
     return total if training else total.detach()
 
 
-def by_slopes_in_a_graph(ions: Ions, positions: Tensor) -> Tensor:
+def by_charge_gradients_in_a_graph(ions: Ions, positions: Tensor) -> Tensor:
     """The same by `torch.func.vjp` of the charges, which `torch.compile` takes as it is."""
     charges, pull = torch.func.vjp(ions.charges, positions)[:2]
     options: dict[str, Any] = {"compute_forces": True, "compute_charge_gradients": True}
-    _, forces, slopes = ions.coulomb(positions, charges, ions.cell, **ions.near, **options)
-    return forces - pull(slopes)[0]
+    _, forces, gradients = ions.coulomb(positions, charges, ions.cell, **ions.near, **options)
+    return forces - pull(gradients)[0]
 
 
 # -- comparison -----------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 class Way(NamedTuple):
-    """Ways to the force: in eager mode, in a compiled graph if there is one, and with a graph of its own."""
+    """Ways to the force: in eager mode, in a compiled graph if there is one, and with a graph for training."""
 
     eager: Callable[[], Tensor]
     compiled: Callable[[], Tensor] | None
@@ -144,20 +144,24 @@ def ways(ions: Ions) -> dict[str, Way]:
     """All ways, for the positions of the ions."""
     x = ions.positions
     energy = torch.compile(ions.energy, fullgraph=True, backend="aot_eager", dynamic=False)
-    explicit = torch.compile(by_slopes_in_a_graph, fullgraph=True, backend="aot_eager", dynamic=False)
+    explicit = torch.compile(by_charge_gradients_in_a_graph, fullgraph=True, backend="aot_eager", dynamic=False)
 
     def whole_compiled() -> Tensor:
         positions = x.detach().requires_grad_()
         return -torch.autograd.grad(energy(positions), positions)[0]
 
-    def by_slopes_compiled() -> Tensor:
+    def by_charge_gradients_compiled() -> Tensor:
         with torch.no_grad():
             return explicit(ions, x)
 
     return {
         "whole": Way(lambda: whole(ions, x), whole_compiled, lambda: whole(ions, x, training=True)),
         "by energy": Way(lambda: by_energy(ions, x), None, lambda: by_energy(ions, x, training=True)),
-        "by slopes": Way(lambda: by_slopes(ions, x), by_slopes_compiled, lambda: by_slopes(ions, x, training=True)),
+        "by charge gradients": Way(
+            lambda: by_charge_gradients(ions, x),
+            by_charge_gradients_compiled,
+            lambda: by_charge_gradients(ions, x, training=True),
+        ),
     }
 
 
@@ -176,7 +180,7 @@ def compare(n_side: int, calls: int) -> float:
     for name, way in found.items():
         errors = [difference([way.eager()], exact), difference(step(way), exact_step)]
         times = [best_time(way.eager, calls), best_time(partial(step, way), calls)]
-        row = f"{len(exact[0]):6d}  {name:10s}" + "".join(f"{t:11.2f}{e:10.1e}" for t, e in zip(times, errors))
+        row = f"{len(exact[0]):6d}  {name:20s}" + "".join(f"{t:11.2f}{e:10.1e}" for t, e in zip(times, errors))
         if way.compiled is not None:
             errors.append(difference([way.compiled()], exact))
             row += f"{best_time(way.compiled, calls):11.2f}{errors[-1]:10.1e}"
@@ -192,8 +196,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     quiet_warp()
     torch.manual_seed(0)
-    print(f"{'':18s}{'forces':>21s}{'training':>21s}{'forces, compiled':>21s}")
-    print(f"{'ions':>6s}{'':12s}" + 3 * f"{'ms':>11s}{'error':>10s}")
+    print(f"{'':28s}{'forces':>21s}{'training':>21s}{'forces, compiled':>21s}")
+    print(f"{'ions':>6s}{'':22s}" + 3 * f"{'ms':>11s}{'error':>10s}")
     sizes, calls = ((4,), 1) if options.quick else ((4, 8, 16), 10)
     worst = max(compare(n, calls) for n in sizes)
     if worst > 1e-10:

@@ -1,4 +1,4 @@
-"""Private parts of Warp, all of them in this file, and what is done where a release does not have them.
+"""Private parts of Warp, named in this file only, with a public way for releases that lack them.
 
 Shortcuts past ``wp.launch``: array descriptors as bytes, and launches that write all arguments at once. Each is tried
 before its first use. One that this release of Warp does not allow is switched off, with one line in the log, and
@@ -265,7 +265,7 @@ class Command:
 
 
 class _Hooks:
-    """In the place of a compiled kernel."""
+    """Replaces the compiled kernel of a recorded launch."""
 
     def __init__(self, forward: Callable[..., None]) -> None:
         self.forward = forward

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def as_float(name: str, value: Any) -> float:
-    """The value as a float, infinite if none is that large; raise unless it is a number: no text, and no flag."""
+    """The value as a float, infinite if none is that large; raise unless it is a number. Strings and bools are not."""
     refused = isinstance(value, (bool, str, bytes, bytearray))
     if not isinstance(value, (int, float)):  # whose attributes a compiler does not know
         refused = refused or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")

@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
     stand_in = commands.add_parser(
         "stand-in",
-        help="write a wheel without files that satisfies whatever requires nvalchemi-toolkit-ops",
+        help="write a wheel without files that satisfies requirements of nvalchemi-toolkit-ops",
         epilog="Install it with pip install --no-deps; docs/coming_from.md says more.",
     )
     stand_in.add_argument("--release", default=RELEASE, help=f"the release that it claims to be ({RELEASE})")

@@ -1,7 +1,7 @@
 """The one caller of Warp launches: CPU chunks on threads, GPU lanes, and a tape for each thread.
 
 Warp runs a CPU launch on one thread, records on one tape per process and spends most of a small launch
-in Python. This module answers all three, and knows no kernel by name.
+in Python. This module solves all three, and depends on no kernel in particular.
 """
 
 import functools
@@ -130,8 +130,8 @@ def launch(
         return
     with loading():
         load_module(kernel, device)  # again, if the module has got another kernel since
-    # Whoever is free takes the next piece: a thread may wake up late, or share its core with one that torch left
-    # spinning after an operation.
+    # A free thread takes the next piece: a thread may wake up late, or share its core with one that torch left spinning
+    # after an operation.
     edges = [rows * piece // count for piece in range(count + 1)]
     pieces = iter(range(count))
     work: list[float] = []

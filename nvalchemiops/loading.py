@@ -1,4 +1,4 @@
-"""Kernels: the Warp module of each, a list of all, what they declare, and loading them."""
+"""Kernels: the Warp module of each, a list of all, declarations, and loading."""
 
 import functools
 import os
@@ -80,7 +80,7 @@ def is_gather_only(kernel: wp.Kernel) -> bool:
 
 
 def gather_only(kernel: wp.Kernel) -> wp.Kernel:
-    """Declare that each thread of ``kernel`` writes only what no other thread touches.
+    """Declare that each thread of ``kernel`` writes only entries that no other thread reads or writes.
 
     Only such kernels are split over CPU threads. Their first parameter must be ``offset: wp.int32``, added to
     ``wp.tid()``; `launch` supplies it. They must have no adjoint (``enable_backward=False``): a Warp adjoint
@@ -99,26 +99,25 @@ def gather_only(kernel: wp.Kernel) -> wp.Kernel:
     return kernel
 
 
-# Warp loads modules without a lock, and threads that build or load the same one at once can crash the process. So
-# whatever may be a first launch holds this lock; workers of a split launch find the module loaded.
+# Warp loads modules without a lock, and threads that build or load the same one at once can crash the process. So every
+# launch that may be the first one holds this lock; workers of a split launch find the module loaded.
 _lock = fork_safe(threading.RLock())
 
 
 def loading() -> AbstractContextManager[Any]:
-    """Hold this while launching what may not be compiled and loaded yet."""
+    """The lock to hold during a launch that may have to compile or load its kernel."""
     return _lock
 
 
 def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None:
     """Compile and load ``kernel``, or find it loaded; a damaged file in Warp's cache is removed and made again, once.
 
-    Warp notices a file that is cut off or that is not its own. Overwritten machine code is not noticed
-    before it runs.
+    Warp detects truncated and foreign files. Overwritten machine code is not detected before it runs.
 
     Parameters
     ----------
     kernel : wp.Kernel
-        Not a generic one, which is nothing to load before its first launch.
+        Not a generic one, which has nothing to load before its first launch.
     device : wp.Device
     block : int, optional
         Threads of a block, as for a launch.

@@ -15,7 +15,7 @@ def after_fork(action: Callable[[], None]) -> Callable[[], None]:
 def fork_safe(lock: Any) -> Any:
     """``lock``, a ``threading.Lock`` or ``RLock``, which is free in every forked child. It is never forgotten.
 
-    What it protects must be of use wherever another thread was stopped, and no thread may fork that holds it.
+    The state that it protects must be valid wherever another thread was stopped, and no thread may fork that holds it.
     """
     after_fork(lock._at_fork_reinit)
     return lock

@@ -1,4 +1,4 @@
-"""Warnings to callers who get an answer, and may be mistaken about it.
+"""Warnings about results that are probably not those that the caller meant.
 
 Each is shown once for a line of the caller's code. One line silences them all::
 
@@ -9,11 +9,11 @@ import sys
 import warnings
 
 _NOT_CALLERS = ("nvalchemiops", "torch")
-"""Packages whose code is not where the caller can change anything; torch calls modules."""
+"""Packages whose code is not the caller's; torch calls modules."""
 
 
 class NvalchemiopsWarning(UserWarning):
-    """The answer is what was asked for, but probably not what was meant."""
+    """The result is correct for the arguments, which are probably not those that were meant."""
 
 
 class AccuracyWarning(NvalchemiopsWarning):
@@ -38,7 +38,7 @@ def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None =
     message : str
     category : type
     kind : str, optional
-        What messages with different numbers have in common; the message itself by default.
+        A common key for messages that differ in numbers; the message itself by default.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_CALLERS:

@@ -105,7 +105,7 @@ def _run_in_pool(task: Task, threads: int) -> None:
         for _ in range(threads - 1):
             waiting.append(workers.submit(_work, task))
         task()
-        waiting = [worker for worker in waiting if not worker.cancel()]  # who has not begun need not
+        waiting = [worker for worker in waiting if not worker.cancel()]  # the pieces are all taken
     finally:
         _wait_for_all(waiting)
     for worker in waiting:

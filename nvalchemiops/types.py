@@ -20,23 +20,8 @@ REAL: dict[str, Real] = {
     "float64": Real(wp.float64, wp.vec3d, wp.mat33d),
 }
 
-SCALARS = frozenset(
-    getattr(wp, name)
-    for name in [
-        "bool",
-        "int8",
-        "uint8",
-        "int16",
-        "uint16",
-        "int32",
-        "uint32",
-        "int64",
-        "uint64",
-        "float16",
-        "float32",
-        "float64",
-    ]
-)
+_INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+SCALARS = frozenset(getattr(wp, name) for name in ("bool", *_INTEGERS, "float16", "float32", "float64"))
 
 
 def is_warp_dtype(dtype: Any) -> bool:

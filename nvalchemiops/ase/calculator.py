@@ -36,7 +36,7 @@ class Calculator(base.Calculator):
     Raises
     ------
     ValueError, TypeError
-        No terms, or something that is none; a skin that is negative; a device that is not there.
+        No terms, or an object that is no term; a negative skin; a device that does not exist.
 
     Notes
     -----
@@ -133,5 +133,5 @@ def _total(values: Iterable[torch.Tensor | None]) -> np.ndarray:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    """The values, in memory of their own: a term may keep what it returns."""
+    """A copy of the values: a term may keep the tensor that it returned."""
     return tensor.detach().cpu().numpy().copy()

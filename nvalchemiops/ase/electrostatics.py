@@ -54,7 +54,7 @@ class Electrostatics:
     cutoff : float, angstrom, optional
         For pairs; for sums over all distances it follows from the accuracy.
     accuracy : float, optional
-        For sums over all distances: wanted RMS error of the forces, relative to their RMS; 1e-6 by default.
+        For sums over all distances: RMS error of the forces to reach, relative to their RMS; 1e-6 by default.
     slab_correction : bool, optional
         For sums over all distances: allow one open axis, with vacuum along it.
     **parameters
@@ -76,8 +76,8 @@ class Electrostatics:
     *Charged cells* are neutralised by a uniform background. Lattice sums have conducting boundary conditions.
 
     *Parameters* of lattice sums follow from the number of atoms and the cell. While only the size of a cell changes,
-    energies are smooth; when its shape does, wave vectors and pairs come and go, and energies jump by a small part of
-    the accuracy. Stress is the derivative at constant parameters.
+    energies are continuous; when its shape does, the sets of k-vectors and pairs change, and energies jump by a small
+    part of the accuracy. Stress is the derivative at constant parameters.
 
     Examples
     --------
@@ -201,9 +201,11 @@ class LatticeSum:
         # with the cutoff said, results do not depend on how far the list reaches
         parts = [ewald_real_space(positions, charges, cell, chosen.alpha, **near, cutoff=chosen.cutoff, **options)]
         if isinstance(chosen.grid, WaveVectors):
-            waves: Any = chosen.grid
+            k_vectors: Any = chosen.grid
             parts.append(
-                ewald_reciprocal_space(positions, charges, cell, None, chosen.alpha, miller_indices=waves, **options)
+                ewald_reciprocal_space(
+                    positions, charges, cell, None, chosen.alpha, miller_indices=k_vectors, **options
+                )
             )
         else:
             parts.append(

@@ -1,4 +1,4 @@
-"""What the terms of a calculator see of the atoms, what they return, and the neighbor lists that they share."""
+"""Interface of the terms of a calculator: the atoms, the contribution of a term, and shared neighbor lists."""
 
 import dataclasses
 from typing import Any, NamedTuple, Protocol
@@ -13,7 +13,7 @@ Periodicity = tuple[bool, bool, bool]
 
 
 class Contribution(NamedTuple):
-    """What one term adds to the results.
+    """The contribution of one term to the results.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Term(Protocol):
     """
 
     def evaluate(self, system: "System") -> Contribution:
-        """What the term contributes for these atoms. Raises ValueError for atoms that it is not meant for."""
+        """The contribution for these atoms. Raises ValueError for atoms that the term does not support."""
 
 
 class SharedLists:
@@ -120,7 +120,7 @@ class System:
 
     @classmethod
     def of(cls, atoms: ase.Atoms, wants_virial: bool, lists: SharedLists, device: torch.device) -> "System":
-        """The tensors for these atoms. Lists found for earlier positions are looked through again."""
+        """The tensors for these atoms. Lists of earlier positions are checked again."""
         lists.begin(len(atoms))
         positions, cell = (
             torch.tensor(a, dtype=torch.float64, device=device) for a in (atoms.positions, atoms.cell[:])
@@ -190,7 +190,7 @@ class System:
         return i[within], j[within], vectors[within]
 
     def with_gradients(self) -> "System":
-        """The same atoms, with a positions and a cell that require gradients."""
+        """The same atoms, with positions and a cell that require gradients."""
         cell = None if self.cell is None else self.cell.detach().requires_grad_()
         return dataclasses.replace(self, positions=self.positions.detach().requires_grad_(), cell=cell)
 

@@ -1,4 +1,4 @@
 """Code for the paths, the arguments and the distribution of nvalchemi-toolkit-ops alone, and for older releases.
 
-Front doors at the paths that clients import stand where these paths are; they hold imports alone.
+Modules at import paths of that package and of older releases are where these paths say; they contain imports only.
 """

@@ -1,16 +1,16 @@
-"""Arguments of another implementation that change no result: callers may pass them, and nothing reads them."""
+"""Arguments of nvalchemi-toolkit-ops that change no result: they are accepted and not read."""
 
 from typing import Any
 
 WITHOUT_EFFECT = frozenset(
     {
-        # which kernel of an idea runs, and how its grid is laid out
+        # which variant of a kernel runs, and its launch grid
         "strategy",
         "atom_centric_path",
         "grid_policy",
         "max_nbins",
         "max_tiles_per_group",
-        # sizes that a caller has counted in advance
+        # sizes that a caller has counted before
         "max_atoms_per_system",
         "max_shifts_per_system",
         "num_shifts_per_system",
@@ -35,7 +35,7 @@ WITHOUT_EFFECT = frozenset(
 )
 
 OPTIONAL_ELSEWHERE = frozenset({"pair_fn", "pair_params", "pair_energies", "pair_forces", "state"})
-"""Arguments whose effect does not exist here: None, their default there, is all that is taken."""
+"""Arguments without an equivalent here: only None, their default there, is accepted."""
 
 
 def ignore(function: str, given: dict[str, Any]) -> None:

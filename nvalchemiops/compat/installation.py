@@ -1,7 +1,7 @@
-"""Whether the files of this package are its own: an error says what to do if another distribution shares its folder.
+"""Raises an error that says what to do, if another distribution has files in the folder of this package.
 
-``nvalchemi-toolkit-ops`` installs a package of the same import name. pip writes its files over ours without a word, and
-removes ours with its own, when it is uninstalled. The files that are imported then are a mixture, whichever came first.
+``nvalchemi-toolkit-ops`` installs a package of the same import name. pip writes its files over ours without a warning,
+and removes both when it is uninstalled. In either order of installation the imported files are a mixture.
 """
 
 import os

@@ -1,15 +1,15 @@
-"""Names of search methods in another implementation: variants of two ideas, of which the idea alone matters here."""
+"""Names of search methods in nvalchemi-toolkit-ops: variants of two methods, which are all that this library has."""
 
 import re
 from typing import Any
 
-_IDEAS = {"naive": "naive", "cell_list": "cell_list", "cluster_tile": "cell_list"}
-"""The idea by the beginning of a name, after ``batch_``."""
+_METHODS = {"naive": "naive", "cell_list": "cell_list", "cluster_tile": "cell_list"}
+"""The method by the beginning of a name, after ``batch_``."""
 
-_NAME = re.compile(rf"(?:batch_)?({'|'.join(_IDEAS)})(?:_\w+)?")
+_NAME = re.compile(rf"(?:batch_)?({'|'.join(_METHODS)})(?:_\w+)?")
 
 
-def idea_of(method: Any) -> str:
+def search_method(method: Any) -> str:
     """``"naive"`` or ``"cell_list"``; `neighbor_list` says what names are taken."""
     known = _NAME.fullmatch(method) if isinstance(method, str) else None
     if known is None:
@@ -17,4 +17,4 @@ def idea_of(method: Any) -> str:
             "`method` must be None, for the automatic choice, or begin with 'naive', 'cell_list' or 'cluster_tile', "
             f"perhaps after 'batch_'; got {method!r}"
         )
-    return _IDEAS[known[1]]
+    return _METHODS[known[1]]

@@ -45,7 +45,7 @@ def write_stand_in(folder: Path, release: str = RELEASE) -> Path:
     Raises
     ------
     ValueError
-        A release that is none.
+        A release that is no version number.
     """
     if not re.fullmatch(r"\d+(\.\d+)*", release):
         raise ValueError(f"`release` must be numbers with points between them, as {RELEASE}, got {release!r}")

@@ -1,7 +1,7 @@
 """Moments of atoms, and the numbering of derivatives: what spreading and gathering share.
 
-An atom at ``u`` stands in a field for ``Σ_abc m_abc ∂x^a ∂y^b ∂z^c w(u)``, where w are the values that a unit charge
-has there: the weights of a spline on a mesh, or phases. *Spreading* adds this up over atoms; *gathering*, its
+An atom at ``u`` contributes ``Σ_abc m_abc ∂x^a ∂y^b ∂z^c w(u)`` to a field, where w is the contribution of a unit
+charge: the weights of a spline on a mesh, or phases. *Spreading* adds this up over atoms; *gathering*, its
 transpose, gives for a field F the numbers ``<F, ∂x^a ∂y^b ∂z^c w(u)>``. The derivative of either by F or m is the
 other one, by u the same with derivatives one order higher. So the two are closed under differentiation.
 """

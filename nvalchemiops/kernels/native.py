@@ -1,5 +1,6 @@
 """Kernels whose bodies are C++ text, which Warp's own language cannot express well, and pieces of such text."""
 
+import hashlib
 import linecache
 import re
 from collections.abc import Callable
@@ -51,13 +52,19 @@ def native_kernel(name: str, body: str, lanes: bool = False) -> Callable[[Callab
     callable
         Decorator of a function without a body. Its first parameter is the row of the thread; all others are those of
         the kernel, in this order, with their types.
-
     """
 
-    def decorate(signature: Callable[..., Any]) -> wp.Kernel:
-        return row_kernel(name, wp.func_native(body)(signature), kernel_module(name), lanes)
+    def decorate(function: Callable[..., Any]) -> wp.Kernel:
+        return row_kernel(name, wp.func_native(body)(function), kernel_module(name), lanes)
 
     return decorate
+
+
+def signature(**parameters: Any) -> Callable[..., Any]:
+    """A function without a body and with these parameters and types, for `native_kernel`."""
+    function = _defined("row_function", f"def row_function({', '.join(parameters)}): ...\n")
+    function.__annotations__ = parameters
+    return function
 
 
 def row_kernel(name: str, function: Any, module: Any, lanes: bool = False) -> wp.Kernel:
@@ -73,10 +80,6 @@ def row_kernel(name: str, function: Any, module: Any, lanes: bool = False) -> wp
     module : wp.Module
     lanes : bool, optional
         As for `native_kernel`.
-
-    Notes
-    -----
-    Warp reads the text of kernels through `inspect`, which finds generated text in `linecache`.
     """
     types = source_of(function)[1].__annotations__
     _, *names = types
@@ -86,9 +89,15 @@ def row_kernel(name: str, function: Any, module: Any, lanes: bool = False) -> wp
         f"    {'_row, _lane' if lanes else '_row'} = wp.tid()\n"
         f"    function({OFFSET} + _row, {declared})\n"
     )
-    file = f"<nvalchemiops kernel {name}>"
+    kernel = _defined(name, text, function=function)
+    kernel.__annotations__ = {OFFSET: wp.int32, **{n: types[n] for n in names}}
+    return gather_only(wp.kernel(module=module, enable_backward=False)(kernel))
+
+
+def _defined(name: str, text: str, **scope: Any) -> Any:
+    """The function ``name`` that ``text`` defines. Warp reads its text through `inspect`, which asks `linecache`."""
+    file = f"<nvalchemiops kernel {hashlib.sha256(text.encode()).hexdigest()[:20]}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"wp": wp, "function": function}
+    scope["wp"] = wp
     exec(compile(text, file, "exec"), scope)
-    scope[name].__annotations__ = {OFFSET: wp.int32, **{n: types[n] for n in names}}
-    return gather_only(wp.kernel(module=module, enable_backward=False)(scope[name]))
+    return scope[name]

@@ -8,7 +8,7 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.kernels.native import native_kernel
+from nvalchemiops.kernels.native import SYSTEM_OF, native_kernel
 from nvalchemiops.launch import kernel_variants
 
 BLOCK = 256
@@ -17,20 +17,13 @@ BLOCK = 256
 COLUMNS = 32
 """Columns that are added at once, at most."""
 
-_SUM = f"""
+_SUM = f"""{SYSTEM_OF}
     const int n_columns = values.shape[1];
     // without `begin` there is one system
     int from_row = 0, end_row = values.shape[0], first_block = by_block ? thread : 0;
     if (begin.shape[0] > 0) {{
-        int system = thread;
+        const int system = by_block ? system_of(block_begin, thread) : thread;
         if (by_block) {{
-            int high = begin.shape[0] - 1;
-            system = 0;  // the last one that begins with this block or before
-            while (high - system > 1) {{
-                const int middle = (system + high) / 2;
-                if (block_begin.data[middle] <= thread) system = middle;
-                else high = middle;
-            }}
             if (thread >= block_begin.data[system + 1]) return;
             first_block -= block_begin.data[system];
         }}

@@ -175,30 +175,27 @@ _LOWER_GAMMA = """
 
 _NEEDS = {"erfc_from": ("exp", "erfcx"), "erf_from": ("exp", "erfcx")}
 _VECTOR = {"exp": _EXP, "erfcx": _ERFCX, "erfc_from": _ERFC_FROM, "erf_from": _ERF_FROM, "sqrt": ""}
-_VECTOR["pow"] = f"""
-    const auto pow_lanes = [](lanes x, lanes y) {{
+
+
+def _one_by_one(name: str, function: str, *arguments: str) -> str:
+    """A function of vectors that calls ``function`` for each number."""
+    vectors, numbers = (", ".join(form.format(a) for a in arguments) for form in ("lanes {}", "{}[l]"))
+    return f"""
+    const auto {name}_lanes = [=]({vectors}) {{
         lanes result;
-        for (int l = 0; l < {LANES}; ++l) result[l] = wp::pow(x[l], y[l]);
+        for (int l = 0; l < {LANES}; ++l) result[l] = {function}({numbers});
         return result;
     }};
 """
-_VECTOR["lower_gamma"] = f"""
-    {_LOWER_GAMMA}
-    const auto lower_gamma_lanes = [=](lanes a, lanes x) {{
-        lanes result;
-        for (int l = 0; l < {LANES}; ++l) result[l] = lower_gamma_number(a[l], x[l]);
-        return result;
-    }};
-"""
+
+
+_VECTOR["pow"] = _one_by_one("pow", "wp::pow", "x", "y")
+_VECTOR["lower_gamma"] = _LOWER_GAMMA + _one_by_one("lower_gamma", "lower_gamma_number", "a", "x")
 for _name in _BY_LIBRARY:
     _VECTOR[_name] = f"""
     const auto {_name}_one = [](one x) {{ return wp::{_name}(x); }};
-    const auto {_name}_lanes = [](lanes x) {{
-        lanes result;
-        for (int l = 0; l < {LANES}; ++l) result[l] = wp::{_name}(x[l]);
-        return result;
-    }};
-"""
+{_one_by_one(_name, f"wp::{_name}", "x")}"""
+
 
 _SCALAR_TYPES = """
     typedef {real} one;

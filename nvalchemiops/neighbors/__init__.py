@@ -1,4 +1,4 @@
-"""Neighbor lists: kernels that build them, and what goes wrong with them."""
+"""Neighbor lists: kernels that build and check them, sizes, and errors."""
 
 from nvalchemiops.neighbors.neighbor_utils import NeighborOverflowError, estimate_max_neighbors
 

@@ -345,7 +345,7 @@ def describe(
 
 @wp.func
 def system_of(i: wp.int32, system: wp.array(dtype=wp.int32), n_systems: wp.int32):
-    """System of atom i; without numbers of systems there is one. In range, whatever the numbers."""
+    """System of atom i, clamped to the range of systems; 0 if ``system`` is empty."""
     if system.shape[0] == 0:
         return 0
     return wp.clamp(system[i], 0, n_systems - 1)

@@ -11,7 +11,7 @@ HIGH_DENSITY = 0.2
 """Atoms in a cubic angstrom that all but the densest solids, such as diamond (0.18), stay below; water has 0.1."""
 
 LEAST_SPARE = 4
-"""Slots that a matrix which we size has beyond its longest row, at least, unless `estimate_max_neighbors` is less."""
+"""Least number of slots beyond the longest row in a matrix sized here, unless `estimate_max_neighbors` is less."""
 
 
 class NeighborOverflowError(RuntimeError):

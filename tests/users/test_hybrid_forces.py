@@ -19,7 +19,7 @@ torch.manual_seed(0)
 IONS = hybrid.Ions(4)
 X = IONS.positions
 PARAMETERS = list(IONS.network.parameters())
-WAYS = {"by energy": hybrid.by_energy, "by slopes": hybrid.by_slopes}
+WAYS = {"by energy": hybrid.by_energy, "by charge gradients": hybrid.by_charge_gradients}
 EACH = pytest.mark.parametrize("way", WAYS)
 
 
@@ -51,7 +51,7 @@ def test_explicit_forces_and_the_part_through_charges_are_the_whole_force(way):
 
 
 def test_in_a_compiled_graph():
-    compiled = torch.compile(hybrid.by_slopes_in_a_graph, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(hybrid.by_charge_gradients_in_a_graph, fullgraph=True, backend="aot_eager")
     found = compiled(IONS, X)
     assert relative([found.detach()], [hybrid.whole(IONS, X)]) < 1e-10
     expected = loss_gradient(hybrid.whole(IONS, X, training=True))
@@ -148,7 +148,7 @@ def test_explicit_forces_need_one_pass_and_no_backward_through_the_sum():
         found = ops_of(lambda way=way: way(IONS, X))
         assert all(found[op] == energy[op] for op in ("pair_sum", "mesh_spread", "mesh_gather")), found
     whole = ops_of(lambda: loss_gradient(hybrid.whole(IONS, X, training=True)))
-    slopes = ops_of(lambda: loss_gradient(hybrid.by_slopes(IONS, X, training=True)))
+    slopes = ops_of(lambda: loss_gradient(hybrid.by_charge_gradients(IONS, X, training=True)))
     assert sum(slopes.values()) < sum(whole.values())
 
 
@@ -156,7 +156,8 @@ def test_explicit_forces_need_one_pass_and_no_backward_through_the_sum():
 
 
 def test_the_example_runs():
-    rows = re.findall(r"^ +64 +(whole|by energy|by slopes)(.*)$", said_by("12_hybrid_forces", "--quick"), re.MULTILINE)
+    said = said_by("12_hybrid_forces", "--quick")
+    rows = re.findall(r"^ +64 +(whole|by energy|by charge gradients)(.*)$", said, re.MULTILINE)
     assert [name for name, _ in rows] == ["whole", *WAYS]
     for _, columns in rows:
         errors = [float(number) for number in columns.split()[1::2]]

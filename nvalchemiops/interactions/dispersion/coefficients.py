@@ -35,14 +35,14 @@ _SOURCE = """
         const double x = cn - reference[a], exponent = k3 * x * x;
         if (place[a] != absent && exponent > highest) highest = exponent;
     }
-    // of the states that are there: weights, their vectors, and what the weights become
+    // of the states that exist: weights, their vectors, and derivatives of the normalised weights
     int n_states = 0, state[@room@];
     double weight[@room@], value[@room@], change[@room@], z[@order@ + 1] = {}, h[@order@ + 1], w[@order@ + 1];
     const double *vector[@room@];
     const auto find_h = [&](int a) {
-        const double slope = 2.0 * k3 * (cn - reference[a]);
+        const double s = 2.0 * k3 * (cn - reference[a]);
         h[0] = 1.0;
-        for (int n = 0; n < @order@; ++n) h[n + 1] = slope * h[n] + (n > 0 ? 2.0 * k3 * n * h[n - 1] : 0.0);
+        for (int n = 0; n < @order@; ++n) h[n + 1] = s * h[n] + (n > 0 ? 2.0 * k3 * n * h[n - 1] : 0.0);
     };
     for (int a = 0; a < n_references; ++a) {
         if (place[a] == absent) continue;
@@ -70,7 +70,7 @@ _SOURCE = """
         change[s] = w[@order@];
     }
     double *const own = values.data + static_cast<long long>(i) * n_coefficients;
-    double *const own_slopes = slopes.data + static_cast<long long>(i) * n_coefficients;
+    double *const own_derivatives = derivatives.data + static_cast<long long>(i) * n_coefficients;
     @sums@
 """
 
@@ -80,14 +80,14 @@ _SUMS = by_device(
     const auto add = [&](auto start, int q) {
         typedef decltype(start) number;
         struct __attribute__((packed)) Anywhere { number n; };
-        number sum = start, slope = start;
+        number sum = start, derivative = start;
         for (int s = 0; s < n_states; ++s) {
             const number v = reinterpret_cast<const Anywhere *>(vector[s] + q)->n;
             sum += value[s] * v;
-            slope += change[s] * v;
+            derivative += change[s] * v;
         }
         reinterpret_cast<Anywhere *>(own + q)->n = sum;
-        reinterpret_cast<Anywhere *>(own_slopes + q)->n = slope;
+        reinterpret_cast<Anywhere *>(own_derivatives + q)->n = derivative;
     };
     // the last vector overlaps with the one before
     if (n_coefficients >= @lanes@)
@@ -98,14 +98,14 @@ _SUMS = by_device(
     """,
     """
     for (int q = threadIdx.x % @warp@; q < n_coefficients; q += @warp@) {
-        double sum = nothing, slope = nothing;
+        double sum = nothing, derivative = nothing;
         for (int s = 0; s < n_states; ++s) {
             const double v = vector[s][q];
             sum += value[s] * v;
-            slope += change[s] * v;
+            derivative += change[s] * v;
         }
         own[q] = sum;
-        own_slopes[q] = slope;
+        own_derivatives[q] = derivative;
     }
     """,
 )
@@ -127,7 +127,7 @@ def coefficients(derivative: int) -> Any:
         vectors: wp.array2d(dtype=wp.float64),  # (n_states + 1, n_coefficients), the last one zero
         k3: wp.float64,
         values: wp.array2d(dtype=wp.float64),  # (n_atoms, n_coefficients)
-        slopes: wp.array2d(dtype=wp.float64),
+        derivatives: wp.array2d(dtype=wp.float64),
     ):
         """Sum over the reference states of an atom."""
 

@@ -10,7 +10,7 @@ a cutoff, or goes to zero smoothly before.
 
 The kernel is in gather form: an atom has a third of the energy of its triples, and adds up the derivatives by its own
 position and coefficients. For each neighbor j it goes through all others, `LANES` at a time on a CPU, and so sees each
-triple twice; what belongs to j, a gradient G by its displacement and the derivative T by ``C6_ij``, is then complete.
+triple twice; the sums of j, the gradient by its displacement and the derivative by ``C6_ij``, are then complete.
 
 Sources: B. M. Axilrod and E. Teller, J. Chem. Phys. 11, 299 (1943), doi:10.1063/1.1723844; in D3: S. Grimme,
 J. Antony, S. Ehrlich and H. Krieg, J. Chem. Phys. 132, 154104 (2010), doi:10.1063/1.3382344, eq. (11) to (14).
@@ -72,11 +72,11 @@ _COMMON = """
         return radius * radius;
     };
     // the factor by which a side goes to zero, 1 - 10 x^3 + 15 x^4 - 6 x^5 of the square, and its derivative
-    const auto switched = [=](auto square, auto &slope) {
+    const auto switched = [=](auto square, auto &derivative) {
         typedef decltype(square) number;
         const number t = (square - from) * per_width;
         const number x = t > one(0) ? t : number(one(0)), y = one(1) - x;
-        slope = one(-30) * per_width * x * x * y * y;
+        derivative = one(-30) * per_width * x * x * y * y;
         return one(1) + x * x * x * (one(-10) + x * (one(15) - one(6) * x));
     };
     // energy, and its derivatives by the squares of the sides
@@ -87,15 +87,15 @@ _COMMON = """
         const number cosines = one(0.375) * x * inverse, angle = (cosines + one(1)) * power;
         const number t = cube_root(radii * inverse), t2 = t * t, t4 = t2 * t2, y = one(6) * t4 * t4;
         const number damping = one(1) / (one(1) + y), c9 = square_root(c6 > one(0) ? c6 : -c6);
-        number slope1, slope2, slope3;
-        const number f1 = switched(number(s1), slope1), f2 = switched(s2, slope2), f3 = switched(s3, slope3);
+        number df1, df2, df3;
+        const number f1 = switched(number(s1), df1), f2 = switched(s2, df2), f3 = switched(s3, df3);
         const number value = c9 * angle * damping, scale = c9 * damping * f1 * f2 * f3;
         // P times the derivative by P, of all but X
         const number by_product = damping * y * angle * (one(8) / one(3)) - one(1.5) * angle - cosines * power;
         const number by_x = one(0.375) * inverse * power;
-        e1 = scale * (by_x * (x2 * x3 * number(-1.0) + x1 * x3 + x1 * x2) + by_product / s1) + value * slope1 * f2 * f3;
-        e2 = scale * (by_x * (x2 * x3 - x1 * x3 + x1 * x2) + by_product / s2) + value * slope2 * f1 * f3;
-        e3 = scale * (by_x * (x2 * x3 + x1 * x3 - x1 * x2) + by_product / s3) + value * slope3 * f1 * f2;
+        e1 = scale * (by_x * (x2 * x3 * number(-1.0) + x1 * x3 + x1 * x2) + by_product / s1) + value * df1 * f2 * f3;
+        e2 = scale * (by_x * (x2 * x3 - x1 * x3 + x1 * x2) + by_product / s2) + value * df2 * f1 * f3;
+        e3 = scale * (by_x * (x2 * x3 + x1 * x3 - x1 * x2) + by_product / s3) + value * df3 * f1 * f2;
         return value * f1 * f2 * f3;
     };
 """
@@ -180,8 +180,8 @@ _CPU = """
                 for (int a = 0; a < 3; ++a) g[a] += live ? weight * (e1 * it.d[a] - e3 * d[a]) : lanes(0.0);
             }
             energy += add_up(total);
-            const double slope = c6_ij == 0.0 ? 0.0 : 0.5 * add_up(by_c6) / c6_ij;
-            for (int q = 0; q < n_coefficients; ++q) by_coefficient[q] += (q < n_positive ? slope : -slope) * c_j[q];
+            const double factor = c6_ij == 0.0 ? 0.0 : 0.5 * add_up(by_c6) / c6_ij;
+            for (int q = 0; q < n_coefficients; ++q) by_coefficient[q] += (q < n_positive ? factor : -factor) * c_j[q];
 @flush@
         }
     }
@@ -255,10 +255,10 @@ _GPU = """
             }
         }
         energy += total;
-        const double slope = c6_ij == one(0) ? 0.0 : 0.5 * by_c6 / c6_ij;
+        const double factor = c6_ij == one(0) ? 0.0 : 0.5 * by_c6 / c6_ij;
         for (int q = 0; q < n_coefficients; ++q) {
             const long long its_own = static_cast<long long>(it.j) * n_coefficients + q;
-            const double part = there ? slope * coefficients.data[its_own] : 0.0;
+            const double part = there ? factor * coefficients.data[its_own] : 0.0;
             const double sum = add_up(q < n_positive ? part : -part);
             if (lane == q % @warp@) own_gradients[q] += sum;
         }
@@ -277,7 +277,7 @@ def _source(precision: str) -> str:
     real = {"float32": "float", "float64": "double"}[precision]
     numbers = {"lanes": LANES, "tile": TILE, "room": MOST_COEFFICIENTS, "warp": WARP, "n_sums": N_SUMS, "real": real}
     pieces = {"common": filled(_COMMON, **numbers), "results": filled(_RESULTS, **numbers)}
-    # each lane of a GPU has a neighbor of its own
+    # on a GPU each lane has another neighbor, whose gradient is complete in this lane
     alone = _FLUSH.replace("add_up(g[a])", "g[a]")
     return by_device(filled(_CPU, **pieces, flush=_FLUSH, **numbers), filled(_GPU, **pieces, flush=alone, **numbers))
 

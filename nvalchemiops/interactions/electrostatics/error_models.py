@@ -1,7 +1,7 @@
-"""Splitting parameter, cutoffs and mesh of an Ewald sum from a wanted accuracy, by models of the errors.
+"""Splitting parameter, cutoffs and mesh of an Ewald sum from the accuracy asked for, by models of the errors.
 
 ``accuracy`` is the RMS error of the forces relative to their own RMS. Forces are not known beforehand; those of near
-neighbors stand for them (`force_of`), in units of ``(Σq²/N) / d²`` with the average distance d = (V/N)^(1/3). In that
+neighbors are used instead (`force_of`), in units of ``(Σq²/N) / d²`` with the average distance d = (V/N)^(1/3). In that
 unit, for charges without correlation,
 
     ε_r = 2 √(d / r_c) exp(-x²),         x = α r_c          real space, beyond the cutoff r_c
@@ -17,7 +17,7 @@ costs little. Where mesh or k-vectors are given, and too coarse for their share,
 until both parts exceed their shares by the same factor (`balanced_alpha`).
 
 The best splitting parameter balances the work in real space, `COSTS.pair` for each pair, with that for each point of
-the mesh or for each atom and point of the reciprocal lattice.
+the mesh, or for each atom and group of eight k-vectors.
 
 Sources: J. Kolafa and J. W. Perram, Mol. Simul. 9, 351 (1992), doi:10.1080/08927029208049126 (errors); D. Fincham,
 Mol. Simul. 13, 1 (1994), doi:10.1080/08927029408022180 (balance of the work).
@@ -43,8 +43,8 @@ FORCE_PER_NEARBY = 1.08
 
 FORCE_PER_ROOT = 0.7
 """Largest force, but for `TYPICAL_FORCE`, divided by √N. Errors of virials grow with those of forces and with √N, and
-virials themselves with N, whatever the forces. So forces of a few atoms that happen to be close to each other would let
-errors of virials pass that are far larger, relative to them."""
+virials themselves with N, independent of the forces. Without this bound, large forces between a few close atoms would
+allow large relative errors of the virial."""
 
 LEAST_FORCE, LARGEST_FORCE = 0.25, 128.0**0.5
 """What forces are taken for at least, as in rock salt with displacements of 3 % of the distance of neighbors, and at
@@ -59,7 +59,7 @@ class Costs(NamedTuple):
     """Times in nanoseconds, for energies and forces in float64."""
 
     pair: float  # of an atom and a neighbor, with a share of the search for neighbors
-    wave: float  # of an atom and a point of the reciprocal lattice, which stands for eight k-vectors
+    k_vectors: float  # of an atom and eight k-vectors (±n_x, ±n_y, ±n_z)
     mesh: float  # of a point of the mesh
 
 
@@ -97,7 +97,7 @@ each atom with itself adds up."""
 
 
 class Target(NamedTuple):
-    """What is asked for.
+    """The accuracy asked for.
 
     Attributes
     ----------
@@ -321,10 +321,10 @@ def ewald_alpha(n_atoms: Any, volume: Any, target: Target, costs: Costs, xp: Any
     for _ in range(3):
         x = real_cutoff(alpha, spacing, target, xp) * alpha
         y = reciprocal_cutoff(alpha, spacing, target, xp) / (2.0 * alpha)
-        # 4/3 π r_c³ / d³ pairs and V k_c³ / 48 π² points for an atom
+        # for an atom 4/3 π r_c³ / d³ pairs and V k_c³ / 48 π² groups of eight k-vectors
         pairs = costs.pair * 4.0 / 3.0 * np.pi * (x / spacing) ** 3
-        waves = costs.wave * volume * (2.0 * y) ** 3 / (48.0 * np.pi**2)
-        alpha = (pairs / waves) ** (1.0 / 6.0)
+        k_vectors = costs.k_vectors * volume * (2.0 * y) ** 3 / (48.0 * np.pi**2)
+        alpha = (pairs / k_vectors) ** (1.0 / 6.0)
     return alpha
 
 

@@ -34,9 +34,9 @@ class Request(NamedTuple):
     ----------
     formula : Formula
     directions : tuple of str
-        The letters of what each direction changes.
+        The letters of the quantities that each direction changes.
     outputs : str
-        The letters of the gradients that are wanted.
+        The letters of the gradients asked for.
     weights : bool
         Whether atoms have weights other than one.
     excluding : bool
@@ -80,12 +80,12 @@ class Program(NamedTuple):
 
 @functools.cache
 def program(request: Request) -> Program:
-    """Statements that compute the wanted parts of ``T_n`` for one pair."""
+    """Statements that compute the parts of ``T_n`` asked for, for one pair."""
     return _Printer(derivatives(request)).program()
 
 
 def derivatives(request: Request) -> dict[str, Any]:
-    """The wanted parts of ``T_n`` for a pair and for an atom as sympy expressions; names as in `Program.results`."""
+    """The parts of ``T_n`` asked for, of a pair and of an atom, as sympy expressions; names as in `Program.results`."""
     import sympy
 
     formula, outputs = request.formula, request.outputs

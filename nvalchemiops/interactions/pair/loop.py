@@ -1,4 +1,4 @@
-"""The C++ of the loop over an atom's row of neighbors, with places for what a formula and a request fill in.
+"""The C++ of the loop over an atom's row of neighbors, with places that a formula and a request fill in.
 
 The body of the kernel of `nvalchemiops.interactions.pair.sum`, which says how the places ``@name@`` are filled.
 """
@@ -17,7 +17,7 @@ FAULTS = {
     3: "`batch_idx` holds a system that does not exist",
     4: "`species` holds a species that the tables do not have",
 }
-"""What a kernel found wrong with indices. It reads nothing that they point to, and the results of the atom are NaN."""
+"""Faults of indices that a kernel reports. It reads nothing that they point to, and the results of the atom are NaN."""
 
 NO_NUMBER = 5
 """Not a fault to raise for, but results that are NaN: a position that is not finite, a cell that is NaN, an image along
@@ -33,7 +33,7 @@ SKELETON = """
     if (begin < 0 || begin > end || end > neighbors.shape[0] || (i == 0 && begin > 0)
         || (i == n_atoms - 1 && end < neighbors.shape[0]) || (first.shape[0] > 0 && first.shape[0] < end)) broken = 2;
     @checks@
-    // What is infinite is beyond every cutoff, but no cutoff may hide it.
+    // An infinite position is beyond every cutoff, and must give NaN all the same.
     const auto has_place = [&](int j) {
         const real *x = positions.data + 3LL * j;
         return fabs(x[0]) < INFINITY && fabs(x[1]) < INFINITY && fabs(x[2]) < INFINITY;
@@ -57,7 +57,7 @@ SKELETON = """
         @image@
     };
     @is_nearest@
-    // The neighbor in a slot, if there is one. What is NaN is close.
+    // The neighbor in a slot; false for padding. A distance that is NaN counts as close.
     struct Neighbor {
         int j, shift[3];
         one d[3], factor;
@@ -107,8 +107,8 @@ SKELETON = """
     @reduce_tables@
 #else
     @totals@
-    // Slots that were looked at, and the numbers of those that are close. What fills the last vector exists, and its
-    // values are not kept.
+    // Neighbors collected so far, and the numbers of those that are close. The last vector is filled up with harmless
+    // entries, whose values are dropped.
     struct alignas(64) Block {
         double d[3][@room@], factor[@room@];
         int shift[3][@room@], j[@room@], close[@room@];
@@ -165,7 +165,7 @@ SKELETON = """
             @evaluation@
             @tables@
         }
-        // Neighbors that fill no vector wait for more: which of them meet does not depend on those that are not close.
+        // Neighbors left over are kept for the next block: vectors hold the same pairs, with or without distant ones.
         for (m = 0; whole + m < n; ++m) {
             const int from = block.close[whole + m];
             block.close[m] = m;
@@ -287,7 +287,7 @@ for (long long place = from_here; place < slot && any_open; ++place)
 
 
 def filled_lines(text: str, pieces: dict[str, list[str]], numbers: dict[str, Any]) -> list[str]:
-    """The lines of ``text`` with lines in the place of ``@name@`` that has a line of its own, and numbers elsewhere."""
+    """The lines of ``text``: ``pieces`` in the place of a ``@name@`` alone on its line, ``numbers`` elsewhere."""
     lines: list[str] = []
     for line in text.splitlines():
         whole = re.fullmatch(r"( *)@(\w+)@", line)

@@ -1,4 +1,4 @@
-"""The one kernel of all pair potentials: an atom walks its row of neighbors and sums what a formula says.
+"""The one kernel of all pair potentials: an atom sums a formula over its row of neighbors.
 
 The kernel is written for one `Request` (which derivatives of which formula) and one precision. List and matrix, one
 system and many, the form and the padding of rows are data. It is in gather form: an atom writes its own results and
@@ -11,7 +11,6 @@ and add up in float64.
 """
 
 import hashlib
-import linecache
 import re
 import textwrap
 from typing import Any, NamedTuple
@@ -30,9 +29,10 @@ from nvalchemiops.interactions.pair.derivatives import (
     Request,
 )
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.kernels.native import native_kernel, signature
 from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.kernels.special import scalar_functions, vector_functions
-from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
+from nvalchemiops.launch import kernel_variants
 from nvalchemiops.neighbors.rows import NO_PADDING
 
 
@@ -133,10 +133,10 @@ def outputs_of(variant: Variant) -> list[Array]:
 
 
 SCALARS = {
-    "width": "wp.int32",  # of a matrix
-    "padding": "wp.int32",  # entries that are no neighbors
-    "cutoff_distance": "wp.float64",
-    "switch_distance": "wp.float64",
+    "width": wp.int32,  # of a matrix
+    "padding": wp.int32,  # entries that are no neighbors
+    "cutoff_distance": wp.float64,
+    "switch_distance": wp.float64,
 }
 """Plain numbers that the kernel takes, between inputs and outputs."""
 
@@ -175,32 +175,15 @@ def pair_kernel(variant: Variant) -> Any:
     Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `SCALARS` and the arrays of
     `outputs_of`.
     """
-    body = source(variant)
+    body, inputs, outputs = source(variant), inputs_of(variant), outputs_of(variant)
     real = getattr(wp, variant.precision)
-    parameters = {a.name: _annotation(a) for a in inputs_of(variant)}
-    parameters |= dict(SCALARS)
-    parameters |= {a.name: _annotation(a) for a in outputs_of(variant)}
-    declared = ", ".join(f"{name}: {kind}" for name, kind in parameters.items())
-    text = (
-        f"def row_sum(i: wp.int32, {declared}): ...\n\n"
-        f"def pair_sum(offset: wp.int32, {declared}):\n"
-        f"    row, _lane = wp.tid()\n"
-        f"    row_sum(offset + row, {', '.join(parameters)})\n"
-    )
-    digest = hashlib.sha256((body + text).encode()).hexdigest()[:20]
-    # Warp reads the text of kernels through `inspect`, which finds generated text here
-    file = f"<nvalchemiops pair sum {digest}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
-    scope: dict[str, Any] = {"wp": wp, "real": real}
-    exec(compile(text, file, "exec"), scope)
-    scope["row_sum"] = wp.func_native(body)(scope["row_sum"])
-    kernel = wp.kernel(module=kernel_module(f"pair_sum_{digest}"), enable_backward=False)(scope["pair_sum"])
-    return gather_only(kernel)
 
+    def types(arrays: list[Array]) -> dict[str, Any]:
+        return {a.name: wp.array(dtype=getattr(wp, a.element, real), ndim=a.ndim) for a in arrays}
 
-def _annotation(array: Array) -> str:
-    element = "real" if array.element == "real" else f"wp.{array.element}"
-    return f"wp.array(dtype={element}, ndim={array.ndim})"
+    digest = hashlib.sha256(f"{body}{inputs}{outputs}".encode()).hexdigest()[:20]
+    parameters = signature(i=wp.int32, **types(inputs), **SCALARS, **types(outputs))
+    return native_kernel(f"pair_sum_{digest}", body, lanes=True)(parameters)
 
 
 # -- the body -------------------------------------------------------------------------------------
@@ -308,40 +291,40 @@ def _checks(variant: Variant) -> list[str]:
 
 
 def _data_of_atom(variant: Variant, program: Program) -> list[str]:
-    """Loads of what all pairs of the atom share."""
+    """Loads of the data that all pairs of an atom share."""
     formula, n = variant.formula, variant.n_parameters
-    wanted = []
+    loads = []
     if variant.periodic:
-        wanted.append(("one h[9]", [f"one(cell.data[9 * system + {c}])" for c in range(9)]))
+        loads.append(("one h[9]", [f"one(cell.data[9 * system + {c}])" for c in range(9)]))
     if variant.request.weights:
-        wanted.append(("one w_i", ["weights.data[i]"]))
+        loads.append(("one w_i", ["weights.data[i]"]))
     names = [("", "", 0)] + [(f"_d{k}", "direction_", k) for k in range(len(variant.request.directions))]
     for suffix, prefix, k in names:
         at = {letter: f"{_number_of(letter, k, variant)}LL" if suffix else "0LL" for letter in "rcpgw"}
         for m in range(len(formula.per_atom)):
             if f"own{m}{suffix}" in program.inputs:
                 place = f"{prefix}parameters.data[({at[PARAMETERS]} * n_atoms + i) * {n} + {m}]"
-                wanted.append((f"one own{m}{suffix}", [place]))
+                loads.append((f"one own{m}{suffix}", [place]))
         for m in range(len(formula.global_parameters)):
             if f"shared{m}{suffix}" in program.inputs:
                 row = f"{at[GLOBALS]} * global_parameters.shape[0] + system"
                 place = f"{prefix}global_parameters.data[({row}) * {len(formula.global_parameters)} + {m}]"
-                wanted.append((f"one shared{m}{suffix}", [place]))
+                loads.append((f"one shared{m}{suffix}", [place]))
         if not suffix:
             continue
         parts = variant.request.directions[k]
         if POSITIONS in parts:
             row = f"3 * ({at[POSITIONS]} * n_atoms + i)"
             places = [f"one(direction_positions.data[{row} + {a}])" for a in range(3)]
-            wanted.append((f"one x_i{suffix}[3]", places))
+            loads.append((f"one x_i{suffix}[3]", places))
         if CELL in parts:
             row = f"9 * ({at[CELL]} * cell.shape[0] + system)"
-            wanted.append((f"one h{suffix}[9]", [f"one(direction_cell.data[{row} + {c}])" for c in range(9)]))
+            loads.append((f"one h{suffix}[9]", [f"one(direction_cell.data[{row} + {c}])" for c in range(9)]))
         if f"w_i{suffix}" in program.inputs or f"eta{k}" in program.inputs:
-            wanted.append((f"one w_i{suffix}", [f"direction_weights.data[{at[WEIGHTS]} * n_atoms + i]"]))
+            loads.append((f"one w_i{suffix}", [f"direction_weights.data[{at[WEIGHTS]} * n_atoms + i]"]))
     return [
         f"const {name} = " + (f"{{{', '.join(values)}}};" if name.endswith("]") else f"{values[0]};")
-        for name, values in wanted
+        for name, values in loads
     ]
 
 
@@ -458,7 +441,7 @@ def _table_columns(variant: Variant, program: Program) -> list[tuple[int, str]]:
 
 
 def _totals(variant: Variant, program: Program) -> dict[str, str]:
-    """Names of the sums over a row, and what a pair adds to each."""
+    """Names of the sums over a row, and the term of a pair in each."""
     outputs, results = variant.request.outputs, program.results
     totals = {}
     if WEIGHTS in outputs:
@@ -480,7 +463,7 @@ def _alone(program: Program, name: str) -> str:
 
 
 def _results(variant: Variant, program: Program) -> list[str]:
-    """Stores. A pair stands in two rows, so what belongs to both atoms is halved."""
+    """Stores. A pair is in two rows, so results of both atoms together are halved."""
     outputs, formula = variant.request.outputs, variant.formula
     lines = []
     if WEIGHTS in outputs:

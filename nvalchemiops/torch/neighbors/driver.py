@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from nvalchemiops.compat.method_names import idea_of
+from nvalchemiops.compat.method_names import search_method
 from nvalchemiops.neighbors.grid import AUTOMATIC, BINNED, NAIVE
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.neighbors.search import NOT_FINITE
@@ -74,7 +74,7 @@ def method_number(method: str | None) -> int:
     """The method of the search kernels; raise unless `neighbor_list` takes this name."""
     if method is None:
         return AUTOMATIC
-    return NAIVE if idea_of(method) == "naive" else BINNED
+    return NAIVE if search_method(method) == "naive" else BINNED
 
 
 def build_lists(
