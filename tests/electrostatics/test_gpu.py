@@ -9,25 +9,13 @@ import warp as wp
 
 from nvalchemiops.kernels import fourier as fourier_kernels
 from nvalchemiops.kernels import mesh as spline_kernels
-from nvalchemiops.torch.interactions.electrostatics import (
-    compute_slab_correction,
-    ewald_real_space,
-    ewald_reciprocal_space,
-    ewald_summation,
-    particle_mesh_ewald,
-    pme_reciprocal_space,
-)
+from nvalchemiops.torch import spline
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import sorted_atoms
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
-from nvalchemiops.torch.spline import (
-    spline_gather_channels,
-    spline_gather_with_force,
-    spline_spread,
-    spline_spread_channels,
-)
 from tests.one_lane import one_lane, use_one_lane
 from tests.systems import ALL, System, batch, crystal, triclinic
 
@@ -51,15 +39,15 @@ def pairs_of_two():
 
 
 def ewald(x, q, cell, near, **options):
-    return ewald_summation(x, q, cell, 0.7, miller_bounds=(2, 3, 2), **near, **options)
+    return electrostatics.ewald_summation(x, q, cell, 0.7, miller_bounds=(2, 3, 2), **near, **options)
 
 
 def bounded(x, q, cell, near, **options):
-    return ewald_summation(x, q, cell, 0.7, k_cutoff=2.5, **near, **options)
+    return electrostatics.ewald_summation(x, q, cell, 0.7, k_cutoff=2.5, **near, **options)
 
 
 def on_mesh(x, q, cell, near, **options):
-    return particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, spline_order=6, **near, **options)
+    return electrostatics.particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, spline_order=6, **near, **options)
 
 
 def parts(x, q, cell, near, **options):
@@ -67,20 +55,22 @@ def parts(x, q, cell, near, **options):
     batch_idx = near["batch_idx"]
     pbc = torch.tensor([[True, True, False], [True, True, True]], device=x.device)
     return (
-        ewald_real_space(x, q, cell, 0.7, **near, compute_forces=True)[1],
-        ewald_reciprocal_space(x, q, cell, None, 0.7, batch_idx, miller_bounds=(2, 2, 2), compute_forces=True)[1],
-        pme_reciprocal_space(x, q, cell, 0.7, MESH, None, 5, batch_idx, compute_forces=True)[1],
-        compute_slab_correction(x, q, cell, pbc, batch_idx, compute_forces=True)[1],
+        electrostatics.ewald_real_space(x, q, cell, 0.7, **near, compute_forces=True)[1],
+        electrostatics.ewald_reciprocal_space(
+            x, q, cell, None, 0.7, batch_idx, miller_bounds=(2, 2, 2), compute_forces=True
+        )[1],
+        electrostatics.pme_reciprocal_space(x, q, cell, 0.7, MESH, None, 5, batch_idx, compute_forces=True)[1],
+        electrostatics.compute_slab_correction(x, q, cell, pbc, batch_idx, compute_forces=True)[1],
     )
 
 
 def splines(x, q, cell, near, **options):
     """Orders even and odd; gathered from a mesh that follows from what was spread."""
     batch_idx, values = near["batch_idx"], torch.stack([q, q.sin()], 1)
-    spread = spline_spread(x, q, cell, MESH, 6, batch_idx)
-    channels = spline_spread_channels(x, values, cell, MESH, 5, batch_idx)
-    potential, forces = spline_gather_with_force(x, q, spread, cell, 7, batch_idx)
-    return spread, channels, potential, forces, spline_gather_channels(x, channels, cell, 4, batch_idx)
+    spread = spline.spline_spread(x, q, cell, MESH, 6, batch_idx)
+    channels = spline.spline_spread_channels(x, values, cell, MESH, 5, batch_idx)
+    potential, forces = spline.spline_gather_with_force(x, q, spread, cell, 7, batch_idx)
+    return spread, channels, potential, forces, spline.spline_gather_channels(x, channels, cell, 4, batch_idx)
 
 
 SUMS = {"Ewald": ewald, "Ewald in a sphere": bounded, "PME": on_mesh, "parts": parts, "splines": splines}
@@ -133,9 +123,9 @@ def test_channels_on_a_gpu(name):
 @pytest.mark.parametrize("name", ["Ewald", "PME"])
 def test_estimates_on_a_gpu_are_accurate(name):
     """What is left open is chosen for the device, so results differ by the accuracy."""
-    function = {"Ewald": ewald_summation, "PME": particle_mesh_ewald}[name]
+    function = {"Ewald": electrostatics.ewald_summation, "PME": electrostatics.particle_mesh_ewald}[name]
     system = crystal("rocksalt", 5.64, 3, 0.3)
-    exact = ewald_summation(*system[:3], accuracy=1e-10, compute_forces=True)[1]
+    exact = electrostatics.ewald_summation(*system[:3], accuracy=1e-10, compute_forces=True)[1]
     found = function(*system.to(torch.device("cuda"))[:3], accuracy=1e-5, compute_forces=True)[1].cpu()
     assert (found - exact).norm() / exact.norm() < 3e-5
 
@@ -219,10 +209,10 @@ def test_what_a_gpu_is_not_asked_is_answered_by_nan():
     first = (near["batch_idx"] == 0).cpu()
     flat = cell.clone()
     flat[0, 1] = flat[0, 0]
-    energies = particle_mesh_ewald(x, q, flat, 0.7, mesh_dimensions=MESH, **near)
+    energies = electrostatics.particle_mesh_ewald(x, q, flat, 0.7, mesh_dimensions=MESH, **near)
     assert not energies.cpu()[first].isfinite().any()
     pbc = torch.tensor([[True, True, False], [True, True, True]], device="cuda")
-    energies = particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, pbc=pbc, **near).cpu()
+    energies = electrostatics.particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, pbc=pbc, **near).cpu()
     assert energies[first].isnan().all() and energies[~first].isfinite().all()
 
 

@@ -13,14 +13,7 @@ import pytest
 import torch
 
 from nvalchemiops.interactions.pair.expression import MAX_EXPONENT
-from nvalchemiops.torch.interactions import lj
-from nvalchemiops.torch.interactions.electrostatics import (
-    coulomb_energy,
-    coulomb_energy_forces,
-    coulomb_forces,
-    dsf_coulomb,
-    ewald_real_space,
-)
+from nvalchemiops.torch.interactions import electrostatics, lj
 from nvalchemiops.torch.interactions.pair import (
     PairPotential,
     damped_shifted_force,
@@ -70,11 +63,11 @@ FUNCTIONS = {
         name: (getattr(lj, name), LJ)
         for name in ("lj_energy", "lj_forces", "lj_energy_forces", "lj_energy_forces_virial")
     },
-    "coulomb_energy": (coulomb_energy, COULOMB),
-    "coulomb_forces": (coulomb_forces, COULOMB),
-    "coulomb_energy_forces": (coulomb_energy_forces, COULOMB),
-    "dsf_coulomb": (dsf_coulomb, COULOMB),
-    "ewald_real_space": (ewald_real_space, COULOMB),
+    "coulomb_energy": (electrostatics.coulomb_energy, COULOMB),
+    "coulomb_forces": (electrostatics.coulomb_forces, COULOMB),
+    "coulomb_energy_forces": (electrostatics.coulomb_energy_forces, COULOMB),
+    "dsf_coulomb": (electrostatics.dsf_coulomb, COULOMB),
+    "ewald_real_space": (electrostatics.ewald_real_space, COULOMB),
 }
 
 
@@ -484,7 +477,7 @@ def per_atom(kind, positions, parameter, pairs=GAS_PAIRS):
     if kind == "Lennard-Jones":
         return lj.lj_energy_forces(positions, parameter.abs(), 0.3, 2.0, neighbor_list=pairs)
     if kind == "Coulomb":
-        return coulomb_energy_forces(positions, parameter, None, 2.0, 0.4, neighbor_list=pairs)
+        return electrostatics.coulomb_energy_forces(positions, parameter, None, 2.0, 0.4, neighbor_list=pairs)
     potential = PairPotential("q1*q2*max(1/r, 0.1*r)*select(step(r - 1), 1, r)", ("q",), cutoff=2.0)
     return potential(positions, q=parameter, neighbor_list=pairs, compute_forces=True)
 
@@ -529,7 +522,7 @@ def test_nan_in_a_system_stays_there():
 
     @functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
     def results(alpha, cell):
-        return dsf_coulomb(x, q, CUTOFF, alpha, cell, **given, compute_virial=True)
+        return electrostatics.dsf_coulomb(x, q, CUTOFF, alpha, cell, **given, compute_virial=True)
 
     cell = CELL.expand(2, 3, 3).clone()
     before = results(alpha, cell)

@@ -9,14 +9,7 @@ import warp as wp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvalchemiops.torch.autograd import (
-    OutputSpec,
-    WarpAutogradContextManager,
-    attach_for_backward,
-    needs_grad,
-    warp_custom_op,
-    warp_from_torch,
-)
+from nvalchemiops.torch import autograd
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from tests.pair.cases import BY_NAME, CASES, as_list, as_matrix, close, find_pairs, from_pairs, pair_of_systems
 from tests.reference import pair as ref
@@ -411,9 +404,9 @@ def tape_lennard_jones_kernel(
     energies[i] = total
 
 
-@warp_custom_op(
+@autograd.warp_custom_op(
     "tests::tape_lennard_jones",
-    outputs=[OutputSpec("energies", wp.float64, lambda positions, *_: (positions.shape[0],))],
+    outputs=[autograd.OutputSpec("energies", wp.float64, lambda positions, *_: (positions.shape[0],))],
 )
 def tape_lennard_jones(
     positions: torch.Tensor,
@@ -425,16 +418,16 @@ def tape_lennard_jones(
     cutoff: float,
 ) -> torch.Tensor:
     energies = torch.empty_like(sigma)
-    track = needs_grad(positions, cell, sigma, epsilon)
+    track = autograd.needs_grad(positions, cell, sigma, epsilon)
     arrays = {
-        "positions": warp_from_torch(positions, wp.vec3d),
-        "cell": warp_from_torch(cell, wp.mat33d),
-        "sigma": warp_from_torch(sigma, wp.float64),
-        "epsilon": warp_from_torch(epsilon, wp.float64),
+        "positions": autograd.warp_from_torch(positions, wp.vec3d),
+        "cell": autograd.warp_from_torch(cell, wp.mat33d),
+        "sigma": autograd.warp_from_torch(sigma, wp.float64),
+        "epsilon": autograd.warp_from_torch(epsilon, wp.float64),
     }
-    rows = [warp_from_torch(neighbors, wp.int32), warp_from_torch(shifts, wp.vec3i)]
-    written = warp_from_torch(energies, wp.float64, requires_grad=track)
-    with WarpAutogradContextManager(track) as tape:
+    rows = [autograd.warp_from_torch(neighbors, wp.int32), autograd.warp_from_torch(shifts, wp.vec3i)]
+    written = autograd.warp_from_torch(energies, wp.float64, requires_grad=track)
+    with autograd.WarpAutogradContextManager(track) as tape:
         wp.launch(
             tape_lennard_jones_kernel,
             positions.shape[0],
@@ -443,7 +436,7 @@ def tape_lennard_jones(
             device=written.device,
         )
     if track:
-        attach_for_backward(energies, tape, **arrays, energies=written)
+        autograd.attach_for_backward(energies, tape, **arrays, energies=written)
     return energies
 
 
