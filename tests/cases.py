@@ -75,7 +75,7 @@ class Case(NamedTuple):
         """Neighbors, with what tells the systems of a batch apart; and elements where they are needed."""
         near = given or neighbors_of(system, CUTOFF)
         near = near | ({"batch_idx": system.batch_idx} if len(system.cell) > 1 else {})
-        return near | ({"numbers": torch.where(system.charges > 0, 6, 8).int()} if self.name == "D3" else {})
+        return near | ({"numbers": torch.where(system.charges > 0, 6, 8).int()} if self.name.startswith("D3") else {})
 
 
 # -- calls ----------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""Python code in an interpreter that has imported nothing yet."""
+"""Python code in an interpreter that has imported nothing yet, and in several threads at once."""
 
 import json
 import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,3 +29,9 @@ def python_says(code, *arguments, **options):
     finished = run_python(code, *arguments, **options)
     assert finished.returncode == 0, finished.stderr[-3000:]
     return json.loads(finished.stdout.splitlines()[-1])
+
+
+def in_threads(work, arguments):
+    """Results of ``work(argument)``, one thread each, all of them at once; an error in one of them is raised."""
+    with ThreadPoolExecutor(len(arguments)) as pool:
+        return list(pool.map(work, arguments))

@@ -15,6 +15,7 @@ from nvalchemiops import launch as core
 from nvalchemiops import loading
 from nvalchemiops import threads as shared
 from nvalchemiops.torch.launch import launch, launch_adjoint
+from tests.processes import in_threads
 
 
 @core.gather_only
@@ -203,19 +204,11 @@ def test_many_threads_launch_at_once(threads, always_split):
     threads(2)
     inputs = [torch.rand(3_000, 5) for _ in range(6)]
     expected = [run_row_sum(x)[0] for x in inputs]
-    wrong = []
 
     def work(k):
-        for _ in range(20):
-            if not torch.equal(run_row_sum(inputs[k])[0], expected[k]):
-                wrong.append(k)
+        return all(torch.equal(run_row_sum(inputs[k])[0], expected[k]) for _ in range(20))
 
-    workers = [threading.Thread(target=work, args=(k,)) for k in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
+    assert all(in_threads(work, range(6)))
 
 
 def test_first_launches_from_many_threads_at_once(tmp_path):

@@ -10,6 +10,7 @@ from nvalchemiops.torch import autograd
 from nvalchemiops.torch.launch import launch
 
 real = wp.float64
+reals = wp.array(dtype=real)
 
 
 def like(name: str, position: int = 0) -> autograd.OutputSpec:
@@ -26,19 +27,18 @@ def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @wp.kernel
-def weighted_square_kernel(x: wp.array(dtype=real), w: wp.array(dtype=real), s: real, y: wp.array(dtype=real)):
+def weighted_square_kernel(x: reals, w: reals, s: real, y: reals):
     i = wp.tid()
     y[i] = s * x[i] * x[i] * w[i]
 
 
 @wp.kernel
-def times_kernel(y: wp.array(dtype=real), x: wp.array(dtype=real), z: wp.array(dtype=real)):
+def times_kernel(y: reals, x: reals, z: reals):
     i = wp.tid()
     z[i] = y[i] * x[i]
 
 
-@autograd.warp_custom_op("tests::weighted_square", outputs=[like("y")])
-def weighted_square(x: torch.Tensor, w: torch.Tensor, s: float = 1.0) -> torch.Tensor:
+def record_weighted_square(x: torch.Tensor, w: torch.Tensor, s: float = 1.0) -> torch.Tensor:
     y = torch.empty_like(x)
     track = autograd.needs_grad(x, w)
     x_array, w_array = autograd.warp_from_torch(x, wp.float64), autograd.warp_from_torch(w, wp.float64)
@@ -48,6 +48,9 @@ def weighted_square(x: torch.Tensor, w: torch.Tensor, s: float = 1.0) -> torch.T
     if track:
         autograd.attach_for_backward(y, tape, x=x_array, w=w_array, y=y_array)
     return y
+
+
+weighted_square = autograd.warp_custom_op("tests::weighted_square", outputs=[like("y")])(record_weighted_square)
 
 
 def weighted_square_reference(x: torch.Tensor, w: torch.Tensor, s: float = 1.0) -> torch.Tensor:
@@ -79,35 +82,20 @@ def square_and_cube_reference(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.T
 
 
 @wp.kernel(enable_backward=False)
-def cube_kernel(x: wp.array(dtype=real), w: wp.array(dtype=real), y: wp.array(dtype=real)):
+def cube_kernel(x: reals, w: reals, y: reals):
     i = wp.tid()
     y[i] = x[i] * x[i] * x[i] * w[i]
 
 
 @wp.kernel(enable_backward=False)
-def cube_backward_kernel(
-    x: wp.array(dtype=real),
-    w: wp.array(dtype=real),
-    c: wp.array(dtype=real),
-    gx: wp.array(dtype=real),
-    gw: wp.array(dtype=real),
-):
+def cube_backward_kernel(x: reals, w: reals, c: reals, gx: reals, gw: reals):
     i = wp.tid()
     gx[i] = real(3.0) * x[i] * x[i] * w[i] * c[i]
     gw[i] = x[i] * x[i] * x[i] * c[i]
 
 
 @wp.kernel(enable_backward=False)
-def cube_second_kernel(
-    x: wp.array(dtype=real),
-    w: wp.array(dtype=real),
-    c: wp.array(dtype=real),
-    a: wp.array(dtype=real),
-    b: wp.array(dtype=real),
-    hx: wp.array(dtype=real),
-    hw: wp.array(dtype=real),
-    hc: wp.array(dtype=real),
-):
+def cube_second_kernel(x: reals, w: reals, c: reals, a: reals, b: reals, hx: reals, hw: reals, hc: reals):
     i = wp.tid()
     hx[i] = real(6.0) * x[i] * w[i] * c[i] * a[i] + real(3.0) * x[i] * x[i] * c[i] * b[i]
     hw[i] = real(3.0) * x[i] * x[i] * c[i] * a[i]
@@ -145,7 +133,7 @@ def cube_reference(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 @wp.kernel
-def product_kernel(x: wp.array(dtype=real), w: wp.array(dtype=real), y: wp.array(dtype=real)):
+def product_kernel(x: reals, w: reals, y: reals):
     i = wp.tid()
     y[i] = x[i] * w[i]
 

@@ -82,36 +82,6 @@ def test_forces_and_hessians_with_charges_that_depend_on_positions(energy_of_mod
 # -- AIMNet: damped shifted forces ----------------------------------------------------------------
 
 
-def test_dsf_with_a_padding_atom_appended_last():
-    """Its system is 0, its number what fills the matrix: a valid index. The device is a string."""
-    two = batch(crystal("rocksalt", 5.6, 1, 0.15), crystal("rocksalt", 5.2, (2, 1, 1), 0.1, seed=3))
-    x = torch.cat([two.positions, torch.zeros(1, 3, dtype=torch.float64)])
-    q = torch.cat([two.charges, torch.zeros(1, dtype=torch.float64)])
-    systems = torch.cat([two.batch_idx, torch.zeros(1, dtype=torch.int32)])
-    n = len(two.charges)
-    matrix, _ = neighbor_list(two.positions, 6.0, batch_idx=two.batch_idx, fill_value=n)
-    matrix = torch.cat([matrix, torch.full_like(matrix[:1], n)])
-    energies, forces = electrostatics.dsf_coulomb(
-        positions=x,
-        charges=q,
-        cutoff=6.0,
-        alpha=0.2,
-        batch_idx=systems,
-        neighbor_matrix=matrix,
-        fill_value=n,
-        compute_forces=True,
-        compute_virial=False,
-        num_systems=2,
-        device="cpu",
-    )
-    for number in range(2):
-        mine = two.batch_idx == number
-        alone = electrostatics.dsf_coulomb(two.positions[mine], two.charges[mine], 6.0)
-        torch.testing.assert_close(energies[number], alone[0][0], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(forces[:n][mine], alone[1], rtol=1e-12, atol=1e-12)
-    assert torch.equal(forces[n], torch.zeros(3, dtype=torch.float64))
-
-
 # -- shifts without a cell ------------------------------------------------------------------------
 
 OPEN = crystal("rocksalt", 5.6, 1, 0.15)

@@ -1,5 +1,6 @@
 """Every ready-made potential, once: how it is made, random parameters, and the textbook formula."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -102,6 +103,11 @@ def _wolf_self(p, rc):
     return ref.wolf_self(p.q, p.alpha, rc)
 
 
+def in_tables(potential):
+    """With parameters by pairs of species."""
+    return functools.partial(potential, tables=True)
+
+
 TABLE = [
     Case("lj", potentials.lennard_jones, lambda d: d.atoms(**SIGMA_EPSILON), _lj(ref.lorentz_berthelot)),
     Case(
@@ -171,20 +177,12 @@ TABLE = [
     ),
     Case("yukawa", potentials.yukawa, lambda d: d.charges(kappa=(0.3, 0.8)), _of_charges(ref.yukawa, "kappa")),
     Case("morse", potentials.morse, lambda d: d.systems(**MORSE), _morse),
-    Case("morse tables", lambda rc: potentials.morse(rc, tables=True), lambda d: d.tables(**MORSE), _morse),
+    Case("morse tables", in_tables(potentials.morse), lambda d: d.tables(**MORSE), _morse),
     Case("buckingham", potentials.buckingham, lambda d: d.systems(**BUCKINGHAM), _buckingham),
-    Case(
-        "buckingham tables",
-        lambda rc: potentials.buckingham(rc, tables=True),
-        lambda d: d.tables(**BUCKINGHAM),
-        _buckingham,
-    ),
+    Case("buckingham tables", in_tables(potentials.buckingham), lambda d: d.tables(**BUCKINGHAM), _buckingham),
     Case("born-mayer-huggins", potentials.born_mayer_huggins, lambda d: d.systems(**HUGGINS), _huggins),
     Case(
-        "born-mayer-huggins tables",
-        lambda rc: potentials.born_mayer_huggins(rc, tables=True),
-        lambda d: d.tables(**HUGGINS),
-        _huggins,
+        "born-mayer-huggins tables", in_tables(potentials.born_mayer_huggins), lambda d: d.tables(**HUGGINS), _huggins
     ),
     Case(
         "zbl",

@@ -53,6 +53,16 @@ class Flat:
     def reference(self, vector):
         return self.case.reference(*self.split(vector), self.pairs, self.cutoff)
 
+    def reference_results(self, vector):
+        """Energies, forces, gradients by parameters and virial, with a graph."""
+        positions, cell, parameters = self.split(vector)
+
+        def function(positions, cell, values):
+            return self.case.reference(positions, cell, parameters.updated(values), self.pairs, self.cutoff)
+
+        batch_idx = self.system.batch_idx
+        return ref.everything(function, positions, cell, parameters.values, batch_idx, create_graph=True)
+
 
 def weights_like(tensor, seed=0):
     return torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -218,14 +228,7 @@ def test_every_output_can_be_trained_on(case):
         return case.evaluate(positions, cell, parameters, CUTOFF, flat.system.batch_idx, **flat.neighbors, **options)
 
     def expected(vector):
-        positions, cell, parameters = flat.split(vector)
-
-        def function(positions, cell, values):
-            return case.reference(positions, cell, parameters.updated(values), flat.pairs, CUTOFF)
-
-        energies, forces, gradients, virial = ref.everything(
-            function, positions, cell, parameters.values, flat.system.batch_idx, create_graph=True
-        )
+        energies, forces, gradients, virial = flat.reference_results(vector)
         return energies, forces, *gradients.values(), virial
 
     slopes = []
@@ -248,14 +251,7 @@ def test_one_output_can_be_trained_on(case, output):
         return case.evaluate(*flat.split(vector), CUTOFF, **options)[1:]
 
     def expected(vector):
-        positions, cell, parameters = flat.split(vector)
-
-        def function(positions, cell, values):
-            return case.reference(positions, cell, parameters.updated(values), flat.pairs, CUTOFF)
-
-        _, forces, gradients, virial = ref.everything(
-            function, positions, cell, parameters.values, flat.system.batch_idx, create_graph=True
-        )
+        _, forces, gradients, virial = flat.reference_results(vector)
         return {"forces": [forces], "gradients": list(gradients.values()), "virial": [virial]}[output]
 
     slopes = []
