@@ -11,11 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_python(code, *arguments, cwd=ROOT, timeout=300, **environment):
+def run_interpreter(*arguments, cwd=ROOT, timeout=300, **environment):
     """A finished process; ``environment`` changes that of this one, None takes a variable away."""
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         env={name: value for name, value in variables.items() if value is not None},
         capture_output=True,
         text=True,
@@ -24,11 +24,19 @@ def run_python(code, *arguments, cwd=ROOT, timeout=300, **environment):
     )
 
 
+def run_python(code, *arguments, **options):
+    return run_interpreter("-c", textwrap.dedent(code), *arguments, **options)
+
+
+def output_of(finished):
+    """What a process has printed; it must have ended well."""
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    return finished.stdout
+
+
 def python_says(code, *arguments, **options):
     """What it prints last, as JSON; it must end well."""
-    finished = run_python(code, *arguments, **options)
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    return json.loads(finished.stdout.splitlines()[-1])
+    return json.loads(output_of(run_python(code, *arguments, **options)).splitlines()[-1])
 
 
 def in_threads(work, arguments):

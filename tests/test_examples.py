@@ -1,11 +1,10 @@
 """The examples run as users run them."""
 
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import run_interpreter
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -13,10 +12,8 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 def printed(tmp_path, name, *arguments, bars="nothing"):
     """What an example prints. It must succeed, draw, and say nothing else but progress bars with these names."""
     picture = tmp_path / "picture.png"
-    command = [sys.executable, EXAMPLES / name, *arguments, "--output", picture]
-    # threads that wait for each other are slow where tests run side by side; results do not depend on their number
-    alone = {"OMP_NUM_THREADS": "1", **os.environ}
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
+    # one thread: several that wait for each other are slow where tests run side by side, and results are the same
+    finished = run_interpreter(EXAMPLES / name, *arguments, "--output", picture)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert picture.stat().st_size > 20_000
     said = [line for line in re.split(r"[\r\n]+", finished.stderr) if line.strip()]

@@ -1,8 +1,6 @@
 """The launch helper: the same bits however a launch is split, nothing split that must not be, fork, lanes."""
 
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -15,7 +13,7 @@ from nvalchemiops import launch as core
 from nvalchemiops import loading
 from nvalchemiops import threads as shared
 from nvalchemiops.torch.launch import launch, launch_adjoint
-from tests.processes import in_threads
+from tests.processes import in_threads, output_of, run_interpreter, run_python
 
 
 @core.gather_only
@@ -263,9 +261,7 @@ def test_first_launches_from_many_threads_at_once(tmp_path):
     path = tmp_path / "first.py"
     path.write_text(script)
     for _ in range(3):
-        run = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, check=False)
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.splitlines()[-1] == "40 True"
+        assert output_of(run_interpreter(path)).splitlines()[-1] == "40 True"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -308,8 +304,7 @@ def test_a_forked_child_launches_on_threads_of_its_own():
         sys.exit(os.waitstatus_to_exitcode(status))
         """
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
+    output_of(run_python(script))
 
 
 def test_kernel_variants_are_cached_and_listed():

@@ -1,8 +1,5 @@
 """The same numbers from compiled graphs: aot_eager for everything, inductor once for each kind of op."""
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -12,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nvalchemiops.torch import autograd
 from tests.comparing import BACKENDS
+from tests.processes import output_of, run_interpreter, run_python
 
 from . import ops
 
@@ -285,16 +283,10 @@ def test_exported_program_without_the_library_names_it(tmp_path):
     eager = Model()(positions, charges, cell)
     torch.testing.assert_close(torch.export.load(path).module()(positions, charges, cell), eager)
     script = f"import torch; torch.export.load({str(path)!r}).module()"
-    bare = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    bare = run_python(script)
     assert bare.returncode != 0
     assert "nvalchemiops" in bare.stderr
-    with_import = subprocess.run(
-        [sys.executable, "-c", "import nvalchemiops.torch.interactions.electrostatics; " + script],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert with_import.returncode == 0, with_import.stderr
+    output_of(run_python("import nvalchemiops.torch.interactions.electrostatics; " + script))
 
 
 def force_loss(f):
@@ -397,13 +389,9 @@ def test_changed_backward_is_seen_past_a_shared_compile_cache(tmp_path):
             """
         )
     )
-    environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), TORCHINDUCTOR_AUTOGRAD_CACHE="1")
-    found = [
-        subprocess.run(
-            [sys.executable, str(script), factor], capture_output=True, text=True, check=True, env=environment
-        ).stdout.split()[-1]
-        for factor in ("2.0", "2.0", "7.0")
-    ]
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    factors = ("2.0", "2.0", "7.0")
+    found = [output_of(run_interpreter(script, factor, **environment)).split()[-1] for factor in factors]
     assert found == ["2.0", "2.0", "7.0"]
 
 

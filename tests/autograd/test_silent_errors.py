@@ -3,7 +3,6 @@
 import functools
 import math
 import signal
-import subprocess
 import sys
 import textwrap
 
@@ -22,6 +21,7 @@ from nvalchemiops.torch.kernel import (
 )
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import neighbor_list
+from tests.processes import output_of, run_interpreter, run_python
 
 from .ops import (
     cube,
@@ -339,8 +339,7 @@ def test_a_first_call_in_inference_mode_does_not_spoil_the_short_way():
         system_sums(x, None, 1)
         assert taken == ["nvalchemiops::system_sums"], taken
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
+    output_of(run_python(script))
 
 
 # -- declarations and launches at their limits ----------------------------------------------------
@@ -435,5 +434,5 @@ def test_an_interrupt_waits_for_every_chunk(tmp_path):
     )
     path = tmp_path / "interrupted.py"  # Warp reads a kernel's source from its file
     path.write_text(script)
-    run = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    run = run_interpreter(path)
     assert run.stdout.splitlines()[-1] in ("interrupted True True", "finished"), run.stdout + run.stderr

@@ -3,9 +3,6 @@
 import copy
 import pickle
 import re
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -17,6 +14,7 @@ from nvalchemiops.torch.interactions import dispersion
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.comparing import within
 from tests.dispersion.cases import F64, PBE, PROGRAM, data, molecule, parameters, program
+from tests.processes import output_of, run_python
 
 DATABASE = published.load_data_base(published.get_data_file_name())
 # the program's names of our parameters
@@ -257,9 +255,8 @@ MISSING = """
 @pytest.mark.parametrize("package", ["tad_dftd3", "tad_mctc"])
 def test_without_the_package_with_the_data(package):
     """It is optional: everything can be imported, and the error says what to install and what to do else."""
-    script = textwrap.dedent(MISSING).format(package=package)
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert re.search(r"tad-dftd3.*pip install 'nvalchemiops\[dispersion\]'.*'\.\[dispersion\]'.*file", run.stdout)
+    said = output_of(run_python(MISSING.format(package=package)))
+    assert re.search(r"tad-dftd3.*pip install 'nvalchemiops\[dispersion\]'.*'\.\[dispersion\]'.*file", said)
 
 
 # -- prepared states ------------------------------------------------------------------------------
