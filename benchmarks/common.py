@@ -100,6 +100,20 @@ def versions(sides: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {side.version}" for name, side in sides.items())
 
 
+def plot_times(path: str, curves: Iterable[tuple[str, str, Sequence[Any]]], unit: str, title: str) -> None:
+    """Save a picture of times by the number of atoms; of each curve its label, its style and its points (x, y)."""
+    import matplotlib.pyplot as plt
+
+    _, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    for label, style, points in curves:
+        if points:
+            axes.loglog(*zip(*points), style, label=label)
+    axes.set(xlabel="atoms", ylabel=unit, title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.figure.savefig(path, dpi=150)
+
+
 def write_csv(path: str | None, columns: Sequence[str], rows: Iterable[Mapping[str, Any] | Sequence[Any]]) -> None:
     """Write a table, if a file was asked for; a row is a mapping by column, or the values in order."""
     if path:

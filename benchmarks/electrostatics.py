@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 from charges import THREADS, Elsewhere, Parameters, Server, atoms, tensors
 from charges_alone import compare_with_broadcast, first_calls, floors, peak_memory
-from common import contenders, parser_for, start, versions, write_csv
+from common import contenders, parser_for, plot_times, start, versions, write_csv
 
 ERROR = 1e-5
 REAL_SHARE = 0.7  # of the error, for the pairs
@@ -393,9 +393,7 @@ def charge_gradients(bench: Bench) -> None:
 
 def plot(bench: Bench, path: str) -> None:
     """What energies and forces cost by the number of atoms."""
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    curves = []
     for name, label, style in (
         ("ours", "particle_mesh_ewald", "o-"),
         ("0.5.0", "nvalchemi-toolkit-ops 0.5.0", "D-"),
@@ -404,12 +402,8 @@ def plot(bench: Bench, path: str) -> None:
     ):
         taken = {int(n): bench.taken("pme forces", n, name) for n in PLOTTED}
         points = [(n, 1e3 * t) for n, t in taken.items() if not math.isnan(t)]
-        if points:
-            axes.loglog(*zip(*points), style, label=label)
-    axes.set(xlabel="atoms", ylabel="milliseconds", title=f"PME energy and forces, error {ERROR:g}, {THREADS} threads")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    axes.figure.savefig(path, dpi=150)
+        curves.append((label, style, points))
+    plot_times(path, curves, "milliseconds", f"PME energy and forces, error {ERROR:g}, {THREADS} threads")
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Peer, described, parser_for, seconds, start, write_csv
+from common import Peer, described, parser_for, plot_times, seconds, start, write_csv
 
 CUTOFF, DENSITY, THREADS, MOLECULES = 5.0, 0.1, 2, 512
 BATCH = f"{MOLECULES} molecules"
@@ -278,9 +278,7 @@ def report(rows: dict[int | str, dict[str, float]]) -> None:
 
 
 def plot(rows: dict[int | str, dict[str, float]], path: str) -> None:
-    import matplotlib.pyplot as plt
-
-    _, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    curves = []
     for name, label, style in (
         ("list", "this library, list", "o-"),
         ("in place", "this library, matrix in place", "o--"),
@@ -290,12 +288,8 @@ def plot(rows: dict[int | str, dict[str, float]], path: str) -> None:
         ("fresh", "floor: writing the list to fresh memory", "k:"),
     ):
         points = [(case, row[name]) for case, row in rows.items() if case != BATCH and name in row]
-        if points:
-            axes.loglog(*zip(*points), style, label=label)
-    axes.set(xlabel="atoms", ylabel="seconds", title=f"cutoff {CUTOFF:g} Å, {DENSITY:g} atoms/Å³, {THREADS} threads")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    axes.figure.savefig(path, dpi=150)
+        curves.append((label, style, points))
+    plot_times(path, curves, "seconds", f"cutoff {CUTOFF:g} Å, {DENSITY:g} atoms/Å³, {THREADS} threads")
 
 
 def main() -> None:

@@ -22,18 +22,11 @@ import warp as wp
 
 from nvalchemiops._warp import quiet_warp
 from nvalchemiops.launch import gather_only
-from nvalchemiops.torch.autograd import (
-    OutputSpec,
-    WarpAutogradContextManager,
-    attach_for_backward,
-    needs_grad,
-    warp_custom_op,
-    warp_from_torch,
-)
+from nvalchemiops.torch import autograd
 from nvalchemiops.torch.launch import launch
 
 N = 64
-SHAPE = [OutputSpec("y", wp.float64, lambda x: x.shape)]
+SHAPE = [autograd.OutputSpec("y", wp.float64, lambda x: x.shape)]
 
 
 @wp.kernel
@@ -115,23 +108,25 @@ class MinimalTape(torch.autograd.Function):
 # -- ours -----------------------------------------------------------------------------------------
 
 
-@warp_custom_op("overhead::square_plain", SHAPE, backward="none")
+@autograd.warp_custom_op("overhead::square_plain", SHAPE, backward="none")
 def op_with_plain_launch(x: torch.Tensor) -> torch.Tensor:
     return plain_launch(square, [x], torch.empty_like(x))
 
 
-@warp_custom_op("overhead::square_backward", [OutputSpec("grad_x", wp.float64, lambda x, c: x.shape)], backward="none")
+@autograd.warp_custom_op(
+    "overhead::square_backward", [autograd.OutputSpec("grad_x", wp.float64, lambda x, c: x.shape)], backward="none"
+)
 def explicit_backward(x: torch.Tensor, grad_y: torch.Tensor) -> torch.Tensor:
     return plain_launch(square_derivative, [x, grad_y], torch.empty_like(x))
 
 
-@warp_custom_op("overhead::square", SHAPE, backward=explicit_backward)
+@autograd.warp_custom_op("overhead::square", SHAPE, backward=explicit_backward)
 def explicit(x: torch.Tensor) -> torch.Tensor:
     return plain_launch(square, [x], torch.empty_like(x))
 
 
-@warp_custom_op(
-    "overhead::square_fast_backward", [OutputSpec("grad_x", wp.float64, lambda x, c: x.shape)], backward="none"
+@autograd.warp_custom_op(
+    "overhead::square_fast_backward", [autograd.OutputSpec("grad_x", wp.float64, lambda x, c: x.shape)], backward="none"
 )
 def explicit_fast_backward(x: torch.Tensor, grad_y: torch.Tensor) -> torch.Tensor:
     g = torch.empty_like(x)
@@ -139,23 +134,23 @@ def explicit_fast_backward(x: torch.Tensor, grad_y: torch.Tensor) -> torch.Tenso
     return g
 
 
-@warp_custom_op("overhead::square_fast", SHAPE, backward=explicit_fast_backward)
+@autograd.warp_custom_op("overhead::square_fast", SHAPE, backward=explicit_fast_backward)
 def explicit_fast(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
     launch(square_fast, x.shape[0], [x], [y])
     return y
 
 
-@warp_custom_op("overhead::square_tape", SHAPE)
+@autograd.warp_custom_op("overhead::square_tape", SHAPE)
 def tape(x: torch.Tensor) -> torch.Tensor:
     y = torch.empty_like(x)
-    track = needs_grad(x)
-    x_array = warp_from_torch(x, wp.float64)
-    y_array = warp_from_torch(y, wp.float64, requires_grad=track)
-    with WarpAutogradContextManager(track) as recorded:
+    track = autograd.needs_grad(x)
+    x_array = autograd.warp_from_torch(x, wp.float64)
+    y_array = autograd.warp_from_torch(y, wp.float64, requires_grad=track)
+    with autograd.WarpAutogradContextManager(track) as recorded:
         wp.launch(square, dim=N, inputs=[x_array], outputs=[y_array], device="cpu")
     if track:
-        attach_for_backward(y, recorded, x=x_array, y=y_array)
+        autograd.attach_for_backward(y, recorded, x=x_array, y=y_array)
     return y
 
 

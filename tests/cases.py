@@ -10,15 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
-from nvalchemiops.torch.interactions.electrostatics import (
-    compute_slab_correction,
-    ewald_real_space,
-    ewald_reciprocal_space,
-    ewald_summation,
-    particle_mesh_ewald,
-    pme_reciprocal_space,
-)
 from nvalchemiops.torch.interactions.pair import damped_shifted_force, lennard_jones
 from tests.comparing import leaves_of
 from tests.systems import System, batch, neighbors_of, triclinic
@@ -82,34 +75,38 @@ class Case(NamedTuple):
         """Neighbors, with what tells the systems of a batch apart; and elements where they are needed."""
         near = given or neighbors_of(system, CUTOFF)
         near = near | ({"batch_idx": system.batch_idx} if len(system.cell) > 1 else {})
-        return near | ({"numbers": torch.where(system.charges > 0, 6, 8).int()} if self.name == "D3" else {})
+        return near | ({"numbers": torch.where(system.charges > 0, 6, 8).int()} if self.name.startswith("D3") else {})
 
 
 # -- calls ----------------------------------------------------------------------------------------
 
 
 def real_space(x, q, cell, alpha, near, **options):
-    return ewald_real_space(x, q, cell, alpha, **near, **options)
+    return electrostatics.ewald_real_space(x, q, cell, alpha, **near, **options)
 
 
 def reciprocal_space(x, q, cell, alpha, near, **options):
-    return ewald_reciprocal_space(x, q, cell, None, alpha, near.get("batch_idx"), miller_bounds=BOUNDS, **options)
+    return electrostatics.ewald_reciprocal_space(
+        x, q, cell, None, alpha, near.get("batch_idx"), miller_bounds=BOUNDS, **options
+    )
 
 
 def mesh(x, q, cell, alpha, near, spline_order=6, **options):
-    return pme_reciprocal_space(x, q, cell, alpha, MESH, None, spline_order, near.get("batch_idx"), **options)
+    return electrostatics.pme_reciprocal_space(
+        x, q, cell, alpha, MESH, None, spline_order, near.get("batch_idx"), **options
+    )
 
 
 def slab(x, q, cell, alpha, near, **options):
-    return compute_slab_correction(x, q, cell, SLAB, near.get("batch_idx"), **options)
+    return electrostatics.compute_slab_correction(x, q, cell, SLAB, near.get("batch_idx"), **options)
 
 
 def ewald(x, q, cell, alpha, near, **options):
-    return ewald_summation(x, q, cell, alpha, miller_bounds=BOUNDS, **near, **options)
+    return electrostatics.ewald_summation(x, q, cell, alpha, miller_bounds=BOUNDS, **near, **options)
 
 
 def pme(x, q, cell, alpha, near, spline_order=6, **options):
-    return particle_mesh_ewald(x, q, cell, alpha, None, MESH, spline_order, **near, **options)
+    return electrostatics.particle_mesh_ewald(x, q, cell, alpha, None, MESH, spline_order, **near, **options)
 
 
 def pairs_of_diameters(x, sigma, cell, epsilon, near, **options):

@@ -1,10 +1,144 @@
 """Results that are kept by value: the same as computed anew."""
 
+import collections
+
 import pytest
 import torch
 
-from nvalchemiops.torch.runtime import context
+from nvalchemiops.torch.runtime import cache, context
 from nvalchemiops.torch.runtime.cache import cached_by_value
+from tests.processes import in_threads
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch):
+    """What the tests keep, and what they find kept, is theirs."""
+    monkeypatch.setattr(cache, "_kept", collections.OrderedDict())
+
+
+class Counted:
+    """``kept(values, others)`` keeps twice the values, and counts how often they are computed."""
+
+    def __init__(self):
+        self.times = 0
+
+    def __call__(self, values, others=()):
+        def compute():
+            self.times += 1
+            return (2.0 * values,)
+
+        return cached_by_value("test: twice", (values,), others, compute)[0]
+
+
+@pytest.fixture
+def kept():
+    return Counted()
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_equal_values_are_computed_once(kept):
+    """Whichever tensor holds them, and however it lies in memory."""
+    x = numbers(1.0, 2.0, 3.0, 4.0)
+    first = kept(x)
+    assert kept(x.clone()) is first and kept(x.repeat_interleave(2)[::2]) is first and kept.times == 1
+
+
+def test_changed_in_place_is_computed_anew(kept):
+    x = numbers(1.0, 2.0)
+    before = kept(x)
+    x[1] = 3.0
+    assert torch.equal(kept(x), 2.0 * x) and torch.equal(before, numbers(2.0, 4.0))
+    x[1] = 2.0
+    assert kept(x) is before and kept.times == 2
+
+
+def test_results_are_told_apart_by_all_that_they_depend_on(kept):
+    """Name, dtype, shape, sign of zero, and the other arguments."""
+    x = numbers(0.0, 0.0)
+    for values in (x, x.float(), x.float().repeat(2), x.view(1, 2), -x, numbers(0.0)):
+        assert (kept(values).dtype, kept(values).shape) == (values.dtype, values.shape)
+    assert kept.times == 6
+    kept(x, others=(3,)), kept(x, others=(4,)), kept(x, others=(3,))
+    assert kept.times == 8
+    (other,) = cached_by_value("test: thrice", (x + 1.0,), (), lambda: (3.0 * (x + 1.0),))
+    assert not torch.equal(other, kept(x + 1.0))
+
+
+def test_no_more_entries_than_the_limit_and_the_longest_unused_goes_first(kept):
+    inputs = [numbers(float(k)) for k in range(cache.MOST_ENTRIES + 1)]
+    for x in inputs[:-1]:
+        kept(x)
+    kept(inputs[0])  # used again, so the second one is the longest unused
+    kept(inputs[-1])
+    assert len(cache._kept) == cache.MOST_ENTRIES and kept.times == len(inputs)
+    for x in (inputs[0], *inputs[2:]):
+        kept(x)
+    assert kept.times == len(inputs)
+    kept(inputs[1])
+    assert kept.times == len(inputs) + 1
+
+
+def test_no_more_memory_than_the_limit(kept, monkeypatch):
+    """Of values and results together; what is larger than the limit alone is not kept, and pushes nothing out."""
+    monkeypatch.setattr(cache, "MOST_BYTES", 100 * 8)
+    for k in range(4):
+        kept(torch.full((16,), float(k), dtype=torch.float64))
+        assert sum(size for size, _ in cache._kept.values()) <= cache.MOST_BYTES
+    assert len(cache._kept) == 3
+    large = torch.zeros(51, dtype=torch.float64)
+    assert torch.equal(kept(large), kept(large)) and kept.times == 6 and len(cache._kept) == 3
+    kept(torch.zeros(50, dtype=torch.float64))
+    assert len(cache._kept) == 1
+
+
+@pytest.mark.parametrize("way", ["leaf", "no others", "vmap", "meta"])
+def test_what_may_not_be_kept_is_computed_each_time(kept, way):
+    x = numbers(1.0, 2.0)
+    for _ in range(2):
+        if way == "leaf":
+            leaf = x.clone().requires_grad_()
+            assert torch.equal(torch.autograd.grad(kept(leaf).sum(), leaf)[0], numbers(2.0, 2.0))
+        elif way == "vmap":
+            assert torch.equal(torch.func.vmap(kept)(x), 2.0 * x)
+        else:
+            kept(x, others=None) if way == "no others" else kept(x.to("meta"))
+    assert kept.times == 2 and not cache._kept
+
+
+def test_kept_in_inference_mode_and_used_outside_of_it(kept):
+    x = numbers(1.0, 2.0)
+    with torch.inference_mode():
+        kept(x)
+    leaf = numbers(3.0, 4.0).requires_grad_()
+    assert torch.equal(torch.autograd.grad((leaf * kept(x)).sum(), leaf)[0], 2.0 * x) and kept.times == 1
+
+
+def test_an_error_is_not_kept(kept):
+    def fails():
+        raise ArithmeticError("on purpose")
+
+    x = numbers(1.0)
+    with pytest.raises(ArithmeticError):
+        cached_by_value("test: twice", (x,), (), fails)
+    assert torch.equal(kept(x), 2.0 * x)
+
+
+def test_many_threads_get_what_is_theirs(kept):
+    """More inputs than are kept, so entries come and go all the time."""
+    inputs = [numbers(float(k), -float(k)) for k in range(2 * cache.MOST_ENTRIES)]
+
+    def work(first):
+        order = inputs[first:] + inputs[:first]
+        return all(torch.equal(kept(x), 2.0 * x) for _ in range(20) for x in order)
+
+    assert all(in_threads(work, range(8)))
+    assert len(cache._kept) == cache.MOST_ENTRIES
+
+
+# -- which values are read ------------------------------------------------------------------------
 
 
 def negated_by_a_flag():

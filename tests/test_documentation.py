@@ -1,11 +1,11 @@
 """Every Python example in the README and the docs runs, page by page, as a reader would run it."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import output_of, run_interpreter
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -17,10 +17,9 @@ WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 def test_examples_run(page, tmp_path):
     script = tmp_path / "example.py"
     script.write_text("\n".join(BLOCK.findall(page.read_text())))
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stderr[-3000:]
+    said = output_of(run_interpreter(script))
     if page.name == "README.md":
-        assert "1.747564595" in run.stdout
+        assert "1.747564595" in said
 
 
 def test_pages_with_examples_are_found():

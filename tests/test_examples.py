@@ -1,74 +1,54 @@
 """The examples run as users run them."""
 
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+from tests.processes import run_interpreter
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-
-
-def test_training_charges_shrinks_the_errors(tmp_path):
-    picture = tmp_path / "picture.png"
-    command = [sys.executable, EXAMPLES / "01_train_charges.py", "--quick", "--output", picture]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert picture.stat().st_size > 20_000
-    number = r"\s+([\d.]+)"
-    before, after = re.search(rf"force error \(RMS\){number}{number}", finished.stdout).groups()
-    assert float(after) < 0.7 * float(before)
-    for name, constant in (("NaCl", 1.747564594633182), ("CsCl", 1.762674773070988)):
-        assert abs(float(re.search(rf"{name}{number}", finished.stdout)[1]) - constant) < 1e-9
-    # progress bars only: no banner, no build messages, no warnings
-    said = [line for line in re.split(r"[\r\n]+", finished.stderr) if line.strip()]
-    assert all(re.match(r"(melting|training|dynamics):", line) for line in said), finished.stderr
-
-
-def test_accuracy_is_what_was_asked_for(tmp_path):
-    picture = tmp_path / "accuracy.png"
-    command = [sys.executable, EXAMPLES / "03_accuracy_against_cost.py", "--quick", "--output", picture]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert picture.stat().st_size > 20_000
-    rows = re.findall(r"^(Ewald|PME, order \d)\s+(\S+)\s+(\S+)\s+\S+$", finished.stdout, re.MULTILINE)
-    assert len(rows) > 20
-    assert all(float(asked) / 30.0 < float(measured) < 3.0 * float(asked) for _, asked, measured in rows)
-    assert not finished.stderr.strip(), finished.stderr
-
-
-def test_fitting_finds_the_reference(tmp_path):
-    picture = tmp_path / "fit.png"
-    command = [sys.executable, EXAMPLES / "02_fit_pair_potential.py", "--output", picture]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert picture.stat().st_size > 20_000
-    found = dict(re.findall(r"(depth|r0|steepness) = ([\d.]+)", finished.stdout))
-    for name, value in {"depth": 0.3429, "steepness": 1.3588, "r0": 2.866}.items():
-        assert abs(float(found[name]) - value) < 2e-3 * value
-    force_errors = [float(e) for e in re.findall(r"force error \(RMS\) ([\d.]+)", finished.stdout)]
-    assert force_errors[0] > 100.0 and force_errors[2] < 2.0  # Lennard-Jones cannot, Morse must
-    assert not finished.stderr.strip(), finished.stderr
-
-
-# -- examples that print tables of numbers ---------------------------------------------------------
-
-NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.])")
 
 
 def printed(tmp_path, name, *arguments, bars="nothing"):
     """What an example prints. It must succeed, draw, and say nothing else but progress bars with these names."""
     picture = tmp_path / "picture.png"
-    command = [sys.executable, EXAMPLES / name, *arguments, "--output", picture]
-    # threads that wait for each other are slow where tests run side by side; results do not depend on their number
-    alone = {"OMP_NUM_THREADS": "1", **os.environ}
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
+    # one thread: several that wait for each other are slow where tests run side by side, and results are the same
+    finished = run_interpreter(EXAMPLES / name, *arguments, "--output", picture)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert picture.stat().st_size > 20_000
     said = [line for line in re.split(r"[\r\n]+", finished.stderr) if line.strip()]
     assert all(re.match(rf"({bars}):", line) for line in said), finished.stderr
     return finished.stdout
+
+
+def test_training_charges_shrinks_the_errors(tmp_path):
+    text = printed(tmp_path, "01_train_charges.py", "--quick", bars="melting|training|dynamics")
+    number = r"\s+([\d.]+)"
+    before, after = re.search(rf"force error \(RMS\){number}{number}", text).groups()
+    assert float(after) < 0.7 * float(before)
+    for name, constant in (("NaCl", 1.747564594633182), ("CsCl", 1.762674773070988)):
+        assert abs(float(re.search(rf"{name}{number}", text)[1]) - constant) < 1e-9
+
+
+def test_accuracy_is_what_was_asked_for(tmp_path):
+    text = printed(tmp_path, "03_accuracy_against_cost.py", "--quick")
+    rows = re.findall(r"^(Ewald|PME, order \d)\s+(\S+)\s+(\S+)\s+\S+$", text, re.MULTILINE)
+    assert len(rows) > 20
+    assert all(float(asked) / 30.0 < float(measured) < 3.0 * float(asked) for _, asked, measured in rows)
+
+
+def test_fitting_finds_the_reference(tmp_path):
+    text = printed(tmp_path, "02_fit_pair_potential.py")
+    found = dict(re.findall(r"(depth|r0|steepness) = ([\d.]+)", text))
+    for name, value in {"depth": 0.3429, "steepness": 1.3588, "r0": 2.866}.items():
+        assert abs(float(found[name]) - value) < 2e-3 * value
+    force_errors = [float(e) for e in re.findall(r"force error \(RMS\) ([\d.]+)", text)]
+    assert force_errors[0] > 100.0 and force_errors[2] < 2.0  # Lennard-Jones cannot, Morse must
+
+
+# -- examples that print tables of numbers ---------------------------------------------------------
+
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.])")
 
 
 def numbers(text, label):

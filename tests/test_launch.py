@@ -1,8 +1,6 @@
 """The launch helper: the same bits however a launch is split, nothing split that must not be, fork, lanes."""
 
 import os
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -15,6 +13,7 @@ from nvalchemiops import launch as core
 from nvalchemiops import loading
 from nvalchemiops import threads as shared
 from nvalchemiops.torch.launch import launch, launch_adjoint
+from tests.processes import in_threads, output_of, run_interpreter, run_python
 
 
 @core.gather_only
@@ -203,19 +202,11 @@ def test_many_threads_launch_at_once(threads, always_split):
     threads(2)
     inputs = [torch.rand(3_000, 5) for _ in range(6)]
     expected = [run_row_sum(x)[0] for x in inputs]
-    wrong = []
 
     def work(k):
-        for _ in range(20):
-            if not torch.equal(run_row_sum(inputs[k])[0], expected[k]):
-                wrong.append(k)
+        return all(torch.equal(run_row_sum(inputs[k])[0], expected[k]) for _ in range(20))
 
-    workers = [threading.Thread(target=work, args=(k,)) for k in range(6)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
+    assert all(in_threads(work, range(6)))
 
 
 def test_first_launches_from_many_threads_at_once(tmp_path):
@@ -270,9 +261,7 @@ def test_first_launches_from_many_threads_at_once(tmp_path):
     path = tmp_path / "first.py"
     path.write_text(script)
     for _ in range(3):
-        run = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, check=False)
-        assert run.returncode == 0, run.stderr
-        assert run.stdout.splitlines()[-1] == "40 True"
+        assert output_of(run_interpreter(path)).splitlines()[-1] == "40 True"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -315,8 +304,7 @@ def test_a_forked_child_launches_on_threads_of_its_own():
         sys.exit(os.waitstatus_to_exitcode(status))
         """
     )
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr
+    output_of(run_python(script))
 
 
 def test_kernel_variants_are_cached_and_listed():

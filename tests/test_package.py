@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import textwrap
 import tomllib
 import zipfile
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import nvalchemiops
+from tests.processes import python_says, run_interpreter, run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "nvalchemiops"
@@ -42,20 +42,6 @@ DOT_FILES = {".gitignore", ".gitattributes", ".editorconfig", ".github"}
 def environment_with(**changes: str | None) -> dict[str, str]:
     """This process's environment with changes; None unsets a variable."""
     return {k: v for k, v in {**os.environ, **changes}.items() if v is not None}
-
-
-def run_python(code: str, *, cwd: Path | None = None, **environment: str | None):
-    """Run ``code`` in a new interpreter and return the finished process."""
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    env = environment_with(**environment)
-    return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=300)
-
-
-def python_says(code: str, **options):
-    """The JSON that ``code`` prints last; fails with the error output of a process that fails."""
-    finished = run_python(code, **options)
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout.splitlines()[-1])
 
 
 # -- metadata -------------------------------------------------------------------------------------
@@ -438,8 +424,7 @@ def kernel_script(tmp_path) -> Path:
 
 def run_kernel(script: Path, **environment: str | None):
     clean = {"WARP_CACHE_PATH": None, "XDG_CACHE_HOME": None, "TMPDIR": str(script.parent)}
-    env = environment_with(**{**clean, **environment})
-    return subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=300)
+    return run_interpreter(script, **clean | environment)
 
 
 def result_of(finished):

@@ -11,19 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvalchemiops.launch import NotDifferentiableError
+from nvalchemiops.torch import spline
 from nvalchemiops.torch.interactions.electrostatics import compute_bspline_moduli_1d
-from nvalchemiops.torch.spline import (
-    bspline_weight,
-    compute_bspline_deconvolution,
-    compute_bspline_deconvolution_1d,
-    spline_gather,
-    spline_gather_channels,
-    spline_gather_gradient,
-    spline_gather_vec3,
-    spline_gather_with_force,
-    spline_spread,
-    spline_spread_channels,
-)
 from tests.comparing import close_to_largest
 from tests.systems import System, batch, triclinic
 
@@ -67,7 +56,7 @@ def slow_weights(positions, cell, mesh, order):
 def test_weights_are_cardinal_splines(order, dtype):
     u = torch.linspace(-1.0, order + 1.0, 401, dtype=torch.float64).to(dtype)
     expected = torch.from_numpy(scipy_spline(order, u.double().numpy())).to(dtype)
-    found = bspline_weight(u.reshape(1, -1), order)
+    found = spline.bspline_weight(u.reshape(1, -1), order)
     assert found.shape == (1, 401) and found.dtype == dtype
     torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-14 if dtype == torch.float64 else 1e-6)
 
@@ -75,7 +64,7 @@ def test_weights_are_cardinal_splines(order, dtype):
 @ORDERS
 def test_weights_add_up_to_one(order):
     t = torch.rand(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    total = sum(bspline_weight(t + k, order) for k in range(order))
+    total = sum(spline.bspline_weight(t + k, order) for k in range(order))
     torch.testing.assert_close(total, torch.ones_like(t), rtol=0, atol=1e-14)
 
 
@@ -83,13 +72,13 @@ def test_weights_add_up_to_one(order):
 def test_derivatives_of_weights(order):
     """M_p' (u) = M_(p-1)(u) - M_(p-1)(u - 1)."""
     u = torch.linspace(0.05, order - 0.07, 60, dtype=torch.float64).requires_grad_()
-    (slope,) = torch.autograd.grad(bspline_weight(u, order).sum(), u)
-    close([slope], [(bspline_weight(u, order - 1) - bspline_weight(u - 1, order - 1)).detach()])
-    assert torch.autograd.gradcheck(lambda u: bspline_weight(u, order), u)
+    (slope,) = torch.autograd.grad(spline.bspline_weight(u, order).sum(), u)
+    close([slope], [(spline.bspline_weight(u, order - 1) - spline.bspline_weight(u - 1, order - 1)).detach()])
+    assert torch.autograd.gradcheck(lambda u: spline.bspline_weight(u, order), u)
 
 
 def test_what_is_no_number_has_no_weight():
-    found = bspline_weight(torch.tensor([math.nan, math.inf, -math.inf, 1.0]), 4)
+    found = spline.bspline_weight(torch.tensor([math.nan, math.inf, -math.inf, 1.0]), 4)
     assert found[0].isnan() and found[3] > 0.1
     assert not (found[1:3] > 0).any()
 
@@ -101,18 +90,18 @@ def test_what_is_no_number_has_no_weight():
 def test_spreading_equals_the_definition(order):
     """Of atoms in and out of a skewed cell."""
     weights = slow_weights(ONE.positions, ONE.cell[0], MESH, order)
-    found = spline_spread(ONE.positions, ONE.charges, ONE.cell[0], MESH, order)
+    found = spline.spline_spread(ONE.positions, ONE.charges, ONE.cell[0], MESH, order)
     assert found.shape == MESH
     close([found], [torch.einsum("i,ixyz->xyz", ONE.charges, weights)])
     mesh = draw(*MESH)
-    close([spline_gather(ONE.positions, mesh, ONE.cell, order)], [torch.einsum("xyz,ixyz->i", mesh, weights)])
+    close([spline.spline_gather(ONE.positions, mesh, ONE.cell, order)], [torch.einsum("xyz,ixyz->i", mesh, weights)])
 
 
 @ORDERS
 def test_one_atom_has_the_weights_of_scipy(order):
     position = torch.tensor([[0.37, -1.21, 3.9]], dtype=torch.float64)
     cell = torch.diag(torch.tensor([8.0, 9.0, 11.0], dtype=torch.float64))
-    found = spline_spread(position, torch.ones(1, dtype=torch.float64), cell, MESH, order)
+    found = spline.spline_spread(position, torch.ones(1, dtype=torch.float64), cell, MESH, order)
     close([found], [slow_weights(position, cell, MESH, order)[0]])
     assert (found != 0).sum() == order**3
 
@@ -120,8 +109,8 @@ def test_one_atom_has_the_weights_of_scipy(order):
 @ORDERS
 def test_weights_are_a_partition_of_unity(order):
     """Charges are kept, and a constant mesh is gathered as that constant."""
-    mesh = spline_spread(ONE.positions, ONE.charges.abs(), ONE.cell, MESH, order)
-    close([mesh.sum(), spline_gather(ONE.positions, torch.ones(MESH).double(), ONE.cell, order)],
+    mesh = spline.spline_spread(ONE.positions, ONE.charges.abs(), ONE.cell, MESH, order)
+    close([mesh.sum(), spline.spline_gather(ONE.positions, torch.ones(MESH).double(), ONE.cell, order)],
           [ONE.charges.abs().sum(), torch.ones(6).double()], 1e-13)  # fmt: skip
 
 
@@ -137,9 +126,9 @@ def test_any_mesh_and_positions(order, more, n_atoms, seed, scale):
     """Down to a mesh of the size of the stencil, and far outside the cell; spread and gather are transposes."""
     mesh_dims = tuple(order + n for n in more)
     positions, values, cell = scale * draw(n_atoms, 3, seed=seed), draw(n_atoms, seed=seed), ONE.cell[0]
-    found = spline_spread(positions, values, cell, mesh_dims, order)
+    found = spline.spline_spread(positions, values, cell, mesh_dims, order)
     mesh = draw(*mesh_dims, seed=seed)
-    gathered = spline_gather(positions, mesh, cell, order)
+    gathered = spline.spline_gather(positions, mesh, cell, order)
     if scale < 1e4:  # orders 1 and 2 make steps out of rounded coordinates
         weights = slow_weights(positions, cell, mesh_dims, order)
         close(
@@ -155,7 +144,7 @@ def test_wrapping_changes_nothing(order):
     jumps = torch.tensor([[1.0, 0, 0], [0, -2, 0], [0, 0, 3], [-1, 1, 2], [5, -5, 1], [0, 0, 0]]).double() @ ONE.cell[0]
     # away from the steps of order 1
     inside, outside = ONE.positions + 0.01, ONE.positions + 0.01 + jumps
-    found = [spline_spread(x, ONE.charges, ONE.cell, MESH, order) for x in (inside, outside)]
+    found = [spline.spline_spread(x, ONE.charges, ONE.cell, MESH, order) for x in (inside, outside)]
     close(found[:1], found[1:], 1e-12)
 
 
@@ -164,8 +153,8 @@ def test_on_the_boundary_of_the_cell():
     cell = torch.eye(3, dtype=torch.float64) * 7.3
     x = torch.tensor([[0.0, 7.3, -7.3], [-1e-17, 1e-300, -1e-300], [7.3 - 1e-15, 14.6, 0.0]], dtype=torch.float64)
     for order in range(2, 9):
-        found = spline_spread(x, torch.ones(3).double(), cell, (8, 8, 8), order)
-        origin = spline_spread(torch.zeros(3, 3).double(), torch.ones(3).double(), cell, (8, 8, 8), order)
+        found = spline.spline_spread(x, torch.ones(3).double(), cell, (8, 8, 8), order)
+        origin = spline.spline_spread(torch.zeros(3, 3).double(), torch.ones(3).double(), cell, (8, 8, 8), order)
         close([found], [origin])
 
 
@@ -176,15 +165,15 @@ def test_on_the_boundary_of_the_cell():
 def test_a_batch_equals_systems_alone(order):
     values, mesh = draw(9, 2), draw(2, 3, *MESH)
     inputs = (TWO.positions, values[:, 0], TWO.cell, MESH, order, TWO.batch_idx)
-    single, channels = spline_spread(*inputs), spline_spread_channels(inputs[0], values, *inputs[2:])
+    single, channels = spline.spline_spread(*inputs), spline.spline_spread_channels(inputs[0], values, *inputs[2:])
     assert single.shape == (2, *MESH) and channels.shape == (2, 2, *MESH)
-    gathered = spline_gather(TWO.positions, mesh[:, 0], TWO.cell, order, TWO.batch_idx)
-    several = spline_gather_channels(TWO.positions, mesh, TWO.cell, order, TWO.batch_idx)
-    potential, forces = spline_gather_with_force(
+    gathered = spline.spline_gather(TWO.positions, mesh[:, 0], TWO.cell, order, TWO.batch_idx)
+    several = spline.spline_gather_channels(TWO.positions, mesh, TWO.cell, order, TWO.batch_idx)
+    potential, forces = spline.spline_gather_with_force(
         TWO.positions, values[:, 0], mesh[:, 0], TWO.cell, order, TWO.batch_idx
     )
     vectors = mesh.movedim(1, -1)
-    fields = spline_gather_vec3(TWO.positions, values[:, 0], vectors, TWO.cell, order, TWO.batch_idx)
+    fields = spline.spline_gather_vec3(TWO.positions, values[:, 0], vectors, TWO.cell, order, TWO.batch_idx)
     assert gathered.shape == (9,) and several.shape == (9, 3) and fields.shape == forces.shape == (9, 3)
     for number in range(2):
         mine = TWO.batch_idx == number
@@ -192,39 +181,43 @@ def test_a_batch_equals_systems_alone(order):
         close(
             [single[number], channels[number], gathered[mine], several[mine], fields[mine]],
             [
-                spline_spread(x, q[:, 0], cell, MESH, order),
-                spline_spread_channels(x, q, cell, MESH, order),
-                spline_gather(x, mesh[number, 0], cell, order),
-                spline_gather_channels(x, mesh[number], cell, order),
-                spline_gather_vec3(x, q[:, 0], vectors[number], cell, order),
+                spline.spline_spread(x, q[:, 0], cell, MESH, order),
+                spline.spline_spread_channels(x, q, cell, MESH, order),
+                spline.spline_gather(x, mesh[number, 0], cell, order),
+                spline.spline_gather_channels(x, mesh[number], cell, order),
+                spline.spline_gather_vec3(x, q[:, 0], vectors[number], cell, order),
             ],
         )
-        close([potential[mine], forces[mine]], spline_gather_with_force(x, q[:, 0], mesh[number, 0], cell, order))
+        close(
+            [potential[mine], forces[mine]], spline.spline_gather_with_force(x, q[:, 0], mesh[number, 0], cell, order)
+        )
 
 
 def test_one_system_with_an_index_has_a_leading_dimension():
     index = torch.zeros(6, dtype=torch.int32)
-    found = spline_spread(ONE.positions, ONE.charges, ONE.cell, MESH, 4, index)
+    found = spline.spline_spread(ONE.positions, ONE.charges, ONE.cell, MESH, 4, index)
     assert found.shape == (1, *MESH)
-    assert torch.equal(found[0], spline_spread(ONE.positions, ONE.charges, ONE.cell, MESH, 4))
+    assert torch.equal(found[0], spline.spline_spread(ONE.positions, ONE.charges, ONE.cell, MESH, 4))
 
 
 def test_channels_equal_a_loop():
     values, mesh = draw(6, 3), draw(3, *MESH)
-    found = spline_spread_channels(ONE.positions, values, ONE.cell, MESH)
-    close([found], [torch.stack([spline_spread(ONE.positions, v, ONE.cell, MESH) for v in values.unbind(1)])])
-    found = spline_gather_channels(ONE.positions, mesh, ONE.cell)
-    close([found], [torch.stack([spline_gather(ONE.positions, m, ONE.cell) for m in mesh], 1)])
+    found = spline.spline_spread_channels(ONE.positions, values, ONE.cell, MESH)
+    close([found], [torch.stack([spline.spline_spread(ONE.positions, v, ONE.cell, MESH) for v in values.unbind(1)])])
+    found = spline.spline_gather_channels(ONE.positions, mesh, ONE.cell)
+    close([found], [torch.stack([spline.spline_gather(ONE.positions, m, ONE.cell) for m in mesh], 1)])
 
 
 def test_single_precision_follows_the_positions():
     system = ONE.to(torch.float32)
     mesh = draw(*MESH).float()
-    pairs = [
-        (spline_spread(s.positions, s.charges, s.cell, MESH, 5), spline_gather(s.positions, mesh.to(s.cell), s.cell, 5),
-         *spline_gather_with_force(s.positions, s.charges, mesh.to(s.cell), s.cell, 5))
-        for s in (system, system.to(torch.float64))
-    ]  # fmt: skip
+
+    def results(x, q, cell):
+        on_mesh = mesh.to(cell)
+        spread, gathered = spline.spline_spread(x, q, cell, MESH, 5), spline.spline_gather(x, on_mesh, cell, 5)
+        return spread, gathered, *spline.spline_gather_with_force(x, q, on_mesh, cell, 5)
+
+    pairs = [results(*s[:3]) for s in (system, system.to(torch.float64))]
     assert all(t.dtype == torch.float32 for t in pairs[0])
     for found, expected in zip(*pairs):
         torch.testing.assert_close(found.double(), expected, rtol=0, atol=3e-6 * float(expected.abs().max()))
@@ -232,9 +225,9 @@ def test_single_precision_follows_the_positions():
 
 def test_no_atoms():
     nothing, mesh = torch.zeros(0, 3).double(), draw(*MESH)
-    assert not spline_spread(nothing, nothing[:, 0], ONE.cell, MESH).any()
-    assert spline_gather(nothing, mesh, ONE.cell).shape == (0,)
-    assert spline_gather_gradient(nothing, nothing[:, 0], mesh, ONE.cell).shape == (0, 3)
+    assert not spline.spline_spread(nothing, nothing[:, 0], ONE.cell, MESH).any()
+    assert spline.spline_gather(nothing, mesh, ONE.cell).shape == (0,)
+    assert spline.spline_gather_gradient(nothing, nothing[:, 0], mesh, ONE.cell).shape == (0, 3)
 
 
 def test_strided_inputs_equal_contiguous_ones():
@@ -242,10 +235,10 @@ def test_strided_inputs_equal_contiguous_ones():
     q = torch.stack([ONE.charges, ONE.charges], 1)[:, 0]
     mesh = draw(11, 9, 8).permute(2, 1, 0)
     assert not x.is_contiguous() and not mesh.is_contiguous()
-    found = [spline_spread(x, q, ONE.cell.mT.contiguous().mT, MESH), spline_gather(x, mesh, ONE.cell)]
+    found = [spline.spline_spread(x, q, ONE.cell.mT.contiguous().mT, MESH), spline.spline_gather(x, mesh, ONE.cell)]
     expected = [
-        spline_spread(ONE.positions, ONE.charges, ONE.cell, MESH),
-        spline_gather(ONE.positions, mesh.contiguous(), ONE.cell),
+        spline.spline_spread(ONE.positions, ONE.charges, ONE.cell, MESH),
+        spline.spline_gather(ONE.positions, mesh.contiguous(), ONE.cell),
     ]
     close(found, expected, 0.0)
 
@@ -257,24 +250,24 @@ def test_strided_inputs_equal_contiguous_ones():
 def test_forces_are_minus_charge_times_the_gradient_of_the_potential(order):
     """Cartesian, in a skewed cell; the potential is not multiplied by charges."""
     mesh, x = draw(*MESH), ONE.positions.clone().requires_grad_()
-    potential, forces = spline_gather_with_force(ONE.positions, ONE.charges, mesh, ONE.cell, order)
-    expected = spline_gather(x, mesh, ONE.cell, order)
+    potential, forces = spline.spline_gather_with_force(ONE.positions, ONE.charges, mesh, ONE.cell, order)
+    expected = spline.spline_gather(x, mesh, ONE.cell, order)
     (slope,) = torch.autograd.grad(expected.sum(), x)
     close([potential, forces], [expected.detach(), -ONE.charges[:, None] * slope])
-    alone = spline_gather_gradient(ONE.positions, ONE.charges, mesh, ONE.cell, order)
+    alone = spline.spline_gather_gradient(ONE.positions, ONE.charges, mesh, ONE.cell, order)
     assert torch.equal(alone, forces)
     h, (i, axis) = 1e-5, (2, 1)
     step = torch.zeros(6, 3).double()
     step[i, axis] = h
-    up, down = (spline_gather(ONE.positions + s * step, mesh, ONE.cell, order)[i] for s in (1, -1))
+    up, down = (spline.spline_gather(ONE.positions + s * step, mesh, ONE.cell, order)[i] for s in (1, -1))
     # of second order; a spline of order 3 has jumps in what it leaves
     assert forces[i, axis].item() == pytest.approx(-ONE.charges[i].item() * (up - down).item() / (2 * h), abs=1e-4)
 
 
 def test_vectors_are_multiplied_by_charges():
     mesh = draw(*MESH, 3)
-    found = spline_gather_vec3(ONE.positions, ONE.charges, mesh, ONE.cell)
-    columns = [ONE.charges * spline_gather(ONE.positions, mesh[..., a], ONE.cell) for a in range(3)]
+    found = spline.spline_gather_vec3(ONE.positions, ONE.charges, mesh, ONE.cell)
+    columns = [ONE.charges * spline.spline_gather(ONE.positions, mesh[..., a], ONE.cell) for a in range(3)]
     close([found], [torch.stack(columns, 1)])
 
 
@@ -291,13 +284,13 @@ def test_first_and_second_derivatives_by_everything(order):
     """First ones from order 3 on, second ones from order 4 on, and of forces from order 5 on."""
 
     def spread(x, q, cell):
-        return spline_spread(x, q, cell, SMALL, order)
+        return spline.spline_spread(x, q, cell, SMALL, order)
 
     def gather(x, mesh, cell):
-        return spline_gather(x, mesh, cell, order)
+        return spline.spline_gather(x, mesh, cell, order)
 
     def forces(x, q, mesh, cell):
-        return spline_gather_gradient(x, q, mesh, cell, order)
+        return spline.spline_gather_gradient(x, q, mesh, cell, order)
 
     options = {"eps": 1e-6, "atol": 1e-5, "rtol": 1e-5, "fast_mode": True}
     for function, inputs, lost in (
@@ -316,14 +309,14 @@ def test_first_and_second_derivatives_by_everything(order):
 def test_derivatives_end_with_an_error(order):
     """p - 1 of them, the last in pieces; the next one says so, and is not zero."""
     x = X.clone().requires_grad_()
-    value = (spline_gather(x, draw(8, 8, 8), CELL, order) * Q).sum()
+    value = (spline.spline_gather(x, draw(8, 8, 8), CELL, order) * Q).sum()
     for k in range(order - 1):
         (slope,) = torch.autograd.grad(value, x, create_graph=True)
         value = (slope * draw(3, 3, seed=k)).sum()
     with pytest.raises(NotDifferentiableError, match=f"order {order}"):
         torch.autograd.grad(value, x, create_graph=True)
     # spreading likewise
-    value = (spline_spread(x, Q, CELL, (8, 8, 8), order) * draw(8, 8, 8)).sum()
+    value = (spline.spline_spread(x, Q, CELL, (8, 8, 8), order) * draw(8, 8, 8)).sum()
     for k in range(order - 1):
         (slope,) = torch.autograd.grad(value, x, create_graph=True)
         value = (slope * draw(3, 3, seed=k)).sum()
@@ -334,22 +327,22 @@ def test_derivatives_end_with_an_error(order):
 def test_forces_of_the_lowest_orders():
     """A spline of order 1 has no slope at all."""
     with pytest.raises(NotDifferentiableError, match="order 1"):
-        spline_gather_gradient(X, Q, FIELD, CELL, 1)
-    assert spline_gather_gradient(X, Q, FIELD, CELL, 2).isfinite().all()
+        spline.spline_gather_gradient(X, Q, FIELD, CELL, 1)
+    assert spline.spline_gather_gradient(X, Q, FIELD, CELL, 2).isfinite().all()
 
 
 def test_values_differentiate_where_positions_do_not():
     """Spreading is linear in values, whatever the order."""
     q = Q.clone().requires_grad_()
     weights = draw(*SMALL)
-    (slope,) = torch.autograd.grad((spline_spread(X, q, CELL, SMALL, 1) * weights).sum(), q)
-    assert torch.equal(slope, spline_gather(X, weights, CELL, 1))
+    (slope,) = torch.autograd.grad((spline.spline_spread(X, q, CELL, SMALL, 1) * weights).sum(), q)
+    assert torch.equal(slope, spline.spline_gather(X, weights, CELL, 1))
 
 
 def test_gradient_by_the_cell():
     """At fixed fractional coordinates nothing changes: the gradient by the cell is that by positions."""
     x, cell = X.clone().requires_grad_(), CELL.clone().requires_grad_()
-    value = (spline_spread(x, Q, cell, SMALL, 5) * FIELD).sum()
+    value = (spline.spline_spread(x, Q, cell, SMALL, 5) * FIELD).sum()
     by_x, by_cell = torch.autograd.grad(value, (x, cell))
     fractional = X @ torch.linalg.inv(CELL[0])
     close([by_cell[0]], [-fractional.T @ by_x @ CELL[0].T @ torch.linalg.inv(CELL[0]).T], 1e-10)
@@ -363,16 +356,16 @@ def test_gradients_in_a_batch_and_of_channels_equal_a_loop():
         return spread.square().sum() + gathered.sin().sum()
 
     together = loss(
-        spline_spread_channels(x, values, cell, MESH, 5, TWO.batch_idx),
-        spline_gather_channels(x, mesh, cell, 5, TWO.batch_idx),
+        spline.spline_spread_channels(x, values, cell, MESH, 5, TWO.batch_idx),
+        spline.spline_gather_channels(x, mesh, cell, 5, TWO.batch_idx),
     )
     singly = 0.0
     for number in range(2):
         mine = TWO.batch_idx == number
         for c in range(2):
             singly = singly + loss(
-                spline_spread(x[mine], values[mine, c], cell[number], MESH, 5),
-                spline_gather(x[mine], mesh[number, c], cell[number], 5),
+                spline.spline_spread(x[mine], values[mine, c], cell[number], MESH, 5),
+                spline.spline_gather(x[mine], mesh[number, c], cell[number], 5),
             )
     inputs = (x, values, mesh, cell)
     first = [torch.autograd.grad(value, inputs, create_graph=True) for value in (together, singly)]
@@ -387,7 +380,7 @@ def test_gradients_in_a_batch_and_of_channels_equal_a_loop():
 @pytest.mark.parametrize("n", [8, 9, 12])
 def test_deconvolution_makes_plane_waves_exact_at_mesh_points(order, n):
     """Values at mesh points, as coefficients of splines, and gathered there again."""
-    factor = compute_bspline_deconvolution((n, n + 1, n), order)
+    factor = spline.compute_bspline_deconvolution((n, n + 1, n), order)
     assert factor.shape == (n, n + 1, n) and factor.dtype == torch.float64
     dims, cell = (n, n + 1, n), torch.diag(torch.tensor([3.0, 4.0, 5.0])).double()
     grids = [torch.arange(size).double() / size for size in dims]
@@ -399,8 +392,8 @@ def test_deconvolution_makes_plane_waves_exact_at_mesh_points(order, n):
         coefficients = torch.fft.fftn(wave.reshape(dims)) * factor
         spread = torch.zeros(dims).double()
         x = fractional @ cell
-        spread = spline_spread(x, torch.fft.ifftn(coefficients).real.flatten().contiguous(), cell, dims, order)
-        close([spline_gather(x[picks], spread, cell, order)], [wave[picks]], 1e-11)
+        spread = spline.spline_spread(x, torch.fft.ifftn(coefficients).real.flatten().contiguous(), cell, dims, order)
+        close([spline.spline_gather(x[picks], spread, cell, order)], [wave[picks]], 1e-11)
 
 
 @ORDERS
@@ -410,7 +403,7 @@ def test_deconvolution_along_an_axis(order, n):
     j = np.arange(-order, order + 1)
     kernel = np.zeros(n)
     np.add.at(kernel, j % n, scipy_spline(order, j + order / 2.0))
-    found = compute_bspline_deconvolution_1d(n, order)
+    found = spline.compute_bspline_deconvolution_1d(n, order)
     np.testing.assert_allclose(found.numpy(), 1.0 / np.fft.fft(kernel).real ** 2, rtol=1e-12)
 
 
@@ -449,9 +442,9 @@ def test_poisson_on_a_mesh_gives_the_potential_of_gaussian_charges(order):
     green = green / torch.linalg.det(cell).abs() * math.prod(dims)
 
     def potential(x):
-        density = torch.fft.fftn(spline_spread(x, q, cell, dims, order))
-        field = torch.fft.ifftn(density * green * compute_bspline_deconvolution(dims, order)).real
-        return spline_gather(x, field, cell, order)
+        density = torch.fft.fftn(spline.spline_spread(x, q, cell, dims, order))
+        field = torch.fft.ifftn(density * green * spline.compute_bspline_deconvolution(dims, order)).real
+        return spline.spline_gather(x, field, cell, order)
 
     energy = 0.5 * (q * potential(x)).sum()
     # all wave vectors, without a mesh
@@ -479,8 +472,8 @@ def test_threads_and_runs_do_not_change_a_bit(threads, always_split, dtype):
     for number in (1, 2, 3, 2):
         threads(number)
         x = system.positions.clone().requires_grad_()
-        spread = spline_spread(x, system.charges, system.cell, (12, 13, 14), 5)
-        gathered = spline_gather_channels(x, mesh, system.cell, 5)
+        spread = spline.spline_spread(x, system.charges, system.cell, (12, 13, 14), 5)
+        gathered = spline.spline_gather_channels(x, mesh, system.cell, 5)
         (slope,) = torch.autograd.grad((spread * mesh[0]).sum() + gathered.square().sum(), x)
         found.append([spread.detach(), gathered.detach(), slope])
     for other in found[1:]:
@@ -490,8 +483,8 @@ def test_threads_and_runs_do_not_change_a_bit(threads, always_split, dtype):
 @pytest.mark.parametrize("what", ["results", "gradients"])
 def test_compiled_equals_eager(what):
     def function(x, q, mesh, cell):
-        spread = spline_spread(x, q, cell, SMALL, 5)
-        potential, forces = spline_gather_with_force(x, q, mesh, cell, 5)
+        spread = spline.spline_spread(x, q, cell, SMALL, 5)
+        potential, forces = spline.spline_gather_with_force(x, q, mesh, cell, 5)
         return spread.square().sum() + potential.sin().sum() + forces.square().sum()
 
     results = []
@@ -513,41 +506,41 @@ FORCES = {"positions": X, "charges": Q, "mesh": FIELD, "cell": CELL}
 @pytest.mark.parametrize(
     ("function", "given", "error", "argument", "options"),
     [
-        (spline_spread, SPREAD, ValueError, "mesh_dims", {"mesh_dims": (3, 6, 6)}),
-        (spline_spread, SPREAD, ValueError, "mesh_dims", {"mesh_dims": (6, 6)}),
-        (spline_spread, SPREAD, TypeError, "mesh_dims", {"mesh_dims": 6}),
-        (spline_spread, SPREAD, TypeError, "mesh_dims", {"mesh_dims": (6.0, 6, 6)}),
-        (spline_spread, SPREAD, ValueError, "spline_order", {"spline_order": 0}),
-        (spline_spread, SPREAD, ValueError, "spline_order", {"spline_order": 9}),
-        (spline_spread, SPREAD, TypeError, "spline_order", {"spline_order": 4.0}),
-        (spline_spread, SPREAD, ValueError, "values", {"values": Q[:2]}),
-        (spline_spread, SPREAD, ValueError, "values", {"values": Q[:, None]}),
-        (spline_spread, SPREAD, TypeError, "values", {"values": Q.float()}),
-        (spline_spread, SPREAD, TypeError, "values", {"values": [1.0, 2.0, 3.0]}),
-        (spline_spread, SPREAD, ValueError, "positions", {"positions": X[:, :2]}),
-        (spline_spread, SPREAD, TypeError, "positions", {"positions": X.half()}),
-        (spline_spread, SPREAD, TypeError, "cell", {"cell": CELL.float()}),
-        (spline_spread, SPREAD, ValueError, "cell", {"cell": CELL * 0.0}),
-        (spline_spread, SPREAD, ValueError, "batch_idx", {"cell": CELL.expand(2, 3, 3)}),
-        (spline_spread, SPREAD, ValueError, "batch_idx", {"batch_idx": torch.tensor([0, 0, -1])}),
-        (spline_spread, SPREAD, ValueError, "cell_inv_t", {"cell_inv_t": X[:2]}),
-        (spline_spread, SPREAD, ValueError, "cell_inv_t", {"cell_inv_t": CELL.expand(7, 3, 3)}),
-        (spline_spread, SPREAD, TypeError, "cell_inv_t", {"cell_inv_t": 0.5}),
-        (spline_spread, SPREAD, TypeError, "unknown", {"unknown": 1}),
-        (spline_spread_channels, SPREAD, ValueError, "values", {}),
-        (spline_gather, GATHER, ValueError, "mesh", {"mesh": FIELD[0]}),
-        (spline_gather, GATHER, TypeError, "mesh", {"mesh": FIELD.float()}),
-        (spline_gather, GATHER, TypeError, "mesh", {"mesh": None}),
-        (spline_gather, GATHER, ValueError, "mesh", {"mesh": FIELD[:3]}),
-        (spline_gather, GATHER, ValueError, "mesh", {"batch_idx": torch.tensor([0, 0, 0])}),
-        (spline_gather_channels, GATHER, ValueError, "mesh", {}),
-        (spline_gather_with_force, FORCES, ValueError, "charges", {"charges": Q[:2]}),
-        (spline_gather_gradient, FORCES, TypeError, "charges", {"charges": Q.float()}),
-        (spline_gather_vec3, FORCES, ValueError, "mesh", {}),
-        (bspline_weight, {"u": Q, "order": 4}, ValueError, "order", {"order": 9}),
-        (bspline_weight, {"u": Q, "order": 4}, TypeError, "u", {"u": 0.5}),
-        (compute_bspline_deconvolution_1d, {"n": 6}, ValueError, "n", {"n": 0}),
-        (compute_bspline_deconvolution, {"mesh_dims": SMALL}, ValueError, "mesh_dims", {"mesh_dims": (0, 6, 6)}),
+        (spline.spline_spread, SPREAD, ValueError, "mesh_dims", {"mesh_dims": (3, 6, 6)}),
+        (spline.spline_spread, SPREAD, ValueError, "mesh_dims", {"mesh_dims": (6, 6)}),
+        (spline.spline_spread, SPREAD, TypeError, "mesh_dims", {"mesh_dims": 6}),
+        (spline.spline_spread, SPREAD, TypeError, "mesh_dims", {"mesh_dims": (6.0, 6, 6)}),
+        (spline.spline_spread, SPREAD, ValueError, "spline_order", {"spline_order": 0}),
+        (spline.spline_spread, SPREAD, ValueError, "spline_order", {"spline_order": 9}),
+        (spline.spline_spread, SPREAD, TypeError, "spline_order", {"spline_order": 4.0}),
+        (spline.spline_spread, SPREAD, ValueError, "values", {"values": Q[:2]}),
+        (spline.spline_spread, SPREAD, ValueError, "values", {"values": Q[:, None]}),
+        (spline.spline_spread, SPREAD, TypeError, "values", {"values": Q.float()}),
+        (spline.spline_spread, SPREAD, TypeError, "values", {"values": [1.0, 2.0, 3.0]}),
+        (spline.spline_spread, SPREAD, ValueError, "positions", {"positions": X[:, :2]}),
+        (spline.spline_spread, SPREAD, TypeError, "positions", {"positions": X.half()}),
+        (spline.spline_spread, SPREAD, TypeError, "cell", {"cell": CELL.float()}),
+        (spline.spline_spread, SPREAD, ValueError, "cell", {"cell": CELL * 0.0}),
+        (spline.spline_spread, SPREAD, ValueError, "batch_idx", {"cell": CELL.expand(2, 3, 3)}),
+        (spline.spline_spread, SPREAD, ValueError, "batch_idx", {"batch_idx": torch.tensor([0, 0, -1])}),
+        (spline.spline_spread, SPREAD, ValueError, "cell_inv_t", {"cell_inv_t": X[:2]}),
+        (spline.spline_spread, SPREAD, ValueError, "cell_inv_t", {"cell_inv_t": CELL.expand(7, 3, 3)}),
+        (spline.spline_spread, SPREAD, TypeError, "cell_inv_t", {"cell_inv_t": 0.5}),
+        (spline.spline_spread, SPREAD, TypeError, "unknown", {"unknown": 1}),
+        (spline.spline_spread_channels, SPREAD, ValueError, "values", {}),
+        (spline.spline_gather, GATHER, ValueError, "mesh", {"mesh": FIELD[0]}),
+        (spline.spline_gather, GATHER, TypeError, "mesh", {"mesh": FIELD.float()}),
+        (spline.spline_gather, GATHER, TypeError, "mesh", {"mesh": None}),
+        (spline.spline_gather, GATHER, ValueError, "mesh", {"mesh": FIELD[:3]}),
+        (spline.spline_gather, GATHER, ValueError, "mesh", {"batch_idx": torch.tensor([0, 0, 0])}),
+        (spline.spline_gather_channels, GATHER, ValueError, "mesh", {}),
+        (spline.spline_gather_with_force, FORCES, ValueError, "charges", {"charges": Q[:2]}),
+        (spline.spline_gather_gradient, FORCES, TypeError, "charges", {"charges": Q.float()}),
+        (spline.spline_gather_vec3, FORCES, ValueError, "mesh", {}),
+        (spline.bspline_weight, {"u": Q, "order": 4}, ValueError, "order", {"order": 9}),
+        (spline.bspline_weight, {"u": Q, "order": 4}, TypeError, "u", {"u": 0.5}),
+        (spline.compute_bspline_deconvolution_1d, {"n": 6}, ValueError, "n", {"n": 0}),
+        (spline.compute_bspline_deconvolution, {"mesh_dims": SMALL}, ValueError, "mesh_dims", {"mesh_dims": (0, 6, 6)}),
         (compute_bspline_moduli_1d, MODULI, ValueError, "mesh_N", {"mesh_N": 0}),
         (compute_bspline_moduli_1d, MODULI, TypeError, "miller_indices", {"miller_indices": [1, 2]}),
     ],
@@ -562,6 +555,6 @@ def test_a_prepared_inverse_changes_nothing():
     cell = CELL.clone().requires_grad_()
     wrong = 3.0 * torch.eye(3).double()
     for options in ({}, {"cell_inv_t": wrong}, {"cell_inv_t": wrong[None]}):
-        found = spline_spread(X, Q, cell, SMALL, **options)
-        assert torch.equal(found.detach(), spline_spread(X, Q, CELL, SMALL))
+        found = spline.spline_spread(X, Q, cell, SMALL, **options)
+        assert torch.equal(found.detach(), spline.spline_spread(X, Q, CELL, SMALL))
         assert torch.autograd.grad(found.square().sum(), cell)[0].any()

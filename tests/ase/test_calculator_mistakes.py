@@ -1,8 +1,5 @@
 """What a calculator refuses, and how it says so."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from ase.build import molecule
@@ -10,6 +7,7 @@ from ase.build import molecule
 from nvalchemiops.ase import Calculator, Electrostatics, Pair
 from nvalchemiops.torch.interactions.pair import PairPotential
 from tests.ase.cases import NACL, rigid_ions, salt
+from tests.processes import run_python
 
 # -- mistakes -------------------------------------------------------------------------------------
 
@@ -147,8 +145,7 @@ def test_ase_is_optional():
     except ImportError as error:
         print(error, error.name, nvalchemiops.cli.main(["energy", "file.xyz"]))
     """
-    lines = "\n".join(line.removeprefix("    ") for line in code.splitlines())
-    finished = subprocess.run([sys.executable, "-c", lines], capture_output=True, text=True, timeout=300)
+    finished = run_python(code)
     assert "pip install 'nvalchemiops[ase]', or in a checkout '.[ase]'" in finished.stdout
     assert finished.stdout.endswith(" ase 2\n")
     assert finished.stderr.startswith("nvalchemiops energy: nvalchemiops.ase needs ASE")

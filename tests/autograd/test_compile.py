@@ -1,8 +1,5 @@
 """The same numbers from compiled graphs: aot_eager for everything, inductor once for each kind of op."""
 
-import os
-import subprocess
-import sys
 import textwrap
 
 import pytest
@@ -10,32 +7,11 @@ import torch
 import warp as wp
 from torch.utils.checkpoint import checkpoint
 
-from nvalchemiops.torch.autograd import (
-    OutputSpec,
-    WarpAutogradContextManager,
-    attach_for_backward,
-    live_recordings,
-    needs_grad,
-    warp_custom_op,
-    warp_from_torch,
-)
+from nvalchemiops.torch import autograd
 from tests.comparing import BACKENDS
+from tests.processes import output_of, run_interpreter, run_python
 
-from .ops import (
-    OPS,
-    cube,
-    cube_reference,
-    fill,
-    gradients,
-    leaf,
-    like,
-    square_and_cube,
-    square_and_cube_reference,
-    weighted_square,
-    weighted_square_kernel,
-    weighted_square_reference,
-    with_scratch,
-)
+from . import ops
 
 SLOW_INDUCTOR = pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])]
@@ -55,23 +31,23 @@ def chain(f, pair):
     return loss
 
 
-@OPS
+@ops.OPS
 @BACKENDS
 def test_chain_equals_eager_and_reference(op, reference, backend):
-    x, w = leaf(6), leaf(6, seed=1)
-    compiled = torch.compile(chain(op, square_and_cube), fullgraph=True, backend=backend)
-    expected = chain(reference, square_and_cube_reference)
-    start = live_recordings()
+    x, w = ops.leaf(6), ops.leaf(6, seed=1)
+    compiled = torch.compile(chain(op, ops.square_and_cube), fullgraph=True, backend=backend)
+    expected = chain(reference, ops.square_and_cube_reference)
+    start = autograd.live_recordings()
     torch.testing.assert_close(compiled(x, w), expected(x, w))
-    torch.testing.assert_close(gradients(compiled, x, w), gradients(expected, x, w))
+    torch.testing.assert_close(ops.gradients(compiled, x, w), ops.gradients(expected, x, w))
     first, second = compiled(x, w), compiled(w, x)  # two executions before any backward pass
-    torch.testing.assert_close(torch.autograd.grad(first, (x, w)), gradients(expected, x, w))
-    torch.testing.assert_close(torch.autograd.grad(second, (x, w)), gradients(lambda x, w: expected(w, x), x, w))
+    torch.testing.assert_close(torch.autograd.grad(first, (x, w)), ops.gradients(expected, x, w))
+    torch.testing.assert_close(torch.autograd.grad(second, (x, w)), ops.gradients(lambda x, w: expected(w, x), x, w))
     compiled(x, w)  # abandoned
     with torch.no_grad():
         assert not compiled(x, w).requires_grad
     del first, second
-    assert live_recordings() == start
+    assert autograd.live_recordings() == start
 
 
 @SLOW_INDUCTOR
@@ -87,36 +63,36 @@ def test_inputs_whose_buffers_the_compiler_takes_back(backend):
 
         return inner
 
-    x, w = leaf(2_000), leaf(2_000, seed=1)
+    x, w = ops.leaf(2_000), ops.leaf(2_000, seed=1)
     for budget in (1.0, 0.5, 0.0):
         torch.compiler.reset()
         with torch._functorch.config.patch(activation_memory_budget=budget):
-            compiled = torch.compile(loss(weighted_square), fullgraph=True, backend=backend)
-            found = gradients(compiled, x, w)
-        torch.testing.assert_close(found, gradients(loss(weighted_square_reference), x, w))
+            compiled = torch.compile(loss(ops.weighted_square), fullgraph=True, backend=backend)
+            found = ops.gradients(compiled, x, w)
+        torch.testing.assert_close(found, ops.gradients(loss(ops.weighted_square_reference), x, w))
 
 
-@OPS
+@ops.OPS
 @pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
 def test_traced_forward_and_backward(op, reference, tracing_mode):
     from torch.fx.experimental.proxy_tensor import make_fx
 
     def both(x, w):
-        return gradients(lambda x, w: op(torch.sin(x), w).pow(2).sum(), x, w)
+        return ops.gradients(lambda x, w: op(torch.sin(x), w).pow(2).sum(), x, w)
 
-    graph = make_fx(both, tracing_mode=tracing_mode)(leaf(6), leaf(6, seed=1))
-    x, w = leaf(6, seed=2), leaf(6, seed=3)
-    expected = gradients(lambda x, w: reference(torch.sin(x), w).pow(2).sum(), x, w)
+    graph = make_fx(both, tracing_mode=tracing_mode)(ops.leaf(6), ops.leaf(6, seed=1))
+    x, w = ops.leaf(6, seed=2), ops.leaf(6, seed=3)
+    expected = ops.gradients(lambda x, w: reference(torch.sin(x), w).pow(2).sum(), x, w)
     torch.testing.assert_close([g.detach() for g in graph(x, w)], list(expected))
 
 
-@OPS
+@ops.OPS
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpoint_eager(op, reference, use_reentrant):
-    x, w = leaf(6), leaf(6, seed=1)
-    plain = gradients(lambda x, w: chain(op, square_and_cube)(x, w), x, w)
+    x, w = ops.leaf(6), ops.leaf(6, seed=1)
+    plain = ops.gradients(lambda x, w: chain(op, ops.square_and_cube)(x, w), x, w)
     found = gradients_by_backward(
-        lambda x, w: checkpoint(chain(op, square_and_cube), x, w, use_reentrant=use_reentrant), x, w
+        lambda x, w: checkpoint(chain(op, ops.square_and_cube), x, w, use_reentrant=use_reentrant), x, w
     )
     torch.testing.assert_close(found, plain, rtol=0, atol=0)
 
@@ -127,61 +103,66 @@ def gradients_by_backward(function, *inputs):
     return tuple(i.grad for i in inputs)
 
 
-@OPS
+@ops.OPS
 @SLOW_INDUCTOR
 def test_checkpoint_compiled(op, reference, backend):
-    x, w = leaf(6), leaf(6, seed=1)
-    inner = chain(op, square_and_cube)
+    x, w = ops.leaf(6), ops.leaf(6, seed=1)
+    inner = chain(op, ops.square_and_cube)
     compiled = torch.compile(
         lambda x, w: checkpoint(inner, x, w, use_reentrant=False) * 2, fullgraph=True, backend=backend
     )
-    start = live_recordings()
-    torch.testing.assert_close(gradients(compiled, x, w), tuple(2 * g for g in gradients(inner, x, w)))
-    assert live_recordings() == start
+    start = autograd.live_recordings()
+    torch.testing.assert_close(ops.gradients(compiled, x, w), tuple(2 * g for g in ops.gradients(inner, x, w)))
+    assert autograd.live_recordings() == start
 
 
-@OPS
+@ops.OPS
 @SLOW_INDUCTOR
 def test_compiled_backward_of_an_eager_forward(op, reference, backend):
     """Torch's compiled autograd traces the backward pass by itself."""
-    x, w = leaf(6), leaf(6, seed=1)
+    x, w = ops.leaf(6), ops.leaf(6, seed=1)
     compiler = torch.compile(backend=backend, fullgraph=True)
     with torch._dynamo.compiled_autograd._enable(compiler):
         found = gradients_by_backward(lambda x, w: op(torch.sin(x), w).pow(2).sum(), x, w)
-    torch.testing.assert_close(found, gradients(lambda x, w: reference(torch.sin(x), w).pow(2).sum(), x, w))
+    torch.testing.assert_close(found, ops.gradients(lambda x, w: reference(torch.sin(x), w).pow(2).sum(), x, w))
 
 
-@OPS
+@ops.OPS
 @SLOW_INDUCTOR
 def test_dynamic_shapes_compile_at_most_twice(op, reference, backend):
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     compiled = torch.compile(lambda x, w: op(x * 2, w).sum(), fullgraph=True, backend=counter)
     for n in (5, 9, 4, 12, 7, 33):
-        x, w = leaf(n), leaf(n, seed=1)
-        torch.testing.assert_close(gradients(compiled, x, w), gradients(lambda x, w: reference(x * 2, w).sum(), x, w))
+        x, w = ops.leaf(n), ops.leaf(n, seed=1)
+        torch.testing.assert_close(
+            ops.gradients(compiled, x, w), ops.gradients(lambda x, w: reference(x * 2, w).sum(), x, w)
+        )
     assert counter.frame_count <= 2
 
 
-@warp_custom_op("tests::with_optional", outputs=[like("y")])
+@autograd.warp_custom_op("tests::with_optional", outputs=[ops.like("y")])
 def with_optional(
     x: torch.Tensor, w: torch.Tensor | None = None, s: float = 2.0, shift: torch.Tensor | None = None
 ) -> torch.Tensor:
     y = torch.empty_like(x)
-    track = needs_grad(x, w)
-    arrays = {"x": warp_from_torch(x, wp.float64), "y": warp_from_torch(y, wp.float64, requires_grad=track)}
+    track = autograd.needs_grad(x, w)
+    arrays = {
+        "x": autograd.warp_from_torch(x, wp.float64),
+        "y": autograd.warp_from_torch(y, wp.float64, requires_grad=track),
+    }
     if w is not None:
-        arrays["w"] = warp_from_torch(w, wp.float64)
-    with WarpAutogradContextManager(track) as tape:
+        arrays["w"] = autograd.warp_from_torch(w, wp.float64)
+    with autograd.WarpAutogradContextManager(track) as tape:
         inputs = [arrays["x"], arrays.get("w", arrays["x"]), s]
-        wp.launch(weighted_square_kernel, x.shape[0], inputs, [arrays["y"]], device="cpu")
+        wp.launch(ops.weighted_square_kernel, x.shape[0], inputs, [arrays["y"]], device="cpu")
     if track:
-        attach_for_backward(y, tape, **arrays)
+        autograd.attach_for_backward(y, tape, **arrays)
     return y
 
 
 @BACKENDS
 def test_optional_inputs_present_and_absent(backend):
-    x, w = leaf(5), leaf(5, seed=1)
+    x, w = ops.leaf(5), ops.leaf(5, seed=1)
 
     def both(x, w):
         return with_optional(torch.sin(x), w).sum() + with_optional(x * 2).sum() + with_optional(w, s=3.0).sum()
@@ -189,20 +170,20 @@ def test_optional_inputs_present_and_absent(backend):
     def expected(x, w):
         return (2 * torch.sin(x) ** 2 * w).sum() + (2 * (2 * x) ** 3).sum() + (3 * w**3).sum()
 
-    torch.testing.assert_close(gradients(both, x, w), gradients(expected, x, w))
+    torch.testing.assert_close(ops.gradients(both, x, w), ops.gradients(expected, x, w))
     compiled = torch.compile(both, fullgraph=True, backend=backend)
-    torch.testing.assert_close(gradients(compiled, x, w), gradients(expected, x, w))
+    torch.testing.assert_close(ops.gradients(compiled, x, w), ops.gradients(expected, x, w))
     torch.library.opcheck(with_optional.op.overload, (x,))
     torch.library.opcheck(with_optional.op.overload, (x, w, 2.0, None))
 
 
-@OPS
+@ops.OPS
 def test_a_hundred_optimiser_steps_stay_together(op, reference):
     def train(step):
         torch.manual_seed(0)
         layer = torch.nn.Linear(4, 4, dtype=torch.float64)
         optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
-        x, w = leaf(4).detach(), leaf(4, seed=1).detach()
+        x, w = ops.leaf(4).detach(), ops.leaf(4, seed=1).detach()
         losses = []
         for _ in range(100):
             optimiser.zero_grad()
@@ -225,15 +206,15 @@ def test_a_hundred_optimiser_steps_stay_together(op, reference):
 @pytest.mark.parametrize(
     "call",
     [
-        (weighted_square, (leaf(5), leaf(5, seed=1), 2.0)),
-        (weighted_square, (leaf(5), leaf(5, seed=1).detach())),
-        (weighted_square, (leaf(10)[::2], leaf(1).expand(5))),
-        (weighted_square, (leaf(0), leaf(0))),
-        (square_and_cube, (leaf(5), leaf(5, seed=1))),
-        (cube, (leaf(5), leaf(5, seed=1))),
-        (cube.op.backward, (leaf(5), leaf(5, seed=1), leaf(5, seed=2))),
-        (with_scratch, (leaf(5), leaf(5, seed=1), torch.zeros(5, dtype=torch.float64))),
-        (fill, (torch.zeros(5, dtype=torch.float64), 2.0)),
+        (ops.weighted_square, (ops.leaf(5), ops.leaf(5, seed=1), 2.0)),
+        (ops.weighted_square, (ops.leaf(5), ops.leaf(5, seed=1).detach())),
+        (ops.weighted_square, (ops.leaf(10)[::2], ops.leaf(1).expand(5))),
+        (ops.weighted_square, (ops.leaf(0), ops.leaf(0))),
+        (ops.square_and_cube, (ops.leaf(5), ops.leaf(5, seed=1))),
+        (ops.cube, (ops.leaf(5), ops.leaf(5, seed=1))),
+        (ops.cube.op.backward, (ops.leaf(5), ops.leaf(5, seed=1), ops.leaf(5, seed=2))),
+        (ops.with_scratch, (ops.leaf(5), ops.leaf(5, seed=1), torch.zeros(5, dtype=torch.float64))),
+        (ops.fill, (torch.zeros(5, dtype=torch.float64), 2.0)),
     ],
     ids=lambda call: call[0].op.name,
 )
@@ -243,8 +224,8 @@ def test_opcheck(call):
 
 
 def test_opcheck_of_the_backward_of_a_tape_op():
-    op = weighted_square.op
-    x, w = leaf(5).detach(), leaf(5, seed=1).detach()
+    op = ops.weighted_square.op
+    x, w = ops.leaf(5).detach(), ops.leaf(5, seed=1).detach()
     y, token = op.overload(x, w, 1.0, 0b11, 1)
     torch.library.opcheck(op.backward_overload, (token, x, w, 1.0, y, torch.ones_like(y), 0b11, 1))
 
@@ -252,22 +233,22 @@ def test_opcheck_of_the_backward_of_a_tape_op():
 @BACKENDS
 def test_mutated_buffers(backend):
     def loss(x, w, scratch):
-        y = with_scratch(torch.sin(x), w, scratch)
+        y = ops.with_scratch(torch.sin(x), w, scratch)
         return (y * 2).sum() + (scratch * x).sum()
 
     def expected(x, w):
         s = torch.sin(x)
         return (s * w * s * 2).sum() + ((s * w).detach() * x).sum()
 
-    x, w, scratch = leaf(6), leaf(6, seed=1), torch.zeros(6, dtype=torch.float64)
+    x, w, scratch = ops.leaf(6), ops.leaf(6, seed=1), torch.zeros(6, dtype=torch.float64)
     compiled = torch.compile(loss, fullgraph=True, backend=backend)
     value = compiled(x, w, scratch)
     torch.testing.assert_close(value, expected(x, w))
     torch.testing.assert_close(scratch, (torch.sin(x) * w).detach())
-    torch.testing.assert_close(torch.autograd.grad(value, (x, w)), gradients(expected, x, w))
+    torch.testing.assert_close(torch.autograd.grad(value, (x, w)), ops.gradients(expected, x, w))
 
 
-@OPS
+@ops.OPS
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(op, reference, strict):
     class Model(torch.nn.Module):
@@ -275,11 +256,11 @@ def test_export(op, reference, strict):
             y = op(x * 2, w)
             return y.sum(), y
 
-    x, w = leaf(6).detach(), leaf(6, seed=1).detach()
+    x, w = ops.leaf(6).detach(), ops.leaf(6, seed=1).detach()
     n = torch.export.Dim("n", min=2, max=100)
     program = torch.export.export(Model(), (x, w), dynamic_shapes=({0: n}, {0: n}), strict=strict)
     for size in (6, 11):
-        x, w = leaf(size).detach(), leaf(size, seed=1).detach()
+        x, w = ops.leaf(size).detach(), ops.leaf(size, seed=1).detach()
         torch.testing.assert_close(program.module()(x, w)[1], reference(x * 2, w))
 
 
@@ -302,16 +283,10 @@ def test_exported_program_without_the_library_names_it(tmp_path):
     eager = Model()(positions, charges, cell)
     torch.testing.assert_close(torch.export.load(path).module()(positions, charges, cell), eager)
     script = f"import torch; torch.export.load({str(path)!r}).module()"
-    bare = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    bare = run_python(script)
     assert bare.returncode != 0
     assert "nvalchemiops" in bare.stderr
-    with_import = subprocess.run(
-        [sys.executable, "-c", "import nvalchemiops.torch.interactions.electrostatics; " + script],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert with_import.returncode == 0, with_import.stderr
+    output_of(run_python("import nvalchemiops.torch.interactions.electrostatics; " + script))
 
 
 def force_loss(f):
@@ -326,27 +301,27 @@ def force_loss(f):
 @BACKENDS
 def test_parameter_gradient_of_a_force_loss(backend):
     """The known trap: a wrong factor in the gradient, with the right loss."""
-    x, w = leaf(6), leaf(6, seed=1)
+    x, w = ops.leaf(6), ops.leaf(6, seed=1)
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        compiled = torch.compile(force_loss(cube), fullgraph=True, backend=backend)
+        compiled = torch.compile(force_loss(ops.cube), fullgraph=True, backend=backend)
         value = compiled(x, w)
         found = torch.autograd.grad(value, (x, w))
-    torch.testing.assert_close(value, force_loss(cube_reference)(x, w))
-    torch.testing.assert_close(found, gradients(force_loss(cube), x, w))
-    torch.testing.assert_close(found, gradients(force_loss(cube_reference), x, w))
+    torch.testing.assert_close(value, force_loss(ops.cube_reference)(x, w))
+    torch.testing.assert_close(found, ops.gradients(force_loss(ops.cube), x, w))
+    torch.testing.assert_close(found, ops.gradients(force_loss(ops.cube_reference), x, w))
 
 
-@pytest.mark.parametrize("op", [weighted_square, cube], ids=["tape", "explicit"])
+@pytest.mark.parametrize("op", [ops.weighted_square, ops.cube], ids=["tape", "explicit"])
 def test_function_transforms_inside_a_graph_raise(op):
-    x, w = leaf(5).detach(), leaf(5, seed=1).detach()
+    x, w = ops.leaf(5).detach(), ops.leaf(5, seed=1).detach()
     compiled = torch.compile(lambda x: torch.func.grad(lambda x: op(x, w).sum())(x), backend="aot_eager")
     with pytest.raises(RuntimeError, match="eager mode only"):
         compiled(x)
 
 
-@OPS
+@ops.OPS
 def test_autocast_changes_nothing(op, reference):
-    x, w = leaf(6), leaf(6, seed=1)
+    x, w = ops.leaf(6), ops.leaf(6, seed=1)
     for function in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = function(x, w)
@@ -355,8 +330,10 @@ def test_autocast_changes_nothing(op, reference):
 
 
 def test_half_precision_from_an_autocast_layer_is_widened():
-    @warp_custom_op(
-        "tests::dtype_seen", [OutputSpec("y", wp.float32, lambda x: x.shape)], backward=lambda grad_y: 2 * grad_y
+    @autograd.warp_custom_op(
+        "tests::dtype_seen",
+        [autograd.OutputSpec("y", wp.float32, lambda x: x.shape)],
+        backward=lambda grad_y: 2 * grad_y,
     )
     def dtype_seen(x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == torch.float32
@@ -375,10 +352,10 @@ def test_half_precision_from_an_autocast_layer_is_widened():
 
 
 def test_integers_for_float_arguments():
-    x, w = leaf(4), leaf(4, seed=1)
-    torch.testing.assert_close(weighted_square(x, w, 3), weighted_square(x, w, s=3.0))
+    x, w = ops.leaf(4), ops.leaf(4, seed=1)
+    torch.testing.assert_close(ops.weighted_square(x, w, 3), ops.weighted_square(x, w, s=3.0))
     torch.testing.assert_close(
-        torch.compile(weighted_square, fullgraph=True, backend="aot_eager")(x, w, 3), weighted_square(x, w, 3.0)
+        torch.compile(ops.weighted_square, fullgraph=True, backend="aot_eager")(x, w, 3), ops.weighted_square(x, w, 3.0)
     )
 
 
@@ -412,19 +389,15 @@ def test_changed_backward_is_seen_past_a_shared_compile_cache(tmp_path):
             """
         )
     )
-    environment = dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache"), TORCHINDUCTOR_AUTOGRAD_CACHE="1")
-    found = [
-        subprocess.run(
-            [sys.executable, str(script), factor], capture_output=True, text=True, check=True, env=environment
-        ).stdout.split()[-1]
-        for factor in ("2.0", "2.0", "7.0")
-    ]
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    factors = ("2.0", "2.0", "7.0")
+    found = [output_of(run_interpreter(script, factor, **environment)).split()[-1] for factor in factors]
     assert found == ["2.0", "2.0", "7.0"]
 
 
 def test_identity_changes_with_the_backward():
     def make(name, factor):
-        return warp_custom_op(name, [like("y")], backward=factor)(_double)
+        return autograd.warp_custom_op(name, [ops.like("y")], backward=factor)(_double)
 
     one = make("tests::identity_one", lambda grad_y: 2 * grad_y)
     two = make("tests::identity_two", lambda grad_y: 3 * grad_y)

@@ -20,7 +20,15 @@ from nvalchemiops.torch.autograd import (
     warp_stream_from_torch,
 )
 
-from .ops import leaf, like, square_and_cube, times_kernel, weighted_square, weighted_square_kernel
+from .ops import (
+    leaf,
+    like,
+    record_weighted_square,
+    square_and_cube,
+    times_kernel,
+    weighted_square,
+    weighted_square_kernel,
+)
 
 # -- views ----------------------------------------------------------------------------------------
 
@@ -210,7 +218,7 @@ def test_extract_gradients():
 def test_the_public_function_has_the_signature_of_the_body():
     signature = inspect.signature(weighted_square)
     assert list(signature.parameters) == ["x", "w", "s"] and signature.parameters["s"].default == 1.0
-    assert weighted_square.__name__ == "weighted_square"
+    assert weighted_square.__name__ == record_weighted_square.__name__
     x, w = leaf(3), leaf(3, seed=1)
     for call in (
         weighted_square(x, w, 2.0),
@@ -238,17 +246,8 @@ def test_a_tape_op_leaves_the_obvious_name_for_its_backward_free():
 def test_an_op_whose_grad_arrays_name_no_input_has_no_gradients():
     """Bodies that can record are taken as they are; who asks for a derivative is told that there is none."""
 
-    @warp_custom_op("tests::only_output", outputs=[like("result")], grad_arrays=["result"])
-    def op(x: torch.Tensor, w: torch.Tensor, s: float = 1.0) -> torch.Tensor:
-        y, track = torch.empty_like(x), needs_grad(x, w)
-        x_array, w_array = warp_from_torch(x, wp.float64), warp_from_torch(w, wp.float64)
-        y_array = warp_from_torch(y, wp.float64, requires_grad=track)
-        with WarpAutogradContextManager(track) as tape:
-            wp.launch(weighted_square_kernel, x.shape[0], [x_array, w_array, s], [y_array], device=x_array.device)
-        if track:
-            attach_for_backward(y, tape, x=x_array, w=w_array, y=y_array)
-        return y
-
+    named = warp_custom_op("tests::only_output", outputs=[like("result")], grad_arrays=["result"])
+    op = named(record_weighted_square)
     x, w = leaf(3), leaf(3, seed=1)
     expected = (x * x * w).detach()
     torch.testing.assert_close(op(x.detach(), w.detach()), expected)

@@ -8,6 +8,7 @@ import warp as wp
 
 from nvalchemiops.torch.autograd import live_recordings, warp_stream_from_torch
 from nvalchemiops.torch.kernel import differentiable_kernel
+from tests.gpu import captured, waiting_is_an_error
 
 from .ops import (
     OPS,
@@ -68,14 +69,10 @@ def test_r01_binding_does_not_wait_for_unrelated_warp_work():
 def test_r02_no_synchronisation(op, reference):
     x, w = inputs()
     gradients(op, x, w)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         for _ in range(10):
             gradients(op, x, w)
             square_and_cube(x, w)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_r03_graph_capture_of_an_explicit_op_and_its_backward():
@@ -85,19 +82,12 @@ def test_r03_graph_capture_of_an_explicit_op_and_its_backward():
     def step(x, w):
         return torch.autograd.grad((cube(x, w) * op(w, x)).sum(), (x, w))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(x, w)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(x, w)
+    graph, found = captured(lambda: step(x, w))
     for round in range(100):
         with torch.no_grad():
             x.copy_(torch.rand_like(x) + round)
         graph.replay()
-        torch.testing.assert_close(captured, step(x, w))
+        torch.testing.assert_close(found, step(x, w))
 
 
 def test_r03_reduce_overhead_mode_with_integer_indices():

@@ -18,6 +18,7 @@ from nvalchemiops.torch.autograd import (
     warp_custom_op,
     warp_from_torch,
 )
+from tests.processes import in_threads
 
 from .ops import (
     OPS,
@@ -499,27 +500,17 @@ def test_changing_a_tensor_that_an_op_will_mutate_is_seen_by_torch():
 
 
 def test_many_threads_record_and_replay_at_once():
-    errors = []
-
     def work(seed):
-        try:
-            for round in range(30):
-                x, w = leaf(50, seed=seed), leaf(50, seed=seed + 100)
-                f = (weighted_square, cube)[round % 2]
-                r = (weighted_square_reference, cube_reference)[round % 2]
-                found = torch.autograd.grad(f(f(x, w), w).sum(), (x, w))
-                torch.testing.assert_close(found, torch.autograd.grad(r(r(x, w), w).sum(), (x, w)))
-                with torch.no_grad():
-                    torch.testing.assert_close(f(x, w), r(x, w))
-        except BaseException as error:
-            errors.append(error)
+        for round in range(30):
+            x, w = leaf(50, seed=seed), leaf(50, seed=seed + 100)
+            f = (weighted_square, cube)[round % 2]
+            r = (weighted_square_reference, cube_reference)[round % 2]
+            found = torch.autograd.grad(f(f(x, w), w).sum(), (x, w))
+            torch.testing.assert_close(found, torch.autograd.grad(r(r(x, w), w).sum(), (x, w)))
+            with torch.no_grad():
+                torch.testing.assert_close(f(x, w), r(x, w))
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(work, range(8))
     assert active_tape() is None
 
 
@@ -543,22 +534,13 @@ def test_one_graph_replayed_by_many_threads():
     x, w = leaf(200), leaf(200, seed=1)
     y = weighted_square(x, w)
     expected = 2 * (x * w).detach()
-    errors = []
 
     def work(factor):
-        try:
-            for _ in range(20):
-                found = torch.autograd.grad(y, x, torch.full_like(y, factor), retain_graph=True)[0]
-                torch.testing.assert_close(found, factor * expected)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(20):
+            found = torch.autograd.grad(y, x, torch.full_like(y, factor), retain_graph=True)[0]
+            torch.testing.assert_close(found, factor * expected)
 
-    threads = [threading.Thread(target=work, args=(float(k + 1),)) for k in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    in_threads(work, [float(k + 1) for k in range(6)])
 
 
 def test_an_active_warp_tape_is_refused_with_a_reason():

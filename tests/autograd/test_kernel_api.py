@@ -18,7 +18,7 @@ from nvalchemiops.torch.kernel import (
     is_torch_tensor,
 )
 
-from .ops import leaf, product_kernel, weighted_square_kernel
+from .ops import leaf, product_kernel, reals, weighted_square_kernel
 
 
 def specs():
@@ -42,22 +42,14 @@ def norms_kernel(
 
 
 @wp.kernel(enable_backward=False)
-def product_backward_kernel(
-    x: wp.array(dtype=wp.float64),
-    w: wp.array(dtype=wp.float64),
-    c: wp.array(dtype=wp.float64),
-    gx: wp.array(dtype=wp.float64),
-    gw: wp.array(dtype=wp.float64),
-):
+def product_backward_kernel(x: reals, w: reals, c: reals, gx: reals, gw: reals):
     i = wp.tid()
     gx[i] = c[i] * w[i]
     gw[i] = c[i] * x[i]
 
 
 @wp.kernel(enable_backward=False)
-def product_backward_first_kernel(
-    w: wp.array(dtype=wp.float64), c: wp.array(dtype=wp.float64), gx: wp.array(dtype=wp.float64)
-):
+def product_backward_first_kernel(w: reals, c: reals, gx: reals):
     i = wp.tid()
     gx[i] = c[i] * w[i]
 

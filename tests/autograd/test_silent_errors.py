@@ -3,7 +3,6 @@
 import functools
 import math
 import signal
-import subprocess
 import sys
 import textwrap
 
@@ -12,15 +11,7 @@ import torch
 import warp as wp
 
 from nvalchemiops import launch as core
-from nvalchemiops.torch.autograd import (
-    NotDifferentiableError,
-    OutputSpec,
-    WarpAutogradContextManager,
-    attach_for_backward,
-    needs_grad,
-    warp_custom_op,
-    warp_from_torch,
-)
+from nvalchemiops.torch import autograd
 from nvalchemiops.torch.autograd.naming import value_identity
 from nvalchemiops.torch.kernel import (
     call_kernel,
@@ -30,6 +21,7 @@ from nvalchemiops.torch.kernel import (
 )
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import neighbor_list
+from tests.processes import output_of, run_interpreter, run_python
 
 from .ops import (
     cube,
@@ -80,7 +72,7 @@ def test_equal_kernels_keep_ops_of_their_own():
 
 def test_ops_of_one_factory_answer_each_for_itself():
     def define(factor):
-        @warp_custom_op("tests::from_a_factory", SPEC, backward=lambda grad_y: factor * grad_y)
+        @autograd.warp_custom_op("tests::from_a_factory", SPEC, backward=lambda grad_y: factor * grad_y)
         def scaled(x: torch.Tensor) -> torch.Tensor:
             return factor * x
 
@@ -135,8 +127,8 @@ def test_lazily_negated_tensors():
     torch.testing.assert_close(cube(x, w), x.resolve_neg() ** 3 * w)
     torch.testing.assert_close(weighted_square(w, x), w * w * x.resolve_neg())
     for refuse in (
-        lambda: warp_from_torch(x, wp.float64),
-        lambda: call_kernel(product_kernel, x, w, outputs=[OutputSpec("y", wp.float64, (3,))]),
+        lambda: autograd.warp_from_torch(x, wp.float64),
+        lambda: call_kernel(product_kernel, x, w, outputs=[autograd.OutputSpec("y", wp.float64, (3,))]),
         lambda: launch(product_kernel, 3, [x, w], [torch.empty(3, dtype=torch.float64)]),
     ):
         with pytest.raises(ValueError, match="resolve_neg"):
@@ -167,32 +159,32 @@ def test_other_layouts_are_refused_by_name(layout):
 
 def test_overlapping_elements_have_no_gradients_of_their_own():
     windows = torch.ones(5, dtype=torch.float64).unfold(0, 3, 1)
-    assert warp_from_torch(windows, wp.float64).shape == (3, 3)
+    assert autograd.warp_from_torch(windows, wp.float64).shape == (3, 3)
     with pytest.raises(ValueError, match="share memory"):
-        warp_from_torch(windows, wp.float64, requires_grad=True)
+        autograd.warp_from_torch(windows, wp.float64, requires_grad=True)
 
 
 # -- launches that a tape would miss --------------------------------------------------------------
 
 
 def body_with(what):
-    @warp_custom_op("tests::incomplete", SPEC)
+    @autograd.warp_custom_op("tests::incomplete", SPEC)
     def incomplete(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = torch.empty_like(x)
-        track = needs_grad(x, w)
-        arrays = {"x": warp_from_torch(x, wp.float64), "w": warp_from_torch(w, wp.float64)}
-        arrays["y"] = warp_from_torch(y, wp.float64, requires_grad=track)
-        with WarpAutogradContextManager(track) as tape:
+        track = autograd.needs_grad(x, w)
+        arrays = {"x": autograd.warp_from_torch(x, wp.float64), "w": autograd.warp_from_torch(w, wp.float64)}
+        arrays["y"] = autograd.warp_from_torch(y, wp.float64, requires_grad=track)
+        with autograd.WarpAutogradContextManager(track) as tape:
             what(x, w, y, arrays)
         if track:
-            attach_for_backward(y, tape, **arrays)
+            autograd.attach_for_backward(y, tape, **arrays)
         return y
 
     return incomplete
 
 
 def calls_an_op(x, w, y, arrays):
-    middle = warp_from_torch(weighted_square(x, w), wp.float64)
+    middle = autograd.warp_from_torch(weighted_square(x, w), wp.float64)
     wp.launch(times_kernel, x.shape[0], [middle, arrays["x"]], [arrays["y"]], device="cpu")
 
 
@@ -201,7 +193,7 @@ def launches_on_tensors(x, w, y, arrays):
 
 
 def records_inside(x, w, y, arrays):
-    with WarpAutogradContextManager(True):
+    with autograd.WarpAutogradContextManager(True):
         wp.launch(weighted_square_kernel, x.shape[0], [arrays["x"], arrays["w"], 1.0], [arrays["y"]], device="cpu")
 
 
@@ -227,12 +219,12 @@ def launches_nothing(x, w, y, arrays):
 @pytest.mark.parametrize(
     "what, error, match",
     [
-        (calls_an_op, NotDifferentiableError, "tests::weighted_square was called inside a recording"),
-        (launches_on_tensors, NotDifferentiableError, "on tensors inside a recording"),
+        (calls_an_op, autograd.NotDifferentiableError, "tests::weighted_square was called inside a recording"),
+        (launches_on_tensors, autograd.NotDifferentiableError, "on tensors inside a recording"),
         (records_inside, RuntimeError, "records on a tape already"),
-        (launches_without_adjoint, NotDifferentiableError, "no_adjoint_kernel"),
-        (launches_unrecorded, NotDifferentiableError, "weighted_square_kernel"),
-        (launches_nothing, NotDifferentiableError, "recorded no launch"),
+        (launches_without_adjoint, autograd.NotDifferentiableError, "no_adjoint_kernel"),
+        (launches_unrecorded, autograd.NotDifferentiableError, "weighted_square_kernel"),
+        (launches_nothing, autograd.NotDifferentiableError, "recorded no launch"),
     ],
 )
 def test_launches_that_the_tape_would_miss(what, error, match):
@@ -247,10 +239,10 @@ def test_launches_that_the_tape_would_miss(what, error, match):
 def test_a_second_tape_on_one_output_is_refused():
     output = torch.ones(3)
     first = wp.Tape()
-    attach_for_backward(output, first)
-    attach_for_backward(output, first, x=warp_from_torch(output, wp.float32))
+    autograd.attach_for_backward(output, first)
+    autograd.attach_for_backward(output, first, x=autograd.warp_from_torch(output, wp.float32))
     with pytest.raises(ValueError, match="another tape"):
-        attach_for_backward(output, wp.Tape())
+        autograd.attach_for_backward(output, wp.Tape())
 
 
 # -- mutation -------------------------------------------------------------------------------------
@@ -293,7 +285,7 @@ def count_and_scale_backward_kernel(x: wp.array(dtype=real), c: wp.array(dtype=w
     g[i] = real(2.0) * x[i] * real(c[i])
 
 
-MIXED = [OutputSpec("n", wp.int32, lambda x: x.shape), OutputSpec("y", wp.float32, lambda x: x.shape)]
+MIXED = [autograd.OutputSpec("n", wp.int32, lambda x: x.shape), autograd.OutputSpec("y", wp.float32, lambda x: x.shape)]
 
 
 @pytest.mark.parametrize("kernels", [(), (count_and_scale_backward_kernel,)], ids=["own adjoint", "pair"])
@@ -310,7 +302,7 @@ def test_integer_outputs_and_mixed_precision(kernels):
 def test_an_integer_output_cannot_be_differentiable():
     with pytest.raises(TypeError, match="'n', which holds no floating-point"):
 
-        @warp_custom_op("tests::integer_gradient", MIXED, grad_arrays=["n", "y", "x"])
+        @autograd.warp_custom_op("tests::integer_gradient", MIXED, grad_arrays=["n", "y", "x"])
         def op(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             raise AssertionError
 
@@ -347,15 +339,14 @@ def test_a_first_call_in_inference_mode_does_not_spoil_the_short_way():
         system_sums(x, None, 1)
         assert taken == ["nvalchemiops::system_sums"], taken
     """
-    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-2000:]
+    output_of(run_python(script))
 
 
 # -- declarations and launches at their limits ----------------------------------------------------
 
 
 def test_defaults_before_one_that_a_schema_cannot_express():
-    @warp_custom_op("tests::late_infinity", SPEC, grad_arrays=())
+    @autograd.warp_custom_op("tests::late_infinity", SPEC, grad_arrays=())
     def op(x: torch.Tensor, w: torch.Tensor | None = None, top: float = math.inf, n: int = 2) -> torch.Tensor:
         return x.clamp(max=top) * n
 
@@ -365,7 +356,7 @@ def test_defaults_before_one_that_a_schema_cannot_express():
 
 def test_too_many_outputs_are_counted_up_front():
     with pytest.raises(ValueError, match="40 outputs are more than"):
-        warp_custom_op("tests::forty", [like(f"y{i}") for i in range(40)])(_unused)
+        autograd.warp_custom_op("tests::forty", [like(f"y{i}") for i in range(40)])(_unused)
 
 
 def _unused(x: torch.Tensor) -> torch.Tensor:
@@ -443,5 +434,5 @@ def test_an_interrupt_waits_for_every_chunk(tmp_path):
     )
     path = tmp_path / "interrupted.py"  # Warp reads a kernel's source from its file
     path.write_text(script)
-    run = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
+    run = run_interpreter(path)
     assert run.stdout.splitlines()[-1] in ("interrupted True True", "finished"), run.stdout + run.stderr

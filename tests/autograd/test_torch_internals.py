@@ -3,14 +3,13 @@
 import json
 import logging
 import os
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
 
 from nvalchemiops.torch.runtime import _torch_internals as internals
+from tests.processes import output_of, run_python
 
 from .ops import leaf
 
@@ -277,10 +276,8 @@ def answers():
     """What each case gave, by the names that were missing; all in one process that forks."""
     if not hasattr(os, "fork"):
         pytest.skip("no fork here")
-    command = [sys.executable, "-c", textwrap.dedent(WITHOUT), json.dumps(CASES)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    lines = [json.loads(line[7:]) for line in run.stdout.splitlines() if line.startswith("ANSWER ")]
+    said = output_of(run_python(WITHOUT, json.dumps(CASES), timeout=600))
+    lines = [json.loads(line[7:]) for line in said.splitlines() if line.startswith("ANSWER ")]
     return {shortcut: (found, messages) for shortcut, found, messages in lines}
 
 

@@ -16,13 +16,7 @@ from packaging.version import Version
 
 import nvalchemiops
 from nvalchemiops.neighbors import NeighborOverflowError
-from nvalchemiops.torch.interactions.electrostatics import (
-    dsf_coulomb,
-    estimate_ewald_parameters,
-    estimate_pme_parameters,
-    ewald_summation,
-    particle_mesh_ewald,
-)
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.neighbors import batch_cell_list, batch_naive_neighbor_list, neighbor_list
 from tests.comparing import close_to_largest
 from tests.contracts.test_clients import AdaptiveList, dsf_reference, lattices
@@ -122,10 +116,10 @@ def torch_sim_list(system: System, cutoff: float = 8.0) -> dict[str, torch.Tenso
 @pytest.mark.parametrize(
     ("function", "mesh"),
     [
-        (ewald_summation, {}),
-        (particle_mesh_ewald, {"spline_order": 6}),
-        (particle_mesh_ewald, {"spline_order": 6, "mesh_spacing": 0.25}),
-        (particle_mesh_ewald, {"spline_order": 5, "mesh_dimensions": (50, 50, 50)}),
+        (electrostatics.ewald_summation, {}),
+        (electrostatics.particle_mesh_ewald, {"spline_order": 6}),
+        (electrostatics.particle_mesh_ewald, {"spline_order": 6, "mesh_spacing": 0.25}),
+        (electrostatics.particle_mesh_ewald, {"spline_order": 5, "mesh_dimensions": (50, 50, 50)}),
     ],
     ids=["Ewald", "PME", "PME, spacing", "PME, dimensions"],
 )
@@ -188,7 +182,10 @@ def aimnet_matrix(system: System, cutoff: float) -> dict[str, Any]:
     return {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "mask_value": n_atoms}
 
 
-AIMNET = {"Ewald": (ewald_summation, estimate_ewald_parameters), "PME": (particle_mesh_ewald, estimate_pme_parameters)}
+AIMNET = {
+    "Ewald": (electrostatics.ewald_summation, electrostatics.estimate_ewald_parameters),
+    "PME": (electrostatics.particle_mesh_ewald, electrostatics.estimate_pme_parameters),
+}
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["", "hybrid"])
@@ -248,7 +245,7 @@ def test_aimnet_periodic_damped_charges_with_a_padding_atom():
     )
     x = torch.cat([system.positions, system.positions[:1]]).requires_grad_()
     q = torch.cat([system.charges, torch.zeros(1, dtype=torch.float64)])
-    energy, forces, virial = dsf_coulomb(
+    energy, forces, virial = electrostatics.dsf_coulomb(
         x,
         q,
         cutoff,

@@ -329,14 +329,15 @@ def test_aimnet_dsf_with_a_padding_atom():
         for i in range(first, first + n):
             matrix[i, : n - 1] = torch.tensor([j for j in range(first, first + n) if j != i])
     energy, forces = electrostatics.dsf_coulomb(
-        x,
-        q,
-        4.0,
-        0.2,
+        positions=x,
+        charges=q,
+        cutoff=4.0,
+        alpha=0.2,
         batch_idx=batch_idx,
         neighbor_matrix=matrix,
         fill_value=padding,
         compute_forces=True,
+        compute_virial=False,
         num_systems=2,
         device="cpu",
     )
@@ -344,7 +345,10 @@ def test_aimnet_dsf_with_a_padding_atom():
     torch.testing.assert_close(forces, -slope, rtol=1e-12, atol=1e-12)
     assert not forces[-1].any() and not potential[-1].any()
     for n, (molecule, charge) in enumerate(zip(molecules, charges, strict=True)):
-        torch.testing.assert_close(energy[n], dsf_reference(molecule, charge, None, 4.0, 0.2), rtol=1e-12, atol=1e-12)
+        alone = dsf_reference(molecule.requires_grad_(), charge, None, 4.0, 0.2)
+        torch.testing.assert_close(energy[n], alone, rtol=1e-12, atol=1e-12)
+        (slope,) = torch.autograd.grad(alone, molecule)
+        torch.testing.assert_close(forces[:-1][batch_idx[:-1] == n], -slope, rtol=1e-11, atol=1e-11)
     assert torch.autograd.grad(forces.square().sum(), x)[0][:-1].any()
 
 

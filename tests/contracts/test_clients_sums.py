@@ -5,27 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import (
-    compute_slab_correction,
-    coulomb_energy,
-    dsf_coulomb,
-    estimate_ewald_parameters,
-    estimate_pme_parameters,
-    ewald_summation,
-    particle_mesh_ewald,
-)
+from nvalchemiops.torch import spline
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.spline import (
-    spline_gather,
-    spline_gather_channels,
-    spline_gather_gradient,
-    spline_gather_vec3,
-    spline_gather_with_force,
-    spline_spread,
-    spline_spread_channels,
-)
 from tests.systems import batch, crystal, triclinic
 
 MESH = (6, 7, 8)
@@ -42,8 +26,8 @@ def charges_of(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 SUMS: dict[str, tuple[Any, Any]] = {
-    "PME": (particle_mesh_ewald, estimate_pme_parameters),
-    "Ewald": (ewald_summation, estimate_ewald_parameters),
+    "PME": (electrostatics.particle_mesh_ewald, electrostatics.estimate_pme_parameters),
+    "Ewald": (electrostatics.ewald_summation, electrostatics.estimate_ewald_parameters),
 }
 
 
@@ -98,36 +82,6 @@ def test_forces_and_hessians_with_charges_that_depend_on_positions(energy_of_mod
 # -- AIMNet: damped shifted forces ----------------------------------------------------------------
 
 
-def test_dsf_with_a_padding_atom_appended_last():
-    """Its system is 0, its number what fills the matrix: a valid index. The device is a string."""
-    two = batch(crystal("rocksalt", 5.6, 1, 0.15), crystal("rocksalt", 5.2, (2, 1, 1), 0.1, seed=3))
-    x = torch.cat([two.positions, torch.zeros(1, 3, dtype=torch.float64)])
-    q = torch.cat([two.charges, torch.zeros(1, dtype=torch.float64)])
-    systems = torch.cat([two.batch_idx, torch.zeros(1, dtype=torch.int32)])
-    n = len(two.charges)
-    matrix, _ = neighbor_list(two.positions, 6.0, batch_idx=two.batch_idx, fill_value=n)
-    matrix = torch.cat([matrix, torch.full_like(matrix[:1], n)])
-    energies, forces = dsf_coulomb(
-        positions=x,
-        charges=q,
-        cutoff=6.0,
-        alpha=0.2,
-        batch_idx=systems,
-        neighbor_matrix=matrix,
-        fill_value=n,
-        compute_forces=True,
-        compute_virial=False,
-        num_systems=2,
-        device="cpu",
-    )
-    for number in range(2):
-        mine = two.batch_idx == number
-        alone = dsf_coulomb(two.positions[mine], two.charges[mine], 6.0)
-        torch.testing.assert_close(energies[number], alone[0][0], rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(forces[:n][mine], alone[1], rtol=1e-12, atol=1e-12)
-    assert torch.equal(forces[n], torch.zeros(3, dtype=torch.float64))
-
-
 # -- shifts without a cell ------------------------------------------------------------------------
 
 OPEN = crystal("rocksalt", 5.6, 1, 0.15)
@@ -148,15 +102,15 @@ def without_cell(op: str, form: str, shift: int, place: int = 0) -> Any:
         shifts[0, place, 1] = shift
         given = {"neighbor_matrix": OPEN_MATRIX, "neighbor_matrix_shifts": shifts}
     if op == "DSF":
-        return dsf_coulomb(x, q, 4.0, **given)[0]
+        return electrostatics.dsf_coulomb(x, q, 4.0, **given)[0]
     if op == "Coulomb":
-        return coulomb_energy(x, q, None, 4.0, **given)
+        return electrostatics.coulomb_energy(x, q, None, 4.0, **given)
     return lennard_jones(4.0)(x, sigma=2.0, epsilon=0.1, **given)
 
 
 EXPECTED = {
-    "DSF": lambda: dsf_coulomb(OPEN.positions, OPEN.charges, 4.0)[0],
-    "Coulomb": lambda: coulomb_energy(OPEN.positions, OPEN.charges, None, 4.0),
+    "DSF": lambda: electrostatics.dsf_coulomb(OPEN.positions, OPEN.charges, 4.0)[0],
+    "Coulomb": lambda: electrostatics.coulomb_energy(OPEN.positions, OPEN.charges, None, 4.0),
     "Lennard-Jones": lambda: lj_energy(OPEN.positions, 2.0, 0.1, 4.0),
 }
 
@@ -187,13 +141,13 @@ def test_one_cell_for_all_systems_of_a_batch_in_splines():
     mesh = torch.sin(torch.arange(3 * 6 * 7 * 8, dtype=torch.float64)).view(3, *MESH)
     vectors = torch.stack([mesh, mesh.cos(), mesh.exp()], -1)
     calls = [
-        lambda c: spline_spread(x, q, c, MESH, batch_idx=idx),
-        lambda c: spline_spread_channels(x, channels, c, MESH, batch_idx=idx),
-        lambda c: spline_gather(x, mesh, c, batch_idx=idx),
-        lambda c: spline_gather_channels(x, mesh.unsqueeze(1), c, batch_idx=idx),
-        lambda c: spline_gather_vec3(x, q, vectors, c, batch_idx=idx),
-        lambda c: spline_gather_gradient(x, q, mesh, c, batch_idx=idx),
-        lambda c: spline_gather_with_force(x, q, mesh, c, batch_idx=idx),
+        lambda c: spline.spline_spread(x, q, c, MESH, batch_idx=idx),
+        lambda c: spline.spline_spread_channels(x, channels, c, MESH, batch_idx=idx),
+        lambda c: spline.spline_gather(x, mesh, c, batch_idx=idx),
+        lambda c: spline.spline_gather_channels(x, mesh.unsqueeze(1), c, batch_idx=idx),
+        lambda c: spline.spline_gather_vec3(x, q, vectors, c, batch_idx=idx),
+        lambda c: spline.spline_gather_gradient(x, q, mesh, c, batch_idx=idx),
+        lambda c: spline.spline_gather_with_force(x, q, mesh, c, batch_idx=idx),
     ]
     for call in calls:
         for cell in (CELL, CELL[None]):
@@ -209,7 +163,7 @@ def test_the_number_of_systems_for_one_cell_inside_a_graph():
     """Where ``batch_idx`` cannot be read it must be said."""
 
     def spread(**options):
-        return spline_spread(SAME.positions, SAME.charges, CELL, MESH, batch_idx=SAME.batch_idx, **options)
+        return spline.spline_spread(SAME.positions, SAME.charges, CELL, MESH, batch_idx=SAME.batch_idx, **options)
 
     compiled = torch.compile(spread, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(num_systems=3), spread(), rtol=0, atol=0)
@@ -217,13 +171,18 @@ def test_the_number_of_systems_for_one_cell_inside_a_graph():
         compiled()
 
 
-@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald, compute_slab_correction])
+@pytest.mark.parametrize(
+    "function",
+    [electrostatics.ewald_summation, electrostatics.particle_mesh_ewald, electrostatics.compute_slab_correction],
+)
 def test_one_pbc_for_all_systems_with_the_slab_correction(function):
     slab = torch.tensor([True, True, False])
-    options: dict[str, Any] = {} if function is compute_slab_correction else {"alpha": 0.8, "slab_correction": True}
-    if function is ewald_summation:
+    options: dict[str, Any] = (
+        {} if function is electrostatics.compute_slab_correction else {"alpha": 0.8, "slab_correction": True}
+    )
+    if function is electrostatics.ewald_summation:
         options["k_cutoff"] = 3.0
-    if function is particle_mesh_ewald:
+    if function is electrostatics.particle_mesh_ewald:
         options["mesh_dimensions"] = (8, 8, 8)
     call = [
         function(*SAME[:3], pbc=p, batch_idx=SAME.batch_idx, **options) for p in (slab, slab[None], slab.repeat(3, 1))

@@ -4,8 +4,12 @@ import pytest
 import torch
 import torch._dynamo.testing
 
+from nvalchemiops.torch import spline
+from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.interactions.lj import lj_energy_forces
 from nvalchemiops.torch.neighbors import neighbor_list
-from tests.cases import CUTOFF, D3, EACH, EACH_OF_ATOMS, EACH_WHOLE, MIXED, ONE, PAIRS, SUMS, each, spread_out
+from tests import cases
+from tests.cases import CUTOFF, D3, EACH, EACH_OF_ATOMS, EACH_WHOLE, MIXED, ONE, PAIRS, SUMS, Case, each, spread_out
 from tests.comparing import (
     assert_compiled_equals_eager,
     close,
@@ -15,7 +19,7 @@ from tests.comparing import (
     random_like,
     same_bits,
 )
-from tests.systems import System
+from tests.systems import System, batch, csr
 
 
 @EACH
@@ -219,3 +223,89 @@ def test_export(case, strict):
         system = spread_out(size)
         arguments = (*case.inputs(system), case.near(system))
         same_bits(program.module()(*arguments), Model()(*arguments))
+
+
+# -- batches of 3, 2 and 1 systems: what a data loader passes at the end of an epoch ---------------
+
+
+def with_number(case):
+    """The number of systems given, too."""
+
+    def function(x, a, cell, b, near, **options):
+        return case.function(x, a, cell, b, near | {"num_systems": cell.shape[0]}, **options)
+
+    return case._replace(name=f"{case.name}, number given", function=function)
+
+
+def plain(name, function):
+    return Case(name, function, cases.charged(0.3), outputs=())
+
+
+def dsf(x, q, cell, alpha, near):
+    near = dict(near)
+    shifts = near.pop("neighbor_shifts")
+    return electrostatics.dsf_coulomb(x, q, CUTOFF, cell=cell, unit_shifts=shifts, compute_virial=True, **near)
+
+
+def estimated(x, q, cell, alpha, near):
+    options = {"compute_forces": True, "compute_virial": True}
+    return electrostatics.ewald_summation(x, q, cell, cutoff=CUTOFF, accuracy=1e-3, **near, **options)
+
+
+def splines(x, q, cell, alpha, near):
+    batch_idx = near["batch_idx"]
+    return spline.spline_gather(x, spline.spline_spread(x, q, cell, (8, 8, 8), batch_idx=batch_idx), cell, 4, batch_idx)
+
+
+DSF = plain("dsf_coulomb", dsf)
+SPLINES = plain("splines", splines)
+BATCHES = [batch(*(spread_out(n, seed=n) for n in sizes)) for sizes in ((5, 3, 4), (5, 3), (5,))]
+
+
+def model(case):
+    class Model(torch.nn.Module):
+        def forward(self, x, a, cell, b, near):
+            return case.results(x, a, cell, b, near)
+
+    return Model()
+
+
+def arguments_of(case, system):
+    return *case.inputs(system), case.near(system, **csr(system, CUTOFF)) | {"batch_idx": system.batch_idx}
+
+
+OTHER_CALLS = [
+    *(with_number(PAIRS[0]), with_number(D3), DSF, with_number(DSF), SPLINES),
+    plain("LJ function", lambda x, q, cell, _, near: lj_energy_forces(x, 2.2, 0.05, CUTOFF, cell, **near)),
+    plain("Coulomb", lambda x, q, cell, _, near: electrostatics.coulomb_energy_forces(x, q, cell, CUTOFF, 0.3, **near)),
+    plain("Ewald estimated", estimated),
+]
+SHAPES = [
+    *((case, None) for case in (*SUMS, *cases.PARTS, *PAIRS, D3, *OTHER_CALLS)),
+    *((case, True) for case in (SUMS[1], D3, OTHER_CALLS[0])),
+]
+
+
+@pytest.mark.parametrize(("case", "dynamic"), SHAPES, ids=lambda value: getattr(value, "name", value))
+def test_one_compiled_function_takes_batches_of_three_two_and_one(case, dynamic):
+    """A batch of one may be compiled for itself, but is no error."""
+    eager = model(case)
+    call = compiled(eager, dynamic=dynamic)
+    for system in BATCHES:
+        close(call(*arguments_of(case, system)), eager(*arguments_of(case, system)))
+
+
+@each(with_number(PAIRS[0]), DSF, with_number(D3), SUMS[0], SPLINES)
+def test_one_exported_program_takes_batches_of_three_and_two(case):
+    """With names for the numbers of atoms, systems and pairs."""
+    atoms, systems, pairs = (torch.export.Dim(name, min=2) for name in ("atoms", "systems", "pairs"))
+    of_inputs = {name: {0: atoms} for name in case.of_atoms} | {name: {0: systems} for name in case.of_systems}
+    of_near = {"neighbor_list": {1: pairs}, "neighbor_ptr": {0: atoms + 1}, "neighbor_shifts": {0: pairs}}
+    eager, (*inputs, near) = model(case), arguments_of(case, BATCHES[0])
+    shapes = (
+        *(of_inputs.get(name) for name in case.inputs(ONE)._fields),
+        {key: of_near.get(key, {0: atoms}) for key in near},
+    )
+    program = torch.export.export(eager, (*inputs, near), dynamic_shapes=shapes).module()
+    for system in BATCHES[:2]:
+        close(program(*arguments_of(case, system)), eager(*arguments_of(case, system)))

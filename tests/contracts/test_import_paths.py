@@ -1,9 +1,6 @@
 """The import paths that clients use lead to the objects of this package, in whatever order they are imported."""
 
 import importlib
-import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.interactions import dispersion, electrostatics
 from nvalchemiops.torch.neighbors import formats
 from nvalchemiops.torch.types import get_wp_dtype, get_wp_mat_dtype, get_wp_vec_dtype
+from tests.processes import python_says
 
 LISTS = {
     "naive": ["naive_neighbor_list"],
@@ -82,14 +80,6 @@ MOVED = {
 
 def flat(table):
     return [(path, name) for path, names in table.items() for name in names]
-
-
-def says(code):
-    """What a process that has imported nothing prints, as JSON."""
-    command = [sys.executable, "-W", "ignore::UserWarning", "-c", code]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(("module", "name"), flat(LISTS))
@@ -166,7 +156,7 @@ PATH = "nvalchemiops.torch.neighbors"
 )
 def test_function_with_the_name_of_its_module(name, imports):
     lines = [line.format(path=PATH, name=name) for line in imports]
-    found = says(
+    found = python_says(
         "\n".join(
             [
                 *lines,
@@ -193,7 +183,7 @@ def test_errors_that_were_pickled():
         "error = pickle.loads(pickle.dumps(NeighborOverflowError(8, 20, 1)))\n"
         "print(json.dumps([error.max_neighbors, error.num_neighbors, error.system_index]))"
     )
-    assert says(code) == [8, 20, 1]
+    assert python_says(code) == [8, 20, 1]
 
 
 # -- paths of an older release --------------------------------------------------------------------------------
@@ -227,12 +217,12 @@ def test_clients_that_import_the_old_paths():
         *(f"    {line}" for line in lines),
         "print(json.dumps([[w.lineno, w.filename] for w in caught if 'older' in str(w.message)]))",
     ]
-    assert says("\n".join(code)) == [[4, "<string>"], [4, "<string>"], [5, "<string>"]]
+    assert python_says("\n".join(code)) == [[4, "<string>"], [4, "<string>"], [5, "<string>"]]
 
 
 def test_submodules_are_attributes():
     code = "import json, nvalchemiops\nprint(json.dumps(nvalchemiops.torch.segment_ops.__name__))"
-    assert says(code) == "nvalchemiops.torch.segment_ops"
+    assert python_says(code) == "nvalchemiops.torch.segment_ops"
 
 
 def test_old_paths_load_torch_only_when_they_are_used():
@@ -242,7 +232,7 @@ def test_old_paths_load_torch_only_when_they_are_used():
         "import nvalchemiops.interactions.electrostatics, nvalchemiops.interactions.dispersion\n"
         "print(json.dumps('torch' in sys.modules))"
     )
-    assert says(code) is False
+    assert python_says(code) is False
 
 
 def test_star_imports_of_an_older_release():

@@ -1,8 +1,6 @@
 """Every op of the library, one property after the other: opcheck, layouts, in-place changes, stored values."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from nvalchemiops.torch.neighbors import pairs as geometry
 from nvalchemiops.torch.neighbors import rows, search
 from nvalchemiops.torch.operators import fourier, mesh, mesh_transform, segments
 from nvalchemiops.torch.operators.lattice import shortest_vectors
+from tests.processes import python_says
 from tests.systems import ALL, SYSTEMS, System, batch, crystal, triclinic
 
 STORED = Path(__file__).parent / "stored_values.json"
@@ -107,8 +106,7 @@ def test_no_op_is_forgotten():
 def test_one_import_registers_all_ops():
     code = "import json, nvalchemiops.torch.ops; from nvalchemiops.torch.autograd import naming; "
     code += "print(json.dumps([n for n in naming._definitions if n.startswith('nvalchemiops::')]))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert set(json.loads(said.splitlines()[-1])) == {op.op.name for op in OPS}
+    assert set(python_says(code)) == {op.op.name for op in OPS}
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.op.name)

@@ -11,18 +11,12 @@ from ase.collections import g2, s22
 from dftd3 import interface
 
 from nvalchemiops.constants import BOHR_IN_ANGSTROM
-from nvalchemiops.torch.interactions.dispersion import (
-    D3Parameters,
-    RationalDamping,
-    ZeroDamping,
-    d3_dispersion,
-    damping_parameters,
-)
+from nvalchemiops.torch.interactions import dispersion
 from tests.reference import dispersion as slow
 from tests.reference import pair as pairs_reference
 
 F64 = torch.float64
-PBE = damping_parameters("pbe")
+PBE = dispersion.damping_parameters("pbe")
 PROGRAM = {
     "bj": interface.RationalDampingParam,
     "zero": interface.ZeroDampingParam,
@@ -83,9 +77,18 @@ def batch(*systems: Atoms) -> Atoms:
     )
 
 
+def with_padding_atom(atoms: Atoms) -> Atoms:
+    """Molecules of a batch, and last an atom of number 0, which counts to system 0."""
+    return Atoms(
+        torch.cat([atoms.positions, torch.zeros(1, 3, dtype=F64)]),
+        torch.cat([atoms.numbers, torch.zeros(1, dtype=torch.int32)]),
+        batch_idx=torch.cat([atoms.systems, torch.zeros(1, dtype=torch.int32)]),
+    )
+
+
 @functools.cache
-def parameters() -> D3Parameters:
-    return D3Parameters.load()
+def parameters() -> dispersion.D3Parameters:
+    return dispersion.D3Parameters.load()
 
 
 @functools.cache
@@ -158,7 +161,7 @@ class Found(NamedTuple):
 
 def evaluate(atoms: Atoms, damping, cutoff: float, counted: float, **options) -> Found:
     options |= {} if atoms.pbc is None else {"pbc": atoms.pbc}
-    energy, forces, _, virial = d3_dispersion(
+    energy, forces, _, virial = dispersion.d3_dispersion(
         **atoms.arguments(),
         damping=damping,
         parameters=parameters(),
@@ -188,10 +191,10 @@ def program_batch(systems: list[Atoms], damping, cutoff: float, counted: float) 
     return Found(*(torch.cat(parts) for parts in zip(*found)))
 
 
-def with_numbers(damping: RationalDamping | ZeroDamping) -> interface.DampingParam:
+def with_numbers(damping: dispersion.RationalDamping | dispersion.ZeroDamping) -> interface.DampingParam:
     """The same damping for the program, by its numbers, without three-body term."""
     values = {name: float(value) for name, value in damping._asdict().items()}
-    if isinstance(damping, RationalDamping):
+    if isinstance(damping, dispersion.RationalDamping):
         return interface.RationalDampingParam(**values, s9=0.0)
     return interface.ModifiedZeroDampingParam(**{"bet": values.pop("beta")}, **values, s9=0.0)
 

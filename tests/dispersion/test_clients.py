@@ -30,6 +30,7 @@ from tests.dispersion.cases import (
     program,
     program_batch,
     solid,
+    with_padding_atom,
 )
 
 SIGNATURE = (
@@ -164,11 +165,7 @@ def test_aimnet_molecules_with_a_padding_atom():
     systems = [molecule(name) for name in ("CH3COOH", "H2O", "CH3CH2OH")]
     together = batch(*systems)
     n = len(together.numbers)
-    padded = Atoms(
-        torch.cat([together.positions, torch.zeros(1, 3, dtype=F64)]),
-        torch.cat([together.numbers, torch.zeros(1, dtype=torch.int32)]),
-        batch_idx=torch.cat([together.batch_idx, torch.zeros(1, dtype=torch.int32)]),
-    )
+    padded = with_padding_atom(together)
     matrix, _ = AdaptiveList(40.0, 4)(together.positions, batch_idx=together.batch_idx, fill_value=n)
     matrix = torch.cat([matrix, torch.full((1, matrix.shape[1]), n, dtype=torch.int32)])
     positions = padded.positions.clone().requires_grad_()

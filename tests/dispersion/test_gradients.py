@@ -8,20 +8,13 @@ import pytest
 import torch
 
 from nvalchemiops.torch.autograd import NotDifferentiableError
-from nvalchemiops.torch.interactions.dispersion import (
-    DFTD3,
-    RationalDamping,
-    ZeroDamping,
-    d3_dispersion,
-    damping_parameters,
-    dftd3,
-)
+from nvalchemiops.torch.interactions import dispersion
 from tests.comparing import compiled, within
 from tests.dispersion.cases import F64, PBE, Atoms, as_list, batch, data, find_pairs, molecule, parameters, solid
 from tests.reference import dispersion as slow
 
 CUTOFFS = {"cutoff": 12.0, "coordination_cutoff": 9.0, "smoothing": 3.0}
-ZERO_MODIFIED = damping_parameters("b3lyp", "zerom")
+ZERO_MODIFIED = dispersion.damping_parameters("b3lyp", "zerom")
 DAMPINGS = {"rational": PBE, "zero": ZERO_MODIFIED}
 BOTH = pytest.mark.parametrize("kind", DAMPINGS)
 # Dispersion energies are small: in this unit they are of order one, and so are tolerances.
@@ -51,7 +44,7 @@ class Flat:
     def all_of(self, vector, **options):
         x, cell, damping = self.split(vector)
         given = self.near | self.options | options
-        return d3_dispersion(x, self.atoms.numbers, damping, cell=cell, **given)
+        return dispersion.d3_dispersion(x, self.atoms.numbers, damping, cell=cell, **given)
 
     def energies(self, vector):
         return UNIT * self.all_of(vector)[0]
@@ -174,7 +167,7 @@ def test_all_outputs_at_once(kind):
     strain = torch.zeros(3, 3, dtype=F64, requires_grad=True)
     x, cell, damping = flat.split(vector)
     deform = torch.eye(3, dtype=F64) + strain
-    energies, coordination = d3_dispersion(
+    energies, coordination = dispersion.d3_dispersion(
         x @ deform, flat.atoms.numbers, damping, parameters(), cell @ deform, **flat.near, **CUTOFFS
     )
     by = torch.autograd.grad(energies.sum(), (vector, strain), create_graph=True)
@@ -195,7 +188,7 @@ def test_a_force_loss_trains_damping(kind):
 
     def loss(values):
         damping = type(DAMPINGS[kind])(*values.unbind())
-        _, forces, _ = d3_dispersion(
+        _, forces, _ = dispersion.d3_dispersion(
             *flat.atoms[:2], damping, parameters(), flat.atoms.cell, **flat.near, **CUTOFFS, compute_forces=True
         )
         return UNIT**2 * (forces - target).square().mean()
@@ -216,11 +209,13 @@ def test_damping_of_each_system():
     columns = torch.tensor([[0.4, 0.5, 0.6], [4.4, 4.0, 5.0], [0.8, 1.0, 1.2], [1.0, 0.9, 0.8]], dtype=F64)
     columns.requires_grad_()
     options = {"parameters": parameters(), "cutoff": 30.0, "energy_reduction": "system"}
-    energies, _ = d3_dispersion(*atoms[:2], RationalDamping(*columns), batch_idx=atoms.batch_idx, **options)
+    energies, _ = dispersion.d3_dispersion(
+        *atoms[:2], dispersion.RationalDamping(*columns), batch_idx=atoms.batch_idx, **options
+    )
     slope = torch.autograd.grad(energies.sum(), columns)[0]
     for s, system in enumerate(systems):
         own = columns[:, s].detach().clone().requires_grad_()
-        alone, _ = d3_dispersion(*system[:2], RationalDamping(*own), **options)
+        alone, _ = dispersion.d3_dispersion(*system[:2], dispersion.RationalDamping(*own), **options)
         within([energies[s : s + 1], slope[:, s]], [alone, torch.autograd.grad(alone.sum(), own)[0]], 1e-15)
 
 
@@ -230,7 +225,7 @@ def test_the_function_of_clients_is_differentiable():
     vector = flat.vector.clone().requires_grad_()
     x, cell, damping = flat.split(vector)
     near = {"unit_shifts" if name == "neighbor_shifts" else name: value for name, value in flat.near.items()}
-    energy, forces, _, virial = dftd3(
+    energy, forces, _, virial = dispersion.dftd3(
         x,
         flat.atoms.numbers,
         *damping[:3],
@@ -253,7 +248,9 @@ def test_three_body_energies_refuse_second_derivatives():
     x = flat.atoms.positions.clone().requires_grad_()
 
     def energy(x):
-        return d3_dispersion(x, flat.atoms.numbers, PBE, parameters(), **flat.near, cutoff=12.0, s9=1.0)[0].sum()
+        return dispersion.d3_dispersion(x, flat.atoms.numbers, PBE, parameters(), **flat.near, cutoff=12.0, s9=1.0)[
+            0
+        ].sum()
 
     (slope,) = torch.autograd.grad(energy(x), x, create_graph=True)
     with pytest.raises(NotDifferentiableError, match=r"three.body"):
@@ -299,7 +296,7 @@ def test_compiled_with_other_neighbors(form):
         options |= near
 
     def evaluate(x, numbers, idx):
-        return d3_dispersion(x, numbers, PBE, states, batch_idx=idx, **options)
+        return dispersion.d3_dispersion(x, numbers, PBE, states, batch_idx=idx, **options)
 
     inputs = atoms.positions, atoms.numbers, atoms.batch_idx
     within(compiled(evaluate)(*inputs), evaluate(*inputs), 1e-15)
@@ -311,7 +308,7 @@ def test_a_compiled_force_loss_trains_the_module():
     target = 1e-3 * weights_like(flat.atoms.positions)
     gradients = []
     for wrap in (lambda f: f, compiled):
-        model = DFTD3("pbe", [1, 8], parameters(), trainable=True)
+        model = dispersion.DFTD3("pbe", [1, 8], parameters(), trainable=True)
 
         def loss(x, model=model):
             _, forces, _ = model(x, flat.atoms.numbers, compute_forces=True, **flat.near)
@@ -328,7 +325,7 @@ def test_what_cannot_be_read_inside_a_graph_is_asked_for():
     flat, unprepared = water(), parameters()
 
     def energies(x, numbers):
-        return d3_dispersion(x, numbers, PBE, unprepared, **flat.near)[0]
+        return dispersion.d3_dispersion(x, numbers, PBE, unprepared, **flat.near)[0]
 
     with pytest.raises(Exception, match=r"D3Parameters\.states"):
         compiled(energies)(flat.atoms.positions, flat.atoms.numbers)
@@ -342,17 +339,17 @@ def test_what_cannot_be_read_inside_a_graph_is_asked_for():
 @pytest.mark.parametrize("damping", ["pbe", PBE, ZERO_MODIFIED], ids=["name", "rational", "zero"])
 def test_the_module_is_the_function(damping):
     atoms = solid("dry ice")
-    model = DFTD3(damping, [8, 6], parameters(), **CUTOFFS)
-    given = damping_parameters(damping) if isinstance(damping, str) else damping
+    model = dispersion.DFTD3(damping, [8, 6], parameters(), **CUTOFFS)
+    given = dispersion.damping_parameters(damping) if isinstance(damping, str) else damping
     options = {"compute_forces": True, "compute_virial": True, "energy_reduction": "system"}
-    expected = d3_dispersion(*atoms[:2], given, parameters(), atoms.cell, **CUTOFFS, **options)
+    expected = dispersion.d3_dispersion(*atoms[:2], given, parameters(), atoms.cell, **CUTOFFS, **options)
     within(model(*atoms[:3], **options), expected, 1e-16)
     assert not list(model.parameters())
 
 
 def test_the_module_is_kept_and_comes_back():
-    trained = DFTD3("pbe", [1, 8], parameters(), trainable=True)
-    assert {name for name, _ in trained.named_parameters()} == set(RationalDamping._fields)
+    trained = dispersion.DFTD3("pbe", [1, 8], parameters(), trainable=True)
+    assert {name for name, _ in trained.named_parameters()} == set(dispersion.RationalDamping._fields)
     with torch.no_grad():
         trained.a1 += 0.1
     memory = io.BytesIO()
@@ -362,7 +359,7 @@ def test_the_module_is_kept_and_comes_back():
     assert set(torch.load(memory, weights_only=True)) == {"a1", "a2", "s8", "s6", "_extra_state"}
     memory.seek(0)
     for trainable in (True, False):
-        other = DFTD3("b3lyp", [1, 8], parameters(), trainable=trainable)
+        other = dispersion.DFTD3("b3lyp", [1, 8], parameters(), trainable=trainable)
         memory.seek(0)
         other.load_state_dict(torch.load(memory, weights_only=True))
         atoms = molecule("H2O")
@@ -373,8 +370,8 @@ def test_the_module_is_kept_and_comes_back():
 def test_the_module_learns():
     """Damping comes back to where the forces are from."""
     atoms = batch(*[molecule(name) for name in ("H2O", "CH3OH", "CH4", "CO2")])
-    truth = DFTD3("b3lyp", [1, 6, 8], parameters())
-    model = DFTD3("pbe", [1, 6, 8], parameters(), trainable=True)
+    truth = dispersion.DFTD3("b3lyp", [1, 6, 8], parameters())
+    model = dispersion.DFTD3("pbe", [1, 6, 8], parameters(), trainable=True)
     options = {"batch_idx": atoms.batch_idx, "compute_forces": True}
     with torch.no_grad():
         target = truth(*atoms[:2], **options)[1]
@@ -394,7 +391,7 @@ def test_the_module_learns():
 def test_the_module_in_single_precision():
     """Moved as models are moved; its tables are then rounded."""
     atoms = solid("dry ice")
-    model = DFTD3("pbe", [6, 8], parameters(), **CUTOFFS)
+    model = dispersion.DFTD3("pbe", [6, 8], parameters(), **CUTOFFS)
     expected = model(*atoms[:3], compute_forces=True)
     single = model.to(torch.float32)
     found = single(atoms.positions.float(), atoms.numbers, atoms.cell.float(), compute_forces=True)
@@ -406,11 +403,11 @@ def test_the_module_in_single_precision():
 def test_double_positions_and_a_single_module():
     """What is computed has the precision of the positions."""
     atoms = molecule("H2O")
-    energies, _ = DFTD3("pbe", [1, 8], parameters(), trainable=True).float()(*atoms[:2])
+    energies, _ = dispersion.DFTD3("pbe", [1, 8], parameters(), trainable=True).float()(*atoms[:2])
     assert energies.dtype is F64
 
 
 def test_zero_damping_can_be_trained_too():
-    model = DFTD3(ZeroDamping(1.2, 0.8), [1, 8], parameters(), trainable=True)
+    model = dispersion.DFTD3(dispersion.ZeroDamping(1.2, 0.8), [1, 8], parameters(), trainable=True)
     model(*molecule("H2O")[:2])[0].sum().backward()
-    assert {name for name, p in model.named_parameters() if p.grad != 0.0} == set(ZeroDamping._fields)
+    assert {name for name, p in model.named_parameters() if p.grad != 0.0} == set(dispersion.ZeroDamping._fields)

@@ -3,9 +3,6 @@
 import copy
 import pickle
 import re
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -13,19 +10,11 @@ import torch
 from dftd3 import parameters as published
 
 from nvalchemiops.interactions.dispersion import damping as module
-from nvalchemiops.torch.interactions.dispersion import (
-    DFTD3,
-    D3Parameters,
-    RationalDamping,
-    ReferenceStates,
-    ZeroDamping,
-    d3_dispersion,
-    damping_parameters,
-    dftd3,
-)
+from nvalchemiops.torch.interactions import dispersion
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.comparing import within
 from tests.dispersion.cases import F64, PBE, PROGRAM, data, molecule, parameters, program
+from tests.processes import output_of, run_python
 
 DATABASE = published.load_data_base(published.get_data_file_name())
 # the program's names of our parameters
@@ -47,8 +36,8 @@ def test_the_table_is_that_of_the_program():
     for functional, kind in EVERY:
         entry = defaults[kind] | DATABASE["parameter"][functional]["d3"][kind]
         entry |= MISPRINTED.get((functional, kind), {})
-        found = damping_parameters(functional, kind)
-        assert isinstance(found, ZeroDamping if kind.startswith("zero") else RationalDamping)
+        found = dispersion.damping_parameters(functional, kind)
+        assert isinstance(found, dispersion.ZeroDamping if kind.startswith("zero") else dispersion.RationalDamping)
         expected = {ours: entry.get(theirs, 0.0) for theirs, ours in NAMES.items() if ours in found._fields}
         assert found._asdict() == expected, (functional, kind)
     assert len(EVERY) == len(module._table()) == 255
@@ -66,10 +55,10 @@ def test_the_program_itself_has_these_parameters():
                 except RuntimeError as error:
                     assert "No entry" in str(error)
                 else:
-                    found.append(damping_parameters(functional, kind))
+                    found.append(dispersion.damping_parameters(functional, kind))
         assert len(found) > 0.9 * sum(its_kind == kind for _, its_kind in EVERY)
         columns = [torch.tensor(column, dtype=F64) for column in zip(*found)]
-        energies, _ = d3_dispersion(
+        energies, _ = dispersion.d3_dispersion(
             atoms.positions.repeat(len(found), 1),
             atoms.numbers.repeat(len(found)),
             type(found[0])(*columns),
@@ -107,18 +96,20 @@ ZERO_2010 = {
 @pytest.mark.parametrize("functional", RATIONAL_2011)
 def test_rational_damping_as_printed(functional):
     a1, s8, a2, s6 = RATIONAL_2011[functional]
-    assert damping_parameters(functional) == RationalDamping(a1=a1, a2=a2, s8=s8, s6=s6)
+    assert dispersion.damping_parameters(functional) == dispersion.RationalDamping(a1=a1, a2=a2, s8=s8, s6=s6)
 
 
 @pytest.mark.parametrize("functional", ZERO_2010)
 def test_zero_damping_as_printed(functional):
     rs6, s8, s6 = ZERO_2010[functional]
-    assert damping_parameters(functional, "zero") == ZeroDamping(rs6=rs6, s8=s8, s6=s6, rs8=1.0, beta=0.0)
+    assert dispersion.damping_parameters(functional, "zero") == dispersion.ZeroDamping(
+        rs6=rs6, s8=s8, s6=s6, rs8=1.0, beta=0.0
+    )
 
 
 @pytest.mark.parametrize("spelling", ["CAM-B3LYP", "camb3lyp", "Cam_B3LYP", "cam b3lyp"])
 def test_spelling_does_not_matter(spelling):
-    assert damping_parameters(spelling) == damping_parameters("camb3lyp")
+    assert dispersion.damping_parameters(spelling) == dispersion.damping_parameters("camb3lyp")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +124,7 @@ def test_spelling_does_not_matter(spelling):
 )
 def test_what_is_not_known_is_an_error(arguments, error, message):
     with pytest.raises(error, match=message):
-        damping_parameters(*arguments)
+        dispersion.damping_parameters(*arguments)
 
 
 # -- reference data -------------------------------------------------------------------------------
@@ -154,7 +145,7 @@ def tables(n=95, mesh=5):
 
 def energies(given, kind="bj"):
     atoms = molecule("CH3CH2OH")
-    return d3_dispersion(*atoms[:2], damping_parameters("pbe", kind), given, cutoff=30.0)[0]
+    return dispersion.d3_dispersion(*atoms[:2], dispersion.damping_parameters("pbe", kind), given, cutoff=30.0)[0]
 
 
 @pytest.mark.parametrize("form", ["four dimensions", "two dimensions", "float32"])
@@ -165,7 +156,7 @@ def test_from_tensors(form):
         given["cn_ref"] = data().coordination[:95, :5]
     if form == "float32":
         given = {name: table.float() for name, table in given.items()}
-    found = D3Parameters(**given)
+    found = dispersion.D3Parameters(**given)
     assert found.elements == tuple(range(1, 95))
     for kind in ("bj", "zero"):
         within([energies(found, kind)], [energies(parameters(), kind)], 1e-8 if form == "float32" else 1e-15)
@@ -174,7 +165,7 @@ def test_from_tensors(form):
 def test_tables_are_copied_and_have_no_gradient():
     given = tables()
     given["c6ab"] = given["c6ab"].clone().requires_grad_()
-    found = D3Parameters(**given)
+    found = dispersion.D3Parameters(**given)
     assert not found.c6ab.requires_grad
 
 
@@ -195,7 +186,7 @@ def test_from_a_file(tmp_path, name):
     else:
         torch.save({key: table.clone() for key, table in given.items()}, path)
     for where in (path, str(path)):
-        found = D3Parameters.load(where)
+        found = dispersion.D3Parameters.load(where)
         for kind in ("bj", "zero"):
             within([energies(found, kind)], [energies(parameters(), kind)], 1e-15)
 
@@ -204,11 +195,11 @@ def test_files_that_lack_something(tmp_path):
     given = tables()
     np.savez(tmp_path / "less.npz", rcov=given["rcov"], c6ab=given["c6ab"])
     with pytest.raises(ValueError, match=r"`path`.*less\.npz.*lacks r4r2, cn_ref.*holds rcov, c6ab"):
-        D3Parameters.load(tmp_path / "less.npz")
+        dispersion.D3Parameters.load(tmp_path / "less.npz")
     with pytest.raises(ValueError, match=r"`path`.*\.npz or \.pt"):
-        D3Parameters.load(tmp_path / "parameters.toml")
+        dispersion.D3Parameters.load(tmp_path / "parameters.toml")
     with pytest.raises(FileNotFoundError):
-        D3Parameters.load(tmp_path / "nothing.npz")
+        dispersion.D3Parameters.load(tmp_path / "nothing.npz")
 
 
 @pytest.mark.parametrize("name", ["rcov", "r4r2", "c6ab", "cn_ref", "r0ab"])
@@ -216,16 +207,16 @@ def test_tables_of_wrong_kind_or_shape(name):
     given = tables()
     for value in (given[name].tolist(), given[name].int(), given[name].numpy()):
         with pytest.raises(TypeError, match=f"`{name}`"):
-            D3Parameters(**(given | {name: value}))
+            dispersion.D3Parameters(**(given | {name: value}))
     shaped = "r4r2|c6ab|cn_ref|r0ab" if name == "rcov" else name  # the others are compared with it
     for value in (given[name][:-1], given[name][None], given[name].sum()):
         with pytest.raises(ValueError, match=f"`({shaped}|{name})`"):
-            D3Parameters(**(given | {name: value}))
+            dispersion.D3Parameters(**(given | {name: value}))
 
 
 def test_a_wrong_number_of_references():
     with pytest.raises(ValueError, match=r"`c6ab`.*`interp_mesh` = 7"):
-        D3Parameters(**tables(), interp_mesh=7)
+        dispersion.D3Parameters(**tables(), interp_mesh=7)
 
 
 @pytest.mark.parametrize("name", ["c6ab", "cn_ref"])
@@ -235,16 +226,16 @@ def test_tables_that_are_no_numbers(name, value):
     given[name] = given[name].clone()
     given[name][6, 8, 1, 0] = value
     with pytest.raises(ValueError, match=f"`{name}` has entries that are NaN or infinite"):
-        energies(D3Parameters(**given))
-    D3Parameters(**given).states([1, 6])
+        energies(dispersion.D3Parameters(**given))
+    dispersion.D3Parameters(**given).states([1, 6])
 
 
 def test_zero_damping_needs_radii_of_pairs():
     given = tables()
     del given["r0ab"]
     with pytest.raises(ValueError, match="`r0ab`"):
-        energies(D3Parameters(**given), "zero")
-    within([energies(D3Parameters(**given))], [energies(parameters())], 1e-15)
+        energies(dispersion.D3Parameters(**given), "zero")
+    within([energies(dispersion.D3Parameters(**given))], [energies(parameters())], 1e-15)
 
 
 MISSING = """
@@ -264,9 +255,8 @@ MISSING = """
 @pytest.mark.parametrize("package", ["tad_dftd3", "tad_mctc"])
 def test_without_the_package_with_the_data(package):
     """It is optional: everything can be imported, and the error says what to install and what to do else."""
-    script = textwrap.dedent(MISSING).format(package=package)
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert re.search(r"tad-dftd3.*pip install 'nvalchemiops\[dispersion\]'.*'\.\[dispersion\]'.*file", run.stdout)
+    said = output_of(run_python(MISSING.format(package=package)))
+    assert re.search(r"tad-dftd3.*pip install 'nvalchemiops\[dispersion\]'.*'\.\[dispersion\]'.*file", said)
 
 
 # -- prepared states ------------------------------------------------------------------------------
@@ -276,7 +266,7 @@ def test_without_the_package_with_the_data(package):
 def test_factors_of_c6_are_exact(elements):
     """C6(a, b) = sum of v_aq v_bq with its signs, to rounding, for all reference molecules."""
     p, states = parameters(), parameters().states(elements)
-    assert isinstance(states, ReferenceStates) and states.elements == tuple(sorted(elements))
+    assert isinstance(states, dispersion.ReferenceStates) and states.elements == tuple(sorted(elements))
     rows = states.row_of_number[list(states.elements)]
     signs = torch.ones(states.vectors.shape[1], dtype=F64)
     signs[states.n_positive :] = -1.0
@@ -300,7 +290,7 @@ def test_states_are_prepared_once():
 def test_more_elements_than_needed_change_nothing():
     atoms = molecule("CH3CH2OH")
     found = [
-        d3_dispersion(*atoms[:2], PBE, given, cutoff=30.0, compute_forces=True)
+        dispersion.d3_dispersion(*atoms[:2], PBE, given, cutoff=30.0, compute_forces=True)
         for given in (parameters(), parameters().states([1, 6, 8]), parameters().states([1, 6, 7, 8, 79]))
     ]
     within(found[1], found[0], 0.0)
@@ -330,29 +320,29 @@ def test_parameters_by_the_function_of_clients():
     separate = {theirs: given[ours] for ours, theirs in names.items()}
     pairs = torch.tensor([[0, 0, 1, 1, 2, 2], [1, 2, 0, 2, 0, 1]], dtype=torch.int32)
     near = {"neighbor_list": pairs, "neighbor_ptr": torch.tensor([0, 2, 4, 6], dtype=torch.int32)}
-    expected = dftd3(*atoms[:2], *PBE[:3], **near, d3_params=parameters())
-    within(dftd3(*atoms[:2], *PBE[:3], **near, **separate), expected, 1e-15)
+    expected = dispersion.dftd3(*atoms[:2], *PBE[:3], **near, d3_params=parameters())
+    within(dispersion.dftd3(*atoms[:2], *PBE[:3], **near, **separate), expected, 1e-15)
     with pytest.raises(ValueError, match="`d3_params` is given"):
-        dftd3(*atoms[:2], *PBE[:3], **near, **separate, d3_params=parameters())
+        dispersion.dftd3(*atoms[:2], *PBE[:3], **near, **separate, d3_params=parameters())
     for name in separate:
         some = {key: value for key, value in separate.items() if key != name}
         with pytest.raises(ValueError, match=f"`d3_params`.*{name} missing"):
-            dftd3(*atoms[:2], *PBE[:3], **near, **some)
+            dispersion.dftd3(*atoms[:2], *PBE[:3], **near, **some)
 
 
 def test_tables_are_copied():
     given = {name: table.clone() for name, table in tables().items()}
     atoms = molecule("H2O")
-    p = D3Parameters(**given)
+    p = dispersion.D3Parameters(**given)
     given["c6ab"].mul_(2.0)
-    expected = d3_dispersion(*atoms[:2], PBE, D3Parameters(**tables()), cutoff=30.0)[0]
-    within(d3_dispersion(*atoms[:2], PBE, p, cutoff=30.0)[0], expected, 0.0)
+    expected = dispersion.d3_dispersion(*atoms[:2], PBE, dispersion.D3Parameters(**tables()), cutoff=30.0)[0]
+    within(dispersion.d3_dispersion(*atoms[:2], PBE, p, cutoff=30.0)[0], expected, 0.0)
 
 
 @pytest.mark.parametrize("convert", ["float", "half", "bfloat16"])
 def test_modules_do_not_round_the_data(convert):
     atoms = molecule("CH3CH2OH")
-    module, converted = DFTD3("pbe", [1, 6, 8]), getattr(DFTD3("pbe", [1, 6, 8]), convert)()
+    module, converted = dispersion.DFTD3("pbe", [1, 6, 8]), getattr(dispersion.DFTD3("pbe", [1, 6, 8]), convert)()
     within(converted(*atoms[:2])[0], module(*atoms[:2])[0], 0.0)
 
 
@@ -360,7 +350,7 @@ def test_modules_do_not_round_the_data(convert):
 def test_padding_is_nobodys_neighbor(form):
     """Whatever a list says: number 0 is no atom."""
     x, z, *_ = molecule("CH3CH2OH")
-    expected = d3_dispersion(x, z, PBE, parameters(), cutoff=20.0, compute_forces=True)
+    expected = dispersion.d3_dispersion(x, z, PBE, parameters(), cutoff=20.0, compute_forces=True)
     x, z = torch.cat([x[:4], x[:1] + 0.3, x[4:]]), torch.cat([z[:4], 0 * z[:1], z[4:]])
     near = {}
     if form == "list":
@@ -368,8 +358,8 @@ def test_padding_is_nobodys_neighbor(form):
         near = {"neighbor_list": pairs, "neighbor_ptr": ptr}
     if form == "matrix":
         near = {"neighbor_matrix": neighbor_list(x, 20.0)[0]}
-    found = d3_dispersion(x, z, PBE, parameters(), cutoff=20.0, compute_forces=True, **near)
-    compiled = torch.compile(d3_dispersion, backend="eager")
+    found = dispersion.d3_dispersion(x, z, PBE, parameters(), cutoff=20.0, compute_forces=True, **near)
+    compiled = torch.compile(dispersion.d3_dispersion, backend="eager")
     states = parameters().states([1, 6, 8])
     others = compiled(x, z, PBE, states, cutoff=20.0, compute_forces=True, **near) if near else found
     real = z != 0
@@ -384,11 +374,11 @@ def test_padding_is_nobodys_neighbor(form):
 def test_a_changed_copy_is_another_one(copied, changed_first):
     """What is kept of the elements of one must not serve the other."""
     positions = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 5.0], [0.0, 4.0, 0.0]], dtype=torch.float64)
-    numbers, damping = torch.tensor([6, 8, 6]), damping_parameters("pbe")
-    original = D3Parameters.load()
+    numbers, damping = torch.tensor([6, 8, 6]), dispersion.damping_parameters("pbe")
+    original = dispersion.D3Parameters.load()
 
     def energy(parameters):
-        return d3_dispersion(positions, numbers, damping, parameters, cutoff=40.0)[0].sum().item()
+        return dispersion.d3_dispersion(positions, numbers, damping, parameters, cutoff=40.0)[0].sum().item()
 
     before = energy(original)
     changed = copied(original)

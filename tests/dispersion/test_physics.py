@@ -26,6 +26,7 @@ from tests.dispersion.cases import (
     parameters,
     program_batch,
     solid,
+    with_padding_atom,
 )
 
 CUTOFF, COUNTED = 18.0, 12.0
@@ -144,11 +145,7 @@ def test_padding_appended_last_whose_index_fills_the_rows():
     systems = some_molecules()
     atoms = batch(*systems)
     n = len(atoms.numbers)
-    padded = Atoms(
-        torch.cat([atoms.positions, torch.zeros(1, 3, dtype=F64)]),
-        torch.cat([atoms.numbers, torch.zeros(1, dtype=torch.int32)]),
-        batch_idx=torch.cat([atoms.batch_idx, torch.zeros(1, dtype=torch.int32)]),
-    )
+    padded = with_padding_atom(atoms)
     matrix = neighbor_list(atoms.positions, CUTOFF, batch_idx=atoms.batch_idx)[0]
     assert int(matrix.max()) == n and (matrix == n).any()
     matrix = torch.cat([matrix, torch.full((1, matrix.shape[1]), n, dtype=torch.int32)])

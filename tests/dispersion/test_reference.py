@@ -143,6 +143,13 @@ def slowly(atoms, damping, cutoffs, pairs):
     return found.energies.detach(), -slopes[0], found.coordination.detach(), -slopes[1]
 
 
+def assert_equals_slow_reference(atoms, damping, cutoffs, **options):
+    options |= {"cutoff": cutoffs.pairs, "coordination_cutoff": cutoffs.counted}
+    options |= {"compute_forces": True, "compute_virial": True}
+    found = d3_dispersion(**atoms.arguments(), damping=damping, parameters=parameters(), **options)
+    within(found, slowly(atoms, damping, cutoffs, find_pairs(atoms, slow.reach(cutoffs))), 1e-13)
+
+
 def test_slow_reference_is_the_program():
     """The yardstick of the other tests is right by itself."""
     atoms = solid("dry ice")
@@ -161,17 +168,7 @@ def test_slow_reference(functional, kind, cutoffs):
     atoms = batch(solid("dry ice", 0.1), solid("dry ice", 0.2))
     atoms = atoms._replace(cell=atoms.cell * torch.tensor([[[1.0]], [[1.03]]], dtype=F64))
     damping = damping_parameters(functional, kind)
-    found = d3_dispersion(
-        **atoms.arguments(),
-        damping=damping,
-        parameters=parameters(),
-        cutoff=cutoffs.pairs,
-        coordination_cutoff=cutoffs.counted,
-        smoothing=cutoffs.smoothing,
-        compute_forces=True,
-        compute_virial=True,
-    )
-    within(found, slowly(atoms, damping, cutoffs, find_pairs(atoms, slow.reach(cutoffs))), 1e-13)
+    assert_equals_slow_reference(atoms, damping, cutoffs, smoothing=cutoffs.smoothing)
 
 
 @pytest.mark.parametrize("pbc", [(True, True, False), (False, True, False), (False, False, False)])
@@ -179,18 +176,7 @@ def test_slow_reference(functional, kind, cutoffs):
 def test_slow_reference_of_slabs_and_chains(name, pbc):
     """In skewed cells the program itself leaves out pairs along axes that are not periodic."""
     atoms = solid(name)._replace(pbc=torch.tensor([pbc]))
-    cutoffs = slow.Cutoffs(18.0, 12.0)
-    found = d3_dispersion(
-        **atoms.arguments(),
-        damping=PBE,
-        parameters=parameters(),
-        cutoff=cutoffs.pairs,
-        coordination_cutoff=cutoffs.counted,
-        pbc=atoms.pbc,
-        compute_forces=True,
-        compute_virial=True,
-    )
-    within(found, slowly(atoms, PBE, cutoffs, find_pairs(atoms, slow.reach(cutoffs))), 1e-13)
+    assert_equals_slow_reference(atoms, PBE, slow.Cutoffs(18.0, 12.0), pbc=atoms.pbc)
 
 
 @pytest.mark.parametrize("n_atoms", [0, 1, 2, 7])

@@ -8,14 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import (
-    EwaldSummation,
-    ParticleMeshEwald,
-    estimate_ewald_parameters,
-    estimate_pme_parameters,
-    ewald_summation,
-    particle_mesh_ewald,
-)
+from nvalchemiops.torch.interactions import electrostatics
 from tests.comparing import close
 from tests.electrostatics.sums import METHODS, exact_forces, relative_error, summed
 from tests.systems import ALL, System, batch, compound, crystal, csr, disordered
@@ -87,7 +80,10 @@ def test_the_accuracy_is_that_of_forces_between_molecules_if_those_inside_are_ex
     assert accuracy / 3.0 < relative_error(forces, exact) < 3.0 * accuracy
 
 
-MODULES = {"ewald": EwaldSummation.estimate, "pme": functools.partial(ParticleMeshEwald.estimate, spline_order=8)}
+MODULES = {
+    "ewald": electrostatics.EwaldSummation.estimate,
+    "pme": functools.partial(electrostatics.ParticleMeshEwald.estimate, spline_order=8),
+}
 
 
 @METHODS
@@ -178,7 +174,7 @@ def test_charges_that_are_all_zero_are_typical(method):
 def test_default_accuracy():
     """A default that is loosened is a change that users have to hear of."""
     system = disordered("ionic liquid")
-    for function in (ewald_summation, particle_mesh_ewald):
+    for function in (electrostatics.ewald_summation, electrostatics.particle_mesh_ewald):
         forces = function(*system[:3], compute_forces=True)[1]
         assert relative_error(forces, exact_forces("ionic liquid")) < 3e-6
         close(function(*system[:3], accuracy=1e-6, compute_forces=True)[1:], (forces,), 0.0)
@@ -195,7 +191,9 @@ def test_float32_is_as_accurate_as_its_digits_allow(accuracy, method):
 
 
 def reach_of(method, system, accuracy):
-    estimate = {"ewald": estimate_ewald_parameters, "pme": estimate_pme_parameters}[method]
+    estimate = {"ewald": electrostatics.estimate_ewald_parameters, "pme": electrostatics.estimate_pme_parameters}[
+        method
+    ]
     more = {"spline_order": 8} if method == "pme" else {}
     return estimate(system.positions, system.cell, accuracy=accuracy, **more).real_space_cutoff.item()
 

@@ -8,18 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import (
-    ewald_summation,
-    generate_ewald_miller_indices,
-    particle_mesh_ewald,
-    power_law,
-)
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.comparing import close
 from tests.reference.ewald import ewald
 from tests.systems import ALL, System, batch, by_differences, csr, triclinic, water
 
-SUMS = {"ewald": ewald_summation, "pme": functools.partial(particle_mesh_ewald, spline_order=8)}
+SUMS = {
+    "ewald": electrostatics.ewald_summation,
+    "pme": functools.partial(electrostatics.particle_mesh_ewald, spline_order=8),
+}
 METHODS = pytest.mark.parametrize("method", SUMS)
 FINE = {"ewald": 1e-12, "pme": 1e-9}
 TOLERANCE = {"ewald": 1e-9, "pme": 1e-7}
@@ -37,7 +35,7 @@ def fixed(method, system, cutoff=5.0):
     """Parameters that do not change as the system does."""
     options = {"alpha": 0.7, **csr(system, cutoff)}
     if method == "ewald":
-        return options | {"miller_indices": generate_ewald_miller_indices(system.cell, 4.5)}
+        return options | {"miller_indices": electrostatics.generate_ewald_miller_indices(system.cell, 4.5)}
     return options | {"mesh_dimensions": (18, 18, 18)}
 
 
@@ -254,7 +252,7 @@ def test_exclusions_of_channels(n_channels, method):
 @pytest.mark.parametrize("power", [4, 6])
 def test_exclusions_of_other_powers(power, method):
     system = triclinic(6, charged=True)
-    options = {"alpha": 0.9, "cutoff": 7.0, "potential": power_law(power), **ALL}
+    options = {"alpha": 0.9, "cutoff": 7.0, "potential": electrostatics.power_law(power), **ALL}
     options |= {"k_cutoff": 9.0} if method == "ewald" else {"mesh_dimensions": (40, 40, 40)}
     expected = [a - b for a, b in zip(summed(method, system, **options), of_pairs(system, PAIRS, FACTORS, power))]
     close(summed(method, system, **EXCLUDED, **options), expected, TOLERANCE[method])

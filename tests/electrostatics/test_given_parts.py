@@ -8,25 +8,14 @@ import torch
 
 from nvalchemiops import AccuracyWarning, NeighborListWarning
 from nvalchemiops.torch.autograd import NotDifferentiableError
-from nvalchemiops.torch.interactions.electrostatics import (
-    EwaldSummation,
-    ParticleMeshEwald,
-    estimate_errors,
-    estimate_ewald_parameters,
-    estimate_pme_mesh_dimensions,
-    estimate_pme_parameters,
-    ewald_summation,
-    generate_k_vectors_ewald_summation,
-    particle_mesh_ewald,
-    prepare_wave_vectors,
-)
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.comparing import close
 from tests.electrostatics.sums import METHODS, exact_forces, relative_error, summed
 from tests.systems import System, batch, crystal, csr, disordered
 
 NAMES = pytest.mark.parametrize("name", ["ionic liquid", "triclinic", "water"])
-SUMS = {"ewald": ewald_summation, "pme": particle_mesh_ewald}
+SUMS = {"ewald": electrostatics.ewald_summation, "pme": electrostatics.particle_mesh_ewald}
 
 
 def spacing(system):
@@ -55,12 +44,14 @@ COARSE = {
     "indices": (
         "ewald",
         2.0,
-        lambda system: {"miller_indices": prepare_wave_vectors(system.cell, 3.0 / spacing(system))},
+        lambda system: {"miller_indices": electrostatics.prepare_wave_vectors(system.cell, 3.0 / spacing(system))},
     ),
     "vectors": (
         "ewald",
         2.0,
-        lambda system: {"k_vectors": generate_k_vectors_ewald_summation(system.cell, 3.0 / spacing(system))},
+        lambda system: {
+            "k_vectors": electrostatics.generate_k_vectors_ewald_summation(system.cell, 3.0 / spacing(system))
+        },
     ),
     "mesh": ("pme", 2.0, lambda _: {"mesh_dimensions": (24, 24, 24)}),
     "uneven mesh": ("pme", 3.0, lambda _: {"mesh_dimensions": (24, 18, 30)}),
@@ -107,10 +98,10 @@ def test_parts_that_suffice_change_nothing(method):
     system = disordered("ionic liquid")
     x, q, cell = system[:3]
     if method == "ewald":
-        found = estimate_ewald_parameters(x, cell, accuracy=1e-5, charges=q)
+        found = electrostatics.estimate_ewald_parameters(x, cell, accuracy=1e-5, charges=q)
         given = {"k_cutoff": found.reciprocal_space_cutoff}
     else:
-        found = estimate_pme_parameters(x, cell, accuracy=1e-5, charges=q)
+        found = electrostatics.estimate_pme_parameters(x, cell, accuracy=1e-5, charges=q)
         given = {"mesh_dimensions": found.mesh_dimensions}
     neighbors = csr(system, found.real_space_cutoff.item())
     plain, none = forces_and_warnings(method, system, accuracy=1e-5, **neighbors)
@@ -165,14 +156,16 @@ def test_each_system_of_a_batch_gets_its_own():
 @pytest.mark.parametrize("accuracy", [1e-3, 1e-6])
 def test_estimated_parameters_have_the_errors_that_were_asked_for(method, accuracy):
     system = batch(disordered("ionic liquid"), disordered("triclinic"))
-    estimate = {"ewald": estimate_ewald_parameters, "pme": estimate_pme_parameters}[method]
+    estimate = {"ewald": electrostatics.estimate_ewald_parameters, "pme": electrostatics.estimate_pme_parameters}[
+        method
+    ]
     where = (system.positions, system.cell, system.batch_idx)
     found = estimate(*where, accuracy=accuracy, charges=system.charges)
-    errors = estimate_errors(*where, **found._asdict(), charges=system.charges)
+    errors = electrostatics.estimate_errors(*where, **found._asdict(), charges=system.charges)
     assert (errors.total <= 1.01 * accuracy).all() and (errors.total > 0.3 * accuracy).all()
     torch.testing.assert_close(errors.total, torch.hypot(errors.real_space, errors.reciprocal_space))
     # without charges forces are taken for smaller than they are here
-    assert (estimate_errors(*where, **found._asdict()).total > 1.5 * errors.total).all()
+    assert (electrostatics.estimate_errors(*where, **found._asdict()).total > 1.5 * errors.total).all()
 
 
 @NAMES
@@ -183,7 +176,7 @@ def test_estimated_errors_are_those_that_are_measured(name, case):
     given, alpha, cutoff = parts(system), 1.3 / spacing(system), reach * spacing(system)
     forces, _ = forces_and_warnings(method, system, alpha=alpha, cutoff=cutoff, **given)
     names = {"k_cutoff": "reciprocal_space_cutoff"}
-    errors = estimate_errors(
+    errors = electrostatics.estimate_errors(
         system.positions,
         system.cell,
         alpha=alpha,
@@ -199,13 +192,13 @@ def test_errors_need_parameters():
     system = disordered("water")
     where = {"positions": system.positions, "cell": system.cell, "alpha": 0.5, "real_space_cutoff": 6.0}
     with pytest.raises(ValueError, match="one of `reciprocal_space_cutoff`"):
-        estimate_errors(**where)
+        electrostatics.estimate_errors(**where)
     with pytest.raises(ValueError, match="one of `reciprocal_space_cutoff`"):
-        estimate_errors(**where, reciprocal_space_cutoff=3.0, mesh_dimensions=(8, 8, 8))
+        electrostatics.estimate_errors(**where, reciprocal_space_cutoff=3.0, mesh_dimensions=(8, 8, 8))
     with pytest.raises(ValueError, match="`charges` has entries"):
-        estimate_errors(**where, reciprocal_space_cutoff=3.0, charges=system.charges * torch.nan)
+        electrostatics.estimate_errors(**where, reciprocal_space_cutoff=3.0, charges=system.charges * torch.nan)
     with pytest.raises(ValueError, match="`alpha` must be positive"):
-        estimate_errors(**{**where, "alpha": float("nan")}, reciprocal_space_cutoff=3.0)
+        electrostatics.estimate_errors(**{**where, "alpha": float("nan")}, reciprocal_space_cutoff=3.0)
 
 
 @pytest.mark.parametrize("accuracy", [1e-5, 1e-6])
@@ -213,11 +206,11 @@ def test_a_sphere_of_few_waves_is_not_taken_for_a_larger_one(accuracy):
     """In a small cell the next wave vectors along an axis are much longer than the sphere."""
     system, length = crystal("rocksalt", 5.64, 1, 0.4), 2.233
     exact = summed("ewald", system, accuracy=1e-13, compute_forces=True)[1]
-    k_vectors = generate_k_vectors_ewald_summation(system.cell, length)
+    k_vectors = electrostatics.generate_k_vectors_ewald_summation(system.cell, length)
     k_vectors = k_vectors[k_vectors.norm(dim=1) <= length]
     for given in (
         {"k_cutoff": length},
-        {"miller_indices": prepare_wave_vectors(system.cell, length)},
+        {"miller_indices": electrostatics.prepare_wave_vectors(system.cell, length)},
         {"k_vectors": k_vectors},
     ):
         forces, said = forces_and_warnings("ewald", system, accuracy=accuracy, **given)
@@ -226,7 +219,7 @@ def test_a_sphere_of_few_waves_is_not_taken_for_a_larger_one(accuracy):
 
 def test_prepared_waves_of_a_stretched_cell_reach_less_far():
     system = disordered("water")
-    waves = prepare_wave_vectors(0.8 * system.cell, 2.0)
+    waves = electrostatics.prepare_wave_vectors(0.8 * system.cell, 2.0)
     same = waves.complete_up_to(0.8 * system.cell)
     torch.testing.assert_close(same, torch.tensor([2.0], dtype=torch.float64))
     torch.testing.assert_close(waves.complete_up_to(system.cell), torch.tensor([1.6], dtype=torch.float64))
@@ -258,10 +251,10 @@ def test_an_accuracy_far_out_of_reach_takes_no_gigabytes():
     system = disordered("ionic liquid")
     options = {"accuracy": 1e-12, "spline_order": 4}
     with pytest.warns(AccuracyWarning, match="out of reach of splines of order 4"):
-        found = estimate_pme_parameters(system.positions, system.cell, **options)
+        found = electrostatics.estimate_pme_parameters(system.positions, system.cell, **options)
     assert torch.tensor(found.mesh_dimensions).prod() < 2**26
     with pytest.warns(AccuracyWarning, match="out of reach of splines of order 4"):
-        estimate_pme_mesh_dimensions(system.cell, found.alpha, **options)
+        electrostatics.estimate_pme_mesh_dimensions(system.cell, found.alpha, **options)
 
 
 @pytest.mark.parametrize("points", [2, 4, 6])
@@ -273,13 +266,13 @@ def test_a_mesh_smaller_than_the_order_takes_the_order_that_fits(points):
     expected, none = forces_and_warnings("pme", system, spline_order=points, **given)
     assert not none and torch.equal(forces, expected)
     with pytest.warns(AccuracyWarning, match=f"order {points} is used"):
-        module = ParticleMeshEwald(0.4, (points, points, points), 8, 8.0)
+        module = electrostatics.ParticleMeshEwald(0.4, (points, points, points), 8, 8.0)
     close(module(*system[:3], compute_forces=True)[1:], (forces,), 0.0)
 
 
 def test_a_mesh_of_one_point_is_refused():
     with pytest.raises(ValueError, match="`mesh_dimensions`"):
-        particle_mesh_ewald(*disordered("water")[:3], 0.4, mesh_dimensions=(1, 8, 8))
+        electrostatics.particle_mesh_ewald(*disordered("water")[:3], 0.4, mesh_dimensions=(1, 8, 8))
 
 
 def test_splines_of_order_2():
@@ -288,14 +281,16 @@ def test_splines_of_order_2():
     x, q, cell = system[:3]
     x = x.clone().requires_grad_()
     given = {"alpha": 0.35, "mesh_dimensions": (20, 20, 20), "cutoff": 6.0, "spline_order": 2}
-    energy = particle_mesh_ewald(x, q, cell, **given, energy_reduction="system")
+    energy = electrostatics.particle_mesh_ewald(x, q, cell, **given, energy_reduction="system")
     (slope,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-    torch.testing.assert_close(slope, -particle_mesh_ewald(x, q, cell, **given, compute_forces=True)[1])
+    torch.testing.assert_close(slope, -electrostatics.particle_mesh_ewald(x, q, cell, **given, compute_forces=True)[1])
     step = torch.zeros_like(x)
     step[3] = torch.tensor([1e-6, -2e-6, 1.5e-6])
-    ahead, behind = (particle_mesh_ewald(x.detach() + s * step, q, cell, **given).sum() for s in (1.0, -1.0))
+    ahead, behind = (
+        electrostatics.particle_mesh_ewald(x.detach() + s * step, q, cell, **given).sum() for s in (1.0, -1.0)
+    )
     torch.testing.assert_close((ahead - behind) / 2.0, (slope * step).sum(), rtol=1e-6, atol=0.0)
-    exact = ewald_summation(*system[:3], energy_reduction="system")
+    exact = electrostatics.ewald_summation(*system[:3], energy_reduction="system")
     torch.testing.assert_close(energy.detach(), exact, rtol=0.02, atol=0.0)
     with pytest.raises(NotDifferentiableError, match="order"):
         torch.autograd.grad(slope.square().sum(), x)
@@ -356,5 +351,5 @@ def test_modules_with_given_parameters_do_not_warn():
     system = disordered("water")
     with warnings.catch_warnings():
         warnings.simplefilter("error", AccuracyWarning)
-        EwaldSummation(0.3, 1.0, 6.0)(*system[:3])
-        ParticleMeshEwald(0.3, (8, 8, 8), 5, 6.0)(*system[:3])
+        electrostatics.EwaldSummation(0.3, 1.0, 6.0)(*system[:3])
+        electrostatics.ParticleMeshEwald(0.3, (8, 8, 8), 5, 6.0)(*system[:3])

@@ -9,57 +9,38 @@ import warp as wp
 
 from nvalchemiops.kernels import fourier as fourier_kernels
 from nvalchemiops.kernels import mesh as spline_kernels
-from nvalchemiops.torch.interactions.electrostatics import (
-    compute_slab_correction,
-    ewald_real_space,
-    ewald_reciprocal_space,
-    ewald_summation,
-    particle_mesh_ewald,
-    pme_reciprocal_space,
-)
+from nvalchemiops.torch import spline
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import sorted_atoms
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
-from nvalchemiops.torch.spline import (
-    spline_gather_channels,
-    spline_gather_with_force,
-    spline_spread,
-    spline_spread_channels,
-)
+from tests.cases import shuffled
+from tests.gpu import assert_bits_repeat, assert_equal, assert_replays, waiting_is_an_error, with_derivatives
 from tests.one_lane import one_lane, use_one_lane
-from tests.systems import ALL, System, batch, crystal, triclinic
+from tests.systems import ALL, batch, crystal, neighbors_of, triclinic
 
 MESH = (10, 9, 12)
 
 # 50 atoms in one of the systems: more than the lanes of a warp; and in no order
-TWO = batch(triclinic(5, charged=True), crystal("rocksalt", 5.6, 3, 0.2))
-SHUFFLE = torch.randperm(len(TWO.charges), generator=torch.Generator().manual_seed(2))
-TWO = System(TWO.positions[SHUFFLE], TWO.charges[SHUFFLE], TWO.cell, TWO.batch_idx[SHUFFLE])
+TWO = shuffled(batch(triclinic(5, charged=True), crystal("rocksalt", 5.6, 3, 0.2)), seed=2)
 
 
 @functools.cache
 def pairs_of_two():
-    order = torch.sort(TWO.batch_idx, stable=True)[1]
-    pairs, _, shifts = neighbor_list(
-        TWO.positions[order], 5.0, TWO.cell, batch_idx=TWO.batch_idx[order], return_neighbor_list=True
-    )
-    pairs = order[pairs.long()].int()
-    by_atom = torch.sort(pairs[0], stable=True)[1]
-    return {"neighbor_list": pairs[:, by_atom].contiguous(), "neighbor_shifts": shifts[by_atom].contiguous()}
+    return neighbors_of(TWO, 5.0)
 
 
 def ewald(x, q, cell, near, **options):
-    return ewald_summation(x, q, cell, 0.7, miller_bounds=(2, 3, 2), **near, **options)
+    return electrostatics.ewald_summation(x, q, cell, 0.7, miller_bounds=(2, 3, 2), **near, **options)
 
 
 def bounded(x, q, cell, near, **options):
-    return ewald_summation(x, q, cell, 0.7, k_cutoff=2.5, **near, **options)
+    return electrostatics.ewald_summation(x, q, cell, 0.7, k_cutoff=2.5, **near, **options)
 
 
 def on_mesh(x, q, cell, near, **options):
-    return particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, spline_order=6, **near, **options)
+    return electrostatics.particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, spline_order=6, **near, **options)
 
 
 def parts(x, q, cell, near, **options):
@@ -67,20 +48,22 @@ def parts(x, q, cell, near, **options):
     batch_idx = near["batch_idx"]
     pbc = torch.tensor([[True, True, False], [True, True, True]], device=x.device)
     return (
-        ewald_real_space(x, q, cell, 0.7, **near, compute_forces=True)[1],
-        ewald_reciprocal_space(x, q, cell, None, 0.7, batch_idx, miller_bounds=(2, 2, 2), compute_forces=True)[1],
-        pme_reciprocal_space(x, q, cell, 0.7, MESH, None, 5, batch_idx, compute_forces=True)[1],
-        compute_slab_correction(x, q, cell, pbc, batch_idx, compute_forces=True)[1],
+        electrostatics.ewald_real_space(x, q, cell, 0.7, **near, compute_forces=True)[1],
+        electrostatics.ewald_reciprocal_space(
+            x, q, cell, None, 0.7, batch_idx, miller_bounds=(2, 2, 2), compute_forces=True
+        )[1],
+        electrostatics.pme_reciprocal_space(x, q, cell, 0.7, MESH, None, 5, batch_idx, compute_forces=True)[1],
+        electrostatics.compute_slab_correction(x, q, cell, pbc, batch_idx, compute_forces=True)[1],
     )
 
 
 def splines(x, q, cell, near, **options):
     """Orders even and odd; gathered from a mesh that follows from what was spread."""
     batch_idx, values = near["batch_idx"], torch.stack([q, q.sin()], 1)
-    spread = spline_spread(x, q, cell, MESH, 6, batch_idx)
-    channels = spline_spread_channels(x, values, cell, MESH, 5, batch_idx)
-    potential, forces = spline_gather_with_force(x, q, spread, cell, 7, batch_idx)
-    return spread, channels, potential, forces, spline_gather_channels(x, channels, cell, 4, batch_idx)
+    spread = spline.spline_spread(x, q, cell, MESH, 6, batch_idx)
+    channels = spline.spline_spread_channels(x, values, cell, MESH, 5, batch_idx)
+    potential, forces = spline.spline_gather_with_force(x, q, spread, cell, 7, batch_idx)
+    return spread, channels, potential, forces, spline.spline_gather_channels(x, channels, cell, 4, batch_idx)
 
 
 SUMS = {"Ewald": ewald, "Ewald in a sphere": bounded, "PME": on_mesh, "parts": parts, "splines": splines}
@@ -100,16 +83,7 @@ def results(name, device, dtype=torch.float64, channels=False):
     leaves = [t.clone().requires_grad_() for t in (x, q, cell)]
     options = {} if name in ("parts", "splines") else ALL
     found = SUMS[name](*leaves, near, **options)
-    loss = sum((r / (1.0 + r.detach().abs())).square().sum() for r in found)
-    slopes = torch.autograd.grad(loss, leaves, create_graph=True)
-    curvature = torch.autograd.grad(sum(s.tanh().sum() for s in slopes), leaves)
-    return [r.detach() for r in (*found, *slopes, *curvature)]
-
-
-def assert_equal(found, expected, tolerance):
-    for a, b in zip(found, expected, strict=True):
-        size = b.double().abs().max().clamp(min=1.0)
-        torch.testing.assert_close(a.double() / size, b.double() / size, rtol=0.0, atol=tolerance, check_device=False)
+    return with_derivatives(found, leaves)
 
 
 @pytest.mark.gpu
@@ -133,9 +107,9 @@ def test_channels_on_a_gpu(name):
 @pytest.mark.parametrize("name", ["Ewald", "PME"])
 def test_estimates_on_a_gpu_are_accurate(name):
     """What is left open is chosen for the device, so results differ by the accuracy."""
-    function = {"Ewald": ewald_summation, "PME": particle_mesh_ewald}[name]
+    function = {"Ewald": electrostatics.ewald_summation, "PME": electrostatics.particle_mesh_ewald}[name]
     system = crystal("rocksalt", 5.64, 3, 0.3)
-    exact = ewald_summation(*system[:3], accuracy=1e-10, compute_forces=True)[1]
+    exact = electrostatics.ewald_summation(*system[:3], accuracy=1e-10, compute_forces=True)[1]
     found = function(*system.to(torch.device("cuda"))[:3], accuracy=1e-5, compute_forces=True)[1].cpu()
     assert (found - exact).norm() / exact.norm() < 3e-5
 
@@ -143,9 +117,7 @@ def test_estimates_on_a_gpu_are_accurate(name):
 @pytest.mark.gpu
 @EACH
 def test_bits_repeat_on_a_gpu(name, dtype):
-    first = results(name, "cuda", dtype)
-    for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(results(name, "cuda", dtype), first, strict=True))
+    assert_bits_repeat(lambda: results(name, "cuda", dtype))
 
 
 def step_on_gpu(name):
@@ -166,11 +138,8 @@ def test_nothing_waits_for_the_gpu(name):
     """With alpha, mesh or bounds of wave vectors, and a list given."""
     _, step = step_on_gpu(name)
     expected = step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         found = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -198,18 +167,7 @@ def test_a_side_stream(name):
 @pytest.mark.parametrize("name", ["PME", "Ewald", "splines"])
 def test_a_captured_graph_replays(name):
     x, step = step_on_gpu(name)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        x += 0.01
-    graph.replay()
-    torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+    assert_replays(step, x)
 
 
 @pytest.mark.gpu
@@ -219,10 +177,10 @@ def test_what_a_gpu_is_not_asked_is_answered_by_nan():
     first = (near["batch_idx"] == 0).cpu()
     flat = cell.clone()
     flat[0, 1] = flat[0, 0]
-    energies = particle_mesh_ewald(x, q, flat, 0.7, mesh_dimensions=MESH, **near)
+    energies = electrostatics.particle_mesh_ewald(x, q, flat, 0.7, mesh_dimensions=MESH, **near)
     assert not energies.cpu()[first].isfinite().any()
     pbc = torch.tensor([[True, True, False], [True, True, True]], device="cuda")
-    energies = particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, pbc=pbc, **near).cpu()
+    energies = electrostatics.particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, pbc=pbc, **near).cpu()
     assert energies[first].isnan().all() and energies[~first].isfinite().all()
 
 

@@ -12,14 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import (
-    compute_slab_correction,
-    ewald_real_space,
-    ewald_reciprocal_space,
-    ewald_summation,
-    particle_mesh_ewald,
-    pme_reciprocal_space,
-)
+from nvalchemiops.torch.interactions import electrostatics
 from tests.comparing import close, random_like
 from tests.systems import ALL, System, batch, neighbors_of, triclinic
 
@@ -31,18 +24,25 @@ X, CELL, BATCH = TWO.positions, TWO.cell, TWO.batch_idx
 
 NEAR = neighbors_of(TWO, 4.0)
 SUMS: dict[str, Callable] = {
-    "Ewald": functools.partial(ewald_summation, alpha=0.8, miller_bounds=(2, 3, 2), batch_idx=BATCH, **NEAR),
+    "Ewald": functools.partial(
+        electrostatics.ewald_summation, alpha=0.8, miller_bounds=(2, 3, 2), batch_idx=BATCH, **NEAR
+    ),
     "PME": functools.partial(
-        particle_mesh_ewald, alpha=0.8, mesh_dimensions=(8, 9, 10), spline_order=6, batch_idx=BATCH, **NEAR
+        electrostatics.particle_mesh_ewald,
+        alpha=0.8,
+        mesh_dimensions=(8, 9, 10),
+        spline_order=6,
+        batch_idx=BATCH,
+        **NEAR,
     ),
 }
 PARTS: dict[str, Callable] = {
-    "real space": functools.partial(ewald_real_space, alpha=0.8, batch_idx=BATCH, **NEAR),
+    "real space": functools.partial(electrostatics.ewald_real_space, alpha=0.8, batch_idx=BATCH, **NEAR),
     "reciprocal space": functools.partial(
-        ewald_reciprocal_space, k_vectors=None, alpha=0.8, miller_bounds=(2, 3, 2), batch_idx=BATCH
+        electrostatics.ewald_reciprocal_space, k_vectors=None, alpha=0.8, miller_bounds=(2, 3, 2), batch_idx=BATCH
     ),
     "mesh": functools.partial(
-        pme_reciprocal_space, alpha=0.8, mesh_dimensions=(8, 9, 10), spline_order=6, batch_idx=BATCH
+        electrostatics.pme_reciprocal_space, alpha=0.8, mesh_dimensions=(8, 9, 10), spline_order=6, batch_idx=BATCH
     ),
 }
 EVERY = SUMS | PARTS
@@ -257,8 +257,8 @@ def test_corrections_are_frozen_as_well(name):
     whole = torch.autograd.grad(SUMS[name](x, net(x), CELL, **options).sum(), x)[0]
     close([(forces - through).detach()], [-whole], 1e-10)
     # the slab correction by itself has no such flag: detach positions there
-    slab = compute_slab_correction(X, net(x), CELL, options["pbc"], BATCH, compute_forces=True)
-    bent = compute_slab_correction(x, net(x), CELL, options["pbc"], BATCH)
+    slab = electrostatics.compute_slab_correction(X, net(x), CELL, options["pbc"], BATCH, compute_forces=True)
+    bent = electrostatics.compute_slab_correction(x, net(x), CELL, options["pbc"], BATCH)
     chain = slab[1] - torch.autograd.grad(slab[0].sum(), x)[0]
     close([chain.detach()], [-torch.autograd.grad(bent.sum(), x)[0]], 1e-10)
 

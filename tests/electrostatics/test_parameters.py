@@ -6,27 +6,22 @@ import warnings
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import (
-    EwaldSummation,
-    ParticleMeshEwald,
-    estimate_ewald_parameters,
-    estimate_pme_mesh_dimensions,
-    estimate_pme_parameters,
-    mesh_spacing_to_dimensions,
-)
+from nvalchemiops.torch.interactions import electrostatics
 from tests.systems import triclinic
 
 SYSTEM = triclinic(6)
 X, CELL = SYSTEM.positions, SYSTEM.cell
 
 ESTIMATES = {
-    "ewald": lambda cell, **options: estimate_ewald_parameters(X, cell, **options),
-    "pme": lambda cell, **options: estimate_pme_parameters(X, cell, **options),
-    "mesh": lambda cell, **options: estimate_pme_mesh_dimensions(cell, 0.6, **options),
+    "ewald": lambda cell, **options: electrostatics.estimate_ewald_parameters(X, cell, **options),
+    "pme": lambda cell, **options: electrostatics.estimate_pme_parameters(X, cell, **options),
+    "mesh": lambda cell, **options: electrostatics.estimate_pme_mesh_dimensions(cell, 0.6, **options),
 }
 
 
-@pytest.mark.parametrize("estimate", [*ESTIMATES.values(), lambda cell: mesh_spacing_to_dimensions(cell, 0.5)])
+@pytest.mark.parametrize(
+    "estimate", [*ESTIMATES.values(), lambda cell: electrostatics.mesh_spacing_to_dimensions(cell, 0.5)]
+)
 @pytest.mark.parametrize(
     ("error", "cell"),
     [
@@ -54,7 +49,7 @@ def test_accuracies(estimate, accuracy):
         estimate(CELL, accuracy=accuracy)
 
 
-@pytest.mark.parametrize("function", [estimate_ewald_parameters, estimate_pme_parameters])
+@pytest.mark.parametrize("function", [electrostatics.estimate_ewald_parameters, electrostatics.estimate_pme_parameters])
 def test_float32_is_told_what_it_cannot_reach(function):
     with pytest.warns(UserWarning, match="`accuracy` = 1e-08 is out of reach of float32") as caught:
         function(X.float(), CELL.float(), accuracy=1e-8, **({"spline_order": 8} if "pme" in function.__name__ else {}))
@@ -67,8 +62,10 @@ def test_float32_is_told_what_it_cannot_reach(function):
 # -- modules --------------------------------------------------------------------------------------
 
 MADE = {
-    "ewald": lambda **options: EwaldSummation(**{"alpha": 0.6, "k_cutoff": 4.0} | options),
-    "pme": lambda **options: ParticleMeshEwald(**{"alpha": 0.6, "mesh_dimensions": (12, 12, 12)} | options),
+    "ewald": lambda **options: electrostatics.EwaldSummation(**{"alpha": 0.6, "k_cutoff": 4.0} | options),
+    "pme": lambda **options: electrostatics.ParticleMeshEwald(
+        **{"alpha": 0.6, "mesh_dimensions": (12, 12, 12)} | options
+    ),
 }
 
 

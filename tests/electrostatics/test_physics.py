@@ -9,17 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import (
-    compute_slab_correction,
-    estimate_ewald_parameters,
-    ewald_real_space,
-    ewald_reciprocal_space,
-    ewald_summation,
-    generate_ewald_miller_indices,
-    particle_mesh_ewald,
-    pme_reciprocal_space,
-    power_law,
-)
+from nvalchemiops.torch.interactions import electrostatics
 from tests.comparing import close
 from tests.electrostatics.sums import METHODS, SUMS, relative_error, summed
 from tests.reference.ewald import everything
@@ -70,7 +60,9 @@ def test_madelung_constants(structure, method):
 @pytest.mark.parametrize("structure", ENERGIES)
 def test_madelung_constants_by_default_splines(structure):
     system = crystal(structure) if structure in MADELUNG else compound(structure)
-    energy = particle_mesh_ewald(system.positions, system.charges, system.cell, accuracy=1e-6).sum().item()
+    energy = (
+        electrostatics.particle_mesh_ewald(system.positions, system.charges, system.cell, accuracy=1e-6).sum().item()
+    )
     assert energy == pytest.approx(ENERGIES[structure], rel=1e-6)
 
 
@@ -227,7 +219,7 @@ def test_energy_of_a_charged_cell_is_the_neutral_formula_and_its_background(meth
     system = in_cell(CELLS["full"], total=total)
     alpha, cutoff = 0.8, 8.0
     assert system.charges.sum().item() == pytest.approx(total)
-    pairs = ewald_real_space(*system[:3], alpha, cutoff=cutoff).sum()
+    pairs = electrostatics.ewald_real_space(*system[:3], alpha, cutoff=cutoff).sum()
     miller = torch.cartesian_prod(*[torch.arange(-13, 14)] * 3).double()
     k = 2.0 * math.pi * miller[miller.abs().sum(1) > 0] @ torch.linalg.inv(system.cell[0]).T
     k2, phase = k.square().sum(1), k @ system.positions.T
@@ -248,7 +240,11 @@ def test_virial_and_charge_gradients_of_a_charged_cell_hold_the_background(metho
     options = {"alpha": 0.8, **csr(system, 7.0)}
     options |= {"k_cutoff": 9.0} if method == "ewald" else {"mesh_dimensions": (32, 32, 36)}
     if method == "ewald":
-        options = {"alpha": 0.8, **csr(system, 7.0), "miller_indices": generate_ewald_miller_indices(system.cell, 9.0)}
+        options = {
+            "alpha": 0.8,
+            **csr(system, 7.0),
+            "miller_indices": electrostatics.generate_ewald_miller_indices(system.cell, 9.0),
+        }
     found = summed(method, system, **options, **ALL)
     close(found[1:], by_differences(lambda s: summed(method, s, **options), system), 1e-6)
 
@@ -269,7 +265,7 @@ EXCLUDED = {"exclusions": torch.tensor([[0, 3], [2, 4]]), "exclusion_factors": t
 def parts_of(system):
     """Each part as a function of a system, with parameters that do not change as the system does."""
     alpha, near = 0.7, csr(system, 5.0)
-    miller = {"miller_indices": generate_ewald_miller_indices(system.cell, 5.0)}
+    miller = {"miller_indices": electrostatics.generate_ewald_miller_indices(system.cell, 5.0)}
     mesh = {"mesh_dimensions": (16, 15, 18)}
     open_axis = {"pbc": torch.tensor([True, False, True])}
 
@@ -279,17 +275,17 @@ def parts_of(system):
     slab = {**open_axis, "slab_correction": True}
     ewald, pme = ({"alpha": alpha, **near, **more} for more in (miller, mesh))
     return {
-        "real": part(ewald_real_space, alpha, **near),
-        "reciprocal": part(ewald_reciprocal_space, None, alpha, **miller),
-        "pme reciprocal": part(pme_reciprocal_space, alpha, spline_order=6, **mesh),
-        "pme reciprocal, default order": part(pme_reciprocal_space, alpha, **mesh),
-        "slab": part(compute_slab_correction, **open_axis),
-        "ewald": part(ewald_summation, **ewald),
-        "pme": part(particle_mesh_ewald, **pme),
-        "ewald, slab": part(ewald_summation, **ewald, **slab),
-        "pme, slab": part(particle_mesh_ewald, **pme, **slab),
-        "ewald, exclusions": part(ewald_summation, **ewald, **EXCLUDED),
-        "pme, exclusions": part(particle_mesh_ewald, **pme, **EXCLUDED),
+        "real": part(electrostatics.ewald_real_space, alpha, **near),
+        "reciprocal": part(electrostatics.ewald_reciprocal_space, None, alpha, **miller),
+        "pme reciprocal": part(electrostatics.pme_reciprocal_space, alpha, spline_order=6, **mesh),
+        "pme reciprocal, default order": part(electrostatics.pme_reciprocal_space, alpha, **mesh),
+        "slab": part(electrostatics.compute_slab_correction, **open_axis),
+        "ewald": part(electrostatics.ewald_summation, **ewald),
+        "pme": part(electrostatics.particle_mesh_ewald, **pme),
+        "ewald, slab": part(electrostatics.ewald_summation, **ewald, **slab),
+        "pme, slab": part(electrostatics.particle_mesh_ewald, **pme, **slab),
+        "ewald, exclusions": part(electrostatics.ewald_summation, **ewald, **EXCLUDED),
+        "pme, exclusions": part(electrostatics.particle_mesh_ewald, **pme, **EXCLUDED),
     }
 
 
@@ -328,7 +324,7 @@ def test_a_compressed_crystal_pushes_outwards(method):
         salt = crystal("rocksalt", length)
         energies, virial = summed(method, salt, compute_virial=True)
         alike = salt._replace(charges=torch.ones_like(salt.charges))
-        options = {"potential": power_law(12), "alpha": 2.2, "cutoff": 2.5, **parameters}
+        options = {"potential": electrostatics.power_law(12), "alpha": 2.2, "cutoff": 2.5, **parameters}
         more, repulsion = summed(method, alike, compute_virial=True, **options)
         return (energies + 1e-4 * more).sum().item(), (virial + 1e-4 * repulsion).diagonal(dim1=1, dim2=2).sum().item()
 
@@ -495,7 +491,7 @@ def test_direct_ewald_equals_plain_tensor_code(repeat, dtype):
     assert len(system.charges) == 2 * repeat**3
     alpha, cutoff, k_cutoff = 0.5, 7.0, 3.0
     neighbors = csr(system, cutoff)
-    found = ewald_summation(*system[:3], alpha, k_cutoff=k_cutoff, **neighbors).sum()
+    found = electrostatics.ewald_summation(*system[:3], alpha, k_cutoff=k_cutoff, **neighbors).sum()
     expected = plain_ewald(system.to(torch.float64), alpha, neighbors, k_cutoff).to(dtype)
     tolerance = {torch.float32: 2e-6, torch.float64: 1e-11}[dtype]
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=0.0)
@@ -522,9 +518,9 @@ def test_memory_is_that_of_atoms_and_of_wave_vectors_not_of_their_product():
     """20,000 atoms at an accuracy of 1e-6, forward and backward: an array of both would be some 10 GB."""
     atoms = crystal("rocksalt", 5.64, (25, 20, 20), 0.1)
     x = atoms.positions.requires_grad_()
-    k_cutoff = estimate_ewald_parameters(x, atoms.cell).reciprocal_space_cutoff
-    assert 8 * len(x) * len(generate_ewald_miller_indices(atoms.cell, k_cutoff)) > 1e9
-    assert peak_memory(lambda: ewald_summation(x, atoms.charges, atoms.cell).sum().backward()) < 2**30
+    k_cutoff = electrostatics.estimate_ewald_parameters(x, atoms.cell).reciprocal_space_cutoff
+    assert 8 * len(x) * len(electrostatics.generate_ewald_miller_indices(atoms.cell, k_cutoff)) > 1e9
+    assert peak_memory(lambda: electrostatics.ewald_summation(x, atoms.charges, atoms.cell).sum().backward()) < 2**30
 
 
 # -- the simplest system --------------------------------------------------------------------------

@@ -7,16 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import (
-    compute_slab_correction,
-    ewald_summation,
-    generate_ewald_miller_indices,
-    particle_mesh_ewald,
-)
+from nvalchemiops.torch.interactions import electrostatics
 from tests.comparing import close
 from tests.systems import ALL, System, batch, by_differences, csr, random_rotation, triclinic
 
-SUMS = {"ewald": ewald_summation, "pme": functools.partial(particle_mesh_ewald, spline_order=8)}
+SUMS = {
+    "ewald": electrostatics.ewald_summation,
+    "pme": functools.partial(electrostatics.particle_mesh_ewald, spline_order=8),
+}
 METHODS = pytest.mark.parametrize("method", SUMS)
 AXES = pytest.mark.parametrize("axis", range(3))
 FINE = {"ewald": 1e-12, "pme": 1e-9}
@@ -198,7 +196,7 @@ def test_a_capacitor():
     area, height, gap = 9.0, 50.0, 4.0
     positions = [[0.0, 0.0, 0.0], [0.0, 0.0, gap]]
     system = System.of(positions, [1.0, -1.0], np.diag([3.0, 3.0, height]))
-    energies, forces = compute_slab_correction(*system[:3], [True, True, False], compute_forces=True)
+    energies, forces = electrostatics.compute_slab_correction(*system[:3], [True, True, False], compute_forces=True)
     # the field -4π P of the polarisation P = -gap / V that the stack has on average is undone
     assert energies.sum().item() == pytest.approx(2.0 * math.pi * gap**2 / (area * height), rel=1e-12)
     assert forces[:, 2].tolist() == pytest.approx([4.0 * math.pi * gap / (area * height) * s for s in (1.0, -1.0)])
@@ -218,7 +216,7 @@ def test_forces_charge_gradients_and_virial_by_differences(total, axis, method):
     pbc = open_along(axis)
     options = {"alpha": 0.7, **csr(system, 6.0)}
     if method == "ewald":
-        options |= {"miller_indices": generate_ewald_miller_indices(system.cell, 4.5)}
+        options |= {"miller_indices": electrostatics.generate_ewald_miller_indices(system.cell, 4.5)}
     else:
         mesh = torch.tensor([16, 18, 32]).roll(axis - 2).tolist()
         options |= {"mesh_dimensions": mesh, "spline_order": 6}
@@ -230,9 +228,9 @@ def test_forces_charge_gradients_and_virial_by_differences(total, axis, method):
 def test_the_correction_alone_by_differences(axis):
     system, _ = turned(layer(height=9.0, total=-1.0, tilt=(0.3, 0.2)), axis)
     pbc = open_along(axis)
-    found = compute_slab_correction(*system[:3], pbc, **ALL)
+    found = electrostatics.compute_slab_correction(*system[:3], pbc, **ALL)
     assert all(t.abs().max() > 1e-2 for t in found)
-    close(found[1:], by_differences(lambda s: compute_slab_correction(*s[:3], pbc), system), 1e-7)
+    close(found[1:], by_differences(lambda s: electrostatics.compute_slab_correction(*s[:3], pbc), system), 1e-7)
 
 
 @pytest.mark.parametrize("total", [0.0, 2.0])
@@ -240,7 +238,7 @@ def test_second_derivatives_of_the_correction(total):
     system, _ = turned(layer(height=9.0, total=total, tilt=(0.3, 0.2)), 1)
 
     def function(positions, charges, cell):
-        return compute_slab_correction(positions, charges, cell, open_along(1), **ALL)
+        return electrostatics.compute_slab_correction(positions, charges, cell, open_along(1), **ALL)
 
     inputs = [t.clone().requires_grad_() for t in system[:3]]
     assert torch.autograd.gradcheck(function, inputs, atol=1e-6, rtol=1e-6)
@@ -264,7 +262,7 @@ def test_a_batch_of_slabs_and_bulk(method):
     close(found, [torch.cat(parts) for parts in zip(*singles)], 1e-12)
     bulk = SUMS[method](*systems[1][:3], **options)
     close([t[together.batch_idx == 1] if len(t) == 23 else t[1:2] for t in found], bulk, 1e-12)
-    corrections = compute_slab_correction(*together[:3], pbc, together.batch_idx, **ALL)
+    corrections = electrostatics.compute_slab_correction(*together[:3], pbc, together.batch_idx, **ALL)
     assert not corrections[0][together.batch_idx == 1].any() and not corrections[3][1].any()
     for n in (0, 2, 3):
         assert corrections[0][together.batch_idx == n].any()
@@ -275,8 +273,8 @@ def test_atoms_of_slabs_in_any_order():
     pbc = open_along(2)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
     mixed = [getattr(together, name)[order] for name in ("positions", "charges")]
-    found = compute_slab_correction(*mixed, together.cell, pbc, together.batch_idx[order], **ALL)
-    *of_atoms, virial = compute_slab_correction(*together[:3], pbc, together.batch_idx, **ALL)
+    found = electrostatics.compute_slab_correction(*mixed, together.cell, pbc, together.batch_idx[order], **ALL)
+    *of_atoms, virial = electrostatics.compute_slab_correction(*together[:3], pbc, together.batch_idx, **ALL)
     close(found, (*(t[order] for t in of_atoms), virial), 1e-12)
 
 
@@ -298,16 +296,16 @@ def test_the_correction_is_what_is_added():
     pbc = open_along(0)
     for method in SUMS:
         without = SUMS[method](*system[:3], accuracy=1e-6, **ALL)
-        alone = compute_slab_correction(*system[:3], pbc, **ALL)
+        alone = electrostatics.compute_slab_correction(*system[:3], pbc, **ALL)
         close(corrected(method, system, pbc, accuracy=1e-6, **ALL), [a + b for a, b in zip(without, alone)], 1e-13)
-    per_system = compute_slab_correction(*system[:3], pbc, energy_reduction="system")
-    torch.testing.assert_close(per_system, compute_slab_correction(*system[:3], pbc).sum()[None])
+    per_system = electrostatics.compute_slab_correction(*system[:3], pbc, energy_reduction="system")
+    torch.testing.assert_close(per_system, electrostatics.compute_slab_correction(*system[:3], pbc).sum()[None])
 
 
 def test_a_slab_in_float32():
     system, _ = turned(layer(total=1.0), 0)
-    expected = [t.float() for t in compute_slab_correction(*system[:3], open_along(0), **ALL)]
-    found = compute_slab_correction(*system.to(torch.float32)[:3], open_along(0), **ALL)
+    expected = [t.float() for t in electrostatics.compute_slab_correction(*system[:3], open_along(0), **ALL)]
+    found = electrostatics.compute_slab_correction(*system.to(torch.float32)[:3], open_along(0), **ALL)
     close(found, expected, 1e-5)
 
 
@@ -338,8 +336,8 @@ def test_bad_periodicity_of_the_correction_is_an_error():
     system = layer()
     for pbc in ([True, False, False], [True, False], torch.ones(2, 3, dtype=torch.bool)):
         with pytest.raises(ValueError, match="pbc"):
-            compute_slab_correction(*system[:3], pbc)
+            electrostatics.compute_slab_correction(*system[:3], pbc)
     with pytest.raises(ValueError, match="charges"):
-        compute_slab_correction(system.positions, system.charges[:3], system.cell, [True, True, False])
+        electrostatics.compute_slab_correction(system.positions, system.charges[:3], system.cell, [True, True, False])
     with pytest.raises(ValueError, match="pbc"):
-        compute_slab_correction(*system[:3], None)
+        electrostatics.compute_slab_correction(*system[:3], None)

@@ -6,11 +6,6 @@ their own tables in test_rebuild.py, test_formats.py and test_verlet.py.
 """
 
 import inspect
-import os
-import subprocess
-import sys
-import textwrap
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +13,7 @@ import torch
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.neighbors import neighbor_utils
+from tests.processes import output_of, run_python
 
 NAN, INF = float("nan"), float("inf")
 X = torch.tensor([[0.0, 0, 0], [0.5, 0, 0], [0, 0.5, 0], [0, 0, 0.5]], dtype=torch.float64)
@@ -314,11 +310,7 @@ def test_a_wild_system_number_costs_no_memory():
                     assert "batch_idx" in str(error)
         print("survived")
     """
-    finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
-    )
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    assert finished.stdout.splitlines()[-1] == "survived"
+    assert output_of(run_python(code)).splitlines()[-1] == "survived"
 
 
 def test_system_numbers_beyond_32_bits_are_systems_of_their_own():
@@ -404,12 +396,4 @@ def test_unchecked_mistakes_stay_within_their_memory():
             assert int(matrix.min()) >= -1 and int(matrix.max()) < n
         print("survived")
     """
-    finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_PERTURB_": "90"},
-    )
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert finished.stdout.splitlines()[-1] == "survived"
+    assert output_of(run_python(code, MALLOC_PERTURB_="90")).splitlines()[-1] == "survived"

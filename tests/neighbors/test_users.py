@@ -143,11 +143,8 @@ def test_left_handed_cells(search):
             cell[None],
             alpha=0.6,
             k_cutoff=4.0,
-            neighbor_list=pairs,
-            neighbor_ptr=ptr,
-            neighbor_shifts=shifts,
-            compute_forces=True,
-            compute_virial=True,
+            **{"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts},
+            **{"compute_forces": True, "compute_virial": True},
         )
         results.append((found[place], vectors[place], *sums))
     for found, *others in results[1:]:

@@ -1,5 +1,6 @@
 """Every ready-made potential, once: how it is made, random parameters, and the textbook formula."""
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -7,21 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.pair import (
-    PairPotential,
-    born_mayer_huggins,
-    buckingham,
-    coulomb,
-    damped_shifted_force,
-    ewald_real_space,
-    lennard_jones,
-    morse,
-    reaction_field,
-    soft_core_lennard_jones,
-    wolf,
-    yukawa,
-    ziegler_biersack_littmark,
-)
+from nvalchemiops.torch.interactions import pair as potentials
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference import pair as ref
 from tests.reference.pair import Parameters
@@ -63,7 +50,7 @@ class Draw:
 
 class Case(NamedTuple):
     name: str
-    make: Callable[[float], PairPotential]  # by cutoff
+    make: Callable[[float], potentials.PairPotential]  # by cutoff
     draw: Callable[[Draw], Parameters]
     pair: Callable  # (r, values of the pair, cutoff)
     alone: Callable | None = None  # (values of the atom, cutoff)
@@ -116,46 +103,51 @@ def _wolf_self(p, rc):
     return ref.wolf_self(p.q, p.alpha, rc)
 
 
+def in_tables(potential):
+    """With parameters by pairs of species."""
+    return functools.partial(potential, tables=True)
+
+
 TABLE = [
-    Case("lj", lennard_jones, lambda d: d.atoms(**SIGMA_EPSILON), _lj(ref.lorentz_berthelot)),
+    Case("lj", potentials.lennard_jones, lambda d: d.atoms(**SIGMA_EPSILON), _lj(ref.lorentz_berthelot)),
     Case(
         "lj geometric shifted",
-        lambda rc: lennard_jones(rc, mixing="geometric", shifted=True),
+        lambda rc: potentials.lennard_jones(rc, mixing="geometric", shifted=True),
         lambda d: d.atoms(**SIGMA_EPSILON),
         _lj(ref.geometric),
         shifted=True,
     ),
     Case(
         "lj waldman-hagler switched",
-        lambda rc: lennard_jones(rc, mixing="waldman-hagler", r_switch=SWITCH * rc),
+        lambda rc: potentials.lennard_jones(rc, mixing="waldman-hagler", r_switch=SWITCH * rc),
         lambda d: d.atoms(**SIGMA_EPSILON),
         _lj(ref.waldman_hagler),
         switched=True,
     ),
     Case(
         "lj tables",
-        lambda rc: lennard_jones(rc, mixing=None),
+        lambda rc: potentials.lennard_jones(rc, mixing=None),
         lambda d: d.tables(**SIGMA_EPSILON),
         lambda r, p, rc: ref.lennard_jones(r, p.sigma, p.epsilon),
     ),
     Case(
         "mie 9-6",
-        lambda rc: lennard_jones(rc, repulsive=9, attractive=6),
+        lambda rc: potentials.lennard_jones(rc, repulsive=9, attractive=6),
         lambda d: d.atoms(**SIGMA_EPSILON),
         lambda r, p, rc: ref.mie(r, *ref.lorentz_berthelot(p.sigma1, p.sigma2, p.epsilon1, p.epsilon2), 9, 6),
     ),
     Case(
         "soft core",
-        soft_core_lennard_jones,
+        potentials.soft_core_lennard_jones,
         lambda d: d.systems(**SOFT)._replace(atom=d.atoms(**SIGMA_EPSILON).atom),
         lambda r, p, rc: ref.soft_core(
             r, *ref.lorentz_berthelot(p.sigma1, p.sigma2, p.epsilon1, p.epsilon2), p.scale, p.softness
         ),
     ),
-    Case("coulomb", coulomb, lambda d: d.charges(), _of_charges(ref.coulomb)),
+    Case("coulomb", potentials.coulomb, lambda d: d.charges(), _of_charges(ref.coulomb)),
     Case(
         "coulomb shifted and switched",
-        lambda rc: coulomb(rc, shifted=True, r_switch=SWITCH * rc),
+        lambda rc: potentials.coulomb(rc, shifted=True, r_switch=SWITCH * rc),
         lambda d: d.charges(),
         _of_charges(ref.coulomb),
         shifted=True,
@@ -163,39 +155,38 @@ TABLE = [
     ),
     Case(
         "ewald real space",
-        ewald_real_space,
+        potentials.ewald_real_space,
         lambda d: d.charges(alpha=(0.3, 0.6)),
         _of_charges(ref.ewald_real_space, "alpha"),
     ),
-    Case("wolf", wolf, lambda d: d.charges(alpha=(0.2, 0.4)), _of_charges(ref.wolf, "alpha", True), _wolf_self),
+    Case(
+        "wolf", potentials.wolf, lambda d: d.charges(alpha=(0.2, 0.4)), _of_charges(ref.wolf, "alpha", True), _wolf_self
+    ),
     Case(
         "damped shifted force",
-        damped_shifted_force,
+        potentials.damped_shifted_force,
         lambda d: d.charges(alpha=(0.2, 0.4)),
         _of_charges(ref.damped_shifted_force, "alpha", True),
         _wolf_self,
     ),
     Case(
         "reaction field",
-        reaction_field,
+        potentials.reaction_field,
         lambda d: d.charges(dielectric=(2.0, 80.0)),
         _of_charges(ref.reaction_field, "dielectric", True),
     ),
-    Case("yukawa", yukawa, lambda d: d.charges(kappa=(0.3, 0.8)), _of_charges(ref.yukawa, "kappa")),
-    Case("morse", morse, lambda d: d.systems(**MORSE), _morse),
-    Case("morse tables", lambda rc: morse(rc, tables=True), lambda d: d.tables(**MORSE), _morse),
-    Case("buckingham", buckingham, lambda d: d.systems(**BUCKINGHAM), _buckingham),
-    Case("buckingham tables", lambda rc: buckingham(rc, tables=True), lambda d: d.tables(**BUCKINGHAM), _buckingham),
-    Case("born-mayer-huggins", born_mayer_huggins, lambda d: d.systems(**HUGGINS), _huggins),
+    Case("yukawa", potentials.yukawa, lambda d: d.charges(kappa=(0.3, 0.8)), _of_charges(ref.yukawa, "kappa")),
+    Case("morse", potentials.morse, lambda d: d.systems(**MORSE), _morse),
+    Case("morse tables", in_tables(potentials.morse), lambda d: d.tables(**MORSE), _morse),
+    Case("buckingham", potentials.buckingham, lambda d: d.systems(**BUCKINGHAM), _buckingham),
+    Case("buckingham tables", in_tables(potentials.buckingham), lambda d: d.tables(**BUCKINGHAM), _buckingham),
+    Case("born-mayer-huggins", potentials.born_mayer_huggins, lambda d: d.systems(**HUGGINS), _huggins),
     Case(
-        "born-mayer-huggins tables",
-        lambda rc: born_mayer_huggins(rc, tables=True),
-        lambda d: d.tables(**HUGGINS),
-        _huggins,
+        "born-mayer-huggins tables", in_tables(potentials.born_mayer_huggins), lambda d: d.tables(**HUGGINS), _huggins
     ),
     Case(
         "zbl",
-        ziegler_biersack_littmark,
+        potentials.ziegler_biersack_littmark,
         lambda d: d.atoms(z=(1.0, 20.0)),
         lambda r, p, rc: ref.ziegler_biersack_littmark(r, p.z1, p.z2),
     ),

@@ -9,16 +9,7 @@ from nvalchemiops.torch.interactions.lj import lj_energy
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.comparing import close, derivative_along, random_like
-from tests.pair.users import (
-    CUTOFF,
-    EACH,
-    MIXED,
-    NEAR,
-    ONE,
-    POTENTIALS,
-    inputs_of,
-    near,
-)
+from tests.pair import users
 
 # -- compiled graphs ------------------------------------------------------------------------------
 
@@ -38,24 +29,26 @@ class Charges(torch.nn.Module):
 
 
 def composed(name, net, x, b, given):
-    return POTENTIALS[name](x, MIXED.cell, net(x), b, **given)[0]
+    return users.POTENTIALS[name](x, users.MIXED.cell, net(x), b, **given)[0]
 
 
-@EACH
+@users.EACH
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_parameters_predicted_from_positions(name, training, create_graph):
     """The whole force, chain term counted once; without it if the charges are detached."""
     net = Charges().train(training)
-    inputs = inputs_of(name, MIXED)
+    inputs = users.inputs_of(name, users.MIXED)
     direction = random_like([inputs.x])[0]
     x = inputs.x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(composed(name, net, x, inputs.b, NEAR).sum(), x, create_graph=create_graph)
-    expected = derivative_along(lambda x: composed(name, net, x, inputs.b, NEAR).sum(), inputs.x, direction).detach()
+    (slope,) = torch.autograd.grad(composed(name, net, x, inputs.b, users.NEAR).sum(), x, create_graph=create_graph)
+    expected = derivative_along(
+        lambda x: composed(name, net, x, inputs.b, users.NEAR).sum(), inputs.x, direction
+    ).detach()
     torch.testing.assert_close((slope * direction).sum().detach(), expected, rtol=1e-6, atol=1e-8)
 
     fixed = net(inputs.x).detach()
-    energies, forces, _ = POTENTIALS[name](x, MIXED.cell, fixed, inputs.b, **NEAR)
+    energies, forces, _ = users.POTENTIALS[name](x, users.MIXED.cell, fixed, inputs.b, **users.NEAR)
     close(torch.autograd.grad(energies.sum(), x), [-forces.detach()], 1e-11)
 
 
@@ -77,9 +70,9 @@ class Dispatched(TorchDispatchMode):
 @pytest.mark.parametrize("gradients", [False, True])
 def test_one_call_is_one_op(gradients):
     """A step of Lennard-Jones with a list dispatches the sum and a handful of views."""
-    inputs, given = inputs_of("LJ", ONE), near(ONE)
+    inputs, given = users.inputs_of("LJ", users.ONE), users.near(users.ONE)
     x = inputs.x.clone().requires_grad_(gradients)
-    potential = lennard_jones(CUTOFF)
+    potential = lennard_jones(users.CUTOFF)
     ptr = torch.searchsorted(given["neighbor_list"][0].contiguous(), torch.arange(8, dtype=torch.int32), out_int32=True)
     with Dispatched() as seen:
         potential(x, inputs.cell[0], sigma=inputs.a, epsilon=inputs.b, neighbor_ptr=ptr, compute_forces=True, **given)
@@ -95,12 +88,12 @@ def test_functions_compile_before_they_were_called():
     """The first call ever may be inside of a graph."""
 
     def both(x, q):
-        first = lj_energy(x, q.abs(), 0.3, CUTOFF, neighbor_list=pairs)
-        second = dsf_coulomb(x, q, CUTOFF, 0.3, neighbor_list=pairs)
+        first = lj_energy(x, q.abs(), 0.3, users.CUTOFF, neighbor_list=pairs)
+        second = dsf_coulomb(x, q, users.CUTOFF, 0.3, neighbor_list=pairs)
         return first, *second, ours(x, q=q, neighbor_list=pairs)
 
-    ours = PairPotential("q1*q2*exp(-r)*1.23456", ("q",), cutoff=CUTOFF)  # never called before
-    pairs = neighbor_list(ONE.positions, CUTOFF, return_neighbor_list=True)[0]
+    ours = PairPotential("q1*q2*exp(-r)*1.23456", ("q",), cutoff=users.CUTOFF)  # never called before
+    pairs = neighbor_list(users.ONE.positions, users.CUTOFF, return_neighbor_list=True)[0]
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    arguments = ONE.positions, inputs_of("DSF", ONE).a
+    arguments = users.ONE.positions, users.inputs_of("DSF", users.ONE).a
     close(compiled(*arguments), both(*arguments))

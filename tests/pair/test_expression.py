@@ -4,12 +4,8 @@ Meaning is compared with Python's own arithmetic and with torch: values, first a
 """
 
 import functools
-import json
 import math
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import sympy
@@ -17,6 +13,7 @@ import torch
 
 from nvalchemiops.interactions.pair.expression import MAX_LENGTH, Formula, pair_energy, self_energy, symbols_of
 from nvalchemiops.torch.interactions.pair import PairPotential
+from tests.processes import python_says
 
 R = 1.3
 CHARGES = {"per_atom": ("q",)}
@@ -553,7 +550,7 @@ for cutoff in (4.0, 5.0):
         energies.sum().backward()
         kernels.append(count("pair_sum"))
 digests = [hashlib.sha256(t.encode()).hexdigest() for t in texts]
-print("RESULT", json.dumps({"digests": digests, "at_import": at_import, "added": added, "kernels": kernels}))
+print(json.dumps({"digests": digests, "at_import": at_import, "added": added, "kernels": kernels}))
 """
 
 
@@ -563,11 +560,7 @@ def processes(tmp_path_factory):
     reports = []
     cache = str(tmp_path_factory.mktemp("kernels"))
     for seed in ("1", "2"):
-        environment = os.environ | {"PYTHONHASHSEED": seed, "WARP_CACHE_PATH": cache}
-        run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=environment)
-        assert run.returncode == 0, run.stderr
-        (line,) = (line for line in run.stdout.splitlines() if line.startswith("RESULT"))
-        reports.append(json.loads(line.removeprefix("RESULT")))
+        reports.append(python_says(SCRIPT, PYTHONHASHSEED=seed, WARP_CACHE_PATH=cache))
     return reports
 
 

@@ -11,6 +11,7 @@ from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.torch.interactions.pair import PairPotential, damped_shifted_force, lennard_jones
 from nvalchemiops.torch.interactions.pair import op as ops
 from nvalchemiops.torch.neighbors import neighbor_list
+from tests.gpu import assert_bits_repeat, assert_equal, assert_replays, waiting_is_an_error, with_derivatives
 from tests.one_lane import one_lane
 from tests.systems import batch, crystal, triclinic
 
@@ -40,16 +41,7 @@ def results(device, dtype=torch.float64):
         TABLES(x, cell, q=q, c=table, a=table, species=species, **near, **EVERYTHING, compute_gradients=["c"]),
     ]
     found = [r for call in calls for r in call]
-    loss = sum((r / (1.0 + r.detach().abs())).square().sum() for r in found)
-    slopes = torch.autograd.grad(loss, (x, q, cell), create_graph=True)
-    curvature = torch.autograd.grad(sum(s.tanh().sum() for s in slopes), (x, q, cell))
-    return [r.detach() for r in (*found, *slopes, *curvature)]
-
-
-def assert_equal(found, expected, tolerance):
-    for a, b in zip(found, expected, strict=True):
-        size = b.double().abs().max().clamp(min=1.0)
-        torch.testing.assert_close(a.double() / size, b.double() / size, rtol=0.0, atol=tolerance, check_device=False)
+    return with_derivatives(found, (x, q, cell))
 
 
 @pytest.mark.gpu
@@ -62,9 +54,7 @@ def test_gpu_equals_cpu(dtype):
 
 @pytest.mark.gpu
 def test_bits_repeat_on_a_gpu():
-    first = results(torch.device("cuda"))
-    for _ in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(results(torch.device("cuda")), first, strict=True))
+    assert_bits_repeat(lambda: results(torch.device("cuda")), times=5)
 
 
 @pytest.mark.gpu
@@ -80,24 +70,10 @@ def test_nothing_waits_and_a_graph_replays():
         return (*torch.autograd.grad(energies.sum() + forces.square().sum(), x), forces)
 
     expected = step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_is_an_error():
         found = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    with torch.no_grad():
-        x += 0.01
-    graph.replay()
-    torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+    assert_replays(step, x)
 
 
 @pytest.mark.gpu

@@ -9,14 +9,7 @@ import warp as wp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvalchemiops.torch.autograd import (
-    OutputSpec,
-    WarpAutogradContextManager,
-    attach_for_backward,
-    needs_grad,
-    warp_custom_op,
-    warp_from_torch,
-)
+from nvalchemiops.torch import autograd
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from tests.pair.cases import BY_NAME, CASES, as_list, as_matrix, close, find_pairs, from_pairs, pair_of_systems
 from tests.reference import pair as ref
@@ -59,6 +52,16 @@ class Flat:
 
     def reference(self, vector):
         return self.case.reference(*self.split(vector), self.pairs, self.cutoff)
+
+    def reference_results(self, vector):
+        """Energies, forces, gradients by parameters and virial, with a graph."""
+        positions, cell, parameters = self.split(vector)
+
+        def function(positions, cell, values):
+            return self.case.reference(positions, cell, parameters.updated(values), self.pairs, self.cutoff)
+
+        batch_idx = self.system.batch_idx
+        return ref.everything(function, positions, cell, parameters.values, batch_idx, create_graph=True)
 
 
 def weights_like(tensor, seed=0):
@@ -225,14 +228,7 @@ def test_every_output_can_be_trained_on(case):
         return case.evaluate(positions, cell, parameters, CUTOFF, flat.system.batch_idx, **flat.neighbors, **options)
 
     def expected(vector):
-        positions, cell, parameters = flat.split(vector)
-
-        def function(positions, cell, values):
-            return case.reference(positions, cell, parameters.updated(values), flat.pairs, CUTOFF)
-
-        energies, forces, gradients, virial = ref.everything(
-            function, positions, cell, parameters.values, flat.system.batch_idx, create_graph=True
-        )
+        energies, forces, gradients, virial = flat.reference_results(vector)
         return energies, forces, *gradients.values(), virial
 
     slopes = []
@@ -255,14 +251,7 @@ def test_one_output_can_be_trained_on(case, output):
         return case.evaluate(*flat.split(vector), CUTOFF, **options)[1:]
 
     def expected(vector):
-        positions, cell, parameters = flat.split(vector)
-
-        def function(positions, cell, values):
-            return case.reference(positions, cell, parameters.updated(values), flat.pairs, CUTOFF)
-
-        _, forces, gradients, virial = ref.everything(
-            function, positions, cell, parameters.values, flat.system.batch_idx, create_graph=True
-        )
+        _, forces, gradients, virial = flat.reference_results(vector)
         return {"forces": [forces], "gradients": list(gradients.values()), "virial": [virial]}[output]
 
     slopes = []
@@ -411,9 +400,9 @@ def tape_lennard_jones_kernel(
     energies[i] = total
 
 
-@warp_custom_op(
+@autograd.warp_custom_op(
     "tests::tape_lennard_jones",
-    outputs=[OutputSpec("energies", wp.float64, lambda positions, *_: (positions.shape[0],))],
+    outputs=[autograd.OutputSpec("energies", wp.float64, lambda positions, *_: (positions.shape[0],))],
 )
 def tape_lennard_jones(
     positions: torch.Tensor,
@@ -425,16 +414,16 @@ def tape_lennard_jones(
     cutoff: float,
 ) -> torch.Tensor:
     energies = torch.empty_like(sigma)
-    track = needs_grad(positions, cell, sigma, epsilon)
+    track = autograd.needs_grad(positions, cell, sigma, epsilon)
     arrays = {
-        "positions": warp_from_torch(positions, wp.vec3d),
-        "cell": warp_from_torch(cell, wp.mat33d),
-        "sigma": warp_from_torch(sigma, wp.float64),
-        "epsilon": warp_from_torch(epsilon, wp.float64),
+        "positions": autograd.warp_from_torch(positions, wp.vec3d),
+        "cell": autograd.warp_from_torch(cell, wp.mat33d),
+        "sigma": autograd.warp_from_torch(sigma, wp.float64),
+        "epsilon": autograd.warp_from_torch(epsilon, wp.float64),
     }
-    rows = [warp_from_torch(neighbors, wp.int32), warp_from_torch(shifts, wp.vec3i)]
-    written = warp_from_torch(energies, wp.float64, requires_grad=track)
-    with WarpAutogradContextManager(track) as tape:
+    rows = [autograd.warp_from_torch(neighbors, wp.int32), autograd.warp_from_torch(shifts, wp.vec3i)]
+    written = autograd.warp_from_torch(energies, wp.float64, requires_grad=track)
+    with autograd.WarpAutogradContextManager(track) as tape:
         wp.launch(
             tape_lennard_jones_kernel,
             positions.shape[0],
@@ -443,7 +432,7 @@ def tape_lennard_jones(
             device=written.device,
         )
     if track:
-        attach_for_backward(energies, tape, **arrays, energies=written)
+        autograd.attach_for_backward(energies, tape, **arrays, energies=written)
     return energies
 
 

@@ -11,13 +11,7 @@ import torch
 from ase.calculators.lj import LennardJones
 from ase.calculators.morse import MorsePotential
 
-from nvalchemiops.torch.interactions.electrostatics import (
-    coulomb_energy,
-    coulomb_energy_forces,
-    coulomb_forces,
-    dsf_coulomb,
-    ewald_real_space,
-)
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces, lj_energy_forces_virial, lj_forces
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones, morse
 from tests.pair.cases import (
@@ -633,9 +627,9 @@ def test_coulomb(alpha):
     given = alpha if isinstance(alpha, float) else values["alpha"]
     arguments = (system.positions, system.charges, system.cell, CUTOFF, given)
     options = {"batch_idx": system.batch_idx}
-    close([coulomb_energy(*arguments, **options)], [energies.detach()])
-    close([coulomb_forces(*arguments, **options)], [forces])
-    close(coulomb_energy_forces(*arguments, **options), [energies.detach(), forces])
+    close([electrostatics.coulomb_energy(*arguments, **options)], [energies.detach()])
+    close([electrostatics.coulomb_forces(*arguments, **options)], [forces])
+    close(electrostatics.coulomb_energy_forces(*arguments, **options), [energies.detach(), forces])
 
 
 def test_forms_of_neighbors_for_charges():
@@ -643,13 +637,18 @@ def test_forms_of_neighbors_for_charges():
     half, table = as_list(system, CUTOFF, half=True), as_matrix(system, CUTOFF, fill_value=-1, max_neighbors=90)
     arguments = (system.positions, system.charges, system.cell, CUTOFF, 0.3)
     options = {"batch_idx": system.batch_idx}
-    expected = coulomb_energy_forces(*arguments, **options)
+    expected = electrostatics.coulomb_energy_forces(*arguments, **options)
     for neighbors in (half, table):
-        close(coulomb_energy_forces(*arguments, **options, **neighbors), expected)
-    expected = dsf_coulomb(system.positions, system.charges, CUTOFF, 0.3, system.cell, **options)
+        close(electrostatics.coulomb_energy_forces(*arguments, **options, **neighbors), expected)
+    expected = electrostatics.dsf_coulomb(system.positions, system.charges, CUTOFF, 0.3, system.cell, **options)
     half["unit_shifts"] = half.pop("neighbor_shifts")
     for neighbors in (half, table):
-        close(dsf_coulomb(system.positions, system.charges, CUTOFF, 0.3, system.cell, **options, **neighbors), expected)
+        close(
+            electrostatics.dsf_coulomb(
+                system.positions, system.charges, CUTOFF, 0.3, system.cell, **options, **neighbors
+            ),
+            expected,
+        )
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.2, (0.15, 0.3)], ids=["undamped", "damped", "by system"])
@@ -663,13 +662,13 @@ def test_damped_shifted_force(alpha):
     function, values = of_charges(system, pair, alpha, lambda p, rc: ref.wolf_self(p.q, p.alpha, rc))
     energies, forces, _, virial = ref.everything(function, system.positions, system.cell, values, system.batch_idx)
     given = alpha if isinstance(alpha, float) else values["alpha"]
-    found = dsf_coulomb(
+    found = electrostatics.dsf_coulomb(
         system.positions, system.charges, CUTOFF, given, system.cell, system.batch_idx, compute_virial=True
     )
     summed = torch.stack([energies[system.batch_idx == s].sum() for s in range(2)]).detach()
     close(found, (summed, forces, virial))
     options = {"compute_forces": False, "batch_idx": system.batch_idx}
-    alone = dsf_coulomb(system.positions, system.charges, CUTOFF, given, system.cell, **options)
+    alone = electrostatics.dsf_coulomb(system.positions, system.charges, CUTOFF, given, system.cell, **options)
     assert len(alone) == 1
     close(alone, [summed])
 
@@ -678,7 +677,7 @@ def test_real_space_of_ewald():
     system, alpha = pair_of_systems(), torch.tensor([0.4, 0.6], dtype=torch.float64)
     function, values = of_charges(system, screened, alpha)
     energies, forces, slopes, virial = ref.everything(function, system.positions, system.cell, values, system.batch_idx)
-    found = ewald_real_space(
+    found = electrostatics.ewald_real_space(
         system.positions,
         system.charges,
         system.cell,
@@ -709,7 +708,7 @@ def test_hybrid_forces(with_list):
     x = system.positions.clone().requires_grad_()
     cell, split = system.cell.clone().requires_grad_(), alpha.clone().requires_grad_()
     neighbors = from_pairs(find_pairs(system, CUTOFF)) if with_list else {}
-    energies, forces = ewald_real_space(
+    energies, forces = electrostatics.ewald_real_space(
         x,
         charges_in(x, system.charges),
         cell,

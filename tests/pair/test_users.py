@@ -8,18 +8,7 @@ from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces_viria
 from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.comparing import close, derivative_along, random_like, same_bits, weighted
-from tests.pair.users import (
-    CUTOFF,
-    EACH,
-    MIXED,
-    NEAR,
-    ONE,
-    POTENTIALS,
-    Inputs,
-    inputs_of,
-    near,
-    relaxed,
-)
+from tests.pair import users
 from tests.systems import no_atoms, triclinic
 
 # -- the same bits --------------------------------------------------------------------------------
@@ -28,7 +17,7 @@ from tests.systems import no_atoms, triclinic
 def all_bits(name, inputs, **given):
     """Results, and first gradients of all inputs."""
     leaves = inputs.leaves()
-    results = POTENTIALS[name](*leaves, **given)
+    results = users.POTENTIALS[name](*leaves, **given)
     return [*(r.detach() for r in results), *leaves.grad(weighted([r.sin() for r in results]))]
 
 
@@ -58,66 +47,68 @@ def test_gradients_of_tables_do_not_depend_on_threads(threads, always_split, dty
     close([s.double() for s in found[0]], slopes(torch.float64), 1e-6 if dtype == torch.float32 else 0, atol=0)
 
 
-@EACH
+@users.EACH
 @pytest.mark.parametrize("member", [0, 1, 2])
 def test_a_system_alone_has_the_bits_of_a_member_of_a_batch(name, member):
     """With its own part of the list, or lists built by the call."""
-    mine = MIXED.batch_idx == member
-    inputs = inputs_of(name, MIXED)
-    alone = Inputs(
+    mine = users.MIXED.batch_idx == member
+    inputs = users.inputs_of(name, users.MIXED)
+    alone = users.Inputs(
         inputs.x[mine],
         inputs.cell[member],
         inputs.a[mine],
         inputs.b[mine] if name == "LJ" else inputs.b[member : member + 1],
     )
     number = torch.cumsum(mine, 0).int() - 1
-    kept = mine[NEAR["neighbor_list"][0].long()]
+    kept = mine[users.NEAR["neighbor_list"][0].long()]
     given = {
-        "neighbor_list": number[NEAR["neighbor_list"][:, kept].long()],
-        "neighbor_shifts": NEAR["neighbor_shifts"][kept],
+        "neighbor_list": number[users.NEAR["neighbor_list"][:, kept].long()],
+        "neighbor_shifts": users.NEAR["neighbor_shifts"][kept],
     }
-    together = POTENTIALS[name](*inputs, **NEAR)
-    same_bits(POTENTIALS[name](*alone, **given), (together[0][mine], together[1][mine], together[2][member][None]))
-    built = POTENTIALS[name](*inputs, batch_idx=MIXED.batch_idx)
+    together = users.POTENTIALS[name](*inputs, **users.NEAR)
+    same_bits(
+        users.POTENTIALS[name](*alone, **given), (together[0][mine], together[1][mine], together[2][member][None])
+    )
+    built = users.POTENTIALS[name](*inputs, batch_idx=users.MIXED.batch_idx)
     close(built, together)
-    close(POTENTIALS[name](*alone), (built[0][mine], built[1][mine], built[2][member][None]))
+    close(users.POTENTIALS[name](*alone), (built[0][mine], built[1][mine], built[2][member][None]))
 
 
 def test_systems_of_a_batch_without_cell_do_not_interact():
     """Also where nothing but the list needs to know the systems: energies of atoms, lists built by the call."""
-    x = torch.cat([ONE.positions, ONE.positions + 0.7])
+    x = torch.cat([users.ONE.positions, users.ONE.positions + 0.7])
     batch_idx = torch.arange(2, dtype=torch.int32).repeat_interleave(7)
-    alone = [lj_energy(part, 1.5, 0.3, CUTOFF) for part in x.split(7)]
+    alone = [lj_energy(part, 1.5, 0.3, users.CUTOFF) for part in x.split(7)]
     for options in ({}, {"num_systems": 2}):
-        close([lj_energy(x, 1.5, 0.3, CUTOFF, batch_idx=batch_idx, **options)], [torch.cat(alone)])
+        close([lj_energy(x, 1.5, 0.3, users.CUTOFF, batch_idx=batch_idx, **options)], [torch.cat(alone)])
     mixed = torch.randperm(14, generator=torch.Generator().manual_seed(1))
-    close([lj_energy(x[mixed], 1.5, 0.3, CUTOFF, batch_idx=batch_idx[mixed])], [torch.cat(alone)[mixed]])
+    close([lj_energy(x[mixed], 1.5, 0.3, users.CUTOFF, batch_idx=batch_idx[mixed])], [torch.cat(alone)[mixed]])
     charges = torch.linspace(-1, 1, 14, dtype=torch.float64)
-    energies, _ = dsf_coulomb(x, charges, CUTOFF, batch_idx=batch_idx)
-    parts = [dsf_coulomb(part, q, CUTOFF)[0] for part, q in zip(x.split(7), charges.split(7))]
+    energies, _ = dsf_coulomb(x, charges, users.CUTOFF, batch_idx=batch_idx)
+    parts = [dsf_coulomb(part, q, users.CUTOFF)[0] for part, q in zip(x.split(7), charges.split(7))]
     close([energies], [torch.cat(parts)])
 
 
-@EACH
+@users.EACH
 @pytest.mark.parametrize("extra", ["pairs beyond the cutoff", "padding", "padding in between"])
 def test_longer_lists_and_padding_change_nothing(name, extra):
-    inputs = inputs_of(name, ONE)
+    inputs = users.inputs_of(name, users.ONE)
     if extra == "pairs beyond the cutoff":
-        system = ONE._replace(positions=inputs.x)
-        longer, shorter = near(system, 1.4 * CUTOFF), near(system)
+        system = users.ONE._replace(positions=inputs.x)
+        longer, shorter = users.near(system, 1.4 * users.CUTOFF), users.near(system)
         assert longer["neighbor_list"].shape[1] > shorter["neighbor_list"].shape[1]
         # as lists of different reach may have another order
         close(all_bits(name, inputs, **longer), all_bits(name, inputs, **shorter))
         i, j = longer["neighbor_list"].long()
         d = inputs.x[j] - inputs.x[i] + longer["neighbor_shifts"].double() @ inputs.cell[0]
-        kept = d.norm(dim=1) < CUTOFF
+        kept = d.norm(dim=1) < users.CUTOFF
         shorter = {
             "neighbor_list": longer["neighbor_list"][:, kept],
             "neighbor_shifts": longer["neighbor_shifts"][kept],
         }
         same_bits(all_bits(name, inputs, **longer), all_bits(name, inputs, **shorter))
         return
-    matrix, _, shifts = neighbor_list(inputs.x, CUTOFF, inputs.cell)
+    matrix, _, shifts = neighbor_list(inputs.x, users.CUTOFF, inputs.cell)
     expected = all_bits(name, inputs, neighbor_matrix=matrix, neighbor_matrix_shifts=shifts)
     n, width = matrix.shape
     places = torch.arange(width) * 3 if extra == "padding in between" else torch.arange(width)
@@ -131,20 +122,20 @@ def test_longer_lists_and_padding_change_nothing(name, extra):
 # -- nothing to do --------------------------------------------------------------------------------
 
 
-@EACH
+@users.EACH
 @pytest.mark.parametrize("matrix", [False, True])
 @pytest.mark.parametrize("n_atoms", [0, 1, 2])
 def test_no_pairs(name, n_atoms, matrix):
     """No atoms, one, or two far apart; forces are zero, and everything differentiates, also twice."""
-    system = no_atoms() if n_atoms == 0 else relaxed(triclinic(n_atoms))
-    inputs = inputs_of(name, system).leaves()
+    system = no_atoms() if n_atoms == 0 else users.relaxed(triclinic(n_atoms))
+    inputs = users.inputs_of(name, system).leaves()
     if matrix:
         given = {"neighbor_matrix": torch.zeros(n_atoms, 0, dtype=torch.int32)}
         given["neighbor_matrix_shifts"] = torch.zeros(n_atoms, 0, 3, dtype=torch.int32)
     else:
         given = {"neighbor_list": torch.zeros(2, 0, dtype=torch.int32)}
         given["neighbor_shifts"] = torch.zeros(0, 3, dtype=torch.int32)
-    energies, forces, virial = POTENTIALS[name](*inputs, **given)
+    energies, forces, virial = users.POTENTIALS[name](*inputs, **given)
     assert energies.shape == (n_atoms,) and forces.shape == (n_atoms, 3) and virial.shape == (1, 3, 3)
     assert not forces.any() and not virial.any()
     assert not energies.any() if name == "LJ" else energies.isfinite().all()
@@ -154,37 +145,37 @@ def test_no_pairs(name, n_atoms, matrix):
     assert all(s.isfinite().all() for s in again)
 
 
-@EACH
+@users.EACH
 @pytest.mark.parametrize("cell", [True, False])
 def test_an_empty_system_in_a_batch(name, cell):
     """Its energy and virial are zero, and the others are as without it."""
-    keep = (MIXED.batch_idx != 1).nonzero().squeeze(1)
-    inputs = inputs_of(name, MIXED)
+    keep = (users.MIXED.batch_idx != 1).nonzero().squeeze(1)
+    inputs = users.inputs_of(name, users.MIXED)
     b = inputs.b[keep] if name == "LJ" else inputs.b
-    part = Inputs(inputs.x[keep], inputs.cell if cell else None, inputs.a[keep], b).leaves()
-    options = {"batch_idx": MIXED.batch_idx[keep], "num_systems": 3, "energy_reduction": "system"}
-    energies, forces, virial = POTENTIALS[name](*part, **options)
+    part = users.Inputs(inputs.x[keep], inputs.cell if cell else None, inputs.a[keep], b).leaves()
+    options = {"batch_idx": users.MIXED.batch_idx[keep], "num_systems": 3, "energy_reduction": "system"}
+    energies, forces, virial = users.POTENTIALS[name](*part, **options)
     assert energies.shape == (3,) and energies[1] == 0 and not virial[1].any()
     slopes = part.grad(energies.sum() + forces.square().sum() + virial.square().sum())
     assert all(s.isfinite().all() for s in slopes)
     for k in (0, 2):
         mine = options["batch_idx"] == k
         b = part.b[mine] if name == "LJ" else part.b[k : k + 1]
-        alone = POTENTIALS[name](
+        alone = users.POTENTIALS[name](
             part.x[mine], part.cell[k] if cell else None, part.a[mine], b, energy_reduction="system"
         )
         close([t.detach() for t in alone], [t.detach() for t in (energies[k : k + 1], forces[mine], virial[k : k + 1])])
 
 
-@EACH
+@users.EACH
 @pytest.mark.parametrize("where", ["origin", "on an atom"])
 def test_padding_atoms(name, where):
     """Atoms without neighbors after the real ones: the same bits, and no gradient, at distance zero as well."""
-    inputs, n = inputs_of(name, ONE), 7
-    matrix, _, shifts = neighbor_list(inputs.x, CUTOFF, inputs.cell)
+    inputs, n = users.inputs_of(name, users.ONE), 7
+    matrix, _, shifts = neighbor_list(inputs.x, users.CUTOFF, inputs.cell)
     place = torch.zeros(3, 3, dtype=torch.float64) if where == "origin" else inputs.x[:1].expand(3, 3)
     fill = torch.zeros(3, dtype=torch.float64)
-    more = Inputs(
+    more = users.Inputs(
         torch.cat([inputs.x, place]),
         inputs.cell,
         torch.cat([inputs.a, fill]),
@@ -198,7 +189,7 @@ def test_padding_atoms(name, where):
     results = []
     for values, options in ((inputs, {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}), (more, given)):
         leaves = values.leaves()
-        energies, forces, virial = POTENTIALS[name](*leaves, **options)
+        energies, forces, virial = users.POTENTIALS[name](*leaves, **options)
         loss = energies[:n].sum() + forces[:n].square().sum() + virial.square().sum()
         results.append(([energies, forces, virial], leaves.grad(loss)))
     (plain, plain_slopes), (padded, slopes) = results
@@ -212,17 +203,17 @@ def test_padding_atoms(name, where):
 # -- conventions ----------------------------------------------------------------------------------
 
 
-@EACH
+@users.EACH
 def test_signs_of_forces_and_virial(name):
     """W = -dE/dstrain and F = -dE/dR by finite differences, in a cell without symmetry."""
-    inputs = inputs_of(name, MIXED)
-    _, forces, virial = POTENTIALS[name](*inputs, **NEAR)
+    inputs = users.inputs_of(name, users.MIXED)
+    _, forces, virial = users.POTENTIALS[name](*inputs, **users.NEAR)
     strain, move = random_like([virial, forces])
 
     def deformed(x, s):
         h = torch.eye(3, dtype=torch.float64) + s * strain
-        positions = torch.einsum("ia,iab->ib", x, h[MIXED.batch_idx.long()])
-        return POTENTIALS[name](positions, inputs.cell @ h, inputs.a, inputs.b, **NEAR)[0].sum()
+        positions = torch.einsum("ia,iab->ib", x, h[users.MIXED.batch_idx.long()])
+        return users.POTENTIALS[name](positions, inputs.cell @ h, inputs.a, inputs.b, **users.NEAR)[0].sum()
 
     found = -derivative_along(
         lambda s: deformed(inputs.x, s), torch.tensor(0.0), torch.tensor(1.0, dtype=torch.float64)
@@ -243,14 +234,14 @@ def test_a_compressed_crystal_pushes_outwards():
     assert pressure[1.7] < -0.1
 
 
-@EACH
+@users.EACH
 @pytest.mark.parametrize("matrix", [False, True])
 def test_half_lists_give_the_same(name, matrix):
     """Energies, forces, virial and gradients. (That a contradiction is found: test_bad_input.py.)"""
-    inputs = inputs_of(name, ONE)
-    expected = all_bits(name, inputs, **near(ONE))
+    inputs = users.inputs_of(name, users.ONE)
+    expected = all_bits(name, inputs, **users.near(users.ONE))
     options = {"half_fill": True, "return_neighbor_list": not matrix}
-    found = neighbor_list(inputs.x, CUTOFF, inputs.cell, **options)
+    found = neighbor_list(inputs.x, users.CUTOFF, inputs.cell, **options)
     half = (
         {"neighbor_matrix": found[0], "neighbor_matrix_shifts": found[2]}
         if matrix
@@ -264,19 +255,19 @@ EXCLUDED = torch.tensor([[0, 1, 6], [3, 2, 4]])
 FACTORS = torch.tensor([0.0, 0.5, 0.0, 1.0], dtype=torch.float64)
 
 
-@EACH
+@users.EACH
 def test_exclusions_do_not_depend_on_the_image_that_is_stored(name):
     """A partner moved by a lattice vector, with the list of the moved atoms."""
-    inputs = inputs_of(name, ONE)
+    inputs = users.inputs_of(name, users.ONE)
     options = {"exclusions": EXCLUDED, "exclusion_factors": FACTORS[:3]}
-    expected = POTENTIALS[name](*inputs, **near(ONE), **options)
-    without = POTENTIALS[name](*inputs, **near(ONE))
+    expected = users.POTENTIALS[name](*inputs, **users.near(users.ONE), **options)
+    without = users.POTENTIALS[name](*inputs, **users.near(users.ONE))
     assert (expected[0] - without[0]).abs().max() > 1e-4
     for seed in range(3):
         jumps = torch.randint(-2, 3, (7, 3), generator=torch.Generator().manual_seed(seed)).double()
-        moved = ONE._replace(positions=ONE.positions + jumps @ ONE.cell[0])
-        for given in (near(moved), {}):
-            found = POTENTIALS[name](moved.positions, *inputs[1:], **given, **options)
+        moved = users.ONE._replace(positions=users.ONE.positions + jumps @ users.ONE.cell[0])
+        for given in (users.near(moved), {}):
+            found = users.POTENTIALS[name](moved.positions, *inputs[1:], **given, **options)
             close(found, expected, 1e-10)
 
 
@@ -291,13 +282,13 @@ def test_factors_scale_energies_and_forces_alike():
     close(half, [0.5 * r for r in full])
 
 
-@EACH
+@users.EACH
 def test_exclusions_take_away_the_nearest_pairs(name):
     """The result is the full energy less that of the excluded pairs; forces by finite differences."""
-    inputs = inputs_of(name, ONE)
+    inputs = users.inputs_of(name, users.ONE)
     options = {"exclusions": EXCLUDED, "exclusion_factors": FACTORS[:3]}
-    energies, forces, _ = POTENTIALS[name](*inputs, **near(ONE), **options)
-    full = POTENTIALS[name](*inputs, **near(ONE))[0]
+    energies, forces, _ = users.POTENTIALS[name](*inputs, **users.near(users.ONE), **options)
+    full = users.POTENTIALS[name](*inputs, **users.near(users.ONE))[0]
     images = torch.cartesian_prod(*(torch.arange(-2, 3),) * 3).double() @ inputs.cell[0]
     less = 0.0
     for (i, j), factor in zip(EXCLUDED.T.tolist(), FACTORS.tolist()):
@@ -307,11 +298,11 @@ def test_exclusions_take_away_the_nearest_pairs(name):
         ab = inputs.a[[i, j]], inputs.b[[i, j]] if name == "LJ" else inputs.b
         both = {"neighbor_list": torch.tensor([[0, 1], [1, 0]])}
         alone = {"neighbor_list": torch.zeros(2, 0, dtype=torch.int64)}
-        energy_of_pair = [POTENTIALS[name](pair, None, *ab, **g)[0].sum() for g in (both, alone)]
+        energy_of_pair = [users.POTENTIALS[name](pair, None, *ab, **g)[0].sum() for g in (both, alone)]
         less = less + (1.0 - factor) * (energy_of_pair[0] - energy_of_pair[1])
     torch.testing.assert_close(energies.sum(), full.sum() - less, rtol=1e-11, atol=1e-11)
     move = random_like([forces])[0]
     slope = derivative_along(
-        lambda x: POTENTIALS[name](x, *inputs[1:], **near(ONE), **options)[0].sum(), inputs.x, move
+        lambda x: users.POTENTIALS[name](x, *inputs[1:], **users.near(users.ONE), **options)[0].sum(), inputs.x, move
     )
     torch.testing.assert_close(-slope, (forces * move).sum(), rtol=1e-6, atol=1e-8)

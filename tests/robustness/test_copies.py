@@ -9,15 +9,8 @@ import sys
 import pytest
 import torch
 
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.dispersion import DFTD3, d3_dispersion, damping_parameters
-from nvalchemiops.torch.interactions.electrostatics import (
-    EwaldSummation,
-    ParticleMeshEwald,
-    ewald_summation,
-    particle_mesh_ewald,
-    prepare_mesh,
-    prepare_wave_vectors,
-)
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, power_law
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
 from nvalchemiops.torch.neighbors import VerletList
@@ -54,8 +47,8 @@ def equal(found, expected):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda potential: EwaldSummation(0.6, 4.0, 5.0, potential=potential),
-        lambda potential: ParticleMeshEwald(0.6, (12, 12, 12), 5, 5.0, potential=potential),
+        lambda potential: electrostatics.EwaldSummation(0.6, 4.0, 5.0, potential=potential),
+        lambda potential: electrostatics.ParticleMeshEwald(0.6, (12, 12, 12), 5, 5.0, potential=potential),
     ],
     ids=["ewald", "pme"],
 )
@@ -69,17 +62,18 @@ def test_ewald_modules(make, prepared, potential, duplicate):
 @DUPLICATES
 @POTENTIALS
 def test_a_prepared_mesh(potential, duplicate):
-    mesh = prepare_mesh(CELL, 0.6, (12, 12, 12), potential=potential)
+    mesh = electrostatics.prepare_mesh(CELL, 0.6, (12, 12, 12), potential=potential)
     options = {"cutoff": 5.0, "potential": potential}
-    found = particle_mesh_ewald(X, Q, CELL, prepared=duplicate(mesh), **options)
-    equal(found, particle_mesh_ewald(X, Q, CELL, prepared=mesh, **options))
+    found = electrostatics.particle_mesh_ewald(X, Q, CELL, prepared=duplicate(mesh), **options)
+    equal(found, electrostatics.particle_mesh_ewald(X, Q, CELL, prepared=mesh, **options))
 
 
 @DUPLICATES
 def test_prepared_wave_vectors(duplicate):
-    waves = prepare_wave_vectors(CELL, 4.0)
+    waves = electrostatics.prepare_wave_vectors(CELL, 4.0)
     first, second = (
-        ewald_summation(X, Q, CELL, 0.6, miller_indices=these, cutoff=5.0) for these in (waves, duplicate(waves))
+        electrostatics.ewald_summation(X, Q, CELL, 0.6, miller_indices=these, cutoff=5.0)
+        for these in (waves, duplicate(waves))
     )
     equal(second, first)
 

@@ -4,12 +4,11 @@
 for everybody in the process, torch and sympy included.
 """
 
-import json
-import subprocess
-import sys
 import textwrap
 
 import pytest
+
+from tests import processes
 
 OPTIONAL = ["ase", "matplotlib", "tqdm", "scipy", "matscipy", "hypothesis", "jax", "vesin", "sphinx", "pandas"]
 
@@ -51,10 +50,7 @@ print(json.dumps([numbers, sorted({name.split(".")[0] for name in sys.modules})]
 
 def python_says(code: str, absent: list[str]):
     """What a fresh interpreter prints last, as JSON, if it cannot import these."""
-    start = ABSENT.replace("ABSENT", repr(absent))
-    run = subprocess.run([sys.executable, "-c", start + textwrap.dedent(code)], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    return processes.python_says(ABSENT.replace("ABSENT", repr(absent)) + textwrap.dedent(code))
 
 
 def test_torch_alone_is_enough():

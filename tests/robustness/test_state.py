@@ -10,14 +10,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from nvalchemiops import AccuracyWarning
 from nvalchemiops.interactions.dispersion.damping import ZeroDamping
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.dispersion import DFTD3, D3Parameters
-from nvalchemiops.torch.interactions.electrostatics import (
-    EwaldSummation,
-    ParticleMeshEwald,
-    ewald_reciprocal_space,
-    ewald_summation,
-    prepare_wave_vectors,
-)
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, power_law
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.dispersion.cases import molecule, parameters
@@ -29,11 +23,11 @@ MOLECULE = molecule("HCl").arguments()
 
 
 def ewald(alpha=0.6, cutoff=5.0, **options):
-    return EwaldSummation(alpha, 8.0 * alpha, cutoff, **options)
+    return electrostatics.EwaldSummation(alpha, 8.0 * alpha, cutoff, **options)
 
 
 def pme(alpha=0.6, cutoff=5.0, mesh=16, order=5, **options):
-    return ParticleMeshEwald(alpha, (mesh, mesh, mesh + 2), order, cutoff, **options)
+    return electrostatics.ParticleMeshEwald(alpha, (mesh, mesh, mesh + 2), order, cutoff, **options)
 
 
 def d3(functional="pbe", elements=(1, 17), data=None, **options):
@@ -342,31 +336,31 @@ def stretched(factor):
 @pytest.mark.parametrize("factor", [0.5, 0.9, 1.0, 1.08, 1.12, 2.0])
 def test_wave_vectors_that_do_not_reach_far_enough_are_noticed(factor):
     """In a cell that is longer by a tenth in any direction; a rotation is none."""
-    waves = prepare_wave_vectors(CELL, 4.8)
+    waves = electrostatics.prepare_wave_vectors(CELL, 4.8)
     rotation = torch.linalg.qr(torch.randn(3, 3, dtype=F64, generator=torch.Generator().manual_seed(0)))[0]
     for cell in (stretched(factor), stretched(factor) @ rotation):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            ewald_summation(X, Q, cell, 0.6, miller_indices=waves, cutoff=5.0)
+            electrostatics.ewald_summation(X, Q, cell, 0.6, miller_indices=waves, cutoff=5.0)
         assert [warning.category for warning in said] == [AccuracyWarning] * (factor > 1.1)
 
 
 def test_how_far_they_reach_is_right():
     """The message says up to which length all wave vectors are there; beyond it there is one that is not."""
-    waves, cell = prepare_wave_vectors(CELL, 4.8), stretched(1.5)
+    waves, cell = electrostatics.prepare_wave_vectors(CELL, 4.8), stretched(1.5)
     with pytest.warns(AccuracyWarning, match=r"DistributedDataParallel.*state dict") as said:
-        found = ewald_reciprocal_space(X, Q, cell, None, 0.6, miller_indices=waves)
+        found = electrostatics.ewald_reciprocal_space(X, Q, cell, None, 0.6, miller_indices=waves)
     reach = float(str(said[0].message).split("complete up to ")[1].split()[0])
     assert 4.8 / 1.5 - 0.001 < reach < 4.8
-    complete = ewald_reciprocal_space(X, Q, cell, None, 0.6, k_cutoff=20.0)
-    within = ewald_reciprocal_space(X, Q, cell, None, 0.6, k_cutoff=reach)
+    complete = electrostatics.ewald_reciprocal_space(X, Q, cell, None, 0.6, k_cutoff=20.0)
+    within = electrostatics.ewald_reciprocal_space(X, Q, cell, None, 0.6, k_cutoff=reach)
     assert 0 < (found - complete).abs().sum() < (within - complete).abs().sum()
 
 
 def test_the_number_of_systems_is_that_of_the_preparation():
-    waves = prepare_wave_vectors(CELL, 4.8)
+    waves = electrostatics.prepare_wave_vectors(CELL, 4.8)
     with pytest.raises(ValueError, match=r"prepared for 1 systems, but there are 2.*DistributedDataParallel"):
-        ewald_summation(
+        electrostatics.ewald_summation(
             X, Q, CELL.repeat(2, 1, 1), 0.6, miller_indices=waves, cutoff=5.0, batch_idx=torch.arange(8).int() // 4
         )
 
@@ -376,7 +370,7 @@ def test_a_number_may_be_set(number):
     """As long as nothing was prepared with another one."""
     x = torch.tensor([[0.0, 0.0, 0.0], [2.0, 1.0, 0.5]], dtype=torch.float64)
     q, cell = torch.tensor([1.0, -1.0], dtype=torch.float64), 6.0 * torch.eye(3, dtype=torch.float64)
-    module = ParticleMeshEwald(0.5, (12, 12, 12), 5, 5.0).prepare(cell)
+    module = electrostatics.ParticleMeshEwald(0.5, (12, 12, 12), 5, 5.0).prepare(cell)
     expected = module(x, q, cell)
     module.alpha = number
     if number == 0.5:

@@ -9,18 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import (
-    compute_slab_correction,
-    coulomb_energy,
-    coulomb_energy_forces,
-    dsf_coulomb,
-    estimate_pme_mesh_dimensions,
-    ewald_real_space,
-    ewald_reciprocal_space,
-    ewald_summation,
-    particle_mesh_ewald,
-    pme_reciprocal_space,
-)
+from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy_forces
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
@@ -50,28 +39,30 @@ SLAB = torch.tensor([True, True, False])
 
 
 def ewald(x: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
-    return ewald_summation(x, CHARGES, cell, **{"alpha": ALPHA, **NEAR, **ALL, **options})
+    return electrostatics.ewald_summation(x, CHARGES, cell, **{"alpha": ALPHA, **NEAR, **ALL, **options})
 
 
 PAIR_OPS: dict[str, Callable[..., Any]] = {
     "potential": lambda x, cell: lennard_jones(CUTOFF)(x, cell, **LJ, **IN_ROWS, **ALL),
     "Lennard-Jones": lambda x, cell: lj_energy_forces(x, 2.2, 0.05, CUTOFF, cell, **NEAR),
-    "Coulomb": lambda x, cell: coulomb_energy_forces(x, CHARGES, cell, CUTOFF, **IN_ROWS),
-    "damped": lambda x, cell: coulomb_energy_forces(x, CHARGES, cell, CUTOFF, ALPHA, **NEAR),
-    "DSF": lambda x, cell: dsf_coulomb(x, CHARGES, CUTOFF, cell=cell, compute_virial=True, **IN_UNITS),
-    "real space": lambda x, cell: ewald_real_space(x, CHARGES, cell, ALPHA, **NEAR, **ALL),
+    "Coulomb": lambda x, cell: electrostatics.coulomb_energy_forces(x, CHARGES, cell, CUTOFF, **IN_ROWS),
+    "damped": lambda x, cell: electrostatics.coulomb_energy_forces(x, CHARGES, cell, CUTOFF, ALPHA, **NEAR),
+    "DSF": lambda x, cell: electrostatics.dsf_coulomb(x, CHARGES, CUTOFF, cell=cell, compute_virial=True, **IN_UNITS),
+    "real space": lambda x, cell: electrostatics.ewald_real_space(x, CHARGES, cell, ALPHA, **NEAR, **ALL),
 }
 SUMS: dict[str, Callable[..., Any]] = {
     "Ewald": lambda x, cell: ewald(x, cell, k_cutoff=3.0),
     "Ewald in a box": lambda x, cell: ewald(x, cell, miller_bounds=(2, 2, 2)),
     "Ewald estimated": lambda x, cell: ewald(x, cell, alpha=None, cutoff=CUTOFF, accuracy=1e-3),
     "Ewald with exclusions": lambda x, cell: ewald(x, cell, k_cutoff=3.0, exclusions=torch.tensor([[0, 5], [1, 7]])),
-    "reciprocal space": lambda x, cell: ewald_reciprocal_space(
+    "reciprocal space": lambda x, cell: electrostatics.ewald_reciprocal_space(
         x, CHARGES, cell, None, ALPHA, BATCH, k_cutoff=3.0, **ALL
     ),
-    "PME": lambda x, cell: particle_mesh_ewald(x, CHARGES, cell, ALPHA, mesh_dimensions=MESH, **NEAR, **ALL),
-    "mesh": lambda x, cell: pme_reciprocal_space(x, CHARGES, cell, ALPHA, MESH, batch_idx=BATCH, **ALL),
-    "slab": lambda x, cell: compute_slab_correction(x, CHARGES, cell, SLAB, BATCH, **ALL),
+    "PME": lambda x, cell: electrostatics.particle_mesh_ewald(
+        x, CHARGES, cell, ALPHA, mesh_dimensions=MESH, **NEAR, **ALL
+    ),
+    "mesh": lambda x, cell: electrostatics.pme_reciprocal_space(x, CHARGES, cell, ALPHA, MESH, batch_idx=BATCH, **ALL),
+    "slab": lambda x, cell: electrostatics.compute_slab_correction(x, CHARGES, cell, SLAB, BATCH, **ALL),
 }
 SPLINES: dict[str, Callable[..., Any]] = {
     "spread": lambda x, cell: spline_spread(x, CHARGES, cell, MESH, batch_idx=BATCH),
@@ -195,25 +186,27 @@ def test_an_infinite_position_without_a_cell(format_of_list, what):
         first = torch.arange(n).repeat_interleave(n - 1)
         given = {"neighbor_list": torch.stack([first, every.flatten()]).to(torch.int32)}
     charges = torch.ones(n, dtype=torch.float64)
-    assert coulomb_energy(x, charges, None, 4.0, **given).isnan().all()
+    assert electrostatics.coulomb_energy(x, charges, None, 4.0, **given).isnan().all()
     nobody = torch.full((n, 1), n, dtype=torch.int32)
-    alone = dsf_coulomb(x, charges, 4.0, neighbor_matrix=nobody)
+    alone = electrostatics.dsf_coulomb(x, charges, 4.0, neighbor_matrix=nobody)
     assert alone[0].isnan().all() and torch.equal(alone[1].isnan().all(1), torch.arange(n) == 7)
 
 
 # -- the splitting parameter ----------------------------------------------------------------------
 
 WITH_ALPHA: dict[str, Callable[[Any], Any]] = {
-    "Coulomb": lambda alpha: coulomb_energy(POSITIONS, CHARGES, CELL, CUTOFF, alpha, **NEAR),
-    "DSF": lambda alpha: dsf_coulomb(POSITIONS, CHARGES, CUTOFF, alpha, CELL, **IN_UNITS)[0],
-    "real space": lambda alpha: ewald_real_space(POSITIONS, CHARGES, CELL, alpha, **NEAR),
-    "Ewald": lambda alpha: ewald_summation(POSITIONS, CHARGES, CELL, alpha, k_cutoff=3.0, **NEAR),
-    "Ewald without waves": lambda alpha: ewald_summation(POSITIONS, CHARGES, CELL, alpha, **NEAR),
-    "reciprocal space": lambda alpha: ewald_reciprocal_space(
+    "Coulomb": lambda alpha: electrostatics.coulomb_energy(POSITIONS, CHARGES, CELL, CUTOFF, alpha, **NEAR),
+    "DSF": lambda alpha: electrostatics.dsf_coulomb(POSITIONS, CHARGES, CUTOFF, alpha, CELL, **IN_UNITS)[0],
+    "real space": lambda alpha: electrostatics.ewald_real_space(POSITIONS, CHARGES, CELL, alpha, **NEAR),
+    "Ewald": lambda alpha: electrostatics.ewald_summation(POSITIONS, CHARGES, CELL, alpha, k_cutoff=3.0, **NEAR),
+    "Ewald without waves": lambda alpha: electrostatics.ewald_summation(POSITIONS, CHARGES, CELL, alpha, **NEAR),
+    "reciprocal space": lambda alpha: electrostatics.ewald_reciprocal_space(
         POSITIONS, CHARGES, CELL, None, alpha, BATCH, k_cutoff=3.0
     ),
-    "PME": lambda alpha: particle_mesh_ewald(POSITIONS, CHARGES, CELL, alpha, mesh_dimensions=MESH, **NEAR),
-    "mesh": lambda alpha: pme_reciprocal_space(POSITIONS, CHARGES, CELL, alpha, MESH, batch_idx=BATCH),
+    "PME": lambda alpha: electrostatics.particle_mesh_ewald(
+        POSITIONS, CHARGES, CELL, alpha, mesh_dimensions=MESH, **NEAR
+    ),
+    "mesh": lambda alpha: electrostatics.pme_reciprocal_space(POSITIONS, CHARGES, CELL, alpha, MESH, batch_idx=BATCH),
 }
 MAY_BE_ZERO = ("Coulomb", "DSF")
 BAD_NUMBERS = [float("nan"), float("inf"), -0.3, 0.0]
@@ -226,7 +219,7 @@ def test_an_alpha_that_is_none_is_named(op, alpha):
     if alpha == 0.0 and op in MAY_BE_ZERO:
         assert WITH_ALPHA[op](alpha).isfinite().all()
         return
-    call = WITH_ALPHA.get(op, lambda alpha: estimate_pme_mesh_dimensions(CELL, alpha))
+    call = WITH_ALPHA.get(op, lambda alpha: electrostatics.estimate_pme_mesh_dimensions(CELL, alpha))
     for given in (alpha, torch.tensor([0.5, alpha], dtype=torch.float64)):
         with pytest.raises(ValueError, match="`alpha`"):
             call(given)

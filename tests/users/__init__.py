@@ -2,11 +2,11 @@
 
 import functools
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+
+from tests.processes import run_interpreter
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -24,13 +24,6 @@ def example(name: str) -> ModuleType:
 
 def said_by(name: str, *options: str) -> str:
     """What the example prints when it runs as users run it; it must end well and say nothing else."""
-    run = subprocess.run(
-        [sys.executable, EXAMPLES / f"{name}.py", *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    run = run_interpreter(EXAMPLES / f"{name}.py", *options)
     assert run.returncode == 0 and not run.stderr.strip(), run.stdout + run.stderr
     return run.stdout

@@ -1,0 +1,59 @@
+"""What tests on a GPU share: comparisons with a CPU, calls that must not wait, captured graphs."""
+
+import contextlib
+
+import torch
+
+
+def assert_equal(found, expected, tolerance, least=1.0):
+    """Tensor by tensor, on any device and in any precision, relative to the largest number or to ``least``."""
+    for a, b in zip(found, expected, strict=True):
+        size = b.double().abs().max().clamp(min=least)
+        torch.testing.assert_close(a.double() / size, b.double() / size, rtol=0.0, atol=tolerance, check_device=False)
+
+
+def with_derivatives(results, inputs):
+    """Results, and first and second derivatives of a bounded loss of them, without their graph."""
+    loss = sum((r / (1.0 + r.detach().abs())).square().sum() for r in results)
+    first = torch.autograd.grad(loss, inputs, create_graph=True)
+    second = torch.autograd.grad(sum(s.tanh().sum() for s in first), inputs)
+    return [r.detach() for r in (*results, *first, *second)]
+
+
+def assert_bits_repeat(results, times=3):
+    first = results()
+    for _ in range(times):
+        assert all(torch.equal(a, b) for a, b in zip(results(), first, strict=True))
+
+
+@contextlib.contextmanager
+def waiting_is_an_error():
+    """Of the host for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(step):
+    """A graph of ``step()``, which has run once on another stream as capture asks for, and its results."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+def assert_replays(step, x):
+    """A captured ``step()`` follows ``x``, a leaf that is changed in place."""
+    graph, results = captured(step)
+    with torch.no_grad():
+        x += 0.01
+    graph.replay()
+    torch.testing.assert_close(results, step(), rtol=0, atol=0)
