@@ -188,7 +188,7 @@ def check_batch(
             )
         elif high >= n_systems:
             raise ValueError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
-    return narrow(batch_idx).contiguous(), n_systems
+    return as_int32(batch_idx).contiguous(), n_systems
 
 
 def systems_in_shapes(*arguments: tuple[Any, int]) -> int | None:
@@ -249,7 +249,7 @@ def _same_number(name: str, number: int, n_systems: int | None) -> int | None:
     return n_systems
 
 
-def narrow(tensor: torch.Tensor) -> torch.Tensor:
+def as_int32(tensor: torch.Tensor) -> torch.Tensor:
     """Integers as int32, clamped: numbers that do not fit stay out of range."""
     if tensor.dtype == torch.int32:
         return tensor

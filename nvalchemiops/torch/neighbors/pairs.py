@@ -53,9 +53,9 @@ class Pairs(NamedTuple):
     width: int = 0
     padding: int = NO_PADDING
 
-    def narrow(self) -> "Pairs":
+    def as_int32(self) -> "Pairs":
         """The same as kernels take it: all indices int32, one dimension of slots."""
-        indices = [None if t is None else checks.narrow(t) for t in self[1:7]]
+        indices = [None if t is None else checks.as_int32(t) for t in self[1:7]]
         system, target, first, second, shifts, counts = indices
         assert second is not None
         shifts = None if shifts is None else shifts.reshape(-1, 3)
@@ -214,7 +214,7 @@ def slot_mask(counts: torch.Tensor, width: int) -> torch.Tensor:
 def distances_and_vectors(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.Tensor, torch.Tensor]:
     """Distances, in the shape of ``pairs.second``, and vectors; for arguments that are checked."""
     if is_eager():
-        distances, vectors = measure_pairs(positions, *pairs.narrow())
+        distances, vectors = measure_pairs(positions, *pairs.as_int32())
         # NaN for an index without an atom, for which torch raises an error; not checked on a GPU
         if distances.is_cuda or not bool(distances.detach().sum().isnan()):
             if pairs.first is not None:

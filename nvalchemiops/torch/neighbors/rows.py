@@ -267,7 +267,7 @@ def row_indices(rows: Rows, n_atoms: int) -> torch.Tensor:
 
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:
-    return checks.narrow(tensor).contiguous()
+    return checks.as_int32(tensor).contiguous()
 
 
 def _padding(given: GivenNeighbors, otherwise: int) -> int:

@@ -112,10 +112,10 @@ class _CellList:
         positions, _, cell, pbc, batch_idx, batch_ptr, *_ = self.search
         n_atoms = positions.shape[0]
         if batch_ptr is not None:
-            first_atom = checks.narrow(batch_ptr)
+            first_atom = checks.as_int32(batch_ptr)
             if batch_idx is None:
                 batch_idx = batch_idx_of(first_atom, n_atoms)
-            return checks.narrow(batch_idx), first_atom
+            return checks.as_int32(batch_idx), first_atom
         if batch_idx is None:
             return None, torch.arange(2, dtype=torch.int32, device=self.device).mul_(n_atoms)
         n_systems = checks.systems_in_shapes((cell, 3), (pbc, 2))
@@ -123,7 +123,7 @@ class _CellList:
             n_systems = self.rebuild_flags.shape[0]
         if n_systems is None and may_wait:
             n_systems = count_systems(batch_idx)
-        system = checks.narrow(batch_idx)
+        system = checks.as_int32(batch_idx)
         if n_systems is None:
             # numbered anew: there are no more systems with atoms than atoms. Negative numbers and steps down stay,
             # and are found

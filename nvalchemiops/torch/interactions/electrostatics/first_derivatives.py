@@ -168,9 +168,10 @@ class _WithDerivatives(torch.autograd.Function):
 def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torch.Tensor:
     """``Σ x F^T`` (n_systems, 3, 3) for positions in float32, which may be far from the origin.
 
-    Forces of pairs come rounded to float32, and would lose digits where positions are large. They add up to zero, so
-    here their origin may be any: the middle of the system. Those of the long-range part come in float64. On a mesh they
-    do not quite add up to zero, and their origin is the one that the cell has.
+    Terms over pairs have forces in float32, whose rounding errors would be multiplied by large positions. Such forces
+    add up to zero, so the origin does not matter: positions are taken relative to the middle of the system. The
+    long-range term has forces in float64, which need no such care; on a mesh they add up to zero only to its accuracy,
+    so their origin must be that of the cell, corner 0, 0, 0.
     """
     x, batch_idx, n_systems = system.positions.to(torch.float64), system.batch_idx, system.n_systems
     middle = totals(torch.cat([x, torch.ones_like(x[:, :1])], 1), batch_idx, n_systems)

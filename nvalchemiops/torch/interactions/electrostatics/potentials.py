@@ -28,7 +28,9 @@ class LongRangePotential(NamedTuple):
     reciprocal : callable
         Maps k² and alpha, which broadcast, to g for non-zero k, by torch operations.
     at_zero : callable
-        Maps alpha to g at k = 0; in a Coulomb system this is the energy of the neutralising background.
+        Maps alpha to g at k = 0, without what diverges there: minus the integral of the short-range part over all
+        space. For Coulomb's -π/alpha²; times Q²/2V it is the energy of the neutralising background, by which the total
+        does not depend on alpha.
     slope : callable, optional
         Maps k² and alpha to the derivative of g by k²; by default found by automatic differentiation.
     """

@@ -48,7 +48,7 @@ def parameter_arrays(
         if species is None:
             raise ValueError("`species` is needed: it holds the row of each atom in the tables")
         checks.check_index("species", species, positions, (n_atoms,))
-        species = checks.narrow(species)
+        species = checks.as_int32(species)
         for name in formula.per_pair:
             table = parameters[name]
             checks.check_real(name, table, positions)

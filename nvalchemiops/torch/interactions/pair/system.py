@@ -116,7 +116,7 @@ def _batch(
             raise ValueError("`batch_idx` is needed to tell the systems apart that `cell`, `pbc` or `num_systems` name")
         return cell, None, 1
     checks.check_index("batch_idx", batch_idx, positions, (n_atoms,))
-    batch_idx = checks.narrow(batch_idx)
+    batch_idx = checks.as_int32(batch_idx)
     if num_systems is None:
         if cell is not None and cell.shape[0] != 1:
             num_systems = cell.shape[0]

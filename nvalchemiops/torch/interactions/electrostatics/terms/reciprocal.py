@@ -5,7 +5,8 @@ interaction,
 
     φ_i = 1/V Σ_k g(k²) Re[S(k) exp(-i k.r_i)],    E = Σ_i q_i φ_i / 2,    W = Σ_k S S*/2V (g + 2 g' k k^T)
 
-where fractional coordinates, and so S, do not change under strain. Everything between the two Fourier sums, which are
+where k = 0 has the finite part of g, which is the neutralising background of a charged cell, and fractional
+coordinates, and so S, do not change under strain. Everything between the two Fourier sums, which are
 ops, is torch.
 
 Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
