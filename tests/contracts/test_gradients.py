@@ -344,4 +344,6 @@ def test_gradients_without_pairs(case, n_atoms):
     near = case.near(system, neighbor_list=torch.zeros(2, 0).int(), neighbor_shifts=torch.zeros(0, 3).int())
     found = all_gradients(case, case.inputs(system), near)
     assert all(t.isfinite().all() for t in found)
-    assert found[1].abs().max().item() < 1e-12 if n_atoms else found[1].numel() == 0
+    # a mesh acts on a single charge with a force that is its error
+    least = 1e-5 if case.name in ("PME", "mesh") else 1e-12
+    assert found[1].abs().max().item() < least if n_atoms else found[1].numel() == 0

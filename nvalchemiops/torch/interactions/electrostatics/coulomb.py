@@ -220,6 +220,7 @@ def dsf_coulomb(
     ValueError, TypeError
         A bad argument, named in the message.
     """
+    checks.check_positions(positions, finite=False)
     checks.check_same_device(device, positions)
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, unit_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
