@@ -129,19 +129,23 @@ def test_what_is_missing_is_named():
         EwaldSummation()(SYSTEM, near, neighbors=near)
     with pytest.raises(TypeError, match="`neighbors` go with a System"):
         EwaldSummation()(*SYSTEM[:3], neighbors=near)
-    with pytest.raises(TypeError, match="`neighbor_list` is for tensors"):
-        PAIR(SYSTEM, neighbor_list=near.pairs, **PAIR_PARAMETERS)
+    for name, value in (("neighbor_list", near.pairs), ("batch_idx", SYSTEM.batch_idx), ("half_list", True)):
+        for interaction in (EwaldSummation(), lambda *system, **options: PAIR(*system, **options, **PAIR_PARAMETERS)):
+            with pytest.raises(TypeError, match=f"`{name}` goes with tensors"):
+                interaction(SYSTEM, **{name: value})
+    with pytest.raises(ValueError, match="`neighbors` must have either pairs or a matrix"):
+        EwaldSummation()(SYSTEM, Neighbors(cutoff=4.0))
     with pytest.raises(ValueError, match="`prepare` needs `alpha`"):
         ParticleMeshEwald().prepare(SYSTEM.cell)
 
 
 def test_neighbors_that_are_too_few_are_an_error():
     near = SYSTEM.neighbors(3.0)
-    with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but `alpha` is for a cutoff of 4.0"):
+    with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but the cutoff of this interaction is 4.0"):
         EwaldSummation(0.9, 6.0, 4.0)(SYSTEM, near)
     with pytest.raises(ValueError, match=r"beyond the list's reach"):
         PAIR(SYSTEM, neighbors=near, **PAIR_PARAMETERS)
-    with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but the cutoffs of this module to 4.0"):
+    with pytest.raises(ValueError, match=r"`neighbors` reach to 3.0, but the cutoff of this interaction is 4.0"):
         DFTD3("pbe", elements=(1, 6, 8), cutoff=4.0, coordination_cutoff=4.0, smoothing=1.0)(SYSTEM, near)
     matrix, counts, shifts = neighbor_list(SYSTEM.positions, 4.0, SYSTEM.cell, batch_idx=SYSTEM.batch_idx)
     with pytest.raises(ValueError, match="`matrix` has 3 columns, but an atom has"):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from nvalchemiops.arguments import check_positive
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.context import may_read
 
@@ -206,6 +207,7 @@ def long_arguments(
     needed: Sequence[str],
     padding: str,
     reach: str = "",
+    cutoff: float | None = None,
 ) -> dict[str, Any]:
     """Arguments of a function that takes tensors one by one: those of system and neighbors, and ``options``.
 
@@ -222,20 +224,37 @@ def long_arguments(
         What the function calls the padding of a matrix.
     reach : str, optional
         What it calls the reach of the neighbors, if it asks for it.
+    cutoff : float, optional
+        How far the neighbors must reach.
+
+    Raises
+    ------
+    ValueError, TypeError
+        The system lacks an attribute; neighbors of another type, given twice, empty, or of a reach below the cutoff;
+        options that the system or its neighbors give.
     """
+    for name in (*_OF_SYSTEM, padding):
+        value = options.get(name)
+        if value is not None and value is not False:
+            raise TypeError(f"`{name}` goes with tensors; beside a System it belongs to the system or its neighbors")
+    options = {name: value for name, value in options.items() if name not in (*_OF_SYSTEM, padding)}
     for name in needed:
         if getattr(system, name) is None:
             raise ValueError(f"`{name}` of the system is needed for this interaction")
     found: dict[str, Any] = {"batch_idx": system.batch_idx, "pbc": system.pbc}
     given = [value for value in neighbors if value is not None]
     if not given:
-        return found | dict(options)
+        return found | options
     for value in given:
         if not isinstance(value, Neighbors):
             raise TypeError(f"beside a System an interaction takes Neighbors, got {type(value).__name__}")
     if len(given) > 1:
         raise TypeError("`neighbors` are given twice")
     (near,) = given
+    if (near.pairs is None) == (near.matrix is None):
+        raise ValueError("`neighbors` must have either pairs or a matrix")
+    if cutoff is not None and near.cutoff is not None and check_positive("cutoff", near.cutoff) < cutoff:
+        raise ValueError(f"`neighbors` reach to {near.cutoff}, but the cutoff of this interaction is {cutoff}")
     if near.matrix is None:
         found |= {"neighbor_list": near.pairs, "neighbor_ptr": near.row_pointers}
         found |= {"neighbor_shifts": near.shifts}
@@ -244,7 +263,20 @@ def long_arguments(
         found |= {padding: near.padding}
     if reach and near.cutoff is not None:
         found |= {reach: near.cutoff}
-    return found | {"half_list": near.half} | dict(options)
+    return found | {"half_list": near.half} | options
+
+
+_OF_SYSTEM = (
+    "batch_idx",
+    "pbc",
+    "neighbor_list",
+    "neighbor_ptr",
+    "neighbor_shifts",
+    "neighbor_matrix",
+    "neighbor_matrix_shifts",
+    "half_list",
+)
+"""Arguments of functions that a system and its neighbors give."""
 
 
 # -- results --------------------------------------------------------------------------------------

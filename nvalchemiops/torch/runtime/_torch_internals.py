@@ -356,7 +356,7 @@ def compiler_loaded() -> bool:
 
 def assume_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same as ``torch.compiler.assume_constant_result``, without importing the compiler."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # of functions mypy knows no attributes
     return function
 
 

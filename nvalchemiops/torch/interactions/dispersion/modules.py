@@ -140,12 +140,8 @@ class DFTD3(ExactModule):
         """
         if isinstance(positions, System):
             beside = (numbers, cell, batch_idx, neighbors)
-            given = long_arguments(
-                positions, beside, options, needed=("numbers",), padding="fill_value", reach="neighbor_cutoff"
-            )
-            reach, needed = given.pop("neighbor_cutoff", None), max(self.cutoff, self.coordination_cutoff)
-            if reach is not None and reach < needed:
-                raise ValueError(f"`neighbors` reach to {reach}, but the cutoffs of this module to {needed}")
+            cutoff = max(self.cutoff, self.coordination_cutoff)
+            given = long_arguments(positions, beside, options, needed=("numbers",), padding="fill_value", cutoff=cutoff)
             values = self(positions.positions, positions.numbers, positions.cell, **given)
             names = ["energies"] + ["forces"] * bool(options.get("compute_forces")) + ["coordination_numbers"]
             return named(names + ["virial"] * bool(options.get("compute_virial")), values)

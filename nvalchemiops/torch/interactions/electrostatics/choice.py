@@ -34,13 +34,13 @@ class LongRange(Protocol):
     """
 
     @property
-    def argument(self) -> str: ...  # noqa: D102
+    def argument(self) -> str: ...  # noqa: D102  # the class says what it is
 
     @property
-    def is_given(self) -> bool: ...  # noqa: D102
+    def is_given(self) -> bool: ...  # noqa: D102  # the class says what it is
 
     @property
-    def valid(self) -> torch.Tensor | None: ...  # noqa: D102
+    def valid(self) -> torch.Tensor | None: ...  # noqa: D102  # the class says what it is
 
     def error_model(self, system: ChargedSystem) -> core.Reciprocal:
         """The model of the errors of given parameters, in numbers of torch."""

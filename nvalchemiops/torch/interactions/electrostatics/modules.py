@@ -83,7 +83,7 @@ class _ConfiguredSum(ExactModule):
         return None if self._prepared is None else self._prepared.cell
 
     def _evaluate(self, positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, **options: Any) -> Any:
-        """The sum of tensors."""
+        """The sum of tensors, by the function that the module configures."""
         raise NotImplementedError
 
     def forward(
@@ -127,9 +127,10 @@ class _ConfiguredSum(ExactModule):
             return self._evaluate(positions, charges, cell, **given)  # type: ignore[arg-type]  # checked there
         system, beside = positions, (charges, cell, neighbors)
         needed = ("charges", "cell")
-        given = long_arguments(system, beside, options, needed=needed, padding="mask_value", reach="cutoff")
-        if self.alpha is not None and self.cutoff is not None and given.get("cutoff", self.cutoff) < self.cutoff:
-            raise ValueError(f"`neighbors` reach to {given['cutoff']}, but `alpha` is for a cutoff of {self.cutoff}")
+        cutoff = None if self.alpha is None else self.cutoff  # without alpha one is chosen that suits the neighbors
+        given = long_arguments(
+            system, beside, options, needed=needed, padding="mask_value", reach="cutoff", cutoff=cutoff
+        )
         names = ["energies", *(name for name in DERIVATIVES if options.get(f"compute_{name}"))]
         return named(names, self.forward(system.positions, system.charges, system.cell, **given))
 

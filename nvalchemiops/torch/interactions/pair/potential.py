@@ -219,9 +219,12 @@ class PairPotential:
             }
             options |= {"exclusion_factors": exclusion_factors, "energy_reduction": energy_reduction}
             options |= {"compute_forces": compute_forces, "compute_virial": compute_virial}
-            for name, value in (("neighbor_list", neighbor_list), ("neighbor_matrix", neighbor_matrix)):
-                if value is not None:
-                    raise TypeError(f"`{name}` is for tensors; beside a System give `neighbors`")
+            options |= {"batch_idx": batch_idx, "pbc": pbc, "half_list": half_list, "fill_value": fill_value}
+            options |= {"neighbor_list": neighbor_list, "neighbor_ptr": neighbor_ptr}
+            options |= {"neighbor_matrix": neighbor_matrix, "neighbor_matrix_shifts": neighbor_matrix_shifts}
+            options |= {"neighbor_shifts": neighbor_shifts}
+            if neighbor_cutoff is not None:
+                options["neighbor_cutoff"] = neighbor_cutoff
             return self._named(positions, (cell, neighbors), options | parameters, compute_gradients)
         if neighbors is not None:
             raise TypeError("`neighbors` go with a System; beside tensors give `neighbor_list` or `neighbor_matrix`")
