@@ -327,6 +327,17 @@ def version_of(tensor: torch.Tensor) -> object:
     return object() if not _COUNTS_VERSIONS or tensor.is_inference() else tensor._version
 
 
+_fake = _find("finding shapes of outputs without data", "_subclasses.fake_tensor.FakeTensorMode")
+
+
+def without_data() -> AbstractContextManager[Any]:
+    """Inside, tensors are made without data, and operations find the shapes and dtypes of their results."""
+    if _fake is None:
+        raise _impossible("finding the shapes of a function's outputs: declare them")
+    mode: AbstractContextManager[Any] = _fake[0](allow_non_fake_inputs=True)
+    return mode
+
+
 _passes = _find(
     "one thread in backward passes on busy machines",
     "_C._current_graph_task_id",

@@ -1,0 +1,44 @@
+"""Names of jax that are not in its documentation, each with what it is for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import ad
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def varying_axes(array: Any) -> frozenset[Any]:
+    """Axes of a mesh over which ``array`` varies, inside `jax.shard_map`."""
+    aval = jax.typeof(array)
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", ()) if manual is None else manual.varying)
+
+
+def vary_alike(arrays: Sequence[Any]) -> list[Any]:
+    """``arrays``, marked as varying over all axes over which one of them varies; the transpose sums over these."""
+    axes = [varying_axes(array) for array in arrays]
+    union = frozenset().union(*axes)
+    return [
+        jax.lax.pcast(array, tuple(sorted(union - own)), to="varying") if union - own else array
+        for array, own in zip(arrays, axes)
+    ]
+
+
+def aval_like(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """The abstract value of a result with ``shape`` and ``dtype`` that varies over the axes of the operands."""
+    if not avals:
+        return jax.core.ShapedArray(shape, dtype)
+    sharding = NamedSharding(avals[0].sharding.mesh, PartitionSpec(*[None] * len(shape)))
+    return avals[0].update(shape=shape, dtype=jax.numpy.dtype(dtype), weak_type=False, sharding=sharding)
+
+
+def is_for_export(context: Any) -> bool:
+    """Whether a lowering rule is called by `jax.export`."""
+    parameters = getattr(context.module_context, "lowering_parameters", None)
+    return bool(getattr(parameters, "for_export", False))
+
+
+def zero_tangent(primal: Any) -> ad.Zero:
+    """The tangent of a result that does not move."""
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())

@@ -1,0 +1,254 @@
+"""The torch side of a call from JAX: buffers as tensors, derivatives by reverse mode, results into JAX's buffers."""
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import torch
+
+from nvalchemiops.jax.dtypes import WIDER, torch_dtype
+from nvalchemiops.torch.runtime._torch_internals import version_of
+
+Flags = tuple[bool, ...]
+"""Whether an operand or a result has an axis at each level of ``vmap``, outermost first."""
+
+
+@dataclass(eq=False)
+class TorchFunction:
+    """A torch function of tensors, as the primitive calls it. Compared by identity.
+
+    Parameters
+    ----------
+    evaluate : callable
+        Takes a tensor for each input, returns a sequence of tensors.
+    name : str
+        For messages.
+    contract : callable, optional
+        ``contract(gradients, tangents, others, outputs)``: the tangents of the outputs from the gradients of their sum,
+        all by the number of their input; ``others`` has the inputs of ``contract_inputs``. JAX arrays.
+    contract_inputs : tuple of int
+    with_gradients : bool
+        Torch records operations also where no derivative is requested: for functions that call `torch.autograd.grad`.
+    """
+
+    evaluate: Callable[..., Sequence[torch.Tensor]]
+    name: str
+    contract: Callable[..., Sequence[Any]] | None = None
+    contract_inputs: tuple[int, ...] = ()
+    with_gradients: bool = False
+    writes: frozenset[int] | None = None  # inputs that it changes in place; None: not known yet
+    jitted: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one call of the primitive evaluates; see `nvalchemiops.jax.primitive`.
+
+    Operands are the inputs, the weights, then the components of each direction; results are the values, then the
+    gradients.
+
+    Parameters
+    ----------
+    function : TorchFunction
+    outputs : tuple of jax.ShapeDtypeStruct
+        Of the function, for one slice.
+    inputs : int
+    values : tuple of int
+        Outputs whose value, or directional derivative, is a result.
+    gradient : tuple of int
+        Inputs by which the gradient is a result.
+    weights : tuple of int
+        Outputs that have a weight; without any, the sum of all outputs is differentiated.
+    directions : tuple of tuple of int
+        The inputs along which each direction has components.
+    sizes : tuple of int
+        Of the levels of ``vmap``.
+    operand_flags, result_flags : tuple of Flags
+    """
+
+    function: TorchFunction
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    inputs: int
+    values: tuple[int, ...]
+    gradient: tuple[int, ...]
+    weights: tuple[int, ...]
+    directions: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    operand_flags: tuple[Flags, ...]
+    result_flags: tuple[Flags, ...]
+
+    @property
+    def value_flags(self) -> dict[int, Flags]:
+        """Flags of the results that are values."""
+        return dict(zip(self.values, self.result_flags))
+
+    @property
+    def gradient_flags(self) -> dict[int, Flags]:
+        """Flags of the results that are gradients."""
+        return dict(zip(self.gradient, self.result_flags[len(self.values) :]))
+
+    def mapped(self, size: int, operands: Sequence[bool]) -> "Request":
+        """The same for ``size`` slices of the ``operands`` that are mapped."""
+        return replace(
+            self,
+            sizes=(size, *self.sizes),
+            operand_flags=tuple((is_mapped, *flags) for is_mapped, flags in zip(operands, self.operand_flags)),
+            result_flags=tuple((True, *flags) for flags in self.result_flags),
+        )
+
+    def result_types(self, operands: Sequence[Any]) -> list[tuple[tuple[int, ...], Any]]:
+        """Shape and dtype of each result."""
+        slices = [(tuple(self.outputs[j].shape), self.outputs[j].dtype) for j in self.values]
+        slices += [(operands[i].shape[sum(self.operand_flags[i]) :], operands[i].dtype) for i in self.gradient]
+        return [
+            (tuple(size for size, flag in zip(self.sizes, flags) if flag) + shape, dtype)
+            for (shape, dtype), flags in zip(slices, self.result_flags)
+        ]
+
+
+def evaluate(request: Request, context: Any, results: Sequence[Any], operands: Sequence[Any]) -> None:
+    """Evaluate ``request`` on JAX's buffers, writing into those of the results.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The function returns other tensors than it declared.
+    RuntimeError
+        It changed an input in place that it left alone at its first call.
+    """
+    tensors = [_tensor(buffer) for buffer in operands]
+    targets = [_tensor(buffer) for buffer in results]
+    with _plain_state(), _stream_of([*targets, *tensors], context):
+        if not request.sizes:
+            for target, result in zip(targets, _results(request, tensors)):
+                target.copy_(result)
+            return
+        sums = [not all(flags) for flags in request.result_flags]
+        for target in itertools.compress(targets, sums):
+            target.zero_()
+        for place in itertools.product(*(range(size) for size in request.sizes)):
+            slices = [_at(place, tensor, flags) for tensor, flags in zip(tensors, request.operand_flags)]
+            places = [_at(place, target, flags) for target, flags in zip(targets, request.result_flags)]
+            for target, result, is_sum in zip(places, _results(request, slices), sums):
+                target.add_(result) if is_sum else target.copy_(result)
+
+
+def _tensor(buffer: Any) -> torch.Tensor:
+    """The memory of ``buffer`` as a tensor."""
+    return torch.utils.dlpack.from_dlpack(buffer.__dlpack__())
+
+
+def _at(place: Sequence[int], tensor: torch.Tensor, flags: Flags) -> torch.Tensor:
+    return tensor[tuple(itertools.compress(place, flags))]
+
+
+@contextlib.contextmanager
+def _plain_state() -> Iterator[None]:
+    """Torch's state of this thread as a new thread has it: the caller may have set inference mode or autocast."""
+    with contextlib.ExitStack() as stack:
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        if torch.is_autocast_enabled("cpu"):
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+        yield
+
+
+def _stream_of(tensors: Sequence[torch.Tensor], context: Any) -> contextlib.AbstractContextManager[Any]:
+    """XLA's stream as torch's current stream; nothing on a CPU, where ``context`` has none."""
+    if not tensors or tensors[0].device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.ExternalStream(context.stream, tensors[0].device))
+
+
+def _results(request: Request, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Values and gradients for one slice."""
+    given = iter(operands)
+    inputs = [next(given) for _ in range(request.inputs)]
+    weights = {j: next(given) for j in request.weights}
+    directions = [{i: next(given) for i in direction} for direction in request.directions]
+    moving = {*request.gradient, *itertools.chain(*request.directions)}
+    with torch.set_grad_enabled(bool(moving) or request.function.with_gradients):
+        for i in moving:
+            inputs[i].requires_grad_()
+        outputs = _outputs(request, inputs)
+        results = [] if request.directions else [outputs[j].detach() for j in request.values]
+        if not moving:
+            return results
+        if request.directions and request.values:
+            weights = {j: torch.ones_like(outputs[j], requires_grad=True) for j in request.values}
+        elif not weights:
+            weights = {j: torch.ones_like(y) for j, y in enumerate(outputs) if y.is_floating_point()}
+        roots = [(outputs[j], weight) for j, weight in weights.items()]
+        _warn_without_graph(request.function, roots)
+        for direction in directions:
+            slopes = _gradients(roots, [inputs[i] for i in direction], create_graph=True)
+            roots = list(zip(slopes, direction.values()))
+        if request.directions and request.values:
+            results += _gradients(roots, list(weights.values()))
+        if request.gradient:
+            results += _gradients(roots, [inputs[i] for i in request.gradient])
+        return results
+
+
+def _gradients(
+    roots: Sequence[tuple[torch.Tensor, torch.Tensor]], inputs: Sequence[torch.Tensor], create_graph: bool = False
+) -> list[torch.Tensor]:
+    """Gradients of the sum of products of the pairs in ``roots``, zeros where there is no dependence."""
+    roots = [(y, weight) for y, weight in roots if y.requires_grad]
+    if not roots:
+        return [torch.zeros_like(x) for x in inputs]
+    outputs, weights = zip(*roots)
+    found: Sequence[torch.Tensor] = torch.autograd.grad(
+        outputs, inputs, weights, create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )
+    return list(found)
+
+
+def _outputs(request: Request, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Outputs of the function, checked; its inputs are JAX's memory, which it must not change."""
+    function = request.function
+    arguments = [x.clone() if function.writes is None or i in function.writes else x for i, x in enumerate(inputs)]
+    versions = [version_of(x) for x in arguments]
+    outputs = function.evaluate(*arguments)
+    written = frozenset(i for i, (x, version) in enumerate(zip(arguments, versions)) if version_of(x) != version)
+    if function.writes is None:
+        function.writes = written
+    elif not written <= function.writes:
+        function.writes |= written
+        raise RuntimeError(
+            f"`{function.name}` changed inputs {sorted(written)} in place, which it did not do at its first call; "
+            "JAX's arrays are immutable: work on a copy"
+        )
+    if len(outputs) != len(request.outputs):
+        raise ValueError(f"`{function.name}` returned {len(outputs)} tensors, {len(request.outputs)} were declared")
+    for number, (output, declared) in enumerate(zip(outputs, request.outputs)):
+        _check_output(function, number, output, declared)
+    return outputs
+
+
+def _check_output(function: TorchFunction, number: int, output: Any, declared: jax.ShapeDtypeStruct) -> None:
+    if not isinstance(output, torch.Tensor):
+        raise TypeError(f"`{function.name}`: output {number} is no tensor but {type(output).__name__}")
+    if tuple(output.shape) != tuple(declared.shape):
+        raise ValueError(
+            f"`{function.name}`: output {number} has shape {tuple(output.shape)}, declared was {tuple(declared.shape)}"
+        )
+    expected = torch_dtype(declared.dtype)
+    # without x64, JAX has 32 bits for what torch computes in 64
+    if output.dtype not in (expected, WIDER.get(expected, expected)):
+        raise TypeError(f"`{function.name}`: output {number} has dtype {output.dtype}, declared was {expected}")
+
+
+def _warn_without_graph(function: TorchFunction, roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    if any(output.requires_grad for output, _ in roots):
+        return
+    warnings.warn(
+        f"`{function.name}`: its outputs do not depend on its inputs by torch's graph of operations, so the gradients "
+        "are zero",
+        UserWarning,
+        stacklevel=2,
+    )

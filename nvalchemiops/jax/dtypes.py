@@ -1,0 +1,44 @@
+"""Dtypes of JAX and of torch."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+_NAMES = [
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+]
+
+_TORCH = {jax.numpy.dtype(name): getattr(torch, name) for name in _NAMES}
+_JAX = {value: key for key, value in _TORCH.items()}
+
+WIDER = {
+    torch.float32: torch.float64,
+    torch.int32: torch.int64,
+    torch.uint32: torch.uint64,
+    torch.complex64: torch.complex128,
+}
+"""What torch may compute where JAX, without x64, has half as many bits."""
+
+
+def torch_dtype(dtype: Any, name: str = "array") -> torch.dtype:
+    """The dtype of torch for one of JAX.
+
+    Raises
+    ------
+    TypeError
+        Torch has none, or JAX and torch do not exchange it.
+    """
+    found = _TORCH.get(np.dtype(dtype)) if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else None
+    if found is None:
+        raise TypeError(f"`{name}` has dtype {dtype}, which torch does not have")
+    return found
+
+
+def jax_dtype(dtype: torch.dtype, name: str = "tensor") -> Any:
+    """The dtype of JAX for one of torch, as narrow as ``jax_enable_x64`` makes it."""
+    if dtype not in _JAX:
+        raise TypeError(f"`{name}` has dtype {dtype}, which JAX does not have")
+    return jax.dtypes.canonicalize_dtype(_JAX[dtype])

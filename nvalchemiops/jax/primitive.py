@@ -1,0 +1,264 @@
+"""The JAX primitive that calls torch: its derivatives of every order, its batching, its lowering.
+
+With a torch function f of inputs x and weights u of its outputs, let
+
+    L(x; u, t_1 .. t_k) = D_{t_1} .. D_{t_k} Σ u·f(x)
+
+be the k-fold directional derivative of the weighted outputs. It is linear in u and in each direction t_i, and symmetric
+in the directions. The primitive evaluates the derivative of L by u (*values*: f itself for k = 0, else its directional
+derivative) and by one more direction (*gradient*). These are closed under differentiation:
+
+- The tangent by x is the same with one more direction; by u or t_i, the same with the tangent in its place.
+- The transpose by t_i with a cotangent c of the gradient is the gradient with c in the place of t_i, since L is
+  symmetric; with a cotangent c of the values, it is the gradient with weights c and without t_i. The transpose by u is
+  the values with c as one more direction.
+
+So torch's reverse mode gives every order in both of JAX's modes, and nothing is kept between callbacks.
+
+A function with a *contraction* is an energy: its gradient comes with the value from one callback, and its tangent is
+their product with the tangents of the inputs, in JAX.
+
+``vmap`` adds a level, for which each operand and each result has an axis or has none. L is then the sum over all
+slices, so that a gradient without the axis is a sum over slices and the rules above hold as they are. All slices are
+evaluated in one callback.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.dtypes import float0
+from jax.experimental.buffer_callback import buffer_callback
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from nvalchemiops.jax._jax_internals import aval_like, is_for_export, vary_alike, zero_tangent
+from nvalchemiops.jax.callback import Flags, Request, TorchFunction, evaluate
+
+torch_call_p = Primitive("torch_call")
+torch_call_p.multiple_results = True
+
+
+class Part(NamedTuple):
+    """An operand, and whether it has an axis at each level."""
+
+    array: Any
+    flags: Flags
+
+
+@dataclass(frozen=True)
+class Form:
+    """The arguments of L: arrays or tracers."""
+
+    function: TorchFunction
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    sizes: tuple[int, ...]
+    inputs: tuple[Part, ...]
+    weights: Mapping[int, Part]
+    directions: tuple[Mapping[int, Part], ...]
+
+    @classmethod
+    def of(cls, request: Request, operands: Sequence[Any]) -> "Form":
+        """The arguments of ``request`` when its operands are ``operands``."""
+        parts = iter([Part(array, flags) for array, flags in zip(operands, request.operand_flags)])
+        return cls(
+            request.function,
+            request.outputs,
+            request.sizes,
+            tuple(next(parts) for _ in range(request.inputs)),
+            {j: next(parts) for j in request.weights},
+            tuple({i: next(parts) for i in direction} for direction in request.directions),
+        )
+
+    def weighted(self, weights: Mapping[int, Part]) -> "Form":
+        """L with other weights; outputs without one do not count."""
+        return Form(self.function, self.outputs, self.sizes, self.inputs, weights, self.directions)
+
+    def along(self, *directions: Mapping[int, Part]) -> "Form":
+        """The derivative of L along more directions."""
+        return self.directed((*self.directions, *directions))
+
+    def directed(self, directions: Sequence[Mapping[int, Part]]) -> "Form":
+        """L with other directions."""
+        return Form(self.function, self.outputs, self.sizes, self.inputs, self.weights, tuple(directions))
+
+    def without(self, number: int) -> "Form":
+        """L without one of its directions."""
+        return self.directed(self.directions[:number] + self.directions[number + 1 :])
+
+    def bind(self, values: Mapping[int, Flags], gradient: Mapping[int, Flags]) -> list[Any]:
+        """Derivatives of L by the weights of ``values`` and by a further direction along the inputs of ``gradient``."""
+        parts = [*self.inputs, *self.weights.values(), *(p for d in self.directions for p in d.values())]
+        request = Request(
+            function=self.function,
+            outputs=self.outputs,
+            inputs=len(self.inputs),
+            values=tuple(values),
+            gradient=tuple(gradient),
+            weights=tuple(self.weights),
+            directions=tuple(tuple(direction) for direction in self.directions),
+            sizes=self.sizes,
+            operand_flags=tuple(part.flags for part in parts),
+            result_flags=(*values.values(), *gradient.values()),
+        )
+        return bind(request, [part.array for part in parts])
+
+
+def bind(request: Request, operands: Sequence[Any]) -> list[Any]:
+    """Evaluate or trace the primitive."""
+    return torch_call_p.bind(*vary_alike(operands), request=request)
+
+
+@torch_call_p.def_impl
+def _evaluate(*operands: Any, request: Request) -> list[Any]:
+    kept = request.function.jitted
+    jitted: Callable[..., list[Any]] | None = kept.get(request)
+    if jitted is None:
+        if len(kept) >= KEPT_REQUESTS:
+            kept.clear()
+        jitted = kept[request] = jax.jit(functools.partial(torch_call_p.bind, request=request))
+    return jitted(*operands)
+
+
+KEPT_REQUESTS = 256
+"""Compiled calls outside of ``jit`` that are kept for each function."""
+
+
+@torch_call_p.def_abstract_eval
+def _types(*operands: Any, request: Request) -> list[Any]:
+    return [aval_like(operands, shape, dtype) for shape, dtype in request.result_types(operands)]
+
+
+def _lower(context: Any, *operands: Any, request: Request) -> Any:
+    if is_for_export(context):
+        raise NotImplementedError(
+            f"`{request.function.name}` calls torch in this process, which jax.export cannot write to a file: export "
+            "the JAX functions around it, or the torch module by torch.export"
+        )
+    types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in request.result_types(context.avals_in)]
+
+    def callback(context: Any, results: Any, *operands: Any) -> None:
+        evaluate(request, context, results, operands)
+
+    return mlir.lower_fun(buffer_callback(callback, types), multiple_results=True)(context, *operands)
+
+
+mlir.register_lowering(torch_call_p, _lower)
+
+
+# -- forward mode ---------------------------------------------------------------------------------
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, ad.Zero) or tangent.dtype == float0
+
+
+def _present(parts: Mapping[int, Part]) -> dict[int, Part]:
+    return {index: part for index, part in parts.items() if not _is_zero(part.array)}
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -> tuple[Sequence[Any], Sequence[Any]]:
+    form, moving = Form.of(request, primals), Form.of(request, tangents)
+    moved = _present(dict(enumerate(moving.inputs)))
+    values, gradient = request.value_flags, request.gradient_flags
+    if not values or form.directions or request.function.contract is None:
+        results = bind(request, primals)
+        return results, _instantiated(results, _tangents(form, moving, moved, values, gradient))
+    # an energy: the gradients by all inputs that move come from the same callback
+    everywhere = (True,) * len(form.sizes)
+    wanted = {**dict.fromkeys(moved, everywhere), **gradient}
+    results = form.bind(values, wanted)
+    gradients = dict(zip(wanted, results[len(values) :]))
+    kept = [*results[: len(values)], *(gradients[i] for i in gradient)]
+    out = _contract(form, {i: gradients[i] for i in moved}, moved) if moved else [None] * len(values)
+    return kept, _instantiated(kept, [*out, *_tangents(form, moving, moved, {}, gradient)])
+
+
+def _instantiated(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    return [zero_tangent(r) if t is None else t for r, t in zip(results, tangents)]
+
+
+def _tangents(
+    form: Form, moving: Form, moved: Mapping[int, Part], values: Mapping[int, Flags], gradient: Mapping[int, Flags]
+) -> list[Any]:
+    """Tangents of the results; None where they are zero."""
+    smooth = {j: flags for j, flags in values.items() if jnp.issubdtype(form.outputs[j].dtype, jnp.inexact)}
+    if not smooth and not gradient:
+        return [None] * len(values)
+    terms = [form.along(moved)] if moved else []
+    if weights := _present(moving.weights):
+        terms.append(form.weighted(weights))
+    for number, direction in enumerate(moving.directions):
+        if present := _present(direction):
+            terms.append(form.without(number).along(present))
+    if not terms:
+        return [None] * (len(values) + len(gradient))
+    sums = [functools.reduce(jnp.add, term) for term in zip(*(term.bind(smooth, gradient) for term in terms))]
+    by_value = dict(zip(smooth, sums))
+    return [by_value.get(j) for j in values] + sums[len(smooth) :]
+
+
+def _contract(form: Form, gradients: Mapping[int, Any], moved: Mapping[int, Part]) -> list[Any]:
+    """Tangents of energies whose gradients are known, slice by slice."""
+    function = form.function
+    assert function.contract is not None
+    contract: Callable[..., Any] = functools.partial(function.contract, outputs=form.outputs)
+    others = {i: form.inputs[i] for i in function.contract_inputs}
+    for level in reversed(range(len(form.sizes))):
+        axes = (
+            dict.fromkeys(gradients, 0),
+            {i: 0 if part.flags[level] else None for i, part in moved.items()},
+            {i: 0 if part.flags[level] else None for i, part in others.items()},
+        )
+        contract = jax.vmap(contract, in_axes=axes, axis_size=form.sizes[level])
+    return list(
+        contract(gradients, {i: part.array for i, part in moved.items()}, {i: p.array for i, p in others.items()})
+    )
+
+
+ad.primitive_jvps[torch_call_p] = _jvp
+
+
+# -- reverse mode ---------------------------------------------------------------------------------
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request) -> list[Any]:
+    form = Form.of(request, operands)
+
+    def unknown(parts: Mapping[int, Part]) -> dict[int, Flags]:
+        return {index: part.flags for index, part in parts.items() if ad.is_undefined_primal(part.array)}
+
+    if unknown(dict(enumerate(form.inputs))):
+        raise NotImplementedError(f"`{request.function.name}` is not linear in its inputs, so it has no transpose")
+    given = [Part(c, flags) for c, flags in zip(cotangents, request.result_flags)]
+    by_value = _present(dict(zip(request.values, given)))
+    by_input = _present(dict(zip(request.gradient, given[len(request.values) :])))
+    terms: list[list[Any]] = []
+    for number, direction in enumerate(form.directions):
+        if gradient := unknown(direction):
+            rest = form.without(number)
+            terms += [rest.weighted(by_value).bind({}, gradient)] if by_value else []
+            terms += [rest.along(by_input).bind({}, gradient)] if by_input else []
+    if values := unknown(form.weights):
+        terms += [form.weighted({}).along(by_input).bind(values, {})] if by_input else []
+    sums = iter([functools.reduce(jnp.add, term) for term in zip(*terms)])
+    return [None if not ad.is_undefined_primal(o) else next(sums) if terms else ad.Zero(o.aval) for o in operands]
+
+
+ad.primitive_transposes[torch_call_p] = _transpose
+
+
+# -- vmap -----------------------------------------------------------------------------------------
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, request: Request) -> tuple[list[Any], list[int]]:
+    mapped = [isinstance(dim, int) for dim in dims]
+    arrays = [jnp.moveaxis(o, dim, 0) if is_mapped else o for o, dim, is_mapped in zip(operands, dims, mapped)]
+    size = next(array.shape[0] for array, is_mapped in zip(arrays, mapped) if is_mapped)
+    return bind(request.mapped(size, mapped), arrays), [0] * len(request.result_flags)
+
+
+batching.primitive_batchers[torch_call_p] = _batch
