@@ -1,14 +1,14 @@
 """Torch functions as functions of JAX: `from_torch`."""
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
 
-from nvalchemiops.jax.callback import Request, TorchFunction
+from nvalchemiops.jax.callback import Contraction, Request, TorchFunction
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
 from nvalchemiops.jax.primitive import bind
 from nvalchemiops.torch.runtime._torch_internals import version_of, without_data
@@ -75,28 +75,11 @@ def from_torch(
     >>> jax.jit(jax.grad(energy))(jax.numpy.arange(3.0))
     Array([ 0.,  4., 32.], dtype=float32)
     """
-    variants: dict[Hashable, _Variant] = {}
-    name = getattr(function, "__name__", type(function).__name__)
+    bridge = Bridge(function, out_shapes, contract=SCALAR if scalar else None, with_gradients=requires_grad)
 
     @functools.wraps(function, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = [leaf for leaf in leaves if _is_array(leaf)]
-        static = tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
-        try:
-            variant = variants.get((tree, static))
-        except TypeError:
-            bad = next(leaf for leaf in leaves if not _is_array(leaf) and not isinstance(leaf, Hashable))
-            raise TypeError(
-                f"`{name}`: an argument of type {type(bad).__name__} is neither an array nor hashable"
-            ) from None
-        if variant is None:
-            if len(variants) >= KEPT_VARIANTS:
-                variants.clear()
-            variant = variants[tree, static] = _Variant(function, name, tree, leaves, out_shapes, scalar, requires_grad)
-        types = tuple(_type_of(x, name) for x in arrays)
-        outputs = variant.outputs(types)
-        return jax.tree.unflatten(outputs.tree, call_flat(variant.function, arrays, outputs.types))
+        return bridge(*args, **kwargs)
 
     return call
 
@@ -137,26 +120,75 @@ class _Outputs(NamedTuple):
     types: tuple[jax.ShapeDtypeStruct, ...]
 
 
-class _Variant:
-    """A torch function with its static arguments filled in, of a flat list of tensors."""
+class Bridge:
+    """A torch function as JAX calls it; see `from_torch`.
+
+    Parameters
+    ----------
+    function : callable
+    out_shapes : pytree, callable or None
+    name : str, optional
+        For messages.
+    contract : Contraction, or callable, optional
+        For energies; or a function of the arguments, with an `Operand` for each array, that returns it or None.
+    with_gradients : bool
+    writes : frozenset of int, optional
+        Numbers of the arrays that the function changes in place, if that is known.
+    """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        name: str,
-        tree: Any,
-        leaves: Sequence[Any],
         out_shapes: Types | Callable[..., Types] | None,
-        scalar: bool,
-        requires_grad: bool,
+        *,
+        name: str = "",
+        contract: Contraction | Callable[..., Contraction | None] | None = None,
+        with_gradients: bool = False,
+        writes: frozenset[int] | None = None,
     ):
+        self.function, self.out_shapes = function, out_shapes
+        self.name = name or getattr(function, "__name__", type(function).__name__)
+        self.contract, self.with_gradients, self.writes = contract, with_gradients, writes
+        self._variants: dict[Hashable, _Variant] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of the function for JAX arrays."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        arrays = [leaf for leaf in leaves if _is_array(leaf)]
+        static = tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+        try:
+            variant = self._variants.get((tree, static))
+        except TypeError:
+            bad = next(leaf for leaf in leaves if not _is_array(leaf) and not isinstance(leaf, Hashable))
+            kind = type(bad).__name__
+            raise TypeError(f"`{self.name}`: an argument of type {kind} is neither an array nor hashable") from None
+        if variant is None:
+            if len(self._variants) >= KEPT_VARIANTS:
+                self._variants.clear()
+            variant = self._variants[tree, static] = _Variant(self, tree, leaves)
+        types = tuple(_type_of(x, self.name) for x in arrays)
+        outputs = variant.outputs(types)
+        return jax.tree.unflatten(outputs.tree, call_flat(variant.function, arrays, outputs.types))
+
+
+class Operand(int):
+    """The number of an array among the arrays of a call."""
+
+
+class _Variant:
+    """A bridge with its static arguments filled in, of a flat list of tensors."""
+
+    def __init__(self, bridge: Bridge, tree: Any, leaves: Sequence[Any]):
         self._tree = tree
         self._static = [None if _is_array(leaf) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-        self._plain, self._out_shapes, self._scalar = function, out_shapes, scalar
+        self._bridge = bridge
         self._known: dict[tuple[jax.ShapeDtypeStruct, ...], _Outputs] = {}
+        contract: Any = bridge.contract
+        if callable(contract) and not isinstance(contract, Contraction):
+            contract = self._call(contract, [Operand(i) for i in range(len(self._places))])
         self.function = TorchFunction(
-            self._evaluate, name, sum_of_products if scalar else None, with_gradients=requires_grad
+            self._evaluate, bridge.name, contract, with_gradients=bridge.with_gradients, writes=bridge.writes
         )
 
     def _call(self, function: Callable[..., Any], arrays: Sequence[Any]) -> Any:
@@ -167,18 +199,17 @@ class _Variant:
         return function(*args, **kwargs)
 
     def _evaluate(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        return jax.tree.leaves(self._call(self._plain, tensors))
+        return jax.tree.leaves(self._call(self._bridge.function, tensors))
 
     def outputs(self, types: tuple[jax.ShapeDtypeStruct, ...]) -> _Outputs:
         """Shapes and dtypes of the outputs for those of the inputs."""
         found = self._known.get(types)
         if found is None:
-            if callable(self._out_shapes):
-                declared = self._call(self._out_shapes, types)
-            elif self._out_shapes is None:
+            rule = self._bridge.out_shapes
+            if rule is None:
                 declared = self._traced(types)
             else:
-                declared = self._out_shapes
+                declared = self._call(rule, types) if callable(rule) else rule
             leaves, tree = jax.tree.flatten(declared)
             for number, leaf in enumerate(leaves):
                 if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -186,7 +217,7 @@ class _Variant:
                 torch_dtype(leaf.dtype, f"output {number} of {self.function.name}")
             shapes = tuple(jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves)
             is_energy = len(shapes) == 1 and not shapes[0].shape and np.issubdtype(shapes[0].dtype, np.floating)
-            if self._scalar and not is_energy:
+            if self.function.contract is SCALAR and not is_energy:
                 raise ValueError(f"`{self.function.name}`: scalar=True needs one real number as output, got {shapes}")
             found = self._known[types] = _Outputs(tree, shapes)
         return found
@@ -197,7 +228,7 @@ class _Variant:
         with without_data(), torch.set_grad_enabled(function.with_gradients):
             tensors = [torch.empty(x.shape, dtype=torch_dtype(x.dtype)) for x in types]
             versions = [version_of(x) for x in tensors]
-            outputs = self._call(self._plain, tensors)
+            outputs = self._call(self._bridge.function, tensors)
             written = {i for i, (x, version) in enumerate(zip(tensors, versions)) if version_of(x) != version}
         function.writes = frozenset(written | (function.writes or frozenset()))
 
@@ -209,8 +240,19 @@ class _Variant:
         return jax.tree.map(type_of, outputs)
 
 
-def sum_of_products(
-    gradients: dict[int, Any], tangents: dict[int, Any], others: dict[int, Any], outputs: Sequence[Any]
-) -> list[Any]:
-    """The tangent of one energy."""
-    return [sum(jax.numpy.sum(gradients[i] * tangents[i]) for i in gradients)]
+class _Scalar(Contraction):
+    """One energy: its tangent is the sum of the products of gradients and tangents."""
+
+    def __call__(
+        self,
+        gradients: Mapping[int, jax.Array],
+        tangents: Mapping[int, jax.Array],
+        inputs: Mapping[int, jax.Array],
+        outputs: Sequence[jax.ShapeDtypeStruct],
+    ) -> Sequence[jax.Array]:
+        """The tangent of the energy."""
+        total = sum(jax.numpy.sum(gradients[i] * tangents[i]) for i in gradients)
+        return [jax.numpy.reshape(total, outputs[0].shape).astype(outputs[0].dtype)]
+
+
+SCALAR = _Scalar()

@@ -3,7 +3,8 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +18,27 @@ Flags = tuple[bool, ...]
 """Whether an operand or a result has an axis at each level of ``vmap``, outermost first."""
 
 
+class Contraction(ABC):
+    """How the tangents of energies follow from the gradients of their sum, in JAX."""
+
+    inputs: tuple[int, ...] = ()
+    """Numbers of the inputs that it needs beside gradients and tangents."""
+
+    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Sequence[jax.ShapeDtypeStruct]) -> bool:
+        """Whether it can, for inputs of these shapes that move."""
+        return True
+
+    @abstractmethod
+    def __call__(
+        self,
+        gradients: Mapping[int, jax.Array],
+        tangents: Mapping[int, jax.Array],
+        inputs: Mapping[int, jax.Array],
+        outputs: Sequence[jax.ShapeDtypeStruct],
+    ) -> Sequence[jax.Array]:
+        """Tangents of the outputs."""
+
+
 @dataclass(eq=False)
 class TorchFunction:
     """A torch function of tensors, as the primitive calls it. Compared by identity.
@@ -27,18 +49,15 @@ class TorchFunction:
         Takes a tensor for each input, returns a sequence of tensors.
     name : str
         For messages.
-    contract : callable, optional
-        ``contract(gradients, tangents, others, outputs)``: the tangents of the outputs from the gradients of their sum,
-        all by the number of their input; ``others`` has the inputs of ``contract_inputs``. JAX arrays.
-    contract_inputs : tuple of int
+    contract : Contraction, optional
+        For energies, whose gradient then comes with their values.
     with_gradients : bool
         Torch records operations also where no derivative is requested: for functions that call `torch.autograd.grad`.
     """
 
     evaluate: Callable[..., Sequence[torch.Tensor]]
     name: str
-    contract: Callable[..., Sequence[Any]] | None = None
-    contract_inputs: tuple[int, ...] = ()
+    contract: Contraction | None = None
     with_gradients: bool = False
     writes: frozenset[int] | None = None  # inputs that it changes in place; None: not known yet
     jitted: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
@@ -187,11 +206,8 @@ def _results(request: Request, operands: Sequence[torch.Tensor]) -> Sequence[tor
         for direction in directions:
             slopes = _gradients(roots, [inputs[i] for i in direction], create_graph=True)
             roots = list(zip(slopes, direction.values()))
-        if request.directions and request.values:
-            results += _gradients(roots, list(weights.values()))
-        if request.gradient:
-            results += _gradients(roots, [inputs[i] for i in request.gradient])
-        return results
+        last = list(weights.values()) if request.directions and request.values else []
+        return results + _gradients(roots, [*last, *(inputs[i] for i in request.gradient)])
 
 
 def _gradients(

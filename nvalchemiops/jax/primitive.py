@@ -164,7 +164,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -
     form, moving = Form.of(request, primals), Form.of(request, tangents)
     moved = _present(dict(enumerate(moving.inputs)))
     values, gradient = request.value_flags, request.gradient_flags
-    if not values or form.directions or request.function.contract is None:
+    if not values or not moved or form.directions or not _contracts(form, moved):
         results = bind(request, primals)
         return results, _instantiated(results, _tangents(form, moving, moved, values, gradient))
     # an energy: the gradients by all inputs that move come from the same callback
@@ -173,7 +173,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -
     results = form.bind(values, wanted)
     gradients = dict(zip(wanted, results[len(values) :]))
     kept = [*results[: len(values)], *(gradients[i] for i in gradient)]
-    out = _contract(form, {i: gradients[i] for i in moved}, moved) if moved else [None] * len(values)
+    out = _contract(form, {i: gradients[i] for i in moved}, moved)
     return kept, _instantiated(kept, [*out, *_tangents(form, moving, moved, {}, gradient)])
 
 
@@ -201,12 +201,18 @@ def _tangents(
     return [by_value.get(j) for j in values] + sums[len(smooth) :]
 
 
+def _contracts(form: Form, moved: Mapping[int, Part]) -> bool:
+    contract = form.function.contract
+    shapes = {i: tuple(part.array.shape[sum(part.flags) :]) for i, part in moved.items()}
+    return contract is not None and contract.covers(shapes, form.outputs)
+
+
 def _contract(form: Form, gradients: Mapping[int, Any], moved: Mapping[int, Part]) -> list[Any]:
     """Tangents of energies whose gradients are known, slice by slice."""
-    function = form.function
-    assert function.contract is not None
-    contract: Callable[..., Any] = functools.partial(function.contract, outputs=form.outputs)
-    others = {i: form.inputs[i] for i in function.contract_inputs}
+    found = form.function.contract
+    assert found is not None
+    contract: Callable[..., Any] = functools.partial(found, outputs=form.outputs)
+    others = {i: form.inputs[i] for i in found.inputs}
     for level in reversed(range(len(form.sizes))):
         axes = (
             dict.fromkeys(gradients, 0),

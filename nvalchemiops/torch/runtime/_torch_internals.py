@@ -327,7 +327,11 @@ def version_of(tensor: torch.Tensor) -> object:
     return object() if not _COUNTS_VERSIONS or tensor.is_inference() else tensor._version
 
 
-_fake = _find("finding shapes of outputs without data", "_subclasses.fake_tensor.FakeTensorMode")
+_fake = _find(
+    "finding shapes of outputs without data",
+    "_subclasses.fake_tensor.FakeTensorMode",
+    "_subclasses.fake_tensor.FakeTensor",
+)
 
 
 def without_data() -> AbstractContextManager[Any]:
@@ -336,6 +340,11 @@ def without_data() -> AbstractContextManager[Any]:
         raise _impossible("finding the shapes of a function's outputs: declare them")
     mode: AbstractContextManager[Any] = _fake[0](allow_non_fake_inputs=True)
     return mode
+
+
+def has_no_data(tensor: torch.Tensor) -> bool:
+    """Whether this is one of those tensors without data."""
+    return _fake is not None and isinstance(tensor, _fake[1])
 
 
 _passes = _find(

@@ -19,7 +19,7 @@ from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, count_dispa
 def may_read(*tensors: Any, wait: bool = False) -> bool:
     """Whether values of these tensors may be read on the host, to check them or to choose shapes by them.
 
-    Not inside a compiler, where there are none; not under vmap, where they differ between slices; not on a GPU, for
+    Not inside a compiler or of fake tensors, where there are none; not under vmap, where they differ between slices; not on a GPU, for
     which the host would wait, unless ``wait`` allows it and no graph is captured. Without tensors: whether this is not
     inside a compiler. Arguments that are no tensors may be read.
     """
@@ -31,7 +31,7 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
         waits = tensor.device.type != "cpu"
         if waits and (not wait or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())):
             return False
-        if is_mapped(tensor):
+        if is_mapped(tensor) or (type(tensor) not in PLAIN_TYPES and internals.has_no_data(tensor)):
             return False
     return True
 

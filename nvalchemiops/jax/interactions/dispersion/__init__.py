@@ -1,0 +1,5 @@
+"""DFT-D3 dispersion of JAX arrays."""
+
+from nvalchemiops.jax.interactions.dispersion._dftd3 import D3Parameters, dftd3
+
+__all__ = ["D3Parameters", "dftd3"]

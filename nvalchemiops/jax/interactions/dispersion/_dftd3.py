@@ -1,0 +1,116 @@
+"""DFT-D3 for JAX arrays; see `nvalchemiops.torch.interactions.dispersion`."""
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from nvalchemiops.jax.operators import Operator, Shape, is_traced, number_of_systems, to_torch
+from nvalchemiops.torch.interactions import dispersion
+
+_TABLES = ("rcov", "r4r2", "c6ab", "cn_ref")
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[*_TABLES, "r0ab"], meta_fields=["interp_mesh"])
+@dataclasses.dataclass
+class D3Parameters:
+    """Reference data of DFT-D3 for many elements, in atomic units (bohr, hartree): a pytree.
+
+    Attributes
+    ----------
+    rcov : (n_numbers,) array, bohr
+        Covalent radii times 4/3, by atomic number; entry 0 is not used.
+    r4r2 : (n_numbers,) array
+        ``C8 = 3 C6 r4r2_i r4r2_j``.
+    c6ab : (n_numbers, n_numbers, n_references, n_references) array, hartree bohr^6
+        C6 of pairs of reference molecules; 0 or less where there is none.
+    cn_ref : (n_numbers, n_numbers, n_references, n_references) or (n_numbers, n_references) array
+        Coordination number of the reference molecule of the first element.
+    interp_mesh : int
+        ``n_references``.
+    r0ab : (n_numbers, n_numbers) array, bohr, optional
+        Radii of pairs of elements, for damping to zero.
+    """
+
+    rcov: jax.Array
+    r4r2: jax.Array
+    c6ab: jax.Array
+    cn_ref: jax.Array
+    interp_mesh: int = 5
+    r0ab: jax.Array | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def max_z(self) -> int:
+        """The largest atomic number."""
+        return self.rcov.shape[0] - 1
+
+
+class _Tables:
+    """Tables of torch as a static argument: compared by identity, since they are made once for the same arrays."""
+
+    def __init__(self, parameters: dispersion.D3Parameters) -> None:
+        self.parameters = parameters
+
+
+_kept: "OrderedDict[Hashable, tuple[Any, _Tables]]" = OrderedDict()
+
+KEPT_TABLES = 8
+"""Sets of tables that are kept: to prepare them takes a second."""
+
+
+def _keep(key: Hashable, source: Any, make: Callable[[], dispersion.D3Parameters]) -> _Tables:
+    found = _kept.get(key)
+    if found is None:
+        found = _kept[key] = source, _Tables(make())
+        while len(_kept) > KEPT_TABLES:
+            _kept.popitem(last=False)
+    return found[1]
+
+
+def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with tables that are known as static ones."""
+    given = arguments.get("d3_params")
+    if isinstance(given, dict):
+        given = arguments["d3_params"] = D3Parameters(**given)
+    if isinstance(given, D3Parameters):
+        leaves = jax.tree.leaves(given)
+        if not any(map(is_traced, leaves)):
+            # JAX arrays are immutable, so they are as good a key as their values, as long as they exist
+            key = (*map(id, leaves), given.interp_mesh)
+            arguments["d3_params"] = _keep(key, leaves, lambda: _parameters(jax.tree.map(to_torch, given)))
+    return arguments
+
+
+def _parameters(tables: Any) -> dispersion.D3Parameters:
+    names = (*_TABLES, "interp_mesh")
+    return dispersion.D3Parameters(*(getattr(tables, name) for name in names), r0ab=tables.r0ab)
+
+
+@functools.wraps(dispersion.dftd3)
+def _dftd3(*, d3_params: Any = None, **arguments: Any) -> Any:
+    if isinstance(d3_params, D3Parameters):
+        leaves = [leaf for leaf in jax.tree.leaves(d3_params)]
+        contents = hashlib.sha256(b"".join(x.detach().cpu().contiguous().numpy().tobytes() for x in leaves)).digest()
+        key = (contents, *(x.dtype for x in leaves), d3_params.interp_mesh)
+        tables = d3_params
+        d3_params = _keep(key, None, lambda: _parameters(tables))
+    return dispersion.dftd3(
+        d3_params=d3_params.parameters if isinstance(d3_params, _Tables) else d3_params, **arguments
+    )
+
+
+_dftd3.__signature__ = inspect.signature(dispersion.dftd3)  # type: ignore[attr-defined]
+
+
+def _shapes(positions: Any, compute_virial: bool = False, **others: Any) -> Any:
+    n_systems, dtype = number_of_systems("dftd3", **others), positions.dtype
+    results = [Shape((n_systems,), dtype), Shape(positions.shape, dtype), Shape(positions.shape[:1], dtype)]
+    return (*results, *[Shape((n_systems, 3, 3), dtype)] * compute_virial)
+
+
+dftd3: Any = Operator(_dftd3, _shapes, prepare=_prepare)

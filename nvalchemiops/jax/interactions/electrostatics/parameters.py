@@ -1,0 +1,50 @@
+"""Choice of parameters for JAX arrays, outside of ``jit``: they decide about shapes."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from nvalchemiops.jax.operators import eager
+from nvalchemiops.torch.interactions.electrostatics import parameters
+
+
+@dataclasses.dataclass
+class EwaldParameters:
+    """Parameters of an Ewald sum.
+
+    Attributes
+    ----------
+    alpha : (n_systems,) array, 1/length
+    real_space_cutoff : (n_systems,) array, length
+    reciprocal_space_cutoff : (n_systems,) array, 1/length
+    """
+
+    alpha: jax.Array
+    real_space_cutoff: jax.Array
+    reciprocal_space_cutoff: jax.Array
+
+
+@dataclasses.dataclass
+class PMEParameters:
+    """Parameters of a particle-mesh Ewald sum.
+
+    Attributes
+    ----------
+    alpha : (n_systems,) array, 1/length
+    mesh_dimensions : (int, int, int)
+    mesh_spacing : (n_systems, 3) array, length
+    real_space_cutoff : (n_systems,) array, length
+    """
+
+    alpha: jax.Array
+    mesh_dimensions: tuple[int, int, int]
+    mesh_spacing: jax.Array
+    real_space_cutoff: jax.Array
+
+
+estimate_ewald_parameters: Any = eager(parameters.estimate_ewald_parameters, into=EwaldParameters)
+estimate_pme_parameters: Any = eager(parameters.estimate_pme_parameters, into=PMEParameters)
+estimate_pme_mesh_dimensions: Any = eager(parameters.estimate_pme_mesh_dimensions)
+mesh_spacing_to_dimensions: Any = eager(parameters.mesh_spacing_to_dimensions)
+estimate_errors: Any = eager(parameters.estimate_errors)

@@ -1,0 +1,8 @@
+"""The slab correction for JAX arrays; see `nvalchemiops.torch.interactions.electrostatics.slab`."""
+
+from typing import Any
+
+from nvalchemiops.jax.interactions.electrostatics._shapes import SumOperator
+from nvalchemiops.torch.interactions.electrostatics import slab
+
+compute_slab_correction: Any = SumOperator(slab.compute_slab_correction)

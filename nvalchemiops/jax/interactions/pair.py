@@ -1,0 +1,149 @@
+"""Pair potentials of JAX arrays, each from one line of mathematics; see `nvalchemiops.torch.interactions.pair`."""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from nvalchemiops.jax.bridge import Bridge
+from nvalchemiops.jax.operators import (
+    ATOMS,
+    SYSTEMS,
+    Shape,
+    as_array,
+    as_static,
+    number_of_systems,
+    only_of_systems,
+    system_energies,
+)
+from nvalchemiops.torch.interactions import pair
+
+_STATIC = frozenset(
+    {"fill_value", "half_list", "neighbor_cutoff", "num_systems", "compute_forces", "compute_gradients"}
+    | {"compute_virial", "energy_reduction", "check"}
+)
+
+
+class PairPotential:
+    """A potential that is a sum over pairs of a function of the distance, for JAX arrays.
+
+    It is made and called as `nvalchemiops.torch.interactions.pair.PairPotential`, with arrays for tensors; the results
+    are the same, with derivatives of every order. Parameters of the formula may be numbers or arrays.
+
+    Parameters
+    ----------
+    expression : str
+        The energy of a pair as a function of the distance ``r`` and of parameters.
+    per_atom, global_parameters, per_pair : sequence of str, optional
+        Names of parameters of each atom, of the system, of each pair of species.
+    **options
+        ``cutoff``, ``shifted``, ``r_switch``, ``self_energy``.
+
+    Examples
+    --------
+    >>> spring = PairPotential("k/2*(r - 1)**2", global_parameters=("k",), cutoff=2.0)
+    >>> energy = jax.jit(lambda x, k: spring(x, neighbor_list=pairs, neighbor_ptr=pointers, k=k).sum())
+    >>> jax.grad(energy, argnums=(0, 1))(positions, 3.0)
+    """
+
+    def __init__(
+        self,
+        expression: str,
+        per_atom: Sequence[str] = (),
+        global_parameters: Sequence[str] = (),
+        per_pair: Sequence[str] = (),
+        **options: Any,
+    ) -> None:
+        self._wrap(pair.PairPotential(expression, per_atom, global_parameters, per_pair, **options))
+
+    @classmethod
+    def of(cls, potential: pair.PairPotential) -> "PairPotential":
+        """The same potential for JAX arrays."""
+        found = cls.__new__(cls)
+        found._wrap(potential)
+        return found
+
+    def _wrap(self, potential: pair.PairPotential) -> None:
+        self.potential = potential
+        formula = potential.formula
+        roles = dict.fromkeys(formula.per_atom, ATOMS) | dict.fromkeys(formula.global_parameters, SYSTEMS)
+        contract = system_energies(only_of_systems, {"positions": ATOMS, "cell": SYSTEMS, **roles})
+        self._bridge = Bridge(potential, self._shapes, name=repr(potential), contract=contract, writes=frozenset())
+
+    def __call__(self, positions: jax.Array, cell: jax.Array | None = None, **arguments: Any) -> Any:
+        """Energies and, if requested, forces, gradients by parameters and virial; arguments as in torch."""
+        given = {"positions": positions, "cell": cell, **arguments}
+        found = {}
+        for name, value in given.items():
+            if name in _STATIC:
+                found[name] = as_static(f"`{name}`", value)
+            elif value is not None:
+                found[name] = as_array(name, value)
+        return self._bridge(**found)
+
+    def _shapes(
+        self,
+        positions: Any,
+        energy_reduction: str = "atom",
+        compute_forces: bool = False,
+        compute_gradients: Sequence[str] = (),
+        compute_virial: bool = False,
+        **others: Any,
+    ) -> Any:
+        by_system = energy_reduction == "system" or compute_virial
+        global_parameters = self.potential.formula.global_parameters
+        by_system = by_system or any(name in global_parameters for name in compute_gradients)
+        n_systems = number_of_systems("PairPotential", **others) if by_system else 0
+        rows = positions.shape[:1] if energy_reduction == "atom" else (n_systems,)
+        results = [Shape(rows, positions.dtype)] + [Shape(positions.shape, positions.dtype)] * compute_forces
+        for name in compute_gradients:
+            shape = (n_systems,) if name in global_parameters else positions.shape[:1]
+            if name in self.potential.formula.per_pair:
+                shape = others[name].shape
+            results.append(Shape(shape, positions.dtype))
+        results += [Shape((n_systems, 3, 3), positions.dtype)] * compute_virial
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def __repr__(self) -> str:
+        return repr(self.potential)
+
+
+def _for_jax(make: Callable[..., pair.PairPotential]) -> Callable[..., PairPotential]:
+    @functools.wraps(make)
+    def call(*args: Any, **kwargs: Any) -> PairPotential:
+        return PairPotential.of(make(*args, **kwargs))
+
+    call.__signature__ = inspect.signature(make).replace(return_annotation=PairPotential)  # type: ignore[attr-defined]
+    return call
+
+
+born_mayer_huggins = _for_jax(pair.born_mayer_huggins)
+buckingham = _for_jax(pair.buckingham)
+coulomb = _for_jax(pair.coulomb)
+damped_shifted_force = _for_jax(pair.damped_shifted_force)
+ewald_real_space = _for_jax(pair.ewald_real_space)
+lennard_jones = _for_jax(pair.lennard_jones)
+morse = _for_jax(pair.morse)
+reaction_field = _for_jax(pair.reaction_field)
+soft_core_lennard_jones = _for_jax(pair.soft_core_lennard_jones)
+wolf = _for_jax(pair.wolf)
+yukawa = _for_jax(pair.yukawa)
+ziegler_biersack_littmark = _for_jax(pair.ziegler_biersack_littmark)
+
+__all__ = [
+    "PairPotential",
+    "born_mayer_huggins",
+    "buckingham",
+    "coulomb",
+    "damped_shifted_force",
+    "ewald_real_space",
+    "lennard_jones",
+    "morse",
+    "reaction_field",
+    "soft_core_lennard_jones",
+    "wolf",
+    "yukawa",
+    "ziegler_biersack_littmark",
+]

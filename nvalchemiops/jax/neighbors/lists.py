@@ -1,0 +1,318 @@
+"""Neighbor lists of JAX arrays: exact outside of ``jit``, of a declared width inside of it."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+
+from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE, WITHOUT_EFFECT
+from nvalchemiops.jax.bridge import Bridge
+from nvalchemiops.jax.neighbors.state import NeighborListState, state_after
+from nvalchemiops.jax.operators import Shape, as_array, as_static, from_torch_values, is_traced, to_torch
+from nvalchemiops.torch import neighbors
+
+SCRATCH = (
+    WITHOUT_EFFECT
+    | OPTIONAL_ELSEWHERE
+    | {"max_total_cells", "inv_cell", "positions_wrapped", "per_atom_cell_offsets", "sorted_atom_periodic_shifts"}
+    | {"pair_centric_total_cells", "pair_centric_n_outer", "pair_centric_r_max", "graph_mode", "wrap_positions"}
+)
+"""Parameters that JAX clients know and that change no result; of those that would, only None is accepted."""
+
+_ARRAYS = ("positions", "cell", "pbc", "batch_idx", "batch_ptr", "rebuild_flags", "target_indices")
+
+_OUTPUTS = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts", "neighbor_distances", "neighbor_vectors")
+"""Memory for results in torch; in JAX, where arrays are immutable, results of before: see ``rebuild_flags``."""
+
+
+def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) -> tuple[Any, ...]:
+    """The lists that a function of the arguments ``given`` returns, for a caller called ``name``.
+
+    Lists of a declared width or capacity are made under ``jit``, or where ``declared`` says so: overflow is then seen
+    from counts, not raised.
+    """
+    arguments: dict[str, Any] = {}
+    for key, value in given.items():
+        if value is None or key in SCRATCH:
+            if value is not None and key in OPTIONAL_ELSEWHERE:
+                raise NotImplementedError(
+                    f"{name}: `{key}` is not there; `PairPotential` sums over the pairs of a list"
+                )
+            continue
+        is_array = key in _ARRAYS or key.rstrip("12") in _OUTPUTS
+        is_number = key.startswith("cutoff") and is_traced(value)
+        arguments[key] = as_array(key, value) if is_array or is_number else as_static(f"{name}: `{key}`", value)
+    arguments = _with_widths(arguments)
+    if declared or "coo_capacity" in arguments or any(map(is_traced, jax.tree.leaves(arguments))):
+        return tuple(_bridge(**arguments, check=False))
+    return tuple(from_torch_values(_search(**{key: to_torch(value) for key, value in arguments.items()})))
+
+
+def _with_widths(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the widths of matrices of before; these themselves are needed for rows that stay."""
+    found = dict(arguments)
+    if "cutoff1" in found:
+        found["cutoff"] = found.pop("cutoff1")
+    for suffix in ("", "1", "2"):
+        before = found.get(f"neighbor_matrix{suffix}")
+        if before is not None:
+            found.setdefault(f"max_neighbors{suffix}", before.shape[1])
+    if "rebuild_flags" not in found:
+        found = {key: value for key, value in found.items() if key.rstrip("12") not in _OUTPUTS}
+    return found
+
+
+def _search(check: bool = True, coo_capacity: Any = None, **arguments: Any) -> list[torch.Tensor]:
+    """The torch function; lists of a declared capacity end with padding."""
+    for key, value in arguments.items():
+        if key.rstrip("12") in _OUTPUTS:
+            arguments[key] = value.clone()  # torch fills it in place
+        elif key.startswith("cutoff") and isinstance(value, torch.Tensor):
+            arguments[key] = value.item()
+    is_list = arguments.get("return_neighbor_list", False)
+    found = list(neighbors.neighbor_list(**arguments, check=check or is_list))
+    return found if coo_capacity is None else _padded(found, coo_capacity, arguments)
+
+
+def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
+    """Lists of pairs cut or filled up to ``capacity``: list, pointers, shifts, ..., counts, whether it was exceeded."""
+    n_lists = 2 if "cutoff2" in arguments else 1
+    capacities = capacity if isinstance(capacity, tuple) else (capacity,) * n_lists
+    padding = arguments.get("fill_value", arguments["positions"].shape[0])
+    per_list = len(found) // n_lists
+    out = []
+    for number, room in enumerate(capacities):
+        pairs, pointers, *others = found[number * per_list : (number + 1) * per_list]
+        n = min(pairs.shape[1], room)
+        rows = torch.full((2, room), padding, dtype=pairs.dtype)
+        rows[:, :n] = pairs[:, :n]
+        out += [rows, pointers.clamp(max=room)]
+        out += [torch.cat([x[:n], x.new_zeros((room - n, *x.shape[1:]))]) for x in others]
+        out += [pointers.diff(), torch.tensor(pairs.shape[1] > room)]
+    return out
+
+
+def _shapes(
+    positions: Any,
+    cell: Any = None,
+    cutoff2: Any = None,
+    return_neighbor_list: bool = False,
+    return_distances: bool = False,
+    return_vectors: bool = False,
+    target_indices: Any = None,
+    coo_capacity: Any = None,
+    **others: Any,
+) -> list[Shape]:
+    n = positions.shape[0] if target_indices is None else target_indices.shape[0]
+    n_lists = 1 if cutoff2 is None else 2
+    if return_neighbor_list:
+        rooms = coo_capacity if isinstance(coo_capacity, tuple) else (coo_capacity,) * n_lists
+    else:
+        both = others.get("max_neighbors")
+        rooms = (others.get("max_neighbors1", both), others.get("max_neighbors2", both))[:n_lists]
+    if None in rooms:
+        needed = "coo_capacity" if return_neighbor_list else "max_neighbors"
+        raise ValueError(
+            f"`{needed}` is needed under jit, where shapes must be known; then look for overflow: `num_neighbors` "
+            "counts all neighbors, also those without room"
+        )
+    out = []
+    for room in rooms:
+        slots = (room,) if return_neighbor_list else (n, room)
+        out.append(Shape((2, room) if return_neighbor_list else slots, jnp.int32))
+        out.append(Shape((n + return_neighbor_list,), jnp.int32))
+        out += [Shape((*slots, 3), jnp.int32)] * (cell is not None)
+        out += [Shape(slots, positions.dtype)] * return_distances
+        out += [Shape((*slots, 3), positions.dtype)] * return_vectors
+        out += [Shape((n,), jnp.int32), Shape((), jnp.bool_)] * return_neighbor_list
+    return out
+
+
+_bridge = Bridge(_search, _shapes, name="neighbor_list", writes=frozenset())
+
+
+def neighbor_list(
+    positions: jax.Array,
+    cutoff: float | None = None,
+    cell: jax.Array | None = None,
+    pbc: jax.Array | None = None,
+    batch_idx: jax.Array | None = None,
+    batch_ptr: jax.Array | None = None,
+    cutoff2: float | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    method: str | None = None,
+    wrap_positions: bool = True,
+    *,
+    grid_policy: str = "configured",
+    state: NeighborListState | None = None,
+    **options: Any,
+) -> Any:
+    """Find all pairs of atoms closer than ``cutoff``, each with the image of the cell that the neighbor is in.
+
+    Outside of ``jit`` the list is exact, or the call raises. Inside of it shapes must be known: give ``max_neighbors``,
+    or for a list of pairs ``coo_capacity``, and look for overflow afterwards. A `NeighborListState` keeps track of it.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) array, float32 or float64, length
+    cutoff : float, length
+        Needed without ``state``.
+    cell : (3, 3) or (n_systems, 3, 3) array, length, optional
+    pbc : (3,) or (n_systems, 3) bool array, optional
+        True along all axes by default.
+    batch_idx : (n_atoms,) int32 array, optional
+        System of each atom, non-decreasing.
+    batch_ptr : (n_systems + 1,) int32 array, optional
+    cutoff2, half_fill, fill_value, return_neighbor_list, method
+        As in `nvalchemiops.torch.neighbors.neighbor_list`, to which all conventions are common.
+    wrap_positions, grid_policy
+        Without effect.
+    state : NeighborListState, optional
+        From `prepare_neighbor_list`: sizes, and what is left out of the other arguments.
+    **options
+        ``max_neighbors`` (``max_neighbors1``, ``max_neighbors2``): width of the matrix, static. ``coo_capacity``: room
+        for pairs, static. ``return_distances``, ``return_vectors``: differentiable to any order. ``target_indices``:
+        rows for these atoms only. ``rebuild_flags`` (n_systems,) bool: search these systems only, and copy the rows of
+        the others from ``neighbor_matrix``, ``num_neighbors``, ``neighbor_matrix_shifts``. What has no effect in torch
+        has none here.
+
+    Returns
+    -------
+    neighbor_matrix : (n_atoms, width) int32 array
+        Padded with ``fill_value``. With ``return_neighbor_list`` instead ``neighbor_list`` (2, n_pairs).
+    num_neighbors : (n_atoms,) int32 array
+        All neighbors are counted, also those without room; 2**31 - 1 where the position or cell is unusable. Instead
+        ``neighbor_ptr`` (n_atoms + 1,) with a list of pairs.
+    shifts : (n_atoms, width, 3) or (n_pairs, 3) int32 array
+        With a cell only.
+    distances, vectors
+        If requested, lists of pairs of ``coo_capacity`` then have ``num_neighbors`` and a bool that says whether there
+        were too many pairs. For two cutoffs all of these twice. With ``state`` a pair of this tuple and the new state.
+
+    Raises
+    ------
+    NeighborOverflowError
+        Outside of ``jit``: an atom has more than ``max_neighbors`` neighbors.
+    ValueError, TypeError
+        A bad argument, named in the message; sizes that are missing under ``jit``.
+    """
+    given = {
+        "positions": positions,
+        "cutoff": cutoff,
+        "cell": cell,
+        "pbc": pbc,
+        "batch_idx": batch_idx,
+        "batch_ptr": batch_ptr,
+        "cutoff2": cutoff2,
+        "half_fill": half_fill,
+        "fill_value": fill_value,
+        "return_neighbor_list": return_neighbor_list,
+        "method": method,
+        **options,
+    }
+    if state is not None:
+        return state_after(state, given, find_neighbors)
+    if cutoff is None:
+        raise ValueError("`cutoff` is needed without `state`")
+    return find_neighbors("neighbor_list", given)
+
+
+def _front(name: str, parameters: str, doc: str, **fixed: Any) -> Callable[..., Any]:
+    """A function called ``name`` with ``parameters`` that finds neighbors, ``fixed`` arguments among them."""
+    signature = inspect.signature(eval(f"lambda {parameters}: None"))
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return find_neighbors(name, {**signature.bind(*args, **kwargs).arguments, **fixed})
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"{doc}\n\nArguments and results as in `nvalchemiops.jax.neighbors.neighbor_list`."
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+# the parameters of nvalchemi-toolkit-ops 0.5.0, in its order
+_SINGLE = (
+    "positions, cutoff, cell=None, pbc=None, max_neighbors=None, half_fill=False, fill_value=None, "
+    "return_neighbor_list=False, neighbor_matrix=None, neighbor_matrix_shifts=None, num_neighbors=None, "
+    "shift_range_per_dimension=None, num_shifts_per_system=None, max_shifts_per_system=None, rebuild_flags=None, "
+    "wrap_positions=True, inv_cell_buffer=None, positions_wrapped_buffer=None, per_atom_cell_offsets_buffer=None, "
+    "strategy='auto', *, "
+)
+_FURTHER = (
+    "coo_capacity=None, return_distances=False, return_vectors=False, neighbor_vectors=None, neighbor_distances=None, "
+    "target_indices=None, pair_fn=None, pair_params=None, pair_energies=None, pair_forces=None"
+)
+_BATCH = (
+    "positions, cutoff, batch_idx=None, batch_ptr=None, pbc=None, cell=None, max_neighbors=None, half_fill=False, "
+    "fill_value=None, return_neighbor_list=False, neighbor_matrix=None, neighbor_matrix_shifts=None, "
+    "num_neighbors=None, shift_range_per_dimension=None, num_shifts_per_system=None, max_shifts_per_system=None, "
+    "max_atoms_per_system=None, rebuild_flags=None, wrap_positions=True, positions_wrapped_buffer=None, "
+    "per_atom_cell_offsets_buffer=None, inv_cell_buffer=None, strategy='auto', *, "
+)
+_DUAL = (
+    "max_neighbors1=None, max_neighbors2=None, half_fill=False, fill_value=None, return_neighbor_list=False, "
+    "neighbor_matrix1=None, neighbor_matrix2=None, neighbor_matrix_shifts1=None, neighbor_matrix_shifts2=None, "
+    "num_neighbors1=None, num_neighbors2=None, shift_range_per_dimension=None, num_shifts_per_system=None, "
+    "max_shifts_per_system=None, "
+)
+_DUAL_END = (
+    "rebuild_flags=None, wrap_positions=True, positions_wrapped_buffer=None, per_atom_cell_offsets_buffer=None, "
+    "inv_cell_buffer=None, coo_capacity=None"
+)
+_BINS = (
+    "cells_per_dimension=None, neighbor_search_radius=None, atom_periodic_shifts=None, atom_to_cell_mapping=None, "
+    "atoms_per_cell_count=None, cell_atom_start_indices=None, cell_atom_list=None, sorted_positions=None, "
+    "sorted_atom_periodic_shifts=None, neighbor_matrix=None, neighbor_matrix_shifts=None, num_neighbors=None, "
+    "graph_mode='none', "
+)
+_PAIRS = (
+    "target_indices=None, return_vectors=False, return_distances=False, pair_fn=None, pair_params=None, "
+    "neighbor_vectors=None, neighbor_distances=None, pair_energies=None, pair_forces=None, coo_capacity=None, "
+)
+naive_neighbor_list: Any = _front(
+    "naive_neighbor_list",
+    f"{_SINGLE}{_FURTHER}, inv_cell=None, positions_wrapped=None, per_atom_cell_offsets=None, graph_mode='none'",
+    "Neighbor list of one system, found by testing all pairs.",
+    method="naive",
+)
+batch_naive_neighbor_list: Any = _front(
+    "batch_naive_neighbor_list",
+    f"{_BATCH}{_FURTHER}",
+    "Neighbor list of several systems, found by testing all pairs of each.",
+    method="naive",
+)
+naive_neighbor_list_dual_cutoff: Any = _front(
+    "naive_neighbor_list_dual_cutoff",
+    f"positions, cutoff1, cutoff2, pbc=None, cell=None, {_DUAL}{_DUAL_END}",
+    "Two neighbor lists of one system, found by testing all pairs.",
+    method="naive",
+)
+batch_naive_neighbor_list_dual_cutoff: Any = _front(
+    "batch_naive_neighbor_list_dual_cutoff",
+    f"positions, cutoff1, cutoff2, batch_idx=None, batch_ptr=None, pbc=None, cell=None, {_DUAL}"
+    f"max_atoms_per_system=None, {_DUAL_END}",
+    "Two neighbor lists of several systems, found by testing all pairs of each.",
+    method="naive",
+)
+cell_list: Any = _front(
+    "cell_list",
+    "positions, cutoff, cell=None, pbc=None, max_neighbors=None, max_total_cells=None, return_neighbor_list=False, "
+    f"half_fill=False, fill_value=None, strategy='auto', atom_centric_path='auto', {_BINS}{_PAIRS}"
+    "pair_centric_n_outer=None, *, grid_policy='configured'",
+    "Neighbor list of one system, its atoms sorted into bins.",
+    method="cell_list",
+)
+batch_cell_list: Any = _front(
+    "batch_cell_list",
+    "positions, cutoff, cell=None, pbc=None, batch_idx=None, batch_ptr=None, max_neighbors=None, "
+    "max_total_cells=None, neighbor_matrix_shifts=None, return_neighbor_list=False, half_fill=False, fill_value=None, "
+    f"strategy='auto', atom_centric_path='auto', {_PAIRS}pair_centric_total_cells=None, pair_centric_n_outer=None, "
+    "pair_centric_r_max=None, *, grid_policy='configured'",
+    "Neighbor list of several systems, their atoms sorted into bins.",
+    method="cell_list",
+)

@@ -1,0 +1,5 @@
+"""`naive_neighbor_list_dual_cutoff`, under the path that clients import."""
+
+from nvalchemiops.jax.neighbors.lists import naive_neighbor_list_dual_cutoff
+
+__all__ = ["naive_neighbor_list_dual_cutoff"]

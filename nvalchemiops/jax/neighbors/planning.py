@@ -1,0 +1,69 @@
+"""Sizes of neighbor lists, and whether they need to be built again, for JAX arrays."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from nvalchemiops.jax.operators import Operator, eager
+from nvalchemiops.torch.neighbors import formats, planning, rebuild_detection
+
+neighbor_list_needs_rebuild: Any = Operator(
+    rebuild_detection.neighbor_list_needs_rebuild, without=("update_reference_positions",)
+)
+check_neighbor_list_rebuild_needed: Any = eager(
+    rebuild_detection.check_neighbor_list_rebuild_needed, without=("update_reference_positions",)
+)
+get_neighbor_list_from_neighbor_matrix: Any = eager(formats.get_neighbor_list_from_neighbor_matrix)
+suggest_neighbor_list_method: Any = eager(planning.suggest_neighbor_list_method)
+_sizes: Any = eager(planning.estimate_batch_cell_list_sizes)
+
+
+def estimate_cell_list_sizes(
+    positions: jax.Array, cell: jax.Array, cutoff: float, pbc: jax.Array | None = None, buffer_factor: float = 1.5
+) -> tuple[int, jax.Array, jax.Array]:
+    """How many bins a cell list has, along each axis too, and how many of them a search goes in each direction.
+
+    For callers that plan memory: the lists of this library need no such numbers.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) array
+    cell : (3, 3) or (1, 3, 3) array, length
+    cutoff : float, length
+    pbc : (3,) bool array, optional
+    buffer_factor : float, optional
+        Bins more than there are.
+
+    Returns
+    -------
+    max_total_cells : int
+    cells_per_dimension, neighbor_search_radius : (3,) int32 array
+    """
+    total, cells, radius = estimate_batch_cell_list_sizes(
+        positions, cell=cell, cutoff=cutoff, pbc=pbc, buffer_factor=buffer_factor
+    )
+    return total, cells[0], radius[0]
+
+
+def estimate_batch_cell_list_sizes(
+    positions: jax.Array,
+    batch_ptr: jax.Array | None = None,
+    batch_idx: jax.Array | None = None,
+    cell: jax.Array | None = None,
+    cutoff: float = 5.0,
+    pbc: jax.Array | None = None,
+    buffer_factor: float = 1.5,
+    *,
+    capacity_strategy: str = "volume",
+) -> tuple[int, jax.Array, jax.Array]:
+    """The same as `estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all, numbers (n_systems, 3)."""
+    if cell is None:
+        raise ValueError("`cell` is needed: without it bins follow the atoms")
+    cells = jnp.reshape(jnp.asarray(cell), (-1, 3, 3))
+    axes = jnp.ones((len(cells), 3), bool) if pbc is None else jnp.broadcast_to(jnp.asarray(pbc), (len(cells), 3))
+    total, radius = _sizes(cells, axes, cutoff)
+    volume = jnp.abs(jnp.linalg.det(cells))
+    heights = volume[:, None] / jnp.linalg.norm(jnp.cross(cells[:, [1, 2, 0]], cells[:, [2, 0, 1]]), axis=-1)
+    per_dimension = jnp.maximum(1, jnp.floor(heights * jnp.maximum(radius, 1) / max(cutoff, 1e-30))).astype(jnp.int32)
+    return int(total * buffer_factor), per_dimension, radius

@@ -1,0 +1,357 @@
+"""Neighbor lists of a fixed size inside of ``jit`` and ``scan``: `NeighborListState`."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from nvalchemiops.jax.operators import as_array, is_traced, to_torch
+from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.torch import neighbors
+
+_LISTS = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")
+_PAIRS = ("neighbor_list", "neighbor_ptr", "neighbor_list_shifts")
+
+
+class _Search(NamedTuple):
+    """What a state fixes: static."""
+
+    cutoff: float
+    cutoff2: float | None
+    half_fill: bool
+    fill_value: int
+    method: str | None
+    return_neighbor_list: bool
+    return_distances: bool
+    return_vectors: bool
+    selective: bool
+    sizes: tuple[int, ...]  # width, or capacity, of each list
+    num_atoms: int
+    num_systems: int
+    has_shifts: bool
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["cell", "pbc", "batch_idx", "batch_ptr", "lists", "largest", "initialized", "valid"],
+    meta_fields=["search"],
+)
+@dataclasses.dataclass(frozen=True)
+class NeighborListState:
+    """Sizes of neighbor lists, the lists of the last search, and whether all had room: a pytree.
+
+    From `prepare_neighbor_list`; `neighbor_list` returns the next one. Attributes that begin with the names of results,
+    such as ``neighbor_matrix`` and ``neighbor_list_shifts``, are those of the last search, those of two cutoffs end
+    with 1 and 2. All settings are attributes, too.
+
+    Attributes
+    ----------
+    cell, pbc, batch_idx, batch_ptr : arrays or None
+        Used where a call leaves them out.
+    initialized : (n_systems,) bool array
+        Whether a search was made.
+    valid : (n_systems,) bool array
+        Whether all neighbors had room in every search so far: once False, it stays so.
+    largest : (n_systems,) int32 array
+        The most neighbors of an atom in any search; with a list of pairs, the most pairs.
+    """
+
+    search: _Search
+    cell: Any
+    pbc: Any
+    batch_idx: Any
+    batch_ptr: Any
+    lists: tuple[tuple[Any, ...], ...]
+    largest: Any
+    initialized: Any
+    valid: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("search", "lists"):
+            raise AttributeError(name)
+        if name in _Search._fields:
+            return getattr(self.search, name)
+        number = name[-1] if name[-1] in "12" else ""
+        stem = name[: len(name) - len(number)]
+        index = int(number or 1) - 1
+        names = _names(self.search)
+        if index < len(self.lists) and stem in names:
+            return self.lists[index][names.index(stem)]
+        raise AttributeError(f"a NeighborListState has no attribute '{name}'")
+
+    @property
+    def format(self) -> str:
+        """``"matrix"`` or ``"coo"``."""
+        return "coo" if self.search.return_neighbor_list else "matrix"
+
+    @property
+    def is_batched(self) -> bool:
+        """Whether there is a system for each atom."""
+        return self.batch_idx is not None or self.batch_ptr is not None
+
+
+def prepare_neighbor_list(
+    positions: jax.Array,
+    cutoff: float,
+    cell: jax.Array | None = None,
+    pbc: jax.Array | None = None,
+    batch_idx: jax.Array | None = None,
+    batch_ptr: jax.Array | None = None,
+    cutoff2: float | None = None,
+    half_fill: bool = False,
+    fill_value: int | None = None,
+    return_neighbor_list: bool = False,
+    method: str | None = None,
+    format: str | None = None,
+    wrap_positions: bool = True,
+    *,
+    max_neighbors: int | None = None,
+    max_neighbors1: int | None = None,
+    max_neighbors2: int | None = None,
+    atomic_density: float | None = None,
+    coo_capacity: int | tuple[int, int] | None = None,
+    max_tiles_per_group: int | None = None,
+    return_vectors: bool = False,
+    return_distances: bool = False,
+    selective: bool = False,
+    pair_fn: Any = None,
+    span_margin: float = 0.0,
+    target_indices: jax.Array | None = None,
+    strategy: str = "auto",
+    atom_centric_path: str = "auto",
+    fixed_cell: bool = False,
+    **without_effect: Any,
+) -> NeighborListState:
+    """Sizes of neighbor lists for use inside of ``jit``: what `neighbor_list` needs as ``state``.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) array
+        Outside of ``jit`` the width of a matrix is chosen for these: the longest row and a quarter more.
+    cutoff, cell, pbc, batch_idx, batch_ptr, cutoff2, half_fill, fill_value, return_neighbor_list, method
+        As for `neighbor_list`. A call with the state may give another cell.
+    format : {"matrix", "coo"}, optional
+        Another way to say ``return_neighbor_list``.
+    max_neighbors, max_neighbors1, max_neighbors2 : int, optional
+        Widths of the matrices.
+    coo_capacity : int or (int, int), optional
+        Room for pairs; needed with ``return_neighbor_list`` under ``jit``, else a quarter more than there are.
+    return_vectors, return_distances : bool, optional
+    selective : bool, optional
+        Calls give ``rebuild_flags``, and rows of other systems stay.
+    wrap_positions, atomic_density, max_tiles_per_group, span_margin, strategy, atom_centric_path, fixed_cell
+        Without effect.
+
+    Returns
+    -------
+    NeighborListState
+        Without neighbors yet.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; under ``jit`` sizes that are missing.
+    """
+    if pair_fn is not None or target_indices is not None:
+        name = "pair_fn" if pair_fn is not None else "target_indices"
+        raise NotImplementedError(f"prepare_neighbor_list: `{name}` is not there")
+    if format not in (None, "matrix", "coo", "list"):
+        raise ValueError(f"`format` must be 'matrix' or 'coo', got {format!r}")
+    return_neighbor_list = return_neighbor_list or format in ("coo", "list")
+    n_lists = 1 if cutoff2 is None else 2
+    arrays = {"cell": cell, "pbc": pbc, "batch_idx": batch_idx, "batch_ptr": batch_ptr}
+    arrays = {name: as_array(name, value) for name, value in arrays.items() if value is not None}
+    if return_neighbor_list:
+        given: Any = coo_capacity if isinstance(coo_capacity, tuple) else (coo_capacity,) * n_lists
+    else:
+        given = (max_neighbors if max_neighbors1 is None else max_neighbors1, max_neighbors2)[:n_lists]
+        given = tuple(max_neighbors if room is None else room for room in given)
+    if None in given:
+        if any(map(is_traced, (positions, *arrays.values()))):
+            needed = "coo_capacity" if return_neighbor_list else "max_neighbors"
+            raise ValueError(f"`{needed}` is needed under jit, where the neighbors of these positions are not known")
+        given = _sizes(positions, cutoff, cutoff2, half_fill, return_neighbor_list, method, arrays)
+    n_atoms = positions.shape[0]
+    search = _Search(
+        float(cutoff),
+        None if cutoff2 is None else float(cutoff2),
+        half_fill,
+        n_atoms if fill_value is None else int(fill_value),
+        method,
+        return_neighbor_list,
+        return_distances,
+        return_vectors,
+        selective,
+        tuple(map(int, given)),
+        n_atoms,
+        _number_of_systems(arrays),
+        cell is not None,
+    )
+    lists = tuple(_empty(search, room, jnp.asarray(positions).dtype) for room in search.sizes)
+    flags = jnp.zeros(search.num_systems, bool)
+    largest = jnp.zeros(search.num_systems, jnp.int32)
+    found: dict[str, Any] = {name: arrays.get(name) for name in ("cell", "pbc", "batch_idx", "batch_ptr")}
+    return NeighborListState(search, lists=lists, largest=largest, initialized=flags, valid=~flags, **found)
+
+
+def _number_of_systems(arrays: Mapping[str, Any]) -> int:
+    cell, pointers, batch_idx = (arrays.get(name) for name in ("cell", "batch_ptr", "batch_idx"))
+    if pointers is not None:
+        return int(pointers.shape[0]) - 1
+    if cell is not None and cell.ndim == 3 and (cell.shape[0] > 1 or batch_idx is None):
+        return int(cell.shape[0])
+    if batch_idx is None:
+        return 1
+    if is_traced(batch_idx):
+        raise ValueError("`batch_ptr` is needed under jit, unless each system has a cell: it says how many there are")
+    return int(np.asarray(batch_idx).max(initial=-1)) + 1
+
+
+def _sizes(
+    positions: Any,
+    cutoff: float,
+    cutoff2: float | None,
+    half_fill: bool,
+    return_neighbor_list: bool,
+    method: str | None,
+    arrays: Mapping[str, Any],
+) -> tuple[int, ...]:
+    given = {name: to_torch(value) for name, value in arrays.items()}
+    sizes = []
+    for reach in (cutoff,) if cutoff2 is None else (cutoff, cutoff2):
+        found = neighbors.neighbor_list(
+            to_torch(jnp.asarray(positions)),
+            reach,
+            half_fill=half_fill,
+            return_neighbor_list=return_neighbor_list,
+            method=method,
+            **given,
+        )
+        n = found[0].shape[1]
+        sizes.append(n + max(n // 4, 4) if return_neighbor_list else n)
+    return tuple(sizes)
+
+
+def _names(search: _Search) -> list[str]:
+    """Names of the arrays of one list, in the order in which `neighbor_list` returns them."""
+    pairs = search.return_neighbor_list
+    names = list(_PAIRS if pairs else _LISTS)[: 3 if search.has_shifts else 2]
+    names += ["neighbor_distances"] * search.return_distances + ["neighbor_vectors"] * search.return_vectors
+    return names + ["num_neighbors", "overflow"] * pairs
+
+
+def _empty(search: _Search, room: int, dtype: Any) -> tuple[Any, ...]:
+    n, pairs = search.num_atoms, search.return_neighbor_list
+    slots = (room,) if pairs else (n, room)
+    values = [jnp.full((2, room) if pairs else slots, search.fill_value, jnp.int32), jnp.zeros(n + pairs, jnp.int32)]
+    values += [jnp.zeros((*slots, 3), jnp.int32)] * search.has_shifts
+    values += [jnp.zeros(slots, dtype)] * search.return_distances
+    values += [jnp.zeros((*slots, 3), dtype)] * search.return_vectors
+    return (*values, *([jnp.zeros(n, jnp.int32), jnp.zeros((), bool)] * pairs))
+
+
+def state_after(
+    state: Any, given: Mapping[str, Any], find: Callable[..., tuple[Any, ...]]
+) -> tuple[tuple[Any, ...], NeighborListState]:
+    """The lists that a call with ``state`` and the arguments ``given`` finds, and the next state."""
+    if not isinstance(state, NeighborListState):
+        raise TypeError(f"`state` must be a NeighborListState from prepare_neighbor_list, got {type(state).__name__}")
+    search = state.search
+    _check_against(search, given)
+    if (given["cell"] is not None) != search.has_shifts and given["cell"] is not None:
+        raise ValueError("`cell` is given, but `state` was prepared without one")
+    arguments = {name: given.get(name) for name in ("positions", "cell", "pbc", "batch_idx", "batch_ptr")}
+    for name in ("cell", "pbc", "batch_idx", "batch_ptr"):
+        if arguments[name] is None:
+            arguments[name] = getattr(state, name)
+    arguments |= {"cutoff": search.cutoff, "cutoff2": search.cutoff2, "half_fill": search.half_fill}
+    arguments |= {"fill_value": search.fill_value, "method": search.method}
+    arguments |= {"return_distances": search.return_distances, "return_vectors": search.return_vectors}
+    arguments["return_neighbor_list"] = search.return_neighbor_list
+    two = len(search.sizes) == 2
+    if search.return_neighbor_list:
+        arguments["coo_capacity"] = search.sizes if two else search.sizes[0]
+    else:
+        names = ("max_neighbors1", "max_neighbors2") if two else ("max_neighbors",)
+        arguments |= dict(zip(names, search.sizes))
+    if search.selective:
+        arguments["rebuild_flags"] = given["rebuild_flags"]
+        for number, one in enumerate(state.lists):
+            suffix = str(number + 1) if two else ""
+            arguments |= {name + suffix: value for name, value in zip(_names(search), one)}
+    found = find("neighbor_list", arguments, declared=True)
+    per_list = len(found) // len(search.sizes)
+    lists = tuple(found[i * per_list : (i + 1) * per_list] for i in range(len(search.sizes)))
+    largest, fits = _occupancy(search, lists, arguments)
+    used: dict[str, Any] = {name: arguments[name] for name in ("cell", "pbc", "batch_idx", "batch_ptr")}
+    after = dataclasses.replace(
+        state,
+        **used,
+        lists=lists,
+        largest=jnp.maximum(state.largest, largest),
+        initialized=jnp.ones_like(state.initialized),
+        valid=state.valid & fits,
+    )
+    return found, after
+
+
+def _check_against(search: _Search, given: Mapping[str, Any]) -> None:
+    """Raise unless the arguments of a call agree with what the state has fixed."""
+    if tuple(given["positions"].shape) != (search.num_atoms, 3):
+        raise ValueError(
+            f"`positions` have shape {tuple(given['positions'].shape)}, prepared were ({search.num_atoms}, 3)"
+        )
+    for name in ("cutoff", "cutoff2", "fill_value", "method"):
+        value = given.get(name)
+        if value is not None and value != getattr(search, name):
+            raise ValueError(f"`{name}` = {value} differs from that of `state`, {getattr(search, name)}")
+    for name in ("half_fill", "return_neighbor_list", "return_distances", "return_vectors"):
+        if given.get(name) and not getattr(search, name):
+            raise ValueError(f"`{name}` is not what `state` was prepared for")
+    flags = given.get("rebuild_flags")
+    if search.selective != (flags is not None):
+        raise ValueError("`rebuild_flags` go with a state that was prepared with selective=True, and only with it")
+
+
+def _occupancy(search: _Search, lists: tuple[tuple[Any, ...], ...], arguments: Mapping[str, Any]) -> tuple[Any, Any]:
+    """For each system the most neighbors of an atom, or pairs, and whether all had room."""
+    n_systems = search.num_systems
+    largest, fits = jnp.zeros(n_systems, jnp.int32), jnp.ones(n_systems, bool)
+    for room, one in zip(search.sizes, lists):
+        counts = one[_names(search).index("num_neighbors")]
+        if search.return_neighbor_list:
+            # pairs of all systems share the room
+            most = jnp.broadcast_to(jnp.sum(counts), (n_systems,)).astype(jnp.int32)
+        elif n_systems == 1:
+            most = jnp.max(counts, initial=0)[None]
+        else:
+            systems = arguments["batch_idx"]
+            if systems is None:
+                pointers = arguments["batch_ptr"]
+                systems = jnp.searchsorted(pointers[1:], jnp.arange(search.num_atoms), side="right")
+            most = jnp.maximum(jax.ops.segment_max(counts, systems, n_systems), 0)
+        largest, fits = jnp.maximum(largest, most), fits & (most <= room)
+    return largest, fits
+
+
+def check_neighbor_list_state(state: NeighborListState) -> None:
+    """Raise if neighbors had no room in a search of ``state`` or of one that it follows from.
+
+    Raises
+    ------
+    NeighborOverflowError
+        With the first system in which it happened.
+    TypeError
+        No state, or one that is traced.
+    """
+    if not isinstance(state, NeighborListState):
+        raise TypeError(f"`state` must be a NeighborListState from prepare_neighbor_list, got {type(state).__name__}")
+    if is_traced(state.valid):
+        raise TypeError("check_neighbor_list_state reads values: call it outside of jit")
+    failed = np.flatnonzero(~np.asarray(state.valid))
+    if len(failed):
+        raise NeighborOverflowError(min(state.search.sizes), int(state.largest[failed[0]]), int(failed[0]))

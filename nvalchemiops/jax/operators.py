@@ -1,0 +1,310 @@
+"""JAX functions from the functions of `nvalchemiops.torch`: one definition, two front doors."""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from nvalchemiops.jax.bridge import Bridge, Operand
+from nvalchemiops.jax.callback import Contraction
+from nvalchemiops.jax.dtypes import jax_dtype
+
+Shape = jax.ShapeDtypeStruct
+
+_ARRAYS, _NUMBERS = "Tensor", "float"
+"""What annotations say of parameters: arrays, or numbers that may be arrays without axes; all else is static."""
+
+
+class Operator:
+    """A torch function as a function of JAX, with the same parameters.
+
+    Parameters
+    ----------
+    function : callable
+        Of tensors; annotations tell arrays (``torch.Tensor``) and numbers (``float``) from static arguments.
+    out_shapes : callable, optional
+        Shapes and dtypes of the results, from the arguments by keyword; those left at their default are left out.
+        Without it the function is traced with tensors without data.
+    contract : callable, optional
+        As for `Bridge`, from the same arguments.
+    prepare : callable, optional
+        ``prepare(arguments)``: changes of the arguments, before the call.
+    extra : dict, optional
+        Names of further parameters that have no effect, each with the name of the one that it comes after.
+    without : sequence of str, optional
+        Parameters that JAX has no use for.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        out_shapes: Callable[..., Any] | None = None,
+        *,
+        contract: Callable[..., Contraction | None] | None = None,
+        prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        extra: Mapping[str, str] | None = None,
+        without: Sequence[str] = ("device",),
+    ):
+        self.__name__ = self.__qualname__ = function.__name__
+        self.__doc__ = _for_jax(inspect.getdoc(function) or "")
+        self.__signature__ = _signature(function, extra or {}, without)
+        self._kinds = {name: _kind(p) for name, p in inspect.signature(function).parameters.items()}
+        self._prepare, self._extra = prepare, frozenset(extra or {})
+
+        def call(**arguments: Any) -> Any:
+            for name, value in arguments.items():
+                if self._kinds.get(name) == _NUMBERS and isinstance(value, torch.Tensor):
+                    arguments[name] = value.item()
+            return function(**arguments)
+
+        self._bridge = Bridge(call, out_shapes, name=self.__name__, contract=contract, writes=frozenset())
+
+    def __repr__(self) -> str:
+        return f"<JAX function {self.__name__}{self.__signature__}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the function for JAX arrays."""
+        bound = self.__signature__.bind(*args, **kwargs)
+        parameters = self.__signature__.parameters
+        arguments = {}
+        for name, value in bound.arguments.items():
+            if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+                arguments.update(value)
+            elif name not in self._extra and value is not parameters[name].default:
+                arguments[name] = self._checked(name, value)
+        if self._prepare is not None:
+            arguments = self._prepare(arguments)
+        return self._bridge(**arguments)
+
+    def _checked(self, name: str, value: Any) -> Any:
+        kind = self._kinds.get(name)
+        if kind == _ARRAYS:
+            return as_array(name, value)
+        return value if kind == _NUMBERS and is_traced(value) else as_static(f"{self.__name__}: `{name}`", value)
+
+
+def is_traced(value: Any) -> bool:
+    """Whether ``value`` stands for arrays that are known only when a compiled program runs."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def as_array(name: str, value: Any) -> Any:
+    """``value`` as an array, if it is not a number or some other object; floats of numpy get the precision of JAX."""
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        value = np.asarray(value)
+    if isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"`{name}` is a torch tensor: pass a JAX or numpy array, or call the function of nvalchemiops.torch"
+        )
+    return jnp.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def as_static(name: str, value: Any) -> Any:
+    """``value`` as Python objects: numbers for arrays without axes, tuples for others.
+
+    Raises
+    ------
+    TypeError
+        The value is traced.
+    """
+    if is_traced(value):
+        raise TypeError(
+            f"{name} must be known when the function is traced, since shapes of results may depend on it: "
+            "close over it, or name it in `static_argnames`"
+        )
+    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        value = np.asarray(value).tolist()
+    return _tuples(value)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _kind(parameter: inspect.Parameter) -> str:
+    text = str(parameter.annotation)
+    return next((kind for kind in (_ARRAYS, _NUMBERS) if kind in text), "")
+
+
+def _signature(function: Callable[..., Any], extra: Mapping[str, str], without: Sequence[str]) -> inspect.Signature:
+    signature = inspect.signature(function)
+    found = []
+    for name, parameter in signature.parameters.items():
+        if name in without:
+            continue
+        found.append(parameter.replace(annotation=_annotation(parameter.annotation)))
+        for added, place in extra.items():
+            if place == name:
+                found.append(inspect.Parameter(added, parameter.kind, default=None, annotation=int | None))
+    return signature.replace(parameters=found, return_annotation=inspect.Signature.empty)
+
+
+def _annotation(annotation: Any) -> Any:
+    text = inspect.formatannotation(annotation)
+    return text.replace("torch.Tensor", "jax.Array") if "torch.Tensor" in text else annotation
+
+
+def _for_jax(text: str) -> str:
+    """A docstring of a torch function, for JAX."""
+    text = re.sub(r"``torch\.compile``", "``jax.jit``", text)
+    return re.sub(r"\btensor(s?)\b", r"array\1", text).replace("nvalchemiops.torch.", "nvalchemiops.jax.")
+
+
+# -- energies of systems --------------------------------------------------------------------------
+
+ATOMS, SYSTEMS = "atoms", "systems"
+
+
+@dataclass(frozen=True)
+class SystemEnergies(Contraction):
+    """Energies of systems from the gradients of their sum: each belongs to the system of its atom, or of its row.
+
+    Parameters
+    ----------
+    roles : tuple of (int, str)
+        For the arrays that have a row for each atom, or each system.
+    batch_idx : int or None
+        The array that has the system of each atom.
+    """
+
+    roles: tuple[tuple[int, str], ...]
+    batch_idx: int | None
+
+    @property
+    def inputs(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The array of systems, where there is one."""
+        return () if self.batch_idx is None else (self.batch_idx,)
+
+    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Sequence[Shape]) -> bool:
+        """Whether each of the arrays has rows for atoms or systems, or there is one system."""
+        n_systems = outputs[0].shape[0]
+        roles = dict(self.roles)
+        of_atoms = self.batch_idx is not None
+        return n_systems == 1 or all(
+            of_atoms if roles.get(i) == ATOMS else roles.get(i) == SYSTEMS and shape[:1] == (n_systems,)
+            for i, shape in shapes.items()
+        )
+
+    def __call__(
+        self,
+        gradients: Mapping[int, jax.Array],
+        tangents: Mapping[int, jax.Array],
+        inputs: Mapping[int, jax.Array],
+        outputs: Sequence[Shape],
+    ) -> Sequence[jax.Array]:
+        """Tangents of the energies."""
+        (n_systems,) = outputs[0].shape
+        roles, total = dict(self.roles), jnp.zeros(outputs[0].shape, outputs[0].dtype)
+        for i, gradient in gradients.items():
+            products = gradient * tangents[i]
+            if n_systems == 1:
+                total += jnp.sum(products)
+                continue
+            rows = jnp.sum(jnp.reshape(products, (products.shape[0], -1)), axis=1)
+            if roles[i] == ATOMS:
+                assert self.batch_idx is not None
+                rows = jax.ops.segment_sum(rows, inputs[self.batch_idx], n_systems)
+            total += rows.astype(total.dtype)
+        return [total]
+
+
+def system_energies(is_alone: Callable[..., bool], roles: Mapping[str, str]) -> Callable[..., Contraction | None]:
+    """The contraction of an operator whose only result, if ``is_alone(**arguments)``, is the energy of each system.
+
+    ``roles`` says of arrays, by name, whether they have rows for atoms or for systems.
+    """
+
+    def contract(**arguments: Any) -> Contraction | None:
+        if not is_alone(**arguments):
+            return None
+        found = {name: arguments.get(name) for name in (*roles, "batch_idx")}
+        numbers = {name: int(value) for name, value in found.items() if isinstance(value, Operand)}
+        return SystemEnergies(tuple((numbers[n], roles[n]) for n in roles if n in numbers), numbers.get("batch_idx"))
+
+    return contract
+
+
+def only_of_systems(
+    energy_reduction: str = "atom",
+    compute_forces: bool = False,
+    compute_charge_gradients: bool = False,
+    compute_virial: bool = False,
+    compute_gradients: Sequence[str] = (),
+    **others: Any,
+) -> bool:
+    """Whether these arguments ask for the energies of systems alone."""
+    parts = (compute_forces, compute_charge_gradients, compute_virial, compute_gradients)
+    return energy_reduction == "system" and not any(parts)
+
+
+def number_of_systems(
+    name: str, cell: Any = None, batch_idx: Any = None, num_systems: int | None = None, **others: Any
+) -> int:
+    """The number of systems, from what is known when a function is traced.
+
+    Raises
+    ------
+    ValueError
+        A batch without a cell for each system, and without ``num_systems``.
+    """
+    if num_systems is not None:
+        return num_systems
+    if cell is not None and len(cell.shape) == 3 and (cell.shape[0] > 1 or batch_idx is None):
+        return int(cell.shape[0])
+    if batch_idx is None:
+        return 1
+    raise ValueError(f"{name}: `num_systems` is needed with `batch_idx`, unless each system has a cell")
+
+
+# -- what needs values ----------------------------------------------------------------------------
+
+
+def eager(
+    function: Callable[..., Any], *, into: Callable[..., Any] | None = None, without: Sequence[str] = ("device",)
+) -> Callable[..., Any]:
+    """A torch function that needs values, such as a choice of parameters, for JAX arrays outside of ``jit``.
+
+    A result that is a dataclass becomes one of the class ``into``.
+    """
+    signature = _signature(function, {}, without)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        if any(map(is_traced, jax.tree.leaves(bound.arguments))):
+            raise TypeError(f"{function.__name__} needs values: call it outside of jit, and pass its results")
+        result = function(*map(to_torch, bound.args), **{k: to_torch(v) for k, v in bound.kwargs.items()})
+        if dataclasses.is_dataclass(result) or hasattr(result, "_asdict"):
+            fields = result._asdict() if hasattr(result, "_asdict") else vars(result)
+            result = {name: value for name, value in fields.items() if not name.startswith("_")}
+            return (into or type(result))(**from_torch_values(result))
+        return from_torch_values(result)
+
+    call.__name__ = call.__qualname__ = function.__name__
+    call.__doc__ = _for_jax(inspect.getdoc(function) or "")
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+def to_torch(value: Any) -> Any:
+    """A tensor with the values of an array; anything else as it is."""
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        return value
+    return torch.from_dlpack(jnp.asarray(value)).clone()
+
+
+def from_torch_values(results: Any) -> Any:
+    """``results`` with JAX arrays for tensors, with the values of these."""
+
+    def convert(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        return jnp.asarray(x.detach().numpy(force=True), dtype=jax_dtype(x.dtype))
+
+    return jax.tree.map(convert, results)
