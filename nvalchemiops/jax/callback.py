@@ -110,6 +110,16 @@ class Request:
         """Flags of the results that are gradients."""
         return dict(zip(self.gradient, self.result_flags[len(self.values) :]))
 
+    def only(self, used: Sequence[bool]) -> "Request":
+        """The same with some of the results."""
+        count = len(self.values)
+        return replace(
+            self,
+            values=tuple(itertools.compress(self.values, used)),
+            gradient=tuple(itertools.compress(self.gradient, used[count:])),
+            result_flags=tuple(itertools.compress(self.result_flags, used)),
+        )
+
     def mapped(self, size: int, operands: Sequence[bool]) -> "Request":
         """The same for ``size`` slices of the ``operands`` that are mapped."""
         return replace(

@@ -24,6 +24,7 @@ evaluated in one callback.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ import jax.numpy as jnp
 from jax.dtypes import float0
 from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 
 from nvalchemiops.jax._jax_internals import aval_like, is_for_export, vary_alike, zero_tangent
 from nvalchemiops.jax.callback import Flags, Request, TorchFunction, evaluate
@@ -147,6 +148,18 @@ def _lower(context: Any, *operands: Any, request: Request) -> Any:
 
 
 mlir.register_lowering(torch_call_p, _lower)
+
+
+def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
+    """The equation without results that are not used: derivatives of each cost as much as the first."""
+    if not any(used):
+        return [False] * len(equation.invars), None
+    outvars = list(itertools.compress(equation.outvars, used))
+    request = equation.params["request"].only(used)
+    return [True] * len(equation.invars), equation.replace(outvars=outvars, params={"request": request})
+
+
+partial_eval.dce_rules[torch_call_p] = _drop_unused
 
 
 # -- forward mode ---------------------------------------------------------------------------------

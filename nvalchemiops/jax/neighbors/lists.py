@@ -47,6 +47,8 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
         arguments[key] = as_array(key, value) if is_array or is_number else as_static(f"{name}: `{key}`", value)
     arguments = _with_widths(arguments)
     if declared or "coo_capacity" in arguments or any(map(is_traced, jax.tree.leaves(arguments))):
+        if "cutoff2" in arguments and "max_neighbors" in arguments:
+            arguments.setdefault("max_neighbors2", arguments["max_neighbors"])
         return tuple(_bridge(**arguments, check=False))
     return tuple(from_torch_values(_search(**{key: to_torch(value) for key, value in arguments.items()})))
 
@@ -111,8 +113,7 @@ def _shapes(
     if return_neighbor_list:
         rooms = coo_capacity if isinstance(coo_capacity, tuple) else (coo_capacity,) * n_lists
     else:
-        both = others.get("max_neighbors")
-        rooms = (others.get("max_neighbors1", both), others.get("max_neighbors2", both))[:n_lists]
+        rooms = (others.get("max_neighbors1", others.get("max_neighbors")), others.get("max_neighbors2"))[:n_lists]
     if None in rooms:
         needed = "coo_capacity" if return_neighbor_list else "max_neighbors"
         raise ValueError(

@@ -1,0 +1,226 @@
+"""Neighbor lists in JAX: exact or an error outside of jit; of a declared size inside, where overflow stays visible."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nvalchemiops.jax import neighbors
+from nvalchemiops.jax.interactions.electrostatics import ewald_summation
+from nvalchemiops.torch import neighbors as in_torch
+from tests.systems import batch, triclinic
+
+SYSTEM = triclinic(20, seed=4)
+X, CELL = (jnp.asarray(t.numpy(), jnp.float32) for t in (SYSTEM.positions, SYSTEM.cell))
+PBC = jnp.array([True, False, True])
+TORCH = [torch.as_tensor(np.array(a)) for a in (X, CELL, PBC)]
+
+
+def same(found, expected):
+    for f, e in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(f), e.numpy())
+
+
+FORMS = {
+    "matrix": {},
+    "list": {"return_neighbor_list": True},
+    "half": {"half_fill": True, "fill_value": -1},
+    "distances": {"return_distances": True, "return_vectors": True},
+    "list with distances": {"return_neighbor_list": True, "return_distances": True},
+    "rows": {"target_indices": torch.tensor([3, 7, 1], dtype=torch.int32)},
+    "two": {"cutoff2": 4.0},
+    "naive": {"method": "naive"},
+}
+
+
+def for_jax(options):
+    return {k: jnp.asarray(v.numpy()) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_lists_are_those_of_torch(form):
+    options = FORMS[form]
+    same(
+        neighbors.neighbor_list(X, 3.0, CELL, PBC, **for_jax(options)),
+        in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:], **options),
+    )
+
+
+@pytest.mark.parametrize("form", [name for name in FORMS if "list" not in name])
+def test_matrices_of_a_declared_width_are_those_of_torch_under_jit(form):
+    options = {**FORMS[form], "max_neighbors": 90}
+    options |= {"max_neighbors2": 90} if form == "two" else {}
+    found = jax.jit(lambda x, cell: neighbors.neighbor_list(x, 3.0, cell, PBC, **for_jax(options)))(X, CELL)
+    same(found, in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:], **options))
+
+
+def test_lists_of_a_declared_capacity_begin_with_those_of_torch():
+    options = {"return_neighbor_list": True, "return_vectors": True}
+    exact = in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:], **options)
+    n_pairs = exact[0].shape[1]
+    for room in (n_pairs + 7, n_pairs, n_pairs - 5):
+        pairs, pointers, shifts, vectors, counts, too_many = jax.jit(
+            lambda x, room=room: neighbors.neighbor_list(x, 3.0, CELL, PBC, coo_capacity=room, **options)
+        )(X)
+        n = min(room, n_pairs)
+        assert pairs.shape == (2, room) and bool(too_many) == (room < n_pairs)
+        same([pairs[:, :n], shifts[:n], vectors[:n]], [exact[0][:, :n], exact[2][:n], exact[3][:n]])
+        np.testing.assert_array_equal(counts, exact[1].diff().numpy())
+        assert (pairs[:, n:] == len(X)).all() and int(pointers[-1]) == n
+
+
+def test_lists_of_systems_in_a_batch():
+    system = batch(triclinic(5, seed=1), triclinic(9, seed=2))
+    x, cell, systems = (jnp.asarray(t.numpy()) for t in (system.positions, system.cell, system.batch_idx))
+    order = jnp.argsort(systems, stable=True)
+    x, systems = x[order], systems[order]
+    given = [torch.as_tensor(np.array(a)) for a in (x, cell, systems)]
+    expected = in_torch.neighbor_list(given[0], 3.0, given[1], batch_idx=given[2])
+    same(neighbors.neighbor_list(x, 3.0, cell, batch_idx=systems), expected)
+    pbc = jnp.ones((2, 3), bool)
+    found = neighbors.batch_naive_neighbor_list(x, 3.0, systems, None, pbc, cell)
+    same(found, in_torch.batch_naive_neighbor_list(given[0], 3.0, given[2], None, torch.ones(2, 3).bool(), given[1]))
+    expected = in_torch.batch_cell_list(given[0], 3.0, given[1], torch.ones(2, 3).bool(), given[2])
+    same(neighbors.batch_cell_list(x, 3.0, cell, pbc, systems), expected)
+
+
+def test_overflow_is_an_error_outside_of_jit_and_a_count_inside():
+    with pytest.raises(neighbors.NeighborOverflowError, match="max_neighbors"):
+        neighbors.neighbor_list(X, 3.0, CELL, PBC, max_neighbors=2)
+    matrix, counts, _ = jax.jit(lambda x: neighbors.neighbor_list(x, 3.0, CELL, PBC, max_neighbors=2))(X)
+    exact = in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:])[1]
+    assert matrix.shape == (20, 2)
+    np.testing.assert_array_equal(counts, exact.numpy())
+
+
+def test_an_atom_that_is_nowhere_has_a_count_that_is_no_number_of_neighbors():
+    x = X.at[4, 1].set(jnp.nan)
+    counts = jax.jit(lambda x: neighbors.neighbor_list(x, 3.0, CELL, PBC, max_neighbors=90))(x)[1]
+    assert counts[4] == 2**31 - 1
+    with pytest.raises(ValueError, match="positions"):
+        neighbors.neighbor_list(x, 3.0, CELL, PBC)
+
+
+@pytest.mark.parametrize(("options", "name"), [({}, "max_neighbors"), ({"return_neighbor_list": True}, "coo_capacity")])
+def test_sizes_are_asked_for_when_a_function_is_traced(options, name):
+    with pytest.raises(ValueError, match=f"`{name}` is needed under jit"):
+        jax.make_jaxpr(lambda x: neighbors.neighbor_list(x, 3.0, CELL, PBC, **options))(X)
+
+
+def test_distances_differentiate_like_those_of_torch():
+    def energy(x, cell):
+        distances = neighbors.neighbor_list(x, 3.0, cell, PBC, max_neighbors=90, return_distances=True)[3]
+        return jnp.sum(distances**3)
+
+    with jax.enable_x64(True):
+        arrays = [jnp.asarray(t.numpy()) for t in (SYSTEM.positions, SYSTEM.cell)]
+        found = jax.jit(jax.grad(energy, (0, 1)))(*arrays)
+    leaves = [t.clone().requires_grad_() for t in (SYSTEM.positions, SYSTEM.cell)]
+    distances = in_torch.neighbor_list(leaves[0], 3.0, leaves[1], TORCH[2], return_distances=True)[3]
+    for f, e in zip(found, torch.autograd.grad((distances**3).sum(), leaves), strict=True):
+        np.testing.assert_allclose(f, e.numpy(), rtol=1e-12, atol=1e-12)
+
+
+class TestState:
+    def test_a_call_with_a_state_gives_the_list_and_the_next_state(self):
+        state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC)
+        assert not state.initialized.any() and state.valid.all() and state.format == "matrix" and state.cutoff == 3.0
+        found, after = jax.jit(lambda x, s: neighbors.neighbor_list(x, state=s))(X, state)
+        width = state.neighbor_matrix.shape[1]
+        same(found, in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:], max_neighbors=width))
+        assert after.initialized.all() and after.valid.all()
+        np.testing.assert_array_equal(after.neighbor_matrix_shifts, found[2])
+        neighbors.check_neighbor_list_state(after)
+
+    def test_overflow_stays_in_it(self):
+        state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC, max_neighbors=2)
+        step = jax.jit(lambda x, s, cell: neighbors.neighbor_list(x, cell=cell, state=s)[1])
+        state = step(X * 20, step(X, state, CELL), CELL * 20)
+        assert state.num_neighbors.max() <= 2 and not state.valid.any()
+        most = int(in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:])[1].max())
+        with pytest.raises(neighbors.NeighborOverflowError, match=f"system 0 has {most} neighbors"):
+            neighbors.check_neighbor_list_state(state)
+
+    @pytest.mark.parametrize("options", [{"cutoff2": 4.0}, {"format": "coo"}, {"return_distances": True}])
+    def test_other_forms(self, options):
+        state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC, **options)
+        found, after = jax.jit(lambda x, s: neighbors.neighbor_list(x, state=s))(X, state)
+        names = {
+            "cutoff2": ["neighbor_matrix1", "num_neighbors1", "neighbor_matrix_shifts1", "neighbor_matrix2"],
+            "format": ["neighbor_list", "neighbor_ptr", "neighbor_list_shifts", "num_neighbors"],
+            "return_distances": ["neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts", "neighbor_distances"],
+        }[next(iter(options))]
+        for name, array in zip(names, found, strict=False):
+            np.testing.assert_array_equal(getattr(after, name), array)
+        assert jax.tree.structure(state) == jax.tree.structure(after) and after.valid.all()
+
+    def test_systems_that_are_not_flagged_keep_their_rows(self):
+        x, systems = jnp.concatenate([X, X]), jnp.repeat(jnp.arange(2, dtype=jnp.int32), 20)
+        cells = jnp.concatenate([CELL, CELL * 1.1])
+        state = neighbors.prepare_neighbor_list(x, 3.0, cells, batch_idx=systems, selective=True, max_neighbors=120)
+        step = jax.jit(lambda x, s, flags: neighbors.neighbor_list(x, state=s, rebuild_flags=flags))
+        before, state = step(x, state, jnp.array([True, True]))
+        after, state = step(x * 1.05, state, jnp.array([False, True]))
+        np.testing.assert_array_equal(before[0][:20], after[0][:20])
+        assert (before[1][20:] != after[1][20:]).any()
+        with pytest.raises(ValueError, match="selective"):
+            neighbors.neighbor_list(x, state=state)
+
+    @pytest.mark.parametrize(
+        ("change", "text"),
+        [({"positions": X[:5]}, "positions"), ({"cutoff": 5.0}, "cutoff"), ({"half_fill": True}, "half_fill")],
+    )
+    def test_what_it_was_not_prepared_for_is_an_error(self, change, text):
+        state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC)
+        with pytest.raises(ValueError, match=f"`{text}`"):
+            neighbors.neighbor_list(**{"positions": X, "state": state, **change})
+        with pytest.raises(TypeError, match="NeighborListState"):
+            neighbors.neighbor_list(X, state=1)
+
+
+def test_list_sum_and_forces_inside_a_scan_conserve_energy():
+    with jax.enable_x64(True):
+        n = 3
+        ions = jnp.stack(jnp.meshgrid(*[jnp.arange(n + 1.0)] * 3, indexing="ij"), -1).reshape(-1, 3)[: (n + 1) ** 3]
+        x = 2.8 * ions + 0.05 * jnp.sin(jnp.arange(ions.size).reshape(ions.shape))
+        q = jnp.where(ions.sum(1) % 2 == 0, 1.0, -1.0)
+        cell = 2.8 * (n + 1) * jnp.eye(3)[None]
+        state = neighbors.prepare_neighbor_list(x, 5.0, cell)
+
+        def energy(x, state):
+            (matrix, _, shifts), state = neighbors.neighbor_list(x, state=state)
+            options = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "alpha": 0.6, "k_cutoff": 4.0}
+            coulomb = ewald_summation(x, q, cell, energy_reduction="system", **options)[0]
+            r = neighbors.neighbor_list(x, 5.0, cell, max_neighbors=matrix.shape[1], return_distances=True)[3]
+            repulsion = jnp.where(r > 0, 300.0 / jnp.where(r > 0, r, 1.0) ** 8 - 300.0 / 5.0**8, 0.0)
+            return coulomb + repulsion.sum() / 2, state
+
+        def step(carry, _):
+            x, v, f, state = carry
+            v = v + 0.01 * f
+            x = x + 0.02 * v
+            (e, state), g = jax.value_and_grad(energy, has_aux=True)(x, state)
+            v = v - 0.01 * g
+            return (x, v, -g, state), e + (v**2).sum() / 2
+
+        (_, state), g = jax.value_and_grad(energy, has_aux=True)(x, state)
+        carry = (x, jnp.zeros_like(x), -g, state)
+        (_, v, _, state), total = jax.jit(lambda c: jax.lax.scan(step, c, None, length=50))(carry)
+        neighbors.check_neighbor_list_state(state)
+        kinetic = (v**2).sum() / 2
+        assert kinetic > 1e-3 and jnp.ptp(total) < 0.02 * kinetic
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 12), st.integers(0, 2**32 - 1))
+def test_random_systems(n, seed):
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(rng.random((n, 3)), jnp.float32) * 4
+    cell = jnp.asarray(np.eye(3) * 3 + rng.normal(scale=0.3, size=(3, 3)), jnp.float32)
+    given = [torch.as_tensor(np.array(a)) for a in (x, cell)]
+    same(neighbors.neighbor_list(x, 2.0, cell), in_torch.neighbor_list(given[0], 2.0, given[1]))
+    found = jax.jit(lambda x, cell: neighbors.neighbor_list(x, 2.0, cell, max_neighbors=60))(x, cell)
+    same(found, in_torch.neighbor_list(given[0], 2.0, given[1], max_neighbors=60))

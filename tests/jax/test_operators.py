@@ -1,0 +1,399 @@
+"""JAX functions of operators: the same values, derivatives and errors as those of torch, in every transformation."""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from nvalchemiops.jax import spline
+from nvalchemiops.jax.interactions import dispersion, electrostatics, pair
+from nvalchemiops.torch import spline as torch_spline
+from nvalchemiops.torch.interactions import dispersion as torch_dispersion
+from nvalchemiops.torch.interactions import electrostatics as torch_electrostatics
+from nvalchemiops.torch.interactions import pair as torch_pair
+from tests.jax.signatures import SIGNATURES
+from tests.systems import batch, csr, triclinic
+
+SYSTEM = triclinic(6, charged=True)
+NEAR = csr(SYSTEM, 3.5)
+RANDOM = np.random.default_rng(0)
+DIRECTIONS = [torch.as_tensor(RANDOM.normal(size=SYSTEM.positions.shape)) for _ in range(3)]
+WEIGHTS = torch.as_tensor(RANDOM.normal(size=6))
+TABLES = torch_dispersion.D3Parameters.load()
+NUMBERS = torch.tensor([6, 8, 6, 8, 8, 6], dtype=torch.int32)
+
+
+def to_jax(values):
+    return jax.tree.map(lambda t: jnp.asarray(t.numpy()) if isinstance(t, torch.Tensor) else t, values)
+
+
+class Operator(NamedTuple):
+    """An energy of positions, charges and a cell, of the functions in one of two modules."""
+
+    call: Callable
+    torch_module: object
+    jax_module: object
+    order: int = 3  # the highest derivative of the table: each takes a kernel of its own
+
+    def in_torch(self, *arguments):
+        return self.call(self.torch_module, NEAR, NUMBERS, *arguments)
+
+    def in_jax(self, *arguments):
+        near = to_jax(NEAR)
+        return self.call(self.jax_module, near, to_jax(NUMBERS), *arguments)
+
+
+def of_sum(name, alone=True, **options):
+    def call(module, near, numbers, x, q, cell):
+        given = near if "space" not in name or "real" in name else {}
+        return getattr(module, name)(x, q, cell, **given, energy_reduction="system", **options)[0]
+
+    return Operator(call, torch_electrostatics, electrostatics)
+
+
+def of_slab(module, near, numbers, x, q, cell):
+    pbc = np.array([True, True, False])
+    pbc = torch.as_tensor(pbc) if isinstance(x, torch.Tensor) else pbc
+    return module.compute_slab_correction(x, q, cell, pbc, energy_reduction="system")[0]
+
+
+def of_coulomb(module, near, numbers, x, q, cell):
+    return (module.coulomb_energy(x, q, cell, 3.5, 0.3, **near) * 1.5).sum()
+
+
+def of_dsf(module, near, numbers, x, q, cell):
+    near = {("unit_shifts" if "shifts" in name else name): value for name, value in near.items()}
+    return module.dsf_coulomb(x, q, 3.5, 0.2, cell, compute_forces=False, **near)[0][0]
+
+
+def of_potential(module, near, numbers, x, q, cell):
+    return module.lennard_jones(3.5, r_switch=2.5)(
+        x, cell, sigma=1.2 + 0.1 * q, epsilon=0.5, energy_reduction="system", **near
+    )[0]
+
+
+with jax.enable_x64(True):
+    JAX_TABLES = dispersion.D3Parameters(
+        *(to_jax(getattr(TABLES, name)) for name in ("rcov", "r4r2", "c6ab", "cn_ref")), TABLES.interp_mesh
+    )
+
+
+def of_dispersion(module, near, numbers, x, q, cell):
+    near = {("unit_shifts" if "shifts" in name else name): value for name, value in near.items()}
+    tables = TABLES if isinstance(x, torch.Tensor) else JAX_TABLES
+    found = module.dftd3(x, numbers, 0.4, 4.0, 1.9, d3_params=tables, cell=cell, **near)
+    return 1e3 * found[0][0] + 0.0 * q.sum()
+
+
+def of_splines(module, near, numbers, x, q, cell):
+    mesh = module.spline_spread(x, q, cell, (6, 5, 7), 5)
+    return (module.spline_gather(x, mesh * mesh, cell, 5) * q).sum()
+
+
+K = {"alpha": 0.6, "miller_bounds": (2, 2, 2)}
+OPERATORS = {
+    "ewald_summation": of_sum("ewald_summation", **K)._replace(order=4),
+    "ewald_real_space": of_sum("ewald_real_space", alpha=0.6),
+    "ewald_reciprocal_space": of_sum("ewald_reciprocal_space", k_vectors=None, **K),
+    "particle_mesh_ewald": of_sum("particle_mesh_ewald", alpha=0.6, mesh_dimensions=(8, 8, 8), spline_order=6),
+    "pme_reciprocal_space": of_sum("pme_reciprocal_space", alpha=0.6, mesh_dimensions=(8, 8, 8), spline_order=6),
+    "compute_slab_correction": Operator(of_slab, torch_electrostatics, electrostatics),
+    "coulomb_energy": Operator(of_coulomb, torch_electrostatics, electrostatics),
+    "dsf_coulomb": Operator(of_dsf, torch_electrostatics, electrostatics),
+    "PairPotential": Operator(of_potential, torch_pair, pair),
+    "dftd3": Operator(of_dispersion, torch_dispersion, dispersion),
+    "splines": Operator(of_splines, torch_spline, spline),
+}
+
+
+def torch_derivatives(energy, x, order):
+    """Value, gradient, Hessian, and derivatives along directions, by torch."""
+    x = x.clone().requires_grad_()
+    value = energy(x)
+    (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+    rows = [torch.autograd.grad(g, x, retain_graph=True)[0] for g in gradient.reshape(-1)]
+    found = {"value": value.detach(), "gradient": gradient.detach(), "hessian": torch.stack(rows).reshape(2 * x.shape)}
+    along = (gradient * DIRECTIONS[0]).sum()
+    for number, direction in enumerate([DIRECTIONS[1], DIRECTIONS[2]][: order - 2], start=2):
+        (along,) = torch.autograd.grad(along, x, create_graph=True)
+        along = (along * direction).sum()
+        found[f"gradient along {number}"] = torch.autograd.grad(along, x, retain_graph=True)[0]
+    return {name: t.numpy() for name, t in found.items()}
+
+
+def transformations(energy, x, order):
+    """The table: what each transformation gives, and the same from torch's derivatives."""
+    v, w, u = to_jax(DIRECTIONS)
+    gradient, stack = jax.grad(energy), jnp.stack([x, x + 0.1 * v])
+
+    def along(f, direction):
+        return lambda x: jax.jvp(f, (x,), (direction,))[1]
+
+    def times(f, direction):
+        return lambda x: jnp.sum(f(x) * direction)
+
+    def descend(x):
+        def step(y, _):
+            return y - 1e-3 * gradient(y), energy(y)
+
+        return jnp.sum(jax.lax.scan(step, x, None, length=2)[1])
+
+    def by_hand(d, x):
+        # energies at x and after one step, whose derivative has the Hessian at x
+        after = d(x - 1e-3 * d(x)["gradient"])
+        g, hessian = after["gradient"], d(x)["hessian"]
+        return d(x)["gradient"] + g - 1e-3 * np.einsum("abcd,cd->ab", hessian, g)
+
+    V, W = (t.numpy() for t in DIRECTIONS[:2])
+    table = {
+        "value": (energy, lambda d, x: d(x)["value"]),
+        "grad": (gradient, lambda d, x: d(x)["gradient"]),
+        "value_and_grad": (jax.value_and_grad(energy), lambda d, x: (d(x)["value"], d(x)["gradient"])),
+        "jvp": (along(energy, v), lambda d, x: (d(x)["gradient"] * V).sum()),
+        "jvp of jvp": (along(along(energy, v), w), lambda d, x: np.einsum("ab,abcd,cd", V, d(x)["hessian"], W)),
+        "vjp of jvp": (jax.grad(along(energy, v)), lambda d, x: np.einsum("ab,abcd->cd", V, d(x)["hessian"])),
+        "jvp of vjp": (along(gradient, v), lambda d, x: np.einsum("abcd,cd->ab", d(x)["hessian"], V)),
+        "grad of grad": (jax.grad(times(gradient, v)), lambda d, x: np.einsum("ab,abcd->cd", V, d(x)["hessian"])),
+        "hessian": (jax.hessian(energy), lambda d, x: d(x)["hessian"]),
+        "jacfwd of jacfwd": (jax.jacfwd(jax.jacfwd(energy)), lambda d, x: d(x)["hessian"]),
+        "jacrev of jacfwd": (jax.jacrev(jax.jacfwd(energy)), lambda d, x: d(x)["hessian"]),
+        "jacrev of jacrev": (jax.jacrev(jax.jacrev(energy)), lambda d, x: d(x)["hessian"]),
+        "third order": (jax.grad(times(jax.grad(times(gradient, v)), w)), lambda d, x: d(x)["gradient along 2"]),
+        "third order, forward": (along(along(gradient, v), w), lambda d, x: d(x)["gradient along 2"]),
+        "linearize": (
+            lambda x: jax.linearize(gradient, x)[1](v),
+            lambda d, x: np.einsum("abcd,cd", d(x)["hessian"], V),
+        ),
+        "vmap of grad": (lambda x: jax.vmap(gradient)(stack), lambda d, x: np.stack([d(y)["gradient"] for y in stack])),
+        "grad of vmap": (
+            lambda x: jax.grad(lambda y: jnp.sum(jax.vmap(energy)(y)))(stack),
+            lambda d, x: np.stack([d(y)["gradient"] for y in stack]),
+        ),
+        "vmap of hvp": (
+            lambda x: jax.vmap(lambda t: jax.jvp(gradient, (x,), (t,))[1])(jnp.stack([v, w])),
+            lambda d, x: np.stack([np.einsum("abcd,cd->ab", d(x)["hessian"], t) for t in (V, W)]),
+        ),
+        "checkpoint": (jax.grad(jax.checkpoint(energy)), lambda d, x: d(x)["gradient"]),
+        "scan": (lambda x: jax.lax.map(gradient, stack), lambda d, x: np.stack([d(y)["gradient"] for y in stack])),
+        "grad of scan": (jax.grad(descend), by_hand),
+    }
+    if order > 3:
+        fourth = jax.grad(times(jax.grad(times(jax.grad(times(gradient, v)), w)), u))
+        table["fourth order"] = (fourth, lambda d, x: d(x)["gradient along 3"])
+    return table
+
+
+MODES = [True, pytest.param(False, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("jitted", MODES, ids=["jit", "eager"])
+def test_every_transformation_equals_torch(name, jitted):
+    operator = OPERATORS[name]
+    q, cell = to_jax(SYSTEM.charges), to_jax(SYSTEM.cell)
+    known = {}
+
+    def derivatives(x):
+        x = torch.as_tensor(np.array(x))
+        key = x.numpy().tobytes()
+        if key not in known:
+            known[key] = torch_derivatives(
+                lambda y: operator.in_torch(y, SYSTEM.charges, SYSTEM.cell), x, operator.order
+            )
+        return known[key]
+
+    x = to_jax(SYSTEM.positions)
+    for label, (function, expected) in transformations(
+        lambda y: operator.in_jax(y, q, cell), x, operator.order
+    ).items():
+        found = (jax.jit(function) if jitted else function)(x)
+        wanted = expected(derivatives, x)
+        largest = max(np.abs(np.asarray(w)).max() for w in jax.tree.leaves(wanted))
+        for f, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(f, w, rtol=1e-12, atol=1e-12 * max(1.0, largest), err_msg=f"{name}: {label}")
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_gradients_by_all_arrays_are_torchs(name):
+    operator = OPERATORS[name]
+    leaves = [t.clone().requires_grad_() for t in (SYSTEM.positions, SYSTEM.charges, SYSTEM.cell)]
+    expected = torch.autograd.grad(operator.in_torch(*leaves), leaves)
+    found = jax.jit(jax.grad(operator.in_jax, (0, 1, 2)))(*to_jax([t.detach() for t in leaves]))
+    for f, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(f, e.numpy(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["ewald_summation", "particle_mesh_ewald"])
+def test_energies_and_gradients_of_ewald_sums_have_torchs_bits(name):
+    operator = OPERATORS[name]
+    x = SYSTEM.positions.clone().requires_grad_()
+    energy = operator.in_torch(x, SYSTEM.charges, SYSTEM.cell)
+    (gradient,) = torch.autograd.grad(energy, x)
+    arguments = to_jax([SYSTEM.positions, SYSTEM.charges, SYSTEM.cell])
+    value, by_x = jax.jit(jax.value_and_grad(operator.in_jax))(*arguments)
+    assert float(value) == energy.item() and np.array_equal(by_x, gradient.numpy())
+
+
+def calls_from_jax(function, *arguments):
+    """How often a compiled program calls torch."""
+    return jax.jit(function).lower(*arguments).compile().as_text().count("xla_buffer_python_cpu_callback")
+
+
+def test_an_energy_its_gradient_and_its_hessian_vector_product_take_one_call_each():
+    x, q, cell = to_jax([SYSTEM.positions, SYSTEM.charges, SYSTEM.cell])
+    v = jnp.ones_like(x)
+
+    def energy(x):
+        return OPERATORS["ewald_summation"].in_jax(x, q, cell)
+
+    assert calls_from_jax(energy, x) == 1
+    assert calls_from_jax(jax.grad(energy), x) == 1
+    assert calls_from_jax(jax.value_and_grad(energy), x) == 1
+    assert calls_from_jax(lambda x: jax.jvp(jax.grad(energy), (x,), (v,))[1], x) == 1
+    assert calls_from_jax(jax.vmap(jax.value_and_grad(energy)), jnp.stack([x, x])) == 1
+
+
+@pytest.mark.parametrize("name", ["ewald_summation", "particle_mesh_ewald"])
+def test_energies_of_a_batch_and_their_gradients_take_one_call(name):
+    system = batch(triclinic(4, seed=2), triclinic(6, seed=3))
+    function, theirs = getattr(electrostatics, name), getattr(torch_electrostatics, name)
+    x, q, cell, systems = to_jax(list(system))
+    w = jnp.array([1.0, -2.0])
+    options = {"energy_reduction": "system", "alpha": 0.5, "cutoff": 4.0}
+    options |= {"mesh_dimensions": (9, 9, 9)} if "mesh" in name else {"miller_bounds": (2, 2, 2)}
+
+    def energies(x, q, cell):
+        return function(x, q, cell, batch_idx=systems, **options)
+
+    leaves = [t.clone().requires_grad_() for t in system[:3]]
+    found = jax.jit(jax.grad(lambda *a: energies(*a) @ w, (0, 1, 2)))(x, q, cell)
+    expected = torch.autograd.grad(
+        (theirs(*leaves, batch_idx=system.batch_idx, **options) * torch.tensor([1.0, -2.0])).sum(), leaves
+    )
+    for f, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(f, e.numpy(), rtol=1e-11, atol=1e-12)
+    assert calls_from_jax(jax.value_and_grad(lambda x: energies(x, q, cell) @ w), x) == 1
+    tangent = jax.jvp(lambda x: energies(x, q, cell), (x,), (jnp.cos(x),))[1]
+    e = theirs(*leaves, batch_idx=system.batch_idx, **options)
+    by_x = [torch.autograd.grad(one, leaves[0], retain_graph=True)[0] for one in e]
+    expected = [(g * torch.cos(system.positions)).sum().item() for g in by_x]
+    np.testing.assert_allclose(tangent, expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["ewald_summation", "particle_mesh_ewald", "ewald_real_space"])
+@pytest.mark.parametrize(
+    "parts", [{"compute_forces": True}, {"compute_charge_gradients": True, "compute_virial": True}], ids=["F", "qV"]
+)
+def test_further_results_come_in_torchs_order(name, parts):
+    options = {"alpha": 0.5, **parts, **({"accuracy": 1e-4} if "real" not in name else {})}
+    expected = getattr(torch_electrostatics, name)(*SYSTEM[:3], **NEAR, **options)
+    ours = functools.partial(getattr(electrostatics, name), **options)
+    found = jax.jit(ours)(*to_jax(list(SYSTEM[:3])), **to_jax(NEAR))
+    for f, e in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(f, e.numpy())
+
+
+def test_pair_potentials_give_gradients_by_parameters_and_virial():
+    options = {"compute_forces": True, "compute_gradients": ("sigma", "k"), "compute_virial": True}
+    text = "k*(sigma1+sigma2)*exp(-r)"
+    theirs = torch_pair.PairPotential(text, ("sigma",), ("k",), cutoff=3.5)
+    ours = pair.PairPotential(text, ("sigma",), ("k",), cutoff=3.5)
+    given = {**NEAR, "sigma": SYSTEM.charges, "k": torch.tensor(0.7, dtype=torch.float64)}
+    expected = theirs(SYSTEM.positions, SYSTEM.cell, **given, **options)
+    found = jax.jit(lambda x, cell, given: ours(x, cell, **given, **options))(
+        *to_jax([SYSTEM.positions, SYSTEM.cell]), to_jax(given)
+    )
+    assert len(found) == len(expected) == 5
+    for f, e in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(f, e.numpy())
+
+
+def test_tables_of_d3_may_be_closed_over_or_passed():
+    tables, numbers = JAX_TABLES, to_jax(NUMBERS)
+    assert tables.max_z == TABLES.rcov.shape[0] - 1 and len(jax.tree.leaves(tables)) == 4
+    x = to_jax(SYSTEM.positions) * 1.5
+    given = (0.4, 4.0, 1.9)
+
+    def energy(x, tables):
+        return dispersion.dftd3(x, numbers, *given, d3_params=tables, cutoff=8.0)
+
+    closed, passed = jax.jit(lambda x: energy(x, tables))(x), jax.jit(energy)(x, tables)
+    as_dict = energy(x, {f.name: getattr(tables, f.name) for f in dataclasses.fields(tables)})
+    expected = torch_dispersion.dftd3(torch.as_tensor(np.array(x)), NUMBERS, *given, d3_params=TABLES, cutoff=8.0)
+    for found in (closed, passed, as_dict):
+        for f, e in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(f, e.numpy())
+
+
+@pytest.mark.parametrize("module", SIGNATURES)
+def test_signatures_are_those_that_clients_know(module):
+    functions = importlib.import_module(f"nvalchemiops.jax.{module}")
+    for name, text in SIGNATURES[module].items():
+        known = inspect.signature(eval(f"lambda {text}: None")).parameters
+        ours = inspect.signature(getattr(functions, name)).parameters
+        free = any(p.kind is p.VAR_KEYWORD for p in ours.values())
+        for place, (parameter, expected) in enumerate(known.items()):
+            if expected.kind is expected.KEYWORD_ONLY and free and parameter not in ours:
+                continue
+            assert parameter in ours, f"{name}: {parameter}"
+            assert ours[parameter].default == expected.default, f"{name}: {parameter}"
+            if expected.kind is not expected.KEYWORD_ONLY:
+                assert list(ours)[place] == parameter, f"{name}: {parameter}"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"energy_reduction": jnp.array(1)}, TypeError, "energy_reduction"),
+        ({"cutoff": -1.0}, Exception, "cutoff"),
+        ({"positions": SYSTEM.positions}, TypeError, "torch tensor"),
+        ({"nonsense": 1}, TypeError, "nonsense"),
+    ],
+)
+def test_bad_arguments_are_named(change, error, text):
+    arguments = {**to_jax({"positions": SYSTEM.positions, "charges": SYSTEM.charges, "cell": SYSTEM.cell}), **change}
+    traced = {k: v for k, v in arguments.items() if isinstance(v, jax.Array)}
+    fixed = {k: v for k, v in arguments.items() if k not in traced}
+    with pytest.raises(error, match=text):
+        jax.jit(lambda traced: electrostatics.ewald_summation(**traced, **fixed))(traced)
+
+
+def test_shapes_and_dtypes_are_refused_when_a_function_is_traced():
+    x, q, cell = to_jax([SYSTEM.positions, SYSTEM.charges, SYSTEM.cell])
+    with pytest.raises(TypeError, match="`positions` must be"):
+        jax.make_jaxpr(electrostatics.ewald_summation)(x.astype(jnp.int32), q, cell)
+    with pytest.raises(ValueError, match="`charges`"):
+        jax.make_jaxpr(electrostatics.ewald_summation)(x, q[:-1], cell)
+
+
+def test_choices_of_parameters_are_torchs_and_need_values():
+    x, cell = to_jax([SYSTEM.positions, SYSTEM.cell])
+    ours = electrostatics.estimate_pme_parameters(x, cell, accuracy=1e-4)
+    theirs = torch_electrostatics.estimate_pme_parameters(SYSTEM.positions, SYSTEM.cell, accuracy=1e-4)
+    assert ours.mesh_dimensions == theirs.mesh_dimensions
+    np.testing.assert_array_equal(ours.alpha, theirs.alpha.numpy())
+    assert type(ours) is electrostatics.PMEParameters
+    with pytest.raises(TypeError, match="outside of jit"):
+        jax.jit(electrostatics.estimate_pme_parameters)(x, cell)
+    bounded = jax.jit(lambda c: electrostatics.generate_k_vectors_ewald_summation(c, 3.0, (2, 2, 2)))(cell)
+    expected = torch_electrostatics.generate_k_vectors_ewald_summation(SYSTEM.cell, 3.0, (2, 2, 2))
+    np.testing.assert_array_equal(bounded, expected.numpy())
+    assert electrostatics.generate_k_vectors_ewald_summation(cell, 2.0).shape[1] == 3
+
+
+def test_without_64_bits_everything_is_in_32():
+    with jax.enable_x64(False):
+        x, q, cell = (jnp.asarray(t.numpy(), jnp.float32) for t in SYSTEM[:3])
+        energies, forces = jax.jit(lambda *a: electrostatics.ewald_summation(*a, compute_forces=True))(x, q, cell)
+        assert energies.dtype == forces.dtype == jnp.float32
+        single = [t.to(torch.float32) for t in SYSTEM[:3]]
+        expected = torch_electrostatics.ewald_summation(*single, compute_forces=True)
+        np.testing.assert_array_equal(forces, expected[1].numpy())
