@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from nvalchemiops.jax import neighbors
 from nvalchemiops.jax.interactions.electrostatics import ewald_summation
 from nvalchemiops.torch import neighbors as in_torch
+from tests.jax.precision import double_precision  # noqa: F401
 from tests.systems import batch, triclinic
 
 SYSTEM = triclinic(20, seed=4)

@@ -19,6 +19,7 @@ from nvalchemiops.torch import spline as torch_spline
 from nvalchemiops.torch.interactions import dispersion as torch_dispersion
 from nvalchemiops.torch.interactions import electrostatics as torch_electrostatics
 from nvalchemiops.torch.interactions import pair as torch_pair
+from tests.jax.precision import double_precision  # noqa: F401
 from tests.jax.signatures import SIGNATURES
 from tests.systems import batch, csr, triclinic
 
