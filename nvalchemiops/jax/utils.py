@@ -105,6 +105,47 @@ def skip_post_init_if_disabled(post_init: Callable[P, None]) -> Callable[P, None
     return run
 
 
+@overload
+def field(
+    *,
+    default: T,
+    init: bool = ...,
+    repr: bool = ...,
+    hash: bool | None = ...,
+    compare: bool = ...,
+    metadata: Mapping[Any, Any] | None = ...,
+    kw_only: bool = ...,
+    static: bool = ...,
+) -> T: ...
+
+
+@overload
+def field(
+    *,
+    default_factory: Callable[[], T],
+    init: bool = ...,
+    repr: bool = ...,
+    hash: bool | None = ...,
+    compare: bool = ...,
+    metadata: Mapping[Any, Any] | None = ...,
+    kw_only: bool = ...,
+    static: bool = ...,
+) -> T: ...
+
+
+@overload
+def field(
+    *,
+    init: bool = ...,
+    repr: bool = ...,
+    hash: bool | None = ...,
+    compare: bool = ...,
+    metadata: Mapping[Any, Any] | None = ...,
+    kw_only: bool = ...,
+    static: bool = ...,
+) -> Any: ...
+
+
 def field(
     *,
     default: Any = dataclasses.MISSING,
@@ -159,10 +200,12 @@ def lens_field(
 ) -> Any:
     """Describe a field of a `dataclass` whose type is a lens, or another generic protocol of functions.
 
-    The same as `field`. A lens that holds arrays, such as indices, is a pytree and stays a leaf; for one that is a
-    plain function say ``static=True``.
+    The same as `field`, but that a type checker takes any default: the parameters of a generic lens cannot be inferred
+    from it. A lens that holds arrays, such as indices, is a pytree and stays a leaf; for one that is a plain function
+    say ``static=True``.
     """
-    return field(
+    of_anything: Callable[..., Any] = field
+    return of_anything(
         default=default,
         default_factory=default_factory,
         init=init,
@@ -420,7 +463,8 @@ def is_traced(x: Any) -> bool:
 def no_jax_tracing(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that needs numbers: with traced arguments it raises, naming itself and them.
 
-    Where all its arguments are numbers, it computes with numbers, also in a program that jit is tracing.
+    Where all its arguments are numbers, it computes with numbers, also in a program that jit is tracing; arrays that
+    are made inside such a program are traced.
 
     Raises
     ------
@@ -667,7 +711,8 @@ def sequential_vmap_with_vjp(func: Callable[P, R]) -> Callable[P, R]:
     Parameters
     ----------
     func : callable
-        A function of pytrees of arrays that returns one. What it closes over is neither mapped nor differentiated.
+        A function of pytrees of arrays that returns one. What it depends on is in its arguments: JAX raises where a
+        derivative by something else is taken that it closes over.
 
     Returns
     -------
