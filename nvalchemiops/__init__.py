@@ -15,7 +15,7 @@ from nvalchemiops.notices import NvalchemiopsWarning as NvalchemiopsWarning
 __version__ = "1.0.0.dev0"
 
 _SUBMODULES = frozenset(
-    {"ase", "constants", "interactions", "kernels", "launch", "neighborlist", "neighbors", "torch", "types"}
+    {"ase", "constants", "interactions", "jax", "kernels", "launch", "neighborlist", "neighbors", "torch", "types"}
 )
 
 

@@ -1,6 +1,26 @@
-"""nvalchemiops for JAX: torch functions inside JAX, and the operators of `nvalchemiops.torch` through them."""
+"""nvalchemiops for JAX: torch functions inside JAX, and the operators of `nvalchemiops.torch` through them.
+
+Submodules are loaded when used.
+"""
+
+import importlib
+from typing import Any
 
 try:
     import jax as _jax  # noqa: F401
-except ImportError as error:
-    raise ImportError('nvalchemiops.jax needs JAX: pip install "nvalchemiops[jax]"', name=error.name) from error
+except Exception as error:  # JAX raises RuntimeError, too, such as for a jaxlib of another release
+    raise ImportError(
+        f'nvalchemiops.jax needs JAX ({type(error).__name__}: {error}): pip install "nvalchemiops[jax]"', name="jax"
+    ) from error
+
+_SUBMODULES = frozenset({"bridge", "interactions", "neighbors", "spline", "utils"})
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBMODULES})

@@ -19,9 +19,9 @@ from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, count_dispa
 def may_read(*tensors: Any, wait: bool = False) -> bool:
     """Whether values of these tensors may be read on the host, to check them or to choose shapes by them.
 
-    Not inside a compiler or of fake tensors, where there are none; not under vmap, where they differ between slices; not on a GPU, for
-    which the host would wait, unless ``wait`` allows it and no graph is captured. Without tensors: whether this is not
-    inside a compiler. Arguments that are no tensors may be read.
+    Not inside a compiler or of fake tensors, where there are none; not under vmap, where they differ between slices;
+    not on a GPU, for which the host would wait, unless ``wait`` allows it and no graph is captured. Without tensors:
+    whether this is not inside a compiler. Arguments that are no tensors may be read.
     """
     if torch.compiler.is_compiling():
         return False

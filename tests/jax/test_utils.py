@@ -1,0 +1,746 @@
+"""The utilities for JAX: what pytrees, transformations and type checkers make of them."""
+
+import copy
+import dataclasses
+import inspect
+import math
+import pickle
+import subprocess
+import sys
+import threading
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array
+
+from nvalchemiops.jax import utils
+from nvalchemiops.jax.utils import (
+    HasScatterArgs,
+    NotJaxCompatibleError,
+    PyTreeDef,
+    SupportsTreeMatch,
+    dataclass,
+    field,
+    is_traced,
+    isin,
+    jit,
+    kahan_summation,
+    key_chain,
+    lens_field,
+    linearize,
+    no_jax_tracing,
+    no_post_init,
+    non_differentiable,
+    sequential_vmap_with_vjp,
+    shard_map,
+    skip_post_init_if_disabled,
+    tree_concat,
+    tree_map,
+    tree_scatter_set,
+    tree_stack,
+    tree_structure,
+    tree_where_broadcast_last,
+    tree_zeros_like,
+    vectorize,
+)
+from tests.processes import ROOT, in_threads
+
+
+@dataclass
+class Molecule:
+    positions: Array
+    charge: Any = 0.0
+    name: str = field(default="molecule", static=True)
+
+
+def molecules(n: int = 2) -> list[Molecule]:
+    return [Molecule(jnp.arange(6.0).reshape(2, 3) + i, jnp.float32(i)) for i in range(n)]
+
+
+def same(a, b) -> bool:
+    return jax.tree.structure(a) == jax.tree.structure(b) and all(
+        np.array_equal(x, y) and jnp.result_type(x) == jnp.result_type(y)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b))
+    )
+
+
+# -- dataclasses ----------------------------------------------------------------------------------
+
+
+def test_a_dataclass_goes_through_transformations_and_comes_back():
+    m = molecules()[0]
+
+    def energy(m):
+        return (m.positions**2).sum() * m.charge
+
+    slope = jax.jit(jax.grad(energy))(dataclasses.replace(m, charge=jnp.float32(3.0)))
+    assert isinstance(slope, Molecule) and slope.name == "molecule"
+    np.testing.assert_allclose(slope.positions, 6.0 * m.positions)
+    stacked = jax.vmap(lambda m: m)(tree_stack(*molecules(3)))
+    assert stacked.positions.shape == (3, 2, 3)
+    moved, _ = jax.lax.scan(lambda m, _: (dataclasses.replace(m, positions=m.positions + 1.0), None), m, length=4)
+    np.testing.assert_array_equal(moved.positions, m.positions + 4.0)
+    keys = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(m)]
+    assert keys == [".positions", ".charge"]
+
+
+def test_static_fields_choose_the_program():
+    traced = []
+
+    @jax.jit
+    def double(m):
+        traced.append(m.name)
+        return m.charge * (2.0 if m.name == "a" else 3.0)
+
+    results = [float(double(Molecule(jnp.ones(3), 1.0, name))) for name in ("a", "b", "a", "b")]
+    assert results == [2.0, 3.0, 2.0, 3.0]
+    assert traced == ["a", "b"]
+    assert tree_structure(Molecule(1.0, name="a")) != tree_structure(Molecule(1.0, name="b"))
+
+
+def test_options_are_those_of_the_standard_dataclass():
+    @dataclass(order=True, kw_only=True, slots=True, weakref_slot=True, repr=False)
+    class Level:
+        energy: float
+        tags: tuple = field(default=(), static=True, compare=False)
+
+    low, high = Level(energy=1.0, tags=("x",)), Level(energy=2.0)
+    assert low < high and low == Level(energy=1.0) and len({low, high, Level(energy=1.0)}) == 2
+    assert not hasattr(low, "__dict__") and "Level(" not in repr(low)
+    with pytest.raises(TypeError, match="positional"):
+        Level(1.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        low.energy = 3.0
+    doubled = jax.tree.map(lambda x: 2 * x, low)
+    assert (doubled.energy, doubled.tags) == (2.0, ("x",))
+
+    @dataclass(frozen=False, eq=False)
+    class Counter:
+        count: int
+
+    counter = Counter(1)
+    counter.count += 1
+    assert jax.tree.leaves(counter) == [2] and counter != Counter(2)
+
+
+def test_copies_pickles_and_subclasses():
+    @dataclass
+    class Ion(Molecule):
+        element: int = field(default=11, static=True)
+        spin: Any = 0.0
+
+    ion = Ion(jnp.ones(3), 1.0, spin=jnp.arange(2.0))
+    assert [x.name for x in dataclasses.fields(ion)] == ["positions", "charge", "name", "element", "spin"]
+    assert len(jax.tree.leaves(ion)) == 3 and isinstance(jax.jit(lambda x: x)(ion), Ion)
+    for other in (copy.deepcopy(molecules()[0]), pickle.loads(pickle.dumps(molecules()[0]))):
+        assert same(other, molecules()[0])
+
+
+def test_fields_that_are_computed_and_arguments_that_are_no_fields():
+    @dataclass
+    class Box:
+        lengths: Array
+        volume: Any = field(init=False)
+
+        def __post_init__(self):
+            object.__setattr__(self, "volume", self.lengths.prod())
+
+    box = Box(jnp.array([2.0, 3.0]))
+    assert len(jax.tree.leaves(box)) == 1
+    assert float(jax.jit(lambda b: b.volume)(box)) == 6.0
+    np.testing.assert_allclose(jax.grad(lambda b: b.volume)(box).lengths, [3.0, 2.0])
+
+    with pytest.raises(TypeError, match=r"`Scaled` cannot be rebuilt from its fields alone.*`factor`"):
+
+        @dataclass
+        class Scaled:
+            x: float
+            factor: dataclasses.InitVar[float]
+
+
+def test_field_options_and_metadata_are_kept():
+    @dataclass
+    class Parameters:
+        table: Array = field(default_factory=lambda: jnp.zeros(2), metadata={"unit": "eV"}, repr=False, compare=False)
+        lens: Any = lens_field(default=len, static=True)
+        inner: Any = lens_field(default=None)
+
+    assert {f.name: dict(f.metadata) for f in dataclasses.fields(Parameters)} == {
+        "table": {"unit": "eV", "static": False},
+        "lens": {"static": True},
+        "inner": {"static": False},
+    }
+    assert "table" not in repr(Parameters())
+    assert Parameters() == Parameters(jnp.ones(3))
+    assert len(jax.tree.leaves(Parameters(inner=lambda x: x))) == 2
+
+
+@dataclass
+class Checked:
+    x: Any
+    name: str = field(default="", static=True)
+
+    @skip_post_init_if_disabled
+    def __post_init__(self):
+        if not jnp.shape(self.x) == (3,):
+            raise ValueError("`x` must have shape (3,)")
+
+
+def test_checks_run_for_programs_and_not_for_jax():
+    with pytest.raises(ValueError, match="shape"):
+        Checked(1.0)
+    with no_post_init(), no_post_init():
+        assert Checked("a data set").x == "a data set"
+    with pytest.raises(ValueError, match="shape"):
+        Checked(1.0)
+    good = Checked(jnp.ones(3), "good")
+    # JAX builds it again with other shapes, objects and axis numbers in the place of arrays
+    axes = jax.tree.map(lambda _: 0, good)
+    assert jax.vmap(lambda c: c.x.sum(), in_axes=(axes,))(jax.tree.map(lambda x: jnp.stack([x, x]), good)).shape == (2,)
+    assert jax.tree.map(lambda x: None, good).name == "good"
+    with pytest.raises(ValueError, match="shape"):
+        jax.jit(lambda x: Checked(x).x)(jnp.ones(4))
+
+
+def test_checks_are_off_for_one_thread_alone():
+    inside, outside = threading.Event(), threading.Event()
+
+    def turn_off(_):
+        with no_post_init():
+            inside.set()
+            assert outside.wait(20)
+            return Checked(0.0).x
+
+    def stay_on(_):
+        assert inside.wait(20)
+        try:
+            with pytest.raises(ValueError, match="shape"):
+                Checked(0.0)
+        finally:
+            outside.set()
+
+    assert in_threads(lambda work: work(None), [turn_off, stay_on]) == [0.0, None]
+    with pytest.raises(RuntimeError, match="inside"), no_post_init():
+        raise RuntimeError("inside")
+    with pytest.raises(ValueError, match="shape"):
+        Checked(0.0)
+
+
+# -- transformations ------------------------------------------------------------------------------
+
+
+def stretch(x: Array, factor: float = 2.0, *, shift: float = 0.0) -> Array:
+    """Stretch."""
+    return factor * x + shift
+
+
+@pytest.mark.parametrize("wrap", [jit, vectorize, no_jax_tracing, sequential_vmap_with_vjp])
+def test_wrapped_functions_keep_name_documentation_and_signature(wrap):
+    wrapped = wrap(stretch)
+    assert (wrapped.__name__, wrapped.__doc__) == ("stretch", "Stretch.")
+    assert inspect.signature(wrapped) == inspect.signature(stretch)
+    np.testing.assert_array_equal(wrapped(jnp.arange(3.0), 3.0), 3.0 * np.arange(3.0))
+
+
+def test_decorators_with_options():
+    compiled = jit(static_argnames="factor")(stretch)
+    assert float(compiled(jnp.float32(1.0), factor=4, shift=1.0)) == 5.0
+    assert "stretch" in compiled.lower(jnp.float32(1.0)).as_text()
+
+    @vectorize(signature="(n),(n)->()")
+    def dot(a, b):
+        return (a * b).sum()
+
+    assert dot(jnp.ones((4, 1, 3)), jnp.ones((2, 3))).shape == (4, 2)
+
+    class Model:
+        @jit(static_argnums=0)
+        def energy(self, x):
+            return x**2
+
+    assert float(Model().energy(3.0)) == 9.0
+
+
+def test_linearize_evaluates_once():
+    calls = []
+
+    def f(x, y):
+        calls.append(1)
+        return x * y, {"x": x}
+
+    value, derivative, aux = linearize(f, 2.0, 3.0, has_aux=True)
+    assert (float(value), float(aux["x"])) == (6.0, 2.0)
+    assert [float(derivative(1.0, 0.0)), float(derivative(0.0, 1.0))] == [3.0, 2.0]
+    assert len(calls) == 1
+    value, derivative = linearize(jnp.sin, 0.0)
+    assert float(derivative(2.0)) == 2.0
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("i")
+
+    @shard_map(mesh=mesh, in_specs=spec, out_specs=spec)
+    def halve(x: Array) -> Array:
+        """Halve."""
+        return x / 2.0
+
+    assert (halve.__name__, halve.__doc__, list(inspect.signature(halve).parameters)) == ("halve", "Halve.", ["x"])
+    np.testing.assert_array_equal(halve(jnp.arange(4.0)), np.arange(4.0) / 2.0)
+
+
+# -- guards ---------------------------------------------------------------------------------------
+
+
+def test_traced_values_are_seen_inside_pytrees_and_functions_that_need_numbers_refuse_them():
+    @no_jax_tracing
+    def count(molecule, *others, scale=1.0):
+        return int(jnp.sum(molecule.positions) * scale) + len(others)
+
+    m = molecules()[0]
+    assert count(m) == 15 and count(m, "text", None, scale=2.0) == 32
+    assert not is_traced((m, "text", None, 1.0, object()))
+    seen = []
+    jax.jit(lambda m: seen.append(is_traced([{"a": m}])))(m)
+    assert seen == [True]
+    for transformed in (
+        lambda: jax.jit(count)(m),
+        lambda: jax.vmap(count)(tree_stack(*molecules())),
+        lambda: jax.grad(lambda x: count(Molecule(x)))(m.positions),
+        lambda: jax.jvp(lambda x: count(Molecule(x)), (m.positions,), (m.positions,)),
+        lambda: jax.eval_shape(count, m),
+    ):
+        with pytest.raises(NotJaxCompatibleError, match=r"`.*count` needs numbers .*: `molecule` is traced"):
+            transformed()
+    with pytest.raises(NotJaxCompatibleError, match="`others`, `scale` are traced"):
+        jax.jit(lambda s: count(m, s, scale=s))(2.0)
+    assert jax.jit(lambda x: x + count(m))(1) == 16, "numbers inside a program"
+    with pytest.raises(TypeError, match="missing"):
+        count()
+    assert not is_traced(m), "nothing leaks"
+
+
+def test_what_has_no_derivative_raises_in_both_modes():
+    x = {"a": jnp.arange(3.0), "b": jnp.arange(2)}
+    assert same(non_differentiable(x), x) and same(jax.jit(jax.vmap(non_differentiable))(x["a"]), x["a"])
+
+    def f(x):
+        return (non_differentiable({"p": x})["p"] ** 2).sum()
+
+    a = x["a"]
+    for differentiate in (
+        lambda: jax.grad(f)(a),
+        lambda: jax.jit(jax.grad(f))(a),
+        lambda: jax.grad(jax.jit(f))(a),
+        lambda: jax.vjp(f, a),
+        lambda: jax.jvp(f, (a,), (a,)),
+        lambda: jax.hessian(f)(a),
+        lambda: jax.grad(lambda a: jax.lax.scan(lambda c, _: (non_differentiable(c), 0), a, length=2)[0].sum())(a),
+    ):
+        with pytest.raises(NotImplementedError, match=r"float32\[3\].*not differentiable.*stop_gradient"):
+            differentiate()
+    # what does not depend on the differentiated variable does not mind
+    np.testing.assert_array_equal(jax.grad(lambda y: (y * non_differentiable(a)).sum())(a), a)
+    np.testing.assert_array_equal(jax.grad(lambda y: (y * non_differentiable(jax.lax.stop_gradient(y))).sum())(a), a)
+
+
+# -- functions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32])
+@pytest.mark.parametrize("size", [0, 100, 300])
+def test_look_up_agrees_with_comparison_for_items_of_the_table(dtype, size):
+    rng = np.random.default_rng(0)
+    info = np.iinfo(dtype)
+    a, b = (rng.integers(max(info.min, -400), min(info.max, 400) + 1, n) for n in ((6, 50), 60))
+    a[0, :3] = info.min, info.max, 0
+    expected = np.isin(a, b[(b >= 0) & (b < size)])
+    call = isin if size == 100 else jax.jit(isin, static_argnums=2)
+    np.testing.assert_array_equal(call(jnp.asarray(a, dtype), jnp.asarray(b, dtype), size), expected)
+
+
+def test_look_up_of_nothing_and_of_mistakes():
+    assert not isin(jnp.arange(3), jnp.array([]), 5).any()
+    assert isin(jnp.array([], int), jnp.arange(3), 5).shape == (0,)
+    with pytest.raises(TypeError, match="`a` must hold integers, got float32"):
+        isin(jnp.ones(2), jnp.arange(3), 5)
+    with pytest.raises(ValueError, match="`max_item` must not be negative, got -1"):
+        isin(jnp.arange(2), jnp.arange(3), -1)
+
+
+def ill_conditioned(n: int, dtype) -> np.ndarray:
+    """Numbers of very different sizes that cancel to a small rest."""
+    rng = np.random.default_rng(n)
+    x = (10.0 ** rng.uniform(-3, 6, n)).astype(dtype)
+    return np.concatenate([x, rng.normal(size=3).astype(dtype), -rng.permutation(x)])
+
+
+@pytest.mark.parametrize(
+    ("transform", "dtype"),
+    [("eager", np.float64), ("jit", np.float32), ("jit", np.float64), ("scan", np.float32), ("vmap", np.float32)],
+)
+def test_compensated_sums_lose_nothing(transform, dtype):
+    """Against exact sums; the bound is that of Ogita, Rump and Oishi."""
+    with jax.enable_x64(dtype == np.float64):
+        x = ill_conditioned(5 if transform == "eager" else 12, dtype)
+
+        def at_once(x):
+            return kahan_summation(*x)
+
+        if transform == "scan":
+            zero = jnp.zeros((), dtype)
+
+            def step(s, x):
+                return (kahan_summation(s[0], x, compensate=s[1]), None)
+
+            total, compensation = jax.jit(lambda x: jax.lax.scan(step, (zero, zero), x)[0])(x)
+        elif transform == "vmap":
+            total, compensation = (y[1] for y in jax.jit(jax.vmap(at_once))(np.stack([x + 1, x])))
+        else:
+            total, compensation = (jax.jit(at_once) if transform == "jit" else at_once)(jnp.asarray(x))
+        assert total.dtype == compensation.dtype == dtype
+        exact, eps = math.fsum(x.tolist()), float(np.finfo(dtype).eps)
+        bound = (len(x) * eps) ** 2 * np.abs(x.astype(float)).sum()
+        assert abs(float(total) - exact) <= eps * abs(exact) + bound
+        better = math.fsum([float(total), -float(compensation), -exact])
+        assert abs(better) <= bound + 1e-16 * abs(exact)
+        assert abs(float(compensation)) <= eps * abs(float(total))
+        assert abs(np.cumsum(x)[-1] - exact) > 10 * (eps * abs(exact) + bound), "a plain sum fails here"
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_compensated_sums_are_the_same_to_the_last_bit_in_compiled_programs(dtype):
+    """Fused multiply-adds and excess precision would change them: compilers may use both."""
+    x = jnp.linspace(1.0, 1e6, 7, dtype=dtype)
+
+    def differences(x):
+        return kahan_summation(x * 1.1, -x * 1.1, x * 1e-3)
+
+    assert same(jax.jit(differences)(x), differences(x))
+
+
+def test_compensated_sums_of_trees_kinds_and_limits():
+    a, b = molecules()
+    total, compensation = kahan_summation(a, b, b)
+    np.testing.assert_array_equal(total.positions, a.positions + 2 * b.positions)
+    assert same(tree_zeros_like(total), compensation) and total.name == "molecule"
+    ints, rest = kahan_summation(jnp.array([2**30, 1]), 3)
+    assert ints.dtype == rest.dtype == jnp.int32 and ints.tolist() == [2**30 + 3, 4] and not rest.any()
+    waves, rest = jax.jit(kahan_summation)(jnp.complex64(1 + 1j), jnp.complex64(2.0**-26 * (1 - 1j)))
+    assert complex(waves) - complex(rest) == 1 + 2.0**-26 + (1 - 2.0**-26) * 1j
+    for limit, other in ((np.inf, 1.0), (-np.inf, 1.0), (3e38, 3e38)):
+        total, rest = kahan_summation(jnp.float32(limit), jnp.float32(other), jnp.float32(1.0))
+        assert float(total) == float(jnp.float32(limit) + jnp.float32(other)) and float(rest) == 0.0
+    assert np.isnan(kahan_summation(jnp.float32(np.inf), -jnp.float32(np.inf))[0])
+    assert kahan_summation(jnp.float32(1.0), jnp.ones((2, 1)), jnp.ones(3))[1].shape == (2, 3)
+    with pytest.raises(TypeError, match="needs a summand"):
+        kahan_summation()
+    with pytest.raises(ValueError, match=r"[Ee]xpected"):
+        kahan_summation([jnp.ones(2)], (jnp.ones(2),))
+
+
+def test_compensated_sums_have_the_derivatives_of_plain_ones():
+    x = jnp.array([1e8, 1.0, -1e8], jnp.float32)
+
+    def total(x):
+        return kahan_summation(*(x**2))[0]
+
+    np.testing.assert_array_equal(jax.grad(total)(x), 2 * x)
+    _, slope = jax.jvp(total, (x,), (jnp.ones(3),))
+    assert float(slope) == 2.0, "2e8 + 2 - 2e8: tangents are compensated, too"
+    np.testing.assert_array_equal(jax.grad(lambda x: kahan_summation(*x)[1])(x), jnp.zeros(3))
+    assert np.isfinite(jax.grad(lambda x: kahan_summation(x, jnp.float32(np.inf))[0])(jnp.float32(1.0)))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [(jax.random.key, ()), (jax.random.key, (2, 3)), (jax.random.PRNGKey, ()), (jax.random.PRNGKey, 3)],
+)
+def test_key_chains_never_repeat_and_can_be_repeated(make, shape):
+    def draw(key):
+        return np.stack([jax.random.key_data(k) for _, k in zip(range(20), key_chain(key, shape))])
+
+    first, second, other = draw(make(0)), draw(make(0)), draw(make(1))
+    np.testing.assert_array_equal(first, second)
+    assert first[0].shape == ((3,) if shape == 3 else tuple(shape)) + (2,)
+    keys = np.concatenate([np.reshape(x, (-1, 2)) for x in (first, other, jax.random.key_data(make(0)))])
+    assert len(np.unique(keys, axis=0)) == len(keys)
+    inside = jax.jit(lambda key: jax.random.key_data(next(key_chain(key, shape))))(make(0))
+    np.testing.assert_array_equal(inside, first[0])
+
+
+def test_a_wrong_key_is_an_error_at_once():
+    with pytest.raises((TypeError, ValueError)):
+        key_chain(jnp.ones(3))
+
+
+def pair_energy(x: Array, species: Array, *, scale: Array) -> dict[str, Array]:
+    r = jnp.sqrt(((x[:, None] - x) ** 2).sum(-1) + jnp.eye(len(x)))
+    return {"energy": (scale * jnp.exp(-r) * (species[:, None] + species)).sum(), "count": (r < 2.0).sum()}
+
+
+def test_slices_in_turn_are_what_they_are_together():
+    """Values, gradients by all arguments, gradients of gradients; mapped, partly mapped and twice mapped."""
+    rng = np.random.default_rng(0)
+    x, scale = jnp.asarray(rng.normal(size=(3, 4, 3)), jnp.float32), jnp.float32(0.7)
+    species = jnp.asarray(rng.integers(1, 5, (3, 4)))
+    in_turn = sequential_vmap_with_vjp(pair_energy)
+
+    def checks(f):
+        def energy(x, s, scale):
+            return f(x, s, scale=scale)["energy"]
+
+        mapped = jax.vmap(energy, (0, 0, None))
+
+        def slope(x):
+            return jax.grad(lambda x, c: mapped(x, species, c).sum(), (0, 1))(x, scale)
+
+        return {
+            "result": lambda: jax.vmap(lambda x, s: f(x, s, scale=scale))(x, species),
+            "one": lambda: f(x[0], species[0], scale=scale),
+            "gradient of map": lambda: slope(x),
+            "map of gradient": lambda: jax.vmap(jax.value_and_grad(energy, (0, 2)), (0, 0, None))(x, species, scale),
+            "second": lambda: jax.grad(lambda x: (slope(x)[0] ** 2).sum())(x),
+            "rows": lambda: jax.jacrev(jax.jacrev(energy))(x[0, :2], species[0, :2], scale),
+            "twice": lambda: jax.vmap(jax.vmap(energy, (None, 0, None)), (0, None, None))(x, species, scale),
+        }
+
+    expected = jax.jit(lambda: {name: call() for name, call in checks(pair_energy).items()})()
+    found = jax.jit(lambda: {name: call() for name, call in checks(in_turn).items()})()
+    found |= {f"eager {name}": checks(in_turn)[name]() for name in ("one", "result")}
+    for name, values in found.items():
+
+        def close(a, b):
+            return np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+        jax.tree.map(close, values, expected[name.removeprefix("eager ")])
+
+
+def test_slices_are_evaluated_one_by_one():
+    shapes, seen = [], []
+
+    @sequential_vmap_with_vjp
+    def f(x):
+        shapes.append(x.shape)
+        jax.debug.callback(lambda x: seen.append(float(x[0])), x, ordered=False)
+        return (x**2).sum()
+
+    x = jnp.arange(8.0).reshape(4, 2)
+    gradient = jax.jit(jax.grad(lambda x: jax.vmap(f)(x).sum()))(x)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(gradient, 2 * x)
+    assert set(shapes) == {(2,)} and set(seen) == {0.0, 2.0, 4.0, 6.0}
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(f, (x[0],), (x[0],))
+
+
+# -- pytrees --------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_pytree_node_class
+class Labels:
+    """Indices into a list of names, which are the same for two of them once they are matched."""
+
+    def __init__(self, names, indices):
+        self.names, self.indices = names, indices
+
+    def tree_flatten(self):
+        return (self.indices,), self.names
+
+    @classmethod
+    def tree_unflatten(cls, names, children):
+        return cls(names, *children)
+
+    def __tree_match__(self, *others):
+        names = tuple(sorted({name for x in (self, *others) for name in x.names}))
+        return tuple(Labels(names, jnp.array([names.index(n) for n in x.names])[x.indices]) for x in (self, *others))
+
+
+@dataclass
+class Rows:
+    """Writes outside are dropped; the inner node clips."""
+
+    x: Array
+    inner: Any = None
+
+    @property
+    def scatter_args(self) -> utils.ScatterArgs:
+        return {"mode": "drop"}
+
+
+@dataclass
+class Clipped(Rows):
+    @property
+    def scatter_args(self) -> utils.ScatterArgs:
+        return {"mode": "clip", "fill_value": 0.0}
+
+
+def test_maps_align_nodes_and_are_plain_maps_otherwise():
+    a = {"m": molecules()[0], "l": [Labels(("H", "O"), jnp.array([0, 1, 0]))], "n": None}
+    b = {"m": molecules()[1], "l": [Labels(("C", "O"), jnp.array([0, 1, 1]))], "n": None}
+    assert isinstance(a["l"][0], SupportsTreeMatch) and not isinstance(a["m"], SupportsTreeMatch)
+    matched = tree_map(lambda x, y: jnp.stack([x, y]), a, b)
+    assert matched["l"][0].names == ("C", "H", "O") and matched["n"] is None
+    np.testing.assert_array_equal(matched["l"][0].indices, [[1, 2, 1], [0, 2, 2]])
+    np.testing.assert_array_equal(matched["m"].positions, [a["m"].positions, b["m"].positions])
+    kept = tree_map(lambda x, y: (x, y), a["l"], b["l"], is_leaf=lambda x: isinstance(x, Labels))
+    assert kept == [(a["l"][0], b["l"][0])], "a leaf of the caller is not aligned"
+    plain = tree_map(jnp.negative, a)
+    assert plain["l"][0].names == ("H", "O") and same(plain["m"], jax.tree.map(jnp.negative, a["m"]))
+    with pytest.raises(ValueError):
+        tree_map(jnp.add, a, {"m": a["m"]})
+    assert jax.jit(lambda a, b: tree_map(jnp.add, a, b))(a["l"], b["l"])[0].names == ("C", "H", "O")
+
+
+def test_a_node_must_align_all():
+    class Half:
+        def __tree_match__(self, *others):
+            return (self,)
+
+    with pytest.raises(ValueError, match=r"`Half.__tree_match__` must return 2 nodes.*got 1"):
+        tree_map(lambda x, y: x, Half(), Half())
+
+
+def test_concatenation_and_stacks():
+    a, b = ({"x": jnp.arange(3) + i, "l": Labels((name,), jnp.zeros(2, int))} for i, name in enumerate("AB"))
+    joined = tree_concat(a, b)
+    assert joined["x"].tolist() == [0, 1, 2, 1, 2, 3] and joined["x"].dtype == a["x"].dtype
+    assert (joined["l"].names, joined["l"].indices.tolist()) == (("A", "B"), [0, 0, 1, 1])
+    assert same(tree_stack(*molecules(3)).positions, jnp.stack([m.positions for m in molecules(3)]))
+    assert tree_stack(*molecules(), axis=-1).positions.shape == (2, 3, 2)
+    assert tree_concat(jnp.ones((2, 3)), jnp.ones((2, 1)), axis=1).shape == (2, 4)
+    assert same(tree_stack(a), {"x": a["x"][None], "l": Labels(("A",), jnp.zeros((1, 2), int))})
+    keys = jax.random.split(jax.random.key(0), 4)
+    assert (tree_concat(keys[:1], keys[1:]) == keys).all()
+    for function in (tree_concat, tree_stack):
+        with pytest.raises(TypeError, match=f"`{function.__name__}` needs a tree"):
+            function()
+
+
+def test_structures_and_zeros():
+    m = molecules()[0]
+    structure = tree_structure(m)
+    assert structure == jax.tree.structure(m) and hash(structure) == hash(tree_structure(molecules()[1]))
+    assert isinstance(structure, PyTreeDef) and not isinstance(m, PyTreeDef)
+    assert same(structure.unflatten(jax.tree.leaves(m)), m)
+    assert tree_structure([m, m], lambda x: isinstance(x, Molecule)).num_leaves == 2
+    tree = {"i": jnp.array([5], jnp.int8), "nan": jnp.array([np.nan]), "c": 1j, "b": jnp.array(True)}
+    zeros = tree_zeros_like(tree)
+    assert same(zeros, {"i": jnp.zeros(1, jnp.int8), "nan": jnp.zeros(1), "c": jnp.array(0j), "b": jnp.array(False)})
+    assert same(tree_zeros_like(jax.eval_shape(lambda: tree)), zeros)
+
+
+def test_choice_by_a_mask_of_the_first_axes():
+    accept = jnp.array([True, False])
+    a, b = (
+        {"energy": jnp.full(2, v), "forces": jnp.full((2, 3, 3), v), "steps": jnp.full(2, v).astype(jnp.int16)}
+        for v in (1.0, np.nan)
+    )
+    chosen = jax.jit(tree_where_broadcast_last)(accept, a, b)
+    assert chosen["steps"].dtype == jnp.int16
+    np.testing.assert_array_equal(chosen["forces"], np.stack([np.ones((3, 3)), np.full((3, 3), np.nan)]))
+    assert same(tree_where_broadcast_last(True, a, b), a)
+    slope = jax.grad(lambda x: tree_where_broadcast_last(accept, x, b["forces"])[0].sum())(a["forces"])
+    np.testing.assert_array_equal(slope, np.stack([np.ones((3, 3)), np.zeros((3, 3))]))
+    keys = jax.random.split(jax.random.key(0), 2)
+    assert (tree_where_broadcast_last(accept, keys, keys[::-1]) == keys[jnp.array([0, 0])]).all()
+    with pytest.raises(ValueError, match=r"`accept` has shape \(2,\), so leaves must have 1 axes at least"):
+        tree_where_broadcast_last(accept, jnp.float32(1.0), jnp.float32(2.0))
+
+
+def test_writes_into_trees():
+    idxs = jnp.array([1, 7])
+
+    def plain(x):
+        return {"x": jnp.full(3, x, jnp.int16), "y": jnp.full((3, 2), x, jnp.float32)}
+
+    new = {"x": jnp.array([5, 6], jnp.int16), "y": jnp.array([[5.0, 6.0], [7.0, 8.0]])}
+    written = tree_scatter_set(plain(0), new, idxs)
+    assert written["x"].tolist() == [0, 5, 0] and written["x"].dtype == jnp.int16
+    clipped = jax.jit(lambda a, b: tree_scatter_set(a, b, idxs, {"mode": "clip", "fill_value": 3}))(plain(0), new)
+    assert clipped["x"].tolist() == [0, 5, 6]
+    assert tree_scatter_set(np.zeros(3), 1.0, slice(0, 2), {}).tolist() == [1.0, 1.0, 0.0]
+    np.testing.assert_array_equal(tree_scatter_set(plain(0)["y"], 9.0, (idxs[:1], 0))[1], [9.0, 0.0])
+
+
+def test_nodes_add_their_options_of_writing():
+    idxs, zeros, new = jnp.array([1, 7]), jnp.zeros(3), jnp.array([5.0, 6.0])
+    tree = {"rows": Rows(zeros, Clipped(zeros, [zeros]))}
+    values = {"rows": Rows(new, Clipped(new, [new]))}
+    assert isinstance(tree["rows"], HasScatterArgs)
+    rows = tree_scatter_set(tree, values, idxs, {})["rows"]
+    assert isinstance(rows.inner, Clipped)
+    assert [x.tolist() for x in jax.tree.leaves(rows)] == [[0.0, 5.0, 0.0], [0.0, 5.0, 6.0], [0.0, 5.0, 6.0]]
+    rows = tree_scatter_set(tree, values, idxs, {"mode": "clip"})["rows"]
+    assert {tuple(x.tolist()) for x in jax.tree.leaves(rows)} == {(0.0, 5.0, 6.0)}
+
+    class Alone:
+        scatter_args: ClassVar = {}
+
+    with pytest.raises(TypeError, match="`Alone` has `scatter_args`, but is not registered as a pytree"):
+        tree_scatter_set(Alone(), Alone(), 0)
+
+
+# -- the module -----------------------------------------------------------------------------------
+
+TYPED = """
+from jax import Array
+from nvalchemiops.jax.utils import dataclass, field, jit, linearize, no_jax_tracing, sequential_vmap_with_vjp
+from nvalchemiops.jax.utils import tree_structure, vectorize
+
+@dataclass(order=True)
+class Point:
+    x: Array
+    name: str = field(default="p", static=True)
+
+@jit(static_argnames="b")
+def f(a: Array, *, b: str = "x") -> Point:
+    return Point(a, b)
+
+class Model:
+    @jit
+    def energy(self, x: Array) -> Array:
+        return x
+
+@sequential_vmap_with_vjp
+def s(a: Array, b: Array) -> Array:
+    return a + b
+
+def checks(x: Array, p: Point) -> None:
+    reveal_type(Point)
+    reveal_type(f)
+    reveal_type(Model().energy)
+    reveal_type(no_jax_tracing(vectorize(s)))
+    reveal_type(linearize(s, x, x))
+    reveal_type(tree_structure(p).unflatten([x]))
+    p.x = x
+    f(x, b=1)
+"""
+REVEALED = """
+"def (x: Array, name: str =) -> typed.Point"
+"def (a: Array, *, b: str =) -> typed.Point"
+"def (x: Array) -> Array"
+"def (a: Array, b: Array) -> Array"
+"tuple[Array, def (Array, Array) -> Array]"
+"typed.Point"
+Property "x" defined in "Point" is read-only
+Argument "b" to "f" has incompatible type "int"; expected "str"
+"""
+
+
+def test_decorated_functions_and_classes_keep_their_signatures_in_a_type_checker(tmp_path):
+    pytest.importorskip("mypy", reason="no mypy")
+    (tmp_path / "typed.py").write_text(TYPED)
+    options = ["--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"]
+    command = [sys.executable, "-m", "mypy", *options, tmp_path / "typed.py"]
+    said = subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.replace("jax._src.basearray.", "")
+    found = [line.split(": ", 2)[2].removeprefix("Revealed type is ") for line in said.splitlines()[:-1]]
+    assert [line.split("  [")[0] for line in found] == REVEALED.split("\n")[1:-1], said
+
+
+def test_all_names_are_there_and_documented():
+    for name in utils.__all__:
+        assert inspect.getdoc(getattr(utils, name)), name
