@@ -187,3 +187,14 @@ def test_what_may_be_read_behind_a_graph_break():
 
     found = torch.compile(asked, backend="eager", fullgraph=True)(torch.ones(3))
     assert torch.equal(found, torch.full((3,), 2.0))
+
+
+def test_a_result_that_is_the_argument_is_kept_as_a_copy():
+    def kept(values):
+        return cached_by_value("test: itself", (values,), (), lambda: (values, values[1:]))
+
+    given = numbers(1.0, 2.0)
+    kept(given)
+    given.mul_(5.0)
+    same, rest = kept(numbers(1.0, 2.0))
+    assert same.tolist() == [1.0, 2.0] and rest.tolist() == [2.0]

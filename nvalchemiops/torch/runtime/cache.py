@@ -42,7 +42,7 @@ def cached_by_value(
             return _kept[key][1]
     with torch.inference_mode(False), torch.no_grad():
         # tensors made in inference mode could not be used outside of it
-        result = compute()
+        result = _independent(compute(), values)
     n_bytes = sum(map(len, read)) + sum(t.numel() * t.element_size() for t in result if t is not None)
     if n_bytes <= MOST_BYTES:
         with _lock:
@@ -50,3 +50,10 @@ def cached_by_value(
             while len(_kept) > MOST_ENTRIES or sum(size for size, _ in _kept.values()) > MOST_BYTES:
                 _kept.popitem(last=False)
     return result
+
+
+def _independent(result: Result, values: tuple[torch.Tensor, ...]) -> Result:
+    """``result`` with copies of what shares memory with ``values``, which the caller may change or, as JAX, use again."""
+    taken = {value.untyped_storage().data_ptr() for value in values if value.numel()}
+    copied = [t.clone() if t is not None and t.untyped_storage().data_ptr() in taken else t for t in result]
+    return type(result)(*copied) if hasattr(result, "_fields") else type(result)(copied)
