@@ -53,7 +53,7 @@ def cached_by_value(
 
 
 def _independent(result: Result, values: tuple[torch.Tensor, ...]) -> Result:
-    """``result`` with copies of what shares memory with ``values``: the caller may change it or, as JAX, use it again."""
+    """``result`` with copies of what shares memory with ``values``: the caller may change it, or use it again."""
     taken = {value.untyped_storage().data_ptr() for value in values if value.numel()}
     copied = [t.clone() if t is not None and t.untyped_storage().data_ptr() in taken else t for t in result]
     return type(result)(*copied) if hasattr(result, "_fields") else type(result)(copied)
