@@ -18,31 +18,13 @@ MAX_ARGUMENTS = 64
 
 Backward = Callable[..., Any] | Literal["tape", "none"]
 
-INDEX_LIKE = frozenset(
-    [
-        "neighbor_list",
-        "neighbor_ptr",
-        "neighbor_shifts",
-        "neighbor_matrix",
-        "neighbor_matrix_shifts",
-        "num_neighbors",
-        "batch_idx",
-        "batch_ptr",
-        "mask_value",
-        "fill_value",
-        "idx_i",
-        "idx_j",
-        "unit_shifts",
-        "pbc",
-        "numbers",
-        "atomic_numbers",
-        "exclusions",
-        "target_indices",
-        "rebuild_flags",
-        "miller_indices",
-        "mesh_dimensions",
-    ]
-)
+# fmt: off
+INDEX_LIKE = frozenset([
+    "neighbor_list", "neighbor_ptr", "neighbor_shifts", "neighbor_matrix", "neighbor_matrix_shifts", "num_neighbors",
+    "batch_idx", "batch_ptr", "mask_value", "fill_value", "idx_i", "idx_j", "unit_shifts", "pbc", "numbers",
+    "atomic_numbers", "exclusions", "target_indices", "rebuild_flags", "miller_indices", "mesh_dimensions",
+])
+# fmt: on
 """Names of inputs without gradients, even if they are floating-point tensors."""
 
 _SCHEMA_TYPES: dict[Any, str] = {
