@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import pkgutil
@@ -218,14 +217,12 @@ def _warmup(options: argparse.Namespace) -> int:
     kernels = [(n, build) for n, build in known if not options.name or any(part in n for part in options.name)]
     jobs = [(name, build, device) for device in devices for name, build in kernels]
     failures = []
-    with _Progress(len(jobs)) as progress:
-        for name, build, device in jobs:
-            progress.begin(f"{name} [{device}]")
-            try:
-                load(build(), wp.get_device(device))
-            except Exception as error:  # one broken kernel must not hide the others
-                failures.append(f"{name} [{device}]: {error}")
-            progress.end()
+    for number, (name, build, device) in enumerate(jobs, 1):
+        print(f"[{number}/{len(jobs)}] {name} [{device}]", file=sys.stderr)
+        try:
+            load(build(), wp.get_device(device))
+        except Exception as error:  # one broken kernel must not hide the others
+            failures.append(f"{name} [{device}]: {error}")
     for failure in failures:
         print(f"nvalchemiops warmup: {failure}", file=sys.stderr)
     print(f"{len(jobs) - len(failures)} of {len(jobs)} kernels ready in {wp.config.kernel_cache_dir}")
@@ -264,37 +261,6 @@ def import_all(package: ModuleType) -> Iterator[ModuleType]:
         yield module
         if found.ispkg:
             yield from import_all(module)
-
-
-class _Progress:
-    """A tqdm bar where tqdm is installed, otherwise one line for each step."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.done = 0
-        self.bar: Any = None
-        if importlib.util.find_spec("tqdm") is not None:
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=total, unit="kernel", file=sys.stderr)
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def begin(self, label: str) -> None:
-        if self.bar is None:
-            print(f"[{self.done + 1}/{self.total}] {label}", file=sys.stderr)
-        else:
-            self.bar.set_description(label)
-
-    def end(self) -> None:
-        self.done += 1
-        if self.bar is not None:
-            self.bar.update()
 
 
 # -- energy ---------------------------------------------------------------------------------------

@@ -317,7 +317,6 @@ def _n_rows(*inputs: Any) -> int:
         OutputSpec("ptr", wp.int32, lambda *inputs: (_n_rows(*inputs) + 1,)),
         OutputSpec("shifts", wp.vec3i, lambda *inputs: (0 if inputs[2] is None else _N_PAIRS, 3)),
     ],
-    grad_arrays=(),
     backward="none",
     trusted=True,
 )
@@ -367,7 +366,6 @@ def _matrix_width(*inputs: Any) -> int | DynamicSize:
         ),
         OutputSpec("fault", wp.int32, (grid.N_FAULTS,)),
     ],
-    grad_arrays=(),
     backward="none",
     trusted=True,
 )
@@ -414,7 +412,6 @@ def neighbor_matrix(
 @warp_custom_op(
     "nvalchemiops::fill_neighbor_matrix",
     outputs=[OutputSpec("fault", wp.int32, (grid.N_FAULTS,))],
-    grad_arrays=(),
     mutates_args=("matrix", "count", "shifts"),
     backward="none",
 )

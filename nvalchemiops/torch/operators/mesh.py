@@ -26,7 +26,6 @@ from nvalchemiops.torch.runtime.memory import new_empty
         OutputSpec("order", wp.int32, lambda u, *_: (u.shape[0],)),
         OutputSpec("column_begin", wp.int32, lambda _, __, n, mesh, ___: (n * mesh[0] * mesh[1] + 2,)),
     ],
-    grad_arrays=[],
     backward="none",
     trusted=True,
 )
