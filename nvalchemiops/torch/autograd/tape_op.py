@@ -15,6 +15,7 @@ from nvalchemiops.torch.autograd import tapes
 from nvalchemiops.torch.autograd.declaration import returns
 from nvalchemiops.torch.autograd.functorch import transformable
 from nvalchemiops.torch.autograd.op import Gradients, WarpOp, unpack
+from nvalchemiops.torch.autograd.saved import restore, save
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.context import is_eager
 
@@ -121,16 +122,13 @@ class TapeOp(WarpOp):
         # compiled graph overwrites any buffer that it does not need any more, without a trace: there the outputs, which
         # the tape reads, must be inputs of the backward op too.
         traced = type(outputs[0]) is not torch.Tensor
-        tensors = [None if i in self.mutated else args[i] for i in self.tensors]
-        ctx.save_for_backward(outputs[-1], *tensors, *(outputs[:-1] if traced else ()))
-        ctx.plain = [a for i, a in enumerate(args[: self._count]) if i not in self.tensors]
+        inputs = (None if i in self.mutated else a for i, a in enumerate(args[: self._count]))
+        save(ctx, [outputs[-1], *inputs, *(o if traced else None for o in outputs[:-1])])
         ctx.identity = args[-1]
 
     def _saved_pullback(self, ctx: Any, cotangents: Gradients) -> Gradients:
-        token, *saved = ctx.saved_tensors
-        tensors, plain = iter(saved[: len(self.tensors)]), iter(ctx.plain)
-        inputs = [next(tensors) if i in self.tensors else next(plain) for i in range(self._count)]
-        outputs = saved[len(self.tensors) :] or [None] * len(self.outputs)
+        token, *values = restore(ctx)
+        inputs, outputs = values[: self._count], values[self._count :]
         return self._replayed(token, inputs, outputs, cotangents, ctx.record, ctx.identity)
 
     def _pullback(

@@ -71,20 +71,6 @@ class Search(NamedTuple):
         return (self.positions if self.target_indices is None else self.target_indices).shape[0]
 
 
-class _Binned(NamedTuple):
-    """Arguments of the search kernel up to the rows."""
-
-    coordinates: torch.Tensor
-    entry: torch.Tensor
-    begin: torch.Tensor
-    system: torch.Tensor | None
-    grids: torch.Tensor
-    cutoff: float
-    half: int
-    target: torch.Tensor | None
-    active: torch.Tensor | None
-
-
 class _Destination(NamedTuple):
     """Where neighbors are written, and what else the kernels need for it; by default nowhere."""
 
@@ -139,7 +125,8 @@ class _CellList:
             system = torch.where(system < 0, system, steps.cumsum(0, dtype=torch.int32))
         return system, row_pointers(system, n_systems)
 
-    def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> _Binned:
+    def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> list[Any]:
+        """Arguments of the search kernel up to the rows."""
         search = self.search
         positions = search.positions.to(torch.float64)
         n_atoms, n_systems = positions.shape[0], first_atom.shape[0] - 1
@@ -174,7 +161,7 @@ class _CellList:
             launch(grid.place_atoms(), n_atoms, [positions, system, grids, order], [coordinates, entry])
         target = None if search.target_indices is None else self._places(search.target_indices, order)
         half = int(search.half)
-        return _Binned(coordinates, entry, begin, system, grids, search.cutoff, half, target, self.rebuild_flags)
+        return [coordinates, entry, begin, system, grids, search.cutoff, half, target, self.rebuild_flags]
 
     def _places(self, atoms: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         """Positions of the given atoms in ``order``; -1 for numbers that are no atoms."""
