@@ -120,13 +120,9 @@ def describe() -> dict[str, Any]:
     import warp as wp
 
     torch = _import_if_installed("torch")
-    devices: list[dict[str, Any]] = [
-        {
-            "name": "cpu",
-            "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads() if torch else os.cpu_count(),
-        }
-    ]
+    threads = torch.get_num_threads() if torch else os.cpu_count()
+    processor = platform.processor() or platform.machine()
+    devices: list[dict[str, Any]] = [{"name": "cpu", "processor": processor, "threads": threads}]
     for index in range(torch.cuda.device_count() if torch and torch.cuda.is_available() else 0):
         card = torch.cuda.get_device_properties(index)
         devices.append(
@@ -139,21 +135,12 @@ def describe() -> dict[str, Any]:
             }
         )
     cache = Path(str(wp.config.kernel_cache_dir))  # set, once Warp has started
-    return {
-        "versions": {
-            "nvalchemiops": nvalchemiops.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__ if torch else None,
-            "warp": wp.config.version,
-            "numpy": _version("numpy"),
-            "sympy": _version("sympy"),
-        },
-        "devices": devices,
-        "kernel_cache": {
-            "path": str(cache),
-            "compiled_modules": sum(1 for entry in cache.glob("wp_*") if entry.is_dir()),
-        },
-    }
+    versions: dict[str, str | None] = {"nvalchemiops": nvalchemiops.__version__, "python": platform.python_version()}
+    versions |= {"torch": torch.__version__ if torch else None, "warp": wp.config.version}
+    versions |= {package: _version(package) for package in ("numpy", "sympy")}
+    compiled = sum(1 for entry in cache.glob("wp_*") if entry.is_dir())
+    kept = {"path": str(cache), "compiled_modules": compiled}
+    return {"versions": versions, "devices": devices, "kernel_cache": kept}
 
 
 def _import_if_installed(name: str) -> Any:

@@ -22,7 +22,7 @@ from nvalchemiops.torch.autograd.naming import value_identity
 from nvalchemiops.torch.autograd.op import unpack
 from nvalchemiops.torch.launch import launch, launch_adjoint
 from nvalchemiops.torch.runtime._torch_internals import assume_constant
-from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
+from nvalchemiops.types import SCALARS, inner_shape, is_warp_dtype, scalar_type
 
 Dim = int | Sequence[int] | Callable[..., Any] | None
 
@@ -288,13 +288,9 @@ def _annotation(argument: Any, kernel: wp.Kernel) -> Any:
     kind = argument.type
     if hasattr(kind, "ndim") and hasattr(kind, "dtype"):
         return torch.Tensor
-    for annotation, names in (
-        (bool, "bool"),
-        (int, "int8 int16 int32 int64 uint8 uint16 uint32 uint64"),
-        (float, "float16 float32 float64"),
-    ):
-        if kind is annotation or any(kind is getattr(wp, name) for name in names.split()):
-            return annotation
+    scalar = {bool: wp.bool, int: wp.int32, float: wp.float64}.get(kind, kind)
+    if scalar in SCALARS:
+        return bool if scalar is wp.bool else float if _is_float(scalar) else int
     raise TypeError(
         f"kernel '{kernel.key}': parameter `{argument.label}` of type {kind} is neither an array nor a number; "
         "pass vectors and matrices as arrays of one element"

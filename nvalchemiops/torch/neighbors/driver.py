@@ -194,7 +194,11 @@ def build(
         "neighbor_vectors": form.return_vectors or room.neighbor_vectors is not None,
     }
     if any(wanted.values()):
-        lattice, system = _lattice(cell, batch_idx, batch_ptr, positions.shape[0])
+        system, lattice = None, None if cell is None else cell.reshape(-1, 3, 3)
+        if lattice is not None and lattice.shape[0] != 1:
+            system = batch_idx
+            if batch_idx is None and batch_ptr is not None:
+                system = ops.batch_idx_of(batch_ptr, positions.shape[0])
         if as_list:
             slots = Pairs(lattice, system, None, pairs[0], pairs[1], shifts)
         else:
@@ -203,20 +207,6 @@ def build(
             if is_wanted:
                 results += (_in_memory(name, getattr(room, name), tensor),)
     return results
-
-
-def _lattice(
-    cell: torch.Tensor | None, batch_idx: torch.Tensor | None, batch_ptr: torch.Tensor | None, n_atoms: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Cells (n_systems, 3, 3), and the system of each atom if there are several cells."""
-    if cell is None:
-        return None, None
-    cell = cell.reshape(-1, 3, 3)
-    if cell.shape[0] == 1:
-        return cell, None
-    if batch_idx is None and batch_ptr is not None:
-        batch_idx = ops.batch_idx_of(batch_ptr, n_atoms)
-    return cell, batch_idx
 
 
 def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
