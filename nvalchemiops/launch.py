@@ -4,7 +4,6 @@ Warp runs a CPU launch on one thread, records on one tape per process and spends
 in Python. This module solves all three, and depends on no kernel in particular.
 """
 
-import functools
 import operator
 import time
 from collections.abc import Hashable, Sequence
@@ -110,11 +109,10 @@ def launch(
             _launch_recorded(kernel, device, stream, block, grid, arguments)
         return
 
-    run = functools.partial(_launch_recorded, kernel, device, stream, block)
     rows = grid[0]
     n_threads = min(thread_count(), rows) if device.is_cpu else 1
     if n_threads <= 1 or threads.is_worker():
-        run(grid, [0, *arguments])
+        _launch_recorded(kernel, device, stream, block, grid, [0, *arguments])
         return
     # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole
     cost = _row_cost.get((kernel, kind), 0.0)
@@ -123,7 +121,7 @@ def launch(
     count = min(rows, int(chunks), each * n_threads)
     if count <= 1 or not threads.crowding.threads_gain():
         start = time.thread_time()
-        run(grid, [0, *arguments])
+        _launch_recorded(kernel, device, stream, block, grid, [0, *arguments])
         _row_cost[kernel, kind] = (time.thread_time() - start) / rows
         return
     with loading():
@@ -139,7 +137,8 @@ def launch(
         start = time.thread_time()
         for piece in pieces:  # one thread at a time can advance an iterator over numbers
             first = edges[piece]
-            run((edges[piece + 1] - first, *grid[1:]), [first, *arguments])
+            size = edges[piece + 1] - first
+            _launch_recorded(kernel, device, stream, block, (size, *grid[1:]), [first, *arguments])
         work.append(time.thread_time() - start)
 
     start = time.perf_counter()

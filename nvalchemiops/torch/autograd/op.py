@@ -158,12 +158,13 @@ def _make({", ".join(values)}):
         """Run the op as the dispatcher does for plain tensors in eager mode, at half the cost for many arguments."""
         if internals.autocast_enabled() or internals.profiling() or internals.tracing_state():
             return self.overload(*args)
+        types, keys_of, plain = internals.PLAIN_TYPES, internals.dispatch_keys, internals.plain_keys
         record, device, ready = 0, None, True
         for i in self.tensors:
             tensor = args[i]
             if tensor is None:
                 continue
-            if not internals.is_plain(tensor):
+            if type(tensor) not in types or keys_of(tensor).raw_repr() not in plain:
                 internals.learn_plain_keys()
                 return self.overload(*args)
             if tensor.requires_grad and i in self._bits:

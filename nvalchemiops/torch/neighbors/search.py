@@ -194,7 +194,7 @@ class _CellList:
             shifts = None if self.search.cell is None else all_shifts
             ends = (self.n_rows + 1) * kernels.SCRATCH_WIDTH
             begin = torch.arange(0, ends, kernels.SCRATCH_WIDTH, dtype=torch.int32, device=self.device)
-            self.run(count, _Destination(index, shifts, row_begin=begin))
+            self.run(count, _Destination(index, shifts, None, begin))
             self.scratch = (index, shifts)
         else:
             self.run(count)
@@ -388,7 +388,7 @@ def neighbor_matrix(
         count = new_empty((n_rows,), torch.int32, bins.device)
     matrix = new_empty((n_rows, columns), torch.int32, bins.device)
     shifts = new_empty((0 if cell is None else n_rows, columns, 3), torch.int32, bins.device)
-    to = _Destination(matrix.view(-1), shifts.view(-1, 3), width=columns, fill_value=fill_value)
+    to = _Destination(matrix.view(-1), shifts.view(-1, 3), None, None, columns, fill_value)
     if width is None:
         bins.fill(count, most, to)
     else:
@@ -422,5 +422,5 @@ def fill_neighbor_matrix(
     search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
     bins = _CellList(search, may_wait=False, rebuild_flags=rebuild_flags)
     images = None if shifts is None else shifts.view(-1, 3)
-    bins.run(count, _Destination(matrix.view(-1), images, width=matrix.shape[1], fill_value=fill_value))
+    bins.run(count, _Destination(matrix.view(-1), images, None, None, matrix.shape[1], fill_value))
     return bins.fault

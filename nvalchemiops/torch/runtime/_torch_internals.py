@@ -193,11 +193,6 @@ def learn_plain_keys() -> None:
             plain_keys.update(dispatch_keys(torch.empty(0, device=device)).raw_repr() for device in devices)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of torch's own types and has the dispatch keys of an ordinary one; with the shortcut only."""
-    return type(tensor) in PLAIN_TYPES and dispatch_keys(tensor).raw_repr() in plain_keys
-
-
 def is_unobserved(*tensors: torch.Tensor | None) -> bool:
     """Whether an operation on these may go around the dispatcher: they are plain and no mode, tracer or profiler is on.
 
@@ -207,7 +202,7 @@ def is_unobserved(*tensors: torch.Tensor | None) -> bool:
     if not EAGER_SHORTCUT or count_dispatch_modes() or autocast_enabled() or profiling() or tracing_state():
         return False
     learn_plain_keys()
-    return all(t is None or is_plain(t) for t in tensors)
+    return all(t is None or (type(t) in PLAIN_TYPES and dispatch_keys(t).raw_repr() in plain_keys) for t in tensors)
 
 
 _redispatch = _find(
