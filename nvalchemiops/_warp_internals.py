@@ -10,6 +10,7 @@ import ctypes
 import functools
 import logging
 import struct
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -217,7 +218,8 @@ class Command:
             return
         pack(self.structure, 0, *(value.value if hasattr(value, "value") else bytes(value) for value in values))
         seen: list[bytes] = []
-        hooks, recorded.hooks = recorded.hooks, _Hooks(lambda *called: seen.extend(bytes(c._obj) for c in called))
+        replaced = types.SimpleNamespace(forward=lambda *called: seen.extend(bytes(c._obj) for c in called))
+        hooks, recorded.hooks = recorded.hooks, replaced
         try:
             recorded.launch()
         finally:
@@ -264,20 +266,13 @@ class Command:
             self.grid = grid
 
 
-class _Hooks:
-    """Replaces the compiled kernel of a recorded launch."""
-
-    def __init__(self, forward: Callable[..., None]) -> None:
-        self.forward = forward
-
-
-def _packer(structure: Any, types: Sequence[Any]) -> Callable[..., None] | None:
+def _packer(structure: Any, declared_types: Sequence[Any]) -> Callable[..., None] | None:
     """Write arguments into a structure all at once: numbers, and bytes for arrays; ``struct.error`` for anything else.
 
     None if a parameter is of another type.
     """
     layout, at = "=", 0
-    for (name, kind), declared in zip(structure._fields_, types):
+    for (name, kind), declared in zip(structure._fields_, declared_types):
         field = getattr(structure, name)
         form = f"{field.size}s" if kind is descriptor_type() else _FORMATS.get(declared)
         if form is None:

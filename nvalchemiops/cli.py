@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import pkgutil
@@ -121,13 +120,9 @@ def describe() -> dict[str, Any]:
     import warp as wp
 
     torch = _import_if_installed("torch")
-    devices: list[dict[str, Any]] = [
-        {
-            "name": "cpu",
-            "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads() if torch else os.cpu_count(),
-        }
-    ]
+    threads = torch.get_num_threads() if torch else os.cpu_count()
+    processor = platform.processor() or platform.machine()
+    devices: list[dict[str, Any]] = [{"name": "cpu", "processor": processor, "threads": threads}]
     for index in range(torch.cuda.device_count() if torch and torch.cuda.is_available() else 0):
         card = torch.cuda.get_device_properties(index)
         devices.append(
@@ -140,21 +135,12 @@ def describe() -> dict[str, Any]:
             }
         )
     cache = Path(str(wp.config.kernel_cache_dir))  # set, once Warp has started
-    return {
-        "versions": {
-            "nvalchemiops": nvalchemiops.__version__,
-            "python": platform.python_version(),
-            "torch": torch.__version__ if torch else None,
-            "warp": wp.config.version,
-            "numpy": _version("numpy"),
-            "sympy": _version("sympy"),
-        },
-        "devices": devices,
-        "kernel_cache": {
-            "path": str(cache),
-            "compiled_modules": sum(1 for entry in cache.glob("wp_*") if entry.is_dir()),
-        },
-    }
+    versions: dict[str, str | None] = {"nvalchemiops": nvalchemiops.__version__, "python": platform.python_version()}
+    versions |= {"torch": torch.__version__ if torch else None, "warp": wp.config.version}
+    versions |= {package: _version(package) for package in ("numpy", "sympy")}
+    compiled = sum(1 for entry in cache.glob("wp_*") if entry.is_dir())
+    kept = {"path": str(cache), "compiled_modules": compiled}
+    return {"versions": versions, "devices": devices, "kernel_cache": kept}
 
 
 def _import_if_installed(name: str) -> Any:
@@ -218,14 +204,12 @@ def _warmup(options: argparse.Namespace) -> int:
     kernels = [(n, build) for n, build in known if not options.name or any(part in n for part in options.name)]
     jobs = [(name, build, device) for device in devices for name, build in kernels]
     failures = []
-    with _Progress(len(jobs)) as progress:
-        for name, build, device in jobs:
-            progress.begin(f"{name} [{device}]")
-            try:
-                load(build(), wp.get_device(device))
-            except Exception as error:  # one broken kernel must not hide the others
-                failures.append(f"{name} [{device}]: {error}")
-            progress.end()
+    for number, (name, build, device) in enumerate(jobs, 1):
+        print(f"[{number}/{len(jobs)}] {name} [{device}]", file=sys.stderr)
+        try:
+            load(build(), wp.get_device(device))
+        except Exception as error:  # one broken kernel must not hide the others
+            failures.append(f"{name} [{device}]: {error}")
     for failure in failures:
         print(f"nvalchemiops warmup: {failure}", file=sys.stderr)
     print(f"{len(jobs) - len(failures)} of {len(jobs)} kernels ready in {wp.config.kernel_cache_dir}")
@@ -264,37 +248,6 @@ def import_all(package: ModuleType) -> Iterator[ModuleType]:
         yield module
         if found.ispkg:
             yield from import_all(module)
-
-
-class _Progress:
-    """A tqdm bar where tqdm is installed, otherwise one line for each step."""
-
-    def __init__(self, total: int) -> None:
-        self.total = total
-        self.done = 0
-        self.bar: Any = None
-        if importlib.util.find_spec("tqdm") is not None:
-            from tqdm import tqdm
-
-            self.bar = tqdm(total=total, unit="kernel", file=sys.stderr)
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-
-    def begin(self, label: str) -> None:
-        if self.bar is None:
-            print(f"[{self.done + 1}/{self.total}] {label}", file=sys.stderr)
-        else:
-            self.bar.set_description(label)
-
-    def end(self) -> None:
-        self.done += 1
-        if self.bar is not None:
-            self.bar.update()
 
 
 # -- energy ---------------------------------------------------------------------------------------

@@ -4,10 +4,9 @@ Warp runs a CPU launch on one thread, records on one tape per process and spends
 in Python. This module solves all three, and depends on no kernel in particular.
 """
 
-import functools
 import operator
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -107,16 +106,13 @@ def launch(
                 )
             _loaded.add((kernel, device.alias))
         else:
-            _launch_recorded(kernel, grid, arguments, device, stream, block)
+            _launch_recorded(kernel, device, stream, block, grid, arguments)
         return
 
-    if not device.is_cpu:
-        _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
-        return
     rows = grid[0]
-    n_threads = min(thread_count(), rows)
+    n_threads = min(thread_count(), rows) if device.is_cpu else 1
     if n_threads <= 1 or threads.is_worker():
-        _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
+        _launch_recorded(kernel, device, stream, block, grid, [0, *arguments])
         return
     # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole
     cost = _row_cost.get((kernel, kind), 0.0)
@@ -125,7 +121,7 @@ def launch(
     count = min(rows, int(chunks), each * n_threads)
     if count <= 1 or not threads.crowding.threads_gain():
         start = time.thread_time()
-        _launch_recorded(kernel, grid, [0, *arguments], device, stream, block)
+        _launch_recorded(kernel, device, stream, block, grid, [0, *arguments])
         _row_cost[kernel, kind] = (time.thread_time() - start) / rows
         return
     with loading():
@@ -135,29 +131,20 @@ def launch(
     edges = [rows * piece // count for piece in range(count + 1)]
     pieces = iter(range(count))
     work: list[float] = []
-    task = functools.partial(_launch_pieces, kernel, edges, pieces, grid[1:], arguments, device, block, work)
+
+    def take_pieces() -> None:
+        """Launch pieces until none is left, and add the processor time of this thread to ``work``."""
+        start = time.thread_time()
+        for piece in pieces:  # one thread at a time can advance an iterator over numbers
+            first = edges[piece]
+            size = edges[piece + 1] - first
+            _launch_recorded(kernel, device, stream, block, (size, *grid[1:]), [first, *arguments])
+        work.append(time.thread_time() - start)
+
     start = time.perf_counter()
-    threads.run(task, min(n_threads, count))
+    threads.run(take_pieces, min(n_threads, count))
     threads.crowding.note(time.perf_counter() - start, sum(work))
     _row_cost[kernel, kind] = sum(work) / rows
-
-
-def _launch_pieces(
-    kernel: wp.Kernel,
-    edges: Sequence[int],
-    pieces: Iterator[int],
-    columns: tuple[int, ...],
-    arguments: list[Any],
-    device: Any,
-    block: int | None,
-    work: list[float],
-) -> None:
-    """Launch pieces until none is left, and add the processor time of this thread to ``work``."""
-    start = time.thread_time()
-    for piece in pieces:  # one thread at a time can advance an iterator over numbers
-        first, size = edges[piece], edges[piece + 1] - edges[piece]
-        _launch_recorded(kernel, (size, *columns), [first, *arguments], device, None, block)
-    work.append(time.thread_time() - start)
 
 
 def launch_adjoint(
@@ -191,11 +178,11 @@ def launch_adjoint(
 
 def _launch_recorded(
     kernel: wp.Kernel,
-    grid: tuple[int, ...],
-    arguments: list[Any],
     device: Any,
     stream: wp.Stream | None,
     block: int | None,
+    grid: tuple[int, ...],
+    arguments: list[Any],
 ) -> None:
     """Launch through a command that this thread keeps, which takes a part of the time of ``wp.launch``."""
     if 0 in grid:

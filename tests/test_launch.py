@@ -188,10 +188,10 @@ def test_errors_in_a_chunk_reach_the_caller(threads, always_split, monkeypatch):
     run_row_sum(torch.rand(100, 3))
     original = core._launch_recorded
 
-    def fails(kernel, grid, arguments, *rest):
+    def fails(kernel, device, stream, block, grid, arguments):
         if arguments[0] != 0:
             raise ArithmeticError("on purpose")
-        original(kernel, grid, arguments, *rest)
+        original(kernel, device, stream, block, grid, arguments)
 
     monkeypatch.setattr(core, "_launch_recorded", fails)
     with pytest.raises(ArithmeticError):

@@ -2,37 +2,19 @@
 
 from typing import Any
 
-WITHOUT_EFFECT = frozenset(
-    {
-        # which variant of a kernel runs, and its launch grid
-        "strategy",
-        "atom_centric_path",
-        "grid_policy",
-        "max_nbins",
-        "max_tiles_per_group",
-        # sizes that a caller has counted before
-        "max_atoms_per_system",
-        "max_shifts_per_system",
-        "num_shifts_per_system",
-        "shift_range_per_dimension",
-        "shift_offset",
-        "total_shifts",
-        # scratch memory
-        "cells_per_dimension",
-        "neighbor_search_radius",
-        "cell_offsets",
-        "atom_periodic_shifts",
-        "atom_to_cell_mapping",
-        "atoms_per_cell_count",
-        "cell_atom_start_indices",
-        "cell_atom_list",
-        "sorted_positions",
-        "sorted_shifts",
-        "positions_wrapped_buffer",
-        "per_atom_cell_offsets_buffer",
-        "inv_cell_buffer",
-    }
-)
+# fmt: off
+WITHOUT_EFFECT = frozenset([
+    # which variant of a kernel runs, and its launch grid
+    "strategy", "atom_centric_path", "grid_policy", "max_nbins", "max_tiles_per_group",
+    # sizes that a caller has counted before
+    "max_atoms_per_system", "max_shifts_per_system", "num_shifts_per_system", "shift_range_per_dimension",
+    "shift_offset", "total_shifts",
+    # scratch memory
+    "cells_per_dimension", "neighbor_search_radius", "cell_offsets", "atom_periodic_shifts", "atom_to_cell_mapping",
+    "atoms_per_cell_count", "cell_atom_start_indices", "cell_atom_list", "sorted_positions", "sorted_shifts",
+    "positions_wrapped_buffer", "per_atom_cell_offsets_buffer", "inv_cell_buffer",
+])
+# fmt: on
 
 OPTIONAL_ELSEWHERE = frozenset({"pair_fn", "pair_params", "pair_energies", "pair_forces", "state"})
 """Arguments without an equivalent here: only None, their default there, is accepted."""

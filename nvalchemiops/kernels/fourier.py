@@ -258,6 +258,25 @@ def _names(axis: str, derivative: int) -> tuple[str, str]:
     return f"{axis}c{derivative}", f"{axis}s{derivative}"
 
 
+def _filled(cpu: str, gpu: str, derivatives: int, places: tuple[str, str], **values: object) -> str:
+    """Texts for both devices, with the derivatives of phases by x and y; ``places`` are Miller indices there."""
+    values |= {
+        "system": SYSTEM_OF,
+        "lanes": LANES,
+        "powers": derivatives + 1,
+        "count": moments.count(derivatives),
+        "warp": WARP,
+        "last_lane": WARP - 1,
+        "phases": _PHASES,
+        "derivatives_z": _derivatives("z", "static_cast<double>(n[2])", derivatives),
+    }
+    texts = []
+    for text, indices in ((cpu, places), (gpu, ("n[0]", "n[1]"))):
+        along = (_derivatives(axis, f"static_cast<double>({n})", derivatives) for axis, n in zip("xy", indices))
+        texts.append(filled(text, **values, derivatives_xy="\n".join(along)))
+    return by_device(_LANES + texts[0], texts[1])
+
+
 def _spread_body(derivatives: int) -> str:
     parts = list(enumerate(moments.components(derivatives)))
     amplitudes, totals = [], []
@@ -268,30 +287,9 @@ def _spread_body(derivatives: int) -> str:
     for number, (x, y, z) in enumerate((x, y, z) for x in (0, 1) for y in (0, 1) for z in (0, 1)):
         terms = [f"m[{k}] * {_names('x', a)[x]} * {_names('y', b)[y]} * {_names('z', c)[z]}" for k, (a, b, c) in parts]
         totals.append(f"total[{number}] += {' + '.join(terms)};")
-    n_xyz = ("static_cast<double>({})".format(f"{head}[{a}]") for head in ("head", "n") for a in range(3))
-    head_x, head_y, _, n_x, n_y, n_z = n_xyz
-    values = {
-        "system": SYSTEM_OF,
-        "signs": _SIGNS,
-        "points": POINTS,
-        "chunk": CHUNK,
-        "lanes": LANES,
-        "powers": derivatives + 1,
-        "count": moments.count(derivatives),
-        "warp": WARP,
-        "last_lane": WARP - 1,
-        "amplitudes": "\n".join(amplitudes),
-        "totals": "\n".join(totals),
-        "phases": _PHASES,
-        "derivatives_z": _derivatives("z", n_z, derivatives),
-    }
-    xy = [
-        _derivatives("x", x, derivatives) + "\n" + _derivatives("y", y, derivatives)
-        for x, y in ((head_x, head_y), (n_x, n_y))
-    ]
-    cpu = _LANES + filled(_SPREAD_CPU, **values, derivatives_xy=xy[0])
-    gpu = filled(_SPREAD_GPU, **values, derivatives_xy=xy[1])
-    return by_device(cpu, gpu)
+    amplitude, total = "\n".join(amplitudes), "\n".join(totals)
+    values = {"signs": _SIGNS, "points": POINTS, "chunk": CHUNK, "amplitudes": amplitude, "totals": total}
+    return _filled(_SPREAD_CPU, _SPREAD_GPU, derivatives, ("head[0]", "head[1]"), **values)
 
 
 @kernel_variants((0,), (1,))
@@ -442,27 +440,9 @@ def _gather_body(derivatives: int) -> str:
         zc, zs = _names("z", c)
         terms = [f"{product} * (c[{2 * n}] * {zc} + c[{2 * n + 1}] * {zs})" for n, product in enumerate(products)]
         results_gpu.append(f"result[{k}] += {' + '.join(terms)};")
-    values = {
-        "system": SYSTEM_OF,
-        "coefficients": _COEFFICIENTS,
-        "vectors": vectors_at_once(derivatives),
-        "lanes": LANES,
-        "powers": derivatives + 1,
-        "count": moments.count(derivatives),
-        "warp": WARP,
-        "last_lane": WARP - 1,
-        "results": "\n".join(results),
-        "results_gpu": "\n".join(results_gpu),
-        "phases": _PHASES,
-        "derivatives_z": _derivatives("z", "static_cast<double>(n[2])", derivatives),
-    }
-    on_cpu = _derivatives("x", "static_cast<double>(n_x)", derivatives)
-    on_cpu += "\n" + _derivatives("y", "static_cast<double>(n_y)", derivatives)
-    on_gpu = _derivatives("x", "static_cast<double>(n[0])", derivatives)
-    on_gpu += "\n" + _derivatives("y", "static_cast<double>(n[1])", derivatives)
-    cpu = _LANES + filled(_GATHER_CPU, **values, derivatives_xy=on_cpu)
-    gpu = filled(_GATHER_GPU, **values, derivatives_xy=on_gpu)
-    return by_device(cpu, gpu)
+    values = {"coefficients": _COEFFICIENTS, "vectors": vectors_at_once(derivatives)}
+    values |= {"results": "\n".join(results), "results_gpu": "\n".join(results_gpu)}
+    return _filled(_GATHER_CPU, _GATHER_GPU, derivatives, ("n_x", "n_y"), **values)
 
 
 @kernel_variants(())

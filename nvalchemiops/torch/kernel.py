@@ -8,7 +8,7 @@ import hashlib
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import warp as wp
@@ -22,7 +22,7 @@ from nvalchemiops.torch.autograd.naming import value_identity
 from nvalchemiops.torch.autograd.op import unpack
 from nvalchemiops.torch.launch import launch, launch_adjoint
 from nvalchemiops.torch.runtime._torch_internals import assume_constant
-from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
+from nvalchemiops.types import SCALARS, inner_shape, is_warp_dtype, scalar_type
 
 Dim = int | Sequence[int] | Callable[..., Any] | None
 
@@ -83,7 +83,7 @@ def call_kernel(
                     f"call_kernel: input {position} of kernel '{kernel.key}' requires a gradient, and a bare launch "
                     "has none: use differentiable_kernel(kernel), or pass tensor.detach()"
                 )
-    return unpack(_allocate_and_launch(kernel, tuple(outputs), dim, inputs))
+    return _Call(kernel, tuple(outputs), dim).run(inputs)
 
 
 def get_or_register_torch_op(
@@ -105,12 +105,7 @@ def get_or_register_torch_op(
         Takes the kernel's inputs under their own names, eagerly and inside ``torch.compile``. Get it once, outside
         of the compiled function.
     """
-    return _single_op(kernel, tuple(outputs), dim, differentiable).public
-
-
-def _single_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, differentiable: bool) -> WarpOp:
-    key = ("kernel", kernel, _spec_key(outputs), _dim_key(dim), differentiable)
-    return _registered(key, lambda: _forward_op(kernel, outputs, dim, "adjoint" if differentiable else "none"))
+    return _single_op(_Call(kernel, tuple(outputs), dim), differentiable).public
 
 
 def call_kernel_via_torch(
@@ -140,7 +135,7 @@ def call_kernel_via_torch_compile(
 @assume_constant
 def _op_while_tracing(kernel: wp.Kernel, dim: Dim, *outputs: OutputSpec) -> str:
     # a string, because the compiler takes few other constants; each spec by itself, because it looks into lists
-    op = _single_op(kernel, outputs, dim, has_adjoint(kernel))
+    op = _single_op(_Call(kernel, outputs, dim), has_adjoint(kernel))
     return f"{op.registered.partition('::')[2]} {op.identity}"
 
 
@@ -192,18 +187,9 @@ def differentiable_kernel(
         if backward_kernel is None:
             return get_or_register_torch_op(forward_kernel, outputs, dim=dim, differentiable=True)
         saved = None if save_for_backward is None else tuple(save_for_backward)
-        key = (
-            "pair",
-            forward_kernel,
-            backward_kernel,
-            _spec_key(outputs),
-            _dim_key(dim),
-            saved,
-            num_grad_inputs,
-        )
-        return _registered(
-            key, lambda: _paired_op(forward_kernel, backward_kernel, outputs, dim, saved, num_grad_inputs)
-        ).public
+        call = _Call(forward_kernel, outputs, dim)
+        key = ("pair", *call.key, backward_kernel, saved, num_grad_inputs)
+        return _registered(key, lambda: _paired_op(call, backward_kernel, saved, num_grad_inputs)).public
 
     def function(*inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None) -> Any:
         return op(outputs, dim)(*inputs)
@@ -225,35 +211,72 @@ def _registered(key: Any, build: Callable[[], WarpOp]) -> WarpOp:
         return _ops[key]
 
 
-def _spec_key(outputs: Sequence[OutputSpec]) -> tuple[str, ...]:
-    return tuple(value_identity(v) for o in outputs for v in (o.name, o.dtype, o.shape, o.torch_dtype))
-
-
-def _dim_key(dim: Dim) -> str:
-    return value_identity(list(dim) if isinstance(dim, Sequence) else dim)
-
-
-def _grid(dim: Dim, inputs: Sequence[Any], outputs: Sequence[OutputSpec]) -> tuple[int, ...]:
-    grid: Any = dim(*inputs) if callable(dim) else dim
-    if grid is None:
-        shape, _ = outputs[0].resolve(inputs)
-        dtype = outputs[0].dtype if is_warp_dtype(outputs[0].dtype) else outputs[0].dtype(*inputs)
-        grid = shape[: len(shape) - len(inner_shape(dtype))] or (1,)
-    return (grid,) if isinstance(grid, int) else tuple(grid)
-
-
 def _zeros(spec: OutputSpec, inputs: Sequence[Any]) -> torch.Tensor:
     device = next((v.device for v in inputs if isinstance(v, torch.Tensor)), None)
     shape, dtype = spec.resolve(inputs)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _allocate_and_launch(
-    kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, inputs: Sequence[Any]
-) -> list[torch.Tensor]:
-    results = [_zeros(spec, inputs) for spec in outputs]
-    launch(kernel, _grid(dim, inputs, outputs), inputs, results)
-    return results
+class _Call(NamedTuple):
+    """A kernel, the outputs that are allocated for it, and its launch grid, as for `call_kernel`."""
+
+    kernel: wp.Kernel
+    outputs: tuple[OutputSpec, ...]
+    dim: Dim
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """By this calls are distinguished: callables count as the same if their code and closures are."""
+        specs = tuple(value_identity(v) for o in self.outputs for v in (o.name, o.dtype, o.shape, o.torch_dtype))
+        return self.kernel, specs, value_identity(list(self.dim) if isinstance(self.dim, Sequence) else self.dim)
+
+    def grid(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """The launch grid for these inputs."""
+        grid: Any = self.dim(*inputs) if callable(self.dim) else self.dim
+        if grid is None:
+            first = self.outputs[0]
+            shape, _ = first.resolve(inputs)
+            dtype = first.dtype if is_warp_dtype(first.dtype) else first.dtype(*inputs)
+            grid = shape[: len(shape) - len(inner_shape(dtype))] or (1,)
+        return (grid,) if isinstance(grid, int) else tuple(grid)
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """The outputs of a launch."""
+        results = [_zeros(spec, inputs) for spec in self.outputs]
+        launch(self.kernel, self.grid(inputs), inputs, results)
+        return unpack(results)
+
+    def body(self, inputs: Sequence[tuple[str, Any]]) -> Callable[..., Any]:
+        """The body of an op that makes this call."""
+        return _body(lambda values: self.run(values), inputs, self.kernel.key)
+
+    def inputs(self) -> list[tuple[str, Any]]:
+        """Names and annotations of the inputs; raise unless the other parameters may be called like the outputs.
+
+        An output may have another name than its parameter, but not that of a different parameter: a wrong order would
+        go unnoticed.
+        """
+        kernel, names, arguments = self.kernel, [o.name for o in self.outputs], _arguments(self.kernel)
+        labels, count = [a.label for a in arguments], len(arguments) - len(names)
+        if count < 1:
+            raise ValueError(f"kernel '{kernel.key}' has too few parameters for {len(names)} `outputs` and an input")
+        for name, label in zip(names, labels[count:]):
+            if names.count(name) > 1 or (name != label and name in labels):
+                raise ValueError(
+                    f"`outputs`: '{name}' stands where kernel '{kernel.key}' has `{label}`; its last parameters are "
+                    f"{', '.join(labels[count:])}"
+                )
+        return [(a.label, _annotation(a, kernel)) for a in arguments[:count]]
+
+    def identity(self, extra: str) -> str:
+        """A hash of all this, the same in every process: part of the op's name, also in exported programs."""
+        types_ = [
+            value_identity(getattr(a.type, "dtype", a.type)) + str(getattr(a.type, "ndim", ""))
+            for a in parameters_of(self.kernel)
+        ]
+        _, specs, grid = self.key
+        text = repr((value_identity(self.kernel), types_, specs, grid, extra))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _arguments(kernel: wp.Kernel) -> list[Any]:
@@ -261,36 +284,13 @@ def _arguments(kernel: wp.Kernel) -> list[Any]:
     return parameters_of(kernel)[is_gather_only(kernel) :]
 
 
-def _check_names(kernel: wp.Kernel, outputs: Sequence[OutputSpec]) -> int:
-    """How many parameters are inputs; raise unless the others may be called like the outputs.
-
-    An output may have another name than its parameter, but not that of a different parameter: a wrong order would go
-    unnoticed.
-    """
-    names, labels = [o.name for o in outputs], [a.label for a in _arguments(kernel)]
-    count = len(labels) - len(names)
-    if count < 1:
-        raise ValueError(f"kernel '{kernel.key}' has too few parameters for {len(names)} `outputs` and an input")
-    for name, label in zip(names, labels[count:]):
-        if names.count(name) > 1 or (name != label and name in labels):
-            raise ValueError(
-                f"`outputs`: '{name}' stands where kernel '{kernel.key}' has `{label}`; its last parameters are "
-                f"{', '.join(labels[count:])}"
-            )
-    return count
-
-
 def _annotation(argument: Any, kernel: wp.Kernel) -> Any:
     kind = argument.type
     if hasattr(kind, "ndim") and hasattr(kind, "dtype"):
         return torch.Tensor
-    for annotation, names in (
-        (bool, "bool"),
-        (int, "int8 int16 int32 int64 uint8 uint16 uint32 uint64"),
-        (float, "float16 float32 float64"),
-    ):
-        if kind is annotation or any(kind is getattr(wp, name) for name in names.split()):
-            return annotation
+    scalar = {bool: wp.bool, int: wp.int32, float: wp.float64}.get(kind, kind)
+    if scalar in SCALARS:
+        return bool if scalar is wp.bool else float if _is_float(scalar) else int
     raise TypeError(
         f"kernel '{kernel.key}': parameter `{argument.label}` of type {kind} is neither an array nor a number; "
         "pass vectors and matrices as arrays of one element"
@@ -311,42 +311,26 @@ def _body(function: Callable[..., Any], parameters: Sequence[tuple[str, Any]], n
     return body
 
 
-def _forward_body(
-    kernel: wp.Kernel, parameters: list[tuple[str, Any]], outputs: tuple[OutputSpec, ...], dim: Dim
-) -> Callable[..., Any]:
-    return _body(lambda inputs: unpack(_allocate_and_launch(kernel, outputs, dim, inputs)), parameters, kernel.key)
+def _single_op(call: _Call, differentiable: bool) -> WarpOp:
+    return _registered(("kernel", *call.key, differentiable), lambda: _forward_op(call, differentiable))
 
 
-def _forward_op(kernel: wp.Kernel, outputs: tuple[OutputSpec, ...], dim: Dim, backward: str) -> WarpOp:
-    count = _check_names(kernel, outputs)
-    parameters = [(a.label, _annotation(a, kernel)) for a in _arguments(kernel)[:count]]
-    body = _forward_body(kernel, parameters, outputs, dim)
-    identity = _identity(kernel, outputs, dim, backward)
-    name = _op_name(kernel, identity)
-    if backward != "adjoint":
-        return WarpOp(declare(body, name, outputs, backward="none"), identity=identity)
-    formula = _adjoint_op(kernel, parameters, outputs, dim, name).public
-    tracked = [o.name for o in outputs if o.may_be_float] + [parameters[i][0] for i in _tracked(kernel, parameters)]
-    return WarpOp(declare(body, name, outputs, tracked, backward=formula), identity=identity)
+def _forward_op(call: _Call, differentiable: bool) -> WarpOp:
+    inputs = call.inputs()
+    identity = call.identity("adjoint" if differentiable else "none")
+    name = _op_name(call.kernel, identity)
+    if not differentiable:
+        return WarpOp(declare(call.body(inputs), name, call.outputs, backward="none"), identity=identity)
+    arrays = zip(_arguments(call.kernel), inputs)
+    tracked = [i for i, (a, (_, kind)) in enumerate(arrays) if kind is torch.Tensor and _is_float(a.type.dtype)]
+    named = [o.name for o in call.outputs if o.may_be_float] + [inputs[i][0] for i in tracked]
+    formula = _adjoint_op(call, inputs, tracked, name).public
+    return WarpOp(declare(call.body(inputs), name, call.outputs, named, backward=formula), identity=identity)
 
 
-def _tracked(kernel: wp.Kernel, parameters: list[tuple[str, Any]]) -> list[int]:
-    """Positions of the inputs that are arrays of floats."""
-    arguments = _arguments(kernel)
-    count = len(parameters)
-    return [i for i in range(count) if parameters[i][1] is torch.Tensor and _is_float(arguments[i].type.dtype)]
-
-
-def _adjoint_op(
-    kernel: wp.Kernel,
-    parameters: list[tuple[str, Any]],
-    outputs: tuple[OutputSpec, ...],
-    dim: Dim,
-    name: str,
-) -> WarpOp:
-    """The op that launches Warp's adjoint of ``kernel``: one gradient for each floating-point array."""
-    count = len(parameters)
-    tracked = _tracked(kernel, parameters)
+def _adjoint_op(call: _Call, parameters: list[tuple[str, Any]], tracked: Sequence[int], name: str) -> WarpOp:
+    """The op that launches Warp's adjoint of the kernel: a gradient for each of the inputs ``tracked``."""
+    outputs, count = call.outputs, len(parameters)
 
     def run(values: Sequence[Any]) -> Any:
         inputs, results = values[:count], values[count : count + len(outputs)]
@@ -356,7 +340,7 @@ def _adjoint_op(
         gradients: list[torch.Tensor | None] = [None] * count
         for i in tracked:
             gradients[i] = torch.zeros_like(inputs[i], memory_format=torch.contiguous_format)
-        launch_adjoint(kernel, _grid(dim, inputs, outputs), [*inputs, *results], [*gradients, *cotangents])
+        launch_adjoint(call.kernel, call.grid(inputs), [*inputs, *results], [*gradients, *cotangents])
         return tuple(gradients[i] for i in tracked)
 
     names = [
@@ -372,34 +356,27 @@ def _adjoint_op(
         )
         for i in tracked
     ]
-    return WarpOp(declare(_body(run, names, f"{kernel.key}_adjoint"), f"{name}_adjoint", specs, backward="none"))
+    body = _body(run, names, f"{call.kernel.key}_adjoint")
+    return WarpOp(declare(body, f"{name}_adjoint", specs, backward="none"))
 
 
 def _paired_op(
-    forward_kernel: wp.Kernel,
-    backward_kernel: wp.Kernel,
-    outputs: tuple[OutputSpec, ...],
-    dim: Dim,
-    saved: tuple[int, ...] | None,
-    num_grad_inputs: int | None,
+    call: _Call, backward_kernel: wp.Kernel, saved: tuple[int, ...] | None, num_grad_inputs: int | None
 ) -> WarpOp:
-    arguments, count = _arguments(forward_kernel), _check_names(forward_kernel, outputs)
-    parameters = [(a.label, _annotation(a, forward_kernel)) for a in arguments[:count]]
+    kernel, parameters = call.kernel, call.inputs()
+    count = len(parameters)
     saved = tuple(range(count)) if saved is None else saved
     n_grads = count if num_grad_inputs is None else num_grad_inputs
     if not all(0 <= i < count for i in saved):
-        raise ValueError(
-            f"`save_for_backward` {saved} names inputs that '{forward_kernel.key}' does not have ({count})"
-        )
+        raise ValueError(f"`save_for_backward` {saved} names inputs that '{kernel.key}' does not have ({count})")
     if not 1 <= n_grads <= count:
-        raise ValueError(f"`num_grad_inputs` is {n_grads}, but '{forward_kernel.key}' has {count} inputs")
-    for label, annotation in parameters[:n_grads]:
-        argument = arguments[[p[0] for p in parameters].index(label)]
+        raise ValueError(f"`num_grad_inputs` is {n_grads}, but '{kernel.key}' has {count} inputs")
+    for (label, annotation), argument in zip(parameters[:n_grads], _arguments(kernel)):
         if annotation is not torch.Tensor or not _is_float(argument.type.dtype):
             raise ValueError(
                 f"`num_grad_inputs` covers `{label}`, which is no floating-point array: put it behind the others"
             )
-    with_gradient = [o for o in outputs if o.may_be_float]
+    with_gradient = [o for o in call.outputs if o.may_be_float]
     expected = len(saved) + len(with_gradient) + n_grads
     given = _arguments(backward_kernel)
     if len(given) != expected:
@@ -407,7 +384,7 @@ def _paired_op(
             f"`backward_kernel`: '{backward_kernel.key}' has {len(given)} parameters, but {len(saved)} saved inputs, "
             f"{len(with_gradient)} output gradients and {n_grads} input gradients make {expected}"
         )
-    identity = _identity(forward_kernel, outputs, dim, _identity(backward_kernel, (), saved, str(n_grads)))
+    identity = call.identity(_Call(backward_kernel, (), saved).identity(str(n_grads)))
 
     def run(values: Sequence[Any]) -> Any:
         gradients = [_zeros(spec, values) for spec in specs]
@@ -429,37 +406,27 @@ def _paired_op(
         )
         for i in range(n_grads)
     ]
-    name = _op_name(forward_kernel, identity)
+    name = _op_name(kernel, identity)
     backward_body = _body(run, names, f"{backward_kernel.key}_backward")
     backward_op = WarpOp(declare(backward_body, f"{name}_backward", specs, backward="none"))
 
     def formula(values: Sequence[Any]) -> Any:
         inputs, cotangents = values[:count], values[count:]
-        grid = list(_grid(dim, inputs, outputs))
+        grid = list(call.grid(inputs))
         shapes = [list(inputs[i].shape) for i in range(n_grads)]
         found = backward_op.public(grid, *shapes, *(inputs[i] for i in saved), *cotangents)
         found = found if isinstance(found, tuple) else (found,)
         return {parameters[i][0]: found[i] for i in range(n_grads)}
 
     binding = [*parameters, *((f"grad_{o.name}", torch.Tensor) for o in with_gradient)]
-    body = _forward_body(forward_kernel, parameters, outputs, dim)
     tracked = [o.name for o in with_gradient] + [p[0] for p in parameters[:n_grads]]
-    declared = declare(body, name, outputs, tracked, backward=_body(formula, binding, "backward"))
+    backward = _body(formula, binding, "backward")
+    declared = declare(call.body(parameters), name, call.outputs, tracked, backward=backward)
     return WarpOp(declared, identity=identity)
 
 
 def _is_float(dtype: Any) -> bool:
     return dtype is Any or scalar_type(dtype) in (wp.float16, wp.float32, wp.float64)
-
-
-def _identity(kernel: wp.Kernel, outputs: Sequence[OutputSpec], dim: Any, extra: str) -> str:
-    """A hash of kernel and specs, the same in every process: part of the op's name, also in exported programs."""
-    types_ = [
-        value_identity(getattr(a.type, "dtype", a.type)) + str(getattr(a.type, "ndim", ""))
-        for a in parameters_of(kernel)
-    ]
-    text = repr((value_identity(kernel), types_, _spec_key(outputs), _dim_key(dim), extra))
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _op_name(kernel: wp.Kernel, identity: str) -> str:

@@ -11,13 +11,7 @@ import warp as wp
 from nvalchemiops import launch as core
 from nvalchemiops._warp import ensure_warp
 from nvalchemiops._warp_internals import descriptor, descriptor_type, parameters
-from nvalchemiops.torch.autograd.arrays import (
-    current_stream,
-    outer_layout,
-    refuse_lazy,
-    warp_device,
-    warp_from_torch,
-)
+from nvalchemiops.torch.autograd.arrays import current_stream, outer_layout, refuse_lazy, warp_device, warp_from_torch
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
 from nvalchemiops.torch.runtime._torch_internals import is_zero_tensor
 from nvalchemiops.types import inner_shape, scalar_type
@@ -65,16 +59,8 @@ def launch(
             "to nvalchemiops.launch.launch there, or launch outside of the recording"
         )
     device, descriptors = describe(kernel, arguments)
-    core.launch(
-        kernel,
-        dim,
-        descriptors,
-        device=warp_device(device),
-        stream=current_stream(device) if device.type == "cuda" else None,
-        lanes=lanes,
-        record_tape=False,
-        kind=kind,
-    )
+    place, stream = _place(device)
+    core.launch(kernel, dim, descriptors, device=place, stream=stream, lanes=lanes, record_tape=False, kind=kind)
 
 
 def launch_adjoint(
@@ -86,14 +72,13 @@ def launch_adjoint(
     """Run the adjoint that Warp derives for ``kernel``, adding to ``gradients``, one for each argument or None."""
     device, descriptors = describe(kernel, arguments, gradients)
     _, adjoints = describe(kernel, gradients)
-    core.launch_adjoint(
-        kernel,
-        dim,
-        descriptors,
-        adjoints,
-        device=warp_device(device),
-        stream=current_stream(device) if device.type == "cuda" else None,
-    )
+    place, stream = _place(device)
+    core.launch_adjoint(kernel, dim, descriptors, adjoints, device=place, stream=stream)
+
+
+def _place(device: torch.device) -> tuple[wp.Device, wp.Stream | None]:
+    """Where to launch: Warp's device, and torch's current stream on a GPU."""
+    return warp_device(device), current_stream(device) if device.type == "cuda" else None
 
 
 def describe(

@@ -4,24 +4,8 @@
 them have been imported.
 """
 
-from nvalchemiops.torch.interactions.dispersion import coefficients, three_body
-from nvalchemiops.torch.interactions.electrostatics import k_vectors
-from nvalchemiops.torch.interactions.pair import op as pair
-from nvalchemiops.torch.neighbors import pairs as geometry
-from nvalchemiops.torch.neighbors import rows, search
-from nvalchemiops.torch.operators import fourier, lattice, mesh, mesh_transform, segments
-
-__all__ = [
-    "coefficients",
-    "fourier",
-    "geometry",
-    "k_vectors",
-    "lattice",
-    "mesh",
-    "mesh_transform",
-    "pair",
-    "rows",
-    "search",
-    "segments",
-    "three_body",
-]
+from nvalchemiops.torch.interactions.dispersion import coefficients, three_body  # noqa: F401
+from nvalchemiops.torch.interactions.electrostatics import k_vectors  # noqa: F401
+from nvalchemiops.torch.interactions.pair import op  # noqa: F401
+from nvalchemiops.torch.neighbors import pairs, rows, search  # noqa: F401
+from nvalchemiops.torch.operators import fourier, lattice, mesh, mesh_transform, segments  # noqa: F401

@@ -63,6 +63,16 @@ def bspline_weight(u: torch.Tensor, order: int) -> torch.Tensor:
     return torch.where(torch.isnan(u), u, values[0])
 
 
+class _Atoms(NamedTuple):
+    """Arguments that all functions have, as in `spline_spread`."""
+
+    positions: torch.Tensor
+    cell: Any
+    spline_order: int
+    batch_idx: Any
+    cell_inv_t: Any = None
+
+
 class _Plan(NamedTuple):
     """Coordinates of atoms on a mesh, further arguments of the ops, the lattice, and the numbers of mesh points."""
 
@@ -72,16 +82,8 @@ class _Plan(NamedTuple):
     mesh: torch.Tensor
 
 
-def _plan(
-    positions: torch.Tensor,
-    cell: Any,
-    mesh_dims: Any,
-    spline_order: int,
-    batch_idx: Any,
-    cell_inv_t: Any = None,
-    mesh_name: str = "mesh_dims",
-    n_systems: int | None = None,
-) -> _Plan:
+def _plan(atoms: _Atoms, mesh_dims: Any, mesh_name: str = "mesh_dims", n_systems: int | None = None) -> _Plan:
+    positions, cell, spline_order, batch_idx, cell_inv_t = atoms
     given = checks.check_lattice(cell, positions)
     cell = given.reshape(-1, 3, 3)
     check_cells(cell)
@@ -129,9 +131,8 @@ def _check_values(name: str, values: Any, positions: torch.Tensor, shape: tuple[
         raise ValueError(f"`{name}` must have shape ({expected}), got {tuple(values.shape)}")
 
 
-def _mesh_shape(mesh: Any, cell: Any, batch_idx: Any, before: int, after: int) -> tuple[Mesh, tuple[int | None, ...]]:
+def _mesh_shape(mesh: Any, cell: Any, batched: bool, before: int, after: int) -> tuple[Mesh, tuple[int | None, ...]]:
     """Points along the axes, and the shape that a mesh must have with ``before`` and ``after`` more dimensions."""
-    batched = batch_idx is not None
     checks.check_tensor("mesh", mesh)
     if mesh.ndim != 3 + batched + before + after:
         names = ["n_systems"] * batched + ["n_channels"] * before + ["n_x", "n_y", "n_z"] + ["3"] * after
@@ -202,7 +203,8 @@ def spline_spread(
     """
     checks.check_positions(positions, finite=False)
     _check_values("values", values, positions, (positions.shape[0],))
-    plan = _plan(positions, cell, mesh_dims, spline_order, batch_idx, cell_inv_t, n_systems=_given_number(num_systems))
+    atoms = _Atoms(positions, cell, spline_order, batch_idx, cell_inv_t)
+    plan = _plan(atoms, mesh_dims, n_systems=_given_number(num_systems))
     mesh = _spread(values[:, None, None], plan).squeeze(1)
     return mesh if batch_idx is not None else mesh.squeeze(0)
 
@@ -231,29 +233,22 @@ def spline_spread_channels(
     """
     checks.check_positions(positions, finite=False)
     _check_values("values", values, positions, (positions.shape[0], None))
-    plan = _plan(positions, cell, mesh_dims, spline_order, batch_idx, n_systems=_given_number(num_systems))
+    atoms = _Atoms(positions, cell, spline_order, batch_idx)
+    plan = _plan(atoms, mesh_dims, n_systems=_given_number(num_systems))
     mesh = _spread(values.unsqueeze(-1), plan)
     return mesh if batch_idx is not None else mesh.squeeze(0)
 
 
 def _gathered(
-    positions: torch.Tensor,
-    mesh: torch.Tensor,
-    cell: torch.Tensor,
-    spline_order: int,
-    batch_idx: torch.Tensor | None,
-    cell_inv_t: torch.Tensor | None,
-    derivatives: int,
-    before: int = 0,
-    after: int = 0,
+    atoms: _Atoms, mesh: torch.Tensor, derivatives: int, before: int = 0, after: int = 0
 ) -> tuple[torch.Tensor, _Plan]:
     """Moments (n_atoms, n_channels, n_moments) at atoms, from a mesh with dimensions for channels before or after."""
-    checks.check_positions(positions, finite=False)
-    dimensions, shape = _mesh_shape(mesh, cell, batch_idx, before, after)
-    _check_values("mesh", mesh, positions, shape)
-    n_systems = None if batch_idx is None else mesh.shape[0]
-    plan = _plan(positions, cell, dimensions, spline_order, batch_idx, cell_inv_t, "mesh", n_systems)
-    field = mesh if batch_idx is not None else mesh.unsqueeze(0)
+    checks.check_positions(atoms.positions, finite=False)
+    batched = atoms.batch_idx is not None
+    dimensions, shape = _mesh_shape(mesh, atoms.cell, batched, before, after)
+    _check_values("mesh", mesh, atoms.positions, shape)
+    plan = _plan(atoms, dimensions, "mesh", mesh.shape[0] if batched else None)
+    field = mesh if batched else mesh.unsqueeze(0)
     if after:
         field = field.movedim(-1, 1)
     elif not before:
@@ -281,7 +276,7 @@ def spline_gather(
     -------
     (n_atoms,) tensor
     """
-    return _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 0)[0][:, 0, 0]
+    return _gathered(_Atoms(positions, cell, spline_order, batch_idx, cell_inv_t), mesh, 0)[0][:, 0, 0]
 
 
 def spline_gather_channels(
@@ -303,7 +298,7 @@ def spline_gather_channels(
     -------
     (n_atoms, n_channels) tensor
     """
-    return _gathered(positions, mesh, cell, spline_order, batch_idx, None, 0, before=1)[0][..., 0]
+    return _gathered(_Atoms(positions, cell, spline_order, batch_idx), mesh, 0, before=1)[0][..., 0]
 
 
 def _check_charges(charges: Any, positions: torch.Tensor) -> None:
@@ -334,7 +329,7 @@ def spline_gather_vec3(
     (n_atoms, 3) tensor
     """
     _check_charges(charges, positions)
-    gathered, _ = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 0, after=1)
+    gathered, _ = _gathered(_Atoms(positions, cell, spline_order, batch_idx, cell_inv_t), mesh, 0, after=1)
     return charges.unsqueeze(1) * gathered[..., 0]
 
 
@@ -365,7 +360,7 @@ def spline_gather_with_force(
         ``-q_i`` times the gradient of the potential by the position of the atom.
     """
     _check_charges(charges, positions)
-    gathered, plan = _gathered(positions, mesh, cell, spline_order, batch_idx, cell_inv_t, 1)
+    gathered, plan = _gathered(_Atoms(positions, cell, spline_order, batch_idx, cell_inv_t), mesh, 1)
     gradient = plan.lattice.cartesian(gathered[:, 0, 1:] * plan.mesh).to(positions.dtype)
     return gathered[:, 0, 0], -charges.unsqueeze(1) * gradient
 

@@ -8,9 +8,8 @@ import warp as wp
 from nvalchemiops.types import REAL, Real
 
 _TYPES = {
-    torch.float16: Real(
-        wp.float16, wp.vec3h, wp.mat33h
-    ),  # as arrays; the kernels of this package have no such precision
+    # as arrays; the kernels of this package have no such precision
+    torch.float16: Real(wp.float16, wp.vec3h, wp.mat33h),
     torch.float32: REAL["float32"],
     torch.float64: REAL["float64"],
 }

@@ -146,7 +146,7 @@ class Watched(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.bodies = {op.op.overload: op.op._run for op in WARP_OPS}
+        self.bodies = {op.op.overload: op.op._implementation for op in WARP_OPS}
         self.inside = None
         self.seen = set()
 

@@ -18,31 +18,13 @@ MAX_ARGUMENTS = 64
 
 Backward = Callable[..., Any] | Literal["tape", "none"]
 
-INDEX_LIKE = frozenset(
-    [
-        "neighbor_list",
-        "neighbor_ptr",
-        "neighbor_shifts",
-        "neighbor_matrix",
-        "neighbor_matrix_shifts",
-        "num_neighbors",
-        "batch_idx",
-        "batch_ptr",
-        "mask_value",
-        "fill_value",
-        "idx_i",
-        "idx_j",
-        "unit_shifts",
-        "pbc",
-        "numbers",
-        "atomic_numbers",
-        "exclusions",
-        "target_indices",
-        "rebuild_flags",
-        "miller_indices",
-        "mesh_dimensions",
-    ]
-)
+# fmt: off
+INDEX_LIKE = frozenset([
+    "neighbor_list", "neighbor_ptr", "neighbor_shifts", "neighbor_matrix", "neighbor_matrix_shifts", "num_neighbors",
+    "batch_idx", "batch_ptr", "mask_value", "fill_value", "idx_i", "idx_j", "unit_shifts", "pbc", "numbers",
+    "atomic_numbers", "exclusions", "target_indices", "rebuild_flags", "miller_indices", "mesh_dimensions",
+])
+# fmt: on
 """Names of inputs without gradients, even if they are floating-point tensors."""
 
 _SCHEMA_TYPES: dict[Any, str] = {
@@ -205,10 +187,9 @@ class Declaration:
             raise ValueError(f"{self.name}: the body returned {got} outputs, but {len(specs)} are declared: {names}")
         owners: dict[int, Any] = {}
         for i in self.tensors:
-            if inputs[i] is not None and inputs[i].numel():
-                owners[inputs[i].untyped_storage().data_ptr()] = self.parameters[i]
-                if prepared[i] is not inputs[i]:
-                    owners[prepared[i].untyped_storage().data_ptr()] = self.parameters[i]
+            for tensor in (inputs[i], prepared[i]):
+                if tensor is not None and tensor.numel():
+                    owners[tensor.untyped_storage().data_ptr()] = self.parameters[i]
         results = []
         sizes: dict[str, int] = {}
         for spec, output in zip(specs, result, strict=True):
@@ -363,8 +344,7 @@ def split_grad_arrays(
     TypeError
         For names of inputs that are not tensors.
     """
-    output_names = [o.name for o in outputs]
-    input_names = [p.name for p in parameters]
+    of_outputs, of_inputs = {o.name: o for o in outputs}, {p.name: p for p in parameters}
     if grad_arrays is None:
         inputs = [p.name for p in parameters if p.is_tensor and p.name not in INDEX_LIKE and p.name not in mutated]
         floats = [o.name for o in outputs if o.may_be_float]
@@ -377,26 +357,26 @@ def split_grad_arrays(
         if name in seen:
             raise ValueError(f"{op_name}: `grad_arrays` names '{name}' twice")
         seen.add(name)
-        if name in output_names:
-            if not outputs[output_names.index(name)].may_be_float:
+        if name in of_outputs:
+            if not of_outputs[name].may_be_float:
                 raise TypeError(f"{op_name}: `grad_arrays` names '{name}', which holds no floating-point numbers")
             if first_input is not None:
                 raise ValueError(
                     f"{op_name}: `grad_arrays` lists outputs first, but '{name}' comes after the input '{first_input}'"
                 )
-        elif name in input_names:
+        elif name in of_inputs:
             first_input = first_input or name
-            if not parameters[input_names.index(name)].is_tensor:
+            if not of_inputs[name].is_tensor:
                 raise TypeError(f"{op_name}: `grad_arrays` names '{name}', which is no tensor")
             if name in mutated:
                 raise ValueError(f"{op_name}: '{name}' is mutated, so it cannot be differentiable")
         else:
             raise ValueError(
-                f"{op_name}: `grad_arrays` names '{name}', which is neither an output {output_names} "
-                f"nor an input {input_names}"
+                f"{op_name}: `grad_arrays` names '{name}', which is neither an output {list(of_outputs)} "
+                f"nor an input {list(of_inputs)}"
             )
-    differentiable_outputs = tuple(i for i, name in enumerate(output_names) if name in seen)
-    differentiable_inputs = tuple(i for i, name in enumerate(input_names) if name in seen)
+    differentiable_outputs = tuple(i for i, o in enumerate(outputs) if o.name in seen)
+    differentiable_inputs = tuple(i for i, p in enumerate(parameters) if p.name in seen)
     if differentiable_inputs and not differentiable_outputs:
         raise ValueError(f"{op_name}: `grad_arrays` names inputs {list(seen)}, but no output")
     return differentiable_outputs, differentiable_inputs

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvalchemiops.torch.autograd.saved import restore, save
+
 if TYPE_CHECKING:
     from nvalchemiops.torch.autograd.op import WarpOp
 
@@ -52,26 +54,20 @@ class Formula:
             self.order = [produced.index(n) for n in names]
         asked = {i for kind, i, _ in self.sources if kind == "input"}
         asked |= set(op.tensors if INPUTS in (kind for kind, _, _ in self.sources) else ())
-        self.saved_inputs = sorted(asked.intersection(op.tensors))
+        self.saved_inputs = asked.intersection(op.tensors)
         self.fills_gradients = any(kind == "gradient" and not optional for kind, _, optional in self.sources)
-        self.saved_outputs = sorted({i for kind, i, _ in self.sources if kind == "output"})
+        self.saved_outputs = {i for kind, i, _ in self.sources if kind == "output"}
 
     def save(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
         """Save on ``ctx`` the inputs and outputs that the backward takes."""
-        ctx.save_for_backward(*(inputs[i] for i in self.saved_inputs), *(outputs[i] for i in self.saved_outputs))
-        ctx.plain = [None if i in self.op.tensors else a for i, a in enumerate(inputs)]
+        kept = (a if i in self.saved_inputs or i not in self.op.tensors else None for i, a in enumerate(inputs))
+        save(ctx, [*kept, *(o if i in self.saved_outputs else None for i, o in enumerate(outputs))])
         ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs] if self.fills_gradients else []
 
     def restore(self, ctx: Any) -> tuple[list[Any], list[Any], list[Any]]:
         """Inputs and outputs as `save` kept them, None for the rest; and shapes, dtypes and devices of the outputs."""
-        saved = ctx.saved_tensors
-        inputs = list(ctx.plain)
-        for i, tensor in zip(self.saved_inputs, saved, strict=False):
-            inputs[i] = tensor
-        outputs: list[Any] = [None] * len(self.op.outputs)
-        for i, tensor in zip(self.saved_outputs, saved[len(self.saved_inputs) :], strict=True):
-            outputs[i] = tensor
-        return inputs, outputs, ctx.shapes
+        values = restore(ctx)
+        return values[: self.op._count], values[self.op._count :], ctx.shapes
 
     def __call__(
         self,

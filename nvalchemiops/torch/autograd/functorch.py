@@ -13,6 +13,7 @@ import torch
 from torch.autograd import forward_ad
 
 from nvalchemiops.launch import NotDifferentiableError
+from nvalchemiops.torch.autograd.saved import restore, save
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime._torch_internals import derivative_asked
 from nvalchemiops.torch.runtime.context import may_read
@@ -76,15 +77,13 @@ def transformable(
             fixed = [o for i, o in enumerate(outputs) if i not in ctx.differentiable]
             ctx.mark_non_differentiable(*fixed)
             ctx.set_materialize_grads(False)
-            tensors = [a for a in (*inputs, *outputs) if isinstance(a, torch.Tensor)]
-            ctx.save_for_backward(*tensors)
-            ctx.save_for_forward(*tensors)
-            ctx.plain = [None if isinstance(a, torch.Tensor) else (a,) for a in inputs]
-            ctx.n_outputs = len(outputs)
+            save(ctx, (*inputs, *outputs), forward_mode=True)
+            ctx.n_inputs = len(inputs)
 
         @staticmethod
         def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-            inputs, outputs = _restore(ctx)
+            values = restore(ctx)
+            inputs, outputs = values[: ctx.n_inputs], values[ctx.n_inputs :]
             if all(c is None for c in cotangents):
                 return (None,) * len(inputs)
             return pullback(inputs, outputs, cotangents, ctx.needs_input_grad)
@@ -99,7 +98,8 @@ def transformable(
                     "torch for custom functions; use reverse mode for one of them: hessian, jacfwd(jacrev(f))"
                 )
             # without their own tangents, or the pullback would push them forward again, without end
-            inputs, outputs = ([_primal(t) for t in tensors] for tensors in _restore(ctx))
+            primals = [_primal(value) for value in restore(ctx)]
+            inputs, outputs = primals[: ctx.n_inputs], primals[ctx.n_inputs :]
             moved = [i for i, t in enumerate(tangents) if isinstance(t, torch.Tensor)]
             result: list[torch.Tensor | None] = [None] * len(outputs)
             needed = [isinstance(t, torch.Tensor) for t in tangents]
@@ -133,12 +133,6 @@ def transformable(
 
 def _primal(value: Any) -> Any:
     return forward_ad.unpack_dual(value).primal if isinstance(value, torch.Tensor) else value
-
-
-def _restore(ctx: Any) -> tuple[list[Any], list[torch.Tensor]]:
-    tensors = iter(ctx.saved_tensors)
-    inputs = [next(tensors) if plain is None else plain[0] for plain in ctx.plain]
-    return inputs, list(tensors)
 
 
 def transpose(

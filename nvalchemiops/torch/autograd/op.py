@@ -19,15 +19,6 @@ from nvalchemiops.torch.autograd.functorch import transformable
 from nvalchemiops.torch.autograd.naming import fingerprint, library_for
 from nvalchemiops.torch.autograd.specs import fill_sizes
 from nvalchemiops.torch.runtime import _torch_internals as internals
-from nvalchemiops.torch.runtime._torch_internals import (
-    PLAIN_TYPES,
-    autocast_enabled,
-    autograd_excluded,
-    dispatch_keys,
-    plain_keys,
-    profiling,
-    tracing_state,
-)
 from nvalchemiops.torch.runtime.context import is_eager
 
 Gradients = Sequence[torch.Tensor | None]
@@ -65,11 +56,8 @@ class WarpOp:
         self.declared = declared
         self.name, self.body, self.backward = declared.name, declared.body, declared.backward
         self.parameters, self.outputs, self.mutated = declared.parameters, declared.outputs, declared.mutated
-        self.tensors, self.diff_outputs, self.diff_inputs = (
-            declared.tensors,
-            declared.diff_outputs,
-            declared.diff_inputs,
-        )
+        self.tensors = declared.tensors
+        self.diff_outputs, self.diff_inputs = declared.diff_outputs, declared.diff_inputs
         self.trusted = trusted
         self._count = len(self.parameters)
         self._bits = {i: bit for bit, i in enumerate(self.diff_inputs)}
@@ -89,7 +77,7 @@ class WarpOp:
         library, short = library_for(self.name, self.body)
         self.registered = f"{library.ns}::{short}"
         schema = self.declared.schema(self.hidden, len(self.outputs) + self.n_hidden_outputs)
-        self.overload = internals.define(library, short, schema, self._run, self._fake)
+        self.overload = internals.define(library, short, schema, self._implementation, self._fake)
         library.impl(short, self._autograd, "Autograd", with_keyset=True)
         if self.mutated and internals.CAN_REDISPATCH:
             library.impl(short, self._bump_versions, "ADInplaceOrView", with_keyset=True)
@@ -168,14 +156,15 @@ def _make({", ".join(values)}):
 
     def _call_eagerly(self, *args: Any) -> Any:
         """Run the op as the dispatcher does for plain tensors in eager mode, at half the cost for many arguments."""
-        if autocast_enabled() or profiling() or tracing_state():
+        if internals.autocast_enabled() or internals.profiling() or internals.tracing_state():
             return self.overload(*args)
+        types, keys_of, plain = internals.PLAIN_TYPES, internals.dispatch_keys, internals.plain_keys
         record, device, ready = 0, None, True
         for i in self.tensors:
             tensor = args[i]
             if tensor is None:
                 continue
-            if type(tensor) not in PLAIN_TYPES or dispatch_keys(tensor).raw_repr() not in plain_keys:
+            if type(tensor) not in types or keys_of(tensor).raw_repr() not in plain:
                 internals.learn_plain_keys()
                 return self.overload(*args)
             if tensor.requires_grad and i in self._bits:
@@ -189,19 +178,20 @@ def _make({", ".join(values)}):
         ready = ready and self.trusted and device == _CPU and active_tape() is None
         if record and torch.is_grad_enabled():
             return self._function.apply(_READY if ready else None, record, *args)
-        with autograd_excluded():
-            return self._run_ready(*args) if ready else self._run(*args)
+        with internals.autograd_excluded():
+            return self._short_way(*args) if ready else self._implementation(*args)
 
-    def _run_ready(self, *args: Any) -> Any:
-        """`_run` for a trusted op on the CPU whose arguments need no preparation."""
-        return self._run_body(args[: self._count], _CPU, False)
+    def _short_way(self, *args: Any) -> Any:
+        """The implementation for a trusted op on the CPU whose arguments need no preparation."""
+        return self._call_body(args[: self._count], _CPU, False)
 
     def _complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if len(args) == len(self._defaults) else args + self._defaults[len(args) :]
 
     # -- running the body -------------------------------------------------------------------------
 
-    def _run(self, *args: Any) -> Any:
+    def _implementation(self, *args: Any) -> Any:
+        """What the op does on every device, below autograd."""
         args = self._complete(args)
         inputs = args[: self._count]
         device = self.declared.device_of(inputs)
@@ -221,7 +211,7 @@ def _make({", ".join(values)}):
 
     def _results(self, inputs: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
         prepared = self._prepare(inputs)
-        result = self._run_on(device, prepared, False)
+        result = self._body_on_stream(device, prepared, False)
         if self.trusted:
             return list(result) if isinstance(result, tuple) else [result]
         return self.declared.check_results(result, inputs, prepared, device)
@@ -238,13 +228,13 @@ def _make({", ".join(values)}):
             prepared[i] = tensor if i in self.mutated or tensor.is_contiguous() else tensor.contiguous()
         return prepared
 
-    def _run_on(self, device: torch.device, prepared: Sequence[Any], tracked: bool) -> Any:
+    def _body_on_stream(self, device: torch.device, prepared: Sequence[Any], tracked: bool) -> Any:
         if device.type != "cuda":
-            return self._run_body(prepared, device, tracked)
+            return self._call_body(prepared, device, tracked)
         with torch.cuda.device(device), warp_stream_from_torch(device):
-            return self._run_body(prepared, device, tracked)
+            return self._call_body(prepared, device, tracked)
 
-    def _run_body(self, prepared: Sequence[Any], device: torch.device, tracked: bool) -> Any:
+    def _call_body(self, prepared: Sequence[Any], device: torch.device, tracked: bool) -> Any:
         # a body may load any kernels, so the first call of each kind runs alone; with gradients kernels may differ
         kind = (device, tracked)
         if kind in self._loaded:
@@ -291,13 +281,13 @@ def _make({", ".join(values)}):
             record = sum(1 << bit for i, bit in self._bits.items() if args[i] is not None and args[i].requires_grad)
             if record:
                 return self._function.apply(keyset, record, *args)
-        return internals.below_autograd(self.overload, self._run, keyset, args)
+        return internals.below_autograd(self.overload, self._implementation, keyset, args)
 
     def _make_function(self) -> Any:
         op = self
 
         def forward(ctx: Any, keyset: Any, record: int, *args: Any) -> Any:
-            result = op._run_recorded(keyset, record, args)
+            result = op._continue_below_autograd(keyset, record, args)
             result = tuple(map(internals.no_view, result)) if isinstance(result, tuple) else internals.no_view(result)
             outputs = result if isinstance(result, tuple) else (result,)
             ctx.set_materialize_grads(False)
@@ -320,12 +310,12 @@ def _make({", ".join(values)}):
             {"forward": staticmethod(forward), "backward": staticmethod(backward)},
         )
 
-    def _run_recorded(self, keyset: Any, record: int, args: tuple[Any, ...]) -> Any:
+    def _continue_below_autograd(self, keyset: Any, record: int, args: tuple[Any, ...]) -> Any:
         """Continue below autograd, in a call whose gradients by the inputs in ``record`` (one bit each) are needed."""
         if keyset is _READY:
-            with autograd_excluded():
-                return self._run_ready(*args)
-        return internals.below_autograd(self.overload, self._run, keyset, args)
+            with internals.autograd_excluded():
+                return self._short_way(*args)
+        return internals.below_autograd(self.overload, self._implementation, keyset, args)
 
     def _save(self, ctx: Any, args: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
         if self._formula is not None:

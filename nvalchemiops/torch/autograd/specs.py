@@ -10,21 +10,11 @@ import warp as wp
 
 from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
 
-TORCH_DTYPES: dict[Any, torch.dtype] = {
-    wp.bool: torch.bool,
-    wp.int8: torch.int8,
-    wp.uint8: torch.uint8,
-    wp.int16: torch.int16,
-    wp.int32: torch.int32,
-    wp.int64: torch.int64,
-    wp.float16: torch.float16,
-    wp.float32: torch.float32,
-    wp.float64: torch.float64,
-    # torch computes little with wide unsigned integers: they travel as signed bits
-    wp.uint16: torch.int16,
-    wp.uint32: torch.int32,
-    wp.uint64: torch.int64,
-}
+_SAME_NAMES = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
+
+TORCH_DTYPES: dict[Any, torch.dtype] = {getattr(wp, name): getattr(torch, name) for name in _SAME_NAMES}
+# torch computes little with wide unsigned integers: they travel as signed bits
+TORCH_DTYPES |= {wp.uint16: torch.int16, wp.uint32: torch.int32, wp.uint64: torch.int64}
 
 PRECISIONS = {torch.float32: wp.float32, torch.float64: wp.float64}
 """Precisions of kernels, by the dtype of their tensors."""

@@ -15,6 +15,7 @@ from nvalchemiops.torch.autograd import tapes
 from nvalchemiops.torch.autograd.declaration import returns
 from nvalchemiops.torch.autograd.functorch import transformable
 from nvalchemiops.torch.autograd.op import Gradients, WarpOp, unpack
+from nvalchemiops.torch.autograd.saved import restore, save
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.context import is_eager
 
@@ -48,7 +49,9 @@ class TapeOp(WarpOp):
         declared += ["int _record", "int _identity"]
         schema = f"({', '.join(declared)}) -> {returns(len(self.diff_inputs))}"
         short = f"{short}__tape_backward"  # two underscores, so that it is no other op's name
-        self.backward_overload = internals.define(library, short, schema, self._run_backward, self._fake_backward)
+        self.backward_overload = internals.define(
+            library, short, schema, self._backward_implementation, self._fake_backward
+        )
         library.impl(short, self._autograd_backward, "Autograd", with_keyset=True)
         pullback = self._refuse_second_order
         gradients = range(len(self.diff_inputs))
@@ -73,8 +76,8 @@ class TapeOp(WarpOp):
 
     # -- forward ----------------------------------------------------------------------------------
 
-    def _run_recorded(self, keyset: Any, record: int, args: tuple[Any, ...]) -> Any:
-        return super()._run_recorded(keyset, record, (*args[: self._count], record, args[-1]))
+    def _continue_below_autograd(self, keyset: Any, record: int, args: tuple[Any, ...]) -> Any:
+        return super()._continue_below_autograd(keyset, record, (*args[: self._count], record, args[-1]))
 
     def _execute(self, inputs: Sequence[Any], hidden: Sequence[int], device: torch.device) -> Any:
         record = hidden[0]
@@ -98,7 +101,7 @@ class TapeOp(WarpOp):
             for i, bit in self._bits.items():
                 if record >> bit & 1:
                     prepared[i].requires_grad_()
-            result = self._run_on(device, prepared, True)
+            result = self._body_on_stream(device, prepared, True)
             found, arrays = tapes.detach_all(result)
             results = self.declared.check_results(result, worked, prepared, device)
         for i in self.mutated:
@@ -119,16 +122,13 @@ class TapeOp(WarpOp):
         # compiled graph overwrites any buffer that it does not need any more, without a trace: there the outputs, which
         # the tape reads, must be inputs of the backward op too.
         traced = type(outputs[0]) is not torch.Tensor
-        tensors = [None if i in self.mutated else args[i] for i in self.tensors]
-        ctx.save_for_backward(outputs[-1], *tensors, *(outputs[:-1] if traced else ()))
-        ctx.plain = [a for i, a in enumerate(args[: self._count]) if i not in self.tensors]
+        inputs = (None if i in self.mutated else a for i, a in enumerate(args[: self._count]))
+        save(ctx, [outputs[-1], *inputs, *(o if traced else None for o in outputs[:-1])])
         ctx.identity = args[-1]
 
     def _saved_pullback(self, ctx: Any, cotangents: Gradients) -> Gradients:
-        token, *saved = ctx.saved_tensors
-        tensors, plain = iter(saved[: len(self.tensors)]), iter(ctx.plain)
-        inputs = [next(tensors) if i in self.tensors else next(plain) for i in range(self._count)]
-        outputs = saved[len(self.tensors) :] or [None] * len(self.outputs)
+        token, *values = restore(ctx)
+        inputs, outputs = values[: self._count], values[self._count :]
         return self._replayed(token, inputs, outputs, cotangents, ctx.record, ctx.identity)
 
     def _pullback(
@@ -148,17 +148,12 @@ class TapeOp(WarpOp):
         identity: int,
     ) -> list[torch.Tensor | None]:
         given = [cotangents[i] for i in self.diff_outputs]
-        call: Callable[..., Any]
+        seen = (token, *given, *(inputs[i] for i in self.tensors))
+        call: Callable[..., Any] = self._call_backward
         if torch.compiler.is_compiling():
             call = self.backward_overload
-        elif (
-            is_eager()
-            and not torch.is_grad_enabled()
-            and internals.is_unobserved(token, *given, *(inputs[i] for i in self.tensors))
-        ):
-            call = self._run_backward
-        else:
-            call = self._call_backward
+        elif is_eager() and not torch.is_grad_enabled() and internals.is_unobserved(*seen):
+            call = self._backward_implementation
         found = call(token, *inputs, *outputs, *given, record, identity)
         found = found if isinstance(found, tuple) else (found,)
         gradients: list[torch.Tensor | None] = [None] * self._count
@@ -167,7 +162,7 @@ class TapeOp(WarpOp):
                 gradients[i] = found[bit]
         return gradients
 
-    def _run_backward(self, *args: Any) -> Any:
+    def _backward_implementation(self, *args: Any) -> Any:
         token, rest, record = args[0], args[1:], args[-2]
         inputs, outputs = list(rest[: self._count]), rest[self._count : self._count + len(self.outputs)]
         cotangents = rest[self._count + len(self.outputs) : -2]
@@ -188,19 +183,16 @@ class TapeOp(WarpOp):
     def _fake_backward(self, *args: Any) -> Any:
         inputs, record = args[1:], args[-2]
         device = self.declared.device_of(inputs)
-        return unpack(
-            [
-                torch.empty(inputs[i].shape, dtype=inputs[i].dtype, device=device)
-                if record >> bit & 1
-                else torch.empty(0, device=device)
-                for bit, i in enumerate(self.diff_inputs)
-            ]
-        )
+        results = []
+        for bit, i in enumerate(self.diff_inputs):
+            shape, dtype = (inputs[i].shape, inputs[i].dtype) if record >> bit & 1 else ((0,), None)
+            results.append(torch.empty(shape, dtype=dtype, device=device))
+        return unpack(results)
 
     def _autograd_backward(self, keyset: Any, *args: Any) -> Any:
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             return self._second_order.apply(keyset, *args)
-        return internals.below_autograd(self.backward_overload, self._run_backward, keyset, args)
+        return internals.below_autograd(self.backward_overload, self._backward_implementation, keyset, args)
 
     # -- a second order is an error ---------------------------------------------------------------
 
@@ -211,7 +203,7 @@ class TapeOp(WarpOp):
         class SecondOrder(torch.autograd.Function):
             @staticmethod
             def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-                return internals.below_autograd(op.backward_overload, op._run_backward, keyset, args)
+                return internals.below_autograd(op.backward_overload, op._backward_implementation, keyset, args)
 
             @staticmethod
             def backward(ctx: Any, *cotangents: Any) -> Any:

@@ -1,5 +1,6 @@
 """Recording an op's launches on a tape, keeping the tape exactly as long as its graph, and replaying it."""
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -211,6 +212,7 @@ def replay(
 # -- state of one execution of a tape op ----------------------------------------------------------
 
 
+@dataclasses.dataclass(eq=False)
 class Recording:
     """Data of one recorded execution for its backward pass.
 
@@ -226,24 +228,16 @@ class Recording:
         The tape refers to copies that no other code can change.
     """
 
-    __slots__ = ("__weakref__", "arrays", "guard", "inputs", "lock", "outputs", "owns_data", "tapes", "versions")
+    tapes: list[wp.Tape]
+    arrays: dict[str, wp.array]
+    inputs: Sequence[torch.Tensor | None]
+    outputs: Sequence[torch.Tensor]
+    owns_data: bool
+    guard: Any = None
 
-    def __init__(
-        self,
-        tapes: list[wp.Tape],
-        arrays: dict[str, wp.array],
-        inputs: Sequence[torch.Tensor | None],
-        outputs: Sequence[torch.Tensor],
-        owns_data: bool,
-    ) -> None:
-        self.tapes = tapes
-        self.arrays = arrays
-        self.inputs = inputs
-        self.outputs = outputs
-        self.versions = [version_of(t) for t in outputs]
-        self.owns_data = owns_data
+    def __post_init__(self) -> None:
+        self.versions = [version_of(t) for t in self.outputs]
         self.lock = threading.Lock()
-        self.guard: Any = None
 
     def is_fresh(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> bool:
         """Whether the memory that the tape refers to still holds what it held when it was recorded.

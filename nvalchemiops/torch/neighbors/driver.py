@@ -13,19 +13,10 @@ from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.neighbors import search as ops
 from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
-from nvalchemiops.torch.neighbors.search import (
-    Search,
-    batch_idx_of,
-    check_size,
-    fill_neighbor_matrix,
-    largest_count,
-    neighbor_matrix,
-    neighbor_pairs,
-    raise_faults,
-    raise_overflow,
-)
+from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.runtime.memory import new_empty
 
@@ -171,9 +162,9 @@ def build(
 
     as_list = form.return_neighbor_list
     if as_list and room.neighbor_matrix is None and room.neighbor_matrix_shifts is None:
-        pairs, ptr, shifts = neighbor_pairs(*search)
+        pairs, ptr, shifts = ops.neighbor_pairs(*search)
         if width is not None and form.check and may_read():
-            raise_overflow(ptr.diff(), width, search)
+            ops.raise_overflow(ptr.diff(), width, search)
         if room.num_neighbors is not None:
             room.num_neighbors.copy_(ptr.diff())
     else:
@@ -203,7 +194,11 @@ def build(
         "neighbor_vectors": form.return_vectors or room.neighbor_vectors is not None,
     }
     if any(wanted.values()):
-        lattice, system = _lattice(cell, batch_idx, batch_ptr, positions.shape[0])
+        system, lattice = None, None if cell is None else cell.reshape(-1, 3, 3)
+        if lattice is not None and lattice.shape[0] != 1:
+            system = batch_idx
+            if batch_idx is None and batch_ptr is not None:
+                system = ops.batch_idx_of(batch_ptr, positions.shape[0])
         if as_list:
             slots = Pairs(lattice, system, None, pairs[0], pairs[1], shifts)
         else:
@@ -212,20 +207,6 @@ def build(
             if is_wanted:
                 results += (_in_memory(name, getattr(room, name), tensor),)
     return results
-
-
-def _lattice(
-    cell: torch.Tensor | None, batch_idx: torch.Tensor | None, batch_ptr: torch.Tensor | None, n_atoms: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Cells (n_systems, 3, 3), and the system of each atom if there are several cells."""
-    if cell is None:
-        return None, None
-    cell = cell.reshape(-1, 3, 3)
-    if cell.shape[0] == 1:
-        return cell, None
-    if batch_idx is None and batch_ptr is not None:
-        batch_idx = batch_idx_of(batch_ptr, n_atoms)
-    return cell, batch_idx
 
 
 def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
@@ -251,13 +232,13 @@ def _search_matrix(
     """
     _, matrix, shifts, count, *_ = room
     if width is None:
-        found, counted, images, _ = neighbor_matrix(*search, fill_value, None)
+        found, counted, images, _ = ops.neighbor_matrix(*search, fill_value, None)
         counted = counted if count is None else count.copy_(counted)
         return found, counted, counted, images
     if search.cell is None and shifts is not None:
         shifts.zero_()
     if matrix is None and shifts is None and count is None:
-        matrix, count, shifts, fault = neighbor_matrix(*search, fill_value, width)
+        matrix, count, shifts, fault = ops.neighbor_matrix(*search, fill_value, width)
     else:
         n_rows, device = search.n_rows, search.positions.device
         if matrix is None:
@@ -266,12 +247,12 @@ def _search_matrix(
             shifts = new_empty((n_rows, width, 3), torch.int32, device)
         if count is None:
             count = new_empty((n_rows,), torch.int32, device)
-        fault = fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
+        fault = ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
     if readable:
-        raise_faults(fault, search)
+        ops.raise_faults(fault, search)
         if truncated is None:
-            raise_overflow(count, width, search)
-        elif (most := largest_count(count)) > width:
+            ops.raise_overflow(count, width, search)
+        elif (most := ops.largest_count(count)) > width:
             notify(
                 f"the memory given for neighbors has {width} columns, but an atom has {most} neighbors: rows were "
                 f"filled to their end, and `{truncated}` counts all. Give wider memory to have all of them, or leave "
@@ -311,5 +292,5 @@ def _width(n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Te
             if isinstance(tensor, torch.Tensor) and tensor.ndim == ndim:
                 width, in_memory = tensor.shape[1], True
     if width is not None:
-        check_size(n_rows * width)
+        ops.check_size(n_rows * width)
     return width, in_memory

@@ -197,8 +197,7 @@ def half_to_full(
     """
     n_atoms, _ = _check_list(neighbor_list, neighbor_ptr, shifts)
     if may_read(neighbor_list, wait=True):
-        _check_rows(neighbor_list, neighbor_ptr)
-        _check_range(neighbor_list, n_atoms)
+        _check_entries(neighbor_list, neighbor_ptr)
         wrong = _direction(neighbor_list, shifts) <= 0
         if bool(wrong.any()):
             first = _pair_at(neighbor_list, shifts, int(wrong.to(torch.uint8).argmax()))
@@ -244,8 +243,7 @@ def full_to_half(
     n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
     direction = _direction(neighbor_list, shifts)
     if may_read(neighbor_list, wait=True):
-        _check_rows(neighbor_list, neighbor_ptr)
-        _check_range(neighbor_list, n_atoms)
+        _check_entries(neighbor_list, neighbor_ptr)
         there, back = torch.stack([(direction > 0).sum(), (direction < 0).sum()]).tolist()
         if there != back or there + back != n_pairs:
             raise ValueError(
@@ -305,9 +303,8 @@ def check_full_list(
         shifts = images[0] if images else None
     if neighbor_list is None or neighbor_ptr is None:
         raise ValueError("`neighbor_list` and `neighbor_ptr`, or `neighbor_matrix` and `num_neighbors`, are needed")
-    n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
-    _check_rows(neighbor_list, neighbor_ptr)
-    _check_range(neighbor_list, n_atoms)
+    _, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
+    _check_entries(neighbor_list, neighbor_ptr)
     if n_pairs == 0:
         return
     direction = _direction(neighbor_list, shifts)
@@ -400,7 +397,10 @@ def _check_rows(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> None
         )
 
 
-def _check_range(neighbor_list: torch.Tensor, n_atoms: int) -> None:
+def _check_entries(neighbor_list: torch.Tensor, neighbor_ptr: torch.Tensor) -> None:
+    """Raise as `_check_rows` does, and for indices that are no atoms."""
+    _check_rows(neighbor_list, neighbor_ptr)
+    n_atoms = neighbor_ptr.shape[0] - 1
     wrong = (neighbor_list < 0) | (neighbor_list >= n_atoms)
     if wrong.numel() and bool(wrong.any()):
         first = int(wrong.any(0).to(torch.uint8).argmax())

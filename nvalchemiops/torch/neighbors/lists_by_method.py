@@ -33,10 +33,10 @@ def cell_list(
     ignore("cell_list", without_effect)
     systems = Systems(positions, cell, pbc)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
-    room = Room(
+    out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
-    return build(systems, cutoff, form, room, BINNED, rebuild_flags, target_indices)
+    return build(systems, cutoff, form, out, BINNED, rebuild_flags, target_indices)
 
 
 def batch_cell_list(
@@ -65,10 +65,10 @@ def batch_cell_list(
     ignore("batch_cell_list", without_effect)
     systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
-    room = Room(
+    out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
-    return build(systems, cutoff, form, room, BINNED, rebuild_flags, target_indices)
+    return build(systems, cutoff, form, out, BINNED, rebuild_flags, target_indices)
 
 
 def naive_neighbor_list(
@@ -97,10 +97,10 @@ def naive_neighbor_list(
     ignore("naive_neighbor_list", without_effect)
     systems = Systems(positions, cell, pbc)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
-    room = Room(
+    out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
-    return build(systems, cutoff, form, room, NAIVE, rebuild_flags, target_indices)
+    return build(systems, cutoff, form, out, NAIVE, rebuild_flags, target_indices)
 
 
 def batch_naive_neighbor_list(
@@ -131,10 +131,10 @@ def batch_naive_neighbor_list(
     ignore("batch_naive_neighbor_list", without_effect)
     systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
-    room = Room(
+    out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
-    return build(systems, cutoff, form, room, NAIVE, rebuild_flags, target_indices)
+    return build(systems, cutoff, form, out, NAIVE, rebuild_flags, target_indices)
 
 
 def naive_neighbor_list_dual_cutoff(
@@ -162,10 +162,10 @@ def naive_neighbor_list_dual_cutoff(
     ignore("naive_neighbor_list_dual_cutoff", without_effect)
     systems = Systems(positions, cell, pbc)
     form = Form(half_fill, fill_value, return_neighbor_list)
-    room1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
-    room2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
+    out1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
+    out2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
     cutoffs = {"cutoff1": cutoff1, "cutoff2": cutoff2}
-    return build_two(systems, cutoffs, form, room1, room2, NAIVE, rebuild_flags)
+    return build_two(systems, cutoffs, form, out1, out2, NAIVE, rebuild_flags)
 
 
 def batch_naive_neighbor_list_dual_cutoff(
@@ -195,7 +195,7 @@ def batch_naive_neighbor_list_dual_cutoff(
     ignore("batch_naive_neighbor_list_dual_cutoff", without_effect)
     systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
     form = Form(half_fill, fill_value, return_neighbor_list)
-    room1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
-    room2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
+    out1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
+    out2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
     cutoffs = {"cutoff1": cutoff1, "cutoff2": cutoff2}
-    return build_two(systems, cutoffs, form, room1, room2, NAIVE, rebuild_flags)
+    return build_two(systems, cutoffs, form, out1, out2, NAIVE, rebuild_flags)

@@ -199,11 +199,9 @@ def _lattice(
     if shifts is None:
         raise ValueError("`shifts` are needed with `cell`: without them neighbors in other images are misplaced")
     cell = cell.reshape(-1, 3, 3)
-    if cell.shape[0] == 1:
-        return cell, None
-    if batch_idx is None:
+    if batch_idx is None and cell.shape[0] != 1:
         raise ValueError(f"`batch_idx` is needed with {cell.shape[0]} cells")
-    return cell, batch_idx
+    return cell, batch_idx if cell.shape[0] != 1 else None
 
 
 def slot_mask(counts: torch.Tensor, width: int) -> torch.Tensor:

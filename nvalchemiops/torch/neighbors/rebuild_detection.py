@@ -282,20 +282,16 @@ def _check_threshold(threshold: Any) -> float:
 def _check_lattice(
     cell: Any, cell_inv: Any, pbc: Any, positions: torch.Tensor, n_systems: int, required: bool = False
 ) -> None:
-    for name, tensor in (("cell", cell), ("cell_inv", cell_inv)):
-        if tensor is None and not (required and name == "cell"):
+    for name, tensor, shape in (("cell", cell, (3, 3)), ("cell_inv", cell_inv, (3, 3)), ("pbc", pbc, (3,))):
+        if tensor is None and not (required and name != "cell_inv"):
             continue
         checks.check_tensor(name, tensor)
-        if not tensor.is_floating_point():
+        if name == "pbc" and tensor.dtype != torch.bool:
+            raise TypeError(f"`pbc` must be bool, got {tensor.dtype}")
+        if name != "pbc" and not tensor.is_floating_point():
             raise TypeError(f"`{name}` must be float32 or float64, got {tensor.dtype}")
-        if tensor.shape not in ((n_systems, 3, 3), (1, 3, 3), (3, 3)):
-            raise ValueError(f"`{name}` must have shape (3, 3) or ({n_systems}, 3, 3), got {tuple(tensor.shape)}")
-        if tensor.device != positions.device:
+        if tensor.shape not in ((n_systems, *shape), (1, *shape), shape):
+            of_all = (n_systems, *shape)
+            raise ValueError(f"`{name}` must have shape {shape} or {of_all}, got {tuple(tensor.shape)}")
+        if name != "pbc" and tensor.device != positions.device:
             raise ValueError(f"`{name}` is on {tensor.device}, but the positions are on {positions.device}")
-    if pbc is None and not required:
-        return
-    checks.check_tensor("pbc", pbc)
-    if pbc.dtype != torch.bool:
-        raise TypeError(f"`pbc` must be bool, got {pbc.dtype}")
-    if pbc.shape not in ((n_systems, 3), (1, 3), (3,)):
-        raise ValueError(f"`pbc` must have shape (3,) or ({n_systems}, 3), got {tuple(pbc.shape)}")

@@ -11,15 +11,8 @@ import warp as wp
 
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.neighbors import NeighborOverflowError, grid
+from nvalchemiops.neighbors import search as kernels
 from nvalchemiops.neighbors.neighbor_utils import matrix_width
-from nvalchemiops.neighbors.search import (
-    NOT_FINITE,
-    ROWS_PER_THREAD,
-    SCRATCH_ROWS,
-    SCRATCH_WIDTH,
-    compact_neighbors,
-    search_neighbors,
-)
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
@@ -78,18 +71,18 @@ class Search(NamedTuple):
         return (self.positions if self.target_indices is None else self.target_indices).shape[0]
 
 
-class _Binned(NamedTuple):
-    """Arguments of the search kernel up to the rows."""
+class _Destination(NamedTuple):
+    """Where neighbors are written, and what else the kernels need for it; by default nowhere."""
 
-    coordinates: torch.Tensor
-    entry: torch.Tensor
-    begin: torch.Tensor
-    system: torch.Tensor | None
-    grids: torch.Tensor
-    cutoff: float
-    half: int
-    target: torch.Tensor | None
-    active: torch.Tensor | None
+    neighbors: torch.Tensor | None = None
+    shifts: torch.Tensor | None = None
+    first: torch.Tensor | None = None
+    row_begin: torch.Tensor | None = None
+    width: int = -1
+    fill_value: int = 0
+
+
+_NOWHERE = _Destination()
 
 
 class _CellList:
@@ -132,7 +125,8 @@ class _CellList:
             system = torch.where(system < 0, system, steps.cumsum(0, dtype=torch.int32))
         return system, row_pointers(system, n_systems)
 
-    def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> _Binned:
+    def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> list[Any]:
+        """Arguments of the search kernel up to the rows."""
         search = self.search
         positions = search.positions.to(torch.float64)
         n_atoms, n_systems = positions.shape[0], first_atom.shape[0] - 1
@@ -152,19 +146,11 @@ class _CellList:
             order = self._new(n_atoms)
             begin = torch.zeros(n_slots + 2, dtype=torch.int32, device=self.device)
         if self.device.type == "cpu" and n_atoms <= grid.SERIAL:
-            launch(
-                grid.prepare_search(),
-                1,
-                [positions, cell, pbc, system, first_atom, search.cutoff, method],
-                [grids, slot, begin, order, coordinates, entry, self.fault],
-            )
+            inputs = [positions, cell, pbc, system, first_atom, search.cutoff, method]
+            launch(grid.prepare_search(), 1, inputs, [grids, slot, begin, order, coordinates, entry, self.fault])
         else:
-            launch(
-                grid.describe_systems(),
-                n_systems,
-                [cell, pbc, first_atom, n_atoms, search.cutoff, method],
-                [grids, self.fault],
-            )
+            described = [cell, pbc, first_atom, n_atoms, search.cutoff, method]
+            launch(grid.describe_systems(), n_systems, described, [grids, self.fault])
             launch(grid.locate_atoms(), n_atoms, [positions, system, first_atom, grids], [slot, self.fault])
             if self.device.type == "cpu":
                 launch(grid.sort_atoms(), 1, [slot], [begin, order])
@@ -174,9 +160,8 @@ class _CellList:
                 begin = row_pointers(slot, n_slots)
             launch(grid.place_atoms(), n_atoms, [positions, system, grids, order], [coordinates, entry])
         target = None if search.target_indices is None else self._places(search.target_indices, order)
-        return _Binned(
-            coordinates, entry, begin, system, grids, search.cutoff, int(search.half), target, self.rebuild_flags
-        )
+        half = int(search.half)
+        return [coordinates, entry, begin, system, grids, search.cutoff, half, target, self.rebuild_flags]
 
     def _places(self, atoms: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         """Positions of the given atoms in ``order``; -1 for numbers that are no atoms."""
@@ -187,27 +172,14 @@ class _CellList:
         rank[order.long()] = torch.arange(n_atoms, dtype=torch.int32, device=self.device)
         return torch.where(known, rank[torch.where(known, atoms, n_atoms).long()], -1)
 
-    def run(
-        self,
-        count: torch.Tensor | None,
-        index: torch.Tensor | None = None,
-        shifts: torch.Tensor | None = None,
-        *,
-        first: torch.Tensor | None = None,
-        row_begin: torch.Tensor | None = None,
-        width: int = -1,
-        fill_value: int = 0,
-    ) -> None:
+    def run(self, count: torch.Tensor | None, to: _Destination = _NOWHERE) -> None:
         """Count neighbors, and write them to rows if there are rows."""
-        self._launch(
-            search_neighbors(),
-            [*self.binned, row_begin, width, fill_value],
-            [count, index, first, shifts],
-            kind="count" if index is None else "fill",
-        )
+        neighbors, shifts, first, *form = to
+        kind = "count" if neighbors is None else "fill"
+        self._launch(kernels.search_neighbors(), [*self.binned, *form], [count, neighbors, first, shifts], kind)
 
     def _launch(self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], kind: str | None = None) -> None:
-        rows_per_thread = ROWS_PER_THREAD if self.device.type == "cpu" else 1
+        rows_per_thread = kernels.ROWS_PER_THREAD if self.device.type == "cpu" else 1
         n_threads = -(-self.n_rows // rows_per_thread)
         launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], lanes=SEARCH_LANES, kind=kind)
 
@@ -217,39 +189,28 @@ class _CellList:
         In a small search on a CPU they are written at the same time, to memory that `fill` copies from.
         """
         count = self._new(self.n_rows)
-        if self.device.type == "cpu" and self.n_rows <= SCRATCH_ROWS:
+        if self.device.type == "cpu" and self.n_rows <= kernels.SCRATCH_ROWS:
             index, all_shifts = _scratch()
             shifts = None if self.search.cell is None else all_shifts
-            ends = (self.n_rows + 1) * SCRATCH_WIDTH
-            begin = torch.arange(0, ends, SCRATCH_WIDTH, dtype=torch.int32, device=self.device)
-            self.run(count, index, shifts, row_begin=begin)
+            ends = (self.n_rows + 1) * kernels.SCRATCH_WIDTH
+            begin = torch.arange(0, ends, kernels.SCRATCH_WIDTH, dtype=torch.int32, device=self.device)
+            self.run(count, _Destination(index, shifts, None, begin))
             self.scratch = (index, shifts)
         else:
             self.run(count)
         raise_faults(self.fault, self.search)
         return count
 
-    def fill(self, count: torch.Tensor, most: int, index: torch.Tensor, shifts: torch.Tensor, **rows: Any) -> None:
-        """Write neighbors to rows, after `count`, whose largest entry is ``most``; ``rows`` as in `run`."""
-        if self.scratch is None or most > SCRATCH_WIDTH:
-            self.run(None, index, shifts, **rows)
+    def fill(self, count: torch.Tensor, most: int, to: _Destination) -> None:
+        """Write neighbors to rows, after `count`, whose largest entry is ``most``."""
+        if self.scratch is None or most > kernels.SCRATCH_WIDTH:
+            self.run(None, to)
             return
-        scratch, scratch_shifts = self.scratch
         atoms = self.search.target_indices
-        self._launch(
-            compact_neighbors(),
-            [
-                count,
-                scratch,
-                scratch_shifts,
-                SCRATCH_WIDTH,
-                None if atoms is None else atoms.to(torch.int32),
-                rows.get("row_begin"),
-                rows.get("width", -1),
-                rows.get("fill_value", 0),
-            ],
-            [index, rows.get("first"), shifts],
-        )
+        atoms = None if atoms is None else atoms.to(torch.int32)
+        neighbors, shifts, first, *form = to
+        inputs = [count, *self.scratch, kernels.SCRATCH_WIDTH, atoms, *form]
+        self._launch(kernels.compact_neighbors(), inputs, [neighbors, first, shifts])
 
 
 _kept = threading.local()
@@ -262,7 +223,7 @@ def _scratch() -> tuple[torch.Tensor, torch.Tensor]:
     thousand atoms would spend a quarter of its time on page faults.
     """
     if not hasattr(_kept, "scratch"):
-        size = SCRATCH_ROWS * SCRATCH_WIDTH
+        size = kernels.SCRATCH_ROWS * kernels.SCRATCH_WIDTH
         # independent of the default device
         index = torch.empty(size, dtype=torch.int32, device="cpu")
         _kept.scratch = (index, torch.empty((size, 3), dtype=torch.int32, device="cpu"))
@@ -308,9 +269,9 @@ def largest_count(count: torch.Tensor) -> int:
     """Largest valid count of neighbors. Waits for the device."""
     values = all_values_of(count)
     most = int(values.max()) if values.numel() else 0
-    if most < NOT_FINITE:
+    if most < kernels.NOT_FINITE:
         return most
-    known = values[values < NOT_FINITE]  # rows that were kept from a search whose faults were not read
+    known = values[values < kernels.NOT_FINITE]  # rows that were kept from a search whose faults were not read
     return int(known.max()) if known.numel() else 0
 
 
@@ -343,7 +304,6 @@ def _n_rows(*inputs: Any) -> int:
         OutputSpec("ptr", wp.int32, lambda *inputs: (_n_rows(*inputs) + 1,)),
         OutputSpec("shifts", wp.vec3i, lambda *inputs: (0 if inputs[2] is None else _N_PAIRS, 3)),
     ],
-    grad_arrays=(),
     backward="none",
     trusted=True,
 )
@@ -370,7 +330,7 @@ def neighbor_pairs(
     ptr[1:] = ends
     pairs = new_empty((2, size), torch.int32, bins.device)
     shifts = new_empty((0 if cell is None else size, 3), torch.int32, bins.device)
-    bins.fill(count, most, pairs[1], shifts, first=pairs[0], row_begin=ptr)
+    bins.fill(count, most, _Destination(pairs[1], shifts, pairs[0], ptr))
     return pairs, ptr, shifts
 
 
@@ -393,7 +353,6 @@ def _matrix_width(*inputs: Any) -> int | DynamicSize:
         ),
         OutputSpec("fault", wp.int32, (grid.N_FAULTS,)),
     ],
-    grad_arrays=(),
     backward="none",
     trusted=True,
 )
@@ -429,17 +388,17 @@ def neighbor_matrix(
         count = new_empty((n_rows,), torch.int32, bins.device)
     matrix = new_empty((n_rows, columns), torch.int32, bins.device)
     shifts = new_empty((0 if cell is None else n_rows, columns, 3), torch.int32, bins.device)
+    to = _Destination(matrix.view(-1), shifts.view(-1, 3), None, None, columns, fill_value)
     if width is None:
-        bins.fill(count, most, matrix.view(-1), shifts.view(-1, 3), width=columns, fill_value=fill_value)
+        bins.fill(count, most, to)
     else:
-        bins.run(count, matrix.view(-1), shifts.view(-1, 3), width=columns, fill_value=fill_value)
+        bins.run(count, to)
     return matrix, count, shifts, bins.fault
 
 
 @warp_custom_op(
     "nvalchemiops::fill_neighbor_matrix",
     outputs=[OutputSpec("fault", wp.int32, (grid.N_FAULTS,))],
-    grad_arrays=(),
     mutates_args=("matrix", "count", "shifts"),
     backward="none",
 )
@@ -462,24 +421,6 @@ def fill_neighbor_matrix(
     """The matrix format in given memory; see `neighbor_matrix`."""
     search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
     bins = _CellList(search, may_wait=False, rebuild_flags=rebuild_flags)
-    bins.run(
-        count,
-        matrix.view(-1),
-        None if shifts is None else shifts.view(-1, 3),
-        width=matrix.shape[1],
-        fill_value=fill_value,
-    )
+    images = None if shifts is None else shifts.view(-1, 3)
+    bins.run(count, _Destination(matrix.view(-1), images, None, None, matrix.shape[1], fill_value))
     return bins.fault
-
-
-__all__ = [
-    "batch_idx_of",
-    "check_size",
-    "count_systems",
-    "fill_neighbor_matrix",
-    "largest_count",
-    "neighbor_matrix",
-    "neighbor_pairs",
-    "raise_faults",
-    "raise_overflow",
-]

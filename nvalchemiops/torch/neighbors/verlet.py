@@ -182,19 +182,16 @@ class VerletList:
 
     def _build(self, given: Systems, flags: torch.Tensor | None) -> _BuiltList:
         """The list of the flagged systems, or of all."""
-        rows = self._search(given, flags)
-        if flags is None:
-            systems = _each(torch.clone, given)
-            system, n_systems = _numbering(systems)
-            self.rebuilt = torch.ones(n_systems, dtype=torch.bool, device=given.positions.device)
+        rows, old = self._search(given, flags), self._kept
+        if flags is None or old is None or old.system is None:  # flags are given for some systems of several
+            system, n_systems = _numbering(given)
+            flags = torch.ones(n_systems, dtype=torch.bool, device=given.positions.device)
         else:
-            assert self._kept is not None
-            old, system, n_systems, *_ = self._kept
-            assert system is not None  # flags are given for some systems of several
-            positions = torch.where(flags.index_select(0, system).unsqueeze(-1), given.positions, old.positions)
+            system, n_systems = old.system, old.n_systems
+            moved = flags.index_select(0, system).unsqueeze(-1)
             # cells and pbc of the others are the same as before, except for lattice vectors along open axes
-            systems = _each(torch.clone, given._replace(positions=positions))
-            self.rebuilt = flags
+            given = given._replace(positions=torch.where(moved, given.positions, old.systems.positions))
+        self.rebuilt, systems = flags, _each(torch.clone, given)
         result = rows
         if self.return_neighbor_list:
             # the counts alone decide: the caller's padding may be the number of an atom

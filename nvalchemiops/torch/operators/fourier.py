@@ -37,12 +37,8 @@ def _tables(
     values = None if moments is None else moments.flatten(1)
     n_rows = n_x + n_y + n_z + (0 if values is None else values.shape[1])
     tables = new_empty((n_rows, LANES * n_vectors), torch.float64, coordinates.device)
-    launch(
-        kernels.phase_tables(),
-        n_vectors,
-        [coordinates, order, atom_begin, vector_begin, values, n_x, n_x + n_y],
-        [tables],
-    )
+    inputs = [coordinates, order, atom_begin, vector_begin, values, n_x, n_x + n_y]
+    launch(kernels.phase_tables(), n_vectors, inputs, [tables])
     return vector_begin, tables, n_x, n_x + n_y
 
 
@@ -118,14 +114,9 @@ def fourier_spread(
     else:
         plan = _tables(coordinates, order, atom_begin, points, moments)
         rows = -(-n_points // kernels.POINTS)
-    launch(
-        kernels.fourier_spread(derivatives),
-        rows,
-        [moments, coordinates, order, atom_begin, *plan, points, point_begin],
-        [field],
-        lanes=WARP,
-        kind=_size(moments.shape[0] * n_channels // max(atom_begin.shape[0] - 1, 1)),
-    )
+    inputs = [moments, coordinates, order, atom_begin, *plan, points, point_begin]
+    kind = _size(moments.shape[0] * n_channels, atom_begin)
+    launch(kernels.fourier_spread(derivatives), rows, inputs, [field], lanes=WARP, kind=kind)
     return field
 
 
@@ -176,17 +167,12 @@ def fourier_gather(
         plan = (vector_begin, block_begin, tables, *rest)
         coefficients = new_empty((field.numel(),), torch.float64, field.device)
         launch(kernels.fourier_coefficients(), field.numel() // 8, [field.reshape(-1)], [coefficients])
-    launch(
-        kernels.fourier_gather(derivatives),
-        rows,
-        [field, coefficients, coordinates, order, atom_begin, *plan, points, point_begin],
-        [moments],
-        lanes=WARP,
-        kind=_size(n_points * n_channels // max(atom_begin.shape[0] - 1, 1)),
-    )
+    inputs = [field, coefficients, coordinates, order, atom_begin, *plan, points, point_begin]
+    kind = _size(n_points * n_channels, atom_begin)
+    launch(kernels.fourier_gather(derivatives), rows, inputs, [moments], lanes=WARP, kind=kind)
     return moments
 
 
-def _size(work: int) -> int:
-    """Work of a row, in powers of two, to distinguish launches whose rows take different times."""
-    return int(work).bit_length()
+def _size(work: int, begin: torch.Tensor) -> int:
+    """Work of a row, of all that for the systems of ``begin``, in powers of two: rows take different times."""
+    return int(work // max(begin.shape[0] - 1, 1)).bit_length()

@@ -73,7 +73,6 @@ def _geometry(cell: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 @warp_custom_op(
     "nvalchemiops::shortest_vectors",
     outputs=[OutputSpec("basis", wp.int32, lambda cell: tuple(cell.shape))],
-    grad_arrays=[],
     backward="none",
     trusted=True,
 )

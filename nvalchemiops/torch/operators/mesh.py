@@ -26,7 +26,6 @@ from nvalchemiops.torch.runtime.memory import new_empty
         OutputSpec("order", wp.int32, lambda u, *_: (u.shape[0],)),
         OutputSpec("column_begin", wp.int32, lambda _, __, n, mesh, ___: (n * mesh[0] * mesh[1] + 2,)),
     ],
-    grad_arrays=[],
     backward="none",
     trusted=True,
 )
@@ -145,14 +144,10 @@ def mesh_spread(
     weights = new_empty((n_atoms, 3, derivatives + 1, kernels.WIDTH), torch.float64, moments.device)
     stencils = kernels.spline_stencils(spline_order, derivatives)
     launch(stencils, _rows(moments), [coordinates, order, n_x, n_y, n_z], [first_y, first_z, weights])
-    launch(
-        kernels.spline_spread(spline_order, derivatives, precision_of(moments)),
-        n_systems * n_x * n_y,
-        [moments.index_select(0, order), column_begin, first_y, first_z, weights],
-        [field.view(-1, n_x, n_y, n_z)],
-        lanes=WARP,
-        kind=(16 * n_atoms * n_channels // (n_systems * n_x * n_y)).bit_length(),
-    )
+    kernel, rows = kernels.spline_spread(spline_order, derivatives, precision_of(moments)), n_systems * n_x * n_y
+    inputs = [moments.index_select(0, order), column_begin, first_y, first_z, weights]
+    kind = (16 * n_atoms * n_channels // rows).bit_length()
+    launch(kernel, rows, inputs, [field.view(-1, n_x, n_y, n_z)], lanes=WARP, kind=kind)
     return field
 
 
@@ -195,13 +190,9 @@ def mesh_gather(
     moments = new_empty((coordinates.shape[0], n_channels, count(derivatives)), field.dtype, field.device)
     if moments.numel() == 0:
         return moments
-    launch(
-        kernels.spline_gather(spline_order, derivatives, precision_of(field)),
-        _rows(moments),
-        [field.flatten(0, 1), coordinates, batch_idx, order],
-        [moments],
-        kind=n_channels,
-    )
+    kernel = kernels.spline_gather(spline_order, derivatives, precision_of(field))
+    inputs = [field.flatten(0, 1), coordinates, batch_idx, order]
+    launch(kernel, _rows(moments), inputs, [moments], kind=n_channels)
     return moments
 
 

@@ -97,11 +97,6 @@ class _ThreadLimit:
         self.before.products = self.set_products(1) if self.set_products else None
         return True
 
-    def recover(self) -> None:
-        """Undo the limit of a backward pass that raised before its end."""
-        if self.is_in_backward() and not in_backward_pass():
-            self.leave()
-
     def is_in_backward(self) -> bool:
         """Whether the limit was set by a backward pass."""
         return getattr(self.before, "in_backward", False)
@@ -176,7 +171,8 @@ def fairly(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
     limit = _limit() if is_eager() else None
     if limit is None:
         return function(*tensors)
-    limit.recover()
+    if limit.is_in_backward() and not in_backward_pass():
+        limit.leave()  # of a backward pass that raised before its end
     if not core.is_crowded() or tensors[0].device.type != "cpu" or not limit.enter():
         return function(*tensors)
     try:
