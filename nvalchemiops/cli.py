@@ -204,8 +204,7 @@ def _warmup(options: argparse.Namespace) -> int:
     kernels = [(n, build) for n, build in known if not options.name or any(part in n for part in options.name)]
     jobs = [(name, build, device) for device in devices for name, build in kernels]
     failures = []
-    for number, (name, build, device) in enumerate(jobs, 1):
-        print(f"[{number}/{len(jobs)}] {name} [{device}]", file=sys.stderr)
+    for name, build, device in _with_progress(jobs, [f"{name} [{device}]" for name, _, device in jobs]):
         try:
             load(build(), wp.get_device(device))
         except Exception as error:  # one broken kernel must not hide the others
@@ -214,6 +213,21 @@ def _warmup(options: argparse.Namespace) -> int:
         print(f"nvalchemiops warmup: {failure}", file=sys.stderr)
     print(f"{len(jobs) - len(failures)} of {len(jobs)} kernels ready in {wp.config.kernel_cache_dir}")
     return 1 if failures else 0
+
+
+def _with_progress(jobs: list[Any], labels: list[str]) -> Iterator[Any]:
+    """The jobs, with a bar where tqdm is installed, otherwise a line for each."""
+    if importlib.util.find_spec("tqdm") is None:
+        for number, (job, label) in enumerate(zip(jobs, labels), 1):
+            print(f"[{number}/{len(jobs)}] {label}", file=sys.stderr)
+            yield job
+        return
+    from tqdm import tqdm
+
+    bar = tqdm(zip(jobs, labels), total=len(jobs), unit="kernel", file=sys.stderr)
+    for job, label in bar:
+        bar.set_description(label)
+        yield job
 
 
 def all_kernels() -> list[tuple[str, Callable[[], Any]]]:

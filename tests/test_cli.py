@@ -111,6 +111,9 @@ def bad(x: wp.array(dtype=wp.float64)):
 
 kernels = {"good": good, "bad": bad}
 cli.all_kernels = lambda: [(name, lambda name=name: kernels[name]) for name in sys.argv[1].split(",")]
+if "no-bar" in sys.argv:
+    sys.modules["tqdm"] = None
+    cli.importlib.util.find_spec = lambda name: None
 sys.exit(cli.main(["warmup", "--device", "cpu", *[a[1:] for a in sys.argv if a.startswith("=")]]))
 """
 
@@ -133,19 +136,26 @@ def test_warmup_compiles_into_the_cache(warmup):
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.startswith("1 of 1 kernels ready in ")
     assert len(finished.stdout.splitlines()) == 1
-    assert finished.stderr == "[1/1] good [cpu]\n"
+    assert "100%" in finished.stderr
+    assert "driver" not in finished.stderr
     assert list(warmup.cache.rglob("wp_*/*.o"))
 
 
+def test_warmup_without_tqdm_prints_plain_lines(warmup):
+    finished = warmup("good", "no-bar")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == "[1/1] good [cpu]\n"
+
+
 def test_warmup_reports_a_broken_kernel_and_builds_the_others(warmup):
-    finished = warmup("bad,good")
+    finished = warmup("bad,good", "no-bar")
     assert finished.returncode == 1
     assert finished.stdout.startswith("1 of 2 kernels ready in ")
     assert "nvalchemiops warmup: bad [cpu]: " in finished.stderr
 
 
 def test_warmup_of_named_kernels_only(warmup):
-    finished = warmup("bad,good", "=goo")
+    finished = warmup("bad,good", "no-bar", "=goo")
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == "[1/1] good [cpu]\n"
     finished = warmup("bad,good", "=nothing")
