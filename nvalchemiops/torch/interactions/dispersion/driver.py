@@ -275,24 +275,10 @@ def _three_body(
 ) -> tuple[torch.Tensor, ...]:
     """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
     positions, cell, batch_idx, n_systems, rows = system
-    return three_body_sum(
-        positions,
-        cell,
-        coefficients,
-        atoms.row,
-        _pair_radii(atoms.states, coefficients.dtype),
-        batch_idx,
-        n_systems,
-        rows.pointers,
-        rows.neighbors,
-        rows.shifts,
-        rows.width,
-        rows.padding,
-        atoms.states.n_positive,
-        NO_CUTOFF if reach.cutoff is None else reach.cutoff,
-        NO_CUTOFF if reach.r_switch is None else reach.r_switch,
-        derivatives=derivatives,
-    )
+    of_atoms = (coefficients, atoms.row, _pair_radii(atoms.states, coefficients.dtype), batch_idx, n_systems)
+    distances = (NO_CUTOFF if distance is None else distance for distance in reach)
+    others = (*rows[:5], atoms.states.n_positive, *distances)
+    return three_body_sum(positions, cell, *of_atoms, *others, derivatives=derivatives)
 
 
 def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smoothing: Any) -> Ranges:

@@ -32,6 +32,9 @@ INPUTS = {
 }
 """Arguments of the energy, by the letters of `nvalchemiops.interactions.pair.derivatives`."""
 
+NO_DIRECTIONS = (None,) * len(INPUTS)
+"""Arguments of the op for the energy itself and its gradient."""
+
 Direction = dict[str, torch.Tensor]
 """A change of the inputs, by letter; inputs that are left out do not change."""
 
@@ -71,41 +74,17 @@ OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
 """Outputs of the op, in order, by letter."""
 
 
-_ARRAYS = (
-    *INPUTS.values(),
-    *(f"direction_{name}" for name in INPUTS.values()),
-    "batch_idx",
-    "row_begin",
-    "first",
-    "neighbors",
-    "shifts",
-    "species",
-    "excluded_begin",
-    "excluded",
-    "excluded_factors",
-)
-"""Arguments of the op that are arrays of its kernels, in the order of the op."""
-
-
 @functools.cache
 def _kernel(
-    formula: str,
-    directions: str,
-    outputs: str,
-    precision: str,
-    periodic: bool,
-    n_species: int,
-    weights: bool,
-    excluding: bool,
-) -> tuple[Any, list[int], list[str], dict[str, int]]:
-    """The kernel, the places of its inputs in `_ARRAYS`, its outputs, and the columns of its sums."""
+    formula: str, directions: str, outputs: str, precision: str, periodic: bool, n_species: int, *flags: bool
+) -> tuple[Any, list[str], list[str], dict[str, int]]:
+    """The kernel, the names of its inputs and outputs, and the columns of its sums; flags as of `Request`."""
     parts = tuple(directions.split("|")) if directions else ()
-    request = Request(Formula.read(formula), parts, outputs, weights, excluding)
+    request = Request(Formula.read(formula), parts, outputs, *flags)
     variant = core.Variant(request, precision, periodic, n_species)
-    inputs, written = core.inputs_of(variant), core.outputs_of(variant)
+    inputs, written = ([a.name for a in arrays] for arrays in (core.inputs_of(variant), core.outputs_of(variant)))
     widths = core.width_of_sums(outputs, len(request.formula.global_parameters))
-    places = [_ARRAYS.index(a.name) for a in inputs]
-    return core.pair_kernel(variant), places, [a.name for a in written], widths
+    return core.pair_kernel(variant), inputs, written, widths
 
 
 _thread = threading.local()
@@ -342,16 +321,16 @@ def pair_sum(
     batch_idx: torch.Tensor | None,
     n_systems: int,
     row_begin: torch.Tensor | None,
-    first: torch.Tensor | None,
     neighbors: torch.Tensor,
     shifts: torch.Tensor | None,
+    width: int,
+    padding: int,
+    first: torch.Tensor | None,
     species: torch.Tensor | None,
     n_species: int,
     excluded_begin: torch.Tensor | None,
     excluded: torch.Tensor | None,
     excluded_factors: torch.Tensor | None,
-    width: int,
-    padding: int,
     cutoff: float,
     r_switch: float,
 ) -> tuple[torch.Tensor, ...]:
@@ -378,7 +357,7 @@ def pair_sum(
         Like the input, with a leading dimension for the directions that have its letter.
     batch_idx : (n_atoms,) int32 tensor, optional
     n_systems : int
-    row_begin, first, neighbors, shifts, width, padding
+    row_begin, neighbors, shifts, width, padding, first
         See `nvalchemiops.torch.neighbors.rows.Rows`.
     species : (n_atoms,) int32 tensor, optional
     n_species : int
@@ -387,39 +366,10 @@ def pair_sum(
     cutoff, r_switch : float
         Distances.
     """
-    precision = precision_of(positions)
-    kernel, inputs, written, columns = _kernel(
-        formula,
-        directions,
-        outputs,
-        precision,
-        shifts is not None,
-        n_species,
-        weights is not None,
-        excluded is not None,
-    )
+    arguments = locals()  # the arrays of the kernel have the same names
+    flags = (shifts is not None, n_species, weights is not None, excluded is not None)
+    kernel, inputs, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
     n_atoms, device = positions.shape[0], positions.device
-    given = (
-        positions,
-        cell,
-        parameters,
-        global_parameters,
-        weights,
-        direction_positions,
-        direction_cell,
-        direction_parameters,
-        direction_global_parameters,
-        direction_weights,
-        batch_idx,
-        row_begin,
-        first,
-        neighbors,
-        shifts,
-        species,
-        excluded_begin,
-        excluded,
-        excluded_factors,
-    )
     # on a GPU faults are not read, which would wait for it: results are NaN
     fault = _fault() if device.type == "cpu" else None
     memory: dict[str, torch.Tensor] = {}
@@ -435,7 +385,7 @@ def pair_sum(
     launch(
         kernel,
         n_atoms,
-        [*[given[place] for place in inputs], width, padding, cutoff, r_switch],
+        [*[arguments[name] for name in inputs], width, padding, cutoff, r_switch],
         [fault if name == "fault" else memory[name] for name in written],
         lanes=WARP,
     )
