@@ -227,6 +227,3 @@ def dsf_coulomb(
     )._replace(shifts_name="unit_shifts")
     request = check_pair_request(compute_forces, compute_virial, "system")
     return _sum(potentials.DSF, positions, charges, cell, cutoff, alpha, given, batch_idx, num_systems, request)
-
-
-__all__ = ["coulomb_energy", "coulomb_energy_forces", "coulomb_forces", "dsf_coulomb"]

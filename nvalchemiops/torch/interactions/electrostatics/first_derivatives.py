@@ -14,13 +14,8 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.results import (
-    Contribution,
-    Derivatives,
-    Request,
-    Term,
-    total,
-)
+from nvalchemiops.torch.interactions.electrostatics import results as sums
+from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, Tensors
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.operators.segments import totals
@@ -28,9 +23,7 @@ from nvalchemiops.torch.runtime.context import is_eager, is_mapped
 from nvalchemiops.torch.runtime.openmp import fairly
 
 
-def evaluate(
-    terms: Sequence[Term], system: ChargedSystem, request: Request, is_constant: bool
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def evaluate(terms: Sequence[sums.Term], system: ChargedSystem, request: sums.SumRequest, is_constant: bool) -> Tensors:
     """The results of a sum: energies, then the derivatives that were requested.
 
     Parameters
@@ -38,7 +31,7 @@ def evaluate(
     terms : sequence of Term
         Their tensors must not change until the backward pass.
     system : ChargedSystem
-    request : Request
+    request : SumRequest
     is_constant : bool
         Whether the terms are known to depend on no tensors but their own and those of the system.
     """
@@ -46,15 +39,11 @@ def evaluate(
     derivatives = request.derivatives
 
     def graph(
-        positions: torch.Tensor,
-        charges: torch.Tensor,
-        cell: torch.Tensor,
-        derivatives: Derivatives,
-        with_dyads: bool = False,
+        positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, derivatives: Any, with_dyads: bool = False
     ) -> Any:
-        here = system._replace(positions=positions, charges=charges, cell=cell, has_channels=True)
+        here = system._replace(positions=positions, charges=charges, cell=cell)
         contributions = [term.evaluate(here, derivatives) for term in terms]
-        results = total(contributions, here, request.energy_reduction)
+        results = sums.total(contributions, here, request.energy_reduction)
         return (*results, _dyads(contributions, here)) if with_dyads else results
 
     # in hybrid form first derivatives by charges are there, unless they are among the results and so in the graph

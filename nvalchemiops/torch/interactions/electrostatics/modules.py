@@ -7,15 +7,14 @@ import numpy as np
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation, prepare_wave_vectors
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
+from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     estimate_ewald_parameters,
     estimate_pme_parameters,
 )
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
-from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.system import check_potential
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime.context import may_read, values_of
 from nvalchemiops.torch.runtime.modules import ExactModule

@@ -1,6 +1,5 @@
 """Parameters of Ewald sums for torch tensors."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +21,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import check_periodic
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime.context import on_host
+from nvalchemiops.torch.systems import System
 
 
 def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_order: int) -> torch.Tensor:
@@ -387,7 +387,7 @@ def _target(
     typical = core.Target(accuracy)
     if charges is None:
         return typical
-    system = check_system(positions, charges, cell, batch_idx)
+    system = check_system(System(positions, charges, cell, batch_idx))
     if not bool(torch.isfinite(system.charges).all()):
         raise ValueError("`charges` has entries that are NaN or infinite")
     if system.n_atoms == 0 or is_crowded(system):
@@ -400,16 +400,3 @@ def _target(
 
 def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(values, dtype=like.dtype, device=like.device)
-
-
-__all__: Sequence[str] = [
-    "ErrorEstimate",
-    "EwaldParameters",
-    "PMEParameters",
-    "compute_bspline_moduli_1d",
-    "estimate_errors",
-    "estimate_ewald_parameters",
-    "estimate_pme_mesh_dimensions",
-    "estimate_pme_parameters",
-    "mesh_spacing_to_dimensions",
-]

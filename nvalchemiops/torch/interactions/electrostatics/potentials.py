@@ -149,3 +149,9 @@ def power_law(exponent: int) -> LongRangePotential:
     )
     _CONSTANT.add(found)
     return found
+
+
+def check_potential(potential: Any) -> None:
+    """Raise unless this is a `LongRangePotential`."""
+    if not isinstance(potential, LongRangePotential):
+        raise TypeError(f"`potential` must be a LongRangePotential, got {type(potential).__name__}")
