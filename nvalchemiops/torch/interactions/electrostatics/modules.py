@@ -18,7 +18,7 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, L
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime.context import may_read, values_of
 from nvalchemiops.torch.runtime.modules import ExactModule
-from nvalchemiops.torch.systems import Neighbors, System, long_arguments, named
+from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, System, long_arguments, named
 
 
 def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | None:
@@ -118,9 +118,7 @@ class _ConfiguredSum(ExactModule):
         """
         if not isinstance(positions, System):
             if neighbors is not None:
-                raise TypeError(
-                    "`neighbors` go with a System; beside tensors give `neighbor_list` or `neighbor_matrix`"
-                )
+                raise TypeError(BESIDE_TENSORS)
             self._move_to(positions)
             given = {"cutoff": self.cutoff, "accuracy": self.accuracy, "potential": self.potential} | options
             return self._evaluate(positions, charges, cell, **given)  # type: ignore[arg-type]  # checked there
