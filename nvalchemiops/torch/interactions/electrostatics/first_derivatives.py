@@ -127,9 +127,9 @@ class _WithDerivatives(torch.autograd.Function):
             return (None,) * 7 + no_others
         needed = ctx.needs_input_grad[4:7]
         if not torch.is_grad_enabled() and all(g is None for g in grad_derivatives):
-            weights = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
-            if weights is not None:
-                return (None,) * 4 + _products(ctx.first, weights, positions, cell, batch_idx, needed) + no_others
+            of_systems = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
+            if of_systems is not None:
+                return (None,) * 4 + _products(ctx.first, of_systems, positions, cell, batch_idx, needed) + no_others
         higher = torch.is_grad_enabled()
         with torch.enable_grad():
             # views of the inputs, so that the derivative by charges does not go on to positions they depend on
@@ -139,19 +139,11 @@ class _WithDerivatives(torch.autograd.Function):
                     t.requires_grad_()
             results = ctx.graph(*inputs, ctx.requested)
             results = results if isinstance(results, tuple) else (results,)
-            pairs = [
-                (r, g) for r, g in zip(results, (grad_energies, *grad_derivatives)) if g is not None and r.requires_grad
-            ]
-            gradients = iter(
-                torch.autograd.grad(
-                    [r for r, _ in pairs],
-                    [t for t, is_needed in zip(inputs, needed) if is_needed],
-                    [g for _, g in pairs],
-                    create_graph=higher,
-                    allow_unused=True,
-                )
-            )
-        return (None,) * 4 + tuple(next(gradients) if is_needed else None for is_needed in needed) + no_others
+            both = zip(results, (grad_energies, *grad_derivatives))
+            outputs, weights = zip(*((r, g) for r, g in both if g is not None and r.requires_grad))
+            asked = [t for t, is_needed in zip(inputs, needed) if is_needed]
+            found = iter(torch.autograd.grad(outputs, asked, weights, create_graph=higher, allow_unused=True))
+        return (None,) * 4 + tuple(next(found) if is_needed else None for is_needed in needed) + no_others
 
 
 def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torch.Tensor:

@@ -127,12 +127,13 @@ def estimate_ewald_parameters(
     -----
     Formulas and sources: `nvalchemiops.interactions.electrostatics.error_models`. Reads values on the host.
     """
-    sizes = _sizes_of(positions, cell, batch_idx)
+    atoms = System(positions, charges, cell, batch_idx)
+    sizes = _sizes_of(atoms)
     accuracy = check_accuracy(accuracy, positions)
     typical = core.Target(accuracy)
     alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, typical, core.COSTS[positions.device.type])
     r_c = core.real_cutoff(alpha, sizes.spacing, typical)
-    target = _target(accuracy, positions, charges, cell, batch_idx, sizes, r_c)
+    target = _target(accuracy, atoms, sizes, r_c)
     alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
     k_c = core.reciprocal_cutoff(alpha, sizes.spacing, target)
     return EwaldParameters(*(_tensor(v, positions) for v in (alpha, r_c, k_c)))
@@ -179,7 +180,8 @@ def estimate_pme_parameters(
     -----
     Errors, formulas and sources: see `estimate_ewald_parameters`. Reads values on the host.
     """
-    sizes = _sizes_of(positions, cell, batch_idx)
+    atoms = System(positions, charges, cell, batch_idx)
+    sizes = _sizes_of(atoms)
     accuracy = check_accuracy(accuracy, positions)
     order = check_spline_order(spline_order)
     if real_space_cutoff is None:
@@ -189,7 +191,7 @@ def estimate_pme_parameters(
     else:
         given = per_system("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
         r_c = on_host(given)
-    target = _target(accuracy, positions, charges, cell, batch_idx, sizes, r_c)
+    target = _target(accuracy, atoms, sizes, r_c)
     alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
     mesh = mesh_for(sizes, alpha, target, order, mesh_safety_factor, fft_padding_fraction)
     spacing = sizes.lengths / np.array(mesh)
@@ -262,7 +264,8 @@ def estimate_errors(
     >>> estimate_errors(positions, cell, **parameters._asdict()).total < 1.1e-5
     tensor([True])
     """
-    sizes = _sizes_of(positions, cell, batch_idx)
+    atoms = System(positions, charges, cell, batch_idx)
+    sizes = _sizes_of(atoms)
     n_systems, device = len(sizes.cell), positions.device
 
     def numbers(name: str, value: Any) -> np.ndarray:
@@ -284,7 +287,7 @@ def estimate_errors(
         model = core.Box(core.faces(np.array(check_bounds(miller_bounds)) + 0.5, sizes.lengths))
     else:
         model = sizes.mesh_model(*mesh_and_order(mesh_dimensions, check_spline_order(spline_order)))
-    target = _target(1.0, positions, charges, cell, batch_idx, sizes, cutoff)
+    target = _target(1.0, atoms, sizes, cutoff)
     errors = core.expected_errors(splitting, cutoff, sizes.spacing, model, target)
     tensors = (torch.as_tensor(e, dtype=torch.float64, device=device) for e in (*errors, np.hypot(*errors)))
     return ErrorEstimate(*tensors)
@@ -367,34 +370,27 @@ def mesh_spacing_to_dimensions(
 # -- common to all ------------------------------------------------------------------------------
 
 
-def _sizes_of(positions: torch.Tensor, cell: Any, batch_idx: torch.Tensor | None) -> Sizes:
+def _sizes_of(atoms: System) -> Sizes:
+    positions = atoms.positions
     checks.check_positions(positions, finite=False)
-    cell = check_periodic_cells(cell, positions)
+    cell = check_periodic_cells(atoms.cell, positions)
     check_cells(cell.detach().cpu())  # read in any case
-    batch_idx, _ = checks.check_batch(batch_idx, positions, cell.shape[0], wait=True)
+    batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0], wait=True)
     return sizes_of(cell, batch_idx, positions.shape[0])
 
 
-def _target(
-    accuracy: float,
-    positions: torch.Tensor,
-    charges: torch.Tensor | None,
-    cell: torch.Tensor,
-    batch_idx: torch.Tensor | None,
-    sizes: Sizes,
-    real_space_cutoff: np.ndarray,
-) -> core.Target:
+def _target(accuracy: float, atoms: System, sizes: Sizes, real_space_cutoff: np.ndarray) -> core.Target:
     typical = core.Target(accuracy)
-    if charges is None:
+    if atoms.charges is None:
         return typical
-    system = check_system(System(positions, charges, cell, batch_idx))
+    system = check_system(atoms)
     if not bool(torch.isfinite(system.charges).all()):
         raise ValueError("`charges` has entries that are NaN or infinite")
     if system.n_atoms == 0 or is_crowded(system):
         return typical
     reach = np.minimum(real_space_cutoff, core.NEARBY * sizes.spacing)
-    rows = build_rows(positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
-    known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=positions.device)
+    rows = build_rows(system.positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
+    known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=system.positions.device)
     return typical._replace(force=on_host(force_of_neighbors(system, rows, known, spacing)))
 
 
