@@ -6,6 +6,7 @@ and compiled when it is first needed.
 """
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,14 +78,14 @@ OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
 @functools.cache
 def _kernel(
     formula: str, directions: str, outputs: str, precision: str, periodic: bool, n_species: int, *flags: bool
-) -> tuple[Any, list[str], list[str], dict[str, int]]:
-    """The kernel, the names of its inputs and outputs, and the columns of its sums; flags as of `Request`."""
+) -> tuple[Any, Callable[[dict[str, Any]], tuple[Any, ...]], list[str], dict[str, int]]:
+    """The kernel, what picks its inputs, names of its outputs, and the columns of its sums; flags as of `Request`."""
     parts = tuple(directions.split("|")) if directions else ()
     request = Request(Formula.read(formula), parts, outputs, *flags)
     variant = core.Variant(request, precision, periodic, n_species)
-    inputs, written = ([a.name for a in arrays] for arrays in (core.inputs_of(variant), core.outputs_of(variant)))
+    inputs, written = operator.itemgetter(*(a.name for a in core.inputs_of(variant))), core.outputs_of(variant)
     widths = core.width_of_sums(outputs, len(request.formula.global_parameters))
-    return core.pair_kernel(variant), inputs, written, widths
+    return core.pair_kernel(variant), inputs, [a.name for a in written], widths
 
 
 _thread = threading.local()
@@ -366,9 +367,9 @@ def pair_sum(
     cutoff, r_switch : float
         Distances.
     """
-    arguments = locals()  # the arrays of the kernel have the same names
+    arguments = locals()  # the inputs of the kernel have the same names
     flags = (shifts is not None, n_species, weights is not None, excluded is not None)
-    kernel, inputs, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
+    kernel, inputs_among, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
     n_atoms, device = positions.shape[0], positions.device
     # on a GPU faults are not read, which would wait for it: results are NaN
     fault = _fault() if device.type == "cpu" else None
@@ -385,7 +386,7 @@ def pair_sum(
     launch(
         kernel,
         n_atoms,
-        [*[arguments[name] for name in inputs], width, padding, cutoff, r_switch],
+        [*inputs_among(arguments), width, padding, cutoff, r_switch],
         [fault if name == "fault" else memory[name] for name in written],
         lanes=WARP,
     )
