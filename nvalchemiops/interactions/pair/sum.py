@@ -134,12 +134,7 @@ SCALARS = {
 
 _COMMON = [
     Variant(Request(formula, (), outputs, weights), "float64", True, 0)
-    for formula in (
-        potentials.lennard_jones(),
-        potentials.COULOMB,
-        potentials.EWALD_REAL_SPACE,
-        potentials.DSF,
-    )
+    for formula in (potentials.lennard_jones(), potentials.COULOMB, potentials.EWALD_REAL_SPACE, potentials.DSF)
     for outputs, weights in (("wr", False), ("wrv", False), ("r", True))
 ]
 """Kernels of most calls: energies with forces, with virial, and the derivative of energies by positions."""

@@ -233,11 +233,7 @@ def _by_pair(
 
 
 def _pair_energy(
-    settings: Settings,
-    n_positive: int,
-    n_negative: int,
-    coefficients: torch.Tensor,
-    atoms: Atoms,
+    settings: Settings, n_positive: int, n_negative: int, coefficients: torch.Tensor, atoms: Atoms
 ) -> tuple[Formula, dict[Any, Any], torch.Tensor | None]:
     """The energy of a pair with these coefficients of atoms, its parameters, and the species."""
     dtype = coefficients.dtype

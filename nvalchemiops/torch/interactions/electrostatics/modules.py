@@ -9,10 +9,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
-from nvalchemiops.torch.interactions.electrostatics.parameters import (
-    estimate_ewald_parameters,
-    estimate_pme_parameters,
-)
+from nvalchemiops.torch.interactions.electrostatics.parameters import estimate_ewald_parameters, estimate_pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
@@ -62,11 +59,7 @@ class _ConfiguredSum(ExactModule):
     _trainable: tuple[str, ...] = ("alpha",)
 
     def __init__(
-        self,
-        alpha: float | torch.Tensor | None,
-        cutoff: float | None,
-        accuracy: float,
-        potential: LongRangePotential,
+        self, alpha: float | torch.Tensor | None, cutoff: float | None, accuracy: float, potential: LongRangePotential
     ) -> None:
         super().__init__()
         check_potential(potential)

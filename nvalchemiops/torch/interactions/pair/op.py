@@ -182,10 +182,7 @@ def _unstack(directions: str, stacked: dict[str, torch.Tensor | None]) -> list[D
 
 
 def _evaluate(
-    inputs: dict[str, Any],
-    outputs: str,
-    values: dict[str, torch.Tensor | None],
-    directions: Sequence[Direction],
+    inputs: dict[str, Any], outputs: str, values: dict[str, torch.Tensor | None], directions: Sequence[Direction]
 ) -> dict[str, torch.Tensor]:
     """The outputs with these letters for the derivative in ``directions``; one that vanishes is left out."""
     for k, direction in enumerate(directions):
