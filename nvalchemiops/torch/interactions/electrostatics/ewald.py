@@ -5,13 +5,7 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.driver import (
-    SumOptions,
-    ewald_sum,
-    given_neighbors,
-    long_range_part,
-    short_range_part,
-)
+from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
@@ -147,12 +141,12 @@ def ewald_summation(
     """
     long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
     atoms = System(positions, charges, cell, batch_idx, pbc)
-    neighbors = given_neighbors(
+    neighbors = driver.given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    options = SumOptions(alpha, accuracy, cutoff, potential, exclusions, exclusion_factors, slab_correction)
-    return ewald_sum(long_range, atoms, neighbors, request, options)
+    options = driver.SumOptions(alpha, accuracy, cutoff, potential, exclusions, exclusion_factors, slab_correction)
+    return driver.ewald_sum(long_range, atoms, neighbors, request, options)
 
 
 def ewald_real_space(
@@ -200,11 +194,11 @@ def ewald_real_space(
     energies, forces, charge_gradients, virial
         As from `ewald_summation`, with the same errors.
     """
-    neighbors = given_neighbors(
+    neighbors = driver.given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    return short_range_part(System(positions, charges, cell, batch_idx), neighbors, request, alpha, cutoff)
+    return driver.short_range_part(System(positions, charges, cell, batch_idx), neighbors, request, alpha, cutoff)
 
 
 def ewald_reciprocal_space(
@@ -243,4 +237,4 @@ def ewald_reciprocal_space(
     """
     long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    return long_range_part(long_range, System(positions, charges, cell, batch_idx), request, alpha, potential)
+    return driver.long_range_part(long_range, System(positions, charges, cell, batch_idx), request, alpha, potential)

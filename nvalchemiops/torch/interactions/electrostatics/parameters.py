@@ -7,15 +7,7 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.choice import (
-    Sizes,
-    check_accuracy,
-    force_of_neighbors,
-    is_crowded,
-    mesh_for,
-    mesh_of,
-    sizes_of,
-)
+from nvalchemiops.torch.interactions.electrostatics import choice
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_bounds, check_cells_alone, per_system
 from nvalchemiops.torch.interactions.electrostatics.system import check_periodic_cells, check_system
 from nvalchemiops.torch.neighbors.rows import build_rows
@@ -129,7 +121,7 @@ def estimate_ewald_parameters(
     """
     atoms = System(positions, charges, cell, batch_idx)
     sizes = _sizes_of(atoms)
-    accuracy = check_accuracy(accuracy, positions)
+    accuracy = choice.check_accuracy(accuracy, positions)
     typical = core.Target(accuracy)
     alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, typical, core.COSTS[positions.device.type])
     r_c = core.real_cutoff(alpha, sizes.spacing, typical)
@@ -182,7 +174,7 @@ def estimate_pme_parameters(
     """
     atoms = System(positions, charges, cell, batch_idx)
     sizes = _sizes_of(atoms)
-    accuracy = check_accuracy(accuracy, positions)
+    accuracy = choice.check_accuracy(accuracy, positions)
     order = check_spline_order(spline_order)
     if real_space_cutoff is None:
         typical = core.Target(accuracy)
@@ -193,7 +185,7 @@ def estimate_pme_parameters(
         r_c = on_host(given)
     target = _target(accuracy, atoms, sizes, r_c)
     alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
-    mesh = mesh_for(sizes, alpha, target, order, mesh_safety_factor, fft_padding_fraction)
+    mesh = choice.mesh_for(sizes, alpha, target, order, mesh_safety_factor, fft_padding_fraction)
     spacing = sizes.lengths / np.array(mesh)
     return PMEParameters(_tensor(alpha, positions), mesh, _tensor(spacing, positions), _tensor(r_c, positions))
 
@@ -322,12 +314,12 @@ def estimate_pme_mesh_dimensions(
     that of a well balanced sum.
     """
     cell = check_cells_alone(cell)
-    accuracy = check_accuracy(accuracy)
+    accuracy = choice.check_accuracy(accuracy)
     order = check_spline_order(spline_order)
     splitting = on_host(per_system("alpha", alpha, cell.shape[0], cell.device).detach())
     lattice = on_host(cell.detach()).astype(np.float64)
-    sizes = Sizes(lattice, np.ones(len(lattice)), 0.8 / splitting)
-    return mesh_for(sizes, splitting, core.Target(accuracy), order, mesh_safety_factor, fft_padding_fraction)
+    sizes = choice.Sizes(lattice, np.ones(len(lattice)), 0.8 / splitting)
+    return choice.mesh_for(sizes, splitting, core.Target(accuracy), order, mesh_safety_factor, fft_padding_fraction)
 
 
 def mesh_spacing_to_dimensions(
@@ -364,34 +356,34 @@ def mesh_spacing_to_dimensions(
     else:
         spacings = on_host(per_system("mesh_spacing", spacing, cell.shape[0], cell.device).detach())[:, None]
     lattice = on_host(cell.detach()).astype(np.float64)
-    return mesh_of(np.linalg.norm(lattice, axis=2) / spacings, order, fft_padding_fraction)
+    return choice.mesh_of(np.linalg.norm(lattice, axis=2) / spacings, order, fft_padding_fraction)
 
 
 # -- common to all ------------------------------------------------------------------------------
 
 
-def _sizes_of(atoms: System) -> Sizes:
+def _sizes_of(atoms: System) -> choice.Sizes:
     positions = atoms.positions
     checks.check_positions(positions, finite=False)
     cell = check_periodic_cells(atoms.cell, positions)
     check_cells(cell.detach().cpu())  # read in any case
     batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0], wait=True)
-    return sizes_of(cell, batch_idx, positions.shape[0])
+    return choice.sizes_of(cell, batch_idx, positions.shape[0])
 
 
-def _target(accuracy: float, atoms: System, sizes: Sizes, real_space_cutoff: np.ndarray) -> core.Target:
+def _target(accuracy: float, atoms: System, sizes: choice.Sizes, real_space_cutoff: np.ndarray) -> core.Target:
     typical = core.Target(accuracy)
     if atoms.charges is None:
         return typical
     system = check_system(atoms)
     if not bool(torch.isfinite(system.charges).all()):
         raise ValueError("`charges` has entries that are NaN or infinite")
-    if system.n_atoms == 0 or is_crowded(system):
+    if system.n_atoms == 0 or choice.is_crowded(system):
         return typical
     reach = np.minimum(real_space_cutoff, core.NEARBY * sizes.spacing)
     rows = build_rows(system.positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
     known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=system.positions.device)
-    return typical._replace(force=on_host(force_of_neighbors(system, rows, known, spacing)))
+    return typical._replace(force=on_host(choice.force_of_neighbors(system, rows, known, spacing)))
 
 
 def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:

@@ -5,12 +5,7 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.driver import (
-    SumOptions,
-    ewald_sum,
-    given_neighbors,
-    long_range_part,
-)
+from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_cells_alone, per_system
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     compute_bspline_moduli_1d as compute_bspline_moduli_1d,
@@ -159,12 +154,12 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
     precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
     long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, prepared)
     atoms = System(positions, charges, cell, batch_idx, pbc)
-    neighbors = given_neighbors(
+    neighbors = driver.given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    options = SumOptions(alpha, accuracy, cutoff, potential, exclusions, exclusion_factors, slab_correction)
-    return ewald_sum(long_range, atoms, neighbors, request, options)
+    options = driver.SumOptions(alpha, accuracy, cutoff, potential, exclusions, exclusion_factors, slab_correction)
+    return driver.ewald_sum(long_range, atoms, neighbors, request, options)
 
 
 def pme_reciprocal_space(
@@ -212,4 +207,4 @@ def pme_reciprocal_space(
     precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
     long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, None)
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    return long_range_part(long_range, System(positions, charges, cell, batch_idx), request, alpha, potential)
+    return driver.long_range_part(long_range, System(positions, charges, cell, batch_idx), request, alpha, potential)

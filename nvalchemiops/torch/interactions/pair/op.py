@@ -44,15 +44,11 @@ Direction = dict[str, torch.Tensor]
 
 def _spec(name: str, letter: str, shape: Callable[..., tuple[Any, ...]]) -> OutputSpec:
     """An output of the dtype of the positions; without elements where it is not requested."""
-
-    def shape_or_empty(_: str, outputs: str, __: str, *inputs: Any) -> tuple[Any, ...]:
-        return shape(*inputs) if letter in outputs else (0,)
-
-    return OutputSpec(name, _precision, shape_or_empty)
-
-
-def _precision(_: str, __: str, ___: str, positions: torch.Tensor, *____: Any) -> Any:
-    return real_of(positions)
+    return OutputSpec(
+        name,
+        lambda *arguments: real_of(arguments[3]),
+        lambda *arguments: shape(*arguments[3:]) if letter in arguments[1] else (0,),
+    )
 
 
 def _of_atoms(positions: Any, *_: Any) -> Any:
