@@ -218,30 +218,20 @@ class PairPotential:
             atoms = positions
             tensors = dict(zip(names_beside("fill_value"), (batch_idx, pbc, *given)))
             near = neighbors_beside((cell, neighbors), tensors)
-            given, neighbor_cutoff = near.given(), near.cutoff if neighbor_cutoff is None else neighbor_cutoff
+            given, reach = near.given(), near.cutoff if neighbor_cutoff is None else neighbor_cutoff
         else:
             if neighbors is not None:
                 raise TypeError(BESIDE_TENSORS)
+            reach = neighbor_cutoff
             atoms = System(positions, None, cell, batch_idx, pbc)  # type: ignore[arg-type]  # checked there
+        formula, cutoff = self.formula, self.cutoff
+        by_system = request.by_system or formula.global_parameters != ()
         system = pair_system(
-            atoms,
-            given,
-            num_systems,
-            cutoff=self.cutoff,
-            by_system=request.by_system or self.formula.global_parameters != (),
-            neighbor_cutoff=neighbor_cutoff,
-            check=check,
+            atoms, given, num_systems, cutoff=cutoff, by_system=by_system, neighbor_cutoff=reach, check=check
         )
-        results = sum_pairs(
-            self.formula,
-            system,
-            parameters,
-            request,
-            cutoff=self.cutoff,
-            r_switch=self.r_switch,
-            species=species,
-            exclusions=exclusion_rows(exclusions, exclusion_factors, atoms.positions),
-        )
+        excluded = exclusion_rows(exclusions, exclusion_factors, atoms.positions)
+        options: Any = {"cutoff": cutoff, "r_switch": self.r_switch, "species": species, "exclusions": excluded}
+        results = sum_pairs(formula, system, parameters, request, **options)
         if isinstance(positions, System):
             return _named(results, request)
         return results if len(results) > 1 else results[0]
