@@ -71,17 +71,26 @@ OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
 """Outputs of the op, in order, by letter."""
 
 
+_ARRAYS = (
+    *INPUTS.values(),
+    *(f"direction_{name}" for name in INPUTS.values()),
+    *("batch_idx", "row_begin", "neighbors", "shifts", "first", "species"),
+    *("excluded_begin", "excluded", "excluded_factors"),
+)
+"""Arguments of the op that are arrays of its kernels."""
+
+
 @functools.cache
 def _kernel(
     formula: str, directions: str, outputs: str, precision: str, periodic: bool, n_species: int, *flags: bool
-) -> tuple[Any, Callable[[dict[str, Any]], tuple[Any, ...]], list[str], dict[str, int]]:
-    """The kernel, what picks its inputs, names of its outputs, and the columns of its sums; flags as of `Request`."""
+) -> tuple[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]], list[str], dict[str, int]]:
+    """The kernel, a function that picks its inputs from `_ARRAYS`, names of its outputs, and columns of its sums."""
     parts = tuple(directions.split("|")) if directions else ()
     request = Request(Formula.read(formula), parts, outputs, *flags)
     variant = core.Variant(request, precision, periodic, n_species)
-    inputs, written = operator.itemgetter(*(a.name for a in core.inputs_of(variant))), core.outputs_of(variant)
+    pick = operator.itemgetter(*(_ARRAYS.index(a.name) for a in core.inputs_of(variant)))
     widths = core.width_of_sums(outputs, len(request.formula.global_parameters))
-    return core.pair_kernel(variant), inputs, [a.name for a in written], widths
+    return core.pair_kernel(variant), pick, [a.name for a in core.outputs_of(variant)], widths
 
 
 _thread = threading.local()
@@ -360,9 +369,11 @@ def pair_sum(
     cutoff, r_switch : float
         Distances.
     """
-    arguments = locals()  # the inputs of the kernel have the same names
+    given: tuple[Any, ...] = (positions, cell, parameters, global_parameters, weights)
+    given += (direction_positions, direction_cell, direction_parameters, direction_global_parameters, direction_weights)
+    others = (batch_idx, row_begin, neighbors, shifts, first, species, excluded_begin, excluded, excluded_factors)
     flags = (shifts is not None, n_species, weights is not None, excluded is not None)
-    kernel, inputs_among, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
+    kernel, pick, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
     n_atoms, device = positions.shape[0], positions.device
     # on a GPU faults are not read, which would wait for it: results are NaN
     fault = _fault() if device.type == "cpu" else None
@@ -379,7 +390,7 @@ def pair_sum(
     launch(
         kernel,
         n_atoms,
-        [*inputs_among(arguments), width, padding, cutoff, r_switch],
+        [*pick(given + others), width, padding, cutoff, r_switch],
         [fault if name == "fault" else memory[name] for name in written],
         lanes=WARP,
     )
