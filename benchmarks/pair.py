@@ -336,7 +336,7 @@ def overhead() -> dict[str, float]:
     kernel = _kernel(potential.formula.text, "", "wr", "float64", True, 0, False, False)[0]
     inputs = [x, cell, parameters, None, None, None, matrix.view(-1), shifts.view(-1, 3), width, 64, CUTOFF, 0.0]
     outputs = [torch.empty(64, dtype=x.dtype), torch.empty_like(x), torch.zeros(1, dtype=torch.int32)]
-    rest = (None, 1, None, None, matrix.view(-1), shifts.view(-1, 3), None, 0, None, None, None, width, 64, CUTOFF, 0.0)
+    rest = (None, 1, None, matrix.view(-1), shifts.view(-1, 3), width, 64, *(None,) * 2, 0, *(None,) * 3, CUTOFF, 0.0)
     leaf = x.clone().requires_grad_()
     near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
     near |= {"sigma": system["sigma"], "epsilon": system["epsilon"]}

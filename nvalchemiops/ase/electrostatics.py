@@ -14,7 +14,6 @@ from nvalchemiops.ase.system import Contribution, System, periodicity
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from nvalchemiops.torch.interactions import pair
 from nvalchemiops.torch.interactions.electrostatics import (
-    WaveVectors,
     compute_slab_correction,
     estimate_ewald_parameters,
     estimate_pme_parameters,
@@ -169,7 +168,7 @@ class Chosen(NamedTuple):
     device: torch.device
     alpha: float
     cutoff: float
-    grid: WaveVectors | tuple[int, int, int]  # of Ewald's sum, or of a mesh
+    long_range: Callable[..., Any]  # the reciprocal part with its k-vectors or its mesh
 
 
 class LatticeSum:
@@ -200,19 +199,7 @@ class LatticeSum:
         near = system.neighbors(chosen.cutoff, (True, True, True))
         # with the cutoff said, results do not depend on how far the list reaches
         parts = [ewald_real_space(positions, charges, cell, chosen.alpha, **near, cutoff=chosen.cutoff, **options)]
-        if isinstance(chosen.grid, WaveVectors):
-            k_vectors: Any = chosen.grid
-            parts.append(
-                ewald_reciprocal_space(
-                    positions, charges, cell, None, chosen.alpha, miller_indices=k_vectors, **options
-                )
-            )
-        else:
-            parts.append(
-                pme_reciprocal_space(
-                    positions, charges, cell, chosen.alpha, chosen.grid, None, self.spline_order, **options
-                )
-            )
+        parts.append(chosen.long_range(positions, charges, cell, alpha=chosen.alpha, **options))
         if not pbc.all():
             parts.append(
                 compute_slab_correction(positions, charges, cell, torch.tensor(pbc, device=positions.device), **options)
@@ -249,16 +236,20 @@ class LatticeSum:
     def _choose(self, system: System) -> Chosen:
         positions, cell = system.positions, system.cell
         assert cell is not None
-        grid: WaveVectors | tuple[int, int, int]
+        long_range: Callable[..., Any]
         if self.method == "ewald":
             ewald = estimate_ewald_parameters(positions, cell, accuracy=self.accuracy)
             alpha, cutoff = ewald.alpha, ewald.real_space_cutoff
-            grid = prepare_wave_vectors(cell, ewald.reciprocal_space_cutoff)
+            k_vectors: Any = prepare_wave_vectors(cell, ewald.reciprocal_space_cutoff)
+            long_range = functools.partial(ewald_reciprocal_space, k_vectors=None, miller_indices=k_vectors)
         else:
-            pme = estimate_pme_parameters(positions, cell, accuracy=self.accuracy, spline_order=self.spline_order)
-            alpha, cutoff, grid = pme.alpha, pme.real_space_cutoff, pme.mesh_dimensions
+            order = self.spline_order
+            pme = estimate_pme_parameters(positions, cell, accuracy=self.accuracy, spline_order=order)
+            alpha, cutoff = pme.alpha, pme.real_space_cutoff
+            mesh: dict[str, Any] = {"mesh_dimensions": pme.mesh_dimensions, "spline_order": order}
+            long_range = functools.partial(pme_reciprocal_space, **mesh)
         shape = system.atoms.cell.array.copy()
-        return Chosen(len(system.atoms), shape, positions.device, float(alpha), float(cutoff), grid)
+        return Chosen(len(system.atoms), shape, positions.device, float(alpha), float(cutoff), long_range)
 
 
 def _refuse(arguments: Mapping[str, Any], reason: str) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 import ase
 import numpy as np
 import torch
-from ase.data import atomic_numbers
 
-from nvalchemiops.ase.elements import number
+from nvalchemiops.ase.elements import OTHERS, number, pair_table
 from nvalchemiops.torch import neighbors
 
 QUANTITIES = "ijdDS"
@@ -90,9 +89,11 @@ class _Cutoffs:
     def __init__(self, cutoff: Any, atoms: ase.Atoms) -> None:
         self.is_one = False
         self._radii = self._by_number = None
+        self._numbers = atoms.numbers
         if isinstance(cutoff, Mapping):
-            self._index, self._by_number = _by_number(cutoff, atoms)
-            self.largest = float(self._by_number.max(initial=0.0))
+            self._by_number = pair_table("cutoff", {OTHERS: 0.0, **cutoff})
+            present = np.unique(self._numbers)
+            self.largest = float(self._by_number[np.ix_(present, present)].max(initial=0.0))
         elif np.ndim(cutoff) == 0:
             self.is_one = True
             self.largest = number("cutoff", cutoff)
@@ -107,23 +108,5 @@ class _Cutoffs:
         if self._radii is not None:
             return self._radii[i] + self._radii[j]
         if self._by_number is not None:
-            return self._by_number[self._index[i], self._index[j]]
+            return self._by_number[self._numbers[i], self._numbers[j]]
         return self.largest
-
-
-def _by_number(cutoff: Mapping[Any, float], atoms: ase.Atoms) -> tuple[np.ndarray, np.ndarray]:
-    """Element (n_atoms,) of each atom as an index, and cutoffs (n_elements, n_elements), zero for pairs not named."""
-    elements, index = np.unique(atoms.numbers, return_inverse=True)
-    table = np.zeros((len(elements), len(elements)))
-    for pair, distance in cutoff.items():
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ValueError(f"`cutoff`: {pair!r} is no pair of elements, such as ('C', 'H') or (6, 1)")
-        first, second = (np.flatnonzero(elements == _atomic_number(element)) for element in pair)
-        table[first, second] = table[second, first] = number("cutoff", distance)
-    return index, table
-
-
-def _atomic_number(element: Any) -> int:
-    if isinstance(element, str) and element not in atomic_numbers:
-        raise ValueError(f"`cutoff`: {element!r} is no chemical symbol")
-    return atomic_numbers.get(element, element)

@@ -200,11 +200,7 @@ def systems_in_shapes(*arguments: tuple[Any, int]) -> int | None:
 
 
 def check_systems(
-    positions: torch.Tensor,
-    cell: Any,
-    pbc: Any,
-    batch_idx: Any,
-    batch_ptr: Any,
+    positions: torch.Tensor, cell: Any, pbc: Any, batch_idx: Any, batch_ptr: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int | None]:
     """Cell and pbc as tensors or None, and the number of systems, if shapes determine it.
 
@@ -257,11 +253,7 @@ def as_int32(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_index(
-    name: str,
-    tensor: Any,
-    beside: torch.Tensor | None,
-    shape: tuple[int | None, ...],
-    writable: bool = False,
+    name: str, tensor: Any, beside: torch.Tensor | None, shape: tuple[int | None, ...], writable: bool = False
 ) -> None:
     """Raise unless ``tensor`` holds integers in this shape (None: any size), on the device of ``beside``.
 

@@ -20,6 +20,7 @@ import torch
 
 from nvalchemiops.arguments import check_positive
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.context import may_read
 
 
@@ -195,13 +196,69 @@ class Neighbors(NamedTuple):
                 raise ValueError(f"`matrix` has {matrix.shape[1]} columns, but an atom has {most} neighbors")
         return cls(None, None, matrix, shifts, padding, cutoff, half)
 
+    def given(self) -> GivenNeighbors:
+        """As arguments of a function that takes tensors one by one."""
+        shifts = (self.shifts, None) if self.matrix is None else (None, self.shifts)
+        return GivenNeighbors(self.pairs, self.row_pointers, shifts[0], self.matrix, shifts[1], self.padding, self.half)
+
 
 # -- calls ----------------------------------------------------------------------------------------
 
 
+_OF_SYSTEM = ("batch_idx", "pbc")
+_OF_NEIGHBORS = ("neighbor_list", "neighbor_ptr", "neighbor_shifts", "neighbor_matrix", "neighbor_matrix_shifts")
+
+
+BESIDE_TENSORS = "`neighbors` go with a System; beside tensors give `neighbor_list` or `neighbor_matrix`"
+"""The message about neighbors as an object where a system is none."""
+
+
+def names_beside(padding: str) -> tuple[str, ...]:
+    """Arguments of functions that a system and its neighbors give, in the order of `GivenNeighbors`.
+
+    ``padding`` is what the function calls the padding of a matrix.
+    """
+    return (*_OF_SYSTEM, *_OF_NEIGHBORS, padding, "half_list")
+
+
+def neighbors_beside(given: Sequence[Any], tensors: Mapping[str, Any], cutoff: float | None = None) -> Neighbors:
+    """The neighbors that a caller gave beside a `System`, by position or by name; empty ones for none.
+
+    Parameters
+    ----------
+    given : sequence of Neighbors or None
+    tensors : mapping
+        Arguments that go with tensors: they must be None or False.
+    cutoff : float, optional
+        How far the neighbors must reach.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Tensors; neighbors of another type, given twice, empty, or of a reach below the cutoff.
+    """
+    for name, value in tensors.items():
+        if value is not None and value is not False:
+            raise TypeError(f"`{name}` goes with tensors; beside a System it belongs to the system or its neighbors")
+    found = [value for value in given if value is not None]
+    if not found:
+        return Neighbors()
+    for value in found:
+        if not isinstance(value, Neighbors):
+            raise TypeError(f"beside a System an interaction takes Neighbors, got {type(value).__name__}")
+    if len(found) > 1:
+        raise TypeError("`neighbors` are given twice")
+    (near,) = found
+    if (near.pairs is None) == (near.matrix is None):
+        raise ValueError("`neighbors` must have either pairs or a matrix")
+    if cutoff is not None and near.cutoff is not None and check_positive("cutoff", near.cutoff) < cutoff:
+        raise ValueError(f"`neighbors` reach to {near.cutoff}, but the cutoff of this interaction is {cutoff}")
+    return near
+
+
 def long_arguments(
     system: System,
-    neighbors: tuple[Any, ...],
+    neighbors: Sequence[Any],
     options: Mapping[str, Any],
     *,
     needed: Sequence[str],
@@ -214,69 +271,26 @@ def long_arguments(
     Parameters
     ----------
     system : System
-    neighbors : tuple of Neighbors or None
-        What the caller gave beside the system, by position or by name.
+    neighbors, cutoff
+        As for `neighbors_beside`, which has the same errors.
     options : mapping
         Further arguments by name.
     needed : sequence of str
         Attributes that the system must have.
     padding : str
-        What the function calls the padding of a matrix.
+        As for `names_beside`.
     reach : str, optional
-        What it calls the reach of the neighbors, if it asks for it.
-    cutoff : float, optional
-        How far the neighbors must reach.
-
-    Raises
-    ------
-    ValueError, TypeError
-        The system lacks an attribute; neighbors of another type, given twice, empty, or of a reach below the cutoff;
-        options that the system or its neighbors give.
+        What the function calls the reach of the neighbors, if it asks for it.
     """
-    for name in (*_OF_SYSTEM, padding):
-        value = options.get(name)
-        if value is not None and value is not False:
-            raise TypeError(f"`{name}` goes with tensors; beside a System it belongs to the system or its neighbors")
-    options = {name: value for name, value in options.items() if name not in (*_OF_SYSTEM, padding)}
+    names = names_beside(padding)
+    near = neighbors_beside(neighbors, {name: options.get(name) for name in names}, cutoff)
     for name in needed:
         if getattr(system, name) is None:
             raise ValueError(f"`{name}` of the system is needed for this interaction")
-    found: dict[str, Any] = {"batch_idx": system.batch_idx, "pbc": system.pbc}
-    given = [value for value in neighbors if value is not None]
-    if not given:
-        return found | options
-    for value in given:
-        if not isinstance(value, Neighbors):
-            raise TypeError(f"beside a System an interaction takes Neighbors, got {type(value).__name__}")
-    if len(given) > 1:
-        raise TypeError("`neighbors` are given twice")
-    (near,) = given
-    if (near.pairs is None) == (near.matrix is None):
-        raise ValueError("`neighbors` must have either pairs or a matrix")
-    if cutoff is not None and near.cutoff is not None and check_positive("cutoff", near.cutoff) < cutoff:
-        raise ValueError(f"`neighbors` reach to {near.cutoff}, but the cutoff of this interaction is {cutoff}")
-    if near.matrix is None:
-        found |= {"neighbor_list": near.pairs, "neighbor_ptr": near.row_pointers}
-        found |= {"neighbor_shifts": near.shifts}
-    else:
-        found |= {"neighbor_matrix": near.matrix, "neighbor_matrix_shifts": near.shifts}
-        found |= {padding: near.padding}
+    found: dict[str, Any] = dict(zip(names, (system.batch_idx, system.pbc, *near.given())))
     if reach and near.cutoff is not None:
-        found |= {reach: near.cutoff}
-    return found | {"half_list": near.half} | options
-
-
-_OF_SYSTEM = (
-    "batch_idx",
-    "pbc",
-    "neighbor_list",
-    "neighbor_ptr",
-    "neighbor_shifts",
-    "neighbor_matrix",
-    "neighbor_matrix_shifts",
-    "half_list",
-)
-"""Arguments of functions that a system and its neighbors give."""
+        found[reach] = near.cutoff
+    return found | {name: value for name, value in options.items() if name not in names}
 
 
 # -- results --------------------------------------------------------------------------------------

@@ -39,12 +39,11 @@ def op_calls(system: System):
     found = rows.rows_of(rows.GivenNeighbors(pairs, ptr, shifts), x, periodic=True)
     directions = [torch.randn(2, *t.shape, dtype=t.dtype) for t in (x, cell, q.unsqueeze(1), alpha.unsqueeze(1), q)]
     values = (x, cell, q.unsqueeze(1), alpha.unsqueeze(1), torch.randn_like(q))
-    given = (system_of, n_systems, found.pointers, found.first, found.neighbors, found.shifts, None, 0)
-    none, distances = (None,) * 3, (found.width, found.padding, 4.0, 0.0)
+    given = (system_of, n_systems, *found, None, 0)
+    none, distances = (None,) * 3, (4.0, 0.0)
     radii = (torch.arange(x.shape[0], dtype=torch.int32) % 2, torch.full((2, 2), 3.0, dtype=torch.float64))
     coefficients = torch.rand(x.shape[0], 3, dtype=torch.float64)
-    triples = (x, cell, coefficients, *radii, system_of, n_systems)
-    triples += (found.pointers, found.neighbors, found.shifts, found.width, found.padding, 2, 4.0, 3.0)
+    triples = (x, cell, coefficients, *radii, system_of, n_systems, *found[:5], 2, 4.0, 3.0)
     places = torch.tensor([[0, 1], [2, 2]], dtype=torch.int32)
     reference_states = (radii[0], torch.rand(2, 2, dtype=torch.float64), places, torch.rand(3, 4, dtype=torch.float64))
     waves = k_vectors.WaveVectors(*k_vectors.points_within(cell, torch.full((n_systems,), 2.0, dtype=torch.float64)))
@@ -75,7 +74,7 @@ def op_calls(system: System):
         shortest_vectors: (cell,),
         d3_coefficients: (x[:, 0].contiguous(), *reference_states, -4.0, 0),
         three_body_energies: triples,
-        three_body_derivatives: (*triples[:3], torch.randn_like(q), *triples[3:]),
+        three_body_derivatives: (*triples, torch.randn_like(q)),
         segments.system_sums: (x, system_of, n_systems),
         segments.spread_systems: (cell, system_of, x.shape[0]),
         fourier.fourier_spread: (moments, x, *plan, 1),

@@ -10,10 +10,11 @@ import difflib
 import functools
 import keyword
 import math
+import operator
 import random
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -346,10 +347,7 @@ class _Reader:
                 f"`; {name} = ({name}1 + {name}2)/2`",
                 position,
             )
-        known = [*self.known, *self.definitions]
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(sorted(known))}"
-        raise self.error(f"unknown symbol '{name}'{hint}", position)
+        raise self.error(f"unknown symbol '{name}'{_hint(name, [*self.known, *self.definitions])}", position)
 
     def convert(self, node: ast.AST, column: Callable[[Any], int]) -> Any:
         """The sympy expression for one node of the syntax tree."""
@@ -367,23 +365,14 @@ class _Reader:
                 result = -result if isinstance(sign, ast.USub) else result
             case ast.BinOp(left=left, op=op, right=right):
                 a, b = self.convert(left, column), self.convert(right, column)
-                match op:
-                    case ast.Add():
-                        result = a + b
-                    case ast.Sub():
-                        result = a - b
-                    case ast.Mult():
-                        result = a * b
-                    case ast.Div():
-                        result = a / b
-                    case ast.Pow():
-                        if b.is_number and not abs(b) <= MAX_EXPONENT:
-                            raise self.error(f"the exponent is larger than {MAX_EXPONENT}", column(right))
-                        if a.is_number and b.is_number:
-                            self.check_constant(lambda: float(a) ** float(b), column(node))
-                        result = a**b
-                    case _:
-                        raise self.error(f"the operator {type(op).__name__} is not known here", column(node))
+                if type(op) not in _OPERATORS:
+                    raise self.error(f"the operator {type(op).__name__} is not known here", column(node))
+                if isinstance(op, ast.Pow) and b.is_number:
+                    if not abs(b) <= MAX_EXPONENT:
+                        raise self.error(f"the exponent is larger than {MAX_EXPONENT}", column(right))
+                    if a.is_number:
+                        self.check_constant(lambda: float(a) ** float(b), column(node))
+                result = _OPERATORS[type(op)](a, b)
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]):
                 result = self.call(name, [self.convert(a, column) for a in arguments], column(node))
             case ast.Compare():
@@ -417,9 +406,7 @@ class _Reader:
 
     def call(self, name: str, arguments: list[Any], position: int) -> Any:
         if name not in FUNCTIONS:
-            close = difflib.get_close_matches(name, FUNCTIONS, 1)
-            hint = f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(sorted(FUNCTIONS))}"
-            raise self.error(f"unknown function '{name}'{hint}", position)
+            raise self.error(f"unknown function '{name}'{_hint(name, FUNCTIONS)}", position)
         count, make = FUNCTIONS[name]
         if len(arguments) != count:
             raise self.error(f"{name} takes {count} argument{'s' * (count > 1)}, got {len(arguments)}", position)
@@ -427,6 +414,12 @@ class _Reader:
             # before sympy tries, which may take for ever
             self.check_constant(lambda: getattr(math, name)(*map(float, arguments)), position)
         return make(*arguments)
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean '{close[0]}'?" if close else f"; known are {', '.join(sorted(known))}"
 
 
 def _sympy(name: str) -> Callable[..., Any]:
@@ -514,6 +507,9 @@ def without_absolutes(expression: Any) -> Any:
         return expression
     return expression.replace(sympy.Abs, _absolute).replace(sympy.sign, lambda x: 2 * Step(x) - 1)
 
+
+_OPERATORS: dict[type, Callable[[Any, Any], Any]] = {ast.Add: operator.add, ast.Sub: operator.sub}
+_OPERATORS |= {ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Pow: operator.pow}
 
 _ELEMENTARY = ("sqrt", "exp", "log", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "erf", "erfc")
 

@@ -229,6 +229,7 @@ const auto is_nearest = [&](long long slot) {
 };
 """
 
+ALWAYS_NEAREST = "const auto is_nearest = [](long long) { return true; };"
 
 FAST = f"""
 // {LANES} slots at a time, as long as all hold neighbors

@@ -18,16 +18,7 @@ from typing import Any, NamedTuple
 import warp as wp
 
 from nvalchemiops.interactions.pair import derivatives, loop, potentials
-from nvalchemiops.interactions.pair.derivatives import (
-    CELL,
-    GLOBALS,
-    PARAMETERS,
-    POSITIONS,
-    VIRIAL,
-    WEIGHTS,
-    Program,
-    Request,
-)
+from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.kernels.native import native_kernel, signature
 from nvalchemiops.kernels.simd import LANES, WARP
@@ -143,12 +134,7 @@ SCALARS = {
 
 _COMMON = [
     Variant(Request(formula, (), outputs, weights), "float64", True, 0)
-    for formula in (
-        potentials.lennard_jones(),
-        potentials.COULOMB,
-        potentials.EWALD_REAL_SPACE,
-        potentials.DSF,
-    )
+    for formula in (potentials.lennard_jones(), potentials.COULOMB, potentials.EWALD_REAL_SPACE, potentials.DSF)
     for outputs, weights in (("wr", False), ("wrv", False), ("r", True))
 ]
 """Kernels of most calls: energies with forces, with virial, and the derivative of energies by positions."""
@@ -199,31 +185,23 @@ def source(variant: Variant) -> str:
     evaluation += [f"total_{name} += kept({value});" for name, value in totals.items()]
     n_tables = len(_tables(program)) * variant.n_species
     tables = [f"double table_sums[{n_tables}] = {{}};"] if n_tables else []
+    columns = _table_columns(variant, program)
+    stored = [("factor", "factor")] * variant.request.excluding
+    stored += [(f"shift{a}", f"shift[{a}]") for a in range(3)] * variant.keeps_shifts
+    data = _data_of_pair(variant, program)
+    is_nearest = loop.IS_NEAREST.strip().splitlines() if variant.periodic else [loop.ALWAYS_NEAREST]
     pieces: dict[str, list[str]] = {
         "checks": _checks(variant),
         "shared": [*_data_of_atom(variant, program), *program.shared],
         "image": loop.IMAGE.strip().splitlines() * variant.periodic,
-        "is_nearest": (
-            loop.IS_NEAREST.strip().splitlines()
-            if variant.periodic
-            else ["const auto is_nearest = [](long long) { return true; };"]
-        )
-        * variant.request.excluding,
+        "is_nearest": is_nearest * variant.request.excluding,
         "look": _look(variant),
         "fast": _fast(variant),
         "collect": _collect(variant, "[m]", "it.factor", "it.shift[a]"),
         "keep": _collect(variant, "[m]", "block.factor[from]", "block.shift[a][from]"),
         "fill": _collect(variant, "[m + rest]", "1.0", "0"),
-        "data": [
-            *["const lanes factor = load(block.factor);"] * variant.request.excluding,
-            *[f"const lanes shift{a} = load(block.shift[{a}]);" for a in range(3) if variant.keeps_shifts],
-            *_data_of_pair(variant, program),
-        ],
-        "data_gpu": [
-            *["const one factor = it.factor;"] * variant.request.excluding,
-            *[f"const one shift{a} = it.shift[{a}];" for a in range(3) if variant.keeps_shifts],
-            *_data_of_pair(variant, program),
-        ],
+        "data": [*(f"const lanes {name} = load(block.{place});" for name, place in stored), *data],
+        "data_gpu": [*(f"const one {name} = it.{place};" for name, place in stored), *data],
         "take_both": [
             "const auto take_both = [&](const real *from, long long stride) {",
             "    lanes values;",
@@ -244,12 +222,9 @@ def source(variant: Variant) -> str:
         "totals_gpu": [*(f"double total_{name} = 0.0;" for name in totals), *tables],
         "tables": [
             f"for (int l = 0; l < {LANES} && at + l < n; ++l) table_sums[{column} + species.data[j[l]]] += {value}[l];"
-            for column, value in _table_columns(variant, program)
+            for column, value in columns
         ],
-        "tables_gpu": [
-            f"table_sums[{column} + species.data[it.j]] += {value};"
-            for column, value in _table_columns(variant, program)
-        ],
+        "tables_gpu": [f"table_sums[{column} + species.data[it.j]] += {value};" for column, value in columns],
         "reduce_tables": ["for (double &sum : table_sums) sum = add_up(sum);"] * bool(tables),
         "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
         "results": _results(variant, program),
@@ -290,7 +265,7 @@ def _checks(variant: Variant) -> list[str]:
     return lines
 
 
-def _data_of_atom(variant: Variant, program: Program) -> list[str]:
+def _data_of_atom(variant: Variant, program: derivatives.Program) -> list[str]:
     """Loads of the data that all pairs of an atom share."""
     formula, n = variant.formula, variant.n_parameters
     loads = []
@@ -373,7 +348,7 @@ def _collect(variant: Variant, place: str, factor: str, shift: str) -> list[str]
     return lines + [f"for (int a = 0; a < 3; ++a) block.shift[a]{place} = {shift};"] * variant.keeps_shifts
 
 
-def _data_of_pair(variant: Variant, program: Program) -> list[str]:
+def _data_of_pair(variant: Variant, program: derivatives.Program) -> list[str]:
     """Loads of the variables of the formula."""
     formula, n, directions = variant.formula, variant.n_parameters, variant.request.directions
     lines = ["const lanes s = d0 * d0 + d1 * d1 + d2 * d2;"]
@@ -421,7 +396,7 @@ def _dot(a: str, b: str) -> str:
     return " + ".join(f"d{c}{a} * d{c}{b}" for c in range(3))
 
 
-def _gradient(program: Program, a: int) -> str:
+def _gradient(program: derivatives.Program, a: int) -> str:
     """The gradient of a pair's contribution by component a of its displacement."""
     terms = [f"{program.results['derivative']} * d{a}"]
     for name, value in program.results.items():
@@ -430,17 +405,17 @@ def _gradient(program: Program, a: int) -> str:
     return " + ".join(terms)
 
 
-def _tables(program: Program) -> list[str]:
+def _tables(program: derivatives.Program) -> list[str]:
     return [name for name in program.results if name.startswith("table")]
 
 
-def _table_columns(variant: Variant, program: Program) -> list[tuple[int, str]]:
+def _table_columns(variant: Variant, program: derivatives.Program) -> list[tuple[int, str]]:
     return [
         (number * variant.n_species, f"lanes({program.results[name]})") for number, name in enumerate(_tables(program))
     ]
 
 
-def _totals(variant: Variant, program: Program) -> dict[str, str]:
+def _totals(variant: Variant, program: derivatives.Program) -> dict[str, str]:
     """Names of the sums over a row, and the term of a pair in each."""
     outputs, results = variant.request.outputs, program.results
     totals = {}
@@ -456,13 +431,13 @@ def _totals(variant: Variant, program: Program) -> dict[str, str]:
     return {name: f"lanes({value})" for name, value in totals.items()}
 
 
-def _alone(program: Program, name: str) -> str:
+def _alone(program: derivatives.Program, name: str) -> str:
     """The part of a result that an atom has alone."""
     value = program.results.get(f"self_{name}")
     return f" + {value}" if value else ""
 
 
-def _results(variant: Variant, program: Program) -> list[str]:
+def _results(variant: Variant, program: derivatives.Program) -> list[str]:
     """Stores. A pair is in two rows, so results of both atoms together are halved."""
     outputs, formula = variant.request.outputs, variant.formula
     lines = []

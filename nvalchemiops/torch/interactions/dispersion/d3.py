@@ -7,6 +7,7 @@ from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, Settings, 
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.pair.driver import check_pair_request
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.systems import System
 
 
 def d3_dispersion(
@@ -102,4 +103,5 @@ def d3_dispersion(
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    return dispersion_sum(positions, numbers, parameters, settings, request, given, cell, batch_idx, num_systems, pbc)
+    atoms = System(positions, None, cell, batch_idx, pbc, numbers)
+    return dispersion_sum(atoms, parameters, settings, request, given, num_systems)

@@ -13,6 +13,7 @@ from nvalchemiops.torch.interactions.pair.driver import check_pair_request
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.systems import System
 
 NO_SMOOTHING = 1e10
 """From this end on there is no smoothing, bohr."""
@@ -140,7 +141,8 @@ def dftd3(
     )._replace(shifts_name="unit_shifts")
     settings = Settings(RationalDamping(a1, a2, s8, s6), ranges, k1, k3, s9)
     request = check_pair_request(True, compute_virial, "system")
-    return dispersion_sum(positions, numbers, d3_params, settings, request, given, cell, batch_idx, num_systems)
+    atoms = System(positions, None, cell, batch_idx, None, numbers)
+    return dispersion_sum(atoms, d3_params, settings, request, given, num_systems)
 
 
 _made: Any = WeakTensorKeyDictionary()

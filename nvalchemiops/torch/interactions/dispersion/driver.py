@@ -21,6 +21,7 @@ from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.systems import System
 
 K1, K3 = 16.0, -4.0
 """Steepness of the coordination number and of the weights of reference molecules, as published."""
@@ -80,39 +81,34 @@ class Settings(NamedTuple):
 
 
 def dispersion_sum(
-    positions: torch.Tensor,
-    numbers: torch.Tensor,
+    structure: System,
     parameters: D3Parameters | ReferenceStates,
     settings: Settings,
     request: PairRequest,
     given: GivenNeighbors,
-    cell: torch.Tensor | None,
-    batch_idx: torch.Tensor | None,
     num_systems: int | None,
-    pbc: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Arguments and results as for `d3_dispersion`; neighbors are searched for within the largest of the ranges.
 
     Atoms that are padding are at the origin, wherever they were, without neighbors.
     """
     settings = settings.checked()
-    ranges = settings.ranges
+    ranges, positions, numbers = settings.ranges, structure.positions, structure.numbers
     checks.check_positions(positions, finite=False)
     checks.check_index("numbers", numbers, positions, (positions.shape[0],))
+    assert numbers is not None
     atoms = _look_up(parameters, numbers)
     dtype = positions.dtype
     is_padding = numbers == 0
     has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
     if has_padding:
-        positions = torch.where(is_padding.unsqueeze(1), 0.0, positions)
+        structure = structure._replace(positions=torch.where(is_padding.unsqueeze(1), 0.0, positions))
     # damping parameters may differ between systems
     apart = request.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
     cutoffs = [reach.cutoff for reach in ranges]
     farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
     by_system, absent = apart or request.by_system, is_padding if has_padding else None
-    system = pair_system(
-        positions, cell, given, batch_idx, num_systems, pbc, cutoff=farthest, by_system=by_system, is_padding=absent
-    )
+    system = pair_system(structure, given, num_systems, cutoff=farthest, by_system=by_system, is_padding=absent)
     pairs = system
     # atoms of different systems are no neighbors: without cells, sums over pairs need not know systems
     if system.cell is None and not apart:
@@ -237,11 +233,7 @@ def _by_pair(
 
 
 def _pair_energy(
-    settings: Settings,
-    n_positive: int,
-    n_negative: int,
-    coefficients: torch.Tensor,
-    atoms: Atoms,
+    settings: Settings, n_positive: int, n_negative: int, coefficients: torch.Tensor, atoms: Atoms
 ) -> tuple[Formula, dict[Any, Any], torch.Tensor | None]:
     """The energy of a pair with these coefficients of atoms, its parameters, and the species."""
     dtype = coefficients.dtype
@@ -275,24 +267,10 @@ def _three_body(
 ) -> tuple[torch.Tensor, ...]:
     """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
     positions, cell, batch_idx, n_systems, rows = system
-    return three_body_sum(
-        positions,
-        cell,
-        coefficients,
-        atoms.row,
-        _pair_radii(atoms.states, coefficients.dtype),
-        batch_idx,
-        n_systems,
-        rows.pointers,
-        rows.neighbors,
-        rows.shifts,
-        rows.width,
-        rows.padding,
-        atoms.states.n_positive,
-        NO_CUTOFF if reach.cutoff is None else reach.cutoff,
-        NO_CUTOFF if reach.r_switch is None else reach.r_switch,
-        derivatives=derivatives,
-    )
+    of_atoms = (coefficients, atoms.row, _pair_radii(atoms.states, coefficients.dtype), batch_idx, n_systems)
+    distances = (NO_CUTOFF if distance is None else distance for distance in reach)
+    others = (*rows[:5], atoms.states.n_positive, *distances)
+    return three_body_sum(positions, cell, *of_atoms, *others, derivatives=derivatives)
 
 
 def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smoothing: Any) -> Ranges:

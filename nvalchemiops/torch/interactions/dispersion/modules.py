@@ -147,20 +147,8 @@ class DFTD3(ExactModule):
             return named(names + ["virial"] * bool(options.get("compute_virial")), values)
         self._move_to(positions)
         damping = self.kind(**{name: getattr(self, name).to(positions.dtype) for name in self.kind._fields})
-        return d3_dispersion(
-            positions,
-            numbers,  # type: ignore[arg-type]  # checked there
-            damping,
-            self.states,
-            cell,
-            batch_idx,
-            cutoff=self.cutoff,
-            coordination_cutoff=self.coordination_cutoff,
-            smoothing=self.smoothing,
-            s9=self.s9,
-            three_body_cutoff=self.three_body_cutoff,
-            **options,
-        )
+        options = dict(**{name: getattr(self, name) for name in _NUMBERS}, **options)  # an error for those in both
+        return d3_dispersion(positions, numbers, damping, self.states, cell, batch_idx, **options)  # type: ignore[arg-type]
 
 
 def _summary(data: D3Parameters, elements: Sequence[int]) -> list[float]:

@@ -77,12 +77,7 @@ def coefficients_of_pairs(
 
 
 def _interpolate(
-    coordination: torch.Tensor,
-    i: torch.Tensor,
-    j: torch.Tensor,
-    row: torch.Tensor,
-    states: ReferenceStates,
-    k3: float,
+    coordination: torch.Tensor, i: torch.Tensor, j: torch.Tensor, row: torch.Tensor, states: ReferenceStates, k3: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     assert states.pair_c6 is not None and states.pair_coordination is not None
     of_i, of_j = row[i], row[j]

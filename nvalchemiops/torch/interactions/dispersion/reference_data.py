@@ -173,10 +173,7 @@ class D3Parameters:
         return self.__dict__ | {"_seen": None}
 
     def to(
-        self,
-        device: torch.device | str | torch.dtype | None = None,
-        dtype: torch.dtype | None = None,
-        **options: Any,
+        self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None, **options: Any
     ) -> "D3Parameters":
         """The same tables on another device or, rounded, with another dtype.
 

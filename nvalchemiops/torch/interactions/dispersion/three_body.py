@@ -30,7 +30,7 @@ def three_body_sum(
     given = (positions, cell, coefficients)
     if not derivatives:
         return (three_body_energies(*given, *others),)
-    found = three_body_derivatives(*given, None, *others)
+    found = three_body_derivatives(*given, *others, None)
     in_graph = not is_eager()
     if in_graph or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)):
         return (three_body_energies(*given, *others), *found[1:])
@@ -47,8 +47,8 @@ def _real(name: str, shape: Any) -> OutputSpec:
         _real("energies", lambda x, *_: (x.shape[0],)),
         _real("position_gradients", lambda x, *_: tuple(x.shape)),
         _real("coefficient_gradients", lambda x, h, c, *_: tuple(c.shape)),
-        _real("cell_gradient", lambda x, h, c, w, s, r, b, n_systems, *_: (n_systems, 3, 3)),
-        _real("virial", lambda x, h, c, w, s, r, b, n_systems, *_: (n_systems, 3, 3)),
+        _real("cell_gradient", lambda x, h, c, s, r, b, n_systems, *_: (n_systems, 3, 3)),
+        _real("virial", lambda x, h, c, s, r, b, n_systems, *_: (n_systems, 3, 3)),
     ],
     grad_arrays=[  # so that asking for derivatives raises, and never gives zero
         *("energies", "position_gradients", "coefficient_gradients", "cell_gradient", "virial"),
@@ -61,7 +61,6 @@ def three_body_derivatives(
     positions: torch.Tensor,
     cell: torch.Tensor | None,
     coefficients: torch.Tensor,
-    weights: torch.Tensor | None,
     species: torch.Tensor,
     pair_radii: torch.Tensor,
     batch_idx: torch.Tensor | None,
@@ -74,6 +73,7 @@ def three_body_derivatives(
     n_positive: int,
     cutoff: float,
     r_switch: float,
+    weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """Energies of triples, and the derivatives of their sum with ``weights`` (n_atoms,), by default one.
 
@@ -85,29 +85,10 @@ def three_body_derivatives(
     energies, position_gradients = positions.new_empty(n_atoms), torch.empty_like(positions)
     coefficient_gradients = torch.empty_like(coefficients)
     sums = torch.empty((n_atoms, N_SUMS), dtype=torch.float64, device=device) if cell is not None else None
-    launch(
-        three_body(precision_of(positions)),
-        n_atoms,
-        [
-            positions,
-            cell,
-            coefficients,
-            species,
-            pair_radii,
-            weights,
-            batch_idx,
-            row_begin,
-            neighbors,
-            shifts,
-            width,
-            padding,
-            n_positive,
-            cutoff,
-            r_switch,
-        ],
-        [energies, position_gradients, coefficient_gradients, sums],
-        lanes=WARP,
-    )
+    arrays = [positions, cell, coefficients, species, pair_radii, weights, batch_idx, row_begin, neighbors, shifts]
+    numbers = [width, padding, n_positive, cutoff, r_switch]
+    results = [energies, position_gradients, coefficient_gradients, sums]
+    launch(three_body(precision_of(positions)), n_atoms, [*arrays, *numbers], results, lanes=WARP)
     if sums is None:
         of_system = positions.new_zeros(n_systems, 2, 3, 3)
     else:
@@ -170,21 +151,4 @@ def three_body_energies(
         A triple counts if all of its sides are shorter than the cutoff; each goes to zero from ``r_switch`` on, if that
         is less.
     """
-    return three_body_derivatives(
-        positions,
-        cell,
-        coefficients,
-        None,
-        species,
-        pair_radii,
-        batch_idx,
-        n_systems,
-        row_begin,
-        neighbors,
-        shifts,
-        width,
-        padding,
-        n_positive,
-        cutoff,
-        r_switch,
-    )[0]
+    return three_body_derivatives(**locals(), weights=None)[0]

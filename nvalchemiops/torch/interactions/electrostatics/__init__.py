@@ -10,7 +10,6 @@ from nvalchemiops.torch.interactions.electrostatics.ewald import (
     ewald_real_space,
     ewald_reciprocal_space,
     ewald_summation,
-    prepare_wave_vectors,
 )
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     WaveVectors,
@@ -19,6 +18,7 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     generate_k_vectors_ewald_summation,
     generate_k_vectors_pme,
     k_vectors_from_miller_indices,
+    prepare_wave_vectors,
 )
 from nvalchemiops.torch.interactions.electrostatics.modules import EwaldSummation, ParticleMeshEwald
 from nvalchemiops.torch.interactions.electrostatics.parameters import (

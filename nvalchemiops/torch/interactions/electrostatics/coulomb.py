@@ -13,6 +13,7 @@ from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.context import may_read, on_host
+from nvalchemiops.torch.systems import System
 
 
 def coulomb_energy(
@@ -61,7 +62,7 @@ def coulomb_energy(
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    return _coulomb(positions, charges, cell, cutoff, alpha, given, batch_idx, PairRequest())[0]
+    return _coulomb(System(positions, charges, cell, batch_idx), cutoff, alpha, given, PairRequest())[0]
 
 
 def coulomb_forces(
@@ -84,7 +85,7 @@ def coulomb_forces(
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    return _coulomb(positions, charges, cell, cutoff, alpha, given, batch_idx, PairRequest(forces=True))[1]
+    return _coulomb(System(positions, charges, cell, batch_idx), cutoff, alpha, given, PairRequest(forces=True))[1]
 
 
 def coulomb_energy_forces(
@@ -107,46 +108,36 @@ def coulomb_energy_forces(
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    energies, forces = _coulomb(positions, charges, cell, cutoff, alpha, given, batch_idx, PairRequest(forces=True))
+    atoms = System(positions, charges, cell, batch_idx)
+    energies, forces = _coulomb(atoms, cutoff, alpha, given, PairRequest(forces=True))
     return energies, forces
 
 
 def _coulomb(
-    positions: torch.Tensor,
-    charges: torch.Tensor,
-    cell: torch.Tensor | None,
-    cutoff: float,
-    alpha: float | torch.Tensor,
-    given: GivenNeighbors,
-    batch_idx: torch.Tensor | None,
-    request: PairRequest,
+    atoms: System, cutoff: float, alpha: float | torch.Tensor, given: GivenNeighbors, request: PairRequest
 ) -> tuple[torch.Tensor, ...]:
     if not isinstance(alpha, (int, float, torch.Tensor)):
         raise TypeError(f"`alpha` must be a number or a tensor, got {type(alpha).__name__}")
     bare = not isinstance(alpha, torch.Tensor) and alpha == 0.0
-    formula = potentials.COULOMB if bare else potentials.EWALD_REAL_SPACE
-    return _sum(formula, positions, charges, cell, cutoff, alpha, given, batch_idx, None, request)
+    return _sum(potentials.COULOMB if bare else potentials.EWALD_REAL_SPACE, atoms, cutoff, alpha, given, request)
 
 
 def _sum(
     formula: Formula,
-    positions: torch.Tensor,
-    charges: torch.Tensor,
-    cell: torch.Tensor | None,
+    atoms: System,
     cutoff: float,
     alpha: float | torch.Tensor,
     given: GivenNeighbors,
-    batch_idx: torch.Tensor | None,
-    num_systems: int | None,
     request: PairRequest,
+    num_systems: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Sum a formula of charges ``q`` and, optionally, damping ``alpha``."""
-    checks.check_positions(positions, finite=False)
-    check_charges(charges, positions)
+    checks.check_positions(atoms.positions, finite=False)
+    check_charges(atoms.charges, atoms.positions)
     cutoff, alpha = checks.check_positive("cutoff", cutoff), _damping(alpha)
-    parameters = {"q": charges} | ({"alpha": alpha} if formula.global_parameters else {})
+    parameters = {"q": atoms.charges} | ({"alpha": alpha} if formula.global_parameters else {})
     by_system = request.by_system or formula.global_parameters != ()
-    system = pair_system(positions, cell, given, batch_idx, num_systems, cutoff=cutoff, by_system=by_system)
+    system = pair_system(atoms, given, num_systems, cutoff=cutoff, by_system=by_system)
     return sum_pairs(formula, system, parameters, request, cutoff=cutoff)
 
 
@@ -226,7 +217,5 @@ def dsf_coulomb(
         neighbor_list, neighbor_ptr, unit_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )._replace(shifts_name="unit_shifts")
     request = check_pair_request(compute_forces, compute_virial, "system")
-    return _sum(potentials.DSF, positions, charges, cell, cutoff, alpha, given, batch_idx, num_systems, request)
-
-
-__all__ = ["coulomb_energy", "coulomb_energy_forces", "coulomb_forces", "dsf_coulomb"]
+    atoms = System(positions, charges, cell, batch_idx)
+    return _sum(potentials.DSF, atoms, cutoff, alpha, given, request, num_systems)

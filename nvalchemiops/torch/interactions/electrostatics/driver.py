@@ -13,22 +13,14 @@ from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_sh
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
-from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
-from nvalchemiops.torch.interactions.electrostatics.results import Request, Term, total
-from nvalchemiops.torch.interactions.electrostatics.system import (
-    ChargedSystem,
-    check_periodicity,
-    check_potential,
-    check_system,
-    given_alpha,
-    nan_unless,
-)
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, check_potential
+from nvalchemiops.torch.interactions.electrostatics.results import SumRequest, Tensors, Term
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
-
-Results = torch.Tensor | tuple[torch.Tensor, ...]
+from nvalchemiops.torch.systems import System
 
 
 class SumOptions(NamedTuple):
@@ -37,25 +29,25 @@ class SumOptions(NamedTuple):
     alpha: Any
     accuracy: Any
     cutoff: Any
-    pbc: Any
-    slab_correction: Any
     potential: Any
+    exclusions: Any
+    exclusion_factors: Any
+    slab_correction: Any
 
 
 def ewald_sum(
     long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: tuple[Any, ...],
+    atoms: System,
     neighbors: GivenNeighbors,
-    request: Request,
+    request: SumRequest,
     options: SumOptions,
-) -> Results:
-    """The sum of all terms; ``atoms`` are the arguments of `check_system`."""
-    system = check_system(*atoms)
-    alpha, accuracy, cutoff, pbc, slab_correction, potential = options
+) -> Tensors:
+    """The sum of all terms."""
+    alpha, accuracy, cutoff, potential, *others = options
+    system = check_system(atoms, *others)
     accuracy = check_accuracy(accuracy, system.positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     check_potential(potential)
-    periodicity = check_periodicity(pbc, system, slab_correction)
     long_range = long_range_of(system)
     for name, is_given in (("`alpha`", alpha is not None), (long_range.argument, long_range.is_given)):
         if potential is not COULOMB and not is_given:
@@ -66,13 +58,13 @@ def ewald_sum(
     rows = rows_of(neighbors, system.positions, periodic=True)
 
     splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
-    alpha = nan_unless(long_range.valid, nan_unless(periodicity.valid, splitting.alpha))
+    alpha = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
     if not long_range.is_given:
         long_range = long_range.chosen(system, alpha, splitting.target)
 
     terms: list[Term] = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions)]
-    if periodicity.slab_axes is not None:
-        terms.append(SlabTerm(periodicity.slab_axes))
+    if system.slab_axes is not None:
+        terms.append(SlabTerm())
     if system.exclusions is not None:
         terms.append(exclusion_term(potential, system, alpha))
     terms.append(long_range.term(system, potential, alpha))
@@ -80,14 +72,10 @@ def ewald_sum(
 
 
 def long_range_part(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: tuple[Any, ...],
-    request: Request,
-    alpha: Any,
-    potential: Any,
-) -> Results:
+    long_range_of: Callable[[ChargedSystem], LongRange], atoms: System, request: SumRequest, alpha: Any, potential: Any
+) -> Tensors:
     """The long-range term and the self energies; arguments as of `ewald_sum`."""
-    system = check_system(*atoms)
+    system = check_system(atoms)
     splitting = given_alpha(alpha, system)
     check_potential(potential)
     long_range = long_range_of(system)
@@ -100,11 +88,9 @@ def long_range_part(
     return evaluate(terms, system, request, potential.is_constant)
 
 
-def short_range_part(
-    atoms: tuple[Any, ...], neighbors: GivenNeighbors, request: Request, alpha: Any, cutoff: Any
-) -> Results:
+def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any) -> Tensors:
     """The sum over neighbors, without self energies; arguments as of `ewald_sum`."""
-    system = check_system(*atoms)
+    system = check_system(atoms)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     if isinstance(alpha, torch.Tensor):
         checks.check_real("alpha", alpha, system.positions)
@@ -116,8 +102,7 @@ def short_range_part(
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
         rows = build_rows(system.positions, cutoff, system.cell, system.batch_idx)
-    term = PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)
-    return total([term.evaluate(system, request.derivatives)], system, request.energy_reduction)
+    return evaluate([PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)], system, request, is_constant=False)
 
 
 def _pairs_alone(n_charges: int) -> Formula:

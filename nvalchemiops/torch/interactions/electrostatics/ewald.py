@@ -5,22 +5,11 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.driver import (
-    SumOptions,
-    ewald_sum,
-    given_neighbors,
-    long_range_part,
-    short_range_part,
-)
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
-    WaveVectors,
-    check_cells_alone,
-    per_system,
-    points_within,
-)
+from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
+from nvalchemiops.torch.systems import System
 
 
 def ewald_summation(
@@ -150,20 +139,14 @@ def ewald_summation(
     Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.terms.reciprocal`,
     `nvalchemiops.interactions.pair.potentials.EWALD_REAL_SPACE`.
     """
-    long_range = functools.partial(
-        KVectorSum.given,
-        k_vectors=k_vectors,
-        k_cutoff=k_cutoff,
-        miller_bounds=miller_bounds,
-        miller_indices=miller_indices,
-    )
-    atoms = (positions, charges, cell, batch_idx, exclusions, exclusion_factors)
-    neighbors = given_neighbors(
+    long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
+    atoms = System(positions, charges, cell, batch_idx, pbc)
+    neighbors = driver.given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    options = SumOptions(alpha, accuracy, cutoff, pbc, slab_correction, potential)
-    return ewald_sum(long_range, atoms, neighbors, request, options)
+    options = driver.SumOptions(alpha, accuracy, cutoff, potential, exclusions, exclusion_factors, slab_correction)
+    return driver.ewald_sum(long_range, atoms, neighbors, request, options)
 
 
 def ewald_real_space(
@@ -211,11 +194,11 @@ def ewald_real_space(
     energies, forces, charge_gradients, virial
         As from `ewald_summation`, with the same errors.
     """
-    neighbors = given_neighbors(
+    neighbors = driver.given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    return short_range_part((positions, charges, cell, batch_idx), neighbors, request, alpha, cutoff)
+    return driver.short_range_part(System(positions, charges, cell, batch_idx), neighbors, request, alpha, cutoff)
 
 
 def ewald_reciprocal_space(
@@ -252,43 +235,6 @@ def ewald_reciprocal_space(
     energies, forces, charge_gradients, virial
         As from `ewald_summation`, with the same errors.
     """
-    long_range = functools.partial(
-        KVectorSum.given,
-        k_vectors=k_vectors,
-        k_cutoff=k_cutoff,
-        miller_bounds=miller_bounds,
-        miller_indices=miller_indices,
-    )
+    long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    return long_range_part(long_range, (positions, charges, cell, batch_idx), request, alpha, potential)
-
-
-def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> WaveVectors:
-    """Choose the k-vectors up to a length once, for repeated calls: ``miller_indices`` of `ewald_summation`.
-
-    They are kept as integers, so that the cell may change, and energies are continuous in it. Reads values on the host.
-    Where it is longer by more than a tenth in some direction, k-vectors up to ``k_cutoff`` are missing: on a CPU an
-    `AccuracyWarning` says so.
-
-    Parameters
-    ----------
-    cell : (3, 3) or (n_systems, 3, 3) tensor, length
-    k_cutoff : float or (n_systems,) tensor, 1/length
-
-    Returns
-    -------
-    WaveVectors
-
-    Raises
-    ------
-    ValueError, TypeError
-        A bad argument, named in the message.
-    """
-    cells = check_cells_alone(cell).detach()
-    lengths = per_system("k_cutoff", k_cutoff, cells.shape[0], cell.device).detach()
-    # copies, unaffected by changes of the caller's tensors
-    cells, lengths = cells.to(torch.float64, copy=True), lengths.clone()
-    return WaveVectors(*points_within(cells, lengths))._replace(cell=cells, k_cutoff=lengths)
-
-
-__all__ = ["ewald_real_space", "ewald_reciprocal_space", "ewald_summation", "prepare_wave_vectors"]
+    return driver.long_range_part(long_range, System(positions, charges, cell, batch_idx), request, alpha, potential)

@@ -14,13 +14,8 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.results import (
-    Contribution,
-    Derivatives,
-    Request,
-    Term,
-    total,
-)
+from nvalchemiops.torch.interactions.electrostatics import results as sums
+from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, Tensors
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.operators.segments import totals
@@ -28,9 +23,7 @@ from nvalchemiops.torch.runtime.context import is_eager, is_mapped
 from nvalchemiops.torch.runtime.openmp import fairly
 
 
-def evaluate(
-    terms: Sequence[Term], system: ChargedSystem, request: Request, is_constant: bool
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def evaluate(terms: Sequence[sums.Term], system: ChargedSystem, request: sums.SumRequest, is_constant: bool) -> Tensors:
     """The results of a sum: energies, then the derivatives that were requested.
 
     Parameters
@@ -38,7 +31,7 @@ def evaluate(
     terms : sequence of Term
         Their tensors must not change until the backward pass.
     system : ChargedSystem
-    request : Request
+    request : SumRequest
     is_constant : bool
         Whether the terms are known to depend on no tensors but their own and those of the system.
     """
@@ -46,15 +39,11 @@ def evaluate(
     derivatives = request.derivatives
 
     def graph(
-        positions: torch.Tensor,
-        charges: torch.Tensor,
-        cell: torch.Tensor,
-        derivatives: Derivatives,
-        with_dyads: bool = False,
+        positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, derivatives: Any, with_dyads: bool = False
     ) -> Any:
-        here = system._replace(positions=positions, charges=charges, cell=cell, has_channels=True)
+        here = system._replace(positions=positions, charges=charges, cell=cell)
         contributions = [term.evaluate(here, derivatives) for term in terms]
-        results = total(contributions, here, request.energy_reduction)
+        results = sums.total(contributions, here, request.energy_reduction)
         return (*results, _dyads(contributions, here)) if with_dyads else results
 
     # in hybrid form first derivatives by charges are there, unless they are among the results and so in the graph
@@ -138,9 +127,9 @@ class _WithDerivatives(torch.autograd.Function):
             return (None,) * 7 + no_others
         needed = ctx.needs_input_grad[4:7]
         if not torch.is_grad_enabled() and all(g is None for g in grad_derivatives):
-            weights = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
-            if weights is not None:
-                return (None,) * 4 + _products(ctx.first, weights, positions, cell, batch_idx, needed) + no_others
+            of_systems = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
+            if of_systems is not None:
+                return (None,) * 4 + _products(ctx.first, of_systems, positions, cell, batch_idx, needed) + no_others
         higher = torch.is_grad_enabled()
         with torch.enable_grad():
             # views of the inputs, so that the derivative by charges does not go on to positions they depend on
@@ -150,19 +139,11 @@ class _WithDerivatives(torch.autograd.Function):
                     t.requires_grad_()
             results = ctx.graph(*inputs, ctx.requested)
             results = results if isinstance(results, tuple) else (results,)
-            pairs = [
-                (r, g) for r, g in zip(results, (grad_energies, *grad_derivatives)) if g is not None and r.requires_grad
-            ]
-            gradients = iter(
-                torch.autograd.grad(
-                    [r for r, _ in pairs],
-                    [t for t, is_needed in zip(inputs, needed) if is_needed],
-                    [g for _, g in pairs],
-                    create_graph=higher,
-                    allow_unused=True,
-                )
-            )
-        return (None,) * 4 + tuple(next(gradients) if is_needed else None for is_needed in needed) + no_others
+            both = zip(results, (grad_energies, *grad_derivatives))
+            outputs, weights = zip(*((r, g) for r, g in both if g is not None and r.requires_grad))
+            asked = [t for t, is_needed in zip(inputs, needed) if is_needed]
+            found = iter(torch.autograd.grad(outputs, asked, weights, create_graph=higher, allow_unused=True))
+        return (None,) * 4 + tuple(next(found) if is_needed else None for is_needed in needed) + no_others
 
 
 def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torch.Tensor:

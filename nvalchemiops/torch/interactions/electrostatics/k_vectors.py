@@ -277,6 +277,34 @@ def generate_k_squared_pme(
     return generate_k_vectors_pme(cell, mesh_dimensions, reciprocal_cell)[1]
 
 
+def prepare_wave_vectors(cell: torch.Tensor, k_cutoff: float | torch.Tensor) -> WaveVectors:
+    """Choose the k-vectors up to a length once, for repeated calls: ``miller_indices`` of `ewald_summation`.
+
+    They are kept as integers, so that the cell may change, and energies are continuous in it. Reads values on the host.
+    Where it is longer by more than a tenth in some direction, k-vectors up to ``k_cutoff`` are missing: on a CPU an
+    `AccuracyWarning` says so.
+
+    Parameters
+    ----------
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length
+    k_cutoff : float or (n_systems,) tensor, 1/length
+
+    Returns
+    -------
+    WaveVectors
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    cells = check_cells_alone(cell).detach()
+    lengths = per_system("k_cutoff", k_cutoff, cells.shape[0], cell.device).detach()
+    # copies, unaffected by changes of the caller's tensors
+    cells, lengths = cells.to(torch.float64, copy=True), lengths.clone()
+    return WaveVectors(*points_within(cells, lengths))._replace(cell=cells, k_cutoff=lengths)
+
+
 # -- checks ---------------------------------------------------------------------------------------
 
 
@@ -344,12 +372,3 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
             raise ValueError(f"`{name}` must be positive and finite")
     tensor = tensor.to(torch.float64)
     return tensor if tensor.shape == (n_systems,) else tensor.expand(n_systems)
-
-
-__all__ = [
-    "generate_ewald_miller_indices",
-    "generate_k_squared_pme",
-    "generate_k_vectors_ewald_summation",
-    "generate_k_vectors_pme",
-    "k_vectors_from_miller_indices",
-]

@@ -7,19 +7,15 @@ import numpy as np
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation, prepare_wave_vectors
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
-from nvalchemiops.torch.interactions.electrostatics.parameters import (
-    estimate_ewald_parameters,
-    estimate_pme_parameters,
-)
+from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_summation
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system, prepare_wave_vectors
+from nvalchemiops.torch.interactions.electrostatics.parameters import estimate_ewald_parameters, estimate_pme_parameters
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
-from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.system import check_potential
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime.context import may_read, values_of
 from nvalchemiops.torch.runtime.modules import ExactModule
-from nvalchemiops.torch.systems import Neighbors, System, long_arguments, named
+from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, System, long_arguments, named
 
 
 def _parameter(name: str, value: float | torch.Tensor | None) -> torch.Tensor | None:
@@ -63,11 +59,7 @@ class _ConfiguredSum(ExactModule):
     _trainable: tuple[str, ...] = ("alpha",)
 
     def __init__(
-        self,
-        alpha: float | torch.Tensor | None,
-        cutoff: float | None,
-        accuracy: float,
-        potential: LongRangePotential,
+        self, alpha: float | torch.Tensor | None, cutoff: float | None, accuracy: float, potential: LongRangePotential
     ) -> None:
         super().__init__()
         check_potential(potential)
@@ -119,9 +111,7 @@ class _ConfiguredSum(ExactModule):
         """
         if not isinstance(positions, System):
             if neighbors is not None:
-                raise TypeError(
-                    "`neighbors` go with a System; beside tensors give `neighbor_list` or `neighbor_matrix`"
-                )
+                raise TypeError(BESIDE_TENSORS)
             self._move_to(positions)
             given = {"cutoff": self.cutoff, "accuracy": self.accuracy, "potential": self.potential} | options
             return self._evaluate(positions, charges, cell, **given)  # type: ignore[arg-type]  # checked there

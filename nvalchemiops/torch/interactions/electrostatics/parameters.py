@@ -1,6 +1,5 @@
 """Parameters of Ewald sums for torch tensors."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,20 +7,13 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.choice import (
-    Sizes,
-    check_accuracy,
-    force_of_neighbors,
-    is_crowded,
-    mesh_for,
-    mesh_of,
-    sizes_of,
-)
+from nvalchemiops.torch.interactions.electrostatics import choice
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_bounds, check_cells_alone, per_system
 from nvalchemiops.torch.interactions.electrostatics.system import check_periodic_cells, check_system
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime.context import on_host
+from nvalchemiops.torch.systems import System
 
 
 def compute_bspline_moduli_1d(miller_indices: torch.Tensor, mesh_N: int, spline_order: int) -> torch.Tensor:
@@ -127,12 +119,13 @@ def estimate_ewald_parameters(
     -----
     Formulas and sources: `nvalchemiops.interactions.electrostatics.error_models`. Reads values on the host.
     """
-    sizes = _sizes_of(positions, cell, batch_idx)
-    accuracy = check_accuracy(accuracy, positions)
+    atoms = System(positions, charges, cell, batch_idx)
+    sizes = _sizes_of(atoms)
+    accuracy = choice.check_accuracy(accuracy, positions)
     typical = core.Target(accuracy)
     alpha = core.ewald_alpha(sizes.n_atoms, sizes.volume, typical, core.COSTS[positions.device.type])
     r_c = core.real_cutoff(alpha, sizes.spacing, typical)
-    target = _target(accuracy, positions, charges, cell, batch_idx, sizes, r_c)
+    target = _target(accuracy, atoms, sizes, r_c)
     alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
     k_c = core.reciprocal_cutoff(alpha, sizes.spacing, target)
     return EwaldParameters(*(_tensor(v, positions) for v in (alpha, r_c, k_c)))
@@ -179,8 +172,9 @@ def estimate_pme_parameters(
     -----
     Errors, formulas and sources: see `estimate_ewald_parameters`. Reads values on the host.
     """
-    sizes = _sizes_of(positions, cell, batch_idx)
-    accuracy = check_accuracy(accuracy, positions)
+    atoms = System(positions, charges, cell, batch_idx)
+    sizes = _sizes_of(atoms)
+    accuracy = choice.check_accuracy(accuracy, positions)
     order = check_spline_order(spline_order)
     if real_space_cutoff is None:
         typical = core.Target(accuracy)
@@ -189,9 +183,9 @@ def estimate_pme_parameters(
     else:
         given = per_system("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
         r_c = on_host(given)
-    target = _target(accuracy, positions, charges, cell, batch_idx, sizes, r_c)
+    target = _target(accuracy, atoms, sizes, r_c)
     alpha = core.alpha_for_cutoff(r_c, sizes.spacing, target)
-    mesh = mesh_for(sizes, alpha, target, order, mesh_safety_factor, fft_padding_fraction)
+    mesh = choice.mesh_for(sizes, alpha, target, order, mesh_safety_factor, fft_padding_fraction)
     spacing = sizes.lengths / np.array(mesh)
     return PMEParameters(_tensor(alpha, positions), mesh, _tensor(spacing, positions), _tensor(r_c, positions))
 
@@ -262,7 +256,8 @@ def estimate_errors(
     >>> estimate_errors(positions, cell, **parameters._asdict()).total < 1.1e-5
     tensor([True])
     """
-    sizes = _sizes_of(positions, cell, batch_idx)
+    atoms = System(positions, charges, cell, batch_idx)
+    sizes = _sizes_of(atoms)
     n_systems, device = len(sizes.cell), positions.device
 
     def numbers(name: str, value: Any) -> np.ndarray:
@@ -284,7 +279,7 @@ def estimate_errors(
         model = core.Box(core.faces(np.array(check_bounds(miller_bounds)) + 0.5, sizes.lengths))
     else:
         model = sizes.mesh_model(*mesh_and_order(mesh_dimensions, check_spline_order(spline_order)))
-    target = _target(1.0, positions, charges, cell, batch_idx, sizes, cutoff)
+    target = _target(1.0, atoms, sizes, cutoff)
     errors = core.expected_errors(splitting, cutoff, sizes.spacing, model, target)
     tensors = (torch.as_tensor(e, dtype=torch.float64, device=device) for e in (*errors, np.hypot(*errors)))
     return ErrorEstimate(*tensors)
@@ -319,12 +314,12 @@ def estimate_pme_mesh_dimensions(
     that of a well balanced sum.
     """
     cell = check_cells_alone(cell)
-    accuracy = check_accuracy(accuracy)
+    accuracy = choice.check_accuracy(accuracy)
     order = check_spline_order(spline_order)
     splitting = on_host(per_system("alpha", alpha, cell.shape[0], cell.device).detach())
     lattice = on_host(cell.detach()).astype(np.float64)
-    sizes = Sizes(lattice, np.ones(len(lattice)), 0.8 / splitting)
-    return mesh_for(sizes, splitting, core.Target(accuracy), order, mesh_safety_factor, fft_padding_fraction)
+    sizes = choice.Sizes(lattice, np.ones(len(lattice)), 0.8 / splitting)
+    return choice.mesh_for(sizes, splitting, core.Target(accuracy), order, mesh_safety_factor, fft_padding_fraction)
 
 
 def mesh_spacing_to_dimensions(
@@ -361,55 +356,35 @@ def mesh_spacing_to_dimensions(
     else:
         spacings = on_host(per_system("mesh_spacing", spacing, cell.shape[0], cell.device).detach())[:, None]
     lattice = on_host(cell.detach()).astype(np.float64)
-    return mesh_of(np.linalg.norm(lattice, axis=2) / spacings, order, fft_padding_fraction)
+    return choice.mesh_of(np.linalg.norm(lattice, axis=2) / spacings, order, fft_padding_fraction)
 
 
 # -- common to all ------------------------------------------------------------------------------
 
 
-def _sizes_of(positions: torch.Tensor, cell: Any, batch_idx: torch.Tensor | None) -> Sizes:
+def _sizes_of(atoms: System) -> choice.Sizes:
+    positions = atoms.positions
     checks.check_positions(positions, finite=False)
-    cell = check_periodic_cells(cell, positions)
+    cell = check_periodic_cells(atoms.cell, positions)
     check_cells(cell.detach().cpu())  # read in any case
-    batch_idx, _ = checks.check_batch(batch_idx, positions, cell.shape[0], wait=True)
-    return sizes_of(cell, batch_idx, positions.shape[0])
+    batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0], wait=True)
+    return choice.sizes_of(cell, batch_idx, positions.shape[0])
 
 
-def _target(
-    accuracy: float,
-    positions: torch.Tensor,
-    charges: torch.Tensor | None,
-    cell: torch.Tensor,
-    batch_idx: torch.Tensor | None,
-    sizes: Sizes,
-    real_space_cutoff: np.ndarray,
-) -> core.Target:
+def _target(accuracy: float, atoms: System, sizes: choice.Sizes, real_space_cutoff: np.ndarray) -> core.Target:
     typical = core.Target(accuracy)
-    if charges is None:
+    if atoms.charges is None:
         return typical
-    system = check_system(positions, charges, cell, batch_idx)
+    system = check_system(atoms)
     if not bool(torch.isfinite(system.charges).all()):
         raise ValueError("`charges` has entries that are NaN or infinite")
-    if system.n_atoms == 0 or is_crowded(system):
+    if system.n_atoms == 0 or choice.is_crowded(system):
         return typical
     reach = np.minimum(real_space_cutoff, core.NEARBY * sizes.spacing)
-    rows = build_rows(positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
-    known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=positions.device)
-    return typical._replace(force=on_host(force_of_neighbors(system, rows, known, spacing)))
+    rows = build_rows(system.positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
+    known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=system.positions.device)
+    return typical._replace(force=on_host(choice.force_of_neighbors(system, rows, known, spacing)))
 
 
 def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(values, dtype=like.dtype, device=like.device)
-
-
-__all__: Sequence[str] = [
-    "ErrorEstimate",
-    "EwaldParameters",
-    "PMEParameters",
-    "compute_bspline_moduli_1d",
-    "estimate_errors",
-    "estimate_ewald_parameters",
-    "estimate_pme_mesh_dimensions",
-    "estimate_pme_parameters",
-    "mesh_spacing_to_dimensions",
-]

@@ -5,19 +5,16 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.driver import (
-    SumOptions,
-    ewald_sum,
-    given_neighbors,
-    long_range_part,
-)
+from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_cells_alone, per_system
-from nvalchemiops.torch.interactions.electrostatics.parameters import compute_bspline_moduli_1d
-from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.parameters import (
+    compute_bspline_moduli_1d as compute_bspline_moduli_1d,
+)
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.interactions.electrostatics.results import check_request
-from nvalchemiops.torch.interactions.electrostatics.system import check_potential
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed, PreparedMesh, influence
 from nvalchemiops.torch.operators.lattice import check_spline_order, lattice_of, mesh_and_order
+from nvalchemiops.torch.systems import System
 
 
 def prepare_mesh(
@@ -154,21 +151,15 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
         if not isinstance(prepared, PreparedMesh):
             raise TypeError(f"`prepared` must be a PreparedMesh from prepare_mesh, got {type(prepared).__name__}")
         alpha = prepared.alpha_for(alpha, mesh_dimensions, mesh_spacing, potential)
-    long_range = functools.partial(
-        MeshSum.given,
-        mesh_dimensions=mesh_dimensions,
-        mesh_spacing=mesh_spacing,
-        spline_order=spline_order,
-        precomputed=Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z),
-        prepared=prepared,
-    )
-    atoms = (positions, charges, cell, batch_idx, exclusions, exclusion_factors)
-    neighbors = given_neighbors(
+    precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
+    long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, prepared)
+    atoms = System(positions, charges, cell, batch_idx, pbc)
+    neighbors = driver.given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    options = SumOptions(alpha, accuracy, cutoff, pbc, slab_correction, potential)
-    return ewald_sum(long_range, atoms, neighbors, request, options)
+    options = driver.SumOptions(alpha, accuracy, cutoff, potential, exclusions, exclusion_factors, slab_correction)
+    return driver.ewald_sum(long_range, atoms, neighbors, request, options)
 
 
 def pme_reciprocal_space(
@@ -213,15 +204,7 @@ def pme_reciprocal_space(
     energies, forces, charge_gradients, virial
         As from `particle_mesh_ewald`, with the same errors.
     """
-    long_range = functools.partial(
-        MeshSum.given,
-        mesh_dimensions=mesh_dimensions,
-        mesh_spacing=mesh_spacing,
-        spline_order=spline_order,
-        precomputed=Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z),
-    )
+    precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
+    long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, None)
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    return long_range_part(long_range, (positions, charges, cell, batch_idx), request, alpha, potential)
-
-
-__all__ = ["PreparedMesh", "compute_bspline_moduli_1d", "particle_mesh_ewald", "pme_reciprocal_space", "prepare_mesh"]
+    return driver.long_range_part(long_range, System(positions, charges, cell, batch_idx), request, alpha, potential)

@@ -33,6 +33,11 @@ class LongRangePotential(NamedTuple):
         does not depend on alpha.
     slope : callable, optional
         Maps k² and alpha to the derivative of g by k²; by default found by automatic differentiation.
+    is_constant : bool, optional
+        Whether the functions depend on nothing but their arguments, and so hold no trained tensors. Then results that
+        follow from them are kept from call to call.
+    exponent : int, optional
+        The p of `power_law`; None for other potentials.
     """
 
     short_range: Callable[[int], Formula]
@@ -40,22 +45,8 @@ class LongRangePotential(NamedTuple):
     reciprocal: Function
     at_zero: Callable[[torch.Tensor], torch.Tensor]
     slope: Function | None = None
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether the functions are known to depend on nothing but their arguments. Others may hold trained tensors.
-
-        What follows from constant functions is kept from call to call.
-        """
-        return self in _CONSTANT
-
-    @property
-    def exponent(self) -> int | None:
-        """The p of `power_law`; None for other potentials."""
-        if not self.is_constant:
-            return None
-        assert isinstance(self.short_range, functools.partial)
-        return int(self.short_range.args[0])
+    is_constant: bool = False
+    exponent: int | None = None
 
     def reciprocal_derivative(self, k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         """The derivative of g by k²."""
@@ -73,9 +64,11 @@ class _PowerLaw(LongRangePotential):
     __slots__ = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not self.is_constant:  # made by `_replace`
-            return LongRangePotential, tuple(self)
         return power_law, (self.exponent,)
+
+    def _replace(self, **changes: Any) -> LongRangePotential:  # type: ignore[override]
+        """Another potential, of unknown functions."""
+        return LongRangePotential(**self._asdict() | {"is_constant": False, "exponent": None} | changes)
 
 
 def _coulomb(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
@@ -93,13 +86,13 @@ COULOMB = _PowerLaw(
     _coulomb,
     lambda alpha: -math.pi / alpha.square(),
     _coulomb_derivative,
+    is_constant=True,
+    exponent=1,
 )
 """``1/r``, with a uniform background that neutralises charged cells.
 
 Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
 """
-
-_CONSTANT = {COULOMB}
 
 
 @functools.cache
@@ -140,12 +133,18 @@ def power_law(exponent: int) -> LongRangePotential:
     def derivative(k2: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
         return -0.25 * scale * alpha.pow(exponent - 5) * transform(k2, alpha, exponent - 2)
 
-    found = _PowerLaw(
+    return _PowerLaw(
         functools.partial(potentials.ewald_short_range, exponent),
         functools.partial(potentials.ewald_excluded, exponent),
         reciprocal,
         lambda alpha: alpha.pow(exponent - 3) * (scale * 2.0 / (exponent - 3)),
         derivative,
+        is_constant=True,
+        exponent=exponent,
     )
-    _CONSTANT.add(found)
-    return found
+
+
+def check_potential(potential: Any) -> None:
+    """Raise unless this is a `LongRangePotential`."""
+    if not isinstance(potential, LongRangePotential):
+        raise TypeError(f"`potential` must be a LongRangePotential, got {type(potential).__name__}")

@@ -10,6 +10,9 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import system_sums
 
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+"""What a sum returns: energies, or a tuple of energies and the derivatives that were requested."""
+
 
 class Derivatives(NamedTuple):
     """First derivatives that are computed with the energy."""
@@ -19,8 +22,8 @@ class Derivatives(NamedTuple):
     virial: bool = False
 
 
-class Request(NamedTuple):
-    """What a call returns.
+class SumRequest(NamedTuple):
+    """What a call of a sum returns.
 
     Attributes
     ----------
@@ -41,7 +44,7 @@ def check_request(
     compute_virial: Any,
     energy_reduction: Any,
     hybrid_forces: Any = False,
-) -> Request:
+) -> SumRequest:
     """The request that these arguments of a public function make."""
     checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
     derivatives = Derivatives(
@@ -49,7 +52,7 @@ def check_request(
         checks.check_flag("compute_charge_gradients", compute_charge_gradients),
         checks.check_flag("compute_virial", compute_virial),
     )
-    return Request(derivatives, energy_reduction, checks.check_flag("hybrid_forces", hybrid_forces))
+    return SumRequest(derivatives, energy_reduction, checks.check_flag("hybrid_forces", hybrid_forces))
 
 
 class Contribution(NamedTuple):
@@ -94,10 +97,8 @@ def from_potential(
     return Contribution(energies, forces, potential if derivatives.charge_gradients else None)
 
 
-def total(
-    contributions: Sequence[Contribution], system: ChargedSystem, energy_reduction: str
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Sums of contributions in the dtype of the positions: energies, then the derivatives that were requested."""
+def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_reduction: str) -> Tensors:
+    """Sums of contributions in the dtype of the positions, with channels: `Tensors`."""
     results = []
     for name, values in zip(Contribution._fields, zip(*contributions)):
         if values[0] is None:
@@ -105,8 +106,6 @@ def total(
         result = values[0]
         for value in values[1:]:
             result = result + value
-        if name in ("energies", "charge_gradients") and not system.has_channels:
-            result = result.squeeze(1)
         if name == "energies" and energy_reduction == "system":
             result = system_sums(result, system.batch_idx, system.n_systems)
         results.append(result.to(system.positions.dtype))

@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.results import check_request, total
-from nvalchemiops.torch.interactions.electrostatics.system import check_periodicity, check_system
+from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
+from nvalchemiops.torch.interactions.electrostatics.results import check_request
+from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
+from nvalchemiops.torch.systems import System
 
 
 def compute_slab_correction(
@@ -55,7 +57,5 @@ def compute_slab_correction(
     Formula and sources: `nvalchemiops.torch.interactions.electrostatics.terms.slab`.
     """
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction)
-    system = check_system(positions, charges, cell, batch_idx)
-    axes = check_periodicity(pbc, system, slab_correction=True).slab_axes
-    assert axes is not None
-    return total([SlabTerm(axes).evaluate(system, request.derivatives)], system, request.energy_reduction)
+    system = check_system(System(positions, charges, cell, batch_idx, pbc), slab_correction=True)
+    return evaluate([SlabTerm()], system, request, is_constant=False)

@@ -6,14 +6,14 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
-from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows
 from nvalchemiops.torch.operators.lattice import Lattice, check_cells, lattice_of, nan_if_singular, one_or_nan
 from nvalchemiops.torch.runtime.context import may_read, on_host
+from nvalchemiops.torch.systems import System
 
 
 class ChargedSystem(NamedTuple):
-    """One or several periodic systems.
+    """One or several periodic systems, checked.
 
     Attributes
     ----------
@@ -26,6 +26,10 @@ class ChargedSystem(NamedTuple):
         None for one system.
     exclusions : ExclusionRows or None
         Pairs that do not interact, or with a factor.
+    slab_axes : (n_systems, 3) bool tensor or None
+        For the slab correction: True for periodic axes. None without the correction.
+    valid : (n_systems,) bool tensor or None
+        False where a sum over the periodic images would be wrong, if values could not be read.
     """
 
     positions: torch.Tensor
@@ -34,6 +38,8 @@ class ChargedSystem(NamedTuple):
     cell: torch.Tensor
     batch_idx: torch.Tensor | None
     exclusions: ExclusionRows | None = None
+    slab_axes: torch.Tensor | None = None
+    valid: torch.Tensor | None = None
 
     @property
     def n_systems(self) -> int:
@@ -66,18 +72,23 @@ def check_charges(charges: Any, positions: torch.Tensor, channels: bool = False)
 
 
 def check_system(
-    positions: Any, charges: Any, cell: Any, batch_idx: Any, exclusions: Any = None, exclusion_factors: Any = None
+    atoms: System, exclusions: Any = None, exclusion_factors: Any = None, slab_correction: Any = False
 ) -> ChargedSystem:
     """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling."""
+    positions: Any = atoms.positions
+    charges: Any = atoms.charges
     checks.check_positions(positions, finite=False)
     check_charges(charges, positions, channels=True)
-    cell = check_periodic_cells(cell, positions)
+    cell = check_periodic_cells(atoms.cell, positions)
+    # before the values of the cell: a system with open axes may have vectors of zeros
+    slab_axes, valid = _check_periodicity(atoms.pbc, positions, cell.shape[0], slab_correction)
     check_cells(cell)
     cell = nan_if_singular(cell)
-    batch_idx, _ = checks.check_batch(batch_idx, positions, cell.shape[0])
-    several = charges.ndim == 2
+    batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0])
     rows = exclusion_rows(exclusions, exclusion_factors, positions)
-    return ChargedSystem(positions, charges if several else charges.unsqueeze(1), several, cell, batch_idx, rows)
+    several = charges.ndim == 2
+    columns = charges if several else charges.unsqueeze(1)
+    return ChargedSystem(positions, columns, several, cell, batch_idx, rows, slab_axes, valid)
 
 
 def check_periodic_cells(cell: Any, positions: torch.Tensor) -> torch.Tensor:
@@ -92,37 +103,24 @@ def check_periodic_cells(cell: Any, positions: torch.Tensor) -> torch.Tensor:
     return cell
 
 
-class Periodicity(NamedTuple):
-    """Which axes of the systems are periodic.
-
-    Attributes
-    ----------
-    slab_axes : (n_systems, 3) bool tensor or None
-        For the slab correction: True for periodic axes. None without the correction.
-    valid : (n_systems,) bool tensor or None
-        False where a sum over the periodic images would be wrong, if values could not be read.
-    """
-
-    slab_axes: torch.Tensor | None
-    valid: torch.Tensor | None
-
-
-def check_periodicity(pbc: Any, system: ChargedSystem, slab_correction: Any) -> Periodicity:
-    """The periodicity that these arguments describe; raise if the sum would be wrong."""
+def _check_periodicity(
+    pbc: Any, positions: torch.Tensor, n_systems: int, slab_correction: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """``slab_axes`` and ``valid`` of `ChargedSystem`; raise if the sum would be wrong."""
     with_slab = checks.check_flag("slab_correction", slab_correction)
     if pbc is None:
         if with_slab:
             raise ValueError("`pbc` is needed with `slab_correction`: it says which axis is open")
-        return Periodicity(None, None)
+        return None, None
     if isinstance(pbc, bool):
         pbc = [pbc] * 3
-    pbc = checks.pbc_tensor(pbc, system.positions.device)
-    if tuple(pbc.shape) not in ((3,), (1, 3), (system.n_systems, 3)):
-        raise ValueError(f"`pbc` must have shape (3,) or ({system.n_systems}, 3), got {tuple(pbc.shape)}")
-    pbc = pbc.reshape(-1, 3).expand(system.n_systems, 3)
+    pbc = checks.pbc_tensor(pbc, positions.device)
+    if tuple(pbc.shape) not in ((3,), (1, 3), (n_systems, 3)):
+        raise ValueError(f"`pbc` must have shape (3,) or ({n_systems}, 3), got {tuple(pbc.shape)}")
+    pbc = pbc.reshape(-1, 3).expand(n_systems, 3)
     slab_axes = pbc if with_slab else None
     if not may_read(pbc):
-        return Periodicity(slab_axes, (~pbc).sum(1) <= int(with_slab))
+        return slab_axes, (~pbc).sum(1) <= int(with_slab)
     n_open = 3 - on_host(pbc).sum(axis=1)
     if not with_slab and n_open.any():
         raise ValueError(
@@ -131,7 +129,7 @@ def check_periodicity(pbc: Any, system: ChargedSystem, slab_correction: Any) -> 
         )
     if (n_open > 1).any():
         raise ValueError("`pbc`: the slab correction is for at most one open axis")
-    return Periodicity(slab_axes, None)
+    return slab_axes, None
 
 
 def nan_unless(valid: torch.Tensor | None, alpha: torch.Tensor) -> torch.Tensor:
@@ -148,9 +146,3 @@ def given_alpha(alpha: Any, system: ChargedSystem) -> torch.Tensor:
         found = found * one_or_nan((found > 0.0) & (found * 0.0 == 0.0))  # infinity times zero is NaN
     # rounded, so that both parts of the sum have the same
     return found.to(system.positions.dtype).to(torch.float64)
-
-
-def check_potential(potential: Any) -> None:
-    """Raise unless this is a `LongRangePotential`."""
-    if not isinstance(potential, LongRangePotential):
-        raise TypeError(f"`potential` must be a LongRangePotential, got {type(potential).__name__}")

@@ -8,7 +8,7 @@ import torch
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
-from nvalchemiops.torch.interactions.pair.op import pair_sum
+from nvalchemiops.torch.interactions.pair.op import NO_DIRECTIONS, pair_sum
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.operators.segments import system_sums
@@ -64,7 +64,7 @@ def sum_pairs(
     """
     positions, cell, batch_idx, n_systems, rows = system
     of_atoms, of_systems, species, n_species = parameter_arrays(formula, parameters, positions, species, n_systems)
-    excluded = (None, None, None) if exclusions is None else (exclusions.pointers, exclusions.atoms, exclusions.factors)
+    excluded = (None, None, None) if exclusions is None else exclusions[:3]
 
     outputs = "w" + "r" * bool(request.forces)
     for name in request.gradients:
@@ -73,33 +73,11 @@ def sum_pairs(
         letter = "g" if name in formula.global_parameters else "p"
         outputs += letter * (letter not in outputs)
     outputs += "v" * bool(request.virial)
+    inputs = (positions, cell, of_atoms, of_systems, weights, *NO_DIRECTIONS)
+    distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)
+    of_pairs = (*rows, species, n_species, *excluded)
     energies, position_gradients, _, parameter_gradients, global_gradients, virial = pair_sum(
-        formula.text,
-        outputs,
-        "",
-        positions,
-        cell,
-        of_atoms,
-        of_systems,
-        weights,
-        None,
-        None,
-        None,
-        None,
-        None,
-        batch_idx,
-        n_systems,
-        rows.pointers,
-        rows.first,
-        rows.neighbors,
-        rows.shifts,
-        species,
-        n_species,
-        *excluded,
-        rows.width,
-        rows.padding,
-        NO_CUTOFF if cutoff is None else cutoff,
-        0.0 if r_switch is None else r_switch,
+        formula.text, outputs, "", *inputs, batch_idx, n_systems, *of_pairs, *distances
     )
     if request.energy_reduction == "system":
         energies = system_sums(energies, batch_idx, n_systems)

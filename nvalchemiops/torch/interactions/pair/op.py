@@ -6,6 +6,7 @@ and compiled when it is first needed.
 """
 
 import functools
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,9 @@ INPUTS = {
 }
 """Arguments of the energy, by the letters of `nvalchemiops.interactions.pair.derivatives`."""
 
+NO_DIRECTIONS = (None,) * len(INPUTS)
+"""Arguments of the op for the energy itself and its gradient."""
+
 Direction = dict[str, torch.Tensor]
 """A change of the inputs, by letter; inputs that are left out do not change."""
 
@@ -40,15 +44,11 @@ Direction = dict[str, torch.Tensor]
 
 def _spec(name: str, letter: str, shape: Callable[..., tuple[Any, ...]]) -> OutputSpec:
     """An output of the dtype of the positions; without elements where it is not requested."""
-
-    def shape_or_empty(_: str, outputs: str, __: str, *inputs: Any) -> tuple[Any, ...]:
-        return shape(*inputs) if letter in outputs else (0,)
-
-    return OutputSpec(name, _precision, shape_or_empty)
-
-
-def _precision(_: str, __: str, ___: str, positions: torch.Tensor, *____: Any) -> Any:
-    return real_of(positions)
+    return OutputSpec(
+        name,
+        lambda *arguments: real_of(arguments[3]),
+        lambda *arguments: shape(*arguments[3:]) if letter in arguments[1] else (0,),
+    )
 
 
 def _of_atoms(positions: Any, *_: Any) -> Any:
@@ -74,38 +74,23 @@ OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
 _ARRAYS = (
     *INPUTS.values(),
     *(f"direction_{name}" for name in INPUTS.values()),
-    "batch_idx",
-    "row_begin",
-    "first",
-    "neighbors",
-    "shifts",
-    "species",
-    "excluded_begin",
-    "excluded",
-    "excluded_factors",
+    *("batch_idx", "row_begin", "neighbors", "shifts", "first", "species"),
+    *("excluded_begin", "excluded", "excluded_factors"),
 )
-"""Arguments of the op that are arrays of its kernels, in the order of the op."""
+"""Arguments of the op that are arrays of its kernels."""
 
 
 @functools.cache
 def _kernel(
-    formula: str,
-    directions: str,
-    outputs: str,
-    precision: str,
-    periodic: bool,
-    n_species: int,
-    weights: bool,
-    excluding: bool,
-) -> tuple[Any, list[int], list[str], dict[str, int]]:
-    """The kernel, the places of its inputs in `_ARRAYS`, its outputs, and the columns of its sums."""
+    formula: str, directions: str, outputs: str, precision: str, periodic: bool, n_species: int, *flags: bool
+) -> tuple[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]], list[str], dict[str, int]]:
+    """The kernel, a function that picks its inputs from `_ARRAYS`, names of its outputs, and columns of its sums."""
     parts = tuple(directions.split("|")) if directions else ()
-    request = Request(Formula.read(formula), parts, outputs, weights, excluding)
+    request = Request(Formula.read(formula), parts, outputs, *flags)
     variant = core.Variant(request, precision, periodic, n_species)
-    inputs, written = core.inputs_of(variant), core.outputs_of(variant)
+    pick = operator.itemgetter(*(_ARRAYS.index(a.name) for a in core.inputs_of(variant)))
     widths = core.width_of_sums(outputs, len(request.formula.global_parameters))
-    places = [_ARRAYS.index(a.name) for a in inputs]
-    return core.pair_kernel(variant), places, [a.name for a in written], widths
+    return core.pair_kernel(variant), pick, [a.name for a in core.outputs_of(variant)], widths
 
 
 _thread = threading.local()
@@ -202,10 +187,7 @@ def _unstack(directions: str, stacked: dict[str, torch.Tensor | None]) -> list[D
 
 
 def _evaluate(
-    inputs: dict[str, Any],
-    outputs: str,
-    values: dict[str, torch.Tensor | None],
-    directions: Sequence[Direction],
+    inputs: dict[str, Any], outputs: str, values: dict[str, torch.Tensor | None], directions: Sequence[Direction]
 ) -> dict[str, torch.Tensor]:
     """The outputs with these letters for the derivative in ``directions``; one that vanishes is left out."""
     for k, direction in enumerate(directions):
@@ -342,16 +324,16 @@ def pair_sum(
     batch_idx: torch.Tensor | None,
     n_systems: int,
     row_begin: torch.Tensor | None,
-    first: torch.Tensor | None,
     neighbors: torch.Tensor,
     shifts: torch.Tensor | None,
+    width: int,
+    padding: int,
+    first: torch.Tensor | None,
     species: torch.Tensor | None,
     n_species: int,
     excluded_begin: torch.Tensor | None,
     excluded: torch.Tensor | None,
     excluded_factors: torch.Tensor | None,
-    width: int,
-    padding: int,
     cutoff: float,
     r_switch: float,
 ) -> tuple[torch.Tensor, ...]:
@@ -378,7 +360,7 @@ def pair_sum(
         Like the input, with a leading dimension for the directions that have its letter.
     batch_idx : (n_atoms,) int32 tensor, optional
     n_systems : int
-    row_begin, first, neighbors, shifts, width, padding
+    row_begin, neighbors, shifts, width, padding, first
         See `nvalchemiops.torch.neighbors.rows.Rows`.
     species : (n_atoms,) int32 tensor, optional
     n_species : int
@@ -387,39 +369,12 @@ def pair_sum(
     cutoff, r_switch : float
         Distances.
     """
-    precision = precision_of(positions)
-    kernel, inputs, written, columns = _kernel(
-        formula,
-        directions,
-        outputs,
-        precision,
-        shifts is not None,
-        n_species,
-        weights is not None,
-        excluded is not None,
-    )
+    given: tuple[Any, ...] = (positions, cell, parameters, global_parameters, weights)
+    given += (direction_positions, direction_cell, direction_parameters, direction_global_parameters, direction_weights)
+    others = (batch_idx, row_begin, neighbors, shifts, first, species, excluded_begin, excluded, excluded_factors)
+    flags = (shifts is not None, n_species, weights is not None, excluded is not None)
+    kernel, pick, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
     n_atoms, device = positions.shape[0], positions.device
-    given = (
-        positions,
-        cell,
-        parameters,
-        global_parameters,
-        weights,
-        direction_positions,
-        direction_cell,
-        direction_parameters,
-        direction_global_parameters,
-        direction_weights,
-        batch_idx,
-        row_begin,
-        first,
-        neighbors,
-        shifts,
-        species,
-        excluded_begin,
-        excluded,
-        excluded_factors,
-    )
     # on a GPU faults are not read, which would wait for it: results are NaN
     fault = _fault() if device.type == "cpu" else None
     memory: dict[str, torch.Tensor] = {}
@@ -435,7 +390,7 @@ def pair_sum(
     launch(
         kernel,
         n_atoms,
-        [*[given[place] for place in inputs], width, padding, cutoff, r_switch],
+        [*pick(given + others), width, padding, cutoff, r_switch],
         [fault if name == "fault" else memory[name] for name in written],
         lanes=WARP,
     )

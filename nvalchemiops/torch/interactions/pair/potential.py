@@ -12,11 +12,11 @@ from nvalchemiops.interactions.pair.derivatives import POSITIONS, WEIGHTS, Reque
 from nvalchemiops.interactions.pair.expression import Formula, check_formula
 from nvalchemiops.interactions.pair.sum import Variant, source
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.pair.driver import check_pair_request, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
 from nvalchemiops.torch.interactions.pair.exclusions import exclusion_rows
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
-from nvalchemiops.torch.systems import Neighbors, Results, System, long_arguments, named
+from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, Results, System, named, names_beside, neighbors_beside
 
 
 class PairPotential:
@@ -210,65 +210,31 @@ class PairPotential:
         potential that diverges; others are affected only if they interact with the two. A NaN in a position or
         parameter, and an infinite position, become NaN for that atom and those within its neighbor list.
         """
-        if isinstance(positions, System):
-            options: dict[str, Any] = {
-                "num_systems": num_systems,
-                "species": species,
-                "exclusions": exclusions,
-                "check": check,
-            }
-            options |= {"exclusion_factors": exclusion_factors, "energy_reduction": energy_reduction}
-            options |= {"compute_forces": compute_forces, "compute_virial": compute_virial}
-            options |= {"batch_idx": batch_idx, "pbc": pbc, "half_list": half_list, "fill_value": fill_value}
-            options |= {"neighbor_list": neighbor_list, "neighbor_ptr": neighbor_ptr}
-            options |= {"neighbor_matrix": neighbor_matrix, "neighbor_matrix_shifts": neighbor_matrix_shifts}
-            options |= {"neighbor_shifts": neighbor_shifts}
-            if neighbor_cutoff is not None:
-                options["neighbor_cutoff"] = neighbor_cutoff
-            return self._named(positions, (cell, neighbors), options | parameters, compute_gradients)
-        if neighbors is not None:
-            raise TypeError("`neighbors` go with a System; beside tensors give `neighbor_list` or `neighbor_matrix`")
         given = GivenNeighbors(
             neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
         )
         request = check_pair_request(compute_forces, compute_virial, energy_reduction, compute_gradients)
+        if isinstance(positions, System):
+            atoms = positions
+            tensors = dict(zip(names_beside("fill_value"), (batch_idx, pbc, *given)))
+            near = neighbors_beside((cell, neighbors), tensors)
+            given, reach = near.given(), near.cutoff if neighbor_cutoff is None else neighbor_cutoff
+        else:
+            if neighbors is not None:
+                raise TypeError(BESIDE_TENSORS)
+            reach = neighbor_cutoff
+            atoms = System(positions, None, cell, batch_idx, pbc)  # type: ignore[arg-type]  # checked there
+        formula, cutoff = self.formula, self.cutoff
+        by_system = request.by_system or formula.global_parameters != ()
         system = pair_system(
-            positions,
-            cell,
-            given,
-            batch_idx,
-            num_systems,
-            pbc,
-            cutoff=self.cutoff,
-            by_system=request.by_system or self.formula.global_parameters != (),
-            neighbor_cutoff=neighbor_cutoff,
-            check=check,
+            atoms, given, num_systems, cutoff=cutoff, by_system=by_system, neighbor_cutoff=reach, check=check
         )
-        results = sum_pairs(
-            self.formula,
-            system,
-            parameters,
-            request,
-            cutoff=self.cutoff,
-            r_switch=self.r_switch,
-            species=species,
-            exclusions=exclusion_rows(exclusions, exclusion_factors, positions),
-        )
+        excluded = exclusion_rows(exclusions, exclusion_factors, atoms.positions)
+        options: Any = {"cutoff": cutoff, "r_switch": self.r_switch, "species": species, "exclusions": excluded}
+        results = sum_pairs(formula, system, parameters, request, **options)
+        if isinstance(positions, System):
+            return _named(results, request)
         return results if len(results) > 1 else results[0]
-
-    def _named(
-        self, system: System, neighbors: tuple[Any, ...], options: dict[str, Any], gradients: Sequence[str]
-    ) -> Results:
-        """The results with names for a system."""
-        given = long_arguments(system, neighbors, options, needed=(), padding="fill_value", reach="neighbor_cutoff")
-        values = self(system.positions, system.cell, compute_gradients=gradients, **given)
-        found = list(values) if isinstance(values, tuple) else [values]
-        names = ["energies"] + ["forces"] * options["compute_forces"]
-        if gradients:
-            at = len(names)
-            found[at : at + len(gradients)] = [dict(zip(gradients, found[at:]))]
-            names.append("gradients")
-        return named(names + ["virial"] * options["compute_virial"], tuple(found))
 
     def source(self, *, compute_forces: bool = True, precision: str = "float64") -> str:
         """The C++ source of the kernel that sums energies and forces of a periodic system."""
@@ -295,6 +261,16 @@ class PairPotential:
         parts += [f"r_switch={self.r_switch}"] * formula.switched
         parts += [f"self_energy={formula.self_energy!r}"] * bool(formula.self_energy)
         return f"PairPotential({', '.join(parts)})"
+
+
+def _named(results: tuple[Any, ...], request: PairRequest) -> Results:
+    """The results with names; the gradients as a dict."""
+    names, found = ["energies"] + ["forces"] * request.forces, list(results)
+    if request.gradients:
+        gradients = slice(len(names), len(names) + len(request.gradients))
+        found[gradients] = [dict(zip(request.gradients, found[gradients]))]
+        names.append("gradients")
+    return named(names + ["virial"] * request.virial, tuple(found))
 
 
 def _names(kind: str, names: Any) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from nvalchemiops.torch.neighbors.rows import (
 from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
 from nvalchemiops.torch.operators.segments import check_system_numbers
 from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.systems import System
 
 NO_CUTOFF = sys.float_info.max
 """The value for no cutoff. Infinity would make packages of AOTInductor that cannot be loaded: JSON has none."""
@@ -45,12 +46,9 @@ class PairSystem(NamedTuple):
 
 
 def pair_system(
-    positions: torch.Tensor,
-    cell: Any,
+    atoms: System,
     given: GivenNeighbors,
-    batch_idx: Any = None,
     num_systems: int | None = None,
-    pbc: Any = None,
     *,
     cutoff: float | None,
     by_system: bool,
@@ -67,11 +65,12 @@ def pair_system(
     is_padding : (n_atoms,) bool tensor, optional
         Atoms that are neighbors of none and have none, independent of the list.
     """
+    positions, pbc = atoms.positions, atoms.pbc
     checks.check_positions(positions, finite=False)
     checks.check_flag("check", check)
-    cell, of_atoms, n_systems = _batch(positions, cell, batch_idx, num_systems, by_system, pbc)
+    cell, of_atoms, n_systems = _batch(atoms, num_systems, by_system)
     # the search distinguishes systems even where the sum does not
-    searched = batch_idx if of_atoms is None else of_atoms
+    searched = atoms.batch_idx if of_atoms is None else of_atoms
     if neighbor_cutoff is not None:
         reach = checks.check_positive("neighbor_cutoff", neighbor_cutoff)
         if cutoff is not None and reach < cutoff:
@@ -93,12 +92,13 @@ def pair_system(
 
 
 def _batch(
-    positions: torch.Tensor, cell: Any, batch_idx: Any, num_systems: int | None, by_system: bool, pbc: Any
+    atoms: System, num_systems: int | None, by_system: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
     """Cell (n_systems, 3, 3) or None, system of each atom as int32 or None, and the number of systems.
 
     Along open axes by ``pbc`` the vectors of the cell are zero.
     """
+    positions, _, cell, batch_idx, pbc, _ = atoms
     n_atoms = positions.shape[0]
     if num_systems is not None:
         num_systems = checks.check_int("num_systems", num_systems)

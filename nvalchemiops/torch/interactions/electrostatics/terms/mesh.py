@@ -152,12 +152,12 @@ class MeshSum(NamedTuple):
     @classmethod
     def given(
         cls,
-        system: ChargedSystem,
         mesh_dimensions: Any,
         mesh_spacing: Any,
         spline_order: Any,
         precomputed: Precomputed,
-        prepared: PreparedMesh | None = None,
+        prepared: PreparedMesh | None,
+        system: ChargedSystem,
     ) -> "MeshSum":
         """The long-range part that these arguments of `particle_mesh_ewald` describe."""
         if prepared is not None:

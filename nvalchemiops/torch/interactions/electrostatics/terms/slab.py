@@ -23,18 +23,12 @@ from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 
 
 class SlabTerm(NamedTuple):
-    """The correction for systems with one open axis, zero for those with none; NaN for others.
-
-    Attributes
-    ----------
-    pbc : (n_systems, 3) bool tensor
-    """
-
-    pbc: torch.Tensor
+    """The correction for systems with one open axis, zero for those with none; NaN for others."""
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
-        pbc = self.pbc
+        pbc = system.slab_axes
+        assert pbc is not None
         positions, charges, cell = (t.to(torch.float64) for t in (system.positions, system.charges, system.cell))
         batch_idx, n_atoms, n_systems = system.batch_idx, system.n_atoms, system.n_systems
         vectors = [cell[:, a] for a in range(3)]
