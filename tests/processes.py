@@ -11,16 +11,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_interpreter(*arguments, cwd=ROOT, timeout=300, **environment):
+def run_interpreter(*arguments, cwd=ROOT, timeout=300, preexec_fn=None, **environment):
     """A finished process; ``environment`` changes that of this one, None takes a variable away."""
     variables = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
-        env={name: value for name, value in variables.items() if value is not None},
+        env={name: str(value) for name, value in variables.items() if value is not None},
         capture_output=True,
         text=True,
         timeout=timeout,
         cwd=cwd,
+        preexec_fn=preexec_fn,
     )
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.formats import full_to_half, get_neighbor_matrix_from_neighbor_list
 
 # every output of the sums over charges
 ALL = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
@@ -106,6 +107,30 @@ def csr(system, cutoff, **options):
     positions, cell = system.positions.detach(), system.cell.detach()
     found = neighbor_list(positions, cutoff, cell, batch_idx=system.batch_idx, return_neighbor_list=True, **options)
     return dict(zip(("neighbor_list", "neighbor_ptr", "neighbor_shifts"), found))
+
+
+FORMS = ("pointers", "int64", "half list", "matrix", "half matrix", "padding in between")
+
+
+def in_form(near, n_atoms, form, padding_name="fill_value"):
+    """The pairs of a list in another form, as arguments."""
+    pairs, shifts = near["neighbor_list"], near["neighbor_shifts"]
+    if form == "int64":
+        return {"neighbor_list": pairs.long(), "neighbor_shifts": shifts.long()}
+    ptr = torch.searchsorted(pairs[0].contiguous(), torch.arange(n_atoms + 1, dtype=torch.int32), out_int32=True)
+    half = {"half_list": True} if "half" in form else {}
+    if half:
+        pairs, ptr, shifts = full_to_half(pairs, ptr, shifts)
+    if form in ("pointers", "half list"):
+        return {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts, **half}
+    matrix, _, images = get_neighbor_matrix_from_neighbor_list(pairs, ptr, shifts, fill_value=n_atoms)
+    if form != "padding in between":
+        return {"neighbor_matrix": matrix, "neighbor_matrix_shifts": images, **half}
+    places = torch.arange(matrix.shape[1]) * 3
+    wide = torch.full((n_atoms, 3 * matrix.shape[1] + 5), -7, dtype=torch.int32)
+    far = torch.full((*wide.shape, 3), 99, dtype=torch.int32)
+    wide[:, places], far[:, places] = torch.where(matrix == n_atoms, -7, matrix), images
+    return {"neighbor_matrix": wide, "neighbor_matrix_shifts": far, padding_name: -7}
 
 
 def compound(structure):

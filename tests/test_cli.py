@@ -1,10 +1,8 @@
 """The ``nvalchemiops`` command: says what is asked, and nothing else."""
 
 import json
-import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import ase.io
@@ -16,20 +14,16 @@ from ase.build import bulk, molecule
 import nvalchemiops
 from nvalchemiops import cli
 from nvalchemiops.ase import Calculator, Electrostatics, Pair
+from tests.processes import output_of, run_interpreter, run_python
 
 
-def command(*arguments: str, code: str | None = None, **environment: str | None) -> subprocess.CompletedProcess[str]:
-    """Run ``python -m nvalchemiops`` (or ``code``) in a process of its own: the command silences Warp there.
-
-    An environment variable given as None is unset.
-    """
-    start = ["-m", "nvalchemiops"] if code is None else ["-c", textwrap.dedent(code)]
-    env = {k: v for k, v in {**os.environ, **environment}.items() if v is not None}
-    return subprocess.run([sys.executable, *start, *arguments], env=env, capture_output=True, text=True, timeout=600)
+def command(*arguments, **environment):
+    """``python -m nvalchemiops`` in a process of its own, as the command silences Warp there."""
+    return run_interpreter("-m", "nvalchemiops", *arguments, timeout=600, **environment)
 
 
 def test_without_docstrings():
-    run = subprocess.run([sys.executable, "-OO", "-m", "nvalchemiops", "--version"], capture_output=True, text=True)
+    run = run_interpreter("-OO", "-m", "nvalchemiops", "--version")
     assert (run.returncode, run.stdout) == (0, f"nvalchemiops {nvalchemiops.__version__}\n"), run.stderr
 
 
@@ -65,8 +59,8 @@ def test_installed_script_and_module_are_the_same_command():
 
 
 def test_info_without_torch():
-    finished = command(
-        code="""
+    finished = run_python(
+        """
         import sys
         sys.modules["torch"] = None
         from nvalchemiops.cli import main
@@ -123,9 +117,8 @@ def warmup(tmp_path):
     script = tmp_path / "warmup_script.py"
     script.write_text(KERNELS)
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "WARP_CACHE_PATH": str(tmp_path / "cache")}
-        return subprocess.run([sys.executable, script, *arguments], env=env, capture_output=True, text=True)
+    def run(*arguments):
+        return run_interpreter(script, *arguments, WARP_CACHE_PATH=tmp_path / "cache")
 
     run.cache = tmp_path / "cache"
     return run
@@ -202,8 +195,7 @@ assert used and not missing, missing
 
 
 def test_warmup_has_what_ewald_sums_and_their_gradients_need():
-    finished = command(code=FIRST_ORDER)
-    assert finished.returncode == 0, finished.stderr
+    output_of(run_python(FIRST_ORDER))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

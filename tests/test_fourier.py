@@ -313,15 +313,3 @@ def test_a_system_alone_has_the_bits_of_a_member_of_a_batch():
         )
         alone = fourier_gather(p.field()[:, mine].contiguous(), p.coordinates[atoms], *plan, 1)
         assert torch.equal(alone, together[atoms])
-
-
-@pytest.mark.parametrize("op", ["spread", "gather"])
-def test_registration(op):
-    p = Problem((3, 2), (3, 2), 2)
-    values = (p.moments(1) if op == "spread" else p.field()).requires_grad_()
-    name = f"fourier_{op}"
-    torch.library.opcheck(
-        getattr(torch.ops.nvalchemiops, name),
-        (values, p.coordinates.requires_grad_(), *p.plan, 1),
-        test_utils=("test_schema", "test_faketensor"),
-    )

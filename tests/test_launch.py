@@ -13,7 +13,7 @@ from nvalchemiops import launch as core
 from nvalchemiops import loading
 from nvalchemiops import threads as shared
 from nvalchemiops.torch.launch import launch, launch_adjoint
-from tests.processes import in_threads, output_of, run_interpreter, run_python
+from tests.processes import in_threads, output_of, run_python
 
 
 @core.gather_only
@@ -207,61 +207,6 @@ def test_many_threads_launch_at_once(threads, always_split):
         return all(torch.equal(run_row_sum(inputs[k])[0], expected[k]) for _ in range(20))
 
     assert all(in_threads(work, range(6)))
-
-
-def test_first_launches_from_many_threads_at_once(tmp_path):
-    """Warp's module loading is not safe for threads: without our lock this crashes now and then."""
-    script = textwrap.dedent(
-        """
-        import threading
-        import torch
-        import warp as wp
-        from nvalchemiops import launch as core
-        from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op, warp_from_torch
-        from nvalchemiops.torch.launch import launch
-
-        core.MINIMUM_CHUNK = 1e-15
-        torch.set_num_threads(3)
-
-        @core.gather_only
-        @wp.kernel(enable_backward=False)
-        def one(offset: wp.int32, x: wp.array(dtype=wp.float64), y: wp.array(dtype=wp.float64)):
-            i = offset + wp.tid()
-            y[i] = x[i] + wp.float64(1.0)
-
-        @wp.kernel
-        def two(x: wp.array(dtype=wp.float64), y: wp.array(dtype=wp.float64)):
-            i = wp.tid()
-            y[i] = x[i] + wp.float64(2.0)
-
-        @warp_custom_op("tests::two", [OutputSpec("y", wp.float64, lambda x: x.shape)], backward="none")
-        def two_op(x: torch.Tensor) -> torch.Tensor:
-            y = torch.empty_like(x)
-            wp.launch(two, x.shape[0], [warp_from_torch(x, wp.float64)], [warp_from_torch(y, wp.float64)], device="cpu")
-            return y
-
-        x, good, barrier = torch.rand(5_000, dtype=torch.float64), [], threading.Barrier(8)
-
-        def work(k):
-            barrier.wait()
-            for _ in range(5):
-                y = torch.empty_like(x)
-                if k % 2:
-                    launch(one, 5_000, [x], [y])
-                    good.append(torch.equal(y, x + 1))
-                else:
-                    good.append(torch.equal(two_op(x), x + 2))
-
-        threads = [threading.Thread(target=work, args=(k,)) for k in range(8)]
-        for t in threads: t.start()
-        for t in threads: t.join()
-        print(len(good), all(good))
-        """
-    )
-    path = tmp_path / "first.py"
-    path.write_text(script)
-    for _ in range(3):
-        assert output_of(run_interpreter(path)).splitlines()[-1] == "40 True"
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")

@@ -97,23 +97,6 @@ def test_spreading_equals_the_definition(order):
     close([spline.spline_gather(ONE.positions, mesh, ONE.cell, order)], [torch.einsum("xyz,ixyz->i", mesh, weights)])
 
 
-@ORDERS
-def test_one_atom_has_the_weights_of_scipy(order):
-    position = torch.tensor([[0.37, -1.21, 3.9]], dtype=torch.float64)
-    cell = torch.diag(torch.tensor([8.0, 9.0, 11.0], dtype=torch.float64))
-    found = spline.spline_spread(position, torch.ones(1, dtype=torch.float64), cell, MESH, order)
-    close([found], [slow_weights(position, cell, MESH, order)[0]])
-    assert (found != 0).sum() == order**3
-
-
-@ORDERS
-def test_weights_are_a_partition_of_unity(order):
-    """Charges are kept, and a constant mesh is gathered as that constant."""
-    mesh = spline.spline_spread(ONE.positions, ONE.charges.abs(), ONE.cell, MESH, order)
-    close([mesh.sum(), spline.spline_gather(ONE.positions, torch.ones(MESH).double(), ONE.cell, order)],
-          [ONE.charges.abs().sum(), torch.ones(6).double()], 1e-13)  # fmt: skip
-
-
 @given(
     order=st.integers(1, 8),
     more=st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 6)),
@@ -198,14 +181,6 @@ def test_one_system_with_an_index_has_a_leading_dimension():
     found = spline.spline_spread(ONE.positions, ONE.charges, ONE.cell, MESH, 4, index)
     assert found.shape == (1, *MESH)
     assert torch.equal(found[0], spline.spline_spread(ONE.positions, ONE.charges, ONE.cell, MESH, 4))
-
-
-def test_channels_equal_a_loop():
-    values, mesh = draw(6, 3), draw(3, *MESH)
-    found = spline.spline_spread_channels(ONE.positions, values, ONE.cell, MESH)
-    close([found], [torch.stack([spline.spline_spread(ONE.positions, v, ONE.cell, MESH) for v in values.unbind(1)])])
-    found = spline.spline_gather_channels(ONE.positions, mesh, ONE.cell)
-    close([found], [torch.stack([spline.spline_gather(ONE.positions, m, ONE.cell) for m in mesh], 1)])
 
 
 def test_single_precision_follows_the_positions():
@@ -339,15 +314,6 @@ def test_values_differentiate_where_positions_do_not():
     assert torch.equal(slope, spline.spline_gather(X, weights, CELL, 1))
 
 
-def test_gradient_by_the_cell():
-    """At fixed fractional coordinates nothing changes: the gradient by the cell is that by positions."""
-    x, cell = X.clone().requires_grad_(), CELL.clone().requires_grad_()
-    value = (spline.spline_spread(x, Q, cell, SMALL, 5) * FIELD).sum()
-    by_x, by_cell = torch.autograd.grad(value, (x, cell))
-    fractional = X @ torch.linalg.inv(CELL[0])
-    close([by_cell[0]], [-fractional.T @ by_x @ CELL[0].T @ torch.linalg.inv(CELL[0]).T], 1e-10)
-
-
 def test_gradients_in_a_batch_and_of_channels_equal_a_loop():
     values, mesh = draw(9, 2).requires_grad_(), draw(2, 2, *MESH).requires_grad_()
     x, cell = TWO.positions.clone().requires_grad_(), TWO.cell.clone().requires_grad_()
@@ -417,49 +383,6 @@ def test_moduli_are_powers_of_sinc(order):
         np.testing.assert_allclose(
             found.double().numpy(), expected, rtol=1e-12 if found.dtype == torch.float64 else 5e-6
         )
-
-
-def test_moduli_are_the_transform_of_the_spline():
-    """∫ M_p(x + p/2) exp(-2πi m x / N) dx, by quadrature."""
-    order, n = 5, 8
-    x = np.linspace(-order / 2, order / 2, 4001)
-    for m in (0, 1, 3):
-        integral = np.trapezoid(scipy_spline(order, x + order / 2) * np.cos(2 * np.pi * m * x / n), x)
-        found = compute_bspline_moduli_1d(torch.tensor(m).double(), n, order).item()
-        assert found == pytest.approx(integral, abs=1e-6)
-
-
-@pytest.mark.parametrize("order", [4, 6, 8])
-def test_poisson_on_a_mesh_gives_the_potential_of_gaussian_charges(order):
-    """P3M in five lines: the energy of two Gaussian charges against their lattice sum, and forces by autograd."""
-    cell, width, dims = torch.tensor([[9.0, 0, 0], [1.0, 8.0, 0], [-0.5, 0.7, 8.5]]).double(), 0.9, (24, 24, 24)
-    x = torch.tensor([[0.3, 0.2, 8.1], [4.1, 3.3, 2.9]]).double().requires_grad_()
-    q = torch.tensor([1.0, -1.0]).double()
-    n = [torch.fft.fftfreq(size, 1.0 / size).double() for size in dims]
-    miller = torch.stack(torch.meshgrid(*n, indexing="ij"), -1)
-    k2 = (2.0 * torch.pi * miller @ torch.linalg.inv(cell).T).square().sum(-1)
-    green = torch.where(k2 > 0, 4.0 * torch.pi / k2.clamp(min=1e-9) * torch.exp(-k2 * width**2 / 2.0), 0.0)
-    green = green / torch.linalg.det(cell).abs() * math.prod(dims)
-
-    def potential(x):
-        density = torch.fft.fftn(spline.spline_spread(x, q, cell, dims, order))
-        field = torch.fft.ifftn(density * green * spline.compute_bspline_deconvolution(dims, order)).real
-        return spline.spline_gather(x, field, cell, order)
-
-    energy = 0.5 * (q * potential(x)).sum()
-    # all wave vectors, without a mesh
-    far = torch.cartesian_prod(*(torch.arange(-9, 10).double(),) * 3)
-    far = far[far.square().sum(1) > 0]
-    k = 2.0 * torch.pi * far @ torch.linalg.inv(cell).T
-    square = k.square().sum(1)
-    weight = 2.0 * torch.pi / torch.linalg.det(cell).abs() / square * torch.exp(-square * width**2 / 2.0)
-    phase = k @ x.T
-    expected = (weight * ((torch.cos(phase) @ q).square() + (torch.sin(phase) @ q).square())).sum()
-    # interpolation of order p on this mesh
-    tolerance = {4: 1e-3, 6: 1e-5, 8: 1e-6}[order]
-    assert energy.item() == pytest.approx(expected.item(), rel=tolerance)
-    slopes = [torch.autograd.grad(value, x)[0] for value in (energy, expected)]
-    close(slopes[:1], slopes[1:], 3 * tolerance)
 
 
 # -- reproducible ---------------------------------------------------------------------------------

@@ -139,24 +139,6 @@ def test_a_slab_does_not_depend_on_its_vacuum():
         energy(10.0)
 
 
-def test_methods_for_one_system_agree():
-    """A molecule in a growing box: the periodic sum goes to the sum over pairs with the third power of its length."""
-    atoms = molecule("H2O")
-    charges = {"O": -0.8, "H": 0.4}
-    atoms.calc = Calculator(Electrostatics("coulomb", charges))
-    alone = atoms.get_potential_energy()
-    differences = []
-    for length in (15.0, 30.0):
-        atoms.set_cell([length] * 3)
-        atoms.pbc = True
-        atoms.calc = Calculator(Electrostatics("pme", charges, accuracy=1e-8))
-        differences.append(atoms.get_potential_energy() - alone)
-    dipole = np.linalg.norm((np.array([-0.8, 0.4, 0.4])[:, None] * atoms.positions).sum(0))
-    # the leading term, for conducting boundary: -2π/3V of the square of the dipole
-    expected = -2 * np.pi / 3 * dipole**2 * COULOMB_EV_ANGSTROM / np.array([15.0, 30.0]) ** 3
-    np.testing.assert_allclose(differences, expected, rtol=0.03)
-
-
 # -- derivatives ----------------------------------------------------------------------------------
 
 TIGHT = {"accuracy": 1e-8}  # a stress at constant parameters is the derivative but for the error of the sum

@@ -1,14 +1,11 @@
 """Dynamics, relaxation, equations of state and phonons by ASE: the calculator is good for what it is there for."""
 
-import ase
 import numpy as np
 import pytest
 from ase import units
 from ase.build import bulk
 from ase.calculators.lj import LennardJones
-from ase.eos import EquationOfState
 from ase.filters import ExpCellFilter, FrechetCellFilter
-from ase.md.langevin import Langevin
 from ase.md.velocitydistribution import Stationary, thermalize_momenta
 from ase.md.verlet import VelocityVerlet
 from ase.optimize import BFGS
@@ -16,7 +13,7 @@ from ase.phonons import Phonons
 from scipy.optimize import minimize_scalar
 
 from nvalchemiops.ase import Calculator, Electrostatics, Pair
-from nvalchemiops.constants import COULOMB_EV_ANGSTROM, EV_PER_ANGSTROM3_IN_GPA
+from nvalchemiops.constants import COULOMB_EV_ANGSTROM
 from tests.systems import MADELUNG
 
 REPULSION = {"A": {"Mg-O": 1280.0, "*": 0.0}, "rho": 0.3, "C": {"O-O": 25.0, "*": 0.0}}
@@ -77,19 +74,6 @@ def test_dynamics_search_seldom_and_are_those_without_a_skin():
     assert searches[1] <= 5
 
 
-def test_a_thermostat_sets_the_temperature():
-    atoms = bulk("Ar", "fcc", a=5.4, cubic=True).repeat(2)
-    atoms.calc = argon()
-    rng = np.random.default_rng(3)
-    thermalize_momenta(atoms, temperature_K=20, rng=rng)
-    run = Langevin(atoms, 10 * units.fs, temperature_K=60, friction=0.02 / units.fs, fixcm=False, rng=rng)
-    run.run(60)
-    temperatures = []
-    run.attach(lambda: temperatures.append(atoms.get_temperature()))
-    run.run(240)
-    assert np.mean(temperatures) == pytest.approx(60, rel=0.15)
-
-
 # -- relaxation -----------------------------------------------------------------------------------
 
 
@@ -137,29 +121,6 @@ def test_a_cell_relaxes_to_the_lattice_constant(cell_filter):
     assert atoms.get_potential_energy() == pytest.approx(4 * energy_of_magnesia(lattice_constant()), rel=1e-7)
 
 
-def test_bulk_modulus_is_the_second_derivative_of_the_energy():
-    a0 = lattice_constant()
-    volumes, energies = [], []
-    calculator = magnesia("pme")
-    for a in a0 * np.linspace(0.98, 1.02, 9):
-        atoms = bulk("MgO", "rocksalt", a=a)
-        atoms.calc = calculator
-        volumes.append(atoms.get_volume())
-        energies.append(atoms.get_potential_energy())
-    volume, energy, modulus = EquationOfState(volumes, energies, eos="birchmurnaghan").fit()
-    assert volume == pytest.approx(a0**3 / 4, rel=1e-4)
-    assert energy == pytest.approx(energy_of_magnesia(a0), rel=1e-6)
-    h = 1e-3 * a0
-    curvature = (energy_of_magnesia(a0 + h) - 2 * energy_of_magnesia(a0) + energy_of_magnesia(a0 - h)) / h**2
-    # V = a³/4, and B = V d²E/dV² where dE/da = 0
-    expected = curvature * (a0**3 / 4) / (0.75 * a0**2) ** 2
-    assert modulus == pytest.approx(expected, rel=5e-3)
-    assert 100 < EV_PER_ANGSTROM3_IN_GPA * modulus < 400
-    atoms = bulk("MgO", "rocksalt", a=a0)
-    atoms.calc = calculator
-    np.testing.assert_allclose(atoms.get_stress(), 0.0, atol=1e-5)
-
-
 # -- phonons --------------------------------------------------------------------------------------
 
 
@@ -181,24 +142,3 @@ def test_phonons_of_argon_are_those_of_ase(tmp_path):
     np.testing.assert_allclose(found[0], 0.0, atol=1e-3)
     assert 5.0 < found.max() < 12.0, "the Debye temperature of argon, 92 K, is 8 meV"
     assert ours.searches == 1, "displacements of a phonon calculation stay within the skin"
-
-
-def test_optical_phonons_split_in_an_ionic_crystal(tmp_path):
-    """Frequencies at zone centre: three zero, three optical ones (transverse, as the sum has conducting boundary)."""
-    atoms = bulk("MgO", "rocksalt", a=lattice_constant())
-    phonons = Phonons(atoms, magnesia(), supercell=(1, 1, 1), delta=0.01, name=str(tmp_path / "phonons"))
-    phonons.run()
-    phonons.read(acoustic=True)
-    modes = 1e3 * phonons.band_structure(np.zeros((1, 3)))[0]
-    np.testing.assert_allclose(modes[:3], 0.0, atol=0.05)
-    np.testing.assert_allclose(modes[3:], modes[3], rtol=1e-4)
-    # force constant of the sublattices against each other, from the energy of a rigid shift
-    shifted = atoms.repeat(1)
-    shifted.calc = magnesia()
-    energies = []
-    for x in (-0.02, 0.0, 0.02):
-        shifted.positions[1] = atoms.positions[1] + [x, 0, 0]
-        energies.append(shifted.get_potential_energy())
-    constant = (energies[0] - 2 * energies[1] + energies[2]) / 0.02**2
-    reduced = 1 / sum(1 / ase.data.atomic_masses[ase.data.atomic_numbers[s]] for s in ("Mg", "O"))
-    assert modes[3] == pytest.approx(1e3 * units._hbar * units.J * np.sqrt(constant / reduced) * units.s, rel=1e-3)

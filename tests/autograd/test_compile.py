@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nvalchemiops.torch import autograd
 from tests.comparing import BACKENDS
-from tests.processes import output_of, run_interpreter, run_python
+from tests.processes import output_of, run_interpreter
 
 from . import ops
 
@@ -177,32 +177,6 @@ def test_optional_inputs_present_and_absent(backend):
     torch.library.opcheck(with_optional.op.overload, (x, w, 2.0, None))
 
 
-@ops.OPS
-def test_a_hundred_optimiser_steps_stay_together(op, reference):
-    def train(step):
-        torch.manual_seed(0)
-        layer = torch.nn.Linear(4, 4, dtype=torch.float64)
-        optimiser = torch.optim.Adam(layer.parameters(), lr=1e-2)
-        x, w = ops.leaf(4).detach(), ops.leaf(4, seed=1).detach()
-        losses = []
-        for _ in range(100):
-            optimiser.zero_grad()
-            loss = step(layer, x, w)
-            loss.backward()
-            optimiser.step()
-            losses.append(loss.item())
-        return losses
-
-    def step(layer, x, w):
-        return (op(layer(x), w) - 1.0).pow(2).sum()
-
-    eager = train(step)
-    compiled = train(torch.compile(step, fullgraph=True, backend="aot_eager"))
-    plain = train(lambda layer, x, w: (reference(layer(x), w) - 1.0).pow(2).sum())
-    torch.testing.assert_close(compiled, eager)
-    torch.testing.assert_close(plain, eager)
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -262,31 +236,6 @@ def test_export(op, reference, strict):
     for size in (6, 11):
         x, w = ops.leaf(size).detach(), ops.leaf(size, seed=1).detach()
         torch.testing.assert_close(program.module()(x, w)[1], reference(x * 2, w))
-
-
-def test_exported_program_without_the_library_names_it(tmp_path):
-    """Energies and forces of the real-space Ewald sum, saved, and loaded with and without the library."""
-    from nvalchemiops.torch.interactions.electrostatics import ewald_real_space
-
-    class Model(torch.nn.Module):
-        def forward(self, positions, charges, cell):
-            pairs, ptr = (torch.tensor(values, dtype=torch.int32) for values in ([[0, 1], [1, 0]], [0, 1, 2]))
-            shifts = torch.zeros(2, 3, dtype=torch.int32)
-            return ewald_real_space(positions, charges, cell, 1.0, pairs, ptr, shifts, compute_forces=True)
-
-    positions = torch.tensor([[0.0, 0.0, 0.0], [1.0, 1.1, 0.9]], dtype=torch.float64)
-    charges = torch.tensor([1.0, -1.0], dtype=torch.float64)
-    cell = 4.0 * torch.eye(3, dtype=torch.float64).unsqueeze(0)
-    program = torch.export.export(Model(), (positions, charges, cell))
-    path = tmp_path / "model.pt2"
-    torch.export.save(program, path)
-    eager = Model()(positions, charges, cell)
-    torch.testing.assert_close(torch.export.load(path).module()(positions, charges, cell), eager)
-    script = f"import torch; torch.export.load({str(path)!r}).module()"
-    bare = run_python(script)
-    assert bare.returncode != 0
-    assert "nvalchemiops" in bare.stderr
-    output_of(run_python("import nvalchemiops.torch.interactions.electrostatics; " + script))
 
 
 def force_loss(f):

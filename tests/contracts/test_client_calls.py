@@ -43,6 +43,8 @@ def test_what_clients_import_is_there():
     assert Version(nvalchemiops.__version__) >= Version("0.4.1")
     assert importlib.import_module("nvalchemiops.torch.interactions.dispersion").dftd3
     assert importlib.import_module("nvalchemiops.neighbors").NeighborOverflowError is NeighborOverflowError
+    assert electrostatics.EwaldParameters._fields == ("alpha", "real_space_cutoff", "reciprocal_space_cutoff")
+    assert electrostatics.PMEParameters._fields == ("alpha", "mesh_dimensions", "mesh_spacing", "real_space_cutoff")
 
 
 # -- torch-sim: neighbors -------------------------------------------------------------------------
@@ -75,7 +77,7 @@ def test_torch_sim_neighbors_are_those_of_other_codes(search, cutoff, reference)
         positions=together.positions,
         cutoff=cutoff,
         batch_idx=together.batch_idx.to(torch.int32),
-        cell=together.cell,
+        cell=together.cell.mT.contiguous().mT,  # stored by columns
         pbc=pbc,
         return_neighbor_list=True,
     )

@@ -1,23 +1,19 @@
-"""The calls that existing clients make, word for word as they make them (../shared/clients.md).
+"""Signatures that existing clients know (../shared/clients.md), and their calls of damped shifted forces.
 
-Neighbor lists of torch-sim and AIMNet, and the Ewald sums that take these lists. What the clients call beyond that
-(DSF, PME, dispersion) joins this file with the functions themselves.
+What they get from other calls is compared with other codes in test_client_calls.py, which takes its systems from here.
 """
 
 import inspect
 
-import numpy as np
 import pytest
 import torch
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch import neighbors, spline
 from nvalchemiops.torch.interactions import electrostatics
-from nvalchemiops.torch.interactions.electrostatics import estimate_ewald_parameters, ewald_summation
-from nvalchemiops.torch.neighbors import batch_cell_list, batch_naive_neighbor_list, neighbor_list
+from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference import pair as pair_reference
-from tests.reference.neighbors import assert_pairs, every_image
-from tests.systems import SYSTEMS, batch, crystal, triclinic
+from tests.systems import SYSTEMS, crystal, triclinic
 
 SIGNATURES = {
     "neighbor_list": "positions, cutoff=None, cell=None, pbc=None, batch_idx=None, batch_ptr=None, cutoff2=None, "
@@ -142,12 +138,6 @@ def test_signatures_of_splines(name):
     check_signature(getattr(spline, name), SPLINE[name])
 
 
-def test_fields_of_parameters():
-    assert electrostatics.EwaldParameters._fields == ("alpha", "real_space_cutoff", "reciprocal_space_cutoff")
-    fields = ("alpha", "mesh_dimensions", "mesh_spacing", "real_space_cutoff")
-    assert electrostatics.PMEParameters._fields == fields
-
-
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_signatures_begin_as_clients_know_them(name):
     """Names, order and defaults; ours follow, by keyword only."""
@@ -191,78 +181,6 @@ def lattices():
     return [system for system, _ in made], torch.tensor([pbc for _, pbc in made])
 
 
-@pytest.mark.parametrize("search", [batch_naive_neighbor_list, batch_cell_list])
-@pytest.mark.parametrize("cutoff", [3.0, 8.0])
-def test_torch_sim_neighbors(search, cutoff, dtype):
-    systems, pbc = lattices()
-    together = batch(*systems).to(dtype)
-    # its cells are stored by columns
-    cell = together.cell.mT.contiguous().mT
-    res = search(
-        positions=together.positions,
-        cutoff=cutoff,
-        batch_idx=together.batch_idx.to(torch.int32),
-        cell=cell,
-        pbc=pbc,
-        return_neighbor_list=True,
-    )
-    pairs = res[0]
-    shifts = res[2] if len(res) == 3 else torch.zeros(pairs.shape[1], 3)
-    assert pairs.shape[0] == 2 and len(res) == 3
-    system = together.batch_idx[pairs[0].long()]
-    assert torch.equal(system, together.batch_idx[pairs[1].long()])
-    assert (system.diff() >= 0).all()
-    rows = torch.cat([pairs.T, shifts], dim=1).numpy()
-    first = 0
-    for n in range(len(systems)):
-        x = together.positions[together.batch_idx == n].double()
-        slack = 1e-12 if dtype == torch.float64 else 1e-5
-        expected = every_image(x, cutoff, together.cell[n].double(), pbc[n].tolist(), slack)
-        assert_pairs(rows[(system == n).numpy()] - np.array([first, first, 0, 0, 0]), expected)
-        first += len(x)
-    # the distances it computes from them
-    moved = (shifts[:, None].to(dtype) @ together.cell[system.long()]).squeeze(1)
-    vectors = together.positions[pairs[1].long()] - together.positions[pairs[0].long()] + moved
-    assert (vectors.norm(dim=1) < cutoff * (1 + 1e-5)).all()
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_torch_sim_ewald(several, dtype):
-    """No alpha, a list of 8 angstrom, energies per atom summed into float64 with `scatter_add_`."""
-    systems = [SYSTEMS["rocksalt"](), SYSTEMS["triclinic"](), SYSTEMS["zincblende"]()]
-    system = (batch(*systems) if several else systems[0]).to(dtype)
-    n_systems = len(system.cell)
-    res = batch_cell_list(
-        positions=system.positions,
-        cutoff=8.0,
-        batch_idx=system.batch_idx,
-        cell=system.cell,
-        pbc=torch.ones(n_systems, 3, dtype=torch.bool),
-        return_neighbor_list=True,
-    )
-    energy, forces, virial = ewald_summation(
-        positions=system.positions,
-        charges=system.charges,
-        cell=system.cell,
-        neighbor_list=res[0],
-        neighbor_ptr=res[1],
-        neighbor_shifts=res[2],
-        batch_idx=system.batch_idx if several else None,
-        compute_forces=True,
-        compute_virial=True,
-        accuracy=1e-6,
-    )
-    total = torch.zeros(n_systems, dtype=torch.float64)
-    total.scatter_add_(0, system.batch_idx.long(), energy.to(torch.float64))
-    stress = -virial / torch.linalg.det(system.cell).abs().reshape(-1, 1, 1)
-    assert forces.shape == system.positions.shape and stress.shape == (n_systems, 3, 3)
-    if dtype == torch.float64:
-        assert energy.dtype == torch.float64
-    for n, one in enumerate(systems[:n_systems]):
-        alone = ewald_summation(one.positions, one.charges, one.cell, alpha=0.6, k_cutoff=12.0, cutoff=10.0)
-        torch.testing.assert_close(total[n], alone.sum(), rtol=2e-4, atol=0)
-
-
 def dsf_reference(x, q, cell, cutoff, alpha):
     """Energy of one system, over all images within reach."""
     reach = 0 if cell is None else 7  # atoms stand up to two cells outside
@@ -274,42 +192,6 @@ def dsf_reference(x, q, cell, cutoff, alpha):
     u = pair_reference.damped_shifted_force(r, q[:, None, None], q[None, :, None], alpha, torch.tensor(cutoff).double())
     pairs = torch.where(r < cutoff, u, 0.0)
     return 0.5 * pairs.sum() + pair_reference.wolf_self(q, alpha, torch.tensor(cutoff).double()).sum()
-
-
-def test_torch_sim_dsf():
-    """Energies per system, forces, virial last."""
-    systems = [SYSTEMS["rocksalt"](), SYSTEMS["triclinic"](), SYSTEMS["charged"]()]
-    system = batch(*systems)
-    res = batch_cell_list(
-        positions=system.positions,
-        cutoff=5.0,
-        batch_idx=system.batch_idx,
-        cell=system.cell,
-        pbc=torch.ones(3, 3, dtype=torch.bool),
-        return_neighbor_list=True,
-    )
-    energy, forces, virial = electrostatics.dsf_coulomb(
-        system.positions,
-        system.charges,
-        5.0,
-        0.25,
-        neighbor_list=res[0],
-        neighbor_ptr=res[1],
-        unit_shifts=res[2],
-        cell=system.cell,
-        batch_idx=system.batch_idx,
-        compute_forces=True,
-        compute_virial=True,
-        num_systems=3,
-    )
-    for n, one in enumerate(systems):
-        x = one.positions.clone().requires_grad_()
-        strain = torch.zeros(3, 3, dtype=x.dtype, requires_grad=True)
-        alone = dsf_reference(x + x @ strain, one.charges, one.cell[0] + one.cell[0] @ strain, 5.0, 0.25)
-        slope, by_strain = torch.autograd.grad(alone, (x, strain))
-        torch.testing.assert_close(energy[n], alone, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(forces[system.batch_idx == n], -slope, rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(virial[n], -by_strain, rtol=1e-9, atol=1e-9)
 
 
 # -- AIMNet -------------------------------------------------------------------------------------------------
@@ -385,70 +267,3 @@ class AdaptiveList:
             except NeighborOverflowError as error:
                 assert error.num_neighbors > self.max_neighbors
                 self.max_neighbors = (error.num_neighbors + 15) // 16 * 16
-
-
-@pytest.mark.parametrize("periodic", [False, True])
-def test_aimnet_neighbors(periodic, dtype):
-    together = batch(SYSTEMS["rocksalt"](), SYSTEMS["triclinic"](), SYSTEMS["one atom"]()).to(dtype)
-    n_atoms = len(together.charges)
-    where = {"cell": together.cell, "pbc": torch.ones(3, 3, dtype=torch.bool)} if periodic else {}
-    adaptive = AdaptiveList(5.0)
-    results = adaptive(together.positions, batch_idx=together.batch_idx, fill_value=n_atoms, **where)
-    assert adaptive.attempts == 2 and len(results) == (3 if periodic else 2)
-    matrix, count = results[:2]
-    assert matrix.shape == (n_atoms, adaptive.max_neighbors) and int(count.max()) > adaptive.max_neighbors - 16
-    filled = torch.arange(adaptive.max_neighbors)[None] < count[:, None]
-    assert (matrix[~filled] == n_atoms).all()
-    exact = neighbor_list(together.positions, 5.0, batch_idx=together.batch_idx, **where)
-    assert torch.equal(exact[1], count)
-    width = min(exact[0].shape[1], matrix.shape[1])
-    assert torch.equal(exact[0][:, :width], matrix[:, :width]) and width >= int(count.max())
-    # padding points at an atom that the client appends
-    padded = torch.cat([together.positions, together.positions.new_zeros(1, 3)])
-    assert padded[matrix.long()].shape == (*matrix.shape, 3)
-
-
-def test_aimnet_neighbors_with_a_valid_index_as_padding():
-    """The padding atom is a row of the matrix too; slots equal to its index are padding, whatever stands there."""
-    system = SYSTEMS["triclinic"]()
-    n_atoms = len(system.charges)
-    matrix, count, shifts = neighbor_list(system.positions, 4.0, system.cell, max_neighbors=64, fill_value=n_atoms - 1)
-    filled = torch.arange(64)[None] < count[:, None]
-    assert (matrix[~filled] == n_atoms - 1).all() and not shifts[~filled].any()
-
-
-def test_aimnet_one_molecule_without_a_cell():
-    x = torch.as_tensor(np.random.default_rng(0).uniform(0, 6, (30, 3)))
-    matrix, count = AdaptiveList(3.0)(x, batch_idx=torch.zeros(30, dtype=torch.int32), fill_value=30)
-    slots = torch.arange(matrix.shape[1])[None] < count[:, None]
-    i, slot = slots.nonzero().T
-    found = torch.stack([i, matrix[i, slot], *torch.zeros(3, len(i))], dim=1)
-    assert_pairs(found.long().numpy(), every_image(x, 3.0))
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_aimnet_ewald(several):
-    """The list built with the cutoff that the estimate gave for the same accuracy; no alpha; all in the graph."""
-    system = batch(SYSTEMS["rocksalt"](), SYSTEMS["cesiumchloride"]()) if several else SYSTEMS["rocksalt"]()
-    n_atoms = len(system.charges)
-    described = {"batch_idx": system.batch_idx} if several else {}
-    parameters = estimate_ewald_parameters(system.positions, system.cell, accuracy=1e-6, **described)
-    cutoff = float(torch.as_tensor(parameters.real_space_cutoff).max())
-    pbc = torch.ones(len(system.cell), 3, dtype=torch.bool)
-    adaptive = AdaptiveList(cutoff)
-    matrix, _, shifts = adaptive(system.positions, system.cell, pbc, system.batch_idx, n_atoms)
-    leaves = [t.clone().requires_grad_() for t in (system.positions, system.charges, system.cell)]
-    given = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "mask_value": n_atoms, "accuracy": 1e-6}
-    energies = ewald_summation(*leaves, **given, **described)
-    gradients = torch.autograd.grad(energies.sum(), leaves)
-    energies, forces, charge_gradients, virial = ewald_summation(
-        *leaves,
-        **given,
-        **described,
-        compute_forces=True,
-        compute_charge_gradients=True,
-        compute_virial=True,
-    )
-    torch.testing.assert_close(forces, -gradients[0], rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(charge_gradients, gradients[1], rtol=1e-9, atol=1e-9)
-    assert virial.shape == (len(system.cell), 3, 3)

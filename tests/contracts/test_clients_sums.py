@@ -7,6 +7,7 @@ import torch
 
 from nvalchemiops.torch import spline
 from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.interactions.dispersion import D3Parameters, dftd3
 from nvalchemiops.torch.interactions.lj import lj_energy
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
@@ -15,78 +16,12 @@ from tests.systems import batch, crystal, triclinic
 MESH = (6, 7, 8)
 
 
-# -- AIMNet: charges that depend on positions -----------------------------------------------------
-
-
-def charges_of(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Charges of a model: smooth functions of the distances to the other atoms of a molecule, neutral in all."""
-    d = (x.unsqueeze(1) - x.unsqueeze(0)).square().sum(-1)
-    q = scale * torch.exp(-0.1 * d).sum(1).sin()
-    return q - q.mean()
-
-
-SUMS: dict[str, tuple[Any, Any]] = {
-    "PME": (electrostatics.particle_mesh_ewald, electrostatics.estimate_pme_parameters),
-    "Ewald": (electrostatics.ewald_summation, electrostatics.estimate_ewald_parameters),
-}
-
-
-@pytest.fixture(params=SUMS)
-def energy_of_model(request):
-    """A system, and its energy with all of positions, charges and cell in the graph, as AIMNet's long-range module."""
-    function, estimate = SUMS[request.param]
-    system, accuracy = crystal("rocksalt", 5.6, 1, 0.15), 1e-5
-    x, cell, n = system.positions, system.cell.reshape(1, 3, 3), len(system.charges)
-    batch_idx = torch.zeros(n, dtype=torch.int32)
-    cutoff = float(estimate(x, cell, batch_idx, accuracy).real_space_cutoff.max())
-    # atoms move by less than a hundredth: the reach of the list is that of the estimate throughout
-    matrix, _, shifts = neighbor_list(x, cutoff + 0.05, cell, batch_idx=batch_idx)
-    given = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "mask_value": n, "batch_idx": batch_idx}
-    scale = 1.0 + 0.1 * torch.arange(n, dtype=torch.float64)
-
-    def energy(x: torch.Tensor, cell: torch.Tensor = cell) -> torch.Tensor:
-        return function(x, charges_of(x, scale), cell, accuracy=accuracy, **given).sum()
-
-    return x, cell, energy
-
-
-def test_forces_and_hessians_with_charges_that_depend_on_positions(energy_of_model):
-    """Through ``create_graph``: the whole force, the charges' share counted once, and its derivative.
-
-    Without alpha the sums look at the forces when they choose it, so differences hold as far as the accuracy does.
-    """
-    x, cell, energy = energy_of_model
-    direction = torch.sin(torch.arange(x.numel(), dtype=torch.float64)).view_as(x)
-
-    def force(x: torch.Tensor, cell: torch.Tensor = cell) -> torch.Tensor:
-        leaf = x.detach().requires_grad_()
-        return -torch.autograd.grad(energy(leaf, cell), leaf, create_graph=True)[0]
-
-    leaf = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(energy(leaf), leaf, create_graph=True)
-    (curvature,) = torch.autograd.grad((slope * direction).sum(), leaf)
-    step = 1e-4
-    ahead, behind = x + step * direction, x - step * direction
-    expected = (energy(ahead) - energy(behind)) / (2 * step)
-    torch.testing.assert_close((slope * direction).sum(), expected, rtol=1e-4, atol=1e-5)
-    expected = (force(behind) - force(ahead)).detach() / (2 * step)
-    torch.testing.assert_close(curvature, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
-
-    strained = cell.clone().requires_grad_()
-    (by_cell,) = torch.autograd.grad(energy(x, strained), strained, create_graph=True)
-    change = torch.cos(torch.arange(9, dtype=torch.float64)).view_as(cell)
-    expected = (energy(x, cell + step * change) - energy(x, cell - step * change)) / (2 * step)
-    torch.testing.assert_close((by_cell * change).sum(), expected, rtol=1e-4, atol=1e-5)
-
-
-# -- AIMNet: damped shifted forces ----------------------------------------------------------------
-
-
 # -- shifts without a cell ------------------------------------------------------------------------
 
 OPEN = crystal("rocksalt", 5.6, 1, 0.15)
 OPEN_PAIRS, OPEN_PTR = neighbor_list(OPEN.positions, 4.0, return_neighbor_list=True)
 OPEN_MATRIX, _ = neighbor_list(OPEN.positions, 4.0)
+NUMBERS, STATES = torch.where(OPEN.charges > 0, 6, 8), D3Parameters.load().states([6, 8])
 
 
 def without_cell(op: str, form: str, shift: int, place: int = 0) -> Any:
@@ -101,6 +36,9 @@ def without_cell(op: str, form: str, shift: int, place: int = 0) -> Any:
         shifts = torch.zeros(*OPEN_MATRIX.shape, 3, dtype=torch.int32)
         shifts[0, place, 1] = shift
         given = {"neighbor_matrix": OPEN_MATRIX, "neighbor_matrix_shifts": shifts}
+    if op == "D3":
+        given = {name.replace("neighbor_shifts", "unit_shifts"): value for name, value in given.items()}
+        return dftd3(x, NUMBERS, 0.4, 4.4, 0.8, d3_params=STATES, **given, compute_virial=True)[0]
     if op == "DSF":
         return electrostatics.dsf_coulomb(x, q, 4.0, **given)[0]
     if op == "Coulomb":
@@ -109,6 +47,7 @@ def without_cell(op: str, form: str, shift: int, place: int = 0) -> Any:
 
 
 EXPECTED = {
+    "D3": lambda: dftd3(OPEN.positions, NUMBERS, 0.4, 4.4, 0.8, d3_params=STATES, neighbor_list=OPEN_PAIRS)[0],
     "DSF": lambda: electrostatics.dsf_coulomb(OPEN.positions, OPEN.charges, 4.0)[0],
     "Coulomb": lambda: electrostatics.coulomb_energy(OPEN.positions, OPEN.charges, None, 4.0),
     "Lennard-Jones": lambda: lj_energy(OPEN.positions, 2.0, 0.1, 4.0),
@@ -122,10 +61,13 @@ def test_shifts_without_a_cell_are_zeros(op, form):
     torch.testing.assert_close(without_cell(op, form, 0), EXPECTED[op](), rtol=1e-13, atol=1e-13)
     with pytest.raises(ValueError, match=r"`cell` is needed with `\w+_shifts`"):
         without_cell(op, form, 1)
+    if form == "matrix":  # in the padding
+        assert OPEN_MATRIX[0, -1] == len(OPEN.charges)
+        torch.testing.assert_close(without_cell(op, form, 5, -1), EXPECTED[op](), rtol=1e-13, atol=1e-13)
     compiled = torch.compile(without_cell, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(op, form, 0), EXPECTED[op](), rtol=1e-13, atol=1e-13)
     found = compiled(op, form, 1)
-    assert found.isnan().all() if op == "DSF" else found[0].isnan() and found[1:].isfinite().all()
+    assert found.isnan().all() if op in ("DSF", "D3") else found[0].isnan() and found[1:].isfinite().all()
 
 
 # -- one cell, one periodicity for all systems of a batch -----------------------------------------

@@ -7,7 +7,6 @@ import torch._dynamo.testing
 from nvalchemiops.torch import spline
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy_forces
-from nvalchemiops.torch.neighbors import neighbor_list
 from tests import cases
 from tests.cases import CUTOFF, D3, EACH, EACH_OF_ATOMS, EACH_WHOLE, MIXED, ONE, PAIRS, SUMS, Case, each, spread_out
 from tests.comparing import (
@@ -19,7 +18,7 @@ from tests.comparing import (
     random_like,
     same_bits,
 )
-from tests.systems import System, batch, csr
+from tests.systems import System, batch, csr, in_form
 
 
 @EACH
@@ -42,21 +41,20 @@ def test_compiled_by_inductor_equals_eager(case):
     assert_compiled_equals_eager(lambda *i: case.results(*i, near), case.inputs(MIXED), "inductor")
 
 
-@EACH_WHOLE
-def test_energies_alone(case):
-    near = case.near(ONE)
-    assert_compiled_equals_eager(lambda *i: case.call(*i, near), case.inputs(ONE))
-
-
-@EACH_WHOLE
-@pytest.mark.parametrize("form", ["matrix", "no ptr, int64"])
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        *((case, form) for case in (*SUMS, *PAIRS, D3) for form in ("int64", "padding in between", "half list")),
+        *((case, "built inside") for case in (*PAIRS, D3)),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_forms_of_neighbors(case, form):
-    near = {key: value.long() for key, value in case.near(ONE).items()}
-    if form == "matrix":
-        matrix, _, shifts = neighbor_list(ONE.positions, CUTOFF, ONE.cell)
-        near = case.near(ONE, neighbor_matrix=matrix, neighbor_matrix_shifts=shifts, mask_value=len(ONE.charges))
-        if case not in SUMS:
-            near["fill_value"] = near.pop("mask_value")
+    near = case.near(ONE)
+    if form == "built inside":
+        near = {name: value for name, value in near.items() if not name.startswith("neighbor")}
+    else:
+        near = case.near(ONE, **in_form(near, 5, form, "mask_value" if case in SUMS else "fill_value"))
     assert_compiled_equals_eager(lambda *i: case.results(*i, near), case.inputs(ONE))
 
 

@@ -108,7 +108,32 @@ def test_gradients_follow_random_weights_of_every_output(case, output):
     close(found, [sum(w * g for w, g in zip(weights.flatten(), gs)) for gs in zip(*singles)], 1e-11)
 
 
+@EACH_WHOLE
+def test_batched_cotangents_equal_a_loop(case):
+    """As of a Jacobian that is computed all at once, of all outputs."""
+    leaves = case.inputs(SMALL).leaves()
+    results = case.results(*leaves, case.near(SMALL))
+    several = [random_like(results, seed) for seed in range(3)]
+    weights = [torch.stack(parts) for parts in zip(*several)]
+    found = leaves.grad(results, grad_outputs=weights, is_grads_batched=True, retain_graph=True)
+    singles = [leaves.grad(results, grad_outputs=one, retain_graph=True) for one in several]
+    close(found, [torch.stack(parts) for parts in zip(*singles)], 1e-11)
+
+
 # -- graphs ---------------------------------------------------------------------------------------
+
+
+@EACH_WHOLE
+@pytest.mark.parametrize("field", Inputs._fields)
+def test_one_input_alone_gets_what_it_gets_among_all(case, field):
+    """The first and the second derivative."""
+    inputs, near, found = case.inputs(SMALL), case.near(SMALL), []
+    for given in (inputs.leaves(), inputs._replace(**{field: getattr(inputs.leaves(), field)})):
+        leaf = getattr(given, field)
+        (first,) = torch.autograd.grad(weighted([case.energies(*given, near)]), leaf, create_graph=True)
+        second = torch.autograd.grad(first.sin().sum(), leaf, materialize_grads=True, allow_unused=True)
+        found.append([first.detach(), *second])
+    close(found[1], found[0])
 
 
 @EACH
@@ -338,12 +363,15 @@ def test_gradients_in_a_ragged_batch_equal_those_of_systems_alone(case):
 
 
 @each(*SUMS, *PARTS, *PAIRS)
-@pytest.mark.parametrize("n_atoms", [0, 1])
-def test_gradients_without_pairs(case, n_atoms):
+@pytest.mark.parametrize("form", ["list", "matrix"])
+@pytest.mark.parametrize("n_atoms", [0, 1, 2])
+def test_gradients_without_pairs(case, n_atoms, form):
     system = System(ONE.positions[:n_atoms], ONE.charges[:n_atoms], ONE.cell, ONE.batch_idx[:n_atoms])
-    near = case.near(system, neighbor_list=torch.zeros(2, 0).int(), neighbor_shifts=torch.zeros(0, 3).int())
-    found = all_gradients(case, case.inputs(system), near)
+    shape, name = ((2, 0), "neighbor_shifts") if form == "list" else ((n_atoms, 0), "neighbor_matrix_shifts")
+    near = {f"neighbor_{form}": torch.zeros(shape).int(), name: torch.zeros(*shape[form == "list" :], 3).int()}
+    found = all_gradients(case, case.inputs(system), case.near(system, **near))
     assert all(t.isfinite().all() for t in found)
+    assert found[0].shape == (n_atoms,) and found[1].shape == (n_atoms, 3)
     # a mesh acts on a single charge with a force that is its error
     least = 1e-5 if case.name in ("PME", "mesh") else 1e-12
-    assert found[1].abs().max().item() < least if n_atoms else found[1].numel() == 0
+    assert n_atoms == 0 or (n_atoms == 2 and case not in PAIRS) or found[1].abs().max().item() < least

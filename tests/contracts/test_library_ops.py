@@ -139,51 +139,6 @@ def test_outputs_have_memory_of_their_own(op):
     assert len(set(mine)) == len(mine) and not set(mine) & set(owners[: -len(mine)])
 
 
-def test_weights_of_atoms_and_systems():
-    """Not only the gradient of the plain sum."""
-    x, q, cell, system_of = TWO
-    generator = torch.Generator().manual_seed(3)
-
-    def leaves():
-        return [t.clone().requires_grad_() for t in (x, q, cell)]
-
-    for reduction, size in (("atom", x.shape[0]), ("system", 2)):
-        weights = torch.randn(size, generator=generator, dtype=torch.float64)
-        inputs = leaves()
-        energies = ewald_summation(*inputs, batch_idx=system_of, energy_reduction=reduction)
-        found = torch.autograd.grad(energies, inputs, grad_outputs=weights)
-        expected = [torch.zeros_like(t) for t in inputs]
-        for weight, k in zip(weights, range(size), strict=True):
-            inputs = leaves()
-            energy = ewald_summation(*inputs, batch_idx=system_of, energy_reduction=reduction)[k]
-            for total, part in zip(expected, torch.autograd.grad(energy, inputs), strict=True):
-                total += weight * part
-        torch.testing.assert_close(list(found), expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("which", ["positions", "charges", "cell", "neighbor_shifts"])
-def test_changing_an_input_between_forward_and_backward(which):
-    x, q, cell, _ = triclinic(5)
-    pairs, ptr, shifts = neighbors.neighbor_list(x, 4.0, cell, return_neighbor_list=True)
-
-    def run(change):
-        leaves = [t.clone().requires_grad_() for t in (x, q, cell)]
-        inputs = dict(zip(("positions", "charges", "cell"), (t * 1.0 for t in leaves), strict=True))
-        inputs |= {"neighbor_list": pairs.clone(), "neighbor_ptr": ptr.clone(), "neighbor_shifts": shifts.clone()}
-        energy = ewald_summation(**inputs, alpha=0.6).sum()
-        if change:
-            inputs[which].detach().add_(1)
-        return torch.autograd.grad(energy, leaves)
-
-    expected = run(change=False)
-    try:
-        found = run(change=True)
-    except RuntimeError as error:
-        assert "modified by an inplace operation" in str(error)
-    else:
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 def test_nothing_is_left_of_dropped_results():
     x, q, cell, _ = triclinic(5)
     x.requires_grad_()

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cases import EACH, EACH_WHOLE, MIXED, ONE, Inputs, member, shuffled
+from tests.cases import CUTOFF, D3, EACH, EACH_WHOLE, MIXED, ONE, PAIRS, SUMS, Inputs, each, member, shuffled
 from tests.comparing import close, close_to_largest, same_bits, weighted
-from tests.systems import batch, random_rotation
+from tests.systems import FORMS, System, batch, in_form, neighbors_of, random_rotation
 
 
 def all_bits(case, inputs, near):
@@ -72,12 +72,62 @@ def test_float32_follows_float64(case):
     close_to_largest([t.double() for t in found], exact, 3e-6)
 
 
+# -- forms of neighbors ---------------------------------------------------------------------------
+
+NEAR = neighbors_of(MIXED, CUTOFF)
+
+
+def padding_name(case):
+    return "mask_value" if case in SUMS else "fill_value"
+
+
+@EACH_WHOLE
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_of_neighbors_does_not_matter(case, form):
+    """Results and gradients of a batch in no order; only half lists are summed in another order."""
+    inputs, near = case.inputs(MIXED), case.near(MIXED, **in_form(NEAR, 11, form, padding_name(case)))
+    found, expected = all_bits(case, inputs, near), all_bits(case, inputs, case.near(MIXED))
+    close(found, expected, 1e-11 if "half" in form else 0.0)
+
+
+@each(*PAIRS, D3)
+@pytest.mark.parametrize("reach", [None, 1.4 * CUTOFF], ids=["built by the call", "longer than needed"])
+def test_lists_may_be_built_by_the_call_or_longer_than_needed(case, reach):
+    near = case.near(MIXED, **neighbors_of(MIXED, reach or CUTOFF))
+    if reach is None:
+        near = {name: value for name, value in near.items() if not name.startswith("neighbor")}
+    else:
+        assert near["neighbor_list"].shape[1] > NEAR["neighbor_list"].shape[1]
+    inputs = case.inputs(MIXED)
+    close(all_bits(case, inputs, near), all_bits(case, inputs, case.near(MIXED)), 1e-11)
+
+
+@EACH_WHOLE
+@pytest.mark.parametrize("where", ["origin", "on an atom"])
+def test_a_padding_atom_changes_nothing(case, where):
+    """Last, of the first system, without charge or element; its number, which is an atom's, fills the rows."""
+    n, inputs = 11, case.inputs(MIXED)
+    plain = case.near(MIXED, **in_form(NEAR, n, "matrix"))
+    place = torch.zeros(1, 3, dtype=torch.float64) if where == "origin" else inputs.x[:1]
+    wider = {name: torch.cat([t, 0 * t[:1]]) for name, t in inputs._asdict().items() if name in case.of_atoms}
+    padded = {name: torch.cat([t, 0 * t[:1]]) for name, t in plain.items()} | {padding_name(case): n}
+    padded["neighbor_matrix"][n] = n
+    found = []
+    for given, near in (inputs, plain), (inputs._replace(**wider | {"x": torch.cat([inputs.x, place])}), padded):
+        leaves = given.leaves()
+        results = case.results(*leaves, near)
+        slopes = leaves.grad(weighted([r[:n].sin() for r in results]))
+        found.append([[r[:n].detach() for r in results], [s[:n] for s in slopes]])
+    close([t for parts in found[1] for t in parts], [t for parts in found[0] for t in parts], 1e-11)
+    assert not results[0][n:].any() and not results[1][n:].any() and slopes[0][n:].abs().max() < 1e-12
+
+
 # -- batches --------------------------------------------------------------------------------------
 
 
 @EACH
 def test_a_batch_is_its_systems_one_by_one(case):
-    """With lists of their own; energies of systems are sums of those of atoms."""
+    """With lists of their own, sums over pairs to the last bit; energies of systems are sums of those of atoms."""
     inputs = case.inputs(MIXED)
     together = case.results(*inputs, case.near(MIXED))
     totals = case.energies(*inputs, case.near(MIXED), energy_reduction="system")
@@ -85,7 +135,7 @@ def test_a_batch_is_its_systems_one_by_one(case):
     for number in range(3):
         alone, its_inputs, mine = member(MIXED, inputs, case, number)
         parts = [t[mine] if len(t) == len(MIXED.charges) else t[number : number + 1] for t in together]
-        close(case.results(*its_inputs, case.near(alone)), parts, 1e-12)
+        close(case.results(*its_inputs, case.near(alone)), parts, 0.0 if case in (*PAIRS, D3) else 1e-12)
 
 
 @EACH
@@ -138,18 +188,46 @@ def test_orientation_and_origin_do_not_matter(case, mirror):
     close(found, (energies, forces @ turn, *slopes, turn.T @ virial @ turn), 1e-10)
 
 
+BASES = [[[1, 0, 0], [3, 1, 0], [-2, 2, 1]], [[0, 1, 0], [1, 0, 0], [0, 0, 1]], [[1, 0, 0], [0, -1, 0], [1, 2, -1]]]
+
+
+@each(*PAIRS, D3)
+@pytest.mark.parametrize("basis", BASES, ids=["skewed", "left-handed", "both"])
+def test_the_basis_of_the_lattice_does_not_matter(case, basis):
+    inputs, other = case.inputs(MIXED), MIXED._replace(cell=torch.tensor(basis, dtype=torch.float64) @ MIXED.cell)
+    found = case.results(*inputs._replace(cell=other.cell), case.near(other))
+    close(found, case.results(*inputs, case.near(MIXED)), 1e-10)
+
+
+@each(*PAIRS, D3)
+def test_a_larger_cell_has_as_much_more_of_everything(case):
+    """Energies and forces of atoms repeat, and the virial adds up; forces sum to zero, and the virial is symmetric."""
+    repeats = torch.tensor([2, 1, 3])
+    images = torch.cartesian_prod(*(torch.arange(n) for n in repeats)).double() @ ONE.cell[0]
+    inputs, n = case.inputs(ONE), len(images)
+    of_atoms = {name: t.repeat(n, *[1] * (t.ndim - 1)) for name, t in inputs._asdict().items() if name in case.of_atoms}
+    of_atoms["x"] = (images[:, None] + inputs.x).reshape(-1, 3)
+    large = System(of_atoms["x"], ONE.charges.repeat(n), ONE.cell * repeats[:, None], ONE.batch_idx.repeat(n))
+    energies, forces, virial = case.results(*inputs, case.near(ONE))
+    found = case.results(*inputs._replace(**of_atoms, cell=large.cell), case.near(large))
+    close(found, (energies.repeat(n), forces.repeat(n, 1), n * virial), 1e-10)
+    assert forces.abs().max() > 1e-3 and forces.sum(0).abs().max() < 1e-11 * forces.abs().max()
+    close([virial], [virial.mT], 1e-13)
+
+
 @EACH
 def test_nan_in_one_system_does_not_reach_the_others(case):
+    """In a position, or in a parameter of an atom."""
     inputs, near = case.inputs(MIXED), case.near(MIXED)
     expected = case.results(*inputs, near)
     atom = int((MIXED.batch_idx == 1).nonzero()[0])
-    broken = inputs.x.clone()
-    broken[atom] = torch.nan
-    found = case.results(*inputs._replace(x=broken), near)
-    for ours, theirs in zip(found, expected, strict=True):
-        there = MIXED.batch_idx == 1 if len(ours) == 11 else torch.tensor([False, True, False])
-        same_bits([ours[~there]], [theirs[~there]])
-        assert ours[there].isnan().any()
+    for name in case.of_atoms:
+        broken = getattr(inputs, name).clone()
+        broken[atom] = torch.nan
+        for ours, theirs in zip(case.results(*inputs._replace(**{name: broken}), near), expected, strict=True):
+            there = MIXED.batch_idx == 1 if len(ours) == 11 else torch.tensor([False, True, False])
+            same_bits([ours[~there]], [theirs[~there]])
+            assert ours[there].isnan().any()
 
 
 @EACH_WHOLE

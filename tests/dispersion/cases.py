@@ -77,15 +77,6 @@ def batch(*systems: Atoms) -> Atoms:
     )
 
 
-def with_padding_atom(atoms: Atoms) -> Atoms:
-    """Molecules of a batch, and last an atom of number 0, which counts to system 0."""
-    return Atoms(
-        torch.cat([atoms.positions, torch.zeros(1, 3, dtype=F64)]),
-        torch.cat([atoms.numbers, torch.zeros(1, dtype=torch.int32)]),
-        batch_idx=torch.cat([atoms.systems, torch.zeros(1, dtype=torch.int32)]),
-    )
-
-
 @functools.cache
 def parameters() -> dispersion.D3Parameters:
     return dispersion.D3Parameters.load()

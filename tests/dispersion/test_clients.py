@@ -12,17 +12,16 @@ import math
 import pytest
 import torch
 
-from nvalchemiops.constants import BOHR_IN_ANGSTROM, HARTREE_IN_EV
+from nvalchemiops.constants import BOHR_IN_ANGSTROM
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, d3_dispersion, dftd3
 from nvalchemiops.torch.neighbors import batch_cell_list, batch_naive_neighbor_list, neighbor_list
 from tests.comparing import within
-from tests.contracts.test_clients import AdaptiveList, check_signature
+from tests.contracts.test_clients import check_signature
 from tests.dispersion.cases import (
     F64,
     PBE,
     PROGRAM,
     Atoms,
-    Found,
     batch,
     find_pairs,
     molecule,
@@ -30,7 +29,6 @@ from tests.dispersion.cases import (
     program,
     program_batch,
     solid,
-    with_padding_atom,
 )
 
 SIGNATURE = (
@@ -127,108 +125,7 @@ def test_torch_sim(search, dtype):
     assert bool((-virial / volume[:, None, None]).isfinite().all())
 
 
-def test_torch_sim_in_angstrom_and_electronvolt():
-    """The client converts both ways; the result is that of the program, converted."""
-    atoms = solid("dry ice")
-    x, cell = atoms.positions * BOHR_IN_ANGSTROM, atoms.cell * BOHR_IN_ANGSTROM
-    cutoff = 12.0
-    res = batch_cell_list(
-        positions=x, cutoff=cutoff, batch_idx=atoms.systems, cell=cell, pbc=atoms.pbc, return_neighbor_list=True
-    )
-    energy, forces, _, virial = dftd3(
-        x / BOHR_IN_ANGSTROM,
-        atoms.numbers,
-        **NUMBERS,
-        d3_params=parameters(),
-        neighbor_list=res[0],
-        neighbor_ptr=res[1],
-        unit_shifts=res[2],
-        batch_idx=atoms.systems,
-        cell=cell / BOHR_IN_ANGSTROM,
-        compute_virial=True,
-        num_systems=1,
-    )
-    far = cutoff / BOHR_IN_ANGSTROM
-    expected = program(atoms, PROGRAM["bj"](method="pbe"), far, far)
-    found = Found(energy * HARTREE_IN_EV, forces * HARTREE_IN_EV / BOHR_IN_ANGSTROM, virial * HARTREE_IN_EV)
-    in_ev = Found(
-        expected.energy * 27.211386245981, expected.forces * 51.42206750883, expected.virial * 27.211386245981
-    )
-    within(found, in_ev, 1e-11)
-
-
 # -- AIMNet ---------------------------------------------------------------------------------------
-
-
-def test_aimnet_molecules_with_a_padding_atom():
-    """Flattened molecules; the padding atom stands last, has number 0, counts to system 0, and fills the rows."""
-    systems = [molecule(name) for name in ("CH3COOH", "H2O", "CH3CH2OH")]
-    together = batch(*systems)
-    n = len(together.numbers)
-    padded = with_padding_atom(together)
-    matrix, _ = AdaptiveList(40.0, 4)(together.positions, batch_idx=together.batch_idx, fill_value=n)
-    matrix = torch.cat([matrix, torch.full((1, matrix.shape[1]), n, dtype=torch.int32)])
-    positions = padded.positions.clone().requires_grad_()
-    energy, forces, coordination = dftd3(
-        positions=positions,
-        numbers=padded.numbers,
-        **NUMBERS,
-        s6=PBE.s6,
-        d3_params=parameters(),
-        neighbor_matrix=matrix,
-        fill_value=n,
-        batch_idx=padded.batch_idx,
-        num_systems=3,
-        device="cpu",
-    )
-    expected = program_batch(systems, PROGRAM["bj"](method="pbe"), 40.0, 40.0)
-    within([energy.detach(), forces[:n].detach()], expected[:2])
-    assert not forces[n].any() and coordination[n] == 0
-    # its model differentiates what it gets
-    (slope,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
-    within([forces], [-slope], 1e-15)
-    (curvature,) = torch.autograd.grad(forces.square().sum(), positions)
-    assert curvature[:n].any() and not curvature[n].any()
-
-
-def test_aimnet_a_crystal_with_smoothing():
-    """A matrix with shifts, the energy smoothed, virial last."""
-    atoms = solid("dry ice")
-    n = len(atoms.numbers)
-    matrix, _, shifts = AdaptiveList(20.0, 16)(atoms.positions, atoms.cell, atoms.pbc, atoms.systems, n)
-    given = {
-        "d3_params": parameters(),
-        "neighbor_matrix": matrix,
-        "neighbor_matrix_shifts": shifts,
-        "fill_value": n,
-        "batch_idx": atoms.systems,
-        "cell": atoms.cell,
-        "compute_virial": True,
-        "num_systems": 1,
-    }
-    energy, forces, coordination, virial = dftd3(
-        atoms.positions, atoms.numbers, **NUMBERS, **given, s5_smoothing_on=16.0, s5_smoothing_off=20.0
-    )
-    sharp = dftd3(atoms.positions, atoms.numbers, **NUMBERS, **given)
-    expected = program(atoms, PROGRAM["bj"](method="pbe"), 20.0, 20.0)
-    within([sharp[0], sharp[1], sharp[3]], expected)
-    # less of what attracts; coordination numbers are not smoothed
-    assert float(sharp[0]) < float(energy) < 0.9 * float(sharp[0])
-    within([coordination], [sharp[2]], 0.0)
-    whole = d3_dispersion(
-        **atoms.arguments(),
-        damping=PBE,
-        parameters=parameters(),
-        cutoff=20.0,
-        coordination_cutoff=20.0,
-        smoothing=4.0,
-        compute_forces=True,
-        compute_virial=True,
-    )
-    # that function smooths the coordination numbers as well, which is a small difference
-    torch.testing.assert_close(energy[0], whole[0].sum(), rtol=1e-4, atol=0.0)
-    torch.testing.assert_close(virial, whole[3], rtol=1e-2, atol=1e-5)
-    assert forces.shape == (n, 3)
 
 
 def test_defaults_of_clients_do_not_smooth():
@@ -410,14 +307,6 @@ def test_parameters_of_other_packages(form):
         dftd3(*atoms[:2], **NUMBERS, **near, d3_params=values)
 
 
-def test_elements_outside_of_the_table():
-    atoms, given = molecule("H2O"), tables()
-    near = {"neighbor_matrix": neighbor_list(atoms.positions, 40.0)[0]}
-    for number in (95, 200, -1):
-        with pytest.raises(ValueError, match=rf"`numbers`.*elements \[{number}\]"):
-            dftd3(atoms.positions, torch.where(atoms.numbers == 8, number, atoms.numbers), **NUMBERS, **near, **given)
-
-
 @pytest.mark.parametrize("form", ["matrix", "list"])
 def test_shifts_without_a_cell(form):
     """Zeros, which lists of molecules have in some clients. Others have no answer."""
@@ -492,27 +381,6 @@ def test_lists_without_pairs(n_atoms, periodic, form, dtype):
     assert all(part.dtype == dtype and not part.any() for part in found)
 
 
-def test_virial_and_systems_in_any_form():
-    """Without a cell; one cell of either shape; systems without atoms at the end."""
-    atoms = molecule("CH3COOH")
-    given = {**NUMBERS, "d3_params": parameters(), "compute_virial": True}
-    near = {"neighbor_matrix": neighbor_list(atoms.positions, 40.0)[0]}
-    expected = program(atoms, PROGRAM["bj"](method="pbe"), 40.0, 40.0)
-    energy, forces, _, virial = dftd3(*atoms[:2], **given, **near)
-    within([energy, forces, virial], expected)
-    energy, forces, _, virial = dftd3(*atoms[:2], **given, **near, batch_idx=int32(8), num_systems=3)
-    within([energy[:1], forces, virial[:1]], expected)
-    assert energy.shape == (3,) and not energy[1:].any() and virial.shape == (3, 3, 3) and not virial[1:].any()
-
-    atoms = solid("dry ice")
-    matrix, _, shifts = neighbor_list(atoms.positions, 20.0, atoms.cell)
-    near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
-    expected = program(atoms, PROGRAM["bj"](method="pbe"), 20.0, 20.0)
-    for cell in (atoms.cell, atoms.cell[0]):
-        energy, forces, _, virial = dftd3(*atoms[:2], **given, **near, cell=cell, batch_idx=None)
-        within([energy, forces, virial], expected)
-
-
 def test_each_atom_as_a_system():
     """For energies and virials of atoms some clients number systems by atoms, and give each its cell."""
     atoms, n = solid("dry ice"), 12
@@ -566,36 +434,19 @@ def test_dtypes_of_clients(integers, dtype):
 # -- graphs ---------------------------------------------------------------------------------------
 
 
-def with_neighbors(atoms):
-    """Atoms of a batch with their list, as a graph takes them."""
-    system = (atoms.cell, atoms.pbc, atoms.batch_idx)
-    found = neighbor_list(atoms.positions, 15.0, *system, return_neighbor_list=True)
-    return atoms.positions, atoms.numbers, atoms.batch_idx, atoms.cell, *found
+def test_one_cell_for_two_systems_in_a_graph_is_seen_by_the_kernel():
+    """Where numbers of systems cannot be read."""
+    atoms, states = batch(solid("silicon"), solid("silicon")), parameters().states([14])
+    found = neighbor_list(*atoms[:1], 15.0, atoms.cell, atoms.pbc, atoms.batch_idx, return_neighbor_list=True)
+    near = dict(zip(("neighbor_list", "neighbor_ptr", "unit_shifts"), found))
 
-
-@pytest.mark.parametrize("told_by", ["num_systems", "cell", "both"])
-def test_compiled_for_batches_of_three_two_and_one(told_by):
-    """The last batch of an epoch is smaller than the others."""
-    states, periodic = parameters().states([6, 8, 11, 14, 17]), told_by != "num_systems"
-
-    def evaluate(x, numbers, idx, cell, pairs, ptr, shifts=None, *, num_systems=None):
-        near = {"neighbor_list": pairs, "neighbor_ptr": ptr, "unit_shifts": shifts}
-        system = {"cell": cell, "batch_idx": idx, "num_systems": num_systems}
-        return dftd3(x, numbers, **NUMBERS, d3_params=states, **near, **system, compute_virial=True)
+    def evaluate(cell):
+        return dftd3(*atoms[:2], **NUMBERS, d3_params=states, **near, cell=cell, batch_idx=atoms.batch_idx)
 
     call = torch.compile(evaluate, backend="aot_eager", fullgraph=True)
-    solids = [solid("dry ice"), solid("rock salt"), solid("silicon")]
-    molecules = [molecule("CO2"), molecule("CO"), molecule("NaCl")]
-    for n in (3, 2, 1):
-        inputs = with_neighbors(batch(*(solids if periodic else molecules)[:n]))
-        options = {} if told_by == "cell" else {"num_systems": n}
-        found = call(*inputs, **options)
-        assert found[0].shape == (n,)
-        within(found, evaluate(*inputs, **options), 1e-15)
-    if told_by == "cell":  # a graph cannot see that one cell is meant for two systems
-        inputs = with_neighbors(batch(solid("silicon"), solid("silicon")))
-        with pytest.raises(ValueError, match="`batch_idx`"):
-            call(*inputs[:3], inputs[3][:1], *inputs[4:])
+    within(call(atoms.cell), evaluate(atoms.cell), 1e-15)
+    with pytest.raises(ValueError, match="`batch_idx`"):
+        call(atoms.cell[:1])
 
 
 def test_compiled_with_separate_tables():

@@ -1,32 +1,24 @@
 """DFT-D3 is the physics that it should be, whatever the form of its input."""
 
 import inspect
-import math
 
-import ase.build
-import ase.data
 import pytest
 import torch
 
 from nvalchemiops.torch.interactions.dispersion import DFTD3, d3_dispersion, damping_parameters, dftd3
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.neighbors.neighbor_utils import get_neighbor_list_from_neighbor_matrix
 from tests.comparing import within
 from tests.dispersion.cases import (
-    DAMPING,
     F64,
     PBE,
     PROGRAM,
     Atoms,
-    as_list,
     batch,
     evaluate,
-    find_pairs,
     molecule,
     parameters,
     program_batch,
     solid,
-    with_padding_atom,
 )
 
 CUTOFF, COUNTED = 18.0, 12.0
@@ -63,11 +55,6 @@ def some_molecules():
 # -- neighbors and batches in any form -------------------------------------------------------------
 
 
-def matrix_of(atoms, cutoff, **options):
-    matrix, _, shifts = neighbor_list(atoms.positions, cutoff, atoms.cell, atoms.pbc, atoms.batch_idx, **options)
-    return {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
-
-
 def list_of(atoms, cutoff, **options):
     found = neighbor_list(
         atoms.positions, cutoff, atoms.cell, atoms.pbc, atoms.batch_idx, return_neighbor_list=True, **options
@@ -75,84 +62,11 @@ def list_of(atoms, cutoff, **options):
     return dict(zip(("neighbor_list", "neighbor_ptr", "neighbor_shifts"), found))
 
 
-FORMS = {
-    "list": lambda a: list_of(a, CUTOFF),
-    "half list": lambda a: list_of(a, CUTOFF, half_fill=True) | {"half_list": True},
-    "matrix": lambda a: matrix_of(a, CUTOFF),
-    "half matrix": lambda a: matrix_of(a, CUTOFF, half_fill=True) | {"half_list": True},
-    "negative padding": lambda a: matrix_of(a, CUTOFF, fill_value=-1) | {"fill_value": -1},
-    "pairs by hand": lambda a: as_list(find_pairs(a, CUTOFF), len(a.numbers), True),
-    "far list": lambda a: list_of(a, 1.3 * CUTOFF),
-    "far matrix": lambda a: matrix_of(a, 1.3 * CUTOFF),
-}
-
-
-@BOTH
-@pytest.mark.parametrize("form", FORMS)
-def test_the_form_of_neighbors_does_not_matter(form, damping):
-    """A list may reach further than both cutoffs; the surplus changes nothing."""
-    atoms = two_crystals()
-    within(all_of(atoms, damping, **FORMS[form](atoms)), all_of(atoms, damping), 1e-15)
-
-
 def test_no_cutoff_means_all_that_are_listed():
     atoms = two_crystals()
     near = list_of(atoms, CUTOFF)
     within(all_of(atoms, cutoff=None, counted=None, **near), all_of(atoms, counted=CUTOFF), 1e-15)
     within(all_of(atoms, cutoff=None, counted=COUNTED, **near), all_of(atoms), 1e-15)
-
-
-def test_one_search_for_two_cutoffs():
-    """A model and its dispersion share one search; either takes its own list, or both the longer one."""
-    atoms = two_crystals()
-    short, _, short_shifts, long, _, long_shifts = neighbor_list(
-        atoms.positions, COUNTED, atoms.cell, atoms.pbc, atoms.batch_idx, cutoff2=CUTOFF
-    )
-    found = [
-        all_of(atoms, cutoff=COUNTED, counted=COUNTED, neighbor_matrix=matrix, neighbor_matrix_shifts=shifts)
-        for matrix, shifts in ((short, short_shifts), (long, long_shifts))
-    ]
-    within(found[0], found[1], 1e-15)
-
-
-@BOTH
-def test_a_batch_is_its_systems_one_by_one(damping):
-    """To the last bit with the same states."""
-    systems, options = some_molecules(), {"parameters": parameters().states([1, 6, 8])}
-    found = all_of(batch(*systems), damping, **options)
-    alone = [all_of(system, damping, **options) for system in systems]
-    within(found, [torch.cat(parts) for parts in zip(*alone)], 0.0)
-    of_systems = all_of(batch(*systems), damping, energy_reduction="system")[0]
-    within([of_systems], [torch.stack([parts[0].sum() for parts in alone])], 1e-15)
-
-
-@pytest.mark.parametrize("searched", [True, False])
-def test_systems_in_any_order(searched):
-    atoms = two_crystals()
-    generator = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(atoms.numbers), generator=generator)
-    mixed = atoms._replace(
-        positions=atoms.positions[order], numbers=atoms.numbers[order], batch_idx=atoms.batch_idx[order]
-    )
-    assert (mixed.batch_idx.diff() < 0).any()
-    near = {} if searched else as_list(find_pairs(mixed, CUTOFF), len(order), True)
-    energies, forces, coordination, virial = all_of(atoms)
-    within(all_of(mixed, **near), (energies[order], forces[order], coordination[order], virial), 1e-15)
-
-
-def test_padding_appended_last_whose_index_fills_the_rows():
-    """A client's batch ends with an atom of number 0 in system 0, and its index stands for no neighbor."""
-    systems = some_molecules()
-    atoms = batch(*systems)
-    n = len(atoms.numbers)
-    padded = with_padding_atom(atoms)
-    matrix = neighbor_list(atoms.positions, CUTOFF, batch_idx=atoms.batch_idx)[0]
-    assert int(matrix.max()) == n and (matrix == n).any()
-    matrix = torch.cat([matrix, torch.full((1, matrix.shape[1]), n, dtype=torch.int32)])
-    energies, forces, coordination, virial = all_of(padded, neighbor_matrix=matrix, fill_value=n)
-    expected = all_of(atoms)
-    within((energies[:n], forces[:n], coordination[:n], virial), expected, 0.0)
-    assert energies[n] == 0 and coordination[n] == 0 and not forces[n].any()
 
 
 def test_one_cell_for_all_systems():
@@ -177,41 +91,6 @@ def test_nothing_but_padding():
     matrix = torch.full((3, 2), 3, dtype=torch.int32)
     found = all_of(nothing, neighbor_matrix=matrix)
     assert all(not part.any() for part in found)
-
-
-# -- symmetry -------------------------------------------------------------------------------------
-
-
-@BOTH
-def test_larger_cells_have_as_much_more_energy(damping):
-    atoms = crystal()
-    n = 2
-    images = torch.cartesian_prod(*[torch.arange(n, dtype=F64)] * 3)
-    larger = Atoms(
-        (atoms.positions[None] + (images @ atoms.cell[0])[:, None]).reshape(-1, 3),
-        atoms.numbers.repeat(n**3),
-        n * atoms.cell,
-        atoms.pbc,
-    )
-    energies, forces, coordination, virial = all_of(atoms, damping)
-    expected = (energies.repeat(n**3), forces.repeat(n**3, 1), coordination.repeat(n**3), n**3 * virial)
-    within(all_of(larger, damping), expected, 1e-13)
-
-
-@pytest.mark.parametrize(
-    "basis",
-    [[[1, 0, 0], [3, 1, 0], [-2, 2, 1]], [[0, 1, 0], [1, 0, 0], [0, 0, 1]], [[1, 0, 0], [0, -1, 0], [1, 2, -1]]],
-)
-def test_the_basis_of_the_lattice_does_not_matter(basis):
-    atoms = crystal()
-    within(all_of(atoms._replace(cell=torch.tensor(basis, dtype=F64) @ atoms.cell)), all_of(atoms), 1e-13)
-
-
-def test_no_net_force_and_no_net_torque():
-    energies, forces, _, virial = all_of(batch(*some_molecules()))
-    assert float(forces.sum(0).abs().max()) < 1e-16
-    within([virial], [virial.mT], 1e-16)
-    assert bool((energies <= 0.0).all())
 
 
 # -- what clients do not give, or give oddly --------------------------------------------------------
@@ -239,25 +118,6 @@ def test_lone_atoms(damping):
     numbers = torch.arange(1, 95, dtype=torch.int32)
     apart = Atoms(100.0 * numbers[:, None] * torch.ones(3, dtype=F64), numbers)
     assert all(not part.any() for part in all_of(apart, damping))
-
-
-def elements_as_crystals():
-    """All elements of which ASE knows a cubic or hexagonal crystal."""
-    for number in range(1, 95):
-        state = ase.data.reference_states[number]
-        if state and state["symmetry"] in ("fcc", "bcc", "hcp", "diamond", "sc") and state.get("basis", ()) is not None:
-            yield Atoms.of(ase.build.bulk(ase.data.chemical_symbols[number]))
-
-
-@pytest.mark.parametrize("kind", ["bj", "zero"])
-def test_elements_as_crystals(kind):
-    """Lattices with all their symmetry; nothing is NaN, forces vanish and the program agrees."""
-    systems = list(elements_as_crystals())
-    assert len(systems) > 50
-    found = evaluate(batch(*systems), damping_parameters("pbe", kind), CUTOFF, COUNTED)
-    expected = program_batch(systems, PROGRAM[kind](method="pbe"), CUTOFF, COUNTED)
-    within(found, expected)
-    assert float(found.forces.abs().max()) < 1e-15
 
 
 def test_crowded_atoms():
@@ -338,52 +198,6 @@ def test_without_smoothing_a_pair_jumps_by_its_energy():
     assert float(free[0]) < -1e-6 and not above.any()
 
 
-def under_strain(smoothing, n=51):
-    """Energy, first and second derivative by a strain along one axis, from 0 to 5 %."""
-    atoms = solid("rock salt", 0.0)
-    cutoffs = {"cutoff": 15.25, "coordination_cutoff": 9.3, "smoothing": smoothing}  # a little beyond shells of ions
-    direction = torch.zeros(3, 3, dtype=F64)
-    direction[0, 0] = 1.0
-    strains = torch.linspace(0.0, 0.05, n, dtype=F64)
-    # one batch: all strained cells at once
-    s = strains.clone().requires_grad_()
-    deform = torch.eye(3, dtype=F64) + s[:, None, None] * direction
-    positions = (atoms.positions @ deform).reshape(-1, 3)
-    idx = torch.arange(n, dtype=torch.int32).repeat_interleave(len(atoms.numbers))
-    energies, _ = d3_dispersion(
-        positions,
-        atoms.numbers.repeat(n),
-        PBE,
-        parameters(),
-        atoms.cell @ deform,
-        idx,
-        **cutoffs,
-        energy_reduction="system",
-    )
-    (first,) = torch.autograd.grad(energies.sum(), s, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), s)
-    return strains, energies.detach(), first.detach(), second
-
-
-@pytest.mark.parametrize("smoothing", [3.0, None])
-def test_a_crystal_under_strain(smoothing):
-    """Images cross the cutoffs; the energy is the integral of its derivative, which is that of the next one.
-
-    Without smoothing it is not, so the test can fail.
-    """
-    strains, energy, first, second = under_strain(smoothing)
-    step = float(strains[1])
-
-    def largest_gap(values, slopes):
-        return float((values.diff() - 0.5 * step * (slopes[1:] + slopes[:-1])).abs().max() / values.diff().abs().max())
-
-    gaps = largest_gap(energy, first), largest_gap(first, second)
-    if smoothing is None:
-        assert gaps[0] > 0.1 and gaps[1] > 0.1
-    else:
-        assert gaps[0] < 1e-4 and gaps[1] < 1e-2
-
-
 @BOTH
 def test_molecules_do_not_feel_smoothing(damping):
     """Not by a bit, if they are smaller than where it begins."""
@@ -431,48 +245,12 @@ def test_smoothing_of_the_clients_function():
         found = s5(atoms, s5_smoothing_on=on, s5_smoothing_off=off)
         factor = 1.0 - 10.0 * x**3 + 15.0 * x**4 - 6.0 * x**5
         within([found[0], found[2]], [factor * plain[0], plain[2]], 1e-16)
-        (exact,) = [s5_force(off, on)] if 0.0 < x < 1.0 else [None]
-        if exact is not None:
-            within([found[1]], [exact], 1e-12)
-
-
-def s5_force(off, on, step=1e-4):
-    """By differences of energies."""
-
-    def energy(y):
-        atoms = batch(Atoms(torch.tensor([[0.0, 0.0, 0.0], [0.0, y, 0.0]], dtype=F64), torch.tensor([6, 8]).int()))
-        return float(s5(atoms, s5_smoothing_on=on, s5_smoothing_off=off)[0])
-
-    slope = (energy(8.0 + step) - energy(8.0 - step)) / (2.0 * step)
-    return torch.tensor([[0.0, slope, 0.0], [0.0, -slope, 0.0]], dtype=F64)
+        x = atoms.positions.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(s5(atoms._replace(positions=x), s5_smoothing_on=on, s5_smoothing_off=off)[0], x)
+        within([found[1]], [-slope], 1e-15)
 
 
 # -- derivatives that are returned, and precision ---------------------------------------------------
-
-
-def by_autograd(atoms, damping, **options):
-    x = atoms.positions.clone().requires_grad_()
-    strain = torch.zeros(int(atoms.systems.max()) + 1, 3, 3, dtype=F64, requires_grad=True)
-    deform = torch.eye(3, dtype=F64) + strain
-    strained = torch.einsum("ia,iab->ib", x, deform[atoms.systems.long()])
-    cell = None if atoms.cell is None else atoms.cell @ deform
-    moved = atoms._replace(positions=strained, cell=cell)
-    energies, coordination = all_of(moved, damping, compute_forces=False, compute_virial=False, **options)
-    forces, virial = torch.autograd.grad(-energies.sum(), (x, strain))
-    return energies.detach(), forces, coordination.detach(), virial
-
-
-@pytest.mark.parametrize(("functional", "kind"), DAMPING)
-@pytest.mark.parametrize("smoothing", [None, 3.0])
-def test_explicit_forces_and_virial_are_those_of_autograd(functional, kind, smoothing):
-    damping, atoms = damping_parameters(functional, kind), two_crystals()
-    found = all_of(atoms, damping, smoothing=smoothing)
-    within(found, by_autograd(atoms, damping, smoothing=smoothing), 1e-14)
-    assert all(bool((part.abs() > 1e-7).any()) for part in found)
-    open_atoms = batch(*some_molecules())
-    within(
-        all_of(open_atoms, damping, smoothing=smoothing), by_autograd(open_atoms, damping, smoothing=smoothing), 1e-14
-    )
 
 
 @pytest.mark.parametrize("options", [{}, {"compute_forces": True}, {"compute_virial": True}])
@@ -483,45 +261,3 @@ def test_what_is_not_asked_for_changes_nothing(options):
     expected = [everything[0]] + [everything[1]] * ("compute_forces" in options) + [everything[2]]
     expected += [everything[3]] * ("compute_virial" in options)
     within(found, expected, 1e-16)
-
-
-@BOTH
-def test_float32(damping):
-    """Inputs and results are rounded; sums are not."""
-    atoms = two_crystals()
-    rounded = atoms._replace(positions=atoms.positions.float().to(F64), cell=atoms.cell.float().to(F64))
-    single = atoms._replace(positions=atoms.positions.float(), cell=atoms.cell.float())
-    found, exact = all_of(single, damping), all_of(rounded, damping)
-    assert all(part.dtype is torch.float32 for part in found)
-    for part, expected in zip(found, exact):
-        torch.testing.assert_close(part.to(F64), expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
-
-
-def test_matrix_and_list_of_the_same_search_agree_bitwise():
-    atoms = two_crystals()
-    matrix, counts, shifts = neighbor_list(atoms.positions, CUTOFF, atoms.cell, atoms.pbc, atoms.batch_idx)
-    pairs, ptr, pair_shifts = get_neighbor_list_from_neighbor_matrix(
-        matrix, counts, shifts, fill_value=len(atoms.numbers)
-    )
-    as_matrix = all_of(atoms, neighbor_matrix=matrix, neighbor_matrix_shifts=shifts)
-    listed = all_of(atoms, neighbor_list=pairs, neighbor_ptr=ptr, neighbor_shifts=pair_shifts)
-    within(as_matrix, listed, 0.0)
-
-
-def test_virial_is_the_slope_of_the_energy_under_strain():
-    """By central differences, one component after the other."""
-    atoms, step = crystal(), 1e-5
-    *_, virial = all_of(atoms)
-
-    def energy(strain):
-        deform = torch.eye(3, dtype=F64) + strain
-        moved = atoms._replace(positions=atoms.positions @ deform, cell=atoms.cell @ deform)
-        return float(all_of(moved, smoothing=2.0)[0].sum())
-
-    smooth = all_of(atoms, smoothing=2.0)[3][0]
-    assert math.isfinite(float(virial.sum()))
-    for a in range(3):
-        for b in range(3):
-            h = torch.zeros(3, 3, dtype=F64)
-            h[a, b] = step
-            assert abs(float(smooth[a, b]) + (energy(h) - energy(-h)) / (2.0 * step)) < 1e-9

@@ -9,10 +9,10 @@ import dataclasses
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.dispersion import DFTD3, D3Parameters, d3_dispersion, damping_parameters, dftd3
+from nvalchemiops.torch.interactions.dispersion import DFTD3, D3Parameters, d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.dispersion import pair_tables as pair_tables_module
 from nvalchemiops.torch.interactions.dispersion import reference_data as parameters_module
-from nvalchemiops.torch.neighbors import batch_cell_list, neighbor_list
+from nvalchemiops.torch.neighbors import neighbor_list
 from tests.comparing import within
 from tests.dispersion.cases import F64, PBE, Atoms, as_list, batch, find_pairs, molecule, parameters, solid
 from tests.reference import dispersion as slow
@@ -176,21 +176,6 @@ def test_second_and_third_derivatives(kind):
     assert torch.autograd.gradcheck(outputs, leaves, eps=1e-5, atol=1e-6, fast_mode=True)
 
 
-def test_damping_of_each_system_is_trained():
-    systems, p = [molecule("CH3OH"), molecule("H2O")], D3Parameters(**draw())
-    together = batch(*systems)
-    a1 = torch.tensor([0.4, 0.5], dtype=F64, requires_grad=True)
-    _, forces, _ = d3_dispersion(
-        **together.arguments(), damping=PBE._replace(a1=a1), parameters=p, cutoff=20.0, compute_forces=True
-    )
-    (slope,) = torch.autograd.grad(1e6 * forces.square().sum(), a1)
-    for n, atoms in enumerate(systems):
-        alone = a1.detach()[n].clone().requires_grad_()
-        damping = PBE._replace(a1=alone)
-        _, forces, _ = d3_dispersion(*atoms[:2], damping, p, cutoff=20.0, compute_forces=True)
-        torch.testing.assert_close(torch.autograd.grad(1e6 * forces.square().sum(), alone)[0], slope[n])
-
-
 @pytest.mark.parametrize("form", ["list", "half list", "matrix", "negative padding", "searched"])
 def test_any_form_of_neighbors(form):
     atoms = batch(ice(), ice()._replace(cell=1.1 * ice().cell))
@@ -207,57 +192,6 @@ def test_any_form_of_neighbors(form):
         options = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "fill_value": fill}
     found = d3_dispersion(**atoms.arguments(), damping=PBE, parameters=p, **CUTOFFS, **EVERYTHING, **options)
     within(found, with_slopes(atoms, draw(), PBE), 1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, F64])
-def test_torch_sim_with_tables_at_random(dtype):
-    """As its tests draw them and its model calls: all arguments by name, results by place."""
-    torch.manual_seed(0)
-    tables = {
-        "rcov": torch.rand(27),
-        "r4r2": torch.rand(27),
-        "c6ab": torch.rand(27, 27, 5, 5),
-        "cn_ref": torch.rand(27, 27, 5, 5),
-    }
-    p = D3Parameters(**tables)
-    together = batch(solid("silicon"), solid("fcc copper")._replace(numbers=torch.tensor([26], dtype=torch.int32)))
-    positions, cell = together.positions.to(dtype), together.cell.to(dtype)
-    res = batch_cell_list(
-        positions=positions,
-        cutoff=14.0,
-        batch_idx=together.batch_idx,
-        cell=cell,
-        pbc=together.pbc,
-        return_neighbor_list=True,
-    )
-    energy, forces, coordination, virial = dftd3(
-        positions=positions,
-        numbers=together.numbers,
-        a1=0.4289,
-        a2=4.4407,
-        s8=0.7875,
-        k1=16.0,
-        k3=-4.0,
-        s6=1.0,
-        d3_params=p,
-        **dict(zip(("neighbor_list", "neighbor_ptr", "unit_shifts"), res)),
-        batch_idx=together.batch_idx,
-        cell=cell,
-        compute_virial=True,
-        num_systems=2,
-    )
-    wide = {name: table.to(F64) for name, table in tables.items()}
-    data = slow.Data(*wide.values(), torch.ones(27, 27))
-    x = positions.double().requires_grad_()
-    pairs = find_pairs(together._replace(positions=x.detach(), cell=cell.double()), 14.0)
-    expected = slow.dispersion(x, cell.double(), together.numbers, data, PBE, pairs, slow.Cutoffs(14.0, 14.0))
-    (slope,) = torch.autograd.grad(expected.energies.sum(), x)
-    sums = torch.zeros(2, dtype=F64).index_add(0, together.batch_idx.long(), expected.energies.detach())
-    tolerance = 1e-12 if dtype == F64 else 3e-5
-    for found, value in ((energy, sums), (forces, -slope), (coordination, expected.coordination.detach())):
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.double(), value, rtol=tolerance, atol=tolerance * float(value.abs().max()))
-    assert virial.shape == (2, 3, 3) and virial.dtype == dtype
 
 
 def test_padding_atoms_and_atoms_alone():
@@ -287,17 +221,6 @@ def test_elements_without_reference_molecules():
         *molecule("HF")[:2], PBE, D3Parameters(**tables), cutoff=20.0, compute_forces=True
     )
     assert not energies.any() and not forces.any()
-
-
-def test_nan_stays_where_it_is():
-    atoms, p = molecule("C2H6"), D3Parameters(**draw())
-    x, numbers = torch.cat([atoms.positions, atoms.positions + 1000.0]), atoms.numbers.repeat(2)
-    pairs = dict(zip(("neighbor_list", "neighbor_ptr"), neighbor_list(x, 20.0, return_neighbor_list=True)))
-    before = d3_dispersion(x, numbers, PBE, p, **pairs, compute_forces=True)
-    x[0, 1] = torch.nan
-    found = d3_dispersion(x, numbers, PBE, p, **pairs, compute_forces=True)
-    for part, old in zip(found, before):
-        assert bool(part[0].isnan().any()) and torch.equal(part[8:], old[8:])
 
 
 def test_three_body_terms_need_coefficients_of_atoms():
@@ -342,14 +265,6 @@ def test_many_structures_by_vmap():
         return d3_dispersion(x, atoms.numbers, PBE, states, **pairs)[0].sum()
 
     within([hessian], [torch.func.hessian(energy)(many[0])], 1e-12)
-
-
-def test_in_inference_mode():
-    atoms, p = ice(), D3Parameters(**draw())
-    given = {**atoms.arguments(), "damping": PBE, "parameters": p, **CUTOFFS, **EVERYTHING, **near(atoms)}
-    expected = d3_dispersion(**given)
-    with torch.inference_mode():
-        within(d3_dispersion(**given | {"positions": atoms.positions * 1.0}), expected, 0.0)
 
 
 def test_the_module_takes_such_tables():

@@ -46,42 +46,7 @@ def test_a_lone_ion_in_its_background():
     assert energy == pytest.approx(-1.4186487397403098 * 4.0 / 3.0, abs=1e-9)
 
 
-# -- formats and batches --------------------------------------------------------------------------
-
-
-def test_matrix_equals_list_equals_built_neighbors():
-    system = SYSTEMS["triclinic"]()
-    options = {"alpha": 0.8, "cutoff": 5.0, **ALL}
-    expected = summed(system, **options, **csr(system, 5.0))
-    without_ptr = {k: v for k, v in csr(system, 5.0).items() if k != "neighbor_ptr"}
-    for neighbors in ({}, without_ptr, matrix(system, 5.0), matrix(system, 5.0, fill_value=-1, max_neighbors=300)):
-        close(summed(system, **options, **neighbors), expected, 0)
-
-
-def test_padding_may_equal_a_valid_index():
-    # as clients do: the last atom belongs to nobody, and padding points at it
-    system = SYSTEMS["triclinic"]()
-    x = torch.cat([system.positions, torch.zeros(1, 3, dtype=torch.float64)])
-    q = torch.cat([system.charges, torch.zeros(1, dtype=torch.float64)])
-    near = matrix(system, 5.0, fill_value=6)
-    near["neighbor_matrix"] = torch.cat([near["neighbor_matrix"], torch.full_like(near["neighbor_matrix"][:1], 6)])
-    near["neighbor_matrix_shifts"] = torch.nn.functional.pad(near["neighbor_matrix_shifts"], (0, 0, 0, 0, 0, 1))
-    found = ewald_summation(x, q, system.cell, alpha=0.8, cutoff=5.0, k_cutoff=5.0, compute_forces=True, **near)
-    expected = summed(system, alpha=0.8, cutoff=5.0, k_cutoff=5.0, compute_forces=True)
-    close([t[:6] for t in found], expected, 1e-10)
-
-
 # -- derivatives ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", WITH_ATOMS)
-def test_autograd_of_the_energy_gives_what_is_returned(name):
-    system = SYSTEMS[name]()
-    inputs = [t.requires_grad_() for t in system[:3]]
-    energies, forces, slopes, virial = summed(system, accuracy=1e-8, **ALL)
-    by_x, by_q, by_cell = torch.autograd.grad(energies.sum(), inputs)
-    by_strain = inputs[0].T @ by_x + inputs[2][0].T @ by_cell[0]
-    close((-by_x, by_q, -by_strain[None]), (forces, slopes, virial), 1e-10)
 
 
 @pytest.mark.parametrize("name", ["triclinic", "charged", "cesiumchloride"])
@@ -151,28 +116,14 @@ TWO = {"cell": CELL.expand(2, 3, 3), "batch_idx": torch.tensor([0, 1, 0, 1])}
         (ValueError, "k_cutoff", {"k_cutoff": -1.0}),
         (ValueError, "alpha", {"alpha": 1e4}),
         (ValueError, r"batch_idx.*one `cell`.*\(n_systems, 3, 3\)", {"batch_idx": torch.tensor([0, 1, 0, 1])}),
-        (ValueError, "batch_idx", {**TWO, **NEAR}),
-        (ValueError, "neighbor_ptr", {**NEAR, "neighbor_ptr": NEAR["neighbor_ptr"] * 2}),
-        (ValueError, "neighbor_ptr", {**NEAR, "neighbor_ptr": NEAR["neighbor_ptr"] * torch.tensor([1, 0, 1, 1, 1])}),
-        (ValueError, "neighbor_list", {**NEAR, "neighbor_list": NEAR["neighbor_list"].flip(1)}),
-        (ValueError, "neighbor_list", {**NEAR, "neighbor_list": NEAR["neighbor_list"] + torch.tensor([[0], [4]])}),
         (ValueError, "k_vectors", {"k_vectors": X}),
         (TypeError, "k_vectors", {"k_vectors": [[1.0, 0.0, 0.0]]}),
         (ValueError, "k_vectors", {"k_vectors": X, "miller_bounds": (1, 1, 1)}),
         (TypeError, "miller_indices", {"miller_indices": X}),
         (ValueError, "miller_bounds", {"miller_bounds": (1, 1)}),
         (TypeError, "miller_bounds", {"miller_bounds": (1.5, 1, 1)}),
-        (ValueError, "slab_correction", {"pbc": torch.tensor([True, True, False])}),
-        (TypeError, "pbc", {"pbc": torch.tensor([1, 1, 0]), "slab_correction": True}),
     ],
 )
 def test_bad_input_that_only_this_sum_has_is_named(error, argument, options):
     with pytest.raises(error, match=argument):
         ewald_summation(**{"positions": X, "charges": Q, "cell": CELL, **options})
-
-
-def test_a_list_without_pairs_reaches_as_far_as_there_is_none():
-    system = System.of([[0.0, 0.0, 0.0]], [1.0], np.eye(3) * 10.0)
-    empty, exact = csr(system, 3.0), summed(system, accuracy=1e-10)
-    for given in (empty, {"cutoff": 3.0, **empty}):
-        torch.testing.assert_close(summed(system, **given), exact, rtol=1e-6, atol=0)

@@ -1,6 +1,5 @@
 """Excluded pairs: the sum over everything, less the Coulomb energy of each pair at its nearest image."""
 
-import functools
 import itertools
 import math
 
@@ -9,26 +8,15 @@ import pytest
 import torch
 
 from nvalchemiops.torch.interactions import electrostatics
-from nvalchemiops.torch.neighbors import neighbor_list
 from tests.comparing import close
+from tests.electrostatics.sums import METHODS, SUMS, summed
 from tests.reference.ewald import ewald
-from tests.systems import ALL, System, batch, by_differences, csr, triclinic, water
+from tests.systems import ALL, System, batch, csr, triclinic, water
 
-SUMS = {
-    "ewald": electrostatics.ewald_summation,
-    "pme": functools.partial(electrostatics.particle_mesh_ewald, spline_order=8),
-}
-METHODS = pytest.mark.parametrize("method", SUMS)
-FINE = {"ewald": 1e-12, "pme": 1e-9}
 TOLERANCE = {"ewald": 1e-9, "pme": 1e-7}
 
 PAIRS, FACTORS = ((0, 1), (4, 2), (3, 5)), (0.0, 0.5, 0.25)
 EXCLUDED = {"exclusions": torch.tensor(PAIRS).T, "exclusion_factors": torch.tensor(FACTORS).double()}
-
-
-def summed(method, system, **options):
-    options = {"accuracy": FINE[method], **options}
-    return SUMS[method](system.positions, system.charges, system.cell, batch_idx=system.batch_idx, **options)
 
 
 def fixed(method, system, cutoff=5.0):
@@ -194,26 +182,6 @@ def test_factors_say_how_much_pairs_interact(method):
     close(summed(method, system, exclusions=pairs[:, :0], **options), full, 1e-12)
 
 
-def test_a_mesh_and_exact_wave_vectors_exclude_alike():
-    system = triclinic(6, charged=True)
-    options = {"alpha": 0.8, **EXCLUDED, **ALL}
-    close(summed("pme", system, **options), summed("ewald", system, **options), 1e-7)
-
-
-@METHODS
-def test_the_form_of_neighbors_does_not_matter(method):
-    system = triclinic(6, charged=True)
-    options = {"alpha": 0.9, "accuracy": 1e-6, **EXCLUDED, **ALL}
-    expected = summed(method, system, cutoff=4.5, **options)
-    found, _, shifts = neighbor_list(system.positions, 4.5, system.cell)
-    for neighbors in (
-        csr(system, 4.5),
-        {**csr(system, 4.5, half_fill=True), "half_list": True},
-        {"neighbor_matrix": found, "neighbor_matrix_shifts": shifts},
-    ):
-        close(summed(method, system, **neighbors, **options), expected, 1e-11)
-
-
 # -- batches, channels, other powers --------------------------------------------------------------
 
 
@@ -262,25 +230,6 @@ def test_exclusions_of_other_powers(power, method):
 
 
 @METHODS
-@pytest.mark.parametrize("factors", [True, False])
-def test_forces_charge_gradients_and_virial_by_differences(factors, method):
-    system = triclinic(6, charged=True)
-    excluded = EXCLUDED if factors else {"exclusions": EXCLUDED["exclusions"]}
-    options = {**fixed(method, system), **excluded}
-    found = summed(method, system, **options, **ALL)
-    close(found[1:], by_differences(lambda s: summed(method, s, **options), system), 1e-6)
-
-
-@METHODS
-def test_bonds_by_differences(method):
-    system = water(2)
-    system = System.of(system.positions[:6].numpy(), system.charges[:6].numpy(), system.cell[0].numpy())
-    options = {**fixed(method, system), "exclusions": torch.tensor(bonds_of(system)).T}
-    found = summed(method, system, **options, **ALL)
-    close(found[1:], by_differences(lambda s: summed(method, s, **options), system), 1e-6)
-
-
-@METHODS
 def test_second_derivatives(method):
     system = triclinic(3, charged=True)
     options = {**fixed(method, system, 3.0), "exclusions": torch.tensor([[0, 1], [1, 2]])}
@@ -309,40 +258,6 @@ def test_exclusions_of_float32():
     excluded = {**EXCLUDED, "exclusion_factors": EXCLUDED["exclusion_factors"].float()}
     found = summed("ewald", system.to(torch.float32), accuracy=1e-6, **excluded, **ALL)
     close(found, expected, 2e-5)
-
-
-# -- bad input ------------------------------------------------------------------------------------
-
-
-@METHODS
-@pytest.mark.parametrize(
-    ("error", "argument", "options"),
-    [
-        (ValueError, "exclusions", {"exclusions": torch.tensor([[0, 1, 2]])}),
-        (ValueError, "exclusions", {"exclusions": torch.tensor([[0], [9]])}),
-        (ValueError, "exclusions", {"exclusions": torch.tensor([[-1], [2]])}),
-        (ValueError, "exclusions", {"exclusions": torch.tensor([[1], [1]])}),
-        (ValueError, "exclusions", {"exclusions": torch.tensor([[1, 2], [2, 1]])}),
-        (TypeError, "exclusions", {"exclusions": torch.tensor([[1.0], [2.0]])}),
-        (TypeError, "exclusions", {"exclusions": [[1], [2]]}),
-        (ValueError, "exclusion_factors", {"exclusion_factors": torch.ones(1)}),
-        (
-            ValueError,
-            "exclusion_factors",
-            {"exclusions": torch.tensor([[1], [2]]), "exclusion_factors": torch.ones(2).double()},
-        ),
-    ],
-)
-def test_bad_exclusions_are_an_error_that_names_the_argument(error, argument, options, method):
-    """As those of pair potentials are."""
-    with pytest.raises(error, match=f"`{argument}`"):
-        summed(method, triclinic(4), accuracy=1e-5, **options)
-
-
-@METHODS
-def test_atoms_of_two_systems_cannot_be_excluded(method):
-    with pytest.raises(ValueError, match="exclusions"):
-        summed(method, batch(triclinic(4), triclinic(4)), accuracy=1e-5, exclusions=torch.tensor([[0], [5]]))
 
 
 # -- many at once ---------------------------------------------------------------------------------

@@ -222,28 +222,6 @@ def test_alpha_is_a_constant_too(name):
 
 
 @EACH_SUM
-@EITHER_MODE
-def test_charges_detached(name, training):
-    """Then the explicit force is the whole one, in either mode, and nothing is left to differentiate."""
-    net, x = Net().train(training), X.clone().requires_grad_()
-    q = net(x).detach()
-    energies, forces = SUMS[name](x, q, CELL, compute_forces=True, hybrid_forces=True)
-    assert not energies.requires_grad and not forces.requires_grad
-    (slope,) = torch.autograd.grad(SUMS[name](x, q, CELL).sum(), x)
-    close([forces], [-slope], 1e-10)
-
-
-@EACH_SUM
-def test_without_hybrid_forces_the_returned_force_is_that_at_fixed_charges(name):
-    """And the gradient of the energy is the whole one, so adding the two would count the explicit term twice."""
-    net, x = Net(), X.clone().requires_grad_()
-    energies, forces = SUMS[name](x, net(x), CELL, compute_forces=True)
-    (slope,) = torch.autograd.grad(energies.sum(), x)
-    close([-slope], [full_force(name, net)], 1e-10)
-    close([forces.detach()], SUMS[name](X, net(X).detach(), CELL, compute_forces=True)[1:], 1e-10)
-
-
-@EACH_SUM
 def test_corrections_are_frozen_as_well(name):
     """Slabs and excluded pairs."""
     options = {
@@ -268,18 +246,6 @@ def test_corrections_are_frozen_as_well(name):
 
 def loss_gradient(force, net):
     return torch.autograd.grad((force - 0.3 * random_like([X], 5)[0]).square().sum(), net.weight)[0]
-
-
-@EACH
-@NETS
-def test_force_matching_gives_the_same_gradients_of_parameters_either_way_at_fixed_geometry(name, net):
-    """The explicit forces by parameters of the net, at fixed charges: as of the force by autograd."""
-    net = Net(net)
-    q = net(X)
-    (forces,) = EVERY[name](X, q, CELL, compute_forces=True, hybrid_forces=True)[1:]
-    x = X.clone().requires_grad_()
-    expected = -torch.autograd.grad(EVERY[name](x, net(X), CELL).sum(), x, create_graph=True)[0]
-    close([loss_gradient(forces, net)], [loss_gradient(expected, net)], 1e-10)
 
 
 @EACH

@@ -8,11 +8,6 @@ import torch
 from ase.geometry import minkowski_reduce
 
 from nvalchemiops.torch.interactions.electrostatics import (
-    EwaldSummation,
-    ParticleMeshEwald,
-    coulomb_energy,
-    dsf_coulomb,
-    ewald_real_space,
     ewald_summation,
     particle_mesh_ewald,
     prepare_mesh,
@@ -66,25 +61,6 @@ def test_a_prepared_mesh_has_no_derivative_by_the_cell():
     torch.testing.assert_close(slope, found)
 
 
-@pytest.mark.parametrize("make", [lambda a: EwaldSummation(a, 8.0 * a, 4.0), lambda a: ParticleMeshEwald(a, (16,) * 3)])
-def test_modules_forget_what_they_prepared_when_they_load(make):
-    module, other = make(0.4).prepare(CELL), make(0.9)
-    module.load_state_dict(other.state_dict())
-    assert torch.equal(module(X, Q, CELL, cutoff=4.0), other(X, Q, CELL, cutoff=4.0))
-
-
-@pytest.mark.parametrize("make", [lambda: EwaldSummation(0.61, 5.0, 4.0), lambda: ParticleMeshEwald(0.61, (16,) * 3)])
-@pytest.mark.parametrize("convert", ["float", "half", "bfloat16"])
-def test_modules_do_not_round_their_parameters(make, convert):
-    for prepared in (False, True):
-        module, converted = make(), getattr(make(), convert)()
-        if prepared:
-            module, converted = module.prepare(CELL), getattr(make().prepare(CELL), convert)()
-        assert torch.equal(module(X, Q, CELL, cutoff=4.0), converted(X, Q, CELL, cutoff=4.0))
-        assert all(b.dtype is not torch.float32 for b in converted.to("meta").buffers())
-        assert all(b.is_meta for b in converted.buffers())
-
-
 # -- what calls keep by themselves ----------------------------------------------------------------
 
 
@@ -115,17 +91,6 @@ def test_alpha_must_not_change_before_the_backward_pass():
     alpha.mul_(2.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         (energies * torch.arange(len(X))).sum().backward()
-
-
-@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
-def test_batched_gradients(function):
-    """As of a Jacobian that is computed all at once."""
-    x = X.clone().requires_grad_()
-    energies = function(x, Q, CELL, accuracy=1e-4)
-    units = torch.eye(len(X), dtype=F64)
-    together = torch.autograd.grad(energies, x, units, is_grads_batched=True, retain_graph=True)[0]
-    alone = torch.stack([torch.autograd.grad(energies, x, unit, retain_graph=True)[0] for unit in units])
-    torch.testing.assert_close(together, alone)
 
 
 # -- lattices -------------------------------------------------------------------------------------
@@ -163,22 +128,3 @@ def test_exclusions_do_not_depend_on_the_basis_of_the_lattice():
             for c in (cell, other)
         ]
         torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
-
-
-# -- parameters -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("function", [coulomb_energy, dsf_coulomb, ewald_real_space])
-@pytest.mark.parametrize("alpha", [-0.3, torch.tensor([-0.3], dtype=F64)])
-def test_alpha_is_not_negative(function, alpha):
-    arguments = (4.0, alpha) if function is not ewald_real_space else (alpha,)
-    options = {"cutoff": 4.0} if function is ewald_real_space else {}
-    pairs, ptr, shifts = neighbor_list(X, 4.0, CELL, return_neighbor_list=True)
-    shift_name = "unit_shifts" if function is dsf_coulomb else "neighbor_shifts"
-    near = {"neighbor_list": pairs, "neighbor_ptr": ptr, shift_name: shifts}
-    given = {"cell": CELL, "alpha": alpha} if function is dsf_coulomb else {}
-    with pytest.raises(ValueError, match="`alpha` must"):
-        if function is dsf_coulomb:
-            function(X, Q, 4.0, **given, **near)
-        else:
-            function(X, Q, CELL, *arguments, **options, **near)

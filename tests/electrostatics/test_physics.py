@@ -233,30 +233,6 @@ def test_energy_of_a_charged_cell_is_the_neutral_formula_and_its_background(meth
     torch.testing.assert_close(found, expected, rtol={"ewald": 1e-10, "pme": 1e-8}[method], atol=0.0)
 
 
-@METHODS
-@pytest.mark.parametrize("total", [1.0, -3.0])
-def test_virial_and_charge_gradients_of_a_charged_cell_hold_the_background(method, total):
-    system = in_cell(CELLS["full"], total=total)
-    options = {"alpha": 0.8, **csr(system, 7.0)}
-    options |= {"k_cutoff": 9.0} if method == "ewald" else {"mesh_dimensions": (32, 32, 36)}
-    if method == "ewald":
-        options = {
-            "alpha": 0.8,
-            **csr(system, 7.0),
-            "miller_indices": electrostatics.generate_ewald_miller_indices(system.cell, 9.0),
-        }
-    found = summed(method, system, **options, **ALL)
-    close(found[1:], by_differences(lambda s: summed(method, s, **options), system), 1e-6)
-
-
-@METHODS
-def test_charged_cells_do_not_depend_on_alpha(method):
-    system = in_cell(CELLS["full"], total=-3.0)
-    expected = summed("ewald", system, alpha=0.7, **ALL)
-    for alpha in (0.5, 1.0):
-        close(summed(method, system, alpha=alpha, **ALL), expected, {"ewald": 1e-9, "pme": 5e-8}[method])
-
-
 # -- every part is the gradient of its own energy -------------------------------------------------
 
 EXCLUDED = {"exclusions": torch.tensor([[0, 3], [2, 4]]), "exclusion_factors": torch.tensor([0.0, 0.5]).double()}
@@ -275,13 +251,7 @@ def parts_of(system):
     slab = {**open_axis, "slab_correction": True}
     ewald, pme = ({"alpha": alpha, **near, **more} for more in (miller, mesh))
     return {
-        "real": part(electrostatics.ewald_real_space, alpha, **near),
-        "reciprocal": part(electrostatics.ewald_reciprocal_space, None, alpha, **miller),
-        "pme reciprocal": part(electrostatics.pme_reciprocal_space, alpha, spline_order=6, **mesh),
         "pme reciprocal, default order": part(electrostatics.pme_reciprocal_space, alpha, **mesh),
-        "slab": part(electrostatics.compute_slab_correction, **open_axis),
-        "ewald": part(electrostatics.ewald_summation, **ewald),
-        "pme": part(electrostatics.particle_mesh_ewald, **pme),
         "ewald, slab": part(electrostatics.ewald_summation, **ewald, **slab),
         "pme, slab": part(electrostatics.particle_mesh_ewald, **pme, **slab),
         "ewald, exclusions": part(electrostatics.ewald_summation, **ewald, **EXCLUDED),
@@ -313,28 +283,6 @@ def test_the_virial_of_a_coulomb_system_is_its_energy(method):
     """1/r is homogeneous of degree -1, so that the trace of W is E."""
     energies, virial = summed(method, triclinic(6, charged=True), compute_virial=True)
     torch.testing.assert_close(virial.diagonal(dim1=1, dim2=2).sum(), energies.sum(), rtol=1e-8, atol=0.0)
-
-
-@METHODS
-def test_a_compressed_crystal_pushes_outwards(method):
-    """Rock salt with a repulsion by 1/r^12. stress = -W/V, pressure = tr W / 3V."""
-    parameters = {"ewald": {"k_cutoff": 30.0}, "pme": {"mesh_dimensions": (30, 30, 30)}}[method]
-
-    def energy_and_pressure(length):
-        salt = crystal("rocksalt", length)
-        energies, virial = summed(method, salt, compute_virial=True)
-        alike = salt._replace(charges=torch.ones_like(salt.charges))
-        options = {"potential": electrostatics.power_law(12), "alpha": 2.2, "cutoff": 2.5, **parameters}
-        more, repulsion = summed(method, alike, compute_virial=True, **options)
-        return (energies + 1e-4 * more).sum().item(), (virial + 1e-4 * repulsion).diagonal(dim1=1, dim2=2).sum().item()
-
-    # E = -A/a + B/a^12 of the two sums at a = 1 gives the lattice constant without pressure
-    coulomb = -summed(method, crystal("rocksalt")).sum().item()
-    total = energy_and_pressure(1.0)[0]
-    length = (12.0 * (total + coulomb) / coulomb) ** (1.0 / 11.0)
-    assert abs(energy_and_pressure(length)[1]) < 1e-6
-    assert energy_and_pressure(0.97 * length)[1] > 0.1
-    assert energy_and_pressure(1.03 * length)[1] < -0.1
 
 
 # -- batches --------------------------------------------------------------------------------------
@@ -370,26 +318,6 @@ def test_a_batch_of_small_and_large_cells_meets_the_accuracy_in_each(shape, accu
 
 
 @METHODS
-def test_empty_and_lonely_systems_in_a_batch(method):
-    cell = np.diag([3.0, 3.5, 4.0])
-    nobody = System.of(np.zeros((0, 3)), [], cell)
-    alone = System.of([[0.3, -0.2, 7.0]], [1.5], cell)
-    uncharged = triclinic(4)._replace(charges=torch.zeros(4, dtype=torch.float64))
-    systems = [nobody, alone, uncharged, triclinic(5), nobody]
-    together = batch(*systems)
-    options = {"alpha": 0.9, "cutoff": 6.0, **ALL}
-    options |= {"k_cutoff": 7.0} if method == "ewald" else {"mesh_dimensions": (20, 18, 24)}
-    energies, forces, slopes, virial = summed(method, together, **options)
-    singles = [summed(method, s, **options) for s in systems]
-    close((energies, forces, slopes, virial), [torch.cat(parts) for parts in zip(*singles)], 1e-12)
-    assert not virial[[0, 2, 4]].any()
-    assert not forces[together.batch_idx == 1].abs().gt(1e-7).any()  # the mesh is felt a little
-    assert not energies[together.batch_idx == 2].any() and not forces[together.batch_idx == 2].any()
-    per_system = summed(method, together, energy_reduction="system", **options)[0]
-    assert per_system.shape == (5,) and per_system[0] == per_system[2] == 0.0 and per_system[1] < 0.0
-
-
-@METHODS
 def test_nothing_but_zeros(method):
     for system in (
         System.of(np.zeros((0, 3)), [], np.eye(3) * 4.0),
@@ -399,24 +327,6 @@ def test_nothing_but_zeros(method):
         assert forces.shape == system.positions.shape and virial.shape == (1, 3, 3)
         assert energies.shape == slopes.shape == system.charges.shape
         assert not any(t.any() for t in (energies, forces, slopes, virial))
-
-
-@METHODS
-@pytest.mark.parametrize("what", ["positions", "charges"])
-def test_nan_in_one_system_does_not_reach_the_others(what, method):
-    systems = [triclinic(4, seed=5), triclinic(5, charged=True, seed=6), triclinic(6, seed=7)]
-    together = batch(*systems)
-    options = {"alpha": 0.9, **csr(together, 4.0), **ALL}
-    options |= {"k_cutoff": 5.0} if method == "ewald" else {"mesh_dimensions": (16, 16, 16)}
-    expected = summed(method, together, **options)
-    values = getattr(together, what).clone()
-    values[6] = torch.nan  # of the second system
-    found = summed(method, together._replace(**{what: values}), **options)
-    of_atom = together.batch_idx == 1
-    for ours, theirs in zip(found, expected, strict=True):
-        broken = of_atom if len(ours) == 15 else torch.tensor([False, True, False])
-        torch.testing.assert_close(ours[~broken], theirs[~broken], rtol=0, atol=0)
-        assert ours[broken].isnan().any()
 
 
 # -- channels -------------------------------------------------------------------------------------
@@ -440,61 +350,7 @@ def test_channels_are_a_loop_over_charges(n_channels, method):
     torch.testing.assert_close(per_system, torch.stack([energies[:5].sum(0), energies[5:].sum(0)]))
 
 
-@METHODS
-@pytest.mark.parametrize("n_channels", [2, 17])
-def test_gradients_of_channels_are_those_of_the_loop(n_channels, method):
-    system = triclinic(4)
-    generator = torch.Generator().manual_seed(0)
-    charges = torch.randn(4, n_channels, dtype=torch.float64, generator=generator)
-    weights = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((4, n_channels), (4, 3))]
-    options = {"alpha": 0.8, "cutoff": 5.0, "compute_forces": True}
-    options |= {"k_cutoff": 5.0} if method == "ewald" else {"mesh_dimensions": (16, 16, 16)}
-
-    def slopes(together):
-        x, q, cell = (t.clone().requires_grad_() for t in (system.positions, charges, system.cell))
-        if together:
-            energies, forces = SUMS[method](x, q, cell, **options)
-        else:
-            loop = [SUMS[method](x, column, cell, **options) for column in q.unbind(1)]
-            energies, forces = torch.stack([e for e, _ in loop], 1), sum(f for _, f in loop)
-        loss = (weights[0] * energies).sum() + (weights[1] * forces).sum()
-        return torch.autograd.grad(loss, (x, q, cell))
-
-    close(slopes(together=True), slopes(together=False), 1e-10)
-
-
 # -- sizes ----------------------------------------------------------------------------------------
-
-
-def plain_ewald(system, alpha, neighbors, k_cutoff):
-    """Ewald's sum as a few lines of tensor code, with an array of atoms by wave vectors."""
-    (i, j), shifts = neighbors["neighbor_list"].long(), neighbors["neighbor_shifts"]
-    x, q, cell = system.positions, system.charges, system.cell[0]
-    r = (x[j] - x[i] + shifts.to(x.dtype) @ cell).norm(dim=1)
-    bounds = [math.floor(k_cutoff * length / (2.0 * math.pi)) for length in cell.norm(dim=1).tolist()]
-    miller = torch.cartesian_prod(*[torch.arange(-b, b + 1) for b in bounds]).to(x.dtype)
-    k = 2.0 * math.pi * miller @ torch.linalg.inv(cell).T
-    k2 = k.square().sum(1)
-    k, k2 = (t[(k2 > 0.0) & (k2 <= k_cutoff**2)] for t in (k, k2))
-    phase = x @ k.T
-    volume = torch.linalg.det(cell).abs()
-    structure = torch.complex(q @ phase.cos(), q @ phase.sin())
-    waves = (2.0 * math.pi / volume * (-k2 / (4.0 * alpha**2)).exp() / k2 * structure.abs().square()).sum()
-    pairs = 0.5 * (q[i] * q[j] * torch.erfc(alpha * r) / r).sum()
-    return pairs + waves - alpha / math.sqrt(math.pi) * q.square().sum()
-
-
-@pytest.mark.parametrize("repeat", [3, 5, 7])
-def test_direct_ewald_equals_plain_tensor_code(repeat, dtype):
-    """54, 250 and 686 atoms: how much faster it is than this is a matter of benchmarks."""
-    system = crystal("rocksalt", 5.64, repeat, 0.2).to(dtype)
-    assert len(system.charges) == 2 * repeat**3
-    alpha, cutoff, k_cutoff = 0.5, 7.0, 3.0
-    neighbors = csr(system, cutoff)
-    found = electrostatics.ewald_summation(*system[:3], alpha, k_cutoff=k_cutoff, **neighbors).sum()
-    expected = plain_ewald(system.to(torch.float64), alpha, neighbors, k_cutoff).to(dtype)
-    tolerance = {torch.float32: 2e-6, torch.float64: 1e-11}[dtype]
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=0.0)
 
 
 def peak_memory(function):

@@ -12,17 +12,14 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.interactions.electrostatics import (
     LongRangePotential,
     ewald_reciprocal_space,
-    ewald_summation,
     generate_ewald_miller_indices,
-    particle_mesh_ewald,
     pme_reciprocal_space,
     power_law,
 )
 from tests.comparing import close
-from tests.systems import ALL, System, batch, by_differences, csr, triclinic
+from tests.electrostatics.sums import METHODS, SUMS
+from tests.systems import ALL, System, by_differences, csr, triclinic
 
-SUMS = {"ewald": ewald_summation, "pme": functools.partial(particle_mesh_ewald, spline_order=8)}
-METHODS = pytest.mark.parametrize("method", SUMS)
 POWERS = pytest.mark.parametrize("power", [4, 6, 8, 12])
 CONVERGED = {
     "ewald": {"alpha": 1.0, "cutoff": 6.5, "k_cutoff": 13.0},
@@ -184,15 +181,6 @@ def test_gradcheck_of_forces_and_virial(power, method):
 
 
 # -- what holds for all ---------------------------------------------------------------------------
-
-
-@METHODS
-def test_a_batch_is_its_systems_one_by_one(method):
-    systems = [triclinic(5, seed=3), small(), triclinic(4, charged=True, seed=4)]
-    options = {"potential": power_law(6), "alpha": 0.9, "cutoff": 5.0, **ALL}
-    singles = [summed(method, s, **options) for s in systems]
-    found = summed(method, batch(*systems), **options)
-    close(found, [torch.cat(parts) for parts in zip(*singles)], 1e-12)
 
 
 @METHODS

@@ -1,6 +1,5 @@
 """Slabs: periodic along two axes, computed as if along three, and corrected; against a sum over two axes alone."""
 
-import functools
 import math
 
 import numpy as np
@@ -9,15 +8,10 @@ import torch
 
 from nvalchemiops.torch.interactions import electrostatics
 from tests.comparing import close
-from tests.systems import ALL, System, batch, by_differences, csr, random_rotation, triclinic
+from tests.electrostatics.sums import FINE, METHODS, SUMS
+from tests.systems import ALL, System, batch, by_differences, random_rotation, triclinic
 
-SUMS = {
-    "ewald": electrostatics.ewald_summation,
-    "pme": functools.partial(electrostatics.particle_mesh_ewald, spline_order=8),
-}
-METHODS = pytest.mark.parametrize("method", SUMS)
 AXES = pytest.mark.parametrize("axis", range(3))
-FINE = {"ewald": 1e-12, "pme": 1e-9}
 # what is left of splines of the highest order, relative to forces and energies of the order of one
 TOLERANCE = {"ewald": 1e-9, "pme": 1e-7}
 
@@ -208,22 +202,6 @@ def test_a_capacitor():
 # -- derivatives ----------------------------------------------------------------------------------
 
 
-@METHODS
-@AXES
-@pytest.mark.parametrize("total", [0.0, -1.0])
-def test_forces_charge_gradients_and_virial_by_differences(total, axis, method):
-    system, _ = turned(layer(height=9.0, total=total, tilt=(0.3, 0.2)), axis)
-    pbc = open_along(axis)
-    options = {"alpha": 0.7, **csr(system, 6.0)}
-    if method == "ewald":
-        options |= {"miller_indices": electrostatics.generate_ewald_miller_indices(system.cell, 4.5)}
-    else:
-        mesh = torch.tensor([16, 18, 32]).roll(axis - 2).tolist()
-        options |= {"mesh_dimensions": mesh, "spline_order": 6}
-    found = corrected(method, system, pbc, **options, **ALL)
-    close(found[1:], by_differences(lambda s: corrected(method, s, pbc, **options), system), 1e-6)
-
-
 @AXES
 def test_the_correction_alone_by_differences(axis):
     system, _ = turned(layer(height=9.0, total=-1.0, tilt=(0.3, 0.2)), axis)
@@ -231,18 +209,6 @@ def test_the_correction_alone_by_differences(axis):
     found = electrostatics.compute_slab_correction(*system[:3], pbc, **ALL)
     assert all(t.abs().max() > 1e-2 for t in found)
     close(found[1:], by_differences(lambda s: electrostatics.compute_slab_correction(*s[:3], pbc), system), 1e-7)
-
-
-@pytest.mark.parametrize("total", [0.0, 2.0])
-def test_second_derivatives_of_the_correction(total):
-    system, _ = turned(layer(height=9.0, total=total, tilt=(0.3, 0.2)), 1)
-
-    def function(positions, charges, cell):
-        return electrostatics.compute_slab_correction(positions, charges, cell, open_along(1), **ALL)
-
-    inputs = [t.clone().requires_grad_() for t in system[:3]]
-    assert torch.autograd.gradcheck(function, inputs, atol=1e-6, rtol=1e-6)
-    assert torch.autograd.gradgradcheck(lambda *a: function(*a)[0].sum(), inputs, atol=1e-6, rtol=1e-6)
 
 
 # -- batches, channels ----------------------------------------------------------------------------
@@ -268,16 +234,6 @@ def test_a_batch_of_slabs_and_bulk(method):
         assert corrections[0][together.batch_idx == n].any()
 
 
-def test_atoms_of_slabs_in_any_order():
-    together = batch(layer(total=1.0), layer("rectangle"))
-    pbc = open_along(2)
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(3))
-    mixed = [getattr(together, name)[order] for name in ("positions", "charges")]
-    found = electrostatics.compute_slab_correction(*mixed, together.cell, pbc, together.batch_idx[order], **ALL)
-    *of_atoms, virial = electrostatics.compute_slab_correction(*together[:3], pbc, together.batch_idx, **ALL)
-    close(found, (*(t[order] for t in of_atoms), virial), 1e-12)
-
-
 @METHODS
 def test_channels_of_slabs(method):
     system = layer(height=8.0)
@@ -300,13 +256,6 @@ def test_the_correction_is_what_is_added():
         close(corrected(method, system, pbc, accuracy=1e-6, **ALL), [a + b for a, b in zip(without, alone)], 1e-13)
     per_system = electrostatics.compute_slab_correction(*system[:3], pbc, energy_reduction="system")
     torch.testing.assert_close(per_system, electrostatics.compute_slab_correction(*system[:3], pbc).sum()[None])
-
-
-def test_a_slab_in_float32():
-    system, _ = turned(layer(total=1.0), 0)
-    expected = [t.float() for t in electrostatics.compute_slab_correction(*system[:3], open_along(0), **ALL)]
-    found = electrostatics.compute_slab_correction(*system.to(torch.float32)[:3], open_along(0), **ALL)
-    close(found, expected, 1e-5)
 
 
 # -- bad input ------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ from nvalchemiops.torch.interactions.electrostatics import (
     generate_k_vectors_ewald_summation,
     generate_k_vectors_pme,
     k_vectors_from_miller_indices,
-    particle_mesh_ewald,
-    pme_reciprocal_space,
 )
 from tests.comparing import close
 from tests.systems import ALL, batch, by_differences, csr, triclinic
@@ -90,17 +88,6 @@ def test_generated_vectors_are_those_of_their_box():
     close(waves(miller_indices=miller), expected)
     inside = k_vectors[k_vectors.norm(dim=1) <= K_CUTOFF]
     close(waves(k_vectors=inside), waves(k_cutoff=K_CUTOFF))
-
-
-def test_the_whole_sum_takes_them_too():
-    options = {"alpha": ALPHA, **csr(SYSTEM, 5.0), **ALL}
-    expected = ewald_summation(*SYSTEM[:3], k_cutoff=K_CUTOFF, **options)
-    miller = every_index(SYSTEM.cell[0], K_CUTOFF)
-    k_vectors = k_vectors_from_miller_indices(SYSTEM.cell, miller)
-    close(ewald_summation(*SYSTEM[:3], miller_indices=miller, **options), expected)
-    close(ewald_summation(*SYSTEM[:3], k_vectors=k_vectors, **options), expected)
-    miller = one_of_each(miller)
-    close(ewald_summation(*SYSTEM[:3], miller_indices=miller, **options), expected)
 
 
 def test_the_length_at_the_cutoff_belongs():
@@ -293,25 +280,6 @@ def test_vectors_of_meshes_of_several_cells():
         close((k_vectors[n], k_squared[n]), generate_k_vectors_pme(cells[n : n + 1], (4, 5, 6)))
     reciprocal = 2.0 * math.pi * torch.linalg.inv(cells)
     close(generate_k_vectors_pme(cells, (4, 5, 6), reciprocal), (k_vectors, k_squared))
-
-
-def test_prepared_vectors_of_a_mesh_change_nothing():
-    """They are accepted, and the cell is asked again: so gradients stay complete."""
-    mesh = (16, 15, 18)
-    k_vectors, k_squared = generate_k_vectors_pme(SYSTEM.cell, mesh)
-    expected = pme_reciprocal_space(*SYSTEM[:3], ALPHA, mesh, **ALL)
-    found = pme_reciprocal_space(*SYSTEM[:3], ALPHA, mesh, k_vectors=k_vectors, k_squared=k_squared, **ALL)
-    close(found, expected, 0.0)
-    cell = SYSTEM.cell.clone().requires_grad_()
-    slopes = []
-    for prepared in ({}, {"k_vectors": k_vectors, "k_squared": k_squared}):
-        energy = particle_mesh_ewald(
-            SYSTEM.positions, SYSTEM.charges, cell, ALPHA, mesh_dimensions=mesh, **csr(SYSTEM, 5.0), **prepared
-        ).sum()
-        slopes.append(torch.autograd.grad(energy, cell)[0])
-    close(slopes[:1], slopes[1:], 0.0)
-    with pytest.raises(ValueError, match="`k_squared`"):
-        pme_reciprocal_space(*SYSTEM[:3], ALPHA, mesh, k_squared=k_squared[1:])
 
 
 # -- bad input ------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ their own tables in test_rebuild.py, test_formats.py and test_verlet.py.
 """
 
 import inspect
+import pickle
 
 import pytest
 import torch
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch import neighbors
-from nvalchemiops.torch.neighbors import neighbor_utils
 from tests.processes import output_of, run_python
 
 NAN, INF = float("nan"), float("inf")
@@ -116,6 +116,8 @@ def bad_values(batched):
         for value in (PTR.double(), PTR.tolist()):
             yield TypeError, "batch_ptr", {"batch_ptr": value, "batch_idx": None}
 
+    for value in ("naively", "batch_", "tree", 3):
+        yield ValueError, "method", {"method": value}
     yield ValueError, "max_neighbors", {"max_neighbors": -1}
     yield TypeError, "max_neighbors", {"max_neighbors": 1.5}
     yield TypeError, "max_neighbors", {"max_neighbors": "many"}
@@ -229,6 +231,7 @@ def test_too_little_room_is_an_error_with_the_room_needed(name):
                 function(**good, return_neighbor_list=as_list, **{room: 3})
             assert (caught.value.max_neighbors, caught.value.num_neighbors) == (3, expected)
             assert caught.value.system_index == (1 if "batch_idx" in good else None)
+            assert pickle.loads(pickle.dumps(caught.value)).num_neighbors == expected
 
 
 def test_positions_that_are_not_finite_are_found_wherever_they_are():
@@ -284,12 +287,6 @@ def test_estimates_of_bins(batched, error, argument, options):
     function = neighbors.estimate_batch_cell_list_sizes if batched else neighbors.estimate_cell_list_sizes
     with pytest.raises(error, match=argument):
         function(**{"cell": CELL, "pbc": PERIODIC, "cutoff": 1.0, **options})
-
-
-@pytest.mark.parametrize(("argument", "value"), [("cutoff", -1.0), ("cutoff", NAN), ("atomic_density", -1.0)])
-def test_estimates_of_rows(argument, value):
-    with pytest.raises(ValueError, match=argument):
-        neighbor_utils.estimate_max_neighbors(**{"cutoff": 5.0, argument: value})
 
 
 def test_a_wild_system_number_costs_no_memory():

@@ -1,7 +1,6 @@
 """What users of neighbor lists reported of memory: buffers that are given, rows that are too short, bytes in all."""
 
 import os
-import warnings
 
 import numpy as np
 import pytest
@@ -16,13 +15,9 @@ from tests.neighbors.searches import (
     F64,
     every_search,
     points,
-    rows_of,
-    rows_of_matrix,
     two_systems,
 )
 from tests.processes import python_says
-from tests.reference.neighbors import all_pairs, assert_pairs, in_order, tree
-from tests.systems import crystal
 
 
 def buffers(n_rows, width, value=77):
@@ -63,34 +58,6 @@ def test_rows_that_shrink_leave_nothing_behind(method, fill_value):
     kept = [t.clone() for t in memory.values()]
     neighbor_list(x.flip(0), 3.0, cell, pbc, **memory, **same, rebuild_flags=torch.zeros(2, dtype=torch.bool))
     assert all(torch.equal(a, b) for a, b in zip(kept, memory.values(), strict=True))
-
-
-@every_search
-def test_a_shrinking_box_is_exact_or_says_that_it_is_cut(search):
-    """Capacities from a first build, the box scaled down to 0.6: the exact pairs, or rows that are cut, said."""
-    system = crystal("rocksalt", 5.6, 2, 0.1)
-    pbc = torch.ones(3, dtype=torch.bool)
-    width = int(search(system.positions, 5.0, system.cell[0], pbc)[1].max())
-    outcomes = set()
-    for capacity in (width, 12 * width):
-        for factor in (1.0, 0.95, 0.8, 0.6):
-            x, cell = system.positions * factor, system.cell[0] * factor
-            expected = all_pairs(x, 5.0, cell, (True,) * 3)
-            memory = buffers(len(x), capacity)
-            needed = np.bincount([p[0] for p in expected])
-            with warnings.catch_warnings(record=True) as said:
-                warnings.simplefilter("always")
-                matrix, count, shifts = search(x, 5.0, cell, pbc, **memory)
-            assert np.array_equal(count.numpy(), needed)
-            kept = in_order(rows_of_matrix(matrix, count.clamp(max=capacity), shifts))
-            if needed.max() <= capacity:
-                assert [tuple(r) for r in kept.tolist()] == expected and not said
-                outcomes.add("exact")
-            else:
-                assert np.array_equal(np.bincount(kept[:, 0]), needed.clip(max=capacity))
-                assert {tuple(r) for r in kept.tolist()} < set(expected) and len(said) == 1
-                outcomes.add("cut")
-    assert outcomes == {"exact", "cut"}
 
 
 @every_search
@@ -142,41 +109,6 @@ def test_overfull_rows_without_checks_are_visible_and_stay_in_bounds(method, mod
         assert torch.equal(matrix, full[:, :width]) and torch.equal(count, true_count)
 
 
-@every_search
-def test_crowded_bins_lose_nothing(search):
-    """Most atoms in one bin, others alone in theirs; bins have no capacity of their own."""
-    rng = np.random.default_rng(6)
-    x = np.r_[rng.normal(scale=0.3, size=(300, 3)), rng.uniform(-20, 20, (300, 3))]
-    cell, pbc = 40.0 * np.eye(3), (True, True, False)
-    pairs, _, shifts = search(
-        torch.as_tensor(x), 1.5, torch.as_tensor(cell), torch.tensor(pbc), return_neighbor_list=True
-    )
-    assert_pairs(rows_of(pairs, shifts), tree(x, 1.5, cell, pbc))
-
-
-@every_search
-def test_clustered_points_with_default_arguments(search):
-    """1,000 normally distributed points in a cell of 10."""
-    x = np.random.default_rng(7).normal(size=(1000, 3))
-    cell, pbc = 10.0 * np.eye(3), (True,) * 3
-    matrix, count, shifts = search(torch.as_tensor(x), 2.5, torch.as_tensor(cell), torch.tensor(pbc))
-    assert_pairs(rows_of_matrix(matrix, count, shifts), tree(x, 2.5, cell, pbc))
-    assert int(count.max()) > 400
-
-
-@every_search
-@pytest.mark.parametrize("as_list", [False, True])
-def test_the_error_carries_the_size_that_works(search, as_list):
-    """Name, needed and given size; a second call with the needed size succeeds."""
-    x = torch.as_tensor(np.random.default_rng(7).normal(size=(300, 3)))
-    cell, pbc = 10.0 * torch.eye(3, dtype=F64), torch.ones(3, dtype=torch.bool)
-    expected = search(x, 2.5, cell, pbc, return_neighbor_list=as_list)
-    with pytest.raises(NeighborOverflowError, match=r"max_neighbors.* 16 .*\d\d\d") as caught:
-        search(x, 2.5, cell, pbc, return_neighbor_list=as_list, max_neighbors=16)
-    again = search(x, 2.5, cell, pbc, return_neighbor_list=as_list, max_neighbors=caught.value.num_neighbors)
-    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
-
-
 @pytest.mark.parametrize("name", ["naive", "batch_naive"])
 def test_dual_cutoffs_say_which_list_overflows(name):
     """The two widths are told apart, and the needed one works."""
@@ -192,37 +124,6 @@ def test_dual_cutoffs_say_which_list_overflows(name):
         assert caught.value.max_neighbors == needed[which] - 1 and caught.value.num_neighbors == needed[which]
         room[f"max_neighbors{which + 1}"] = caught.value.num_neighbors
         assert torch.equal(function(x, 1.0, 2.0, **described, **room)[1], first)
-
-
-@pytest.mark.parametrize("method", ["batch_naive", "batch_cell_list", None])
-@pytest.mark.parametrize("collapsed", ["one place", "not finite"])
-def test_one_collapsed_structure_leaves_the_others_alone(method, collapsed):
-    """Batch of 8, one of them broken. The counts are a status per atom; the others equal their single results."""
-    systems = [points(25, 10 + n) * 6.0 for n in range(8)]
-    systems[3] = torch.zeros(25, 3, dtype=F64) if collapsed == "one place" else systems[3] / 0.0
-    one = {"max_neighbors": 20, "method": method and method.removeprefix("batch_")}
-    alone = [neighbor_list(x, 2.5, 6.0 * torch.eye(3, dtype=F64), **one) for n, x in enumerate(systems) if n != 3]
-    x, idx = torch.cat(systems), torch.arange(200).int() // 25
-    cell = 6.0 * torch.eye(3, dtype=F64).expand(8, 3, 3)
-    same = {"batch_idx": idx, "method": method}
-    if collapsed == "one place":
-        with pytest.raises(NeighborOverflowError) as caught:
-            neighbor_list(x, 2.5, cell, max_neighbors=20, **same)
-        assert caught.value.system_index == 3
-        matrix, count, _ = neighbor_list(x, 2.5, cell, **same)  # enough room: all is well
-        assert (count[75:100] == 24).all()
-    else:
-        with pytest.raises(ValueError, match="positions"):
-            neighbor_list(x, 2.5, cell, **same)
-    matrix, count, shifts = neighbor_list(x, 2.5, cell, max_neighbors=20, check=False, **same)
-    status = torch.stack([part.max() > 20 for part in count.split(25)])
-    assert status.tolist() == [n == 3 for n in range(8)]
-    good = [n for n in range(8) if n != 3]
-    for n, (its_matrix, its_count, its_shifts) in zip(good, alone, strict=True):
-        rows = slice(25 * n, 25 * (n + 1))
-        filled = torch.arange(20)[None] < its_count[:, None]
-        assert torch.equal(count[rows], its_count) and torch.equal(shifts[rows], its_shifts)
-        assert torch.equal(matrix[rows][filled], its_matrix[filled] + 25 * n)
 
 
 # -- memory --------------------------------------------------------------------------------------------------

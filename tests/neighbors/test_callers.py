@@ -56,84 +56,46 @@ def test_layouts_of_the_input_do_not_matter(method, mode):
 
 
 def test_eager_calls_need_no_compiler(tmp_path):
-    """No C compiler on the PATH and compilation off: every eager op of torch.neighbors runs, nothing compiles."""
-    found = python_says(
+    """No C compiler on the PATH and compilation off: every call runs, gradients too, nothing compiles."""
+    counted, heavy, missing = python_says(
         """
         import json, sys, torch
         from torch._dynamo.utils import counters
         from nvalchemiops.torch import neighbors
-        from nvalchemiops.torch.neighbors import formats, neighbor_utils, rebuild_detection, verlet
+        from nvalchemiops.torch.neighbors import formats, rebuild_detection
+        from tests.robustness.test_mistakes import CALLS
 
-        x = torch.rand(20, 3, dtype=torch.float64).requires_grad_()
-        cell, pbc = torch.eye(3, dtype=torch.float64), torch.ones(3, dtype=torch.bool)
-        idx = torch.arange(20).int() // 10
-        cells, pbcs = cell.expand(2, 3, 3), pbc.expand(2, 3)
-        geometry = {"return_vectors": True, "return_distances": True}
-        called = set()
+        called = {"VerletList", "NeighborOverflowError"}
+        for name, (function, good) in CALLS.items():
+            called.add(name.split(",")[0])
+            function(**good)
 
-        def call(name, *arguments, **options):
+        def call(name, *arguments):
             called.add(name)
-            found = neighbors
-            for part in name.split("."):
-                found = getattr(found, part)
-            return found(*arguments, **options)
+            return getattr(formats, name)(*arguments)
 
+        x, cell = torch.rand(20, 3, dtype=torch.float64).requires_grad_(), torch.eye(3, dtype=torch.float64)
         for as_list in (False, True):
-            for half in (False, True):
-                form = {"return_neighbor_list": as_list, "half_fill": half}
-                for method in ("naive", "cell_list", None):
-                    results = call("neighbor_list", x, 0.7, cell, pbc, method=method, **form, **geometry)
-                    results[-1].square().sum().backward()
-                for method in ("batch_naive", "batch_cell_list", None):
-                    call("neighbor_list", x, 0.7, cells, pbcs, idx, method=method, **form, **geometry)
-                call("neighbor_list", x, 0.7, cell, pbc, cutoff2=0.5, **form)
-                call("neighbor_list", x, 0.7, cell, pbc, max_neighbors=300, check=False, **form)
-                call("cell_list", x, 0.7, cell, pbc, **form, **geometry)
-                call("naive_neighbor_list", x, 0.7, cell, pbc, **form, **geometry)
-                call("naive_neighbor_list_dual_cutoff", x, 0.7, 0.5, pbc, cell, **form)
-                call("batch_cell_list", x, 0.7, cells, pbcs, idx, **form, **geometry)
-                call("batch_naive_neighbor_list", x, 0.7, idx, None, pbcs, cells, **form, **geometry)
-                call("batch_naive_neighbor_list_dual_cutoff", x, 0.7, 0.5, idx, None, pbcs, cells, **form)
-        call("estimate_cell_list_sizes", cell, pbc, 0.3)
-        call("estimate_batch_cell_list_sizes", cells, pbcs, 0.3)
-        call("suggest_neighbor_list_method", torch.tensor([0, 20]), cell, pbc, 0.7, positions=x)
-        matrix, count, shifts = neighbors.neighbor_list(x, 0.7, cell, pbc)
-        call("neighbor_utils.estimate_max_neighbors", 0.7)
-        call("neighbor_utils.get_neighbor_list_from_neighbor_matrix", matrix, count, shifts)
-        y = x.detach()
-        for name in rebuild_detection.__all__:
-            several = "batch" in name
-            system = {"cell": cells if several else cell, "pbc": pbcs if several else pbc}
-            system |= {"batch_idx": idx} if several else {}
-            if "cell_list" not in name:
-                system |= {"reference_positions": y, "skin_distance_threshold": 0.1}
-            call(f"rebuild_detection.{name}", current_positions=y, **system)
-        pairs, ptr, shift = neighbors.neighbor_list(x, 0.7, cell, pbc, return_neighbor_list=True)
-        halves = call("formats.full_to_half", pairs, ptr, shift)
-        call("formats.half_to_full", *halves)
-        call("formats.get_neighbor_list_from_neighbor_matrix", matrix, count, shifts)
-        call("formats.get_neighbor_matrix_from_neighbor_list", pairs, ptr, shift)
-        call("formats.check_full_list", pairs, ptr, shift)
-        call("formats.list_geometry", x, pairs, shift, cell)
-        call("formats.matrix_geometry", x, matrix, count, shifts, cell)
-        verlet_list = verlet.VerletList(0.5, 0.2)
-        verlet_list(x, cell)
-        verlet_list(x + 0.3, cell)
+            options = {"return_neighbor_list": as_list, "return_vectors": True, "return_distances": True}
+            neighbors.neighbor_list(x, 0.7, cell, **options)[-1].square().sum().backward()
+        pairs, ptr, shifts = neighbors.neighbor_list(x, 0.7, cell, return_neighbor_list=True)
+        call("half_to_full", *call("full_to_half", pairs, ptr, shifts))
+        matrix, count, images = call("get_neighbor_matrix_from_neighbor_list", pairs, ptr, shifts)
+        call("get_neighbor_list_from_neighbor_matrix", matrix, count, images)
+        call("check_full_list", pairs, ptr, shifts)
+        call("list_geometry", x, pairs, shifts, cell)
+        call("matrix_geometry", x, matrix, count, images, cell)
         heavy = sorted(name for name in sys.modules if name in ("torch._inductor.compile_fx", "triton"))
         counted = {name: dict(c) for name, c in counters.items() if c}
-        functions = {name: f"formats.{name}" for name in formats.__all__}
-        functions |= {"VerletList": None, "NeighborOverflowError": None}
-        missing = [name for name in neighbors.__all__ if functions.get(name, name) not in called | {None}]
-        missing += [name for name in formats.__all__ if functions[name] not in called]
-        print(json.dumps([counted, heavy, missing]))
+        public = {*neighbors.__all__, *formats.__all__, *rebuild_detection.__all__}
+        print(json.dumps([counted, heavy, sorted(public - called)]))
         """,
-        PATH=str(tmp_path),
+        PATH=tmp_path,
         CC="",
         CXX="",
         TORCH_COMPILE_DISABLE="1",
-        TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "inductor"),
+        TORCHINDUCTOR_CACHE_DIR=tmp_path / "inductor",
     )
-    counted, heavy, missing = found
     assert counted == {} and heavy == [] and not list(tmp_path.rglob("*.*"))
     assert missing == [], "public functions that this test does not call"
 

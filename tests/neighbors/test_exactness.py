@@ -11,10 +11,8 @@ import ase.build
 import numpy as np
 import pytest
 import torch
-from ase.neighborlist import primitive_neighbor_list
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from matscipy.neighbours import neighbour_list as matscipy_list
 
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.reference.neighbors import assert_pairs, every_image, half_of, in_order, lattice, tree
@@ -245,43 +243,6 @@ def test_two_cutoffs_at_once(seed, half):
                 assert_pairs(found[~second], members[0], half)
                 if len(members) == 2:
                     assert_pairs(found[second] - [split, split, 0, 0, 0], members[1], half)
-
-
-@examples(2)
-@given(SEEDS)
-def test_random_systems_agree_with_ase(seed):
-    # ASE's bins are at least 3 wide: with a small cutoff in a small cell it forms millions of pairs that it then drops
-    case = random_case(np.random.default_rng(seed), max_atoms=40)
-    scale = 4.0 / case.cutoff
-    case = Case(case.positions * scale, case.cell * scale, case.pbc, 4.0)
-    if len(case.positions):
-        i, j, shift = primitive_neighbor_list("ijS", case.pbc, case.cell, case.positions, case.cutoff)
-        compare_with(case, np.c_[i, j, shift])
-
-
-@examples(4)
-@given(SEEDS)
-def test_random_systems_agree_with_matscipy(seed):
-    case = random_case(np.random.default_rng(seed))
-    if not len(case.positions):  # matscipy takes no empty system
-        return
-    options = {"cell": case.cell, "pbc": np.array(case.pbc), "numbers": np.ones(len(case.positions), dtype=np.int32)}
-    i, j, shift = matscipy_list("ijS", positions=case.positions, cutoff=case.cutoff, **options)
-    compare_with(case, np.c_[i, j, shift])
-
-
-def compare_with(case, theirs):
-    """Equal rows; where a pair is within rounding of the cutoff, the reference judges both."""
-    expected = case.expected(torch.float64)
-    assert_pairs(theirs, expected)
-    positions, cell, pbc = case.tensors(torch.float64)
-    for method in SINGLE:
-        ours = neighbor_list(positions, case.cutoff, cell, pbc, return_neighbor_list=True, method=method)
-        found = rows_of(ours, True)
-        if len(expected.certain) == len(expected.possible):
-            assert np.array_equal(in_order(found), in_order(theirs.astype(np.int64)))
-        else:
-            assert_pairs(found, expected)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 3), st.floats(1.0, 20.0))

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
-from torch.autograd import gradcheck, gradgradcheck
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors
@@ -308,29 +307,6 @@ def test_rows_for_chosen_atoms(crystal):
     assert same(result, [t[picked] for t in list_geometry(x, pairs, shifts, cell, batch_idx)])
 
 
-def geometry_of(crystal):
-    """Functions of positions and cell, over a batch that is small enough for finite differences."""
-    x, cell, batch_idx, _, _, pairs = two_systems(crystal)
-    some = [p for k, p in enumerate(pairs) if k % 7 == 0]
-    assert {p[0] for p in some} == set(range(8)), "every row holds something"
-    pairs, _, shifts = as_list(some, 8)
-    matrix, count, matrix_shifts = as_matrix(some, 8, 8, spare=1)
-    first = pairs[0] < 5
-    functions = {
-        "list": lambda x, cell: list_geometry(x, pairs, shifts, cell, batch_idx),
-        "matrix": lambda x, cell: matrix_geometry(x, matrix, count, matrix_shifts, cell, batch_idx),
-        "one cell": lambda x, cell: list_geometry(x[:5], pairs[:, first], shifts[first], cell[0]),
-    }
-    return x.clone().requires_grad_(), cell.clone().requires_grad_(), functions
-
-
-@pytest.mark.parametrize("form", ["list", "matrix", "one cell"])
-def test_first_and_second_derivatives_are_right(crystal, form):
-    x, cell, functions = geometry_of(crystal)
-    assert gradcheck(functions[form], (x, cell))
-    assert gradgradcheck(lambda *inputs: functions[form](*inputs)[0], (x, cell))
-
-
 def test_padding_and_coincident_atoms_have_finite_zero_derivatives():
     x = torch.tensor([[0.0, 0, 0], [0, 0, 0], [1, 2, 2]], dtype=torch.float64, requires_grad=True)
     cell = torch.eye(3, dtype=torch.float64).mul(9).requires_grad_()
@@ -542,23 +518,13 @@ def test_estimated_rows_hold_a_sphere_of_atoms():
     assert estimate_max_neighbors(0.1, max_neighbors_lower_bound=0) == 16
 
 
-@pytest.mark.parametrize(
-    ("error", "argument", "value"),
-    [
-        (ValueError, "cutoff", -1.0),
-        (ValueError, "cutoff", float("nan")),
-        (ValueError, "cutoff", 1e200),
-        (TypeError, "cutoff", "far"),
-        (ValueError, "atomic_density", -0.1),
-        (TypeError, "atomic_density", None),
-        (ValueError, "safety_factor", 0.0),
-        (ValueError, "max_neighbors_lower_bound", -1),
-        (TypeError, "max_neighbors_lower_bound", 1.5),
-    ],
-)
-def test_bad_estimates_are_named(error, argument, value):
-    with pytest.raises(error, match=argument):
-        estimate_max_neighbors(**{"cutoff": 5.0, argument: value})
+def test_bad_estimates_are_named():
+    """Beside those of test_checks.py."""
+    for argument, value in (("cutoff", -1.0), ("cutoff", 1e200), ("atomic_density", -0.1), ("safety_factor", 0.0)):
+        with pytest.raises(ValueError, match=argument):
+            estimate_max_neighbors(**{"cutoff": 5.0, argument: value})
+    with pytest.raises(ValueError, match="max_neighbors_lower_bound"):
+        estimate_max_neighbors(5.0, max_neighbors_lower_bound=-1)
 
 
 def test_clients_find_the_names_where_they_look():

@@ -166,15 +166,6 @@ def test_what_names_no_atom_is_an_error_and_a_lost_atom_is_not(as_list):
     assert bool(distances.flatten()[0].isnan()) and not bool(distances.flatten()[1].isnan())
 
 
-@pytest.mark.parametrize("n_atoms", [0, 3])
-def test_no_pairs_have_gradients_too(n_atoms):
-    x = torch.zeros(n_atoms, 3, dtype=torch.float64).add(torch.arange(n_atoms)[:, None] * 100.0).requires_grad_()
-    for as_list in (True, False):
-        *_, d, v = neighbor_list(x, 1.0, return_neighbor_list=as_list, return_distances=True, return_vectors=True)
-        assert not (d.any() or v.any()) and (d.numel() == 0 or not as_list)
-        assert not torch.autograd.grad(d.sum() + v.sum(), x)[0].any()
-
-
 @pytest.mark.parametrize("as_list", [True, False])
 def test_threads_share_the_slots(as_list, always_split, threads):
     """Thousands of slots, on two threads in many pieces: the same as on one."""

@@ -384,95 +384,16 @@ def test_a_compiled_caller_breaks_its_graph_here():
         torch.compile(verlet, backend="eager", fullgraph=True)(x)
 
 
-# -- dynamics -------------------------------------------------------------------------------------
-
-
-def lennard_jones(x, cell, result, cutoff=2.0):
-    """Energy and forces of ε = σ = 1, value and slope shifted to zero at the cutoff, from a full list."""
-    distances, vectors = matrix_geometry(x, *result, cell)
-    near = (distances > 0) & (distances < cutoff)
-    r = torch.where(near, distances, cutoff)
-
-    def value_and_slope(r):
-        x6 = r**-6
-        return 4 * (x6 * x6 - x6), -24 * (2 * x6 * x6 - x6) / r
-
-    value, slope = value_and_slope(r)
-    value_c, slope_c = value_and_slope(torch.tensor(cutoff, dtype=x.dtype))
-    energy = 0.5 * torch.where(near, value - value_c - slope_c * (r - cutoff), 0.0).sum()
-    pull = torch.where(near, (slope - slope_c) / r, 0.0)
-    return energy, (pull.unsqueeze(-1) * vectors).sum(1)
-
-
-def trajectory(skin, n_steps, wrap=True, time_step=0.004):
-    """NVE dynamics of 64 atoms of a hot Lennard-Jones liquid, wrapped at each step: energies and the list."""
-    length = 4.4
-    cell = torch.eye(3, dtype=FLOAT64) * length
-    grid = torch.arange(4, dtype=FLOAT64) * (length / 4)
-    x = torch.cartesian_prod(grid, grid, grid)
-    v = torch.as_tensor(np.random.default_rng(5).normal(scale=1.2, size=(64, 3)))
-    v -= v.mean(0)
-    verlet = VerletList(2.0, skin)
-    energies = []
-    _, force = lennard_jones(x, cell, verlet(x, cell))
-    for _ in range(n_steps):
-        v += 0.5 * time_step * force
-        x = x + time_step * v
-        if wrap:
-            x = x - torch.floor(x / length) * length
-        potential, force = lennard_jones(x, cell, verlet(x, cell))
-        v += 0.5 * time_step * force
-        energies.append(potential + 0.5 * v.square().sum())
-    return torch.stack(energies), verlet
-
-
-def test_energy_is_conserved_with_a_skin_and_wrapping_as_without():
-    n_steps = 2500
-    plain, always = trajectory(0.0, n_steps)
-    skinned, sometimes = trajectory(0.5, n_steps)
-    unwrapped, seldom = trajectory(0.5, n_steps // 5, wrap=False)
-    assert always.num_builds == n_steps + 1
-    assert 5 * seldom.num_builds < sometimes.num_builds < n_steps / 3, "folds cost searches"
-
-    def drift(energies):
-        return float((energies[-250:].mean() - energies[:250].mean()).abs())
-
-    # as long as chaos has not magnified the rounding of sums, the forces are the same
-    for energies in (skinned, unwrapped):
-        assert float((energies[: n_steps // 5] - plain[: n_steps // 5]).abs().max()) < 1e-8
-    noise = float(plain.std())
-    assert float((skinned - skinned[0]).abs().max()) < 10 * noise
-    assert drift(skinned) <= max(2 * drift(plain), 0.5 * noise)
-
-
 # -- arguments ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("error", "argument", "options"),
-    [
-        (ValueError, "skin", {"skin": -0.1}),
-        (ValueError, "skin", {"skin": float("nan")}),
-        (TypeError, "skin", {"skin": None}),
-        (ValueError, "cutoff", {"cutoff": -1.0}),
-        (ValueError, "cutoff", {"cutoff": float("inf")}),
-        (TypeError, "cutoff", {"cutoff": "far"}),
-        (ValueError, "max_neighbors", {"max_neighbors": -1}),
-        (TypeError, "max_neighbors", {"max_neighbors": 8.5}),
-        (TypeError, "fill_value", {"fill_value": "none"}),
-        (TypeError, "cutoff", {"cutoff": "5.0"}),
-        (TypeError, "skin", {"skin": True}),
-        (TypeError, "max_neighbors", {"max_neighbors": True}),
-        (TypeError, "half_fill", {"half_fill": "no"}),
-        (TypeError, "return_neighbor_list", {"return_neighbor_list": 1}),
-        (ValueError, "method", {"method": "x"}),
-        (ValueError, "method", {"method": 3}),
-        (TypeError, "positional", {"half": True}),
-    ],
-)
-def test_bad_settings_are_named(error, argument, options):
-    with pytest.raises(error, match=argument if argument != "positional" else "half"):
-        VerletList(**{"cutoff": 2.0, "skin": 0.5, **options})
+def test_bad_settings_are_named():
+    """Beside those of test_checks.py."""
+    for argument, value in (("skin", -0.1), ("cutoff", -1.0), ("max_neighbors", -1), ("method", "x"), ("method", 3)):
+        with pytest.raises(ValueError, match=argument):
+            VerletList(**{"cutoff": 2.0, "skin": 0.5, argument: value})
+    with pytest.raises(TypeError, match="half"):
+        VerletList(2.0, 0.5, half=True)
 
 
 def test_a_failed_search_leaves_the_list_as_it_was():

@@ -1,23 +1,18 @@
 """Pair potentials: energies, forces, virials and parameter gradients are those of the physics."""
 
-import itertools
 import math
 
 import ase.build
 import ase.cluster
-import numpy as np
 import pytest
 import torch
-from ase.calculators.lj import LennardJones
-from ase.calculators.morse import MorsePotential
 
 from nvalchemiops.torch.interactions import electrostatics
-from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces, lj_energy_forces_virial, lj_forces
-from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones, morse
+from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces, lj_energy_forces_virial
+from nvalchemiops.torch.interactions.pair import lennard_jones, morse
 from tests.pair.cases import (
     BY_NAME,
     CASES,
-    ROUNDING,
     SYSTEMS,
     as_list,
     as_matrix,
@@ -120,16 +115,6 @@ def test_molecules_without_a_cell(case):
     close(found, (energies.detach(), forces, virial))
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_random_skewed_cells(seed):
-    system = triclinic(5, charged=True, seed=10 + seed)
-    for name in ("lj", "damped shifted force"):
-        case = BY_NAME[name]
-        parameters = case.parameters(system, seed)
-        expected = reference_of(case, system, parameters, find_pairs(system, 6.0), 6.0)
-        close(all_of(case, system, parameters, 6.0), expected)
-
-
 # -- neighbors in any form ------------------------------------------------------------------------
 
 
@@ -150,109 +135,6 @@ def test_the_form_of_neighbors_does_not_matter(case, form):
     close(all_of(case, system, parameters, **neighbors), all_of(case, system, parameters))
 
 
-def test_a_list_of_unsorted_systems():
-    system, case = pair_of_systems(), BY_NAME["wolf"]
-    assert (system.batch_idx.diff() < 0).any()
-    parameters = case.parameters(system)
-    neighbors = from_pairs(find_pairs(system, CUTOFF))
-    close(all_of(case, system, parameters, **neighbors), all_of(case, system, parameters))
-
-
-@pytest.mark.parametrize("lone", [0, 4, 10])
-def test_padding_may_be_the_number_of_an_atom(lone):
-    """An atom that is nobody's neighbor lends its number to the padding."""
-    crowd = [triclinic(4, seed=2), triclinic(6, seed=1)]
-    alone = System.of([[0.3, -0.2, 7.0]], [1.5], np.eye(3) * 20.0)
-    place = [0, 4, 10].index(lone)
-    system = batch(*crowd[:place], alone, *crowd[place:])
-    case = BY_NAME["lj"]
-    parameters = case.parameters(system)
-    padded = as_matrix(system, CUTOFF, max_neighbors=60, fill_value=lone)
-    assert (padded["neighbor_matrix"] == lone).any(1).all()
-    found = all_of(case, system, parameters, **padded)
-    expected = all_of(case, system, parameters)
-    close(found, expected)
-    assert found[0][lone] == 0 and not found[1][lone].any()
-
-
-# -- against ASE ----------------------------------------------------------------------------------
-
-
-def fcc_argon():
-    atoms = ase.build.bulk("Ar", "fcc", a=5.2, cubic=True).repeat((2, 2, 2))
-    deform = np.array([[1.02, 0.0, 0.0], [0.05, 0.97, 0.0], [-0.04, 0.06, 1.01]])
-    atoms.set_cell(atoms.cell.array @ deform, scale_atoms=True)
-    return atoms
-
-
-def hcp_slab():
-    return ase.build.hcp0001("Ar", (3, 3, 3), a=3.7, c=6.1, vacuum=6.0)
-
-
-def primitive():
-    """One atom, and a cutoff far longer than the cell."""
-    return ase.build.bulk("Ar", "fcc", a=5.3)
-
-
-def cluster():
-    atoms = ase.cluster.Icosahedron("Ar", 3, latticeconstant=5.3)
-    atoms.set_cell(None)
-    return atoms
-
-
-def molecule():
-    atoms = ase.build.molecule("C6H6")
-    atoms.positions *= 2.7
-    return atoms
-
-
-ATOMS = pytest.mark.parametrize("build", [fcc_argon, hcp_slab, primitive, cluster, molecule])
-
-
-def compare_with_ase(build, calculator, potential, **parameters):
-    atoms = build()
-    atoms.rattle(0.1, seed=3)
-    atoms.calc = calculator
-    cell = torch.as_tensor(atoms.cell.array) if atoms.cell.rank == 3 else None
-    pbc = None if cell is None else torch.as_tensor(atoms.pbc)
-    energies, forces, virial = potential(
-        torch.as_tensor(atoms.positions), cell, pbc=pbc, compute_forces=True, compute_virial=True, **parameters
-    )
-    close([energies], [torch.as_tensor(atoms.get_potential_energies())])
-    if len(atoms) > 1:
-        close([forces], [torch.as_tensor(atoms.get_forces())])
-    if cell is not None:
-        close([-virial[0] / atoms.get_volume()], [torch.as_tensor(atoms.get_stress(voigt=False))])
-
-
-@ATOMS
-def test_lennard_jones_of_ase(build):
-    """ASE shifts by the value at rc, as ``shifted`` does."""
-    calculator = LennardJones(sigma=3.4, epsilon=0.0104, rc=8.5)
-    compare_with_ase(build, calculator, lennard_jones(8.5, shifted=True), sigma=3.4, epsilon=0.0104)
-
-
-@ATOMS
-def test_smooth_lennard_jones_of_ase(build):
-    """ASE's own cutoff function, a cubic in r², as an expression."""
-    calculator = LennardJones(sigma=3.4, epsilon=0.0104, rc=8.5, ro=6.0, smooth=True)
-    potential = PairPotential(
-        "4*epsilon*((sigma/r)^12 - (sigma/r)^6)*select(step(s - so), (sc - s)^2*(sc + 2*s - 3*so)/(sc - so)^3, 1);"
-        "s = r^2; sc = cutoff^2; so = ro^2",
-        global_parameters=("sigma", "epsilon", "ro"),
-        cutoff=8.5,
-    )
-    compare_with_ase(build, calculator, potential, sigma=3.4, epsilon=0.0104, ro=6.0)
-
-
-@ATOMS
-def test_morse_of_ase(build):
-    """ASE's Morse potential is switched by the same quintic."""
-    calculator = MorsePotential(epsilon=0.9, rho0=5.0, r0=3.6, rcut1=1.5, rcut2=2.4)
-    potential = morse(2.4 * 3.6, r_switch=1.5 * 3.6)
-    compare_with_ase(build, calculator, potential, depth=0.9, steepness=5.0 / 3.6, r0=3.6)
-
-
 # -- virial and stress ----------------------------------------------------------------------------
 
 
@@ -271,24 +153,6 @@ def test_compressed_crystal_pushes_outwards():
         # central differences: h² third derivatives, and rounding of the energy over h
         expected = (slope[1] - slope[0]) / 2e-5 / atoms.get_volume()
         assert stress.trace().item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-@KINDS
-def test_virial_by_finite_strain(case):
-    """In a cell without symmetry, for each of the nine strains."""
-    system, h = triclinic(6, charged=True), 1e-5
-    parameters = case.parameters(system)
-    virial = all_of(case, system, parameters)[-1][0]
-    expected = torch.zeros(3, 3, dtype=torch.float64)
-    for a, b in itertools.product(range(3), repeat=2):
-        for sign in (-1.0, 1.0):
-            deform = torch.eye(3, dtype=torch.float64)
-            deform[a, b] += sign * h
-            energies = case.evaluate(system.positions @ deform, system.cell @ deform, parameters, CUTOFF)
-            expected[a, b] -= sign * energies.sum() / (2.0 * h)
-    assert torch.equal(virial, virial.T)
-    # central differences: h² third derivatives (about 1e3), and rounding of the energy over h
-    close([virial], [expected], tolerance=1e-6)
 
 
 # -- cutoff and switch ----------------------------------------------------------------------------
@@ -327,15 +191,6 @@ def test_switching_has_two_continuous_derivatives(shifted):
     assert end[2, 0] != 0 and not end[:, 1:].any()
 
 
-def test_the_switched_curve():
-    r = torch.linspace(1.0, 2.1, 45, dtype=torch.float64)
-    found = curve(lennard_jones(2.0, r_switch=1.3), r, sigma=1.0, epsilon=1.0)
-    x = r.clone().requires_grad_()
-    u = torch.where(x < 2.0, ref.lennard_jones(x, 1.0, 1.0) * ref.smoothstep(x, 1.3, 2.0), 0.0)
-    first = torch.autograd.grad(u.sum(), x, create_graph=True)[0]
-    close([found], [torch.stack([u, first, torch.autograd.grad(first.sum(), x)[0]]).detach()])
-
-
 @CASES
 def test_nothing_beyond_the_cutoff(case):
     """Two atoms at the cutoff or farther have the energy of two atoms alone; just inside they do not."""
@@ -354,83 +209,7 @@ def test_nothing_beyond_the_cutoff(case):
         assert bool(forces.any()) == bool(virial.any()) == interacts
 
 
-# -- symmetries -----------------------------------------------------------------------------------
-
-
-@CASES
-def test_supercells(case):
-    """A crystal of eight cells has the energies and forces of one, and eight times the virial."""
-    system = triclinic(6, charged=True)
-    parameters = case.parameters(system)
-    images = torch.tensor(list(itertools.product(range(2), repeat=3)), dtype=torch.float64) @ system.cell[0]
-    large = System(
-        (system.positions + images[:, None]).reshape(-1, 3),
-        system.charges.repeat(8),
-        2.0 * system.cell,
-        system.batch_idx.repeat(8),
-    )
-    species = None if parameters.species is None else parameters.species.repeat(8)
-    atoms = {name: value.repeat(8) for name, value in parameters.atom.items()}
-    repeated = parameters._replace(atom=atoms, species=species)
-    energies, forces, *gradients, virial = all_of(case, system, parameters)
-    found = all_of(case, large, repeated)
-    close((found[0], found[1], found[-1]), (energies.repeat(8), forces.repeat(8, 1), 8.0 * virial))
-    for name, a, b in zip(parameters.values, found[2:-1], gradients):
-        close([a], [b.repeat(8) if name in parameters.atom else 8.0 * b])
-
-
-@KINDS
-@pytest.mark.parametrize("change", ["left-handed", "skewed basis", "wrapping", "rotation", "inversion"])
-def test_only_the_crystal_matters(case, change):
-    system = triclinic(6, charged=True)
-    parameters = case.parameters(system)
-    energies, forces, *_, virial = all_of(case, system, parameters)
-    x, cell = system.positions, system.cell
-    turn = torch.eye(3, dtype=torch.float64)
-    if change == "left-handed":
-        cell = cell[:, [1, 0, 2]]
-        assert torch.linalg.det(cell[0]) * torch.linalg.det(system.cell[0]) < 0
-    elif change == "skewed basis":
-        cell = torch.tensor([[1.0, 0, 0], [2, 1, 0], [-1, 1, 1]], dtype=torch.float64) @ cell
-    elif change == "wrapping":
-        x = x + torch.randint(-4, 5, x.shape, generator=torch.Generator().manual_seed(0)).double() @ cell[0]
-    elif change == "rotation":
-        turn = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(1)).double())[0]
-    else:
-        turn = -turn
-    moved = system._replace(positions=x @ turn, cell=cell @ turn)
-    found = all_of(case, moved, parameters)
-    # positions that are cells apart lose digits
-    close((found[0], found[1], found[-1]), (energies, forces @ turn, turn.T @ virial @ turn), tolerance=1e-11)
-    # the sum of forces vanishes to rounding of the largest
-    assert found[1].sum(0).abs().max() < ROUNDING * forces.abs().max()
-
-
 # -- tables ---------------------------------------------------------------------------------------
-
-
-def test_tables_are_loops_over_pairs():
-    system = pair_of_systems()
-    species = torch.tensor([2, 0, 1, 1, 0, 2, 0, 0, 1, 2])
-    sigma = torch.tensor([[1.4, 1.5, 1.7], [1.5, 1.6, 1.3], [1.7, 1.3, 1.2]], dtype=torch.float64)
-    epsilon = torch.tensor([[1.0, 0.5, 0.7], [0.5, 2.0, 0.3], [0.7, 0.3, 1.1]], dtype=torch.float64)
-    expected = torch.zeros(10, dtype=torch.float64)
-    pairs = find_pairs(system, CUTOFF)
-    for i, j, r in zip(pairs.i.tolist(), pairs.j.tolist(), ref.distances_of(system.positions, system.cell, pairs)):
-        if r < CUTOFF:
-            a, b = species[i], species[j]
-            expected[i] += 0.5 * ref.lennard_jones(r, sigma[a, b], epsilon[a, b])
-    found = lj_energy(
-        system.positions,
-        sigma,
-        epsilon,
-        CUTOFF,
-        system.cell,
-        mixing=None,
-        species=species.to(torch.int32),
-        batch_idx=system.batch_idx,
-    )
-    close([found], [expected])
 
 
 @pytest.mark.parametrize("rule", ["lorentz-berthelot", "geometric", "waldman-hagler"])
@@ -453,31 +232,6 @@ EXCLUDED, FACTORS = ((0, 1), (4, 2), (3, 5)), (0.0, 0.5, 0.25)
 EXCLUSIONS = {"exclusions": torch.tensor(EXCLUDED).T, "exclusion_factors": torch.tensor(FACTORS)}
 
 
-def nearest(system, i, j):
-    """Distance of the nearest image, among far more than are needed."""
-    images = torch.tensor(list(itertools.product(range(-6, 7), repeat=3)), dtype=torch.float64) @ system.cell[0]
-    return (system.positions[j] - system.positions[i] + images).norm(dim=1).min()
-
-
-@KINDS
-def test_excluded_pairs_are_missing(case):
-    """Full energy, less the excluded part of each pair, half of it from either atom."""
-    system = triclinic(6, charged=True)
-    parameters = case.parameters(system)
-    energies = case.evaluate(system.positions, system.cell, parameters, CUTOFF)
-    r_switch = 0.7 * CUTOFF if case.switched else None
-    for (i, j), factor in zip(EXCLUDED, FACTORS):
-        r = nearest(system, i, j)
-        assert r < CUTOFF
-        one = ref.Pairs(*(torch.tensor([v]) for v in (i, j)), torch.zeros(1, 3).double(), None, torch.zeros(6).long())
-        cutoff = torch.tensor(CUTOFF, dtype=torch.float64)
-        u = case.pair(r, ref.of_pairs(parameters, one), cutoff)
-        if r_switch:
-            u = u * ref.smoothstep(r, r_switch, CUTOFF)
-        energies[[i, j]] -= 0.5 * (1.0 - factor) * u
-    close([case.evaluate(system.positions, system.cell, parameters, CUTOFF, **EXCLUSIONS)], [energies])
-
-
 @KINDS
 def test_everything_with_exclusions(case):
     system = triclinic(6, charged=True)
@@ -486,22 +240,6 @@ def test_everything_with_exclusions(case):
     expected = reference_of(case, system, parameters, pairs)
     for neighbors in ({}, as_list(system, CUTOFF, half=True), as_matrix(system, 1.4 * CUTOFF)):
         close(all_of(case, system, parameters, **EXCLUSIONS, **neighbors), expected)
-
-
-def test_forces_with_exclusions_by_finite_differences():
-    system, h = triclinic(6), 1e-5
-
-    def total(positions):
-        return lj_energy(positions, 1.6, 1.0, CUTOFF, system.cell, **EXCLUSIONS).sum()
-
-    forces = lj_forces(system.positions, 1.6, 1.0, CUTOFF, system.cell, **EXCLUSIONS)
-    expected = torch.zeros_like(forces)
-    for i, a in itertools.product(range(6), range(3)):
-        step = torch.zeros_like(forces)
-        step[i, a] = h
-        expected[i, a] = -(total(system.positions + step) - total(system.positions - step)) / (2.0 * h)
-    # central differences: h² third derivatives (about 1e3), and rounding of the energy over h
-    close([forces], [expected], tolerance=1e-6)
 
 
 @KINDS
@@ -558,31 +296,6 @@ def hessian(energy, positions):
     return torch.autograd.functional.hessian(energy, positions).reshape(n, n)
 
 
-def test_vibrations_of_an_argon_crystal():
-    """At Γ of the cubic cell of fcc: three acoustic zeros, and the modes of X, of which each has three partners."""
-    atoms = ase.build.bulk("Ar", "fcc", a=5.26, cubic=True)
-    x, cell, h = torch.as_tensor(atoms.positions), torch.as_tensor(atoms.cell.array), 1e-4
-
-    def energy(positions):
-        return lj_energy(positions, 3.4, 0.0104, 8.5, cell, r_switch=7.0).sum()
-
-    found = hessian(energy, x)
-    columns = []
-    for i, a in itertools.product(range(4), range(3)):
-        step = torch.zeros_like(x)
-        step[i, a] = h
-        plus, minus = (lj_forces(x + s * step, 3.4, 0.0104, 8.5, cell, r_switch=7.0).reshape(-1) for s in (1.0, -1.0))
-        columns.append(-(plus - minus) / (2.0 * h))
-    # central differences: h² fourth derivatives, 1e-8 times some hundred
-    close([found], [torch.stack(columns, dim=1)], tolerance=1e-5)
-    modes = torch.linalg.eigvalsh(found)
-    # rounding of sums that vanish; modes by symmetry are equal as far as the crystal's coordinates are
-    assert modes[:3].abs().max() < 1e-12 * modes[-1]
-    assert modes[3] > 0.01 * modes[-1]
-    torch.testing.assert_close(modes[3:9], modes[3].expand(6), rtol=1e-10, atol=0)
-    torch.testing.assert_close(modes[9:], modes[9].expand(3), rtol=1e-10, atol=0)
-
-
 def test_vibrations_of_springs_between_nearest_neighbors():
     """Fcc at X: transverse 4 k/m, longitudinal 8 k/m (Ashcroft and Mermin, ch. 22), with k = 2 D a² of a Morse bond."""
     depth, steepness, r0 = 0.7, 1.3, 2.0
@@ -602,125 +315,14 @@ def test_vibrations_of_springs_between_nearest_neighbors():
 # -- charges --------------------------------------------------------------------------------------
 
 
-def of_charges(system, pair, alpha, alone=None, cutoff=CUTOFF):
-    """The reference as a function of positions, cell, and a dict of charges and damping."""
-    pairs = find_pairs(system, cutoff)
-
-    def function(positions, cell, values):
-        by_atom, by_system = {"q": values["q"]}, {"alpha": values["alpha"]}
-        return ref.energies(pair, positions, cell, ref.Parameters(by_atom, by_system), pairs, cutoff, alone=alone)
-
-    n_systems = len(system.cell)
-    values = {"q": system.charges, "alpha": torch.as_tensor(alpha, dtype=torch.float64).expand(n_systems).clone()}
-    return function, values
-
-
-def screened(r, p, rc):
-    return ref.ewald_real_space(r, p.q1, p.q2, p.alpha)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.35, (0.3, 0.5)], ids=["bare", "damped", "by system"])
-def test_coulomb(alpha):
+def test_functions_of_charges_return_parts_of_one_result():
+    """The sums themselves: tests/robustness/test_fuzz.py."""
     system = pair_of_systems()
-    function, values = of_charges(system, screened, alpha)
-    energies, forces, *_ = ref.everything(function, system.positions, system.cell, values, system.batch_idx)
-    given = alpha if isinstance(alpha, float) else values["alpha"]
-    arguments = (system.positions, system.charges, system.cell, CUTOFF, given)
-    options = {"batch_idx": system.batch_idx}
-    close([electrostatics.coulomb_energy(*arguments, **options)], [energies.detach()])
-    close([electrostatics.coulomb_forces(*arguments, **options)], [forces])
-    close(electrostatics.coulomb_energy_forces(*arguments, **options), [energies.detach(), forces])
-
-
-def test_forms_of_neighbors_for_charges():
-    system = batch(triclinic(6, charged=True, seed=1), triclinic(4, charged=True, seed=2))
-    half, table = as_list(system, CUTOFF, half=True), as_matrix(system, CUTOFF, fill_value=-1, max_neighbors=90)
-    arguments = (system.positions, system.charges, system.cell, CUTOFF, 0.3)
-    options = {"batch_idx": system.batch_idx}
-    expected = electrostatics.coulomb_energy_forces(*arguments, **options)
-    for neighbors in (half, table):
-        close(electrostatics.coulomb_energy_forces(*arguments, **options, **neighbors), expected)
-    expected = electrostatics.dsf_coulomb(system.positions, system.charges, CUTOFF, 0.3, system.cell, **options)
-    half["unit_shifts"] = half.pop("neighbor_shifts")
-    for neighbors in (half, table):
-        close(
-            electrostatics.dsf_coulomb(
-                system.positions, system.charges, CUTOFF, 0.3, system.cell, **options, **neighbors
-            ),
-            expected,
-        )
-
-
-@pytest.mark.parametrize("alpha", [0.0, 0.2, (0.15, 0.3)], ids=["undamped", "damped", "by system"])
-def test_damped_shifted_force(alpha):
-    """Energies of systems, with the self energy."""
-    system = pair_of_systems()
-
-    def pair(r, p, rc):
-        return ref.damped_shifted_force(r, p.q1, p.q2, p.alpha, rc)
-
-    function, values = of_charges(system, pair, alpha, lambda p, rc: ref.wolf_self(p.q, p.alpha, rc))
-    energies, forces, _, virial = ref.everything(function, system.positions, system.cell, values, system.batch_idx)
-    given = alpha if isinstance(alpha, float) else values["alpha"]
-    found = electrostatics.dsf_coulomb(
-        system.positions, system.charges, CUTOFF, given, system.cell, system.batch_idx, compute_virial=True
-    )
-    summed = torch.stack([energies[system.batch_idx == s].sum() for s in range(2)]).detach()
-    close(found, (summed, forces, virial))
-    options = {"compute_forces": False, "batch_idx": system.batch_idx}
-    alone = electrostatics.dsf_coulomb(system.positions, system.charges, CUTOFF, given, system.cell, **options)
-    assert len(alone) == 1
-    close(alone, [summed])
-
-
-def test_real_space_of_ewald():
-    system, alpha = pair_of_systems(), torch.tensor([0.4, 0.6], dtype=torch.float64)
-    function, values = of_charges(system, screened, alpha)
-    energies, forces, slopes, virial = ref.everything(function, system.positions, system.cell, values, system.batch_idx)
-    found = electrostatics.ewald_real_space(
-        system.positions,
-        system.charges,
-        system.cell,
-        alpha,
-        batch_idx=system.batch_idx,
-        cutoff=CUTOFF,
-        compute_charge_gradients=True,
-        **ALL_OUTPUTS,
-    )
-    close(found, (energies.detach(), forces, slopes["q"], virial))
-
-
-def charges_in(positions, base):
-    """Charges that follow the geometry."""
-    wave = torch.tensor([0.7, -0.4, 0.9], dtype=positions.dtype)
-    return base + 0.3 * torch.sin(positions @ wave)
-
-
-@pytest.mark.parametrize("with_list", [False, True])
-def test_hybrid_forces(with_list):
-    """Explicit forces at fixed charges, and the gradient through the charges, are the total forces."""
-    system, alpha = pair_of_systems(), torch.tensor([0.4, 0.6], dtype=torch.float64)
-    function, values = of_charges(system, screened, alpha)
-    x = system.positions.clone().requires_grad_()
-    values["q"] = charges_in(x, system.charges)
-    expected = -torch.autograd.grad(function(x, system.cell, values).sum(), x)[0]
-
-    x = system.positions.clone().requires_grad_()
-    cell, split = system.cell.clone().requires_grad_(), alpha.clone().requires_grad_()
-    neighbors = from_pairs(find_pairs(system, CUTOFF)) if with_list else {}
-    energies, forces = electrostatics.ewald_real_space(
-        x,
-        charges_in(x, system.charges),
-        cell,
-        split,
-        batch_idx=system.batch_idx,
-        cutoff=CUTOFF,
-        compute_forces=True,
-        hybrid_forces=True,
-        **neighbors,
-    )
-    through_charges = torch.autograd.grad(energies.sum(), (x, cell, split), allow_unused=True)
-    close([forces.detach() - through_charges[0]], [expected])
-    assert through_charges[1:] == (None, None)
-    # not a sum of which one part is nothing
-    assert forces.abs().max() > 1e-2 and through_charges[0].abs().max() > 1e-2
+    given = {"positions": system.positions, "charges": system.charges, "cell": system.cell, "cutoff": CUTOFF}
+    given |= {"alpha": torch.tensor([0.15, 0.3], dtype=torch.float64), "batch_idx": system.batch_idx}
+    energies, forces = electrostatics.coulomb_energy_forces(**given)
+    close((electrostatics.coulomb_energy(**given), electrostatics.coulomb_forces(**given)), (energies, forces))
+    every = electrostatics.dsf_coulomb(**given, compute_virial=True)
+    alone = electrostatics.dsf_coulomb(**given, compute_forces=False)
+    assert len(every) == 3 and len(alone) == 1
+    close(alone, every[:1])

@@ -5,20 +5,13 @@ import itertools
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
+from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.neighbors import neighbor_list
-from tests.systems import triclinic
 
 X = torch.tensor([[0.0, 0.0, 0.0], [1.5, 0.0, 0.0], [0.0, 1.7, 0.3]], dtype=torch.float64)
 Q = torch.tensor([1.0, -2.0, -0.5], dtype=torch.float64)
 PAIRS = torch.tensor([[0, 0, 1, 1, 2, 2], [1, 2, 0, 2, 0, 1]])
 COULOMB = PairPotential("q1*q2/r", ("q",))
-
-
-@pytest.mark.parametrize("text", ["abs(q1)*q2/r", "q1*q2/r*step(-q1)", "sqrt(q1^2)*q2/r"])
-def test_asymmetry_for_negative_parameters(text):
-    with pytest.raises(ValueError, match="not symmetric"):
-        PairPotential(text, ("q",))
 
 
 def test_no_unsorted_list_passes():
@@ -50,28 +43,6 @@ def test_numbers_beyond_32_bits_are_no_atoms(number):
     batch_idx[1] += number
     with pytest.raises(ValueError, match="batch_idx"):
         COULOMB(X, neighbor_list=PAIRS, q=Q, batch_idx=batch_idx, num_systems=1)
-
-
-def virial_slopes(cast):
-    x, _, cell, _ = (t.float() if t.is_floating_point() else t for t in triclinic(5))
-    inputs = x.requires_grad_(), cell.requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
-        _, virial = lennard_jones(5.0)(*inputs, sigma=1.5, epsilon=0.1, compute_virial=True)
-        weights = torch.arange(9.0).reshape(3, 3)
-        slopes = torch.autograd.grad((virial * weights).sum(), inputs, retain_graph=True)
-    return slopes, virial, inputs
-
-
-def test_autocast_does_not_reach_the_derivative_of_the_virial():
-    torch.testing.assert_close(virial_slopes(True)[0], virial_slopes(False)[0], rtol=0, atol=0)
-
-
-def test_batched_gradients_of_the_virial():
-    _, virial, inputs = virial_slopes(False)
-    weights = torch.randn(4, 1, 3, 3, generator=torch.Generator().manual_seed(0))
-    found = torch.autograd.grad(virial, inputs, weights, is_grads_batched=True, retain_graph=True)
-    rows = [torch.autograd.grad(virial, inputs, w, retain_graph=True) for w in weights]
-    torch.testing.assert_close(found, tuple(map(torch.stack, zip(*rows, strict=True))), rtol=1e-6, atol=1e-6)
 
 
 def test_a_wrong_number_is_no_atom_of_another_slice():
@@ -109,12 +80,6 @@ def test_roots_of_squares(text, plain):
 def test_a_derivative_that_does_not_exist_is_nan_not_a_broken_compiler():
     energies, slopes = PairPotential("0^(q1*q2)/r", ("q",))(X, neighbor_list=PAIRS, q=Q, compute_gradients=["q"])
     assert energies.shape == slopes.shape == (3,)
-
-
-@pytest.mark.parametrize("text", ["sqrt(-r)", "q1*q2*log(-2 - r^2)"])
-def test_what_is_never_real(text):
-    with pytest.raises(ValueError, match=r"not real|no finite real number"):
-        PairPotential(text, ("q",) if "q1" in text else ())
 
 
 def test_micro_signs_are_one_name():

@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, p
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
 from nvalchemiops.torch.neighbors import VerletList
 from tests.dispersion.cases import molecule, parameters
+from tests.processes import in_threads, output_of, run_python
 from tests.systems import triclinic
 
 SYSTEM = triclinic(8)
@@ -111,11 +110,7 @@ def test_dispersion(duplicate):
 def test_states_of_two_processes_are_told_apart():
     """What is kept from call to call is found by their serial, and they may meet in a third process."""
     code = "from nvalchemiops.torch.interactions.dispersion import *; print(D3Parameters.load().states([{}]).serial)"
-    started = [
-        subprocess.Popen([sys.executable, "-c", code.format(number)], stdout=subprocess.PIPE, text=True)
-        for number in (6, 8)
-    ]
-    first, second = (process.communicate()[0].split()[-1] for process in started)
+    first, second = in_threads(lambda number: output_of(run_python(code.format(number))).split()[-1], (6, 8))
     assert first != second
 
 

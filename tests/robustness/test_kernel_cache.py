@@ -7,13 +7,14 @@ import ctypes
 import json
 import os
 import shutil
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.processes import in_threads, output_of, run_python
 
 # What most programs do first: a list, and the sum of a potential over it.
 WORK = """
@@ -35,24 +36,24 @@ def work(dtype=torch.float64):
 ONCE = WORK + "print(json.dumps(work()))\n"
 
 
-def start(folder: Path, code: str = ONCE, **options) -> subprocess.Popen:
-    """A fresh interpreter whose kernels are in this folder."""
-    environment = {**os.environ, "WARP_CACHE_PATH": str(folder), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=environment, **pipes, **options)
+def run(folder, code=ONCE, **options):
+    """A finished process whose kernels are in this folder."""
+    return run_python(code, WARP_CACHE_PATH=folder, **options)
 
 
-def result_of(process: subprocess.Popen):
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-3000:]
-    return json.loads(output.splitlines()[-1])
+def result_of(folder, code=ONCE, **options):
+    return json.loads(output_of(run(folder, code, **options)).splitlines()[-1])
+
+
+def results_at_once(folder, number):
+    return in_threads(lambda _: result_of(folder), range(number))
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory) -> tuple[Path, list[float]]:
     """A folder with the kernels of the work, to be copied; and its result."""
     folder = tmp_path_factory.mktemp("filled")
-    return folder, result_of(start(folder))
+    return folder, result_of(folder)
 
 
 @pytest.fixture
@@ -69,8 +70,7 @@ def compiled(folder: Path) -> list[Path]:
 @pytest.mark.slow
 def test_eight_processes_start_at_once_on_an_empty_folder(tmp_path, filled):
     """They compile the same kernels into one folder, and all get the same numbers."""
-    started = [start(tmp_path / "empty") for _ in range(8)]
-    assert [result_of(process) for process in started] == [filled[1]] * 8
+    assert results_at_once(tmp_path / "empty", 8) == [filled[1]] * 8
     assert len(compiled(tmp_path / "empty")) == len(compiled(filled[0]))
 
 
@@ -78,8 +78,7 @@ def test_processes_start_at_once_on_a_folder_that_one_of_them_fills(folder, fill
     """Some kernels are there, the others are compiled by two processes at the same time."""
     for path in compiled(folder)[::2]:
         shutil.rmtree(path.parent)
-    started = [start(folder) for _ in range(2)]
-    assert [result_of(process) for process in started] == [filled[1]] * 2
+    assert results_at_once(folder, 2) == [filled[1]] * 2
     assert len(compiled(folder)) == len(compiled(filled[0]))
 
 
@@ -92,11 +91,11 @@ def test_a_folder_that_is_deleted_while_a_process_works(folder, filled):
         results += [work(), work(torch.float32), work()]
         print(json.dumps(results))
         """)
-    first, second, single, third = result_of(start(folder, code))
+    first, second, single, third = result_of(folder, code)
     assert first == second == third == filled[1]
     assert single[0] == first[0] and single[1] == pytest.approx(first[1], rel=1e-4)
     assert list(folder.rglob("*.o")), "the kernel for float32"
-    assert result_of(start(folder)) == filled[1]
+    assert result_of(folder) == filled[1]
 
 
 def cut(path: Path) -> None:
@@ -130,14 +129,11 @@ def test_damaged_files_are_made_again(damage, folder, filled):
     victims = compiled(folder)[: 2 if damage is cut else 1]
     for victim in victims:
         damage(victim)
-    process = start(folder)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors[-3000:]
-    assert json.loads(output.splitlines()[-1]) == filled[1]
-    assert all(f"RuntimeWarning: the compiled kernels in {victim.parent} could not" in errors for victim in victims)
-    process = start(folder)
-    output, errors = process.communicate(timeout=300)
-    assert json.loads(output.splitlines()[-1]) == filled[1] and "RuntimeWarning" not in errors
+    first, second = run(folder), run(folder)
+    assert [json.loads(output_of(finished).splitlines()[-1]) for finished in (first, second)] == [filled[1]] * 2
+    for victim in victims:
+        assert f"RuntimeWarning: the compiled kernels in {victim.parent} could not" in first.stderr
+    assert "RuntimeWarning" not in second.stderr
     assert len(compiled(folder)) == len(compiled(filled[0])) and not list(folder.rglob("*damaged*"))
 
 
@@ -145,14 +141,13 @@ def test_files_without_notes_are_made_again(folder, filled):
     for victim in compiled(folder):
         for notes in victim.parent.glob("*.meta"):
             notes.unlink()
-    assert result_of(start(folder)) == filled[1]
+    assert result_of(folder) == filled[1]
 
 
 def test_processes_that_meet_damage_at_once(folder, filled):
     """One of them may remove what another has just made, which then makes it again or has it loaded."""
     cut(compiled(folder)[0])
-    started = [start(folder) for _ in range(2)]
-    assert [result_of(process) for process in started] == [filled[1]] * 2
+    assert results_at_once(folder, 2) == [filled[1]] * 2
 
 
 BROKEN = """
@@ -189,7 +184,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_folder_alone(tmp_path):
     """Files are removed because they are damaged, not because of a mistake in the source."""
     path = tmp_path / "broken.py"  # Warp reads the source of a kernel from its file
     path.write_text(BROKEN)
-    assert result_of(start(tmp_path / "kernels", f"import runpy; runpy.run_path({str(path)!r})")) is True
+    assert result_of(tmp_path / "kernels", f"import runpy; runpy.run_path({str(path)!r})") is True
 
 
 CAP_DAC_OVERRIDE, PR_CAPBSET_DROP = 1, 24
@@ -211,7 +206,7 @@ def read_only(folder) -> Iterator[Callable[[], None]]:
         for path in everything:
             path.chmod(0o555 if path.is_dir() else 0o444)
         probe = f"import json, os; print(json.dumps(os.access({str(folder)!r}, os.W_OK)))"
-        if result_of(start(folder, probe, preexec_fn=obey_permissions)):
+        if result_of(folder, probe, preexec_fn=obey_permissions):
             pytest.skip("this user may write anywhere")
 
     yield close
@@ -226,14 +221,12 @@ def test_a_folder_that_cannot_be_written(complete, folder, filled, read_only):
     if not complete:
         shutil.rmtree(compiled(folder)[-1].parent)
     read_only()
-    process = start(folder, preexec_fn=obey_permissions)
-    output, errors = process.communicate(timeout=300)
+    finished = run(folder, preexec_fn=obey_permissions)
     if complete:
-        assert process.returncode == 0, errors[-3000:]
-        assert json.loads(output.splitlines()[-1]) == filled[1]
+        assert json.loads(output_of(finished).splitlines()[-1]) == filled[1]
     else:
-        assert process.returncode == 1
-        assert "PermissionError" in errors and str(folder) in errors, errors[-2000:]
+        assert finished.returncode == 1
+        assert "PermissionError" in finished.stderr and str(folder) in finished.stderr, finished.stderr[-2000:]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="permissions and capabilities of Linux")
@@ -242,8 +235,7 @@ def test_damaged_files_that_cannot_be_removed(folder, read_only):
     victim = compiled(folder)[0]
     cut(victim)
     read_only()
-    process = start(folder, preexec_fn=obey_permissions)
-    _, errors = process.communicate(timeout=300)
-    assert process.returncode == 1
-    last = errors.splitlines()[-1]
+    finished = run(folder, preexec_fn=obey_permissions)
+    assert finished.returncode == 1
+    last = finished.stderr.splitlines()[-1]
     assert last.startswith("RuntimeError") and str(victim.parent) in last and "delete that folder" in last, last

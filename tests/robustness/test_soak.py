@@ -5,15 +5,13 @@ cell get no hit, and would grow if they had no end. The process is one of its ow
 """
 
 import json
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
 from nvalchemiops.torch.runtime.cache import MOST_ENTRIES
+from tests.processes import output_of, run_interpreter
 
 CALLS_OF_A_STEP = 5
 MEBIBYTE = 2**20
@@ -102,11 +100,8 @@ def soak(folder: Path, *steps: int) -> list[dict[str, int]]:
     script = folder / "soak.py"  # Warp reads the source of kernels, so they need a file
     script.write_text(textwrap.dedent(SCRIPT))
     # one arena, so that memory that was freed does not hide in another one
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), *map(str, steps)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    run = run_interpreter(script, *steps, timeout=1200, MALLOC_ARENA_MAX="1")
+    return json.loads(output_of(run).splitlines()[-1])
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from Linux's /proc")

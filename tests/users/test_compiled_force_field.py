@@ -7,11 +7,7 @@ value or has a size that depends on one.
 
 import copy
 import functools
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import neighbor_list, search
 from nvalchemiops.torch.operators import mesh, mesh_transform, segments
+from tests.processes import python_says, run_python
 from tests.users import example, said_by
 
 ff = example("11_compiled_force_field")
@@ -263,12 +260,6 @@ def program(tmp_path_factory):
     return path
 
 
-def python(code, *arguments):
-    """A fresh interpreter, at home in no project."""
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
-
-
 def test_the_loaded_program_equals_eager_mode(program):
     """Bit by bit, for other numbers of ions, and with gradients."""
     call = ff.load(program)
@@ -293,9 +284,8 @@ EXPORTED, PACKAGED = "torch.export.load(sys.argv[1]).module()", "torch._inductor
 
 def results_elsewhere(load, path, folder):
     torch.save(SYSTEM, folder / "system.pt")
-    run = python(RUN.format(imports=IMPORT, load=load), path, folder / "system.pt")
-    assert run.returncode == 0, run.stderr[-3000:]
-    return [torch.tensor(values, dtype=torch.float64) for values in json.loads(run.stdout.splitlines()[-1])]
+    found = python_says(RUN.format(imports=IMPORT, load=load), path, folder / "system.pt")
+    return [torch.tensor(values, dtype=torch.float64) for values in found]
 
 
 def test_the_program_runs_in_a_process_that_imports_the_library(program, tmp_path):
@@ -307,7 +297,7 @@ def test_the_program_runs_in_a_process_that_imports_the_library(program, tmp_pat
 
 def test_without_the_import_the_error_names_the_library(program):
     """In the log of torch, and so does the example."""
-    run = python(f"import sys, torch; {EXPORTED}", program)
+    run = run_python(f"import sys, torch; {EXPORTED}", program)
     assert run.returncode != 0
     assert re.search(r"failed to resolve torch\.ops\.nvalchemiops\.\w+\.default to an operator", run.stderr)
     assert "Please import the custom op to register it" in run.stderr
@@ -322,7 +312,7 @@ def test_a_package_of_aotinductor(program, tmp_path):
         torch.export.load(program), package_path=str(tmp_path / "force_field_aoti.pt2")
     )
     assert_same(results_elsewhere(PACKAGED, path, tmp_path), [r.double() for r in MODEL(*SYSTEM)], 1e-10)
-    run = python(f"import sys, torch; {PACKAGED}", path)
+    run = run_python(f"import sys, torch; {PACKAGED}", path)
     assert run.returncode != 0 and re.search(r"Could not find schema for nvalchemiops::\w+", run.stderr)
 
 

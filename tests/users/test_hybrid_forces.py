@@ -91,33 +91,6 @@ def test_a_force_whose_graph_lacks_a_part_is_not_handed_out(way):
     assert relative(loss_gradient(forces + through), whole) > 0.05
 
 
-# -- stress ---------------------------------------------------------------------------------------
-
-
-def test_virial_and_the_part_through_charges_are_the_whole_virial():
-    """The charges feel the strain as well: images and positions are deformed, and so is what the network sees."""
-    images = IONS.images
-
-    def energies(strain, **options):
-        deformation = torch.eye(3, dtype=torch.float64) + strain
-        try:
-            IONS.images = images @ deformation
-            charges = IONS.charges(X @ deformation)
-        finally:
-            IONS.images = images
-        return IONS.coulomb(X @ deformation, charges, IONS.cell @ deformation, **IONS.near, **options)
-
-    strain = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
-    energy, virial = energies(strain, compute_virial=True, hybrid_forces=True)
-    found = virial[0].detach() - torch.autograd.grad(energy.sum(), strain)[0]
-    expected = -torch.autograd.grad(energies(strain).sum(), strain)[0]
-    assert relative([found], [expected]) < 1e-10
-    (direction,) = random_like([strain])
-    with torch.no_grad():
-        slope = float(derivative_along(lambda h: energies(h * direction).sum(), 0.0, 1.0))
-    assert -float((found * direction).sum()) == pytest.approx(slope, rel=1e-7)
-
-
 # -- what it costs --------------------------------------------------------------------------------
 
 

@@ -139,24 +139,6 @@ def test_gradients_of_a_loss_on_each_observable_equal_finite_differences(observe
     assert found == pytest.approx(float(derivative_along(at, 0.0, 1.0)), rel=1e-6)
 
 
-def test_forces_and_stress_equal_finite_differences_of_the_energy():
-    """The charges follow positions and strain."""
-    batch, potential = labelled(1, 2)[0], setting()[2]
-    found = fm.by_explicit_forces(potential, batch)
-    moves, strains = random_like([batch.positions, batch.cell])
-    moves = moves * batch.is_atom[:, None]
-    none = torch.zeros_like(batch.cell)
-    volume = torch.linalg.det(batch.cell)[:, None, None]
-
-    def energy(positions, strain):
-        return potential(batch, positions, strain).sum()
-
-    along = float(derivative_along(lambda h: energy(batch.positions + h * moves, none), 0.0, 1.0))
-    assert -(found.forces * moves).sum().item() == pytest.approx(along, rel=1e-7)
-    along = float(derivative_along(lambda h: energy(batch.positions, h * strains), 0.0, 1.0))
-    assert (found.stress * volume * strains).sum().item() == pytest.approx(along, rel=1e-7)
-
-
 # -- many batches, one graph ----------------------------------------------------------------------
 
 
@@ -282,16 +264,6 @@ def test_charges_of_low_precision_are_refused_and_the_sum_is_not_autocast():
 
 
 # -- batches in parts -----------------------------------------------------------------------------
-
-
-def test_accumulated_gradients_are_those_of_one_batch():
-    """Each part counts by its number of crystals."""
-    step = steps(setting()[2])["explicit forces"]
-    loss, gradients = step(*labelled(0, 3, 1, 2))
-    parts = [(1, step(*labelled(0))), (2, step(*labelled(3, 1))), (1, step(*labelled(2)))]
-    found = sum(n * value for n, (value, _) in parts) / 4
-    sums = [sum(n * g for (n, _), g in zip(parts, column)) / 4 for column in zip(*(slopes for _, (_, slopes) in parts))]
-    assert_same_step((found, sums), (loss, gradients))
 
 
 PARTS = ((0, 3), (2,))  # crystals of each process
