@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nvalchemiops.torch.interactions import dispersion
-from tests.comparing import compiled, within
+from tests.comparing import close, compiled, within
 from tests.dispersion.cases import F64, PBE, Atoms, as_list, batch, data, find_pairs, molecule, parameters, solid
 from tests.reference import dispersion as slow
 
@@ -29,8 +29,6 @@ class Flat:
     def __init__(self, atoms, damping, **options):
         self.atoms, self.damping = atoms, damping
         self.options = {"parameters": parameters()} | CUTOFFS | options
-        # kept by the parameters; made first inside torch.func, they would be tensors of a level that has ended
-        parameters().states(sorted(set(atoms.numbers.tolist())))
         self.pairs = find_pairs(atoms, 13.0)
         self.near = as_list(self.pairs, len(atoms.numbers), atoms.cell is not None)
         parts = [atoms.positions, *([] if atoms.cell is None else [atoms.cell]), torch.tensor(damping, dtype=F64)]
@@ -298,3 +296,16 @@ def test_zero_damping_can_be_trained_too():
     model = dispersion.DFTD3(dispersion.ZeroDamping(1.2, 0.8), [1, 8], parameters(), trainable=True)
     model(*molecule("H2O")[:2])[0].sum().backward()
     assert {name for name, p in model.named_parameters() if p.grad != 0.0} == set(dispersion.ZeroDamping._fields)
+
+
+def test_states_that_are_made_inside_a_transform_serve_later_calls():
+    known = parameters()
+    fresh = dispersion.D3Parameters(known.rcov, known.r4r2, known.c6ab, known.cn_ref, known.interp_mesh)
+    flat = Flat(molecule("H2O"), PBE, parameters=fresh)
+
+    def energy(vector):
+        return flat.all_of(vector)[0].sum()
+
+    nested = torch.func.jacrev(torch.func.grad(energy))(flat.vector)
+    close(nested, torch.func.hessian(energy)(flat.vector), 1e-9)
+    close(torch.func.grad(energy)(flat.vector), torch.autograd.functional.jacobian(energy, flat.vector))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.dispersion.coefficients import MOST_REFERENCES
-from nvalchemiops.torch.runtime._torch_internals import version_of
+from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms, version_of
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
 _TABLE_BOHR = 0.5291772109044924
@@ -275,7 +275,8 @@ class D3Parameters:
             missing = sorted(set(key[0]) - set(self.elements))
             if missing:
                 raise ValueError(f"`numbers`: there are no D3 parameters for the elements {missing}")
-            with torch.inference_mode(False), torch.no_grad():
+            # kept for any later call, so not made of tensors that belong to a transform or to inference mode
+            with outside_of_transforms(), torch.inference_mode(False), torch.no_grad():
                 found[key] = self._find_states(key[0]).to(device)
         return found[key]
 
