@@ -14,7 +14,9 @@ import torch
 
 from nvalchemiops.jax.bridge import Bridge, Operand
 from nvalchemiops.jax.callback import Contraction
-from nvalchemiops.jax.dtypes import jax_dtype
+from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
+from nvalchemiops.torch.runtime._torch_internals import without_data
+from nvalchemiops.torch.runtime.context import ValuesNeededError
 
 Shape = jax.ShapeDtypeStruct
 
@@ -58,13 +60,17 @@ class Operator:
         self._kinds = {name: _kind(p) for name, p in inspect.signature(function).parameters.items()}
         self._prepare, self._extra = prepare, frozenset(extra or {})
 
-        def call(**arguments: Any) -> Any:
-            for name, value in arguments.items():
-                if self._kinds.get(name) == _NUMBERS and isinstance(value, torch.Tensor):
-                    arguments[name] = value.item()
-            return function(**arguments)
+        self._function, self._out_shapes = function, out_shapes
+        self._bridge = Bridge(self._call, self._shapes, name=self.__name__, contract=contract, writes=frozenset())
 
-        self._bridge = Bridge(call, out_shapes, name=self.__name__, contract=contract, writes=frozenset())
+    def _call(self, **arguments: Any) -> Any:
+        for name, value in arguments.items():
+            if self._kinds.get(name) == _NUMBERS and isinstance(value, torch.Tensor):
+                arguments[name] = value.item()
+        return self._function(**arguments)
+
+    def _shapes(self, **arguments: Any) -> Any:
+        return checked_shapes(self._call, self._out_shapes, arguments)
 
     def __repr__(self) -> str:
         return f"<JAX function {self.__name__}{self.__signature__}>"
@@ -88,6 +94,31 @@ class Operator:
         if kind == _ARRAYS:
             return as_array(name, value)
         return value if kind == _NUMBERS and is_traced(value) else as_static(f"{self.__name__}: `{name}`", value)
+
+
+def _tensor_without_data(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype)) if isinstance(leaf, Shape) else leaf
+
+
+def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None, arguments: Mapping[str, Any]) -> Any:
+    """Shapes of the results of a torch function, whose arguments are checked as far as they can be without values.
+
+    Where the function cannot do without values, the shapes are those that ``rule`` gives.
+    """
+    try:
+        with without_data(), torch.no_grad():
+            found = function(**jax.tree.map(_tensor_without_data, dict(arguments)))
+    except ValuesNeededError:
+        if rule is None:
+            raise
+    except (TypeError, ValueError):
+        raise
+    except Exception:  # of torch: values are read, or sizes depend on them
+        if rule is None:
+            raise
+    else:
+        return jax.tree.map(lambda t: Shape(tuple(t.shape), jax_dtype(t.dtype)), found)
+    return rule(**arguments)
 
 
 def is_traced(value: Any) -> bool:

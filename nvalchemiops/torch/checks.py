@@ -10,7 +10,7 @@ from nvalchemiops.arguments import as_float as as_float
 from nvalchemiops.arguments import as_int
 from nvalchemiops.arguments import check_not_negative as check_not_negative
 from nvalchemiops.arguments import check_positive as check_positive
-from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 
 FLOATS = (torch.float32, torch.float64)
 
@@ -230,8 +230,10 @@ def check_systems(
             f"`batch_ptr`, `cell` or `pbc` is for no system at all, but there are {positions.shape[0]} atoms"
         )
     if cell is None and pbc is not None:
-        if not may_read(pbc, wait=True) or bool(pbc.any()):
-            raise ValueError("`pbc` is given without a `cell`: say where the images are, or leave it out")
+        readable = may_read(pbc, wait=True)
+        if not readable or bool(pbc.any()):
+            error = ValueError if readable else ValuesNeededError
+            raise error("`pbc` is given without a `cell`: say where the images are, or leave it out")
         pbc = None
     return cell, pbc, n_systems
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.jax import spline
+from nvalchemiops.jax import neighbors, spline
 from nvalchemiops.jax.interactions import dispersion, electrostatics, pair
 from nvalchemiops.torch import spline as torch_spline
 from nvalchemiops.torch.interactions import dispersion as torch_dispersion
@@ -373,6 +373,14 @@ def test_shapes_and_dtypes_are_refused_when_a_function_is_traced():
         jax.make_jaxpr(electrostatics.ewald_summation)(x.astype(jnp.int32), q, cell)
     with pytest.raises(ValueError, match="`charges`"):
         jax.make_jaxpr(electrostatics.ewald_summation)(x, q[:-1], cell)
+    with pytest.raises(ValueError, match="`epsilon`"):
+        jax.make_jaxpr(lambda x: pair.lennard_jones(3.0)(x, cell, sigma=1.0, **to_jax(NEAR)))(x)
+    with pytest.raises(ValueError, match="`cell`"):
+        jax.make_jaxpr(lambda x: neighbors.neighbor_list(x, 3.0, cell[:, :2], max_neighbors=9))(x)
+    with pytest.raises(ValueError, match="`values`"):
+        jax.make_jaxpr(lambda x: spline.spline_spread(x, q[1:], cell, (8, 8, 8)))(x)
+    with pytest.raises(ValueError, match="`numbers`"):
+        jax.make_jaxpr(lambda x: dispersion.dftd3(x, to_jax(NUMBERS)[1:], 0.4, 4.0, 1.9, d3_params=JAX_TABLES))(x)
 
 
 def test_choices_of_parameters_are_torchs_and_need_values():

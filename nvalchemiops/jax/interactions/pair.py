@@ -14,6 +14,7 @@ from nvalchemiops.jax.operators import (
     Shape,
     as_array,
     as_static,
+    checked_shapes,
     number_of_systems,
     only_of_systems,
     system_energies,
@@ -70,7 +71,13 @@ class PairPotential:
         formula = potential.formula
         roles = dict.fromkeys(formula.per_atom, ATOMS) | dict.fromkeys(formula.global_parameters, SYSTEMS)
         contract = system_energies(only_of_systems, {"positions": ATOMS, "cell": SYSTEMS, **roles})
-        self._bridge = Bridge(potential, self._shapes, name=repr(potential), contract=contract, writes=frozenset())
+        self._bridge = Bridge(
+            potential,
+            lambda **arguments: checked_shapes(potential, self._shapes, arguments),
+            name=repr(potential),
+            contract=contract,
+            writes=frozenset(),
+        )
 
     def __call__(self, positions: jax.Array, cell: jax.Array | None = None, **arguments: Any) -> Any:
         """Energies and, if requested, forces, gradients by parameters and virial; arguments as in torch."""

@@ -11,7 +11,15 @@ import torch
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE, WITHOUT_EFFECT
 from nvalchemiops.jax.bridge import Bridge
 from nvalchemiops.jax.neighbors.state import NeighborListState, state_after
-from nvalchemiops.jax.operators import Shape, as_array, as_static, from_torch_values, is_traced, to_torch
+from nvalchemiops.jax.operators import (
+    Shape,
+    as_array,
+    as_static,
+    checked_shapes,
+    from_torch_values,
+    is_traced,
+    to_torch,
+)
 from nvalchemiops.torch import neighbors
 
 SCRATCH = (
@@ -132,7 +140,12 @@ def _shapes(
     return out
 
 
-_bridge = Bridge(_search, _shapes, name="neighbor_list", writes=frozenset())
+def _checked(**arguments: Any) -> Any:
+    declared = _shapes(**arguments)  # first, since it names the sizes that are missing
+    return checked_shapes(_search, lambda **_: declared, arguments)
+
+
+_bridge = Bridge(_search, _checked, name="neighbor_list", writes=frozenset())
 
 
 def neighbor_list(

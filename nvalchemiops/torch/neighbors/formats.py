@@ -18,7 +18,7 @@ from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.pairs import list_geometry, matrix_geometry, slot_mask
 from nvalchemiops.torch.operators.segments import row_pointers
-from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 
 __all__ = [
     "check_full_list",
@@ -145,7 +145,7 @@ def get_neighbor_matrix_from_neighbor_list(
         if longest > width:
             raise NeighborOverflowError(width, longest)
     elif max_neighbors is None:
-        raise ValueError("`max_neighbors` is needed where values cannot be read: it is the width of the matrix")
+        raise ValuesNeededError("`max_neighbors` is needed where values cannot be read: it is the width of the matrix")
     else:
         width = max_neighbors
 

@@ -23,6 +23,7 @@ import torch
 
 from nvalchemiops.compat.ignored_arguments import ignore
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.runtime.context import ValuesNeededError
 
 __all__ = [
     "batch_cell_list_needs_rebuild",
@@ -269,7 +270,7 @@ def _check_batch(
         return system, told
     one_for_all = any(getattr(t, "ndim", None) == n for t, n in ((cell, 3), (cell_inv, 3), (pbc, 2)))
     if n_systems is None and not one_for_all:
-        raise ValueError("`num_systems` is needed where values cannot be read: it is the size of the result")
+        raise ValuesNeededError("`num_systems` is needed where values cannot be read: it is the size of the result")
     return system, max(n_systems or 0, int(one_for_all))
 
 

@@ -15,6 +15,10 @@ from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, count_dispatch_modes, derivative_asked
 
 
+class ValuesNeededError(ValueError):
+    """An argument is missing that can be left out only where values of tensors may be read."""
+
+
 @internals.only_inlined
 def may_read(*tensors: Any, wait: bool = False) -> bool:
     """Whether values of these tensors may be read on the host, to check them or to choose shapes by them.

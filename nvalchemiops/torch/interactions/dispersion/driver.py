@@ -20,7 +20,7 @@ from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, p
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime.cache import cached_by_value
-from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, values_of
 from nvalchemiops.torch.systems import System
 
 K1, K3 = 16.0, -4.0
@@ -303,7 +303,7 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> Atoms:
     if not isinstance(parameters, D3Parameters):
         raise TypeError(f"`parameters` must be D3Parameters or ReferenceStates, got {type(parameters).__name__}")
     if not may_read(numbers, wait=True):
-        raise ValueError(
+        raise ValuesNeededError(
             "`parameters`: prepare them with D3Parameters.states(elements) before torch.compile or vmap, where atomic "
             "numbers cannot be read"
         )

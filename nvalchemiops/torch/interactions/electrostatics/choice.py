@@ -17,7 +17,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh, lattice_of
 from nvalchemiops.torch.operators.segments import system_sums
-from nvalchemiops.torch.runtime.context import may_read, on_host
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, on_host
 
 
 class LongRange(Protocol):
@@ -99,7 +99,7 @@ def choose_splitting(
     compiling = not may_read()
     if alpha is None:
         if compiling and cutoff is None:
-            raise ValueError(
+            raise ValuesNeededError(
                 "`alpha` or `cutoff` is needed inside torch.compile, where the neighbor list cannot be measured"
             )
         return _choose(system, long_range, cutoff, rows, accuracy)
@@ -108,7 +108,7 @@ def choose_splitting(
         return EwaldSplitting(chosen, rows, target)
     if cutoff is None:
         if compiling:
-            raise ValueError("`cutoff` is needed inside torch.compile to build neighbors, or give a list")
+            raise ValuesNeededError("`cutoff` is needed inside torch.compile to build neighbors, or give a list")
         spacing = sizes_of(system.cell, system.batch_idx, system.n_atoms).spacing
         cutoff = float(core.real_cutoff(on_host(chosen.detach()), spacing, target).max(initial=0.0))
     return EwaldSplitting(chosen, build_rows(system.positions, cutoff, system.cell, system.batch_idx), target)

@@ -18,7 +18,7 @@ from nvalchemiops.torch.neighbors.rows import (
 )
 from nvalchemiops.torch.operators.lattice import check_vectors, nan_if_singular
 from nvalchemiops.torch.operators.segments import check_system_numbers
-from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, values_of
 from nvalchemiops.torch.systems import System
 
 NO_CUTOFF = sys.float_info.max
@@ -125,7 +125,7 @@ def _batch(
         elif not may_read() and of_one:
             num_systems = 1
         elif not may_read():
-            raise ValueError("`num_systems` is needed inside torch.compile, where `batch_idx` cannot be read")
+            raise ValuesNeededError("`num_systems` is needed inside torch.compile, where `batch_idx` cannot be read")
         else:
             num_systems = int(batch_idx.max()) + 1 if n_atoms else 1
     if cell is not None and cell.shape[0] != num_systems:

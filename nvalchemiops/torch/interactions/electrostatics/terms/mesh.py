@@ -35,7 +35,7 @@ from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_sp
 from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime.cache import cached_by_value
-from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host, values_of
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host, values_of
 
 # -- which mesh -----------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class MeshSum(NamedTuple):
             mesh, order = mesh_and_order(mesh_dimensions, order)
             return cls(order, mesh, "`mesh_dimensions`", precomputed)
         if not may_read():
-            raise ValueError(
+            raise ValuesNeededError(
                 "`mesh_dimensions` is needed inside torch.compile, where the size of the cell cannot be read"
             )
         if mesh_spacing is None:
