@@ -132,11 +132,14 @@ class TorchModuleWrapper:
     def __reduce__(self) -> Any:
         return TorchModuleWrapper, tuple(getattr(self, field.name) for field in fields(self))
 
-    def get_for_device(self, device: torch.device) -> torch.nn.Module:
+    def get_for_device(self, device: torch.device | str) -> torch.nn.Module:
         """The module on ``device``: itself, or a copy that is made once and goes with it.
 
         A copy has the parameters that the module had when it was made.
         """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         return module_on(self.module, device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

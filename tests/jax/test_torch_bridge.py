@@ -328,7 +328,7 @@ def test_a_module_that_keeps_tensors_from_a_call():
 def test_copies_on_other_devices_go_with_their_module():
     module, meta = Springs(), torch.device("meta")
     wrapper = TorchModuleWrapper(module)
-    assert wrapper.get_for_device(torch.device("cpu")) is module
+    assert wrapper.get_for_device(torch.device("cpu")) is wrapper.get_for_device("cpu") is module
     there = wrapper.get_for_device(meta)
     assert there.stiffness.device == meta and TorchModuleWrapper(module).get_for_device(meta) is there
     assert len(torch_bridge._copies) == 1
