@@ -23,16 +23,23 @@ def is_worker() -> bool:
     return getattr(_thread, "is_worker", False)
 
 
-def enter_as_worker(commands: dict[Any, Any]) -> None:
-    """Make this thread a worker, with launches that it prepared before; for threads that Python forgets in between."""
+def enter_as_worker() -> None:
+    """Make this thread a worker, as long as Python knows it."""
     _thread.is_worker = True
-    _thread.commands = commands
+
+
+_commands: dict[int, dict[Any, Any]] = {}
 
 
 def commands() -> dict[Any, Any]:
-    """Launches that this thread has prepared."""
-    found: dict[Any, Any] = _thread.__dict__.setdefault("commands", {})
-    return found
+    """Launches that this thread has prepared.
+
+    By its identifier: of a thread of OpenMP or of XLA, Python forgets everything else between two calls. One that ended
+    leaves them to the next with its identifier.
+    """
+    number = threading.get_ident()
+    found = _commands.get(number)
+    return _commands.setdefault(number, {}) if found is None else found
 
 
 def is_crowded() -> bool:
@@ -77,7 +84,7 @@ def set_openmp(run: Callable[[Task, int], None] | None) -> None:
 
 def run(task: Task, threads: int) -> None:
     """Run ``task`` in as many threads, this one among them."""
-    if _openmp is not None and threading.current_thread() is threading.main_thread():
+    if _openmp is not None and threading.get_ident() == threading.main_thread().ident:
         _openmp(task, threads)
     else:
         _run_in_pool(task, threads)

@@ -70,3 +70,21 @@ def test_a_forked_child_has_no_openmp():
     if child == 0:
         os._exit(0 if core._openmp is None else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_threads_that_python_forgets_keep_their_launches():
+    """Python forgets threads of OpenMP, as those of XLA, between two calls, with all of `threading.local`."""
+    openmp, known, seen = openmp_of_torch(), threading.local(), {}
+
+    def task():
+        forgotten = not hasattr(known, "number")
+        known.number = 1
+        seen.setdefault(threading.get_ident(), []).append((forgotten, core.commands()))
+        both.wait()
+
+    for _ in range(3):
+        both = threading.Barrier(2, timeout=30)
+        openmp(task, 2)
+    others = [calls for number, calls in seen.items() if number != threading.get_ident()]
+    assert others and all(forgotten for calls in others for forgotten, _ in calls)
+    assert all(commands is calls[0][1] for calls in seen.values() for _, commands in calls)

@@ -11,7 +11,7 @@ import torch
 from nvalchemiops.jax.callback import Contraction, Request, TorchFunction
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
 from nvalchemiops.jax.primitive import bind
-from nvalchemiops.torch.runtime._torch_internals import version_of, without_data
+from nvalchemiops.torch.runtime._torch_internals import NEEDS_DATA, version_of, without_data
 
 Types = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
@@ -120,6 +120,29 @@ class _Outputs(NamedTuple):
     types: tuple[jax.ShapeDtypeStruct, ...]
 
 
+class Traits(NamedTuple):
+    """What `TorchModuleWrapper` knows about its module.
+
+    Parameters
+    ----------
+    differentiable : bool
+    at_once : bool
+        Slices of ``vmap`` go into one call along leading axes, if the shapes of its outputs show that it takes them.
+    first_order : callable, optional
+        The same function, called where no derivatives beyond the first are taken.
+    for_shapes : callable, optional
+        The same function, called with tensors without data.
+    device : callable
+        The device of tensors without data.
+    """
+
+    differentiable: bool = True
+    at_once: bool = False
+    first_order: Callable[..., Any] | None = None
+    for_shapes: Callable[..., Any] | None = None
+    device: Callable[[], torch.device] = lambda: torch.device("cpu")
+
+
 class Bridge:
     """A torch function as JAX calls it; see `from_torch`.
 
@@ -134,6 +157,7 @@ class Bridge:
     with_gradients : bool
     writes : frozenset of int, optional
         Numbers of the arrays that the function changes in place, if that is known.
+    traits : Traits
     """
 
     def __init__(
@@ -145,19 +169,22 @@ class Bridge:
         contract: Contraction | Callable[..., Contraction | None] | None = None,
         with_gradients: bool = False,
         writes: frozenset[int] | None = None,
+        traits: Traits = Traits(),  # noqa: B008  # immutable
     ):
         self.function, self.out_shapes = function, out_shapes
         self.name = name or getattr(function, "__name__", type(function).__name__)
         self.contract, self.with_gradients, self.writes = contract, with_gradients, writes
+        self.traits = traits
         self._variants: dict[Hashable, _Variant] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of the function for JAX arrays."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = [leaf for leaf in leaves if _is_array(leaf)]
-        static = tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+        static = tuple(None if _is_array(leaf) else _static(leaf) for leaf in leaves)
+        is_x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
         try:
-            variant = self._variants.get((tree, static))
+            variant = self._variants.get((tree, static, is_x64))
         except TypeError:
             bad = next(leaf for leaf in leaves if not _is_array(leaf) and not isinstance(leaf, Hashable))
             kind = type(bad).__name__
@@ -165,10 +192,15 @@ class Bridge:
         if variant is None:
             if len(self._variants) >= KEPT_VARIANTS:
                 self._variants.clear()
-            variant = self._variants[tree, static] = _Variant(self, tree, leaves)
+            variant = self._variants[tree, static, is_x64] = _Variant(self, tree, leaves, rounds=not is_x64)
         types = tuple(_type_of(x, self.name) for x in arrays)
         outputs = variant.outputs(types)
         return jax.tree.unflatten(outputs.tree, call_flat(variant.function, arrays, outputs.types))
+
+
+def _static(leaf: Any) -> Hashable:
+    """What tells a static argument apart; of floats -0.0 from 0.0, too."""
+    return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
 
 
 class Operand(int):
@@ -178,7 +210,7 @@ class Operand(int):
 class _Variant:
     """A bridge with its static arguments filled in, of a flat list of tensors."""
 
-    def __init__(self, bridge: Bridge, tree: Any, leaves: Sequence[Any]):
+    def __init__(self, bridge: Bridge, tree: Any, leaves: Sequence[Any], rounds: bool):
         self._tree = tree
         self._static = [None if _is_array(leaf) else leaf for leaf in leaves]
         self._places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -187,8 +219,17 @@ class _Variant:
         contract: Any = bridge.contract
         if callable(contract) and not isinstance(contract, Contraction):
             contract = self._call(contract, [Operand(i) for i in range(len(self._places))])
+        traits = bridge.traits
         self.function = TorchFunction(
-            self._evaluate, bridge.name, contract, with_gradients=bridge.with_gradients, writes=bridge.writes
+            self._flat(bridge.function),
+            bridge.name,
+            contract,
+            with_gradients=bridge.with_gradients,
+            rounds=rounds,
+            differentiable=traits.differentiable,
+            first_order=self._flat(traits.first_order) if traits.first_order else None,
+            takes_all=functools.cache(self._takes_all) if traits.at_once else None,
+            writes=bridge.writes,
         )
 
     def _call(self, function: Callable[..., Any], arrays: Sequence[Any]) -> Any:
@@ -198,8 +239,8 @@ class _Variant:
         args, kwargs = jax.tree.unflatten(self._tree, leaves)
         return function(*args, **kwargs)
 
-    def _evaluate(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        return jax.tree.leaves(self._call(self._bridge.function, tensors))
+    def _flat(self, function: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
+        return lambda *tensors: jax.tree.leaves(self._call(function, tensors))
 
     def outputs(self, types: tuple[jax.ShapeDtypeStruct, ...]) -> _Outputs:
         """Shapes and dtypes of the outputs for those of the inputs."""
@@ -210,25 +251,42 @@ class _Variant:
                 declared = self._traced(types)
             else:
                 declared = self._call(rule, types) if callable(rule) else rule
-            leaves, tree = jax.tree.flatten(declared)
-            for number, leaf in enumerate(leaves):
-                if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
-                    raise TypeError(f"`{self.function.name}`: output {number} is no tensor but {type(leaf).__name__}")
-                torch_dtype(leaf.dtype, f"output {number} of {self.function.name}")
-            shapes = tuple(jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves)
-            is_energy = len(shapes) == 1 and not shapes[0].shape and np.issubdtype(shapes[0].dtype, np.floating)
-            if self.function.contract is SCALAR and not is_energy:
-                raise ValueError(f"`{self.function.name}`: scalar=True needs one real number as output, got {shapes}")
-            found = self._known[types] = _Outputs(tree, shapes)
+            found = self._declared(declared)
+            if self.function.contract is SCALAR and not is_energy(found.types):
+                raise ValueError(
+                    f"`{self.function.name}`: scalar=True needs one real number as output, got {found.types}"
+                )
+            self._known[types] = found
         return found
 
-    def _traced(self, types: tuple[jax.ShapeDtypeStruct, ...]) -> Types:
+    def _declared(self, declared: Types) -> _Outputs:
+        """Outputs, checked, as narrow as JAX has them."""
+        leaves, tree = jax.tree.flatten(declared)
+        for number, leaf in enumerate(leaves):
+            if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+                raise TypeError(
+                    f"`{self.function.name}`: output {number} must be a torch.Tensor, it is of type "
+                    f"{type(leaf).__name__}; types of your own are registered as pytrees "
+                    "(jax.tree_util.register_dataclass)"
+                )
+            torch_dtype(leaf.dtype, f"output {number} of {self.function.name}")
+        shapes = (jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves)
+        return _Outputs(tree, tuple(shapes))
+
+    def _traced(self, types: Sequence[jax.ShapeDtypeStruct]) -> Types:
         """Outputs of the function for tensors without data; what it changes in place is learned, too."""
-        function = self.function
+        function, traits = self.function, self._bridge.traits
+        device = traits.device()
         with without_data(), torch.set_grad_enabled(function.with_gradients):
-            tensors = [torch.empty(x.shape, dtype=torch_dtype(x.dtype)) for x in types]
+            tensors = [torch.empty(x.shape, dtype=torch_dtype(x.dtype), device=device) for x in types]
             versions = [version_of(x) for x in tensors]
-            outputs = self._call(self._bridge.function, tensors)
+            try:
+                outputs = self._call(traits.for_shapes or self._bridge.function, tensors)
+            except NEEDS_DATA as error:
+                raise ValueError(
+                    f"`{function.name}`: the shapes of its outputs cannot be found without data ({error}): declare "
+                    "them as `out_shapes` of from_torch"
+                ) from error
             written = {i for i, (x, version) in enumerate(zip(tensors, versions)) if version_of(x) != version}
         function.writes = frozenset(written | (function.writes or frozenset()))
 
@@ -238,6 +296,24 @@ class _Variant:
             return jax.ShapeDtypeStruct(tuple(output.shape), jax_dtype(output.dtype))
 
         return jax.tree.map(type_of, outputs)
+
+    def _takes_all(self, sizes: tuple[int, ...], types: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
+        """Whether the function, given slices along leading axes, returns outputs along leading axes."""
+
+        def stacked(types: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
+            return tuple(jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype) for x in types)
+
+        try:
+            found = self._declared(self._traced(stacked(types)))
+        except Exception:  # it is called slice by slice, then
+            return False
+        outputs = self.outputs(types)
+        return found == _Outputs(outputs.tree, stacked(outputs.types))
+
+
+def is_energy(outputs: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Whether there is one output, a real number."""
+    return len(outputs) == 1 and not outputs[0].shape and jax.numpy.issubdtype(outputs[0].dtype, np.floating)
 
 
 class _Scalar(Contraction):
@@ -255,4 +331,11 @@ class _Scalar(Contraction):
         return [jax.numpy.reshape(total, outputs[0].shape).astype(outputs[0].dtype)]
 
 
-SCALAR = _Scalar()
+class _ScalarIfAny(_Scalar):
+    """The same where the output is one energy."""
+
+    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Sequence[jax.ShapeDtypeStruct]) -> bool:
+        return is_energy(outputs)
+
+
+SCALAR, SCALAR_IF_ANY = _Scalar(), _ScalarIfAny()

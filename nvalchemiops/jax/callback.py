@@ -53,12 +53,24 @@ class TorchFunction:
         For energies, whose gradient then comes with their values.
     with_gradients : bool
         Torch records operations also where no derivative is requested: for functions that call `torch.autograd.grad`.
+    rounds : bool
+        Outputs may have twice the declared bits: without x64, JAX has 32 for what torch computes in 64.
+    differentiable : bool
+    first_order : callable, optional
+        The same as ``evaluate``, for values and first derivatives.
+    takes_all : callable, optional
+        ``takes_all(sizes, types)``: whether one call takes all slices of ``vmap``, along leading axes; the types are
+        those of the inputs of one slice.
     """
 
     evaluate: Callable[..., Sequence[torch.Tensor]]
     name: str
     contract: Contraction | None = None
     with_gradients: bool = False
+    rounds: bool = True
+    differentiable: bool = True
+    first_order: Callable[..., Sequence[torch.Tensor]] | None = None
+    takes_all: Callable[[tuple[int, ...], tuple[jax.ShapeDtypeStruct, ...]], bool] | None = None
     writes: frozenset[int] | None = None  # inputs that it changes in place; None: not known yet
     jitted: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
 
@@ -139,8 +151,12 @@ class Request:
         ]
 
 
-def evaluate(request: Request, context: Any, results: Sequence[Any], operands: Sequence[Any]) -> None:
+def evaluate(
+    request: Request, context: Any, results: Sequence[Any], operands: Sequence[Any], at_once: bool = False
+) -> None:
     """Evaluate ``request`` on JAX's buffers, writing into those of the results.
+
+    All slices of ``vmap`` go into one call of the function if ``at_once``.
 
     Raises
     ------
@@ -149,21 +165,47 @@ def evaluate(request: Request, context: Any, results: Sequence[Any], operands: S
     RuntimeError
         It changed an input in place that it left alone at its first call.
     """
-    tensors = [_tensor(buffer) for buffer in operands]
-    targets = [_tensor(buffer) for buffer in results]
-    with _plain_state(), _stream_of([*targets, *tensors], context):
-        if not request.sizes:
-            for target, result in zip(targets, _results(request, tensors)):
-                target.copy_(result)
-            return
-        sums = [not all(flags) for flags in request.result_flags]
-        for target in itertools.compress(targets, sums):
-            target.zero_()
-        for place in itertools.product(*(range(size) for size in request.sizes)):
-            slices = [_at(place, tensor, flags) for tensor, flags in zip(tensors, request.operand_flags)]
-            places = [_at(place, target, flags) for target, flags in zip(targets, request.result_flags)]
-            for target, result, is_sum in zip(places, _results(request, slices), sums):
-                target.add_(result) if is_sum else target.copy_(result)
+    with _plain_state():
+        tensors = [_tensor(buffer) for buffer in operands]
+        targets = [_tensor(buffer) for buffer in results]
+        with _stream_of([*targets, *tensors], context):
+            if not request.sizes:
+                for target, result in zip(targets, _results(request, tensors)):
+                    target.copy_(result)
+            elif at_once:
+                _evaluate_at_once(request, targets, tensors)
+            else:
+                _evaluate_slices(request, targets, tensors)
+
+
+def _evaluate_slices(request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Evaluate one slice after the other."""
+    sums = [not all(flags) for flags in request.result_flags]
+    for target in itertools.compress(targets, sums):
+        target.zero_()
+    for place in itertools.product(*(range(size) for size in request.sizes)):
+        slices = [_at(place, tensor, flags) for tensor, flags in zip(tensors, request.operand_flags)]
+        places = [_at(place, target, flags) for target, flags in zip(targets, request.result_flags)]
+        for target, result, is_sum in zip(places, _results(request, slices), sums):
+            target.add_(result) if is_sum else target.copy_(result)
+
+
+def _evaluate_at_once(request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Evaluate a function that takes slices along leading axes."""
+    sizes = request.sizes
+    stacked = tuple(jax.ShapeDtypeStruct((*sizes, *output.shape), output.dtype) for output in request.outputs)
+    operands = [_along_all(sizes, tensor, flags) for tensor, flags in zip(tensors, request.operand_flags)]
+    results = _results(replace(request, outputs=stacked), operands)
+    for target, result, flags in zip(targets, results, request.result_flags):
+        summed = [axis for axis, flag in enumerate(flags) if not flag]
+        target.copy_(result.sum(summed) if summed else result)
+
+
+def _along_all(sizes: tuple[int, ...], tensor: torch.Tensor, flags: Flags) -> torch.Tensor:
+    """``tensor`` with an axis for each level, repeated along those that it lacked."""
+    shape = tensor.shape[sum(flags) :]
+    aligned = tensor.reshape([*(size if flag else 1 for size, flag in zip(sizes, flags)), *shape])
+    return aligned.expand(*sizes, *shape).contiguous()
 
 
 def _tensor(buffer: Any) -> torch.Tensor:
@@ -181,8 +223,9 @@ def _plain_state() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
-        if torch.is_autocast_enabled("cpu"):
-            stack.enter_context(torch.autocast("cpu", enabled=False))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
@@ -212,26 +255,37 @@ def _results(request: Request, operands: Sequence[torch.Tensor]) -> Sequence[tor
         elif not weights:
             weights = {j: torch.ones_like(y) for j, y in enumerate(outputs) if y.is_floating_point()}
         roots = [(outputs[j], weight) for j, weight in weights.items()]
-        _warn_without_graph(request.function, roots)
+        first: str | None = request.function.name
         for direction in directions:
-            slopes = _gradients(roots, [inputs[i] for i in direction], create_graph=True)
-            roots = list(zip(slopes, direction.values()))
+            slopes = _gradients(roots, [inputs[i] for i in direction], create_graph=True, warn=first)
+            roots, first = list(zip(slopes, direction.values())), None
         last = list(weights.values()) if request.directions and request.values else []
-        return results + _gradients(roots, [*last, *(inputs[i] for i in request.gradient)])
+        return results + _gradients(roots, [*last, *(inputs[i] for i in request.gradient)], warn=first)
 
 
 def _gradients(
-    roots: Sequence[tuple[torch.Tensor, torch.Tensor]], inputs: Sequence[torch.Tensor], create_graph: bool = False
+    roots: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    create_graph: bool = False,
+    warn: str | None = None,
 ) -> list[torch.Tensor]:
-    """Gradients of the sum of products of the pairs in ``roots``, zeros where there is no dependence."""
+    """Gradients of the sum of products of the pairs in ``roots``, zeros where there is no dependence.
+
+    Without any dependence, there is a warning about the function ``warn``.
+    """
     roots = [(y, weight) for y, weight in roots if y.requires_grad]
-    if not roots:
-        return [torch.zeros_like(x) for x in inputs]
-    outputs, weights = zip(*roots)
-    found: Sequence[torch.Tensor] = torch.autograd.grad(
-        outputs, inputs, weights, create_graph=create_graph, allow_unused=True, materialize_grads=True
-    )
-    return list(found)
+    found: Sequence[torch.Tensor | None] = [None] * len(inputs)
+    if roots:
+        outputs, weights = zip(*roots)
+        found = torch.autograd.grad(outputs, inputs, weights, create_graph=create_graph, allow_unused=True)
+    if warn is not None and all(gradient is None for gradient in found):
+        warnings.warn(
+            f"`{warn}`: its outputs do not depend on its inputs by torch's graph of operations, so the gradients are "
+            "zero",
+            UserWarning,
+            stacklevel=2,
+        )
+    return [torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(inputs, found)]
 
 
 def _outputs(request: Request, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -239,7 +293,8 @@ def _outputs(request: Request, inputs: list[torch.Tensor]) -> Sequence[torch.Ten
     function = request.function
     arguments = [x.clone() if function.writes is None or i in function.writes else x for i, x in enumerate(inputs)]
     versions = [version_of(x) for x in arguments]
-    outputs = function.evaluate(*arguments)
+    evaluate = function.evaluate if request.directions or function.first_order is None else function.first_order
+    outputs = evaluate(*arguments)
     written = frozenset(i for i, (x, version) in enumerate(zip(arguments, versions)) if version_of(x) != version)
     if function.writes is None:
         function.writes = written
@@ -264,17 +319,5 @@ def _check_output(function: TorchFunction, number: int, output: Any, declared: j
             f"`{function.name}`: output {number} has shape {tuple(output.shape)}, declared was {tuple(declared.shape)}"
         )
     expected = torch_dtype(declared.dtype)
-    # without x64, JAX has 32 bits for what torch computes in 64
-    if output.dtype not in (expected, WIDER.get(expected, expected)):
+    if output.dtype != expected and not (function.rounds and output.dtype == WIDER.get(expected)):
         raise TypeError(f"`{function.name}`: output {number} has dtype {output.dtype}, declared was {expected}")
-
-
-def _warn_without_graph(function: TorchFunction, roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if any(output.requires_grad for output, _ in roots):
-        return
-    warnings.warn(
-        f"`{function.name}`: its outputs do not depend on its inputs by torch's graph of operations, so the gradients "
-        "are zero",
-        UserWarning,
-        stacklevel=2,
-    )

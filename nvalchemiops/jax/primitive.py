@@ -140,11 +140,21 @@ def _lower(context: Any, *operands: Any, request: Request) -> Any:
             "the JAX functions around it, or the torch module by torch.export"
         )
     types = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in request.result_types(context.avals_in)]
+    at_once = _takes_all(request, context.avals_in)
 
     def callback(context: Any, results: Any, *operands: Any) -> None:
-        evaluate(request, context, results, operands)
+        evaluate(request, context, results, operands, at_once)
 
     return mlir.lower_fun(buffer_callback(callback, types), multiple_results=True)(context, *operands)
+
+
+def _takes_all(request: Request, operands: Sequence[Any]) -> bool:
+    """Whether the function takes all slices in one call."""
+    if not request.sizes or request.function.takes_all is None:
+        return False
+    inputs = zip(operands[: request.inputs], request.operand_flags)
+    types = tuple(jax.ShapeDtypeStruct(x.shape[sum(flags) :], x.dtype) for x, flags in inputs)
+    return request.function.takes_all(request.sizes, types)
 
 
 mlir.register_lowering(torch_call_p, _lower)
@@ -176,6 +186,7 @@ def _present(parts: Mapping[int, Part]) -> dict[int, Part]:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -> tuple[Sequence[Any], Sequence[Any]]:
     form, moving = Form.of(request, primals), Form.of(request, tangents)
     moved = _present(dict(enumerate(moving.inputs)))
+    _check_differentiable(request, moved)
     values, gradient = request.value_flags, request.gradient_flags
     if not values or not moved or form.directions or not _contracts(form, moved):
         results = bind(request, primals)
@@ -188,6 +199,20 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -
     kept = [*results[: len(values)], *(gradients[i] for i in gradient)]
     out = _contract(form, {i: gradients[i] for i in moved}, moved)
     return kept, _instantiated(kept, [*out, *_tangents(form, moving, moved, {}, gradient)])
+
+
+def _check_differentiable(request: Request, moved: Mapping[int, Part]) -> None:
+    """Raise where torch or the declaration of the function has no derivative by these inputs."""
+    name = request.function.name
+    if not request.function.differentiable:
+        raise ValueError(f"`{name}` is not to be differentiated: enable_vjp=True allows it")
+    kinds = [(f"by input {i}", part.array.dtype) for i, part in moved.items()]
+    kinds += [(f"of output {j}", request.outputs[j].dtype) for j in request.values if moved]
+    for what, dtype in kinds:
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            raise TypeError(
+                f"`{name}`: there is no derivative {what}, which is complex: give and return real and imaginary parts"
+            )
 
 
 def _instantiated(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -252,7 +277,11 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request) -> l
 
     if unknown(dict(enumerate(form.inputs))):
         raise NotImplementedError(f"`{request.function.name}` is not linear in its inputs, so it has no transpose")
-    given = [Part(c, flags) for c, flags in zip(cotangents, request.result_flags)]
+    dtypes = [request.outputs[j].dtype for j in request.values] + [form.inputs[i].array.dtype for i in request.gradient]
+    given = [
+        Part(c if isinstance(c, ad.Zero) else jnp.asarray(c, dtype), flags)  # callers may give Python numbers
+        for c, dtype, flags in zip(cotangents, dtypes, request.result_flags)
+    ]
     by_value = _present(dict(zip(request.values, given)))
     by_input = _present(dict(zip(request.gradient, given[len(request.values) :])))
     terms: list[list[Any]] = []

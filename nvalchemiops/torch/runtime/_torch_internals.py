@@ -331,15 +331,26 @@ _fake = _find(
     "finding shapes of outputs without data",
     "_subclasses.fake_tensor.FakeTensorMode",
     "_subclasses.fake_tensor.FakeTensor",
+    "_subclasses.fake_tensor.DataDependentOutputException",
+    "_subclasses.fake_tensor.DynamicOutputShapeException",
 )
 
+NEEDS_DATA: tuple[type[Exception], ...] = () if _fake is None else _fake[2:]
+"""What operations on tensors without data raise whose results, or their shapes, depend on data."""
 
-def without_data() -> AbstractContextManager[Any]:
+
+@contextmanager
+def without_data() -> Iterator[None]:
     """Inside, tensors are made without data, and operations find the shapes and dtypes of their results."""
     if _fake is None:
         raise _impossible("finding the shapes of a function's outputs: declare them")
-    mode: AbstractContextManager[Any] = _fake[0](allow_non_fake_inputs=True)
-    return mode
+    log = logging.getLogger(_fake[0].__module__)  # of errors, which are raised as well
+    before, log.disabled = log.disabled, True
+    try:
+        with _fake[0](allow_non_fake_inputs=True):
+            yield
+    finally:
+        log.disabled = before
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:

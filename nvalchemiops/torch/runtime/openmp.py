@@ -31,7 +31,6 @@ class OpenMP:
         self.parallel.argtypes = [kind, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self.parallel.restype = None
         self.entry = kind(self.enter)
-        self.commands: dict[int, dict[Any, Any]] = {}
         self.task: core.Task | None = None
         self.caller = 0
         self.errors: list[BaseException] = []
@@ -48,12 +47,12 @@ class OpenMP:
 
     def enter(self, _: Any) -> None:
         """Entry point of each thread. Python knows threads of OpenMP only while they are here."""
-        task, number = self.task, threading.get_ident()
+        task = self.task
         try:
             if task is None:
                 return
-            if number != self.caller:
-                core.enter_as_worker(self.commands.setdefault(number, {}))
+            if threading.get_ident() != self.caller:
+                core.enter_as_worker()
             task()
         except BaseException as error:
             self.errors.append(error)

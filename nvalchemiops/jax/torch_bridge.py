@@ -1,0 +1,324 @@
+"""Modules of torch as functions of JAX: `TorchModuleWrapper`."""
+
+import copy
+import functools
+import inspect
+import itertools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import torch
+
+from nvalchemiops.jax.bridge import SCALAR_IF_ANY, Bridge, Traits
+from nvalchemiops.locks import fork_safe
+
+VmapMethod = Literal["broadcast_all", "sequential"]
+
+COMPILED_DEVICES = frozenset({"cuda"})
+"""Devices for which modules are compiled. On a CPU, a network of atoms gained a tenth and took half a minute."""
+
+
+@dataclass(frozen=True)
+class TorchDtypeSpec:
+    """An argument that is an array, cast to a dtype before the module gets it.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        -1 is any size.
+    dtype : torch.dtype
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class ScalarSpec:
+    """An argument that is a Python number, which the module gets as it is.
+
+    Parameters
+    ----------
+    python_type : type
+        ``int``, ``float`` or ``bool``.
+    """
+
+    python_type: type
+
+
+InputSpec = TorchDtypeSpec | ScalarSpec | None
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True, eq=False)
+class TorchModuleWrapper:
+    """A torch module as a function of JAX arrays, on JAX's own memory.
+
+    It takes JAX arrays, pytrees of them and Python numbers, by position or name, and returns the module's outputs with
+    JAX arrays in the place of tensors. It works under ``jit``, ``vmap`` and ``scan``, and, with ``enable_vjp``, under
+    derivatives of every order in both modes. Wrappers with the same module and options are equal, so that a jitted
+    function which takes one as an argument is not traced again for another.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        It must depend on nothing but its arguments and its parameters: switch dropout and running averages off by
+        ``module.eval()``. Shapes of outputs are found by a run without data, so they must not depend on data.
+    input_spec : sequence of TorchDtypeSpec, ScalarSpec or None, optional
+        One entry for each leaf of the arguments: a dtype to cast to, a Python number, or None for an array as it is.
+    vmap_method : {"broadcast_all", "sequential"}
+        How ``vmap`` calls the module: once, with all slices along leading axes, for modules that treat leading axes as
+        a batch; or slice by slice. Where the outputs have no such axes then, it is slice by slice, too.
+    requires_grad : bool
+        Torch records operations in the module, which computes derivatives itself.
+    enable_vjp : bool
+        JAX may differentiate through the module. Parameters are constants, their ``grad`` stays as it is.
+    _compile : bool
+        Compile the module by `torch.compile` on a GPU, for values and first derivatives. If that fails, it runs as it
+        is, with a warning.
+
+    Raises
+    ------
+    TypeError
+        An argument that is neither an array nor a Python number, or not of the type of its ``input_spec``; an output
+        that is no tensor.
+    ValueError
+        A number of arguments or a shape other than in ``input_spec``; a derivative without ``enable_vjp``.
+
+    Warns
+    -----
+    UserWarning
+        A derivative is taken of outputs that do not depend on the inputs by torch's graph of operations. It is zero.
+
+    Examples
+    --------
+    >>> model = TorchModuleWrapper(torch.nn.Linear(3, 1), enable_vjp=True)
+    >>> jax.jit(jax.grad(lambda x: model(x).sum()))(jax.numpy.ones(3)).shape
+    (3,)
+    """
+
+    module: torch.nn.Module
+    input_spec: Sequence[InputSpec] | None = None
+    vmap_method: VmapMethod = "broadcast_all"
+    requires_grad: bool = False
+    enable_vjp: bool = False
+    _compile: bool = True
+
+    def __post_init__(self) -> None:
+        if self.vmap_method not in ("broadcast_all", "sequential"):
+            raise ValueError(f'`vmap_method` must be "broadcast_all" or "sequential", got {self.vmap_method!r}')
+        for number, spec in enumerate(self.input_spec or ()):
+            if not isinstance(spec, InputSpec):
+                raise TypeError(
+                    f"`input_spec[{number}]` must be TorchDtypeSpec, ScalarSpec or None, got {type(spec).__name__}"
+                )
+
+    def _key(self) -> tuple[Hashable, ...]:
+        spec = None if self.input_spec is None else tuple(self.input_spec)
+        return (id(self.module), spec, *(getattr(self, field.name) for field in fields(self)[2:]))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TorchModuleWrapper) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __reduce__(self) -> Any:
+        return TorchModuleWrapper, tuple(getattr(self, field.name) for field in fields(self))
+
+    def get_for_device(self, device: torch.device | str) -> torch.nn.Module:
+        """The module on ``device``: itself, or a copy that is made once and goes with it.
+
+        A copy has the parameters that the module had when it was made.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return module_on(self.module, device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Outputs of the module."""
+        paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
+        _check_arguments(self.module, paths, self.input_spec)
+        return self._function(*args, **kwargs)
+
+    @functools.cached_property
+    def _function(self) -> Callable[..., Any]:
+        """The function of this wrapper and of all that are equal."""
+        key = self._key()
+        found = _functions.get(key)
+        if found is None:
+            found = _functions[key] = _Function(self)
+        return found
+
+
+class _Function:
+    """The JAX function of equal wrappers. It holds the module, so that an ``id`` in its key is no other's."""
+
+    def __init__(self, wrapper: TorchModuleWrapper):
+        self._module, self._spec = wrapper.module, tuple(wrapper.input_spec or ())
+        self._compiled: dict[torch.device, _Compiled] = {}
+        traits = Traits(
+            differentiable=wrapper.enable_vjp,
+            at_once=wrapper.vmap_method == "broadcast_all",
+            first_order=self._run_compiled if wrapper._compile else None,
+            for_shapes=self._run_scratch,
+            device=lambda: device_of(self._module) or torch.device("cpu"),
+        )
+        self._bridge = Bridge(
+            self._run,
+            None,
+            name=type(wrapper.module).__name__,
+            contract=SCALAR_IF_ANY,
+            with_gradients=wrapper.requires_grad,
+            traits=traits,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._bridge(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs, device = self._prepared(args, kwargs)
+        return module_on(self._module, device)(*args, **kwargs)
+
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs, device = self._prepared(args, kwargs)
+        module = module_on(self._module, device)
+        if device is None or device.type not in COMPILED_DEVICES:
+            return module(*args, **kwargs)
+        compiled = self._compiled.get(device)
+        if compiled is None or compiled.module is not module:
+            compiled = self._compiled[device] = _Compiled(module)
+        return compiled(*args, **kwargs)
+
+    def _run_scratch(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs, _ = self._prepared(args, kwargs)
+        return _scratch(self._module)(*args, **kwargs)
+
+    def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, Any, torch.device | None]:
+        """Arguments cast as specified, and the device that they are on."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
+        if any(isinstance(spec, TorchDtypeSpec) for spec in self._spec):
+            cast = [x.to(spec.dtype) if isinstance(spec, TorchDtypeSpec) else x for x, spec in zip(leaves, self._spec)]
+            args, kwargs = jax.tree.unflatten(tree, cast)
+        return args, kwargs, device
+
+
+_functions: weakref.WeakValueDictionary[tuple[Hashable, ...], _Function] = weakref.WeakValueDictionary()
+
+
+class _Compiled:
+    """A module by torch's compiler, or as it is where that fails."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+        self._compiled: Callable[..., Any] | None = torch.compile(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._compiled is not None:
+            try:
+                return self._compiled(*args, **kwargs)
+            except Exception as error:
+                outputs = self.module(*args, **kwargs)  # raises what is wrong in the module itself
+                self._compiled = None
+                name = type(self.module).__name__
+                warnings.warn(f"`{name}` runs without torch.compile, which failed: {error}", UserWarning, stacklevel=2)
+                return outputs
+        return self.module(*args, **kwargs)
+
+
+# -- modules and devices --------------------------------------------------------------------------
+
+_copies: dict[int, tuple[weakref.ref[torch.nn.Module], dict[torch.device, torch.nn.Module]]] = {}
+"""Copies of modules on other devices, by ``id``, which is that of the module as long as the reference has it."""
+
+_copies_lock = fork_safe(threading.RLock())
+
+
+def device_of(module: torch.nn.Module) -> torch.device | None:
+    """The device of the first parameter or buffer; None without any."""
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return None if first is None else first.device
+
+
+def module_on(module: torch.nn.Module, device: torch.device | None) -> torch.nn.Module:
+    """``module``, or a copy on ``device``."""
+    own = device_of(module)
+    if own is None or device is None or own == device:
+        return module
+    with _copies_lock:
+        reference, copies = _copies.get(id(module), (None, {}))
+        if reference is None or reference() is not module:
+            copies = {}
+            _copies[id(module)] = (weakref.ref(module, functools.partial(_forget, id(module))), copies)
+        if device not in copies:
+            copies[device] = copy.deepcopy(module).to(device)
+        return copies[device]
+
+
+def _forget(key: int, reference: weakref.ref[torch.nn.Module]) -> None:
+    with _copies_lock:
+        if _copies.get(key, (None,))[0] is reference:
+            del _copies[key]
+
+
+def _scratch(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy with the same parameters and buffers, for a run without data, which may leave its tensors in it."""
+    shared = {id(x): x for x in itertools.chain(module.parameters(), module.buffers())}
+    try:
+        return copy.deepcopy(module, shared)
+    except Exception:  # of an attribute that cannot be copied
+        return module
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def _check_arguments(module: torch.nn.Module, paths: Sequence[Any], spec: Sequence[InputSpec] | None) -> None:
+    """Raise where an argument is not what the module or ``spec`` takes."""
+    if spec is not None and len(spec) != len(paths):
+        named = [_argument_name(module, path) for path, _ in paths]
+        raise ValueError(
+            f"`{type(module).__name__}`: input_spec has {len(spec)} entries, got {len(paths)} arguments: {named}"
+        )
+    for number, (path, leaf) in enumerate(paths):
+        is_number = type(leaf) in (bool, int, float)
+        if not (is_number or isinstance(leaf, (jax.Array, np.ndarray, np.generic))):
+            raise TypeError(
+                f"`{_argument_name(module, path)}` must be array-like or a Python number, got {type(leaf).__name__}"
+            )
+        if spec is not None:
+            _check_argument(functools.partial(_argument_name, module, path), leaf, spec[number])
+
+
+def _check_argument(name: Callable[[], str], leaf: Any, spec: InputSpec) -> None:
+    if isinstance(spec, ScalarSpec):
+        if type(leaf) is not spec.python_type:
+            raise TypeError(
+                f"`{name()}`: expected {spec.python_type.__name__} by its ScalarSpec, got {type(leaf).__name__}; "
+                "numbers are arrays inside of jit unless they are static there"
+            )
+    elif type(leaf) in (bool, int, float):
+        raise TypeError(f"`{name()}`: expected an array by `input_spec`, got a number of type {type(leaf).__name__}")
+    elif spec is not None:
+        fits = len(spec.shape) == leaf.ndim and all(n in (-1, size) for n, size in zip(spec.shape, leaf.shape))
+        if not fits:
+            raise ValueError(f"`{name()}` must have shape {tuple(spec.shape)} by its TorchDtypeSpec, got {leaf.shape}")
+
+
+def _argument_name(module: torch.nn.Module, path: tuple[Any, ...]) -> str:
+    """An argument as its caller writes it, such as ``graph['cell']``; ``path`` begins in ``(args, kwargs)``."""
+    kind, first, *rest = path
+    if kind.idx == 1:
+        name = first.key
+    else:
+        names = list(inspect.signature(module.forward).parameters)
+        name = names[first.idx] if first.idx < len(names) else f"args[{first.idx}]"
+    return name + jax.tree_util.keystr(tuple(rest))

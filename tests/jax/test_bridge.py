@@ -1,0 +1,584 @@
+"""Torch functions as functions of JAX: derivatives, memory, errors, and many calls at once."""
+
+import gc
+import os
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from nvalchemiops import launch, threads
+from nvalchemiops.jax.bridge import from_torch
+from nvalchemiops.jax.dtypes import torch_dtype
+from nvalchemiops.torch.segment_ops import segmented_sum
+from tests.jax.precision import double_precision  # noqa: F401
+from tests.processes import python_says
+
+X, V, T = np.array([[0.3, 0.7, 1.1], [0.1, -0.5, 0.3], [1.0, 0.5, -0.3]])
+W = np.array([1.2, 0.4, 0.9])
+ROWS = np.array([2, 0, 2])
+
+
+# -- derivatives ----------------------------------------------------------------------------------
+
+
+class Energy:
+    """One number."""
+
+    @staticmethod
+    def of_torch(x, w, rows):
+        return (torch.sin(x) * w).prod() + (x**3 * w)[rows].sum()
+
+    @staticmethod
+    def of_jax(x, w, rows):
+        return (jnp.sin(x) * w).prod() + (x**3 * w)[rows].sum()
+
+    @staticmethod
+    def total(energy):
+        return energy
+
+
+class Field:
+    """A vector."""
+
+    @staticmethod
+    def of_torch(x, w, rows):
+        return torch.sin(x) * w[rows] * x.sum()
+
+    @staticmethod
+    def of_jax(x, w, rows):
+        return jnp.sin(x) * w[rows] * x.sum()
+
+    @staticmethod
+    def total(field):
+        return (field**2).sum()
+
+
+class Several:
+    """Outputs of several shapes, one of them integers, one that does not depend on x."""
+
+    @staticmethod
+    def of_torch(x, w, rows):
+        y = torch.sin(x * w)
+        return {"sum": y.sum(), "outer": y[:, None] * x[rows], "rows": 2 * rows, "w": (w**2,)}
+
+    @staticmethod
+    def of_jax(x, w, rows):
+        y = jnp.sin(x * w)
+        return {"sum": y.sum(), "outer": y[:, None] * x[rows], "rows": 2 * rows, "w": (w**2,)}
+
+    @staticmethod
+    def total(several):
+        return several["sum"] * (several["outer"] ** 2).sum() + several["w"][0].prod()
+
+
+FUNCTIONS = {
+    "energy": (Energy, True),
+    "energy, general rule": (Energy, False),
+    "field": (Field, False),
+    "several": (Several, False),
+}
+
+
+def floats(tree):
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+def gradient_along(f, *vectors):
+    """A derivative of order one more than there are vectors, by reverse mode alone."""
+    if not vectors:
+        return jax.grad(f)
+    return gradient_along(lambda x: (jax.grad(f)(x) * vectors[0]).sum(), *vectors[1:])
+
+
+TRANSFORMATIONS = {
+    "value": lambda f, s: f(X, W),
+    "grad": lambda f, s: jax.grad(s)(X, W),
+    "grad by both": lambda f, s: jax.grad(s, (0, 1))(X, W),
+    "jvp": lambda f, s: floats(jax.jvp(lambda *a: floats(f(*a)), (X, W), (V, T))),
+    "jvp of jvp": lambda f, s: jax.jvp(lambda x: jax.jvp(lambda x: floats(f(x, W)), (x,), (V,))[1], (X,), (T,)),
+    "vjp of jvp": lambda f, s: jax.grad(lambda x: jax.jvp(lambda x: s(x, W), (x,), (V,))[1])(X),
+    "Hessian-vector product": lambda f, s: jax.jvp(lambda x: jax.grad(s)(x, W), (X,), (V,)),
+    "second order": lambda f, s: gradient_along(lambda x: s(x, W), V)(X),
+    "third order": lambda f, s: gradient_along(lambda x: s(x, W), V, T)(X),
+    "fourth order": lambda f, s: gradient_along(lambda x: s(x, W), V, T, W)(X),
+    "hessian": lambda f, s: jax.hessian(s, (0, 1))(X, W),
+    "jacfwd of jacfwd": lambda f, s: jax.jacfwd(jax.jacfwd(lambda x: floats(f(x, W))))(X),
+    "jacfwd of jacrev": lambda f, s: jax.jacfwd(jax.jacrev(lambda x: floats(f(x, W))))(X),
+    "jacrev of jacfwd": lambda f, s: jax.jacrev(jax.jacfwd(lambda x: floats(f(x, W))))(X),
+    "jacrev of jacrev": lambda f, s: jax.jacrev(jax.jacrev(lambda x: floats(f(x, W))))(X),
+    "vmap of grad": lambda f, s: jax.vmap(jax.grad(s), (0, None))(jnp.stack([X, V]), W),
+    "grad of vmap": lambda f, s: jax.grad(lambda x, w: jax.vmap(s, (0, None))(x, w).prod(), (0, 1))(
+        np.stack([X, V]), W
+    ),
+    "vmap of vmap": lambda f, s: jax.vmap(jax.vmap(jax.grad(s, (0, 1)), (0, None), 1), (None, 1))(
+        np.stack([X, V]), np.stack([W, T], 1)
+    ),
+    "hessian of vmap": lambda f, s: jax.hessian(lambda x, w: (jax.vmap(s, (0, None))(x, w) ** 2).sum(), (0, 1))(
+        np.stack([X, V]), W
+    ),
+    "checkpoint": lambda f, s: jax.grad(lambda x: jax.checkpoint(lambda x: s(x, W) ** 2)(x))(X),
+    "scan": lambda f, s: jax.grad(
+        lambda x: jax.lax.scan(lambda x, _: (x - 0.1 * jax.grad(s)(x, W), s(x, W)), x, None, length=3)[1].sum()
+    )(X),
+}
+
+EAGER = {
+    "energy": ["value", "grad by both", "jvp", "vjp of jvp", "hessian", "vmap of grad", "checkpoint", "scan"],
+    "several": ["value", "grad by both", "vmap of grad"],
+}
+
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""For compilation; what runs is tiny."""
+
+
+def assert_same(found, expected, rtol=1e-14):
+    """Relative to the largest number of each array."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(1.0, np.max(np.abs(b), initial=0)))
+
+
+@pytest.mark.filterwarnings("ignore:.*do not depend on its inputs")  # of "several", an output on its own
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_transformations(kind):
+    """Each of them, jitted and eager, as of the same function in JAX."""
+    case, scalar = FUNCTIONS[kind]
+    bridged = from_torch(case.of_torch, scalar=scalar)
+
+    def evaluated(function, name):
+        def f(x, w):
+            return function(x, w, ROWS)
+
+        return TRANSFORMATIONS[name](f, lambda x, w: case.total(f(x, w)))
+
+    def jitted(function):
+        evaluate = jax.jit(
+            lambda: {name: evaluated(function, name) for name in TRANSFORMATIONS}, compiler_options=QUICKLY
+        )
+        return evaluate()
+
+    found, expected = jitted(bridged), jitted(case.of_jax)
+    for name in TRANSFORMATIONS:
+        try:
+            assert_same(found[name], expected[name])
+            if name in EAGER.get(kind, ()):
+                assert_same(evaluated(bridged, name), expected[name])
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def cosines(x):
+    return torch.cos(x).sum()
+
+
+class Counter:
+    """A torch function that counts its evaluations and notes the memory of its arguments."""
+
+    def __init__(self, function):
+        self.function, self.calls, self.pointers = function, 0, []
+
+    def __call__(self, *tensors):
+        if type(tensors[0]) is torch.Tensor:  # otherwise it is asked for shapes
+            self.calls += 1
+            self.pointers.append([x.data_ptr() for x in tensors])
+        return self.function(*tensors)
+
+
+CALLS = {
+    "value": (1, lambda f: f),
+    "grad": (1, jax.grad),
+    "value_and_grad": (1, jax.value_and_grad),
+    "Hessian-vector product": (1, lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (V,))[1]),
+    "vmap": (4, lambda f: lambda x: jax.vmap(jax.value_and_grad(f))(jnp.stack([x, x, x, x]))),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_call_for_an_energy_and_its_gradient(name):
+    """And one for a Hessian-vector product; `vmap` calls from JAX once, and torch for each slice."""
+    calls, transform = CALLS[name]
+    counter = Counter(cosines)
+    compiled = jax.jit(transform(from_torch(counter, scalar=True))).lower(X).compile()
+    jax.block_until_ready(compiled(X))
+    assert counter.calls == calls
+    assert compiled.as_text().count("custom-call(") == 1
+
+
+def test_python_numbers_are_static():
+    power = from_torch(lambda x, n, *, sign=None: x**n if sign is None else x**n / sign)
+    assert_same(power(X, 3), X**3)
+    assert_same(power(X, 2, sign=None), X**2)
+    assert [float(power(np.ones(()), 1, sign=sign)) for sign in (0.0, -0.0)] == [np.inf, -np.inf]
+    with pytest.raises(TypeError, match="of type set is neither an array nor hashable"):
+        power(X, {1})
+
+
+def test_linear_transpose():
+    """Also with a Python number as the cotangent."""
+    energy = from_torch(cosines, scalar=True)
+    (found,) = jax.linear_transpose(lambda v: jax.jvp(energy, (X,), (v,))[1], X)(2.0)
+    assert_same(found, -2 * jnp.sin(X))
+
+
+def test_complex_values_have_no_derivative_here():
+    square = from_torch(lambda z: z * z)
+    assert_same(jax.jit(square)(X + 1j * V), (X + 1j * V) ** 2)
+    with pytest.raises(TypeError, match="no derivative by input 0, which is complex"):
+        jax.jvp(square, (X + 1j * V,), (X + 1j * V,))
+    with pytest.raises(TypeError, match="no derivative of output 0, which is complex"):
+        jax.grad(lambda x: jnp.abs(from_torch(torch.complex)(x, x)).sum())(X)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def test_inputs_are_not_copied():
+    counter = Counter(lambda x, w: (x * w).sum())
+    x, w = jnp.asarray(X), jnp.asarray(W)
+    evaluate = jax.jit(jax.value_and_grad(from_torch(counter, scalar=True)))
+    for _ in range(2):
+        jax.block_until_ready(evaluate(x, w))
+    assert counter.pointers == [[x.unsafe_buffer_pointer(), w.unsafe_buffer_pointer()]] * 2
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_inputs_are_never_changed(declared):
+    """A function that writes into its argument gets a copy: at its first call, and later; also one of each slice."""
+
+    def in_place(x, w):
+        x *= 2
+        return (x**2 * w).sum()
+
+    types = jax.ShapeDtypeStruct((), "float64") if declared else None
+    energy = from_torch(in_place, types, scalar=True)
+    x, w = jnp.asarray(X), jnp.asarray(W)
+    for _ in range(2):
+        value, gradient = jax.jit(jax.value_and_grad(energy))(x, w)
+        assert_same((value, gradient), ((4 * X**2 * W).sum(), 8 * X * W))
+        assert_same(jax.jit(jax.vmap(energy, (None, 0)))(x, jnp.stack([w, w])), jnp.full(2, value))
+        assert_same(energy(x, w), value)
+        assert np.array_equal(x, X) and np.array_equal(w, W)
+
+
+def test_a_function_that_begins_to_write():
+    """It cannot be undone, but it is said; afterwards there are copies."""
+    writes = [False]
+
+    def sometimes(x):
+        return x.add_(1.0) if writes[0] else x + 1.0
+
+    evaluate = jax.jit(from_torch(sometimes))
+    assert_same(evaluate(X), X + 1)
+    writes[0] = True
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"changed inputs \[0\] in place, which it did not"):
+        jax.block_until_ready(evaluate(jnp.array(X)))
+    x = jnp.array(X)
+    assert_same(evaluate(x), X + 1)
+    assert np.array_equal(x, X)
+
+
+def test_donated_arguments():
+    step = jax.jit(from_torch(lambda x, w: x + w), donate_argnums=0)
+    x = jnp.array(X)
+    for _ in range(3):
+        x = step(x, W)
+    assert_same(x, X + W + W + W)
+
+
+LAYOUTS = {
+    "transposed inside jit": (lambda x: x.T, np.arange(6.0).reshape(2, 3)),
+    "reversed": (lambda x: x[::-1, ::2], np.arange(12.0).reshape(3, 4)),
+    "broadcast": (lambda x: jnp.broadcast_to(x, (4, 3)), np.arange(3.0)),
+    "slices of numpy, unaligned": (lambda x: x, np.arange(13.0)[1:].reshape(4, 3)),
+    "strides of numpy": (lambda x: x, np.arange(24.0).reshape(4, 6)[::-2, 1::2]),
+    "order of Fortran": (lambda x: x, np.asfortranarray(np.arange(6.0).reshape(2, 3))),
+    "no elements": (lambda x: x, np.zeros((0, 3))),
+    "no dimensions": (lambda x: x, np.float64(3.0)),
+    "bytes in between": (lambda x: x, np.frombuffer(b"x" + np.arange(4.0).tobytes(), np.uint8)[1:].view("f8")),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name):
+    change, x = LAYOUTS[name]
+    double = from_torch(lambda x: (2 * x, x.sum(), x.T if x.ndim == 2 else x))
+    y = np.asarray(change(x))
+    for evaluate in (lambda x: double(change(x)), jax.jit(lambda x: double(change(x)))):
+        assert_same(evaluate(x), (2 * y, np.asarray(y.sum()), y.T))
+
+
+DTYPES = [
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("bfloat16", "float16", "float32", "float64", "complex64", "complex128"),
+]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_dtypes(name):
+    for array in (jnp.array([0, 1, 3]).astype(name), jnp.ones((), name), jnp.zeros((0, 2), name)):
+        seen = set()
+
+        def twice(x, seen=seen):
+            seen.add(x.dtype)
+            return x, x[:2] if x.ndim else x
+
+        found = jax.jit(from_torch(twice))(array)
+        assert_same(found, (array, array[:2] if array.ndim else array), rtol=0)
+        assert seen == {getattr(torch, name)} == {torch_dtype(array.dtype)}
+    if jnp.issubdtype(name, jnp.floating):
+        x = jnp.array([0.5, 1.0, 2.0], name)
+        gradient = jax.jit(jax.grad(from_torch(lambda x: (x * x).sum(), scalar=True)))(x)
+        assert gradient.dtype == name and np.array_equal(gradient, 2 * x)
+
+
+def twice(x):
+    return 2 * x
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int4"])
+def test_dtypes_that_are_not_exchanged(dtype):
+    with pytest.raises(TypeError, match=f"`twice` has dtype {dtype}, which torch does not have"):
+        jax.jit(from_torch(twice))(jnp.ones(3, dtype))
+    with pytest.raises(TypeError, match=r"has dtype torch\.complex32, which JAX does not have"):
+        from_torch(lambda x: x.to(torch.complex32))(X)
+
+
+def test_without_x64():
+    """One rule: results of 64 bits are rounded to 32. The function gets what JAX has: 32 bits."""
+    seen = set()
+
+    def widens(x, i):
+        seen.update([x.dtype, i.dtype])
+        return x.double() / 3, i.long() + 1, x.sum().to(torch.complex128)
+
+    bridged = from_torch(widens)
+    for is_on in (False, True):  # the same function under both settings
+        with jax.enable_x64(is_on):
+            found = jax.jit(bridged)(np.float32([1, 2]), np.int32([3]))
+            wide = jax.dtypes.canonicalize_dtype("float64")
+        assert wide == ("float64" if is_on else "float32")
+        assert [x.dtype for x in found] == [wide, f"int{wide.itemsize * 8}", f"complex{wide.itemsize * 16}"]
+        assert np.array_equal(found[0], (np.array([1.0, 2.0]) / 3).astype(wide)) and found[1] == 4
+    with jax.enable_x64(False):
+        gradient = jax.grad(from_torch(lambda x: (x.double() ** 2).sum(), scalar=True))(np.arange(3.0))
+    assert gradient.dtype == np.float32 and np.array_equal(gradient, [0, 2, 4])
+    assert seen == {torch.float32, torch.int32}
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+DECLARED = jax.ShapeDtypeStruct((3,), "float64")
+WRONG = {
+    "shape": (lambda x: x[:1], r"output 0 has shape \(1,\), declared was \(3,\)"),
+    "dtype": (lambda x: x.float(), "output 0 has dtype torch.float32, declared was torch.float64"),
+    "wider than declared": (lambda x: x.to(torch.complex128), "output 0 has dtype torch.complex128"),
+    "number": (lambda x: (x, x), "returned 2 tensors, 1 were declared"),
+    "no tensor": (lambda x: 3, "output 0 is no tensor but int"),
+    "its own error": (lambda x: torch.linalg.cholesky(-torch.eye(3, dtype=x.dtype)), "not positive-definite"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_in_a_call(name):
+    """With their text, and the next call works."""
+    function, text = WRONG[name]
+    switch = [True]
+    evaluate = jax.jit(from_torch(lambda x: function(x) if switch[0] else 2 * x, DECLARED))
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            jax.block_until_ready(evaluate(X))
+    switch[0] = False
+    assert_same(evaluate(X), 2 * X)
+
+
+def test_errors_when_traced():
+    with pytest.raises(ValueError, match="scalar=True needs one real number as output"):
+        jax.jit(from_torch(lambda x: x, scalar=True))(X)
+    with pytest.raises(TypeError, match=r"output 0 must be a torch\.Tensor, it is of type float"):
+        jax.jit(from_torch(lambda x: 1.0))(X)
+    with pytest.raises(ValueError, match="declare"):
+        jax.jit(from_torch(lambda x: x[x > 0]))(X)
+    with pytest.raises(RuntimeError, match="broadcast a dimension of length 2"):
+        jax.jit(from_torch(lambda x, y: x + y))(X, W[:2])
+
+
+def test_export_is_an_error():
+    from jax import export
+
+    with pytest.raises(NotImplementedError, match=r"`cosines` calls torch in this process, which jax.export cannot"):
+        export.export(jax.jit(from_torch(cosines)))(X)
+
+
+def test_a_function_is_freed():
+    counter = Counter(cosines)
+    reference, energy = weakref.ref(counter), from_torch(counter, scalar=True)
+    jax.block_until_ready(jax.jit(jax.grad(energy))(X)), jax.block_until_ready(energy(X))
+    del counter, energy
+    jax.clear_caches()
+    gc.collect()
+    assert reference() is None
+
+
+# -- state of torch -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "context", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
+def test_modes_of_the_caller_do_not_matter(context):
+    product = from_torch(lambda x: (x.float() @ x.float().T).sum(), scalar=True)
+    evaluate, x = jax.jit(jax.grad(product)), np.random.default_rng(0).random((3, 3))
+    expected = evaluate(x)
+    with context():
+        assert np.array_equal(jax.jit(jax.grad(product))(x), expected)
+
+
+# -- many calls at once ---------------------------------------------------------------------------
+
+
+def guarded(function, seconds=120):
+    """The result of ``function()``, or a failure where it hangs."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert results, "it hangs or has failed"
+    return results[0]
+
+
+def test_several_threads():
+    """As one after the other, to the last bit."""
+    energy = from_torch(Energy.of_torch, scalar=True)
+    evaluate = jax.jit(jax.value_and_grad(energy))
+    hessian = jax.jit(jax.hessian(energy))
+
+    def work(number):
+        x = X * (1 + number / 7)
+        with jax.enable_x64(True):  # each thread has its setting
+            return [np.asarray(y) for _ in range(10) for y in (*evaluate(x, W, ROWS), hessian(x, W, ROWS))]
+
+    serial = [work(number) for number in range(4)]
+
+    def parallel():
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(work, range(4)))
+
+    for found, expected in zip(guarded(parallel), serial):
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected))
+
+
+def test_a_thousand_queued_calls():
+    """In bounded memory and threads."""
+
+    def resident():
+        with open("/proc/self/statm") as statistics:
+            return int(statistics.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    step = jax.jit(jax.grad(from_torch(lambda x: (x**2).sum() / 2, scalar=True)))
+    x = jnp.ones(100_000)
+
+    def queued(x):
+        with jax.enable_x64(True):
+            for _ in range(1000):
+                x = step(x)
+            return np.asarray(x)
+
+    guarded(lambda: queued(x))
+    before, threads = resident(), threading.active_count()
+    assert np.array_equal(guarded(lambda: queued(x)), np.ones(100_000))
+    assert resident() - before < 100e6 and threading.active_count() <= threads + 1
+
+
+def test_launches_are_prepared_once_in_threads_of_xla(monkeypatch):
+    """Python forgets these threads between calls."""
+    built = []
+
+    class Counted(launch.Command):
+        def __init__(self, kernel, *arguments):
+            built.append((threading.get_ident(), kernel))
+            super().__init__(kernel, *arguments)
+
+    monkeypatch.setattr(launch, "Command", Counted)
+    monkeypatch.setattr(threads, "_commands", {})
+    numbers = torch.zeros(3, dtype=torch.int32)
+    counter = Counter(lambda x: segmented_sum(x, numbers, 1).sum())
+    counted_in = []
+    number = jax.ShapeDtypeStruct((), "float64")
+    energy = from_torch(lambda x: (counted_in.append(threading.get_ident()), counter(x))[1], number, scalar=True)
+    evaluate = jax.jit(jax.value_and_grad(energy))
+    slow, big = jax.jit(lambda x: (x @ x) / 1000), jnp.ones((1000, 1000))
+    for _ in range(10):
+        big = slow(big)
+        found = evaluate(jnp.asarray(X) + 0 * big[0, :3])  # what is computed when this is called waits for a thread
+    assert_same(found, (jnp.sum(X), jnp.ones(3)))
+    assert set(counted_in) - {threading.get_ident()}
+    assert built and len(set(built)) == len(built)
+
+
+def test_two_devices():
+    """`jax.shard_map`: each device calls with its own shard; also gradients, which are summed over shards."""
+    code = """
+        import json
+        import jax, jax.numpy as jnp, numpy as np, torch
+        from jax.sharding import Mesh, PartitionSpec as P
+        from nvalchemiops.jax.bridge import from_torch
+
+        jax.config.update("jax_enable_x64", True)
+        mesh = Mesh(np.array(jax.devices()), ("shards",))
+        sizes = []
+        def of_torch(x, w):
+            if type(x) is torch.Tensor:
+                sizes.append(len(x))
+            return (torch.sin(x) * w).sum()
+        def of_jax(x, w):
+            return (jnp.sin(x) * w).sum()
+        x, w = jnp.arange(8.0), jnp.array(1.3)
+        errors = []
+        for scalar in (True, False):
+            for check in (True, False):
+                def total(function):
+                    def shard(x, w):
+                        return jax.lax.psum(function(x, w), "shards")
+                    return jax.shard_map(shard, mesh=mesh, in_specs=(P("shards"), P()), out_specs=P(), check_vma=check)
+                def evaluated(function):
+                    f = total(function)
+                    return (
+                        jax.jit(jax.value_and_grad(f, (0, 1)))(x, w),
+                        jax.jit(lambda x: jax.jvp(jax.grad(f), (x, w), (x, w))[1])(x),
+                    )
+                found, expected = evaluated(from_torch(of_torch, scalar=scalar)), evaluated(of_jax)
+                pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected))
+                errors.append(max(float(jnp.abs(a - b).max()) for a, b in pairs))
+        print(json.dumps([len(jax.devices()), sorted(set(sizes)), max(errors)]))
+    """
+    devices, sizes, error = python_says(code, XLA_FLAGS="--xla_force_host_platform_device_count=2", timeout=120)
+    assert devices == 2 and sizes == [4] and error < 1e-14
+
+
+def test_either_is_imported_first(tmp_path):
+    """And JAX's persistent cache of compiled programs leaves out those that call torch."""
+    code = """
+        import importlib, json, sys
+        for name in sys.argv[1:3]:
+            importlib.import_module(name)
+        import jax
+        from nvalchemiops.jax.bridge import from_torch
+
+        jax.config.update("jax_compilation_cache_dir", sys.argv[3])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+        jax.jit(lambda x: 2 * x)(3.0)  # this one is written
+        values = [float(jax.jit(jax.grad(from_torch(lambda x: k * x**2, scalar=True)))(3.0)) for k in (1, 2)]
+        print(json.dumps(values))
+    """
+    assert python_says(code, "jax", "torch", tmp_path, timeout=120) == [6.0, 12.0]
+    assert list(tmp_path.iterdir())
+    assert python_says(code, "torch", "jax", tmp_path, timeout=120) == [6.0, 12.0]
