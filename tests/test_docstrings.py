@@ -59,7 +59,7 @@ def quiet():
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda test: test.name.removeprefix("nvalchemiops."))
 def test_example(example):
-    example.globs.update(surroundings())
+    example.globs = surroundings() | example.globs
     said = []
     failed, _ = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=said.append)
     assert not failed, "".join(said)

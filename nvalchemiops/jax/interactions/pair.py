@@ -45,8 +45,10 @@ class PairPotential:
     Examples
     --------
     >>> spring = PairPotential("k/2*(r - 1)**2", global_parameters=("k",), cutoff=2.0)
-    >>> energy = jax.jit(lambda x, k: spring(x, neighbor_list=pairs, neighbor_ptr=pointers, k=k).sum())
-    >>> jax.grad(energy, argnums=(0, 1))(positions, 3.0)
+    >>> positions = jax.numpy.array([[0.0, 0.0, 0.0], [1.5, 0.0, 0.0]])
+    >>> energy = jax.jit(lambda x, k: spring(x, k=k).sum())
+    >>> jax.grad(energy, argnums=1)(positions, jax.numpy.float32(3.0))
+    Array(0.125, dtype=float32)
     """
 
     def __init__(
