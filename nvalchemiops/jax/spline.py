@@ -16,15 +16,4 @@ spline_gather_channels: Any = Operator(spline.spline_gather_channels)
 compute_bspline_deconvolution: Any = eager(spline.compute_bspline_deconvolution)
 compute_bspline_deconvolution_1d: Any = eager(spline.compute_bspline_deconvolution_1d)
 
-__all__ = [
-    "bspline_weight",
-    "compute_bspline_deconvolution",
-    "compute_bspline_deconvolution_1d",
-    "spline_gather",
-    "spline_gather_channels",
-    "spline_gather_gradient",
-    "spline_gather_vec3",
-    "spline_gather_with_force",
-    "spline_spread",
-    "spline_spread_channels",
-]
+__all__ = list(spline.__all__)  # the same names

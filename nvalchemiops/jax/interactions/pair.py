@@ -141,18 +141,4 @@ wolf = _for_jax(pair.wolf)
 yukawa = _for_jax(pair.yukawa)
 ziegler_biersack_littmark = _for_jax(pair.ziegler_biersack_littmark)
 
-__all__ = [
-    "PairPotential",
-    "born_mayer_huggins",
-    "buckingham",
-    "coulomb",
-    "damped_shifted_force",
-    "ewald_real_space",
-    "lennard_jones",
-    "morse",
-    "reaction_field",
-    "soft_core_lennard_jones",
-    "wolf",
-    "yukawa",
-    "ziegler_biersack_littmark",
-]
+__all__ = list(pair.__all__)  # the same names
