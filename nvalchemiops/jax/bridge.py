@@ -126,8 +126,9 @@ class Traits(NamedTuple):
     Parameters
     ----------
     differentiable : bool
-    at_once : bool
-        Slices of ``vmap`` go into one call along leading axes, if the shapes of its outputs show that it takes them.
+    at_once : bool or callable
+        Slices of ``vmap`` go into one call along leading axes, if the shapes of its outputs show that it takes them; or
+        if a function of its arguments, with a `jax.ShapeDtypeStruct` for each array of one slice, says so.
     first_order : callable, optional
         The same function, called where no derivatives beyond the first are taken.
     for_shapes : callable, optional
@@ -137,7 +138,7 @@ class Traits(NamedTuple):
     """
 
     differentiable: bool = True
-    at_once: bool = False
+    at_once: bool | Callable[..., bool] = False
     first_order: Callable[..., Any] | None = None
     for_shapes: Callable[..., Any] | None = None
     device: Callable[[], torch.device] = lambda: torch.device("cpu")
@@ -299,6 +300,9 @@ class _Variant:
 
     def _takes_all(self, sizes: tuple[int, ...], types: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
         """Whether the function, given slices along leading axes, returns outputs along leading axes."""
+        says = self._bridge.traits.at_once
+        if callable(says):
+            return bool(self._call(says, types))
 
         def stacked(types: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.ShapeDtypeStruct, ...]:
             return tuple(jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype) for x in types)

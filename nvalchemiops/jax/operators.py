@@ -5,14 +5,14 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
-from nvalchemiops.jax.bridge import Bridge, Operand
+from nvalchemiops.jax.bridge import Bridge, Operand, Traits
 from nvalchemiops.jax.callback import Contraction
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
 from nvalchemiops.torch.runtime._torch_internals import without_data
@@ -22,6 +22,21 @@ Shape = jax.ShapeDtypeStruct
 
 _ARRAYS, _NUMBERS = "Tensor", "float"
 """What annotations say of parameters: arrays, or numbers that may be arrays without axes; all else is static."""
+
+
+class Folding(NamedTuple):
+    """How a function of one system takes many of them, as systems of a batch.
+
+    Parameters
+    ----------
+    is_possible : callable
+        Whether these arguments of one system allow it, with the same results; arrays are `jax.ShapeDtypeStruct`.
+    call : callable
+        ``call(function, arguments)``: the results along leading axes, for arguments with leading axes.
+    """
+
+    is_possible: Callable[..., bool]
+    call: Callable[[Callable[..., Any], dict[str, Any]], Any]
 
 
 class Operator:
@@ -38,6 +53,8 @@ class Operator:
         As for `Bridge`, from the same arguments.
     prepare : callable, optional
         ``prepare(arguments)``: changes of the arguments, before the call.
+    fold : Folding, optional
+        How one call takes all slices of ``vmap``.
     extra : dict, optional
         Names of further parameters that have no effect, each with the name of the one that it comes after.
     without : sequence of str, optional
@@ -51,6 +68,7 @@ class Operator:
         *,
         contract: Callable[..., Contraction | None] | None = None,
         prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        fold: "Folding | None" = None,
         extra: Mapping[str, str] | None = None,
         without: Sequence[str] = ("device",),
     ):
@@ -61,12 +79,22 @@ class Operator:
         self._prepare, self._extra = prepare, frozenset(extra or {})
 
         self._function, self._out_shapes = function, out_shapes
-        self._bridge = Bridge(self._call, self._shapes, name=self.__name__, contract=contract, writes=frozenset())
+        self._fold = fold
+        self._bridge = Bridge(
+            self._call,
+            self._shapes,
+            name=self.__name__,
+            contract=contract,
+            writes=frozenset(),
+            traits=Traits(at_once=fold.is_possible if fold else False),
+        )
 
     def _call(self, **arguments: Any) -> Any:
         for name, value in arguments.items():
             if self._kinds.get(name) == _NUMBERS and isinstance(value, torch.Tensor):
                 arguments[name] = value.item()
+        if self._fold is not None and arguments["positions"].ndim > 2:
+            return self._fold.call(self._function, arguments)
         return self._function(**arguments)
 
     def _shapes(self, **arguments: Any) -> Any:

@@ -289,6 +289,66 @@ def test_energies_of_a_batch_and_their_gradients_take_one_call(name):
     np.testing.assert_allclose(tangent, expected, rtol=1e-11)
 
 
+FOLDED = {
+    "ewald_summation": {"alpha": 0.5, "miller_bounds": (2, 3, 2)},
+    "particle_mesh_ewald": {"alpha": 0.5, "mesh_dimensions": (8, 8, 9)},
+    "ewald_real_space": {"alpha": 0.5},
+    "ewald_reciprocal_space": {"alpha": 0.5, "k_vectors": None, "miller_bounds": (2, 3, 2)},
+}
+
+
+@pytest.mark.parametrize("given", ["matrix", "cutoff"])
+@pytest.mark.parametrize("name", FOLDED)
+def test_slices_of_vmap_become_systems_of_one_batch(name, given, monkeypatch):
+    if "reciprocal" in name and given == "matrix":
+        pytest.skip("it takes no neighbors")
+    options = dict(FOLDED[name])
+    systems = [triclinic(6, charged=True, seed=seed) for seed in (1, 2, 3)]
+    x, q, cell = (jnp.stack([jnp.asarray(getattr(s, part).numpy()) for s in systems]) for part in SYSTEM._fields[:3])
+    alone = getattr(torch_electrostatics, name)
+    ours, batches = getattr(electrostatics, name), []
+
+    def spied(*args, **kwargs):
+        batches.append(kwargs.get("batch_idx"))
+        return alone(*args, **kwargs)
+
+    monkeypatch.setattr(ours, "_function", spied)
+
+    def results(x, q, cell):
+        near = {}
+        if given == "matrix":
+            matrix, _, shifts = neighbors.neighbor_list(x, 3.0, cell, max_neighbors=70)
+            near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
+        elif "reciprocal" not in name:
+            near = {"cutoff": 3.0}
+        energy = ours(x, q, cell, **near, **options, energy_reduction="system")
+        parts = ours(x, q, cell, **near, **options, compute_forces=True, compute_virial=True)
+        return energy[0], parts
+
+    def gradient(x, q, cell):
+        return jax.grad(lambda *a: results(*a)[0], (0, 1, 2))(x, q, cell)
+
+    batches.clear()
+    found = jax.jit(jax.vmap(lambda *a: (*results(*a), gradient(*a))))(x, q, cell)
+    per_slice = [jax.jit(lambda *a: (*results(*a), gradient(*a)))(x[i], q[i], cell[i]) for i in range(3)]
+    for f, e in zip(
+        jax.tree.leaves(found), jax.tree.leaves(jax.tree.map(lambda *s: jnp.stack(s), *per_slice)), strict=True
+    ):
+        np.testing.assert_allclose(f, e, rtol=1e-13, atol=1e-13)
+    of_batches = [b for b in batches if isinstance(b, torch.Tensor) and len(b) == 18]
+    assert 2 <= len(of_batches) <= 3, "each of the three results takes one call, two of them may be one"
+
+
+def test_a_choice_by_values_is_made_for_each_slice():
+    x, q, cell = to_jax([SYSTEM.positions, SYSTEM.charges, SYSTEM.cell])
+    cells = jnp.stack([cell, 1.7 * cell])
+
+    def energy(cell):
+        return electrostatics.ewald_summation(x, q, cell, energy_reduction="system")[0]
+
+    np.testing.assert_array_equal(jax.jit(jax.vmap(energy))(cells), [jax.jit(energy)(c) for c in cells])
+
+
 @pytest.mark.parametrize("name", ["ewald_summation", "particle_mesh_ewald", "ewald_real_space"])
 @pytest.mark.parametrize(
     "parts", [{"compute_forces": True}, {"compute_charge_gradients": True, "compute_virial": True}], ids=["F", "qV"]

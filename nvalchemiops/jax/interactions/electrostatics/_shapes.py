@@ -1,9 +1,13 @@
 """Shapes of the results of sums over charges."""
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
-from nvalchemiops.jax.operators import ATOMS, SYSTEMS, Operator, Shape, only_of_systems, system_energies
+import torch
+
+from nvalchemiops.jax.operators import ATOMS, SYSTEMS, Folding, Operator, Shape, only_of_systems, system_energies
 
 
 def of_sum(
@@ -30,5 +34,60 @@ OF_CHARGES = {"positions": ATOMS, "charges": ATOMS, "cell": SYSTEMS, "alpha": SY
 """Arrays with rows for atoms or systems."""
 
 
-SumOperator = functools.partial(Operator, out_shapes=of_sum, contract=system_energies(only_of_systems, OF_CHARGES))
-"""The JAX function of a torch function that sums over all distances."""
+_OF_ONE_SYSTEM = frozenset(
+    {"positions", "charges", "cell", "alpha", "pbc", "neighbor_matrix", "neighbor_matrix_shifts"}
+)
+"""Arrays that may have slices."""
+
+
+def _is_foldable(cell: Any, **others: Any) -> bool:
+    """Whether nothing is chosen by values, since a choice for one system differs from one for a batch."""
+    if len(cell.shape) == 3 and cell.shape[0] != 1:
+        return False
+    arrays = {name for name, value in others.items() if isinstance(value, Shape)}
+    given = others.keys()
+    in_space = "neighbor_matrix" in given or "cutoff" in given
+    in_waves = not given.isdisjoint({"miller_bounds", "k_cutoff", "mesh_dimensions"})
+    needed = {"real": in_space, "waves": in_waves, "both": in_space and in_waves}
+    return "alpha" in given and arrays <= _OF_ONE_SYSTEM and needed[others.get("part", "both")]
+
+
+def _folded(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Results for arguments with leading axes, each slice a system of one batch."""
+    positions = arguments["positions"]
+    lead, n = positions.shape[:-2], positions.shape[-2]
+    count = math.prod(lead)
+    given = dict(arguments)
+    given["batch_idx"] = torch.arange(count, dtype=torch.int32, device=positions.device).repeat_interleave(n)
+    for name, shape in (
+        ("positions", (count * n, 3)),
+        ("cell", (count, 3, 3)),
+        ("pbc", (count, 3)),
+        ("alpha", (count,)),
+    ):
+        if isinstance(given.get(name), torch.Tensor):
+            given[name] = given[name].reshape(shape)
+    given["charges"] = arguments["charges"].flatten(0, len(lead))
+    if "neighbor_matrix" in given:
+        matrix = given["neighbor_matrix"].reshape(count, n, -1)
+        first = n * torch.arange(count, dtype=matrix.dtype, device=matrix.device).reshape(-1, 1, 1)
+        is_padding = matrix == given.pop("mask_value", n)
+        given["neighbor_matrix"] = torch.where(is_padding, count * n, matrix + first).reshape(count * n, -1)
+    if "neighbor_matrix_shifts" in given:
+        given["neighbor_matrix_shifts"] = given["neighbor_matrix_shifts"].reshape(count * n, -1, 3)
+    found = function(**given)
+    unfolded = [
+        t.reshape(*lead, t.shape[0] // count, *t.shape[1:]) for t in (found if isinstance(found, tuple) else [found])
+    ]
+    return tuple(unfolded) if isinstance(found, tuple) else unfolded[0]
+
+
+def sum_operator(function: Callable[..., Any], part: str = "both", **options: Any) -> Operator:
+    """The JAX function of a torch function that sums over all distances, or over a ``part``: real space or waves."""
+    return Operator(
+        function,
+        of_sum,
+        contract=system_energies(only_of_systems, OF_CHARGES),
+        fold=Folding(functools.partial(_is_foldable, part=part), _folded),
+        **options,
+    )

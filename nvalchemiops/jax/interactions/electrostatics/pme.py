@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from nvalchemiops.jax.interactions.electrostatics._shapes import SumOperator
+from nvalchemiops.jax.interactions.electrostatics._shapes import sum_operator
 from nvalchemiops.jax.operators import Operator
 from nvalchemiops.torch.interactions.electrostatics import pme
 from nvalchemiops.torch.interactions.electrostatics.parameters import compute_bspline_moduli_1d as moduli
 
-particle_mesh_ewald: Any = SumOperator(pme.particle_mesh_ewald, without=("prepared",))
-pme_reciprocal_space: Any = SumOperator(pme.pme_reciprocal_space)
+particle_mesh_ewald: Any = sum_operator(pme.particle_mesh_ewald, without=("prepared",))
+pme_reciprocal_space: Any = sum_operator(pme.pme_reciprocal_space, "waves")
 compute_bspline_moduli_1d: Any = Operator(moduli)

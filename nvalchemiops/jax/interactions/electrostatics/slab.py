@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nvalchemiops.jax.interactions.electrostatics._shapes import SumOperator
+from nvalchemiops.jax.interactions.electrostatics._shapes import sum_operator
 from nvalchemiops.torch.interactions.electrostatics import slab
 
-compute_slab_correction: Any = SumOperator(slab.compute_slab_correction)
+compute_slab_correction: Any = sum_operator(slab.compute_slab_correction)
