@@ -406,3 +406,11 @@ def test_without_64_bits_everything_is_in_32():
         single = [t.to(torch.float32) for t in SYSTEM[:3]]
         expected = torch_electrostatics.ewald_summation(*single, compute_forces=True)
         np.testing.assert_array_equal(forces, expected[1].numpy())
+
+
+def test_operators_are_functions_with_documentation():
+    for module in (electrostatics, dispersion, spline):
+        for name in module.__all__:
+            found = getattr(module, name)
+            assert isinstance(found, type) or inspect.isfunction(found), name
+            assert found.__name__ == name and "tensor" not in (inspect.getdoc(found) or "tensor"), name

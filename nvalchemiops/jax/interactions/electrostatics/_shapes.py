@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from nvalchemiops.jax.operators import ATOMS, SYSTEMS, Operator, Shape, only_of_systems, system_energies
+from nvalchemiops.jax.operators import ATOMS, SYSTEMS, Shape, only_of_systems, operator, system_energies
 
 
 def of_sum(
@@ -30,5 +30,5 @@ OF_CHARGES = {"positions": ATOMS, "charges": ATOMS, "cell": SYSTEMS, "alpha": SY
 """Arrays with rows for atoms or systems."""
 
 
-SumOperator = functools.partial(Operator, out_shapes=of_sum, contract=system_energies(only_of_systems, OF_CHARGES))
+SumOperator = functools.partial(operator, out_shapes=of_sum, contract=system_energies(only_of_systems, OF_CHARGES))
 """The JAX function of a torch function that sums over all distances."""
