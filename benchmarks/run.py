@@ -26,9 +26,13 @@ import torch
 from common import seconds
 
 HERE = Path(__file__).resolve().parent
-WITH_TABLES = ("neighbors", "pair", "electrostatics", "dispersion")
+WITH_TABLES = ("neighbors", "pair", "electrostatics", "dispersion", "in_jax")
 ALL = ("overhead", "launch_scaling", "import_time", *WITH_TABLES)
-OURS = {"neighbors": ("list", "matrix", "in place"), "pair": ("ours",)}
+OURS = {
+    "neighbors": ("list", "matrix", "in place"),
+    "pair": ("ours",),
+    "in_jax": ("jax", "energies by system", "energies by atom"),
+}
 """What our own times are called in a table; elsewhere they begin with "ours"."""
 
 Row = dict[str, str]

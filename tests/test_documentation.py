@@ -15,6 +15,8 @@ WITH_CODE = [page for page in PAGES if BLOCK.search(page.read_text())]
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
 def test_examples_run(page, tmp_path):
+    if page.name == "jax.md":
+        pytest.importorskip("jax")
     script = tmp_path / "example.py"
     script.write_text("\n".join(BLOCK.findall(page.read_text())))
     said = output_of(run_interpreter(script))

@@ -4,7 +4,9 @@ import math
 import re
 from pathlib import Path
 
-from tests.processes import run_interpreter
+import pytest
+
+from tests.processes import run_interpreter, run_python
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -155,3 +157,38 @@ def test_molten_salt_has_the_structure_of_the_liquid(tmp_path):
     assert 1.4 < numbers(text, "like ions are farther apart by")[0] < 1.65
     assert 4.3 < numbers(text, "neighbors of opposite charge")[0] < 5.8  # a crystal has 6
     assert 3.0 < numbers(text, "order of charges decays over")[0] < 12.0
+
+
+def test_molten_salt_in_jax_and_derivatives_of_its_trajectory(tmp_path):
+    pytest.importorskip("jax")
+    text = printed(tmp_path, "13_jax_molten_salt.py", "--quick")
+    assert abs(numbers(text, "temperature")[0] - 1148.0) < 120.0
+    most, room = numbers(text, "neighbors of an ion, at most")
+    assert 40 < most < room
+    assert 2.5 < numbers(text, "first peak of g(r), Na-Cl")[1] < 2.8
+    assert all(3.7 < numbers(text, f"first peak of g(r), {pair}")[1] < 4.5 for pair in ("Na-Na", "Cl-Cl"))
+    for name in ("charge", "rho", "A"):
+        by_grad, by_difference = numbers(text, name + " ")[:2]
+        assert abs(by_grad) > 1e-3 and abs(by_grad - by_difference) < 2e-3 * abs(by_grad)
+    assert numbers(text, "jax.jvp and jax.grad differ by")[0] < 1e-9
+
+
+def test_force_field_in_jax_is_recovered(tmp_path):
+    pytest.importorskip("optax")
+    text = printed(tmp_path, "14_jax_force_field.py")
+    for name, within in {"charge": 2e-3, "B": 0.02, "rho": 5e-3, "C": 0.15}.items():
+        start, true, found = numbers(text.partition("parameter ")[2], name + " ")
+        assert abs(start / true - 1) > 0.1 and abs(found / true - 1) < within
+        by_grad, by_difference = numbers(text, f"by the step of {name}")
+        assert abs(by_grad - by_difference) < 1e-6 * abs(by_grad)
+    before, after = numbers(text, "force (meV/Å)")
+    assert before > 500.0 and after < 10.0  # the data have 30
+
+
+@pytest.mark.parametrize("name", ["13_jax_molten_salt.py", "14_jax_force_field.py"])
+def test_examples_say_what_to_install_without_jax(name):
+    code = (
+        f"import runpy, sys; sys.modules['jax'] = None; runpy.run_path({str(EXAMPLES / name)!r}, run_name='__main__')"
+    )
+    finished = run_python(code)
+    assert finished.returncode == 1 and finished.stderr.count("\n") == 1 and "pip install" in finished.stderr

@@ -39,7 +39,16 @@ class Folding(NamedTuple):
     call: Callable[[Callable[..., Any], dict[str, Any]], Any]
 
 
-class Operator:
+def operator(
+    function: Callable[..., Any],
+    out_shapes: Callable[..., Any] | None = None,
+    *,
+    contract: Callable[..., Contraction | None] | None = None,
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    fold: Folding | None = None,
+    extra: Mapping[str, str] | None = None,
+    without: Sequence[str] = ("device",),
+) -> Callable[..., Any]:
     """A torch function as a function of JAX, with the same parameters.
 
     Parameters
@@ -60,68 +69,48 @@ class Operator:
     without : sequence of str, optional
         Parameters that JAX has no use for.
     """
+    name, kinds = function.__name__, {n: _kind(p) for n, p in inspect.signature(function).parameters.items()}
+    signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})
+    parameters = signature.parameters
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        out_shapes: Callable[..., Any] | None = None,
-        *,
-        contract: Callable[..., Contraction | None] | None = None,
-        prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-        fold: "Folding | None" = None,
-        extra: Mapping[str, str] | None = None,
-        without: Sequence[str] = ("device",),
-    ):
-        self.__name__ = self.__qualname__ = function.__name__
-        self.__doc__ = _for_jax(inspect.getdoc(function) or "")
-        self.__signature__ = _signature(function, extra or {}, without)
-        self._kinds = {name: _kind(p) for name, p in inspect.signature(function).parameters.items()}
-        self._prepare, self._extra = prepare, frozenset(extra or {})
+    def call(**arguments: Any) -> Any:
+        for key, value in arguments.items():
+            if kinds.get(key) == _NUMBERS and isinstance(value, torch.Tensor):
+                arguments[key] = value.item()
+        if fold is not None and arguments["positions"].ndim > 2:
+            return fold.call(function, arguments)
+        return function(**arguments)
 
-        self._function, self._out_shapes = function, out_shapes
-        self._fold = fold
-        self._bridge = Bridge(
-            self._call,
-            self._shapes,
-            name=self.__name__,
-            contract=contract,
-            writes=frozenset(),
-            traits=Traits(at_once=fold.is_possible if fold else False),
-        )
+    def shapes(**arguments: Any) -> Any:
+        return checked_shapes(call, out_shapes, arguments)
 
-    def _call(self, **arguments: Any) -> Any:
-        for name, value in arguments.items():
-            if self._kinds.get(name) == _NUMBERS and isinstance(value, torch.Tensor):
-                arguments[name] = value.item()
-        if self._fold is not None and arguments["positions"].ndim > 2:
-            return self._fold.call(self._function, arguments)
-        return self._function(**arguments)
+    traits = Traits(at_once=fold.is_possible if fold else False)
+    bridge = Bridge(call, shapes, name=name, contract=contract, writes=frozenset(), traits=traits)
 
-    def _shapes(self, **arguments: Any) -> Any:
-        return checked_shapes(self._call, self._out_shapes, arguments)
-
-    def __repr__(self) -> str:
-        return f"<JAX function {self.__name__}{self.__signature__}>"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The results of the function for JAX arrays."""
-        bound = self.__signature__.bind(*args, **kwargs)
-        parameters = self.__signature__.parameters
-        arguments = {}
-        for name, value in bound.arguments.items():
-            if parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
-                arguments.update(value)
-            elif name not in self._extra and value is not parameters[name].default:
-                arguments[name] = self._checked(name, value)
-        if self._prepare is not None:
-            arguments = self._prepare(arguments)
-        return self._bridge(**arguments)
-
-    def _checked(self, name: str, value: Any) -> Any:
-        kind = self._kinds.get(name)
+    def checked(key: str, value: Any) -> Any:
+        kind = kinds.get(key)
         if kind == _ARRAYS:
-            return as_array(name, value)
-        return value if kind == _NUMBERS and is_traced(value) else as_static(f"{self.__name__}: `{name}`", value)
+            return as_array(key, value)
+        return value if kind == _NUMBERS and is_traced(value) else as_static(f"{name}: `{key}`", value)
+
+    def of_arrays(*args: Any, **kwargs: Any) -> Any:
+        arguments = {}
+        for key, value in signature.bind(*args, **kwargs).arguments.items():
+            if parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
+                arguments.update(value)
+            elif key not in ignored and value is not parameters[key].default:
+                arguments[key] = checked(key, value)
+        return bridge(**(arguments if prepare is None else prepare(arguments)))
+
+    return _named(of_arrays, function, signature)
+
+
+def _named(of_arrays: Callable[..., Any], function: Callable[..., Any], signature: inspect.Signature) -> Any:
+    """``of_arrays`` with the name and the documentation of a torch function."""
+    of_arrays.__name__ = of_arrays.__qualname__ = function.__name__
+    of_arrays.__doc__ = _for_jax(inspect.getdoc(function) or "")
+    of_arrays.__signature__ = signature  # type: ignore[attr-defined]
+    return of_arrays
 
 
 def _tensor_without_data(leaf: Any) -> Any:
@@ -345,10 +334,7 @@ def eager(
             return (into or type(result))(**from_torch_values(result))
         return from_torch_values(result)
 
-    call.__name__ = call.__qualname__ = function.__name__
-    call.__doc__ = _for_jax(inspect.getdoc(function) or "")
-    call.__signature__ = signature  # type: ignore[attr-defined]
-    return call
+    return _named(call, function, signature)
 
 
 def to_torch(value: Any) -> Any:

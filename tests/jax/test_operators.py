@@ -15,6 +15,7 @@ import torch
 
 from nvalchemiops.jax import neighbors, spline
 from nvalchemiops.jax.interactions import dispersion, electrostatics, pair
+from nvalchemiops.jax.interactions.electrostatics._shapes import sum_operator
 from nvalchemiops.torch import spline as torch_spline
 from nvalchemiops.torch.interactions import dispersion as torch_dispersion
 from nvalchemiops.torch.interactions import electrostatics as torch_electrostatics
@@ -299,20 +300,21 @@ FOLDED = {
 
 @pytest.mark.parametrize("given", ["matrix", "cutoff"])
 @pytest.mark.parametrize("name", FOLDED)
-def test_slices_of_vmap_become_systems_of_one_batch(name, given, monkeypatch):
+def test_slices_of_vmap_become_systems_of_one_batch(name, given):
     if "reciprocal" in name and given == "matrix":
         pytest.skip("it takes no neighbors")
     options = dict(FOLDED[name])
     systems = [triclinic(6, charged=True, seed=seed) for seed in (1, 2, 3)]
     x, q, cell = (jnp.stack([jnp.asarray(getattr(s, part).numpy()) for s in systems]) for part in SYSTEM._fields[:3])
-    alone = getattr(torch_electrostatics, name)
-    ours, batches = getattr(electrostatics, name), []
+    alone, batches = getattr(torch_electrostatics, name), []
 
+    @functools.wraps(alone)
     def spied(*args, **kwargs):
         batches.append(kwargs.get("batch_idx"))
         return alone(*args, **kwargs)
 
-    monkeypatch.setattr(ours, "_function", spied)
+    part = {"ewald_real_space": "real", "ewald_reciprocal_space": "waves"}.get(name, "both")
+    ours = sum_operator(spied, part)
 
     def results(x, q, cell):
         near = {}
@@ -466,3 +468,11 @@ def test_without_64_bits_everything_is_in_32():
         single = [t.to(torch.float32) for t in SYSTEM[:3]]
         expected = torch_electrostatics.ewald_summation(*single, compute_forces=True)
         np.testing.assert_array_equal(forces, expected[1].numpy())
+
+
+def test_operators_are_functions_with_documentation():
+    for module in (electrostatics, dispersion, spline):
+        for name in module.__all__:
+            found = getattr(module, name)
+            assert isinstance(found, type) or inspect.isfunction(found), name
+            assert found.__name__ == name and "tensor" not in (inspect.getdoc(found) or "tensor"), name

@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from nvalchemiops.jax.operators import Operator, eager
+from nvalchemiops.jax.operators import eager, operator
 from nvalchemiops.torch.neighbors import formats, planning, rebuild_detection
 
-neighbor_list_needs_rebuild: Any = Operator(
+neighbor_list_needs_rebuild: Any = operator(
     rebuild_detection.neighbor_list_needs_rebuild, without=("update_reference_positions",)
 )
 check_neighbor_list_rebuild_needed: Any = eager(

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from nvalchemiops.jax.operators import Operator, Shape, is_traced, number_of_systems, to_torch
+from nvalchemiops.jax.operators import Shape, is_traced, number_of_systems, operator, to_torch
 from nvalchemiops.torch.interactions import dispersion
 
 _TABLES = ("rcov", "r4r2", "c6ab", "cn_ref")
@@ -113,4 +113,4 @@ def _shapes(positions: Any, compute_virial: bool = False, **others: Any) -> Any:
     return (*results, *[Shape((n_systems, 3, 3), dtype)] * compute_virial)
 
 
-dftd3: Any = Operator(_dftd3, _shapes, prepare=_prepare)
+dftd3: Any = operator(_dftd3, _shapes, prepare=_prepare)

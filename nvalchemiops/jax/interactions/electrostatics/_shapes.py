@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.jax.operators import ATOMS, SYSTEMS, Folding, Operator, Shape, only_of_systems, system_energies
+from nvalchemiops.jax.operators import ATOMS, SYSTEMS, Folding, Shape, only_of_systems, operator, system_energies
 
 
 def of_sum(
@@ -82,9 +82,9 @@ def _folded(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return tuple(unfolded) if isinstance(found, tuple) else unfolded[0]
 
 
-def sum_operator(function: Callable[..., Any], part: str = "both", **options: Any) -> Operator:
+def sum_operator(function: Callable[..., Any], part: str = "both", **options: Any) -> Callable[..., Any]:
     """The JAX function of a torch function that sums over all distances, or over a ``part``: real space or waves."""
-    return Operator(
+    return operator(
         function,
         of_sum,
         contract=system_energies(only_of_systems, OF_CHARGES),

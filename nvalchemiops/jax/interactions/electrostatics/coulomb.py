@@ -3,7 +3,7 @@
 from typing import Any
 
 from nvalchemiops.jax.interactions.electrostatics._shapes import OF_CHARGES
-from nvalchemiops.jax.operators import Operator, Shape, number_of_systems, system_energies
+from nvalchemiops.jax.operators import Shape, number_of_systems, operator, system_energies
 from nvalchemiops.torch.interactions.electrostatics import coulomb
 
 
@@ -30,10 +30,10 @@ def _energies_alone(compute_forces: bool = True, compute_virial: bool = False, *
     return not (compute_forces or compute_virial)
 
 
-coulomb_energy: Any = Operator(coulomb.coulomb_energy, _energies)
-coulomb_forces: Any = Operator(coulomb.coulomb_forces, _forces)
-coulomb_energy_forces: Any = Operator(coulomb.coulomb_energy_forces, _both)
-dsf_coulomb: Any = Operator(
+coulomb_energy: Any = operator(coulomb.coulomb_energy, _energies)
+coulomb_forces: Any = operator(coulomb.coulomb_forces, _forces)
+coulomb_energy_forces: Any = operator(coulomb.coulomb_energy_forces, _both)
+dsf_coulomb: Any = operator(
     coulomb.dsf_coulomb,
     _of_dsf,
     contract=system_energies(_energies_alone, OF_CHARGES),

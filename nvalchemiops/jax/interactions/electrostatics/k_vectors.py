@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from nvalchemiops.jax.operators import Operator, eager, is_traced
+from nvalchemiops.jax.operators import eager, is_traced, operator
 from nvalchemiops.torch.interactions.electrostatics import k_vectors
 
-k_vectors_from_miller_indices: Any = Operator(k_vectors.k_vectors_from_miller_indices)
-generate_k_vectors_pme: Any = Operator(k_vectors.generate_k_vectors_pme)
-generate_k_squared_pme: Any = Operator(k_vectors.generate_k_squared_pme)
+k_vectors_from_miller_indices: Any = operator(k_vectors.k_vectors_from_miller_indices)
+generate_k_vectors_pme: Any = operator(k_vectors.generate_k_vectors_pme)
+generate_k_squared_pme: Any = operator(k_vectors.generate_k_squared_pme)
 
-_miller_indices_within_bounds: Any = Operator(k_vectors.generate_ewald_miller_indices)
+_miller_indices_within_bounds: Any = operator(k_vectors.generate_ewald_miller_indices)
 _miller_indices: Any = eager(k_vectors.generate_ewald_miller_indices)
 
 
