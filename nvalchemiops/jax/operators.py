@@ -201,6 +201,8 @@ def _annotation(annotation: Any) -> Any:
 
 def _for_jax(text: str) -> str:
     """A docstring of a torch function, for JAX."""
+    # inside of jit the functions of torch run with values, so what a compiler of torch needs is not needed
+    text = re.sub(r"\s*Inside ``torch\.compile``[^.]*\.", "", text)
     text = re.sub(r"``torch\.compile``", "``jax.jit``", text)
     return re.sub(r"\btensor(s?)\b", r"array\1", text).replace("nvalchemiops.torch.", "nvalchemiops.jax.")
 
