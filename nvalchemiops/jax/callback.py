@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -217,16 +217,16 @@ def _at(place: Sequence[int], tensor: torch.Tensor, flags: Flags) -> torch.Tenso
     return tensor[tuple(itertools.compress(place, flags))]
 
 
-@contextlib.contextmanager
-def _plain_state() -> Iterator[None]:
+def _plain_state() -> contextlib.AbstractContextManager[Any]:
     """Torch's state of this thread as a new thread has it: the caller may have set inference mode or autocast."""
-    with contextlib.ExitStack() as stack:
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    if not kinds and not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    for kind in kinds:
+        stack.enter_context(torch.autocast(kind, enabled=False))
+    return stack
 
 
 def _stream_of(tensors: Sequence[torch.Tensor], context: Any) -> contextlib.AbstractContextManager[Any]:

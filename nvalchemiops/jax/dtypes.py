@@ -1,5 +1,6 @@
 """Dtypes of JAX and of torch."""
 
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ WIDER = {
 """What torch may compute where JAX, without x64, has half as many bits."""
 
 
+@functools.lru_cache(maxsize=64)
 def torch_dtype(dtype: Any, name: str = "array") -> torch.dtype:
     """The dtype of torch for one of JAX.
 
