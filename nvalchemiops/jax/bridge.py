@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import torch
 
-from nvalchemiops.jax.callback import Contraction, Request, TorchFunction
+from nvalchemiops.jax.callback import Arrays, Contraction, Request, Shapes, TorchFunction
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
 from nvalchemiops.jax.primitive import bind
 from nvalchemiops.torch.runtime._torch_internals import NEEDS_DATA, version_of, without_data
@@ -323,13 +323,7 @@ def is_energy(outputs: Sequence[jax.ShapeDtypeStruct]) -> bool:
 class _Scalar(Contraction):
     """One energy: its tangent is the sum of the products of gradients and tangents."""
 
-    def __call__(
-        self,
-        gradients: Mapping[int, jax.Array],
-        tangents: Mapping[int, jax.Array],
-        inputs: Mapping[int, jax.Array],
-        outputs: Sequence[jax.ShapeDtypeStruct],
-    ) -> Sequence[jax.Array]:
+    def __call__(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
         """The tangent of the energy."""
         total = sum(jax.numpy.sum(gradients[i] * tangents[i]) for i in gradients)
         return [jax.numpy.reshape(total, outputs[0].shape).astype(outputs[0].dtype)]
@@ -338,7 +332,7 @@ class _Scalar(Contraction):
 class _ScalarIfAny(_Scalar):
     """The same where the output is one energy."""
 
-    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
         return is_energy(outputs)
 
 

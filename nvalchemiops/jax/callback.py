@@ -18,24 +18,24 @@ Flags = tuple[bool, ...]
 """Whether an operand or a result has an axis at each level of ``vmap``, outermost first."""
 
 
+Arrays = Mapping[int, jax.Array]
+"""Arrays by the number of their input."""
+
+Shapes = Sequence[jax.ShapeDtypeStruct]
+
+
 class Contraction(ABC):
     """How the tangents of energies follow from the gradients of their sum, in JAX."""
 
     inputs: tuple[int, ...] = ()
     """Numbers of the inputs that it needs beside gradients and tangents."""
 
-    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
         """Whether it can, for inputs of these shapes that move."""
         return True
 
     @abstractmethod
-    def __call__(
-        self,
-        gradients: Mapping[int, jax.Array],
-        tangents: Mapping[int, jax.Array],
-        inputs: Mapping[int, jax.Array],
-        outputs: Sequence[jax.ShapeDtypeStruct],
-    ) -> Sequence[jax.Array]:
+    def __call__(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
         """Tangents of the outputs."""
 
 

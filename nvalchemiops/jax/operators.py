@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.jax.bridge import Bridge, Operand, Traits
-from nvalchemiops.jax.callback import Contraction
+from nvalchemiops.jax.callback import Arrays, Contraction, Shapes
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
 from nvalchemiops.torch.runtime._torch_internals import without_data
 from nvalchemiops.torch.runtime.context import ValuesNeededError
@@ -232,7 +232,7 @@ class SystemEnergies(Contraction):
         """The array of systems, where there is one."""
         return () if self.batch_idx is None else (self.batch_idx,)
 
-    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Sequence[Shape]) -> bool:
+    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
         """Whether each of the arrays has rows for atoms or systems, or there is one system."""
         n_systems = outputs[0].shape[0]
         roles = dict(self.roles)
@@ -242,13 +242,7 @@ class SystemEnergies(Contraction):
             for i, shape in shapes.items()
         )
 
-    def __call__(
-        self,
-        gradients: Mapping[int, jax.Array],
-        tangents: Mapping[int, jax.Array],
-        inputs: Mapping[int, jax.Array],
-        outputs: Sequence[Shape],
-    ) -> Sequence[jax.Array]:
+    def __call__(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
         """Tangents of the energies."""
         (n_systems,) = outputs[0].shape
         roles, total = dict(self.roles), jnp.zeros(outputs[0].shape, outputs[0].dtype)

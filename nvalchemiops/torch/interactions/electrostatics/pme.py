@@ -44,8 +44,8 @@ def prepare_mesh(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    cells = check_cells_alone(cell).detach()
     check_potential(potential)
+    cells = check_cells_alone(cell).detach()
     mesh, order = mesh_and_order(mesh_dimensions, check_spline_order(spline_order))
     # as the dtype of the cell, which is that of the positions, has it
     splitting = per_system("alpha", alpha, cells.shape[0], cell.device).detach().to(cell.dtype)
