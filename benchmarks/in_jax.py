@@ -314,7 +314,7 @@ def main() -> None:
     for system in systems[:2]:
         rows += rows_of("step", system, steps(system), "torch", "jax")
     try:
-        import jaxpme  # noqa: F401
+        import jaxpme  # noqa: F401  # only whether it is there
     except ImportError:
         print("no jax-pme")
     else:

@@ -121,7 +121,7 @@ class _Outputs(NamedTuple):
 
 
 class Traits(NamedTuple):
-    """What `TorchModuleWrapper` knows about its module.
+    """What modules and operators know about their function, beside its results.
 
     Parameters
     ----------

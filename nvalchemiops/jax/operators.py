@@ -109,7 +109,7 @@ def _named(of_arrays: Callable[..., Any], function: Callable[..., Any], signatur
     """``of_arrays`` with the name and the documentation of a torch function."""
     of_arrays.__name__ = of_arrays.__qualname__ = function.__name__
     of_arrays.__doc__ = _for_jax(inspect.getdoc(function) or "")
-    of_arrays.__signature__ = signature  # type: ignore[attr-defined]
+    of_arrays.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks there
     return of_arrays
 
 
@@ -228,13 +228,15 @@ class SystemEnergies(Contraction):
     batch_idx: int | None
 
     @property
-    def inputs(self) -> tuple[int, ...]:  # type: ignore[override]
+    def inputs(self) -> tuple[int, ...]:  # type: ignore[override]  # computed, where others have a constant
         """The array of systems, where there is one."""
         return () if self.batch_idx is None else (self.batch_idx,)
 
     def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
-        """Whether each of the arrays has rows for atoms or systems, or there is one system."""
-        n_systems = outputs[0].shape[0]
+        """Whether there are no channels, and each array has rows for atoms or systems, or there is one system."""
+        if len(outputs[0].shape) != 1:
+            return False
+        (n_systems,) = outputs[0].shape
         roles = dict(self.roles)
         of_atoms = self.batch_idx is not None
         return n_systems == 1 or all(

@@ -150,7 +150,7 @@ def _lower(context: Any, *operands: Any, request: Request) -> Any:
 
 def _takes_all(request: Request, operands: Sequence[Any]) -> bool:
     """Whether the function takes all slices in one call."""
-    if not request.sizes or request.function.takes_all is None:
+    if not request.sizes or 0 in request.sizes or request.function.takes_all is None:
         return False
     inputs = zip(operands[: request.inputs], request.operand_flags)
     types = tuple(jax.ShapeDtypeStruct(x.shape[sum(flags) :], x.dtype) for x, flags in inputs)

@@ -341,6 +341,29 @@ def test_slices_of_vmap_become_systems_of_one_batch(name, given):
     assert 2 <= len(of_batches) <= 3, "each of the three results takes one call, two of them may be one"
 
 
+def test_vmap_over_nothing_gives_nothing():
+    x, q, cell = (jnp.zeros((0, *t.shape)) for t in SYSTEM[:3])
+    options = {"alpha": 0.5, "miller_bounds": (2, 2, 2), "cutoff": 3.0}
+    found = jax.jit(jax.vmap(lambda *a: electrostatics.ewald_summation(*a, **options, compute_forces=True)))(x, q, cell)
+    assert [f.shape for f in found] == [(0, 6), (0, 6, 3)]
+
+
+@pytest.mark.parametrize("name", ["ewald_summation", "particle_mesh_ewald"])
+def test_channels_of_charges_differentiate(name):
+    q = torch.stack([SYSTEM.charges, SYSTEM.charges.flip(0) ** 2], 1)
+    options = {"energy_reduction": "system", "alpha": 0.6, "cutoff": 3.5}
+    options |= {"mesh_dimensions": (8, 8, 8)} if "mesh" in name else {"miller_bounds": (2, 2, 2)}
+    weights = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    leaves = [t.clone().requires_grad_() for t in (SYSTEM.positions, q, SYSTEM.cell)]
+    energies = getattr(torch_electrostatics, name)(*leaves, **options)
+    expected = torch.autograd.grad((energies * weights).sum(), leaves)
+    ours = functools.partial(getattr(electrostatics, name), **options)
+    arrays = to_jax([SYSTEM.positions, q, SYSTEM.cell])
+    found = jax.jit(jax.grad(lambda *a: jnp.sum(ours(*a) * to_jax(weights)), (0, 1, 2)))(*arrays)
+    for f, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(f, e.numpy(), rtol=1e-12, atol=1e-12)
+
+
 def test_a_choice_by_values_is_made_for_each_slice():
     x, q, cell = to_jax([SYSTEM.positions, SYSTEM.charges, SYSTEM.cell])
     cells = jnp.stack([cell, 1.7 * cell])

@@ -124,7 +124,7 @@ def _for_jax(make: Callable[..., pair.PairPotential]) -> Callable[..., PairPoten
     def call(*args: Any, **kwargs: Any) -> PairPotential:
         return PairPotential.of(make(*args, **kwargs))
 
-    call.__signature__ = inspect.signature(make).replace(return_annotation=PairPotential)  # type: ignore[attr-defined]
+    call.__signature__ = inspect.signature(make).replace(return_annotation=PairPotential)  # type: ignore[attr-defined]  # `inspect` looks there
     return call
 
 

@@ -245,7 +245,7 @@ def _front(name: str, parameters: str, doc: str, **fixed: Any) -> Callable[..., 
 
     call.__name__ = call.__qualname__ = name
     call.__doc__ = f"{doc}\n\nArguments and results as in `nvalchemiops.jax.neighbors.neighbor_list`."
-    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks there
     return call
 
 

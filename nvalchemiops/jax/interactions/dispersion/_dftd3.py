@@ -104,7 +104,7 @@ def _dftd3(*, d3_params: Any = None, **arguments: Any) -> Any:
     )
 
 
-_dftd3.__signature__ = inspect.signature(dispersion.dftd3)  # type: ignore[attr-defined]
+_dftd3.__signature__ = inspect.signature(dispersion.dftd3)  # type: ignore[attr-defined]  # `inspect` looks there
 
 
 def _shapes(positions: Any, compute_virial: bool = False, **others: Any) -> Any:
