@@ -346,6 +346,9 @@ def test_vmap_over_nothing_gives_nothing():
     options = {"alpha": 0.5, "miller_bounds": (2, 2, 2), "cutoff": 3.0}
     found = jax.jit(jax.vmap(lambda *a: electrostatics.ewald_summation(*a, **options, compute_forces=True)))(x, q, cell)
     assert [f.shape for f in found] == [(0, 6), (0, 6, 3)]
+    charges, lattice = to_jax([SYSTEM.charges, SYSTEM.cell])
+    total = jax.jit(lambda q: jnp.sum(jax.vmap(lambda x: electrostatics.ewald_summation(x, q, lattice, **options))(x)))
+    np.testing.assert_array_equal(jax.grad(total)(charges), np.zeros(6))
 
 
 @pytest.mark.parametrize("name", ["ewald_summation", "particle_mesh_ewald"])
