@@ -139,7 +139,7 @@ def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None
 
 
 def is_traced(value: Any) -> bool:
-    """Whether ``value`` stands for arrays that are known only when a compiled program runs."""
+    """Whether ``value`` is known only when a compiled program runs."""
     return isinstance(value, jax.core.Tracer)
 
 
