@@ -16,6 +16,7 @@ import nvalchemiops.compat.installation  # noqa: F401  # here too, should anothe
 from nvalchemiops import threads
 from nvalchemiops._warp import ensure_warp
 from nvalchemiops._warp_internals import Command, descriptor_type, has_adjoint, load_module, unpacked
+from nvalchemiops.layout import layout
 from nvalchemiops.loading import (
     OFFSET,
     gather_only,
@@ -82,9 +83,10 @@ def launch(
     if not isinstance(device, wp.Device):
         device = wp.get_device(device)
     grid = tuple(dim) if isinstance(dim, Sequence) else (operator.index(dim),)
-    block = lanes or None
+    how = layout("cpu" if device.is_cpu else "cuda")
+    block = how.block_of(lanes)
     if lanes:
-        grid = (*grid, 1 if device.is_cpu else lanes)
+        grid = (*grid, lanes if how.warps else 1)
     arguments = [*inputs, *outputs]
     gathers = is_gather_only(kernel)
     if (gathers or not record_tape) and active_tape() is not None:

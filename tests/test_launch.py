@@ -12,6 +12,7 @@ import warp as wp
 from nvalchemiops import launch as core
 from nvalchemiops import loading
 from nvalchemiops import threads as shared
+from nvalchemiops.layout import CPU, GPU, layout, replaced_layout
 from nvalchemiops.torch.launch import launch, launch_adjoint
 from tests.processes import in_threads, output_of, run_python
 
@@ -147,6 +148,20 @@ def test_one_lane_on_the_cpu():
     x, y = torch.rand(700, 37, dtype=torch.float64), torch.empty(700, dtype=torch.float64)
     launch(lane_sum, 700, [x], [y], lanes=32)
     torch.testing.assert_close(y, x.sum(1))
+
+
+def test_the_layout_of_a_launch_is_decided_in_one_place_and_can_be_replaced():
+    x, y = torch.rand(3, 37, dtype=torch.float64), torch.empty(3, dtype=torch.float64)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "_launch_recorded", lambda *call: seen.append((call[3], call[4])))
+        launch(lane_sum, 3, [x], [y], lanes=32)
+        with replaced_layout("cpu", GPU):
+            assert layout("cpu") is layout("cuda")
+            launch(lane_sum, 3, [x], [y], lanes=32)
+            run_row_sum(x.float())
+    assert seen == [(None, (3, 1)), (32, (3, 32)), (256, (3,))]
+    assert layout("cpu") is CPU
 
 
 def test_declarations_that_promise_too_much():

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvalchemiops.layout import layout
 from nvalchemiops.neighbors import pairs as core
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch import checks
@@ -214,7 +215,7 @@ def distances_and_vectors(positions: torch.Tensor, pairs: Pairs) -> tuple[torch.
     if is_eager():
         distances, vectors = measure_pairs(positions, *pairs.as_int32())
         # NaN for an index without an atom, for which torch raises an error; not checked on a GPU
-        if distances.is_cuda or not bool(distances.detach().sum().isnan()):
+        if not layout(distances.device.type).reads or not bool(distances.detach().sum().isnan()):
             if pairs.first is not None:
                 return distances, vectors
             shape = pairs.second.shape
@@ -306,7 +307,7 @@ def measure_pairs(
     distances = new_empty((n_slots,), positions.dtype, positions.device)
     vectors = new_empty((n_slots, 3), positions.dtype, positions.device)
     kernel = core.measure_pairs(precision_of(positions))
-    each = core.SLOTS_PER_THREAD if positions.device.type == "cpu" else 1
+    each = layout(positions.device.type).rows_per_thread(core.SLOTS_PER_THREAD)
     inputs = [positions, cell, system, target, first, second, shifts, counts, width, padding, each]
     launch(kernel, -(-n_slots // each), inputs, [distances, vectors])
     return distances.sqrt_(), vectors

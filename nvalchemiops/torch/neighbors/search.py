@@ -10,6 +10,7 @@ import torch
 import warp as wp
 
 from nvalchemiops.kernels.simd import LANES
+from nvalchemiops.layout import layout
 from nvalchemiops.neighbors import NeighborOverflowError, grid
 from nvalchemiops.neighbors import search as kernels
 from nvalchemiops.neighbors.neighbor_utils import matrix_width
@@ -93,6 +94,7 @@ class _CellList:
         self.rebuild_flags = rebuild_flags
         self.scratch: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.device = search.positions.device
+        self.layout = layout(self.device.type)
         self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device=self.device)
         self.n_rows = search.n_rows
         self.binned = self._bin(*self._systems(may_wait))
@@ -142,17 +144,17 @@ class _CellList:
         slot = self._new(n_atoms)
         coordinates = self._new(3, n_atoms + LANES, dtype=float64)
         entry = self._new(n_atoms, 4)
-        if self.device.type == "cpu":
+        if self.layout.serial:
             order = self._new(n_atoms)
             begin = torch.zeros(n_slots + 2, dtype=torch.int32, device=self.device)
-        if self.device.type == "cpu" and n_atoms <= grid.SERIAL:
+        if self.layout.serial and n_atoms <= grid.SERIAL:
             inputs = [positions, cell, pbc, system, first_atom, search.cutoff, method]
             launch(grid.prepare_search(), 1, inputs, [grids, slot, begin, order, coordinates, entry, self.fault])
         else:
             described = [cell, pbc, first_atom, n_atoms, search.cutoff, method]
             launch(grid.describe_systems(), n_systems, described, [grids, self.fault])
             launch(grid.locate_atoms(), n_atoms, [positions, system, first_atom, grids], [slot, self.fault])
-            if self.device.type == "cpu":
+            if self.layout.serial:
                 launch(grid.sort_atoms(), 1, [slot], [begin, order])
             else:
                 slot, order = torch.sort(slot, stable=True)
@@ -179,7 +181,7 @@ class _CellList:
         self._launch(kernels.search_neighbors(), [*self.binned, *form], [count, neighbors, first, shifts], kind)
 
     def _launch(self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], kind: str | None = None) -> None:
-        rows_per_thread = kernels.ROWS_PER_THREAD if self.device.type == "cpu" else 1
+        rows_per_thread = self.layout.rows_per_thread(kernels.ROWS_PER_THREAD)
         n_threads = -(-self.n_rows // rows_per_thread)
         launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], lanes=SEARCH_LANES, kind=kind)
 
@@ -189,7 +191,7 @@ class _CellList:
         In a small search on a CPU they are written at the same time, to memory that `fill` copies from.
         """
         count = self._new(self.n_rows)
-        if self.device.type == "cpu" and self.n_rows <= kernels.SCRATCH_ROWS:
+        if self.layout.serial and self.n_rows <= kernels.SCRATCH_ROWS:
             index, all_shifts = _scratch()
             shifts = None if self.search.cell is None else all_shifts
             ends = (self.n_rows + 1) * kernels.SCRATCH_WIDTH

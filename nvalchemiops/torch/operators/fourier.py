@@ -8,6 +8,7 @@ import warp as wp
 from nvalchemiops.kernels import fourier as kernels
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import LANES, WARP
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.moments import Arguments, fold, gather_pullback, spread_pullback
@@ -108,12 +109,12 @@ def fourier_spread(
     field = new_empty((n_channels, n_points, 4, 2), torch.float64, moments.device)
     if moments.shape[0] == 0 or field.numel() == 0:
         return field.zero_()
-    if moments.is_cuda:
-        plan: tuple[Any, ...] = (None, None, 0, 0)
-        rows = n_points
-    else:
-        plan = _tables(coordinates, order, atom_begin, points, moments)
+    if layout(moments.device.type).tabulated:
+        plan: tuple[Any, ...] = _tables(coordinates, order, atom_begin, points, moments)
         rows = -(-n_points // kernels.POINTS)
+    else:
+        plan = (None, None, 0, 0)
+        rows = n_points
     inputs = [moments, coordinates, order, atom_begin, *plan, points, point_begin]
     kind = _size(moments.shape[0] * n_channels, atom_begin)
     launch(kernels.fourier_spread(derivatives), rows, inputs, [field], lanes=WARP, kind=kind)
@@ -157,10 +158,9 @@ def fourier_gather(
     moments = new_empty((n_atoms, n_channels, count(derivatives)), torch.float64, field.device)
     if n_points == 0 or moments.numel() == 0:
         return moments.zero_()
-    if field.is_cuda:
-        plan: tuple[Any, ...] = (None, None, None, 0, 0)
-        coefficients, rows = None, n_atoms
-    else:
+    plan: tuple[Any, ...] = (None, None, None, 0, 0)
+    coefficients, rows = None, n_atoms
+    if layout(field.device.type).tabulated:
         vector_begin, tables, *rest = _tables(coordinates, order, atom_begin, points)
         n_vectors = tables.shape[1] // LANES
         block_begin, rows = _grouped(vector_begin, kernels.vectors_at_once(derivatives), n_vectors)

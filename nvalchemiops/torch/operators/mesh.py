@@ -10,6 +10,7 @@ from nvalchemiops.kernels import mesh as kernels
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import NotDifferentiableError
+from nvalchemiops.layout import layout
 from nvalchemiops.neighbors.grid import sort_atoms
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
@@ -61,7 +62,7 @@ def mesh_columns(
     column = torch.empty(n_atoms, dtype=torch.int32, device=device)
     begin = torch.zeros(n_systems * n_x * n_y + 2, dtype=torch.int32, device=device)
     launch(kernels.find_columns(spline_order), n_atoms, [coordinates, batch_idx, n_systems, n_x, n_y], [column])
-    if device.type != "cpu":
+    if not layout(device.type).serial:
         sorted_columns, order = torch.sort(column, stable=True)
         return order.to(torch.int32), row_pointers(sorted_columns, begin.shape[0] - 1)
     order = torch.empty_like(column)
@@ -198,7 +199,7 @@ def mesh_gather(
 
 def _rows(of_atoms: torch.Tensor) -> int:
     """Threads for kernels that have `LANES` atoms each on a CPU."""
-    return of_atoms.shape[0] if of_atoms.is_cuda else -(-of_atoms.shape[0] // LANES)
+    return -(-of_atoms.shape[0] // layout(of_atoms.device.type).rows_per_thread(LANES))
 
 
 def spline_at_integers(order: int) -> list[float]:

@@ -3,6 +3,7 @@
 import torch
 
 from nvalchemiops.kernels.segments import BLOCK, sum_rows
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
@@ -50,7 +51,7 @@ def check_system_numbers(batch_idx: torch.Tensor, n_systems: int) -> None:
 
 
 def _check_entries(batch_idx: torch.Tensor, n_systems: int) -> None:
-    if batch_idx.is_cuda or batch_idx.numel() == 0:
+    if batch_idx.numel() == 0 or not layout(batch_idx.device.type).reads:
         return
     low, high = (int(end) for end in torch.aminmax(batch_idx))
     if not 0 <= low <= high < n_systems:
@@ -67,7 +68,7 @@ def _sorted(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | Non
 def _sort(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None, torch.Tensor]:
     _check_entries(batch_idx, n_systems)
     order = None
-    if batch_idx.is_cuda or not bool((batch_idx[1:] >= batch_idx[:-1]).all()):
+    if not layout(batch_idx.device.type).reads or not bool((batch_idx[1:] >= batch_idx[:-1]).all()):
         batch_idx, order = torch.sort(batch_idx, stable=True)
         order = order.to(torch.int32)
     return order, row_pointers(batch_idx, n_systems)

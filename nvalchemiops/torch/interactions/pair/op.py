@@ -18,6 +18,7 @@ from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.loop import FAULTS
 from nvalchemiops.kernels.simd import WARP
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
@@ -375,8 +376,8 @@ def pair_sum(
     flags = (shifts is not None, n_species, weights is not None, excluded is not None)
     kernel, pick, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
     n_atoms, device = positions.shape[0], positions.device
-    # on a GPU faults are not read, which would wait for it: results are NaN
-    fault = _fault() if device.type == "cpu" else None
+    # faults that are not read, which would wait for a GPU, make results NaN
+    fault = _fault() if layout(device.type).reads else None
     memory: dict[str, torch.Tensor] = {}
     if WEIGHTS in outputs:
         memory["energies"] = positions.new_empty(n_atoms)
