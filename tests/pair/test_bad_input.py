@@ -351,3 +351,16 @@ def test_two_atoms_in_one_place_disturb_those_that_interact_with_them_only(kind)
 def test_nan_positions_without_a_list_are_an_error():
     with pytest.raises(ValueError, match="`positions`"):
         lj.lj_energy(GAS * NAN, 1.0, 1.0, 2.0)
+
+
+def test_an_exclusion_is_of_one_system():
+    potential, batch_idx = lennard_jones(3.0), torch.tensor([0, 1, 1], dtype=torch.int32)
+    with pytest.raises(ValueError, match="`exclusions` joins atoms of different systems"):
+        potential(
+            torch.rand(3, 3),
+            sigma=1.0,
+            epsilon=1.0,
+            batch_idx=batch_idx,
+            neighbor_matrix=torch.full((3, 1), 3, dtype=torch.int32),
+            exclusions=torch.tensor([[0], [1]]),
+        )

@@ -73,6 +73,14 @@ def exclusion_rows(exclusions: Any, given_factors: Any, positions: torch.Tensor)
     return ExclusionRows(pointers, atoms, factors, first, order, pairs, given_factors)
 
 
+def check_same_system(exclusions: ExclusionRows, batch_idx: torch.Tensor | None) -> None:
+    """Raise if a pair joins atoms of different systems, as far as values can be read."""
+    if batch_idx is not None and may_read(batch_idx):
+        of_pair = batch_idx[exclusions.pairs]
+        if not torch.equal(of_pair[0], of_pair[1]):
+            raise ValueError("`exclusions` joins atoms of different systems")
+
+
 def _of_both(factors: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     return torch.cat([factors, factors]).to(torch.float64).index_select(0, order)
 

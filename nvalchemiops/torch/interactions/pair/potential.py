@@ -13,7 +13,7 @@ from nvalchemiops.interactions.pair.expression import Formula, check_formula
 from nvalchemiops.interactions.pair.sum import Variant, source
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
-from nvalchemiops.torch.interactions.pair.exclusions import exclusion_rows
+from nvalchemiops.torch.interactions.pair.exclusions import check_same_system, exclusion_rows
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, Results, System, named, names_beside, neighbors_beside
@@ -168,8 +168,8 @@ class PairPotential:
         species : (n_atoms,) int tensor, optional
             Row of each atom in the tables; required with ``per_pair``.
         exclusions : (2, n) int tensor, optional
-            Pairs that do not interact, or with a factor, as for bonded and 1-4 pairs. Of a pair's images in the list
-            the nearest is meant, so it does not matter in which cell the atoms are stored.
+            Pairs of atoms of the same system that do not interact, or with a factor, as for bonded and 1-4 pairs. Of
+            a pair's images in the list the nearest is meant, so it does not matter in which cell the atoms are stored.
         exclusion_factors : (n,) tensor, optional
             Factors of their energies; zero by default.
         compute_forces, compute_virial : bool, optional
@@ -230,6 +230,8 @@ class PairPotential:
             atoms, given, num_systems, cutoff=cutoff, by_system=by_system, neighbor_cutoff=reach, check=check
         )
         excluded = exclusion_rows(exclusions, exclusion_factors, atoms.positions)
+        if excluded is not None:
+            check_same_system(excluded, atoms.batch_idx)
         options: Any = {"cutoff": cutoff, "r_switch": self.r_switch, "species": species, "exclusions": excluded}
         results = sum_pairs(formula, system, parameters, request, **options)
         if isinstance(positions, System):

@@ -8,19 +8,16 @@ import torch
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
+from nvalchemiops.torch.interactions.pair.exclusions import check_same_system
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
-from nvalchemiops.torch.runtime.context import may_read
 
 
 def exclusion_term(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor) -> PairTerm:
     """The term of the exclusions of a system."""
     exclusions = system.exclusions
     assert exclusions is not None
-    if system.batch_idx is not None and may_read(system.batch_idx):
-        of_pair = system.batch_idx[exclusions.pairs]
-        if not torch.equal(of_pair[0], of_pair[1]):
-            raise ValueError("`exclusions` joins atoms of different systems")
+    check_same_system(exclusions, system.batch_idx)
     shifts = nearest_images(system, *exclusions.pairs)
     shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
     rows = Rows(exclusions.pointers, exclusions.atoms, shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
