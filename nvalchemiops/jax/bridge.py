@@ -59,9 +59,9 @@ def from_torch(
         tensor, a derivative by a complex array.
     ValueError
         ``scalar=True`` and another output than one real number.
-    jax.errors.JaxRuntimeError
+    jax.errors.JaxRuntimeError, ValueError
         When the compiled program runs: what the function raises, or an output with another shape or dtype than was
-        declared.
+        declared. JAX raises the one or the other, with the text of the cause last.
 
     Notes
     -----
@@ -195,6 +195,8 @@ class Bridge:
                 self._variants.clear()
             variant = self._variants[tree, static, is_x64] = _Variant(self, tree, leaves, rounds=not is_x64)
         types = tuple(_type_of(x, self.name) for x in arrays)
+        if not is_x64:  # arrays that were made with x64 on are narrowed as other functions of JAX do
+            arrays = [jax.numpy.asarray(x, t.dtype) for x, t in zip(arrays, types)]
         outputs = variant.outputs(types)
         return jax.tree.unflatten(outputs.tree, call_flat(variant.function, arrays, outputs.types))
 

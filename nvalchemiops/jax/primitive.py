@@ -25,6 +25,8 @@ evaluated in one callback.
 
 import functools
 import itertools
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -115,17 +117,33 @@ def bind(request: Request, operands: Sequence[Any]) -> list[Any]:
 
 @torch_call_p.def_impl
 def _evaluate(*operands: Any, request: Request) -> list[Any]:
-    kept = request.function.jitted
-    jitted: Callable[..., list[Any]] | None = kept.get(request)
-    if jitted is None:
-        if len(kept) >= KEPT_REQUESTS:
-            kept.clear()
-        jitted = kept[request] = jax.jit(functools.partial(torch_call_p.bind, request=request))
+    jitted = request.function.jitted.get(request) or _compiled(request)
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]  # flags have no types; this would call itself
+        with jax.disable_jit(False):
+            return jitted(*operands)
     return jitted(*operands)
 
 
 KEPT_REQUESTS = 256
-"""Compiled calls outside of ``jit`` that are kept for each function."""
+"""Compiled calls outside of ``jit`` that are kept, of all functions: each takes more than a megabyte."""
+
+_kept: "deque[tuple[weakref.ref[TorchFunction], weakref.ref[Any]]]" = deque()
+"""Those that are kept, oldest first. They are dropped here since they and their functions hold each other."""
+
+
+def _compiled(request: Request) -> Callable[..., list[Any]]:
+    """The compiled call for ``request``, which its function keeps."""
+    jitted: Any = jax.jit(functools.partial(torch_call_p.bind, request=request))
+    request.function.jitted[request] = jitted
+    _kept.append((weakref.ref(request.function), weakref.ref(jitted)))
+    while len(_kept) > KEPT_REQUESTS:
+        of_function, of_jitted = _kept.popleft()
+        function, oldest = of_function(), of_jitted()
+        if function is not None and oldest is not None:
+            for key in [key for key, value in list(function.jitted.items()) if value is oldest]:
+                function.jitted.pop(key, None)
+            oldest.clear_cache()
+    return jitted
 
 
 @torch_call_p.def_abstract_eval

@@ -38,6 +38,9 @@ class TorchDtypeSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
+
 
 @dataclass(frozen=True)
 class ScalarSpec:

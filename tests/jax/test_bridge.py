@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nvalchemiops import launch, threads
+from nvalchemiops.jax import primitive
 from nvalchemiops.jax.bridge import from_torch
 from nvalchemiops.jax.dtypes import torch_dtype
 from nvalchemiops.torch.segment_ops import segmented_sum
@@ -415,6 +416,34 @@ def test_export_is_an_error():
 
     with pytest.raises(NotImplementedError, match=r"`cosines` calls torch in this process, which jax.export cannot"):
         export.export(jax.jit(from_torch(cosines)))(X)
+
+
+def test_outside_of_jit_a_bounded_number_of_calls_stays_compiled(monkeypatch):
+    """Each static argument takes a compilation, and each of these a megabyte."""
+    monkeypatch.setattr(primitive, "KEPT_REQUESTS", 3)
+    scaled = [from_torch(lambda x, factor: factor * x) for _ in range(2)]
+    for number in range(8):
+        assert_same(scaled[number % 2](X, float(number)), number * X)
+    assert len(primitive._kept) == 3
+    kept = [reference() for _, reference in primitive._kept]
+    assert sum(jitted._cache_size() for jitted in kept) == 3
+    assert_same(scaled[0](X, 0.0), 0 * X)
+
+
+def test_without_jit_by_disable_jit():
+    energy = from_torch(cosines, scalar=True)
+    with jax.disable_jit():
+        found = jax.grad(energy)(X)
+    assert_same(found, jax.grad(energy)(X))
+
+
+def test_arrays_of_64_bits_where_x64_is_off_now():
+    wide = jnp.arange(3.0)
+    assert wide.dtype == jnp.float64
+    with jax.enable_x64(False):
+        found = from_torch(lambda x, y: x + y)(wide, jnp.ones(3))
+        assert found.dtype == jnp.float32
+    assert_same(found, jnp.arange(1.0, 4.0, dtype=jnp.float32))
 
 
 def test_a_function_is_freed():

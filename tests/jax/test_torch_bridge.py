@@ -263,6 +263,11 @@ def test_wrong_declarations():
         wrap(lambda x: x, vmap_method="parallel")
 
 
+def test_a_shape_may_be_a_list():
+    model = wrap(lambda x: x, input_spec=[TorchDtypeSpec([-1, 3], torch.float64)])
+    assert jax.jit(model)(np.ones((2, 3))).shape == (2, 3)
+
+
 def test_an_output_that_is_no_tensor():
     with pytest.raises(TypeError, match=r"output 1 must be a torch.Tensor, it is of type int"):
         jax.jit(wrap(lambda x: (x, 42)))(np.ones(3))
