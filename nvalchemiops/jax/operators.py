@@ -16,7 +16,7 @@ from nvalchemiops.jax.bridge import Bridge, Operand, Traits
 from nvalchemiops.jax.callback import Arrays, Contraction, Shapes
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
 from nvalchemiops.torch.runtime._torch_internals import without_data
-from nvalchemiops.torch.runtime.context import ValuesNeededError
+from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 
 Shape = jax.ShapeDtypeStruct
 
@@ -79,7 +79,7 @@ def operator(
                 arguments[key] = value.item()
         if fold is not None and arguments["positions"].ndim > 2:
             return fold.call(function, arguments)
-        return function(**arguments)
+        return function(**without_padding(arguments))
 
     def shapes(**arguments: Any) -> Any:
         return checked_shapes(call, out_shapes, arguments)
@@ -100,6 +100,9 @@ def operator(
                 arguments.update(value)
             elif key not in ignored and value is not parameters[key].default:
                 arguments[key] = checked(key, value)
+        if fold is not None and getattr(arguments["positions"], "ndim", 2) != 2:  # leading axes are those of vmap
+            shape = tuple(arguments["positions"].shape)
+            raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
         return bridge(**(arguments if prepare is None else prepare(arguments)))
 
     return _named(of_arrays, function, signature)
@@ -111,6 +114,25 @@ def _named(of_arrays: Callable[..., Any], function: Callable[..., Any], signatur
     of_arrays.__doc__ = _for_jax(inspect.getdoc(function) or "")
     of_arrays.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks there
     return of_arrays
+
+
+def without_padding(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a torch function, with a list of pairs that ends at the last pair.
+
+    A list of a declared capacity ends with slots of no atom, which the functions of torch do not take.
+    """
+    pairs, pointers = arguments.get("neighbor_list"), arguments.get("neighbor_ptr")
+    if pairs is None or pointers is None or not may_read(pairs, pointers, wait=True):
+        return arguments
+    count = int(pointers[-1]) if pointers.numel() else 0
+    if pairs.ndim != 2 or not 0 <= count < pairs.shape[1] or 0 <= int(pairs[0, count]) < len(arguments["positions"]):
+        return arguments  # without padding, or wrong
+    cut = {"neighbor_list": pairs[:, :count]}
+    cut |= {name: arguments[name][:count] for name in _SHIFTS if arguments.get(name) is not None}
+    return {**arguments, **cut}
+
+
+_SHIFTS = ("neighbor_shifts", "unit_shifts")
 
 
 def _tensor_without_data(leaf: Any) -> Any:
@@ -128,8 +150,11 @@ def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None
     except ValuesNeededError:
         if rule is None:
             raise
-    except (TypeError, ValueError):
-        raise
+    except (TypeError, ValueError) as error:
+        text = _for_jax_arrays(str(error))
+        if type(error) not in (TypeError, ValueError) or text == str(error):
+            raise
+        raise type(error)(text) from None
     except Exception:  # of torch: values are read, or sizes depend on them
         if rule is None:
             raise
@@ -146,7 +171,7 @@ def is_traced(value: Any) -> bool:
 def as_array(name: str, value: Any) -> Any:
     """``value`` as an array, if it is not a number or some other object; floats of numpy get the precision of JAX."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        value = np.asarray(value)
+        value = jnp.asarray(value) if any(map(is_traced, jax.tree.leaves(value))) else np.asarray(value)
     if isinstance(value, torch.Tensor):
         raise TypeError(
             f"`{name}` is a torch tensor: pass a JAX or numpy array, or call the function of nvalchemiops.torch"
@@ -162,18 +187,20 @@ def as_static(name: str, value: Any) -> Any:
     TypeError
         The value is traced.
     """
-    if is_traced(value):
+    parts = jax.tree.leaves(value) if type(value) in (list, tuple) else [value]
+    if any(map(is_traced, parts)):
         raise TypeError(
             f"{name} must be known when the function is traced, since shapes of results may depend on it: "
             "close over it, or name it in `static_argnames`"
         )
+    return _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with tuples for lists and arrays, and numbers for arrays without axes."""
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         value = np.asarray(value).tolist()
-    return _tuples(value)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    return tuple(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
 def _kind(parameter: inspect.Parameter) -> str:
@@ -197,6 +224,11 @@ def _signature(function: Callable[..., Any], extra: Mapping[str, str], without: 
 def _annotation(annotation: Any) -> Any:
     text = inspect.formatannotation(annotation)
     return text.replace("torch.Tensor", "jax.Array") if "torch.Tensor" in text else annotation
+
+
+def _for_jax_arrays(text: str) -> str:
+    """A message of a torch function, for JAX."""
+    return re.sub(r"\btorch\.(?=(float|int|uint|bfloat|complex|bool)\d*\b)", "", text).replace(".to(", ".astype(")
 
 
 def _for_jax(text: str) -> str:
@@ -239,10 +271,14 @@ class SystemEnergies(Contraction):
         (n_systems,) = outputs[0].shape
         roles = dict(self.roles)
         of_atoms = self.batch_idx is not None
-        return n_systems == 1 or all(
-            of_atoms if roles.get(i) == ATOMS else roles.get(i) == SYSTEMS and shape[:1] == (n_systems,)
-            for i, shape in shapes.items()
-        )
+
+        def has_rows(i: int, shape: tuple[int, ...]) -> bool:
+            if roles.get(i) == ATOMS:
+                return of_atoms and shape[:1] not in ((), (1,))  # one number may be that of all atoms
+            # a cell (3, 3) of all systems has no rows, also where there are three
+            return roles.get(i) == SYSTEMS and shape[:1] == (n_systems,) and len(shape) != 2
+
+        return n_systems == 1 or all(has_rows(i, shape) for i, shape in shapes.items())
 
     def __call__(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
         """Tangents of the energies."""

@@ -1,5 +1,7 @@
 """Neighbor lists in JAX: exact or an error outside of jit; of a declared size inside, where overflow stays visible."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvalchemiops.jax import neighbors
-from nvalchemiops.jax.interactions.electrostatics import ewald_summation
+from nvalchemiops.jax.interactions.electrostatics import dsf_coulomb, ewald_summation
+from nvalchemiops.jax.interactions.pair import lennard_jones
 from nvalchemiops.torch import neighbors as in_torch
 from tests.jax.precision import double_precision  # noqa: F401
 from tests.systems import batch, triclinic
@@ -71,6 +74,40 @@ def test_lists_of_a_declared_capacity_begin_with_those_of_torch():
         same([pairs[:, :n], shifts[:n], vectors[:n]], [exact[0][:, :n], exact[2][:n], exact[3][:n]])
         np.testing.assert_array_equal(counts, exact[1].diff().numpy())
         assert (pairs[:, n:] == len(X)).all() and int(pointers[-1]) == n
+
+
+def test_a_capacity_is_that_of_a_list_of_pairs():
+    with pytest.raises(ValueError, match="return_neighbor_list=True"):
+        neighbors.neighbor_list(X, 3.0, CELL, coo_capacity=9, max_neighbors=9)
+    with pytest.raises(ValueError, match="must not be negative"):
+        jax.make_jaxpr(lambda x: neighbors.neighbor_list(x, 3.0, return_neighbor_list=True, coo_capacity=-1))(X)
+
+
+def test_operators_take_lists_of_a_declared_capacity():
+    """These end with slots of no atom, which no operator may count."""
+    near = {"cutoff": 3.0, "cell": CELL.astype(float), "return_neighbor_list": True}
+    x, cell, q = X.astype(float), near["cell"], jnp.cos(jnp.arange(20.0))
+
+    def energies(x, **room):
+        pairs, pointers, shifts = neighbors.neighbor_list(x, **near, **room)[:3]
+        given = {"neighbor_list": pairs, "neighbor_ptr": pointers, "neighbor_shifts": shifts}
+        return (
+            ewald_summation(x, q, cell, 0.5, k_cutoff=2.0, energy_reduction="system", **given)[0],
+            lennard_jones(3.0)(x, cell, sigma=1.0, epsilon=1.0, energy_reduction="system", **given)[0],
+            dsf_coulomb(x, q, 3.0, 0.2, cell, neighbor_list=pairs, neighbor_ptr=pointers, unit_shifts=shifts)[0][0],
+        )
+
+    n_pairs = neighbors.neighbor_list(x, **near)[0].shape[1]
+    for room in (n_pairs + 9, n_pairs):
+        found = jax.jit(lambda x, room=room: energies(x, coo_capacity=room))(x)
+        np.testing.assert_array_equal(found, energies(x))
+    gradient = jax.jit(jax.grad(lambda x: sum(energies(x, coo_capacity=n_pairs + 9))))(x)
+    assert jnp.isfinite(gradient).all() and jnp.abs(gradient).max() > 0.1
+    pairs, pointers, shifts = neighbors.neighbor_list(x, **near)
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="`neighbor_ptr` must fit"):
+        ewald_summation(
+            x, q, cell, 0.5, k_cutoff=2.0, neighbor_list=pairs, neighbor_ptr=pointers.clip(0, 3), neighbor_shifts=shifts
+        )
 
 
 def test_lists_of_systems_in_a_batch():
@@ -169,6 +206,57 @@ class TestState:
         assert (before[1][20:] != after[1][20:]).any()
         with pytest.raises(ValueError, match="selective"):
             neighbors.neighbor_list(x, state=state)
+
+    def test_a_system_without_rows_is_searched_whether_flagged_or_not(self):
+        state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC, selective=True)
+        found, after = neighbors.neighbor_list(X, state=state, rebuild_flags=jnp.array([False]))
+        same([found[1]], in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:])[1:2])
+        assert after.initialized.all()
+
+    def test_a_position_that_is_no_number_is_no_overflow(self):
+        state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC)
+        state = jax.jit(lambda x, s: neighbors.neighbor_list(x, state=s)[1])(X.at[4, 1].set(jnp.nan), state)
+        with pytest.raises(ValueError, match="not finite"):
+            neighbors.check_neighbor_list_state(state)
+
+    def test_overflow_is_found_among_states_of_vmap_and_of_pairs(self):
+        x, cells = jnp.stack([X, 0.5 * X]), jnp.stack([CELL, 0.5 * CELL])
+        width = neighbors.neighbor_list(X, 3.0, CELL, PBC)[0].shape[1]
+        prepare = functools.partial(neighbors.prepare_neighbor_list, cutoff=3.0, pbc=PBC)
+        states = jax.vmap(lambda x, cell: prepare(x, cell=cell, max_neighbors=width))(x, cells)
+        states = jax.vmap(lambda x, s: neighbors.neighbor_list(x, state=s)[1])(x, states)
+        with pytest.raises(neighbors.NeighborOverflowError, match="in system 1 has"):
+            neighbors.check_neighbor_list_state(states)
+        state = neighbors.neighbor_list(X, state=prepare(X, cell=CELL, format="coo", coo_capacity=5))[1]
+        with pytest.raises(neighbors.NeighborOverflowError, match="`coo_capacity` = 5 is too small"):
+            neighbors.check_neighbor_list_state(state)
+
+    @pytest.mark.parametrize("name", ["max_neighbors", "coo_capacity", "target_indices", "nonsense"])
+    def test_an_argument_without_effect_is_an_error(self, name):
+        state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC)
+        with pytest.raises(TypeError, match=f"`{name}`"):
+            neighbors.neighbor_list(X, state=state, **{name: 3})
+
+    @pytest.mark.parametrize(
+        ("options", "error", "text"),
+        [
+            ({"max_neighbors": -1}, ValueError, "`max_neighbors` must not be negative"),
+            ({"max_neighbors": 4.5}, TypeError, "`max_neighbors` must be an int"),
+            ({"nonsense": 1}, TypeError, "nonsense"),
+        ],
+    )
+    def test_bad_sizes(self, options, error, text):
+        with pytest.raises(error, match=text):
+            neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC, **options)
+
+    def test_a_cutoff_that_is_traced_is_named(self):
+        with pytest.raises(TypeError, match="`cutoff` must be known"):
+            jax.jit(lambda r: neighbors.prepare_neighbor_list(X, r, CELL, max_neighbors=9))(3.0)
+
+    def test_lists_of_python_are_arrays(self):
+        state = neighbors.prepare_neighbor_list(np.asarray(X).tolist(), 3.0, np.asarray(CELL).tolist(), PBC)
+        found, _ = neighbors.neighbor_list(np.asarray(X).tolist(), state=state)
+        same([found[1]], in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:])[1:2])
 
     @pytest.mark.parametrize(
         ("change", "text"),

@@ -4,7 +4,10 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -16,6 +19,7 @@ import torch
 from nvalchemiops.jax import neighbors, spline
 from nvalchemiops.jax.interactions import dispersion, electrostatics, pair
 from nvalchemiops.jax.interactions.electrostatics._shapes import sum_operator
+from nvalchemiops.torch import neighbors as torch_neighbors
 from nvalchemiops.torch import spline as torch_spline
 from nvalchemiops.torch.interactions import dispersion as torch_dispersion
 from nvalchemiops.torch.interactions import electrostatics as torch_electrostatics
@@ -82,10 +86,10 @@ def of_potential(module, near, numbers, x, q, cell):
     )[0]
 
 
+D3_TABLES = ("rcov", "r4r2", "c6ab", "cn_ref")
+
 with jax.enable_x64(True):
-    JAX_TABLES = dispersion.D3Parameters(
-        *(to_jax(getattr(TABLES, name)) for name in ("rcov", "r4r2", "c6ab", "cn_ref")), TABLES.interp_mesh
-    )
+    JAX_TABLES = dispersion.D3Parameters(*(to_jax(getattr(TABLES, name)) for name in D3_TABLES), TABLES.interp_mesh)
 
 
 def of_dispersion(module, near, numbers, x, q, cell):
@@ -341,6 +345,48 @@ def test_slices_of_vmap_become_systems_of_one_batch(name, given):
     assert 2 <= len(of_batches) <= 3, "each of the three results takes one call, two of them may be one"
 
 
+@pytest.mark.parametrize("name", ["lennard_jones", "dsf_coulomb"])
+def test_energies_of_three_systems_with_one_cell(name):
+    """The cell then has as many rows as there are systems, but they are not theirs."""
+    cell = SYSTEM.cell
+    systems = torch.tensor([0, 0, 1, 1, 2, 2], dtype=torch.int32)
+    x = SYSTEM.positions[[0, 1, 0, 1, 0, 1]] * torch.tensor([1.0, 1.0, 0.9, 0.9, 0.8, 0.8]).double()[:, None]
+    matrix, _, shifts = torch_neighbors.neighbor_list(x, 3.5, cell.expand(3, 3, 3), batch_idx=systems)
+    given = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "batch_idx": systems, "num_systems": 3}
+    w = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+
+    def energy(in_pair, in_electrostatics, given, w, x, cell):
+        if name == "dsf_coulomb":
+            q = 0.0 * x[:, 0] + 1.0
+            found = in_electrostatics.dsf_coulomb(x, q, 3.5, 0.2, cell, compute_forces=False, **given)[0]
+        else:
+            potential = in_pair.lennard_jones(3.5)
+            found = potential(x, cell, sigma=1.0, epsilon=1.0, energy_reduction="system", **given)
+        return (found * w).sum()
+
+    leaves = [x.clone().requires_grad_(), cell.clone().requires_grad_()]
+    expected = torch.autograd.grad(energy(torch_pair, torch_electrostatics, given, w, *leaves), leaves)
+    ours = functools.partial(energy, pair, electrostatics, to_jax(given), to_jax(w))
+    found = jax.jit(jax.grad(ours, (0, 1)))(*to_jax([x, cell]))
+    for f, e in zip(found, expected, strict=True):
+        assert e.abs().max() > 1e-3
+        np.testing.assert_allclose(f, e.numpy(), rtol=1e-12, atol=1e-13)
+
+
+def test_one_parameter_of_all_atoms_of_a_batch_differentiates():
+    systems = to_jax(torch.tensor([0, 0, 0, 1, 1, 1], dtype=torch.int32))
+    x, cell = to_jax([SYSTEM.positions, SYSTEM.cell.expand(2, 3, 3).contiguous()])
+    matrix, _, shifts = neighbors.neighbor_list(x, 3.5, cell, batch_idx=systems)
+    given = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "batch_idx": systems}
+
+    def energy(sigma):
+        energies = pair.lennard_jones(3.5)(x, cell, sigma=sigma, epsilon=1.0, energy_reduction="system", **given)
+        return energies @ jnp.array([1.0, -2.0])
+
+    one, of_each = jax.jit(jax.grad(energy))(1.2), jax.jit(jax.grad(energy))(jnp.full(6, 1.2))
+    np.testing.assert_allclose(one, of_each.sum(), rtol=1e-12)
+
+
 def test_vmap_over_nothing_gives_nothing():
     x, q, cell = (jnp.zeros((0, *t.shape)) for t in SYSTEM[:3])
     options = {"alpha": 0.5, "miller_bounds": (2, 2, 2), "cutoff": 3.0}
@@ -349,6 +395,22 @@ def test_vmap_over_nothing_gives_nothing():
     charges, lattice = to_jax([SYSTEM.charges, SYSTEM.cell])
     total = jax.jit(lambda q: jnp.sum(jax.vmap(lambda x: electrostatics.ewald_summation(x, q, lattice, **options))(x)))
     np.testing.assert_array_equal(jax.grad(total)(charges), np.zeros(6))
+
+
+def test_slices_without_atoms_and_with_atoms_that_do_not_exist():
+    options = {"alpha": 0.5, "miller_bounds": (2, 2, 2), "energy_reduction": "system"}
+
+    def energy(x, q, cell):
+        matrix, _, shifts = neighbors.neighbor_list(x, 3.0, cell, max_neighbors=5, fill_value=-1)
+        near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
+        return electrostatics.ewald_summation(x, q, cell, **near, **options)[0]
+
+    cell = to_jax(SYSTEM.cell)
+    assert (jax.vmap(lambda x: energy(x, jnp.zeros(0), cell))(jnp.zeros((2, 0, 3))) == 0.0).all()
+    # what pads the matrix is not said, so it names an atom before the first one, not one of another slice
+    x, q = to_jax([SYSTEM.positions, SYSTEM.charges])
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="holds an atom that does not exist"):
+        jax.block_until_ready(jax.vmap(lambda x: energy(x, q, 9.0 * cell))(jnp.stack([9.0 * x, 9.0 * x])))
 
 
 @pytest.mark.parametrize("name", ["ewald_summation", "particle_mesh_ewald"])
@@ -422,6 +484,44 @@ def test_tables_of_d3_may_be_closed_over_or_passed():
             np.testing.assert_array_equal(f, e.numpy())
 
 
+def test_tables_of_d3_that_change_in_place():
+    tables = jax.tree.map(np.array, JAX_TABLES)
+    x, numbers = to_jax([SYSTEM.positions * 1.5, NUMBERS])
+    before = dispersion.dftd3(x, numbers, 0.4, 4.0, 1.9, d3_params=tables, cutoff=8.0)[0]
+    tables.c6ab *= 2.0
+    after = dispersion.dftd3(x, numbers, 0.4, 4.0, 1.9, d3_params=tables, cutoff=8.0)[0]
+    np.testing.assert_allclose(after, 2.0 * before, rtol=1e-12)
+
+
+def test_tables_of_d3_have_no_derivative():
+    x, numbers = to_jax([SYSTEM.positions * 1.5, NUMBERS])
+
+    def energy(x, tables):
+        return dispersion.dftd3(x, numbers, 0.4, 4.0, 1.9, d3_params=tables, cutoff=8.0)[0][0]
+
+    with pytest.raises(NotImplementedError, match="tables"):
+        jax.grad(energy, 1)(x, JAX_TABLES)
+    closed = jax.jit(jax.grad(lambda x: energy(x, JAX_TABLES)))(x)
+    np.testing.assert_array_equal(jax.jit(jax.grad(energy))(x, JAX_TABLES), closed)
+    np.testing.assert_array_equal(jax.grad(jax.jit(energy))(x, JAX_TABLES), closed)
+
+
+def test_tables_of_d3_are_prepared_for_all_threads_alike(monkeypatch):
+    module = importlib.import_module("nvalchemiops.jax.interactions.dispersion._dftd3")
+    monkeypatch.setattr(module, "_kept", OrderedDict())
+    monkeypatch.setattr(module, "KEPT_TABLES", 2)
+    barrier = threading.Barrier(4)
+
+    def make(number):
+        barrier.wait()
+        return [module._keep(key, None, lambda key=key: key) for key in (number % 2, 2, 3)]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(make, range(4)))
+    assert [[tables.parameters for tables in row] for row in found] == [[i % 2, 2, 3] for i in range(4)]
+    assert len(module._kept) == 2
+
+
 @pytest.mark.parametrize("module", SIGNATURES)
 def test_signatures_are_those_that_clients_know(module):
     functions = importlib.import_module(f"nvalchemiops.jax.{module}")
@@ -445,6 +545,7 @@ def test_signatures_are_those_that_clients_know(module):
         ({"cutoff": -1.0}, Exception, "cutoff"),
         ({"positions": SYSTEM.positions}, TypeError, "torch tensor"),
         ({"nonsense": 1}, TypeError, "nonsense"),
+        ({"positions": np.zeros((2, 6, 3))}, ValueError, "`positions` must have shape"),
     ],
 )
 def test_bad_arguments_are_named(change, error, text):
@@ -469,6 +570,34 @@ def test_shapes_and_dtypes_are_refused_when_a_function_is_traced():
         jax.make_jaxpr(lambda x: spline.spline_spread(x, q[1:], cell, (8, 8, 8)))(x)
     with pytest.raises(ValueError, match="`numbers`"):
         jax.make_jaxpr(lambda x: dispersion.dftd3(x, to_jax(NUMBERS)[1:], 0.4, 4.0, 1.9, d3_params=JAX_TABLES))(x)
+
+
+def test_lists_that_hold_traced_numbers():
+    x, q = to_jax([SYSTEM.positions, SYSTEM.charges])
+
+    def energy(length):
+        cell = [[length, 0.0, 0.0], [0.0, length, 0.0], [0.0, 0.0, length]]
+        return electrostatics.ewald_summation(x, q, cell, 0.5, cutoff=3.0, miller_bounds=(2, 2, 2)).sum()
+
+    np.testing.assert_array_equal(jax.jit(energy)(9.0), energy(9.0))
+    with pytest.raises(TypeError, match="`miller_bounds` must be known"):
+        jax.jit(lambda n: electrostatics.ewald_summation(x, q, 9.0 * jnp.eye(3), 0.5, miller_bounds=(2, n, 2)))(3)
+
+
+def test_periodicity_may_be_traced():
+    x, q, cell = to_jax(list(SYSTEM[:3]))
+
+    def energy(pbc):
+        return electrostatics.compute_slab_correction(x, q, cell, pbc, energy_reduction="system")[0]
+
+    several = [[True, True, False], [True, False, True]]
+    np.testing.assert_array_equal(jax.jit(jax.vmap(energy))(jnp.array(several)), [energy(pbc) for pbc in several])
+
+
+def test_messages_have_the_terms_of_jax():
+    x, q, cell = to_jax(list(SYSTEM[:3]))
+    with pytest.raises(TypeError, match=r"`charges` has dtype float32.*float64: use `charges.astype\("):
+        electrostatics.ewald_summation(x, q.astype(jnp.float32), cell)
 
 
 def test_choices_of_parameters_are_torchs_and_need_values():

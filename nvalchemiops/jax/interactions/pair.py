@@ -18,6 +18,7 @@ from nvalchemiops.jax.operators import (
     number_of_systems,
     only_of_systems,
     system_energies,
+    without_padding,
 )
 from nvalchemiops.torch.interactions import pair
 
@@ -73,9 +74,13 @@ class PairPotential:
         formula = potential.formula
         roles = dict.fromkeys(formula.per_atom, ATOMS) | dict.fromkeys(formula.global_parameters, SYSTEMS)
         contract = system_energies(only_of_systems, {"positions": ATOMS, "cell": SYSTEMS, **roles})
+
+        def call(**arguments: Any) -> Any:
+            return potential(**without_padding(arguments))
+
         self._bridge = Bridge(
-            potential,
-            lambda **arguments: checked_shapes(potential, self._shapes, arguments),
+            call,
+            lambda **arguments: checked_shapes(call, self._shapes, arguments),
             name=repr(potential),
             contract=contract,
             writes=frozenset(),

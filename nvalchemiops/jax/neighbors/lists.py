@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE, WITHOUT_EFFECT
+from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE
 from nvalchemiops.jax.bridge import Bridge
-from nvalchemiops.jax.neighbors.state import NeighborListState, state_after
+from nvalchemiops.jax.neighbors.state import SCRATCH, NeighborListState, state_after
 from nvalchemiops.jax.operators import (
     Shape,
     as_array,
@@ -21,14 +21,7 @@ from nvalchemiops.jax.operators import (
     to_torch,
 )
 from nvalchemiops.torch import neighbors
-
-SCRATCH = (
-    WITHOUT_EFFECT
-    | OPTIONAL_ELSEWHERE
-    | {"max_total_cells", "inv_cell", "positions_wrapped", "per_atom_cell_offsets", "sorted_atom_periodic_shifts"}
-    | {"pair_centric_total_cells", "pair_centric_n_outer", "pair_centric_r_max", "graph_mode", "wrap_positions"}
-)
-"""Parameters that JAX clients know and that change no result; of those that would, only None is accepted."""
+from nvalchemiops.torch.checks import check_count
 
 _ARRAYS = ("positions", "cell", "pbc", "batch_idx", "batch_ptr", "rebuild_flags", "target_indices")
 
@@ -54,11 +47,21 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
         is_number = key.startswith("cutoff") and is_traced(value)
         arguments[key] = as_array(key, value) if is_array or is_number else as_static(f"{name}: `{key}`", value)
     arguments = _with_widths(arguments)
+    if "coo_capacity" in arguments:
+        _check_capacity(name, arguments)
     if declared or "coo_capacity" in arguments or any(map(is_traced, jax.tree.leaves(arguments))):
         if "cutoff2" in arguments and "max_neighbors" in arguments:
             arguments.setdefault("max_neighbors2", arguments["max_neighbors"])
         return tuple(_bridge(**arguments, check=False))
     return tuple(from_torch_values(_search(**{key: to_torch(value) for key, value in arguments.items()})))
+
+
+def _check_capacity(name: str, arguments: Mapping[str, Any]) -> None:
+    if not arguments.get("return_neighbor_list"):
+        raise ValueError(f"{name}: `coo_capacity` is the room of a list of pairs: it needs return_neighbor_list=True")
+    capacity = arguments["coo_capacity"]
+    for room in capacity if isinstance(capacity, tuple) else (capacity,):
+        check_count("coo_capacity", room)
 
 
 def _with_widths(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -9,9 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from nvalchemiops.jax.operators import as_array, is_traced, to_torch
+from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE, WITHOUT_EFFECT
+from nvalchemiops.jax.operators import as_array, as_static, is_traced, to_torch
 from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.torch import neighbors
+from nvalchemiops.torch.checks import check_count
+
+SCRATCH = (
+    WITHOUT_EFFECT
+    | OPTIONAL_ELSEWHERE
+    | {"max_total_cells", "inv_cell", "positions_wrapped", "per_atom_cell_offsets", "sorted_atom_periodic_shifts"}
+    | {"pair_centric_total_cells", "pair_centric_n_outer", "pair_centric_r_max", "graph_mode", "wrap_positions"}
+)
+"""Parameters that JAX clients know and that change no result; of those that would, only None is accepted."""
 
 _LISTS = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")
 _PAIRS = ("neighbor_list", "neighbor_ptr", "neighbor_list_shifts")
@@ -159,6 +170,12 @@ def prepare_neighbor_list(
     if pair_fn is not None or target_indices is not None:
         name = "pair_fn" if pair_fn is not None else "target_indices"
         raise NotImplementedError(f"prepare_neighbor_list: `{name}` is not there")
+    for name, value in without_effect.items():
+        if name not in SCRATCH or (name in OPTIONAL_ELSEWHERE and value is not None):
+            raise TypeError(f"prepare_neighbor_list() got an unexpected keyword argument '{name}'")
+    positions = as_array("positions", positions)
+    cutoff = as_static("prepare_neighbor_list: `cutoff`", cutoff)
+    cutoff2 = as_static("prepare_neighbor_list: `cutoff2`", cutoff2)
     if format not in (None, "matrix", "coo", "list"):
         raise ValueError(f"`format` must be 'matrix' or 'coo', got {format!r}")
     return_neighbor_list = return_neighbor_list or format in ("coo", "list")
@@ -175,6 +192,7 @@ def prepare_neighbor_list(
             needed = "coo_capacity" if return_neighbor_list else "max_neighbors"
             raise ValueError(f"`{needed}` is needed under jit, where the neighbors of these positions are not known")
         given = _sizes(positions, cutoff, cutoff2, half_fill, return_neighbor_list, method, arrays)
+    given = tuple(check_count("coo_capacity" if return_neighbor_list else "max_neighbors", room) for room in given)
     n_atoms = positions.shape[0]
     search = _Search(
         float(cutoff),
@@ -186,7 +204,7 @@ def prepare_neighbor_list(
         return_distances,
         return_vectors,
         selective,
-        tuple(map(int, given)),
+        given,
         n_atoms,
         _number_of_systems(arrays),
         cell is not None,
@@ -260,7 +278,7 @@ def state_after(
     """The lists that a call with ``state`` and the arguments ``given`` finds, and the next state."""
     if not isinstance(state, NeighborListState):
         raise TypeError(f"`state` must be a NeighborListState from prepare_neighbor_list, got {type(state).__name__}")
-    search = state.search
+    search, given = state.search, {**given, "positions": as_array("positions", given["positions"])}
     _check_against(search, given)
     if (given["cell"] is not None) != search.has_shifts and given["cell"] is not None:
         raise ValueError("`cell` is given, but `state` was prepared without one")
@@ -279,7 +297,8 @@ def state_after(
         names = ("max_neighbors1", "max_neighbors2") if two else ("max_neighbors",)
         arguments |= dict(zip(names, search.sizes))
     if search.selective:
-        arguments["rebuild_flags"] = given["rebuild_flags"]
+        # a system without a search so far has no rows that could stay
+        arguments["rebuild_flags"] = as_array("rebuild_flags", given["rebuild_flags"]) | ~state.initialized
         for number, one in enumerate(state.lists):
             suffix = str(number + 1) if two else ""
             arguments |= {name + suffix: value for name, value in zip(_names(search), one)}
@@ -299,6 +318,13 @@ def state_after(
     return found, after
 
 
+_WITH_STATE = frozenset(
+    {"positions", "cell", "pbc", "batch_idx", "batch_ptr", "cutoff", "cutoff2", "half_fill", "fill_value", "method"}
+    | {"return_neighbor_list", "return_distances", "return_vectors", "rebuild_flags"}
+)
+"""Arguments of `neighbor_list` that a call with a state may have."""
+
+
 def _check_against(search: _Search, given: Mapping[str, Any]) -> None:
     """Raise unless the arguments of a call agree with what the state has fixed."""
     if tuple(given["positions"].shape) != (search.num_atoms, 3):
@@ -307,11 +333,14 @@ def _check_against(search: _Search, given: Mapping[str, Any]) -> None:
         )
     for name in ("cutoff", "cutoff2", "fill_value", "method"):
         value = given.get(name)
-        if value is not None and value != getattr(search, name):
+        if value is not None and as_static(f"neighbor_list: `{name}` beside `state`", value) != getattr(search, name):
             raise ValueError(f"`{name}` = {value} differs from that of `state`, {getattr(search, name)}")
     for name in ("half_fill", "return_neighbor_list", "return_distances", "return_vectors"):
         if given.get(name) and not getattr(search, name):
             raise ValueError(f"`{name}` is not what `state` was prepared for")
+    for name, value in given.items():
+        if value is not None and name not in _WITH_STATE and (name not in SCRATCH or name in OPTIONAL_ELSEWHERE):
+            raise TypeError(f"neighbor_list: `{name}` cannot be given with `state`, which was prepared without it")
     flags = given.get("rebuild_flags")
     if search.selective != (flags is not None):
         raise ValueError("`rebuild_flags` go with a state that was prepared with selective=True, and only with it")
@@ -345,6 +374,8 @@ def check_neighbor_list_state(state: NeighborListState) -> None:
     ------
     NeighborOverflowError
         With the first system in which it happened.
+    ValueError
+        A position or a cell was not finite.
     TypeError
         No state, or one that is traced.
     """
@@ -353,5 +384,13 @@ def check_neighbor_list_state(state: NeighborListState) -> None:
     if is_traced(state.valid):
         raise TypeError("check_neighbor_list_state reads values: call it outside of jit")
     failed = np.flatnonzero(~np.asarray(state.valid))
-    if len(failed):
-        raise NeighborOverflowError(min(state.search.sizes), int(state.largest[failed[0]]), int(failed[0]))
+    if not len(failed):
+        return
+    system, room = int(failed[0]), min(state.search.sizes)
+    needed = int(np.ravel(state.largest)[system])
+    if needed == NOT_FINITE:
+        raise ValueError(f"a position or the cell of system {system} was not finite, or the cell has no volume")
+    error = NeighborOverflowError(room, needed, system)
+    if state.search.return_neighbor_list:
+        error.args = (f"`coo_capacity` = {room} is too small: there were {needed} pairs",)
+    raise error

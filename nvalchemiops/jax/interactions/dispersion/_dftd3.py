@@ -4,16 +4,22 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from nvalchemiops.jax.operators import Shape, is_traced, number_of_systems, operator, to_torch
+from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.interactions import dispersion
 
 _TABLES = ("rcov", "r4r2", "c6ab", "cn_ref")
+
+_PARTS = ("covalent_radii", "r4r2", "c6_reference", "coord_num_ref")
+"""The same as arguments."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=[*_TABLES, "r0ab"], meta_fields=["interp_mesh"])
@@ -59,17 +65,34 @@ class _Tables:
 
 _kept: "OrderedDict[Hashable, tuple[Any, _Tables]]" = OrderedDict()
 
+_kept_lock = fork_safe(threading.Lock())
+
 KEPT_TABLES = 8
 """Sets of tables that are kept: to prepare them takes a second."""
 
 
 def _keep(key: Hashable, source: Any, make: Callable[[], dispersion.D3Parameters]) -> _Tables:
-    found = _kept.get(key)
+    with _kept_lock:
+        found = _kept.get(key)
     if found is None:
-        found = _kept[key] = source, _Tables(make())
-        while len(_kept) > KEPT_TABLES:
-            _kept.popitem(last=False)
+        made = source, _Tables(make())  # not with the lock, since JAX may call torch meanwhile
+        with _kept_lock:
+            found = _kept.setdefault(key, made)  # all threads get the same
+            while len(_kept) > KEPT_TABLES:
+                _kept.popitem(last=False)
     return found[1]
+
+
+@jax.custom_jvp
+def _constant(table: jax.Array) -> jax.Array:
+    return table
+
+
+@_constant.defjvp
+def _raise_when_differentiated(primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "dftd3: there are no derivatives by the tables of reference data: apply jax.lax.stop_gradient to them"
+    )
 
 
 def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -79,11 +102,25 @@ def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:
         given = arguments["d3_params"] = D3Parameters(**given)
     if isinstance(given, D3Parameters):
         leaves = jax.tree.leaves(given)
-        if not any(map(is_traced, leaves)):
+        if any(map(is_traced, leaves)):
+            arguments["d3_params"] = jax.tree.map(_constant, given)
+        else:
             # JAX arrays are immutable, so they are as good a key as their values, as long as they exist
-            key = (*map(id, leaves), given.interp_mesh)
-            arguments["d3_params"] = _keep(key, leaves, lambda: _parameters(jax.tree.map(to_torch, given)))
+            of_jax = all(isinstance(leaf, jax.Array) for leaf in leaves)
+            key = (*map(id, leaves),) if of_jax else _contents(map(np.asarray, leaves))
+            arguments["d3_params"] = _keep(
+                (*key, given.interp_mesh), leaves, lambda: _parameters(jax.tree.map(to_torch, given))
+            )
+    for name in _PARTS:
+        if is_traced(arguments.get(name)):
+            arguments[name] = _constant(arguments[name])
     return arguments
+
+
+def _contents(tables: Iterable[np.ndarray]) -> tuple[Hashable, ...]:
+    """A key for the values of tables."""
+    arrays = [np.ascontiguousarray(x) for x in tables]
+    return (hashlib.sha256(b"".join(x.tobytes() for x in arrays)).digest(), *((x.shape, str(x.dtype)) for x in arrays))
 
 
 def _parameters(tables: Any) -> dispersion.D3Parameters:
@@ -94,9 +131,7 @@ def _parameters(tables: Any) -> dispersion.D3Parameters:
 @functools.wraps(dispersion.dftd3)
 def _dftd3(*, d3_params: Any = None, **arguments: Any) -> Any:
     if isinstance(d3_params, D3Parameters):
-        leaves = [leaf for leaf in jax.tree.leaves(d3_params)]
-        contents = hashlib.sha256(b"".join(x.detach().cpu().contiguous().numpy().tobytes() for x in leaves)).digest()
-        key = (contents, *(x.dtype for x in leaves), d3_params.interp_mesh)
+        key = (*_contents(x.numpy(force=True) for x in jax.tree.leaves(d3_params)), d3_params.interp_mesh)
         tables = d3_params
         d3_params = _keep(key, None, lambda: _parameters(tables))
     return dispersion.dftd3(

@@ -69,12 +69,14 @@ def _folded(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             given[name] = given[name].reshape(shape)
     given["charges"] = arguments["charges"].flatten(0, len(lead))
     if "neighbor_matrix" in given:
-        matrix = given["neighbor_matrix"].reshape(count, n, -1)
+        width = given["neighbor_matrix"].shape[-1]
+        matrix = given["neighbor_matrix"].reshape(count, n, width)
         first = n * torch.arange(count, dtype=matrix.dtype, device=matrix.device).reshape(-1, 1, 1)
-        is_padding = matrix == given.pop("mask_value", n)
-        given["neighbor_matrix"] = torch.where(is_padding, count * n, matrix + first).reshape(count * n, -1)
+        is_padding, is_atom = matrix == given.pop("mask_value", n), (matrix >= 0) & (matrix < n)
+        of_batch = torch.where(is_atom, matrix + first, -1)  # an atom that does not exist is none of another slice
+        given["neighbor_matrix"] = torch.where(is_padding, count * n, of_batch).reshape(count * n, width)
     if "neighbor_matrix_shifts" in given:
-        given["neighbor_matrix_shifts"] = given["neighbor_matrix_shifts"].reshape(count * n, -1, 3)
+        given["neighbor_matrix_shifts"] = given["neighbor_matrix_shifts"].flatten(0, len(lead))
     found = function(**given)
     unfolded = [
         t.reshape(*lead, t.shape[0] // count, *t.shape[1:]) for t in (found if isinstance(found, tuple) else [found])

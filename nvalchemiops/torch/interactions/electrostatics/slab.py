@@ -1,7 +1,5 @@
 """Public function for the slab correction: systems that are periodic along two axes."""
 
-from typing import Any
-
 import torch
 
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
@@ -15,7 +13,7 @@ def compute_slab_correction(
     positions: torch.Tensor,
     charges: torch.Tensor,
     cell: torch.Tensor,
-    pbc: Any,
+    pbc: torch.Tensor,
     batch_idx: torch.Tensor | None = None,
     compute_forces: bool = False,
     compute_charge_gradients: bool = False,
