@@ -153,7 +153,8 @@ def prepare_neighbor_list(
         Room for pairs; needed with ``return_neighbor_list`` under ``jit``, else a quarter more than there are.
     return_vectors, return_distances : bool, optional
     selective : bool, optional
-        Calls give ``rebuild_flags``, and rows of other systems stay.
+        Calls give ``rebuild_flags``, and rows of other systems stay. Systems that were not searched yet are searched
+        in any case.
     wrap_positions, atomic_density, max_tiles_per_group, span_margin, strategy, atom_centric_path, fixed_cell
         Without effect.
 

@@ -27,6 +27,8 @@ _PARTS = ("covalent_radii", "r4r2", "c6_reference", "coord_num_ref")
 class D3Parameters:
     """Reference data of DFT-D3 for many elements, in atomic units (bohr, hartree): a pytree.
 
+    Energies have no derivatives by them: to ask for one is a NotImplementedError.
+
     Attributes
     ----------
     rcov : (n_numbers,) array, bohr
