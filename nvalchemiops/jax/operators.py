@@ -100,12 +100,19 @@ def operator(
                 arguments.update(value)
             elif key not in ignored and value is not parameters[key].default:
                 arguments[key] = checked(key, value)
-        if fold is not None and getattr(arguments["positions"], "ndim", 2) != 2:  # leading axes are those of vmap
-            shape = tuple(arguments["positions"].shape)
-            raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
+        if fold is not None:  # leading axes are those of vmap
+            _check_positions(arguments["positions"])
         return bridge(**(arguments if prepare is None else prepare(arguments)))
 
     return _named(of_arrays, function, signature)
+
+
+def _check_positions(positions: Any) -> None:
+    if not hasattr(positions, "ndim"):
+        raise TypeError(f"`positions` must be an array, got {type(positions).__name__}")
+    if positions.ndim != 2:
+        shape = tuple(positions.shape)
+        raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
 
 
 def _named(of_arrays: Callable[..., Any], function: Callable[..., Any], signature: inspect.Signature) -> Any:
@@ -287,7 +294,7 @@ class SystemEnergies(Contraction):
         for i, gradient in gradients.items():
             products = gradient * tangents[i]
             if n_systems == 1:
-                total += jnp.sum(products)
+                total += jnp.sum(products).astype(total.dtype)
                 continue
             rows = jnp.sum(jnp.reshape(products, (products.shape[0], -1)), axis=1)
             if roles[i] == ATOMS:
@@ -356,9 +363,13 @@ def eager(
     A result that is a dataclass becomes one of the class ``into``.
     """
     signature = _signature(function, {}, without)
+    kinds = {name: _kind(parameter) for name, parameter in inspect.signature(function).parameters.items()}
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
+            if kinds.get(name) == _ARRAYS:
+                bound.arguments[name] = as_array(name, value)
         if any(map(is_traced, jax.tree.leaves(bound.arguments))):
             raise TypeError(f"{function.__name__} needs values: call it outside of jit, and pass its results")
         result = function(*map(to_torch, bound.args), **{k: to_torch(v) for k, v in bound.kwargs.items()})

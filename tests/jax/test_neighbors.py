@@ -253,6 +253,20 @@ class TestState:
         with pytest.raises(TypeError, match="`cutoff` must be known"):
             jax.jit(lambda r: neighbors.prepare_neighbor_list(X, r, CELL, max_neighbors=9))(3.0)
 
+    def test_in_a_scan_inside_of_shard_map(self):
+        mesh = jax.sharding.Mesh(jax.devices()[:1], "part")
+
+        @functools.partial(jax.shard_map, mesh=mesh, in_specs=jax.P("part"), out_specs=jax.P("part"))
+        def most(x):
+            def step(carry, _):
+                return (0.9 * carry[0], neighbors.neighbor_list(carry[0], state=carry[1])[1]), None
+
+            state = neighbors.prepare_neighbor_list(x, 3.0, CELL, PBC, max_neighbors=90)
+            return jax.lax.scan(step, (x, state), None, length=2)[0][1].largest
+
+        counts = [in_torch.neighbor_list(factor * TORCH[0], 3.0, *TORCH[1:])[1].max() for factor in (1.0, 0.9)]
+        assert int(jax.jit(most)(X)[0]) == max(counts)
+
     def test_lists_of_python_are_arrays(self):
         state = neighbors.prepare_neighbor_list(np.asarray(X).tolist(), 3.0, np.asarray(CELL).tolist(), PBC)
         found, _ = neighbors.neighbor_list(np.asarray(X).tolist(), state=state)

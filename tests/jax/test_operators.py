@@ -1,9 +1,11 @@
 """JAX functions of operators: the same values, derivatives and errors as those of torch, in every transformation."""
 
+import copy
 import dataclasses
 import functools
 import importlib
 import inspect
+import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -546,6 +548,7 @@ def test_signatures_are_those_that_clients_know(module):
         ({"positions": SYSTEM.positions}, TypeError, "torch tensor"),
         ({"nonsense": 1}, TypeError, "nonsense"),
         ({"positions": np.zeros((2, 6, 3))}, ValueError, "`positions` must have shape"),
+        ({"positions": "x"}, TypeError, "`positions` must be an array, got str"),
     ],
 )
 def test_bad_arguments_are_named(change, error, text):
@@ -570,6 +573,38 @@ def test_shapes_and_dtypes_are_refused_when_a_function_is_traced():
         jax.make_jaxpr(lambda x: spline.spline_spread(x, q[1:], cell, (8, 8, 8)))(x)
     with pytest.raises(ValueError, match="`numbers`"):
         jax.make_jaxpr(lambda x: dispersion.dftd3(x, to_jax(NUMBERS)[1:], 0.4, 4.0, 1.9, d3_params=JAX_TABLES))(x)
+
+
+def test_parameters_go_through_jit():
+    x, q, cell = to_jax(list(SYSTEM[:3]))
+    estimated = electrostatics.estimate_pme_parameters(np.asarray(x).tolist(), cell, accuracy=1e-4)
+
+    def energy(p):
+        options = {"mesh_dimensions": p.mesh_dimensions, "cutoff": 3.0, "energy_reduction": "system"}
+        return electrostatics.particle_mesh_ewald(x, q, cell, p.alpha, **options)[0]
+
+    np.testing.assert_array_equal(jax.jit(energy)(estimated), energy(estimated))
+    assert len(jax.tree.leaves(electrostatics.estimate_ewald_parameters(x, cell))) == 3
+
+
+def test_an_alpha_of_another_precision_differentiates():
+    x, q, cell = (t.astype(jnp.float32) for t in to_jax(list(SYSTEM[:3])))
+
+    def energy(alpha):
+        options = {"miller_bounds": (2, 2, 2), "cutoff": 3.5, "energy_reduction": "system"}
+        return electrostatics.ewald_summation(x, q, cell, alpha, **options)[0]
+
+    wide, narrow = jax.grad(energy)(jnp.float64(0.6)), jax.grad(energy)(jnp.float32(0.6))
+    assert wide.dtype == jnp.float64 and narrow.dtype == energy(jnp.float64(0.6)).dtype == jnp.float32
+    np.testing.assert_allclose(wide, narrow, rtol=1e-4)
+
+
+def test_potentials_are_pickled():
+    potential = pair.lennard_jones(3.5, r_switch=2.5)
+    for found in (pickle.loads(pickle.dumps(potential)), copy.deepcopy(potential)):
+        x, cell = to_jax([SYSTEM.positions, SYSTEM.cell])
+        given = {"sigma": 1.2, "epsilon": 0.5, **to_jax(NEAR)}
+        np.testing.assert_array_equal(found(x, cell, **given), potential(x, cell, **given))
 
 
 def test_lists_that_hold_traced_numbers():

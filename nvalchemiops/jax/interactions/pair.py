@@ -120,6 +120,9 @@ class PairPotential:
         results += [Shape((n_systems, 3, 3), positions.dtype)] * compute_virial
         return results[0] if len(results) == 1 else tuple(results)
 
+    def __reduce__(self) -> Any:
+        return PairPotential.of, (self.potential,)
+
     def __repr__(self) -> str:
         return repr(self.potential)
 

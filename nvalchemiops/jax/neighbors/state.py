@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE, WITHOUT_EFFECT
+from nvalchemiops.jax._jax_internals import vary_alike
 from nvalchemiops.jax.operators import as_array, as_static, is_traced, to_torch
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.search import NOT_FINITE
@@ -214,7 +215,10 @@ def prepare_neighbor_list(
     flags = jnp.zeros(search.num_systems, bool)
     largest = jnp.zeros(search.num_systems, jnp.int32)
     found: dict[str, Any] = {name: arrays.get(name) for name in ("cell", "pbc", "batch_idx", "batch_ptr")}
-    return NeighborListState(search, lists=lists, largest=largest, initialized=flags, valid=~flags, **found)
+    state = NeighborListState(search, lists=lists, largest=largest, initialized=flags, valid=~flags, **found)
+    # inside of shard_map the next state varies over the axes of the positions, and `scan` needs equal types
+    leaves, tree = jax.tree.flatten(state)
+    return jax.tree.unflatten(tree, vary_alike([positions, *leaves])[1:])
 
 
 def _number_of_systems(arrays: Mapping[str, Any]) -> int:

@@ -1,6 +1,7 @@
 """Choice of parameters for JAX arrays, outside of ``jit``: they decide about shapes."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -9,9 +10,10 @@ from nvalchemiops.jax.operators import eager
 from nvalchemiops.torch.interactions.electrostatics import parameters
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class EwaldParameters:
-    """Parameters of an Ewald sum.
+    """Parameters of an Ewald sum: a pytree.
 
     Attributes
     ----------
@@ -25,9 +27,14 @@ class EwaldParameters:
     reciprocal_space_cutoff: jax.Array
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["alpha", "mesh_spacing", "real_space_cutoff"],
+    meta_fields=["mesh_dimensions"],
+)
 @dataclasses.dataclass
 class PMEParameters:
-    """Parameters of a particle-mesh Ewald sum.
+    """Parameters of a particle-mesh Ewald sum: a pytree, whose ``mesh_dimensions`` are static.
 
     Attributes
     ----------
