@@ -107,7 +107,8 @@ def _plan(atoms: _Atoms, mesh_dims: Any, mesh_name: str = "mesh_dims", n_systems
         raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {n_systems}")
     batch_idx, _ = checks.check_batch(batch_idx, positions, n_systems)
     lattice = lattice_of(cell, batch_idx, n_atoms)
-    mesh = torch.tensor([float(n) for n in dimensions], dtype=torch.float64, device=positions.device)
+    # no constant of the host, for whose copy to a GPU it would wait
+    mesh = torch.cat([torch.full((1,), float(n), dtype=torch.float64, device=positions.device) for n in dimensions])
     coordinates = lattice.fractional(positions) * mesh
     columns = mesh_columns(coordinates, batch_idx, n_systems, dimensions, order)
     return _Plan(coordinates, (batch_idx, n_systems, *columns, dimensions, order), lattice, mesh)

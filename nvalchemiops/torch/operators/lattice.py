@@ -10,6 +10,7 @@ import torch
 import warp as wp
 
 from nvalchemiops.kernels import lattice as kernels
+from nvalchemiops.layout import layout
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
@@ -66,8 +67,15 @@ def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int)
 
 def _geometry(cell: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     # without a wait for a GPU: for a singular cell results are infinite or NaN
-    inverse = torch.linalg.inv_ex(cell).inverse
-    return inverse, torch.linalg.det(cell).abs(), (inverse.mT @ inverse) * (2.0 * math.pi) ** 2
+    if layout(cell.device.type).reads:
+        inverse = torch.linalg.inv_ex(cell).inverse
+        volume = torch.linalg.det(cell)
+    else:
+        # torch decides on the host how to differentiate the derivative of a determinant
+        faces = torch.linalg.cross(cell.roll(-1, 1), cell.roll(-2, 1))
+        volume = (cell[:, 0] * faces[:, 0]).sum(-1)
+        inverse = (faces / volume[:, None, None]).mT
+    return inverse, volume.abs(), (inverse.mT @ inverse) * (2.0 * math.pi) ** 2
 
 
 @warp_custom_op(

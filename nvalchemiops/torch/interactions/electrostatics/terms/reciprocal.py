@@ -201,7 +201,8 @@ def sorted_atoms(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Atoms sorted by system, or None if they are sorted; and row pointers of the systems."""
     if batch_idx is None:
-        return None, torch.tensor([0, n_atoms], dtype=torch.int32, device=device)
+        # no constant of the host, for whose copy to a GPU it would wait
+        return None, torch.arange(2, dtype=torch.int32, device=device) * n_atoms
     systems, order = torch.sort(batch_idx, stable=True)
     return order.to(torch.int32), row_pointers(systems, n_systems)
 
@@ -215,7 +216,9 @@ def reciprocal_factors(
     """
     points, n_points, device = k_vectors.points, k_vectors.points.shape[0], alpha.device
     at_point = None if alpha.shape[0] == 1 else k_vectors.point_system
-    signs = torch.tensor([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]], dtype=torch.float64, device=device)
+    signs = torch.ones((4, 3), dtype=torch.float64, device=device)  # of the four k-vectors of a point
+    signs[1::2, 2].fill_(-1.0)
+    signs[2:, 1].fill_(-1.0)
     of_system = torch.stack([alpha, potential.at_zero(alpha), lattice.volume], -1)
     of_point = spread_systems(of_system, at_point, n_points).unsqueeze(-1)
     inverse = spread_systems((2.0 * math.pi) * lattice.inverse, at_point, n_points)
