@@ -101,9 +101,9 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for tensor in given:
         # A number as a tensor of the host is an argument of a CUDA kernel. A tensor that torch made inside of an
         # operation, on the device that it believes in, has no references beside those of this call.
-        if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DeviceTensor) and tensor.ndim:
-            if sys.getrefcount(tensor) > _UNKNOWN_TO_PYTHON:
-                _refuse(f"{name} with a tensor on the host")
+        on_the_host = isinstance(tensor, torch.Tensor) and not isinstance(tensor, DeviceTensor) and tensor.ndim
+        if on_the_host and (sys.getrefcount(tensor) > _UNKNOWN_TO_PYTHON or name.startswith("index")):
+            _refuse(f"{name} with a tensor on the host")
 
 
 class DeviceTensor(torch.Tensor):
@@ -118,6 +118,9 @@ class DeviceTensor(torch.Tensor):
     device = property(lambda self: GPU)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"DeviceTensor of shape {tuple(self.shape)}, {self.dtype}"
 
     def get_device(self) -> int:
         return 0
@@ -151,9 +154,16 @@ class DeviceTensor(torch.Tensor):
             found = func(*args, **kwargs)
             if "empty" in func._schema.name:
                 found.zero_()
-        result = tree_map_only(torch.Tensor, lambda t: DeviceTensor(t) if type(t) is torch.Tensor and t.device == HOST else t, found)
+        result = tree_map_only(
+            torch.Tensor, lambda t: DeviceTensor(t) if type(t) is torch.Tensor and t.device == HOST else t, found
+        )
         _note(str(func), result)
         return result
+
+
+def _placed(tensor: torch.Tensor) -> torch.Tensor:
+    """A result: on the GPU, unless it is one of those without data by which torch finds out shapes."""
+    return DeviceTensor(tensor) if type(tensor) is torch.Tensor and tensor.device == HOST else tensor
 
 
 def _note(name: str, result: Any) -> None:
@@ -168,7 +178,7 @@ def _ops() -> dict[Any, WarpOp]:
     if not _by_overload:
         import gc
 
-        _by_overload.update({found.overload: found for found in gc.get_objects() if isinstance(found, WarpOp)})
+        _by_overload.update({found.overload: found for found in gc.get_objects() if issubclass(type(found), WarpOp)})
     return _by_overload
 
 
@@ -271,7 +281,9 @@ def _launch(
     without_addresses = [a[16:] if isinstance(a, bytes) else a for a in (*inputs, *outputs)]
     log = _watched.get()
     if log is not None:
-        log.append(Event(kernel.key, (tuple(dim) if isinstance(dim, (list, tuple)) else dim, lanes, *without_addresses)))
+        log.append(
+            Event(kernel.key, (tuple(dim) if isinstance(dim, (list, tuple)) else dim, lanes, *without_addresses))
+        )
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from tests.processes import in_threads
 def nothing_kept(monkeypatch):
     """What the tests keep, and what they find kept, is theirs."""
     monkeypatch.setattr(cache, "_kept", collections.OrderedDict())
+    monkeypatch.setattr(cache, "_captured", {})
 
 
 class Counted:
@@ -198,3 +199,28 @@ def test_a_result_that_is_the_argument_is_kept_as_a_copy():
     given.mul_(5.0)
     same, rest = kept(numbers(1.0, 2.0))
     assert same.tolist() == [1.0, 2.0] and rest.tolist() == [2.0]
+
+
+def test_what_a_captured_graph_reads_is_kept_for_good(monkeypatch):
+    """A graph replays with the memory that it found, so nothing else may get it; what it computes is its own."""
+    kept, made = Counted(), []
+
+    def of_no_values(number):
+        def compute():
+            made.append(number)
+            return (torch.full((3,), float(number)),)
+
+        return cached_by_value("test: of no values", (), number, compute)[0]
+
+    before = of_no_values(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "is_capturing", lambda: True)
+        assert of_no_values(0) is before
+        of_no_values(1)
+        of_no_values(1)
+    assert made == [0, 1, 1]
+    for number in range(2 * cache.MOST_ENTRIES):
+        kept(numbers(number))
+    assert ("test: of no values", 0) not in cache._kept
+    monkeypatch.setattr(cache, "is_capturing", lambda: True)
+    assert of_no_values(0) is before

@@ -138,7 +138,10 @@ def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
     """Periodicity as a bool tensor of any shape, on ``device`` if given; raise if it is a tensor elsewhere."""
     if not isinstance(pbc, torch.Tensor):
         try:
-            pbc = torch.as_tensor(pbc, device=device or "cpu")
+            if device is not None and device.type != "cpu":
+                pbc = _made_on(device, np.asarray(pbc))
+            else:
+                pbc = torch.as_tensor(pbc, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(f"`pbc` must be a bool tensor, got {type(pbc).__name__}") from None
     check_tensor("pbc", pbc)
@@ -189,6 +192,14 @@ def check_batch(
         elif high >= n_systems:
             raise ValueError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
     return as_int32(batch_idx).contiguous(), n_systems
+
+
+def _made_on(device: torch.device, values: np.ndarray) -> torch.Tensor:
+    """The values as a tensor; few truth values are made on the device, since it would wait for a copy."""
+    if values.dtype != np.bool_ or not 1 <= values.size <= 3:
+        return torch.as_tensor(values, device=device)
+    made = [torch.full((1,), bool(value), dtype=torch.bool, device=device) for value in values.ravel()]
+    return torch.cat(made).reshape(values.shape)
 
 
 def systems_in_shapes(*arguments: tuple[Any, int]) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvalchemiops.locks import fork_safe
-from nvalchemiops.torch.runtime.context import may_keep
+from nvalchemiops.torch.runtime.context import is_capturing, may_keep
 
 MOST_BYTES = 2**26
 """Memory that is kept, at most; a larger result is not."""
@@ -21,6 +21,7 @@ MOST_ENTRIES = 16
 Result = TypeVar("Result", bound=tuple)
 
 _kept: "OrderedDict[Hashable, tuple[int, Any]]" = OrderedDict()
+_captured: dict[Hashable, Any] = {}  # memory that captured graphs read, which must not be used for anything else
 _lock = fork_safe(threading.Lock())
 
 
@@ -31,9 +32,18 @@ def cached_by_value(
 
     Only on a CPU, where values can be read at no cost, and only without a graph. With None for ``others``
     always computed.
+
+    What follows from no values may be kept on a GPU as well. What is found while a CUDA graph is captured is kept for
+    good, since the graph reads it whenever it replays; what is not found then becomes a part of the graph.
     """
     if others is None or not may_keep(*values):
         return compute()
+    if not values and is_capturing():
+        with _lock:
+            found = _captured.get((name, others)) or _kept.get((name, others), (0, None))[1]
+            if found is not None:
+                _captured[name, others] = found
+        return compute() if found is None else found
     read = [v.detach().resolve_neg().numpy().tobytes() for v in values]
     key = (name, others, *((v.dtype, v.shape, content) for v, content in zip(values, read)))
     with _lock:

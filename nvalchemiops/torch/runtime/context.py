@@ -40,6 +40,11 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
     return True
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, on torch's current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 @internals.only_inlined
 def is_eager(*tensors: torch.Tensor | None, under_modes: bool = False) -> bool:
     """Whether this is plain eager mode: nothing but autograd's backward mode sees the operations.

@@ -350,8 +350,9 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
     """A positive number, or one for each system, as float64 tensor (n_systems,) that keeps its graph."""
     if type(value) is float and 0.0 < value < math.inf:
         return torch.full((n_systems,), value, dtype=torch.float64, device=device)
-    if isinstance(value, (int, float)):
-        checks.check_positive(name, value)  # also where values of tensors are not read
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        number = checks.check_positive(name, value)  # also where values of tensors are not read
+        return torch.full((n_systems,), number, dtype=torch.float64, device=device)
     if isinstance(value, torch.Tensor):
         checks.check_tensor(name, value)
         checks.check_place(name, value)
