@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from nvalchemiops.layout import GPU, replaced_layout
 from nvalchemiops.torch import segment_ops, spline
 from nvalchemiops.torch.interactions import dispersion, electrostatics, lj, pair
-from nvalchemiops.torch.neighbors import VerletList, formats, neighbor_list, rebuild_detection
+from nvalchemiops.torch.neighbors import VerletList, formats, neighbor_list, rebuild_detection, rows
 from nvalchemiops.torch.operators.lattice import _geometry
 from tests import cases
 from tests.comparing import close_to_largest, weighted
@@ -176,6 +176,12 @@ PAIRS: dict[str, Call] = {
         *(g.x, g.cell),
         **{"q": g.q, "exclusions": g.excluded, "exclusion_factors": g.factors, "pbc": g.pbc},
         **{**tables(g), **g.in_matrix, **ALL, "energy_reduction": "system"},
+    ),
+    "PairPotential of a half list": lambda g: cases.LENNARD_JONES(
+        g.x, g.cell, sigma=1.7, epsilon=0.2, **g.near, **ALL, half_list=True
+    ),
+    "PairPotential of a half matrix": lambda g: cases.LENNARD_JONES(
+        g.x, g.cell, sigma=1.7, epsilon=0.2, **g.in_matrix, **ALL, half_list=True
     ),
     "PairPotential without a cell": lambda g: cases.LENNARD_JONES(
         *(g.x,), sigma=1.7, epsilon=g.q.abs(), neighbor_list=g.pairs["neighbor_list"], batch_idx=g.idx,
@@ -360,6 +366,25 @@ def test_lattices_of_gpus_are_those_of_cpus():
     expected = found()
     with replaced_layout("cpu", GPU):
         close_to_largest(found(), expected, 1e-13)
+
+
+@pytest.mark.parametrize("form", ["half list", "half matrix"])
+def test_half_lists_of_gpus_are_those_of_cpus(form, monkeypatch):
+    """Their pairs are doubled in another way, with padding, without a look at them."""
+    system = cases.MIXED
+    near = neighbors_of(system, CUTOFF)
+
+    def found(given):
+        options = {"sigma": 1.7, "epsilon": 0.2, "batch_idx": system.batch_idx, **given, **ALL}
+        return cases.LENNARD_JONES(system.positions, system.cell, **options)
+
+    given = in_form(near, N_ATOMS, form, "fill_value")
+    expected = found(given)
+    monkeypatch.setattr(rows, "layout", lambda _: GPU)
+    close_to_largest(found(given), expected, 1e-13)
+    # a full one: kernels find a fault, which on a GPU is NaN
+    with pytest.raises(ValueError, match="an atom that does not exist"):
+        found({**near, "half_list": True})
 
 
 # -- compiled -------------------------------------------------------------------------------------

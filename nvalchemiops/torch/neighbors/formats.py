@@ -198,7 +198,7 @@ def half_to_full(
     n_atoms, _ = _check_list(neighbor_list, neighbor_ptr, shifts)
     if may_read(neighbor_list, wait=True):
         _check_entries(neighbor_list, neighbor_ptr)
-        wrong = _direction(neighbor_list, shifts) <= 0
+        wrong = direction_of(neighbor_list, shifts) <= 0
         if bool(wrong.any()):
             first = _pair_at(neighbor_list, shifts, int(wrong.to(torch.uint8).argmax()))
             raise ValueError(
@@ -241,7 +241,7 @@ def full_to_half(
         so is not full. (Whether they are the same pairs, `check_full_list` finds out, at more cost.)
     """
     n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
-    direction = _direction(neighbor_list, shifts)
+    direction = direction_of(neighbor_list, shifts)
     if may_read(neighbor_list, wait=True):
         _check_entries(neighbor_list, neighbor_ptr)
         there, back = torch.stack([(direction > 0).sum(), (direction < 0).sum()]).tolist()
@@ -307,7 +307,7 @@ def check_full_list(
     _check_entries(neighbor_list, neighbor_ptr)
     if n_pairs == 0:
         return
-    direction = _direction(neighbor_list, shifts)
+    direction = direction_of(neighbor_list, shifts)
     _raise_at(direction == 0, neighbor_list, shifts, "joins an atom with itself, without an image: leave it out")
 
     i, j = neighbor_list.to(torch.int64)
@@ -330,7 +330,7 @@ def _pointers(counts: torch.Tensor) -> torch.Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
 
 
-def _direction(neighbor_list: torch.Tensor, shifts: torch.Tensor | None) -> torch.Tensor:
+def direction_of(neighbor_list: torch.Tensor, shifts: torch.Tensor | None) -> torch.Tensor:
     """+1 for the direction of a pair that a half list keeps, -1 for the other one, 0 for an atom with itself."""
     i, j = neighbor_list.unbind(0)
     sign = (j > i).to(torch.int8) - (j < i).to(torch.int8)

@@ -5,12 +5,13 @@ from typing import NamedTuple
 import torch
 import warp as wp
 
+from nvalchemiops.layout import layout
 from nvalchemiops.neighbors import rows as core
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.neighbors.formats import check_full_list, half_to_full
+from nvalchemiops.torch.neighbors.formats import check_full_list, direction_of, half_to_full
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search, neighbor_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
@@ -205,7 +206,9 @@ def _from_list(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
 
 
 def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
-    """A full list of the pairs in ``rows``, without padding."""
+    """A full list of the pairs in ``rows``, without padding where values are read."""
+    if not (check or layout(rows.neighbors.device.type).reads):
+        return _both_directions(rows, n_atoms)
     _, neighbors, shifts, width, padding, first = rows
     if first is None:
         first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
@@ -219,6 +222,31 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     if check:
         check_full_list(pairs, ptr, shifts)
     return Rows(ptr, pairs[1].contiguous(), shifts, 0, NO_PADDING, pairs[0].contiguous())
+
+
+def _both_directions(rows: Rows, n_atoms: int) -> Rows:
+    """A full list of the pairs in a half list, with its padding, so that nothing is read.
+
+    A pair that is not the direction that a half list keeps gets a neighbor that does not exist, for which kernels give
+    NaN.
+    """
+    _, neighbors, shifts, width, padding, first = rows
+    if first is None:
+        first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
+    absent = NO_PADDING + 1
+    is_pair = neighbors != padding
+    is_kept = direction_of(torch.stack([first, neighbors]), shifts) > 0
+    has_reverse = is_pair & (neighbors >= 0) & (neighbors < n_atoms)
+    there = torch.where(is_pair, torch.where(is_kept, neighbors, n_atoms), absent)
+    # padding stays in the row of its atom, or one row would have all of it
+    row = torch.cat([torch.where(has_reverse, neighbors, first).flip(0), first])
+    column = torch.cat([torch.where(has_reverse, first, absent).flip(0), there])
+    last = torch.where(column < 0, n_atoms + 1, column.clamp(max=n_atoms)).to(torch.int64)
+    order = torch.sort(row.to(torch.int64) * (n_atoms + 2) + last, stable=True).indices
+    row = row.index_select(0, order)
+    if shifts is not None:
+        shifts = torch.cat([-shifts.flip(0), shifts]).index_select(0, order)
+    return Rows(row_pointers(row, n_atoms), column.index_select(0, order), shifts, 0, absent, row)
 
 
 def check_reach(
