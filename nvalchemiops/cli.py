@@ -50,6 +50,16 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument("name", nargs="*", help="only kernels whose name contains one of these, as in: neighbor spline")
     warmup.set_defaults(run=_warmup)
 
+    tune = commands.add_parser(
+        "tune",
+        help="measure on this machine what the parts of an Ewald sum cost, for half a minute",
+        epilog=_TUNE_EFFECT,
+    )
+    tune.add_argument("--device", default="cpu", help="what to measure: cpu (the default), cuda or cuda:1")
+    tune.add_argument("--show", action="store_true", help="print the costs in use, and where they come from")
+    tune.add_argument("--reset", action="store_true", help="forget what was measured")
+    tune.set_defaults(run=_tune)
+
     energy = commands.add_parser(
         "energy", help="energies and forces of the structures in a file", epilog=_ENERGY_EXAMPLE
     )
@@ -88,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     stand_in.set_defaults(run=_stand_in)
     return parser
 
+
+_TUNE_EFFECT = (
+    "The costs are kept in a file of the user, and used from the next process on: alpha, cutoffs, k-vectors and meshes "
+    "are chosen by them where they are not given. They change how long sums take, not how accurate they are; the last "
+    "digits of results change with them. Run it while the machine is idle."
+)
 
 _WARMUP_LEAVES = (
     "Compiled are the neighbor search, Ewald sums and particle meshes of splines of order 4, 5 and 8 with their first "
@@ -213,6 +229,54 @@ def _warmup(options: argparse.Namespace) -> int:
         print(f"nvalchemiops warmup: {failure}", file=sys.stderr)
     print(f"{len(jobs) - len(failures)} of {len(jobs)} kernels ready in {wp.config.kernel_cache_dir}")
     return 1 if failures else 0
+
+
+# -- tune -----------------------------------------------------------------------------------------
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from nvalchemiops.interactions.electrostatics import costs
+
+    path = costs.file()
+    if options.reset:
+        if path is not None:
+            path.unlink(missing_ok=True)
+        print(f"nothing is kept in {path}" if path else "there is no file")
+        return 0
+    if options.show:
+        kept = costs.read()
+        for kind, built_in in costs.BUILT_IN.items():
+            found = kept.get(kind, built_in)
+            print(f"{kind:5s}{_costs_line(found)}  {f'from {path}' if kind in kept else 'built in'}")
+        return 0
+    from nvalchemiops._warp import quiet_warp
+
+    quiet_warp()
+    torch = _import_if_installed("torch")
+    if torch is None:
+        print("nvalchemiops tune: torch is not installed", file=sys.stderr)
+        return 2
+    from nvalchemiops.torch.interactions.electrostatics.tuning import measure
+
+    try:
+        device = torch.device(options.device)
+        if device.type not in costs.BUILT_IN or (device.type == "cuda" and not torch.cuda.is_available()):
+            raise ValueError(f"there is no device '{options.device}' here")
+    except (RuntimeError, ValueError) as error:
+        print(f"nvalchemiops tune: {error}", file=sys.stderr)
+        return 2
+    found = measure(device)
+    print(f"{device.type:5s}{_costs_line(found)}")
+    try:
+        print(f"kept in {costs.write({device.type: found})}")
+    except OSError as error:
+        print(f"nvalchemiops tune: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _costs_line(costs: Any) -> str:
+    return f"pair {costs.pair:.3g} ns, eight k-vectors {costs.k_vectors:.3g} ns, mesh point {costs.mesh:.3g} ns"
 
 
 def _with_progress(jobs: list[Any], labels: list[str]) -> Iterator[Any]:

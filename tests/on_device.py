@@ -36,8 +36,8 @@ STREAM = types.SimpleNamespace()
 """In the place of torch's current stream."""
 
 
-class HostReadError(RuntimeError):
-    """The host would wait for the GPU."""
+class HostReadError(AssertionError):
+    """The host would wait for the GPU. No error that code expects, which might go on in another way."""
 
 
 class Event(NamedTuple):

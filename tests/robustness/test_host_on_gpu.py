@@ -23,6 +23,7 @@ from nvalchemiops.torch import segment_ops, spline
 from nvalchemiops.torch.interactions import dispersion, electrostatics, lj, pair
 from nvalchemiops.torch.neighbors import VerletList, formats, neighbor_list, rebuild_detection, rows
 from nvalchemiops.torch.operators.lattice import _geometry
+from nvalchemiops.torch.systems import Neighbors, System
 from tests import cases
 from tests.comparing import close_to_largest, weighted
 from tests.on_device import READS, HostReadError, events, on_gpu, pretended_gpu
@@ -172,6 +173,15 @@ PAIRS: dict[str, Call] = {
     "PairPotential": lambda g: cases.LENNARD_JONES(
         g.x, g.cell, sigma=g.q.abs(), epsilon=0.2, **g.near, **ALL, compute_gradients=["sigma"]
     ),
+    "PairPotential for a system": lambda g: tuple(
+        cases.LENNARD_JONES(
+            System(g.x, None, g.cell, g.idx),
+            Neighbors.from_list(g.pairs["neighbor_list"], g.pairs["neighbor_shifts"]),
+            sigma=1.7,
+            epsilon=0.2,
+            compute_forces=True,
+        )
+    ),
     "PairPotential with tables, exclusions, pbc": lambda g: FACTORS(
         *(g.x, g.cell),
         **{"q": g.q, "exclusions": g.excluded, "exclusion_factors": g.factors, "pbc": g.pbc},
@@ -227,6 +237,9 @@ SPLINES: dict[str, Call] = {
     ),
     "spline_gather_with_force": lambda g: spline.spline_gather_with_force(g.x, g.q, field(g), g.cell, 6, g.idx),
     "spline_gather_gradient": lambda g: spline.spline_gather_gradient(g.x, g.q, field(g), g.cell, 6, g.idx),
+    "spline_spread with one cell for all": lambda g: spline.spline_spread(
+        g.x, g.q, g.cell[0], MESH, 6, g.idx, num_systems=N_SYSTEMS
+    ),
     "spline_spread of one system": lambda g: spline.spline_spread(g.x, g.q, g.cell[0], MESH, 6),
 }
 
@@ -296,6 +309,7 @@ LISTS: dict[str, Call] = {
         g.x + 0.1, g.x, 0.3, update_reference_positions=True
     ),
     "generate_k_vectors_pme": lambda g: electrostatics.generate_k_vectors_pme(g.cell, MESH),
+    "prepare_mesh": lambda g: electrostatics.prepare_mesh(g.cell, g.of_systems, MESH, 5),
     "k_vectors_from_miller_indices": lambda g: electrostatics.k_vectors_from_miller_indices(
         g.cell, g.idx[:9].view(3, 3)
     ),
@@ -434,6 +448,36 @@ def test_compiled_graphs_do_not_read(name):
         assert all(isinstance(n, int) for n in shape), f"{node.target}: a size that depends on values"
 
 
+# -- where a check waits, but not in a graph ------------------------------------------------------
+
+
+def row_pointers(g: Given) -> torch.Tensor:
+    pairs = g.pairs["neighbor_list"]
+    return torch.searchsorted(pairs[0].contiguous(), torch.arange(N_ATOMS + 1, device=g.x.device).int())
+
+
+CHECKED: dict[str, Call] = {
+    "half_to_full": lambda g: formats.half_to_full(
+        g.pairs["neighbor_list"], row_pointers(g), g.pairs["neighbor_shifts"]
+    ),
+    "full_to_half": lambda g: formats.full_to_half(
+        g.pairs["neighbor_list"], row_pointers(g), g.pairs["neighbor_shifts"]
+    ),
+    "get_neighbor_matrix_from_neighbor_list": lambda g: formats.get_neighbor_matrix_from_neighbor_list(
+        g.pairs["neighbor_list"], row_pointers(g), g.pairs["neighbor_shifts"], WIDTH
+    ),
+}
+
+
+@by_name(CHECKED)
+def test_checks_of_lists_do_not_wait_in_a_graph(name):
+    values = given(0.0), given(1.0)
+    with pretended_gpu(), pytest.raises(HostReadError):
+        events(lambda: CHECKED[name](on_gpu(values[0])))
+    with pretended_gpu(capturing=True):
+        assert_no_wait(on_gpu(values), CHECKED[name])
+
+
 # -- what tells ------------------------------------------------------------------------------------
 
 
@@ -480,6 +524,13 @@ WAITING: dict[str, Call] = {
     "elements": lambda g: dispersion.d3_dispersion(
         g.x, g.numbers, DAMPING, dispersion.D3Parameters.load(), g.cell, **g.near, **D3_RANGES
     ),
+    "estimates": lambda g: electrostatics.estimate_ewald_parameters(g.x, g.cell, g.idx),
+    "k-vectors prepared": lambda g: electrostatics.prepare_wave_vectors(g.cell, 2.0),
+    "Miller indices": lambda g: electrostatics.generate_ewald_miller_indices(g.cell, 2.0),
+    "check_full_list": lambda g: formats.check_full_list(g.pairs["neighbor_list"], row_pointers(g)),
+    "systems of positions": lambda g: rebuild_detection.batch_neighbor_list_needs_rebuild(g.x, g.x, g.idx, 0.3),
+    "systems of a spline": lambda g: spline.spline_spread(g.x, g.q, g.cell[0], MESH, 6, g.idx),
+    "a list of the host": lambda g: electrostatics.ewald_real_space(g.x, g.q, g.cell, [ALPHA] * N_SYSTEMS, **g.near),
     "pairs of a matrix": lambda g: formats.get_neighbor_list_from_neighbor_matrix(g.matrix["neighbor_matrix"], g.idx),
 }
 

@@ -30,6 +30,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from nvalchemiops.interactions.electrostatics.costs import COSTS as COSTS
+from nvalchemiops.interactions.electrostatics.costs import Costs
+
 TYPICAL_FORCE = 0.8
 """RMS of the forces in units of (Σq²/N)/d² where charges are unknown: that of rock salt with displacements of a tenth
 of the distance of neighbors along each axis, and about that between molecules of water."""
@@ -53,18 +56,6 @@ most. Perfect crystals have no forces to compare errors with; where atoms nearly
 
 FLOAT32_FLOOR = 5e-7
 """Relative error of forces that rounding leaves with float32 positions, measured at 4e-7."""
-
-
-class Costs(NamedTuple):
-    """Times in nanoseconds, for energies and forces in float64."""
-
-    pair: float  # of an atom and a neighbor, with a share of the search for neighbors
-    k_vectors: float  # of an atom and eight k-vectors (±n_x, ±n_y, ±n_z)
-    mesh: float  # of a point of the mesh
-
-
-COSTS = {"cpu": Costs(8.0, 1.3, 15.0), "cuda": Costs(0.05, 0.03, 0.05)}
-"""By type of device. Measured on two cores of a CPU; for a GPU ratios are guessed, from operations and bytes."""
 
 MESH_SPACINGS = (0.06, 0.089, 0.13, 0.184, 0.241, 0.348, 0.522, 0.783, 1.044)
 MESH_ERROR = {

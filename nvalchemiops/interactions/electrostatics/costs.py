@@ -1,0 +1,153 @@
+"""Times of the parts of an Ewald sum, by which alpha, cutoffs and meshes are chosen that are not given.
+
+They change how long a sum takes, never how accurate it is: the parameters of any choice meet the accuracy asked for.
+
+For a CPU they were measured on two cores. For a GPU they follow from a model, that of a roofline: each piece of work
+takes as long as its bytes take through the memory, or its operations through the units for float64, whichever is
+longer (S. Williams, A. Waterman and D. Patterson, Commun. ACM 52, 65 (2009), doi:10.1145/1498765.1498785). Only ratios
+matter, so what all parts lose alike has no effect, and neither have launches (2 to 4 µs each): where they take most
+of the time, in small systems, any choice takes about as long.
+
+``nvalchemiops tune`` measures them on the machine at hand and keeps them in a file, which later processes read:
+``$NVALCHEMIOPS_COSTS``, by default ``nvalchemiops/costs.json`` in the user's folder for configurations. If that
+variable is empty, there is none.
+"""
+
+import json
+import math
+import os
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Costs(NamedTuple):
+    """Times in nanoseconds, for energies and forces in float64."""
+
+    pair: float  # of an atom and a neighbor, with a share of the search for neighbors
+    k_vectors: float  # of an atom and eight k-vectors (±n_x, ±n_y, ±n_z)
+    mesh: float  # of a point of the mesh
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+class Card(NamedTuple):
+    """What a GPU is said to reach: bytes from memory, and operations in float64, in a second."""
+
+    bandwidth: float
+    operations: float
+
+
+H100 = Card(3.35e12, 34e12)
+"""SXM5, from NVIDIA's data sheet (without tensor cores)."""
+
+NOT_FUSED = 0.5
+"""Of these operations, what remains where additions and multiplications are not fused, as in half of the code here."""
+
+
+class Work(NamedTuple):
+    """Bytes through the memory and operations, of one kernel."""
+
+    bytes: float
+    operations: float
+
+    def nanoseconds(self, card: Card) -> float:
+        """The time on a card, by its roofline."""
+        return 1e9 * max(self.bytes / card.bandwidth, self.operations / (NOT_FUSED * card.operations))
+
+
+PAIR = (
+    # the list (16 bytes), position and charge of the neighbor in two sectors of 32 bytes; erfc, exp, a root, a division
+    Work(80.0, 160.0),
+    # the search: a pair is written (16 bytes) for 6.4 that are looked at (27 bins by 4/3 π), 28 operations each
+    Work(16.0, 6.4 * 28.0),
+)
+K_VECTORS = (
+    # from atoms to k-vectors: three times sine and cosine (60 each), products of three phases, eight sums
+    Work(0.0, 3 * 60.0 + 40.0),
+    # back to atoms, with derivatives along three axes
+    Work(0.0, 3 * 60.0 + 80.0),
+)
+MESH = (
+    # two transforms of 8 bytes for each point, along three axes, each read and written
+    Work(2 * 3 * 16.0, 2 * 2.5 * 20.0),
+    # the product with the influence function, of half as many complex numbers
+    Work(20.0, 3.0),
+    # written by the spread, read by the gather; 125 points of a stencil twice, at 40 points for an atom
+    Work(16.0, 2 * 125.0 * 10.0 / 40.0),
+)
+
+
+def modelled(card: Card) -> Costs:
+    """Costs by the model."""
+    return Costs(*(sum(work.nanoseconds(card) for work in part) for part in (PAIR, K_VECTORS, MESH)))
+
+
+# -- what is kept for the user --------------------------------------------------------------------
+
+VARIABLE = "NVALCHEMIOPS_COSTS"
+
+
+def file() -> Path | None:
+    """Where costs are kept, or None."""
+    named = os.environ.get(VARIABLE)
+    if named is not None:
+        return Path(named) if named else None
+    try:
+        return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "nvalchemiops" / "costs.json"
+    except RuntimeError:  # a user without a folder
+        return None
+
+
+def read() -> dict[str, Costs]:
+    """The costs that are kept, by type of device. A file that cannot be used gives none, and one warning."""
+    path = file()
+    if path is None:
+        return {}
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        found = {kind: Costs(*(float(costs[name]) for name in Costs._fields)) for kind, costs in kept.items()}
+        for kind, costs in found.items():
+            if kind not in BUILT_IN or not all(0.0 < number < math.inf for number in costs):
+                raise ValueError(f"costs of '{kind}': {tuple(costs)}")
+        return found
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        warnings.warn(
+            f"{path}: costs that are no costs are ignored ({error!r}); `nvalchemiops tune` makes new ones, "
+            "`nvalchemiops tune --reset` removes the file",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return {}
+
+
+def write(costs: dict[str, Costs]) -> Path:
+    """Keep these costs beside those of other devices; the file.
+
+    Raises
+    ------
+    OSError
+        There is no file, or it cannot be written.
+    """
+    path = file()
+    if path is None:
+        raise OSError(f"there is no file to keep them in: {VARIABLE} is empty")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kept = read() | costs
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # whole or not at all, also for a process that reads at this moment
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps({kind: c._asdict() for kind, c in kept.items()}, indent=2) + "\n", encoding="utf-8")
+    aside.replace(path)
+    return path
+
+
+BUILT_IN = {"cpu": Costs(8.0, 1.3, 15.0), "cuda": modelled(H100)}
+"""By type of device: measured on two cores of a CPU, and modelled."""
+
+COSTS = BUILT_IN | read()
+"""Those in use in this process."""
