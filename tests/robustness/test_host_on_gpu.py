@@ -26,6 +26,7 @@ from nvalchemiops.torch.operators.lattice import _geometry
 from nvalchemiops.torch.systems import Neighbors, System
 from tests import cases
 from tests.comparing import close_to_largest, weighted
+from tests.gpu import waiting_is_an_error
 from tests.on_device import READS, HostReadError, events, on_gpu, pretended_gpu
 from tests.systems import in_form, neighbors_of
 
@@ -366,6 +367,19 @@ def test_triples_do_not_wait(name, gpu):
 @by_name(LISTS)
 def test_searches_do_not_wait(name, gpu):
     assert_no_wait(gpu, LISTS[name])
+
+
+@pytest.mark.gpu
+@by_name(DIFFERENTIABLE | THREE_BODY | LISTS)
+def test_nothing_waits_on_a_gpu(name):
+    """The same calls where there is one."""
+    runs = {name: derivatives(call, 2) for name, call in DIFFERENTIABLE.items()}
+    runs |= {name: derivatives(call, 1) for name, call in THREE_BODY.items()} | LISTS
+    run = runs[name]
+    first, other = tree_map_only(torch.Tensor, lambda t: t.to("cuda"), (given(0.0), given(1.0)))
+    run(first)
+    with waiting_is_an_error():
+        run(other)
 
 
 def test_lattices_of_gpus_are_those_of_cpus():
