@@ -443,8 +443,9 @@ def test_compiled_graphs_do_not_read(name):
     def backend(graph, inputs):
         return aot_module_simplified(graph, inputs, fw_compiler=keep, bw_compiler=keep)
 
+    values = given(0.0)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, replaced_layout("cpu", GPU):
-        g = tree_map_only(torch.Tensor, mode.from_tensor, given(0.0))
+        g = tree_map_only(torch.Tensor, mode.from_tensor, values)
 
         def loss(x, q, cell, of_systems):
             found = COMPILED[name](g._replace(x=x, q=q, cell=cell, of_systems=of_systems))
