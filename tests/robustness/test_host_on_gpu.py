@@ -425,7 +425,7 @@ AT_LEAST = (
 COMPILED = {
     name: call
     for name, call in (DIFFERENTIABLE | THREE_BODY | LISTS).items()
-    if name not in ("EwaldSummation", "ParticleMeshEwald")  # made inside of the call
+    if name not in ("EwaldSummation", "ParticleMeshEwald", "prepare_mesh")  # which make more than tensors
 }
 
 
@@ -454,7 +454,7 @@ def test_compiled_graphs_do_not_read(name):
 
         leaves = [t.requires_grad_() for t in (g.x, g.q, g.cell, g.of_systems)]
         torch.compile(loss, backend=backend, fullgraph=True)(*leaves)[0].backward()
-    assert len(graphs) == 2 and sum(len(graph.nodes) for graph in graphs) > 12
+    assert len(graphs) == 2 and sum(len(graph.nodes) for graph in graphs) > 8
     for node in (node for graph in graphs for node in graph.nodes):
         if node.op == "get_attr":
             raise AssertionError(f"a constant of the host, which would be copied in each call: {node.target}")
