@@ -1,0 +1,104 @@
+"""Collective operations of torch.distributed as torch ops, differentiable to any order.
+
+Each rank computes a share of a result, and the gradient of the sum of all shares. So there are two kinds of tensors:
+*own* ones, whose values differ between ranks, and *replicated* ones, which are the same on all. An op that turns one kind
+into the other has a derivative that turns it back:
+
+- `sum_of_shares`: own values to their replicated sum. Its derivative is `replicated`.
+- `replicated`: a replicated tensor enters what each rank computes for itself. Its derivative is `sum_of_shares`, so
+  that the gradient of a replicated tensor is complete on each rank.
+- `sum_on_all_ranks`: own values to their sum, from which each rank goes on with its own share. Its derivative is itself.
+- `all_to_all_rows`: rows from each rank to each other. Its derivative sends them back.
+
+All ranks must call the same ones in the same order, backward passes included.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
+
+_groups: dict[int, Any] = {}
+"""Groups of ranks by the numbers that ops know them by; a process has few."""
+
+
+def number_of(group: Any) -> int:
+    """The number by which ops know a group of ranks, which is the same in each call."""
+    number = id(group)
+    _groups[number] = group
+    return number
+
+
+def _same(values: torch.Tensor, *_: Any) -> Any:
+    return tuple(values.shape)
+
+
+def _dtype(values: torch.Tensor, *_: Any) -> Any:
+    return next(kind for kind, dtype in TORCH_DTYPES.items() if dtype is values.dtype)
+
+
+def _back(send: Sequence[int], receive: Sequence[int], group: int, grad_rows: torch.Tensor) -> torch.Tensor:
+    return all_to_all_rows(grad_rows, receive, send, group)
+
+
+@warp_custom_op(
+    "nvalchemiops::all_to_all_rows",
+    outputs=[OutputSpec("rows", _dtype, lambda v, _, receive, __: (sum(receive), *v.shape[1:]))],
+    backward=_back,
+)
+def all_to_all_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: int) -> torch.Tensor:
+    """Rows from all ranks, in their order.
+
+    Parameters
+    ----------
+    values : (n, ...) tensor
+        Rows for rank 0, then for rank 1, and so on.
+    send, receive : sequence of int
+        How many rows go to each rank, and come from each.
+    group : int
+        From `number_of`.
+    """
+    rows = values.new_empty((sum(receive), *values.shape[1:]))
+    dist.all_to_all_single(rows, values, list(receive), list(send), group=_groups[group])
+    return rows
+
+
+def _add(values: torch.Tensor, group: int) -> torch.Tensor:
+    total = values.clone(memory_format=torch.contiguous_format)
+    if values.numel():  # shapes are the same on all ranks
+        dist.all_reduce(total, group=_groups[group])
+    return total
+
+
+@warp_custom_op(
+    "nvalchemiops::sum_on_all_ranks",
+    outputs=[OutputSpec("total", _dtype, _same)],
+    backward=lambda group, grad_total: sum_on_all_ranks(grad_total, group),
+)
+def sum_on_all_ranks(values: torch.Tensor, group: int) -> torch.Tensor:
+    """The sum over all ranks, with which each goes on to compute its own share."""
+    return _add(values, group)
+
+
+@warp_custom_op(
+    "nvalchemiops::sum_of_shares",
+    outputs=[OutputSpec("total", _dtype, _same)],
+    backward=lambda group, grad_total: replicated(grad_total, group),
+)
+def sum_of_shares(values: torch.Tensor, group: int) -> torch.Tensor:
+    """The sum over all ranks as a result that all have, of which there is one loss."""
+    return _add(values, group)
+
+
+@warp_custom_op(
+    "nvalchemiops::replicated",
+    outputs=[OutputSpec("value", _dtype, _same)],
+    backward=lambda group, grad_value: sum_of_shares(grad_value, group),
+)
+def replicated(values: torch.Tensor, group: int) -> torch.Tensor:
+    """The same values, whose gradients are summed over all ranks."""
+    return values.clone()

@@ -1,0 +1,52 @@
+"""Rows of tensors that move between ranks by a fixed plan: a linear map that is differentiable to any order."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from nvalchemiops.torch.distributed.collectives import all_to_all_rows, number_of
+
+
+class Exchange(NamedTuple):
+    """Which rows each rank sends to which other one, and where they arrive.
+
+    Attributes
+    ----------
+    group : int
+        As of `number_of`.
+    rows : (n_sent,) int64 tensor
+        Rows of the input to send, those for rank 0 first.
+    send, receive : tuple of int
+        How many rows go to each rank, and come from each.
+    """
+
+    group: int
+    rows: torch.Tensor
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+
+    @classmethod
+    def plan(cls, group: Any, rows: Sequence[torch.Tensor]) -> "Exchange":
+        """The exchange that sends these rows, one tensor for each rank. A collective call."""
+        send = torch.tensor([len(r) for r in rows])
+        receive = torch.empty_like(send)
+        device = rows[0].device
+        counts = receive.to(device)
+        dist.all_to_all_single(counts, send.to(device), group=group)
+        return cls(number_of(group), torch.cat(list(rows)), tuple(send.tolist()), tuple(counts.tolist()))
+
+    @property
+    def n_received(self) -> int:
+        """Rows that arrive here."""
+        return sum(self.receive)
+
+    def apply(self, values: torch.Tensor) -> torch.Tensor:
+        """The rows (n_received, ...) that arrive, those of rank 0 first, in the order in which they were sent."""
+        return all_to_all_rows(values.index_select(0, self.rows), self.send, self.receive, self.group)
+
+    def transpose(self, values: torch.Tensor, n_rows: int) -> torch.Tensor:
+        """What `apply` is the transpose of: rows go back where they came from, and are added (n_rows, ...)."""
+        rows = all_to_all_rows(values, self.receive, self.send, self.group)
+        return values.new_zeros((n_rows, *values.shape[1:])).index_add(0, self.rows, rows)
