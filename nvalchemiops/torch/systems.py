@@ -14,7 +14,7 @@ of its first arguments, and `Neighbors`, or builds them. Its results have names,
 import itertools
 from collections import namedtuple
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,6 +22,9 @@ from nvalchemiops.arguments import check_positive
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.context import may_read
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 
 class System(NamedTuple):
@@ -40,6 +43,8 @@ class System(NamedTuple):
         Along which lattice vectors the system is periodic; by default along all.
     numbers : (n_atoms,) int tensor, optional
         Atomic numbers.
+    domain : Domain, optional
+        The atoms are those that this rank owns (`nvalchemiops.torch.distributed`).
     """
 
     positions: torch.Tensor
@@ -48,6 +53,7 @@ class System(NamedTuple):
     batch_idx: torch.Tensor | None = None
     pbc: torch.Tensor | None = None
     numbers: torch.Tensor | None = None
+    domain: "Domain | None" = None
 
     @classmethod
     def from_ase(

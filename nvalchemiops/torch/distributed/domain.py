@@ -24,6 +24,7 @@ from nvalchemiops.torch.distributed.failures import together
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 from nvalchemiops.torch.neighbors.search import Search, neighbor_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
+from nvalchemiops.torch.systems import System
 
 BINS = 4096
 """Bins of the histograms of coordinates along an axis, by which bricks get equal numbers of atoms."""
@@ -127,6 +128,8 @@ class Domain:
                 lattice = np.broadcast_to(lattice, (self.n_systems, 3, 3))
             self._frame = _completed(lattice, self._pbc)
         self._check_same(lattice)
+        self.pbc = torch.as_tensor(self._pbc, device=self.device)
+        self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
         here = None if batch_idx is None else batch_idx.detach().to(torch.int32)
         self._divide(positions.detach(), here)
 
@@ -307,7 +310,8 @@ class Domain:
         begin = torch.tensor(first, device=self.device).repeat_interleave(torch.tensor(sent.receive, device=self.device))
         self._images = _Images(torch.cat([own.atoms, begin + told[:, 0]]), torch.cat([own.shifts, told[:, 1:].int()]))
         self._cells = self.with_ghosts(cells)
-        self._batch_of_all = None if batch_idx is None else self.with_ghosts(batch_idx)
+        self.batch_idx_with_ghosts = None if batch_idx is None else self.with_ghosts(batch_idx)
+        self._rows: dict[float, Rows] = {}
 
     # -- values of atoms --------------------------------------------------------------------------
 
@@ -322,6 +326,13 @@ class Domain:
     def with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         """Values (n_owned + n_ghosts, ...) of owned atoms, then of ghosts, from those of owned atoms."""
         return torch.cat([values, self._halo.apply(values)])
+
+    def all_with_ghosts(self, *columns: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Several times `with_ghosts` in one message, for matrices and vectors of one dtype, or None."""
+        there = [c for c in columns if c is not None]
+        wide = self.with_ghosts(torch.cat([c.reshape(self.n_owned, -1) for c in there], 1))
+        parts = iter(wide.split([c[0].numel() if c.ndim > 1 else 1 for c in there], 1))
+        return tuple(None if c is None else next(parts).reshape(-1, *c.shape[1:]) for c in columns)
 
     def add_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         """Values (n_owned, ...) to which those that other ranks have for their ghosts are added."""
@@ -343,37 +354,81 @@ class Domain:
         """
         return replicated(values, self._number)
 
+    def pairs_here(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pairs (2, n) of numbers among owned atoms and ghosts, of those with an owned atom; and which these are.
+
+        Parameters
+        ----------
+        pairs : (2, n_pairs) int tensor
+            Numbers among the atoms of all ranks.
+        """
+        known, place = torch.sort(self.with_ghosts(self.global_index))
+        at = torch.searchsorted(known, pairs.long()).clamp_(max=max(len(known) - 1, 0))
+        here = known[at] == pairs if len(known) else torch.zeros_like(pairs, dtype=torch.bool)
+        found = place[at] if len(known) else pairs
+        owned = here & (found < self.n_owned)
+        chosen = (here.all(0) & owned.any(0)).nonzero().squeeze(1)
+        return found.index_select(1, chosen), chosen
+
     # -- neighbors --------------------------------------------------------------------------------
+
+    def check(self, atoms: System) -> None:
+        """Raise unless these are the atoms that this rank owns, in the cells of this domain."""
+        checks.check_positions(atoms.positions, finite=False)
+        if atoms.positions.shape[0] != self.n_owned:
+            raise ValueError(
+                f"`positions` must be those of the atoms that this rank owns, ({self.n_owned}, 3), got "
+                f"{tuple(atoms.positions.shape)}: distribute them by the domain"
+            )
+        for name, given in (("batch_idx", atoms.batch_idx), ("pbc", atoms.pbc)):
+            if given is not None:
+                raise ValueError(f"`{name}` belongs to the `domain`")
+        lattice = None if atoms.cell is None else atoms.cell.detach().double().reshape(-1, 3, 3)
+        if (lattice is None) != (self.cell is None):
+            raise ValueError("`cell` must be that of the `domain`")
+        if lattice is not None and self.cell is not None and not torch.equal(lattice.expand_as(self.cell), self.cell):
+            raise ValueError("`cell` has changed since the `domain` was made: make it anew")
 
     def displacement(self, positions: torch.Tensor) -> float:
         """The largest displacement of an atom on any rank since the domain was made. A collective call."""
-        moved = (positions.detach() - self._reference).double().square().sum(1)
+        moved = (positions.detach() - self._reference).double().square().sum(1).nan_to_num(nan=torch.inf)
         most = moved.amax() if moved.numel() else moved.new_zeros(())
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
         return math.sqrt(float(most))
 
-    def neighbors(self, positions: torch.Tensor, cutoff: float, cell: torch.Tensor | None) -> Rows:
-        """Neighbors of owned atoms among all, and of ghosts among owned atoms, closer than ``cutoff``.
+    def neighbors(self, positions: torch.Tensor, cutoff: float) -> Rows:
+        """Neighbors of owned atoms among all, and of ghosts among owned atoms, as far as ``cutoff`` and the skin.
 
-        A collective call. Pairs of ghosts are left out.
+        A collective call. Pairs of ghosts are left out. The list is that of the positions with which the domain was
+        made, and is kept.
+
+        Raises
+        ------
+        ValueError
+            Atoms have moved by more than half of the skin, or the cutoff is longer than that of the domain.
         """
         moved = self.displacement(positions)
-        if not cutoff + 2.0 * moved <= self.reach * (1.0 + 1e-12):
+        if cutoff > self.cutoff:
+            raise ValueError(f"`cutoff` = {cutoff} is beyond that of the `domain`, {self.cutoff}")
+        if not 2.0 * moved <= self.skin:
             raise ValueError(
-                f"the domain reaches to {self.cutoff} + {self.skin}, too short for neighbors within {cutoff} after "
-                f"atoms have moved by {moved:g}: make it anew"
+                f"atoms have moved by {moved:g}, more than half of the skin of the `domain`, {self.skin}: make it anew"
             )
-        n, batch_idx = self.n_owned, self._batch_of_all
-        everywhere = self.with_ghosts(positions.detach())
+        if cutoff not in self._rows:
+            self._rows[cutoff] = self._search(cutoff + self.skin)
+        return self._rows[cutoff]
+
+    def _search(self, cutoff: float) -> Rows:
+        n, batch_idx, cell = self.n_owned, self.batch_idx_with_ghosts, self.cell
+        everywhere = self.with_ghosts(self._reference)
         atoms = torch.cat([torch.arange(n, device=self.device), self._images.atoms])
         shifts = torch.cat([self._images.shifts.new_zeros((n, 3)), self._images.shifts])
         of_image = -self._cells.index_select(0, atoms) + shifts
         placed = everywhere.double().index_select(0, atoms)
         system = None if batch_idx is None else batch_idx.index_select(0, atoms)
-        lattice = pbc = None
+        pbc = None
         if cell is not None:
-            lattice = cell.detach().reshape(-1, 3, 3).expand(self.n_systems, 3, 3)
-            of_atom = lattice.double()[:1] if system is None else lattice.double().index_select(0, system)
+            of_atom = cell[:1] if system is None else cell.index_select(0, system)
             placed = placed + (of_image.unsqueeze(-1) * of_atom).sum(-2)
             pbc = torch.as_tensor(self._pbc & ~self._is_divided, device=self.device)
         order = back = None
@@ -384,7 +439,7 @@ class Domain:
             back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=self.device))
             targets = back[:n].int()
         with self.together():
-            search = Search(placed, cutoff, lattice, pbc, system, None, targets)
+            search = Search(placed, cutoff, cell, pbc, system, None, targets)
             pairs, pointers, found = neighbor_pairs(*search)
         second = pairs[1].long() if order is None else order.index_select(0, pairs[1].long())
         first = torch.repeat_interleave(pointers.diff(), output_size=second.shape[0])

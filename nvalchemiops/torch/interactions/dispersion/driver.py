@@ -266,7 +266,7 @@ def _three_body(
     system: PairSystem, coefficients: torch.Tensor, atoms: Atoms, reach: Range, derivatives: bool
 ) -> tuple[torch.Tensor, ...]:
     """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
-    positions, cell, batch_idx, n_systems, rows = system
+    positions, cell, batch_idx, n_systems, rows, _ = system
     of_atoms = (coefficients, atoms.row, _pair_radii(atoms.states, coefficients.dtype), batch_idx, n_systems)
     distances = (NO_CUTOFF if distance is None else distance for distance in reach)
     others = (*rows[:5], atoms.states.n_positive, *distances)

@@ -31,7 +31,7 @@ def pairs_apart(system: PairSystem) -> tuple[torch.Tensor, torch.Tensor, torch.T
     alone : PairSystem
         The first atom of each slot and the second one, neighbors of each other unless the slot is padding.
     """
-    positions, cell, batch_idx, n_systems, rows = system
+    positions, cell, batch_idx, n_systems, rows, _ = system
     n_atoms = positions.shape[0]
     first = row_indices(rows, n_atoms)
     # an index that names no atom has made its row NaN already, by the coordination number

@@ -10,9 +10,9 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import NO_DIRECTIONS, pair_sum
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
+from nvalchemiops.torch.interactions.pair.shares import of_owned, with_ghosts
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.operators.segments import system_sums
-
 
 class PairRequest(NamedTuple):
     """Results of a call in addition to the energies, and whether energies are per atom or per system."""
@@ -57,12 +57,14 @@ def sum_pairs(
 
     Parameters
     ----------
+    system : PairSystem
+        With a domain, results of systems and global parameters are the shares of this rank.
     exclusions : ExclusionRows, optional
         From `exclusion_rows`.
     weights : (n_atoms,) tensor, optional
         Results other than energies are derivatives of the sum of energies with these weights.
     """
-    positions, cell, batch_idx, n_systems, rows = system
+    positions, cell, batch_idx, n_systems, rows, domain = system
     of_atoms, of_systems, species, n_species = parameter_arrays(formula, parameters, positions, species, n_systems)
     excluded = (None, None, None) if exclusions is None else exclusions[:3]
 
@@ -73,12 +75,22 @@ def sum_pairs(
         letter = "g" if name in formula.global_parameters else "p"
         outputs += letter * (letter not in outputs)
     outputs += "v" * bool(request.virial)
-    inputs = (positions, cell, of_atoms, of_systems, weights, *NO_DIRECTIONS)
+    of_all = (positions, of_atoms, weights, batch_idx, species)
+    is_share = domain is not None and ("g" in outputs or "v" in outputs)
+    if domain is not None:
+        of_all = with_ghosts(domain, of_all, is_share)
+    inputs = (of_all[0], cell, of_all[1], of_systems, of_all[2], *NO_DIRECTIONS)
     distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)
-    of_pairs = (*rows, species, n_species, *excluded)
+    of_pairs = (*rows, of_all[4], n_species, *excluded)
     energies, position_gradients, _, parameter_gradients, global_gradients, virial = pair_sum(
-        formula.text, outputs, "", *inputs, batch_idx, n_systems, *of_pairs, *distances
+        formula.text, outputs, "", *inputs, of_all[3], n_systems, *of_pairs, *distances
     )
+    if domain is not None:
+        energies = energies[: domain.n_owned]
+        if request.forces:
+            position_gradients = of_owned(domain, position_gradients, is_share)
+        if "p" in outputs:
+            parameter_gradients = of_owned(domain, parameter_gradients, is_share)
     if request.energy_reduction == "system":
         energies = system_sums(energies, batch_idx, n_systems)
     results = [energies]

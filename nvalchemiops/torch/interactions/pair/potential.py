@@ -4,7 +4,7 @@ import inspect
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,9 +14,13 @@ from nvalchemiops.interactions.pair.sum import Variant, source
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
 from nvalchemiops.torch.interactions.pair.exclusions import check_same_system, exclusion_rows
+from nvalchemiops.torch.interactions.pair.shares import complete, exclusions_of_share, parameters_of_share
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, Results, System, named, names_beside, neighbors_beside
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 
 class PairPotential:
@@ -129,6 +133,7 @@ class PairPotential:
         compute_virial: bool = False,
         energy_reduction: str = "atom",
         check: bool = False,
+        domain: "Domain | None" = None,
         **parameters: float | torch.Tensor,
     ) -> Any:
         """Energies and, if requested, forces, gradients by parameters and virial.
@@ -181,6 +186,9 @@ class PairPotential:
         check : bool, optional
             For debugging: raise unless the list is full, or half if ``half_list`` says so, and has every pair within
             the cutoff. Sorts all pairs and, not compiled, searches for them.
+        domain : Domain, optional
+            The system is divided among ranks (`nvalchemiops.torch.distributed`): the atoms are those that this rank
+            owns, and the results by systems are complete on all ranks.
         **parameters
             Each declared parameter by its name: per atom a number or a tensor (n_atoms,); global a number or a
             tensor () or (n_systems,); per pair a tensor (n_species, n_species), of which [a, b] and [b, a] are
@@ -223,17 +231,23 @@ class PairPotential:
             if neighbors is not None:
                 raise TypeError(BESIDE_TENSORS)
             reach = neighbor_cutoff
-            atoms = System(positions, None, cell, batch_idx, pbc)  # type: ignore[arg-type]  # checked there
+            atoms = System(positions, None, cell, batch_idx, pbc, None, domain)  # type: ignore[arg-type]  # checked there
         formula, cutoff = self.formula, self.cutoff
         by_system = request.by_system or formula.global_parameters != ()
         system = pair_system(
             atoms, given, num_systems, cutoff=cutoff, by_system=by_system, neighbor_cutoff=reach, check=check
         )
-        excluded = exclusion_rows(exclusions, exclusion_factors, atoms.positions)
-        if excluded is not None:
-            check_same_system(excluded, atoms.batch_idx)
+        if atoms.domain is None:
+            excluded = exclusion_rows(exclusions, exclusion_factors, atoms.positions)
+            if excluded is not None:
+                check_same_system(excluded, atoms.batch_idx)
+        else:
+            parameters = parameters_of_share(formula, parameters, atoms.domain)
+            excluded = exclusions_of_share(atoms.domain, exclusions, exclusion_factors, atoms.positions)
         options: Any = {"cutoff": cutoff, "r_switch": self.r_switch, "species": species, "exclusions": excluded}
         results = sum_pairs(formula, system, parameters, request, **options)
+        if atoms.domain is not None:
+            results = complete(formula, results, request, atoms.domain)
         if isinstance(positions, System):
             return _named(results, request)
         return results if len(results) > 1 else results[0]

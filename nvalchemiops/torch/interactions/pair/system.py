@@ -1,7 +1,7 @@
 """Atoms, cells, batches and neighbors of a sum over pairs, checked once."""
 
 import sys
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,9 @@ from nvalchemiops.torch.operators.segments import check_system_numbers
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, values_of
 from nvalchemiops.torch.systems import System
 
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
+
 NO_CUTOFF = sys.float_info.max
 """The value for no cutoff. Infinity would make packages of AOTInductor that cannot be loaded: JSON has none."""
 
@@ -36,6 +39,8 @@ class PairSystem(NamedTuple):
         None for one system.
     n_systems : int
     rows : Rows
+    domain : Domain or None
+        The atoms are those that this rank owns; the rows have ghosts after them (`Domain.neighbors`).
     """
 
     positions: torch.Tensor
@@ -43,6 +48,7 @@ class PairSystem(NamedTuple):
     batch_idx: torch.Tensor | None
     n_systems: int
     rows: Rows
+    domain: "Domain | None" = None
 
 
 def pair_system(
@@ -65,6 +71,8 @@ def pair_system(
     is_padding : (n_atoms,) bool tensor, optional
         Atoms that are neighbors of none and have none, independent of the list.
     """
+    if atoms.domain is not None:
+        return _of_domain(atoms.domain, atoms, given, cutoff)
     positions, pbc = atoms.positions, atoms.pbc
     checks.check_positions(positions, finite=False)
     checks.check_flag("check", check)
@@ -91,6 +99,21 @@ def pair_system(
     return PairSystem(positions, cell, of_atoms, n_systems, rows)
 
 
+def _of_domain(domain: "Domain", atoms: System, given: GivenNeighbors, cutoff: float | None) -> PairSystem:
+    """The atoms that a rank owns, with neighbors by the domain."""
+    positions = atoms.positions
+    with domain.together():
+        domain.check(atoms)
+        if cutoff is None:
+            raise ValueError("with a `domain` this potential needs a cutoff: neighbors are found by it")
+        if given.neighbor_list is not None or given.neighbor_matrix is not None:
+            raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
+        cell, _, _ = _batch(atoms._replace(batch_idx=domain.batch_idx, pbc=domain.pbc), domain.n_systems, True)
+    rows = domain.neighbors(positions, cutoff)
+    cell = None if cell is None else domain.replicated(cell)
+    return PairSystem(positions, cell, domain.batch_idx, domain.n_systems, rows, domain)
+
+
 def _batch(
     atoms: System, num_systems: int | None, by_system: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
@@ -98,7 +121,7 @@ def _batch(
 
     Along open axes by ``pbc`` the vectors of the cell are zero.
     """
-    positions, _, cell, batch_idx, pbc, _ = atoms
+    positions, cell, batch_idx, pbc = atoms.positions, atoms.cell, atoms.batch_idx, atoms.pbc
     n_atoms = positions.shape[0]
     if num_systems is not None:
         num_systems = checks.check_int("num_systems", num_systems)

@@ -1,0 +1,77 @@
+"""Sums over the pairs of the atoms that one rank owns: what they need from other ranks, and what these need back.
+
+A pair of an owned atom and a ghost is in the rows of both, on the ranks of both. Each owned atom has half of the energy of
+its pairs, so energies of ghosts are left to their owners; then the energies of all ranks add up, and so do their
+derivatives.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch.distributed.domain import Domain
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows
+
+
+def with_ghosts(domain: Domain, of_owned: Sequence[Any], is_share: bool) -> tuple[Any, ...]:
+    """Positions, parameters, weights, systems and species of owned atoms and ghosts.
+
+    For a rank's share of a sum over all atoms, energies of ghosts have no weight: they belong to their owners.
+    """
+    positions, parameters, weights, batch_idx, species = of_owned
+    if is_share:
+        weights = positions.new_ones(domain.n_owned) if weights is None else weights
+        ghosts = positions.new_zeros(domain.n_ghosts)
+        positions, parameters = domain.all_with_ghosts(positions, parameters)
+        weights = torch.cat([weights, ghosts])
+    else:
+        positions, parameters, weights = domain.all_with_ghosts(positions, parameters, weights)
+    if batch_idx is not None:
+        batch_idx = domain.batch_idx_with_ghosts
+    return positions, parameters, weights, batch_idx, None if species is None else domain.with_ghosts(species)
+
+
+def of_owned(domain: Domain, gradients: torch.Tensor, is_share: bool) -> torch.Tensor:
+    """Gradients by values of owned atoms: of the shares of all ranks, or of a sum in which pairs count whole."""
+    return domain.add_ghosts(gradients) if is_share else gradients[: domain.n_owned]
+
+
+def exclusions_of_share(domain: Domain, exclusions: Any, factors: Any, positions: torch.Tensor) -> ExclusionRows | None:
+    """Rows of excluded pairs among owned atoms and ghosts, given by the numbers of all atoms, the same on all ranks."""
+    if exclusions is None:
+        return exclusion_rows(exclusions, factors, positions)
+    with domain.together():
+        everywhere = positions.new_empty((1, 3)).expand(domain.n_atoms, 3)
+        exclusion_rows(exclusions, factors, everywhere)  # raises for what are no pairs
+    pairs, chosen = domain.pairs_here(exclusions)
+    factors = None if factors is None else factors.index_select(0, chosen)
+    return exclusion_rows(pairs, factors, positions.new_empty((1, 3)).expand(domain.n_owned + domain.n_ghosts, 3))
+
+
+def parameters_of_share(formula: Formula, parameters: Mapping[str, Any], domain: Domain) -> dict[str, Any]:
+    """Parameters by name, of which those that are the same on all ranks have complete gradients on each."""
+    found = dict(parameters)
+    with domain.together():
+        for name in formula.per_atom:
+            value = found.get(name)
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] != domain.n_owned:
+                raise ValueError(
+                    f"`{name}` must be a number, a tensor without axes, or have shape (n_owned,) = "
+                    f"({domain.n_owned},), got {tuple(value.shape)}"
+                )
+    for name in (*formula.per_atom, *formula.global_parameters, *formula.per_pair):
+        value = found.get(name)
+        if isinstance(value, torch.Tensor) and (name not in formula.per_atom or value.ndim == 0):
+            found[name] = domain.replicated(value)
+    return found
+
+
+def complete(
+    formula: Formula, results: Sequence[torch.Tensor], request: Any, domain: Domain
+) -> tuple[torch.Tensor, ...]:
+    """The results of `sum_pairs`, those that are not of atoms added up over the ranks."""
+    of_atoms = [request.energy_reduction == "atom"] + [True] * request.forces
+    of_atoms += [name in formula.per_atom for name in request.gradients] + [False] * request.virial
+    return tuple(r if is_own else domain.sum(r) for r, is_own in zip(results, of_atoms, strict=True))
