@@ -21,7 +21,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.exchange import Exchange
 from nvalchemiops.torch.distributed.failures import together
-from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
+from nvalchemiops.torch.neighbors.rows import NO_PADDING, GivenNeighbors, Rows
 from nvalchemiops.torch.neighbors.search import Search, neighbor_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.systems import System
@@ -236,6 +236,7 @@ class Domain:
 
         heights = 1.0 / np.linalg.norm(np.linalg.inv(self._frame), axis=1)
         reach = self.reach / (heights * length)
+        self.atoms_in_systems = torch.as_tensor(below[0, :, -1].astype(np.float64), device=device)
         weights = below[0, :, -1] / max(below[0, :, -1].sum(), 1)
         grid = min(_grids(self.n_ranks), key=lambda grid: _ghost_volume(grid, (weights[:, None] * reach).sum(0)))
         cuts = []
@@ -380,14 +381,46 @@ class Domain:
                 f"`positions` must be those of the atoms that this rank owns, ({self.n_owned}, 3), got "
                 f"{tuple(atoms.positions.shape)}: distribute them by the domain"
             )
-        for name, given in (("batch_idx", atoms.batch_idx), ("pbc", atoms.pbc)):
-            if given is not None:
-                raise ValueError(f"`{name}` belongs to the `domain`")
+        if atoms.batch_idx is not None:
+            raise ValueError("`batch_idx` belongs to the `domain`: leave it out")
         lattice = None if atoms.cell is None else atoms.cell.detach().double().reshape(-1, 3, 3)
         if (lattice is None) != (self.cell is None):
             raise ValueError("`cell` must be that of the `domain`")
         if lattice is not None and self.cell is not None and not torch.equal(lattice.expand_as(self.cell), self.cell):
             raise ValueError("`cell` has changed since the `domain` was made: make it anew")
+
+    def alone(self, atoms: System) -> System:
+        """The atoms as a system that knows nothing of other ranks, for a sum that is periodic along all axes."""
+        if not self._pbc.all():
+            raise ValueError(
+                "`domain` has open axes, but this sum is periodic along all three: make it without `pbc`; for a slab "
+                "give `pbc` to the sum"
+            )
+        return atoms._replace(batch_idx=self.batch_idx, domain=None)
+
+    def splitting(self, alpha: Any, cutoff: float | None, neighbors: GivenNeighbors) -> tuple[Any, float]:
+        """Alpha, a tensor of which has complete gradients, and the cutoff of an Ewald sum."""
+        with self.together():
+            if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
+                raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
+        alpha = self.replicated(alpha) if isinstance(alpha, torch.Tensor) else alpha
+        return alpha, self.cutoff if cutoff is None else cutoff
+
+    def agreed(self, weights: torch.Tensor | None, batch_idx: torch.Tensor | None) -> torch.Tensor | None:
+        """Weights (n_systems,) of the atoms of this rank, if they are the same on all; otherwise None."""
+        n, n_systems = self.n_owned, self.n_systems
+        found = torch.full((2, n_systems), -torch.inf, dtype=torch.float64, device=self.device)
+        if weights is None and n:
+            found.fill_(torch.inf)
+        elif weights is not None:
+            here = slice(None) if batch_idx is None else torch.unique(batch_idx.long())
+            found[0, here], found[1, here] = weights[here], -weights[here]
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        highest, lowest = found[0], -found[1]
+        empty = highest == -torch.inf
+        if not bool((empty | (highest == lowest)).all()):
+            return None
+        return torch.where(empty, 0.0, highest)
 
     def displacement(self, positions: torch.Tensor) -> float:
         """The largest displacement of an atom on any rank since the domain was made. A collective call."""

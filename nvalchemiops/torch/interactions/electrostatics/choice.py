@@ -69,11 +69,14 @@ class EwaldSplitting(NamedTuple):
         Neighbors, which are built if there were none.
     target : Target
         Accuracy and forces that set the errors allowed, in numbers of numpy, or of torch while compiling.
+    cutoff : float or None
+        Of the list, if it was built.
     """
 
     alpha: torch.Tensor
     rows: Rows
     target: core.Target
+    cutoff: float | None = None
 
 
 def choose_splitting(
@@ -109,9 +112,9 @@ def choose_splitting(
     if cutoff is None:
         if compiling:
             raise ValuesNeededError("`cutoff` is needed inside torch.compile to build neighbors, or give a list")
-        spacing = sizes_of(system.cell, system.batch_idx, system.n_atoms).spacing
+        spacing = sizes_of_system(system).spacing
         cutoff = float(core.real_cutoff(on_host(chosen.detach()), spacing, target).max(initial=0.0))
-    return EwaldSplitting(chosen, build_rows(system.positions, cutoff, system.cell, system.batch_idx), target)
+    return EwaldSplitting(chosen, system.rows_within(cutoff), target, cutoff)
 
 
 def _choose(
@@ -125,7 +128,7 @@ def _choose(
     if compiling:
         count, volume = _count_and_volume(system)
     else:
-        sizes = sizes_of(system.cell, system.batch_idx, system.n_atoms)
+        sizes = sizes_of_system(system)
         count, volume = sizes.n_atoms, sizes.volume
     spacing, target = core.average_distance(count, volume), core.Target(accuracy)
     optimal_alpha = long_range.optimal_alpha(count, volume, target, core.COSTS[device.type], xp)
@@ -149,9 +152,10 @@ def _choose(
         if model is not None:
             sufficient = core.alpha_for_reciprocal(core.alpha_for_cutoff(r_c, spacing, target), spacing, model, target)
             reach = core.real_cutoff(sufficient, spacing, target).clip(r_c, core.WIDEST * r_c)
+    longest = None
     if rows is None:
         longest = float(np.max(reach, initial=0.0)) if cutoff is None else cutoff
-        rows = build_rows(system.positions, longest, system.cell, system.batch_idx)
+        rows = system.rows_within(longest)
     # values of tensors that vmap maps over cannot be read
     if compiling or may_read(system.positions, system.charges, wait=True):
         near = xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing)
@@ -164,7 +168,7 @@ def _choose(
         warn_of_errors(
             accuracy, np.hypot(*errors), f"the given {long_range.argument} and this reach of the neighbor list"
         )
-    return EwaldSplitting(given_alpha(torch.as_tensor(alpha, device=device), system), rows, target)
+    return EwaldSplitting(given_alpha(torch.as_tensor(alpha, device=device), system), rows, target, longest)
 
 
 def _on_host(model: core.Reciprocal) -> core.Reciprocal:
@@ -179,9 +183,7 @@ def spacing_of(system: ChargedSystem) -> torch.Tensor:
 
 
 def _count_and_volume(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor]:
-    volume = torch.linalg.det(system.cell.detach().to(torch.float64)).abs()
-    ones = torch.ones(system.n_atoms, dtype=torch.float64, device=volume.device)
-    return system_sums(ones, system.batch_idx, system.n_systems), volume
+    return system.atoms_in_systems(), torch.linalg.det(system.cell.detach().to(torch.float64)).abs()
 
 
 def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray:
@@ -227,7 +229,7 @@ def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, s
         assert forces is not None
         squares = [t.to(torch.float64).square().sum(1) for t in (forces, charges)]
         columns = torch.stack([*squares, torch.ones_like(squares[0])], 1)
-        of_forces, of_charges, count = system_sums(columns, system.batch_idx, system.n_systems).unbind(1)
+        of_forces, of_charges, count = system.sums(columns).unbind(1)
         # RMS of the forces / (mean square of the charges / d²)
         nearby = (of_forces * count).sqrt() / of_charges * spacing.square()
         return core.force_of(nearby, count, torch)
@@ -289,6 +291,15 @@ def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -
         count = np.bincount(on_host(batch_idx), minlength=cell.shape[0]).astype(np.float64)
     volume = np.abs(np.linalg.det(lattice))
     return Sizes(lattice, count, core.average_distance(count, volume))
+
+
+def sizes_of_system(system: ChargedSystem) -> Sizes:
+    """Sizes of systems, all their atoms counted. Reads values on the host."""
+    if system.domain is None:
+        return sizes_of(system.cell, system.batch_idx, system.n_atoms)
+    sizes = sizes_of(system.cell, system.batch_idx, 0)
+    count = on_host(system.domain.atoms_in_systems)
+    return Sizes(sizes.cell, count, core.average_distance(count, sizes.volume))
 
 
 def mesh_for(

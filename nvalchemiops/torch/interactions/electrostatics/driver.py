@@ -14,7 +14,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, check_potential
-from nvalchemiops.torch.interactions.electrostatics.results import SumRequest, Tensors, Term
+from nvalchemiops.torch.interactions.electrostatics.results import SumRequest, Tensors, Term, complete
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
@@ -55,20 +55,26 @@ def ewald_sum(
     if request.hybrid:
         system = system.at_fixed_geometry()
         alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
-    rows = rows_of(neighbors, system.positions, periodic=True)
+    rows = None
+    if system.domain is None:
+        rows = rows_of(neighbors, system.positions, periodic=True)
+    else:
+        alpha, cutoff = system.domain.splitting(alpha, cutoff, neighbors)
 
     splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
     if not long_range.is_given:
         long_range = long_range.chosen(system, alpha, splitting.target)
 
-    terms: list[Term] = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions)]
+    # the list of a domain goes further, by a skin
+    pair_cutoff = None if system.domain is None else splitting.cutoff
+    terms: list[Term] = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
     if system.slab_axes is not None:
         terms.append(SlabTerm())
     if system.exclusions is not None:
         terms.append(exclusion_term(potential, system, alpha))
     terms.append(long_range.term(system, potential, alpha))
-    return evaluate(terms, system, request, potential.is_constant)
+    return complete(evaluate(terms, system, request, potential.is_constant), system, request)
 
 
 def long_range_part(
@@ -85,7 +91,7 @@ def long_range_part(
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     splitting = nan_unless(long_range.valid, splitting)
     terms = [long_range.term(system, potential, splitting), self_term(potential, system, splitting)]
-    return evaluate(terms, system, request, potential.is_constant)
+    return complete(evaluate(terms, system, request, potential.is_constant), system, request)
 
 
 def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any) -> Tensors:

@@ -1,7 +1,7 @@
 """Public functions for Ewald sums with exact k-vectors."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,6 +10,9 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, L
 from nvalchemiops.torch.interactions.electrostatics.results import check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.systems import System
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 
 def ewald_summation(
@@ -42,6 +45,7 @@ def ewald_summation(
     exclusions: torch.Tensor | None = None,
     exclusion_factors: torch.Tensor | None = None,
     potential: LongRangePotential = COULOMB,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Coulomb energy of point charges that repeat in three directions, by Ewald's sum.
 
@@ -100,6 +104,9 @@ def ewald_summation(
     potential : LongRangePotential, optional
         Another interaction, such as `power_law(6)` for dispersion. Parameters are then required: error models are for
         the Coulomb potential only.
+    domain : Domain, optional
+        The system is divided among ranks (`nvalchemiops.torch.distributed`): the atoms are those that this rank owns,
+        and results by systems are complete on all ranks.
 
     Returns
     -------
@@ -140,7 +147,7 @@ def ewald_summation(
     `nvalchemiops.interactions.pair.potentials.EWALD_REAL_SPACE`.
     """
     long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
-    atoms = System(positions, charges, cell, batch_idx, pbc)
+    atoms = System(positions, charges, cell, batch_idx, pbc, None, domain)
     neighbors = driver.given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )

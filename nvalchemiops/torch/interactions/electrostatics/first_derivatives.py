@@ -53,7 +53,7 @@ def evaluate(terms: Sequence[sums.Term], system: ChargedSystem, request: sums.Su
         others = _tensors_in(terms) if _on_cpu(inputs) else None
     if others is not None and not any(t.requires_grad for t in others):
         batch_idx, reduction = system.batch_idx, request.energy_reduction
-        results = _WithDerivatives.apply(graph, derivatives, reduction, batch_idx, *inputs, *others)
+        results = _WithDerivatives.apply(graph, derivatives, reduction, system.domain, batch_idx, *inputs, *others)
     else:
         results = fairly(functools.partial(graph, derivatives=derivatives), *inputs)
     if system.has_channels:
@@ -93,13 +93,14 @@ class _WithDerivatives(torch.autograd.Function):
         graph: Callable[..., Any],
         derivatives: Derivatives,
         energy_reduction: str,
+        domain: Any,
         batch_idx: torch.Tensor | None,
         positions: torch.Tensor,
         charges: torch.Tensor,
         cell: torch.Tensor,
         *others: torch.Tensor,
     ) -> Any:
-        by_positions, by_charges, by_cell = ctx.needs_input_grad[4:7]
+        by_positions, by_charges, by_cell = ctx.needs_input_grad[5:8]
         computed = Derivatives(
             derivatives.forces or by_positions or by_cell,
             derivatives.charge_gradients or by_charges,
@@ -112,7 +113,7 @@ class _WithDerivatives(torch.autograd.Function):
         found = dict(zip(_requested(computed) + ["dyads"] * with_dyads, values))
         returned = [found[name] for name in _requested(derivatives)]
         ctx.graph, ctx.requested, ctx.energy_reduction = graph, derivatives, energy_reduction
-        ctx.n_others = len(others)
+        ctx.n_others, ctx.domain = len(others), domain
         ctx.save_for_backward(positions, charges, cell, batch_idx, *others)
         # for the backward pass; in separate memory, since callers may change results
         ctx.first = {name: v.clone() if getattr(derivatives, name, False) else v for name, v in found.items()}
@@ -124,12 +125,14 @@ class _WithDerivatives(torch.autograd.Function):
         positions, charges, cell, batch_idx, *_ = ctx.saved_tensors
         no_others = (None,) * ctx.n_others
         if grad_energies is None and all(g is None for g in grad_derivatives):
-            return (None,) * 7 + no_others
-        needed = ctx.needs_input_grad[4:7]
+            return (None,) * 8 + no_others
+        needed = ctx.needs_input_grad[5:8]
         if not torch.is_grad_enabled() and all(g is None for g in grad_derivatives):
             of_systems = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
+            if ctx.domain is not None:
+                of_systems = ctx.domain.agreed(of_systems, batch_idx)
             if of_systems is not None:
-                return (None,) * 4 + _products(ctx.first, of_systems, positions, cell, batch_idx, needed) + no_others
+                return (None,) * 5 + _products(ctx.first, of_systems, positions, cell, batch_idx, needed) + no_others
         higher = torch.is_grad_enabled()
         with torch.enable_grad():
             # views of the inputs, so that the derivative by charges does not go on to positions they depend on
@@ -143,7 +146,7 @@ class _WithDerivatives(torch.autograd.Function):
             outputs, weights = zip(*((r, g) for r, g in both if g is not None and r.requires_grad))
             asked = [t for t, is_needed in zip(inputs, needed) if is_needed]
             found = iter(torch.autograd.grad(outputs, asked, weights, create_graph=higher, allow_unused=True))
-        return (None,) * 4 + tuple(next(found) if is_needed else None for is_needed in needed) + no_others
+        return (None,) * 5 + tuple(next(found) if is_needed else None for is_needed in needed) + no_others
 
 
 def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torch.Tensor:
@@ -156,6 +159,8 @@ def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torc
     """
     x, batch_idx, n_systems = system.positions.to(torch.float64), system.batch_idx, system.n_systems
     middle = totals(torch.cat([x, torch.ones_like(x[:, :1])], 1), batch_idx, n_systems)
+    if system.domain is not None:
+        middle = system.domain.sum_for_shares(middle)
     middle = middle[:, :3] / middle[:, 3:].clamp(min=1.0)
     near = x - (middle if batch_idx is None else middle.index_select(0, batch_idx))
     sums = [

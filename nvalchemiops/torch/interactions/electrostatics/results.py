@@ -110,3 +110,16 @@ def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_r
             result = system_sums(result, system.batch_idx, system.n_systems)
         results.append(result.to(system.positions.dtype))
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def complete(results: Tensors, system: ChargedSystem, request: SumRequest) -> Tensors:
+    """The results of a sum, those of systems added up over the ranks among which the atoms are divided."""
+    domain = system.domain
+    if domain is None:
+        return results
+    found = list(results) if isinstance(results, tuple) else [results]
+    if request.energy_reduction == "system":
+        found[0] = domain.sum(found[0])
+    if request.derivatives.virial:
+        found[-1] = domain.sum(found[-1])
+    return tuple(found) if isinstance(results, tuple) else found[0]

@@ -1,15 +1,21 @@
 """Systems of charges with their exclusions, checked and prepared once for all terms of an Ewald sum."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows
+from nvalchemiops.torch.interactions.pair.shares import exclusions_of_share
+from nvalchemiops.torch.neighbors.rows import Rows, build_rows
 from nvalchemiops.torch.operators.lattice import Lattice, check_cells, lattice_of, nan_if_singular, one_or_nan
+from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime.context import may_read, on_host
 from nvalchemiops.torch.systems import System
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 
 class ChargedSystem(NamedTuple):
@@ -30,6 +36,8 @@ class ChargedSystem(NamedTuple):
         For the slab correction: True for periodic axes. None without the correction.
     valid : (n_systems,) bool tensor or None
         False where a sum over the periodic images would be wrong, if values could not be read.
+    domain : Domain or None
+        The atoms are those that this rank owns, and results of systems are its shares.
     """
 
     positions: torch.Tensor
@@ -40,6 +48,7 @@ class ChargedSystem(NamedTuple):
     exclusions: ExclusionRows | None = None
     slab_axes: torch.Tensor | None = None
     valid: torch.Tensor | None = None
+    domain: "Domain | None" = None
 
     @property
     def n_systems(self) -> int:
@@ -54,6 +63,24 @@ class ChargedSystem(NamedTuple):
     def lattice(self) -> Lattice:
         """The lattice of the cells, differentiable, with a frame for each atom."""
         return lattice_of(self.cell, self.batch_idx, self.n_atoms)
+
+    def atoms_in_systems(self) -> torch.Tensor:
+        """Number of atoms of each system (n_systems,), in float64, without reading anything."""
+        if self.domain is not None:
+            return self.domain.atoms_in_systems
+        ones = torch.ones(self.n_atoms, dtype=torch.float64, device=self.positions.device)
+        return system_sums(ones, self.batch_idx, self.n_systems)
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums (n_systems, ...) of values (n_atoms, ...) over all atoms of each system, in a fixed order."""
+        found = system_sums(values, self.batch_idx, self.n_systems)
+        return found if self.domain is None else self.domain.sum_for_shares(found)
+
+    def rows_within(self, cutoff: float) -> Rows:
+        """All neighbors closer than ``cutoff``."""
+        if self.domain is not None:
+            return self.domain.neighbors(self.positions, cutoff)
+        return build_rows(self.positions, cutoff, self.cell, self.batch_idx)
 
     def at_fixed_geometry(self) -> "ChargedSystem":
         """The same without gradients by positions and cell."""
@@ -75,6 +102,13 @@ def check_system(
     atoms: System, exclusions: Any = None, exclusion_factors: Any = None, slab_correction: Any = False
 ) -> ChargedSystem:
     """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling."""
+    domain = atoms.domain
+    if domain is not None:
+        with domain.together():
+            domain.check(atoms)
+            system = check_system(domain.alone(atoms), slab_correction=slab_correction)
+        rows = exclusions_of_share(domain, exclusions, exclusion_factors, atoms.positions)
+        return system._replace(cell=domain.replicated(system.cell), exclusions=rows, domain=domain)
     positions: Any = atoms.positions
     charges: Any = atoms.charges
     checks.check_positions(positions, finite=False)

@@ -104,6 +104,8 @@ def _of_domain(domain: "Domain", atoms: System, given: GivenNeighbors, cutoff: f
     positions = atoms.positions
     with domain.together():
         domain.check(atoms)
+        if atoms.pbc is not None:
+            raise ValueError("`pbc` belongs to the `domain`: leave it out")
         if cutoff is None:
             raise ValueError("with a `domain` this potential needs a cutoff: neighbors are found by it")
         if given.neighbor_list is not None or given.neighbor_matrix is not None:

@@ -17,7 +17,8 @@ def exclusion_term(potential: LongRangePotential, system: ChargedSystem, alpha: 
     """The term of the exclusions of a system."""
     exclusions = system.exclusions
     assert exclusions is not None
-    check_same_system(exclusions, system.batch_idx)
+    if system.domain is None:  # or it has been checked on all ranks together
+        check_same_system(exclusions, system.batch_idx)
     shifts = nearest_images(system, *exclusions.pairs)
     shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
     rows = Rows(exclusions.pointers, exclusions.atoms, shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
@@ -27,18 +28,21 @@ def exclusion_term(potential: LongRangePotential, system: ChargedSystem, alpha: 
 def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Shifts (n, 3) of the images of the second atoms that are closest to the first ones."""
     with torch.no_grad():
-        positions = system.positions.detach().to(torch.float64)
+        positions, batch_idx = system.positions.detach(), system.batch_idx
+        if system.domain is not None:
+            positions, batch_idx = system.domain.with_ghosts(positions), system.domain.batch_idx_with_ghosts
+        positions = positions.to(torch.float64)
         cell = system.cell.detach().to(torch.float64)
         # along the shortest lattice vectors, where the nearest image is at most one further than rounding has it
         short = shortest_vectors(cell).to(torch.float64)
         cell = short @ cell
-        coordinates = lattice_of(cell, system.batch_idx, system.n_atoms).fractional(positions)
+        coordinates = lattice_of(cell, batch_idx, positions.shape[0]).fractional(positions)
         rounded = -(coordinates.index_select(0, second) - coordinates.index_select(0, first)).round()
         near = torch.arange(-1, 2, dtype=torch.float64, device=cell.device)
         around = torch.cartesian_prod(near, near, near)
         shifts = rounded.unsqueeze(1) + around
-        if system.batch_idx is not None:
-            of_pair = system.batch_idx.index_select(0, first)
+        if batch_idx is not None:
+            of_pair = batch_idx.index_select(0, first)
             cell, short = cell.index_select(0, of_pair), short.index_select(0, of_pair)
         apart = positions.index_select(0, second) - positions.index_select(0, first)
         nearest = (apart.unsqueeze(1) + shifts @ cell).square().sum(-1).argmin(1)

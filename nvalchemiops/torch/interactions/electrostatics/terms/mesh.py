@@ -18,7 +18,7 @@ import torch
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
-from nvalchemiops.torch.interactions.electrostatics.choice import mesh_for, sizes_of
+from nvalchemiops.torch.interactions.electrostatics.choice import mesh_for, sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
@@ -196,7 +196,7 @@ class MeshSum(NamedTuple):
 
     def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "MeshSum":
         """As of `LongRange`. Reads values on the host."""
-        sizes = sizes_of(system.cell, system.batch_idx, system.n_atoms)
+        sizes = sizes_of_system(system)
         return self._replace(
             mesh=mesh_for(sizes, on_host(alpha.detach()).astype(np.float64), target, self.spline_order)
         )

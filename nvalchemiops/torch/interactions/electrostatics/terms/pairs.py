@@ -58,7 +58,7 @@ class PairTerm(NamedTuple):
         gradients = (names,) if n_channels > 1 or derivatives.charge_gradients else ()
         results = sum_pairs(
             of_pair,
-            PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows),
+            PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows, system.domain),
             {names: system.charges, of_pair.global_parameters[0]: self.parameter.to(system.positions.dtype)},
             PairRequest(derivatives.forces, gradients, derivatives.virial),
             cutoff=self.cutoff,
@@ -78,6 +78,7 @@ class PairTerm(NamedTuple):
 def self_term(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor) -> PairTerm:
     """The self energies alone: the short-range term without a pair."""
     device = system.positions.device
-    pointers = torch.zeros(system.n_atoms + 1, dtype=torch.int32, device=device)
+    n_rows = system.n_atoms + (0 if system.domain is None else system.domain.n_ghosts)
+    pointers = torch.zeros(n_rows + 1, dtype=torch.int32, device=device)
     no_atoms = torch.zeros(0, dtype=torch.int32, device=device)
     return PairTerm(potential.short_range, alpha, Rows(pointers, no_atoms, no_atoms.reshape(0, 3), 0, NO_PADDING, None))

@@ -179,7 +179,9 @@ class ReciprocalTerm(NamedTuple):
             k_vectors.points,
             k_vectors.point_begin,
         )
-        structure = fourier_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
+        share = structure = fourier_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
+        if system.domain is not None:
+            structure = system.domain.sum_for_shares(share)
         value, dyads = cached_by_value(
             "reciprocal factors",
             (system.cell, alpha, k_vectors.points, k_vectors.weights),
@@ -190,7 +192,7 @@ class ReciprocalTerm(NamedTuple):
         contribution = from_potential(gathered, charges, lattice, derivatives)
         if dyads is None:
             return contribution
-        power = structure.square().sum((0, 3))
+        power = (share * structure).sum((0, 3))
         at_point = None if n_systems == 1 else k_vectors.point_system
         virial = totals((power.unsqueeze(-1) * dyads).sum(1), at_point, n_systems)
         return contribution._replace(virial=virial.view(-1, 3, 3))

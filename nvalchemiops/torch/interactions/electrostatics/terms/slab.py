@@ -47,10 +47,10 @@ class SlabTerm(NamedTuple):
         z = (positions * of_atom[:, :3]).sum(-1, keepdim=True)
         # relative to the middle of the system, or large numbers would cancel
         ones = torch.ones_like(z)
-        middle = system_sums(torch.cat([z.detach(), ones], 1), batch_idx, n_systems)
+        middle = system.sums(torch.cat([z.detach(), ones], 1))
         z = z - spread_systems(middle[:, 0] / middle[:, 1].clamp(min=1.0), batch_idx, n_atoms).unsqueeze(1)
         sums = torch.stack([charges, charges * z, charges * z * z], -1)
-        of_system = spread_systems(system_sums(sums, batch_idx, n_systems), batch_idx, n_atoms)
+        of_system = spread_systems(system.sums(sums), batch_idx, n_atoms)
         total, dipole, second = (of_system[..., n] for n in range(3))
         applies = torch.where(n_open > 1, torch.nan, is_slab.to(torch.float64))
         scale = spread_systems(applies, batch_idx, n_atoms) * 4.0 * math.pi / of_atom[:, 4]
