@@ -69,6 +69,8 @@ class Domain:
         Taken from the cell by default, without one from the largest entry of ``batch_idx``.
     group : torch.distributed.ProcessGroup, optional
         The ranks; all by default.
+    grid : (int, int, int), optional
+        Bricks along each axis; by default those with the fewest ghosts.
 
     Attributes
     ----------
@@ -99,12 +101,13 @@ class Domain:
         skin: float = 0.0,
         num_systems: int | None = None,
         group: Any = None,
+        grid: tuple[int, int, int] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("a Domain needs torch.distributed: start ranks by torchrun, and call init_process_group")
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.n_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self._number = number_of(self.group)
+        self.number = number_of(self.group)
         self.device = positions.device if isinstance(positions, torch.Tensor) else torch.device("cpu")
         with self.together():
             checks.check_positions(positions)
@@ -119,7 +122,10 @@ class Domain:
                 raise ValueError("`batch_idx` must hold numbers from 0 on")
         self.n_systems = self._agree_on_systems(n_systems, num_systems, found, batch_idx is not None)
         self.reach = self.cutoff + self.skin
+        self._given_grid = None if grid is None else tuple(int(n) for n in grid)
         with self.together():
+            if self._given_grid is not None and math.prod(self._given_grid) != self.n_ranks:
+                raise ValueError(f"`grid` = {grid} must be for as many bricks as there are ranks, {self.n_ranks}")
             if found > self.n_systems:
                 raise ValueError(f"`batch_idx` must hold numbers in 0 .. {self.n_systems - 1}, got {found - 1}")
             self._pbc = np.zeros((self.n_systems, 3), dtype=bool)
@@ -238,7 +244,8 @@ class Domain:
         reach = self.reach / (heights * length)
         self.atoms_in_systems = torch.as_tensor(below[0, :, -1].astype(np.float64), device=device)
         weights = below[0, :, -1] / max(below[0, :, -1].sum(), 1)
-        grid = min(_grids(self.n_ranks), key=lambda grid: _ghost_volume(grid, (weights[:, None] * reach).sum(0)))
+        grids = _grids(self.n_ranks) if self._given_grid is None else [self._given_grid]
+        grid = min(grids, key=lambda grid: _ghost_volume(grid, (weights[:, None] * reach).sum(0)))
         cuts = []
         for axis, count in enumerate(grid):
             # as many atoms in each brick, whatever their density
@@ -313,6 +320,23 @@ class Domain:
         self._cells = self.with_ghosts(cells)
         self.batch_idx_with_ghosts = None if batch_idx is None else self.with_ghosts(batch_idx)
         self._rows: dict[float, Rows] = {}
+        self.kept: dict[Any, Any] = {}
+
+    # -- bricks -----------------------------------------------------------------------------------
+
+    def brick_of(self, rank: int) -> list[tuple[float, float]]:
+        """Where atoms of a rank may be along each axis in fractional coordinates, in any system, until they move on."""
+        heights = 1.0 / np.linalg.norm(np.linalg.inv(self._frame), axis=1)
+        bounds = []
+        for axis, number in enumerate(np.unravel_index(rank, self.grid)):
+            spread = 0.5 * self.skin / heights[:, axis]
+            low, high = self._cuts[axis][:, number] - spread, self._cuts[axis][:, number + 1] + spread
+            bounds.append((float(low.min()), float(high.max())))
+        return bounds
+
+    def cells_left(self) -> torch.Tensor:
+        """Whole cells (n_owned, 3) to take off the fractional coordinates of owned atoms to be in their brick."""
+        return self._cells[: self.n_owned]
 
     # -- values of atoms --------------------------------------------------------------------------
 
@@ -342,18 +366,18 @@ class Domain:
 
     def sum(self, shares: torch.Tensor) -> torch.Tensor:
         """The sum over ranks as a replicated result, such as the energy of which each rank has a share."""
-        return sum_of_shares(shares, self._number)
+        return sum_of_shares(shares, self.number)
 
     def sum_for_shares(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over ranks as an intermediate value, from which each rank computes its own share of a result."""
-        return sum_on_all_ranks(values, self._number)
+        return sum_on_all_ranks(values, self.number)
 
     def replicated(self, values: torch.Tensor) -> torch.Tensor:
         """A tensor that is the same on all ranks, and whose gradient is complete on each.
 
         For parameters of a model that each rank applies to its own atoms.
         """
-        return replicated(values, self._number)
+        return replicated(values, self.number)
 
     def pairs_here(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pairs (2, n) of numbers among owned atoms and ghosts, of those with an owned atom; and which these are.
@@ -507,11 +531,11 @@ def _completed(lattice: np.ndarray | None, pbc: np.ndarray) -> np.ndarray:
 
 
 def _grids(n_ranks: int) -> list[tuple[int, int, int]]:
-    """All grids of this many bricks."""
-    sizes = [n for n in range(1, n_ranks + 1) if n_ranks % n == 0]
+    """All grids of this many bricks, those that divide the first axes before others."""
+    sizes = [n for n in range(n_ranks, 0, -1) if n_ranks % n == 0]
     return [(a, b, n_ranks // (a * b)) for a in sizes for b in sizes if n_ranks % (a * b) == 0]
 
 
 def _ghost_volume(grid: tuple[int, int, int], reach: np.ndarray) -> float:
     """The volume that a rank sees, for a cutoff in fractional coordinates; of equal ones the first grid is taken."""
-    return math.prod(1.0 / count + (2.0 * r if count > 1 else 0.0) for count, r in zip(grid, reach))
+    return round(math.prod(1.0 / count + (2.0 * r if count > 1 else 0.0) for count, r in zip(grid, reach)), 6)

@@ -1,7 +1,7 @@
 """Public functions for particle-mesh Ewald."""
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from nvalchemiops.torch.interactions.electrostatics.results import check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed, PreparedMesh, influence
 from nvalchemiops.torch.operators.lattice import check_spline_order, lattice_of, mesh_and_order
 from nvalchemiops.torch.systems import System
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 
 def prepare_mesh(
@@ -93,6 +96,7 @@ def particle_mesh_ewald(
     exclusion_factors: torch.Tensor | None = None,
     potential: LongRangePotential = COULOMB,
     prepared: PreparedMesh | None = None,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Coulomb energy of point charges that repeat in three directions, by Ewald's sum on a mesh.
 
@@ -153,7 +157,7 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
         alpha = prepared.alpha_for(alpha, mesh_dimensions, mesh_spacing, potential)
     precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
     long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, prepared)
-    atoms = System(positions, charges, cell, batch_idx, pbc)
+    atoms = System(positions, charges, cell, batch_idx, pbc, None, domain)
     neighbors = driver.given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )

@@ -10,7 +10,7 @@ J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117. A spline of odd order has
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
+from nvalchemiops.torch.distributed.mesh import MeshDivision
 from nvalchemiops.torch.interactions.electrostatics.choice import mesh_for, sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
@@ -36,6 +37,9 @@ from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_valu
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host, values_of
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 # -- which mesh -----------------------------------------------------------------------------------
 
@@ -225,19 +229,26 @@ class MeshTerm(NamedTuple):
         potential, alpha, mesh, spline_order, prepared = self
         charges, batch_idx, n_systems = system.charges, system.batch_idx, system.n_systems
         with_virial = derivatives.virial
-        *_, powers_of_z, dyads, n, identity = _axes_of(mesh, spline_order, charges.device)
+        division = None if system.domain is None else division_of(system.domain, mesh, spline_order)
+        if division is not None:
+            system, mesh, prepared = system._replace(cell=system.cell[:, division.axes]), division.mesh, None
+        planes = (0, mesh[1]) if division is None else division.planes
+        *_, powers_of_z, dyads, n, identity = _axes_of(mesh, planes, spline_order, charges.device)
         lattice = system.lattice()
         in_spacings = lattice._replace(frame=lattice.frame * n)
         coordinates = in_spacings.fractional(system.positions)
-        order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, mesh, spline_order)
-        plan = (batch_idx, n_systems, order, column_begin, mesh, spline_order)
-        density = mesh_spectrum(mesh_spread(charges.unsqueeze(-1), coordinates, *plan, 0))
+        window = mesh if division is None else division.window
+        coordinates = coordinates if division is None else division.in_window(coordinates)
+        order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, window, spline_order)
+        plan = (batch_idx, n_systems, order, column_begin, window, spline_order)
+        spread = mesh_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
+        density = mesh_spectrum(spread) if division is None else division.spectrum(spread)
         if prepared is None:
             value, derivative = cached_by_value(
                 "influence",
                 (system.cell, alpha),
-                (potential, mesh, spline_order, with_virial) if potential.is_constant else None,
-                lambda: influence(potential, lattice, alpha, mesh, spline_order, with_virial),
+                (potential, mesh, planes, spline_order, with_virial) if potential.is_constant else None,
+                lambda: influence(potential, lattice, alpha, mesh, spline_order, with_virial, planes),
             )
         else:
             value, derivative = prepared.value, prepared.derivative if with_virial else None
@@ -246,7 +257,7 @@ class MeshTerm(NamedTuple):
         # in place where nothing is recorded: fresh memory costs more than the product
         recorded = density.requires_grad or factor.requires_grad or not is_eager()
         product = density * factor if recorded else density.mul_(factor)
-        field = mesh_values(product, mesh[2])
+        field = mesh_values(product, mesh[2]) if division is None else division.values(product)
         gathered = mesh_gather(field, coordinates, *plan, int(derivatives.forces))
         contribution = from_potential(gathered, charges, in_spacings, derivatives)
         if power is None:
@@ -264,9 +275,11 @@ def influence(
     mesh: tuple[int, int, int],
     order: int,
     with_derivative: bool,
+    planes: tuple[int, int] | None = None,
 ) -> Influence:
-    """The influence function of the mesh."""
-    xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, order, alpha.device)
+    """The influence function of the mesh, or of some planes along y: from the first to the one before the second."""
+    planes = (0, mesh[1]) if planes is None else planes
+    xx, xy, yy, yz, zz, zx, b_xy, b_z, doubled, *_ = _axes_of(mesh, planes, order, alpha.device)
     m = lattice.metric.reshape(-1, 9, 1, 1, 1).unbind(1)
     # k² as a sum of functions of two indices
     k2 = torch.addcmul(m[0] * xx, m[1], xy) + torch.addcmul(m[4] * yy, m[5], yz) + torch.addcmul(m[8] * zz, m[2], zx)
@@ -282,13 +295,23 @@ def influence(
     return Influence(value, torch.where(origin, 0.0, derivative)[:, None, ..., None])
 
 
-def _axes_of(mesh: tuple[int, int, int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+def division_of(domain: "Domain", mesh: tuple[int, int, int], spline_order: int) -> MeshDivision:
+    """How the mesh is divided among the ranks of a domain, kept with it."""
+    key = (mesh, spline_order)
+    if key not in domain.kept:
+        domain.kept[key] = MeshDivision(domain, mesh, spline_order)
+    return domain.kept[key]
+
+
+def _axes_of(
+    mesh: tuple[int, int, int], planes: tuple[int, int], order: int, device: torch.device
+) -> tuple[torch.Tensor, ...]:
     """Tensors that depend on the mesh alone, kept from call to call; see `_axes`."""
-    return cached_by_value("mesh axes", (), (mesh, order, device), lambda: _axes(mesh, order, device))
+    return cached_by_value("mesh axes", (), (mesh, planes, order, device), lambda: _axes(mesh, planes, order, device))
 
 
-def _axes(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Functions of one or two frequencies of the half mesh, in float64.
+def _axes(mesh: Sequence[int], planes: tuple[int, int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Functions of one or two frequencies of the half mesh, or of some of its planes along y, in float64.
 
     Products x x, 2 x y, y y, 2 y z, z z, 2 z x, of which k² is made, and ``1 / b²`` for x and y, and for z, shaped to
     broadcast to the half mesh; how often a plane counts in a sum over the whole mesh; and two matrices that turn values
@@ -300,12 +323,13 @@ def _axes(mesh: Sequence[int], order: int, device: torch.device) -> tuple[torch.
         shape = [-1 if a == axis else 1 for a in range(3)]
         axes.append(mesh_frequencies(n, axis == 2, device).reshape(shape))
         deconvolution.append(spline_transform(n, order, axis == 2, device).pow(-2).reshape(shape))
+    axes[1], deconvolution[1] = (t[1][:, slice(*planes)] for t in (axes, deconvolution))
     x, y, z = axes
     products = (x * x, 2.0 * x * y, y * y, 2.0 * y * z, z * z, 2.0 * z * x)
     # planes that are their own mirror images
     doubled = torch.where((z == 0) | (2 * z == mesh[2]), 1.0, 2.0).to(torch.float64)
     powers_of_z = torch.stack([torch.ones_like(z), z, z * z], -1).reshape(-1, 3).repeat_interleave(2, 0)
-    dyads = torch.zeros((mesh[0], mesh[1], 3, 3, 3), dtype=torch.float64, device=device)
+    dyads = torch.zeros((mesh[0], y.shape[1], 3, 3, 3), dtype=torch.float64, device=device)
     x, y = x[..., 0], y[..., 0]
     for power, a, b, product in ((0, 0, 0, x * x), (0, 0, 1, x * y), (0, 1, 1, y * y), (1, 0, 2, x), (1, 1, 2, y)):
         dyads[:, :, power, a, b] = dyads[:, :, power, b, a] = product
