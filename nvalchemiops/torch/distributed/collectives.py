@@ -1,13 +1,14 @@
 """Collective operations of torch.distributed as torch ops, differentiable to any order.
 
 Each rank computes a share of a result, and the gradient of the sum of all shares. So there are two kinds of tensors:
-*own* ones, whose values differ between ranks, and *replicated* ones, which are the same on all. An op that turns one kind
-into the other has a derivative that turns it back:
+*own* ones, whose values differ between ranks, and *replicated* ones, which are the same on all. An op that turns one
+kind into the other has a derivative that turns it back:
 
 - `sum_of_shares`: own values to their replicated sum. Its derivative is `replicated`.
 - `replicated`: a replicated tensor enters what each rank computes for itself. Its derivative is `sum_of_shares`, so
   that the gradient of a replicated tensor is complete on each rank.
-- `sum_on_all_ranks`: own values to their sum, from which each rank goes on with its own share. Its derivative is itself.
+- `sum_on_all_ranks`: own values to their sum, from which each rank goes on with its own share. Its derivative is
+  itself.
 - `all_to_all_rows`: rows from each rank to each other. Its derivative sends them back.
 
 All ranks must call the same ones in the same order, backward passes included.
@@ -17,10 +18,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
+from nvalchemiops.torch.distributed.communication import add, swap_rows
 
 _groups: dict[int, Any] = {}
 """Groups of ranks by the numbers that ops know them by; a process has few."""
@@ -62,16 +63,12 @@ def all_to_all_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence
     group : int
         From `number_of`.
     """
-    rows = values.new_empty((sum(receive), *values.shape[1:]))
-    dist.all_to_all_single(rows, values, list(receive), list(send), group=_groups[group])
-    return rows
+    return swap_rows(values, send, receive, _groups[group])
 
 
 def _add(values: torch.Tensor, group: int) -> torch.Tensor:
     total = values.clone(memory_format=torch.contiguous_format)
-    if values.numel():  # shapes are the same on all ranks
-        dist.all_reduce(total, group=_groups[group])
-    return total
+    return add(total, _groups[group]) if values.numel() else total  # shapes are the same on all ranks
 
 
 @warp_custom_op(

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from nvalchemiops.torch.distributed.collectives import all_to_all_rows, number_of
+from nvalchemiops.torch.distributed.communication import swap_rows
 
 
 class Exchange(NamedTuple):
@@ -30,12 +30,14 @@ class Exchange(NamedTuple):
     @classmethod
     def plan(cls, group: Any, rows: Sequence[torch.Tensor]) -> "Exchange":
         """The exchange that sends these rows, one tensor for each rank. A collective call."""
-        send = torch.tensor([len(r) for r in rows])
-        receive = torch.empty_like(send)
-        device = rows[0].device
-        counts = receive.to(device)
-        dist.all_to_all_single(counts, send.to(device), group=group)
-        return cls(number_of(group), torch.cat(list(rows)), tuple(send.tolist()), tuple(counts.tolist()))
+        sizes = torch.tensor([len(r) for r in rows], device=rows[0].device)
+        ones = [1] * len(rows)
+        return cls(
+            number_of(group),
+            torch.cat(list(rows)),
+            tuple(sizes.tolist()),
+            tuple(swap_rows(sizes, ones, ones, group).tolist()),
+        )
 
     @property
     def n_received(self) -> int:

@@ -1,12 +1,13 @@
 """A mesh that is divided among ranks, and its Fourier transform.
 
-Each rank spreads its atoms to a *window*: the part of the mesh around its brick that their splines reach. Windows overlap.
-For the transform the mesh is cut into slabs of planes along the first axis, one for each rank, and after two of the three
-transforms into slabs along the second axis, as in every distributed transform. All of it is linear and differentiable.
+Each rank spreads its atoms to a *window*: the part of the mesh around its brick that their splines reach. Windows
+overlap. For the transform the mesh is cut into slabs of planes along the first axis, one for each rank, and after two
+of the three transforms into slabs along the second axis, as in every distributed transform. All of it is linear and
+differentiable.
 
-Slabs are cut along the first or the second axis, where there are more bricks: then windows are nearly slabs. The last axis
-stays, because the transform along it is that of real numbers: frequencies on its last plane have another sign than on those
-of the other axes.
+Slabs are cut along the first or the second axis, where there are more bricks: then windows are nearly slabs. The last
+axis stays, because the transform along it is that of real numbers: frequencies on its last plane have another sign
+than on those of the other axes.
 """
 
 import itertools
@@ -53,11 +54,11 @@ class MeshDivision:
     def __init__(self, domain: Domain, mesh: tuple[int, int, int], order: int) -> None:
         self.domain = domain
         self.axes = [0, 1, 2] if domain.grid[0] >= domain.grid[1] else [1, 0, 2]
-        n_x, n_y, n_z = self.mesh = tuple(mesh[axis] for axis in self.axes)
+        self.mesh = (mesh[self.axes[0]], mesh[self.axes[1]], mesh[2])
         self._windows = [self._window_of(rank, order) for rank in range(domain.n_ranks)]
         here = self._windows[domain.rank]
         self.window = here.size
-        self._slabs, self._columns = _slabs(n_x, domain.n_ranks), _slabs(n_y, domain.n_ranks)
+        self._slabs, self._columns = (_slabs(n, domain.n_ranks) for n in self.mesh[:2])
         self.planes = self._columns[domain.rank]
         self._first = torch.tensor(here.start, dtype=torch.float64, device=domain.device)
         self._offset = domain.cells_left()[:, self.axes] * torch.tensor(self.mesh, device=domain.device)
@@ -66,7 +67,7 @@ class MeshDivision:
         self._shared = [[self._planes_in(window, slab) for slab in self._slabs] for window in self._windows]
 
     def _window_of(self, rank: int, order: int) -> _Window:
-        bounds = self.domain.brick_of(rank)
+        bounds = self.domain.bricks.bounds(rank, 0.5 * self.domain.skin)
         start, size = [], []
         for axis, n in zip(self.axes, self.mesh):
             low, high = bounds[axis]

@@ -1,5 +1,7 @@
 """DFT-D3 dispersion energies; formulas and sources in `nvalchemiops.interactions.dispersion.formulas`."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping
@@ -8,6 +10,9 @@ from nvalchemiops.torch.interactions.dispersion.reference_data import D3Paramete
 from nvalchemiops.torch.interactions.pair.driver import check_pair_request
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.systems import System
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 
 def d3_dispersion(
@@ -37,6 +42,7 @@ def d3_dispersion(
     energy_reduction: str = "atom",
     k1: float = K1,
     k3: float = K3,
+    domain: "Domain | None" = None,
 ) -> tuple[torch.Tensor, ...]:
     """DFT-D3 dispersion energies and coordination numbers, and, if requested, forces and virial.
 
@@ -80,6 +86,9 @@ def d3_dispersion(
         An atom has half the energy of its pairs.
     k1, k3 : float, optional
         Steepness of the coordination number, and of the weights of reference molecules.
+    domain : Domain, optional
+        The system is divided among ranks (`nvalchemiops.torch.distributed`): the atoms are those that this rank owns,
+        and results by systems are complete on all ranks. Without three-body energies.
 
     Returns
     -------
@@ -103,5 +112,5 @@ def d3_dispersion(
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    atoms = System(positions, None, cell, batch_idx, pbc, numbers)
+    atoms = System(positions, None, cell, batch_idx, pbc, numbers, domain)
     return dispersion_sum(atoms, parameters, settings, request, given, num_systems)

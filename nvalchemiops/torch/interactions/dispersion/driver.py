@@ -11,11 +11,13 @@ from nvalchemiops.interactions.dispersion import formulas
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, sum_pairs
+from nvalchemiops.torch.interactions.pair.shares import together
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
@@ -92,12 +94,18 @@ def dispersion_sum(
 
     Atoms that are padding are at the origin, wherever they were, without neighbors.
     """
-    settings = settings.checked()
+    settings, domain = settings.checked(), structure.domain
     ranges, positions, numbers = settings.ranges, structure.positions, structure.numbers
-    checks.check_positions(positions, finite=False)
-    checks.check_index("numbers", numbers, positions, (positions.shape[0],))
+    with together(domain):
+        checks.check_positions(positions, finite=False)
+        checks.check_index("numbers", numbers, positions, (positions.shape[0],))
     assert numbers is not None
-    atoms = _look_up(parameters, numbers)
+    if domain is not None:
+        parameters, settings = _of_all_ranks(domain, parameters, numbers, settings)
+    with together(domain):
+        atoms = _look_up(parameters, numbers)
+        if domain is not None and atoms.states.pair_c6 is not None:
+            raise ValueError("`parameters`: with a `domain` the tables must factorise, as published ones do")
     dtype = positions.dtype
     is_padding = numbers == 0
     has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
@@ -122,6 +130,7 @@ def dispersion_sum(
     energies = found.energies
     if request.energy_reduction == "system":
         energies = system_sums(energies, system.batch_idx, system.n_systems)
+        energies = energies if domain is None else domain.sum(energies)
     if found.by_count is None:
         return energies, coordination
 
@@ -133,8 +142,29 @@ def dispersion_sum(
         results.append(found.forces + more.pop(0))
     results.append(coordination)
     if found.virial is not None:
-        results.append(found.virial + more.pop())
+        virial = found.virial + more.pop()
+        results.append(virial if domain is None else domain.sum(virial))
     return tuple(results)
+
+
+def _of_all_ranks(
+    domain: Domain, parameters: D3Parameters | ReferenceStates, numbers: torch.Tensor, settings: Settings
+) -> tuple[D3Parameters | ReferenceStates, Settings]:
+    """Reference states of the elements that occur on any rank, and damping parameters with complete gradients."""
+    with domain.together():
+        if settings.has_triples:
+            raise ValueError("`s9`: there is no three-body term with a `domain`")
+        if bool((numbers <= 0).any()):
+            raise ValueError("`numbers`: with a `domain` there is no padding")
+    if isinstance(parameters, D3Parameters):
+        found = domain.union(numbers, parameters.rcov.shape[0])
+        with domain.together():
+            parameters = parameters.states(found or parameters.elements[:1], numbers.device)
+    values = {
+        name: domain.replicated(value) if isinstance(value, torch.Tensor) else value
+        for name, value in settings.damping._asdict().items()
+    }
+    return parameters, settings._replace(damping=settings.damping._replace(**values))
 
 
 class AtCounts(NamedTuple):

@@ -16,7 +16,6 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem,
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh, lattice_of
-from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, on_host
 
 

@@ -1,7 +1,7 @@
 """Coulomb energies within a cutoff: bare or damped, damped shifted forces, and the short-range part of Ewald's sum."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,10 +10,14 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
+from nvalchemiops.torch.interactions.pair.shares import complete, parameters_of_share, together
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.context import may_read, on_host
 from nvalchemiops.torch.systems import System
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 
 def coulomb_energy(
@@ -31,6 +35,7 @@ def coulomb_energy(
     batch_idx: torch.Tensor | None = None,
     *,
     half_list: bool = False,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Coulomb energy of each atom with its neighbors within the cutoff, ``1/2 Σ_j q_i q_j erfc(α r_ij) / r_ij``.
 
@@ -48,6 +53,8 @@ def coulomb_energy(
         As for `nvalchemiops.torch.interactions.pair.PairPotential`. Without neighbors given they are built.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
+    domain : Domain, optional
+        The system is divided among ranks, as for `ewald_summation`.
 
     Returns
     -------
@@ -62,7 +69,7 @@ def coulomb_energy(
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    return _coulomb(System(positions, charges, cell, batch_idx), cutoff, alpha, given, PairRequest())[0]
+    return _coulomb(System(positions, charges, cell, batch_idx, domain=domain), cutoff, alpha, given, PairRequest())[0]
 
 
 def coulomb_forces(
@@ -80,12 +87,15 @@ def coulomb_forces(
     batch_idx: torch.Tensor | None = None,
     *,
     half_list: bool = False,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor:
     """Forces (n_atoms, 3) of `coulomb_energy`, which has the same arguments."""
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    return _coulomb(System(positions, charges, cell, batch_idx), cutoff, alpha, given, PairRequest(forces=True))[1]
+    return _coulomb(
+        System(positions, charges, cell, batch_idx, domain=domain), cutoff, alpha, given, PairRequest(forces=True)
+    )[1]
 
 
 def coulomb_energy_forces(
@@ -103,12 +113,13 @@ def coulomb_energy_forces(
     batch_idx: torch.Tensor | None = None,
     *,
     half_list: bool = False,
+    domain: "Domain | None" = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Energies (n_atoms,) and forces (n_atoms, 3) of `coulomb_energy`, which has the same arguments, in one pass."""
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    atoms = System(positions, charges, cell, batch_idx)
+    atoms = System(positions, charges, cell, batch_idx, domain=domain)
     energies, forces = _coulomb(atoms, cutoff, alpha, given, PairRequest(forces=True))
     return energies, forces
 
@@ -132,13 +143,17 @@ def _sum(
     num_systems: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Sum a formula of charges ``q`` and, optionally, damping ``alpha``."""
-    checks.check_positions(atoms.positions, finite=False)
-    check_charges(atoms.charges, atoms.positions)
+    with together(atoms.domain):
+        checks.check_positions(atoms.positions, finite=False)
+        check_charges(atoms.charges, atoms.positions)
     cutoff, alpha = checks.check_positive("cutoff", cutoff), _damping(alpha)
     parameters = {"q": atoms.charges} | ({"alpha": alpha} if formula.global_parameters else {})
+    if atoms.domain is not None:
+        parameters = parameters_of_share(formula, parameters, atoms.domain)
     by_system = request.by_system or formula.global_parameters != ()
     system = pair_system(atoms, given, num_systems, cutoff=cutoff, by_system=by_system)
-    return sum_pairs(formula, system, parameters, request, cutoff=cutoff)
+    results = sum_pairs(formula, system, parameters, request, cutoff=cutoff)
+    return results if atoms.domain is None else complete(formula, results, request, atoms.domain)
 
 
 def _damping(alpha: Any) -> Any:
@@ -174,6 +189,7 @@ def dsf_coulomb(
     device: torch.device | str | None = None,
     *,
     half_list: bool = False,
+    domain: "Domain | None" = None,
 ) -> tuple[torch.Tensor, ...]:
     """Coulomb energy of each system by damped shifted forces (Fennell and Gezelter 2006), with its self energy.
 
@@ -197,6 +213,8 @@ def dsf_coulomb(
         Taken from the cell by default, without one from the largest entry of ``batch_idx``, which is read.
     device : torch.device or str, optional
         Compared with the device of the tensors.
+    domain : Domain, optional
+        The system is divided among ranks, as for `ewald_summation`.
 
     Returns
     -------
@@ -217,5 +235,5 @@ def dsf_coulomb(
         neighbor_list, neighbor_ptr, unit_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )._replace(shifts_name="unit_shifts")
     request = check_pair_request(compute_forces, compute_virial, "system")
-    atoms = System(positions, charges, cell, batch_idx)
+    atoms = System(positions, charges, cell, batch_idx, domain=domain)
     return _sum(potentials.DSF, atoms, cutoff, alpha, given, request, num_systems)

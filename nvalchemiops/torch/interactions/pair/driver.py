@@ -14,6 +14,7 @@ from nvalchemiops.torch.interactions.pair.shares import of_owned, with_ghosts
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.operators.segments import system_sums
 
+
 class PairRequest(NamedTuple):
     """Results of a call in addition to the energies, and whether energies are per atom or per system."""
 

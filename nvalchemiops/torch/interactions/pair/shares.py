@@ -1,10 +1,11 @@
 """Sums over the pairs of the atoms that one rank owns: what they need from other ranks, and what these need back.
 
-A pair of an owned atom and a ghost is in the rows of both, on the ranks of both. Each owned atom has half of the energy of
-its pairs, so energies of ghosts are left to their owners; then the energies of all ranks add up, and so do their
+A pair of an owned atom and a ghost is in the rows of both, on the ranks of both. Each owned atom has half of the energy
+of its pairs, so energies of ghosts are left to their owners; then the energies of all ranks add up, and so do their
 derivatives.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,11 @@ def with_ghosts(domain: Domain, of_owned: Sequence[Any], is_share: bool) -> tupl
 def of_owned(domain: Domain, gradients: torch.Tensor, is_share: bool) -> torch.Tensor:
     """Gradients by values of owned atoms: of the shares of all ranks, or of a sum in which pairs count whole."""
     return domain.add_ghosts(gradients) if is_share else gradients[: domain.n_owned]
+
+
+def together(domain: Domain | None) -> Any:
+    """A part of a call in which a rank may raise, and then all do."""
+    return contextlib.nullcontext() if domain is None else domain.together()
 
 
 def exclusions_of_share(domain: Domain, exclusions: Any, factors: Any, positions: torch.Tensor) -> ExclusionRows | None:

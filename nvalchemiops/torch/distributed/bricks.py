@@ -1,0 +1,198 @@
+"""The bricks of a domain: cells cut along their axes, one brick for each rank, with about as many atoms in each.
+
+Coordinates are fractional along periodic axes. Along open ones they are lengths, and bricks at the ends have no end.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nvalchemiops.kernels.lattice import dual_vectors
+from nvalchemiops.torch.distributed.communication import add, maximum
+
+BINS = 4096
+"""Bins of the histograms of coordinates along an axis, by which bricks get equal numbers of atoms."""
+
+SLACK = 1e-9
+"""Ghosts lie within the cutoff of a brick, and this much more in fractional coordinates, for rounding."""
+
+Grid = tuple[int, int, int]
+
+
+class Frames(NamedTuple):
+    """Cells with unit vectors along open axes, at right angles to all others.
+
+    Attributes
+    ----------
+    vectors : (n_systems, 3, 3) array
+    pbc : (n_systems, 3) bool array
+    """
+
+    vectors: np.ndarray
+    pbc: np.ndarray
+
+    @classmethod
+    def of(cls, lattice: np.ndarray | None, pbc: np.ndarray) -> "Frames":
+        """The frames of cells (n_systems, 3, 3), which are not read along open axes, or of none."""
+        frame = np.tile(np.eye(3), (len(pbc), 1, 1))
+        if lattice is not None:
+            dual_vectors(lattice, pbc)  # raises for what is no lattice
+            for system, periodic in enumerate(pbc):
+                vectors = lattice[system][periodic]
+                frame[system][periodic] = vectors
+                frame[system][~periodic] = np.linalg.svd(vectors)[2][len(vectors) :] if len(vectors) else np.eye(3)
+        return cls(frame, pbc)
+
+    @property
+    def heights(self) -> np.ndarray:
+        """Distances (n_systems, 3) between the planes at coordinates 0 and 1 along each axis."""
+        return 1.0 / np.linalg.norm(np.linalg.inv(self.vectors), axis=1)
+
+    def coordinates(self, positions: torch.Tensor, batch_idx: torch.Tensor | None) -> torch.Tensor:
+        """Coordinates (n, 3) of positions, in float64."""
+        inverse = of_atoms(np.linalg.inv(self.vectors), batch_idx, positions)
+        return (positions.double().unsqueeze(-1) * inverse).sum(-2)
+
+
+def of_atoms(values: np.ndarray, batch_idx: torch.Tensor | None, atoms: torch.Tensor) -> torch.Tensor:
+    """For each of the ``atoms``, a tensor with a row for each, the value of its system."""
+    of_systems = torch.as_tensor(np.ascontiguousarray(values), device=atoms.device)
+    if batch_idx is None:
+        return of_systems[:1].expand(atoms.shape[0], *of_systems.shape[1:])
+    return of_systems.index_select(0, batch_idx)
+
+
+class Bricks(NamedTuple):
+    """Where bricks end.
+
+    Attributes
+    ----------
+    frames : Frames
+    grid : (int, int, int)
+        Bricks along each axis; the last axis is the fastest in the order of ranks.
+    edges : list of three (n_systems, n_bricks + 1) arrays
+        In coordinates.
+    """
+
+    frames: Frames
+    grid: Grid
+    edges: list[np.ndarray]
+
+    @property
+    def wraps(self) -> np.ndarray:
+        """Axes (n_systems, 3) that are periodic and divided: atoms are moved into the cell along them."""
+        return self.frames.pbc & (np.array(self.grid) > 1)
+
+    def wrapped(self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Coordinates in the cell, and the whole cells (n, 3) that were taken off."""
+        cells = torch.where(of_atoms(self.wraps, batch_idx, coordinates), coordinates.floor(), 0.0)
+        return coordinates - cells, cells
+
+    def ranks_of(self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None) -> torch.Tensor:
+        """The rank (n,) in whose brick each atom is."""
+        inside, _ = self.wrapped(coordinates, batch_idx)
+        rank = torch.zeros(coordinates.shape[0], dtype=torch.int64, device=coordinates.device)
+        for axis, count in enumerate(self.grid):
+            inner = of_atoms(self.edges[axis][:, 1:-1], batch_idx, coordinates)
+            rank = rank * count + (inside[:, axis : axis + 1] >= inner).sum(1)
+        return rank
+
+    def seen_by(
+        self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None, reach: float
+    ) -> list[list[tuple[torch.Tensor, Grid]]]:
+        """For each rank the atoms closer to its brick than ``reach``, for each image of them.
+
+        Images are counted along the axes that are divided, from atoms in the cell; along others there are none.
+        """
+        inside, _ = self.wrapped(coordinates, batch_idx)
+        far = reach / self.frames.heights
+        conditions = []
+        for axis, count in enumerate(self.grid):
+            most = int(np.floor(np.where(self.wraps[:, axis], far[:, axis], -1.0).max())) + 1 if count > 1 else 0
+            low = of_atoms(self.edges[axis][:, :-1] - far[:, axis, None] - SLACK, batch_idx, coordinates)
+            high = of_atoms(self.edges[axis][:, 1:] + far[:, axis, None] + SLACK, batch_idx, coordinates)
+            periodic = of_atoms(self.wraps[:, axis], batch_idx, coordinates)
+            found: list[tuple[int, int, torch.Tensor | None]] = []
+            for brick, image in itertools.product(range(count), range(-most, most + 1)):
+                place = inside[:, axis] + image
+                near = (place >= low[:, brick]) & (place <= high[:, brick]) & (periodic | (image == 0))
+                found.append((brick, image, near if count > 1 else None))
+            conditions.append(found)
+        seen: list[list[tuple[torch.Tensor, Grid]]] = [[] for _ in range(math.prod(self.grid))]
+        for x, y, z in itertools.product(*conditions):
+            near = torch.ones(coordinates.shape[0], dtype=torch.bool, device=coordinates.device)
+            for _, _, condition in (x, y, z):
+                near = near if condition is None else near & condition
+            rank = int(np.ravel_multi_index((x[0], y[0], z[0]), self.grid))
+            seen[rank].append((near.nonzero().squeeze(1), (x[1], y[1], z[1])))
+        return seen
+
+    def bounds(self, rank: int, margin: float) -> list[tuple[float, float]]:
+        """The ends of a brick and a margin around it along each axis, for all systems together."""
+        found = []
+        for axis, number in enumerate(np.unravel_index(rank, self.grid)):
+            spread = margin / self.frames.heights[:, axis]
+            low, high = self.edges[axis][:, number] - spread, self.edges[axis][:, number + 1] + spread
+            found.append((float(low.min()), float(high.max())))
+        return found
+
+
+def make_bricks(
+    frames: Frames, positions: torch.Tensor, batch_idx: torch.Tensor | None, reach: float, grid: Grid | None, group: Any
+) -> tuple[Bricks, np.ndarray]:
+    """Bricks for the atoms of all ranks, and the number of atoms in each system. A collective call.
+
+    Parameters
+    ----------
+    reach : float
+        How far a rank sees beyond its brick: the grid is the one with the fewest ghosts, unless it is given.
+    """
+    n_systems, device = len(frames.pbc), positions.device
+    coordinates = frames.coordinates(positions, batch_idx)
+    periodic = of_atoms(frames.pbc, batch_idx, positions)
+    inside = torch.where(periodic, coordinates - coordinates.floor(), coordinates)
+    system = torch.zeros(len(positions), dtype=torch.int64, device=device) if batch_idx is None else batch_idx.long()
+    ends = torch.full((2, n_systems, 3), -torch.inf, dtype=torch.float64, device=device)
+    index = system.unsqueeze(1).expand(-1, 3)
+    ends[0].scatter_reduce_(0, index, -inside, "amax")
+    ends[1].scatter_reduce_(0, index, inside, "amax")
+    maximum(ends, group)
+    first, last = -ends[0].cpu().numpy(), ends[1].cpu().numpy()
+    whole = frames.pbc | (first > last)
+    first = np.where(whole, 0.0, first)
+    length = np.where(whole, 1.0, np.maximum(last - first, 1e-6))
+    place = (inside - of_atoms(first, batch_idx, positions)) / of_atoms(length, batch_idx, positions)
+    of_bins = system.unsqueeze(1) * BINS + (place * BINS).long().clamp_(0, BINS - 1)
+    counts = torch.stack([torch.bincount(of_bins[:, axis], minlength=n_systems * BINS) for axis in range(3)])
+    add(counts, group)
+    below = counts.reshape(3, n_systems, BINS).cumsum(2).cpu().numpy()
+    n_atoms = below[0, :, -1]
+
+    if grid is None:
+        shares = n_atoms / max(n_atoms.sum(), 1)
+        far = (shares[:, None] * (reach / (frames.heights * length))).sum(0)
+        grid = min(_grids(dist.get_world_size(group)), key=lambda grid: _ghost_volume(grid, far))
+    edges = []
+    for axis, count in enumerate(grid):
+        wanted = below[axis, :, -1:] * np.arange(1, count) / count
+        bins = np.minimum((below[axis, :, :, None] < wanted[:, None]).sum(1) + 1, BINS)
+        inner = first[:, axis, None] + length[:, axis, None] * bins / BINS
+        outer = np.where(frames.pbc[:, axis, None], [[0.0, 1.0]], [[-np.inf, np.inf]])
+        edges.append(np.concatenate([outer[:, :1], inner, outer[:, 1:]], 1))
+    return Bricks(frames, grid, edges), n_atoms
+
+
+def _grids(n_ranks: int) -> list[Grid]:
+    """All grids of this many bricks, those that divide the first axes before others."""
+    sizes = [n for n in range(n_ranks, 0, -1) if n_ranks % n == 0]
+    return [(a, b, n_ranks // (a * b)) for a in sizes for b in sizes if n_ranks % (a * b) == 0]
+
+
+def _ghost_volume(grid: Grid, reach: Sequence[float] | np.ndarray) -> float:
+    """The volume that a rank sees, for a cutoff in coordinates; of equal ones the first grid is taken."""
+    return round(math.prod(1.0 / count + (2.0 * r if count > 1 else 0.0) for count, r in zip(grid, reach)), 6)

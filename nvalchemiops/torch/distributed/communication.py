@@ -1,0 +1,93 @@
+"""Communication between ranks by torch.distributed, and errors of one rank that end the others, too.
+
+A rank that cannot go on must not leave the others to wait. What it raises they learn by `together`. A rank that is
+gone, or does not come within the timeout of the group (an argument of ``init_process_group``), is named.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = 2.0
+"""Seconds in which ranks that are still there say so after a failure."""
+
+
+class OtherRankError(RuntimeError):
+    """Another rank could not do its part."""
+
+
+@contextlib.contextmanager
+def _named(group: Any) -> Iterator[None]:
+    """Name the ranks that are gone when communication fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        gone = _gone(group)
+        who = f"rank {', '.join(map(str, gone))} is gone or late" if gone else "communication with other ranks failed"
+        raise OtherRankError(f"{who}: {error}") from error
+
+
+def _gone(group: Any) -> list[int]:
+    """Ranks that do not answer any more, by their numbers among all."""
+    try:
+        store = group.get_group_store()
+        names = [f"nvalchemiops/here/{rank}" for rank in range(dist.get_world_size(group))]
+        store.set(names[dist.get_rank(group)], "yes")
+        time.sleep(PATIENCE)
+        return [dist.get_global_rank(group, rank) for rank, name in enumerate(names) if not store.check([name])]
+    except (RuntimeError, AttributeError):  # the process with the store is gone
+        return []
+
+
+def add(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """The tensor, in place the sum of those of all ranks."""
+    with _named(group):
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """The tensor, in place the entrywise maximum of those of all ranks."""
+    with _named(group):
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor
+
+
+def swap_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> torch.Tensor:
+    """Rows from all ranks; see `nvalchemiops.torch.distributed.collectives.all_to_all_rows`."""
+    rows = values.new_empty((sum(receive), *values.shape[1:]))
+    with _named(group):
+        dist.all_to_all_single(rows, values, list(receive), list(send), group=group)
+    return rows
+
+
+def tell(text: str | None, group: Any) -> list[str | None]:
+    """What each rank has to say, on all ranks."""
+    told: list[str | None] = [None] * dist.get_world_size(group)
+    with _named(group):
+        dist.all_gather_object(told, text, group=group)
+    return told
+
+
+@contextlib.contextmanager
+def together(group: Any, device: torch.device) -> Iterator[None]:
+    """A part of a collective call in which a rank may raise; then all do. No communication inside.
+
+    The rank with the error raises it, the others an `OtherRankError` with its number and message.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if not int(maximum(torch.tensor([error is not None], dtype=torch.int32, device=device), group)):
+        return
+    told = tell(None if error is None else f"{type(error).__name__}: {error}", group)
+    if error is not None:
+        raise error
+    rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
+    raise OtherRankError(f"rank {dist.get_global_rank(group, rank)} could not go on: {text}")

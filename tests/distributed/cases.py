@@ -1,0 +1,446 @@
+"""Cases for several ranks: what each gets equals what one process gets. See `ranks.py`."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvalchemiops.torch.distributed import Domain, OtherRankError
+from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
+from nvalchemiops.torch.interactions.electrostatics import (
+    coulomb_energy,
+    dsf_coulomb,
+    ewald_summation,
+    particle_mesh_ewald,
+)
+from nvalchemiops.torch.interactions.pair import PairPotential
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.systems import System
+from tests.dispersion.cases import parameters as d3_parameters
+
+F64 = torch.float64
+CASES: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {}
+
+CUTOFF = 4.5
+TOLERANCE = 1e-10
+"""Relative to the largest entry, in float64."""
+
+PAIRS = PairPotential(
+    "4*((sigma/r)**12 - (sigma/r)**6) + k*q1*q2*c*exp(-r); sigma = (sigma1 + sigma2)/2",
+    per_atom=("sigma", "q"),
+    global_parameters=("k",),
+    per_pair=("c",),
+    cutoff=CUTOFF,
+    r_switch=3.5,
+)
+
+
+def case(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """On groups of these sizes."""
+
+    def keep(function: Callable[..., None]) -> Callable[..., None]:
+        CASES[function.__name__] = (function, sizes)
+        return function
+
+    return keep
+
+
+def assert_equal(found: torch.Tensor, expected: torch.Tensor, what: Any, tolerance: float = TOLERANCE) -> None:
+    assert found.shape == expected.shape, (what, found.shape, expected.shape)
+    if found.numel():
+        error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+        assert error < tolerance, (what, error)
+
+
+# -- systems --------------------------------------------------------------------------------------
+
+
+class Atoms:
+    """A displaced crystal in a skewed cell, as one system or as two that share a cell, with weights for losses."""
+
+    def __init__(self, batch: bool = False, n: int = 6, dtype: torch.dtype = F64) -> None:
+        generator = torch.Generator().manual_seed(n)
+        axis = torch.arange(n, dtype=F64) * 1.6
+        places = torch.cartesian_prod(axis, axis, axis)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=F64)
+
+        self.count = len(places)
+        self.positions = (places + 0.08 * random(self.count, 3)).to(dtype)
+        self.cell = torch.tensor([[1.6 * n, 0, 0], [1.0, 1.6 * n, 0], [-1.0, 0.5, 1.6 * n]], dtype=dtype)
+        self.charges, self.weights, self.vectors = random(self.count), random(self.count), random(self.count, 3)
+        self.dyad = random(3, 3)
+        self.numbers = torch.tensor([1, 6, 8])[torch.arange(self.count) % 3].int()
+        self.batch_idx = (torch.arange(self.count) % 2).int() if batch else None
+        self.cells = torch.stack([self.cell, self.cell]) if batch else self.cell
+
+    def mine(self, group: Any) -> slice:
+        """Atoms that this rank holds, unevenly divided: the last but one has none."""
+        size = dist.get_world_size(group)
+        edges = [self.count * r * (r + 1) // (size * (size + 1)) for r in range(size + 1)]
+        if size > 2:
+            edges[-2] = edges[-3]
+        rank = dist.get_rank(group)
+        return slice(edges[rank], edges[rank + 1])
+
+
+def compare(
+    group: Any, atoms: Atoms, energies_of: Callable[..., dict[str, torch.Tensor]], others: tuple[torch.Tensor, ...] = ()
+) -> None:
+    """Results, and first and second derivatives of a loss of them all, on a group and on one process.
+
+    ``energies_of(positions, charges, cell, *others, **where)`` returns results by name; those that begin with "atom" are
+    own, others replicated.
+    """
+    mine, domain = atoms.mine(group), None
+
+    def loss(results: dict[str, torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros((), dtype=F64)
+        for name, value in results.items():
+            if name.startswith("atom"):
+                weights = atoms.weights if value.ndim == 1 else atoms.vectors
+                here = weights if domain is None else domain.distribute(weights[mine])
+                share = (value * here).sum()
+                total = total + (share if domain is None else domain.sum(share))
+            else:
+                total = total + (value * (atoms.dyad if value.ndim == 3 else 1.0)).sum() + value.square().sum().sin()
+        return total
+
+    def size(gradients: Any) -> torch.Tensor:
+        """A function of all entries of all gradients."""
+        sums = [g.square().sum() for g in gradients]
+        if domain is not None:
+            sums[:2] = [domain.sum(s) for s in sums[:2]]
+        return sum((1.0 + s).log() for s in sums)
+
+    given = (atoms.positions, atoms.charges, atoms.cell, *others)
+    whole = [t.clone().requires_grad_() for t in given]
+    where = {} if atoms.batch_idx is None else {"batch_idx": atoms.batch_idx}
+    cells = (lambda cell: cell) if atoms.batch_idx is None else (lambda cell: torch.stack([cell, cell]))
+    expected = energies_of(whole[0], whole[1], cells(whole[2]), *whole[3:], **where)
+    first = torch.autograd.grad(loss(expected), whole, create_graph=True, allow_unused=True, materialize_grads=True)
+    second = torch.autograd.grad(size(first), whole, allow_unused=True, materialize_grads=True)
+
+    leaves = [t.clone() for t in given]
+    leaves[:2] = [t[mine].clone() for t in leaves[:2]]
+    leaves = [t.requires_grad_() for t in leaves]
+    batch_idx = None if atoms.batch_idx is None else atoms.batch_idx[mine]
+    domain = Domain(leaves[0], atoms.cells, batch_idx=batch_idx, cutoff=CUTOFF, group=group)
+    x, q = (domain.distribute(t) for t in leaves[:2])
+    found = energies_of(x, q, cells(leaves[2]), *leaves[3:], domain=domain)
+    for name, value in found.items():
+        here = domain.gather(value) if name.startswith("atom") else value
+        assert_equal(here, expected[name][mine] if name.startswith("atom") else expected[name], name)
+    gradients = torch.autograd.grad(loss(found), leaves, create_graph=True, allow_unused=True, materialize_grads=True)
+    higher = torch.autograd.grad(size(gradients), leaves, allow_unused=True, materialize_grads=True)
+    for order, (ours, theirs) in enumerate(((gradients, first), (higher, second)), 1):
+        for k, (a, b) in enumerate(zip(ours, theirs)):
+            assert_equal(a, b[mine] if k < 2 else b, f"derivative {order} by argument {k}")
+
+
+# -- the division ---------------------------------------------------------------------------------
+
+
+@case(1, 2, 3, 4, 7)
+def exchanges_are_transposes(group: Any) -> None:
+    atoms = Atoms(n=4)
+    mine = atoms.mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
+    generator = torch.Generator().manual_seed(dist.get_rank(group))
+    maps = [
+        (domain.distribute, domain.gather, mine.stop - mine.start),
+        (domain.with_ghosts, domain.add_ghosts, domain.n_owned),
+        (domain.sum_for_shares, domain.sum_for_shares, 5),
+    ]
+    for there, back, n in maps:
+        x = torch.randn(n, 3, generator=generator, dtype=F64, requires_grad=True)
+        y = there(x)
+        z = torch.randn(y.shape, generator=generator, dtype=F64, requires_grad=True)
+        assert_equal(domain.sum((y * z).sum()), domain.sum((x * back(z)).sum()), there)
+        (gradient,) = torch.autograd.grad(y, x, z, create_graph=True)
+        assert_equal(gradient, back(z), "gradient")
+        w = torch.randn(n, 3, generator=generator, dtype=F64)
+        (second,) = torch.autograd.grad(gradient, z, w)
+        assert_equal(second, there(w), "second derivative")
+    held = atoms.positions[mine]
+    owned = domain.distribute(held)
+    assert torch.equal(owned, atoms.positions[domain.global_index])
+    assert torch.equal(domain.gather(owned), held)
+    # a result that all have, and a parameter that all have
+    scale = torch.tensor(2.0, dtype=F64, requires_grad=True)
+    total = domain.sum((domain.replicated(scale) ** 3 * owned).sum())
+    (slope,) = torch.autograd.grad(total, scale, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope, scale)
+    assert_equal(slope, 12.0 * atoms.positions.sum(), "slope")
+    assert_equal(curvature, 12.0 * atoms.positions.sum(), "curvature")
+
+
+def _rows(domain: Domain, positions: torch.Tensor, cutoff: float) -> list[tuple[int, ...]]:
+    """Pairs of the owned atoms by their numbers, with shifts."""
+    rows = domain.neighbors(positions, cutoff)
+    numbers = domain.with_ghosts(domain.global_index)
+    assert rows.pointers is not None
+    first = torch.repeat_interleave(rows.pointers.diff())
+    keep = first < domain.n_owned
+    columns = [numbers[first[keep]].unsqueeze(1), numbers[rows.neighbors.long()[keep]].unsqueeze(1)]
+    if rows.shifts is not None:
+        columns.append(rows.shifts[keep])
+    return sorted(map(tuple, torch.cat(columns, 1).tolist()))
+
+
+@case(1, 2, 3, 4, 7)
+def neighbors_are_those_of_one_process(group: Any) -> None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    cell = torch.tensor([[9.0, 0, 0], [2.0, 8.0, 0], [-1.0, 3.0, 10.0]], dtype=F64)
+    for seed, (pbc, cutoff) in enumerate(itertools.product(itertools.product((True, False), repeat=3), (2.5, 6.0))):
+        generator = torch.Generator().manual_seed(seed)
+        n = (160, 40, 3)[seed % 3]
+        x = torch.rand(n, 3, generator=generator, dtype=F64) * 14.0 - 5.0
+        if seed % 4 == 3:
+            x = x * 0.1  # all atoms in a corner
+        periodic = torch.tensor(pbc)
+        batch_idx = (torch.arange(n) * 3 // n).int() if seed % 2 else None
+        if seed % 4 == 1:
+            batch_idx = batch_idx.flip(0)
+        cells = cell if batch_idx is None else torch.stack([cell, 1.1 * cell, 1.3 * cell])
+        order = torch.arange(n) if batch_idx is None else torch.argsort(batch_idx, stable=True)
+        told = {} if batch_idx is None else {"batch_idx": batch_idx[order]}
+        pairs, _, shifts = neighbor_list(x[order], cutoff, cells, periodic, return_neighbor_list=True, **told)
+        mine = slice(n * rank // size, n * (rank + 1) // size)
+        held = None if batch_idx is None else batch_idx[mine]
+        grid = None if size != 4 or seed % 3 else (2, 1, 2)
+        domain = Domain(x[mine], cells, periodic, held, cutoff=cutoff, group=group, grid=grid)
+        found = _rows(domain, domain.distribute(x[mine]), cutoff)
+        pairs = order[pairs.long()]
+        keep = torch.isin(pairs[0], domain.global_index)
+        expected = torch.cat([pairs.T[keep], shifts[keep]], 1)
+        assert found == sorted(map(tuple, expected.tolist())), (pbc, cutoff, domain.grid)
+        total = torch.tensor([domain.n_owned])
+        dist.all_reduce(total, group=group)
+        assert int(total) == n
+    # no cell at all
+    pairs, _ = neighbor_list(x, 3.0, return_neighbor_list=True)
+    domain = Domain(x[mine], cutoff=3.0, group=group)
+    keep = torch.isin(pairs[0].long(), domain.global_index)
+    assert _rows(domain, domain.distribute(x[mine]), 3.0) == sorted(map(tuple, pairs.T[keep].tolist()))
+
+
+@case(2, 4, 7)
+def a_rank_sees_a_part(group: Any) -> None:
+    """Atoms, lists and meshes fall with the number of ranks."""
+    atoms = Atoms(n=14)
+    size = dist.get_world_size(group)
+    domain = Domain(atoms.positions[atoms.mine(group)], atoms.cell, cutoff=2.5, group=group)
+    rows = domain.neighbors(domain.distribute(atoms.positions[atoms.mine(group)]), 2.5)
+    whole = neighbor_list(atoms.positions, 2.5, atoms.cell, return_neighbor_list=True)[0].shape[1]
+    assert domain.n_owned < 1.2 * atoms.count / size
+    assert domain.n_owned + domain.n_ghosts < atoms.count * (1.2 / size + 0.35)
+    assert rows.neighbors.shape[0] < whole * (1.2 / size + 0.15)
+
+
+@case(2, 3)
+def atoms_that_move(group: Any) -> None:
+    atoms, mine = Atoms(n=5), Atoms(n=5).mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=3.0, skin=0.6, group=group)
+    moved = atoms.positions + 0.17 * atoms.vectors / atoms.vectors.norm(dim=1).max()
+    energies = PAIRS_OF_CHARGES(domain.distribute(moved[mine]), atoms.cell, q=1.0, domain=domain)
+    expected = PAIRS_OF_CHARGES(moved, atoms.cell, q=1.0)
+    assert_equal(domain.gather(energies), expected[mine], "moved")
+    far = atoms.positions.clone()
+    far[0, 0] += 0.4  # one atom, on one rank
+    try:
+        PAIRS_OF_CHARGES(domain.distribute(far[mine]), atoms.cell, q=1.0, domain=domain)
+    except ValueError as error:
+        assert "make it anew" in str(error)
+    else:
+        raise AssertionError("atoms that have moved too far are an error on all ranks")
+
+
+PAIRS_OF_CHARGES = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=3.0)
+
+
+# -- interactions ---------------------------------------------------------------------------------
+
+
+@case(1, 2, 4, 7)
+def pair_potentials(group: Any) -> None:
+    table = torch.tensor([[1.0, 0.5, 0.2], [0.5, 2.0, 0.7], [0.2, 0.7, 1.5]], dtype=F64)
+    numbers = (torch.tensor(1.5, dtype=F64), torch.tensor(0.7, dtype=F64), table)
+    for batch in (False, True):
+        atoms = Atoms(batch)
+        species = torch.arange(atoms.count) % 3
+
+        def energies_of(x, q, cell, sigma, k, c, domain=None, **where):
+            kinds = species if domain is None else species[domain.global_index]
+            given = {"sigma": sigma, "q": q, "k": k, "c": c, "species": kinds, "domain": domain, **where}
+            names = ("q", "k", "c", "sigma")
+            e, f, by_q, by_k, by_c, by_sigma, virial = PAIRS(
+                x, cell, compute_forces=True, compute_gradients=names, compute_virial=True, **given
+            )
+            total, forces = PAIRS(x, cell, compute_forces=True, energy_reduction="system", **given)
+            return {
+                "atom e": e, "atom f": f, "atom q": by_q, "k": by_k, "c": by_c, "atom sigma": by_sigma,
+                "virial": virial, "total": total, "atom forces": forces,
+            }  # fmt: skip
+
+        compare(group, atoms, energies_of, numbers)
+
+
+@case(1, 2, 3)
+def charges_within_a_cutoff(group: Any) -> None:
+    for batch in (False, True):
+
+        def energies_of(x, q, cell, alpha, **where):
+            energies, forces, virial = dsf_coulomb(x, q, CUTOFF, alpha, cell, compute_virial=True, **where)
+            bare = coulomb_energy(x, q, cell, CUTOFF, 0.0, **where)
+            return {"e": energies, "atom f": forces, "virial": virial, "atom bare": bare}
+
+        compare(group, Atoms(batch), energies_of, (torch.tensor(0.2, dtype=F64),))
+
+
+EXCLUDED = torch.stack([torch.arange(0, 200, 7), torch.arange(0, 200, 7) + 2])
+
+
+def _long_range(group: Any, call: Callable[..., Any], **options: Any) -> None:
+    alpha = torch.tensor(0.7, dtype=F64)
+    slab = {"slab_correction": True, "pbc": torch.tensor([True, True, False])}
+    kinds: list[tuple[bool, dict[str, Any]]] = [(False, {"exclusions": EXCLUDED}), (True, {}), (False, slab)]
+    for batch, more in kinds:
+        atoms = Atoms(batch)
+
+        def energies_of(x, q, cell, alpha, **where):
+            given = {"cutoff": CUTOFF, **options, **more, **where}
+            derivatives = ("compute_forces", "compute_charge_gradients", "compute_virial")
+            e, f, by_q, virial = call(x, q, cell, alpha, **dict.fromkeys(derivatives, True), **given)
+            # energies alone have first derivatives at hand
+            total = call(x, q, cell, 0.7, energy_reduction="system", **given)
+            channels = call(x, torch.stack([q, q * q], 1), cell, 0.7, **given)
+            return {
+                "atom e": e, "atom f": f, "atom q": by_q, "virial": virial, "total": total,
+                "atom channel": channels[:, 1],
+            }  # fmt: skip
+
+        compare(group, atoms, energies_of, (alpha,))
+
+        # a plain sum of energies: the backward pass is a product
+        def plain(x, q, cell, **where):
+            return {"atom e": call(x, q, cell, 0.7, cutoff=CUTOFF, **options, **more, **where)}
+
+        def gradients(leaves, domain):
+            where = {"domain": domain} if domain is not None else {}
+            if domain is None and atoms.batch_idx is not None:
+                where["batch_idx"] = atoms.batch_idx
+            own = (lambda t: t) if domain is None else domain.distribute
+            cell = leaves[2] if atoms.batch_idx is None else torch.stack([leaves[2], leaves[2]])
+            energy = plain(own(leaves[0]), own(leaves[1]), cell, **where)["atom e"].sum()
+            return torch.autograd.grad(energy if domain is None else domain.sum(energy), leaves)
+
+        mine, given = atoms.mine(group), (atoms.positions, atoms.charges, atoms.cell)
+        expected = gradients([t.clone().requires_grad_() for t in given], None)
+        batch_idx = None if atoms.batch_idx is None else atoms.batch_idx[mine]
+        domain = Domain(atoms.positions[mine], atoms.cells, batch_idx=batch_idx, cutoff=CUTOFF, group=group)
+        held = [t.clone().requires_grad_() for t in (given[0][mine], given[1][mine], given[2])]
+        found = gradients(held, domain)
+        assert_equal(found[0], expected[0][mine], "plain forces")
+        assert_equal(found[1], expected[1][mine], "plain charges")
+        assert_equal(found[2], expected[2], "plain cell")
+        again = gradients(
+            held, Domain(atoms.positions[mine], atoms.cells, batch_idx=batch_idx, cutoff=CUTOFF, group=group)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, again)), "bits repeat"
+
+
+@case(1, 2, 4, 7)
+def ewald_sums(group: Any) -> None:
+    _long_range(group, ewald_summation, k_cutoff=4.0)
+
+
+@case(1, 2, 4, 7)
+def particle_mesh_sums(group: Any) -> None:
+    _long_range(group, particle_mesh_ewald, mesh_dimensions=(18, 24, 20), spline_order=6)
+
+
+@case(2)
+def parameters_that_are_left_open(group: Any) -> None:
+    """Chosen for all atoms, not for those of a rank."""
+    atoms = Atoms()
+    mine = atoms.mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
+    for call in (ewald_summation, particle_mesh_ewald):
+        expected = call(atoms.positions, atoms.charges, atoms.cell, cutoff=CUTOFF, accuracy=1e-4)
+        found = call(
+            domain.distribute(atoms.positions[mine]),
+            domain.distribute(atoms.charges[mine]),
+            atoms.cell,
+            accuracy=1e-4,
+            domain=domain,
+        )
+        assert_equal(domain.gather(found), expected[mine], call.__name__)
+
+
+@case(1, 2, 3)
+def dispersion(group: Any) -> None:
+    damping, tables = damping_parameters("pbe"), d3_parameters()
+    for batch in (False, True):
+        atoms = Atoms(batch)
+
+        def energies_of(x, q, cell, **where):
+            numbers = atoms.numbers
+            if "domain" in where:
+                numbers = numbers[where["domain"].global_index]
+            e, f, counts, virial = d3_dispersion(
+                x, numbers, damping, tables, cell, cutoff=CUTOFF, coordination_cutoff=4.0, compute_forces=True,
+                compute_virial=True, **where,
+            )  # fmt: skip
+            return {"atom e": e, "atom f": f, "atom counts": counts, "virial": virial}
+
+        compare(group, atoms, energies_of)
+
+
+# -- mistakes -------------------------------------------------------------------------------------
+
+
+@case(3)
+def mistakes_of_one_rank_are_told_to_all(group: Any) -> None:
+    atoms, rank = Atoms(n=4), dist.get_rank(group)
+    mine = atoms.mine(group)
+    x, q = atoms.positions[mine], atoms.charges[mine]
+    here = rank == 0
+
+    def raises(call: Callable[[], Any], text: str) -> None:
+        try:
+            call()
+        except ValueError as error:
+            assert here and text in str(error), error
+        except OtherRankError as error:
+            assert not here and "rank 0" in str(error) and text in str(error), error
+        else:
+            raise AssertionError(text)
+
+    raises(lambda: Domain(x[:, :2] if here else x, atoms.cell, cutoff=3.0, group=group), "`positions`")
+    raises(lambda: Domain(x * float("nan") if here else x, atoms.cell, cutoff=3.0, group=group), "NaN")
+    domain = Domain(x, atoms.cell, cutoff=3.0, group=group)
+    own, charges = domain.distribute(x), domain.distribute(q)
+    for call in (
+        lambda y, c: ewald_summation(y, c, atoms.cell, 0.7, k_cutoff=2.0, domain=domain),
+        lambda y, c: dsf_coulomb(y, c, 3.0, 0.2, atoms.cell, domain=domain),
+    ):
+        raises(lambda: call(own, charges[1:] if here else charges), "`charges`")
+        raises(lambda: call(own[1:] if here else own, charges[1:] if here else charges), "`positions`")
+    # and then normal work
+    assert_equal(
+        domain.gather(PAIRS_OF_CHARGES(own, atoms.cell, q=charges, domain=domain)),
+        PAIRS_OF_CHARGES(atoms.positions, atoms.cell, q=atoms.charges)[mine],
+        "afterwards",
+    )
+    try:
+        Domain(x, atoms.cell * (1.0 + 0.1 * here), cutoff=3.0, group=group)
+    except ValueError as error:
+        assert "rank" in str(error)
+    else:
+        raise AssertionError("cells that differ are an error on all ranks")
+    system = System(own, charges, atoms.cell, domain=domain)
+    assert system.domain is domain

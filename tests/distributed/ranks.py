@@ -1,0 +1,72 @@
+"""Ranks that run the cases of `tests.distributed.cases`: ``python -m tests.distributed.ranks RANK COUNT FOLDER``.
+
+One set of processes runs all cases, each on groups of several sizes, because starting processes takes most of the time.
+"""
+
+import datetime
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+COUNT = 7
+SIZES = (1, 2, 3, 4, 7)
+TIMEOUT = 300
+
+
+def run(module, folder, count, *arguments, ignore=()):
+    """What ``count`` ranks print that run a module; they must end well, but for those to ``ignore``."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(count), str(folder), *arguments],
+            cwd=Path(__file__).parents[2],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        said = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, (process, text) in enumerate(zip(processes, said)):
+        assert rank in ignore or process.returncode == 0, text[-5000:]
+    return said
+
+
+def start(rank, count, folder, seconds=TIMEOUT):
+    """Join the other ranks."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(f"{folder}/store", count)
+    timeout = datetime.timedelta(seconds=seconds)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timeout)
+
+
+if __name__ == "__main__":
+    import torch
+    import torch.distributed as dist
+
+    from tests.distributed.cases import CASES
+
+    rank, count, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    start(rank, count, folder)
+    groups = {size: dist.new_group(range(size)) for size in SIZES}
+    for name, (case, sizes) in CASES.items():
+        for size in sizes:
+            if rank < size:
+                try:
+                    case(groups[size])
+                except BaseException:
+                    Path(folder, f"failed_{rank}").write_text(f"{name}, {rank} of {size}:\n{traceback.format_exc()}")
+                    os._exit(1)
+        dist.barrier()
+        if rank == 0:
+            Path(folder, f"passed_{name}").touch()
+    dist.destroy_process_group()
