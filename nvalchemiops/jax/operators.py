@@ -47,7 +47,7 @@ def operator(
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     fold: Folding | None = None,
     extra: Mapping[str, str] | None = None,
-    without: Sequence[str] = ("device",),
+    without: Sequence[str] = ("device", "domain"),
 ) -> Callable[..., Any]:
     """A torch function as a function of JAX, with the same parameters.
 

@@ -296,6 +296,8 @@ def long_arguments(
     found: dict[str, Any] = dict(zip(names, (system.batch_idx, system.pbc, *near.given())))
     if reach and near.cutoff is not None:
         found[reach] = near.cutoff
+    if system.domain is not None:
+        found["domain"] = system.domain
     return found | {name: value for name, value in options.items() if name not in names}
 
 

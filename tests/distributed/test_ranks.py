@@ -3,28 +3,29 @@
 import pytest
 
 from tests.distributed.cases import CASES
-from tests.distributed.ranks import COUNT, run
+from tests.distributed.ranks import SIZES, run
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where the ranks leave what they found, once for all tests of this file."""
-    path = tmp_path_factory.mktemp("ranks")
+def run_cases(folder, count, which):
     try:
-        run("tests.distributed.ranks", path, COUNT)
+        run("tests.distributed.ranks", folder, count, which)
+        said = "ended early"
     except AssertionError as error:
-        path.joinpath("said").write_text(str(error))
-    return path
-
-
-def test_what_ranks_get_equals_what_one_process_gets(folder):
+        said = str(error)
     failed = [path.read_text() for path in folder.glob("failed_*")]
     # a rank that ends takes the others with it
     first = [text for text in failed if "is gone or late" not in text]
     assert not failed, "\n".join(first or failed)
-    passed = {path.name.removeprefix("passed_") for path in folder.glob("passed_*")}
-    said = folder / "said"
-    assert passed == set(CASES), said.read_text() if said.exists() else "ended early"
+    assert {path.name.removeprefix("passed_") for path in folder.glob("passed_*")} == set(CASES), said
+
+
+def test_what_ranks_get_equals_what_one_process_gets(tmp_path):
+    run_cases(tmp_path, 4, "some")
+
+
+@pytest.mark.slow  # three minutes
+def test_on_groups_of_all_sizes(tmp_path):
+    run_cases(tmp_path, max(SIZES), "all")
 
 
 def test_a_rank_that_is_gone_is_named(tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.distributed.domain import Domain
-from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
 
 
 def with_ghosts(domain: Domain, of_owned: Sequence[Any], is_share: bool) -> tuple[Any, ...]:
@@ -53,7 +53,11 @@ def exclusions_of_share(domain: Domain, exclusions: Any, factors: Any, positions
         exclusion_rows(exclusions, factors, everywhere)  # raises for what are no pairs
     pairs, chosen = domain.pairs_here(exclusions)
     factors = None if factors is None else factors.index_select(0, chosen)
-    return exclusion_rows(pairs, factors, positions.new_empty((1, 3)).expand(domain.n_owned + domain.n_ghosts, 3))
+    with domain.together():
+        rows = exclusion_rows(pairs, factors, positions.new_empty((1, 3)).expand(domain.n_owned + domain.n_ghosts, 3))
+        assert rows is not None
+        check_same_system(rows, domain.batch_idx_with_ghosts)
+    return rows
 
 
 def parameters_of_share(formula: Formula, parameters: Mapping[str, Any], domain: Domain) -> dict[str, Any]:
