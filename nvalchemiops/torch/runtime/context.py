@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, count_dispatch_modes, derivative_asked
 
@@ -32,7 +33,7 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             continue
-        waits = tensor.device.type != "cpu"
+        waits = not layout(tensor.device.type).reads
         if waits and (not wait or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())):
             return False
         if is_mapped(tensor) or (type(tensor) not in PLAIN_TYPES and internals.has_no_data(tensor)):
@@ -70,7 +71,7 @@ def may_keep(*tensors: torch.Tensor) -> bool:
     if not is_eager(*tensors):
         return False
     tracked = torch.is_grad_enabled()
-    return all(t.device.type == "cpu" and not (tracked and t.requires_grad) for t in tensors)
+    return all(layout(t.device.type).reads and not (tracked and t.requires_grad) for t in tensors)
 
 
 # -- values ---------------------------------------------------------------------------------------

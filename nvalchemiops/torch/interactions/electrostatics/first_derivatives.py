@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.interactions.electrostatics import results as sums
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, Tensors
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
@@ -81,7 +82,7 @@ def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _on_cpu(inputs: Sequence[torch.Tensor]) -> bool:
-    return is_eager(*inputs, under_modes=True) and all(t.device.type == "cpu" for t in inputs)
+    return is_eager(*inputs, under_modes=True) and all(layout(t.device.type).reads for t in inputs)
 
 
 class _WithDerivatives(torch.autograd.Function):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime.context import is_eager
@@ -69,7 +70,7 @@ def _of_systems(values: dict[str, Any], n_systems: int, positions: torch.Tensor)
     """Global parameters (n_systems, n); plain numbers as a tensor that is kept for later calls."""
     numbers_alone = not any(isinstance(value, torch.Tensor) for value in values.values())
     # the number of systems last, because a comparison would specialise a compiled graph
-    may_keep = positions.device.type == "cpu" and is_eager(positions) and n_systems <= MOST_REPEATED
+    may_keep = is_eager(positions) and layout(positions.device.type).reads and n_systems <= MOST_REPEATED
     if values and numbers_alone and may_keep:
         return _repeated(tuple(_number(name, v) for name, v in values.items()), n_systems, positions.dtype)
     return _side_by_side([_column(name, v, n_systems, "n_systems", positions) for name, v in values.items()])
