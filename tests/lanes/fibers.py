@@ -1,0 +1,150 @@
+"""Launches on a CPU with the layout, the branches of kernels and the 32 lanes of a GPU. Names private parts of Warp.
+
+Warp runs the threads of a block as fibers (`wp.config.enable_cpu_blocks`), one after the other until they meet at a
+barrier. `gpu_layout` gives launches blocks, and kernels that are compiled for blocks the header of
+`tests.lanes.device_header`, with which their texts take the branches for a GPU. Other launches, and the compiled
+kernels that they use, stay as they are.
+"""
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import warp as wp
+from warp._src.context import Module
+
+from nvalchemiops import launch as core
+from nvalchemiops._warp_internals import compiled_folder, source_of
+from nvalchemiops.layout import GPU, replaced_layout
+from tests.lanes.device_header import ADDRESS, FINDINGS, HEADER, MOST_WARPS, WARP
+
+ORDERS = {
+    "forward": list(range(WARP)),
+    "backward": list(range(WARP))[::-1],
+    "mixed": [(13 * lane + 5) % WARP for lane in range(WARP)],
+}
+"""In which order the lanes of a warp run, between two operations of the whole warp."""
+
+
+class LaneError(AssertionError):
+    """What the lanes of a warp did together would not work on a GPU."""
+
+
+class _Last(ctypes.Structure):
+    _fields_ = (
+        ("number", ctypes.c_uint32 * WARP),
+        ("line", ctypes.c_int32 * WARP),
+        ("value", ctypes.c_uint64 * WARP),
+    )
+
+
+class _Warp(ctypes.Structure):
+    _fields_ = (("count", ctypes.c_uint32 * WARP), ("last", _Last * 2))
+
+
+class State(ctypes.Structure):
+    """``lanes_state`` of the header."""
+
+    _fields_ = (
+        ("order", ctypes.c_int32 * WARP),
+        ("finding", ctypes.c_int32),
+        ("line", ctypes.c_int32),
+        ("lane", ctypes.c_int32),
+        ("other_line", ctypes.c_int32),
+        ("warps", _Warp * MOST_WARPS),
+    )
+
+
+_mapped: list[State] = []
+
+
+def state() -> State:
+    """The state that kernels write to, mapped at the first call."""
+    if not _mapped:
+        library = ctypes.CDLL(None, use_errno=True)
+        library.mmap.restype = ctypes.c_void_p
+        library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+        protection, kind = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        # a hint that is taken where the place is free
+        found = library.mmap(ADDRESS, ctypes.sizeof(State), protection, kind, -1, 0)
+        if found != ADDRESS:
+            raise RuntimeError(f"no memory at {ADDRESS:#x}, but at {found:#x}")
+        _mapped.append(State.from_address(ADDRESS))
+    return _mapped[0]
+
+
+def has_gpu_branch(kernel: wp.Kernel) -> bool:
+    """Whether the text of a kernel differs between CPU and GPU, or lanes share its rows."""
+    texts = [source_of(kernel)[0]]
+    texts += [function.native_snippet or "" for function in kernel.adj.get_references()[2]]
+    return any("__CUDA_ARCH__" in text or "threadIdx" in text for text in texts)
+
+
+def _with_header(original: Any) -> Any:
+    def resolve_options(self: Any, config: Any, block_dim: int | None = None) -> dict[str, Any]:
+        options = original(self, config, block_dim)
+        if options["block_dim"] > 1:
+            options["extra_cpu_preamble"] = (options.get("extra_cpu_preamble") or "") + HEADER
+        return options
+
+    return resolve_options
+
+
+def _raise_findings(kernel: wp.Kernel, block: int) -> None:
+    seen = state()
+    if not seen.finding:
+        return
+    kind, line, lane, other = seen.finding, seen.line, seen.lane, seen.other_line
+    ctypes.memset(ADDRESS + State.finding.offset, 0, ctypes.sizeof(State) - State.finding.offset)
+    (file,) = compiled_folder(kernel, block).glob("*.cpp")
+    source = ["", *file.read_text().splitlines()]
+    where = f"line {other}: {source[other].strip()}" if other else "no operation"
+    raise LaneError(
+        f"kernel '{kernel.key}': {FINDINGS[kind]}; at line {line}: {source[line].strip()}; lane {lane} at {where}"
+    )
+
+
+@contextlib.contextmanager
+def gpu_layout(order: str = "forward") -> Iterator[set[wp.Kernel]]:
+    """Launches on the CPU are those of a GPU: its layout, its branches of kernels, 32 lanes in this order.
+
+    Yields the set of kernels that are launched. Raises `LaneError` after a launch in which a lane was missing.
+    """
+    launched: set[wp.Kernel] = set()
+    seen = state()
+    seen.order[:] = ORDERS[order]
+    launch = core._launch_recorded
+
+    def checked(kernel: Any, device: Any, stream: Any, block: Any, grid: Any, arguments: Any) -> None:
+        assert block and torch.get_num_threads() == 1, "the state has room for one launch at a time"
+        launch(kernel, device, stream, block, grid, arguments)
+        if 0 not in grid:
+            launched.add(kernel)
+            _raise_findings(kernel, block)
+
+    with replaced_layout("cpu", GPU), _patched(core, "_launch_recorded", checked), _blocks():
+        yield launched
+
+
+@contextlib.contextmanager
+def _blocks() -> Iterator[None]:
+    """Warp launches blocks on the CPU, and compiles them with the header."""
+    original = Module.resolve_options
+    with (
+        _patched(wp.config, "enable_cpu_blocks", True),
+        _patched(Module, "resolve_options", _with_header(original)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _patched(holder: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(holder, name)
+    setattr(holder, name, value)
+    try:
+        yield
+    finally:
+        setattr(holder, name, before)

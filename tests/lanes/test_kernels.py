@@ -1,0 +1,341 @@
+"""Each registered kernel with the 32 lanes of a GPU: the results of a CPU, and the same bits in each order of lanes.
+
+Rows are as long as a warp has lanes, or one shorter or longer, once and twice; there are rows and systems without
+anything, and several systems. Kernels without lanes run in the blocks that they have on a GPU.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import nvalchemiops.torch.ops  # noqa: F401  # all operators, and with them all kernels
+from nvalchemiops.cli import all_kernels
+from nvalchemiops.interactions.pair import sum as pair_kernels
+from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, WEIGHTS
+from nvalchemiops.kernels.moments import count
+from nvalchemiops.kernels.simd import WARP
+from nvalchemiops.launch import registered_kernels
+from nvalchemiops.neighbors.rows import NO_PADDING
+from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
+from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives
+from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.pairs import measure_pairs
+from nvalchemiops.torch.neighbors.rows import _inspect as inspect_rows
+from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
+from nvalchemiops.torch.operators.lattice import shortest_vectors
+from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
+from nvalchemiops.torch.operators.segments import system_sums
+from tests.lanes.fibers import ORDERS, gpu_layout
+
+LENGTHS = (0, 1, 31, 32, 33, 64, 65)
+"""Of rows, and atoms of systems."""
+
+CPU_ONLY = {"prepare_search", "sort_atoms", "compact_neighbors", "phase_tables", "fourier_coefficients"}
+"""Kernels for the layout of a CPU, which on a GPU nothing launches."""
+
+F64 = torch.float64
+ACCURACY = {"float64": 1e-13, "float32": 1e-5}
+Problem = Callable[[], list[torch.Tensor]]
+
+
+def random(*shape, seed=0, dtype=F64):
+    return torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def integers(*shape, low, high, seed=0):
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+
+
+def pointers(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+# atoms of as many systems as there are lengths, in no order
+IN_SYSTEMS = torch.repeat_interleave(torch.arange(len(LENGTHS), dtype=torch.int32), torch.tensor(LENGTHS))[
+    torch.randperm(sum(LENGTHS), generator=torch.Generator().manual_seed(3))
+]
+
+
+# -- rows of neighbors ----------------------------------------------------------------------------
+
+
+class Rows:
+    """Atoms on a grid, each moved a bit, with rows of any neighbors: some of them beyond the cutoff of 4."""
+
+    cutoff, r_switch, n_atoms, n_systems = 4.0, 3.0, 45, 2
+
+    def __init__(self, precision):
+        real = getattr(torch, precision)
+        at = torch.cartesian_prod(torch.arange(5), torch.arange(3), torch.arange(3)).double()
+        self.positions = (1.4 * at + 0.2 * random(self.n_atoms, 3).tanh()).to(real)
+        cell = torch.tensor([[[8.0, 0, 0], [1, 7, 0], [-1, 2, 9]], [[9.0, 1, 0], [0, 8, 1], [0, 0, 7]]], dtype=F64)
+        self.cell = cell.to(real)
+        self.batch_idx = integers(self.n_atoms, low=0, high=self.n_systems)
+        lengths = (LENGTHS * 7)[: self.n_atoms]
+        self.row_begin = pointers(lengths)
+        self.first = torch.repeat_interleave(torch.arange(self.n_atoms).int(), torch.tensor(lengths))
+        # no atom is its own neighbor, and none is there twice in one image
+        steps = torch.randn(self.n_atoms, self.n_atoms - 1, generator=torch.Generator().manual_seed(1)).argsort(1) + 1
+        slot = torch.arange(len(self.first)) - self.row_begin[self.first.long()]
+        self.neighbors = (self.first + steps[self.first.long(), slot % steps.shape[1]]).int() % self.n_atoms
+        moved = (slot % 2 == 1) != (slot >= steps.shape[1])
+        self.shifts = torch.where(moved.unsqueeze(1), integers(len(slot), 3, low=-1, high=2, seed=2), 0)
+        self.shifts[:, 0] += moved * (self.shifts == 0).all(1)
+
+    def matrix(self, width=67):
+        """The same neighbors in a matrix, with padding before, between and behind them."""
+        index = torch.full((self.n_atoms, width), -7, dtype=torch.int32)
+        shifts = torch.zeros(self.n_atoms, width, 3, dtype=torch.int32)
+        slot = torch.arange(len(self.first)) - self.row_begin[self.first.long()]
+        # rows that do not fill the matrix begin at its second column, and leave out the fourth
+        starts = (self.row_begin.diff() < width - 2)[self.first.long()].int()
+        slot = slot + starts * (1 + (slot >= 2))
+        index[self.first.long(), slot], shifts[self.first.long(), slot] = self.neighbors, self.shifts
+        return index.flatten(), shifts.flatten(0, 1)
+
+
+def pair_sums(variant) -> Problem:
+    rows, formula, request = Rows(variant.precision), variant.formula, variant.request
+    real, n = rows.positions.dtype, rows.n_atoms
+    n_globals = len(formula.global_parameters)
+    given = {"positions": rows.positions, "cell": rows.cell, "batch_idx": rows.batch_idx}
+    # diameters and depths, or charges, around one; shared parameters are inverse lengths or factors
+    given["parameters"] = 1.0 + 0.4 * random(n, variant.n_parameters, dtype=real).tanh()
+    given["global_parameters"] = 0.5 + 0.1 * random(rows.n_systems, n_globals, dtype=real).tanh()
+    given["weights"] = random(n, seed=4, dtype=real)
+    for letter, name in zip((POSITIONS, CELL, PARAMETERS, GLOBALS, WEIGHTS), list(given)[:2] + list(given)[3:]):
+        times = sum(letter in direction for direction in request.directions)
+        given[f"direction_{name}"] = random(times, *given[name].shape, seed=5, dtype=real)
+    written = pair_kernels.outputs_of(variant)
+    sums = sum(pair_kernels.width_of_sums(request.outputs, n_globals).values())
+    widths = {"energies": (), "position_gradients": (3,), "parameter_gradients": (variant.n_parameters,)}
+    widths["sums"] = (sums,)
+    in_list = {"row_begin": rows.row_begin, "first": rows.first, "neighbors": rows.neighbors, "shifts": rows.shifts}
+    neighbors, shifts = rows.matrix()
+    in_matrix = {"row_begin": None, "first": None, "neighbors": neighbors, "shifts": shifts}
+
+    def problem():
+        found = []
+        for form, width, padding in ((in_list, 0, NO_PADDING), (in_matrix, 67, -7)):
+            outputs = [
+                None
+                if a.name == "fault"
+                else torch.full((n, *widths[a.name]), torch.nan, dtype=F64 if a.element == "float64" else real)
+                for a in written
+            ]
+            arrays = [(given | form)[a.name] for a in pair_kernels.inputs_of(variant)]
+            numbers = [width, padding, rows.cutoff, rows.r_switch]
+            launch(pair_kernels.pair_kernel(variant), n, [*arrays, *numbers], outputs, lanes=WARP)
+            found += [output for output in outputs if output is not None]
+        return found
+
+    return problem
+
+
+def triples(precision) -> Problem:
+    rows = Rows(precision)
+    real = rows.positions.dtype
+    n_coefficients = 37
+    coefficients = random(rows.n_atoms, n_coefficients, dtype=real)
+    species, radii = integers(rows.n_atoms, low=0, high=3), 1.0 + random(3, 3, dtype=real).abs()
+    described = (coefficients, species, radii + radii.T, rows.batch_idx, rows.n_systems)
+    neighbors, shifts = rows.matrix()
+    forms = [(rows.row_begin, rows.neighbors, rows.shifts, 0, NO_PADDING), (None, neighbors, shifts, 67, -7)]
+    weights = random(rows.n_atoms, seed=4, dtype=real)
+
+    def problem():
+        found = []
+        for form, given in zip(forms, (None, weights)):
+            found += three_body_derivatives(rows.positions, rows.cell, *described, *form, 30, 4.0, 3.0, given)
+        return found
+
+    return problem
+
+
+def coefficients(derivative) -> Problem:
+    n_atoms, n_references = 40, 5
+    found = []
+    for n_coefficients in (1, 31, 32, 33, 65):
+        places = integers(7, n_references, low=0, high=12)
+        vectors = torch.cat([random(11, n_coefficients), torch.zeros(1, n_coefficients, dtype=F64)])
+        references = random(7, n_references, seed=1).abs() * 3.0
+        row = integers(n_atoms, low=0, high=7)
+        found.append((random(n_atoms, seed=2).abs() * 4.0, row, references, places, vectors, -4.0, derivative))
+    return lambda: [result for arguments in found for result in d3_coefficients(*arguments)]
+
+
+def distances(precision) -> Problem:
+    rows = Rows(precision)
+    neighbors, shifts = rows.matrix()
+    described = (rows.positions, rows.cell, rows.batch_idx, None)
+    rows.neighbors[3] = 1000  # no atom
+    return lambda: [
+        *measure_pairs(*described, rows.first, rows.neighbors, rows.shifts, None, 0, NO_PADDING),
+        *measure_pairs(*described, None, neighbors, shifts, None, 67, -7),
+    ]
+
+
+def inspections() -> Problem:
+    rows = Rows("float64")
+    system = (rows.positions, rows.cell, rows.batch_idx)
+    neighbors, shifts = rows.matrix()
+    return lambda: [
+        *inspect_rows(*system, rows.row_begin, rows.neighbors, rows.shifts, 0, NO_PADDING, rows.first),
+        *inspect_rows(*system, None, neighbors, shifts, 67, -7, None),
+    ]
+
+
+# -- searches -------------------------------------------------------------------------------------
+
+
+def sorted_list(pairs, ptr, shifts=None):
+    """A list with the neighbors of each atom in one order; and where its rows begin."""
+    entries = pairs.T if shifts is None else torch.cat([pairs.T, shifts], 1)
+    rows = entries.tolist()
+    ends = ptr.tolist()
+    found = [entry for begin, end in zip(ends, ends[1:]) for entry in sorted(rows[begin:end])]
+    return [torch.tensor(found).reshape(entries.shape), ptr]
+
+
+def sorted_matrix(index, number, shifts):
+    """The same for a matrix, padding and all; and how long its rows are."""
+    rows = torch.cat([index.unsqueeze(2), shifts], 2).tolist()
+    found = [sorted(row[:n]) + row[n:] for row, n in zip(rows, number.tolist())]
+    return [torch.tensor(found), number]
+
+
+def searches() -> Problem:
+    """Dense and sparse systems, one of them empty; lists, matrices, half lists, some rows, more than there is room."""
+    numbers = (65, 0, 200, 1, 33)
+    batch_idx = torch.repeat_interleave(torch.arange(5, dtype=torch.int32), torch.tensor(numbers))
+    cell = torch.tensor([[9.0, 0, 0], [2, 8, 0], [-1, 2, 7]], dtype=F64) + 0.3 * random(5, 3, 3)
+    x = 12.0 * random(sum(numbers), 3)
+    pbc = torch.tensor([[True] * 3, [True] * 3, [True, False, True], [True] * 3, [False] * 3])
+    targets = torch.tensor([4, 0, 4, 250])
+    options = {"cell": cell, "pbc": pbc, "batch_idx": batch_idx}
+    room = {"max_neighbors": 120}
+
+    def problem():
+        lists = [
+            neighbor_list(x, 3.5, return_neighbor_list=True, half_fill=half, method=method, **options)
+            for half, method in ((False, None), (True, None), (False, "batch_naive"))
+        ]
+        lists += [neighbor_list(x[:n], 3.5, return_neighbor_list=True) for n in LENGTHS]
+        chosen = ({}, {"half_fill": True}, {"target_indices": targets})
+        matrices = [neighbor_list(x, 3.5, **options, **room, **more) for more in chosen]
+        parts = [sorted_list(*found) for found in lists] + [sorted_matrix(*found) for found in matrices]
+        return [part for each in parts for part in each]
+
+    return problem
+
+
+def lattices() -> Problem:
+    cells = 5.0 * random(130, 3, 3)
+    return lambda: [shortest_vectors(cells).to(F64)]
+
+
+# -- sums -----------------------------------------------------------------------------------------
+
+
+def fourier(op, derivatives) -> Problem:
+    """As many points as atoms in each system, in reverse order of the systems."""
+    order = torch.sort(IN_SYSTEMS, stable=True)[1].int()
+    coordinates = 3.0 * random(sum(LENGTHS), 3)
+    points = integers(sum(LENGTHS), 3, low=0, high=6)
+    plan = (coordinates, order, pointers(LENGTHS), points, pointers(LENGTHS[::-1]), derivatives)
+    moments, field = random(sum(LENGTHS), 2, count(derivatives)), random(2, sum(LENGTHS), 4, 2)
+    return lambda: [op(moments if op is fourier_spread else field, *plan)]
+
+
+def splines(order, derivatives=1, precision="float64") -> Problem:
+    """A mesh with longer rows than a warp, and one with rows that atoms of a whole cell spread to."""
+    real, coordinates = getattr(torch, precision), 20.0 * random(sum(LENGTHS), 3)
+    moments = random(sum(LENGTHS), 2, count(derivatives), dtype=real)
+    n_systems = len(LENGTHS)
+
+    def problem():
+        found = []
+        for mesh in ((8, 9, 40), (9, 8, 10)):
+            columns = mesh_columns(coordinates, IN_SYSTEMS, n_systems, mesh, order)
+            plan = (coordinates, IN_SYSTEMS, n_systems, *columns, mesh, order, derivatives)
+            field = random(n_systems, 2, *mesh, dtype=real)
+            found += [mesh_gather(field, *plan)]
+            if derivatives < 2:
+                found += [mesh_spread(moments, *plan)]
+        return found
+
+    return problem
+
+
+def system_totals(precision) -> Problem:
+    real = getattr(torch, precision)
+    many = torch.cat([IN_SYSTEMS, torch.full((20_000,), 7, dtype=torch.int32)])
+    values = random(len(many), 33, dtype=real)
+
+    def problem():
+        few = [system_sums(values[: len(IN_SYSTEMS), :n].contiguous(), IN_SYSTEMS, 8) for n in (1, 3, 9, 33)]
+        one = [system_sums(values[:n], None, 1) for n in LENGTHS]
+        return [*few, *one, system_sums(values[:, :3].contiguous(), many, 9)]
+
+    return problem
+
+
+# -- all of them ----------------------------------------------------------------------------------
+
+RUNS: dict[str, Callable[..., Problem]] = {
+    "pair_kernel": pair_sums,
+    "three_body": triples,
+    "coefficients": coefficients,
+    "measure_pairs": distances,
+    "inspect_rows": inspections,
+    "search_neighbors": searches,
+    "describe_systems": searches,
+    "locate_atoms": searches,
+    "place_atoms": searches,
+    "shortest_vectors": lattices,
+    "fourier_spread": lambda derivatives: fourier(fourier_spread, derivatives),
+    "fourier_gather": lambda derivatives: fourier(fourier_gather, derivatives),
+    "find_columns": splines,
+    "spline_stencils": splines,
+    "spline_spread": splines,
+    "spline_gather": splines,
+    "sum_rows": system_totals,
+}
+"""What runs the variants of each kernel."""
+
+KERNELS = {name: build for name, build in registered_kernels() if name.partition("(")[0] in RUNS}
+
+
+def test_each_registered_kernel_is_run():
+    """A new kernel needs a line in `RUNS`."""
+    families = {name.partition("(")[0] for name, _ in all_kernels()}
+    assert families == CPU_ONLY | set(RUNS)
+    assert len(KERNELS) == sum(name.partition("(")[0] in RUNS for name, _ in all_kernels())
+
+
+def assert_same(found, expected, accuracy):
+    """Up to so much of the largest number, and NaN where that is."""
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan())
+        a, b = (t.double().nan_to_num(nan=0.0) for t in (a, b))
+        assert (a - b).abs().max() <= accuracy * b.abs().max() if a.numel() else True
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_lanes_compute_what_a_cpu_does(name):
+    build, precision = KERNELS[name], "float32" if "float32" in name else "float64"
+    problem = RUNS[name.partition("(")[0]](*build.args)
+    expected = problem()
+    assert all(result.isfinite().all() for result in expected) or name.startswith("measure_pairs")
+    bits = None
+    for order in ORDERS:
+        with gpu_layout(order) as launched:
+            found = problem()
+        assert build() in launched
+        assert all(kernel.key not in CPU_ONLY for kernel in launched)
+        if bits is None:
+            assert_same(found, expected, ACCURACY[precision])
+            bits = found
+        assert_same(found, bits, 0.0)
