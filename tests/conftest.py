@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 # One compile process per test worker is plenty on the machines that run this.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -34,9 +35,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
+@pytest.fixture(params=["cpu", "lanes", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Each device; "lanes" is the CPU with the layout of a GPU."""
+    from tests.lanes.fibers import gpu_layout  # imports the library
+
+    if request.param == "lanes":
+        with gpu_layout():
+            yield torch.device("cpu")
+    else:
+        yield torch.device(request.param)
+
+
+@pytest.fixture(params=["lanes", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> Any:
+    """`tests.gpu.OnGpu`: a GPU, or the CPU with the layout of one."""
+    from tests.gpu import OnGpu
+
+    return OnGpu(request.param)
 
 
 @pytest.fixture(params=[torch.float32, torch.float64], ids=["float32", "float64"])

@@ -1,8 +1,32 @@
-"""What tests on a GPU share: comparisons with a CPU, calls that must not wait, captured graphs."""
+"""What tests on a GPU share: comparisons with a CPU, calls that must not wait, captured graphs.
+
+Tests with the fixture ``gpu`` run everywhere: where there is no GPU on a CPU with the layout of one (`tests.lanes`).
+"""
 
 import contextlib
 
 import torch
+
+from tests.lanes.fibers import ORDERS, gpu_layout
+
+
+class OnGpu:
+    """Calls functions of a device."""
+
+    def __init__(self, kind):
+        self.is_real = kind == "cuda"
+        self.device = torch.device("cuda" if self.is_real else "cpu")
+
+    def __call__(self, function, order="forward"):
+        """The tensors that ``function(device)`` gives, on the CPU."""
+        with contextlib.nullcontext() if self.is_real else gpu_layout(order):
+            return [result.cpu() for result in function(self.device)]
+
+    def assert_bits_repeat(self, function):
+        """In each order of lanes."""
+        first = self(function)
+        for order in ORDERS:
+            assert all(torch.equal(a, b) for a, b in zip(self(function, order), first, strict=True))
 
 
 def assert_equal(found, expected, tolerance, least=1.0):
@@ -18,12 +42,6 @@ def with_derivatives(results, inputs):
     first = torch.autograd.grad(loss, inputs, create_graph=True)
     second = torch.autograd.grad(sum(s.tanh().sum() for s in first), inputs)
     return [r.detach() for r in (*results, *first, *second)]
-
-
-def assert_bits_repeat(results, times=3):
-    first = results()
-    for _ in range(times):
-        assert all(torch.equal(a, b) for a, b in zip(results(), first, strict=True))
 
 
 @contextlib.contextmanager

@@ -1,14 +1,12 @@
-"""D3 on a GPU, and what can be told about its GPU code without one."""
+"""D3 on a GPU, or on a CPU with the layout of one."""
 
 import pytest
 import torch
 from ase.build import bulk, molecule
 
-from nvalchemiops.interactions.dispersion import three_body as source
-from nvalchemiops.torch.interactions.dispersion import D3Parameters, d3_dispersion, damping_parameters, three_body
+from nvalchemiops.torch.interactions.dispersion import D3Parameters, d3_dispersion, damping_parameters
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.gpu import assert_equal, waiting_is_an_error
-from tests.one_lane import use_one_lane
 
 BOHR = 0.529177210903
 PARAMETERS = D3Parameters.load()
@@ -42,10 +40,11 @@ def results(device, dtype=torch.float64, kinds=("bj", "zero"), s9=1.0):
     return [r.detach() for r in found]
 
 
-@pytest.mark.gpu
-def test_gpu_equals_cpu(dtype):
+def test_gpu_equals_cpu(dtype, gpu):
     expected = results(torch.device("cpu"))
-    found = [r.cpu() for r in results(torch.device("cuda"), dtype)]
+    without = results(torch.device("cpu"), s9=0.0)
+    assert (expected[0] - without[0]).abs().max() > 1e-6
+    found = gpu(lambda device: results(device, dtype))
     assert_equal(found, expected, 1e-10 if dtype is torch.float64 else 1e-4, least=0.0)
 
 
@@ -62,28 +61,12 @@ def test_nothing_waits_with_prepared_states():
             d3_dispersion(x.clone().requires_grad_(), numbers, damping_parameters("pbe"), states, **options)
 
 
-@pytest.mark.gpu
-def test_elements_without_parameters_are_nan():
-    states = PARAMETERS.states([1], "cuda")
-    atoms = molecule("H2O")
-    x, numbers = torch.tensor(atoms.positions / BOHR, device="cuda"), torch.tensor(atoms.numbers, device="cuda")
-    pairs = neighbor_list(x, 20.0, return_neighbor_list=True)[0]
-    energies, _ = d3_dispersion(x, numbers, damping_parameters("pbe"), states, neighbor_list=pairs)
-    assert energies.isnan().all()
+def test_elements_without_parameters_are_nan(gpu):
+    def energies(device):
+        states = PARAMETERS.states([1], device)
+        atoms = molecule("H2O")
+        x, numbers = torch.tensor(atoms.positions / BOHR, device=device), torch.tensor(atoms.numbers, device=device)
+        pairs = neighbor_list(x, 20.0, return_neighbor_list=True)[0]
+        return d3_dispersion(x, numbers, damping_parameters("pbe"), states, neighbor_list=pairs)[:1]
 
-
-@pytest.fixture
-def gpu_branch(monkeypatch):
-    """The kernel of triples, its GPU branch built for the CPU with one lane."""
-    use_one_lane(monkeypatch, source)
-    kernel = source.three_body.__wrapped__("float64")
-    monkeypatch.setattr(three_body, "three_body", lambda precision: kernel)
-    return kernel
-
-
-def test_the_gpu_branch_finds_the_same_triples(request):
-    expected = results(torch.device("cpu"), kinds=("bj",))
-    without = results(torch.device("cpu"), kinds=("bj",), s9=0.0)
-    assert (expected[0] - without[0]).abs().max() > 1e-6
-    request.getfixturevalue("gpu_branch")
-    assert_equal(results(torch.device("cpu"), kinds=("bj",)), expected, 1e-11, least=0.0)
+    assert gpu(energies)[0].isnan().all()

@@ -1,7 +1,6 @@
-"""Ewald sums, Fourier sums and splines on a GPU, and what can be told about their GPU code without one."""
+"""Ewald sums, Fourier sums and splines on a GPU, or on a CPU with the layout of one."""
 
 import functools
-import re
 
 import pytest
 import torch
@@ -9,15 +8,14 @@ import warp as wp
 
 from nvalchemiops.kernels import fourier as fourier_kernels
 from nvalchemiops.kernels import mesh as spline_kernels
+from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import spline
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import sorted_atoms
-from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
 from tests.cases import shuffled
-from tests.gpu import assert_bits_repeat, assert_equal, assert_replays, waiting_is_an_error, with_derivatives
-from tests.one_lane import one_lane, use_one_lane
+from tests.gpu import assert_equal, assert_replays, waiting_is_an_error, with_derivatives
 from tests.systems import ALL, batch, crystal, neighbors_of, triclinic
 
 MESH = (10, 9, 12)
@@ -86,20 +84,18 @@ def results(name, device, dtype=torch.float64, channels=False):
     return with_derivatives(found, leaves)
 
 
-@pytest.mark.gpu
 @EACH
-def test_gpu_equals_cpu(name, dtype):
+def test_gpu_equals_cpu(name, dtype, gpu):
     """Forward, backward, and backward of that."""
-    found = [r.cpu() for r in results(name, "cuda", dtype)]
+    found = gpu(lambda device: results(name, device, dtype))
     assert {r.dtype for r in found} == {dtype}
     # second derivatives in single precision lose digits to sums over a mesh
     assert_equal(found, results(name, "cpu"), 1e-11 if dtype is torch.float64 else 2e-3)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["Ewald", "PME"])
-def test_channels_on_a_gpu(name):
-    found = [r.cpu() for r in results(name, "cuda", channels=True)]
+def test_channels_on_a_gpu(name, gpu):
+    found = gpu(lambda device: results(name, device, channels=True))
     assert_equal(found, results(name, "cpu", channels=True), 1e-11)
 
 
@@ -114,10 +110,9 @@ def test_estimates_on_a_gpu_are_accurate(name):
     assert (found - exact).norm() / exact.norm() < 3e-5
 
 
-@pytest.mark.gpu
 @EACH
-def test_bits_repeat_on_a_gpu(name, dtype):
-    assert_bits_repeat(lambda: results(name, "cuda", dtype))
+def test_bits_repeat_on_a_gpu(name, dtype, gpu):
+    gpu.assert_bits_repeat(lambda device: results(name, device, dtype))
 
 
 def step_on_gpu(name):
@@ -170,18 +165,21 @@ def test_a_captured_graph_replays(name):
     assert_replays(step, x)
 
 
-@pytest.mark.gpu
-def test_what_a_gpu_is_not_asked_is_answered_by_nan():
-    """A singular cell, alpha below zero, open axes: not read, so neither an error nor a number."""
-    x, q, cell, near = on("cuda")
-    first = (near["batch_idx"] == 0).cpu()
-    flat = cell.clone()
-    flat[0, 1] = flat[0, 0]
-    energies = electrostatics.particle_mesh_ewald(x, q, flat, 0.7, mesh_dimensions=MESH, **near)
-    assert not energies.cpu()[first].isfinite().any()
-    pbc = torch.tensor([[True, True, False], [True, True, True]], device="cuda")
-    energies = electrostatics.particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, pbc=pbc, **near).cpu()
-    assert energies[first].isnan().all() and energies[~first].isfinite().all()
+def test_what_a_gpu_is_not_asked_is_answered_by_nan(gpu):
+    """A singular cell, open axes: not read, so neither an error nor a number."""
+
+    def energies(device):
+        x, q, cell, near = on(device)
+        flat = cell.clone()
+        flat[0, 1] = flat[0, 0]
+        pbc = torch.tensor([[True, True, False], [True, True, True]], device=device)
+        yield electrostatics.particle_mesh_ewald(x, q, flat, 0.7, mesh_dimensions=MESH, **near)
+        yield electrostatics.particle_mesh_ewald(x, q, cell, 0.7, mesh_dimensions=MESH, pbc=pbc, **near)
+
+    first = TWO.batch_idx == 0
+    singular, open_axes = gpu(energies)
+    assert not singular[first].isfinite().any()
+    assert open_axes[first].isnan().all() and open_axes[~first].isfinite().all()
 
 
 def fourier_problem(derivatives):
@@ -191,19 +189,39 @@ def fourier_problem(derivatives):
     coordinates = 3.0 * torch.randn(n_atoms, 3, generator=generator, dtype=torch.float64)
     points = torch.randint(0, 6, (70, 3), generator=generator).int()
     plan = (*sorted_atoms(TWO.batch_idx, 2, n_atoms, torch.device("cpu")), points, torch.tensor([0, 33, 70]).int())
-    moments = torch.randn(n_atoms, 2, (1, 4, 10)[derivatives], generator=generator, dtype=torch.float64)
+    moments = torch.randn(n_atoms, 2, count(derivatives), generator=generator, dtype=torch.float64)
     field = torch.randn(2, 70, 4, 2, generator=generator, dtype=torch.float64)
     return coordinates, plan, moments, field
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("derivatives", [0, 1, 2])
-def test_fourier_sums_on_a_gpu(derivatives):
+@pytest.mark.parametrize("derivatives", [0, 1, 2, 3])
+def test_fourier_sums_on_a_gpu(derivatives, gpu):
     """The ops by themselves."""
     coordinates, plan, moments, field = fourier_problem(derivatives)
-    for op, values in ((fourier_spread, moments), (fourier_gather, field)):
-        found = op(*(t.cuda() for t in (values, coordinates, *plan)), derivatives)
-        assert_equal([found.cpu()], [op(values, coordinates, *plan, derivatives)], 1e-12)
+
+    def both(device):
+        for op, values in ((fourier_spread, moments), (fourier_gather, field)):
+            yield op(*(t.to(device) for t in (values, coordinates, *plan)), derivatives)
+
+    assert_equal(gpu(both), both("cpu"), 1e-12 if gpu.is_real else 1e-13)
+
+
+@pytest.mark.parametrize(("order", "derivatives"), [(1, 0), (3, 1), (6, 2), (8, 3)])
+def test_splines_on_a_gpu(order, derivatives, dtype, gpu):
+    """The ops by themselves, in orders beyond the usual ones."""
+    generator = torch.Generator().manual_seed(0)
+    n_atoms = len(TWO.charges)
+    coordinates = 20.0 * torch.randn(n_atoms, 3, generator=generator, dtype=torch.float64)
+    moments = torch.randn(n_atoms, 2, count(derivatives), generator=generator, dtype=torch.float64).to(dtype)
+    field = torch.randn(2, 2, *MESH, generator=generator, dtype=torch.float64).to(dtype)
+
+    def both(device):
+        u, batch_idx = coordinates.to(device), TWO.batch_idx.to(device)
+        columns = mesh_columns(u, batch_idx, 2, MESH, order)
+        for op, values in ((mesh_spread, moments), (mesh_gather, field)):
+            yield op(values.to(device), u, batch_idx, 2, *columns, MESH, order, derivatives)
+
+    assert_equal(gpu(both), both("cpu"), 1e-6 if dtype is torch.float32 else 1e-12 if gpu.is_real else 1e-13)
 
 
 # -- without a GPU --------------------------------------------------------------------------------
@@ -227,69 +245,6 @@ KERNELS = {
 def test_kernels_compile_for_a_gpu(name, tmp_path):
     wp.compile_aot_module(KERNELS[name]().module, arch=90, module_dir=tmp_path)
     assert list(tmp_path.glob("*.cubin"))
-
-
-HALF_TURNS = """
-    static const auto half_turns = [](double turns, double *sine, double *cosine) {
-        *sine = wp::sin(3.141592653589793 * turns);
-        *cosine = wp::cos(3.141592653589793 * turns);
-    };
-"""
-
-
-@pytest.fixture
-def gpu_branch(monkeypatch):
-    """Builds a kernel with its GPU branch for the CPU, with warps of one thread."""
-    # where lanes stand for points of a stencil, one lane takes them all
-    stencil = re.compile(r"if \(lane < (\d)\) \{(.*?)const int l = lane;", re.DOTALL)
-
-    def rewritten(text):
-        text = stencil.sub(r"for (int l = 0; l < \1; ++l) {\2", text)
-        return one_lane(text.replace("::sincospi", "half_turns"), functions=HALF_TURNS)
-
-    for source in (fourier_kernels, spline_kernels):
-        use_one_lane(monkeypatch, source, rewritten)
-    return lambda factory, *variant: factory.__wrapped__(*variant)
-
-
-@pytest.mark.parametrize("derivatives", [0, 1, 2])
-def test_the_gpu_branch_of_fourier_sums_computes_the_same(derivatives, request):
-    coordinates, plan, moments, field = fourier_problem(derivatives)
-    expected = [
-        op(v, coordinates, *plan, derivatives) for op, v in ((fourier_spread, moments), (fourier_gather, field))
-    ]
-    gpu_branch = request.getfixturevalue("gpu_branch")  # after all kernels that are kept are built
-    order, atom_begin, points, point_begin = plan
-    spread, gathered = torch.empty_like(field), torch.empty_like(moments)
-    inputs = [moments, coordinates, order, atom_begin, None, None, 0, 0, points, point_begin]
-    launch(gpu_branch(fourier_kernels.fourier_spread, derivatives), len(points), inputs, [spread], lanes=1)
-    inputs = [field, None, coordinates, order, atom_begin, None, None, None, 0, 0, points, point_begin]
-    launch(gpu_branch(fourier_kernels.fourier_gather, derivatives), len(coordinates), inputs, [gathered], lanes=1)
-    assert_equal([spread, gathered], expected, 1e-13)
-
-
-@pytest.mark.parametrize(("order", "derivatives"), [(1, 0), (4, 1), (5, 2), (8, 0)])
-def test_the_gpu_branch_of_splines_computes_the_same(order, derivatives, dtype, request, monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    n_atoms = len(TWO.charges)
-    coordinates = 20.0 * torch.randn(n_atoms, 3, generator=generator, dtype=torch.float64)
-    plan = (TWO.batch_idx, 2, *mesh_columns(coordinates, TWO.batch_idx, 2, MESH, order), MESH, order, derivatives)
-    moments = torch.randn(n_atoms, 2, (1, 4, 10)[derivatives], generator=generator, dtype=torch.float64).to(dtype)
-    field = torch.randn(2, 2, *MESH, generator=generator, dtype=torch.float64).to(dtype)
-
-    def both():
-        return mesh_spread(moments, coordinates, *plan), mesh_gather(field, coordinates, *plan)
-
-    expected = both()
-    gpu_branch = request.getfixturevalue("gpu_branch")
-    built, real = [], [str(dtype).removeprefix("torch.")]
-    for name in ("spline_stencils", "spline_spread", "spline_gather"):
-        kernel = gpu_branch(getattr(spline_kernels, name), order, derivatives, *real * (name != "spline_stencils"))
-        monkeypatch.setattr(spline_kernels, name, lambda *_, kernel=kernel, name=name: built.append(name) or kernel)
-    monkeypatch.setattr("nvalchemiops.torch.operators.mesh._rows", len)
-    found = both()
-    assert set(built) == {"spline_stencils", "spline_spread", "spline_gather"}
-    assert_equal(found, expected, 1e-13 if dtype is torch.float64 else 1e-6)
 
 
 @pytest.mark.parametrize("name", SUMS)

@@ -1,4 +1,4 @@
-"""Pair potentials on a GPU, and what can be told about their GPU code without one."""
+"""Pair potentials on a GPU, or on a CPU with the layout of one."""
 
 import pytest
 import torch
@@ -9,10 +9,8 @@ from nvalchemiops.interactions.pair.derivatives import Request
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.torch.interactions.pair import PairPotential, damped_shifted_force, lennard_jones
-from nvalchemiops.torch.interactions.pair import op as ops
 from nvalchemiops.torch.neighbors import neighbor_list
-from tests.gpu import assert_bits_repeat, assert_equal, assert_replays, waiting_is_an_error, with_derivatives
-from tests.one_lane import one_lane
+from tests.gpu import assert_equal, assert_replays, waiting_is_an_error, with_derivatives
 from tests.systems import batch, crystal, triclinic
 
 TWO = batch(triclinic(6, charged=True), crystal("rocksalt", 5.6, 2, 0.2))
@@ -44,17 +42,15 @@ def results(device, dtype=torch.float64):
     return with_derivatives(found, (x, q, cell))
 
 
-@pytest.mark.gpu
-def test_gpu_equals_cpu(dtype):
+def test_gpu_equals_cpu(dtype, gpu):
     expected = results(torch.device("cpu"))
-    found = [r.cpu() for r in results(torch.device("cuda"), dtype)]
+    found = gpu(lambda device: results(device, dtype))
     # second derivatives in single precision lose digits to the steepness of the potentials
     assert_equal(found, expected, 1e-11 if dtype is torch.float64 else 2e-3)
 
 
-@pytest.mark.gpu
-def test_bits_repeat_on_a_gpu():
-    assert_bits_repeat(lambda: results(torch.device("cuda")), times=5)
+def test_bits_repeat_on_a_gpu(gpu):
+    gpu.assert_bits_repeat(results)
 
 
 @pytest.mark.gpu
@@ -76,49 +72,19 @@ def test_nothing_waits_and_a_graph_replays():
     assert_replays(step, x)
 
 
-@pytest.mark.gpu
-def test_a_wrong_index_on_a_gpu_is_nan_not_a_crash():
-    system = TWO.to(torch.device("cuda"))
-    matrix, _, shifts = neighbor_list(system.positions, 6.0, system.cell, batch_idx=system.batch_idx)
-    matrix[3, 0] = 10**6
-    potential = damped_shifted_force(5.0)
-    near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "batch_idx": system.batch_idx}
-    energies = potential(system.positions, system.cell, q=system.charges, alpha=0.3, **near)
-    assert energies.isnan().nonzero().flatten().tolist() == [3]
+def test_a_wrong_index_on_a_gpu_is_nan_not_a_crash(gpu):
+    def energies(device):
+        system = TWO.to(device)
+        matrix, _, shifts = neighbor_list(system.positions, 6.0, system.cell, batch_idx=system.batch_idx)
+        matrix[3, 0] = 10**6
+        potential = damped_shifted_force(5.0)
+        near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts, "batch_idx": system.batch_idx}
+        return [potential(system.positions, system.cell, q=system.charges, alpha=0.3, **near)]
+
+    assert gpu(energies)[0].isnan().nonzero().flatten().tolist() == [3]
 
 
 # -- without a GPU --------------------------------------------------------------------------------
-
-SCALED_ERFC = """
-    static const auto scaled_erfc = [](double x) { return wp::exp(x * x) * wp::erfc(x); };
-"""
-
-
-@pytest.fixture
-def gpu_branch(monkeypatch):
-    """The kernels' GPU branch, built for the CPU with warps of one thread."""
-    written = source.source
-
-    def rewritten(variant):
-        text = written(variant)
-        assert text.count("#if defined(__CUDA_ARCH__)") == 2
-        return one_lane(text, {"#if defined(__CUDA_ARCH__)": "#if 1", "::erfcx": "scaled_erfc"}, SCALED_ERFC)
-
-    monkeypatch.setattr(source, "WARP", 1)
-    monkeypatch.setattr(source, "source", rewritten)
-    ops._kernel.cache_clear()
-    source.pair_kernel.cache_clear()
-    yield
-    ops._kernel.cache_clear()
-    source.pair_kernel.cache_clear()
-
-
-@pytest.mark.parametrize("precision", [torch.float64, torch.float32], ids=str)
-def test_the_gpu_branch_computes_the_same(precision, request):
-    expected = results(torch.device("cpu"))
-    request.getfixturevalue("gpu_branch")
-    assert_equal(results(torch.device("cpu"), precision), expected, 1e-11 if precision is torch.float64 else 2e-3)
-
 
 VARIANTS = {
     "all directions, float32": source.Variant(Request(DSF, ("rcpgw", "rw"), "wrcpg", True, True), "float32", True, 0),

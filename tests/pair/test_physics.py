@@ -7,6 +7,7 @@ import ase.cluster
 import pytest
 import torch
 
+from nvalchemiops.layout import CPU, layout
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.lj import lj_energy, lj_energy_forces, lj_energy_forces_virial
 from nvalchemiops.torch.interactions.pair import lennard_jones, morse
@@ -78,7 +79,7 @@ def test_energies_forces_gradients_and_virial(case, name, device):
 
 @KINDS
 def test_float32(case, device):
-    """On a CPU only inputs and results are rounded; a GPU evaluates pairs in float32."""
+    """With the layout of a CPU only inputs and results are rounded; a GPU evaluates pairs in float32."""
     system = pair_of_systems().to(torch.float32)
     parameters = case.parameters(system)
     parameters = parameters.updated({k: v.float() for k, v in parameters.values.items()})
@@ -86,7 +87,7 @@ def test_float32(case, device):
     assert all(t.dtype is torch.float32 for t in found)
     exact = parameters.updated({k: v.double() for k, v in parameters.values.items()})
     expected = all_of(case, system.to(torch.float64), exact)
-    close(found, expected, tolerance=2e-7 if device.type == "cpu" else 2e-5)
+    close(found, expected, tolerance=2e-7 if layout(device.type) is CPU else 2e-5)
 
 
 @pytest.mark.parametrize("pbc", [(True, False, True), (False, False, False)])
