@@ -94,6 +94,19 @@ def test_every_launch_goes_through_the_helper():
     assert not offenders
 
 
+def test_operators_ask_for_the_layout_not_for_the_device():
+    """What a GPU is prepared for is chosen by `nvalchemiops.layout`, which tests replace (`tests/lanes`)."""
+    threads_of_transforms = PACKAGE / "torch" / "operators" / "mesh_transform.py"
+    rooms = [PACKAGE / "torch" / name for name in ("operators", "neighbors", "interactions")]
+    offenders = []
+    for path in (path for room in rooms for path in room.rglob("*.py") if path != threads_of_transforms):
+        for node in ast.walk(ast.parse(path.read_text())):
+            compared = isinstance(node, ast.Compare) and re.search(r"device\.type\b(?!\))", ast.unparse(node))
+            if compared or (isinstance(node, ast.Attribute) and node.attr in ("is_cuda", "is_cpu")):
+                offenders.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not offenders
+
+
 WARP_INTERNALS = {
     *("_src", "adj", "module_exec", "hooks", "get_kernel_hooks", "get_module_identifier", "failed_builds"),
     *("fwd_args", "params_addr", "set_param_at_index", "set_param_at_index_from_ctype", "set_dim"),

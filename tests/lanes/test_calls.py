@@ -1,0 +1,40 @@
+"""The calls of `tests.cases` with 32 lanes: results, first and second derivatives are those of a CPU."""
+
+import pytest
+import torch
+
+from tests.cases import EACH, MIXED, ONE, Inputs
+from tests.gpu import assert_equal, with_derivatives
+from tests.lanes.fibers import gpu_layout
+from tests.systems import no_atoms, one_atom
+
+ACCURACY = {torch.float64: 1e-13, torch.float32: 2e-3}
+"""Of second derivatives, in which sums of large numbers cancel."""
+
+
+def results(case, system, dtype=torch.float64):
+    inputs = Inputs(*(t.to(dtype) for t in case.inputs(system))).leaves()
+    near = case.near(system)
+    used = {"slab": inputs[:3], "D3": (inputs.x, inputs.cell)}.get(case.name, inputs)
+    return with_derivatives(case.results(*inputs, near), used)
+
+
+@pytest.mark.parametrize("system", [ONE, MIXED], ids=["one", "batch"])
+@EACH
+def test_results_and_derivatives_are_those_of_a_cpu(case, system, dtype):
+    expected = results(case, system)
+    with gpu_layout() as launched:
+        found = results(case, system, dtype)
+    assert launched and all(r.isfinite().all() for r in expected)
+    assert_equal(found, expected, ACCURACY[dtype], least=1e-3)
+
+
+@pytest.mark.parametrize("make", [no_atoms, one_atom])
+@EACH
+def test_systems_without_pairs(case, make):
+    system = make()
+    inputs, near = case.inputs(system), case.near(system)
+    expected = case.results(*inputs, near)
+    with gpu_layout():
+        found = case.results(*inputs, near)
+    assert_equal([f for f in found if f.numel()], [e for e in expected if e.numel()], 1e-13)
