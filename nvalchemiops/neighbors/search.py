@@ -375,11 +375,6 @@ def search_neighbors() -> Any:
 _COPY = """
     const int n_rows = count.shape[0], first_row = thread * rows_per_thread;
     const int last_row = first_row + rows_per_thread < n_rows ? first_row + rows_per_thread : n_rows;
-#if defined(__CUDA_ARCH__)
-    const int lane = threadIdx.x & 31, lanes = 32;
-#else
-    const int lane = 0, lanes = 1;
-#endif
     const bool in_list = row_begin.shape[0] > 0;
     for (int row = first_row; row < last_row; ++row) {
         const int n = count.data[row], i = atom.shape[0] > 0 ? atom.data[row] : row;
@@ -387,18 +382,18 @@ _COPY = """
         const long long start = in_list ? row_begin.data[row] : static_cast<long long>(row) * width;
         const int room = in_list ? n : width;
         int *to = index.data + start;
-        for (int t = lane; t < n; t += lanes) to[t] = from[t];
-        for (int t = n + lane; t < room; t += lanes) to[t] = fill_value;
+        for (int t = 0; t < n; ++t) to[t] = from[t];
+        for (int t = n; t < room; ++t) to[t] = fill_value;
         if (first.shape[0] > 0) {
             int *to = first.data + start;
-            for (int t = lane; t < n; t += lanes) to[t] = i;
+            for (int t = 0; t < n; ++t) to[t] = i;
         }
         if (shifts.shape[0] > 0) {
             const int *from = reinterpret_cast<const int *>(scratch_shifts.data)
                 + 3 * static_cast<long long>(row) * scratch_width;
             int *to = reinterpret_cast<int *>(shifts.data) + 3 * start;
-            for (int t = lane; t < 3 * n; t += lanes) to[t] = from[t];
-            for (int t = 3 * n + lane; t < 3 * room; t += lanes) to[t] = 0;
+            for (int t = 0; t < 3 * n; ++t) to[t] = from[t];
+            for (int t = 3 * n; t < 3 * room; ++t) to[t] = 0;
         }
     }
 """
@@ -406,9 +401,9 @@ _COPY = """
 
 @kernel_variants(())
 def compact_neighbors() -> Any:
-    """Kernel that moves rows of neighbors from a wide matrix to a list or to a matrix of another width."""
+    """Kernel for a CPU that moves rows of neighbors from a wide matrix to a list or a matrix of another width."""
 
-    @native_kernel("neighbor_compaction", _COPY, lanes=True)
+    @native_kernel("neighbor_compaction", _COPY)
     def kernel(
         thread: wp.int32,
         count: wp.array(dtype=wp.int32),  # (n_rows,)

@@ -17,7 +17,7 @@ import warp as wp
 from warp._src.context import Module
 
 from nvalchemiops import launch as core
-from nvalchemiops._warp_internals import compiled_folder, source_of
+from nvalchemiops._warp_internals import compiled_folder
 from nvalchemiops.layout import GPU, replaced_layout
 from tests.lanes.device_header import ADDRESS, FINDINGS, HEADER, MOST_WARPS, WARP
 
@@ -74,13 +74,6 @@ def state() -> State:
             raise RuntimeError(f"no memory at {ADDRESS:#x}, but at {found:#x}")
         _mapped.append(State.from_address(ADDRESS))
     return _mapped[0]
-
-
-def has_gpu_branch(kernel: wp.Kernel) -> bool:
-    """Whether the text of a kernel differs between CPU and GPU, or lanes share its rows."""
-    texts = [source_of(kernel)[0]]
-    texts += [function.native_snippet or "" for function in kernel.adj.get_references()[2]]
-    return any("__CUDA_ARCH__" in text or "threadIdx" in text for text in texts)
 
 
 def _with_header(original: Any) -> Any:

@@ -1,5 +1,7 @@
 """The fibers themselves: 32 lanes run, a lane that is missing is reported, and nothing changes for other launches."""
 
+import inspect
+
 import pytest
 import torch
 import warp as wp
@@ -8,7 +10,7 @@ from nvalchemiops._warp_internals import compiled_folder
 from nvalchemiops.kernels.native import by_device, native_kernel
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.launch import launch
-from tests.lanes.fibers import ORDERS, LaneError, gpu_layout
+from tests.lanes.fibers import ORDERS, LaneError, Module, gpu_layout
 
 RIGHT, GONE, ELSEWHERE, ONCE_MORE, HALF = range(5)
 """What the lanes of the kernel below do."""
@@ -53,6 +55,15 @@ def run(fault=RIGHT, columns=65, rows=5):
     sums, last = torch.zeros(rows, dtype=torch.float64), torch.zeros(rows, dtype=torch.int32)
     launch(sum_of_rows, rows, [values, fault], [sums, last], lanes=WARP)
     return values.sum(1), sums, last
+
+
+def test_warp_has_what_fibers_need():
+    """Private parts, in `tests.lanes.fibers` alone: a method that makes the options of a module, and one of these."""
+    parameters = inspect.signature(Module.resolve_options).parameters
+    assert list(parameters) == ["self", "config", "block_dim"]
+    options = Module("lanes_of_the_tests_options", None).resolve_options(wp.config, block_dim=64)
+    assert options["block_dim"] == 64 and options["extra_cpu_preamble"] == ""
+    assert wp.config.enable_cpu_blocks is False, "importing the library changes no settings"
 
 
 @pytest.mark.parametrize("order", ORDERS)

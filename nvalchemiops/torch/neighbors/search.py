@@ -178,12 +178,15 @@ class _CellList:
         """Count neighbors, and write them to rows if there are rows."""
         neighbors, shifts, first, *form = to
         kind = "count" if neighbors is None else "fill"
-        self._launch(kernels.search_neighbors(), [*self.binned, *form], [count, neighbors, first, shifts], kind)
+        outputs = [count, neighbors, first, shifts]
+        self._launch(kernels.search_neighbors(), [*self.binned, *form], outputs, SEARCH_LANES, kind)
 
-    def _launch(self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], kind: str | None = None) -> None:
+    def _launch(
+        self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], lanes: int = 0, kind: str | None = None
+    ) -> None:
         rows_per_thread = self.layout.rows_per_thread(kernels.ROWS_PER_THREAD)
         n_threads = -(-self.n_rows // rows_per_thread)
-        launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], lanes=SEARCH_LANES, kind=kind)
+        launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], lanes=lanes, kind=kind)
 
     def count(self) -> torch.Tensor:
         """Neighbors of the atom of each row. Waits for the device and raises for faulty input.
