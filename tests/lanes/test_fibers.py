@@ -1,6 +1,8 @@
 """The fibers themselves: 32 lanes run, a lane that is missing is reported, and nothing changes for other launches."""
 
 import inspect
+import os
+import shutil
 
 import pytest
 import torch
@@ -121,3 +123,5 @@ def test_what_the_header_does_not_know_is_not_built(capfd):
     with gpu_layout(), pytest.raises(Exception, match="build failed"):
         launch(unknown, 3, [], [sums], lanes=WARP)
     assert "use of undeclared identifier '__nanosleep'" in capfd.readouterr().err
+    for left_over in compiled_folder(unknown, 1).parent.glob(f"*lanes_of_the_tests_unknown_*_p{os.getpid()}_*"):
+        shutil.rmtree(left_over)

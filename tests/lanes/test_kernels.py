@@ -28,6 +28,7 @@ from nvalchemiops.torch.operators.lattice import shortest_vectors
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
 from nvalchemiops.torch.operators.segments import system_sums
 from tests.lanes.fibers import ORDERS, gpu_layout
+from tests.pair.test_gpu import VARIANTS
 
 LENGTHS = (0, 1, 31, 32, 33, 64, 65)
 """Of rows, and atoms of systems."""
@@ -59,6 +60,15 @@ IN_SYSTEMS = torch.repeat_interleave(torch.arange(len(LENGTHS), dtype=torch.int3
 
 
 # -- rows of neighbors ----------------------------------------------------------------------------
+
+
+INPUTS = {
+    POSITIONS: "positions",
+    CELL: "cell",
+    PARAMETERS: "parameters",
+    GLOBALS: "global_parameters",
+    WEIGHTS: "weights",
+}
 
 
 class Rows:
@@ -105,7 +115,11 @@ def pair_sums(variant) -> Problem:
     given["parameters"] = 1.0 + 0.4 * random(n, variant.n_parameters, dtype=real).tanh()
     given["global_parameters"] = 0.5 + 0.1 * random(rows.n_systems, n_globals, dtype=real).tanh()
     given["weights"] = random(n, seed=4, dtype=real)
-    for letter, name in zip((POSITIONS, CELL, PARAMETERS, GLOBALS, WEIGHTS), list(given)[:2] + list(given)[3:]):
+    given["species"] = integers(n, low=0, high=max(variant.n_species, 1))
+    excluded = (LENGTHS[::-1] * 7)[:n]  # atoms that are neighbors or not, in some of their images
+    given["excluded_begin"], given["excluded"] = pointers(excluded), integers(sum(excluded), low=0, high=n, seed=6)
+    given["excluded_factors"] = random(sum(excluded), seed=7).abs()
+    for letter, name in INPUTS.items():
         times = sum(letter in direction for direction in request.directions)
         given[f"direction_{name}"] = random(times, *given[name].shape, seed=5, dtype=real)
     written = pair_kernels.outputs_of(variant)
@@ -305,6 +319,7 @@ RUNS: dict[str, Callable[..., Problem]] = {
 }
 """What runs the variants of each kernel."""
 
+FOR_A_CPU = [build for name, build in registered_kernels() if name.partition("(")[0] in CPU_ONLY]
 KERNELS = {name: build for name, build in registered_kernels() if name.partition("(")[0] in RUNS}
 
 
@@ -325,16 +340,26 @@ def assert_same(found, expected, accuracy):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_lanes_compute_what_a_cpu_does(name):
-    build, precision = KERNELS[name], "float32" if "float32" in name else "float64"
+    build = KERNELS[name]
     problem = RUNS[name.partition("(")[0]](*build.args)
+    check(problem, build(), "float32" if "float32" in name else "float64", has_nan=name.startswith("measure_pairs"))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_generated_kernels_compute_what_a_cpu_does(name):
+    """Kernels that are not registered: other formulas, directions, tables and exclusions."""
+    variant = VARIANTS[name]._replace(precision="float64")  # one has a pole, near which float32 has no digits
+    check(pair_sums(variant), pair_kernels.pair_kernel(variant), "float64")
+
+
+def check(problem, kernel, precision, has_nan=False):
     expected = problem()
-    assert all(result.isfinite().all() for result in expected) or name.startswith("measure_pairs")
+    assert has_nan or all(result.isfinite().all() for result in expected)
     bits = None
     for order in ORDERS:
         with gpu_layout(order) as launched:
             found = problem()
-        assert build() in launched
-        assert all(kernel.key not in CPU_ONLY for kernel in launched)
+        assert kernel in launched and not {build() for build in FOR_A_CPU} & launched
         if bits is None:
             assert_same(found, expected, ACCURACY[precision])
             bits = found
