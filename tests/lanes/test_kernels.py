@@ -325,9 +325,10 @@ KERNELS = {name: build for name, build in registered_kernels() if name.partition
 
 def test_each_registered_kernel_is_run():
     """A new kernel needs a line in `RUNS`."""
-    families = {name.partition("(")[0] for name, _ in all_kernels()}
-    assert families == CPU_ONLY | set(RUNS)
-    assert len(KERNELS) == sum(name.partition("(")[0] in RUNS for name, _ in all_kernels())
+    # those of the library: tests register kernels, too
+    names = [name for name, build in all_kernels() if build.func.__module__.startswith("nvalchemiops.")]
+    assert {name.partition("(")[0] for name in names} == CPU_ONLY | set(RUNS)
+    assert set(KERNELS) == {name for name in names if name.partition("(")[0] in RUNS}
 
 
 def assert_same(found, expected, accuracy):
