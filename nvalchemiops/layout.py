@@ -17,7 +17,8 @@ class Layout(NamedTuple):
     warps : bool
         In kernels with lanes, the threads of a warp share a row. Otherwise a thread has a row alone, or several.
     block : int, optional
-        Threads of a block in kernels without lanes. None: a block is one thread.
+        Threads of a block in kernels without lanes. None: a block is one thread. On a GPU two warps: small blocks give
+        more of its processors something to do for a thousand atoms, and as many as it takes fill it for many.
     groups : bool
         In kernels without lanes, a thread goes through a group of rows. Otherwise it has one.
     tabulated : bool
@@ -45,7 +46,7 @@ class Layout(NamedTuple):
 
 
 CPU = Layout(warps=False, block=None, groups=True, tabulated=True, serial=True, reads=True)
-GPU = Layout(warps=True, block=256, groups=False, tabulated=False, serial=False, reads=False)
+GPU = Layout(warps=True, block=64, groups=False, tabulated=False, serial=False, reads=False)
 
 _layouts = {"cpu": CPU, "cuda": GPU}
 

@@ -5,8 +5,10 @@ import collections
 import pytest
 import torch
 
+from nvalchemiops.layout import GPU, replaced_layout
+from nvalchemiops.torch.operators import segments
 from nvalchemiops.torch.runtime import cache, context
-from nvalchemiops.torch.runtime.cache import cached_by_value
+from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value
 from tests.processes import in_threads
 
 
@@ -15,6 +17,7 @@ def nothing_kept(monkeypatch):
     """What the tests keep, and what they find kept, is theirs."""
     monkeypatch.setattr(cache, "_kept", collections.OrderedDict())
     monkeypatch.setattr(cache, "_captured", {})
+    monkeypatch.setattr(cache, "_recognized", {})
 
 
 class Counted:
@@ -224,3 +227,104 @@ def test_what_a_captured_graph_reads_is_kept_for_good(monkeypatch):
     assert ("test: of no values", 0) not in cache._kept
     monkeypatch.setattr(cache, "is_capturing", lambda: True)
     assert of_no_values(0) is before
+
+
+# -- by identity ----------------------------------------------------------------------------------
+
+
+class Recognized(Counted):
+    """The same for a tensor that is recognized by itself."""
+
+    def __call__(self, values, others=()):
+        def compute():
+            self.times += 1
+            return (2.0 * values,)
+
+        return cached_by_identity("test: twice", values, others, compute)[0]
+
+
+@pytest.fixture
+def recognized():
+    return Recognized()
+
+
+CHANGES = {
+    "an operation in place": lambda x: x.add_(1.0),
+    "an item": lambda x: x.__setitem__(1, 7.0),
+    "a view": lambda x: x[:2].fill_(3.0),
+    "a result": lambda x: torch.add(x, 1.0, out=x),
+    "in inference mode": torch.inference_mode()(lambda x: x.mul_(3.0)),
+    "another memory": lambda x: x.set_(numbers(5.0, 6.0, 7.0)),
+    "another memory as data": lambda x: setattr(x, "data", numbers(5.0, 6.0, 7.0)),
+    "a detached tensor": lambda x: x.detach().zero_(),
+    "another shape": lambda x: x.resize_(2),
+    "other strides": lambda x: x.set_(x.untyped_storage(), 0, (3,), (0,)),
+}
+
+
+@pytest.mark.parametrize("way", CHANGES)
+def test_a_tensor_is_recognized_until_it_changes(recognized, way):
+    x = numbers(1.0, 2.0, 3.0)
+    first = recognized(x)
+    assert recognized(x) is first and recognized.times == 1
+    CHANGES[way](x)
+    assert torch.equal(recognized(x), 2.0 * x) and recognized.times == 2
+    assert torch.equal(first, numbers(2.0, 4.0, 6.0))
+
+
+def test_equal_tensors_are_not_the_same_one(recognized):
+    x = numbers(1.0, 2.0)
+    assert recognized(x) is not recognized(x.clone()) and recognized(x, 1) is not recognized(x, 2)
+    assert recognized.times == 4
+
+
+def test_nothing_is_kept_of_a_tensor_that_has_ended(recognized):
+    """Also where the next one gets its number and its memory."""
+    for value in range(100):
+        x = numbers(float(value))
+        assert recognized(x).item() == 2.0 * value and len(cache._recognized) == 1
+        del x
+        assert not cache._recognized
+
+
+def test_no_more_tensors_than_the_limit(recognized, monkeypatch):
+    monkeypatch.setattr(cache, "MOST_ENTRIES", 3)
+    tensors = [numbers(float(n)) for n in range(5)]
+    for x in tensors:
+        recognized(x)
+    assert len(cache._recognized) == 3
+    recognized(tensors[-1])
+    assert recognized.times == 5
+    monkeypatch.setattr(cache, "MOST_BYTES", 7)
+    assert recognized(numbers(1.0)) == 2.0 and len(cache._recognized) == 3
+
+
+@pytest.mark.parametrize("way", ["tracked", "inference", "vmap", "mode"])
+def test_what_may_change_unseen_is_not_recognized(recognized, way):
+    x = numbers(1.0, 2.0).requires_grad_(way == "tracked")
+    with torch.inference_mode(way == "inference"):
+        x = x.clone() if way == "inference" else x
+        for _ in range(2):
+            if way == "vmap":
+                torch.vmap(recognized)(x.unsqueeze(0))
+            elif way == "mode":
+                with torch.utils.flop_counter.FlopCounterMode(display=False):
+                    recognized(x)
+            else:
+                recognized(x)
+    assert recognized.times == 2 and not cache._recognized
+
+
+def test_a_batch_is_sorted_once_where_values_are_not_read(monkeypatch):
+    """As on a GPU; and again when the batch has changed."""
+    sorts = []
+    sort = segments.sort_by_system
+    monkeypatch.setattr(segments, "sort_by_system", lambda *given: sorts.append(given) or sort(*given))
+    batch_idx = torch.tensor([1, 0, 2, 1, 0, 2, 2], dtype=torch.int32)
+    with replaced_layout("cpu", GPU):
+        first = segments.sorted_by_system(batch_idx, 3)
+        assert segments.sorted_by_system(batch_idx, 3) is first and len(sorts) == 1
+        assert first[0].tolist() == [1, 4, 0, 3, 2, 5, 6] and first[1].tolist() == [0, 2, 4, 7]
+        batch_idx[1] = 2
+        order, begin = segments.sorted_by_system(batch_idx, 3)
+    assert order.tolist() == [4, 0, 3, 1, 2, 5, 6] and begin.tolist() == [0, 1, 3, 7] and len(sorts) == 2

@@ -160,7 +160,7 @@ def test_the_layout_of_a_launch_is_decided_in_one_place_and_can_be_replaced():
             assert layout("cpu") is layout("cuda")
             launch(lane_sum, 3, [x], [y], lanes=32)
             run_row_sum(x.float())
-    assert seen == [(None, (3, 1)), (32, (3, 32)), (256, (3,))]
+    assert seen == [(None, (3, 1)), (32, (3, 32)), (64, (3,))]
     assert layout("cpu") is CPU
 
 

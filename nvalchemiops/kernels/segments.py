@@ -1,23 +1,37 @@
-"""Sums over the atoms of each system, in an order that depends on nothing but the system.
+"""Sums over the atoms of each system, in an order that depends on nothing but the system and the kind of device.
 
-The atoms of a system are added in blocks of `BLOCK`, one after the other, then the blocks: the same for any number of
-threads, on any device, and for a system alone or in a batch.
+On a CPU the atoms of a system are added in blocks of `BLOCK`, one after the other, then the blocks. On a GPU a warp
+adds the rows of a block (`rows_of_a_block`), a lane at most `READS` of them; sums of blocks are again rows, until there
+is one block. So a sum is the same to the last bit for any number of threads, and for a system alone or in a batch.
 """
 
 from typing import Any
 
 import warp as wp
 
-from nvalchemiops.kernels.native import SYSTEM_OF, native_kernel
+from nvalchemiops.kernels.native import SYSTEM_OF, by_device, filled, native_kernel
+from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import kernel_variants
 
 BLOCK = 256
-"""Atoms that are added one after the other."""
+"""Atoms that are added one after the other on a CPU."""
 
 COLUMNS = 32
 """Columns that are added at once, at most."""
 
-_SUM = f"""{SYSTEM_OF}
+READS = 32
+"""Rows that a lane of a GPU adds for each of its columns, at most: a power of two."""
+
+
+def rows_of_a_block(n_columns: int) -> int:
+    """Rows that a warp adds. Lanes stand side by side over as many columns as there are, rounded to a power of two."""
+    across = 1
+    while across < min(n_columns, WARP):
+        across *= 2
+    return READS * WARP // across
+
+
+_SUM_CPU = f"""{SYSTEM_OF}
     const int n_columns = values.shape[1];
     // without `begin` there is one system
     int from_row = 0, end_row = values.shape[0], first_block = by_block ? thread : 0;
@@ -48,13 +62,55 @@ _SUM = f"""{SYSTEM_OF}
     }}
 """
 
+_SUM_GPU = """
+    const int lane = threadIdx.x & (@warp@ - 1), n_columns = values.shape[1];
+    int across = 1, bits = @bits@;
+    for (; across < n_columns && across < @warp@; across *= 2) --bits;
+    const int block = 1 << bits;
+    // Where the rows of a system begin. The rows of the next level are blocks, numbered by the place of their first row,
+    // with one number more for each system before, whose last block may not be full. So numbers need no sums over
+    // systems, and some have no block.
+    const auto first_row = [&](int system, int levels) {
+        int place = begin.shape[0] > 0 ? begin.data[system] : 0;
+        for (int k = 0; k < levels; ++k) place = (place >> bits) + system;
+        return place;
+    };
+    int system = thread, first = 0;
+    if (by_block) {
+        int high = begin.shape[0] - 1;
+        for (system = 0; high - system > 1;) {
+            const int middle = (system + high) / 2;
+            if (first_row(middle, level + 1) <= thread) system = middle;
+            else high = middle;
+        }
+        first = (thread - first_row(system, level + 1)) * block;
+    }
+    int n_rows = begin.shape[0] > 0 ? begin.data[system + 1] - begin.data[system] : n_atoms;
+    for (int k = 0; k < level; ++k) n_rows = (n_rows + block - 1) >> bits;
+    if (by_block && (first < 0 || first >= n_rows)) return;
+    const int from = first_row(system, level), end = by_block && first + block < n_rows ? first + block : n_rows;
+    for (int tile = 0; tile < n_columns; tile += across) {
+        const int column = tile + (lane & (across - 1));
+        double sum = 0.0;
+        if (column < n_columns)
+            for (int at = first + lane / across; at < end; at += @warp@ / across) {
+                const int row = order.shape[0] > 0 ? order.data[from + at] : from + at;
+                sum += values.data[static_cast<long long>(row) * n_columns + column];
+            }
+        for (int step = @warp@ / 2; step >= across; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        if (lane < across && column < n_columns) sums.data[static_cast<long long>(thread) * n_columns + column] = sum;
+    }
+"""
+
+_SUM = by_device(_SUM_CPU, filled(_SUM_GPU, warp=WARP, bits=(READS * WARP).bit_length() - 1))
+
 
 @kernel_variants(("float64",), ("float32",))
 def sum_rows(precision: str) -> Any:
     """Kernel that adds the rows of ``values`` that belong to each system, or to each block of one."""
     real = getattr(wp, precision)
 
-    @native_kernel(f"sum_rows_{precision}", _SUM)
+    @native_kernel(f"sum_rows_{precision}", _SUM, lanes=True)
     def kernel(
         thread: wp.int32,
         values: wp.array2d(dtype=real),  # (n_atoms, n_columns)
@@ -62,6 +118,8 @@ def sum_rows(precision: str) -> Any:
         begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), into the order; or none: one system
         block_begin: wp.array(dtype=wp.int32),  # (n_systems + 1,), numbers of the first blocks; or none
         by_block: wp.int32,  # whether a thread has one block rather than one system
+        level: wp.int32,  # on a GPU: how many times rows were added up to blocks, which ``values`` are
+        n_atoms: wp.int32,  # on a GPU, of all systems
         sums: wp.array2d(dtype=wp.float64),  # a row for each thread
     ):
         """Add the rows of a system or a block."""

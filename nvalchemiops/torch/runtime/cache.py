@@ -1,9 +1,11 @@
-"""Results kept by value, for arguments that rarely change between calls, such as cells and atomic numbers.
+"""Results that are kept, for arguments that rarely change between calls, such as cells and atomic numbers.
 
-Keys are values, not tensors: a cell that was changed in any way is another one.
+On a CPU keys are values, not tensors: a cell that was changed in any way is another one. Where reading values would
+wait for a GPU, a tensor is recognized by itself, as long as torch has counted no change of it.
 """
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -11,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvalchemiops.locks import fork_safe
-from nvalchemiops.torch.runtime.context import is_capturing, may_keep
+from nvalchemiops.torch.runtime.context import is_capturing, may_keep, may_recognize
 
 MOST_BYTES = 2**26
 """Memory that is kept, at most; a larger result is not."""
@@ -23,6 +25,9 @@ Result = TypeVar("Result", bound=tuple)
 _kept: "OrderedDict[Hashable, tuple[int, Any]]" = OrderedDict()
 _captured: dict[Hashable, Any] = {}  # memory that captured graphs read, which must not be used for anything else
 _lock = fork_safe(threading.Lock())
+
+_recognized: dict[Hashable, tuple[Any, Hashable, Any]] = {}
+"""For name, tensor, other arguments and stream: weak reference to the tensor, its state, and what followed from it."""
 
 
 def cached_by_value(
@@ -59,6 +64,36 @@ def cached_by_value(
             _kept[key] = n_bytes, result
             while len(_kept) > MOST_ENTRIES or sum(size for size, _ in _kept.values()) > MOST_BYTES:
                 _kept.popitem(last=False)
+    return result
+
+
+def cached_by_identity(name: str, tensor: torch.Tensor, others: Hashable, compute: Callable[[], Result]) -> Result:
+    """``compute()``, a tuple of tensors that follow from ``tensor`` and ``others``, or the same from before.
+
+    Reads no values: the tensor must be the same object at the same version, on the same stream. What has changed its
+    memory unnoticed by torch, as a kernel of another library can, is not noticed here.
+    """
+    if not may_recognize(tensor):
+        return compute()
+    stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+    key = (name, id(tensor), others, stream)
+    state = (tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride())
+    found = _recognized.get(key)
+    if found is not None and found[0]() is tensor and found[1] == state:
+        return found[2]
+    with torch.inference_mode(False), torch.no_grad():
+        result = _independent(compute(), (tensor,))
+    if sum(t.numel() * t.element_size() for t in result if t is not None) <= MOST_BYTES:
+
+        def forget(reference: Any) -> None:
+            # another tensor may have got the same number since
+            if (entry := _recognized.get(key)) is not None and entry[0] is reference:
+                _recognized.pop(key, None)
+
+        # without a lock: each step is one operation of a dictionary, and tensors may end at any place
+        _recognized[key] = weakref.ref(tensor, forget), state, result
+        for oldest in list(_recognized)[:-MOST_ENTRIES]:
+            _recognized.pop(oldest, None)
     return result
 
 

@@ -74,6 +74,18 @@ def may_keep(*tensors: torch.Tensor) -> bool:
     return all(layout(t.device.type).reads and not (tracked and t.requires_grad) for t in tensors)
 
 
+@internals.only_inlined
+def may_recognize(tensor: torch.Tensor) -> bool:
+    """Whether results that follow from this tensor may be kept for later calls with the same tensor, on any device.
+
+    In plain eager mode, if torch counts changes of the tensor and no gradient flows through it; not while a graph is
+    captured, which would have addresses of results that may be forgotten.
+    """
+    if not is_eager(tensor) or tensor.requires_grad or tensor.is_inference():
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 # -- values ---------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import spacing_of
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
@@ -33,7 +34,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import Contribution,
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import Lattice
-from nvalchemiops.torch.operators.segments import row_pointers, spread_systems, totals
+from nvalchemiops.torch.operators.segments import sort_by_system, sorted_by_system, spread_systems, totals
 from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import may_read
 
@@ -205,8 +206,9 @@ def sorted_atoms(
     if batch_idx is None:
         # no constant of the host, for whose copy to a GPU it would wait
         return None, torch.arange(2, dtype=torch.int32, device=device) * n_atoms
-    systems, order = torch.sort(batch_idx, stable=True)
-    return order.to(torch.int32), row_pointers(systems, n_systems)
+    if layout(device.type).reads:
+        return sort_by_system(batch_idx, n_systems)
+    return sorted_by_system(batch_idx, n_systems)
 
 
 def reciprocal_factors(
