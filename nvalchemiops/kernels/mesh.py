@@ -12,7 +12,8 @@ continuous derivatives; the one of order p - 1 is piecewise constant.
 
 When spreading, a thread owns a row of mesh points along z and looks at the atoms whose stencils meet it: those in p x p
 columns of mesh cells, by which atoms are sorted. So nothing is added by two threads, and results are reproducible. On a
-GPU the lanes of a warp share a row. On a CPU weights are computed for `LANES` atoms at a time, and the points of a
+GPU a warp owns as many points of a row as it has lanes; each lane prepares an atom, then all add that atom to their
+points. When gathering, a warp owns an atom, and its lanes share the stencil. On a CPU weights are computed for `LANES` atoms at a time, and the points of a
 stencil along z are one vector.
 """
 
@@ -151,18 +152,16 @@ _STENCILS_GPU = """
     @place@
     @weights@
     const double *const u = coordinates.data + 3LL * order.data[row];
-    const int n[3] = {n_x, n_y, n_z};
-    int first[3];
     double *const to = weights.data + 1LL * row * @size@;
     for (int axis = 0; axis < 3; ++axis) {
         double inside, w[@powers@][@order@];
-        first[axis] = place(u[axis], n[axis], inside);
+        const int first = place(u[axis], axis == 0 ? n_x : axis == 1 ? n_y : n_z, inside);
         weigh(inside, w);
         for (int d = 0; d < @powers@; ++d)
             for (int j = 0; j < @width@; ++j) to[(axis * @powers@ + d) * @width@ + j] = j < @order@ ? w[d][j] : 0.0;
+        if (axis == 1) first_y.data[row] = first;
+        if (axis == 2) first_z.data[row] = first;
     }
-    first_y.data[row] = first[1];
-    first_z.data[row] = first[2];
 """
 
 
@@ -206,15 +205,13 @@ def spline_stencils(order: int, derivatives: int) -> Any:
     return kernel
 
 
-_SPREAD = """
+_SPREAD_CPU = """
     const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
     const int system = row / (n_x * n_y), x = row / n_y % n_x, y = row % n_y;
     const long long of_channel = 1LL * n_x * n_y * n_z;
     @real@ *const line = field.data + system * n_channels * of_channel + (1LL * x * n_y + y) * n_z;
-    @begin@
     for (int channel = 0; channel < n_channels; ++channel)
-        for (int z = lane; z < n_z; z += @lanes@) line[channel * of_channel + z] = 0;
-    @meet@
+        for (int z = 0; z < n_z; ++z) line[channel * of_channel + z] = 0;
     // columns along y stand together, but for those beyond the boundary
     const int low = y - @order@ + 1;
     const int ends[2][2] = {{low < 0 ? 0 : low, y}, {low + n_y, n_y - 1}};
@@ -231,8 +228,60 @@ _SPREAD = """
                     @real@ *const to = line + channel * of_channel;
                     @add@
                 }
-                @meet@
             }
+    }
+"""
+
+_SPREAD_GPU = """
+    const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
+    const int lane = threadIdx.x & (@warp@ - 1), n_parts = (n_z + @warp@ - 1) / @warp@;
+    const int line = row / n_parts, z = row % n_parts * @warp@ + lane;
+    const int system = line / (n_x * n_y), x = line / n_y % n_x, y = line % n_y;
+    // The atoms that meet the row, one after the other: columns along y stand together, but for those beyond the
+    // boundary. Loops are unrolled, so that no array is in memory.
+    const int low = y - @order@ + 1;
+    int from[@ranges@], before[@ranges@], n_atoms = 0;
+    #pragma unroll
+    for (int i = 0; i < @order@; ++i) {
+        const int from_x = x - i < 0 ? x - i + n_x : x - i;
+        const int *const begin = column_begin.data + (system * n_x + from_x) * n_y;
+        from[2 * i] = begin[low < 0 ? 0 : low];
+        before[2 * i] = n_atoms;
+        n_atoms += begin[y + 1] - from[2 * i];
+        from[2 * i + 1] = low < 0 ? begin[low + n_y] : 0;
+        before[2 * i + 1] = n_atoms;
+        n_atoms += low < 0 ? begin[n_y] - from[2 * i + 1] : 0;
+    }
+    for (int channel = 0; channel < n_channels; ++channel) {
+        double sum = 0.0;
+        for (int start = 0; start < n_atoms; start += @warp@) {
+            const int here = n_atoms - start < @warp@ ? n_atoms - start : @warp@;
+            int k = 0, first = 0;
+            double @no_amplitudes@;
+            if (lane < here) {
+                int i = 0;
+                #pragma unroll
+                for (int part = 0; part < @ranges@; ++part)
+                    if (start + lane >= before[part]) {
+                        k = from[part] + start + lane - before[part];
+                        i = part / 2;
+                    }
+                first = first_z.data[k];
+                const int ahead = y - first_y.data[k], j = ahead < 0 ? ahead + n_y : ahead;
+                const double *const w = weights.data + 1LL * k * @size@;
+                const @real@ *const m = moments.data + (1LL * k * n_channels + channel) * @count@;
+                @amplitudes@
+            }
+            #pragma unroll 4
+            for (int other = 0; other < here; ++other) {
+                const double *const w =
+                    weights.data + 1LL * __shfl_sync(0xffffffffu, k, other) * @size@ + 2 * @powers@ * @width@;
+                const int ahead = z - __shfl_sync(0xffffffffu, first, other), l = ahead < 0 ? ahead + n_z : ahead;
+                @shared@
+                if (l < @order@) sum += @product@;
+            }
+        }
+        if (z < n_z) field.data[((1LL * system * n_channels + channel) * n_x * n_y + line % (n_x * n_y)) * n_z + z] = sum;
     }
 """
 
@@ -250,14 +299,6 @@ _ADD_CPU = """
     }
 """
 
-_ADD_GPU = """
-    if (lane < @order@) {
-        const auto z = [=](int d) { return w + (2 * @powers@ + d) * @width@; };
-        const int l = lane;
-        to[first + l < n_z ? first + l : first + l - n_z] += @product@;
-    }
-"""
-
 
 def _spread_body(order: int, derivatives: int, precision: str) -> str:
     powers = derivatives + 1
@@ -268,27 +309,35 @@ def _spread_body(order: int, derivatives: int, precision: str) -> str:
             for n, (a, b, c) in enumerate(moments.components(derivatives))
             if c == power
         ]
-        amplitudes.append(f"const double a{power} = {' + '.join(terms)};")
-    values = _values(order, derivatives) | {
-        "real": "float" if precision == "float32" else "double",
-        "amplitudes": "\n".join(amplitudes),
+        amplitudes.append(f"a{power} = {' + '.join(terms)};")
+    values = _values(order, derivatives) | {"real": "float" if precision == "float32" else "double"}
+    on_cpu = {
+        "amplitudes": "\n".join(f"const double {line}" for line in amplitudes),
         "products": " + ".join(f"a{power} * z({power})" for power in range(powers)),
         "product": " + ".join(f"a{power} * z({power})[l]" for power in range(powers)),
     }
-    alone = {"begin": "const int lane = 0;", "lanes": 1, "meet": "", "add": filled(_ADD_CPU, **values)}
-    # what a lane has added the others must see
-    many = {
-        "begin": f"const int lane = threadIdx.x & {WARP - 1};",
-        "lanes": WARP,
-        "meet": "__syncwarp();",
-        "add": filled(_ADD_GPU, **values),
+    on_gpu = {
+        "warp": WARP,
+        "ranges": 2 * order,
+        "no_amplitudes": ", ".join(f"a{power} = 0.0" for power in range(powers)),
+        "amplitudes": "\n".join(amplitudes),
+        "shared": "\n".join(
+            f"const double b{power} = __shfl_sync(0xffffffffu, a{power}, other);" for power in range(powers)
+        ),
+        "product": " + ".join(f"b{power} * w[{power * WIDTH} + l]" for power in range(powers)),
     }
-    return by_device(filled(_SPREAD, **values | alone), filled(_SPREAD, **values | many))
+    add = filled(_ADD_CPU, **values, **on_cpu)
+    return by_device(filled(_SPREAD_CPU, **values, **on_cpu, add=add), filled(_SPREAD_GPU, **values, **on_gpu))
+
+
+def rows_of_mesh(n_systems: int, n_x: int, n_y: int, n_z: int, warps: bool) -> int:
+    """Rows of `spline_spread`: along z, on a GPU cut into as many points as a warp has lanes."""
+    return n_systems * n_x * n_y * (-(-n_z // WARP) if warps else 1)
 
 
 @kernel_variants(*((p, n, r) for p, r in _COMMON for n in (0, 1)))
 def spline_spread(order: int, derivatives: int, precision: str) -> Any:
-    """Kernel that fills a row of the mesh."""
+    """Kernel that fills a row of the mesh, or a part of one (`rows_of_mesh`)."""
     real = getattr(wp, precision)
 
     @native_kernel(
@@ -335,15 +384,66 @@ _GATHER_GPU = """
     @place@
     @weights@
     const int n_x = field.shape[1], n_y = field.shape[2], n_z = field.shape[3], n_channels = moments.shape[1];
-    const int k = row, n[3] = {n_x, n_y, n_z};
-    int begin[3];
-    double w[3][@powers@][@order@];
-    for (int axis = 0; axis < 3; ++axis) {
-        double inside;
-        begin[axis] = place(coordinates.data[3LL * order.data[k] + axis], n[axis], inside);
-        weigh(inside, w[axis]);
+    const int lane = threadIdx.x & (@warp@ - 1);
+    const auto add_up = [](double sum) {
+        for (int step = @warp@ / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        return sum;
+    };
+    const int atom = order.data[row], system = batch_idx.shape[0] > 0 ? batch_idx.data[atom] : 0;
+    const double *const u = coordinates.data + 3LL * atom;
+    const bool exists = system >= 0 && (system + 1) * n_channels <= field.shape[0];
+    const double zero = 0.0, lost = exists ? 0.0 : zero / zero;
+    // A lane has some lines of the stencil along x. Loops are unrolled, so that no array is in memory.
+    const int line = lane % (@warp@ / @parts@), part = lane / (@warp@ / @parts@);
+    double inside, w[@powers@][@order@], w_y[@lines@][@powers@], w_z[@lines@][@powers@];
+    int offset[@lines@];
+    #pragma unroll
+    for (int axis = 1; axis < 3; ++axis) {
+        const int n = axis == 1 ? n_y : n_z, first = place(u[axis], n, inside);
+        weigh(inside, w);
+        #pragma unroll
+        for (int r = 0; r < @lines@; ++r) {
+            const int point = line + r * (@warp@ / @parts@), at = axis == 1 ? point / @order@ : point % @order@;
+            const int y_or_z = first + at < n ? first + at : first + at - n;
+            offset[r] = axis == 1 ? y_or_z * n_z : offset[r] + y_or_z;
+            #pragma unroll
+            for (int d = 0; d < @powers@; ++d) {
+                double own = 0.0;
+                #pragma unroll
+                for (int i = 0; i < @order@; ++i) own += i == at ? w[d][i] : 0.0;
+                (axis == 1 ? w_y : w_z)[r][d] = own;
+            }
+        }
     }
-    @atom@
+    const int begin_x = place(u[0], n_x, inside);
+    weigh(inside, w);
+    @take_part@
+    for (int channel = 0; channel < n_channels; ++channel) {
+        const @real@ *const mesh =
+            field.data + ((exists ? system : 0) * n_channels + channel) * (1LL * n_x * n_y * n_z);
+        @real@ *const result = moments.data + (1LL * atom * n_channels + channel) * @count@;
+        double sum[@count@] = {};
+        for (int r = 0; r < @lines@; ++r) {
+            if (line + r * (@warp@ / @parts@) >= @order@ * @order@) continue;
+            double along_x[@powers@] = {};
+            for (int i = 0; i < @each@; ++i) {
+                const int x = begin_x + part * @each@ + i;
+                const double value = mesh[1LL * (x < n_x ? x : x - n_x) * n_y * n_z + offset[r]];
+                for (int d = 0; d < @powers@; ++d) along_x[d] += w[d][i] * value;
+            }
+            @add@
+        }
+        for (int c = 0; c < @count@; ++c) sum[c] = add_up(sum[c]);
+        for (int c = 0; c < @count@; ++c)
+            if (lane == 0) result[c] = sum[c] + lost;
+    }
+"""
+
+_TAKE_PART = """
+    #pragma unroll
+    for (int d = 0; d < @powers@; ++d)
+        #pragma unroll
+        for (int i = 0; i < @each@; ++i) w[d][i] = part == 0 ? w[d][i] : w[d][i + @each@];
 """
 
 _GATHER_ATOM = """
@@ -378,15 +478,10 @@ _VALUES_CPU = """
     @mask@
 """
 
-_VALUES_GPU = """
-    double values[@order@];
-    for (int l = 0; l < @order@; ++l) values[l] = line[begin[2] + l < n_z ? begin[2] + l : begin[2] + l - n_z];
-"""
-
 
 def _gather_body(order: int, derivatives: int, precision: str) -> str:
     pairs = [(a, b) for a in range(derivatives + 1) for b in range(derivatives + 1 - a)]
-    parts = list(enumerate(moments.components(derivatives)))
+    parts_of = list(enumerate(moments.components(derivatives)))
     values = _values(order, derivatives) | {"real": "float" if precision == "float32" else "double"}
     mask = "" if order == WIDTH else "values = inside_stencil ? values : doubles(0.0);"
     on_cpu = {
@@ -397,32 +492,33 @@ def _gather_body(order: int, derivatives: int, precision: str) -> str:
         "results": "\n".join(
             f"{{ double sum = lost; for (int l = 0; l < {order}; ++l) sum += sum_{a}{b}[l] * w[2][{c}][l]; "
             f"result[{n}] = sum; }}"
-            for n, (a, b, c) in parts
+            for n, (a, b, c) in parts_of
         ),
     }
-    lines = "\n".join(
-        f"double line_{c} = 0.0; for (int l = 0; l < {order}; ++l) line_{c} += values[l] * w[2][{c}][l];"
-        for c in range(derivatives + 1)
-    )
+    # lanes stand for lines along x; where there are half as many of them, two share one
+    parts = 2 if 2 * order**2 <= WARP and order % 2 == 0 else 1
+    each = order // parts
     on_gpu = {
         "number": _NUMBER_GPU,
-        "values": filled(_VALUES_GPU, **values),
-        "sums": f"double sum[{len(parts)}] = {{}};",
-        "add": lines + "\n".join(f"sum[{n}] += w[0][{a}][i] * w[1][{b}][j] * line_{c};" for n, (a, b, c) in parts),
-        "results": f"for (int c = 0; c < {len(parts)}; ++c) result[c] = sum[c] + lost;",
+        "warp": WARP,
+        "parts": parts,
+        "each": each,
+        "lines": -(-(order**2) * parts // WARP),
+        "take_part": "" if parts == 1 else filled(_TAKE_PART, **values, each=each),
+        "add": "\n".join(f"sum[{n}] += along_x[{a}] * w_y[r][{b}] * w_z[r][{c}];" for n, (a, b, c) in parts_of),
     }
-    texts = []
-    for text, pieces in ((_GATHER_CPU, values | on_cpu), (_GATHER_GPU, values | on_gpu)):
-        texts.append(filled(text, **pieces, atom=filled(_GATHER_ATOM, **pieces)))
-    return by_device(*texts)
+    cpu = filled(_GATHER_CPU, **values, **on_cpu, atom=filled(_GATHER_ATOM, **values, **on_cpu))
+    return by_device(cpu, filled(_GATHER_GPU, **values, **on_gpu))
 
 
 @kernel_variants(*((p, n, r) for p, r in _COMMON for n in (0, 1, 2)))
 def spline_gather(order: int, derivatives: int, precision: str) -> Any:
-    """Kernel that sums the values of the mesh around atoms: `LANES` of them for a CPU thread, one for one of a GPU."""
+    """Kernel that sums the values of the mesh around atoms: `LANES` of them for a CPU thread, one for a GPU's warp."""
     real = getattr(wp, precision)
 
-    @native_kernel(f"spline_gather_{order}_{derivatives}_{precision}", _gather_body(order, derivatives, precision))
+    @native_kernel(
+        f"spline_gather_{order}_{derivatives}_{precision}", _gather_body(order, derivatives, precision), lanes=True
+    )
     def kernel(
         row: wp.int32,
         field: wp.array4d(dtype=real),  # (n_systems * n_channels, n_x, n_y, n_z)

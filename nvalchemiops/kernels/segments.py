@@ -67,8 +67,8 @@ _SUM_GPU = """
     int across = 1, bits = @bits@;
     for (; across < n_columns && across < @warp@; across *= 2) --bits;
     const int block = 1 << bits;
-    // Where the rows of a system begin. The rows of the next level are blocks, numbered by the place of their first row,
-    // with one number more for each system before, whose last block may not be full. So numbers need no sums over
+    // Where the rows of a system begin. The rows of the next level are blocks, numbered by the place of their first
+    // row, with one number more for each system before, whose last block may not be full. So numbers need no sums over
     // systems, and some have no block.
     const auto first_row = [&](int system, int levels) {
         int place = begin.shape[0] > 0 ? begin.data[system] : 0;

@@ -22,9 +22,10 @@ from nvalchemiops.kernels.simd import LANES, WARP
 from nvalchemiops.launch import kernel_variants
 
 MOST_REFERENCES = 32
-"""Reference molecules of an element that there is room for; D3 has up to five, or seven."""
+"""Reference molecules of an element that there is room for, one for each lane of a warp; D3 has five, or seven."""
 
-_SOURCE = """
+_CPU = """
+    typedef double lanes __attribute__((ext_vector_type(@lanes@)));
     const int n_references = places.shape[1], n_coefficients = vectors.shape[1], absent = vectors.shape[0] - 1;
     const long long first = static_cast<long long>(row.data[i]) * n_references;
     const double *reference = references.data + first, cn = coordination.data[i];
@@ -71,12 +72,6 @@ _SOURCE = """
     }
     double *const own = values.data + static_cast<long long>(i) * n_coefficients;
     double *const own_derivatives = derivatives.data + static_cast<long long>(i) * n_coefficients;
-    @sums@
-"""
-
-_SUMS = by_device(
-    """
-    typedef double lanes __attribute__((ext_vector_type(@lanes@)));
     const auto add = [&](auto start, int q) {
         typedef decltype(start) number;
         struct __attribute__((packed)) Anywhere { number n; };
@@ -95,27 +90,65 @@ _SUMS = by_device(
             add(lanes(nothing), q < n_coefficients - @lanes@ ? q : n_coefficients - @lanes@);
     else
         for (int q = 0; q < n_coefficients; ++q) add(nothing, q);
-    """,
-    """
-    for (int q = threadIdx.x % @warp@; q < n_coefficients; q += @warp@) {
-        double sum = nothing, derivative = nothing;
-        for (int s = 0; s < n_states; ++s) {
-            const double v = vector[s][q];
-            sum += value[s] * v;
-            derivative += change[s] * v;
-        }
-        own[q] = sum;
-        own_derivatives[q] = derivative;
+"""
+
+_GPU = """
+    const int n_references = places.shape[1], n_coefficients = vectors.shape[1], absent = vectors.shape[0] - 1;
+    const int lane = threadIdx.x & (@warp@ - 1);
+    const auto add_up = [](double sum) {
+        for (int step = @warp@ / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        return sum;
+    };
+    // each lane has one of the reference states, or none
+    const long long at = static_cast<long long>(row.data[i]) * n_references + lane;
+    const double cn = coordination.data[i], reference = lane < n_references ? references.data[at] : 0.0;
+    const int place = lane < n_references ? places.data[at] : absent;
+    const double nothing = 0.0 * cn + add_up(0.0 * reference);  // NaN for elements that are not known
+    const double x = cn - reference, exponent = k3 * x * x, slope = 2.0 * k3 * x;
+    double highest = place == absent ? -INFINITY : exponent;
+    for (int step = @warp@ / 2; step > 0; step /= 2) {
+        const double other = __shfl_xor_sync(0xffffffffu, highest, step);
+        highest = other > highest ? other : highest;
     }
-    """,
-)
+    const double weight = place == absent ? 0.0 : exp(exponent - highest);
+    double z[@order@ + 1], h[@order@ + 1], w[@order@ + 1];
+    h[0] = 1.0;
+    for (int n = 0; n < @order@; ++n) h[n + 1] = slope * h[n] + (n > 0 ? 2.0 * k3 * n * h[n - 1] : 0.0);
+    for (int n = 0; n <= @order@; ++n) z[n] = add_up(weight * h[n]);
+    for (int n = 1; n <= @order@; ++n) z[n] /= z[0];
+    w[0] = weight / z[0];
+    for (int n = 1; n <= @order@; ++n) {
+        double binomial = 1.0;
+        w[n] = w[0] * h[n];
+        for (int k = 1; k <= n; ++k) {
+            binomial = binomial * (n - k + 1) / k;
+            w[n] -= binomial * z[k] * w[n - k];
+        }
+    }
+    for (int first = 0; first < n_coefficients; first += @warp@) {
+        const int q = first + lane;
+        double sum = nothing, derivative = nothing;
+        for (int state = 0; state < n_references; ++state) {
+            const int its_place = __shfl_sync(0xffffffffu, place, state);
+            const double value = __shfl_sync(0xffffffffu, w[@order@ - 1], state);
+            const double change = __shfl_sync(0xffffffffu, w[@order@], state);
+            if (its_place == absent || q >= n_coefficients) continue;
+            const double v = vectors.data[static_cast<long long>(its_place) * n_coefficients + q];
+            sum += value * v;
+            derivative += change * v;
+        }
+        if (q >= n_coefficients) continue;
+        values.data[static_cast<long long>(i) * n_coefficients + q] = sum;
+        derivatives.data[static_cast<long long>(i) * n_coefficients + q] = derivative;
+    }
+"""
 
 
 @kernel_variants((0,), (1,))
 def coefficients(derivative: int) -> Any:
     """Kernel of the derivatives of this order and of the next one."""
-    sums = filled(_SUMS, lanes=LANES, warp=WARP)
-    body = filled(_SOURCE, sums=sums, order=derivative + 1, room=MOST_REFERENCES)
+    numbers = {"order": derivative + 1, "room": MOST_REFERENCES, "lanes": LANES, "warp": WARP}
+    body = by_device(filled(_CPU, **numbers), filled(_GPU, **numbers))
 
     @native_kernel(f"d3_coefficients_{derivative}", body, lanes=True)
     def kernel(

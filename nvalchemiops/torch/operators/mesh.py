@@ -145,7 +145,8 @@ def mesh_spread(
     weights = new_empty((n_atoms, 3, derivatives + 1, kernels.WIDTH), torch.float64, moments.device)
     stencils = kernels.spline_stencils(spline_order, derivatives)
     launch(stencils, _rows(moments), [coordinates, order, n_x, n_y, n_z], [first_y, first_z, weights])
-    kernel, rows = kernels.spline_spread(spline_order, derivatives, precision_of(moments)), n_systems * n_x * n_y
+    kernel = kernels.spline_spread(spline_order, derivatives, precision_of(moments))
+    rows = kernels.rows_of_mesh(n_systems, *mesh_dimensions, warps=layout(moments.device.type).warps)
     inputs = [moments.index_select(0, order), column_begin, first_y, first_z, weights]
     kind = (16 * n_atoms * n_channels // rows).bit_length()
     launch(kernel, rows, inputs, [field.view(-1, n_x, n_y, n_z)], lanes=WARP, kind=kind)
@@ -193,7 +194,7 @@ def mesh_gather(
         return moments
     kernel = kernels.spline_gather(spline_order, derivatives, precision_of(field))
     inputs = [field.flatten(0, 1), coordinates, batch_idx, order]
-    launch(kernel, _rows(moments), inputs, [moments], kind=n_channels)
+    launch(kernel, _rows(moments), inputs, [moments], lanes=WARP, kind=n_channels)
     return moments
 
 
