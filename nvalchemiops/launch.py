@@ -23,9 +23,11 @@ from nvalchemiops.loading import (
     is_gather_only,
     kernel_module,
     kernel_variants,
+    lanes_of,
     load,
     loading,
     registered_kernels,
+    with_lanes,
 )
 from nvalchemiops.recording import NotDifferentiableError, active_tape, record, refuse_tracked
 from nvalchemiops.threads import Task, enter_as_worker, is_crowded, set_openmp, set_thread_count, thread_count
@@ -166,6 +168,8 @@ def launch_adjoint(
         One entry for each kernel parameter, outputs included; None for an adjoint that is not needed.
     """
     ensure_warp()
+    if not isinstance(device, wp.Device):
+        device = wp.get_device(device)
     wp.launch(
         kernel,
         dim,
@@ -175,6 +179,7 @@ def launch_adjoint(
         stream=stream,
         adjoint=True,
         record_tape=False,
+        block_dim=layout("cpu" if device.is_cpu else "cuda").block_of(0),  # as the launch before, of the same module
     )
 
 
@@ -221,6 +226,7 @@ __all__ = [
     "is_gather_only",
     "kernel_module",
     "kernel_variants",
+    "lanes_of",
     "launch",
     "launch_adjoint",
     "load",
@@ -230,4 +236,5 @@ __all__ = [
     "set_openmp",
     "set_thread_count",
     "thread_count",
+    "with_lanes",
 ]

@@ -20,6 +20,7 @@ from nvalchemiops._warp_internals import (
     parameters,
     unload_module,
 )
+from nvalchemiops.layout import layout
 from nvalchemiops.locks import fork_safe
 
 OFFSET = "offset"
@@ -99,6 +100,20 @@ def gather_only(kernel: wp.Kernel) -> wp.Kernel:
     return kernel
 
 
+_LANES = "_nvalchemiops_lanes"
+
+
+def with_lanes(kernel: wp.Kernel, lanes: int) -> wp.Kernel:
+    """Declare that ``kernel`` is launched with so many lanes, for those who load it without a launch."""
+    setattr(kernel, _LANES, lanes)
+    return kernel
+
+
+def lanes_of(kernel: wp.Kernel) -> int:
+    """The lanes that `with_lanes` declared for ``kernel``, 0 for none."""
+    return getattr(kernel, _LANES, 0)
+
+
 # Warp loads modules without a lock, and threads that build or load the same one at once can crash the process. So every
 # launch that may be the first one holds this lock; workers of a split launch find the module loaded.
 _lock = fork_safe(threading.RLock())
@@ -120,13 +135,15 @@ def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None
         Not a generic one, which has nothing to load before its first launch.
     device : wp.Device
     block : int, optional
-        Threads of a block, as for a launch.
+        Threads of a block; by default as many as launches of this kernel have. Another number is another module.
 
     Raises
     ------
     RuntimeError
         The damaged files cannot be removed; the message names their folder.
     """
+    if block is None:
+        block = layout("cpu" if device.is_cpu else "cuda").block_of(lanes_of(kernel))
     block_dim = block or 256  # as a launch resolves it
     if device.is_cpu and not (block and wp.config.enable_cpu_blocks):
         block_dim = 1

@@ -1,6 +1,7 @@
 """The ``nvalchemiops`` command: says what is asked, and nothing else."""
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -222,6 +223,38 @@ def test_warmup_builds_every_kernel_of_the_library(device, tmp_path):
     again = command("warmup", "--device", device, WARP_CACHE_PATH=str(tmp_path))
     assert again.returncode == 0
     assert len(list(tmp_path.rglob("wp_*"))) == compiled, "a warm cache is complete"
+    if device == "cpu":
+        calls = FIRST_CALL + FIRST_ORDER
+        output_of(run_python(calls, tmp_path / "a file", WARP_CACHE_PATH=tmp_path, preexec_fn=write_nothing))
+
+
+FIRST_CALL = """
+import sys
+import torch
+from nvalchemiops.torch.neighbors import neighbor_list
+
+x = torch.tensor([[0.0, 0.0, 0.0], [1.7, 1.2, 1.4]], dtype=torch.float64)
+pairs, pointers, shifts = neighbor_list(x, 2.9, 3.0 * torch.eye(3, dtype=torch.float64), return_neighbor_list=True)
+assert pairs.shape[1] == pointers[-1] > 0
+try:
+    print("can be written", file=open(sys.argv[1], "w"), flush=True)
+except OSError:
+    pass
+else:
+    raise AssertionError("this process may write files")
+"""
+
+
+def write_nothing():
+    """As if every file could only be read, for all users."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+
+def test_after_warmup_a_first_call_writes_and_compiles_nothing(tmp_path):
+    names = ("search_neighbors", "compact_neighbors", "prepare_search", "shortest_vectors")
+    finished = command("warmup", "--device", "cpu", *names, WARP_CACHE_PATH=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    output_of(run_python(FIRST_CALL, tmp_path / "a file", WARP_CACHE_PATH=tmp_path, preexec_fn=write_nothing))
 
 
 # -- energy ---------------------------------------------------------------------------------------

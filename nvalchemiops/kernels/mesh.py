@@ -12,9 +12,9 @@ continuous derivatives; the one of order p - 1 is piecewise constant.
 
 When spreading, a thread owns a row of mesh points along z and looks at the atoms whose stencils meet it: those in p x p
 columns of mesh cells, by which atoms are sorted. So nothing is added by two threads, and results are reproducible. On a
-GPU a warp owns as many points of a row as it has lanes; each lane prepares an atom, then all add that atom to their
-points. When gathering, a warp owns an atom, and its lanes share the stencil. On a CPU weights are computed for `LANES` atoms at a time, and the points of a
-stencil along z are one vector.
+CPU weights are computed for `LANES` atoms at a time, and the points of a stencil along z are a vector. On a GPU a warp
+owns as many points of a row as it has lanes; each lane prepares an atom, then all add it to their points. When
+gathering, a warp owns an atom, and its lanes share the stencil.
 """
 
 from typing import Any
@@ -281,7 +281,8 @@ _SPREAD_GPU = """
                 if (l < @order@) sum += @product@;
             }
         }
-        if (z < n_z) field.data[((1LL * system * n_channels + channel) * n_x * n_y + line % (n_x * n_y)) * n_z + z] = sum;
+        @real@ *const to = field.data + ((1LL * system * n_channels + channel) * n_x * n_y + line % (n_x * n_y)) * n_z;
+        if (z < n_z) to[z] = sum;
     }
 """
 

@@ -9,7 +9,8 @@ from typing import Any
 import warp as wp
 
 from nvalchemiops._warp_internals import source_of
-from nvalchemiops.launch import OFFSET, gather_only, kernel_module
+from nvalchemiops.kernels.simd import WARP
+from nvalchemiops.launch import OFFSET, gather_only, kernel_module, with_lanes
 
 SYSTEM_OF = """
     // the last system that begins at this place or before
@@ -45,7 +46,7 @@ def native_kernel(name: str, body: str, lanes: bool = False) -> Callable[[Callab
     body : str
         C++ text for one thread. It reads and writes the parameters of the function by name.
     lanes : bool, optional
-        Whether the kernel is launched with lanes.
+        Whether the kernel is launched with lanes: those of a warp.
 
     Returns
     -------
@@ -91,7 +92,7 @@ def row_kernel(name: str, function: Any, module: Any, lanes: bool = False) -> wp
     )
     kernel = _defined(name, text, function=function)
     kernel.__annotations__ = {OFFSET: wp.int32, **{n: types[n] for n in names}}
-    return gather_only(wp.kernel(module=module, enable_backward=False)(kernel))
+    return with_lanes(gather_only(wp.kernel(module=module, enable_backward=False)(kernel)), WARP if lanes else 0)
 
 
 def _defined(name: str, text: str, **scope: Any) -> Any:

@@ -45,6 +45,21 @@ def test_numbers_beyond_32_bits_are_no_atoms(number):
         COULOMB(X, neighbor_list=PAIRS, q=Q, batch_idx=batch_idx, num_systems=1)
 
 
+@pytest.mark.parametrize("unsorted_first", [True, False])
+@pytest.mark.parametrize("n_threads", [1, 2])
+def test_of_two_mistakes_the_same_is_reported(unsorted_first, n_threads, threads, always_split):
+    """Whichever row has it, and whichever thread is first."""
+    threads(n_threads)
+    pairs, ptr = PAIRS.clone(), torch.tensor([0, 2, 4, 6])
+    for _ in range(3):  # the first launch is not split
+        pairs[:] = PAIRS
+        COULOMB(X, neighbor_list=pairs, neighbor_ptr=ptr, q=Q)
+        pairs[0, 0 if unsorted_first else 5] = 1
+        pairs[1, 5 if unsorted_first else 0] = 7
+        with pytest.raises(ValueError, match="sorted"):
+            COULOMB(X, neighbor_list=pairs, neighbor_ptr=ptr, q=Q)
+
+
 def test_a_wrong_number_is_no_atom_of_another_slice():
     matrix, _ = neighbor_list(X, 5.0)
     matrix[1, 0] = 4  # would be an atom of the next slice

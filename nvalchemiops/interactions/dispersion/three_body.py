@@ -30,6 +30,9 @@ MOST_COEFFICIENTS = 256
 TILE = 64
 """Neighbors that are collected at once on a CPU."""
 
+AT_ONCE = 8
+"""Products of coefficients that a lane of a GPU adds up at once, with one look at those of its neighbor."""
+
 N_SUMS = 18
 """Columns of the sums by system: the gradient by the cell, and the virial."""
 
@@ -182,15 +185,6 @@ _CPU = """
             energy += add_up(total);
             const double factor = c6_ij == 0.0 ? 0.0 : 0.5 * add_up(by_c6) / c6_ij;
             for (int q = 0; q < n_coefficients; ++q) by_coefficient[q] += (q < n_positive ? factor : -factor) * c_j[q];
-@flush@
-        }
-    }
-    for (int q = 0; q < n_coefficients; ++q)
-        coefficient_gradients.data[static_cast<long long>(i) * n_coefficients + q] = by_coefficient[q];
-    @results@
-"""
-
-_FLUSH = """
             for (int a = 0; a < 3; ++a) {
                 const double of_neighbor = 2.0 * add_up(g[a]);
                 gradient[a] -= of_neighbor;
@@ -200,9 +194,10 @@ _FLUSH = """
                     sums[9 + 3 * a + c] -= of_neighbor * it.d[c] / 3.0;
                 }
             }
-"""
-
-_RESULTS = """
+        }
+    }
+    for (int q = 0; q < n_coefficients; ++q)
+        coefficient_gradients.data[static_cast<long long>(i) * n_coefficients + q] = by_coefficient[q];
     energies.data[i] = energy / 6.0;
     for (int a = 0; a < 3; ++a) position_gradients.data[3LL * i + a] = gradient[a];
     if (periodic)
@@ -219,67 +214,122 @@ _GPU = """
         for (int step = @warp@ / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
         return sum;
     };
-    double energy = 0.0, gradient[3] = {}, sums[@n_sums@] = {};
+    // the lane with this number among those that are set
+    const auto lane_of = [](unsigned hits, int number) {
+        int found = 0;
+        for (int step = @warp@ / 2; step > 0; step /= 2)
+            if (__popc(hits & ((1u << (found + step)) - 1u)) <= number) found += step;
+        return found;
+    };
+    // The next neighbors from a slot on, one for each lane, and how many they are. The slot moves on.
+    const auto collect = [&](long long &slot, Neighbor &mine, int &place) {
+        int n = 0;
+        mine = Neighbor{i, {}, one(1)};
+        place = -1;
+        while (n < @warp@ && slot < end) {
+            Neighbor it = mine;
+            const unsigned hits = __ballot_sync(0xffffffffu, slot + lane < end && is_close(slot + lane, it));
+            const int count = __popc(hits), source = lane_of(hits, lane - n);
+            const bool takes = lane >= n && lane - n < count;
+            const int j = __shfl_sync(0xffffffffu, it.j, source);
+            const one square = __shfl_sync(0xffffffffu, it.square, source);
+            if (takes) mine.j = j, mine.square = square, place = static_cast<int>(slot - begin) + source;
+            for (int a = 0; a < 3; ++a) {
+                const one d = __shfl_sync(0xffffffffu, it.d[a], source);
+                if (takes) mine.d[a] = d;
+            }
+            // what did not fit is looked at again
+            slot += count > @warp@ - n ? lane_of(hits, @warp@ - n) : @warp@;
+            n = n + count < @warp@ ? n + count : @warp@;
+        }
+        return n;
+    };
+    double energy = 0.0, gradient[3] = {}, own_sum = 0.0;
     const auto own_gradients = coefficient_gradients.data + static_cast<long long>(i) * n_coefficients;
     for (int q = lane; q < n_coefficients; q += @warp@) own_gradients[q] = real(0);
     // all lanes take part in each round, with a neighbor or without
-    for (long long first = begin; first < end; first += @warp@) {
-        const long long at = first + lane;
+    for (long long slot = begin; slot < end;) {
         Neighbor it, k;
-        const bool there = at < end && is_close(at, it);
+        int its_place, place;
+        const bool there = lane < collect(slot, it, its_place);
+        const real *c_j = coefficients.data + static_cast<long long>(it.j) * n_coefficients;
+        const int its_species = species.data[it.j];
+        const one c6_ij = signed_product(c_i, c_j), radius_ij = squared_radius(own_species, its_species);
         double total = 0.0, by_c6 = 0.0, g[3] = {};
-        one c6_ij = one(0);
-        if (there) {
-            const real *c_j = coefficients.data + static_cast<long long>(it.j) * n_coefficients;
-            const int its_species = species.data[it.j];
-            c6_ij = signed_product(c_i, c_j);
-            const one radius_ij = squared_radius(own_species, its_species);
-            for (long long slot = begin; slot < end; ++slot) {
-                if (slot == at || !is_close(slot, k)) continue;
-                one d[3], s3 = one(0), e1, e2, e3;
-                for (int a = 0; a < 3; ++a) {
-                    d[a] = k.d[a] - it.d[a];
-                    s3 += d[a] * d[a];
+        for (long long other = begin; other < end;) {
+            const int n = collect(other, k, place);
+            const real *c_k = coefficients.data + static_cast<long long>(k.j) * n_coefficients;
+            const int species_k = species.data[k.j];
+            const one c6_ik = signed_product(c_i, c_k), radius_ik = squared_radius(own_species, species_k);
+            const one weight_k = weighted ? weights.data[k.j] : one(1);
+            for (int first = 0; first < n; first += @at_once@) {
+                one c6_jk[@at_once@] = {};
+                for (int q = 0; q < n_coefficients; ++q) {
+                    const one factor = q < n_positive ? one(c_j[q]) : -one(c_j[q]), its_own = c_k[q];
+                    #pragma unroll
+                    for (int m = 0; m < @at_once@; ++m)
+                        c6_jk[m] += factor * __shfl_sync(0xffffffffu, its_own, first + m);
                 }
-                if (s3 >= limit) continue;
-                const real *c_k = coefficients.data + static_cast<long long>(k.j) * n_coefficients;
-                const one c6 = c6_ij * signed_product(c_i, c_k) * signed_product(c_j, c_k);
-                const one radii = radius_ij * squared_radius(own_species, species.data[k.j])
-                    * squared_radius(its_species, species.data[k.j]);
-                const one e = triple(it.square, k.square, s3, c6, radii, e1, e2, e3);
-                const one weight =
-                    weighted ? (weights.data[i] + weights.data[it.j] + weights.data[k.j]) / one(3) : one(1);
-                total += e;
-                by_c6 += weight * e;
-                for (int a = 0; a < 3; ++a) g[a] += weight * (e1 * it.d[a] - e3 * d[a]);
+                #pragma unroll 1
+                for (int at = first; at < first + @at_once@; ++at) {
+                    const int other_place = __shfl_sync(0xffffffffu, place, at);
+                    const one s2 = __shfl_sync(0xffffffffu, k.square, at);
+                    one d[3], s3 = one(0), e1, e2, e3;
+                    for (int a = 0; a < 3; ++a) {
+                        d[a] = __shfl_sync(0xffffffffu, k.d[a], at) - it.d[a];
+                        s3 += d[a] * d[a];
+                    }
+                    const one c6 = c6_ij * __shfl_sync(0xffffffffu, c6_ik, at) * c6_jk[0];
+                    const one radius = radius_ij * __shfl_sync(0xffffffffu, radius_ik, at);
+                    const int its = __shfl_sync(0xffffffffu, species_k, at);
+                    const one other_weight = __shfl_sync(0xffffffffu, weight_k, at);
+                    #pragma unroll
+                    for (int m = 1; m < @at_once@; ++m) c6_jk[m - 1] = c6_jk[m];  // places are known to the compiler
+                    if (!there || at >= n || other_place == its_place || s3 >= limit) continue;
+                    const one radii = radius * squared_radius(its_species, its);
+                    const one e = triple(it.square, s2, s3, c6, radii, e1, e2, e3);
+                    const one weight =
+                        weighted ? (weights.data[i] + weights.data[it.j] + other_weight) / one(3) : one(1);
+                    total += e;
+                    by_c6 += weight * e;
+                    for (int a = 0; a < 3; ++a) g[a] += weight * (e1 * it.d[a] - e3 * d[a]);
+                }
             }
         }
         energy += total;
         const double factor = c6_ij == one(0) ? 0.0 : 0.5 * by_c6 / c6_ij;
         for (int q = 0; q < n_coefficients; ++q) {
-            const long long its_own = static_cast<long long>(it.j) * n_coefficients + q;
-            const double part = there ? factor * coefficients.data[its_own] : 0.0;
-            const double sum = add_up(q < n_positive ? part : -part);
+            const double sum = add_up((q < n_positive ? factor : -factor) * c_j[q]);
             if (lane == q % @warp@) own_gradients[q] += sum;
         }
-        if (!there) continue;
-@flush@
+        for (int a = 0; a < 3; ++a) {
+            const double of_neighbor = 2.0 * g[a];
+            gradient[a] -= of_neighbor;
+            if (!periodic) continue;
+            // the lane c has the sum of column c
+            for (int c = 0; c < 3; ++c) {
+                const int shift = there ? shifts.data[3 * (begin + its_place) + c] : 0;
+                const double by_cell = add_up(shift * of_neighbor / 3.0), virial = add_up(of_neighbor * it.d[c] / 3.0);
+                if (lane == 3 * c + a) own_sum += by_cell;
+                if (lane == 9 + 3 * a + c) own_sum -= virial;
+            }
+        }
     }
     energy = add_up(energy);
     for (double &part : gradient) part = add_up(part);
-    for (double &part : sums) part = add_up(part);
+    if (periodic && lane < @n_sums@) system_sums.data[@n_sums@LL * i + lane] = own_sum;
     if (lane > 0) return;
-    @results@
+    energies.data[i] = energy / 6.0;
+    for (int a = 0; a < 3; ++a) position_gradients.data[3LL * i + a] = gradient[a];
 """
 
 
 def _source(precision: str) -> str:
     real = {"float32": "float", "float64": "double"}[precision]
     numbers = {"lanes": LANES, "tile": TILE, "room": MOST_COEFFICIENTS, "warp": WARP, "n_sums": N_SUMS, "real": real}
-    pieces = {"common": filled(_COMMON, **numbers), "results": filled(_RESULTS, **numbers)}
-    # on a GPU each lane has another neighbor, whose gradient is complete in this lane
-    alone = _FLUSH.replace("add_up(g[a])", "g[a]")
-    return by_device(filled(_CPU, **pieces, flush=_FLUSH, **numbers), filled(_GPU, **pieces, flush=alone, **numbers))
+    numbers |= {"at_once": AT_ONCE}
+    common = filled(_COMMON, **numbers)
+    return by_device(filled(_CPU, common=common, **numbers), filled(_GPU, common=common, **numbers))
 
 
 @kernel_variants(("float64",), ("float32",))

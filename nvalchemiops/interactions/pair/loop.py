@@ -17,7 +17,10 @@ FAULTS = {
     3: "`batch_idx` holds a system that does not exist",
     4: "`species` holds a species that the tables do not have",
 }
-"""Faults of indices that a kernel reports. It reads nothing that they point to, and the results of the atom are NaN."""
+"""Faults of indices, of which a kernel on a CPU reports the one with the highest number.
+
+It reads nothing that they point to, and the results of the atom are NaN.
+"""
 
 NO_NUMBER = 5
 """Not a fault to raise for, but results that are NaN: a position that is not finite, a cell that is NaN, an image along
@@ -179,7 +182,14 @@ SKELETON = """
     const double zero = 0.0, error = broken ? zero / zero : 0.0;
     @sums@
     if (lane > 0) return;
-    if (broken && broken != @no_number@ && fault.shape[0] > 0) fault.data[0] = broken;
+#if !defined(__CUDA_ARCH__)
+    // of the faults of all rows the highest number, whichever thread is first; on a GPU none is read
+    if (broken && broken != @no_number@ && fault.shape[0] > 0) {
+        int highest = __atomic_load_n(fault.data, __ATOMIC_RELAXED);
+        while (highest < broken && !__atomic_compare_exchange_n(
+            fault.data, &highest, broken, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
+    }
+#endif
     @results@
 """
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from nvalchemiops.locks import fork_safe
+from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import is_capturing, may_keep, may_recognize
 
 MOST_BYTES = 2**26
@@ -77,7 +78,7 @@ def cached_by_identity(name: str, tensor: torch.Tensor, others: Hashable, comput
         return compute()
     stream = torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
     key = (name, id(tensor), others, stream)
-    state = (tensor._version, tensor.data_ptr(), tensor.shape, tensor.stride())
+    state = (version_of(tensor), tensor.data_ptr(), tensor.shape, tensor.stride())
     found = _recognized.get(key)
     if found is not None and found[0]() is tensor and found[1] == state:
         return found[2]

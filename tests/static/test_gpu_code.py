@@ -1,0 +1,208 @@
+"""What GPU code needs, told without a GPU: it compiles in the variant that is launched, and fits into registers.
+
+More registers than `MOST_REGISTERS` leave an H100 fewer than 16 warps for each multiprocessor. An array whose place is
+not known to the compiler lies on the stack, in memory. `EXCEPTIONS` names the kernels that need more, and why.
+"""
+
+import functools
+import re
+
+import pytest
+import warp as wp
+
+from nvalchemiops import cli
+from nvalchemiops import launch as core
+from nvalchemiops._warp_internals import compiled_folder
+from nvalchemiops.launch import lanes_of
+from nvalchemiops.layout import layout
+from nvalchemiops.torch.interactions.dispersion import d3_dispersion
+from nvalchemiops.torch.neighbors import neighbor_list
+from tests import cases
+from tests.static.cubin import Needs, needs
+
+ARCHITECTURE = 90
+MOST_REGISTERS, NO_STACK = 128, 0
+
+SERIAL = "one thread of a CPU; a GPU never runs it"
+OF_SYSTEM = "a thread has a system, so few run, once for a list"
+EXCEPTIONS = {
+    "prepare_search()": (Needs(168, 96), SERIAL),
+    "describe_systems()": (Needs(168, 96), OF_SYSTEM),
+    "shortest_vectors()": (Needs(72, 144), OF_SYSTEM),
+    "spline_gather(8, 2, float64)": (Needs(144, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
+    "three_body(float64)": (
+        Needs(184, 0),
+        "derivatives by three sides, and eight products, of 64 bits",
+    ),
+}
+
+LEAN = (
+    "sum_rows(float64)",
+    "spline_stencils(8, 1)",
+    "spline_spread(8, 1, float64)",
+    "spline_gather(5, 2, float64)",
+    "coefficients(1)",
+    "three_body(float32)",
+    "search_neighbors()",
+    "place_atoms()",
+    "fourier_gather(2)",
+)
+"""One of each family, in the everyday suite."""
+
+
+@functools.cache
+def registered():
+    return dict(cli.all_kernels())
+
+
+@pytest.fixture(scope="module")
+def needs_of(tmp_path_factory):
+    """What a thread of a kernel needs, compiled for blocks as a launch has them. A module is compiled once."""
+
+    @functools.cache
+    def needs_of_module(module, block):
+        folder = tmp_path_factory.mktemp("cubin")
+        before = wp.get_module_options(module)["block_dim"]
+        wp.set_module_options({"block_dim": block}, module)
+        try:
+            (path,) = wp.compile_aot_module(module, arch=ARCHITECTURE, module_dir=folder)
+        finally:
+            wp.set_module_options({"block_dim": before}, module)
+        return needs(path), path.name
+
+    def find(name):
+        kernel = registered()[name]()
+        block = block_of_launch(kernel)
+        found, file = needs_of_module(kernel.module, block)
+        assert file.startswith(compiled_folder(kernel, block).name), "another variant than the one that is launched"
+        (mine,) = (value for symbol, value in found.items() if re.match(rf"{kernel.key}_[0-9a-f]+_cuda_", symbol))
+        return mine
+
+    return find
+
+
+def beyond(name, found):
+    """A line about a kernel that needs more than it may; or that is an exception without need."""
+    most, _ = EXCEPTIONS.get(name, (Needs(MOST_REGISTERS, NO_STACK), ""))
+    if found.registers > most.registers or found.stack > most.stack:
+        return f"{name} needs {found}, and may have {most}"
+    if name in EXCEPTIONS and found.registers <= MOST_REGISTERS and found.stack <= NO_STACK:
+        return f"{name} needs {found}, and is no exception any more"
+    return None
+
+
+@pytest.mark.parametrize("name", LEAN)
+def test_a_kernel_fits_into_registers(name, needs_of):
+    assert not beyond(name, needs_of(name))
+
+
+@pytest.mark.slow  # a third of a second for each kernel
+def test_every_kernel_fits_into_registers(needs_of):
+    assert not set(EXCEPTIONS) - set(registered())
+    assert not [line for name in registered() if (line := beyond(name, needs_of(name)))]
+
+
+@pytest.mark.parametrize(
+    ("type_", "threshold"), [(wp.float64, Needs(40, 8 * 600)), (wp.float32, Needs(40, 4 * 600))], ids=["64", "32"]
+)
+def test_the_stack_of_a_kernel_is_found(type_, threshold, tmp_path):
+    """An array of known size on the stack, and its use by a number that is not."""
+
+    @wp.func_native("""
+        decltype(value + value) kept[600];
+        for (int k = 0; k < 600; ++k) kept[k] = value * (k ^ place);
+        out.data[0] = kept[place] + kept[2 * place];
+    """)
+    def on_stack(value: type_, place: wp.int32, out: wp.array(dtype=type_)): ...
+
+    module = wp.get_module(f"test_stack_{type_.__name__}")
+
+    @wp.kernel(module=module, enable_backward=False)
+    def kernel(value: type_, place: wp.int32, out: wp.array(dtype=type_)):
+        on_stack(value, place, out)
+
+    (path,) = wp.compile_aot_module(module, arch=ARCHITECTURE, module_dir=tmp_path)
+    (found,) = needs(path).values()
+    assert found.stack == threshold.stack and 8 <= found.registers <= threshold.registers
+
+
+def test_what_is_no_cubin_is_refused(tmp_path):
+    (tmp_path / "none.cubin").write_bytes(b"\x7fELF\x01 and more")
+    with pytest.raises(ValueError, match="ELF"):
+        needs(tmp_path / "none.cubin")
+
+
+# -- which variant --------------------------------------------------------------------------------
+
+
+class Card:
+    """As much of a GPU as it takes to be asked for a launch."""
+
+    is_cpu, alias = False, "cuda:0"
+
+    def __str__(self):
+        return self.alias
+
+
+@pytest.fixture
+def card(monkeypatch):
+    card = Card()
+    monkeypatch.setattr(wp, "get_cuda_devices", lambda: [card])
+    monkeypatch.setattr(wp, "get_device", lambda name=None: card)
+    return card
+
+
+def block_of_launch(kernel):
+    return layout("cuda").block_of(lanes_of(kernel))
+
+
+def test_warmup_builds_what_is_launched_on_a_gpu(card, monkeypatch, capsys):
+    """For every kernel the block, which with the kernel makes the module; the names of modules for some."""
+    warmed, launched = {}, {}
+    monkeypatch.setattr(
+        "nvalchemiops.loading.find_kernel", lambda k, device, block: warmed.update({k: (device, block)})
+    )
+    assert cli.main(["warmup", "--device", "cuda"]) == 0
+    kernels = {name: build() for name, build in registered().items()}
+
+    def recorded(kernel, device, stream, block, grid, arguments):
+        launched[kernel] = device, block
+        assert grid == ((3, 32) if lanes_of(kernel) else (3,))
+
+    monkeypatch.setattr(core, "_launch_recorded", recorded)
+    for kernel in kernels.values():
+        core.launch(kernel, 3, [], device="cuda", lanes=lanes_of(kernel), record_tape=False)
+    assert warmed == launched and set(warmed) == set(kernels.values())
+    for name in LEAN:
+        (_, block), kernel = launched[kernels[name]], kernels[name]
+        assert compiled_folder(kernel, block).name != compiled_folder(kernel, 256).name
+
+
+def test_kernels_are_launched_with_the_lanes_that_they_declare(monkeypatch):
+    """Otherwise `warmup` would build another variant. Every registered kernel with lanes is launched here."""
+    seen = {}
+    launch = core.launch
+
+    def watched(kernel, *arguments, lanes=0, **options):
+        seen.setdefault(kernel, set()).add(lanes)
+        launch(kernel, *arguments, lanes=lanes, **options)
+
+    monkeypatch.setattr(core, "launch", watched)
+    system = cases.MIXED
+    for case in (*cases.SUMS, *cases.PAIRS, cases.D3):
+        inputs = case.inputs(system).leaves()
+        energies = case.results(*inputs, case.near(system))[0]
+        inputs.grad(energies.sum())
+    cell = system.cell[:1]
+    x = system.positions[:5]
+    neighbor_list(x, 4.0, cell, return_neighbor_list=True)
+    near = cases.D3.near(cases.ONE)
+    damping = cases.RationalDamping(0.4, 4.0, 0.8)
+    d3_dispersion(cases.ONE.positions, near.pop("numbers"), damping, cases.STATES, cases.ONE.cell, **near, s9=1.0)
+    assert {kernel.key: lanes for kernel, lanes in seen.items() if lanes != {lanes_of(kernel)}} == {}
+    families = {family(kernel) for build in registered().values() if lanes_of(kernel := build())}
+    assert families <= {family(kernel) for kernel in seen}
+
+
+def family(kernel):
+    return re.sub(r"(_\d+|_float\d\d|_[0-9a-f]{20})+$", "", kernel.key)
