@@ -81,18 +81,21 @@ class Crowding:
         self.until = 0.0
         self.interrupted = False
         self.next_look = 0.0
-        self.seen = threading.local()
+        # by the identifier of the thread: of one of XLA, Python forgets everything else between two callbacks
+        self.seen: dict[int, Usage] = {}
 
     def is_crowded(self) -> bool:
         """Whether the system keeps interrupting the threads that ask."""
         now = self.clock()
         if now >= self.next_look:
             self.next_look = now + LOOK
-            usage, before = self.usage(), getattr(self.seen, "usage", None)
-            if usage is None or before is None:
-                self.seen.usage = usage
-            elif (spent := usage.seconds - before.seconds) >= WINDOW:
-                self.seen.usage = usage
+            thread, usage = threading.get_ident(), self.usage()
+            before = self.seen.get(thread)
+            # a thread that has used less than before is another one with the same identifier
+            if usage is not None and (before is None or usage.seconds < before.seconds):
+                self.seen[thread] = usage
+            elif usage is not None and before is not None and (spent := usage.seconds - before.seconds) >= WINDOW:
+                self.seen[thread] = usage
                 rate = (usage.interruptions - before.interruptions) / spent
                 self.interrupted = rate >= (QUIET if self.interrupted else CROWDED)
         return self.interrupted

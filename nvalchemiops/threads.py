@@ -2,8 +2,9 @@
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 from nvalchemiops.crowding import Crowding
@@ -74,7 +75,7 @@ _openmp: Callable[[Task, int], None] | None = None
 
 
 def set_openmp(run: Callable[[Task, int], None] | None) -> None:
-    """Let ``run(task, threads)`` run the tasks of the main thread, instead of the pool.
+    """Let ``run(task, threads)`` run the tasks of some threads, instead of the pool; see `as_main_thread`.
 
     Threads of another library that wait for work in a loop keep cores busy that a pool would need: better to use them.
     """
@@ -82,9 +83,26 @@ def set_openmp(run: Callable[[Task, int], None] | None) -> None:
     _openmp = run
 
 
+@contextmanager
+def as_main_thread() -> Iterator[None]:
+    """Inside, tasks of this thread run on the threads of OpenMP that torch's operations in it have, too.
+
+    As those of the main thread do. For threads of a runtime that call one at a time; others share the pool.
+    """
+    before, _thread.has_openmp = getattr(_thread, "has_openmp", False), True
+    try:
+        yield
+    finally:
+        _thread.has_openmp = before
+
+
+def _has_openmp() -> bool:
+    return getattr(_thread, "has_openmp", False) or threading.get_ident() == threading.main_thread().ident
+
+
 def run(task: Task, threads: int) -> None:
     """Run ``task`` in as many threads, this one among them."""
-    if _openmp is not None and threading.get_ident() == threading.main_thread().ident:
+    if _openmp is not None and _has_openmp():
         _openmp(task, threads)
     else:
         _run_in_pool(task, threads)

@@ -143,6 +143,21 @@ def test_a_system_that_does_not_tell_is_quiet():
     assert not Crowding(Clock(), lambda: None).is_crowded()
 
 
+def test_a_thread_with_the_identifier_of_one_that_ended_begins_anew(monkeypatch):
+    """Identifiers are used again, with less processor time than before."""
+    clock, given = Clock(), []
+    crowding = Crowding(clock, lambda: given[-1])
+
+    def crowded(seconds, interruptions):
+        given.append(Usage(seconds, interruptions))
+        clock.now += 1.0
+        return crowding.is_crowded()
+
+    assert not crowded(10.0, 100_000)
+    assert not crowded(0.0, 0) and not crowded(0.1, 1)
+    assert crowded(0.2, 1_000) and not crowded(0.3, 1_000)
+
+
 def test_usage_of_this_thread():
     usage = usage_of_thread()
     assert usage is None or (usage.seconds > 0.0 and usage.interruptions >= 0)

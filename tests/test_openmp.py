@@ -45,8 +45,30 @@ def test_an_error_reaches_the_caller(fail_at):
     assert len(done) == 50
 
 
+def test_threads_of_openmp_for_several_callers_at_once():
+    """Each has threads of its own, and its own task and errors."""
+    openmp, found = openmp_of_torch(), {}
+
+    def call(number, fail_at):
+        for _ in range(20):
+            done = []
+            try:
+                openmp(dealt(50, done, fail_at), 2)
+                found.setdefault(number, []).append(sorted(piece for piece, _ in done) == list(range(50)))
+            except RuntimeError as error:
+                found.setdefault(number, []).append(str(error))
+
+    callers = [threading.Thread(target=call, args=(n, None if n else 7)) for n in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert found == {0: ["piece 7"] * 20, 1: [True] * 20, 2: [True] * 20}
+    assert not openmp.running
+
+
 def test_only_the_main_thread_takes_openmp(monkeypatch):
-    """Threads of OpenMP belong to one calling thread; others have a pool."""
+    """Threads of OpenMP belong to one calling thread; others have a pool, unless they call for a runtime."""
     asked = []
 
     def openmp(task, threads):
@@ -61,6 +83,16 @@ def test_only_the_main_thread_takes_openmp(monkeypatch):
     other.start()
     other.join()
     assert asked == [2] and len(done) == 20
+
+    def as_main():
+        with core.as_main_thread():
+            core.run(dealt(10, done), 2)
+        core.run(dealt(10, done), 2)
+
+    other = threading.Thread(target=as_main)
+    other.start()
+    other.join()
+    assert asked == [2, 2] and len(done) == 40
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

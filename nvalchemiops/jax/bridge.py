@@ -133,6 +133,9 @@ class Traits(NamedTuple):
         The same function, called where no derivatives beyond the first are taken.
     for_shapes : callable, optional
         The same function, called with tensors without data.
+    fill : callable, optional
+        ``fill(results, ...)``, then the same arguments: write the outputs into the tensors ``results``, in the order
+        of the leaves of the outputs; False if it cannot.
     device : callable
         The device of tensors without data.
     """
@@ -141,6 +144,7 @@ class Traits(NamedTuple):
     at_once: bool | Callable[..., bool] = False
     first_order: Callable[..., Any] | None = None
     for_shapes: Callable[..., Any] | None = None
+    fill: Callable[..., bool] | None = None
     device: Callable[[], torch.device] = lambda: torch.device("cpu")
 
 
@@ -231,6 +235,7 @@ class _Variant:
             rounds=rounds,
             differentiable=traits.differentiable,
             first_order=self._flat(traits.first_order) if traits.first_order else None,
+            fill=self._filling(traits.fill) if traits.fill else None,
             takes_all=functools.cache(self._takes_all) if traits.at_once else None,
             writes=bridge.writes,
         )
@@ -244,6 +249,9 @@ class _Variant:
 
     def _flat(self, function: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
         return lambda *tensors: jax.tree.leaves(self._call(function, tensors))
+
+    def _filling(self, fill: Callable[..., bool]) -> Callable[..., bool]:
+        return lambda results, *tensors: self._call(functools.partial(fill, results), tensors)
 
     def outputs(self, types: tuple[jax.ShapeDtypeStruct, ...]) -> _Outputs:
         """Shapes and dtypes of the outputs for those of the inputs."""

@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import torch
 
+from nvalchemiops import threads
 from nvalchemiops.jax.dtypes import WIDER, torch_dtype
 from nvalchemiops.torch.runtime._torch_internals import version_of
+from nvalchemiops.torch.runtime.openmp import at_fixed_threads
 
 Flags = tuple[bool, ...]
 """Whether an operand or a result has an axis at each level of ``vmap``, outermost first."""
@@ -58,6 +60,8 @@ class TorchFunction:
     differentiable : bool
     first_order : callable, optional
         The same as ``evaluate``, for values and first derivatives.
+    fill : callable, optional
+        ``fill(results, *inputs)``: write the values of all outputs into the tensors ``results``; False if it cannot.
     takes_all : callable, optional
         ``takes_all(sizes, types)``: whether one call takes all slices of ``vmap``, along leading axes; the types are
         those of the inputs of one slice.
@@ -70,6 +74,7 @@ class TorchFunction:
     rounds: bool = True
     differentiable: bool = True
     first_order: Callable[..., Sequence[torch.Tensor]] | None = None
+    fill: Callable[..., bool] | None = None
     takes_all: Callable[[tuple[int, ...], tuple[jax.ShapeDtypeStruct, ...]], bool] | None = None
     writes: frozenset[int] | None = None  # inputs that it changes in place; None: not known yet
     jitted: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
@@ -165,17 +170,40 @@ def evaluate(
     RuntimeError
         It changed an input in place that it left alone at its first call.
     """
-    with _plain_state():
+    with _plain_state(), threads.as_main_thread():
         tensors = [_tensor(buffer) for buffer in operands]
         targets = [_tensor(buffer) for buffer in results]
         with _stream_of([*targets, *tensors], context):
             if not request.sizes:
+                if _fill(request, targets, tensors):
+                    return
                 for target, result in zip(targets, _results(request, tensors)):
-                    target.copy_(result)
+                    _copy(target, result)
             elif at_once:
                 _evaluate_at_once(request, targets, tensors)
             else:
                 _evaluate_slices(request, targets, tensors)
+
+
+def _fill(request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
+    """Let the function write its outputs into ``targets``, if these are all it is asked for, and it can."""
+    fill = request.function.fill
+    if fill is None or request.gradient or request.directions or len(request.values) != len(request.outputs):
+        return False
+    with torch.no_grad():
+        return fill(targets, *tensors)
+
+
+SPLIT_COPIES = 2**15
+"""Elements from which on torch copies on several threads."""
+
+
+def _copy(target: torch.Tensor, result: torch.Tensor) -> None:
+    """Copy; on one thread where threads would wait for others to leave the cores."""
+    if result.numel() >= SPLIT_COPIES and threads.is_crowded():
+        at_fixed_threads(lambda: target.copy_(result), alone=True)
+    else:
+        target.copy_(result)
 
 
 def _evaluate_slices(request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvalchemiops.jax import neighbors
+from nvalchemiops.jax import callback, neighbors
 from nvalchemiops.jax.interactions.electrostatics import dsf_coulomb, ewald_summation
 from nvalchemiops.jax.interactions.pair import lennard_jones
 from nvalchemiops.torch import neighbors as in_torch
@@ -59,6 +59,17 @@ def test_matrices_of_a_declared_width_are_those_of_torch_under_jit(form):
     options |= {"max_neighbors2": 90} if form == "two" else {}
     found = jax.jit(lambda x, cell: neighbors.neighbor_list(x, 3.0, cell, PBC, **for_jax(options)))(X, CELL)
     same(found, in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:], **options))
+
+
+def test_matrices_are_written_into_memory_of_jax(monkeypatch):
+    """They may be most of the memory of a step, so a copy of them is not free."""
+    copied = []
+    monkeypatch.setattr(callback, "_copy", lambda target, result: copied.append(tuple(target.shape)))
+    search = jax.jit(lambda x, width: neighbors.neighbor_list(x, 3.0, CELL, PBC, max_neighbors=width), static_argnums=1)
+    for width in (90, 4):
+        found = search(X, width)
+        same(found, in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:], max_neighbors=width, check=False))
+    assert not copied
 
 
 def test_lists_of_a_declared_capacity_begin_with_those_of_torch():

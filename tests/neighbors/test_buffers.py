@@ -220,3 +220,20 @@ for n_atoms in (100_000, 200_000):
     for memory, size in found:
         assert memory <= 3.0 * size
     assert found[1][0] <= 2.2 * found[0][0]
+
+
+def test_torch_counts_changes_of_given_memory():
+    """So autograd refuses a backward pass that needs values from before; inside of an inference mode nothing counts."""
+    x = torch.rand(6, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+    memory = buffers(6, 5)
+    for _ in range(2):
+        before = [m._version for m in memory.values()]
+        neighbor_list(x, 0.5, torch.eye(3, dtype=F64), **memory, check=False)
+        assert all(m._version > v for m, v in zip(memory.values(), before))
+    with torch.inference_mode():
+        same = buffers(6, 5)
+        neighbor_list(x, 0.5, torch.eye(3, dtype=F64), **same, check=False)
+    assert all(torch.equal(a, b) for a, b in zip(memory.values(), same.values()))
+    one = torch.zeros(6 * 5 * 3 + 6, dtype=torch.int32)
+    with pytest.raises(ValueError, match="overlaps"):
+        neighbor_list(x, 0.5, torch.eye(3, dtype=F64), neighbor_matrix=one[:30].view(6, 5), num_neighbors=one[29:35])

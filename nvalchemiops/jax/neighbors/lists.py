@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE
-from nvalchemiops.jax.bridge import Bridge
+from nvalchemiops.jax.bridge import Bridge, Traits
 from nvalchemiops.jax.neighbors.state import SCRATCH, NeighborListState, state_after
 from nvalchemiops.jax.operators import (
     Shape,
@@ -90,6 +90,20 @@ def _search(check: bool = True, coo_capacity: Any = None, **arguments: Any) -> l
     return found if coo_capacity is None else _padded(found, coo_capacity, arguments)
 
 
+_OTHER_FORMS = ("return_neighbor_list", "return_distances", "return_vectors", "cutoff2", "rebuild_flags")
+
+
+def _fill(results: list[torch.Tensor], **arguments: Any) -> bool:
+    """Write a matrix, counts and shifts into ``results``; False if these are not all that is asked for."""
+    if any(arguments.get(name) is not None and arguments[name] is not False for name in _OTHER_FORMS):
+        return False
+    for key in ("cutoff", "cutoff1"):
+        if isinstance(arguments.get(key), torch.Tensor):
+            arguments[key] = arguments[key].item()
+    neighbors.neighbor_list(**{**arguments, **dict(zip(_OUTPUTS, results))})
+    return True
+
+
 def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
     """Lists of pairs cut or filled up to ``capacity``: list, pointers, shifts, ..., counts, whether it was exceeded."""
     n_lists = 2 if "cutoff2" in arguments else 1
@@ -148,7 +162,7 @@ def _checked(**arguments: Any) -> Any:
     return checked_shapes(_search, lambda **_: declared, arguments)
 
 
-_bridge = Bridge(_search, _checked, name="neighbor_list", writes=frozenset())
+_bridge = Bridge(_search, _checked, name="neighbor_list", writes=frozenset(), traits=Traits(fill=_fill))
 
 
 def neighbor_list(

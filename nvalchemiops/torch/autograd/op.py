@@ -121,7 +121,7 @@ class WarpOp:
             "_derivative_asked": internals.derivative_asked,
             "_transformed": transformed,
             "_op": self.overload,
-            "_eager": self.overload if self.mutated else self._call_eagerly,
+            "_eager": self._call_eagerly,
         }
         function = self.body.__name__ if self.body.__name__.isidentifier() else "op"
         arguments = ", ".join([*names, *map(str, self._hidden_values())])
@@ -176,7 +176,14 @@ def _make({", ".join(values)}):
             elif tensor.device != device:
                 ready = False
         ready = ready and self.trusted and device == _CPU and active_tape() is None
-        if record and torch.is_grad_enabled():
+        if self.mutated:
+            # what is written must not require a gradient, and its changes are counted
+            written = [args[i] for i in self.mutated if args[i] is not None]
+            if not ready or (torch.is_grad_enabled() and (record or any(t.requires_grad for t in written))):
+                return self.overload(*args)
+            self.declared.refuse_overlap(args)
+            self._count_changes(args)
+        elif record and torch.is_grad_enabled():
             return self._function.apply(_READY if ready else None, record, *args)
         with internals.autograd_excluded():
             return self._short_way(*args) if ready else self._implementation(*args)

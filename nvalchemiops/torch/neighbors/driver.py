@@ -160,6 +160,10 @@ def build(
         positions.detach(), cutoff, lattice, pbc, batch_idx, batch_ptr, target_indices, form.half_fill, method
     )
 
+    wanted = {
+        "neighbor_distances": form.return_distances or room.neighbor_distances is not None,
+        "neighbor_vectors": form.return_vectors or room.neighbor_vectors is not None,
+    }
     as_list = form.return_neighbor_list
     if as_list and room.neighbor_matrix is None and room.neighbor_matrix_shifts is None:
         pairs, ptr, shifts = ops.neighbor_pairs(*search)
@@ -171,8 +175,11 @@ def build(
         # a list waits for the device in any case
         readable = (form.check or as_list) and may_read()
         truncated = f"num_neighbors{suffix}" if in_memory and may_truncate and not as_list else None
-        matrix, count, present, shifts = _search_matrix(
+        matrix, count, shifts, is_marked = _search_matrix(
             search, width, room, rebuild_flags, fill_value, readable, truncated
+        )
+        present = (
+            torch.where(count == NOT_FINITE, 0, count) if is_marked and (as_list or any(wanted.values())) else count
         )
         if as_list:
             images = None if cell is None else shifts
@@ -189,10 +196,6 @@ def build(
         assert shifts is not None
         results += (shifts,)
 
-    wanted = {
-        "neighbor_distances": form.return_distances or room.neighbor_distances is not None,
-        "neighbor_vectors": form.return_vectors or room.neighbor_vectors is not None,
-    }
     if any(wanted.values()):
         system, lattice = None, None if cell is None else cell.reshape(-1, 3, 3)
         if lattice is not None and lattice.shape[0] != 1:
@@ -225,8 +228,8 @@ def _search_matrix(
     fill_value: int,
     readable: bool,
     truncated: str | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Matrix, counts, how many slots of each row are filled, and shifts.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
+    """Matrix, counts, shifts, and whether a count may be the mark of a row that is empty since its atom is unusable.
 
     Where values are ``readable``, a row that does not fit raises, or warns with the name of the counts, ``truncated``.
     """
@@ -234,7 +237,7 @@ def _search_matrix(
     if width is None:
         found, counted, images, _ = ops.neighbor_matrix(*search, fill_value, None)
         counted = counted if count is None else count.copy_(counted)
-        return found, counted, counted, images
+        return found, counted, images, False
     if search.cell is None and shifts is not None:
         shifts.zero_()
     if matrix is None and shifts is None and count is None:
@@ -260,10 +263,9 @@ def _search_matrix(
                 NeighborListWarning,
                 kind=f"truncated rows, {truncated}",
             )
-        if rebuild_flags is None:
-            return matrix, count, count, shifts
+        return matrix, count, shifts, rebuild_flags is not None
     # where faults are not read, an atom without a position or a cell has a special count, and its row is empty
-    return matrix, count, torch.where(count == NOT_FINITE, 0, count), shifts
+    return matrix, count, shifts, True
 
 
 def _width(n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Tensor) -> tuple[int | None, bool]:

@@ -406,6 +406,7 @@ def neighbor_matrix(
     outputs=[OutputSpec("fault", wp.int32, (grid.N_FAULTS,))],
     mutates_args=("matrix", "count", "shifts"),
     backward="none",
+    trusted=True,
 )
 def fill_neighbor_matrix(
     positions: torch.Tensor,

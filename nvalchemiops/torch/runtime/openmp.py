@@ -31,31 +31,31 @@ class OpenMP:
         self.parallel.argtypes = [kind, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         self.parallel.restype = None
         self.entry = kind(self.enter)
-        self.task: core.Task | None = None
-        self.caller = 0
-        self.errors: list[BaseException] = []
+        self.running: dict[int, tuple[core.Task, list[BaseException]]] = {}  # by calling thread
 
     def __call__(self, task: core.Task, threads: int) -> None:
         """Run ``task`` in as many threads, this one among them."""
-        self.task, self.caller, self.errors = task, threading.get_ident(), []
+        caller, errors = threading.get_ident(), list[BaseException]()
+        self.running[caller] = task, errors
         try:
-            self.parallel(self.entry, None, threads, 0)
+            self.parallel(self.entry, caller, threads, 0)
         finally:
-            self.task = None
-        if self.errors:
-            raise self.errors[0]
+            del self.running[caller]
+        if errors:
+            raise errors[0]
 
-    def enter(self, _: Any) -> None:
+    def enter(self, caller: int) -> None:
         """Entry point of each thread. Python knows threads of OpenMP only while they are here."""
-        task = self.task
+        found = self.running.get(caller)
+        if found is None:
+            return
+        task, errors = found
         try:
-            if task is None:
-                return
-            if threading.get_ident() != self.caller:
+            if threading.get_ident() != caller:
                 core.enter_as_worker()
             task()
         except BaseException as error:
-            self.errors.append(error)
+            errors.append(error)
 
 
 def openmp_of_torch() -> OpenMP | None:
