@@ -5,6 +5,7 @@ Each is shown once for a line of the caller's code. One line silences them all::
     warnings.simplefilter("ignore", nvalchemiops.NvalchemiopsWarning)
 """
 
+import itertools
 import sys
 import warnings
 
@@ -28,6 +29,15 @@ _shown: set[tuple[object, ...]] = set()
 """Python keeps such a record itself, but forgets it after ``warnings.catch_warnings``."""
 
 
+_count = itertools.count()
+_counted = 0
+
+
+def count() -> int:
+    """How often `notify` was called in this process: whether a call might warn when it is made again."""
+    return _counted
+
+
 def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None = None) -> None:
     """Warn the caller of this package, once for a line of their code, or as often as their filters say.
 
@@ -40,6 +50,8 @@ def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None =
     kind : str, optional
         A common key for messages that differ in numbers; the message itself by default.
     """
+    global _counted
+    _counted = next(_count) + 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_CALLERS:
         frame = frame.f_back

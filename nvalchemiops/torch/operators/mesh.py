@@ -66,7 +66,7 @@ def mesh_columns(
         sorted_columns, order = torch.sort(column, stable=True)
         return order.to(torch.int32), row_pointers(sorted_columns, begin.shape[0] - 1)
     order = torch.empty_like(column)
-    launch(sort_atoms(), 1, [column, begin], [order])
+    launch(sort_atoms(), 1, [column], [begin, order])
     return order, begin
 
 

@@ -14,6 +14,7 @@ import torch
 
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import real_of
+from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime.openmp import at_fixed_threads
 
 AXES = (-3, -2, -1)
@@ -85,6 +86,12 @@ def mesh_values(spectrum: torch.Tensor, n: int) -> torch.Tensor:
 
 def _transformed(transform: Callable[[], torch.Tensor], given: torch.Tensor, meshes: Sequence[int]) -> torch.Tensor:
     """``transform()`` of as many meshes as the product of ``meshes``."""
+    if (recorder := plans.active()) is not None:
+        return recorder.compute(lambda: _threaded(transform, given, meshes), given)
+    return _threaded(transform, given, meshes)
+
+
+def _threaded(transform: Callable[[], torch.Tensor], given: torch.Tensor, meshes: Sequence[int]) -> torch.Tensor:
     is_tiny = given.numel() <= TINY
     if given.device.type != "cpu" or not (is_tiny or math.prod(meshes) > 1):
         return transform()

@@ -205,6 +205,14 @@ def is_unobserved(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or (type(t) in PLAIN_TYPES and dispatch_keys(t).raw_repr() in plain_keys) for t in tensors)
 
 
+_modes = _find("plans of repeated calls", "_C._len_torch_function_stack", works=lambda count: count() >= 0)
+
+
+def has_function_modes() -> bool:
+    """Whether a ``TorchFunctionMode`` is on, as a default device is; True if that is not known."""
+    return _modes is None or _modes[0]() > 0
+
+
 _redispatch = _find(
     "continuing a call below autograd",
     "_C._AutoDispatchBelowAutograd",

@@ -3,6 +3,7 @@
 The long-range part is an argument: a `LongRange`, made of the arguments of a public function for the checked system.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,12 +15,14 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, check_potential
+from nvalchemiops.torch.interactions.electrostatics.repeated import repeated_sum
 from nvalchemiops.torch.interactions.electrostatics.results import SumRequest, Tensors, Term, complete
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
+from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.systems import System
 
 
@@ -43,6 +46,26 @@ def ewald_sum(
     options: SumOptions,
 ) -> Tensors:
     """The sum of all terms."""
+
+    def ordinary(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
+        return _ewald_sum(long_range_of, atoms, neighbors, request, options, as_graph)
+
+    if is_eager() and isinstance(long_range_of, functools.partial) and getattr(options.potential, "is_constant", False):
+        others = (long_range_of.func, long_range_of.args, options)
+        results = repeated_sum(ordinary, atoms, neighbors, request, others)
+        if results is not None:
+            return results
+    return ordinary(atoms, request, False)
+
+
+def _ewald_sum(
+    long_range_of: Callable[[ChargedSystem], LongRange],
+    atoms: System,
+    neighbors: GivenNeighbors,
+    request: SumRequest,
+    options: SumOptions,
+    as_graph: bool,
+) -> Tensors:
     alpha, accuracy, cutoff, potential, *others = options
     system = check_system(atoms, *others)
     accuracy = check_accuracy(accuracy, system.positions)
@@ -74,7 +97,7 @@ def ewald_sum(
     if system.exclusions is not None:
         terms.append(exclusion_term(potential, system, alpha))
     terms.append(long_range.term(system, potential, alpha))
-    return complete(evaluate(terms, system, request, potential.is_constant), system, request)
+    return complete(evaluate(terms, system, request, potential.is_constant, as_graph), system, request)
 
 
 def long_range_part(

@@ -24,7 +24,13 @@ from nvalchemiops.torch.runtime.context import is_eager, is_mapped
 from nvalchemiops.torch.runtime.openmp import fairly
 
 
-def evaluate(terms: Sequence[sums.Term], system: ChargedSystem, request: sums.SumRequest, is_constant: bool) -> Tensors:
+def evaluate(
+    terms: Sequence[sums.Term],
+    system: ChargedSystem,
+    request: sums.SumRequest,
+    is_constant: bool,
+    as_graph: bool = False,
+) -> Tensors:
     """The results of a sum: energies, then the derivatives that were requested.
 
     Parameters
@@ -35,6 +41,8 @@ def evaluate(terms: Sequence[sums.Term], system: ChargedSystem, request: sums.Su
     request : SumRequest
     is_constant : bool
         Whether the terms are known to depend on no tensors but their own and those of the system.
+    as_graph : bool
+        Results are a graph of ops in any case.
     """
     inputs = (system.positions, system.charges, system.cell)
     derivatives = request.derivatives
@@ -50,11 +58,11 @@ def evaluate(terms: Sequence[sums.Term], system: ChargedSystem, request: sums.Su
     # in hybrid form first derivatives by charges are there, unless they are among the results and so in the graph
     one_order = not any(derivatives) or (request.hybrid and not derivatives.charge_gradients)
     others: list[torch.Tensor] | None = None
-    if one_order and is_constant and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
+    if one_order and is_constant and not as_graph and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         others = _tensors_in(terms) if _on_cpu(inputs) else None
     if others is not None and not any(t.requires_grad for t in others):
-        batch_idx, reduction = system.batch_idx, request.energy_reduction
-        results = _WithDerivatives.apply(graph, derivatives, reduction, system.domain, batch_idx, *inputs, *others)
+        found = differentiable(graph, request, system.batch_idx, inputs, others, system.domain)
+        results: Tensors = found if len(found) > 1 else found[0]
     else:
         results = fairly(functools.partial(graph, derivatives=derivatives), *inputs)
     if system.has_channels:
@@ -63,6 +71,34 @@ def evaluate(terms: Sequence[sums.Term], system: ChargedSystem, request: sums.Su
     names = ["energies", *_requested(derivatives)]
     columns = [r.squeeze(1) if name in ("energies", "charge_gradients") else r for name, r in zip(names, single)]
     return tuple(columns) if isinstance(results, tuple) else columns[0]
+
+
+def differentiable(
+    graph: Callable[..., Any],
+    request: sums.SumRequest,
+    batch_idx: torch.Tensor | None,
+    inputs: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor],
+    domain: Any = None,
+) -> tuple[torch.Tensor, ...]:
+    """Results with channels, whose first derivatives are computed at once.
+
+    Parameters
+    ----------
+    graph : callable
+        ``graph(positions, charges, cell, derivatives=, with_dyads=)``: energies and these derivatives; with gradients
+        enabled as a graph of ops.
+    request : SumRequest
+    batch_idx : (n_atoms,) int32 tensor, optional
+    inputs : tuple
+        Positions, charges with channels, cells.
+    others : sequence of torch.Tensor
+        On which ``graph`` depends, too: they must not change until the backward pass.
+    domain : Domain, optional
+    """
+    reduction = request.energy_reduction
+    results = _WithDerivatives.apply(graph, request.derivatives, reduction, domain, batch_idx, *inputs, *others)
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _requested(derivatives: Derivatives) -> list[str]:
@@ -141,7 +177,7 @@ class _WithDerivatives(torch.autograd.Function):
             for t, is_needed in zip(inputs, needed):
                 if is_needed and not t.requires_grad:
                     t.requires_grad_()
-            results = ctx.graph(*inputs, ctx.requested)
+            results = ctx.graph(*inputs, derivatives=ctx.requested)
             results = results if isinstance(results, tuple) else (results,)
             both = zip(results, (grad_energies, *grad_derivatives))
             outputs, weights = zip(*((r, g) for r, g in both if g is not None and r.requires_grad))

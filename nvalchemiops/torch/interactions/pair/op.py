@@ -24,6 +24,7 @@ from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems
+from nvalchemiops.torch.runtime import plans
 
 INPUTS = {
     POSITIONS: "positions",
@@ -99,6 +100,8 @@ _thread = threading.local()
 
 def _fault() -> torch.Tensor:
     """A zero of this thread, into which kernels on the CPU write the number of a fault."""
+    if plans.active() is not None:
+        return torch.zeros(1, dtype=torch.int32, device="cpu")
     if not hasattr(_thread, "fault"):
         with torch.inference_mode(False):
             _thread.fault = torch.zeros(1, dtype=torch.int32, device="cpu")
@@ -395,7 +398,7 @@ def pair_sum(
         [fault if name == "fault" else memory[name] for name in written],
         lanes=WARP,
     )
-    if fault is not None and (number := int(fault)):
+    if fault is not None and (number := plans.read_fault(fault)):
         fault.zero_()
         raise ValueError(FAULTS[number])
     if columns:

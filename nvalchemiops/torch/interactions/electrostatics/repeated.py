@@ -1,0 +1,203 @@
+"""Ewald sums of one system that are called again and again with the same shapes, cell and parameters, as in dynamics.
+
+One of the first calls is recorded as a plan (`nvalchemiops.torch.runtime.plans`), which further calls run. Only in
+plain eager mode on a CPU, for neighbors that are given, and without gradients by cells and parameters. First
+derivatives are taken along as in `nvalchemiops.torch.interactions.electrostatics.first_derivatives`; for all else the
+ordinary way is taken.
+"""
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from nvalchemiops.locks import fork_safe
+from nvalchemiops.torch.interactions.electrostatics import first_derivatives
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.runtime import plans
+from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, has_function_modes, is_unobserved, version_of
+from nvalchemiops.torch.runtime.openmp import fairly
+from nvalchemiops.torch.systems import System
+
+MOST_ATOMS = 2048
+"""Atoms up to which sums become plans; larger ones take far longer than the Python around them."""
+
+MOST_CALLS = 8
+"""Kinds of calls that are remembered, each with its plan if it has one."""
+
+RECORDED = 2
+"""The call of its kind that is recorded, when a call with the same shapes was there before."""
+
+RECENT = 64
+"""Shapes of calls that are remembered."""
+
+SMALL = 64
+"""Elements up to which tensors are compared by value. Larger ones, of prepared data, are the same if no operation of
+torch has changed them."""
+
+Sum = Callable[[System, SumRequest, bool], torch.Tensor | tuple[torch.Tensor, ...]]
+"""Of atoms, what is requested, and whether results are a graph of ops."""
+
+
+class _Call:
+    """Calls of one kind: how many there were, and their plan."""
+
+    def __init__(self, prepared: Sequence[torch.Tensor]) -> None:
+        self.count = 0
+        self.plan: plans.Plan | None = None
+        self.prepared = prepared  # so that no other tensor gets their identity
+
+
+_recent: dict[Hashable, None] = {}
+_calls: "OrderedDict[Hashable, _Call]" = OrderedDict()
+_lock = fork_safe(threading.Lock())
+
+
+def repeated_sum(
+    ordinary: Sum, atoms: System, neighbors: GivenNeighbors, request: SumRequest, others: tuple[Any, ...]
+) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
+    """The results of ``ordinary(atoms, request, False)`` by a plan, or None if there is none for these arguments.
+
+    Parameters
+    ----------
+    ordinary : callable
+    atoms, neighbors, request
+        As of `driver.ewald_sum`, in plain eager mode.
+    others : tuple
+        All other arguments on which results depend.
+    """
+    positions, charges, cell, batch_idx, pbc, _, domain = atoms
+    is_simple = batch_idx is None and pbc is None and domain is None
+    if charges is None or cell is None or not is_simple or request.hybrid:
+        return None
+    if not all(type(t) is torch.Tensor and t.is_contiguous() for t in (positions, charges)):
+        return None
+    if charges.ndim != 1 or not 0 < positions.shape[0] <= MOST_ATOMS:
+        return None
+    forms = tuple(map(_form, (positions, charges, *neighbors)))
+    if forms not in _recent:  # lists of a length that changes cost no more than this
+        if len(_recent) >= RECENT:
+            _recent.clear()
+        _recent[forms] = None
+        return None
+    used = [value for value in neighbors if isinstance(value, torch.Tensor)]
+    constants: list[torch.Tensor] = []
+    fixed = _fixed((cell, others), constants)
+    tensors = (positions, charges, *used, *constants)
+    if fixed is None or not used or has_function_modes() or not is_unobserved(*tensors):
+        return None
+    if any(t.device.type != "cpu" for t in tensors):
+        return None
+    asked, computed, tracked = request.derivatives, request.derivatives, False
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        by_positions, by_charges = positions.requires_grad, charges.requires_grad
+        if any(asked) or any(t.requires_grad for t in (*used, *constants)):
+            return None
+        computed, tracked = Derivatives(by_positions, by_charges), True
+    large, small = ([t for t in constants if (t.numel() > SMALL) == is_large] for is_large in (True, False))
+    call, number = _noted((fixed, forms, request.energy_reduction, computed), large)
+    if call.plan is None and number != RECORDED:
+        return None
+
+    def evaluate(
+        positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, derivatives: Derivatives
+    ) -> tuple[torch.Tensor, ...]:
+        as_graph, found = tracked and torch.is_grad_enabled(), None
+        here, wanted = System(positions, charges, cell), request._replace(derivatives=derivatives)
+        if not as_graph:
+            found = _planned(call, ordinary, here, wanted, used, small)
+        if found is None:
+            results = ordinary(here, wanted, as_graph)
+            found = results if isinstance(results, tuple) else (results,)
+        return found
+
+    inputs = (positions, charges, cell.reshape(-1, 3, 3))
+    if not tracked:
+        results = fairly(functools.partial(evaluate, derivatives=asked), *inputs)
+        return results if len(results) > 1 else results[0]
+
+    def columns(
+        positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, derivatives: Any, with_dyads: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        energies, *others = evaluate(positions, charges.squeeze(1), cell, derivatives)
+        if derivatives.charge_gradients:
+            others[-1] = others[-1].unsqueeze(1)
+        return (energies.unsqueeze(1), *others)
+
+    with_channel = (positions, charges.unsqueeze(1), inputs[2])
+    (energies,) = first_derivatives.differentiable(columns, request, None, with_channel, (*used, *constants))
+    return energies.squeeze(1)
+
+
+def _planned(
+    call: _Call,
+    ordinary: Sum,
+    atoms: System,
+    request: SumRequest,
+    used: Sequence[torch.Tensor],
+    constants: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...] | None:
+    """Results by the plan of a call, which is recorded if there is none; None if that is not possible."""
+    assert atoms.charges is not None
+    moving = [atoms.positions.detach(), atoms.charges.detach()]
+    if call.plan is not None:
+        return call.plan(moving, used)
+
+    def function(memory: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        results = ordinary(atoms._replace(positions=memory[0], charges=memory[1]), request, False)
+        return results if isinstance(results, tuple) else (results,)
+
+    call.plan, results = plans.record(function, moving, used, constants)
+    return results
+
+
+def _noted(key: Hashable, prepared: Sequence[torch.Tensor]) -> tuple[_Call, int]:
+    """The calls of this kind, one more than before, and the number of this one."""
+    with _lock:
+        call = _calls.get(key)
+        if call is None:
+            call = _calls[key] = _Call(prepared)
+            while len(_calls) > MOST_CALLS:
+                _calls.popitem(last=False)
+        else:
+            _calls.move_to_end(key)
+        call.count += 1
+        return call, call.count
+
+
+def _form(value: Any) -> Hashable:
+    """What tells two calls apart whose results differ by the values of this tensor alone."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.stride()
+    return type(value), value
+
+
+def _fixed(values: tuple[Any, ...], constants: list[torch.Tensor]) -> tuple[Any, ...] | None:
+    """What tells ``values`` apart; None if that is not known. Tensors among them are added to ``constants``."""
+    found: list[Any] = []
+    for value in values:
+        kind, key = type(value), value
+        if isinstance(value, torch.Tensor):
+            if kind not in PLAIN_TYPES or value.device.type != "cpu":
+                return None
+            constants.append(value)
+            if value.numel() <= SMALL:
+                key = (value.dtype, value.shape, value.detach().resolve_neg().numpy().tobytes())
+            else:
+                key = (id(value), version_of(value))
+        elif isinstance(value, tuple) and kind not in _WITHOUT_TENSORS:
+            key = _fixed(value, constants)
+            if key is None:
+                return None
+        elif not isinstance(value, Hashable):
+            return None
+        found += (kind, key)
+    return tuple(found)
+
+
+_WITHOUT_TENSORS = {LongRangePotential, type(COULOMB)}

@@ -1,0 +1,254 @@
+"""Sums that are called again and again, which are run by a plan: the same bits, errors and derivatives as without."""
+
+import threading
+
+import pytest
+import torch
+
+from nvalchemiops.torch.interactions.electrostatics import (
+    driver,
+    ewald_summation,
+    particle_mesh_ewald,
+    prepare_wave_vectors,
+    repeated,
+)
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.runtime import plans
+from tests.systems import triclinic
+
+F64 = torch.float64
+NAMES = {
+    False: ("neighbor_list", "neighbor_ptr", "neighbor_shifts"),
+    True: ("neighbor_matrix", "", "neighbor_matrix_shifts"),
+}
+SUMS = {"ewald": (ewald_summation, {"k_cutoff": 6.0}), "mesh": (particle_mesh_ewald, {"mesh_dimensions": (12, 10, 9)})}
+REQUESTS = {
+    "energies": {},
+    "of systems": {"energy_reduction": "system"},
+    "forces": {"compute_forces": True},
+    "all": {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    repeated._calls.clear()
+    repeated._recent.clear()
+
+
+def arguments(dtype=F64, as_matrix=False, n_atoms=20):
+    system = triclinic(n_atoms, charged=True)
+    x, q, cell = (t.to(dtype) for t in (system.positions, system.charges, system.cell))
+    found = neighbor_list(x, 3.0, cell, return_neighbor_list=not as_matrix)
+    return x, q, cell, {name: t for name, t in zip(NAMES[as_matrix], found) if name}
+
+
+def moved(x, q, near, step):
+    """Atoms somewhat elsewhere, other charges, the same neighbors in other memory."""
+    generator = torch.Generator().manual_seed(step)
+    x = x + 0.01 * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+    return x, q * (1.0 + 0.1 * step), {name: t.clone() for name, t in near.items()}
+
+
+def results(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+def ordinary(call):
+    """The results of ``call()`` without a plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "repeated_sum", lambda *_: None)
+        return call()
+
+
+def plan_of(*, count=1):
+    found = [call.plan for call in repeated._calls.values() if call.plan is not None]
+    assert len(found) == count
+    return found[-1] if found else None
+
+
+def same_bits(found, expected):
+    assert all(torch.equal(a, b) for a, b in zip(results(found), results(expected), strict=True))
+
+
+@pytest.mark.parametrize("as_matrix", [False, True], ids=["list", "matrix"])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("name", SUMS)
+def test_bits_are_those_of_the_ordinary_way(name, request_, dtype, as_matrix):
+    """Values and memory of positions, charges and neighbors differ in each call."""
+    (function, options), asked = SUMS[name], REQUESTS[request_]
+    x, q, cell, near = arguments(dtype, as_matrix)
+    for step in range(6):
+        y, p, here = moved(x, q, near, step)
+
+        def call(y=y, p=p, here=here):
+            return function(y, p, cell.clone(), 0.9, **here, **options, **asked)
+
+        same_bits(call(), ordinary(call))
+    assert plan_of().steps
+
+
+@pytest.mark.parametrize("inputs", ["positions", "charges", "both"])
+@pytest.mark.parametrize("name", SUMS)
+def test_gradients_are_those_of_the_ordinary_way(name, inputs):
+    """First and second order, one weight for all atoms and different ones."""
+    function, options = SUMS[name]
+    x, q, cell, near = arguments()
+    weights = torch.linspace(0.5, 1.5, 20, dtype=F64)
+
+    def gradients(x, q, near, weights, order):
+        x = x.clone().requires_grad_(inputs != "charges")
+        q = q.clone().requires_grad_(inputs != "positions")
+        wrt = [t for t in (x, q) if t.requires_grad]
+        energies = function(x, q, cell, 0.9, **near, **options)
+        found = torch.autograd.grad((weights * energies).sum(), wrt, create_graph=order == 2)
+        if order == 2:
+            found += torch.autograd.grad(sum((g * g).sum() for g in found), wrt)
+        return (energies.detach(), *(g.detach() for g in found))
+
+    for step in range(5):
+        here = moved(x, q, near, step)
+        for w, order in ((torch.ones(20, dtype=F64), 1), (weights, 1), (weights, 2)):
+            found = gradients(*here, w, order)
+            expected = ordinary(lambda here=here, w=w, order=order: gradients(*here, w, order))
+            same_bits(found[0], expected[0])
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    plan_of()
+
+
+def test_what_is_fixed_in_a_plan_is_part_of_its_key():
+    """Another cell, alpha, cutoff, request, length of the list: each has results of its own."""
+    x, q, cell, near = arguments()
+    given = {"cell": cell, "alpha": 0.9, "k_cutoff": 6.0, "compute_forces": True}
+    for _ in range(4):
+        first = ewald_summation(x, q, **given, **near)
+    plan_of()
+    others = [{"cell": 1.01 * cell}, {"alpha": 0.8}, {"alpha": torch.tensor([0.8], dtype=F64)}, {"k_cutoff": 5.0}]
+    for changed in others:
+
+        def call(changed=changed):
+            return ewald_summation(x, q, **{**given, **changed}, **near)
+
+        found = call()
+        assert not torch.equal(found[0], first[0])
+        same_bits(found, ordinary(call))
+    same_bits(ewald_summation(x, q, **given, **near), first)
+    in_place = cell.clone()
+    for scale in (1.0, 1.01):
+        in_place.mul_(scale)
+        expected = ordinary(lambda: ewald_summation(x, q, **given | {"cell": in_place.clone()}, **near))
+        same_bits(ewald_summation(x, q, **given | {"cell": in_place}, **near), expected)
+
+
+def test_memory_of_the_caller_is_neither_kept_nor_used_later():
+    """A cell that was there when the plan was made may have other values when it runs."""
+    x, q, cell, near = arguments()
+    given = {"alpha": torch.tensor([0.9], dtype=F64), "k_cutoff": 6.0, "compute_forces": True}
+    expected = ordinary(lambda: ewald_summation(x, q, cell, **given, **near))
+    for _ in range(4):
+        mine = cell.clone()
+        theirs = {name: t.clone() for name, t in near.items()}
+        found = ewald_summation(x, q, mine, **given | {"alpha": given["alpha"].clone()}, **theirs)
+        same_bits(found, expected)
+        mine.zero_(), [t.zero_() for t in theirs.values()]
+        for result in found:
+            result.zero_()  # results are the caller's
+    plan_of()
+
+
+def test_wave_vectors_that_were_changed_are_others():
+    x, q, cell, near = arguments()
+    vectors = prepare_wave_vectors(cell, 6.0)
+    call = {"miller_indices": vectors, **near}
+    for _ in range(4):
+        ewald_summation(x, q, cell, 0.9, **call)
+    plan_of()
+    vectors.weights.mul_(2.0)
+    same_bits(ewald_summation(x, q, cell, 0.9, **call), ordinary(lambda: ewald_summation(x, q, cell, 0.9, **call)))
+
+
+def test_errors_are_those_of_the_ordinary_way():
+    """What kernels notice in values; afterwards the plan works on."""
+    x, q, cell, near = arguments()
+    for _ in range(4):
+        expected = ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, **near)
+    plan_of()
+    pairs = near["neighbor_list"].clone()
+    pairs[1, 0] = 100
+    for _ in range(2):
+        with pytest.raises(ValueError, match="neighbor"):
+            ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, **{**near, "neighbor_list": pairs})
+        same_bits(ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, **near), expected)
+    with pytest.raises(ValueError, match="cell"):
+        ewald_summation(x, q, 0.0 * cell, 0.9, k_cutoff=6.0, **near)
+
+
+@pytest.mark.filterwarnings("ignore::nvalchemiops.notices.AccuracyWarning")
+@pytest.mark.parametrize("options", [{"exclusions": torch.tensor([[0], [1]])}, {"accuracy": 1e-4, "alpha": None}])
+def test_no_plan_where_values_of_atoms_are_read(options):
+    x, q, cell, near = arguments()
+    given = {"alpha": 0.9, "k_cutoff": 6.0, **options}
+    calls = [ewald_summation(x, q, cell, **given, **near) for _ in range(5)]
+    plan_of(count=0)
+    same_bits(calls[-1], calls[0])
+
+
+def test_contexts_in_which_a_plan_is_made_and_used():
+    """Inference mode, no gradients; modes that are to see the operations take the ordinary way."""
+    x, q, cell, near = arguments()
+
+    def call(x=x):
+        return ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, energy_reduction="system", **near)
+
+    expected = ordinary(call)
+    with torch.inference_mode():
+        for _ in range(4):
+            same_bits(call(), expected)
+    plan_of()
+    with torch.no_grad():
+        same_bits(call(), expected)
+    same_bits(call(), expected)
+    with torch.profiler.profile() as profile:
+        call()
+    assert any("fourier_gather" in event.key for event in profile.key_averages())
+    y = x.clone().requires_grad_()
+    hessian = torch.autograd.functional.hessian(lambda y: call(y).sum(), y)
+    torch.testing.assert_close(hessian, torch.func.hessian(lambda y: call(y).sum())(x))
+
+
+def test_threads_share_a_plan():
+    """One at a time runs it; others take the ordinary way."""
+    x, q, cell, near = arguments()
+    inputs = [moved(x, q, near, step) for step in range(4)]
+
+    def call(x, q, near):
+        return ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, compute_forces=True, **near)
+
+    expected = [ordinary(lambda given=given: call(*given)) for given in inputs]
+    wrong = []
+
+    def work(number):
+        for _ in range(100):
+            found = call(*inputs[number])
+            if not all(torch.equal(a, b) for a, b in zip(found, expected[number])):
+                wrong.append(number)
+
+    workers = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong and plans.active() is None
+    plan_of()
+
+
+def test_few_plans_are_kept():
+    sizes = range(10, 10 + 2 * repeated.MOST_CALLS)
+    for n_atoms in sizes:
+        x, q, cell, near = arguments(n_atoms=n_atoms)
+        for _ in range(4):
+            ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
+    assert len(repeated._calls) == repeated.MOST_CALLS
+    assert all(call.plan is not None for call in repeated._calls.values())
