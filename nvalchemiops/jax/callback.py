@@ -13,6 +13,7 @@ import torch
 
 from nvalchemiops import threads
 from nvalchemiops.jax.dtypes import WIDER, torch_dtype
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.openmp import at_fixed_threads
 
@@ -60,6 +61,9 @@ class TorchFunction:
     differentiable : bool
     first_order : callable, optional
         The same as ``evaluate``, for values and first derivatives.
+    gradients : callable, optional
+        ``gradients(wanted, *inputs)``: the outputs, and the gradients of their sum by the inputs with these numbers; or
+        None. Cheaper than torch's reverse mode.
     fill : callable, optional
         ``fill(results, *inputs)``: write the values of all outputs into the tensors ``results``; False if it cannot.
     takes_all : callable, optional
@@ -74,6 +78,7 @@ class TorchFunction:
     rounds: bool = True
     differentiable: bool = True
     first_order: Callable[..., Sequence[torch.Tensor]] | None = None
+    gradients: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None] | None = None
     fill: Callable[..., bool] | None = None
     takes_all: Callable[[tuple[int, ...], tuple[jax.ShapeDtypeStruct, ...]], bool] | None = None
     writes: frozenset[int] | None = None  # inputs that it changes in place; None: not known yet
@@ -270,6 +275,8 @@ def _results(request: Request, operands: Sequence[torch.Tensor]) -> Sequence[tor
     inputs = [next(given) for _ in range(request.inputs)]
     weights = {j: next(given) for j in request.weights}
     directions = [{i: next(given) for i in direction} for direction in request.directions]
+    if (by_value := _by_value(request, inputs, list(weights.values()))) is not None:
+        return by_value
     moving = {*request.gradient, *itertools.chain(*request.directions)}
     with torch.set_grad_enabled(bool(moving) or request.function.with_gradients):
         for i in moving:
@@ -289,6 +296,30 @@ def _results(request: Request, operands: Sequence[torch.Tensor]) -> Sequence[tor
             roots, first = list(zip(slopes, direction.values())), None
         last = list(weights.values()) if request.directions and request.values else []
         return results + _gradients(roots, [*last, *(inputs[i] for i in request.gradient)], warn=first)
+
+
+def _by_value(
+    request: Request, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    """Values and gradients where the function has them by value, for outputs of equal weights; otherwise None."""
+    gradients = request.function.gradients
+    if gradients is None or not request.gradient or request.directions or len(weights) > 1:
+        return None
+    scale = None
+    if weights:
+        (weight,) = weights
+        if not layout(weight.device.type).reads or not weight.numel():
+            return None
+        scale = weight.reshape(-1)[0]
+        if not bool((weight == scale).all()):
+            return None
+    with torch.no_grad():
+        both = gradients(request.gradient, *inputs)
+        if both is None:
+            return None
+        outputs, found = both
+        _check_outputs(request, outputs)
+        return [*(outputs[j] for j in request.values), *(g if scale is None else g * scale for g in found)]
 
 
 def _gradients(
@@ -332,11 +363,16 @@ def _outputs(request: Request, inputs: list[torch.Tensor]) -> Sequence[torch.Ten
             f"`{function.name}` changed inputs {sorted(written)} in place, which it did not do at its first call; "
             "JAX's arrays are immutable: work on a copy"
         )
+    _check_outputs(request, outputs)
+    return outputs
+
+
+def _check_outputs(request: Request, outputs: Sequence[torch.Tensor]) -> None:
+    function = request.function
     if len(outputs) != len(request.outputs):
         raise ValueError(f"`{function.name}` returned {len(outputs)} tensors, {len(request.outputs)} were declared")
     for number, (output, declared) in enumerate(zip(outputs, request.outputs)):
         _check_output(function, number, output, declared)
-    return outputs
 
 
 def _check_output(function: TorchFunction, number: int, output: Any, declared: jax.ShapeDtypeStruct) -> None:

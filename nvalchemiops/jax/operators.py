@@ -84,7 +84,17 @@ def operator(
     def shapes(**arguments: Any) -> Any:
         return checked_shapes(call, out_shapes, arguments)
 
-    traits = Traits(at_once=fold.is_possible if fold else False)
+    derivatives = {key: option for key, option in _BY_VALUE.items() if option in kinds}
+
+    def gradients(names: list[str], **arguments: Any) -> Any:
+        known = all(name in derivatives for name in names) and arguments["positions"].ndim == 2
+        if not known or any(arguments.get(option) for option in _OTHER_RESULTS):
+            return None
+        energies, *found = call(**arguments, **{derivatives[name]: True for name in names})
+        by_name = dict(zip([name for name in derivatives if name in names], found))
+        return [energies], [-by_name[name] if name == "positions" else by_name[name] for name in names]
+
+    traits = Traits(at_once=fold.is_possible if fold else False, gradients=gradients if len(derivatives) == 2 else None)
     bridge = Bridge(call, shapes, name=name, contract=contract, writes=frozenset(), traits=traits)
 
     def checked(key: str, value: Any) -> Any:
@@ -113,6 +123,12 @@ def _check_positions(positions: Any) -> None:
     if positions.ndim != 2:
         shape = tuple(positions.shape)
         raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
+
+
+_BY_VALUE = {"positions": "compute_forces", "charges": "compute_charge_gradients"}
+"""Arguments by which functions of energies return first derivatives by value, in the order in which they do."""
+
+_OTHER_RESULTS = (*_BY_VALUE.values(), "compute_virial", "hybrid_forces")
 
 
 def _named(of_arrays: Callable[..., Any], function: Callable[..., Any], signature: inspect.Signature) -> Any:

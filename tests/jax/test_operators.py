@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.jax import neighbors, spline
+from nvalchemiops.jax import callback, neighbors, spline
 from nvalchemiops.jax.interactions import dispersion, electrostatics, pair
 from nvalchemiops.jax.interactions.electrostatics._shapes import sum_operator
 from nvalchemiops.torch import neighbors as torch_neighbors
@@ -26,6 +26,7 @@ from nvalchemiops.torch import spline as torch_spline
 from nvalchemiops.torch.interactions import dispersion as torch_dispersion
 from nvalchemiops.torch.interactions import electrostatics as torch_electrostatics
 from nvalchemiops.torch.interactions import pair as torch_pair
+from nvalchemiops.torch.interactions.electrostatics import driver, repeated
 from tests.jax.precision import double_precision  # noqa: F401
 from tests.jax.signatures import SIGNATURES
 from tests.systems import batch, csr, triclinic
@@ -248,6 +249,53 @@ def test_energies_and_gradients_of_ewald_sums_have_torchs_bits(name):
     arguments = to_jax([SYSTEM.positions, SYSTEM.charges, SYSTEM.cell])
     value, by_x = jax.jit(jax.value_and_grad(operator.in_jax))(*arguments)
     assert float(value) == energy.item() and np.array_equal(by_x, gradient.numpy())
+
+
+@pytest.mark.parametrize("wrt", [0, 1, (0, 1)])
+@pytest.mark.parametrize("name", ["ewald_summation", "particle_mesh_ewald"])
+def test_gradients_of_plain_sums_take_no_backward_pass(monkeypatch, name, wrt):
+    """Forces and charge gradients come by value, of energies of atoms with one weight for all, too: the same bits."""
+    function, options = getattr(electrostatics, name), {"alpha": 0.5, "cutoff": 4.0, **FOLDED[name], **to_jax(NEAR)}
+    theirs = getattr(torch_electrostatics, name)
+    numbers = wrt if isinstance(wrt, tuple) else (wrt,)
+    leaves = [t.clone().requires_grad_(n in numbers) for n, t in enumerate((SYSTEM.positions, SYSTEM.charges))]
+
+    def in_torch(weights):
+        energies = theirs(*leaves, SYSTEM.cell, **options | NEAR)
+        return [g.numpy() for g in torch.autograd.grad((weights * energies).sum(), [leaves[n] for n in numbers])]
+
+    x, q, cell = to_jax([SYSTEM.positions, SYSTEM.charges, SYSTEM.cell])
+
+    def gradient(scale):
+        of_atoms = jax.jit(jax.grad(lambda x, q: jnp.sum(scale * function(x, q, cell, **options)), wrt))(x, q)
+        return [np.asarray(g) for g in (of_atoms if isinstance(of_atoms, tuple) else (of_atoms,))]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(callback, "_gradients", None)
+        found = gradient(-2.5)
+    assert all(np.array_equal(f, e) for f, e in zip(found, in_torch(-2.5), strict=True))
+    weights = np.linspace(0.5, 1.5, 6)
+    for f, e in zip(gradient(weights), in_torch(torch.as_tensor(weights)), strict=True):
+        np.testing.assert_allclose(f, e, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["ewald_summation", "particle_mesh_ewald"])
+def test_repeated_calls_have_torchs_bits(name):
+    """Plans of torch's sums run in buffers of JAX, which come and go: another cell now and then, other positions."""
+    operator, x = OPERATORS[name], SYSTEM.positions
+    evaluate = jax.jit(jax.value_and_grad(operator.in_jax))
+    repeated._calls.clear()
+    for step in range(10):
+        cell = SYSTEM.cell * (1.0 + 0.1 * (step // 5))
+        y = x + 0.01 * step
+        value, by_x = evaluate(*to_jax([y, SYSTEM.charges, cell]))
+        y = y.clone().requires_grad_()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(driver, "repeated_sum", lambda *_: None)
+            energy = operator.in_torch(y, SYSTEM.charges, cell)
+            (gradient,) = torch.autograd.grad(energy, y)
+        assert float(value) == energy.item() and np.array_equal(by_x, gradient.numpy())
+    assert sum(call.plan is not None for call in repeated._calls.values()) == 2
 
 
 def calls_from_jax(function, *arguments):
