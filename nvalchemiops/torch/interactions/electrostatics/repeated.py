@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.layout import layout
 from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.interactions.electrostatics import first_derivatives
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
@@ -72,15 +73,21 @@ def repeated_sum(
         All other arguments on which results depend.
     """
     positions, charges, cell, batch_idx, pbc, _, domain = atoms
-    is_simple = batch_idx is None and pbc is None and domain is None
-    if charges is None or cell is None or not is_simple or request.hybrid:
+    if batch_idx is not None or pbc is not None or domain is not None or request.hybrid:
         return None
-    if not all(type(t) is torch.Tensor and t.is_contiguous() for t in (positions, charges)):
+    # what is wrong is left to the ordinary way
+    if type(charges) is not torch.Tensor or type(positions) is not torch.Tensor or type(cell) is not torch.Tensor:
         return None
-    if charges.ndim != 1 or not 0 < positions.shape[0] <= MOST_ATOMS:
+    if positions.ndim != 2 or charges.ndim != 1 or cell.shape not in ((3, 3), (1, 3, 3)):
+        return None
+    if not (0 < positions.shape[0] <= MOST_ATOMS and positions.is_contiguous() and charges.is_contiguous()):
         return None
     forms = tuple(map(_form, (positions, charges, *neighbors)))
-    if forms not in _recent:  # lists of a length that changes cost no more than this
+    try:
+        is_new = forms not in _recent
+    except TypeError:
+        return None
+    if is_new:  # lists of a length that changes cost no more than this
         if len(_recent) >= RECENT:
             _recent.clear()
         _recent[forms] = None
@@ -100,7 +107,7 @@ def repeated_sum(
             return None
         computed, tracked = Derivatives(by_positions, by_charges), True
     large, small = ([t for t in constants if (t.numel() > SMALL) == is_large] for is_large in (True, False))
-    call, number = _noted((fixed, forms, request.energy_reduction, computed), large)
+    call, number = _noted((fixed, forms, request.energy_reduction, computed, layout("cpu")), large)
     if call.plan is None and number != RECORDED:
         return None
 
