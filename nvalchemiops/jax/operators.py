@@ -90,7 +90,7 @@ def operator(
         known = all(name in derivatives for name in names) and arguments["positions"].ndim == 2
         if not known or any(arguments.get(option) for option in _OTHER_RESULTS):
             return None
-        energies, *found = call(**arguments, **{derivatives[name]: True for name in names})
+        energies, *found = call(**{**arguments, **{derivatives[name]: True for name in names}})
         by_name = dict(zip([name for name in derivatives if name in names], found))
         return [energies], [-by_name[name] if name == "positions" else by_name[name] for name in names]
 
