@@ -22,6 +22,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, 
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, has_function_modes, is_unobserved, version_of
+from nvalchemiops.torch.runtime.context import eager
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.systems import System
 
@@ -59,6 +60,7 @@ _calls: "OrderedDict[Hashable, _Call]" = OrderedDict()
 _lock = fork_safe(threading.Lock())
 
 
+@eager
 def repeated_sum(
     ordinary: Sum, atoms: System, neighbors: GivenNeighbors, request: SumRequest, others: tuple[Any, ...]
 ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
