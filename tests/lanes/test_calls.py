@@ -8,8 +8,8 @@ from tests.gpu import assert_equal, with_derivatives
 from tests.lanes.fibers import gpu_layout
 from tests.systems import no_atoms, one_atom
 
-ACCURACY = {torch.float64: 1e-13, torch.float32: 2e-3}
-"""Of second derivatives, in which sums of large numbers cancel."""
+ACCURACY = {torch.float64: 1e-12, torch.float32: 2e-3}
+"""Of second derivatives, in which sums of large numbers cancel, and inverses of cells come from another formula."""
 
 
 def results(case, system, dtype=torch.float64):
