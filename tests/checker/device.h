@@ -18,6 +18,8 @@ int checker_thread();
 int checker_block();
 int checker_block_size();
 int checker_grid_size();
+void checker_atomic(void *p, size_t n);
+void checker_copy(void *to, const void *from, size_t n);
 uint64_t checker_meet(int meeting, unsigned mask, uint64_t value, int argument, int width, int line);
 }
 
@@ -72,6 +74,21 @@ CHECKER int __ffs(int bits) { return __builtin_ffs(bits); }
 CHECKER int __clz(int bits) { return bits ? __builtin_clz(static_cast<unsigned>(bits)) : 32; }
 
 template <typename T> CHECKER T __ldg(const T *from) { return *from; }
+
+template <typename T, typename F> CHECKER T checker_change(T *at, const F &change) {
+    T before, after;
+    checker_atomic(at, sizeof(T));
+    checker_copy(&before, at, sizeof(T));
+    after = change(before);
+    checker_copy(at, &after, sizeof(T));
+    return before;
+}
+template <typename T> CHECKER T atomicAdd(T *at, T value) {
+    return checker_change(at, [=](T before) { return before + value; });
+}
+template <typename T> CHECKER T atomicMax(T *at, T value) {
+    return checker_change(at, [=](T before) { return before < value ? value : before; });
+}
 
 // -- functions that CUDA has beyond those of C -------------------------------------------------------
 

@@ -27,7 +27,8 @@ class _Finding(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("kind", "lane", "other_lane", "line", "other_line", "region")),
         *((name, ctypes.c_int32) for name in ("is_write", "meeting")),
         *((name, ctypes.c_int64) for name in ("block", "warp", "other_warp", "offset", "size")),
-        *((name, ctypes.c_uint64) for name in ("place", "other_place")),
+        ("other_place", ctypes.c_uint64),
+        ("places", ctypes.c_uint64 * 8),
     )
 
 
@@ -69,6 +70,11 @@ class Fault(Exception):
         self.kernel, self.kind, self.message, self.line = kernel, kind, message, line
         self.text, self.lane, self.block, self.order = text, lane, block, order
         super().__init__(f"{kernel}: {message}; line {line}: {text}; block {block}, lane {lane}, {order} order")
+
+    def report(self) -> dict[str, Any]:
+        """What was found, as plain values."""
+        names = ("kernel", "kind", "message", "line", "text", "lane", "block", "order")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass
@@ -184,9 +190,9 @@ def check(
 # -- findings ---------------------------------------------------------------------------------------
 
 
-def _line_at(module: Module, place: int) -> int:
-    """The line of the generated C++ for a place in its code."""
-    command = ["addr2line", "-i", "-e", str(module.path), hex(place)]
+def _line_at(module: Module, *places: int) -> int:
+    """The line of the generated C++ of the first of these places in the code that lies in it."""
+    command = ["addr2line", "-i", "-e", str(module.path), *(hex(place) for place in places if place)]
     frames = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     lines = [frame.split(" ")[0].rpartition(":") for frame in frames]
     own = [line for file, _, line in lines if Path(file).name == module.source.name]
@@ -199,7 +205,7 @@ def _text(module: Module, line: int) -> str:
 
 def _fault(kernel: wp.Kernel, module: Module, launch: _Launch, memory: Memory, order: str) -> Fault:
     finding = launch.finding
-    line = finding.line or _line_at(module, finding.place)
+    line = finding.line or _line_at(module, *finding.places)
     verb = "writes" if finding.is_write else "reads"
     where = f"an address of no array, {finding.size} bytes"
     if finding.region >= 0:

@@ -26,7 +26,8 @@ class Region(ctypes.Structure):
         ("low", ctypes.c_uint64),
         ("high", ctypes.c_uint64),
         ("shift", ctypes.c_int32),
-        ("padding", ctypes.c_int32),
+        ("item", ctypes.c_int32),
+        ("gaps", ctypes.c_void_p),
         ("cells", ctypes.c_void_p),
     )
 
@@ -39,10 +40,23 @@ class Place(NamedTuple):
     names: tuple[str, ...]
     item: int  # bytes of an element
     shift: int
+    gaps: bytes = b""  # for each four bytes of an element, whether they lie between its fields
 
     @property
     def name(self) -> str:
         return ", ".join(f"`{n}`" for n in self.names)
+
+
+def gaps_of(dtype: Any, item: int) -> bytes:
+    """For each four bytes of a structure, 1 if they lie between its fields; nothing for other types."""
+    if not hasattr(dtype, "ctype"):
+        return b""
+    gaps = bytearray(b"\1" * (item // 4))
+    for name, _ in dtype.ctype._fields_:
+        field = getattr(dtype.ctype, name)
+        for cell in range(field.offset // 4, -(-(field.offset + field.size) // 4)):
+            gaps[cell] = 0
+    return bytes(gaps)
 
 
 def _place(name: str, array: Any, dtype: Any) -> Place | None:
@@ -53,7 +67,7 @@ def _place(name: str, array: Any, dtype: Any) -> Place | None:
     scalar = getattr(dtype, "_wp_scalar_type_", dtype)
     small = scalar in (wp.bool, wp.int8, wp.uint8, wp.int16, wp.uint16, wp.float16)
     length = sum((n - 1) * stride for n, stride in zip(shape, strides)) + item
-    return Place(array.data, array.data + length, (name,), item, 0 if small else 2)
+    return Place(array.data, array.data + length, (name,), item, 0 if small else 2, gaps_of(dtype, item))
 
 
 def _merged(places: list[Place]) -> list[Place]:
@@ -90,6 +104,7 @@ class Memory:
         self.before = [ctypes.string_at(p.low, p.high - p.low) for p in self.places]
         self.regions = (Region * max(len(self.places), 1))()
         self.cells: list[np.ndarray] = []
+        self.gaps: list[Any] = []
         self.checks = checks
         at = self.low + GAP
         for number, (place, size) in enumerate(zip(self.places, sizes)):
@@ -97,7 +112,10 @@ class Memory:
             self.pages[first : first + size // PAGE] = number + 1
             region = self.regions[number]
             # an array begins where it is aligned as it was
-            region.low, region.shift = at + place.low % 64, place.shift
+            region.low, region.shift, region.item = at + place.low % 64, place.shift, place.item
+            if any(place.gaps):
+                self.gaps.append(ctypes.create_string_buffer(place.gaps))
+                region.gaps = ctypes.addressof(self.gaps[-1])
             region.high = region.low + place.high - place.low
             last = (region.high - 1 - self.low) // PAGE
             self.pages[first : last + 1] = number + 1

@@ -33,19 +33,24 @@ struct Cell {
     uint32_t written_by;  // the place in the code
     uint8_t writer_lane;
     bool many_readers;  // other warps have read it, too
+    bool atomic;  // the last write
 };
+
+enum Access { READ, WRITE, ATOMIC };
 
 struct Region {
     uintptr_t low, high;
     int32_t shift;  // bytes of a cell, as a power of two
-    int32_t padding;
+    int32_t item;  // bytes of an element
+    const uint8_t *gaps;  // for each cell of an element whether it lies between fields; or null: there are no such cells
     Cell *cells;
 };
 
 struct Finding {
     int32_t kind, lane, other_lane, line, other_line, region, is_write, meeting;
     int64_t block, warp, other_warp, offset, size;
-    uint64_t place, other_place;  // in the code, from the beginning of the module
+    uint64_t other_place;  // in the code, from the beginning of the module
+    uint64_t places[8];  // the same of the lane itself: the access, then the calls that led there
 };
 
 struct Launch {
@@ -69,6 +74,8 @@ struct Lane {
     int number;
     size_t task;
     uint64_t accesses;
+    int depth;  // of calls
+    const void *calls[64];
     char *stack;
     bool started;
     jmp_buf here;
@@ -94,7 +101,15 @@ unsigned next_random(unsigned n) {
     return static_cast<unsigned>((random_state >> 33) % n);
 }
 
-[[noreturn]] void report(Finding finding, const Lane &lane) {
+uint64_t place_of(const void *address) {
+    return reinterpret_cast<uintptr_t>(address) - 1 - launch->module_low;
+}
+
+[[noreturn]] void report(Finding finding, const Lane &lane, const void *from = nullptr) {
+    int n = 0;
+    if (from != nullptr) finding.places[n++] = place_of(from);
+    for (int depth = lane.depth < 64 ? lane.depth : 64; depth > 0 && n < 8; --depth)
+        finding.places[n++] = place_of(lane.calls[depth - 1]);
     finding.lane = lane.number;
     finding.warp = warp;
     finding.block = static_cast<int64_t>(lane.task) / launch->block;
@@ -103,13 +118,10 @@ unsigned next_random(unsigned n) {
     _longjmp(out, 1);
 }
 
-uint64_t place_of(const void *address) {
-    return reinterpret_cast<uintptr_t>(address) - 1 - launch->module_low;
-}
-
 // -- memory ---------------------------------------------------------------------------------------
 
-void check_cells(const Region &region, uintptr_t at, size_t size, bool write, const void *from) {
+void check_cells(const Region &region, uintptr_t at, size_t size, Access access, const void *from) {
+    const bool write = access != READ;
     const uint32_t me = static_cast<uint32_t>(warp + 1);
     const int lane = current->number;
     const size_t last = (at + size - 1 - region.low) >> region.shift;
@@ -125,14 +137,15 @@ void check_cells(const Region &region, uintptr_t at, size_t size, bool write, co
             finding.region = static_cast<int32_t>(&region - launch->regions);
             finding.offset = static_cast<int64_t>(at - region.low);
             finding.size = static_cast<int64_t>(size);
-            finding.place = place_of(from);
-            report(finding, *current);
+            report(finding, *current, from);
         };
         if (cell.writer != 0) {
-            if (cell.writer != me) fault(RACE_OF_WARPS, cell.writer_lane, int64_t(cell.writer) - 1, cell.written_by);
-            if (cell.writer_lane != lane && seen[lane][cell.writer_lane] <= cell.written_at)
+            if (access == ATOMIC && cell.atomic) {
+                // ordered by the hardware
+            } else if (cell.writer != me) fault(RACE_OF_WARPS, cell.writer_lane, int64_t(cell.writer) - 1, cell.written_by);
+            else if (cell.writer_lane != lane && seen[lane][cell.writer_lane] <= cell.written_at)
                 fault(RACE_OF_LANES, cell.writer_lane, warp, cell.written_by);
-        } else if (!write && region.shift == 2) {
+        } else if (!write && region.shift == 2 && !(region.gaps && region.gaps[c % (region.item >> 2)])) {
             uint32_t value;
             memcpy(&value, reinterpret_cast<const void *>(region.low + (c << 2)), sizeof(value));
             if (value == POISON) fault(UNWRITTEN, -1, -1, 0);
@@ -153,6 +166,7 @@ void check_cells(const Region &region, uintptr_t at, size_t size, bool write, co
             for (int other = 0; other < WARP; ++other)
                 if (other != lane && (cell.readers >> other & 1) && seen[lane][other] <= cell.read_at)
                     fault(RACE_OF_LANES, other, warp, 0);
+        cell.atomic = access == ATOMIC;
         cell.writer = me;
         cell.writer_lane = static_cast<uint8_t>(lane);
         cell.written_at = moment;
@@ -161,7 +175,7 @@ void check_cells(const Region &region, uintptr_t at, size_t size, bool write, co
     }
 }
 
-void touch(const void *address, size_t size, bool write, const void *from) {
+void touch(const void *address, size_t size, Access access, const void *from) {
     if (current == nullptr || size == 0) return;
     const uintptr_t at = reinterpret_cast<uintptr_t>(address), end = at + size;
     const uintptr_t stack = reinterpret_cast<uintptr_t>(current->stack);
@@ -174,7 +188,7 @@ void touch(const void *address, size_t size, bool write, const void *from) {
         const Region *region = launch->regions + number - 1;
         if (number > 0 && at >= region->low && end <= region->high) {
             ++current->accesses;
-            if (launch->checks) check_cells(*region, at, size, write, from);
+            if (launch->checks) check_cells(*region, at, size, access, from);
             return;
         }
         // the closest array
@@ -189,15 +203,14 @@ void touch(const void *address, size_t size, bool write, const void *from) {
         const uintptr_t arguments = reinterpret_cast<uintptr_t>(launch->arguments);
         const bool known = (at >= arguments && end <= arguments + launch->argument_bytes)
             || (at >= launch->module_low && end <= launch->module_high);
-        if (known && !write) return;
+        if (known && access == READ) return;
         if (known) finding.kind = READ_ONLY;
     }
     finding.other_warp = -1;
     finding.other_lane = -1;
-    finding.is_write = write;
+    finding.is_write = access != READ;
     finding.size = static_cast<int64_t>(size);
-    finding.place = place_of(from);
-    report(finding, *current);
+    report(finding, *current, from);
 }
 
 // -- fibers ---------------------------------------------------------------------------------------
@@ -290,6 +303,7 @@ void run_warp(size_t first_task, int n) {
         lane.state = l < n ? READY : FINISHED;
         lane.task = first_task + l;
         lane.accesses = 0;
+        lane.depth = 0;
         lane.number = l;
         order[l] = launch->order == BACKWARD ? WARP - 1 - l : l;
     }
@@ -409,35 +423,45 @@ HOOK uint64_t checker_meet(int meeting, unsigned mask, uint64_t value, int argum
 // -- hooks of -fsanitize=thread -------------------------------------------------------------------
 
 #define ACCESS(n) \
-    HOOK void __tsan_read##n(void *p) { touch(p, n, false, __builtin_return_address(0)); } \
-    HOOK void __tsan_write##n(void *p) { touch(p, n, true, __builtin_return_address(0)); } \
-    HOOK void __tsan_unaligned_read##n(void *p) { touch(p, n, false, __builtin_return_address(0)); } \
-    HOOK void __tsan_unaligned_write##n(void *p) { touch(p, n, true, __builtin_return_address(0)); }
+    HOOK void __tsan_read##n(void *p) { touch(p, n, READ, __builtin_return_address(0)); } \
+    HOOK void __tsan_write##n(void *p) { touch(p, n, WRITE, __builtin_return_address(0)); } \
+    HOOK void __tsan_unaligned_read##n(void *p) { touch(p, n, READ, __builtin_return_address(0)); } \
+    HOOK void __tsan_unaligned_write##n(void *p) { touch(p, n, WRITE, __builtin_return_address(0)); }
 ACCESS(1)
 ACCESS(2)
 ACCESS(4)
 ACCESS(8)
 ACCESS(16)
-HOOK void __tsan_read_range(void *p, size_t n) { touch(p, n, false, __builtin_return_address(0)); }
-HOOK void __tsan_write_range(void *p, size_t n) { touch(p, n, true, __builtin_return_address(0)); }
+HOOK void __tsan_read_range(void *p, size_t n) { touch(p, n, READ, __builtin_return_address(0)); }
+HOOK void __tsan_write_range(void *p, size_t n) { touch(p, n, WRITE, __builtin_return_address(0)); }
 HOOK void __tsan_init() {}
-HOOK void __tsan_func_entry(void *) {}
-HOOK void __tsan_func_exit() {}
+HOOK void __tsan_func_entry(void *caller) {
+    if (current == nullptr) return;
+    if (current->depth < 64) current->calls[current->depth] = caller;
+    ++current->depth;
+}
+HOOK void __tsan_func_exit() {
+    if (current != nullptr) --current->depth;
+}
 // the linker gives us the calls of these (--wrap)
 HOOK void *__wrap_memset(void *to, int value, size_t n) {
-    touch(to, n, true, __builtin_return_address(0));
+    touch(to, n, WRITE, __builtin_return_address(0));
     return memset(to, value, n);
 }
 HOOK void *__wrap_memmove(void *to, const void *from, size_t n) {
-    touch(from, n, false, __builtin_return_address(0));
-    touch(to, n, true, __builtin_return_address(0));
+    touch(from, n, READ, __builtin_return_address(0));
+    touch(to, n, WRITE, __builtin_return_address(0));
     return memmove(to, from, n);
 }
 HOOK void *__wrap_memcpy(void *to, const void *from, size_t n) {
-    touch(from, n, false, __builtin_return_address(0));
-    touch(to, n, true, __builtin_return_address(0));
+    touch(from, n, READ, __builtin_return_address(0));
+    touch(to, n, WRITE, __builtin_return_address(0));
     return memmove(to, from, n);
 }
+
+// before a thread changes a value that others change, too
+HOOK void checker_atomic(void *p, size_t n) { touch(p, n, ATOMIC, __builtin_return_address(0)); }
+HOOK void checker_copy(void *to, const void *from, size_t n) { memcpy(to, from, n); }
 
 // -- what code that Warp generates for a CPU refers to ----------------------------------------------
 
