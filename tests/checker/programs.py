@@ -4,6 +4,7 @@ Atoms stand in clusters of 1, 2, 32, 33, 34 and 66, far from each other, so that
 and 65 entries: fewer than a warp has lanes, as many, and more.
 """
 
+import functools
 import json
 import sys
 from collections.abc import Callable
@@ -15,10 +16,11 @@ import warp as wp
 from nvalchemiops.interactions.pair import sum as pairs
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import registered_kernels
-from nvalchemiops.neighbors.grid import prepare_search, sort_atoms
+from nvalchemiops.layout import GPU, replaced_layout
 from nvalchemiops.kernels.fourier import fourier_coefficients, phase_tables
 from nvalchemiops.kernels import mesh as splines
 from nvalchemiops.kernels.moments import count
+from nvalchemiops.neighbors.grid import sort_atoms
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch import neighbors, ops  # noqa: F401  # all kernels are registered
 from nvalchemiops.torch.interactions import electrostatics
@@ -26,6 +28,7 @@ from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDam
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import rows, search
+from nvalchemiops.torch.neighbors.formats import get_neighbor_matrix_from_neighbor_list
 from nvalchemiops.torch.neighbors.pairs import list_geometry, matrix_geometry
 from nvalchemiops.torch.operators import fourier, mesh
 from nvalchemiops.torch.operators.lattice import shortest_vectors
@@ -39,7 +42,7 @@ RADIUS = 1.2
 CUTOFF = 3.0
 """More than clusters are wide."""
 
-CPU_ONLY = (sort_atoms, prepare_search, phase_tables, fourier_coefficients)
+CPU_ONLY = (sort_atoms, phase_tables, fourier_coefficients)
 """Factories of kernels that are launched on a CPU only."""
 
 
@@ -67,6 +70,17 @@ ONE = clusters()
 MANY = batch(*(clusters((n,), seed=n) for n in SIZES), triclinic(7))
 SYSTEMS = (ONE, MANY)
 PRECISIONS = (torch.float64, torch.float32)
+
+
+def serial_search() -> None:
+    """What a search does on a CPU before and after its kernels, with the lanes of a GPU in them."""
+    with replaced_layout("cpu", GPU._replace(serial=True)):
+        for system in (*SYSTEMS, batch(*SYSTEMS, *SYSTEMS)):
+            for half in (False, True):
+                arguments = (system.positions, CUTOFF, system.cell)
+                options = {"batch_idx": system.batch_idx, "half_fill": half}
+                neighbors.neighbor_list(*arguments, **options, return_neighbor_list=True)
+                neighbors.neighbor_list(*arguments, **options)
 
 
 def search_program() -> None:
@@ -112,6 +126,12 @@ def search_program() -> None:
             shortest_vectors(cell.double())
 
 
+@functools.cache
+def near_of(number: int) -> dict[str, torch.Tensor]:
+    """The neighbors in one of `SYSTEMS`."""
+    return csr(SYSTEMS[number], CUTOFF)
+
+
 def registered_pairs(precision: str) -> Callable[[], None]:
     """Each kernel of pairs that is registered, on lists, matrices with padding, and matrices of half the rows."""
 
@@ -125,18 +145,20 @@ def registered_pairs(precision: str) -> Callable[[], None]:
     return program
 
 
-def run_pair_kernel(variant: pairs.Variant, system: System, form: str) -> None:
-    """Launch a kernel of pairs with arrays of random numbers."""
+def run_pair_kernel(variant: pairs.Variant, system: System, form: str, bad: int | None = None) -> None:
+    """Launch a kernel of pairs with arrays of random numbers; with ``bad``, with many atoms of this number in rows."""
     x, q, cell, system_of = system
     rng = torch.Generator().manual_seed(5)
     n_atoms, n_systems, formula = len(x), len(cell), variant.formula
-    near = csr(system, CUTOFF)
+    near = near_of(int(n_systems > 1))
     row_begin, first = near["neighbor_ptr"], near["neighbor_list"][0].contiguous()
-    slots, shifts, width, padding = near["neighbor_list"][1].contiguous(), near["neighbor_shifts"], 0, NO_PADDING
+    slots, shifts, width, padding = near["neighbor_list"][1].clone(), near["neighbor_shifts"], 0, NO_PADDING
     if form == "matrix":
-        matrix, _, shifts = neighbors.neighbor_list(x, CUTOFF, cell, batch_idx=system_of, fill_value=n_atoms)
+        matrix, _, shifts = get_neighbor_matrix_from_neighbor_list(*near.values(), fill_value=n_atoms)
         row_begin = first = None
         slots, shifts, width, padding = matrix.flatten(), shifts.flatten(0, 1), matrix.shape[1], n_atoms
+    if bad is not None:
+        slots[::7] = bad
     given = {
         "positions": x,
         "cell": cell,
@@ -158,7 +180,7 @@ def run_pair_kernel(variant: pairs.Variant, system: System, form: str) -> None:
         dtype = {"real": x.dtype, "float64": torch.float64, "int32": torch.int32}[array.element]
         results.append(torch.empty(shapes[array.name], dtype=dtype))
     launch(pairs.pair_kernel(variant), n_atoms, [*arrays, width, padding, CUTOFF, 0.0], results, lanes=WARP)
-    assert all(r.isfinite().all() for r in results[:-1])
+    assert bad is not None or all(r.isfinite().all() for r in results[:-1])
 
 
 def segments_program() -> None:
@@ -253,6 +275,10 @@ def dispersion_program() -> None:
             near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
             leaf = x.clone().requires_grad_()
             d3_dispersion(leaf, *call, s9=1.0, **of, **near, **cutoffs)[0].square().sum().backward()
+
+
+def coefficients_program() -> None:
+    """Coefficients of D3, fewer than a warp has lanes, as many, and more."""
     row = torch.arange(40, dtype=torch.int32) % 3
     states = (row, torch.rand(3, 7, dtype=torch.float64), torch.arange(21, dtype=torch.int32).view(3, 7))
     for n_coefficients in (1, 31, 32, 33, 65):
@@ -270,7 +296,9 @@ def bad_input_program() -> None:
         pairs_of = near["neighbor_list"].clone()
         for bad in (len(x), -1, 2**31 - 1):
             pairs_of[1, ::7] = bad
-            electrostatics.ewald_real_space(x, q, cell, alpha, **(near | {"neighbor_list": pairs_of}), compute_forces=True)
+            electrostatics.ewald_real_space(
+                x, q, cell, alpha, **(near | {"neighbor_list": pairs_of}), compute_forces=True
+            )
         nowhere = x.clone()
         nowhere[::5] = float("nan")
         nowhere[1::5] = float("inf")
@@ -281,11 +309,13 @@ def bad_input_program() -> None:
         rows._inspect(*wide, 0, found.padding, found.first)
         list_geometry(x, pairs_of, near["neighbor_shifts"], cell, batch_idx=system_of)
         variant = next(v for v in pairs._EWALD if v.precision == str(dtype)[6:] and v.request.outputs == "wr")
-        run_pair_kernel(variant, ONE.to(dtype)._replace(batch_idx=system_of), "list")
+        for bad in (len(x), -1, 2**31 - 1):
+            run_pair_kernel(variant, ONE.to(dtype), "list", bad)
 
 
 PROGRAMS: dict[str, Callable[[], None]] = {
     "search": search_program,
+    "serial search": serial_search,
     "pairs in float64": registered_pairs("float64"),
     "pairs in float32": registered_pairs("float32"),
     "segments": segments_program,
@@ -293,6 +323,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "mesh": mesh_program,
     "charges": charges_program,
     "dispersion": dispersion_program,
+    "coefficients": coefficients_program,
     "bad input": bad_input_program,
 }
 
@@ -304,15 +335,21 @@ def gpu_kernels() -> set[str]:
 
 
 def main() -> None:
-    """Run the program that is named, and print what was found."""
+    """Run the program that is named, and print what was found; ``all``: all of them, whose accesses are counted."""
     wp.config.quiet = True
-    report: dict[str, object] = {"fault": None}
-    with checked() as done:
+    name = sys.argv[1]
+    chosen = list(PROGRAMS.values()) if name == "all" else [PROGRAMS[name]]
+    fault = None
+    for number in range(len(SYSTEMS)):
+        near_of(number)  # not checked each time
+    with checked(checks=name != "all") as done:
         try:
-            PROGRAMS[sys.argv[1]]()
-        except Fault as fault:
-            report["fault"] = str(fault)
-    print(json.dumps(report | {"kernels": sorted({work.kernel for work in done}), "launches": len(done)}))
+            for program in chosen:
+                program()
+        except Fault as found:
+            fault = str(found)
+    missing = sorted(gpu_kernels() - {work.kernel for work in done}) if name == "all" else None
+    print(json.dumps({"fault": fault, "launches": len(done), "missing": missing}))
 
 
 if __name__ == "__main__":

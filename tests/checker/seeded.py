@@ -5,15 +5,22 @@ Prints, for each fault, what was found. `CRASHES` are those that no check can ca
 
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 import warp as wp
 
+from nvalchemiops.interactions.dispersion.coefficients import coefficients
+from nvalchemiops.interactions.pair import sum as pairs
+from nvalchemiops.kernels import fourier, native
 from nvalchemiops.kernels.native import native_kernel
 from nvalchemiops.kernels.simd import WARP
+from nvalchemiops.neighbors.search import search_neighbors
 from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.neighbors import search
+from tests.checker import programs
 from tests.checker.launches import Fault
 from tests.checker.session import checked
 
@@ -106,7 +113,12 @@ SEEDED = {
     "a sum that depends on the order of lanes": (
         "    if (lane == 0)\n        sums.data[row] = sum + lanes.data[row * 32 + 31];",
         "    if (lane == 0) sums.data[row] = 0.0;\n    __syncwarp();\n    atomicAdd(sums.data + row, values.data[row * n + lane]);",
-        ("order of lanes", "atomicAdd(sums.data + row, values.data[row * n + lane]);", None, "of `sums` depends on the order of lanes"),
+        (
+            "order of lanes",
+            "atomicAdd(sums.data + row, values.data[row * n + lane]);",
+            None,
+            "of `sums` depends on the order of lanes",
+        ),
     ),
     "a variable that all threads share": (
         "int count = 0;",
@@ -115,7 +127,7 @@ SEEDED = {
     ),
 }
 
-CRASHES = {"a trap": "__builtin_trap();", "no end": "while (row >= 0) asm volatile(\"\");"}
+CRASHES = {"a trap": "__builtin_trap();", "no end": 'while (row >= 0) asm volatile("");'}
 
 
 def run(name: str, text: str) -> dict[str, Any] | None:
@@ -144,6 +156,86 @@ def run(name: str, text: str) -> dict[str, Any] | None:
     return None
 
 
+# -- in kernels of the library ----------------------------------------------------------------------
+
+
+def _pairs() -> None:
+    variant = next(v for v in pairs._EWALD if v.request.outputs == "wrv")
+    programs.run_pair_kernel(variant, programs.ONE, "list")
+
+
+def _bad_pairs() -> None:
+    variant = next(v for v in pairs._EWALD if v.request.outputs == "wrv")
+    programs.run_pair_kernel(variant, programs.ONE, "list", bad=len(programs.ONE.charges))
+
+
+def _search() -> None:
+    x, _, cell, system_of = programs.ONE
+    targets = torch.arange(len(x), dtype=torch.int32)
+    first = torch.tensor([0, len(x)], dtype=torch.int32)
+    memory = [targets.new_zeros((len(targets), *rest)) for rest in ((40,), (), (40, 3))]
+    query = (x, programs.CUTOFF, cell, None, system_of, first, targets, False, 0)
+    search.fill_neighbor_matrix(*query, torch.ones(1, dtype=torch.bool), -1, *memory)
+
+
+LIBRARY = {
+    # what makes the kernel, what runs it, what is replaced, by what; then the kind of fault, its line, and its lane
+    "pairs: a lane that is not in the mask": (
+        (pairs.pair_kernel, _pairs, "0xffffffffu, sum, step", "0x7fffffffu, sum, step"),
+        ("wrong mask", "__shfl_xor_sync(0x7fffffffu, sum, step)", 31),
+    ),
+    "pairs: all lanes write results": (
+        (pairs.pair_kernel, _pairs, "if (lane > 0) return;", ""),
+        ("race of lanes", "energies.data[i] =", 1),
+    ),
+    "pairs: rows write one place": (
+        (pairs.pair_kernel, _pairs, "energies.data[i] =", "energies.data[i / 2] ="),
+        ("race of blocks", "energies.data[i / 2] =", 0),
+    ),
+    "pairs: an atom that does not exist": (
+        (pairs.pair_kernel, _bad_pairs, "it.j < 0 || it.j >= n_atoms", "it.j < 0"),
+        ("out of bounds", "d[a] = one(x_j[a]) - x_i[a];", None),
+    ),
+    "search: more neighbors than there is room for": (
+        (search_neighbors, _search, "hit && slot < r.room", "hit"),
+        ("race of blocks", "index.data[r.start + slot] =", None),
+    ),
+    "coefficients: one too many": (
+        (coefficients, programs.coefficients_program, "q < n_coefficients; q +=", "q <= n_coefficients; q +="),
+        ("race of blocks", "own[q] = sum;", None),
+    ),
+    "Fourier sums: all lanes write a point": (
+        (fourier.fourier_spread, programs.fourier_program, "if (lane == 0) write_point", "write_point"),
+        ("race of lanes", "to[2 * signs] =", 1),
+    ),
+}
+
+
+def run_in_library(factory: Any, program: Callable[[], None], old: str, new: str) -> dict[str, Any] | None:
+    """What is found in a program that launches a kernel whose text was changed."""
+    original, changes = wp.func_native, []
+
+    def changed(text: str, *arguments: Any) -> Any:
+        changes.append(old in text)
+        return original(text.replace(old, new), *arguments)
+
+    programs.near_of(0)
+    factory.cache_clear()
+    try:
+        with (
+            mock.patch.object(wp, "func_native", changed),
+            mock.patch.object(native, "kernel_module", lambda name: wp.get_module(f"seeded_{name}_{len(new)}")),
+            checked(),
+        ):
+            program()
+    except Fault as fault:
+        return fault.report()
+    finally:
+        factory.cache_clear()
+    assert any(changes), f"the text of the kernel no longer has {old!r}"
+    return None
+
+
 def main() -> None:
     """Put one fault after the other, or the one that is named, into the kernel, and print what was found."""
     wp.config.quiet = True
@@ -154,6 +246,8 @@ def main() -> None:
             found[name] = run(name, TEXT.replace(change[0], change[1]) if change[0] else TEXT)
         elif name == sys.argv[1]:
             run(name, change + TEXT)
+    if not sys.argv[1:]:
+        found |= {name: run_in_library(*change) for name, (change, _) in LIBRARY.items()}
     print(json.dumps(found))
 
 

@@ -11,7 +11,7 @@ import torch
 import warp as wp
 
 from nvalchemiops import launch as core
-from nvalchemiops.layout import GPU, replaced_layout
+from nvalchemiops.layout import GPU, Layout, replaced_layout
 from tests.checker.launches import Work, check
 from tests.checker.memory import POISON
 
@@ -26,13 +26,14 @@ def poisoned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def checked(checks: bool = True) -> Iterator[list[Work]]:
+def checked(checks: bool = True, layout: Layout = GPU) -> Iterator[list[Work]]:
     """Gather-only kernels run with all lanes, and are checked; gives the work of each launch.
 
     Parameters
     ----------
     checks : bool, optional
         As for `check`.
+    layout : Layout, optional
     """
     done: list[Work] = []
 
@@ -50,7 +51,7 @@ def checked(checks: bool = True) -> Iterator[list[Work]]:
     torch.set_num_threads(1)
     try:
         with ExitStack() as stack:
-            stack.enter_context(replaced_layout("cpu", GPU))
+            stack.enter_context(replaced_layout("cpu", layout))
             stack.enter_context(mock.patch.object(core, "_launch_recorded", launch))
             stack.enter_context(mock.patch.object(core, "thread_count", lambda: 1))
             for name in ("empty", "empty_like", "empty_strided"):

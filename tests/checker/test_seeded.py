@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.checker.seeded import CRASHES, SEEDED
+from tests.checker.seeded import CRASHES, LIBRARY, SEEDED
 from tests.processes import python_says, run_interpreter
 
 pytestmark = pytest.mark.slow
@@ -25,6 +25,14 @@ def test_a_seeded_fault_is_found(found, name):
     assert fault is not None and fault["kind"] == kind, fault
     assert text in fault["text"] and fault["line"] > 0, fault
     assert part in fault["message"], fault
+    assert fault["lane"] == lane if lane is not None else 0 <= fault["lane"] < 32, fault
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_a_fault_in_a_kernel_of_the_library_is_found(found, name):
+    fault, (kind, text, lane) = found[name], LIBRARY[name][1]
+    assert fault is not None and fault["kind"] == kind, fault
+    assert text in fault["text"] and fault["line"] > 0, fault
     assert fault["lane"] == lane if lane is not None else 0 <= fault["lane"] < 32, fault
 
 

@@ -23,7 +23,9 @@ def function_of(kernel: wp.Kernel, source: str) -> tuple[str, str, int]:
     """Names of the function of one thread and of the structure of its arguments, and dimensions of its grid."""
     name = kernel.get_mangled_name()
     function = f"{name}_cpu_kernel_forward"
-    found = re.search(rf"static void {re.escape(function)}\(\s*wp::launch_bounds_t<(\d)> dim,\s*size_t task_index,", source)
+    found = re.search(
+        rf"static void {re.escape(function)}\(\s*wp::launch_bounds_t<(\d)> dim,\s*size_t task_index,", source
+    )
     assert found, f"Warp generates another function for {kernel.key}"
     return function, f"wp_args_{name}", int(found[1])
 

@@ -64,12 +64,8 @@ def work_of(system: System, derivatives: bool) -> list[Work]:
         near = {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": shifts}
         list_geometry(x, pairs, shifts, cell, **of)
         found = rows.rows_of(rows.GivenNeighbors(pairs, ptr, shifts), x, periodic=True)
-        rows._inspect(
-            x, cell, system_of, found.pointers, found.neighbors, found.shifts, 0, found.padding, found.first
-        )
-        lennard_jones(CUTOFF)(
-            x, cell, sigma=1.9, epsilon=0.5, **near, **of, compute_forces=True, compute_virial=True
-        )
+        rows._inspect(x, cell, system_of, found.pointers, found.neighbors, found.shifts, 0, found.padding, found.first)
+        lennard_jones(CUTOFF)(x, cell, sigma=1.9, epsilon=0.5, **near, **of, compute_forces=True, compute_virial=True)
         electrostatics.ewald_summation(x, q, cell, accuracy=1e-3, **of, **ALL)
         electrostatics.particle_mesh_ewald(x, q, cell, accuracy=1e-4, **of, **ALL)
         cutoffs = {"cutoff": CUTOFF, "coordination_cutoff": CUTOFF, "three_body_cutoff": TRIPLES_CUTOFF}

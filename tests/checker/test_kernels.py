@@ -1,0 +1,26 @@
+"""All kernels that GPUs are given run without a fault: with all lanes, in three orders, on rows of many lengths."""
+
+import json
+
+import pytest
+
+from tests.checker.programs import PROGRAMS, gpu_kernels
+from tests.processes import output_of, run_interpreter
+
+pytestmark = pytest.mark.slow
+
+
+def report_of(program):
+    done = run_interpreter("-m", "tests.checker.programs", program, timeout=900)
+    return json.loads(output_of(done).splitlines()[-1])
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_nothing_is_found(program):
+    report = report_of(program)
+    assert report["fault"] is None, report["fault"]
+    assert report["launches"] > 0
+
+
+def test_no_kernel_is_left_out():
+    assert report_of("all")["missing"] == []
