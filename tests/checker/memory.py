@@ -11,7 +11,7 @@ import warp as wp
 from tests.checker.build import runner
 
 POISON = 0x7FFC5EED
-"""What memory holds, four bytes at a time, that nothing was written to. NaN as a number, an index far beyond any array."""
+"""What memory holds that nothing was written to, in four bytes: NaN as a number, as an index beyond any array."""
 
 GAP = 1 << 20
 """Bytes between arrays, which an access beyond the end of one does not cross."""

@@ -14,12 +14,12 @@ import torch
 import warp as wp
 
 from nvalchemiops.interactions.pair import sum as pairs
+from nvalchemiops.kernels import mesh as splines
+from nvalchemiops.kernels.fourier import fourier_coefficients, phase_tables
+from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import registered_kernels
 from nvalchemiops.layout import GPU, replaced_layout
-from nvalchemiops.kernels.fourier import fourier_coefficients, phase_tables
-from nvalchemiops.kernels import mesh as splines
-from nvalchemiops.kernels.moments import count
 from nvalchemiops.neighbors.grid import sort_atoms
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch import neighbors, ops  # noqa: F401  # all kernels are registered
@@ -147,7 +147,7 @@ def registered_pairs(precision: str) -> Callable[[], None]:
 
 def run_pair_kernel(variant: pairs.Variant, system: System, form: str, bad: int | None = None) -> None:
     """Launch a kernel of pairs with arrays of random numbers; with ``bad``, with many atoms of this number in rows."""
-    x, q, cell, system_of = system
+    x, _, cell, system_of = system
     rng = torch.Generator().manual_seed(5)
     n_atoms, n_systems, formula = len(x), len(cell), variant.formula
     near = near_of(int(n_systems > 1))
@@ -296,9 +296,8 @@ def bad_input_program() -> None:
         pairs_of = near["neighbor_list"].clone()
         for bad in (len(x), -1, 2**31 - 1):
             pairs_of[1, ::7] = bad
-            electrostatics.ewald_real_space(
-                x, q, cell, alpha, **(near | {"neighbor_list": pairs_of}), compute_forces=True
-            )
+            wrong = near | {"neighbor_list": pairs_of}
+            electrostatics.ewald_real_space(x, q, cell, alpha, **wrong, compute_forces=True)
         nowhere = x.clone()
         nowhere[::5] = float("nan")
         nowhere[1::5] = float("inf")

@@ -1,6 +1,6 @@
 """Faults that are put into kernels, to prove that the checker finds each: ``python -m tests.checker.seeded``.
 
-Prints, for each fault, what was found. `CRASHES` are those that no check can catch, one of them a process.
+Prints, for each fault, what was found. `CRASHES` end the process, or do not end it; one is put in if it is named.
 """
 
 import json
@@ -112,13 +112,9 @@ SEEDED = {
     ),
     "a sum that depends on the order of lanes": (
         "    if (lane == 0)\n        sums.data[row] = sum + lanes.data[row * 32 + 31];",
-        "    if (lane == 0) sums.data[row] = 0.0;\n    __syncwarp();\n    atomicAdd(sums.data + row, values.data[row * n + lane]);",
-        (
-            "order of lanes",
-            "atomicAdd(sums.data + row, values.data[row * n + lane]);",
-            None,
-            "of `sums` depends on the order of lanes",
-        ),
+        "    if (lane == 0) sums.data[row] = 0.0;\n    __syncwarp();\n"
+        "    atomicAdd(sums.data + row, values.data[row * n + lane]);",
+        ("order of lanes", "atomicAdd(sums.data", None, "of `sums` depends on the order of lanes"),
     ),
     "a variable that all threads share": (
         "int count = 0;",
@@ -127,7 +123,11 @@ SEEDED = {
     ),
 }
 
-CRASHES = {"a trap": "__builtin_trap();", "no end": 'while (row >= 0) asm volatile("");'}
+CRASHES = {
+    "a trap": "__builtin_trap();",
+    "no end": 'while (row >= 0) asm volatile("");',
+    "an unknown function": "__nanosleep(1);",
+}
 
 
 def run(name: str, text: str) -> dict[str, Any] | None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.checker.programs import PROGRAMS, gpu_kernels
+from tests.checker.programs import PROGRAMS
 from tests.processes import output_of, run_interpreter
 
 pytestmark = pytest.mark.slow

@@ -44,3 +44,8 @@ def test_a_crash_ends_only_the_process_that_is_checked():
 def test_a_launch_without_an_end_is_ended():
     with pytest.raises(subprocess.TimeoutExpired):
         run_interpreter("-m", "tests.checker.seeded", "no end", timeout=30)
+
+
+def test_a_function_that_is_not_known_is_not_compiled():
+    done = run_interpreter("-m", "tests.checker.seeded", "an unknown function")
+    assert done.returncode == 1 and "the checker cannot compile" in done.stderr and "__nanosleep" in done.stderr

@@ -23,9 +23,8 @@ def function_of(kernel: wp.Kernel, source: str) -> tuple[str, str, int]:
     """Names of the function of one thread and of the structure of its arguments, and dimensions of its grid."""
     name = kernel.get_mangled_name()
     function = f"{name}_cpu_kernel_forward"
-    found = re.search(
-        rf"static void {re.escape(function)}\(\s*wp::launch_bounds_t<(\d)> dim,\s*size_t task_index,", source
-    )
+    declared = rf"static void {re.escape(function)}\(\s*wp::launch_bounds_t<(\d)> dim,\s*size_t task_index,"
+    found = re.search(declared, source)
     assert found, f"Warp generates another function for {kernel.key}"
     return function, f"wp_args_{name}", int(found[1])
 

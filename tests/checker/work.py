@@ -1,4 +1,4 @@
-"""The work of the longest lane, a measure of a kernel's speed on a GPU that needs none: ``python -m tests.checker.work``.
+"""The work of the longest lane, a measure of kernels that needs no GPU: ``python -m tests.checker.work``.
 
 A launch takes at least as long as its longest lane, counted here in accesses to arrays. Where that is many times the
 mean over all lanes of its warps, most of them wait. Prints a table for the performance page.
@@ -92,12 +92,12 @@ def ratio(work: Work) -> float:
     return work.longest * 32 * warps / max(work.total, 1)
 
 
-def worst(launches: Iterable[Work]) -> dict[str, Work]:
-    """Of each kernel, the launch whose lanes are the most unequal."""
+def longest(launches: Iterable[Work]) -> dict[str, Work]:
+    """Of each kernel, the launch with the longest lane."""
     result: dict[str, Work] = {}
     for work in launches:
         name = kernel_of(work)
-        if work.total and (name not in result or ratio(work) > ratio(result[name])):
+        if work.total and (name not in result or work.longest > result[name].longest):
             result[name] = work
     return result
 
@@ -118,7 +118,7 @@ def main() -> None:
     for name, make in chosen.items():
         start = time.process_time()
         system = make()
-        columns[name] = worst(work_of(system, derivatives=len(system.charges) < 2000))
+        columns[name] = longest(work_of(system, derivatives=len(system.charges) < 2000))
         print(f"{name}: {time.process_time() - start:.0f} s", file=sys.stderr, flush=True)
     print("| kernel |" + "".join(f" {name} |" for name in columns))
     print("|---|" + "---|" * len(columns))
@@ -126,7 +126,7 @@ def main() -> None:
         cells = []
         for found in columns.values():
             work = found.get(kernel)
-            cells.append(f"{work.longest:,}, {ratio(work):.1f} of {work.threads:,}" if work else "")
+            cells.append(f"{work.longest:,} ({ratio(work):.1f})" if work else "")
         print(f"| `{kernel}` | " + " | ".join(cells) + " |")
 
 
