@@ -28,13 +28,14 @@ from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDam
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import rows, search
-from nvalchemiops.torch.neighbors.formats import get_neighbor_matrix_from_neighbor_list
+from nvalchemiops.torch.neighbors.formats import full_to_half, get_neighbor_matrix_from_neighbor_list
 from nvalchemiops.torch.neighbors.pairs import list_geometry, matrix_geometry
 from nvalchemiops.torch.operators import fourier, mesh
 from nvalchemiops.torch.operators.lattice import shortest_vectors
 from nvalchemiops.torch.operators.segments import system_sums
 from tests.checker.launches import Fault
 from tests.checker.session import checked
+from tests.pair.cases import TABLE
 from tests.systems import ALL, System, batch, csr, triclinic
 
 SIZES = (1, 2, 32, 33, 34, 66)
@@ -183,6 +184,29 @@ def run_pair_kernel(variant: pairs.Variant, system: System, form: str, bad: int 
     assert bad is not None or all(r.isfinite().all() for r in results[:-1])
 
 
+def potentials_program() -> None:
+    """Each ready-made potential; that with tables also with exclusions, from half a list, differentiated twice."""
+    for number, case in enumerate(TABLE):
+        system = SYSTEMS[number % 2]
+        x, _, cell, system_of = system
+        of = {"batch_idx": system_of} if len(cell) > 1 else {}
+        parameters = case.parameters(system)
+        case.evaluate(
+            x, cell, parameters, CUTOFF, **near_of(number % 2), **of, compute_forces=True, compute_virial=True
+        )
+        if case.name != "lj tables":
+            continue
+        bonds = torch.tensor([[0, 4, 5, 9, 70], [3, 5, 9, 30, 4]])
+        half = full_to_half(*near_of(number % 2).values())
+        near = dict(zip(near_of(0), half)) | {"half_list": True, "exclusions": bonds}
+        for dtype in PRECISIONS:
+            leaf = x.to(dtype).requires_grad_()
+            energies = case.evaluate(leaf, cell.to(dtype), parameters, CUTOFF, **near, **of)
+            energies = energies[0] if isinstance(energies, tuple) else energies
+            (first,) = torch.autograd.grad(energies.square().sum(), leaf, create_graph=True)
+            first.square().sum().backward()
+
+
 def segments_program() -> None:
     """Sums of systems of all sizes, over the size of a block and beyond that of a launch without blocks."""
     rng = torch.Generator().manual_seed(2)
@@ -317,6 +341,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "serial search": serial_search,
     "pairs in float64": registered_pairs("float64"),
     "pairs in float32": registered_pairs("float32"),
+    "potentials": potentials_program,
     "segments": segments_program,
     "fourier": fourier_program,
     "mesh": mesh_program,
