@@ -90,6 +90,22 @@ SEEDED = {
         "",
         ("race of lanes", "lanes.data[row * 32 + lane] = count;", 31, "lane 0"),
     ),
+    "a barrier of a half that does not suffice": (
+        "    __syncwarp();\n",
+        "    if (lane < 16) __syncwarp(0x0000ffffu);\n",
+        ("race of lanes", "sums.data[row] = sum + lanes.data[row * 32 + 31];", 0, "lane 31"),
+    ),
+    "a barrier of a half that suffices": (
+        "    __syncwarp();\n    if (lane == 0)\n        sums.data[row] = sum + lanes.data[row * 32 + 31];",
+        "    if (lane < 16) __syncwarp(0x0000ffffu);\n"
+        "    if (lane == 0) sums.data[row] = sum + lanes.data[row * 32 + 15];",
+        None,
+    ),
+    "a shuffle instead of a barrier": (
+        "__syncwarp();",
+        "sum = __shfl_sync(0xffffffffu, sum, 0);",
+        ("race of lanes", "sums.data[row] = sum + lanes.data[row * 32 + 31];", 0, "lane 31"),
+    ),
     "two rows write one place": (
         "sums.data[row] =",
         "sums.data[row / 2] =",

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
+from tests.checker.build import IS_POSSIBLE, NOT_HERE
 from tests.checker.programs import PROGRAMS
 from tests.processes import output_of, run_interpreter
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_POSSIBLE, reason=NOT_HERE)]
 
 
 def report_of(program):

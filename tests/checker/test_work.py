@@ -2,7 +2,10 @@
 
 import pytest
 
+from tests.checker.build import IS_POSSIBLE, NOT_HERE
 from tests.processes import python_says
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_POSSIBLE, reason=NOT_HERE)]
 
 SYSTEMS_OF_1000 = ("1,000 atoms", "10 systems of 1,000")
 
@@ -21,7 +24,6 @@ LONG = {
 """Kernels that may have more, and why."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SYSTEMS_OF_1000)
 def test_no_lane_has_many_times_the_work_of_the_others(name):
     code = f"""
