@@ -12,7 +12,6 @@ from unittest import mock
 import torch
 import warp as wp
 
-from nvalchemiops.interactions.dispersion.coefficients import coefficients
 from nvalchemiops.interactions.pair import sum as pairs
 from nvalchemiops.kernels import fourier, native
 from nvalchemiops.kernels.native import native_kernel
@@ -216,9 +215,9 @@ LIBRARY = {
         (search_neighbors, _search, "hit && slot < r.room", "hit"),
         ("race of blocks", "index.data[r.start + slot] =", None),
     ),
-    "coefficients: one too many": (
-        (coefficients, programs.coefficients_program, "q < n_coefficients; q +=", "q <= n_coefficients; q +="),
-        ("race of blocks", "own[q] = sum;", None),
+    "search: all lanes fill the rest of a row": (
+        (search_neighbors, _search, "finish(r, found, lane, 32);", "finish(r, found, 0, 1);"),
+        ("race of lanes", "index.data[r.start + slot] = fill_value;", 1),
     ),
     "Fourier sums: all lanes write a point": (
         (fourier.fourier_spread, programs.fourier_program, "if (lane == 0) write_point", "write_point"),
