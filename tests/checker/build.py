@@ -126,5 +126,6 @@ def module_of(kernel: wp.Kernel, build: str) -> Module:
         assembled = place / "kernel.o"
         _compile(assembled, *FLAGS, *BUILDS[build], "-include", header, "-c", text)
         _compile(compiled, "-shared", *WRAPPED, assembled)
+        assembled.unlink(missing_ok=True)
     made = _modules[kernel, build] = Module(compiled, text)
     return made
