@@ -75,6 +75,13 @@ def _compile(target: Path, *arguments: object) -> None:
     made.rename(target)
 
 
+def _write(target: Path, text: str) -> None:
+    """The same for text."""
+    made = target.with_name(f"{target.name}.{os.getpid()}")
+    made.write_text(text)
+    made.rename(target)
+
+
 def _digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
@@ -98,7 +105,7 @@ def _header(build: str) -> Path:
     place.mkdir(exist_ok=True)
     header, compiled = place / "device.h", place / "device.h.gch"
     if not compiled.exists():
-        header.write_text(text)
+        _write(header, text)
         _compile(compiled, *FLAGS, *BUILDS[build], "-x", "c++-header", header)
     return header
 
@@ -122,8 +129,8 @@ def module_of(kernel: wp.Kernel, build: str) -> Module:
     place.mkdir(exist_ok=True)
     text, compiled = place / "kernel.cpp", place / "kernel.so"
     if not compiled.exists():
-        text.write_text(source)
-        assembled = place / "kernel.o"
+        _write(text, source)
+        assembled = place / f"kernel_{os.getpid()}.o"
         _compile(assembled, *FLAGS, *BUILDS[build], "-include", header, "-c", text)
         _compile(compiled, "-shared", *WRAPPED, assembled)
         assembled.unlink(missing_ok=True)
