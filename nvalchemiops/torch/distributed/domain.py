@@ -395,18 +395,27 @@ class Domain:
         with self.together():
             search = Search(placed, cutoff, cell, pbc, system, None, targets)
             pairs, pointers, found = neighbor_pairs(*search)
-        second = pairs[1].long() if order is None else order.index_select(0, pairs[1].long())
-        first = torch.repeat_interleave(pointers.diff(), output_size=second.shape[0])
-        neighbors = atoms.index_select(0, second)
+        neighbors = pairs[1] if order is None else order.int().index_select(0, pairs[1])
+        border = (neighbors >= n).nonzero().squeeze(1)
+        image = neighbors.index_select(0, border)
         if cell is not None:
             # between atoms as they are, not between their images
-            found = found + (of_image.index_select(0, second) - of_image.index_select(0, first)).int()
+            of_image = of_image.int()
+            if bool(self._cells[:n].any()):
+                first = torch.arange(n, device=self.device).repeat_interleave(
+                    pointers.diff(), output_size=len(neighbors)
+                )
+                found = found + of_image.index_select(0, neighbors) - of_image.index_select(0, first)
+            else:
+                found.index_add_(0, border, of_image.index_select(0, image))
+        neighbors.index_copy_(0, border, atoms.int().index_select(0, image))
         # the same pairs from the side of the ghosts
-        border = (neighbors >= n).nonzero().squeeze(1)
+        border = border.index_select(0, (neighbors.index_select(0, border) >= n).nonzero().squeeze(1))
         ghosts, place = torch.sort(neighbors.index_select(0, border), stable=True)
         border = border.index_select(0, place)
+        first = torch.searchsorted(pointers, border, right=True, out_int32=True) - 1
         of_ghosts = row_pointers(ghosts - n, self.n_ghosts)
-        rows = torch.cat([neighbors, first.index_select(0, border)]).int()
+        rows = torch.cat([neighbors, first])
         if cell is not None:
             found = torch.cat([found, -found.index_select(0, border)])
         pointers = torch.cat([pointers, of_ghosts[1:] + pointers[-1]])

@@ -1,0 +1,175 @@
+"""One system on several ranks of torch.distributed, one thread each, beside one rank, in one run.
+
+Rock salt (neighbors at 2.82, displaced by normal deviates of a tenth of that, charges 1 and -1), float64, gloo. The
+groups of 1, 2, ... ranks take turns; while a smaller group works the other ranks wait. Figures are medians, of the
+slowest rank. Each call is that of a step: positions where their owners have them, lists found already but for
+*division* (a new `Domain`) and *neighbors* (its list).
+
+- *dsf*: damped shifted forces, energies and forces, cutoff 9.
+- *ewald*: energy and forces of an Ewald sum with few k-vectors, whose error is not that of the others.
+- *pme*: energy and forces, error of the forces about 1e-4.
+- *matching*: loss of forces of the same by autograd, and its gradient by the charges.
+
+Beside them what a rank sends in a call, in bytes for each of its atoms and in messages; the share of its time in
+communication, transport and waiting for others alike; and the largest memory of a rank beyond that at its start.
+
+Run: ``python benchmarks/scale.py [--quick] [--ranks N] [--csv FILE]``.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from charges import atoms
+
+from nvalchemiops.torch.distributed import Domain, communication
+from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
+
+ROUNDS = 3
+CUTOFF, ALPHA, SPACING, ORDER = 9.0, 0.36, 1.25, 5
+ASKED = {"matching": 1.6}
+Row = dict[str, Any]
+
+
+class Traffic:
+    """Messages, bytes and seconds of this rank's communication."""
+
+    def __init__(self) -> None:
+        self.messages, self.bytes, self.seconds = 0, 0, 0.0
+        for name in ("add", "maximum", "swap_rows"):
+            setattr(communication, name, self._counted(getattr(communication, name), name))
+        for module in [m for n, m in sys.modules.items() if n.startswith("nvalchemiops.torch.distributed.")]:
+            for name in ("add", "maximum", "swap_rows"):
+                if hasattr(module, name):
+                    setattr(module, name, getattr(communication, name))
+
+    def _counted(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *others: Any) -> Any:
+            start = time.perf_counter()
+            found = function(tensor, *others)
+            self.seconds += time.perf_counter() - start
+            self.messages += 1
+            kept = 0
+            if name == "swap_rows":
+                rank = dist.get_rank(others[-1])
+                kept = others[0][rank] * tensor[:1].numel()
+            self.bytes += (tensor.numel() - kept) * tensor.element_size()
+            return found
+
+        return call
+
+
+def calls(group: Any, given: dict[str, torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    """What is timed, on a group."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    n_atoms = len(given["positions"])
+    mine = slice(n_atoms * rank // size, n_atoms * (rank + 1) // size)
+    cell = given["cell"]
+
+    def divide() -> Domain:
+        return Domain(given["positions"][mine], cell, cutoff=CUTOFF, group=group)
+
+    domain = divide()
+    x, q = (domain.distribute(given[name][mine]) for name in ("positions", "charges"))
+    mesh = tuple(2 * round(float(length) / (2.0 * SPACING)) for length in cell[0].norm(dim=1))
+    options = {"domain": domain, "compute_forces": True, "cutoff": CUTOFF}
+
+    def neighbors() -> None:
+        domain._rows.clear()
+        domain.neighbors(x, CUTOFF)
+
+    def matching() -> None:
+        y, charges = x.clone().requires_grad_(), q.clone().requires_grad_()
+        energies = particle_mesh_ewald(y, charges, cell, ALPHA, mesh_dimensions=mesh, spline_order=ORDER, domain=domain)
+        (slope,) = torch.autograd.grad(domain.sum(energies.sum()), y, create_graph=True)
+        torch.autograd.grad(domain.sum(slope.square().sum()), charges)
+
+    return {
+        "division": divide,
+        "neighbors": neighbors,
+        "dsf": lambda: dsf_coulomb(x, q, CUTOFF, 0.2, cell, domain=domain),
+        "ewald": lambda: ewald_summation(x, q, cell, ALPHA, k_cutoff=0.6, **options),
+        "pme": lambda: particle_mesh_ewald(x, q, cell, ALPHA, mesh_dimensions=mesh, spline_order=ORDER, **options),
+        "matching": matching,
+    }
+
+
+def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count)
+    traffic, given = Traffic(), {name: torch.as_tensor(value) for name, value in atoms(str(n_atoms)).items()}
+    groups = {size: dist.new_group(range(size)) for size in range(1, count + 1)}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    times: dict[tuple[str, int], list[float]] = {}
+    others: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    memory = {}
+    # the largest group first: the memory of a rank is that of its largest part so far
+    made = {}
+    for size in reversed(groups):
+        if rank < size:
+            made[size] = calls(groups[size], given)
+            for call in made[size].values():
+                call()
+            memory[size] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        dist.barrier()
+    for _ in range(ROUNDS):
+        for size in groups:
+            for name in made[size] if rank < size else ():
+                dist.barrier(group=groups[size])
+                traffic.messages, traffic.bytes, traffic.seconds = 0, 0, 0.0
+                start = time.perf_counter()
+                made[size][name]()
+                seconds = time.perf_counter() - start
+                slowest = communication.maximum(torch.tensor([seconds]), groups[size])
+                times.setdefault((name, size), []).append(float(slowest))
+                shares = (traffic.bytes * size / n_atoms, traffic.messages, traffic.seconds / seconds)
+                others.setdefault((name, size), []).append(shares)
+            dist.barrier()
+    if rank == 0:
+        rows = []
+        for (name, size), measured in times.items():
+            sent, messages, waits = (statistics.median(column) for column in zip(*others[name, size]))
+            seconds = statistics.median(measured)
+            ratio = statistics.median(times[name, 1]) / seconds
+            rows.append(
+                {"call": name, "ranks": size, "seconds": seconds, "times as fast": ratio, "bytes per atom": sent,
+                 "messages": messages, "communication": waits, "memory": memory[size]}
+            )  # fmt: skip
+        torch.save(rows, f"{folder}/rows")
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="20,000 atoms instead of 97,336")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--csv")
+    options = parser.parse_args()
+    n_atoms = 20_000 if options.quick else 46**3
+    print(f"torch {torch.__version__}, {n_atoms} atoms, one thread for each rank, {os.cpu_count()} cores")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run, args=(options.ranks, n_atoms, folder), nprocs=options.ranks)
+        rows = torch.load(f"{folder}/rows", weights_only=False)
+    for row in rows:
+        asked = ASKED.get(row["call"], 1.7)
+        print(
+            f"{row['call']:12} {row['ranks']:3} ranks {1e3 * row['seconds']:9.1f} ms   times as fast "
+            f"{row['times as fast']:5.2f} (asked {asked})   {row['bytes per atom']:7.0f} bytes an atom in "
+            f"{row['messages']:3.0f} messages   communication {100 * row['communication']:3.0f} %   "
+            f"memory {row['memory'] / 2**20:6.0f} MiB"
+        )
+    common.write_csv(options.csv, tuple(rows[0]), rows)
+
+
+if __name__ == "__main__":
+    main()
