@@ -4,10 +4,12 @@ import threading
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from nvalchemiops.torch.interactions.electrostatics import (
     driver,
     ewald_summation,
+    generate_k_vectors_ewald_summation,
     particle_mesh_ewald,
     prepare_wave_vectors,
     repeated,
@@ -169,6 +171,87 @@ def test_wave_vectors_that_were_changed_are_others():
     same_bits(ewald_summation(x, q, cell, 0.9, **call), ordinary(lambda: ewald_summation(x, q, cell, 0.9, **call)))
 
 
+@pytest.mark.parametrize("change", ["numpy", "data", "storage"])
+@pytest.mark.parametrize("name", ["k_vectors", "miller_indices"])
+def test_prepared_data_that_were_changed_without_a_new_version_are_others(name, change):
+    x, q, cell, near = arguments()
+    given = {"k_vectors": generate_k_vectors_ewald_summation(cell, 6.0).clone()}
+    if name == "miller_indices":
+        given = {name: prepare_wave_vectors(cell, 6.0)}
+    changed = given["k_vectors"] if name == "k_vectors" else given[name].weights
+
+    def call():
+        return ewald_summation(x, q, cell, 0.9, **given, **near)
+
+    for _ in range(4):
+        before = call()
+    plan_of()
+    values = torch.zeros_like(changed)
+    if change == "numpy":
+        changed.numpy()[5:] = 0.0
+    elif change == "data":
+        changed.data[5:] = 0.0
+    else:
+        values[:5] = changed[:5]
+        changed.data = values
+    found = call()
+    assert not torch.equal(found, before)
+    same_bits(found, ordinary(call))
+
+
+class Changing:
+    """An integer that may change."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def __index__(self):
+        return self.value
+
+
+def test_no_plan_for_objects_that_may_change():
+    x, q, cell, near = arguments()
+    points = Changing(20)
+
+    def call():
+        return particle_mesh_ewald(x, q, cell, 0.9, mesh_dimensions=(points, 10, 9), **near)
+
+    for _ in range(4):
+        before = call()
+    plan_of(count=0)
+    points.value = 12
+    found = call()
+    assert not torch.equal(found, before)
+    same_bits(found, ordinary(call))
+
+
+def test_prepared_data_in_the_memory_of_the_list():
+    """Kernels would look for it at the place of the next list."""
+    x, q, cell, near = arguments()
+    vectors, pairs = prepare_wave_vectors(cell, 6.0), near["neighbor_list"]
+    both = torch.cat([pairs.reshape(-1), vectors.point_begin])
+    vectors = vectors._replace(point_begin=both[-2:])
+    for _ in range(4):
+        together = {**near, "neighbor_list": both[:-2].view(2, -1), "miller_indices": vectors}
+        expected = ewald_summation(x, q, cell, 0.9, **together)
+    plan_of(count=0)
+    same_bits(ewald_summation(x, q, cell, 0.9, **near, miller_indices=vectors), expected)
+
+
+def test_checkpoints_save_the_same_each_time():
+    x, q, cell, near = arguments()
+
+    def energy(y):
+        return ewald_summation(y, q, cell, 0.9, k_cutoff=6.0, **near).sum()
+
+    for _ in range(3):
+        y = x.clone().requires_grad_()
+        twice = checkpoint(energy, y, use_reentrant=False) + checkpoint(energy, y, use_reentrant=False)
+        (gradient,) = torch.autograd.grad(twice, y)
+    z = x.clone().requires_grad_()
+    torch.testing.assert_close(gradient, 2.0 * torch.autograd.grad(energy(z), z)[0])
+
+
 def test_errors_are_those_of_the_ordinary_way():
     """What kernels notice in values; afterwards the plan works on."""
     x, q, cell, near = arguments()
@@ -183,6 +266,9 @@ def test_errors_are_those_of_the_ordinary_way():
         same_bits(ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, **near), expected)
     with pytest.raises(ValueError, match="cell"):
         ewald_summation(x, q, 0.0 * cell, 0.9, k_cutoff=6.0, **near)
+    for wrong in (cell.to(torch.bfloat16), cell.to_sparse(), cell.to(torch.complex128).conj()):
+        with pytest.raises(TypeError, match="cell"):
+            ewald_summation(x, q, wrong, 0.9, k_cutoff=6.0, **near)
 
 
 @pytest.mark.filterwarnings("ignore::nvalchemiops.notices.AccuracyWarning")

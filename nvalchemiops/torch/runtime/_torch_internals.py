@@ -205,12 +205,22 @@ def is_unobserved(*tensors: torch.Tensor | None) -> bool:
     return all(t is None or (type(t) in PLAIN_TYPES and dispatch_keys(t).raw_repr() in plain_keys) for t in tensors)
 
 
-_modes = _find("plans of repeated calls", "_C._len_torch_function_stack", works=lambda count: count() >= 0)
+_modes = _find(
+    "plans of repeated calls",
+    "_C._len_torch_function_stack",
+    "_C._autograd._top_saved_tensors_default_hooks",
+    works=lambda count, hooks: count() >= 0 and isinstance(hooks(True), (tuple, type(None))),
+)
 
 
 def has_function_modes() -> bool:
     """Whether a ``TorchFunctionMode`` is on, as a default device is; True if that is not known."""
     return _modes is None or _modes[0]() > 0
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks see the tensors that are saved for backward passes, as in checkpoints; True if not known."""
+    return _modes is None or _modes[1](True) is not None
 
 
 _redispatch = _find(

@@ -140,7 +140,8 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self.paused:
+        # an interrupt at the end of `record` may leave this mode on, which then does nothing
+        if not self.paused and active() is self:
             self._follow(_name(func), func, args, kwargs, result)
         return result
 
@@ -290,6 +291,11 @@ def _name(func: Any) -> str:
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def share_memory(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether any of ``some`` is in the same memory as one of ``others``, at other places of it perhaps."""
+    return not {_storage(t) for t in some if t.numel()}.isdisjoint(_storage(t) for t in others if t.numel())
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

@@ -10,8 +10,10 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 
 from nvalchemiops.layout import layout
@@ -21,7 +23,13 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, L
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime import plans
-from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, has_function_modes, is_unobserved, version_of
+from nvalchemiops.torch.runtime._torch_internals import (
+    PLAIN_TYPES,
+    has_function_modes,
+    has_saved_tensor_hooks,
+    is_unobserved,
+    version_of,
+)
 from nvalchemiops.torch.runtime.context import eager
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.systems import System
@@ -39,8 +47,8 @@ RECENT = 64
 """Shapes of calls that are remembered."""
 
 SMALL = 64
-"""Elements up to which tensors are compared by value. Larger ones, of prepared data, are the same if no operation of
-torch has changed them."""
+"""Elements up to which the values of tensors are part of a key. Larger ones, of prepared data, are recognized by
+themselves and then compared with the values that they had: NumPy and ``.data`` change them without a new version."""
 
 Sum = Callable[[System, SumRequest, bool], torch.Tensor | tuple[torch.Tensor, ...]]
 """Of atoms, what is requested, and whether results are a graph of ops."""
@@ -53,6 +61,11 @@ class _Call:
         self.count = 0
         self.plan: plans.Plan | None = None
         self.prepared = prepared  # so that no other tensor gets their identity
+        self.values: list[torch.Tensor] = []  # of these, when the plan was made
+
+    def is_as_recorded(self) -> bool:
+        """Whether prepared data have the values that they had when the plan was made."""
+        return all(map(torch.equal, self.prepared, self.values))
 
 
 _recent: dict[Hashable, None] = {}
@@ -85,10 +98,9 @@ def repeated_sum(
     if not (0 < positions.shape[0] <= MOST_ATOMS and positions.is_contiguous() and charges.is_contiguous()):
         return None
     forms = tuple(map(_form, (positions, charges, *neighbors)))
-    try:
-        is_new = forms not in _recent
-    except TypeError:
+    if None in forms:
         return None
+    is_new = forms not in _recent
     if is_new:  # lists of a length that changes cost no more than this
         if len(_recent) >= RECENT:
             _recent.clear()
@@ -96,7 +108,10 @@ def repeated_sum(
         return None
     used = [value for value in neighbors if isinstance(value, torch.Tensor)]
     constants: list[torch.Tensor] = []
-    fixed = _fixed((cell, others), constants)
+    try:
+        fixed = _fixed((cell, others), constants)
+    except (TypeError, RuntimeError):  # a tensor that NumPy cannot have
+        return None
     tensors = (positions, charges, *used, *constants)
     if fixed is None or not used or has_function_modes() or not is_unobserved(*tensors):
         return None
@@ -107,10 +122,16 @@ def repeated_sum(
         by_positions, by_charges = positions.requires_grad, charges.requires_grad
         if any(asked) or any(t.requires_grad for t in (*used, *constants)):
             return None
+        if has_saved_tensor_hooks():  # checkpoints count what is saved, which is not the same with a plan
+            return None
         computed, tracked = Derivatives(by_positions, by_charges), True
     large, small = ([t for t in constants if (t.numel() > SMALL) == is_large] for is_large in (True, False))
     call, number = _noted((fixed, forms, request.energy_reduction, computed, layout("cpu")), large)
-    if call.plan is None and number != RECORDED:
+    if call.plan is None:
+        if number != RECORDED or plans.share_memory(used, constants):
+            return None
+        call.values = [t.detach().clone() for t in large]
+    elif not call.is_as_recorded():
         return None
 
     def evaluate(
@@ -180,10 +201,10 @@ def _noted(key: Hashable, prepared: Sequence[torch.Tensor]) -> tuple[_Call, int]
 
 
 def _form(value: Any) -> Hashable:
-    """What tells two calls apart whose results differ by the values of this tensor alone."""
+    """What tells two calls apart whose results differ by the values of this tensor alone; None if that is not known."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.stride()
-    return type(value), value
+        return None if value.layout is not torch.strided else (value.shape, value.dtype, value.stride())
+    return (type(value), value) if type(value) in _IMMUTABLE else None
 
 
 def _fixed(values: tuple[Any, ...], constants: list[torch.Tensor]) -> tuple[Any, ...] | None:
@@ -198,15 +219,18 @@ def _fixed(values: tuple[Any, ...], constants: list[torch.Tensor]) -> tuple[Any,
             if value.numel() <= SMALL:
                 key = (value.dtype, value.shape, value.detach().resolve_neg().numpy().tobytes())
             else:
-                key = (id(value), version_of(value))
+                key = (id(value), version_of(value), value.data_ptr(), value.dtype, value.shape, value.stride())
         elif isinstance(value, tuple) and kind not in _WITHOUT_TENSORS:
             key = _fixed(value, constants)
             if key is None:
                 return None
-        elif not isinstance(value, Hashable):
+        elif kind not in _IMMUTABLE and not isinstance(value, np.generic):
             return None
         found += (kind, key)
     return tuple(found)
 
 
 _WITHOUT_TENSORS = {LongRangePotential, type(COULOMB)}
+
+_IMMUTABLE = {type(None), bool, int, float, str, MethodType, *_WITHOUT_TENSORS}
+"""Types whose objects do not change. Others may convert to another number in each call."""
