@@ -36,6 +36,7 @@ REQUESTS = {
 def _forget():
     repeated._calls.clear()
     repeated._recent.clear()
+    repeated._patience = repeated.RECORDED
 
 
 def arguments(dtype=F64, as_matrix=False, n_atoms=20):
@@ -334,7 +335,19 @@ def test_few_plans_are_kept():
     sizes = range(10, 10 + 2 * repeated.MOST_CALLS)
     for n_atoms in sizes:
         x, q, cell, near = arguments(n_atoms=n_atoms)
-        for _ in range(4):
+        for _ in range(repeated.PAID + 1):  # the first one makes the shapes known
             ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
     assert len(repeated._calls) == repeated.MOST_CALLS
     assert all(call.plan is not None for call in repeated._calls.values())
+
+
+def test_no_plans_where_they_do_not_pay():
+    """Each cell is used twice: after some plans for nothing there are no more. A cell that stays gets one."""
+    x, q, cell, near = arguments()
+    for step in range(4 * repeated.MOST_CALLS):
+        for _ in range(2):
+            ewald_summation(x, q, (1.0 + 1e-3 * step) * cell, 0.9, miller_bounds=(2, 2, 2), **near)
+    plan_of(count=0)
+    for _ in range(repeated.PAID + 2):
+        ewald_summation(x, q, cell, 0.9, miller_bounds=(2, 2, 2), **near)
+    plan_of()

@@ -41,7 +41,11 @@ MOST_CALLS = 8
 """Kinds of calls that are remembered, each with its plan if it has one."""
 
 RECORDED = 2
-"""The call of its kind that is recorded, when a call with the same shapes was there before."""
+"""The call of its kind that is recorded, when a call with the same shapes was there before. A later one, after plans
+that were given up too soon, as where each cell is used for a few calls."""
+
+PAID = 16
+"""Calls after which a plan has saved the time that its recording took, which is that of several calls."""
 
 RECENT = 64
 """Shapes of calls that are remembered."""
@@ -59,6 +63,7 @@ class _Call:
 
     def __init__(self, prepared: Sequence[torch.Tensor]) -> None:
         self.count = 0
+        self.is_tried = False
         self.plan: plans.Plan | None = None
         self.prepared = prepared  # so that no other tensor gets their identity
         self.values: list[torch.Tensor] = []  # of these, when the plan was made
@@ -70,6 +75,7 @@ class _Call:
 
 _recent: dict[Hashable, None] = {}
 _calls: "OrderedDict[Hashable, _Call]" = OrderedDict()
+_patience = RECORDED
 _lock = fork_safe(threading.Lock())
 
 
@@ -126,9 +132,9 @@ def repeated_sum(
             return None
         computed, tracked = Derivatives(by_positions, by_charges), True
     large, small = ([t for t in constants if (t.numel() > SMALL) == is_large] for is_large in (True, False))
-    call, number = _noted((fixed, forms, request.energy_reduction, computed, layout("cpu")), large)
+    call, is_due = _noted((fixed, forms, request.energy_reduction, computed, layout("cpu")), large)
     if call.plan is None:
-        if number != RECORDED or plans.share_memory(used, constants):
+        if not is_due or plans.share_memory(used, constants):
             return None
         call.values = [t.detach().clone() for t in large]
     elif not call.is_as_recorded():
@@ -186,18 +192,23 @@ def _planned(
     return results
 
 
-def _noted(key: Hashable, prepared: Sequence[torch.Tensor]) -> tuple[_Call, int]:
-    """The calls of this kind, one more than before, and the number of this one."""
+def _noted(key: Hashable, prepared: Sequence[torch.Tensor]) -> tuple[_Call, bool]:
+    """The calls of this kind, one more than before, and whether this one is to be recorded."""
+    global _patience
     with _lock:
         call = _calls.get(key)
         if call is None:
             call = _calls[key] = _Call(prepared)
             while len(_calls) > MOST_CALLS:
-                _calls.popitem(last=False)
+                _, oldest = _calls.popitem(last=False)
+                if oldest.plan is not None:
+                    _patience = RECORDED if oldest.count >= PAID else min(2 * _patience, PAID)
         else:
             _calls.move_to_end(key)
         call.count += 1
-        return call, call.count
+        is_due = not call.is_tried and call.count >= _patience
+        call.is_tried |= is_due
+        return call, is_due
 
 
 def _form(value: Any) -> Hashable:
