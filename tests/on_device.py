@@ -306,6 +306,7 @@ def pretended_gpu(capturing: bool = False) -> Iterator[None]:
         patch.setattr(pair_kernels, "pair_kernel", _without_body)
         patch.setattr(torch.cuda, "device", contextlib.nullcontext)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        patch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=0))
         for name in ("Stream", "synchronize"):
             patch.setattr(torch.cuda, name, lambda *_, **__: _refuse("a new stream, or waiting for one"))
         for name in (*FACTORIES, *LIKE):

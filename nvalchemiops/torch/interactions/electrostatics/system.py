@@ -7,7 +7,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows
-from nvalchemiops.torch.interactions.pair.shares import exclusions_of_share
+from nvalchemiops.torch.interactions.pair.shares import exclusions_of_share, together
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows
 from nvalchemiops.torch.operators.lattice import Lattice, check_cells, lattice_of, nan_if_singular, one_or_nan
 from nvalchemiops.torch.operators.segments import system_sums
@@ -104,7 +104,7 @@ def check_system(
     """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling."""
     domain = atoms.domain
     if domain is not None:
-        with domain.together():
+        with together(domain):
             domain.check(atoms)
             system = check_system(domain.alone(atoms), slab_correction=slab_correction)
         rows = exclusions_of_share(domain, exclusions, exclusion_factors, atoms.positions)

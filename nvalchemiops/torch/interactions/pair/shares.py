@@ -41,7 +41,11 @@ def of_owned(domain: Domain, gradients: torch.Tensor, is_share: bool) -> torch.T
 
 def together(domain: Domain | None) -> Any:
     """A part of a call in which a rank may raise, and then all do."""
-    return contextlib.nullcontext() if domain is None else domain.together()
+    if domain is None:
+        return contextlib.nullcontext()
+    if not isinstance(domain, Domain):
+        raise TypeError(f"`domain` must be a Domain, got {type(domain).__name__}")
+    return domain.together()
 
 
 def exclusions_of_share(domain: Domain, exclusions: Any, factors: Any, positions: torch.Tensor) -> ExclusionRows | None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.pair.shares import together
 from nvalchemiops.torch.neighbors.rows import (
     NO_PADDING,
     GivenNeighbors,
@@ -102,7 +103,7 @@ def pair_system(
 def _of_domain(domain: "Domain", atoms: System, given: GivenNeighbors, cutoff: float | None) -> PairSystem:
     """The atoms that a rank owns, with neighbors by the domain."""
     positions = atoms.positions
-    with domain.together():
+    with together(domain):
         domain.check(atoms)
         if atoms.pbc is not None:
             raise ValueError("`pbc` belongs to the `domain`: leave it out")
