@@ -4,6 +4,7 @@
 them have been imported.
 """
 
+from nvalchemiops.torch.distributed import collectives  # noqa: F401
 from nvalchemiops.torch.interactions.dispersion import coefficients, three_body  # noqa: F401
 from nvalchemiops.torch.interactions.electrostatics import k_vectors  # noqa: F401
 from nvalchemiops.torch.interactions.pair import op  # noqa: F401

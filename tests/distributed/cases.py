@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.torch.distributed import Domain, OtherRankError
+from nvalchemiops.torch.distributed import Domain, OtherRankError, collectives
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
     coulomb_energy,
@@ -265,6 +265,19 @@ def atoms_that_move(group: Any) -> None:
 
 
 PAIRS_OF_CHARGES = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=3.0)
+
+
+@case(1)
+def ops_are_as_they_say(group: Any) -> None:
+    number = collectives.number_of(group)
+    for n in (5, 0):
+        values = torch.randn(n, 3, dtype=F64, requires_grad=True)
+        for op in (collectives.sum_on_all_ranks, collectives.sum_of_shares, collectives.replicated):
+            torch.library.opcheck(op.op.overload, (values, number))  # type: ignore[attr-defined]
+        # sizes of other groups would not fit
+        if dist.get_world_size(group) == 1:
+            arguments = (values, [n], [n], number)
+            torch.library.opcheck(collectives.all_to_all_rows.op.overload, arguments)  # type: ignore[attr-defined]
 
 
 # -- interactions ---------------------------------------------------------------------------------
