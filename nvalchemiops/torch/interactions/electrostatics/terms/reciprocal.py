@@ -206,7 +206,7 @@ def sorted_atoms(
     if batch_idx is None:
         # no constant of the host, for whose copy to a GPU it would wait
         return None, torch.arange(2, dtype=torch.int32, device=device) * n_atoms
-    if layout(device.type).reads:
+    if layout(batch_idx.device.type).reads:
         return sort_by_system(batch_idx, n_systems)
     return sorted_by_system(batch_idx, n_systems)
 
