@@ -273,11 +273,11 @@ def ops_are_as_they_say(group: Any) -> None:
     for n in (5, 0):
         values = torch.randn(n, 3, dtype=F64, requires_grad=True)
         for op in (collectives.sum_on_all_ranks, collectives.sum_of_shares, collectives.replicated):
-            torch.library.opcheck(op.op.overload, (values, number))  # type: ignore[attr-defined]
+            torch.library.opcheck(op.op.overload, (values, number))
         # sizes of other groups would not fit
         if dist.get_world_size(group) == 1:
             arguments = (values, [n], [n], number)
-            torch.library.opcheck(collectives.all_to_all_rows.op.overload, arguments)  # type: ignore[attr-defined]
+            torch.library.opcheck(collectives.all_to_all_rows.op.overload, arguments)
 
 
 # -- interactions ---------------------------------------------------------------------------------
