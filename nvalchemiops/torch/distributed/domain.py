@@ -245,10 +245,11 @@ class Domain:
 
     def all_with_ghosts(self, *columns: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Several times `with_ghosts` in one message, for matrices and vectors of one dtype, or None."""
-        there = [c for c in columns if c is not None]
-        wide = self.with_ghosts(torch.cat([c.reshape(self.n_owned, -1) for c in there], 1))
-        parts = iter(wide.split([c[0].numel() if c.ndim > 1 else 1 for c in there], 1))
-        return tuple(None if c is None else next(parts).reshape(-1, *c.shape[1:]) for c in columns)
+        there = [c if c.ndim == 2 else c.unsqueeze(1) for c in columns if c is not None]
+        parts = iter(self.with_ghosts(torch.cat(there, 1)).split([c.shape[1] for c in there], 1))
+        return tuple(
+            None if c is None else next(parts).reshape(self.n_owned + self.n_ghosts, *c.shape[1:]) for c in columns
+        )
 
     def add_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         """Values (n_owned, ...) to which those that other ranks have for their ghosts are added."""
