@@ -283,6 +283,31 @@ def ops_are_as_they_say(group: Any) -> None:
 # -- interactions ---------------------------------------------------------------------------------
 
 
+@case(3)
+def ranks_without_atoms(group: Any) -> None:
+    """Two atoms, with their images, so that one of the ranks has none."""
+    atoms = Atoms(n=2)
+    atoms.count = 2
+    for name in ("positions", "charges", "weights", "vectors", "numbers"):
+        setattr(atoms, name, getattr(atoms, name)[:2])
+
+    def energies_of(x, q, cell, alpha, **where):
+        numbers = torch.full((len(x),), 6, dtype=torch.int32)
+        given: dict[str, Any] = {"cutoff": CUTOFF, **where}
+        results = {"atom pairs": PAIRS_OF_CHARGES(x, cell, q=q, **where)}
+        results["dsf"], results["atom dsf"] = dsf_coulomb(x, q, CUTOFF, alpha, cell, **where)
+        for call, more in (
+            (ewald_summation, {"k_cutoff": 4.0}),
+            (particle_mesh_ewald, {"mesh_dimensions": (8, 9, 10)}),
+        ):
+            found = call(x, q, cell, alpha, compute_forces=True, compute_virial=True, **more, **given)
+            results |= dict(zip((f"atom {call.__name__}", f"atom {call.__name__} forces", call.__name__), found))
+        results["atom d3"] = d3_dispersion(x, numbers, damping_parameters("pbe"), d3_parameters(), cell, **given)[0]
+        return results
+
+    compare(group, atoms, energies_of, (torch.tensor(0.7, dtype=F64),))
+
+
 @case(1, 3)
 def pair_potentials(group: Any) -> None:
     table = torch.tensor([[1.0, 0.5, 0.2], [0.5, 2.0, 0.7], [0.2, 0.7, 1.5]], dtype=F64)
