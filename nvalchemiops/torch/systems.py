@@ -45,6 +45,10 @@ class System(NamedTuple):
         Atomic numbers.
     domain : Domain, optional
         The atoms are those that this rank owns (`nvalchemiops.torch.distributed`).
+    dipoles : (n_atoms, 3) or (n_atoms, n_channels, 3) tensor, charge length, optional
+    quadrupoles : (n_atoms, 3, 3) or (n_atoms, n_channels, 3, 3) tensor, charge length², optional
+    widths : float or (n_atoms,) tensor, length, optional
+        As for `nvalchemiops.torch.interactions.electrostatics.ewald_summation`, which takes these three.
     """
 
     positions: torch.Tensor
@@ -54,6 +58,9 @@ class System(NamedTuple):
     pbc: torch.Tensor | None = None
     numbers: torch.Tensor | None = None
     domain: "Domain | None" = None
+    dipoles: torch.Tensor | None = None
+    quadrupoles: torch.Tensor | None = None
+    widths: float | torch.Tensor | None = None
 
     @classmethod
     def from_ase(

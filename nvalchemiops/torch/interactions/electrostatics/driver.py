@@ -14,15 +14,22 @@ from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_sh
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
-from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, check_potential
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.interactions.electrostatics.repeated import repeated_sum
-from nvalchemiops.torch.interactions.electrostatics.results import SumRequest, Tensors, Term, complete
+from nvalchemiops.torch.interactions.electrostatics.results import (
+    SumRequest,
+    Tensors,
+    Term,
+    check_gradients,
+    complete,
+)
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
+from nvalchemiops.torch.interactions.electrostatics.terms.moments import BackgroundTerm, SelfTerm, SurfaceTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
-from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.runtime.context import is_eager, may_read
 from nvalchemiops.torch.systems import System
 
 
@@ -36,6 +43,8 @@ class SumOptions(NamedTuple):
     exclusions: Any
     exclusion_factors: Any
     slab_correction: Any
+    self_interaction: Any = False
+    surface_dielectric: Any = None
 
 
 def ewald_sum(
@@ -66,11 +75,15 @@ def _ewald_sum(
     options: SumOptions,
     as_graph: bool,
 ) -> Tensors:
-    alpha, accuracy, cutoff, potential, *others = options
+    alpha, accuracy, cutoff, potential, *others, self_interaction, surface_dielectric = options
     system = check_system(atoms, *others)
+    check_gradients(request, atoms)
+    keeps_gaussians = _keeps_gaussians(self_interaction, system)
+    dielectric = _dielectric(surface_dielectric)
     accuracy = check_accuracy(accuracy, system.positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     check_potential(potential)
+    _check_coulomb(potential, system, dielectric)
     long_range = long_range_of(system)
     for name, is_given in (("`alpha`", alpha is not None), (long_range.argument, long_range.is_given)):
         if potential is not COULOMB and not is_given:
@@ -91,35 +104,90 @@ def _ewald_sum(
 
     # the list of a domain goes further, by a skin
     pair_cutoff = None if system.domain is None else splitting.cutoff
-    terms: list[Term] = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
+    terms: list[Term]
+    if system.moments is None:
+        terms = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
+    else:
+        raise NotImplementedError(_NO_PAIRS)
+        terms += _own_terms(system, alpha, keeps_gaussians)
     if system.slab_axes is not None:
         terms.append(SlabTerm())
+    if dielectric is not None:
+        terms.append(SurfaceTerm(dielectric))
     if system.exclusions is not None:
         terms.append(exclusion_term(potential, system, alpha))
     terms.append(long_range.term(system, potential, alpha))
     return complete(evaluate(terms, system, request, potential.is_constant, as_graph), system, request)
 
 
+def _own_terms(system: ChargedSystem, alpha: torch.Tensor, keeps_gaussians: bool) -> list[Term]:
+    """Self energies of moments, and the background of Gaussians."""
+    terms: list[Term] = [SelfTerm(alpha, keeps_gaussians)]
+    if system.widths is not None:
+        terms.append(BackgroundTerm())
+    return terms
+
+
+def _keeps_gaussians(self_interaction: Any, system: ChargedSystem) -> bool:
+    """Whether Gaussians keep their self energy; raise for points, where it is infinite."""
+    if not checks.check_flag("self_interaction", self_interaction):
+        return False
+    widths = system.widths
+    if widths is None or (may_read(widths) and not bool((widths > 0.0).all())):
+        raise ValueError("`self_interaction` is infinite for points: it needs positive `widths` of all atoms")
+    return True
+
+
+def _dielectric(surface_dielectric: Any) -> float | None:
+    return None if surface_dielectric is None else checks.check_positive("surface_dielectric", surface_dielectric)
+
+
+def _check_coulomb(potential: LongRangePotential, system: ChargedSystem, dielectric: float | None = None) -> None:
+    """Raise for another potential with sources beside charges, or with a surface."""
+    if potential is COULOMB:
+        return
+    if system.moments is not None:
+        raise ValueError("`dipoles`, `quadrupoles` and `widths` are for the Coulomb potential: leave `potential` out")
+    if dielectric is not None:
+        raise ValueError("`surface_dielectric` is for the Coulomb potential: leave `potential` out")
+
+
 def long_range_part(
-    long_range_of: Callable[[ChargedSystem], LongRange], atoms: System, request: SumRequest, alpha: Any, potential: Any
+    long_range_of: Callable[[ChargedSystem], LongRange],
+    atoms: System,
+    request: SumRequest,
+    alpha: Any,
+    potential: Any,
+    self_interaction: Any = False,
 ) -> Tensors:
-    """The long-range term and the self energies; arguments as of `ewald_sum`."""
+    """The long-range term and the self energies; arguments as of `ewald_sum`.
+
+    With ``self_interaction`` and without widths, that of the long-range part is kept.
+    """
     system = check_system(atoms)
+    check_gradients(request, atoms)
     splitting = given_alpha(alpha, system)
     check_potential(potential)
+    _check_coulomb(potential, system)
     long_range = long_range_of(system)
     if not long_range.is_given:
         raise ValueError(f"{long_range.argument} is needed")
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     splitting = nan_unless(long_range.valid, splitting)
-    terms = [long_range.term(system, potential, splitting), self_term(potential, system, splitting)]
+    terms = [long_range.term(system, potential, splitting)]
+    keeps_all = checks.check_flag("self_interaction", self_interaction) and system.widths is None
+    if system.moments is not None and not keeps_all:
+        terms += _own_terms(system, splitting, _keeps_gaussians(self_interaction, system))
+    elif not keeps_all:
+        terms.append(self_term(potential, system, splitting))
     return complete(evaluate(terms, system, request, potential.is_constant), system, request)
 
 
 def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any) -> Tensors:
     """The sum over neighbors, without self energies; arguments as of `ewald_sum`."""
     system = check_system(atoms)
+    check_gradients(request, atoms)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     if isinstance(alpha, torch.Tensor):
         checks.check_real("alpha", alpha, system.positions)
@@ -131,12 +199,17 @@ def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumReque
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
         rows = build_rows(system.positions, cutoff, system.cell, system.batch_idx)
+    if system.moments is not None:
+        raise NotImplementedError(_NO_PAIRS)
     return evaluate([PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)], system, request, is_constant=False)
 
 
 def _pairs_alone(n_charges: int) -> Formula:
     """The short-range part without the self energy."""
     return EWALD_REAL_SPACE if n_charges == 1 else ewald_short_range(1, n_charges)._replace(self_energy="")
+
+
+_NO_PAIRS = "`dipoles`, `quadrupoles` and `widths` have no sum over pairs yet: use the reciprocal parts"
 
 
 def given_neighbors(*values: Any) -> GivenNeighbors:

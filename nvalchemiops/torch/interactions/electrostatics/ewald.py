@@ -46,6 +46,13 @@ def ewald_summation(
     exclusion_factors: torch.Tensor | None = None,
     potential: LongRangePotential = COULOMB,
     domain: "Domain | None" = None,
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    widths: float | torch.Tensor | None = None,
+    compute_dipole_gradients: bool = False,
+    compute_quadrupole_gradients: bool = False,
+    self_interaction: bool = False,
+    surface_dielectric: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Coulomb energy of point charges that repeat in three directions, by Ewald's sum.
 
@@ -107,6 +114,20 @@ def ewald_summation(
     domain : Domain, optional
         The system is divided among ranks (`nvalchemiops.torch.distributed`): the atoms are those that this rank owns,
         and results by systems are complete on all ranks.
+    dipoles : (n_atoms, 3) or (n_atoms, n_channels, 3) tensor, charge length, optional
+        With the channels of the charges.
+    quadrupoles : (n_atoms, 3, 3) or (n_atoms, n_channels, 3, 3) tensor, charge length², optional
+        Second moments ``∫ ρ x x^T``, of which the symmetric traceless part counts: 2/3 of Buckingham's Θ.
+    widths : float or (n_atoms,) tensor, length, optional
+        Standard deviations of Gaussian charge distributions, of all moments of an atom alike; zero for points.
+    compute_dipole_gradients, compute_quadrupole_gradients : bool, optional
+        Return ``dE/dμ`` (minus the field) and ``dE/dQ`` (half the gradient of minus the field, symmetric and
+        traceless). Torques follow: ``-(μ x dE/dμ)_a - 2 Σ ε_abc (Q dE/dQ)_bc``.
+    self_interaction : bool, optional
+        Keep the energy of each Gaussian with itself. Needs positive ``widths``.
+    surface_dielectric : float, optional
+        Dielectric constant of what surrounds a sphere of many cells: adds ``2π/((2ε + 1) V) M²`` with the dipole
+        ``M = Σ q x + μ`` of the cell, positions as they are given. By default a conductor, without this term.
 
     Returns
     -------
@@ -114,9 +135,12 @@ def ewald_summation(
         With channels (n_atoms, n_channels) or (n_systems, n_channels).
     forces : (n_atoms, 3) tensor, charge²/length², if requested
     charge_gradients : tensor like ``charges``, charge/length, if requested
+    dipole_gradients, quadrupole_gradients : tensors like ``dipoles`` and ``quadrupoles``, if requested
     virial : (n_systems, 3, 3) tensor, charge²/length, if requested
+        At fixed Cartesian dipoles and quadrupoles, with which it is not symmetric.
 
-    The dtype follows ``positions``. All are differentiable to any order in positions, charges, cell and alpha.
+    The dtype follows ``positions``. All are differentiable to any order in positions, charges, dipoles, quadrupoles,
+    cell and alpha.
 
     Raises
     ------
@@ -147,12 +171,30 @@ def ewald_summation(
     `nvalchemiops.interactions.pair.potentials.EWALD_REAL_SPACE`.
     """
     long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
-    atoms = System(positions, charges, cell, batch_idx, pbc, None, domain)
+    atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
     neighbors = driver.given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
-    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    options = driver.SumOptions(alpha, accuracy, cutoff, potential, exclusions, exclusion_factors, slab_correction)
+    request = check_request(
+        compute_forces,
+        compute_charge_gradients,
+        compute_virial,
+        energy_reduction,
+        hybrid_forces,
+        compute_dipole_gradients,
+        compute_quadrupole_gradients,
+    )
+    options = driver.SumOptions(
+        alpha,
+        accuracy,
+        cutoff,
+        potential,
+        exclusions,
+        exclusion_factors,
+        slab_correction,
+        self_interaction,
+        surface_dielectric,
+    )
     return driver.ewald_sum(long_range, atoms, neighbors, request, options)
 
 
@@ -176,6 +218,11 @@ def ewald_real_space(
     energy_reduction: str = "atom",
     cutoff: float | None = None,
     half_list: bool = False,
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    widths: float | torch.Tensor | None = None,
+    compute_dipole_gradients: bool = False,
+    compute_quadrupole_gradients: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Short-range part of the Ewald sum: energies ``1/2 Σ_j q_i q_j erfc(α r_ij) / r_ij`` over the neighbors.
 
@@ -195,17 +242,28 @@ def ewald_real_space(
         As for `ewald_summation`.
     cutoff : float, length, optional
         Pairs at this distance or farther are left out. By default all pairs in the list count.
+    dipoles, quadrupoles, widths, compute_dipole_gradients, compute_quadrupole_gradients
+        As for `ewald_summation`.
 
     Returns
     -------
-    energies, forces, charge_gradients, virial
+    energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
         As from `ewald_summation`, with the same errors.
     """
     neighbors = driver.given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
-    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    return driver.short_range_part(System(positions, charges, cell, batch_idx), neighbors, request, alpha, cutoff)
+    request = check_request(
+        compute_forces,
+        compute_charge_gradients,
+        compute_virial,
+        energy_reduction,
+        hybrid_forces,
+        compute_dipole_gradients,
+        compute_quadrupole_gradients,
+    )
+    atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
+    return driver.short_range_part(atoms, neighbors, request, alpha, cutoff)
 
 
 def ewald_reciprocal_space(
@@ -225,6 +283,12 @@ def ewald_reciprocal_space(
     miller_bounds: Any = None,
     miller_indices: torch.Tensor | None = None,
     potential: LongRangePotential = COULOMB,
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    widths: float | torch.Tensor | None = None,
+    compute_dipole_gradients: bool = False,
+    compute_quadrupole_gradients: bool = False,
+    self_interaction: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Reciprocal part of the Ewald sum, with self energies and background: all that `ewald_real_space` leaves out.
 
@@ -234,14 +298,29 @@ def ewald_reciprocal_space(
         As for `ewald_summation`; alpha is required.
     k_vectors, k_cutoff, miller_bounds, miller_indices
         As for `ewald_summation`; one of them is required.
-    compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, energy_reduction, potential
+    compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, energy_reduction, potential, dipoles, \
+quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients
         As for `ewald_summation`.
+    widths : float or (n_atoms,) tensor, length, optional
+        They do not change the reciprocal sum: they add what they change in the background of a charged cell.
+    self_interaction : bool, optional
+        Keep the self energy: without ``widths`` that of the reciprocal sum, which is then the energy of Gaussians of
+        standard deviation 1/2α; with them that of these Gaussians.
 
     Returns
     -------
-    energies, forces, charge_gradients, virial
+    energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
         As from `ewald_summation`, with the same errors.
     """
     long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
-    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    return driver.long_range_part(long_range, System(positions, charges, cell, batch_idx), request, alpha, potential)
+    request = check_request(
+        compute_forces,
+        compute_charge_gradients,
+        compute_virial,
+        energy_reduction,
+        hybrid_forces,
+        compute_dipole_gradients,
+        compute_quadrupole_gradients,
+    )
+    atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
+    return driver.long_range_part(long_range, atoms, request, alpha, potential, self_interaction)

@@ -17,6 +17,7 @@ import torch
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.interactions.electrostatics import results as sums
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, Tensors
+from nvalchemiops.torch.interactions.electrostatics.sources import quadrupole_gradients
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.operators.segments import totals
@@ -44,13 +45,13 @@ def evaluate(
     as_graph : bool
         Results are a graph of ops in any case.
     """
-    inputs = (system.positions, system.charges, system.cell)
+    inputs = (system.positions, system.sources, system.cell)
     derivatives = request.derivatives
 
     def graph(
-        positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, derivatives: Any, with_dyads: bool = False
+        positions: torch.Tensor, sources: torch.Tensor, cell: torch.Tensor, derivatives: Any, with_dyads: bool = False
     ) -> Any:
-        here = system._replace(positions=positions, charges=charges, cell=cell)
+        here = system.of(positions, sources, cell)
         contributions = [term.evaluate(here, derivatives) for term in terms]
         results = sums.total(contributions, here, request.energy_reduction)
         return (*results, _dyads(contributions, here)) if with_dyads else results
@@ -59,12 +60,14 @@ def evaluate(
     one_order = not any(derivatives) or (request.hybrid and not derivatives.charge_gradients)
     others: list[torch.Tensor] | None = None
     if one_order and is_constant and not as_graph and torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
-        others = _tensors_in(terms) if _on_cpu(inputs) else None
+        others = _tensors_in((*terms, system.widths)) if _on_cpu(inputs) else None
     if others is not None and not any(t.requires_grad for t in others):
         found = differentiable(graph, request, system.batch_idx, inputs, others, system.domain)
         results: Tensors = found if len(found) > 1 else found[0]
     else:
         results = fairly(functools.partial(graph, derivatives=derivatives), *inputs)
+    if system.moments is not None:
+        return _of_sources(results, system, request)
     if system.has_channels:
         return results
     single = results if isinstance(results, tuple) else (results,)
@@ -99,6 +102,24 @@ def differentiable(
     reduction = request.energy_reduction
     results = _WithDerivatives.apply(graph, request.derivatives, reduction, domain, batch_idx, *inputs, *others)
     return results if isinstance(results, tuple) else (results,)
+
+
+def _of_sources(results: Tensors, system: ChargedSystem, request: sums.SumRequest) -> Tensors:
+    """Results with gradients by each source in the place of those by moments, without channels if there are none."""
+    single = results if isinstance(results, tuple) else (results,)
+    found = []
+    for name, result in zip(["energies", *_requested(request.derivatives)], single):
+        if name in ("energies", "charge_gradients") and not system.has_channels:
+            result = result.squeeze(1)
+        if name != "charge_gradients":
+            found.append(result)
+            continue
+        by_charges, by_dipoles, by_quadrupoles = request.of_sources
+        found += [result[..., 0]] * by_charges
+        found += [result[..., 1:4]] * by_dipoles
+        if by_quadrupoles:
+            found.append(quadrupole_gradients(result[..., 4:]))
+    return tuple(found) if len(found) > 1 else found[0]
 
 
 def _requested(derivatives: Derivatives) -> list[str]:
@@ -245,7 +266,8 @@ def _products(
     if by_positions:
         results[0] = first["forces"] * -of_atom
     if by_charges:
-        results[1] = first["charge_gradients"] * of_atom
+        by_sources = first["charge_gradients"]
+        results[1] = by_sources * (of_atom if by_sources.ndim == 2 else of_atom.unsqueeze(-1))
     if by_cell:
         # the virial is Σ x_i F_i^T - h^T dE/dh
         sums = first.get("dyads")

@@ -97,6 +97,13 @@ def particle_mesh_ewald(
     potential: LongRangePotential = COULOMB,
     prepared: PreparedMesh | None = None,
     domain: "Domain | None" = None,
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    widths: float | torch.Tensor | None = None,
+    compute_dipole_gradients: bool = False,
+    compute_quadrupole_gradients: bool = False,
+    self_interaction: bool = False,
+    surface_dielectric: float | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Coulomb energy of point charges that repeat in three directions, by Ewald's sum on a mesh.
 
@@ -106,7 +113,8 @@ def particle_mesh_ewald(
     ----------
     positions, charges, cell, batch_idx, neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, \
 neighbor_matrix_shifts, mask_value, compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, pbc, \
-slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_factors, potential
+slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_factors, potential, dipoles, quadrupoles, \
+widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction, surface_dielectric
         As for `ewald_summation`.
     alpha : float or (n_systems,) tensor, 1/length, optional
         Splitting parameter. By default chosen for ``accuracy`` (see Notes).
@@ -116,7 +124,7 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
         Points of the mesh along the lattice vectors, the same for all systems. By default what ``accuracy`` needs.
     spline_order : int, optional
         2 to 8. Energies have ``spline_order - 2`` continuous derivatives, and one more in pieces. A mesh with fewer
-        points gets the largest order that fits, with a warning.
+        points gets the largest order that fits, with a warning. At least 4 with dipoles, 5 with quadrupoles.
     accuracy : float, optional
         As for `ewald_summation`. Splines of order 5 reach 1e-7, those of order 8 reach 1e-9; a warning says what to
         expect where an order does not reach it, or where the given mesh and list do not.
@@ -128,7 +136,7 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
 
     Returns
     -------
-    energies, forces, charge_gradients, virial
+    energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
         As from `ewald_summation`. The dtype follows ``positions``, and so does that of the mesh; sums over atoms are in
         float64. Forces, charge gradients and virial are derivatives of the energy as computed. All are differentiable
         in positions, charges, cell and alpha, as often as the splines are (`NotDifferentiableError` beyond).
@@ -157,12 +165,30 @@ slab_correction, energy_reduction, cutoff, half_list, exclusions, exclusion_fact
         alpha = prepared.alpha_for(alpha, mesh_dimensions, mesh_spacing, potential)
     precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
     long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, prepared)
-    atoms = System(positions, charges, cell, batch_idx, pbc, None, domain)
+    atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
     neighbors = driver.given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
-    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    options = driver.SumOptions(alpha, accuracy, cutoff, potential, exclusions, exclusion_factors, slab_correction)
+    request = check_request(
+        compute_forces,
+        compute_charge_gradients,
+        compute_virial,
+        energy_reduction,
+        hybrid_forces,
+        compute_dipole_gradients,
+        compute_quadrupole_gradients,
+    )
+    options = driver.SumOptions(
+        alpha,
+        accuracy,
+        cutoff,
+        potential,
+        exclusions,
+        exclusion_factors,
+        slab_correction,
+        self_interaction,
+        surface_dielectric,
+    )
     return driver.ewald_sum(long_range, atoms, neighbors, request, options)
 
 
@@ -189,6 +215,12 @@ def pme_reciprocal_space(
     moduli_z: torch.Tensor | None = None,
     energy_reduction: str = "atom",
     potential: LongRangePotential = COULOMB,
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    widths: float | torch.Tensor | None = None,
+    compute_dipole_gradients: bool = False,
+    compute_quadrupole_gradients: bool = False,
+    self_interaction: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Reciprocal part on a mesh, with self energies and background: all that `ewald_real_space` leaves out.
 
@@ -198,17 +230,29 @@ def pme_reciprocal_space(
         As for `particle_mesh_ewald`; alpha is required.
     mesh_dimensions, mesh_spacing
         As for `particle_mesh_ewald`; one of them is required.
-    spline_order, compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, energy_reduction, potential
+    spline_order, compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, energy_reduction, \
+potential, dipoles, quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients
         As for `particle_mesh_ewald`.
+    widths, self_interaction
+        As for `ewald_reciprocal_space`.
     k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z
         As for `particle_mesh_ewald`.
 
     Returns
     -------
-    energies, forces, charge_gradients, virial
+    energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
         As from `particle_mesh_ewald`, with the same errors.
     """
     precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
     long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, None)
-    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    return driver.long_range_part(long_range, System(positions, charges, cell, batch_idx), request, alpha, potential)
+    request = check_request(
+        compute_forces,
+        compute_charge_gradients,
+        compute_virial,
+        energy_reduction,
+        hybrid_forces,
+        compute_dipole_gradients,
+        compute_quadrupole_gradients,
+    )
+    atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
+    return driver.long_range_part(long_range, atoms, request, alpha, potential, self_interaction)

@@ -93,8 +93,10 @@ def repeated_sum(
     others : tuple
         All other arguments on which results depend.
     """
-    positions, charges, cell, batch_idx, pbc, _, domain = atoms
+    positions, charges, cell, batch_idx, pbc, _, domain, *sources = atoms
     if batch_idx is not None or pbc is not None or domain is not None or request.hybrid:
+        return None
+    if any(values is not None for values in sources):
         return None
     # what is wrong is left to the ordinary way
     if type(charges) is not torch.Tensor or type(positions) is not torch.Tensor or type(cell) is not torch.Tensor:

@@ -9,6 +9,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.systems import System
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 """What a sum returns: energies, or a tuple of energies and the derivatives that were requested."""
@@ -28,14 +29,18 @@ class SumRequest(NamedTuple):
     Attributes
     ----------
     derivatives : Derivatives
+        ``charge_gradients`` are those by all sources.
     energy_reduction : {"atom", "system"}
     hybrid : bool
         Results are differentiable in the charges only.
+    of_sources : (bool, bool, bool)
+        Which of these are returned: by charges, dipoles, quadrupoles.
     """
 
     derivatives: Derivatives
     energy_reduction: str
     hybrid: bool = False
+    of_sources: tuple[bool, bool, bool] = (False, False, False)
 
 
 def check_request(
@@ -44,15 +49,31 @@ def check_request(
     compute_virial: Any,
     energy_reduction: Any,
     hybrid_forces: Any = False,
+    compute_dipole_gradients: Any = False,
+    compute_quadrupole_gradients: Any = False,
 ) -> SumRequest:
     """The request that these arguments of a public function make."""
     checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
+    of_sources = (
+        checks.check_flag("compute_charge_gradients", compute_charge_gradients),
+        checks.check_flag("compute_dipole_gradients", compute_dipole_gradients),
+        checks.check_flag("compute_quadrupole_gradients", compute_quadrupole_gradients),
+    )
     derivatives = Derivatives(
         checks.check_flag("compute_forces", compute_forces),
-        checks.check_flag("compute_charge_gradients", compute_charge_gradients),
+        any(of_sources),
         checks.check_flag("compute_virial", compute_virial),
     )
-    return SumRequest(derivatives, energy_reduction, checks.check_flag("hybrid_forces", hybrid_forces))
+    return SumRequest(derivatives, energy_reduction, checks.check_flag("hybrid_forces", hybrid_forces), of_sources)
+
+
+def check_gradients(request: SumRequest, atoms: System) -> None:
+    """Raise if gradients by sources are requested that the system does not have."""
+    for name, values, requested in zip(
+        ("dipoles", "quadrupoles"), (atoms.dipoles, atoms.quadrupoles), request.of_sources[1:]
+    ):
+        if requested and values is None:
+            raise ValueError(f"`compute_{name[:-1]}_gradients` needs `{name}`")
 
 
 class Contribution(NamedTuple):
@@ -61,6 +82,7 @@ class Contribution(NamedTuple):
     Attributes
     ----------
     energies, charge_gradients : (n_atoms, n_channels) tensor
+        For a system with moments gradients by these, (n_atoms, n_channels, n_moments).
     forces : (n_atoms, 3) tensor
     virial : (n_systems, 3, 3) tensor
     """

@@ -6,6 +6,7 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
+from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows
 from nvalchemiops.torch.interactions.pair.shares import exclusions_of_share, together
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows
@@ -38,6 +39,10 @@ class ChargedSystem(NamedTuple):
         False where a sum over the periodic images would be wrong, if values could not be read.
     domain : Domain or None
         The atoms are those that this rank owns, and results of systems are its shares.
+    moments : (n_atoms, n_channels, 1, 4 or 10) tensor or None
+        All sources, `nvalchemiops.torch.interactions.electrostatics.sources`; None for charges of points alone.
+    widths : (n_atoms,) tensor or None
+        Standard deviations of Gaussians; None for points.
     """
 
     positions: torch.Tensor
@@ -49,6 +54,19 @@ class ChargedSystem(NamedTuple):
     slab_axes: torch.Tensor | None = None
     valid: torch.Tensor | None = None
     domain: "Domain | None" = None
+    moments: torch.Tensor | None = None
+    widths: torch.Tensor | None = None
+
+    @property
+    def sources(self) -> torch.Tensor:
+        """Charges (n_atoms, n_channels), or with other sources moments (n_atoms, n_channels, n_moments)."""
+        return self.charges if self.moments is None else self.moments
+
+    def of(self, positions: torch.Tensor, sources: torch.Tensor, cell: torch.Tensor) -> "ChargedSystem":
+        """The same with these positions, `sources` and cells."""
+        if self.moments is None:
+            return self._replace(positions=positions, charges=sources, cell=cell)
+        return self._replace(positions=positions, charges=sources[..., 0], moments=sources, cell=cell)
 
     @property
     def n_systems(self) -> int:
@@ -103,7 +121,10 @@ def check_system(
 ) -> ChargedSystem:
     """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling."""
     domain = atoms.domain
+    has_sources = any(values is not None for values in (atoms.dipoles, atoms.quadrupoles, atoms.widths))
     if domain is not None:
+        if has_sources:
+            raise ValueError("`dipoles`, `quadrupoles` and `widths` cannot be given with a `domain`")
         with together(domain):
             domain.check(atoms)
             system = check_system(domain.alone(atoms), slab_correction=slab_correction)
@@ -122,7 +143,11 @@ def check_system(
     rows = exclusion_rows(exclusions, exclusion_factors, positions)
     several = charges.ndim == 2
     columns = charges if several else charges.unsqueeze(1)
-    return ChargedSystem(positions, columns, several, cell, batch_idx, rows, slab_axes, valid)
+    system = ChargedSystem(positions, columns, several, cell, batch_idx, rows, slab_axes, valid)
+    if not has_sources:
+        return system
+    moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, positions)
+    return system._replace(charges=moments[..., 0], moments=moments, widths=widths)
 
 
 def check_periodic_cells(cell: Any, positions: torch.Tensor) -> torch.Tensor:

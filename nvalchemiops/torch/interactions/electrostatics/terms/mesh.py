@@ -25,6 +25,7 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spaci
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, from_potential
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.electrostatics.terms.moments import HIGHEST, moments_along
 from nvalchemiops.torch.operators.lattice import (
     Lattice,
     check_spline_order,
@@ -209,7 +210,18 @@ class MeshSum(NamedTuple):
         """As of `LongRange`."""
         assert self.mesh is not None
         self.precomputed.check(system.n_systems, self.mesh)
+        check_order_for_moments(self.spline_order, system)
         return MeshTerm(potential, alpha, self.mesh, self.spline_order, self.influence)
+
+
+def check_order_for_moments(spline_order: int, system: ChargedSystem) -> None:
+    """Raise unless splines of this order have continuous forces on the moments of a system."""
+    if system.moments is None:
+        return
+    lowest = HIGHEST[system.moments.shape[-1]] + 3
+    if spline_order < lowest and lowest > 3:
+        name = "dipoles" if lowest == 4 else "quadrupoles"
+        raise ValueError(f"`spline_order` must be at least {lowest} with `{name}`, got {spline_order}")
 
 
 # -- the sum --------------------------------------------------------------------------------------
@@ -241,7 +253,10 @@ class MeshTerm(NamedTuple):
         coordinates = coordinates if division is None else division.in_window(coordinates)
         order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, window, spline_order)
         plan = (batch_idx, n_systems, order, column_begin, window, spline_order)
-        spread = mesh_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
+        frames = None if system.moments is None else moments_along(system, in_spacings, n)
+        highest = 0 if frames is None else frames.highest
+        moments = charges.unsqueeze(-1) if frames is None else frames.moments.to(charges.dtype)
+        spread = mesh_spread(moments, coordinates, *plan, highest)
         density = mesh_spectrum(spread) if division is None else division.spectrum(spread)
         if prepared is None:
             value, derivative = cached_by_value(
@@ -258,14 +273,18 @@ class MeshTerm(NamedTuple):
         recorded = density.requires_grad or factor.requires_grad or not is_eager()
         product = density * factor if recorded else density.mul_(factor)
         field = mesh_values(product, mesh[2]) if division is None else division.values(product)
-        gathered = mesh_gather(field, coordinates, *plan, int(derivatives.forces))
-        contribution = from_potential(gathered, charges, in_spacings, derivatives)
+        gathered = mesh_gather(field, coordinates, *plan, highest + int(derivatives.forces))
+        if frames is None:
+            contribution = from_potential(gathered, charges, in_spacings, derivatives)
+        else:
+            contribution = frames.contribution(gathered, system, derivatives)
         if power is None:
             return contribution
         sums = (power.flatten(4) @ powers_of_z).sum(1).flatten(1) @ dyads
         energy = totals(contribution.energies.to(torch.float64).sum(1), batch_idx, n_systems)
         virial = lattice.dyadic(sums.view(-1, 3, 3)) + energy[:, None, None] * identity
-        return contribution._replace(virial=virial)
+        of_frames = contribution.virial  # of a system with moments
+        return contribution._replace(virial=virial if of_frames is None else virial + of_frames)
 
 
 def influence(

@@ -32,6 +32,7 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, from_potential
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.electrostatics.terms.moments import moments_along
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import sort_by_system, sorted_by_system, spread_systems, totals
@@ -173,6 +174,7 @@ class ReciprocalTerm(NamedTuple):
         potential, alpha, k_vectors = self
         n_systems, batch_idx, with_virial = system.n_systems, system.batch_idx, derivatives.virial
         lattice = system.lattice()
+        frames = None if system.moments is None else moments_along(system, lattice)
         charges = system.charges.to(torch.float64)
         coordinates = lattice.fractional(system.positions)
         plan = (
@@ -180,7 +182,9 @@ class ReciprocalTerm(NamedTuple):
             k_vectors.points,
             k_vectors.point_begin,
         )
-        share = structure = fourier_spread(charges.unsqueeze(-1), coordinates, *plan, 0)
+        highest = 0 if frames is None else frames.highest
+        moments = charges.unsqueeze(-1) if frames is None else frames.moments
+        share = structure = fourier_spread(moments, coordinates, *plan, highest)
         if system.domain is not None:
             structure = system.domain.sum_for_shares(share)
         value, dyads = cached_by_value(
@@ -189,14 +193,19 @@ class ReciprocalTerm(NamedTuple):
             (potential, with_virial) if potential.is_constant else None,
             lambda: reciprocal_factors(potential, lattice, alpha, k_vectors, with_virial),
         )
-        gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, int(derivatives.forces))
-        contribution = from_potential(gathered, charges, lattice, derivatives)
+        highest = highest + int(derivatives.forces)
+        gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, highest)
+        if frames is None:
+            contribution = from_potential(gathered, charges, lattice, derivatives)
+        else:
+            contribution = frames.contribution(gathered, system, derivatives)
         if dyads is None:
             return contribution
         power = (share * structure).sum((0, 3))
         at_point = None if n_systems == 1 else k_vectors.point_system
-        virial = totals((power.unsqueeze(-1) * dyads).sum(1), at_point, n_systems)
-        return contribution._replace(virial=virial.view(-1, 3, 3))
+        virial = totals((power.unsqueeze(-1) * dyads).sum(1), at_point, n_systems).view(-1, 3, 3)
+        of_frames = contribution.virial  # of a system with moments
+        return contribution._replace(virial=virial if of_frames is None else virial + of_frames)
 
 
 def sorted_atoms(

@@ -1,0 +1,104 @@
+"""Sources of an electrostatic potential beside charges: dipoles, quadrupoles and Gaussian widths.
+
+An atom has the charge density ``ρ = (q - μ·∇ + ½ Q:∇∇) δ``, or with a Gaussian of standard deviation s in the place of
+δ. So its energy in a potential is ``q φ + μ·∇φ + ½ Q:∇∇φ``. Q are second moments ``∫ ρ x x^T``, of which the traceless
+symmetric part counts: the trace does not act on other atoms. Buckingham's traceless quadrupole is Θ = 3/2 Q.
+
+Inside of the sums these are the *moments* m (`nvalchemiops.kernels.moments`) in Cartesian coordinates,
+``(q, μ_x, μ_y, μ_z, Q_xx/2, Q_xy, Q_xz, Q_yy/2, Q_yz, Q_zz/2)``, as far as there are any, so that the energy of an
+atom is ``Σ_a m_a ∂_a φ``.
+
+Source: A. J. Stone, The Theory of Intermolecular Forces, 2nd ed., Oxford 2013, chapters 2 and 3.
+"""
+
+from typing import Any
+
+import torch
+
+from nvalchemiops.notices import AccuracyWarning, notify
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.runtime.context import may_read
+
+NEGLIGIBLE = 1e-5
+"""Trace or antisymmetric part of quadrupoles, relative to the largest of them, that counts as rounding."""
+
+
+def check_sources(
+    charges: torch.Tensor, dipoles: Any, quadrupoles: Any, widths: Any, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Moments (n_atoms, n_channels, 1, 4 or 10) and widths (n_atoms,); raise unless all fit the checked charges.
+
+    Warns of quadrupoles with a trace or an antisymmetric part, where values can be read on a CPU.
+    """
+    parts = [charges.reshape(charges.shape[0], -1, 1)]
+    if dipoles is not None:
+        _check_like("dipoles", dipoles, charges, positions, (3,))
+        parts.append(dipoles.reshape(*parts[0].shape[:2], 3))
+    if quadrupoles is not None:
+        _check_like("quadrupoles", quadrupoles, charges, positions, (3, 3))
+        if dipoles is None:
+            parts.append(torch.zeros_like(parts[0]).expand(-1, -1, 3))
+        if may_read(quadrupoles):
+            _warn_of_trace(quadrupoles)
+        parts.append(_second_order(quadrupoles.reshape(*parts[0].shape[:2], 3, 3)))
+    if widths is not None:
+        widths = _check_widths(widths, positions)
+    return torch.cat(parts, -1) if len(parts) > 1 else parts[0], widths
+
+
+def _check_like(
+    name: str, values: Any, charges: torch.Tensor, positions: torch.Tensor, components: tuple[int, ...]
+) -> None:
+    checks.check_tensor(name, values)
+    if values.shape != (*charges.shape, *components):
+        expected = (*charges.shape, *components)
+        raise ValueError(f"`{name}` must have shape {expected}, as `charges` have {tuple(charges.shape)}, got "
+                         f"{tuple(values.shape)}")  # fmt: skip
+    checks.check_real(name, values, positions)
+
+
+def _check_widths(widths: Any, positions: torch.Tensor) -> torch.Tensor:
+    if not isinstance(widths, torch.Tensor):
+        number = checks.as_float("widths", widths)
+        if not 0.0 <= number < float("inf"):
+            raise ValueError(f"`widths` must not be negative, and finite, got {number}")
+        return torch.full((positions.shape[0],), number, dtype=positions.dtype, device=positions.device)
+    if tuple(widths.shape) not in ((), (positions.shape[0],)):
+        raise ValueError(
+            f"`widths` must be a number or have shape (n_atoms,) = ({positions.shape[0]},), got {tuple(widths.shape)}"
+        )
+    checks.check_real("widths", widths, positions)
+    widths = widths.expand(positions.shape[0])
+    if not may_read(widths):
+        return torch.where(widths >= 0.0, widths, torch.nan)
+    if not bool(((widths >= 0.0) & (widths < torch.inf)).all()):
+        raise ValueError("`widths` must not be negative, and finite")
+    return widths
+
+
+def _warn_of_trace(quadrupoles: torch.Tensor) -> None:
+    """Warn of parts that are dropped."""
+    q = quadrupoles.detach()
+    if not q.numel():
+        return
+    least = NEGLIGIBLE * float(q.abs().max())
+    if float(q.diagonal(dim1=-2, dim2=-1).sum(-1).abs().max()) > least:
+        notify("`quadrupoles` have a trace, which does not act on other atoms: it is dropped", AccuracyWarning, "trace")
+    if float((q - q.mT).abs().max()) > least:
+        notify("`quadrupoles` are not symmetric: the symmetric part is used", AccuracyWarning, "antisymmetric")
+
+
+def _second_order(quadrupoles: torch.Tensor) -> torch.Tensor:
+    """Moments (..., 6) of the symmetric traceless part of quadrupoles (..., 3, 3)."""
+    xx, xy, xz, yx, yy, yz, zx, zy, zz = quadrupoles.flatten(-2).unbind(-1)
+    third = (xx + yy + zz) / 3.0
+    columns = (xx - third, xy + yx, xz + zx, yy - third, yz + zy, zz - third)
+    return 0.5 * torch.stack(columns, -1)
+
+
+def quadrupole_gradients(gradients: torch.Tensor) -> torch.Tensor:
+    """Gradients (..., 3, 3) by quadrupoles, symmetric and traceless, from those by second moments (..., 6)."""
+    xx, xy, xz, yy, yz, zz = (0.5 * gradients).unbind(-1)
+    third = (xx + yy + zz) / 3.0
+    columns = (xx - third, xy, xz, xy, yy - third, yz, xz, yz, zz - third)
+    return torch.stack(columns, -1).unflatten(-1, (3, 3))

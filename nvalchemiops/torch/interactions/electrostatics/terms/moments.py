@@ -1,0 +1,244 @@
+"""Terms of moments (`nvalchemiops.torch.interactions.electrostatics.sources`), and the frames in which they are summed.
+
+**Frames.** Sums in coordinates ``u = x A`` take moments along these: ``∂/∂x_a = Σ_j A_aj ∂/∂u_j``, so ``m' = m T`` with
+a matrix T of products of A, and derivatives are ``g = g' T^T``. Under strain at fixed Cartesian moments A changes, and
+a sum whose virial at fixed m' is known has besides
+
+    W_ab = Σ_i μ_a ∂_b φ + Q_ac ∂_b ∂_c φ
+
+**Self energies** of the long-range part ``erf(α r)/r = 2α/√π (1 - α² r²/3 + α⁴ r⁴/10 - ...)``, which a sum over all
+k-vectors contains and the energy of points does not:
+
+    E_self = α/√π q² + 2 α³/(3√π) μ² + 2 α⁵/(5√π) Q:Q
+
+A Gaussian of standard deviation s has this energy with itself for α = 1/2s.
+
+**Background.** Charges with Gaussians of widths s_i in a uniform background that neutralises the cell, Q = Σ q, have
+
+    E = 2π/V Q Σ q_i s_i²
+
+more than points: the short-range part ``erf(r/√(2(s_i² + s_j²)))/r - erf(α r)/r`` has the integral
+``π/α² - 2π (s_i² + s_j²)`` over space, and all potentials have the average zero.
+
+**Surface.** A sphere of many cells in a medium of dielectric constant ε' has besides ``E = 2π/((2ε' + 1) V) M²`` with
+the dipole ``M = Σ q x + μ`` of the cell; in a conductor, the sum without this term, it has not. Positions count as they
+are given, unwrapped. For charged cells the term depends on the origin.
+
+Sources: self energies A. Aguado and P. A. Madden, J. Chem. Phys. 119, 7471 (2003), doi:10.1063/1.1605941; surface
+S. W. de Leeuw, J. W. Perram and E. R. Smith, Proc. R. Soc. A 373, 27 (1980), doi:10.1098/rspa.1980.0135.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.operators.lattice import Lattice
+from nvalchemiops.torch.operators.moments import derivative_by_coordinates
+from nvalchemiops.torch.operators.segments import spread_systems, system_sums, totals
+from nvalchemiops.torch.runtime.cache import cached_by_value
+
+HIGHEST = {1: 0, 4: 1, 10: 2}
+"""Highest order of derivative for a number of moments."""
+
+_ROWS, _COLUMNS = (0, 0, 0, 1, 1, 2), (0, 1, 2, 1, 2, 2)
+"""Axes of second moments."""
+
+
+class MomentFrames(NamedTuple):
+    """Moments in the coordinates of a lattice.
+
+    Attributes
+    ----------
+    lattice : Lattice
+        Its ``frame`` makes the coordinates.
+    matrix : (n_moments, n_moments) or (n_atoms, n_moments, n_moments) tensor
+        Moments along these are ``moments @ matrix``.
+    moments : (n_atoms, n_channels, n_moments) tensor
+        Along the coordinates, in float64.
+    """
+
+    lattice: Lattice
+    matrix: torch.Tensor
+    moments: torch.Tensor
+
+    @property
+    def highest(self) -> int:
+        """Highest order of derivative among the moments."""
+        return HIGHEST[self.moments.shape[-1]]
+
+    def contribution(self, gathered: torch.Tensor, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
+        """The contribution of a potential that is linear in the moments.
+
+        ``gathered`` (n_atoms, n_channels, count) holds the potential and its derivatives by the coordinates. Of the
+        virial it has the part of the frames.
+        """
+        moments, n_moments = self.moments, self.moments.shape[-1]
+        gathered = gathered.to(torch.float64)
+        of_moments = gathered[..., :n_moments]
+        energies = 0.5 * (moments * of_moments).sum(-1)
+        forces = gradients = virial = None
+        if derivatives.forces:
+            forces = -self.lattice.cartesian(derivative_by_coordinates(moments, gathered))
+        if derivatives.charge_gradients or derivatives.virial:
+            gradients = of_moments @ self.matrix.mT
+        if derivatives.virial:
+            assert gradients is not None
+            virial = virial_of_frames(gradients, system)
+        return Contribution(energies, forces, gradients if derivatives.charge_gradients else None, virial)
+
+
+def moments_along(system: ChargedSystem, lattice: Lattice, n: torch.Tensor | None = None) -> MomentFrames:
+    """The moments of a system along the coordinates of a lattice, or along these times numbers (3,) of mesh points."""
+    moments = system.moments
+    assert moments is not None
+    n_moments = moments.shape[-1]
+    frame = lattice.inverse if n is None else lattice.inverse * n
+    (matrix,) = cached_by_value(
+        "moment frames", (frame,), (n_moments,), lambda: (_matrices(frame, HIGHEST[n_moments]),)
+    )
+    matrix = matrix[0] if system.batch_idx is None else spread_systems(matrix, system.batch_idx, system.n_atoms)
+    return MomentFrames(lattice, matrix, moments.to(torch.float64) @ matrix)
+
+
+def _matrices(frame: torch.Tensor, highest: int) -> torch.Tensor:
+    """The matrices T (n_systems, n_moments, n_moments) of frames (n_systems, 3, 3)."""
+    n_systems = frame.shape[0]
+    blocks = [torch.ones_like(frame[:, :1, :1])]
+    if highest > 0:
+        blocks.append(frame)
+    if highest > 1:
+        entries = []
+        for a, b in zip(_ROWS, _COLUMNS):
+            for j, k in zip(_ROWS, _COLUMNS):
+                entry = frame[:, a, j] * frame[:, b, k]
+                entries.append(entry if j == k else entry + frame[:, a, k] * frame[:, b, j])
+        blocks.append(torch.stack(entries, -1).view(n_systems, 6, 6))
+    rows, n_moments = [], sum(block.shape[1] for block in blocks)
+    before = 0
+    for block in blocks:
+        size = block.shape[1]
+        rows.append(torch.nn.functional.pad(block, (before, n_moments - before - size)))
+        before += size
+    return torch.cat(rows, 1)
+
+
+def second_moments(packed: torch.Tensor, diagonal: float) -> torch.Tensor:
+    """Symmetric matrices (..., 3, 3) of six numbers each, those on the diagonal multiplied by a factor."""
+    xx, xy, xz, yy, yz, zz = packed.unbind(-1)
+    columns = (diagonal * xx, xy, xz, xy, diagonal * yy, yz, xz, yz, diagonal * zz)
+    return torch.stack(columns, -1).unflatten(-1, (3, 3))
+
+
+def virial_of_frames(gradients: torch.Tensor, system: ChargedSystem) -> torch.Tensor:
+    """``Σ μ_a ∂_b φ + Q_ac ∂_b ∂_c φ`` (n_systems, 3, 3), from gradients by the moments, Cartesian as these."""
+    moments = system.moments
+    assert moments is not None
+    moments, gradients = moments.to(torch.float64), gradients.to(torch.float64)
+    if moments.shape[-1] == 1:
+        return moments.new_zeros((system.n_systems, 3, 3))
+    of_atom = moments[..., 1:4].mT @ gradients[..., 1:4]
+    if moments.shape[-1] > 4:
+        q, h = second_moments(moments[..., 4:], 2.0), second_moments(gradients[..., 4:], 1.0)
+        of_atom = of_atom + q.movedim(1, 2).flatten(2) @ h.movedim(1, 2).flatten(2).mT
+    return totals(of_atom, system.batch_idx, system.n_systems)
+
+
+def _self_coefficients(alpha: torch.Tensor, n_moments: int) -> torch.Tensor:
+    """Coefficients (..., n_moments) of the squares of moments in the self energy of ``erf(α r)/r``."""
+    first = alpha / math.sqrt(math.pi)
+    square = alpha.square()
+    second = first * square * (2.0 / 3.0)
+    third = first * square.square() * (2.0 / 5.0)
+    columns = [first, second, second, second]
+    columns += [third * (4.0 if a == b else 2.0) for a, b in zip(_ROWS, _COLUMNS)]  # of Q:Q
+    return torch.stack(columns[:n_moments], -1)
+
+
+class SelfTerm(NamedTuple):
+    """Minus the self energies of the long-range part, with alpha (n_systems,); and plus those of Gaussians, if kept."""
+
+    alpha: torch.Tensor
+    keeps_gaussians: bool = False
+
+    def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
+        """As for `Term`."""
+        assert system.moments is not None
+        moments = system.moments.to(torch.float64)
+        alpha = spread_systems(self.alpha, system.batch_idx, system.n_atoms)
+        coefficients = -_self_coefficients(alpha, moments.shape[-1])
+        if self.keeps_gaussians:
+            assert system.widths is not None
+            own = 0.5 / system.widths.to(torch.float64)
+            coefficients = coefficients + _self_coefficients(own, moments.shape[-1])
+        gradients = 2.0 * coefficients.unsqueeze(1) * moments
+        return _without_geometry(0.5 * (gradients * moments).sum(-1), gradients, system, derivatives)
+
+
+class BackgroundTerm(NamedTuple):
+    """What Gaussian widths change in a charged cell with a uniform background."""
+
+    def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
+        """As for `Term`."""
+        assert system.moments is not None and system.widths is not None
+        moments, batch_idx, n_systems = system.moments.to(torch.float64), system.batch_idx, system.n_systems
+        charges, squares = moments[..., 0], system.widths.to(torch.float64).square().unsqueeze(-1)
+        sums = spread_systems(
+            totals(torch.stack([charges, charges * squares], -1), batch_idx, n_systems), batch_idx, system.n_atoms
+        )
+        factor = spread_systems(2.0 * math.pi / system.lattice().volume, batch_idx, system.n_atoms).unsqueeze(-1)
+        potential = factor * (sums[..., 1] + sums[..., 0] * squares)
+        energies = 0.5 * charges * potential
+        gradients = torch.nn.functional.pad(potential.unsqueeze(-1), (0, moments.shape[-1] - 1))
+        found = _without_geometry(energies, gradients, system, derivatives)
+        if not derivatives.virial:
+            return found
+        energy = totals(energies.sum(1), batch_idx, n_systems)
+        return found._replace(virial=energy[:, None, None] * torch.eye(3, dtype=torch.float64, device=energy.device))
+
+
+class SurfaceTerm(NamedTuple):
+    """The energy of the dipole of a cell in a medium of this dielectric constant."""
+
+    dielectric: float
+
+    def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
+        """As for `Term`."""
+        sources = system.charges.unsqueeze(-1) if system.moments is None else system.moments
+        moments, n_systems, batch_idx = sources.to(torch.float64), system.n_systems, system.batch_idx
+        n_atoms, n_moments = system.n_atoms, moments.shape[-1]
+        x = system.positions.to(torch.float64).unsqueeze(1)
+        charges = moments[..., :1]
+        of_atom = charges * x
+        dipole = of_atom + moments[..., 1:4] if n_moments > 1 else of_atom
+        dipole = totals(dipole, batch_idx, n_systems)  # (n_systems, n_channels, 3)
+        of_volume = 4.0 * math.pi / (2.0 * self.dielectric + 1.0) / system.lattice().volume
+        field = spread_systems(of_volume[:, None, None] * dipole, batch_idx, n_atoms)
+        potential = (x * field).sum(-1)
+        columns = [potential.unsqueeze(-1), field][: 1 + (n_moments > 1)]
+        gradients = torch.nn.functional.pad(torch.cat(columns, -1), (0, max(n_moments - 4, 0)))
+        energies = 0.5 * (moments * gradients).sum(-1)
+        forces = -(charges * field).sum(1) if derivatives.forces else None
+        virial = None
+        if derivatives.virial:
+            of_channel = totals(of_atom, batch_idx, n_systems).mT @ dipole
+            energy = system_sums(energies.sum(1), batch_idx, n_systems)
+            identity = torch.eye(3, dtype=torch.float64, device=energy.device)
+            virial = energy[:, None, None] * identity - of_volume[:, None, None] * of_channel
+        if not derivatives.charge_gradients:
+            return Contribution(energies, forces, None, virial)
+        return Contribution(energies, forces, gradients[..., 0] if system.moments is None else gradients, virial)
+
+
+def _without_geometry(
+    energies: torch.Tensor, gradients: torch.Tensor, system: ChargedSystem, derivatives: Derivatives
+) -> Contribution:
+    """A contribution that depends on sources alone."""
+    return Contribution(
+        energies,
+        torch.zeros_like(system.positions, dtype=torch.float64) if derivatives.forces else None,
+        gradients if derivatives.charge_gradients else None,
+        energies.new_zeros((system.n_systems, 3, 3)) if derivatives.virial else None,
+    )
