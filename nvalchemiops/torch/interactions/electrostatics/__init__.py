@@ -39,12 +39,14 @@ from nvalchemiops.torch.interactions.electrostatics.pme import (
     prepare_mesh,
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential, power_law
+from nvalchemiops.torch.interactions.electrostatics.response import InducedMoments, induced_moments
 from nvalchemiops.torch.interactions.electrostatics.slab import compute_slab_correction
 
 __all__ = [
     "ErrorEstimate",
     "EwaldParameters",
     "EwaldSummation",
+    "InducedMoments",
     "LongRangePotential",
     "PMEParameters",
     "ParticleMeshEwald",
@@ -67,6 +69,7 @@ __all__ = [
     "generate_k_squared_pme",
     "generate_k_vectors_ewald_summation",
     "generate_k_vectors_pme",
+    "induced_moments",
     "k_vectors_from_miller_indices",
     "mesh_spacing_to_dimensions",
     "particle_mesh_ewald",
