@@ -10,7 +10,7 @@ side in the order of the search, share what they look through: candidates are co
 to a block of memory, and each atom of the bin tests the block in vectors.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import warp as wp
 
@@ -38,7 +38,40 @@ GROUP = 32
 """Atoms that share candidates, at most."""
 
 
-_SEARCH = f"""
+class Addition(NamedTuple):
+    """Text that a kernel adds to that of the search, which is the same for all of them (`search_text`).
+
+    Attributes
+    ----------
+    declarations : str
+        Functions and variables of the thread, after those of the search.
+    writes : str
+        Whether neighbors are looked at one by one: they are written, or more is asked of them.
+    candidate, hit, hits, row : str
+        On a GPU: before a candidate is tested; after it was; after the vote of the lanes; the end of a row.
+    member : str
+        On a CPU: of the block of candidates.
+    reach, tested, near, end : str
+        On a CPU: the square of how far row ``r`` looks; where the ``squared`` distances of a vector of candidates are
+        known; where those near are listed; the end of the rows of a group.
+    """
+
+    declarations: str = ""
+    writes: str = "width >= 0 || row_begin.shape[0] > 0"
+    candidate: str = ""
+    hit: str = ""
+    hits: str = ""
+    row: str = "finish(r, found, lane, 32);"
+    member: str = ""
+    reach: str = "cutoff_squared"
+    tested: str = ""
+    near: str = ""
+    end: str = "finish(group[g], found[g], 0, 1);"
+
+
+def search_text(addition: Addition) -> str:
+    """The text of a search with what a kernel adds to it."""
+    return f"""
     const int n_rows = target.shape[0] > 0 ? target.shape[0] : entry.shape[0], first_task = thread * rows_per_thread;
     const int last_task = first_task + rows_per_thread < n_rows ? first_task + rows_per_thread : n_rows;
     const double *x = coordinates.data;
@@ -46,7 +79,7 @@ _SEARCH = f"""
     const double *z = y + coordinates.shape[1];
     const int *atoms = reinterpret_cast<const int *>(entry.data);  // i, and the whole cells taken off it
     const double cutoff_squared = cutoff * cutoff;
-    const bool fill = width >= 0 || row_begin.shape[0] > 0;
+    const bool fill = {addition.writes};
 
     struct Row {{
         int k, row, system, room, low[3], high[3];
@@ -135,7 +168,7 @@ _SEARCH = f"""
             if (end_slot > last_slot + 1) visit(slots[0], slots[end_slot - last_slot - 1], image, moved);
         }}
     }};
-
+{addition.declarations}
 #if defined(__CUDA_ARCH__)
     const int lane = threadIdx.x & 31;
     for (int task = first_task; task < last_task; ++task) {{
@@ -151,14 +184,14 @@ _SEARCH = f"""
                 const int lowest = half ? own[0] + (sign <= 0) : 0;
                 for (int base = from; base < to; base += 32) {{
                     const int k = base + lane;
-                    bool hit = false;
+                    bool hit = false;{addition.candidate}
                     if (k < to && (sign || k != r.k) && atoms[4 * k] >= lowest) {{
                         const double dx = (x[k] - x_i) + moved[0];
                         const double dy = (y[k] - y_i) + moved[1];
                         const double dz = (z[k] - z_i) + moved[2];
-                        hit = fma(dz, dz, fma(dy, dy, dx * dx)) < cutoff_squared;
+                        hit = fma(dz, dz, fma(dy, dy, dx * dx)) < cutoff_squared;{addition.hit}
                     }}
-                    const unsigned hits = __ballot_sync(0xffffffffu, hit);
+                    const unsigned hits = __ballot_sync(0xffffffffu, hit);{addition.hits}
                     const int slot = found + __popc(hits & ((1u << lane) - 1u));
                     if (hit && slot < r.room) {{
                         index.data[r.start + slot] = atoms[4 * k];
@@ -172,7 +205,7 @@ _SEARCH = f"""
                 }}
             }});
         }}
-        finish(r, found, lane, 32);
+        {addition.row}
     }}
 #else
     static const unsigned long long lanes_of[{1 << LANES}] = {{{lanes_of_masks()}}};
@@ -188,7 +221,7 @@ _SEARCH = f"""
         unsigned key[{BLOCK}];  // 2 j, plus 1 for an image in the direction that half lists keep
         int hits[{BLOCK + LANES}];
         int n;
-        bool shifted;  // some candidate is in another image
+        bool shifted;  // some candidate is in another image{addition.member}
     }} block;
 
     // Neighbors of an atom in the block, and their places if asked for. Separate functions, or the loops around
@@ -210,7 +243,7 @@ _SEARCH = f"""
 #else
             const doubles squared = dx * dx + dy * dy + dz * dz;
 #endif
-            bools close = __builtin_convertvector(squared < cutoff_squared, bools);
+{addition.tested}            bools close = __builtin_convertvector(squared < cutoff_squared, bools);
             unsigned mask = *(unsigned char *)&close;
             if (hits) *(ints *)(hits + n) = __builtin_convertvector(*(const bytes *)&lanes_of[mask], ints) + c;
             n += __builtin_popcount(mask);
@@ -265,7 +298,7 @@ _SEARCH = f"""
                 double &itself = block.x[own[g] < 0 ? block.n : own[g]];
                 const double before = itself;
                 itself = __builtin_nan("");
-                int n = fill || half ? list_near(block, at, cutoff_squared) : count_near(block, at, cutoff_squared);
+                int n = fill || half ? list_near(block, at, {addition.reach}) : count_near(block, at, cutoff_squared);
                 itself = before;
                 if (!fill && !half) {{
                     found[g] += n;
@@ -280,7 +313,7 @@ _SEARCH = f"""
                     }}
                     n = kept;
                 }}
-                const int write = n < r.room - found[g] ? n : r.room - found[g];
+{addition.near}                const int write = n < r.room - found[g] ? n : r.room - found[g];
                 const long long from = r.start + found[g];
                 if (write > 0) {{
                     int *const out = index.data + from, i = atom[0];
@@ -336,7 +369,7 @@ _SEARCH = f"""
             }}
         }});
         if (block.n > 0) test_block();
-        for (int g = 0; g < members; ++g) finish(group[g], found[g], 0, 1);
+        for (int g = 0; g < members; ++g) {addition.end}
     }}
 #endif
 """
@@ -346,7 +379,7 @@ _SEARCH = f"""
 def search_neighbors() -> Any:
     """Kernel that counts the neighbors of each atom and, given room, writes them."""
 
-    @native_kernel("neighbor_search", _SEARCH, lanes=True)
+    @native_kernel("neighbor_search", search_text(Addition()), lanes=True)
     def kernel(
         thread: wp.int32,
         coordinates: wp.array2d(dtype=wp.float64),  # see grid.place_atoms

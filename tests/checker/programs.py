@@ -95,6 +95,9 @@ def search_program() -> None:
                     x, CUTOFF, cell, batch_idx=system_of, half_fill=half, return_neighbor_list=True
                 )
                 neighbors.neighbor_list(x, CUTOFF, cell, batch_idx=system_of, half_fill=half)
+                for ties in ("keep", "index"):
+                    options = {"batch_idx": system_of, "nearest": 7, "ties": ties, "symmetric": half}
+                    neighbors.neighbor_list(x, CUTOFF, cell, half_fill=half, **options)
             if system is ONE:
                 counts = found[1].diff()
                 full = csr(system, CUTOFF)["neighbor_ptr"].diff()
@@ -121,7 +124,7 @@ def search_program() -> None:
             neighbors.neighbor_list(x, CUTOFF, cell, torch.tensor([True, False, True]), batch_idx=system_of)
             first = torch.cat([system_of.new_zeros(1), torch.bincount(system_of).cumsum(0).int()])
             targets = torch.arange(0, len(x), 3, dtype=torch.int32)
-            query = (x, CUTOFF, cell, None, system_of, first, targets, False, 0)
+            query = (x, CUTOFF, cell, None, system_of, first, targets, False, 0, 0, 0.0, False)
             memory = [targets.new_zeros((len(targets), *rest)) for rest in ((90,), (), (90, 3))]
             search.fill_neighbor_matrix(*query, torch.arange(n_systems) % 2 == 0, -1, *memory)
             shortest_vectors(cell.double())

@@ -189,7 +189,7 @@ def _search() -> None:
     targets = torch.arange(len(x), dtype=torch.int32)
     first = torch.tensor([0, len(x)], dtype=torch.int32)
     memory = [targets.new_zeros((len(targets), *rest)) for rest in ((40,), (), (40, 3))]
-    query = (x, programs.CUTOFF, cell, None, system_of, first, targets, False, 0)
+    query = (x, programs.CUTOFF, cell, None, system_of, first, targets, False, 0, 0, 0.0, False)
     search.fill_neighbor_matrix(*query, torch.ones(1, dtype=torch.bool), -1, *memory)
 
 

@@ -33,7 +33,7 @@ def op_calls(system: System):
     alpha = torch.full((n_systems,), 0.6, dtype=torch.float64)
     first = torch.cat([system_of.new_zeros(1), torch.bincount(system_of, minlength=n_systems).cumsum(0).int()])
     targets = torch.arange(min(2, x.shape[0]), dtype=torch.int32)
-    query = (x, 4.0, cell, torch.tensor([True, True, False]), system_of, first, targets, False, 0)
+    query = (x, 4.0, cell, torch.tensor([True, True, False]), system_of, first, targets, False, 0, 5, 0.01, True)
     memory = [targets.new_empty((len(targets), *rest)) for rest in ((90,), (), (90, 3))]
     flags = torch.ones(n_systems, dtype=torch.bool)
     found = rows.rows_of(rows.GivenNeighbors(pairs, ptr, shifts), x, periodic=True)

@@ -245,6 +245,24 @@ def searches() -> Problem:
     return problem
 
 
+def nearest_searches() -> Problem:
+    """Rows shorter and longer than what is selected of them, crystals with ties, some atoms, either atom's choice."""
+    numbers = (65, 0, 40, 1)
+    batch_idx = torch.repeat_interleave(torch.arange(4, dtype=torch.int32), torch.tensor(numbers))
+    cell = torch.tensor([[9.0, 0, 0], [2, 8, 0], [-1, 2, 7]], dtype=F64).expand(4, 3, 3)
+    x = torch.cat([10.0 * random(65, 3), torch.cartesian_prod(*[torch.arange(5.0, dtype=F64)] * 3)[:41]])
+    systems = {"cell": cell, "batch_idx": batch_idx, "return_neighbor_list": True}
+    targets = torch.tensor([4, 0, 4, 70])
+
+    def problem():
+        chosen = [{"ties": ties, "symmetric": s} for ties in ("keep", "index") for s in (False, True)]
+        chosen += [{"target_indices": targets}, {"symmetric": True, "half_fill": True, "ties": "index"}]
+        lists = [neighbor_list(x, 3.6, nearest=k, **systems, **more) for k in (1, 33) for more in chosen]
+        return [part for found in lists for part in sorted_list(*found)]
+
+    return problem
+
+
 def lattices() -> Problem:
     cells = 5.0 * random(130, 3, 3)
     return lambda: [shortest_vectors(cells).to(F64)]
@@ -305,6 +323,7 @@ RUNS: dict[str, Callable[..., Problem]] = {
     "measure_pairs": distances,
     "inspect_rows": inspections,
     "search_neighbors": searches,
+    "search_nearest": nearest_searches,
     "describe_systems": searches,
     "locate_atoms": searches,
     "place_atoms": searches,

@@ -144,3 +144,32 @@ def _without(rows, others):
     assert np.prod(size.astype(float)) < 2**62, "rows do not fit into one integer"
     weight = np.cumprod(np.r_[1, size[:-1]])
     return rows[np.isin((rows - low) @ weight, (others - low) @ weight, invert=True)]
+
+
+def nearest_of(found, k, tie_tolerance=None, symmetric=False):
+    """Rows (i, j, S_0, S_1, S_2) of the k nearest of each atom, of all pairs up to a cutoff, in lexical order.
+
+    With a tolerance all whose squared distance is within it from the k-th; without one the first k by distance,
+    rounded so that crystals have ties, then j, then S. Raises `ArithmeticError` where rounding may decide.
+    """
+    rows, squared = found.rows[found.distance < found.cutoff], found.distance[found.distance < found.cutoff] ** 2
+    chosen = [np.zeros((0, 5), dtype=np.int64)]
+    for i in np.unique(rows[:, 0]):
+        mine, d2 = rows[rows[:, 0] == i], squared[rows[:, 0] == i]
+        if tie_tolerance is None:
+            steps = d2 / found.cutoff**2 * 2.0**30
+            order = np.lexsort((*mine.T[::-1], np.floor(steps + 0.5)))
+            chosen.append(mine[order[:k]])
+        else:
+            bound = np.sort(d2)[k - 1] + tie_tolerance if len(d2) >= k else np.inf
+            chosen.append(mine[d2 <= bound + 1e-12])
+            if (np.abs(d2 - bound) < 1e-9).any() and tie_tolerance > 0.0:
+                raise ArithmeticError("a distance at the bound")
+    if (np.abs(found.distance - found.cutoff) < 1e-9).any():
+        raise ArithmeticError("a distance at the cutoff")
+    selected = np.concatenate(chosen)
+    if symmetric:
+        selected = np.unique(
+            np.concatenate([selected, np.c_[selected[:, 1], selected[:, 0], -selected[:, 2:]]]), axis=0
+        )
+    return in_order(selected)

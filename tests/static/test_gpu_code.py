@@ -44,6 +44,7 @@ LEAN = (
     "coefficients(1)",
     "three_body(float32)",
     "search_neighbors()",
+    "search_nearest()",
     "place_atoms()",
     "fourier_gather(2)",
 )

@@ -55,10 +55,25 @@ class Room(NamedTuple):
     neighbor_distances: torch.Tensor | None = None
 
 
+class Selection(NamedTuple):
+    """Which of the neighbors within the cutoff are listed, as in `neighbor_list`."""
+
+    nearest: int | None = None
+    ties: str = "keep"
+    tie_tolerance: float | None = None
+    symmetric: bool = False
+
+
 NO_ROOM = Room()
+ALL = Selection()
 
 ZERO_CUTOFF = 1e-200
 """Replaces a cutoff of zero in a search: its square is zero, and no distance is less, not even of equal positions."""
+
+
+TIE_TOLERANCE = 0.01
+"""Squared distances this far above that of the last of the nearest neighbors are tied with it: that of fairchem's
+graphs ("degeneracy tolerance"), in squared angstrom, in the unit of the positions here."""
 
 
 def method_number(method: str | None) -> int:
@@ -79,6 +94,7 @@ def build_lists(
     method: str | None,
     rebuild_flags: torch.Tensor | None,
     target_indices: torch.Tensor | None,
+    selection: Selection = ALL,
 ) -> Tensors:
     """One list, or two with ``cutoff2``; raise if memory for the other case is given."""
     number = method_number(method)
@@ -91,7 +107,9 @@ def build_lists(
             for name, value in zip(Room._fields, numbered):
                 if value is not None:
                     raise ValueError(f"`{name}{suffix}` is for one of two lists: give `cutoff2`")
-        return build(systems, cutoff, form, room, number, rebuild_flags, target_indices)
+        return build(systems, cutoff, form, room, number, rebuild_flags, target_indices, selection=selection)
+    if selection.nearest is not None:
+        raise ValueError("`nearest` is for one list: leave out `cutoff2`, and ask for the other list in another call")
     for name, value in zip(Room._fields, room):
         if value is not None and name != "max_neighbors":
             raise ValueError(
@@ -133,6 +151,7 @@ def build(
     suffix: str = "",
     cutoff_name: str = "cutoff",
     may_truncate: bool = True,
+    selection: Selection = ALL,
 ) -> Tensors:
     """One list, as `neighbor_list` describes it, after all checks.
 
@@ -149,6 +168,10 @@ def build(
         checks.check_index("target_indices", target_indices, positions, (None,))
     n_rows = (positions if target_indices is None else target_indices).shape[0]
     width, in_memory = _width(n_rows, form, room, suffix, positions)
+    chosen = (0, 0.0, False) if selection == ALL else _check_selection(selection, form)
+    if chosen[0] and width is None and selection.ties == "index" and not (chosen[2] or form.return_neighbor_list):
+        width = chosen[0]
+        ops.check_size(n_rows * width)
     if rebuild_flags is not None:
         rebuild_flags = checks.check_flags(rebuild_flags, positions, n_systems, batch_idx)
         for name in ("neighbor_matrix", "num_neighbors", *(["neighbor_matrix_shifts"] if cell is not None else [])):
@@ -157,7 +180,7 @@ def build(
     fill_value = positions.shape[0] if form.fill_value is None else checks.check_int("fill_value", form.fill_value)
     lattice = None if cell is None else cell.detach()
     search = Search(
-        positions.detach(), cutoff, lattice, pbc, batch_idx, batch_ptr, target_indices, form.half_fill, method
+        positions.detach(), cutoff, lattice, pbc, batch_idx, batch_ptr, target_indices, form.half_fill, method, *chosen
     )
 
     wanted = {
@@ -210,6 +233,31 @@ def build(
             if is_wanted:
                 results += (_in_memory(name, getattr(room, name), tensor),)
     return results
+
+
+def _check_selection(selection: Selection, form: Form) -> tuple[int, float, bool]:
+    """The last fields of a `Search`; raise for a bad argument."""
+    nearest, ties, tolerance, symmetric = selection
+    checks.check_choice("ties", ties, ("keep", "index"))
+    symmetric = checks.check_flag("symmetric", symmetric)
+    if nearest is None:
+        for name in ("ties", "tie_tolerance", "symmetric"):
+            if getattr(selection, name) != getattr(ALL, name):
+                raise ValueError(f"`{name}` says which neighbors are the nearest: give `nearest` as well")
+        return 0, 0.0, False
+    if checks.check_count("nearest", nearest) == 0:
+        raise ValueError("`nearest` must be 1 or more, got 0")
+    if form.half_fill and not symmetric:
+        raise ValueError(
+            "`half_fill` with `nearest`: an atom is not always among the nearest neighbors of its own nearest "
+            "neighbors, so there is no half of the list; with `symmetric` there is"
+        )
+    if ties == "index":
+        if tolerance is not None:
+            raise ValueError("`tie_tolerance` is that of `ties` = 'keep'; in the order by index there is none")
+        return nearest, -1.0, symmetric
+    tolerance = TIE_TOLERANCE if tolerance is None else checks.check_not_negative("tie_tolerance", tolerance)
+    return nearest, tolerance, symmetric
 
 
 def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:

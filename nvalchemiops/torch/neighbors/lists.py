@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.compat.ignored_arguments import ignore
-from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, Tensors, build_lists
+from nvalchemiops.torch.neighbors.driver import Form, Room, Selection, Systems, Tensors, build_lists
 
 
 def neighbor_list(
@@ -40,6 +40,10 @@ def neighbor_list(
     neighbor_distances: torch.Tensor | None = None,
     rebuild_flags: torch.Tensor | None = None,
     target_indices: torch.Tensor | None = None,
+    nearest: int | None = None,
+    ties: str = "keep",
+    tie_tolerance: float | None = None,
+    symmetric: bool = False,
     check: bool = True,
     **without_effect: Any,
 ) -> Tensors:
@@ -87,7 +91,8 @@ def neighbor_list(
         Width of the matrix, and the most neighbors an atom may have. By default the matrix has room to spare, so that
         it still fits when it is given as memory in the next step of a simulation: the width is a quarter more than the
         longest row, at least 4 slots more, but no more than `estimate_max_neighbors` of the cutoff unless the longest
-        row needs that; exactly the longest row if int32 could not address more. Without atoms it is 0.
+        row needs that; exactly the longest row if int32 could not address more. Without atoms it is 0. With
+        ``ties="index"`` it is ``nearest``, unless the list is ``symmetric``, and nothing waits for a GPU but checks.
     max_neighbors1, max_neighbors2 : int, optional
         The same for each of two lists; ``max_neighbors`` is another name of the first.
     return_vectors, return_distances : bool, optional
@@ -105,6 +110,20 @@ def neighbor_list(
         Search only the systems with True; rows of the others stay as they are in the memory given for all results.
     target_indices : (n_rows,) int32 tensor, optional
         Rows for these atoms only, in this order, with neighbors among all atoms.
+    nearest : int, optional
+        Of the neighbors within the cutoff only the ``nearest`` of each atom, all if there are fewer, selected in the
+        search: no more are ever in memory. The list is not symmetric: i may be near for j, and j not for i. (Not with
+        ``cutoff2``.)
+    ties : str, optional
+        Neighbors at the same distance where ``nearest`` of them are full. ``"keep"``: all whose squared distance
+        exceeds that of the last one by no more than ``tie_tolerance``, so a row may be longer. ``"index"``: exactly
+        ``nearest``, those of smallest (j, S) first; distances are the same here if their squares fall into the same of
+        2^30 steps up to the squared cutoff.
+    tie_tolerance : float, squared length, optional
+        For ``ties="keep"``; 0.01 by default, which for angstrom is that of fairchem's graphs (not strict). These
+        measure it from the first neighbor too many: fairchem's ``max_neighbors=k`` is ``nearest=k + 1`` here.
+    symmetric : bool, optional
+        List (i, j, S) if j is among the nearest of i, or i among those of j, and so (j, i, -S) too.
     check : bool, optional
         False: with ``max_neighbors`` or given memory, do not read values on the host, without a wait for a
         GPU. Then ``num_neighbors`` still counts all neighbors of an atom that has more than
@@ -155,4 +174,7 @@ def neighbor_list(
     )
     out1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
     out2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
-    return build_lists(systems, cutoff, cutoff2, form, out, out1, out2, method, rebuild_flags, target_indices)
+    selection = Selection(nearest, ties, tie_tolerance, symmetric)
+    return build_lists(
+        systems, cutoff, cutoff2, form, out, out1, out2, method, rebuild_flags, target_indices, selection
+    )

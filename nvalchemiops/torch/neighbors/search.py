@@ -12,6 +12,7 @@ import warp as wp
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.layout import layout
 from nvalchemiops.neighbors import NeighborOverflowError, grid
+from nvalchemiops.neighbors import nearest as nearest_kernels
 from nvalchemiops.neighbors import search as kernels
 from nvalchemiops.neighbors.neighbor_utils import matrix_width
 from nvalchemiops.torch import checks
@@ -54,7 +55,15 @@ BAD_POINTERS = "`batch_ptr` must rise from 0 to the number of atoms"
 
 
 class Search(NamedTuple):
-    """The first arguments of the ops below, as in `neighbor_list`. All but positions and cutoff may be None."""
+    """The first arguments of the ops below, as in `neighbor_list`. All but positions and cutoff may be None.
+
+    Attributes
+    ----------
+    nearest : int
+        So many of the neighbors; 0: all of them.
+    tie_tolerance : float, squared length
+        Those at the last distance that are kept; negative: exactly ``nearest``, by index.
+    """
 
     positions: torch.Tensor
     cutoff: float
@@ -65,6 +74,9 @@ class Search(NamedTuple):
     target_indices: torch.Tensor | None = None
     half: bool = False
     method: int = grid.AUTOMATIC
+    nearest: int = 0
+    tie_tolerance: float = 0.0
+    symmetric: bool = False
 
     @property
     def n_rows(self) -> int:
@@ -84,6 +96,8 @@ class _Destination(NamedTuple):
 
 
 _NOWHERE = _Destination()
+_HALF, _TARGET = 6, 7
+"""Places of arguments in `_CellList.binned`."""
 
 
 class _CellList:
@@ -93,6 +107,7 @@ class _CellList:
         self.search = search
         self.rebuild_flags = rebuild_flags
         self.scratch: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self.bounds: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.device = search.positions.device
         self.layout = layout(self.device.type)
         self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device=self.device)
@@ -179,7 +194,45 @@ class _CellList:
         neighbors, shifts, first, *form = to
         kind = "count" if neighbors is None else "fill"
         outputs = [count, neighbors, first, shifts]
-        self._launch(kernels.search_neighbors(), [*self.binned, *form], outputs, SEARCH_LANES, kind)
+        if self.search.nearest == 0:
+            self._launch(kernels.search_neighbors(), [*self.binned, *form], outputs, SEARCH_LANES, kind)
+            return
+        if self.bounds is None:
+            self.bounds = self._find_bounds()
+        selection = [0, self._steps, 0.0, int(self.search.symmetric), 0, None, None, *self.bounds]
+        inputs = [*self.binned, *form, *selection]
+        self._launch(nearest_kernels.search_nearest(), inputs, outputs, SEARCH_LANES, kind)
+
+    @property
+    def _steps(self) -> float:
+        """Steps that squared distances are compared in; 0: they are compared as they are."""
+        _, cutoff, *_ = self.search
+        by_index = self.search.tie_tolerance < 0.0
+        return nearest_kernels.STEPS / max(cutoff * cutoff, 1e-290) if by_index else 0.0
+
+    def _find_bounds(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Level (n_atoms,) and, in the order by index, neighbor and image (n_atoms, 4) that are each atom's last."""
+        search, by_index = self.search, self.search.tie_tolerance < 0.0
+        n_atoms = search.positions.shape[0]
+        binned = list(self.binned)
+        binned[_HALF] = 0
+        if search.symmetric:
+            binned[_TARGET] = None
+        n_rows = n_atoms if search.symmetric else self.n_rows
+        rows_per_thread = self.layout.rows_per_thread(nearest_kernels.ROWS_PER_THREAD)
+        rows_per_thread = max(rows_per_thread, -(-n_rows // nearest_kernels.MOST_TASKS))
+        n_threads = -(-n_rows // rows_per_thread)
+        heaps = 1 if self.layout.warps else nearest_kernels.HEAPS
+        size = n_threads * heaps * search.nearest
+        heap_level = self._new(size, dtype=torch.float64)
+        level = self._new(n_atoms, dtype=torch.float64)
+        heap_key, key = (self._new(n, 4) if by_index else None for n in (size, n_atoms))
+        tolerance = 0.0 if by_index else search.tie_tolerance
+        selection = [search.nearest, self._steps, tolerance, 0, heaps, heap_level, heap_key, level, key]
+        inputs = [*binned, None, -1, 0, *selection]
+        outputs = [None, None, None, None, rows_per_thread]
+        launch(nearest_kernels.search_nearest(), n_threads, inputs, outputs, lanes=SEARCH_LANES, kind="nearest")
+        return level, key
 
     def _launch(
         self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], lanes: int = 0, kind: str | None = None
@@ -322,9 +375,14 @@ def neighbor_pairs(
     target_indices: torch.Tensor | None,
     half: bool,
     method: int,
+    nearest: int,
+    tie_tolerance: float,
+    symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The list format. Waits for the device to learn the number of pairs, and raises for faulty input."""
-    bins = _CellList(Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method))
+    selection = (nearest, tie_tolerance, symmetric)
+    search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method, *selection)
+    bins = _CellList(search)
     count = bins.count()
     most = int(count.max()) if bins.n_rows else 0
     ends = count.cumsum(0)
@@ -371,6 +429,9 @@ def neighbor_matrix(
     target_indices: torch.Tensor | None,
     half: bool,
     method: int,
+    nearest: int,
+    tie_tolerance: float,
+    symmetric: bool,
     fill_value: int,
     width: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -379,7 +440,8 @@ def neighbor_matrix(
     With a given width there is no wait: faults are returned, and counts include neighbors that did not fit. Without,
     the matrix is somewhat wider than needed; then it waits for the device, and raises for faulty input.
     """
-    search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
+    selection = (nearest, tie_tolerance, symmetric)
+    search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method, *selection)
     bins = _CellList(search, may_wait=width is None)
     n_rows, columns, most = bins.n_rows, width, 0
     if columns is None:
@@ -418,6 +480,9 @@ def fill_neighbor_matrix(
     target_indices: torch.Tensor | None,
     half: bool,
     method: int,
+    nearest: int,
+    tie_tolerance: float,
+    symmetric: bool,
     rebuild_flags: torch.Tensor | None,
     fill_value: int,
     matrix: torch.Tensor,
@@ -425,7 +490,8 @@ def fill_neighbor_matrix(
     shifts: torch.Tensor | None,
 ) -> torch.Tensor:
     """The matrix format in given memory; see `neighbor_matrix`."""
-    search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method)
+    selection = (nearest, tie_tolerance, symmetric)
+    search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method, *selection)
     bins = _CellList(search, may_wait=False, rebuild_flags=rebuild_flags)
     images = None if shifts is None else shifts.view(-1, 3)
     bins.run(count, _Destination(matrix.view(-1), images, None, None, matrix.shape[1], fill_value))

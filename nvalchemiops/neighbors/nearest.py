@@ -1,0 +1,223 @@
+"""The nearest neighbors of each atom among those within the cutoff, selected while they are searched for.
+
+Neighbors have an order: by *level*, the squared distance, and where that decides alone, nothing else; or the squared
+distance in steps, then the number of the neighbor, then its image. A first launch of the kernel looks at all neighbors
+and keeps for each atom the one that comes last among its k first: the *bound* of the atom. Further launches find the
+neighbors up to the bound, by the same arithmetic, and count or write them like any search. So no more than k neighbors
+are ever kept, for the few atoms that are looked at at once.
+
+The k first are a heap, whose top comes last. On a GPU the first lane of a warp has it.
+"""
+
+from typing import Any
+
+import warp as wp
+
+from nvalchemiops.kernels.native import native_kernel
+from nvalchemiops.kernels.simd import LANES
+from nvalchemiops.launch import kernel_variants
+from nvalchemiops.neighbors.grid import Grid
+from nvalchemiops.neighbors.search import BLOCK, GROUP, Addition, search_text
+
+STEPS = 2.0**30
+"""Steps of the squared distance up to that of the cutoff, in the order by index.
+
+Distances that are equal in a crystal differ by rounding, 1e-15 relative, which is far less than a step; and a step ends
+at no fraction of the squared cutoff with a denominator below a million."""
+
+ROWS_PER_THREAD = 512
+"""Rows for which a task on a CPU has the same heaps, one for each atom of a group."""
+
+HEAPS = GROUP
+"""Heaps of a task on a CPU; on a GPU there is one."""
+
+MOST_TASKS = 8192
+"""Warps of a GPU that have a heap: about as many as run at once."""
+
+_NO_BOUND = 1e308
+
+_DECLARATIONS = f"""
+    const bool keyed = bound_key.shape[0] > 0;
+    int *const bound_keys = reinterpret_cast<int *>(bound_key.data);
+    const auto level_of = [&](double squared) {{ return steps > 0.0 ? ::floor(squared * steps + 0.5) : squared; }};
+    // keys are j and the image of j
+    const auto precedes = [&](double level, const int *key, double other_level, const int *other_key) {{
+        if (level != other_level || !keyed) return level < other_level;
+        for (int a = 0; a < 3; ++a)
+            if (key[a] != other_key[a]) return key[a] < other_key[a];
+        return key[3] < other_key[3];
+    }};
+    const auto heap_of = [&](int member) {{ return (static_cast<long long>(thread) * heaps + member) * nearest; }};
+    const auto push = [&](long long heap, int &size, double level, const int *key) {{
+        double *const levels = heap_level.data + heap;
+        int *const keys = reinterpret_cast<int *>(heap_key.data) + (keyed ? 4 * heap : 0);
+        const auto put = [&](int slot, double level, const int *key) {{
+            levels[slot] = level;
+            if (keyed)
+                for (int a = 0; a < 4; ++a) keys[4LL * slot + a] = key[a];
+        }};
+        int slot = 0;
+        if (size < nearest) {{
+            for (slot = size++; slot > 0;) {{
+                const int parent = (slot - 1) / 2;
+                if (!precedes(levels[parent], keys + 4LL * parent, level, key)) break;
+                put(slot, levels[parent], keys + 4LL * parent);
+                slot = parent;
+            }}
+        }} else {{
+            if (!precedes(level, key, levels[0], keys)) return;
+            for (int child = 1; child < size; child = 2 * slot + 1) {{
+                const int other = child + 1 < size ? child + 1 : child;
+                if (precedes(levels[child], keys + 4LL * child, levels[other], keys + 4LL * other)) child = other;
+                if (!precedes(level, key, levels[child], keys + 4LL * child)) break;
+                put(slot, levels[child], keys + 4LL * child);
+                slot = child;
+            }}
+        }}
+        put(slot, level, key);
+    }};
+    const auto set_bound = [&](const Row &r, int member, int size) {{
+        const long long heap = heap_of(member);
+        const int i = atoms[4 * r.k];
+        const bool full = size == nearest;
+        bound_level.data[i] = full ? heap_level.data[heap] + tolerance : {_NO_BOUND!r};
+        if (keyed)
+            for (int a = 0; a < 4; ++a)
+                bound_keys[4LL * i + a] = full ? reinterpret_cast<const int *>(heap_key.data)[4 * heap + a] : 0;
+    }};
+    // no neighbor beyond it is chosen by the atom of a row alone
+    const auto reach_of = [&](int i) {{
+        if (nearest > 0 || symmetric) return cutoff_squared;
+        const double bound = steps > 0.0 ? (bound_level.data[i] + 1.0) / steps : bound_level.data[i] * (1.0 + 1e-15);
+        return bound < cutoff_squared ? bound : cutoff_squared;
+    }};
+    const auto is_chosen = [&](int i, double level, const int *key) {{
+        if (!precedes(bound_level.data[i], bound_keys + (keyed ? 4LL * i : 0), level, key)) return true;
+        if (!symmetric) return false;
+        const int j = key[0], back[4] = {{i, -key[1], -key[2], -key[3]}};
+        return !precedes(bound_level.data[j], bound_keys + (keyed ? 4LL * j : 0), level, back);
+    }};
+"""
+
+_CANDIDATE = """
+                    const auto squared = [&](int c) {
+                        const double dx = (x[c] - x_i) + moved[0];
+                        const double dy = (y[c] - y_i) + moved[1];
+                        const double dz = (z[c] - z_i) + moved[2];
+                        return fma(dz, dz, fma(dy, dy, dx * dx));
+                    };
+                    const auto name = [&](int c, int *key) {
+                        key[0] = atoms[4 * c];
+                        for (int a = 0; a < 3; ++a) key[1 + a] = (image[a] + own[1 + a]) - atoms[4 * c + 1 + a];
+                    };
+                    int key[4];"""
+
+_HIT = """
+                        if (hit && nearest == 0) {
+                            name(k, key);
+                            hit = is_chosen(own[0], level_of(squared(k)), key);
+                        }"""
+
+_HITS = """
+                    if (nearest > 0) {
+                        if (lane == 0)
+                            for (unsigned rest = hits; rest; rest &= rest - 1u) {
+                                const int c = base + __ffs(rest) - 1;
+                                name(c, key);
+                                push(heap_of(0), found, level_of(squared(c)), key);
+                            }
+                        continue;
+                    }"""
+
+_ROW = """if (nearest == 0) finish(r, found, lane, 32);
+        else if (r.known && lane == 0) set_bound(r, 0, found);"""
+
+_NEAR = """
+                const auto name = [&](int c, int *key) {
+                    const four cells = ((const four *)atom)->yzwx, named = block.pair[c] + cells;
+                    key[0] = -block.pair[c].w;
+                    key[1] = named.x;
+                    key[2] = named.y;
+                    key[3] = named.z;
+                };
+                int key[4];
+                if (nearest > 0) {
+                    for (int t = 0; t < n; ++t) {
+                        const double level = level_of(block.squared[block.hits[t]]);
+                        if (found[g] == nearest && level > heap_level.data[heap_of(g)]) continue;
+                        name(block.hits[t], key);
+                        push(heap_of(g), found[g], level, key);
+                    }
+                    continue;
+                }
+                int chosen = 0;
+                for (int t = 0; t < n; ++t) {
+                    const int c = block.hits[t];
+                    name(c, key);
+                    block.hits[chosen] = c;
+                    chosen += is_chosen(atom[0], level_of(block.squared[c]), key);
+                }
+                n = chosen;
+"""
+
+_END = """
+            if (nearest == 0) finish(group[g], found[g], 0, 1);
+            else set_bound(group[g], g, found[g]);"""
+
+_SEARCH = search_text(
+    Addition(
+        declarations=_DECLARATIONS,
+        writes="true",
+        candidate=_CANDIDATE,
+        hit=_HIT,
+        hits=_HITS,
+        row=_ROW,
+        member=f"\n        mutable double squared[{BLOCK + LANES}];",
+        reach="reach_of(atom[0])",
+        tested="            *(doubles *)(b.squared + c) = squared;\n",
+        near=_NEAR,
+        end=_END,
+    )
+)
+
+
+@kernel_variants(())
+def search_nearest() -> Any:
+    """Kernel that finds the bounds of atoms, and with ``nearest`` zero the neighbors up to them.
+
+    The arguments are those of `search.search_neighbors`, and more.
+    """
+
+    @native_kernel("nearest_search", _SEARCH, lanes=True)
+    def kernel(
+        thread: wp.int32,
+        coordinates: wp.array2d(dtype=wp.float64),
+        entry: wp.array(dtype=wp.vec4i),
+        begin: wp.array(dtype=wp.int32),
+        system: wp.array(dtype=wp.int32),
+        grids: wp.array(dtype=Grid),
+        cutoff: wp.float64,
+        half: wp.int32,
+        target: wp.array(dtype=wp.int32),
+        active: wp.array(dtype=wp.bool),
+        row_begin: wp.array(dtype=wp.int32),
+        width: wp.int32,
+        fill_value: wp.int32,
+        nearest: wp.int32,  # find the bounds of this many; 0: find neighbors
+        steps: wp.float64,  # of the squared distance, in one of its units; 0: the squared distance itself
+        tolerance: wp.float64,  # squared length, added to the bounds
+        symmetric: wp.int32,  # whether the bound of either atom counts, or that of the row
+        heaps: wp.int32,  # of a thread
+        heap_level: wp.array(dtype=wp.float64),  # (threads * heaps * nearest,)
+        heap_key: wp.array(dtype=wp.vec4i),  # the same length; or none
+        bound_level: wp.array(dtype=wp.float64),  # (n_atoms,)
+        bound_key: wp.array(dtype=wp.vec4i),  # (n_atoms,), or none: the levels alone decide
+        count: wp.array(dtype=wp.int32),
+        index: wp.array(dtype=wp.int32),
+        first: wp.array(dtype=wp.int32),
+        shifts: wp.array(dtype=wp.vec3i),
+        rows_per_thread: wp.int32,
+    ):
+        """Find the bounds or the neighbors of the atoms of some rows."""
+
+    return kernel
