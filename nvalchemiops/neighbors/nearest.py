@@ -13,7 +13,7 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.kernels.native import native_kernel
+from nvalchemiops.kernels.native import filled, native_kernel
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.launch import kernel_variants
 from nvalchemiops.neighbors.grid import Grid
@@ -33,6 +33,9 @@ HEAPS = GROUP
 
 MOST_TASKS = 8192
 """Warps of a GPU that have a heap: about as many as run at once."""
+
+GUESSES = 4
+"""By which a CPU finds out which of the neighbors in a block are too far away to be among the nearest."""
 
 _NO_BOUND = 1e308
 
@@ -142,20 +145,51 @@ _NEAR = """
                 };
                 int key[4];
                 if (nearest > 0) {
+                    typedef long long longs __attribute__((ext_vector_type(@lanes@)));
+                    double *const levels = block.level;
+                    for (int t = 0; t < n; ++t) levels[t] = level_of(block.squared[block.hits[t]]);
+                    for (int t = n; t < n + @lanes@; ++t) levels[t] = @no_bound@;
+                    // a level that at least `nearest` do not exceed, by false position, so that few go through the heap
+                    double most = level_of(cutoff_squared), least = 0.0;
+                    int up_to_most = n, up_to_least = 0;
+                    for (int step = 0; step < @guesses@ && up_to_most > nearest + nearest / 8; ++step) {
+                        const double share = nearest + 1 - up_to_least;
+                        const double guess = least + (most - least) * (share / (up_to_most - up_to_least));
+                        longs counts = 0;
+                        for (int t = 0; t < n; t += @lanes@) counts -= *(const doubles *)(levels + t) <= guess;
+                        const int sum = static_cast<int>(__builtin_reduce_add(counts));
+                        if (sum < nearest) {
+                            least = guess;
+                            up_to_least = sum;
+                        } else {
+                            most = guess;
+                            up_to_most = sum;
+                        }
+                    }
+                    int few = 0;
                     for (int t = 0; t < n; ++t) {
-                        const double level = level_of(block.squared[block.hits[t]]);
-                        if (found[g] == nearest && level > heap_level.data[heap_of(g)]) continue;
+                        block.hits[few] = block.hits[t];
+                        levels[few] = levels[t];
+                        few += levels[t] <= most;
+                    }
+                    for (int t = 0; t < few; ++t) {
                         name(block.hits[t], key);
-                        push(heap_of(g), found[g], level, key);
+                        push(heap_of(g), found[g], levels[t], key);
                     }
                     continue;
                 }
+                const double bound = bound_level.data[atom[0]];
                 int chosen = 0;
                 for (int t = 0; t < n; ++t) {
                     const int c = block.hits[t];
-                    name(c, key);
+                    const double level = level_of(block.squared[c]);
+                    bool within = level < bound;
+                    if (!within) {
+                        name(c, key);
+                        within = is_chosen(atom[0], level, key);
+                    }
                     block.hits[chosen] = c;
-                    chosen += is_chosen(atom[0], level_of(block.squared[c]), key);
+                    chosen += within;
                 }
                 n = chosen;
 """
@@ -172,10 +206,10 @@ _SEARCH = search_text(
         hit=_HIT,
         hits=_HITS,
         row=_ROW,
-        member=f"\n        mutable double squared[{BLOCK + LANES}];",
+        member=f"\n        mutable double squared[{BLOCK + LANES}], level[{BLOCK + LANES}];",
         reach="reach_of(atom[0])",
         tested="            *(doubles *)(b.squared + c) = squared;\n",
-        near=_NEAR,
+        near=filled(_NEAR, lanes=LANES, no_bound=_NO_BOUND, guesses=GUESSES),
         end=_END,
     )
 )
