@@ -1,4 +1,4 @@
-"""Potentials of this library as an ASE calculator, and its neighbor search with ASE's arguments.
+"""Potentials of this library as an ASE calculator, its neighbor search with ASE's arguments, and graphs for networks.
 
 A calculator is a sum of terms::
 
@@ -24,8 +24,20 @@ except ImportError as error:
 from nvalchemiops.ase.calculator import Calculator
 from nvalchemiops.ase.dispersion import Dispersion
 from nvalchemiops.ase.electrostatics import Electrostatics
+from nvalchemiops.ase.graphs import Graph, atoms_to_graph
 from nvalchemiops.ase.neighbors import neighbor_list
 from nvalchemiops.ase.pair import Pair
 from nvalchemiops.ase.system import Contribution, System, Term
 
-__all__ = ["Calculator", "Contribution", "Dispersion", "Electrostatics", "Pair", "System", "Term", "neighbor_list"]
+__all__ = [
+    "Calculator",
+    "Contribution",
+    "Dispersion",
+    "Electrostatics",
+    "Graph",
+    "Pair",
+    "System",
+    "Term",
+    "atoms_to_graph",
+    "neighbor_list",
+]

@@ -18,6 +18,7 @@ from nvalchemiops.torch.neighbors.formats import (
     half_to_full,
     list_geometry,
     matrix_geometry,
+    transpose_order,
 )
 from tests.reference.neighbors import all_pairs
 from tests.systems import triclinic
@@ -530,3 +531,25 @@ def test_bad_estimates_are_named():
 def test_clients_find_the_names_where_they_look():
     assert neighbor_utils.estimate_max_neighbors is estimate_max_neighbors
     assert neighbor_utils.get_neighbor_list_from_neighbor_matrix is formats.get_neighbor_list_from_neighbor_matrix
+
+
+# -- the other way round --------------------------------------------------------------------------
+
+
+def test_the_transpose_of_a_list_is_sorted_by_j_and_sums_as_index_add_does(crystal):
+    *_, full, _ = crystal
+    pairs, _, _ = as_list(full, 5)
+    pairs = pairs[:, torch.randperm(pairs.shape[1], generator=torch.Generator().manual_seed(1))]
+    order, ptr = transpose_order(pairs, 7)  # two atoms without pairs
+    j = pairs[1, order]
+    assert (j.diff() >= 0).all() and torch.equal(order.sort()[0], torch.arange(len(j)))
+    assert torch.equal(ptr.diff(), torch.bincount(pairs[1], minlength=7).int()) and ptr[0] == 0
+    assert (order.diff()[j.diff() == 0] > 0).all()  # stable
+    values = torch.arange(len(j), dtype=torch.float64).cos()
+    sums = torch.segment_reduce(values[order], "sum", offsets=ptr)
+    assert torch.allclose(sums, torch.zeros(7, dtype=torch.float64).index_add(0, pairs[1], values))
+    assert transpose_order(pairs[:, :0], 3)[1].tolist() == [0, 0, 0, 0]
+    with pytest.raises(ValueError, match="j must be in"):
+        transpose_order(pairs, 4)
+    compiled = torch.compile(transpose_order, fullgraph=True, backend="aot_eager")
+    assert same(compiled(pairs, 7), (order, ptr))

@@ -28,6 +28,7 @@ __all__ = [
     "half_to_full",
     "list_geometry",
     "matrix_geometry",
+    "transpose_order",
 ]
 
 NO_NEIGHBOR = -1
@@ -257,6 +258,38 @@ def full_to_half(
     if shifts is None:
         return pairs, ptr
     return pairs, ptr, shifts.index_select(0, kept).to(torch.int32)
+
+
+def transpose_order(neighbor_list: torch.Tensor, n_atoms: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order in which the pairs of a list are sorted by their second atom.
+
+    For sums over the pairs that an atom is a neighbor in, without an atomic addition: with ``values`` of the pairs,
+    ``torch.segment_reduce(values[order], "sum", offsets=ptr)`` has the sums of each j, as ``index_add`` at j has.
+
+    Parameters
+    ----------
+    neighbor_list : (2, n_pairs) int32 tensor
+        i and j of each pair, in any order.
+    n_atoms : int
+
+    Returns
+    -------
+    order : (n_pairs,) int64 tensor
+        ``neighbor_list[:, order]`` is sorted by j, pairs with the same j in the order of the list.
+    ptr : (n_atoms + 1,) int32 tensor
+        First of these pairs for each j, then n_pairs.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; a j that is no atom.
+    """
+    checks.check_index("neighbor_list", neighbor_list, None, (2, None))
+    n_atoms = checks.check_count("n_atoms", n_atoms)
+    j, order = torch.sort(neighbor_list[1], stable=True)
+    if j.shape[0] and may_read(j, wait=True) and (int(j[0]) < 0 or int(j[-1]) >= n_atoms):
+        raise ValueError(f"`neighbor_list`: j must be in 0 .. {n_atoms - 1}, got {int(j[0])} .. {int(j[-1])}")
+    return order, row_pointers(j.to(torch.int32), n_atoms)
 
 
 def check_full_list(

@@ -1,0 +1,218 @@
+"""Graphs of many structures for networks: one batch of tensors from ASE's atoms."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import ase
+import numpy as np
+import torch
+
+from nvalchemiops.torch.neighbors import neighbor_list
+
+ATOMS_PER_SEARCH = 50_000
+"""Atoms that are searched at once: enough for the speed of a batch, and few beside the graph of all."""
+
+MANY = 1000
+"""Structures from which on progress is shown unasked."""
+
+
+class Graph(NamedTuple):
+    """The graph of a batch of structures; the atoms of a structure follow each other.
+
+    Attributes
+    ----------
+    positions : (n_atoms, 3) tensor, angstrom
+    atomic_numbers : (n_atoms,) int32 tensor
+    cell : (n_systems, 3, 3) tensor, angstrom
+        Rows are lattice vectors.
+    pbc : (n_systems, 3) bool tensor
+    batch_idx : (n_atoms,) int32 tensor
+        System of each atom.
+    batch_ptr : (n_systems + 1,) int32 tensor
+        First atom of each system, then n_atoms.
+    neighbor_list : (2, n_pairs) int32 tensor
+        i and j of each pair, sorted by i.
+    neighbor_ptr : (n_atoms + 1,) int32 tensor
+        First pair of each atom, then n_pairs.
+    shifts : (n_pairs, 3) int32 tensor
+        S of each pair: the image of the cell that j is in.
+    distances : (n_pairs,) tensor, angstrom
+    vectors : (n_pairs, 3) tensor, angstrom
+        ``positions[j] - positions[i] + S @ cell``. Without gradients: for positions that have some, compute both again
+        by `nvalchemiops.torch.neighbors.formats.list_geometry`.
+    """
+
+    positions: torch.Tensor
+    atomic_numbers: torch.Tensor
+    cell: torch.Tensor
+    pbc: torch.Tensor
+    batch_idx: torch.Tensor
+    batch_ptr: torch.Tensor
+    neighbor_list: torch.Tensor
+    neighbor_ptr: torch.Tensor
+    shifts: torch.Tensor
+    distances: torch.Tensor
+    vectors: torch.Tensor
+
+    def to_pyg(self) -> list[Any]:
+        """One ``torch_geometric.data.Data`` for each structure.
+
+        Their attributes are ``pos``, ``z``, ``cell`` (1, 3, 3), ``pbc`` (1, 3), ``edge_index`` (2, n_pairs) int64 with
+        the neighbor j in its first row and the atom i in its second one (messages go from j to i), ``shifts``,
+        ``edge_weight`` (distances) and ``edge_vec`` (vectors). They are views of this graph, but for ``edge_index``.
+
+        Raises
+        ------
+        ImportError
+            PyTorch Geometric is not installed.
+        """
+        try:
+            from torch_geometric.data import Data
+        except ImportError as error:
+            raise ImportError(f"to_pyg needs PyTorch Geometric ({error}): pip install torch-geometric") from error
+        first_atom = self.batch_ptr.tolist()
+        first_pair = self.neighbor_ptr[self.batch_ptr.long()].tolist()
+        edges = self.neighbor_list.flip(0).long()
+        result = []
+        for number in range(len(first_atom) - 1):
+            atoms = slice(first_atom[number], first_atom[number + 1])
+            pairs = slice(first_pair[number], first_pair[number + 1])
+            result.append(
+                Data(
+                    pos=self.positions[atoms],
+                    z=self.atomic_numbers[atoms].long(),
+                    cell=self.cell[number : number + 1],
+                    pbc=self.pbc[number : number + 1],
+                    edge_index=edges[:, pairs] - first_atom[number],
+                    shifts=self.shifts[pairs],
+                    edge_weight=self.distances[pairs],
+                    edge_vec=self.vectors[pairs],
+                )
+            )
+        return result
+
+
+def atoms_to_graph(
+    atoms: ase.Atoms | Iterable[ase.Atoms],
+    cutoff: float,
+    nearest: int | None = None,
+    *,
+    ties: str = "keep",
+    tie_tolerance: float | None = None,
+    symmetric: bool = False,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    progress: bool | None = None,
+) -> Graph:
+    """The pairs of all structures within a cutoff, or the nearest of them, as one batch of tensors.
+
+    Parameters
+    ----------
+    atoms : ase.Atoms or iterable of ase.Atoms
+        Molecules, slabs and crystals, in any order; a structure may have no atoms.
+    cutoff : float, angstrom
+    nearest, ties, tie_tolerance, symmetric : optional
+        As in `nvalchemiops.torch.neighbors.neighbor_list`.
+    dtype : torch.dtype, optional
+        float32 or float64; torch's default dtype by default. Pairs are those of the positions in this precision.
+    device : optional
+        Torch's default device by default.
+    progress : bool, optional
+        Show a bar of tqdm, or none. By default there is one for 1,000 structures and more if tqdm is installed and
+        errors are printed to a terminal.
+
+    Returns
+    -------
+    Graph
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; something among the atoms that is no ``ase.Atoms``; positions that are not
+        finite; a periodic axis without a cell vector.
+    ImportError
+        ``progress=True`` without tqdm.
+    """
+    structures = [atoms] if isinstance(atoms, ase.Atoms) else list(atoms)
+    for number, structure in enumerate(structures):
+        if not isinstance(structure, ase.Atoms):
+            raise TypeError(f"`atoms`: ase.Atoms are needed, but number {number} is {type(structure).__name__}")
+    dtype = torch.get_default_dtype() if dtype is None else dtype
+    device = torch.get_default_device() if device is None else device
+    sizes = np.array([len(structure) for structure in structures], dtype=np.int64)
+    batch_ptr = np.concatenate([[0], sizes.cumsum()])
+
+    def gathered(values: Sequence[np.ndarray], shape: tuple[int, ...], of: torch.dtype) -> torch.Tensor:
+        joined = np.concatenate(values) if values else np.zeros(0)
+        return torch.tensor(joined.reshape(shape), dtype=of, device=device)
+
+    positions = gathered([s.positions for s in structures], (-1, 3), dtype)
+    numbers = gathered([s.numbers for s in structures], (-1,), torch.int32)
+    cell = gathered([s.cell.array for s in structures], (-1, 3, 3), dtype)
+    pbc = gathered([s.pbc for s in structures], (-1, 3), torch.bool)
+    system = np.repeat(np.arange(len(structures), dtype=np.int32), sizes)
+    batch_idx = torch.tensor(system, device=device)
+    options: dict[str, Any] = {"nearest": nearest, "ties": ties, "tie_tolerance": tie_tolerance, "symmetric": symmetric}
+    # so many structures at once that a search has about as many atoms, or one that is larger
+    part_of = (batch_ptr[1:] - 1).clip(0) // ATOMS_PER_SEARCH
+    ends = np.flatnonzero(np.diff(part_of, append=-1)) + 1 if structures else np.zeros(0, dtype=np.int64)
+    found: list[tuple[torch.Tensor, ...]] = []
+    with _bar(len(structures), progress) as bar:
+        begin = 0
+        for end in ends.tolist():
+            first, last = int(batch_ptr[begin]), int(batch_ptr[end])
+            pairs, ptr, shifts, distances, vectors = neighbor_list(
+                positions[first:last],
+                cutoff,
+                cell[begin:end],
+                pbc[begin:end],
+                batch_idx[first:last] - begin,
+                return_neighbor_list=True,
+                return_distances=True,
+                return_vectors=True,
+                **options,
+            )
+            found.append((pairs + first, ptr.diff(), shifts, distances, vectors))
+            bar.update(end - begin)
+            begin = end
+    if not found:
+        # arguments are checked, and there are no pairs
+        pairs, ptr, distances, vectors = neighbor_list(
+            positions, cutoff, return_neighbor_list=True, return_distances=True, return_vectors=True, **options
+        )
+        found = [(pairs, ptr.diff(), pairs.new_zeros(0, 3), distances, vectors)]
+    pairs = torch.cat([part[0] for part in found], 1)
+    if pairs.shape[1] > torch.iinfo(torch.int32).max:
+        raise ValueError(f"`cutoff`: {pairs.shape[1]} pairs are more than int32 can number; make several graphs")
+    counts, shifts, distances, vectors = (torch.cat(parts) for parts in list(zip(*found))[1:])
+    neighbor_ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+    pointers = torch.tensor(batch_ptr, dtype=torch.int32, device=device)
+    edges = (pairs, neighbor_ptr, shifts, distances, vectors)
+    return Graph(positions, numbers, cell, pbc, batch_idx, pointers, *edges)
+
+
+class _NoBar:
+    """A bar that shows nothing."""
+
+    def __enter__(self) -> "_NoBar":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, _: int) -> None:
+        """Show nothing."""
+
+
+def _bar(total: int, progress: bool | None) -> Any:
+    """A bar for so many structures, or none."""
+    if progress is False or (progress is None and (total < MANY or not sys.stderr.isatty())):
+        return _NoBar()
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        if progress is None:
+            return _NoBar()
+        raise ImportError(f"`progress` needs tqdm ({error}): pip install tqdm") from error
+    return tqdm(total=total, unit="structure")
