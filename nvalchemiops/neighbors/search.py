@@ -375,11 +375,14 @@ def search_text(addition: Addition) -> str:
 """
 
 
+_SEARCH = search_text(Addition())
+
+
 @kernel_variants(())
 def search_neighbors() -> Any:
     """Kernel that counts the neighbors of each atom and, given room, writes them."""
 
-    @native_kernel("neighbor_search", search_text(Addition()), lanes=True)
+    @native_kernel("neighbor_search", _SEARCH, lanes=True)
     def kernel(
         thread: wp.int32,
         coordinates: wp.array2d(dtype=wp.float64),  # see grid.place_atoms

@@ -301,10 +301,10 @@ LISTS: dict[str, Call] = {
     ),
     "neighbor_list, two cutoffs": dual,
     "neighbor_list, nearest": lambda g: neighbor_list(
-        g.x, CUTOFF, g.cell, batch_ptr=g.ptr, nearest=5, ties="index", check=False, return_distances=True
+        g.x, CUTOFF, g.cell, batch_idx=g.sorted_idx, nearest=5, ties="index", check=False, return_distances=True
     ),
     "neighbor_list, nearest of either atom": lambda g: neighbor_list(
-        g.x, CUTOFF, g.cell, batch_ptr=g.ptr, nearest=5, symmetric=True, check=False, max_neighbors=WIDTH
+        g.x, CUTOFF, g.cell, batch_idx=g.sorted_idx, nearest=5, symmetric=True, check=False, max_neighbors=WIDTH
     ),
     "neighbor_list, naive": lambda g: neighbor_list(g.x, CUTOFF, method="naive", check=False, max_neighbors=WIDTH),
     "neighbor_list, cell list": lambda g: neighbor_list(
