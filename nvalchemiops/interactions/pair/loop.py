@@ -1,12 +1,17 @@
 """The C++ of the loop over an atom's row of neighbors, with places that a formula and a request fill in.
 
-The body of the kernel of `nvalchemiops.interactions.pair.sum`, which says how the places ``@name@`` are filled.
+The body of the kernels of `nvalchemiops.interactions.pair.sum` and of `nvalchemiops.interactions.pair.moments`, which
+say how the places ``@name@`` that differ are filled; `body` fills the others.
 """
 
 import re
-from typing import Any
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
-from nvalchemiops.kernels.simd import LANES, lanes_of_masks
+from nvalchemiops.kernels.simd import LANES, WARP, lanes_of_masks
+from nvalchemiops.kernels.special import scalar_functions, vector_functions
+from nvalchemiops.neighbors.rows import NO_PADDING
 
 BLOCK = 64
 """Neighbors that are collected before they are evaluated, at most; a multiple of `LANES`."""
@@ -307,3 +312,133 @@ def filled_lines(text: str, pieces: dict[str, list[str]], numbers: dict[str, Any
         else:
             lines.append(re.sub(r"@(\w+)@", lambda match: str(numbers[match[1]]), line))
     return lines
+
+
+class Form(NamedTuple):
+    """What a loop must know about rows and atoms.
+
+    Attributes
+    ----------
+    periodic : bool
+        Whether there are shifts and cells.
+    excluding : bool
+        Whether some pairs are excluded or scaled by a factor.
+    keeps_shifts : bool
+        Whether the image of a neighbor matters beyond its position.
+    n_species : int
+        Species in tables of parameters; 0 without tables.
+    n_systems : str
+        C++ for the number of systems; empty if an atom need not know its system.
+    """
+
+    periodic: bool
+    excluding: bool
+    keeps_shifts: bool
+    n_species: int
+    n_systems: str
+
+
+def body(form: Form, precision: str, functions: Iterable[str], pieces: Mapping[str, list[str]]) -> str:
+    """The C++ that sums the row of atom i.
+
+    Parameters
+    ----------
+    form : Form
+    precision : str
+        "float32" or "float64".
+    functions : iterable of str
+        Those that the pieces call.
+    pieces : mapping
+        Lines for the places of `SKELETON` that differ between kernels.
+    """
+    functions = list(functions)
+    real = {"float32": "float", "float64": "double"}[precision]
+    stored = [("factor", "factor")] * form.excluding
+    stored += [(f"shift{a}", f"shift[{a}]") for a in range(3)] * form.keeps_shifts
+    is_nearest = IS_NEAREST.strip().splitlines() if form.periodic else [ALWAYS_NEAREST]
+    lines: dict[str, list[str]] = {
+        **pieces,
+        "checks": _checks(form),
+        "image": IMAGE.strip().splitlines() * form.periodic,
+        "is_nearest": is_nearest * form.excluding,
+        "look": _look(form),
+        "fast": _fast(form),
+        "collect": _collect(form, "[m]", "it.factor", "it.shift[a]"),
+        "keep": _collect(form, "[m]", "block.factor[from]", "block.shift[a][from]"),
+        "fill": _collect(form, "[m + rest]", "1.0", "0"),
+        "data": [*(f"const lanes {name} = load(block.{place});" for name, place in stored), *pieces["data"]],
+        "data_gpu": [*(f"const one {name} = it.{place};" for name, place in stored), *pieces["data_gpu"]],
+        "scalar_functions": textwrap.dedent(scalar_functions(functions, "real")).strip().splitlines(),
+        "vector_functions": textwrap.dedent(vector_functions(functions)).strip().splitlines(),
+    }
+    numbers = {
+        "real": real,
+        "no_padding": f"({NO_PADDING + 1} - 1)",  # in C++ the number itself would be the negative of one too large
+        "no_number": NO_NUMBER,
+        "block": BLOCK,
+        "room": BLOCK + 2 * LANES,
+        "lanes": LANES,
+        "warp": WARP,
+        "half_warp": WARP // 2,
+        "last_thread": WARP - 1,
+        "numbers": ", ".join(map(str, range(LANES))),
+    }
+    return "\n".join(filled_lines(SKELETON, lines, numbers)) + "\n"
+
+
+def _checks(form: Form) -> list[str]:
+    lines = []
+    if form.n_systems:
+        lines += ["int system = batch_idx.shape[0] > 0 ? batch_idx.data[i] : 0;"]
+        lines += [f"if (system < 0 || system >= {form.n_systems}) broken = 3, system = 0;"]
+    if form.periodic:
+        lines += CELL.strip().splitlines()
+    if form.n_species:
+        lines += ["int own_species = species.data[i];"]
+        lines += [f"if (own_species < 0 || own_species >= {form.n_species}) broken = 4, own_species = 0;"]
+    return lines
+
+
+def _look(form: Form) -> list[str]:
+    """The image of a neighbor, and whether the pair is excluded or scaled."""
+    lines = []
+    if form.keeps_shifts:
+        lines += ["for (int a = 0; a < 3; ++a) it.shift[a] = shifts.data[3 * slot + a];"]
+    if form.excluding:
+        lines += [
+            "it.factor = one(1.0);",
+            "for (int e = excluded_begin.data[i]; e < excluded_begin.data[i + 1]; ++e)",
+            "    if (excluded.data[e] == it.j && is_nearest(slot)) it.factor = excluded_factors.data[e];",
+            "if (it.factor == one(0.0)) return false;",
+        ]
+    if form.n_species:
+        lines += [
+            "const int its_species = species.data[it.j];",
+            f"if (its_species < 0 || its_species >= {form.n_species}) {{",
+            "    broken = 4;",
+            "    return false;",
+            "}",
+        ]
+    return lines
+
+
+def _fast(form: Form) -> list[str]:
+    """The way through a row without exclusions and tables."""
+    if form.excluding or form.n_species:
+        return []
+    keep = [
+        f"for (int l = 0; l < {LANES}; ++l)",
+        "    for (int a = 0; a < 3; ++a) block.shift[a][m + l] = shift[3 * l + a];",
+    ]
+    pieces = {
+        "image": IMAGE_OF_ALL.strip().splitlines() * form.periodic,
+        "open_axes": OPEN_AXES.strip().splitlines() * form.periodic,
+        "collect_all": keep * form.keeps_shifts,
+    }
+    return filled_lines(FAST.strip(), pieces, {})
+
+
+def _collect(form: Form, place: str, factor: str, shift: str) -> list[str]:
+    """Stores of a neighbor in a block, beside its displacement."""
+    lines = [f"block.factor{place} = {factor};"] * form.excluding
+    return lines + [f"for (int a = 0; a < 3; ++a) block.shift[a]{place} = {shift};"] * form.keeps_shifts

@@ -12,7 +12,6 @@ and add up in float64.
 
 import hashlib
 import re
-import textwrap
 from typing import Any, NamedTuple
 
 import warp as wp
@@ -21,10 +20,8 @@ from nvalchemiops.interactions.pair import derivatives, loop, potentials
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.kernels.native import native_kernel, signature
-from nvalchemiops.kernels.simd import LANES, WARP
-from nvalchemiops.kernels.special import scalar_functions, vector_functions
+from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.launch import kernel_variants
-from nvalchemiops.neighbors.rows import NO_PADDING
 
 
 class Variant(NamedTuple):
@@ -186,22 +183,11 @@ def source(variant: Variant) -> str:
     n_tables = len(_tables(program)) * variant.n_species
     tables = [f"double table_sums[{n_tables}] = {{}};"] if n_tables else []
     columns = _table_columns(variant, program)
-    stored = [("factor", "factor")] * variant.request.excluding
-    stored += [(f"shift{a}", f"shift[{a}]") for a in range(3)] * variant.keeps_shifts
     data = _data_of_pair(variant, program)
-    is_nearest = loop.IS_NEAREST.strip().splitlines() if variant.periodic else [loop.ALWAYS_NEAREST]
     pieces: dict[str, list[str]] = {
-        "checks": _checks(variant),
         "shared": [*_data_of_atom(variant, program), *program.shared],
-        "image": loop.IMAGE.strip().splitlines() * variant.periodic,
-        "is_nearest": is_nearest * variant.request.excluding,
-        "look": _look(variant),
-        "fast": _fast(variant),
-        "collect": _collect(variant, "[m]", "it.factor", "it.shift[a]"),
-        "keep": _collect(variant, "[m]", "block.factor[from]", "block.shift[a][from]"),
-        "fill": _collect(variant, "[m + rest]", "1.0", "0"),
-        "data": [*(f"const lanes {name} = load(block.{place});" for name, place in stored), *data],
-        "data_gpu": [*(f"const one {name} = it.{place};" for name, place in stored), *data],
+        "data": data,
+        "data_gpu": data,
         "take_both": [
             "const auto take_both = [&](const real *from, long long stride) {",
             "    lanes values;",
@@ -228,41 +214,22 @@ def source(variant: Variant) -> str:
         "reduce_tables": ["for (double &sum : table_sums) sum = add_up(sum);"] * bool(tables),
         "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
         "results": _results(variant, program),
-        "scalar_functions": textwrap.dedent(scalar_functions(program.functions, "real")).strip().splitlines(),
-        "vector_functions": textwrap.dedent(vector_functions(program.functions)).strip().splitlines(),
     }
-    numbers = {
-        "real": {"float32": "float", "float64": "double"}[variant.precision],
-        "no_padding": f"({NO_PADDING + 1} - 1)",  # in C++ the number itself would be the negative of one too large
-        "no_number": loop.NO_NUMBER,
-        "block": loop.BLOCK,
-        "room": loop.BLOCK + 2 * LANES,
-        "lanes": LANES,
-        "warp": WARP,
-        "half_warp": WARP // 2,
-        "last_thread": WARP - 1,
-        "numbers": ", ".join(map(str, range(LANES))),
-    }
-    return "\n".join(loop.filled_lines(loop.SKELETON, pieces, numbers)) + "\n"
+    excluding, n_species = variant.request.excluding, variant.n_species
+    form = loop.Form(variant.periodic, excluding, variant.keeps_shifts, n_species, _systems(variant))
+    return loop.body(form, variant.precision, program.functions, pieces)
+
+
+def _systems(variant: Variant) -> str:
+    """The number of systems, if atoms must know theirs."""
+    if not variant.by_system:
+        return ""
+    return "cell.shape[0]" if variant.periodic else "global_parameters.shape[0]"
 
 
 def _number_of(letter: str, k: int, variant: Variant) -> int:
     """The place of direction k among those that have this letter: only these are stored."""
     return sum(letter in d for d in variant.request.directions[:k])
-
-
-def _checks(variant: Variant) -> list[str]:
-    lines = []
-    if variant.by_system:
-        n_systems = "cell.shape[0]" if variant.periodic else "global_parameters.shape[0]"
-        lines += ["int system = batch_idx.shape[0] > 0 ? batch_idx.data[i] : 0;"]
-        lines += [f"if (system < 0 || system >= {n_systems}) broken = 3, system = 0;"]
-    if variant.periodic:
-        lines += loop.CELL.strip().splitlines()
-    if variant.n_species:
-        lines += ["int own_species = species.data[i];"]
-        lines += [f"if (own_species < 0 || own_species >= {variant.n_species}) broken = 4, own_species = 0;"]
-    return lines
 
 
 def _data_of_atom(variant: Variant, program: derivatives.Program) -> list[str]:
@@ -301,51 +268,6 @@ def _data_of_atom(variant: Variant, program: derivatives.Program) -> list[str]:
         f"const {name} = " + (f"{{{', '.join(values)}}};" if name.endswith("]") else f"{values[0]};")
         for name, values in loads
     ]
-
-
-def _look(variant: Variant) -> list[str]:
-    """The image of a neighbor, and whether the pair is excluded or scaled."""
-    lines = []
-    if variant.keeps_shifts:
-        lines += ["for (int a = 0; a < 3; ++a) it.shift[a] = shifts.data[3 * slot + a];"]
-    if variant.request.excluding:
-        lines += [
-            "it.factor = one(1.0);",
-            "for (int e = excluded_begin.data[i]; e < excluded_begin.data[i + 1]; ++e)",
-            "    if (excluded.data[e] == it.j && is_nearest(slot)) it.factor = excluded_factors.data[e];",
-            "if (it.factor == one(0.0)) return false;",
-        ]
-    if variant.n_species:
-        lines += [
-            "const int its_species = species.data[it.j];",
-            f"if (its_species < 0 || its_species >= {variant.n_species}) {{",
-            "    broken = 4;",
-            "    return false;",
-            "}",
-        ]
-    return lines
-
-
-def _fast(variant: Variant) -> list[str]:
-    """The way through a row without exclusions and tables."""
-    if variant.request.excluding or variant.n_species:
-        return []
-    keep = [
-        f"for (int l = 0; l < {LANES}; ++l)",
-        "    for (int a = 0; a < 3; ++a) block.shift[a][m + l] = shift[3 * l + a];",
-    ]
-    pieces = {
-        "image": loop.IMAGE_OF_ALL.strip().splitlines() * variant.periodic,
-        "open_axes": loop.OPEN_AXES.strip().splitlines() * variant.periodic,
-        "collect_all": keep * variant.keeps_shifts,
-    }
-    return loop.filled_lines(loop.FAST.strip(), pieces, {})
-
-
-def _collect(variant: Variant, place: str, factor: str, shift: str) -> list[str]:
-    """Stores of a neighbor in a block, beside its displacement."""
-    lines = [f"block.factor{place} = {factor};"] * variant.request.excluding
-    return lines + [f"for (int a = 0; a < 3; ++a) block.shift[a]{place} = {shift};"] * variant.keeps_shifts
 
 
 def _data_of_pair(variant: Variant, program: derivatives.Program) -> list[str]:
