@@ -14,6 +14,7 @@ import torch
 import warp as wp
 
 from nvalchemiops.interactions.pair import sum as pairs
+from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.kernels import mesh as splines
 from nvalchemiops.kernels.fourier import fourier_coefficients, phase_tables
 from nvalchemiops.kernels.moments import count
@@ -26,6 +27,9 @@ from nvalchemiops.torch import neighbors, ops  # noqa: F401  # all kernels are r
 from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
+from nvalchemiops.torch.interactions.pair.exclusions import exclusion_rows
+from nvalchemiops.torch.interactions.pair.moments import sum_moments
+from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import rows, search
 from nvalchemiops.torch.neighbors.formats import full_to_half, get_neighbor_matrix_from_neighbor_list
@@ -187,6 +191,36 @@ def run_pair_kernel(variant: pairs.Variant, system: System, form: str, bad: int 
     assert bad is not None or all(r.isfinite().all() for r in results[:-1])
 
 
+def moments_program() -> None:
+    """Moments of points and of Gaussians, in lists and matrices, differentiated, with exclusions."""
+    for number, form in enumerate(("list", "matrix")):
+        x, q, cell, system_of = SYSTEMS[number]
+        near = near_of(number)
+        if form == "matrix":
+            matrix, _, shifts = get_neighbor_matrix_from_neighbor_list(*near.values(), fill_value=len(x))
+            near = {"neighbor_matrix": matrix, "matrix_shifts": shifts, "fill_value": len(x)}
+        else:
+            near = {**near, "shifts": near["neighbor_shifts"]}
+            del near["neighbor_shifts"]
+        found = rows.rows_of(rows.GivenNeighbors(**near), x, periodic=True)
+        assert found is not None
+        exclusions = exclusion_rows(torch.tensor([[0, 4, 5, 9, 70], [3, 5, 9, 30, 4]]), None, x)
+        x = x.clone().requires_grad_()
+        results = sum_moments(
+            moment_short_range(True),
+            PairSystem(x, cell, system_of if len(cell) > 1 else None, len(cell), found),
+            torch.cat([q[:, None, None], x.detach().unsqueeze(1)], -1),
+            q.unsqueeze(1).abs(),
+            torch.full((len(cell), 1), 0.4, dtype=x.dtype),
+            forces=True,
+            virial=True,
+            cutoff=CUTOFF,
+            exclusions=exclusions,
+        )
+        assert results.forces is not None
+        torch.autograd.grad(results.forces.square().sum() + results.energies.sum(), x)
+
+
 def potentials_program() -> None:
     """Each ready-made potential; that with tables also with exclusions, from half a list, differentiated twice."""
     for number, case in enumerate(TABLE):
@@ -345,6 +379,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "pairs in float64": registered_pairs("float64"),
     "pairs in float32": registered_pairs("float32"),
     "potentials": potentials_program,
+    "moments": moments_program,
     "segments": segments_program,
     "fourier": fourier_program,
     "mesh": mesh_program,

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.interactions.pair.potentials import DSF
+from nvalchemiops.interactions.pair.potentials import DSF, moment_short_range
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.autograd import live_recordings
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives, three_body_energies
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, k_vectors
 from nvalchemiops.torch.interactions.electrostatics.terms import reciprocal
+from nvalchemiops.torch.interactions.pair.moments import pair_moments
 from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import pairs as geometry
 from nvalchemiops.torch.neighbors import rows, search
@@ -71,6 +72,20 @@ def op_calls(system: System):
         ),
         geometry.measure_pairs: (x, cell, system_of, None, pairs[0], pairs[1], shifts, None, 0, rows.NO_PADDING),
         pair_sum: (DSF.text, "wrcpg", "rcpgw|rcpgw", *values, *directions, *given, *none, *distances),
+        pair_moments: (
+            *(
+                moment_short_range(True).text,
+                "",
+                "mc",
+                1,
+                moments,
+                moments[..., :1].contiguous(),
+                x,
+                cell,
+                0.3 + q.abs().unsqueeze(1),
+            ),
+            *(0.4 + q.abs().unsqueeze(1), alpha.unsqueeze(1), cell.unsqueeze(0), *given[:-2], *none, *distances),
+        ),
         shortest_vectors: (cell,),
         d3_coefficients: (x[:, 0].contiguous(), *reference_states, -4.0, 0),
         three_body_energies: triples,

@@ -11,8 +11,10 @@ import torch
 
 import nvalchemiops.torch.ops  # noqa: F401  # all operators, and with them all kernels
 from nvalchemiops.cli import all_kernels
+from nvalchemiops.interactions.pair import moments as moment_kernels
 from nvalchemiops.interactions.pair import sum as pair_kernels
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, WEIGHTS
+from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import registered_kernels
@@ -144,6 +146,31 @@ def pair_sums(variant) -> Problem:
             launch(pair_kernels.pair_kernel(variant), n, [*arrays, *numbers], outputs, lanes=WARP)
             found += [output for output in outputs if output is not None]
         return found
+
+    return problem
+
+
+def moment_sums(variant) -> Problem:
+    rows, formula = Rows(variant.precision), variant.formula
+    real, n = rows.positions.dtype, rows.n_atoms
+    given = {"positions": rows.positions, "cell": rows.cell, "batch_idx": rows.batch_idx}
+    given["moments"] = random(n, variant.n_channels, count(variant.source), dtype=real)
+    given["row_moments"] = random(n, variant.n_channels, count(variant.row), seed=2, dtype=real)
+    given["parameters"] = random(n, len(formula.per_atom), seed=3, dtype=real).abs()
+    given["row_parameters"] = random(n, len(formula.per_atom), seed=4, dtype=real).abs()
+    given["global_parameters"] = 0.5 + 0.1 * random(rows.n_systems, len(formula.global_parameters), dtype=real).tanh()
+    given["direction_cell"] = random(variant.n_directions, *rows.cell.shape, seed=5, dtype=real)
+    given |= {"row_begin": rows.row_begin, "first": rows.first, "neighbors": rows.neighbors, "shifts": rows.shifts}
+    widths = {"gathered": (variant.n_channels, count(variant.derivatives))}
+    widths["sums"] = (sum(moment_kernels.width_of_sums(variant.outputs).values()),)
+    written = [a for a in moment_kernels.outputs_of(variant) if a.name != "fault"]
+
+    def problem():
+        outputs = [torch.empty(n, *widths[a.name], dtype=torch.float64 if a.name == "sums" else real) for a in written]
+        arrays = [given[a.name] for a in moment_kernels.inputs_of(variant)]
+        numbers = [0, NO_PADDING, rows.cutoff, rows.r_switch]
+        launch(moment_kernels.moment_kernel(variant), n, [*arrays, *numbers], [*outputs, None], lanes=WARP)
+        return outputs
 
     return problem
 
@@ -318,6 +345,7 @@ def system_totals(precision) -> Problem:
 
 RUNS: dict[str, Callable[..., Problem]] = {
     "pair_kernel": pair_sums,
+    "moment_kernel": moment_sums,
     "three_body": triples,
     "coefficients": coefficients,
     "measure_pairs": distances,
@@ -370,6 +398,14 @@ def test_generated_kernels_compute_what_a_cpu_does(name):
     """Kernels that are not registered: other formulas, directions, tables and exclusions."""
     variant = VARIANTS[name]._replace(precision="float64")  # one has a pole, near which float32 has no digits
     check(pair_sums(variant), pair_kernels.pair_kernel(variant), "float64")
+
+
+def test_generated_kernels_of_moments_compute_what_a_cpu_does():
+    """Gaussians of two kinds, several channels, a direction, and sums over pairs."""
+    variant = moment_kernels.Variant(
+        moment_short_range(True), ("own0",), 1, 2, 1, "mcv", 1, 2, "float64", True, False, True
+    )
+    check(moment_sums(variant), moment_kernels.moment_kernel(variant), "float64")
 
 
 def check(problem, kernel, precision, has_nan=False):

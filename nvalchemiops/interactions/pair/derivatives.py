@@ -81,7 +81,12 @@ class Program(NamedTuple):
 @functools.cache
 def program(request: Request) -> Program:
     """Statements that compute the parts of ``T_n`` asked for, for one pair."""
-    return _Printer(derivatives(request)).program()
+    return printed(derivatives(request))
+
+
+def printed(results: Mapping[str, Any], definitions: Mapping[Any, Any] | None = None) -> Program:
+    """Statements that compute these expressions of `symbols_of` a formula and of symbols defined by such, in order."""
+    return _Printer(results, definitions or {}).program()
 
 
 def derivatives(request: Request) -> dict[str, Any]:
@@ -152,7 +157,7 @@ class _Code(NamedTuple):
 class _Printer:
     """Prints expressions as statements, each part once; what pairs share apart from the rest."""
 
-    def __init__(self, results: Mapping[str, Any]) -> None:
+    def __init__(self, results: Mapping[str, Any], definitions: Mapping[Any, Any]) -> None:
         import sympy
 
         self.functions: list[str] = []
@@ -166,6 +171,8 @@ class _Printer:
         self.has_root = any(not p.exp.is_Integer for p in powers)
         self.powers = {sympy.Symbol(f"power{p.exp}", positive=True): p for p in powers}
         expressions = [e.xreplace({p: symbol for symbol, p in self.powers.items()}) for e in expressions]
+        for symbol, expression in definitions.items():
+            self.done[symbol] = self.code(_with_shared_exponential(expression))
         parts, reduced = sympy.cse(expressions, symbols=sympy.numbered_symbols("part", real=True), order="canonical")
         for symbol, expression in parts:
             self.done[symbol] = self.code(expression)

@@ -349,7 +349,7 @@ def body(form: Form, precision: str, functions: Iterable[str], pieces: Mapping[s
     functions : iterable of str
         Those that the pieces call.
     pieces : mapping
-        Lines for the places of `SKELETON` that differ between kernels.
+        Lines for the places of `SKELETON` that differ between kernels; those of tables may be absent.
     """
     functions = list(functions)
     real = {"float32": "float", "float64": "double"}[precision]
@@ -357,6 +357,7 @@ def body(form: Form, precision: str, functions: Iterable[str], pieces: Mapping[s
     stored += [(f"shift{a}", f"shift[{a}]") for a in range(3)] * form.keeps_shifts
     is_nearest = IS_NEAREST.strip().splitlines() if form.periodic else [ALWAYS_NEAREST]
     lines: dict[str, list[str]] = {
+        **{name: [] for name in ("take_both", "take_both_gpu", "tables", "tables_gpu", "reduce_tables")},
         **pieces,
         "checks": _checks(form),
         "image": IMAGE.strip().splitlines() * form.periodic,

@@ -93,6 +93,32 @@ def ewald_excluded(exponent: int, n_charges: int = 1) -> Formula:
     return Formula(f"-{product}*alpha^{exponent}*{scale}*lower_gamma({half}, alpha^2*r^2)", names, ("alpha",))
 
 
+def moment_interaction(gaussians: bool) -> Formula:
+    """``1/r`` for moments of points; of Gaussians ``erf(a r)/r`` with ``a = 1/sqrt(2 (s1^2 + s2^2))``.
+
+    A radial function without charges, for `nvalchemiops.interactions.pair.moments`. The widths s may be zero. Beyond
+    27/a, where the difference is below the smallest number, Gaussians are points. Source: A. Y. Toukmaji et al.,
+    J. Chem. Phys. 113, 10913 (2000), doi:10.1063/1.1324708, for moments of points; for Gaussians P. T. Kiss et al.,
+    J. Chem. Theory Comput. 10, 5513 (2014), doi:10.1021/ct5009069.
+    """
+    return Formula(f"1/r - {_OUTSIDE}", ("s",)) if gaussians else Formula("1/r")
+
+
+def moment_short_range(gaussians: bool) -> Formula:
+    """Short-range part of `moment_interaction`: ``erfc(alpha r)/r - erfc(a r)/r``, without the last for points."""
+    outside = f" - {_OUTSIDE}" if gaussians else ""
+    return Formula(f"erfc(alpha*r)/r{outside}", ("s",) * gaussians, ("alpha",))
+
+
+def moment_excluded(gaussians: bool = False) -> Formula:
+    """Minus the long-range part ``erf(alpha r)/r``, finite at r = 0; the same for Gaussians, which do not enter it."""
+    return Formula("-alpha/sqrt(pi)*lower_gamma(1/2, alpha^2*r^2)", (), ("alpha",))
+
+
+_OUTSIDE = "near*erfc(a*r)/r; a = 1/sqrt(2*w + 1 - near); near = step(1458*w - r^2); w = s1^2 + s2^2"
+"""What points have beyond Gaussians; 1458 = 2 27^2."""
+
+
 def coulomb_nearby(n_charges: int = 1) -> Formula:
     """Coulomb forces with a window ``(1 - r²/R²)²``, R being ``reach``: for a quick look at how large forces are."""
     names, product, _ = _charges(n_charges)

@@ -98,7 +98,7 @@ def _kernel(
 _thread = threading.local()
 
 
-def _fault() -> torch.Tensor:
+def fault_of_thread() -> torch.Tensor:
     """A zero of this thread, into which kernels on the CPU write the number of a fault."""
     if plans.active() is not None:
         return torch.zeros(1, dtype=torch.int32, device="cpu")
@@ -380,7 +380,7 @@ def pair_sum(
     kernel, pick, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
     n_atoms, device = positions.shape[0], positions.device
     # faults that are not read, which would wait for a GPU, make results NaN
-    fault = _fault() if layout(device.type).reads else None
+    fault = fault_of_thread() if layout(device.type).reads else None
     memory: dict[str, torch.Tensor] = {}
     if WEIGHTS in outputs:
         memory["energies"] = positions.new_empty(n_atoms)

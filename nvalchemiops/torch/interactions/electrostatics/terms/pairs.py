@@ -11,6 +11,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import Contribution,
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, sum_pairs
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
+from nvalchemiops.torch.interactions.pair.moments import sum_moments
 from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 
@@ -73,6 +74,47 @@ class PairTerm(NamedTuple):
             # of a quadratic form: the energy of each channel is half its charge times the derivative
             energies = 0.5 * system.charges * by_charges
         return Contribution(energies, forces, by_charges if derivatives.charge_gradients else None, virial)
+
+
+class MomentPairTerm(NamedTuple):
+    """A sum over pairs of the moments of a system, without self energies.
+
+    Attributes
+    ----------
+    formula : callable
+        Gives the radial function, of points or of Gaussians, with one global parameter.
+    parameter : (n_systems,) tensor
+        That parameter.
+    rows : Rows
+    exclusions : ExclusionRows or None
+    cutoff : float or None
+    """
+
+    formula: Callable[[bool], Formula]
+    parameter: torch.Tensor
+    rows: Rows
+    exclusions: ExclusionRows | None = None
+    cutoff: float | None = None
+
+    def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
+        """As for `Term`; energies (n_atoms, n_channels), gradients (n_atoms, n_channels, n_moments)."""
+        widths = system.widths
+        assert system.moments is not None
+        radial = self.formula(widths is not None)
+        dtype = system.positions.dtype
+        found = sum_moments(
+            radial,
+            PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows, system.domain),
+            system.moments,
+            widths.unsqueeze(1) if widths is not None and radial.per_atom else None,
+            self.parameter.to(dtype).unsqueeze(1),
+            forces=derivatives.forces,
+            gradients=derivatives.charge_gradients,
+            virial=derivatives.virial,
+            cutoff=self.cutoff,
+            exclusions=self.exclusions,
+        )
+        return Contribution(*found)
 
 
 def self_term(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor) -> PairTerm:

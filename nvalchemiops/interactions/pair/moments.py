@@ -1,0 +1,474 @@
+"""Sums over pairs of moments: derivatives of a radial function by both positions, contracted with moments.
+
+An atom i with neighbors j gets, for the numbering of derivatives in `nvalchemiops.kernels.moments`,
+
+    out_i^a = Σ_j Σ_b m_j^b ∂_i^a ∂_j^b u(|x_j - x_i|; p_i, p_j, θ)
+
+The sum Σ_i g_i^a out_i^a is symmetric: g and m may be exchanged. So its derivative by m is the sum of g, by a
+position both with one more derivative, by a parameter the same of ∂u/∂p, and by the cell the sum over pairs of the
+shift times the derivative by the displacement. In a direction δ = shift h' of the displacement, one of the cell,
+the sum is that of (δ.∇) u. So sums with any number of such directions are closed under differentiation.
+
+**Contraction.** No tensor of derivatives of u is formed. With d = x_j - x_i, s = d.d and B_n = (-2 d/ds)^n u, a
+homogeneous polynomial f of order λ of derivatives gives, by Hobson's theorem (E. W. Hobson, Proc. London Math. Soc.
+24, 55 (1892)),
+
+    f(∂) u = Σ_t (-1)^(λ-t) B_(λ-t) Q_t(d),    Q_t = Δ^t f(d) / (2^t t!)
+
+The moments of j are such a polynomial. Let T_k^l be this sum with B_(n+k) in the place of B_n and with ∂^l Q in that
+of Q: then ∂_a T_k^l = T_k^(l+a) - d_a T_(k+1)^l. So a derivative of any order is a sum of few products of powers of d
+and T, whose numbers are those of Hermite polynomials.
+"""
+
+import functools
+import hashlib
+import math
+from typing import Any, NamedTuple
+
+import warp as wp
+
+from nvalchemiops.interactions.pair import loop, potentials
+from nvalchemiops.interactions.pair.derivatives import CELL, VIRIAL, Program, printed
+from nvalchemiops.interactions.pair.expression import Formula, pair_energy, symbols_of, without_absolutes
+from nvalchemiops.interactions.pair.sum import SCALARS, Array
+from nvalchemiops.kernels.moments import Component, components, count
+from nvalchemiops.kernels.native import native_kernel, signature
+from nvalchemiops.launch import kernel_variants
+
+GATHERED = "m"
+"""Letter of the sums for each atom, beside those of `nvalchemiops.interactions.pair.derivatives`."""
+
+
+class Variant(NamedTuple):
+    """The choices that a kernel is written for.
+
+    Attributes
+    ----------
+    formula : Formula
+        The radial function u.
+    by : tuple of str
+        Parameters by which it is differentiated: "own<m>" of the atom, "other<m>" of its neighbors, "shared<m>".
+    source : int
+        Highest order of the moments of neighbors.
+    derivatives : int
+        Highest order of derivatives by the position of the atom, of the sums for each atom.
+    row : int
+        Highest order of the moments of the atom itself, for the sums over pairs.
+    outputs : str
+        Letters of the results: sums for each atom (m), derivative by the cell (c), virial (v).
+    n_directions : int
+        Directions of the cell.
+    n_channels : int
+    precision : str
+        "float32" or "float64": that of positions and results.
+    periodic : bool
+        Whether there are shifts and cells.
+    excluding : bool
+        Whether some pairs are excluded or scaled by a factor.
+    apart : bool
+        Whether the parameters of an atom and those of it as a neighbor differ.
+    """
+
+    formula: Formula
+    by: tuple[str, ...]
+    source: int
+    derivatives: int
+    row: int
+    outputs: str
+    n_directions: int
+    n_channels: int
+    precision: str
+    periodic: bool
+    excluding: bool
+    apart: bool
+
+    def __str__(self) -> str:
+        """A short name."""
+        energy, _, _ = self.formula.expression.partition(";")
+        orders = f"{self.source}->{self.derivatives}"
+        return " ".join([energy, *self.by, "of moments", orders, self.outputs, self.precision])
+
+    @property
+    def order(self) -> int:
+        """Highest order of derivatives of u by the position of the atom."""
+        orders = [self.derivatives] * (GATHERED in self.outputs)
+        orders += [self.row + 1] * self.sums_pairs
+        return max(orders) + self.n_directions
+
+    @property
+    def sums_pairs(self) -> bool:
+        """Whether there are results of pairs, for which the moments of the atom are needed."""
+        return CELL in self.outputs or VIRIAL in self.outputs
+
+    @property
+    def keeps_shifts(self) -> bool:
+        """Whether the image of a neighbor matters beyond its position."""
+        return CELL in self.outputs or self.n_directions > 0
+
+    @property
+    def n_systems(self) -> str:
+        """C++ for the number of systems, if an atom must know its own."""
+        if self.periodic:
+            return "cell.shape[0]"
+        return "global_parameters.shape[0]" if self.formula.global_parameters else ""
+
+
+def width_of_sums(outputs: str) -> dict[str, int]:
+    """Columns that each output summed over a system takes, in their order."""
+    return {letter: 9 for letter in (CELL, VIRIAL) if letter in outputs}
+
+
+def inputs_of(variant: Variant) -> list[Array]:
+    """Arrays that the kernel reads, in their order."""
+    formula = variant.formula
+    arrays = [Array("moments", "real", 3)]
+    arrays += [Array("row_moments", "real", 3)] * variant.sums_pairs
+    arrays += [Array("positions", "real", 2)]
+    arrays += [Array("cell", "real", 3)] * variant.periodic
+    arrays += [Array("parameters", "real", 2)] * bool(formula.per_atom)
+    arrays += [Array("row_parameters", "real", 2)] * variant.apart
+    arrays += [Array("global_parameters", "real", 2)] * bool(formula.global_parameters)
+    arrays += [Array("direction_cell", "real", 4)] * bool(variant.n_directions)
+    arrays += [Array("batch_idx", "int32", 1)] * bool(variant.n_systems)
+    arrays += [Array("row_begin", "int32", 1), Array("first", "int32", 1), Array("neighbors", "int32", 1)]
+    arrays += [Array("shifts", "int32", 2)] * variant.periodic
+    if variant.excluding:
+        arrays += [Array("excluded_begin", "int32", 1), Array("excluded", "int32", 1)]
+        arrays += [Array("excluded_factors", "float64", 1)]
+    return arrays
+
+
+def outputs_of(variant: Variant) -> list[Array]:
+    """Arrays that the kernel writes, in their order."""
+    arrays = [Array("gathered", "real", 3)] * (GATHERED in variant.outputs)
+    arrays += [Array("sums", "float64", 2)] * bool(width_of_sums(variant.outputs))
+    return [*arrays, Array("fault", "int32", 1)]
+
+
+_EWALD = [
+    Variant(potentials.moment_short_range(False), (), n, n + 1, -1, GATHERED, 0, 1, precision, True, False, False)
+    for precision in ("float64", "float32")
+    for n in (1, 2)
+]
+"""Kernels of Ewald sums of dipoles and of quadrupoles: energies, forces and gradients by moments."""
+
+
+@kernel_variants(*((variant,) for variant in _EWALD))
+def moment_kernel(variant: Variant) -> Any:
+    """The kernel for ``variant``, compiled at its first launch and kept on disk by its content.
+
+    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `SCALARS` and the arrays of
+    `outputs_of`.
+    """
+    body, inputs, outputs = source(variant), inputs_of(variant), outputs_of(variant)
+    real = getattr(wp, variant.precision)
+
+    def types(arrays: list[Array]) -> dict[str, Any]:
+        return {a.name: wp.array(dtype=getattr(wp, a.element, real), ndim=a.ndim) for a in arrays}
+
+    digest = hashlib.sha256(f"{body}{inputs}{outputs}".encode()).hexdigest()[:20]
+    parameters = signature(i=wp.int32, **types(inputs), **SCALARS, **types(outputs))
+    return native_kernel(f"pair_moments_{digest}", body, lanes=True)(parameters)
+
+
+# -- the radial function --------------------------------------------------------------------------
+
+
+@functools.cache
+def radial(formula: Formula, by: tuple[str, ...], order: int) -> tuple[Program, list[str]]:
+    """Statements for B_0 to B_order, in two parts: those that come from sympy, and those that define B_n by them.
+
+    Where ``s B_(n+1) - (2n + 1) B_n`` is shorter than B_(n+1), as for functions over r, B_(n+1) follows from B_n.
+    """
+    import sympy
+
+    symbols = symbols_of(formula)
+    s = symbols.squared
+    function = pair_energy(formula)
+    named = {str(x): x for x in (*symbols.own, *symbols.other, *symbols.of_system)}
+    for name in by:
+        function = without_absolutes(function.diff(named[name]))
+    function, definitions = _without_constants(function, s)
+    parts, lines, current = {"B0": function}, ["const lanes B0 = {B0};"], function
+    for n in range(order):
+        following = sympy.expand(without_absolutes(-2 * current.diff(s)))
+        rest = sympy.expand(s * following - (2 * n + 1) * sympy.expand(current))
+        if rest.count_ops() + 2 < following.count_ops():
+            parts["inverse"] = 1 / s
+            text = f"one({2 * n + 1}.0) * B{n}"
+            if rest != 0:
+                parts[f"rest{n}"] = rest
+                text = f"({text} + {{rest{n}}})"
+            lines.append(f"const lanes B{n + 1} = {text} * {{inverse}};")
+        else:
+            parts[f"B{n + 1}"] = following
+            lines.append(f"const lanes B{n + 1} = {{B{n + 1}}};")
+        current = following
+    program = printed(parts, definitions)
+    return program, [
+        line.format(**{name: f"lanes({text})" for name, text in program.results.items()}) for line in lines
+    ]
+
+
+def _without_constants(function: Any, s: Any) -> tuple[Any, dict[Any, Any]]:
+    """``function`` with symbols for its parts that are constant in s, as steps are, and what these symbols are.
+
+    Derivatives would be written out in such parts, which may be long.
+    """
+    import sympy
+
+    definitions: dict[Any, Any] = {}
+    names: dict[Any, Any] = {}
+
+    def named(part: Any) -> Any:
+        if part.is_number or part.is_Symbol:
+            return part
+        if part not in names:
+            names[part] = sympy.Symbol(f"constant{len(names)}", real=True)
+            definitions[names[part]] = part
+        return names[part]
+
+    def convert(part: Any) -> Any:
+        if type(part).__name__ == "Step":
+            return named(part)
+        if part == s or not part.args:
+            return part
+        arguments = [convert(a) for a in part.args]
+        if not any(a.has(s) for a in arguments):
+            return part.func(*arguments)
+        if part.is_Add or part.is_Mul:
+            moving = [a for a in arguments if a.has(s)]
+            fixed = part.func(*(a for a in arguments if not a.has(s)))
+            number, rest = fixed.as_coeff_Mul() if part.is_Mul else (0, fixed)
+            return part.func(number, named(rest), *moving)
+        return part.func(*(a if a.has(s) else named(a) for a in arguments))
+
+    return convert(function), definitions
+
+
+# -- contraction ----------------------------------------------------------------------------------
+
+
+class _Contraction:
+    """Statements for derivatives by the position of an atom of the potential of a neighbor's moments, of one channel.
+
+    Names of moments are those of `components`; all others begin with ``prefix``, but for powers of the displacement.
+    """
+
+    def __init__(self, order: int, prefix: str, moments: dict[Component, str], powers: dict[Component, str]) -> None:
+        self.order, self.prefix, self.moments, self.powers = order, prefix, moments, powers
+        self.statements: list[str] = []
+        self.known: dict[Any, str] = {}
+        self.n_directions = 0
+
+    def keep(self, key: Any, text: str) -> str:
+        name = f"{self.prefix}{len(self.statements)}"
+        self.statements.append(f"const lanes {name} = {text};")
+        self.known[key] = name
+        return name
+
+    def power(self, exponents: Component) -> str:
+        """A product of components of the displacement."""
+        if sum(exponents) == 1:
+            return f"d{exponents.index(1)}"
+        if exponents not in self.powers:
+            axis = max(range(3), key=lambda a: exponents[a])
+            lower = self.power(_changed(exponents, axis, -1))
+            self.powers[exponents] = name = "p" + "".join(map(str, exponents))
+            self.statements.append(f"const lanes {name} = {lower} * d{axis};")
+        return self.powers[exponents]
+
+    def polynomial(self, order: int, t: int, raised: Component) -> str:
+        """``∂^raised Q_t`` of the moments of one order; empty if it is zero."""
+        key = ("Q", order, t, raised)
+        if key in self.known:
+            return self.known[key]
+        degree = order - 2 * t - sum(raised)
+        if degree > 0:  # Euler's theorem of homogeneous functions
+            parts = [(f"d{a}", self.polynomial(order, t, _changed(raised, a, 1))) for a in range(3)]
+            text = " + ".join(f"{d} * {q}" for d, q in parts if q)
+            if text and degree > 1:
+                text = f"one({1.0 / degree!r}) * ({text})"
+        else:
+            text = ""
+            for exponents, name in self.moments.items():
+                # what is left of a monomial after all of its derivatives, of which t are Laplacians
+                rest = [e - r for e, r in zip(exponents, raised)]
+                if sum(exponents) != order or any(r < 0 or r % 2 for r in rest):
+                    continue
+                halves = [r // 2 for r in rest]
+                ways = math.factorial(t) / math.prod(map(math.factorial, halves))
+                number = ways * math.prod(map(math.factorial, exponents)) / (2**t * math.factorial(t))
+                text += (" + " if text else "") + (name if number == 1 else f"one({number!r}) * {name}")
+        if not text or text in self.moments.values():
+            self.known[key] = text
+            return text
+        return self.keep(key, text)
+
+    def chain(self, k: int, raised: Component) -> str:
+        """``T_k^raised``; empty if it is zero."""
+        key = ("T", k, raised)
+        if key in self.known:
+            return self.known[key]
+        text = ""
+        for order in range(sum(raised), self.order + 1):
+            for t in range((order - sum(raised)) // 2 + 1):
+                polynomial = self.polynomial(order, t, raised)
+                if polynomial:
+                    sign = "-" if (order - t) % 2 else "+" if text else ""
+                    text = f"{text} {sign} B{order - t + k} * {polynomial}".strip()
+        if not text:
+            self.known[key] = ""
+            return ""
+        return self.keep(key, text)
+
+    def derivative(self, component: Component) -> str:
+        """``∂^component`` of the potential by the displacement; empty if it is zero."""
+        key = ("F", component)
+        if key in self.known:
+            return self.known[key]
+        text = ""
+        for raised in components(sum(component)):
+            if any(r > c for r, c in zip(raised, component)):
+                continue
+            left = [c - r for c, r in zip(component, raised)]
+            ways = math.prod(map(math.comb, component, raised))
+            for pairs in _ranges([n // 2 for n in left]):
+                # of the derivatives left, those that act on a power of d in pairs, and those that do not
+                number = ways
+                for n, p in zip(left, pairs):
+                    number *= math.factorial(n) // (2**p * math.factorial(p) * math.factorial(n - 2 * p))
+                exponents = (left[0] - 2 * pairs[0], left[1] - 2 * pairs[1], left[2] - 2 * pairs[2])
+                k = sum(left) - sum(pairs)
+                value = self.chain(k, raised)
+                if not value:
+                    continue
+                factors = [f"one({number}.0)"] * (number != 1)
+                factors += [self.power(exponents), value] if any(exponents) else [value]
+                sign = "-" if k % 2 else "+" if text else ""
+                text = f"{text} {sign} {' * '.join(factors)}".strip()
+        if not text:
+            self.known[key] = ""
+            return ""
+        return self.keep(key, text)
+
+    def along(self, component: Component, n_directions: int) -> str:
+        """The same along the first directions of the displacement, ``e<n>_<axis>``."""
+        if n_directions == 0:
+            return self.derivative(component)
+        key = ("D", component, n_directions)
+        if key in self.known:
+            return self.known[key]
+        values = [self.along(_changed(component, a, 1), n_directions - 1) for a in range(3)]
+        text = " + ".join(f"e{n_directions - 1}_{a} * {value}" for a, value in enumerate(values) if value)
+        if not text:
+            self.known[key] = ""
+            return ""
+        return self.keep(key, text)
+
+
+def _changed(component: Component, axis: int, step: int) -> Component:
+    a, b, c = (n + step * (axis == k) for k, n in enumerate(component))
+    return a, b, c
+
+
+def _ranges(ends: list[int]) -> list[Component]:
+    """All triples of numbers up to ``ends``."""
+    return [(a, b, c) for a in range(ends[0] + 1) for b in range(ends[1] + 1) for c in range(ends[2] + 1)]
+
+
+# -- the body -------------------------------------------------------------------------------------
+
+
+def source(variant: Variant) -> str:
+    """The C++ that sums the row of atom i."""
+    formula, n_channels, n_directions = variant.formula, variant.n_channels, variant.n_directions
+    program, chain = radial(formula, variant.by, variant.source + variant.order)
+    n_moments, n_gathered = count(variant.source), count(variant.derivatives) * (GATHERED in variant.outputs)
+
+    shared: list[str] = []
+    if variant.periodic:
+        shared.append(f"const one h[9] = {{{', '.join(f'one(cell.data[9 * system + {c}])' for c in range(9))}}};")
+    for k in range(n_directions):
+        places = [f"one(direction_cell.data[9 * ({k}LL * cell.shape[0] + system) + {c}])" for c in range(9)]
+        shared.append(f"const one h_d{k}[9] = {{{', '.join(places)}}};")
+    n = len(formula.per_atom)
+    for m in range(n):
+        if f"own{m}" in program.inputs:
+            source_of_own = "row_parameters" if variant.apart else "parameters"
+            shared.append(f"const one own{m} = {source_of_own}.data[{n}LL * i + {m}];")
+    n_globals = len(formula.global_parameters)
+    for m in range(n_globals):
+        if f"shared{m}" in program.inputs:
+            shared.append(f"const one shared{m} = global_parameters.data[{n_globals} * system + {m}];")
+    if variant.sums_pairs:
+        n_row = count(variant.row)
+        for c in range(n_channels):
+            shared += [
+                f"const one g{c}_{b} = row_moments.data[{n_channels * n_row}LL * i + {c * n_row + b}];"
+                for b in range(n_row)
+            ]
+    shared += program.shared
+
+    data = ["const lanes s = d0 * d0 + d1 * d1 + d2 * d2;"]
+    for m in range(n):
+        if f"other{m}" in program.inputs:
+            data.append(f"const lanes other{m} = take(parameters.data + {m}, {n});")
+    for k in range(n_directions):
+        for a in range(3):
+            change = " + ".join(f"shift{c} * h_d{k}[{3 * c + a}]" for c in range(3))
+            data.append(f"const lanes e{k}_{a} = {change};")
+
+    evaluation = [*program.of_pair, *chain]
+    if variant.excluding:
+        evaluation = [line.replace("const lanes B", "lanes B", 1) if line in chain else line for line in evaluation]
+        evaluation += [f"B{k} *= factor;" for k in range(len(chain))]
+    powers: dict[Component, str] = {}
+    totals: dict[str, str] = {}
+    gradient: list[list[str]] = [[], [], []]
+    for c in range(n_channels):
+        moments = {}
+        for b, component in enumerate(components(variant.source)):
+            moments[component] = f"m{c}_{b}"
+            place = c * n_moments + b
+            evaluation.append(f"const lanes m{c}_{b} = take(moments.data + {place}, {n_channels * n_moments});")
+        contraction = _Contraction(variant.source, f"t{c}_", moments, powers)
+        if n_gathered:
+            for a, component in enumerate(components(variant.derivatives)):
+                value = contraction.along(component, n_directions) or "one(0.0)"
+                totals[f"m{c}_{a}"] = f"-{value}" if sum(component) % 2 else value
+        if variant.sums_pairs:
+            for axis in range(3):
+                for b, component in enumerate(components(variant.row)):
+                    value = contraction.along(_changed(component, axis, 1), n_directions)
+                    if value:
+                        sign = "-" if sum(component) % 2 else ""
+                        gradient[axis].append(f"{sign}g{c}_{b} * {value}")
+        evaluation += contraction.statements
+    if variant.sums_pairs:
+        evaluation += [f"const lanes f{a} = {' + '.join(gradient[a]) or 'lanes(one(0.0))'};" for a in range(3)]
+    if CELL in variant.outputs:
+        totals |= {f"h{c}{a}": f"shift{c} * f{a}" for c in range(3) for a in range(3)}
+    if VIRIAL in variant.outputs:
+        totals |= {f"v{a}{b}": f"-d{a} * f{b}" for a in range(3) for b in range(3)}
+    evaluation += [f"total_{name} += kept(lanes({value}));" for name, value in totals.items()]
+
+    results = [
+        f"gathered.data[{n_channels * n_gathered}LL * i + {c * n_gathered + a}] = sum_m{c}_{a};"
+        for c in range(n_channels)
+        for a in range(n_gathered)
+    ]
+    columns = [name for name in totals if not name.startswith("m")]
+    results += [f"sums.data[{len(columns)}LL * i + {k}] = sum_{name};" for k, name in enumerate(columns)]
+    pieces: dict[str, list[str]] = {
+        "shared": shared,
+        "data": data,
+        "data_gpu": data,
+        "evaluation": evaluation,
+        "totals": [f"lanes total_{name} = 0.0;" for name in totals],
+        "totals_gpu": [f"double total_{name} = 0.0;" for name in totals],
+        "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
+        "results": results,
+    }
+    form = loop.Form(variant.periodic, variant.excluding, variant.keeps_shifts, 0, variant.n_systems)
+    return loop.body(form, variant.precision, program.functions, pieces)

@@ -1,0 +1,506 @@
+"""One op for sums over pairs of moments (`nvalchemiops.interactions.pair.moments`), whose derivatives are itself.
+
+As for spreading and gathering (`nvalchemiops.torch.operators.moments`) the derivative by moments exchanges those of the
+two atoms, and the derivative by positions has moments, or derivatives, one order higher. So it can be differentiated to
+any order; the kernel of each order is printed and compiled when it is first needed.
+"""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.interactions.pair import moments as core
+from nvalchemiops.interactions.pair.derivatives import CELL, VIRIAL
+from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.interactions.pair.loop import FAULTS
+from nvalchemiops.interactions.pair.moments import GATHERED
+from nvalchemiops.kernels.moments import count, raised
+from nvalchemiops.kernels.simd import WARP
+from nvalchemiops.layout import layout
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.specs import precision_of, real_of
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
+from nvalchemiops.torch.interactions.pair.op import fault_of_thread
+from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
+from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.operators.segments import add_systems, spread_systems, system_sums
+from nvalchemiops.torch.runtime import plans
+
+MOST_CHANNELS = 4
+"""Channels that one kernel sums at once: more would take long to compile."""
+
+
+@functools.cache
+def order_of(n_moments: int) -> int:
+    """The highest order of so many moments."""
+    return next(order for order in range(n_moments) if count(order) == n_moments)
+
+
+# -- the derivative -------------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """A sum ``Σ_i row_i out_i[source]`` over pairs along directions of the cell; gradients are those of such sums."""
+
+    row: torch.Tensor
+    source: torch.Tensor
+    directions: list[torch.Tensor]
+
+
+Receivers = dict[str, Callable[[torch.Tensor], None]]
+"""What takes the gradients of a sum by its row, its source, and its last direction."""
+
+
+def _pullback(
+    inputs: dict[str, Any], gradients: dict[str, torch.Tensor | None], wanted: frozenset[str]
+) -> dict[str, torch.Tensor]:
+    moments, row_moments, positions, cell = (inputs[n] for n in ("moments", "row_moments", "positions", "cell"))
+    stacked = inputs["direction_cell"]
+    old = [] if stacked is None else list(stacked.unbind(0))
+    gathered, by_cell, by_strain = (gradients[n] for n in ("gathered", "cell_gradients", "virial"))
+    found: dict[str, torch.Tensor] = {}
+
+    def add(name: str, gradient: torch.Tensor) -> None:
+        found[name] = found[name] + gradient if name in found else gradient
+
+    def differentiate(form: _Form, receivers: Receivers) -> None:
+        for name, gradient in _derivatives(inputs, form, len(old), wanted, receivers).items():
+            add(name, gradient)
+
+    to_both: Receivers = {}
+    if "row_moments" in wanted:
+        to_both["row"] = functools.partial(add, "row_moments")
+    if "moments" in wanted:
+        to_both["source"] = functools.partial(add, "moments")
+    if GATHERED in inputs["outputs"] and gathered is not None:
+        differentiate(_Form(gathered, moments, old), {k: v for k, v in to_both.items() if k == "source"})
+    if CELL in inputs["outputs"] and by_cell is not None:
+        differentiate(_Form(row_moments, moments, [*old, by_cell]), to_both)
+    if VIRIAL in inputs["outputs"] and by_strain is not None:
+        # The virial is -Σ x_i^T dB/dx_i - h^T dB/dh of the sum B; a derivative along positions raises moments.
+        change = spread_systems(-by_strain, inputs["batch_idx"], positions.shape[0])
+        moved = _product(positions.unsqueeze(-2), change).squeeze(-2)
+
+        def lowered(name: str, gradient: torch.Tensor) -> None:
+            by_moments, by_moved = _lower(gradient, inputs[name], moved)
+            if name in wanted:
+                add(name, by_moments)
+            if "positions" in wanted:
+                add("positions", _product(by_moved.unsqueeze(-2), change.mT).squeeze(-2))
+
+        lowers = "positions" in wanted
+        to_row, to_source = dict(to_both), dict(to_both)
+        if lowers or "row" in to_both:
+            to_row["row"] = functools.partial(lowered, "row_moments")
+        if lowers or "source" in to_both:
+            to_source["source"] = functools.partial(lowered, "moments")
+        differentiate(_Form(_raise(row_moments, moved), moments, old), to_row)
+        differentiate(_Form(row_moments, _raise(moments, moved), old), to_source)
+        if cell is not None:
+            if "cell" in wanted:
+                to_both["last"] = lambda gradient: add("cell", _product(gradient, -by_strain.mT))
+            differentiate(_Form(row_moments, moments, [*old, _product(cell, -by_strain)]), to_both)
+    if "direction_cell" in wanted:
+        found["direction_cell"] = torch.stack([found.pop(f"direction {k}") for k in range(len(old))])
+    return found
+
+
+def _derivatives(
+    inputs: dict[str, Any], form: _Form, n_old: int, wanted: frozenset[str], receivers: Receivers
+) -> dict[str, torch.Tensor]:
+    """Gradients of a sum by the inputs wanted, but for moments; of the op's own directions as "direction <k>".
+
+    ``receivers`` are called with those by moments and by a direction that is none of the op's.
+    """
+    row, source, directions = form
+    found: dict[str, torch.Tensor] = {}
+    by, apart = inputs["by"], inputs["row_parameters"] is not None
+    d_row, d_source = order_of(row.shape[-1]), order_of(source.shape[-1])
+    moves, needs_row, needs_source = "positions" in wanted, "row" in receivers, "source" in receivers
+
+    def gather(of: torch.Tensor, derivatives: int, names: str, exchanged: bool) -> torch.Tensor:
+        changed = _arguments(inputs, directions, names, exchanged)
+        return pair_moments(outputs=GATHERED, derivatives=derivatives, moments=of, row_moments=None, **changed)[0]
+
+    def by_cell(along: list[torch.Tensor]) -> torch.Tensor:
+        changed = _arguments(inputs, along, by, False)
+        return pair_moments(outputs=CELL, derivatives=0, moments=source, row_moments=row, **changed)[1]
+
+    of_source = of_row = None
+    if (moves or (needs_row and needs_source)) and d_row == d_source and not apart and by == _exchanged(by):
+        # one evaluation of the radial function for both
+        both = gather(torch.cat([source, row], 1), d_row + moves, by, False)
+        of_source, of_row = both.split(row.shape[1], 1)
+    else:
+        if moves or needs_row:
+            of_source = gather(source, d_row + moves, by, False)
+        if moves or needs_source:
+            of_row = gather(row, d_source + moves, by, True)
+    if needs_row:
+        assert of_source is not None
+        receivers["row"](of_source[..., : row.shape[-1]])
+    if needs_source:
+        assert of_row is not None
+        receivers["source"](of_row[..., : source.shape[-1]])
+    if moves:
+        assert of_source is not None and of_row is not None
+        found["positions"] = _by_position(row, of_source) + _by_position(source, of_row)
+    if "cell" in wanted:
+        found["cell"] = by_cell(directions)
+    if "direction_cell" in wanted:
+        for k in range(n_old):
+            found[f"direction {k}"] = by_cell([*directions[:k], *directions[k + 1 :]])
+    if "last" in receivers:
+        receivers["last"](by_cell(directions[:-1]))
+    for name in ("parameters", "row_parameters"):
+        if name not in wanted:
+            continue
+        columns = []
+        for m in range(inputs[name].shape[1]):
+            parts = []
+            if name == "parameters":
+                # of an atom as a neighbor: the sum exchanged, in which it is the atom of the row
+                parts.append(source * gather(row, d_source, _with(by, f"other{m}"), True))
+            if name == "row_parameters" or not apart:
+                parts.append(row * gather(source, d_row, _with(by, f"own{m}"), False))
+            columns.append(torch.stack([part.sum((1, 2)) for part in parts]).sum(0))
+        found[name] = torch.stack(columns, -1)
+    if "global_parameters" in wanted:
+        count_of = inputs["global_parameters"].shape[1]
+        columns = [(row * gather(source, d_row, _with(by, f"shared{m}"), False)).sum((1, 2)) for m in range(count_of)]
+        sums = system_sums(torch.stack(columns, -1), inputs["batch_idx"], inputs["n_systems"])
+        found["global_parameters"] = sums.to(row.dtype)
+    return found
+
+
+def _arguments(inputs: dict[str, Any], directions: list[torch.Tensor], by: str, exchanged: bool) -> dict[str, Any]:
+    """Arguments of the op but for moments, with these directions; with atom and neighbor exchanged, if so."""
+    names = ("outputs", "derivatives", "moments", "row_moments")
+    changed = {name: value for name, value in inputs.items() if name not in names}
+    changed["direction_cell"] = torch.stack(directions) if directions else None
+    changed["by"] = by
+    if exchanged:
+        changed["by"] = _exchanged(by)
+        if inputs["row_parameters"] is not None:
+            changed["parameters"], changed["row_parameters"] = inputs["row_parameters"], inputs["parameters"]
+    return changed
+
+
+def _with(by: str, name: str) -> str:
+    """The parameters of ``by`` and one more, in one order."""
+    return ",".join(sorted([*filter(None, by.split(",")), name]))
+
+
+def _exchanged(by: str) -> str:
+    """The same parameters seen from the neighbor."""
+    swapped = {"own": "other", "oth": "own"}
+    names = []
+    for name in filter(None, by.split(",")):
+        number = name.lstrip("abcdefghijklmnopqrstuvwxyz")
+        names.append(swapped[name[:3]] + number if name[:3] in swapped else name)
+    return ",".join(sorted(names))
+
+
+def _by_position(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+    """Derivative (n_atoms, 3) of ``Σ moments * gathered`` by positions; ``gathered`` has one more order."""
+    if moments.shape[-1] == 1:
+        return (moments * gathered[..., 1:4]).sum(1)
+    places = raised(order_of(moments.shape[-1]))
+    columns = [(moments * gathered[..., [p[axis] for p in places]]).sum((1, 2)) for axis in range(3)]
+    return torch.stack(columns, -1)
+
+
+def _raise(moments: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+    """Moments of the derivative of the given ones along ``moved`` (n_atoms, 3), one order higher."""
+    order = order_of(moments.shape[-1])
+    places = raised(order)
+    columns: list[Any] = [None] * count(order + 1)
+    for b, targets in enumerate(places):
+        for axis, target in enumerate(targets):
+            part = moments[..., b] * moved[:, None, axis]
+            columns[target] = part if columns[target] is None else columns[target] + part
+    zero = torch.zeros_like(moments[..., 0])
+    return torch.stack([zero if column is None else column for column in columns], -1)
+
+
+def _lower(gradient: torch.Tensor, moments: torch.Tensor, moved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients by the two arguments of `_raise`."""
+    places = raised(order_of(moments.shape[-1]))
+    parts = torch.stack([gradient[..., [p[axis] for p in places]] for axis in range(3)], -1)
+    return (parts * moved[:, None, None, :]).sum(-1), (parts * moments.unsqueeze(-1)).sum((1, 2))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Products of small matrices, which autocast leaves alone."""
+    return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
+
+
+def _in_blocks(
+    formula: str,
+    by: str,
+    outputs: str,
+    derivatives: int,
+    moments: torch.Tensor,
+    row_moments: torch.Tensor | None,
+    *others: Any,
+) -> tuple[torch.Tensor, ...]:
+    """The op for many channels."""
+    blocks = moments.split(MOST_CHANNELS, 1)
+    rows = [None] * len(blocks) if row_moments is None else row_moments.split(MOST_CHANNELS, 1)
+    found = []
+    for block, row in zip(blocks, rows):
+        row = None if row is None else row.contiguous()
+        found.append(pair_moments(formula, by, outputs, derivatives, block.contiguous(), row, *others))
+    gathered, *sums = zip(*found)
+    if GATHERED in outputs:
+        gathered = (torch.cat(gathered, 1),)
+    return (gathered[0], *(torch.stack(parts).sum(0) for parts in sums))
+
+
+# -- the op ---------------------------------------------------------------------------------------
+
+_ARRAYS = (
+    *("moments", "row_moments", "positions", "cell", "parameters", "row_parameters", "global_parameters"),
+    *("direction_cell", "batch_idx", "row_begin", "neighbors", "shifts", "first"),
+    *("excluded_begin", "excluded", "excluded_factors"),
+)
+"""Arguments of the op that are arrays of its kernels."""
+
+
+@functools.cache
+def _kernel(
+    formula: str, by: str, outputs: str, source: int, derivatives: int, row: int, *others: Any
+) -> tuple[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]], list[str], dict[str, int]]:
+    """The kernel, a function that picks its inputs from `_ARRAYS`, names of its outputs, and columns of its sums."""
+    names = tuple(by.split(",")) if by else ()
+    variant = core.Variant(Formula.read(formula), names, source, derivatives, row, outputs, *others)
+    pick = operator.itemgetter(*(_ARRAYS.index(a.name) for a in core.inputs_of(variant)))
+    return core.moment_kernel(variant), pick, [a.name for a in core.outputs_of(variant)], core.width_of_sums(outputs)
+
+
+def _spec(name: str, letter: str, shape: Callable[..., tuple[Any, ...]]) -> OutputSpec:
+    """An output of the dtype of the positions; without elements where it is not requested."""
+    return OutputSpec(
+        name,
+        lambda *arguments: real_of(arguments[4]),
+        lambda *arguments: shape(*arguments) if letter in arguments[2] else (0,),
+    )
+
+
+def _of_atoms(*inputs: Any) -> Any:
+    return (inputs[4].shape[0], inputs[4].shape[1], count(inputs[3]))
+
+
+def _of_systems(*inputs: Any) -> Any:
+    return (inputs[13], 3, 3)
+
+
+_SPECS = (
+    _spec("gathered", GATHERED, _of_atoms),
+    _spec("cell_gradients", CELL, _of_systems),
+    _spec("virial", VIRIAL, _of_systems),
+)
+
+
+@warp_custom_op(
+    "nvalchemiops::pair_moments",
+    outputs=list(_SPECS),
+    grad_arrays=[
+        *(spec.name for spec in _SPECS),
+        *("moments", "row_moments", "positions", "cell", "parameters", "row_parameters", "global_parameters"),
+        "direction_cell",
+    ],
+    backward=_pullback,
+    trusted=True,
+)
+def pair_moments(
+    formula: str,
+    by: str,
+    outputs: str,
+    derivatives: int,
+    moments: torch.Tensor,
+    row_moments: torch.Tensor | None,
+    positions: torch.Tensor,
+    cell: torch.Tensor | None,
+    parameters: torch.Tensor | None,
+    row_parameters: torch.Tensor | None,
+    global_parameters: torch.Tensor | None,
+    direction_cell: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    n_systems: int,
+    row_begin: torch.Tensor | None,
+    neighbors: torch.Tensor,
+    shifts: torch.Tensor | None,
+    width: int,
+    padding: int,
+    first: torch.Tensor | None,
+    excluded_begin: torch.Tensor | None,
+    excluded: torch.Tensor | None,
+    excluded_factors: torch.Tensor | None,
+    cutoff: float,
+    r_switch: float,
+) -> tuple[torch.Tensor, ...]:
+    """Sums over neighbors of the derivatives of a radial function, contracted with moments; parts not asked are empty.
+
+    ``gathered[i, c, a] = Σ_j Σ_b moments[j, c, b] ∂_i^a ∂_j^b u``, and of ``B = Σ row_moments * gathered`` the
+    derivative by the cell, and the virial ``W_ab = -Σ d_a ∂u/∂d_b`` over both directions of each pair, at fixed
+    moments.
+
+    Parameters
+    ----------
+    formula : str
+        `Formula.text` of the radial function u: an expression without charges.
+    by : str
+        Parameters by which u is differentiated first, sorted, separated by commas; see
+        `nvalchemiops.interactions.pair.moments.Variant`.
+    outputs : str
+        Letters of the results: ``gathered`` (m), ``cell_gradients`` (c), ``virial`` (v, without directions only).
+    derivatives : int
+        Highest order of the derivatives by the position of i.
+    moments : (n_atoms, n_channels, n_moments) tensor
+        Numbered by `nvalchemiops.kernels.moments.components`.
+    row_moments : (n_atoms, n_channels, n_row_moments) tensor, optional
+    positions : (n_atoms, 3) tensor
+    cell : (n_systems, 3, 3) tensor, optional
+        Goes with ``shifts``.
+    parameters : (n_atoms, n_parameters) tensor, optional
+        Per atom, as a neighbor.
+    row_parameters : (n_atoms, n_parameters) tensor, optional
+        Those of the atom of a row, if they differ.
+    global_parameters : (n_systems, n_global) tensor, optional
+    direction_cell : (n_directions, n_systems, 3, 3) tensor, optional
+        Changes of the cell along which u is differentiated.
+    batch_idx : (n_atoms,) int32 tensor, optional
+    n_systems : int
+    row_begin, neighbors, shifts, width, padding, first
+        See `nvalchemiops.torch.neighbors.rows.Rows`.
+    excluded_begin, excluded, excluded_factors
+        Rows of pairs whose nearest image has a factor: (n_atoms + 1,) int32, (n,) int32, (n,) float64.
+    cutoff, r_switch : float
+        Distances.
+    """
+    n_atoms, n_channels, n_moments = moments.shape
+    device = positions.device
+    if n_channels > MOST_CHANNELS:
+        others: tuple[Any, ...] = (positions, cell, parameters, row_parameters, global_parameters, direction_cell)
+        others += (batch_idx, n_systems)
+        others += (row_begin, neighbors, shifts, width, padding, first, excluded_begin, excluded, excluded_factors)
+        return _in_blocks(formula, by, outputs, derivatives, moments, row_moments, *others, cutoff, r_switch)
+    given: tuple[Any, ...] = (moments, row_moments, positions, cell, parameters, row_parameters, global_parameters)
+    given += (direction_cell, batch_idx, row_begin, neighbors, shifts, first, excluded_begin, excluded)
+    given += (excluded_factors,)
+    orders = (order_of(n_moments), derivatives, -1 if row_moments is None else order_of(row_moments.shape[-1]))
+    n_directions = 0 if direction_cell is None else direction_cell.shape[0]
+    flags = (shifts is not None, excluded is not None, row_parameters is not None)
+    kernel, pick, written, columns = _kernel(
+        formula, by, outputs, *orders, n_directions, n_channels, precision_of(positions), *flags
+    )
+    # faults that are not read, which would wait for a GPU, make results NaN
+    fault = fault_of_thread() if layout(device.type).reads else None
+    memory: dict[str, torch.Tensor] = {}
+    if GATHERED in outputs:
+        memory["gathered"] = positions.new_empty((n_atoms, n_channels, count(derivatives)))
+    if columns:
+        memory["sums"] = torch.empty((n_atoms, sum(columns.values())), dtype=torch.float64, device=device)
+    launch(
+        kernel,
+        n_atoms,
+        [*pick(given), width, padding, cutoff, r_switch],
+        [fault if name == "fault" else memory[name] for name in written],
+        lanes=WARP,
+    )
+    if fault is not None and (number := plans.read_fault(fault)):
+        fault.zero_()
+        raise ValueError(FAULTS[number])
+    results = {GATHERED: memory.get("gathered")}
+    if columns:
+        parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(columns.values()), dim=1)
+        for letter, part in zip(columns, parts):
+            # outputs must not share memory
+            results[letter] = part.to(positions.dtype, copy=len(columns) > 1).reshape(n_systems, 3, 3)
+    return tuple(
+        positions.new_empty(0) if found is None else found for found in map(results.get, (GATHERED, CELL, VIRIAL))
+    )
+
+
+class MomentSums(NamedTuple):
+    """Results of `sum_moments`; those that were not requested are None."""
+
+    energies: torch.Tensor
+    forces: torch.Tensor | None
+    gradients: torch.Tensor | None
+    virial: torch.Tensor | None
+
+
+def sum_moments(
+    formula: Formula,
+    system: PairSystem,
+    moments: torch.Tensor,
+    parameters: torch.Tensor | None = None,
+    global_parameters: torch.Tensor | None = None,
+    *,
+    forces: bool = False,
+    gradients: bool = False,
+    virial: bool = False,
+    cutoff: float | None = None,
+    r_switch: float | None = None,
+    exclusions: ExclusionRows | None = None,
+) -> MomentSums:
+    """Energies of moments, ``1/2 Σ_j Σ_ab m_i^a m_j^b ∂_i^a ∂_j^b u``, with first derivatives from the same launch.
+
+    Parameters
+    ----------
+    formula : Formula
+        The radial function u, without charges.
+    system : PairSystem
+    moments : (n_atoms, n_channels, n_moments) tensor
+        Numbered by `nvalchemiops.kernels.moments.components`; channels do not interact.
+    parameters : (n_atoms, n_parameters) tensor, optional
+        Of the atoms, such as widths.
+    global_parameters : (n_systems, n_global) tensor, optional
+    forces, gradients, virial : bool, optional
+        Which derivatives of the sum of all energies to compute. The virial is that at fixed Cartesian moments.
+    cutoff, r_switch : float, optional
+    exclusions : ExclusionRows, optional
+
+    Returns
+    -------
+    MomentSums
+        Energies (n_atoms, n_channels), forces (n_atoms, 3), gradients by the moments (n_atoms, n_channels, n_moments),
+        virial (n_systems, 3, 3). All are differentiable to any order in all tensors.
+    """
+    positions, cell, batch_idx, n_systems, rows, domain = system
+    if domain is not None:
+        raise NotImplementedError("moments of a system that is divided among ranks")
+    order = order_of(moments.shape[-1])
+    excluded = (None, None, None) if exclusions is None else exclusions[:3]
+    found, _, by_strain = pair_moments(
+        formula.text,
+        "",
+        GATHERED + VIRIAL * virial,
+        order + forces,
+        moments,
+        moments if virial else None,
+        positions,
+        cell,
+        parameters,
+        None,
+        global_parameters,
+        None,
+        batch_idx,
+        n_systems,
+        *rows,
+        *excluded,
+        NO_CUTOFF if cutoff is None else cutoff,
+        0.0 if r_switch is None else r_switch,
+    )
+    potential = found[..., : moments.shape[-1]]
+    return MomentSums(
+        0.5 * (moments * potential).sum(-1),
+        -_by_position(moments, found) if forces else None,
+        potential if gradients else None,
+        0.5 * by_strain if virial else None,
+    )
