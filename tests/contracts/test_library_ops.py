@@ -23,6 +23,7 @@ from nvalchemiops.torch.operators.lattice import shortest_vectors
 from tests.processes import python_says
 from tests.systems import ALL, SYSTEMS, System, batch, crystal, triclinic
 
+EWALD_MOMENTS = moment_short_range(False)
 STORED = Path(__file__).parent / "stored_values.json"
 
 
@@ -73,18 +74,8 @@ def op_calls(system: System):
         geometry.measure_pairs: (x, cell, system_of, None, pairs[0], pairs[1], shifts, None, 0, rows.NO_PADDING),
         pair_sum: (DSF.text, "wrcpg", "rcpgw|rcpgw", *values, *directions, *given, *none, *distances),
         pair_moments: (
-            *(
-                moment_short_range(True).text,
-                "",
-                "mc",
-                1,
-                moments,
-                moments[..., :1].contiguous(),
-                x,
-                cell,
-                0.3 + q.abs().unsqueeze(1),
-            ),
-            *(0.4 + q.abs().unsqueeze(1), alpha.unsqueeze(1), cell.unsqueeze(0), *given[:-2], *none, *distances),
+            *(EWALD_MOMENTS.text, "", "mc", 0, moments[:, :1].contiguous(), moments[:, :1, :1].contiguous(), x, cell),
+            *(None, None, alpha.unsqueeze(1), None, *given[:-2], *none, *distances),
         ),
         shortest_vectors: (cell,),
         d3_coefficients: (x[:, 0].contiguous(), *reference_states, -4.0, 0),

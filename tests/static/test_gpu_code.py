@@ -13,10 +13,14 @@ import warp as wp
 from nvalchemiops import cli
 from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import compiled_folder
+from nvalchemiops.interactions.pair.potentials import moment_interaction
 from nvalchemiops.launch import lanes_of
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion
+from nvalchemiops.torch.interactions.pair.moments import sum_moments
+from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
 from tests import cases
 from tests.static.cubin import Needs, needs
 
@@ -209,6 +213,9 @@ def test_kernels_are_launched_with_the_lanes_that_they_declare(monkeypatch):
     near = cases.D3.near(cases.ONE)
     damping = cases.RationalDamping(0.4, 4.0, 0.8)
     d3_dispersion(cases.ONE.positions, near.pop("numbers"), damping, cases.STATES, cases.ONE.cell, **near, s9=1.0)
+    pairs, ptr, shifts = neighbor_list(x, 4.0, cell, return_neighbor_list=True)
+    rows = rows_of(GivenNeighbors(pairs, ptr, shifts), x, periodic=True)
+    sum_moments(moment_interaction(False), PairSystem(x, cell, None, 1, rows), x.unsqueeze(1)[..., :1])
     assert {kernel.key: lanes for kernel, lanes in seen.items() if lanes != {lanes_of(kernel)}} == {}
     families = {family(kernel) for build in registered().values() if lanes_of(kernel := build())}
     assert families <= {family(kernel) for kernel in seen}

@@ -28,15 +28,24 @@ from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems, system_sums
 from nvalchemiops.torch.runtime import plans
+from nvalchemiops.torch.runtime.context import is_eager
 
 MOST_CHANNELS = 4
 """Channels that one kernel sums at once: more would take long to compile."""
 
 
-@functools.cache
+HIGHEST = 12
+"""Order of moments, and of derivatives, up to which there are kernels."""
+
+_ORDERS = {count(order): order for order in range(HIGHEST + 1)}
+_RAISED = [list(zip(*raised(order))) for order in range(HIGHEST)]
+"""For each order, for each axis: where the moments of `nvalchemiops.kernels.moments` with one more derivative are."""
+
+
 def order_of(n_moments: int) -> int:
     """The highest order of so many moments."""
-    return next(order for order in range(n_moments) if count(order) == n_moments)
+    # by comparisons: a compiler may have a symbol for the number
+    return next(order for number, order in _ORDERS.items() if number == n_moments)
 
 
 # -- the derivative -------------------------------------------------------------------------------
@@ -208,17 +217,29 @@ def _by_position(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
     """Derivative (n_atoms, 3) of ``Σ moments * gathered`` by positions; ``gathered`` has one more order."""
     if moments.shape[-1] == 1:
         return (moments * gathered[..., 1:4]).sum(1)
-    places = raised(order_of(moments.shape[-1]))
-    columns = [(moments * gathered[..., [p[axis] for p in places]]).sum((1, 2)) for axis in range(3)]
-    return torch.stack(columns, -1)
+    higher = gathered.index_select(-1, _places(moments)).unflatten(-1, (3, -1))
+    return (moments.unsqueeze(-2) * higher).sum((1, 3))
+
+
+def _places(moments: torch.Tensor) -> torch.Tensor:
+    """Numbers (3 n_moments,) of the moments with one more derivative by x, y and z."""
+    order = order_of(moments.shape[-1])
+    if is_eager(moments):
+        return _kept_places(order, moments.device)
+    return torch.tensor(_RAISED[order], device=moments.device).flatten()
+
+
+@functools.cache
+def _kept_places(order: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(_RAISED[order], device=device).flatten()
 
 
 def _raise(moments: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
     """Moments of the derivative of the given ones along ``moved`` (n_atoms, 3), one order higher."""
     order = order_of(moments.shape[-1])
-    places = raised(order)
     columns: list[Any] = [None] * count(order + 1)
-    for b, targets in enumerate(places):
+    for b, targets in enumerate(zip(*_RAISED[order])):
         for axis, target in enumerate(targets):
             part = moments[..., b] * moved[:, None, axis]
             columns[target] = part if columns[target] is None else columns[target] + part
@@ -228,9 +249,8 @@ def _raise(moments: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
 
 def _lower(gradient: torch.Tensor, moments: torch.Tensor, moved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients by the two arguments of `_raise`."""
-    places = raised(order_of(moments.shape[-1]))
-    parts = torch.stack([gradient[..., [p[axis] for p in places]] for axis in range(3)], -1)
-    return (parts * moved[:, None, None, :]).sum(-1), (parts * moments.unsqueeze(-1)).sum((1, 2))
+    parts = gradient.index_select(-1, _places(moments)).unflatten(-1, (3, -1))
+    return (parts * moved[:, None, :, None]).sum(-2), (parts * moments.unsqueeze(-2)).sum((1, 3))
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
