@@ -15,8 +15,12 @@ import torch.distributed as dist
 from nvalchemiops.kernels.lattice import dual_vectors
 from nvalchemiops.torch.distributed.communication import add, maximum
 
-BINS = 4096
-"""Bins of the histograms of coordinates along an axis, by which bricks get equal numbers of atoms."""
+BINS, FEWEST_BINS, ALL_BINS = 4096, 16, 2**18
+"""Bins of the histograms of coordinates along an axis, by which bricks get equal numbers of atoms: of one system, of
+each of many, and of all together as long as that leaves each enough."""
+
+BOXES = 2**13
+"""Boxes along an axis, on either side of the origin, by which atoms of a rank are put in order."""
 
 SLACK = 1e-9
 """Ghosts lie within the cutoff of a brick, and this much more in fractional coordinates, for rounding."""
@@ -56,7 +60,8 @@ class Frames(NamedTuple):
     def coordinates(self, positions: torch.Tensor, batch_idx: torch.Tensor | None) -> torch.Tensor:
         """Coordinates (n, 3) of positions, in float64."""
         inverse = of_atoms(np.linalg.inv(self.vectors), batch_idx, positions)
-        return (positions.double().unsqueeze(-1) * inverse).sum(-2)
+        x, y, z = positions.double().split(1, dim=1)
+        return x * inverse[:, 0] + y * inverse[:, 1] + z * inverse[:, 2]
 
 
 def of_atoms(values: np.ndarray, batch_idx: torch.Tensor | None, atoms: torch.Tensor) -> torch.Tensor:
@@ -102,35 +107,53 @@ class Bricks(NamedTuple):
             rank = rank * count + (inside[:, axis : axis + 1] >= inner).sum(1)
         return rank
 
-    def seen_by(
-        self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None, reach: float
-    ) -> list[list[tuple[torch.Tensor, Grid]]]:
-        """For each rank the atoms closer to its brick than ``reach``, for each image of them.
+    def seen_by(self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None, reach: float) -> list[torch.Tensor]:
+        """For each rank the atoms of which an image is closer to its brick than ``reach``.
 
-        Images are counted along the axes that are divided, from atoms in the cell; along others there are none.
+        Images are counted along the axes that are divided, from atoms in the cell; along others all are close.
         """
         inside, _ = self.wrapped(coordinates, batch_idx)
         far = reach / self.frames.heights
-        conditions = []
+        conditions: list[list[torch.Tensor | None]] = []
         for axis, count in enumerate(self.grid):
-            most = int(np.floor(np.where(self.wraps[:, axis], far[:, axis], -1.0).max())) + 1 if count > 1 else 0
+            if count == 1:
+                conditions.append([None])
+                continue
+            most = int(np.floor(np.where(self.wraps[:, axis], far[:, axis], -1.0).max())) + 1
             low = of_atoms(self.edges[axis][:, :-1] - far[:, axis, None] - SLACK, batch_idx, coordinates)
             high = of_atoms(self.edges[axis][:, 1:] + far[:, axis, None] + SLACK, batch_idx, coordinates)
             periodic = of_atoms(self.wraps[:, axis], batch_idx, coordinates)
-            found: list[tuple[int, int, torch.Tensor | None]] = []
-            for brick, image in itertools.product(range(count), range(-most, most + 1)):
-                place = inside[:, axis] + image
-                near = (place >= low[:, brick]) & (place <= high[:, brick]) & (periodic | (image == 0))
-                found.append((brick, image, near if count > 1 else None))
+            found: list[torch.Tensor | None] = []
+            for brick in range(count):
+                near = torch.zeros(coordinates.shape[0], dtype=torch.bool, device=coordinates.device)
+                for image in range(-most, most + 1):
+                    place = inside[:, axis] + image
+                    is_near = (place >= low[:, brick]) & (place <= high[:, brick])
+                    near |= is_near if image == 0 else is_near & periodic
+                found.append(near)
             conditions.append(found)
-        seen: list[list[tuple[torch.Tensor, Grid]]] = [[] for _ in range(math.prod(self.grid))]
-        for x, y, z in itertools.product(*conditions):
+        seen = []
+        for along in itertools.product(*conditions):
             near = torch.ones(coordinates.shape[0], dtype=torch.bool, device=coordinates.device)
-            for _, _, condition in (x, y, z):
+            for condition in along:
                 near = near if condition is None else near & condition
-            rank = int(np.ravel_multi_index((x[0], y[0], z[0]), self.grid))
-            seen[rank].append((near.nonzero().squeeze(1), (x[1], y[1], z[1])))
+            seen.append(near.nonzero().squeeze(1))
         return seen
+
+    def order(self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None, width: float) -> torch.Tensor:
+        """The order (n,) of the atoms by system and by place, in boxes of about this width.
+
+        A search for neighbors copies what atoms in one place look through once for all of them, if they follow each
+        other; and those close to a border follow each other as well. Atoms in one box keep their order.
+        """
+        frames = self.frames
+        inside = torch.where(of_atoms(frames.pbc, batch_idx, coordinates), coordinates.remainder(1.0), coordinates)
+        per_unit = np.where(frames.pbc, np.maximum(np.floor(frames.heights / width), 1.0), 1.0 / width)
+        boxes = (inside * of_atoms(per_unit, batch_idx, coordinates)).floor().clamp_(-BOXES, BOXES - 1).long()
+        place = torch.zeros_like(boxes[:, 0]) if batch_idx is None else batch_idx.long()
+        for axis in sorted(range(3), key=lambda axis: -self.grid[axis]):
+            place = place * (2 * BOXES) + boxes[:, axis] + BOXES
+        return torch.sort(place, stable=True)[1]
 
     def bounds(self, rank: int, margin: float) -> list[tuple[float, float]]:
         """The ends of a brick and a margin around it along each axis, for all systems together."""
@@ -143,20 +166,27 @@ class Bricks(NamedTuple):
 
 
 def make_bricks(
-    frames: Frames, positions: torch.Tensor, batch_idx: torch.Tensor | None, reach: float, grid: Grid | None, group: Any
+    frames: Frames,
+    coordinates: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    reach: float,
+    grid: Grid | None,
+    group: Any,
 ) -> tuple[Bricks, np.ndarray]:
     """Bricks for the atoms of all ranks, and the number of atoms in each system. A collective call.
 
     Parameters
     ----------
+    coordinates : (n, 3) tensor
+        Of the atoms that this rank holds, as of `Frames.coordinates`.
     reach : float
         How far a rank sees beyond its brick: the grid is the one with the fewest ghosts, unless it is given.
     """
-    n_systems, device = len(frames.pbc), positions.device
-    coordinates = frames.coordinates(positions, batch_idx)
-    periodic = of_atoms(frames.pbc, batch_idx, positions)
+    n_systems, device = len(frames.pbc), coordinates.device
+    bins = min(max(ALL_BINS // n_systems, FEWEST_BINS), BINS)
+    periodic = of_atoms(frames.pbc, batch_idx, coordinates)
     inside = torch.where(periodic, coordinates - coordinates.floor(), coordinates)
-    system = torch.zeros(len(positions), dtype=torch.int64, device=device) if batch_idx is None else batch_idx.long()
+    system = torch.zeros(len(coordinates), dtype=torch.int64, device=device) if batch_idx is None else batch_idx.long()
     ends = torch.full((2, n_systems, 3), -torch.inf, dtype=torch.float64, device=device)
     index = system.unsqueeze(1).expand(-1, 3)
     ends[0].scatter_reduce_(0, index, -inside, "amax")
@@ -166,11 +196,11 @@ def make_bricks(
     whole = frames.pbc | (first > last)
     first = np.where(whole, 0.0, first)
     length = np.where(whole, 1.0, np.maximum(last - first, 1e-6))
-    place = (inside - of_atoms(first, batch_idx, positions)) / of_atoms(length, batch_idx, positions)
-    of_bins = system.unsqueeze(1) * BINS + (place * BINS).long().clamp_(0, BINS - 1)
-    counts = torch.stack([torch.bincount(of_bins[:, axis], minlength=n_systems * BINS) for axis in range(3)])
+    place = (inside - of_atoms(first, batch_idx, coordinates)) / of_atoms(length, batch_idx, coordinates)
+    of_bins = system.unsqueeze(1) * bins + (place * bins).long().clamp_(0, bins - 1)
+    counts = torch.stack([torch.bincount(of_bins[:, axis], minlength=n_systems * bins) for axis in range(3)])
     add(counts, group)
-    below = counts.reshape(3, n_systems, BINS).cumsum(2).cpu().numpy()
+    below = counts.reshape(3, n_systems, bins).cumsum(2).cpu().numpy()
     n_atoms = below[0, :, -1]
 
     if grid is None:
@@ -180,8 +210,8 @@ def make_bricks(
     edges = []
     for axis, count in enumerate(grid):
         wanted = below[axis, :, -1:] * np.arange(1, count) / count
-        bins = np.minimum((below[axis, :, :, None] < wanted[:, None]).sum(1) + 1, BINS)
-        inner = first[:, axis, None] + length[:, axis, None] * bins / BINS
+        last_bin = np.minimum((below[axis, :, :, None] < wanted[:, None]).sum(1) + 1, bins)
+        inner = first[:, axis, None] + length[:, axis, None] * last_bin / bins
         outer = np.where(frames.pbc[:, axis, None], [[0.0, 1.0]], [[-np.inf, np.inf]])
         edges.append(np.concatenate([outer[:, :1], inner, outer[:, 1:]], 1))
     return Bricks(frames, grid, edges), n_atoms

@@ -8,37 +8,28 @@ Source of the method: S. Plimpton, J. Comput. Phys. 117, 1 (1995), doi:10.1006/j
 """
 
 import hashlib
-import itertools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from nvalchemiops.layout import layout
+from nvalchemiops.neighbors.grid import sort_atoms
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.bricks import Frames, Grid, make_bricks
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum, tell, together
 from nvalchemiops.torch.distributed.exchange import Exchange
+from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, GivenNeighbors, Rows
-from nvalchemiops.torch.neighbors.search import Search, neighbor_pairs
+from nvalchemiops.torch.neighbors.search import Search, neighbor_rows
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.systems import System
 
-
-class _Images(NamedTuple):
-    """Images of atoms around a brick, along the axes that are divided.
-
-    Attributes
-    ----------
-    atoms : (n,) int64 tensor
-        Numbers among owned atoms and ghosts.
-    shifts : (n, 3) int32 tensor
-    """
-
-    atoms: torch.Tensor
-    shifts: torch.Tensor
+BLOCK = 1024
+"""Rows that are looked through at once for neighbors on other ranks."""
 
 
 class Domain:
@@ -71,7 +62,7 @@ class Domain:
     n_owned, n_ghosts : int
         Atoms that this rank owns, and others that it sees.
     global_index : (n_owned,) int64 tensor
-        Their numbers, which ascend.
+        Their numbers. Atoms are in an order by place, so that neighbors stand close together.
     batch_idx : (n_owned,) int32 tensor or None
         System of each owned atom.
     n_systems : int
@@ -168,50 +159,29 @@ class Domain:
 
     def _divide(self, positions: torch.Tensor, batch_idx: torch.Tensor | None, grid: Grid | None) -> None:
         numbers = self._numbers(positions.shape[0])
-        self.bricks, counts = make_bricks(self._frames, positions, batch_idx, self.reach, grid, self.group)
+        coordinates = self._frames.coordinates(positions, batch_idx)
+        self.bricks, counts = make_bricks(self._frames, coordinates, batch_idx, self.reach, grid, self.group)
         self.grid = self.bricks.grid
         self.atoms_in_systems = torch.as_tensor(counts.astype(np.float64), device=self.device)
         # to the owners: rows for rank 0 first, in the order in which they are held
-        ranks = self.bricks.ranks_of(self._frames.coordinates(positions, batch_idx), batch_idx)
-        owner, order = torch.sort(ranks, stable=True)
+        owner, order = torch.sort(self.bricks.ranks_of(coordinates, batch_idx), stable=True)
         self._n_held = positions.shape[0]
         sizes = torch.bincount(owner, minlength=self.n_ranks).tolist()
         self._to_owners = Exchange.plan(self.group, order.split(sizes))
         self.n_owned = self._to_owners.n_received
+        systems = None if batch_idx is None else self.distribute(batch_idx)
+        here = self.distribute(coordinates)
+        place = self.bricks.order(here, systems, self.reach)
+        self._to_owners = self._to_owners.in_order(place)
         self.global_index = self.distribute(numbers)
-        self.batch_idx = None if batch_idx is None else self.distribute(batch_idx)
+        self.batch_idx = None if systems is None else systems.index_select(0, place)
         self._reference = self.distribute(positions)
-        self._find_ghosts()
-
-    def _find_ghosts(self) -> None:
-        """Exchange which owned atoms other ranks see, and in which images."""
-        coordinates = self._frames.coordinates(self._reference, self.batch_idx)
-        _, cells = self.bricks.wrapped(coordinates, self.batch_idx)
-        # each atom goes to a rank once; its images are made there
-        rows, images = [], []
-        for rank, seen in enumerate(self.bricks.seen_by(coordinates, self.batch_idx, self.reach)):
-            if rank == self.rank:
-                seen = [(atoms, image) for atoms, image in seen if image != (0, 0, 0)]
-            atoms = torch.cat([atoms for atoms, _ in seen]) if seen else self.global_index[:0]
-            shifts = [torch.tensor(image, device=self.device).expand(len(atoms), 3) for atoms, image in seen]
-            shift = torch.cat([*shifts, self.global_index.new_zeros((0, 3))])
-            if rank == self.rank:
-                own = _Images(atoms, shift.int())
-                atoms, shift = atoms[:0], shift[:0]
-            unique, place = torch.unique(atoms, return_inverse=True)
-            rows.append(unique)
-            images.append(torch.cat([place.unsqueeze(1), shift], 1))
-        self._halo = Exchange.plan(self.group, rows)
+        here = here.index_select(0, place)
+        _, self._cells = self.bricks.wrapped(here, self.batch_idx)
+        seen = self.bricks.seen_by(here, self.batch_idx, self.reach)
+        seen[self.rank] = seen[self.rank][:0]
+        self._halo = Exchange.plan(self.group, seen)
         self.n_ghosts = self._halo.n_received
-        ends = list(itertools.accumulate(map(len, images), initial=0))
-        every = [torch.arange(a, b, device=self.device) for a, b in itertools.pairwise(ends)]
-        exchange = Exchange.plan(self.group, every)
-        told = exchange.apply(torch.cat(images))
-        first = itertools.accumulate(self._halo.receive[:-1], initial=self.n_owned)
-        begin, counts = (torch.tensor(list(n), device=self.device) for n in (first, exchange.receive))
-        ghosts = _Images(begin.repeat_interleave(counts) + told[:, 0], told[:, 1:].int())
-        self._images = _Images(*(torch.cat(both) for both in zip(own, ghosts)))
-        self._cells = self.with_ghosts(cells)
         self.batch_idx_with_ghosts = None if self.batch_idx is None else self.with_ghosts(self.batch_idx)
         self._rows: dict[float, Rows] = {}
         self.kept: dict[Any, Any] = {}
@@ -227,7 +197,7 @@ class Domain:
 
     def cells_left(self) -> torch.Tensor:
         """Whole cells (n_owned, 3) to take off the fractional coordinates of owned atoms to be in their brick."""
-        return self._cells[: self.n_owned]
+        return self._cells
 
     # -- values of atoms --------------------------------------------------------------------------
 
@@ -374,50 +344,59 @@ class Domain:
         return self._rows[cutoff]
 
     def _search(self, cutoff: float) -> Rows:
-        n, batch_idx, cell = self.n_owned, self.batch_idx_with_ghosts, self.cell
+        n, system = self.n_owned, self.batch_idx_with_ghosts
         everywhere = self.with_ghosts(self._reference)
-        atoms = torch.cat([torch.arange(n, device=self.device), self._images.atoms])
-        shifts = torch.cat([self._images.shifts.new_zeros((n, 3)), self._images.shifts])
-        of_image = -self._cells.index_select(0, atoms) + shifts
-        placed = everywhere.double().index_select(0, atoms)
-        system = None if batch_idx is None else batch_idx.index_select(0, atoms)
-        pbc = None
-        if cell is not None:
-            of_atom = cell[:1] if system is None else cell.index_select(0, system)
-            placed = placed + (of_image.unsqueeze(-1) * of_atom).sum(-2)
-            pbc = self.pbc & ~torch.as_tensor(self.bricks.wraps, device=self.device)
-        order = back = None
         targets = torch.arange(n, device=self.device, dtype=torch.int32)
+        order = None
         if system is not None:
             system, order = torch.sort(system, stable=True)
-            placed = placed.index_select(0, order)
+            everywhere = everywhere.index_select(0, order)
             back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=self.device))
             targets = back[:n].int()
         with self.together():
-            search = Search(placed, cutoff, cell, pbc, system, None, targets)
-            pairs, pointers, found = neighbor_pairs(*search)
-        neighbors = pairs[1] if order is None else order.int().index_select(0, pairs[1])
-        border = (neighbors >= n).nonzero().squeeze(1)
-        image = neighbors.index_select(0, border)
-        if cell is not None:
-            # between atoms as they are, not between their images
-            of_image = of_image.int()
-            if bool(self._cells[:n].any()):
-                first = torch.arange(n, device=self.device).repeat_interleave(
-                    pointers.diff(), output_size=len(neighbors)
-                )
-                found = found + of_image.index_select(0, neighbors) - of_image.index_select(0, first)
-            else:
-                found.index_add_(0, border, of_image.index_select(0, image))
-        neighbors.index_copy_(0, border, atoms.int().index_select(0, image))
-        # the same pairs from the side of the ghosts
-        border = border.index_select(0, (neighbors.index_select(0, border) >= n).nonzero().squeeze(1))
-        ghosts, place = torch.sort(neighbors.index_select(0, border), stable=True)
-        border = border.index_select(0, place)
-        first = torch.searchsorted(pointers, border, right=True, out_int32=True) - 1
-        of_ghosts = row_pointers(ghosts - n, self.n_ghosts)
-        rows = torch.cat([neighbors, first])
-        if cell is not None:
-            found = torch.cat([found, -found.index_select(0, border)])
-        pointers = torch.cat([pointers, of_ghosts[1:] + pointers[-1]])
-        return Rows(pointers, rows, found if cell is not None else None, 0, NO_PADDING, None)
+            search = Search(everywhere, cutoff, self.cell, self.pbc, system, None, targets)
+            near = torch.unique(self._halo.rows)  # no other atoms have ghosts for neighbors
+            neighbors, pointers, shifts = neighbor_rows(search, lambda count: int(count.index_select(0, near).sum()))
+        if order is not None:
+            size = int(pointers[-1])
+            neighbors[:size] = order.int().index_select(0, neighbors[:size])
+        size, pointers = self._add_rows_of_ghosts(neighbors, pointers, shifts)
+        return Rows(pointers, neighbors[:size], None if self.cell is None else shifts[:size], 0, NO_PADDING, None)
+
+    def _border(self, neighbors: torch.Tensor, pointers: torch.Tensor) -> torch.Tensor:
+        """Places (n,) of ghosts among the neighbors of owned atoms."""
+        # only atoms that other ranks see have ghosts for neighbors: look at the blocks of rows that hold some
+        blocks = torch.unique(self._halo.rows // BLOCK)
+        if not len(blocks):
+            return blocks
+        ends = torch.stack([blocks * BLOCK, (blocks * BLOCK + BLOCK).clamp(max=self.n_owned)])
+        found = []
+        for begin, end in pointers.index_select(0, ends.flatten()).view(2, -1).T.tolist():
+            found.append((neighbors[begin:end] >= self.n_owned).nonzero().squeeze(1) + begin)
+        return torch.cat(found)
+
+    def _add_rows_of_ghosts(
+        self, neighbors: torch.Tensor, pointers: torch.Tensor, shifts: torch.Tensor
+    ) -> tuple[int, torch.Tensor]:
+        """Write the pairs of owned atoms and ghosts once again, from the side of the ghosts; the size, and pointers."""
+        n, size = self.n_owned, int(pointers[-1])
+        border = self._border(neighbors, pointers)
+        ends = torch.searchsorted(border, pointers.long())
+        first = torch.arange(n, device=self.device, dtype=torch.int32)
+        first = first.repeat_interleave(ends.diff(), output_size=len(border))
+        order, of_ghosts = _sorted(neighbors.index_select(0, border) - n, self.n_ghosts)
+        end = size + len(border)
+        torch.index_select(first, 0, order, out=neighbors[size:end])
+        if self.cell is not None:
+            torch.neg(shifts.index_select(0, border.index_select(0, order)), out=shifts[size:end])
+        return end, torch.cat([pointers, of_ghosts[1:] + size])
+
+
+def _sorted(index: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order that sorts an ``index`` (int32), stable, and pointers (n + 1,) to the first place of each number."""
+    if not layout(index.device.type).serial:
+        found, order = torch.sort(index, stable=True)
+        return order.int(), row_pointers(found, n)
+    begin, order = index.new_zeros(n + 2), torch.empty_like(index)
+    launch(sort_atoms(), 1, [index], [begin, order])
+    return order, begin[:-1]

@@ -20,12 +20,16 @@ class Exchange(NamedTuple):
         Rows of the input to send, those for rank 0 first.
     send, receive : tuple of int
         How many rows go to each rank, and come from each.
+    order, places : (n_received,) int64 tensors, optional
+        Rows are taken in this order after their arrival; the inverse of it.
     """
 
     group: int
     rows: torch.Tensor
     send: tuple[int, ...]
     receive: tuple[int, ...]
+    order: torch.Tensor | None = None
+    places: torch.Tensor | None = None
 
     @classmethod
     def plan(cls, group: Any, rows: Sequence[torch.Tensor]) -> "Exchange":
@@ -44,11 +48,18 @@ class Exchange(NamedTuple):
         """Rows that arrive here."""
         return sum(self.receive)
 
+    def in_order(self, order: torch.Tensor) -> "Exchange":
+        """The exchange whose rows are put in this order where they arrive."""
+        places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+        return self._replace(order=order, places=places)
+
     def apply(self, values: torch.Tensor) -> torch.Tensor:
         """The rows (n_received, ...) that arrive, those of rank 0 first, in the order in which they were sent."""
-        return all_to_all_rows(values.index_select(0, self.rows), self.send, self.receive, self.group)
+        rows = all_to_all_rows(values.index_select(0, self.rows), self.send, self.receive, self.group)
+        return rows if self.order is None else rows.index_select(0, self.order)
 
     def transpose(self, values: torch.Tensor, n_rows: int) -> torch.Tensor:
         """What `apply` is the transpose of: rows go back where they came from, and are added (n_rows, ...)."""
+        values = values if self.places is None else values.index_select(0, self.places)
         rows = all_to_all_rows(values, self.receive, self.send, self.group)
         return values.new_zeros((n_rows, *values.shape[1:])).index_add(0, self.rows, rows)

@@ -4,6 +4,7 @@ All geometry is computed in float64, for positions of either dtype.
 """
 
 import threading
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -383,18 +384,44 @@ def neighbor_pairs(
     selection = (nearest, tie_tolerance, symmetric)
     search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method, *selection)
     bins = _CellList(search)
-    count = bins.count()
-    most = int(count.max()) if bins.n_rows else 0
-    ends = count.cumsum(0)
-    size = int(ends[-1]) if bins.n_rows else 0
+    count, most, ptr, size = _counted(bins)
     check_size(size)
-    ptr = bins._new(bins.n_rows + 1)
-    ptr[:1] = 0
-    ptr[1:] = ends
     pairs = new_empty((2, size), torch.int32, bins.device)
     shifts = new_empty((0 if cell is None else size, 3), torch.int32, bins.device)
     bins.fill(count, most, _Destination(pairs[1], shifts, pairs[0], ptr))
     return pairs, ptr, shifts
+
+
+def neighbor_rows(
+    search: Search, spare: Callable[[torch.Tensor], int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Neighbors, pointers and shifts as of `neighbor_pairs`, with room at the end for rows of the caller.
+
+    Parameters
+    ----------
+    spare : callable
+        Entries to leave, from the counts (n_rows,) of neighbors.
+    """
+    bins = _CellList(search)
+    count, most, ptr, size = _counted(bins)
+    room = size + spare(count)
+    check_size(room)
+    neighbors = new_empty((room,), torch.int32, bins.device)
+    shifts = new_empty((0 if search.cell is None else room, 3), torch.int32, bins.device)
+    bins.fill(count, most, _Destination(neighbors, shifts, None, ptr))
+    return neighbors, ptr, shifts
+
+
+def _counted(bins: _CellList) -> tuple[torch.Tensor, int, torch.Tensor, int]:
+    """Counts of neighbors and the largest, pointers, and the number of pairs."""
+    count = bins.count()
+    most = int(count.max()) if bins.n_rows else 0
+    ends = count.cumsum(0)
+    size = int(ends[-1]) if bins.n_rows else 0
+    ptr = bins._new(bins.n_rows + 1)
+    ptr[:1] = 0
+    ptr[1:] = ends
+    return count, most, ptr, size
 
 
 _WIDTH = DynamicSize("width")
