@@ -264,6 +264,36 @@ def atoms_that_move(group: Any) -> None:
         raise AssertionError("atoms that have moved too far are an error on all ranks")
 
 
+@case(1, 3)
+def ranks_follow_atoms_together(group: Any) -> None:
+    """One atom that moves far, on one rank, makes all ranks divide anew; numbers and holders stay."""
+    atoms = Atoms(n=5)
+    mine = atoms.mine(group)
+    exclusions = torch.stack([torch.arange(0, 100, 7), torch.arange(0, 100, 7) + 2])
+    first = Domain(atoms.positions[mine], atoms.cell, cutoff=3.0, skin=0.6, group=group)
+    domain, x, q = first, first.distribute(atoms.positions[mine]), first.distribute(atoms.charges[mine])
+    reference, made = atoms.positions.clone(), 0
+    for step in range(5):
+        moves = 0.14 * atoms.vectors / atoms.vectors.norm(dim=1).max()
+        moves[17] *= 1.0 + 40.0 * (step % 2)
+        reference = reference + moves
+        x = x + moves[domain.global_index]
+        before = domain
+        domain, x, q = domain.follow(x, q)
+        told = torch.tensor([int(domain is not before)])
+        dist.all_reduce(told, group=group)
+        assert int(told) in (0, dist.get_world_size(group))
+        made += int(told) > 0
+        assert torch.equal(x, reference[domain.global_index])
+        assert torch.equal(domain.gather(x), reference[mine])
+        assert torch.equal(domain.distribute(atoms.charges[mine]), q)
+        given: dict[str, Any] = {"cutoff": 3.0, "k_cutoff": 2.0, "exclusions": exclusions}
+        found = ewald_summation(x, q, atoms.cell, 0.7, domain=domain, **given)
+        expected = ewald_summation(reference, atoms.charges, atoms.cell, 0.7, **given)
+        assert_equal(domain.gather(found), expected[mine], step)
+    assert made in (2, 3), made
+
+
 PAIRS_OF_CHARGES = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=3.0)
 
 

@@ -21,7 +21,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.bricks import Frames, Grid, make_bricks
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum, tell, together
-from nvalchemiops.torch.distributed.exchange import Exchange
+from nvalchemiops.torch.distributed.exchange import Exchange, inverse
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, GivenNeighbors, Rows
 from nvalchemiops.torch.neighbors.search import Search, neighbor_rows
@@ -94,6 +94,9 @@ class Domain:
         self.rank, self.n_ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.number = number_of(self.group)
         self.device = positions.device if isinstance(positions, torch.Tensor) else torch.device("cpu")
+        self._options: dict[str, Any] = {"cutoff": cutoff, "skin": skin, "group": group, "grid": grid}
+        for name, value in (("cell", cell), ("pbc", pbc)):
+            self._options[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         with self.together():
             checks.check_positions(positions)
             self.cutoff = checks.check_positive("cutoff", cutoff)
@@ -107,6 +110,7 @@ class Domain:
                 raise ValueError("`batch_idx` must hold numbers from 0 on")
         self.n_systems = self._agree_on_systems(n_systems, num_systems, found, batch_idx is not None)
         self.reach = self.cutoff + self.skin
+        self._options["num_systems"] = self.n_systems if self.is_batch else None
         with self.together():
             if grid is not None and (len(grid) != 3 or math.prod(grid) != self.n_ranks):
                 raise ValueError(f"`grid` = {grid} must be for as many bricks as there are ranks, {self.n_ranks}")
@@ -192,8 +196,52 @@ class Domain:
         counts[self.rank] = n_atoms
         add(counts, self.group)
         self.n_atoms = int(counts.sum())
-        first = int(counts[: self.rank].sum())
+        self._first_held = counts.cumsum(0) - counts
+        first = int(self._first_held[self.rank])
         return torch.arange(first, first + n_atoms, device=self.device)
+
+    def follow(self, positions: torch.Tensor, *values: torch.Tensor) -> tuple[Any, ...]:
+        """Return the domain, or a new one if an atom on any rank has moved by half of the skin; and values with it.
+
+        A collective call: all ranks decide alike. Atoms keep their numbers, and `gather` gives values back to the ranks
+        that held them in the beginning.
+
+        Parameters
+        ----------
+        positions : (n_owned, 3) tensor
+        *values : (n_owned, ...) tensors
+            What else belongs to the atoms, such as velocities.
+
+        Returns
+        -------
+        domain : Domain
+            The same object if atoms have not moved that far.
+        positions, *values : tensors
+            Of the atoms that this rank owns now.
+        """
+        with self.together():
+            for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
+                if value.shape[:1] != (self.n_owned,):
+                    raise ValueError(f"`{name}` must have {self.n_owned} rows, got shape {tuple(value.shape)}")
+        if 2.0 * self.displacement(positions) <= self.skin:
+            return self, positions, *values
+        new = Domain(positions, batch_idx=self.batch_idx, **self._options)
+        moved = [new.distribute(value) for value in (positions, *values)]
+        new.global_index = new.distribute(self.global_index)
+        new._first_held, new._n_held = self._first_held, self._n_held
+        new._to_owners = new._from_holders()
+        return new, *moved
+
+    def _from_holders(self) -> Exchange:
+        """The exchange that brings values from the ranks that hold atoms, by the numbers of the atoms here."""
+        holder = torch.searchsorted(self._first_held, self.global_index, right=True) - 1
+        holder, order = torch.sort(holder, stable=True)
+        back = Exchange.plan(self.group, order.split(torch.bincount(holder, minlength=self.n_ranks).tolist()))
+        rows = back.apply(self.global_index) - self._first_held[self.rank]
+        there = Exchange(self.number, rows, back.receive, back.send)
+        return there.in_order(
+            torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=self.device))
+        )
 
     def cells_left(self) -> torch.Tensor:
         """Whole cells (n_owned, 3) to take off the fractional coordinates of owned atoms to be in their brick."""
@@ -351,8 +399,7 @@ class Domain:
         if system is not None:
             system, order = torch.sort(system, stable=True)
             everywhere = everywhere.index_select(0, order)
-            back = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=self.device))
-            targets = back[:n].int()
+            targets = inverse(order)[:n].int()
         with self.together():
             search = Search(everywhere, cutoff, self.cell, self.pbc, system, None, targets)
             near = torch.unique(self._halo.rows)  # no other atoms have ghosts for neighbors

@@ -50,8 +50,7 @@ class Exchange(NamedTuple):
 
     def in_order(self, order: torch.Tensor) -> "Exchange":
         """The exchange whose rows are put in this order where they arrive."""
-        places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
-        return self._replace(order=order, places=places)
+        return self._replace(order=order, places=inverse(order))
 
     def apply(self, values: torch.Tensor) -> torch.Tensor:
         """The rows (n_received, ...) that arrive, those of rank 0 first, in the order in which they were sent."""
@@ -63,3 +62,8 @@ class Exchange(NamedTuple):
         values = values if self.places is None else values.index_select(0, self.places)
         rows = all_to_all_rows(values, self.receive, self.send, self.group)
         return values.new_zeros((n_rows, *values.shape[1:])).index_add(0, self.rows, rows)
+
+
+def inverse(order: torch.Tensor) -> torch.Tensor:
+    """The inverse of a permutation."""
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
