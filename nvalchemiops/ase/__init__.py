@@ -27,6 +27,7 @@ from nvalchemiops.ase.electrostatics import Electrostatics
 from nvalchemiops.ase.graphs import Graph, atoms_to_graph
 from nvalchemiops.ase.neighbors import neighbor_list
 from nvalchemiops.ase.pair import Pair
+from nvalchemiops.ase.ranks import on_ranks
 from nvalchemiops.ase.system import Contribution, System, Term
 
 __all__ = [
@@ -40,4 +41,5 @@ __all__ = [
     "Term",
     "atoms_to_graph",
     "neighbor_list",
+    "on_ranks",
 ]

@@ -11,7 +11,7 @@ from ase.calculators import calculator as base
 from ase.stress import full_3x3_to_voigt_6_stress
 
 from nvalchemiops.ase.elements import number
-from nvalchemiops.ase.system import SharedLists, System, Term
+from nvalchemiops.ase.system import Contribution, SharedLists, System, Term
 
 
 class Calculator(base.Calculator):
@@ -82,6 +82,11 @@ class Calculator(base.Calculator):
             raise TypeError(f"`{next(iter(changes))}` cannot be set: make a new Calculator")
         return {}
 
+    def _evaluate(self, atoms: ase.Atoms, wants_virial: bool) -> list[Contribution]:
+        """The contributions of all terms."""
+        system = System.of(atoms, wants_virial, self._lists, self.device)
+        return [term.evaluate(system) for term in self.terms]
+
     def calculate(
         self,
         atoms: ase.Atoms | None = None,
@@ -95,9 +100,8 @@ class Calculator(base.Calculator):
             raise ValueError("`atoms` are needed")
         self._stress_was_asked_for |= "stress" in (properties or [])
         wants_stress = self._stress_was_asked_for and int(atoms.cell.rank) == 3
-        system = System.of(atoms, wants_stress, self._lists, self.device)
         with torch.no_grad():
-            parts = [term.evaluate(system) for term in self.terms]
+            parts = self._evaluate(atoms, wants_stress)
         energies = _total(part.energies for part in parts)
         energy = math.fsum(energies)
         self.results = {

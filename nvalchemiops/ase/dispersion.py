@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ase
 import torch
 
 from nvalchemiops.ase.pair import shown
@@ -75,21 +76,28 @@ class Dispersion:
             if length is not None or name != "smoothing":
                 check_positive(name, length)
         ranges_of(**lengths)  # raises unless they fit
-        self.reach = max(cutoff, coordination_cutoff, three_body_cutoff if as_float("s9", s9) else 0.0)
+        self._reach = max(cutoff, coordination_cutoff, three_body_cutoff if as_float("s9", s9) else 0.0)
         self._options: dict[str, Any] = {
             name: None if v is None else v / BOHR_IN_ANGSTROM for name, v in lengths.items()
         } | {"s9": s9}
         self._shown = [repr(functional), *shown({"damping": kind, "s9": s9 or None} | lengths)]
 
+    def reach(self, _: ase.Atoms) -> float:
+        """The distance from which on pairs do not matter."""
+        return self._reach
+
     def evaluate(self, system: System) -> Contribution:
         """Energies, forces and virial of these atoms; see `Term`."""
+        near = system.neighbors(self._reach)
+        if "domain" in near:
+            near["domain"] = near["domain"].in_units(BOHR_IN_ANGSTROM)
         energies, forces, _, *virial = d3_dispersion(
             system.positions / BOHR_IN_ANGSTROM,
-            torch.as_tensor(system.atoms.numbers, device=system.positions.device),
+            system.of_atoms(system.atoms.numbers, torch.int32),
             self.damping,
             self.parameters,
             None if system.cell is None else system.cell / BOHR_IN_ANGSTROM,
-            **system.neighbors(self.reach),
+            **near,
             **self._options,
             compute_forces=True,
             compute_virial=system.wants_virial,

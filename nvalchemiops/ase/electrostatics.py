@@ -19,6 +19,8 @@ from nvalchemiops.torch.interactions.electrostatics import (
     estimate_pme_parameters,
     ewald_real_space,
     ewald_reciprocal_space,
+    ewald_summation,
+    particle_mesh_ewald,
     pme_reciprocal_space,
     prepare_wave_vectors,
 )
@@ -116,10 +118,14 @@ class Electrostatics:
         elif not callable(charges):
             self._of_atoms = atom_values("charges", charges)
 
+    def reach(self, atoms: ase.Atoms) -> float | None:
+        """The distance from which on pairs do not matter."""
+        return self._sum.reach(atoms)
+
     def evaluate(self, system: System) -> Contribution:
         """Energies, forces, virial and charges of these atoms; see `Term`."""
         if self._of_atoms is not None:
-            charges = system.tensor(self._of_atoms(system.atoms))
+            charges = system.of_atoms(self._of_atoms(system.atoms))
         else:
             assert callable(self.charges)
             leaves = system.with_gradients()
@@ -145,6 +151,10 @@ class PairSum:
         self.potential, values = from_library(method, WITHIN_CUTOFF[method], cutoff, parameters)
         self.parameters = Parameters(self.potential, values, elsewhere=("q",))
 
+    def reach(self, _: ase.Atoms) -> float | None:
+        """The cutoff."""
+        return self.potential.cutoff
+
     def __call__(self, system: System, charges: torch.Tensor, with_gradients: bool) -> Sums:
         """Energies, forces, on request gradients by charges, and virial if wanted; in e²/angstrom."""
         results: Any = self.potential(
@@ -169,6 +179,7 @@ class Chosen(NamedTuple):
     alpha: float
     cutoff: float
     long_range: Callable[..., Any]  # the reciprocal part with its k-vectors or its mesh
+    on_ranks: Callable[..., Any]  # the whole sum
 
 
 class LatticeSum:
@@ -194,9 +205,13 @@ class LatticeSum:
             "compute_charge_gradients": with_gradients,
             "compute_virial": system.wants_virial,
         }
-        chosen = self._parameters(system)
+        chosen = self._parameters(system.atoms, positions.device)
         # the sum is periodic along all axes, also where a correction makes up for one
         near = system.neighbors(chosen.cutoff, (True, True, True))
+        if "domain" in near:
+            near["cutoff"] = chosen.cutoff
+            found: Sums = chosen.on_ranks(positions, charges, cell, chosen.alpha, **near, **options)
+            return found
         # with the cutoff said, results do not depend on how far the list reaches
         parts = [ewald_real_space(positions, charges, cell, chosen.alpha, **near, cutoff=chosen.cutoff, **options)]
         parts.append(chosen.long_range(positions, charges, cell, alpha=chosen.alpha, **options))
@@ -225,31 +240,38 @@ class LatticeSum:
                 f"`cell`: '{self.method}' needs three vectors, also along an open axis, with vacuum around the slab"
             )
 
-    def _parameters(self, system: System) -> Chosen:
+    def reach(self, atoms: ase.Atoms) -> float:
+        """The cutoff of the sum over pairs."""
+        self._check_periodicity(atoms)
+        return self._parameters(atoms, torch.device("cpu") if self._chosen is None else self._chosen.device).cutoff
+
+    def _parameters(self, atoms: ase.Atoms, device: torch.device) -> Chosen:
         """Those that are kept, or new ones if the cell has changed."""
-        kept, cell, device = self._chosen, system.atoms.cell.array, system.positions.device
-        others = kept is None or (kept.n_atoms, kept.device) != (len(system.atoms), device)
-        if kept is None or others or not np.array_equal(kept.cell, cell):
-            self._chosen = kept = self._choose(system)
+        kept = self._chosen
+        others = kept is None or (kept.n_atoms, kept.device) != (len(atoms), device)
+        if kept is None or others or not np.array_equal(kept.cell, atoms.cell.array):
+            self._chosen = kept = self._choose(atoms, device)
         return kept
 
-    def _choose(self, system: System) -> Chosen:
-        positions, cell = system.positions, system.cell
-        assert cell is not None
+    def _choose(self, atoms: ase.Atoms, device: torch.device) -> Chosen:
+        shape = atoms.cell.array.copy()
+        cell = torch.tensor(shape, dtype=torch.float64, device=device)
+        positions = cell[:1].expand(len(atoms), 3)  # only how many there are matters
         long_range: Callable[..., Any]
         if self.method == "ewald":
             ewald = estimate_ewald_parameters(positions, cell, accuracy=self.accuracy)
             alpha, cutoff = ewald.alpha, ewald.real_space_cutoff
             k_vectors: Any = prepare_wave_vectors(cell, ewald.reciprocal_space_cutoff)
             long_range = functools.partial(ewald_reciprocal_space, k_vectors=None, miller_indices=k_vectors)
+            whole = functools.partial(ewald_summation, k_cutoff=float(ewald.reciprocal_space_cutoff))
         else:
             order = self.spline_order
             pme = estimate_pme_parameters(positions, cell, accuracy=self.accuracy, spline_order=order)
             alpha, cutoff = pme.alpha, pme.real_space_cutoff
             mesh: dict[str, Any] = {"mesh_dimensions": pme.mesh_dimensions, "spline_order": order}
             long_range = functools.partial(pme_reciprocal_space, **mesh)
-        shape = system.atoms.cell.array.copy()
-        return Chosen(len(system.atoms), shape, positions.device, float(alpha), float(cutoff), long_range)
+            whole = functools.partial(particle_mesh_ewald, **mesh)
+        return Chosen(len(atoms), shape, device, float(alpha), float(cutoff), long_range, whole)
 
 
 def _refuse(arguments: Mapping[str, Any], reason: str) -> None:

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import ase
 import numpy as np
 import torch
 from ase.data import atomic_numbers
@@ -77,6 +78,10 @@ class Pair:
             self.potential, values = from_library(potential, LIBRARY[potential], cutoff, parameters)
         self.parameters = Parameters(self.potential, values)
 
+    def reach(self, _: ase.Atoms) -> float | None:
+        """The distance from which on pairs do not matter."""
+        return self.potential.cutoff
+
     def evaluate(self, system: System) -> Contribution:
         """Energies, forces and virial of these atoms; see `Term`."""
         energies, forces, *virial = self.potential(
@@ -146,11 +151,11 @@ class Parameters:
         """Arguments of the potential for these atoms; raise if they lack a value."""
         atoms = system.atoms
         found: dict[str, Any] = dict(self._numbers)
-        found |= {name: system.tensor(values(atoms)) for name, values in self._of_atoms.items()}
+        found |= {name: system.of_atoms(values(atoms)) for name, values in self._of_atoms.items()}
         if self._of_pairs:
             elements = np.flatnonzero(np.bincount(atoms.numbers))
             species = np.searchsorted(elements, atoms.numbers)
-            found["species"] = torch.as_tensor(species, dtype=torch.int32, device=system.positions.device)
+            found["species"] = system.of_atoms(species, torch.int32)
             for name, table in self._of_pairs.items():
                 found[name] = system.tensor(of_pairs(name, table, elements))
         return found

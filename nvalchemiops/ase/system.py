@@ -131,6 +131,10 @@ class System:
         """The values with the dtype and on the device of the positions."""
         return torch.as_tensor(values, dtype=self.positions.dtype, device=self.positions.device)
 
+    def of_atoms(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Values (n_atoms, ...) for all atoms, as a tensor for those that this process has: all, but for `on_ranks`."""
+        return torch.as_tensor(values, dtype=dtype or self.positions.dtype, device=self.positions.device)
+
     def neighbors(self, cutoff: float | None, pbc: Periodicity | None = None) -> dict[str, Any]:
         """Neighbors of all atoms, by the names that operators of this library give them.
 

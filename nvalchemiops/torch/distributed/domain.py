@@ -7,6 +7,7 @@ owner until the domain is made anew.
 Source of the method: S. Plimpton, J. Comput. Phys. 117, 1 (1995), doi:10.1006/jcph.1995.1039.
 """
 
+import copy
 import hashlib
 import math
 from typing import Any
@@ -231,6 +232,20 @@ class Domain:
         new._first_held, new._n_held = self._first_held, self._n_held
         new._to_owners = new._from_holders()
         return new, *moved
+
+    def in_units(self, length: float) -> "Domain":
+        """The same division for positions in another unit of length, given in the present one."""
+        if ("units", length) not in self.kept:
+            other = copy.copy(self)
+            other.cell = None if self.cell is None else self.cell / length
+            other.cutoff, other.skin, other.reach = self.cutoff / length, self.skin / length, self.reach / length
+            other._reference = self._reference / length
+            other._frames = self._frames._replace(vectors=self._frames.vectors / length)
+            other.bricks = self.bricks._replace(frames=other._frames)
+            other._options = {}  # it is not made anew
+            other._rows, other.kept = {}, {}
+            self.kept["units", length] = other
+        return self.kept["units", length]
 
     def _from_holders(self) -> Exchange:
         """The exchange that brings values from the ranks that hold atoms, by the numbers of the atoms here."""

@@ -113,7 +113,7 @@ def dispersion_sum(
         structure = structure._replace(positions=torch.where(is_padding.unsqueeze(1), 0.0, positions))
     # damping parameters may differ between systems
     apart = request.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
-    cutoffs = [reach.cutoff for reach in ranges]
+    cutoffs = [reach.cutoff for reach in (ranges if domain is None else ranges[:2])]  # no triples on ranks
     farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
     by_system, absent = apart or request.by_system, is_padding if has_padding else None
     system = pair_system(structure, given, num_systems, cutoff=farthest, by_system=by_system, is_padding=absent)

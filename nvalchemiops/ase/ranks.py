@@ -1,0 +1,202 @@
+"""`on_ranks`: a calculator whose atoms are divided among the ranks of torch.distributed; rank 0 has them all."""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+import ase
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from nvalchemiops.ase.calculator import Calculator
+from nvalchemiops.ase.system import Contribution, Periodicity, SharedLists, System, Term, periodicity
+from nvalchemiops.torch.distributed import Domain, OtherRankError
+
+Result = TypeVar("Result")
+
+GOES_ON = (ValueError, TypeError, OtherRankError)
+"""Errors that all ranks raise together, after which they can be asked again."""
+
+
+def on_ranks(
+    main: Callable[[Calculator], Result], *terms: Term, skin: float = 0.5, device: str = "cpu", group: Any = None
+) -> Result | None:
+    """Call ``main(calculator)`` on rank 0, with a calculator whose terms are computed by all ranks.
+
+    A collective call. The other ranks compute until ``main`` returns or raises. They learn elements, charges and cell
+    when these change, and positions at each call; the division is made anew when atoms have moved by half the skin.
+
+    Parameters
+    ----------
+    main : callable
+        Dynamics, an optimizer or anything else with ASE, which rank 0 runs alone.
+    *terms, skin, device
+        As for `Calculator`, the same on all ranks but for the device. Terms of this library do; others need a method
+        ``reach(atoms)``, how far they see, and compute energies of the atoms in ``system.positions`` from
+        ``system.neighbors(cutoff)["domain"]``.
+    group : torch.distributed.ProcessGroup, optional
+        The ranks; all by default.
+
+    Returns
+    -------
+    result of ``main`` on rank 0, None on others.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As for `Calculator`; when atoms are evaluated, terms without a cutoff, charges that are a function, and slabs.
+    RuntimeError
+        torch.distributed has not been initialised.
+    OtherRankError
+        A rank is gone.
+
+    Notes
+    -----
+    Each call sends all positions from rank 0, and energies and forces back to it, 56 bytes an atom. Where that takes as
+    long as the sums, write the dynamics with a `Domain` instead. Other ranks wait for rank 0 no longer than the timeout
+    of ``init_process_group``.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("`on_ranks` needs torch.distributed: start ranks by torchrun, and call init_process_group")
+    group = dist.group.WORLD if group is None else group
+    calculator = RankCalculator(*terms, skin=skin, device=device, group=group)
+    if dist.get_rank(group) != 0:
+        calculator.serve()
+        return None
+    try:
+        return main(calculator)
+    finally:
+        calculator.tell(None)
+
+
+class RankCalculator(Calculator):
+    """As `Calculator`, on a group of ranks; see `on_ranks`."""
+
+    def __init__(self, *terms: Term, skin: float, device: str, group: Any) -> None:
+        super().__init__(*terms, skin=skin, device=device)
+        for term in terms:
+            if not callable(getattr(term, "reach", None)):
+                raise TypeError(f"`terms`: {term!r} has no method `reach`, which says how far it sees")
+        self.group = group
+        self.skin = float(skin)
+        self._first = dist.get_global_rank(group, 0)
+        self._domain: Domain | None = None
+        self._made_for: tuple[Any, ...] | None = None
+        self._told: dict[str, Any] = {}
+        self._atoms = ase.Atoms()
+        self._searches = 0
+
+    @property
+    def searches(self) -> int:
+        """How often atoms were divided, and neighbors searched for."""
+        return self._searches
+
+    def tell(self, what: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What rank 0 says, on all ranks: what has changed, or None at the end."""
+        said = [what]
+        dist.broadcast_object_list(said, src=self._first, group=self.group, device=self.device)
+        return said[0]
+
+    def serve(self) -> None:
+        """Compute with rank 0 until it says that it has finished."""
+        while (told := self.tell(None)) is not None:
+            try:
+                with torch.no_grad():
+                    self._share(told, None)
+            except GOES_ON:
+                continue
+
+    def _evaluate(self, atoms: ase.Atoms, wants_virial: bool) -> list[Contribution]:
+        now = {"numbers": atoms.numbers, "cell": atoms.cell.array, "pbc": atoms.pbc}
+        now["charges"] = atoms.get_initial_charges() if atoms.has("initial_charges") else None
+        told = {name: copy.copy(value) for name, value in now.items() if not self._knows(name, value)}
+        told["wants_virial"] = wants_virial
+        self.tell(told)
+        return self._share(told, atoms.positions)
+
+    def _knows(self, name: str, value: np.ndarray | None) -> bool:
+        before = self._told.get(name)
+        if name not in self._told or before is None or value is None:
+            return name in self._told and before is value
+        return np.array_equal(before, value)
+
+    def _share(self, told: dict[str, Any], positions: np.ndarray | None) -> list[Contribution]:
+        """The contributions to all atoms on rank 0, to none on others."""
+        self._told |= told
+        known = self._told
+        if len(told) > 1:
+            self._atoms = ase.Atoms(known["numbers"], cell=known["cell"], pbc=known["pbc"], charges=known["charges"])
+        held = torch.empty((0, 3)) if positions is None else torch.as_tensor(positions)
+        domain, own = self._divided(held.to(self.device, torch.float64))
+        cell = None
+        if self._atoms.pbc.any():
+            cell = torch.tensor(self._atoms.cell.array, dtype=torch.float64, device=self.device)
+        lists = _Lists(domain, periodicity(self._atoms.pbc))
+        system = _Share(self._atoms, own, cell, told["wants_virial"], lists, domain)
+        parts = [term.evaluate(system) for term in self.terms]
+        gathered = []
+        for part in parts:
+            columns = [part.energies.unsqueeze(1), part.forces]
+            columns += [] if part.charges is None else [part.charges.unsqueeze(1)]
+            found = domain.gather(torch.cat(columns, 1))
+            gathered.append(
+                Contribution(
+                    found[:, 0], found[:, 1:4], part.virial, None if part.charges is None else found[:, 4].clone()
+                )
+            )
+        return gathered
+
+    def _divided(self, held: torch.Tensor) -> tuple[Domain, torch.Tensor]:
+        """The domain of these positions, or an earlier one that is still good; and positions of owned atoms."""
+        atoms = self._atoms
+        reaches = [term.reach(atoms) for term in self.terms]  # type: ignore[attr-defined]
+        if None in reaches:
+            raise ValueError("`cutoff` is needed on several ranks: without it each atom is a neighbor of all others")
+        made_for = (max(reaches), atoms.cell.array.tobytes(), atoms.pbc.tobytes(), len(atoms))
+        domain = self._domain
+        if domain is not None and made_for == self._made_for:
+            own = domain.distribute(held)
+            if 2.0 * domain.displacement(own) <= self.skin:
+                return domain, own
+        cell, pbc = torch.tensor(atoms.cell.array, dtype=torch.float64), torch.tensor(atoms.pbc)
+        periodic: dict[str, Any] = {"cell": cell.to(self.device), "pbc": pbc.to(self.device)} if bool(pbc.any()) else {}
+        self._domain = domain = Domain(held, **periodic, cutoff=max(reaches), skin=self.skin, group=self.group)
+        self._made_for = made_for
+        self._searches += 1
+        return domain, domain.distribute(held)
+
+
+class _Lists(SharedLists):
+    """Neighbors by a domain, in the place of lists."""
+
+    def __init__(self, domain: Domain, pbc: Periodicity) -> None:
+        super().__init__(domain.skin)
+        self.domain, self.pbc = domain, pbc
+
+    def near(
+        self, positions: torch.Tensor, cell: torch.Tensor | None, pbc: Periodicity, cutoff: float
+    ) -> dict[str, Any]:
+        if pbc != self.pbc:
+            raise ValueError("`pbc`: on several ranks all terms have the periodicity of the atoms: no slabs")
+        return {"domain": self.domain}
+
+    def all_pairs(self, positions: torch.Tensor) -> NoReturn:
+        raise ValueError("`cutoff` is needed on several ranks")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share(System):
+    """The atoms that a rank owns; ``atoms`` are all, without positions."""
+
+    domain: Domain
+
+    def of_atoms(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return super().of_atoms(values, dtype).index_select(0, self.domain.global_index)
+
+    def pairs(self, cutoff: float | None) -> NoReturn:
+        raise ValueError("`charges`: a function of the geometry is for one process")
+
+    def with_gradients(self) -> NoReturn:
+        raise ValueError("`charges`: a function of the geometry is for one process")
