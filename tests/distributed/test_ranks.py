@@ -1,9 +1,15 @@
 """Systems divided among ranks, in processes of their own: the cases are in `cases.py`."""
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.distributed.cases import CASES
-from tests.distributed.ranks import SIZES, run
+from tests.distributed.ranks import SIZES, TIMEOUT, run
 
 
 def run_cases(folder, count, which):
@@ -31,3 +37,23 @@ def test_on_groups_of_all_sizes(tmp_path):
 def test_a_rank_that_is_gone_is_named(tmp_path):
     said = run("tests.distributed.gone", tmp_path, 2, ignore=(1,))
     assert "rank 1 is gone or late" in said[0], said[0]
+
+
+def test_salt_on_ranks_by_one_command():
+    """The example under torchrun: energy is conserved, and the first step is that of one process."""
+    example = Path(__file__).parents[2] / "examples" / "15_salt_on_ranks.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    finished = subprocess.run(
+        [*command, str(example), "--quick", "--steps", "20"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    text = finished.stdout
+    errors = re.search(r"energies differ by (\S+), forces by (\S+)", text).groups()
+    assert max(map(float, errors)) < 1e-10
+    assert "owns 864 ions" in text
+    assert abs(float(re.search(r"changed by (\S+) meV", text)[1])) < 0.1  # of 200 that move between forms
+    assert int(re.findall(r"divided (\d+) times", text)[-1]) > 1
