@@ -2,11 +2,15 @@
 
 import functools
 import itertools
+import math
+import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nvalchemiops.torch.distributed import Domain, OtherRankError, collectives
 from nvalchemiops.torch.interactions.dispersion import DFTD3, d3_dispersion, damping_parameters
@@ -289,9 +293,9 @@ def ranks_follow_atoms_together(group: Any) -> None:
         assert torch.equal(x, reference[domain.global_index])
         assert torch.equal(domain.gather(x), reference[mine])
         assert torch.equal(domain.distribute(atoms.charges[mine]), q)
-        given: dict[str, Any] = {"cutoff": 3.0, "k_cutoff": 2.0, "exclusions": exclusions}
-        found = ewald_summation(x, q, atoms.cell, 0.7, domain=domain, **given)
-        expected = ewald_summation(reference, atoms.charges, atoms.cell, 0.7, **given)
+        more: dict[str, Any] = {"cutoff": 3.0, "k_cutoff": 2.0, "exclusions": exclusions}
+        found = ewald_summation(x, q, atoms.cell, 0.7, domain=domain, **more)
+        expected = ewald_summation(reference, atoms.charges, atoms.cell, 0.7, **more)
         assert_equal(domain.gather(found), expected[mine], step)
     assert made in (2, 3), made
 
@@ -325,16 +329,16 @@ def ranks_without_atoms(group: Any) -> None:
 
     def energies_of(x, q, cell, alpha, **where):
         numbers = torch.full((len(x),), 6, dtype=torch.int32)
-        given: dict[str, Any] = {"cutoff": CUTOFF, **where}
+        options: dict[str, Any] = {"cutoff": CUTOFF, **where}
         results = {"atom pairs": PAIRS_OF_CHARGES(x, cell, q=q, **where)}
         results["dsf"], results["atom dsf"] = dsf_coulomb(x, q, CUTOFF, alpha, cell, **where)
         for call, more in (
             (ewald_summation, {"k_cutoff": 4.0}),
             (particle_mesh_ewald, {"mesh_dimensions": (8, 9, 10)}),
         ):
-            found = call(x, q, cell, alpha, compute_forces=True, compute_virial=True, **more, **given)
+            found = call(x, q, cell, alpha, compute_forces=True, compute_virial=True, **more, **options)
             results |= dict(zip((f"atom {call.__name__}", f"atom {call.__name__} forces", call.__name__), found))
-        results["atom d3"] = d3_dispersion(x, numbers, damping_parameters("pbe"), d3_parameters(), cell, **given)[0]
+        results["atom d3"] = d3_dispersion(x, numbers, damping_parameters("pbe"), d3_parameters(), cell, **options)[0]
         return results
 
     compare(group, atoms, energies_of, (torch.tensor(0.7, dtype=F64),))
@@ -467,6 +471,135 @@ def dispersion(group: Any) -> None:
             return {"atom e": e, "atom f": f, "atom counts": counts, "virial": virial}
 
         compare(group, atoms, energies_of)
+
+
+# -- random systems -------------------------------------------------------------------------------
+
+EXAMPLES = {"some": 6, "all": 60}
+chosen = {"which": "some"}
+"""Set by `ranks`: whether there is time for all."""
+
+
+class Drawn(NamedTuple):
+    """A random batch of systems, by the numbers that it follows from."""
+
+    seed: int
+    counts: tuple[int, ...]  # atoms of each system
+    pbc: tuple[bool, bool, bool]
+    place: str
+    length: float
+    cutoff: float
+    with_grid: bool
+
+
+def drawn() -> st.SearchStrategy[Drawn]:
+    return st.builds(
+        Drawn,
+        st.integers(0, 10**6),
+        st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple).filter(lambda counts: sum(counts) > 0),
+        st.one_of(st.just((True, True, True)), st.tuples(st.booleans(), st.booleans(), st.booleans())),
+        st.sampled_from(["everywhere", "corner", "plane", "unwrapped"]),
+        st.floats(3.0, 12.0),
+        st.floats(1.5, 6.0),
+        st.booleans(),
+    )
+
+
+@case(4)
+def random_systems(group: Any) -> None:
+    """Cells, periodicities, densities and batches as hypothesis draws them on rank 0; it shrinks what fails."""
+    rank, main = dist.get_rank(group), dist.get_global_rank(group, 0)
+
+    def on_all(example: Drawn | None) -> bool:
+        told = [example]
+        dist.broadcast_object_list(told, src=main, group=group)
+        if told[0] is None:
+            return False
+        failure = ""
+        try:
+            _check_drawn(group, told[0])
+        except Exception:  # a rank that fails is told to all, so that the next example finds them together
+            failure = traceback.format_exc()
+        every: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(every, failure, group=group)
+        found = [text for text in every if text]
+        assert rank > 0 or not found, "\n".join(sorted(found, key=lambda text: "OtherRankError" in text))
+        return True
+
+    if rank > 0:
+        while on_all(None):
+            pass
+        return
+
+    @settings(max_examples=EXAMPLES[chosen["which"]], deadline=None, database=None, derandomize=True)
+    @given(drawn())
+    def check(example: Drawn) -> None:
+        on_all(example)
+
+    try:
+        check()
+    finally:
+        on_all(None)
+
+
+def _check_drawn(group: Any, example: Drawn) -> None:
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    generator = torch.Generator().manual_seed(example.seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator, dtype=F64)
+
+    n_systems, n = len(example.counts), sum(example.counts)
+    cells = example.length * (torch.eye(3, dtype=F64) + 0.3 * (random(n_systems, 3, 3) - 0.5))
+    batch_idx = torch.repeat_interleave(torch.arange(n_systems), torch.tensor(example.counts)).int()
+    places = random(n, 3)
+    if example.place == "corner":
+        places = 0.2 * places
+    elif example.place == "plane":
+        places[:, int(example.seed) % 3] *= 0.05
+    elif example.place == "unwrapped":
+        places = 6.0 * places - 3.0
+    x = (places.unsqueeze(1) @ cells[batch_idx.long()]).squeeze(1)
+    q = random(n) - 0.5
+    pbc, whole = torch.tensor(example.pbc), n_systems == 1
+    cell, told = (cells[0], {}) if whole else (cells, {"batch_idx": batch_idx})
+    ends = [n * k // size for k in range(size)] + [n]
+    if example.seed % 2:
+        ends = [0] * size + [n]  # the last rank holds all
+    mine = slice(ends[rank], ends[rank + 1])
+    grids = [g for g in itertools.product(range(1, size + 1), repeat=3) if math.prod(g) == size]
+    grid = grids[example.seed % len(grids)] if example.with_grid else None
+    cutoff = example.cutoff
+    held = None if whole else batch_idx[mine]
+    number = None if whole else n_systems
+    domain = Domain(x[mine], cell, pbc, held, cutoff=cutoff, grid=grid, num_systems=number, group=group)
+    own, charges = domain.distribute(x[mine]), domain.distribute(q[mine])
+    pairs, _, shifts = neighbor_list(x, cutoff, cell, pbc, return_neighbor_list=True, **told)
+    keep = torch.isin(pairs[0].long(), domain.global_index)
+    expected_rows = sorted(map(tuple, torch.cat([pairs.T[keep], shifts[keep]], 1).tolist()))
+    assert _rows(domain, own, cutoff) == expected_rows, (example, domain.grid)
+    near = {"neighbor_list": pairs, "neighbor_shifts": shifts}
+
+    def compare_results(what: str, found: Any, expected: Any) -> None:
+        *of_atoms, virial = found
+        for k, ours in enumerate(of_atoms):
+            assert_equal(domain.gather(ours), expected[k][mine], (what, k, example, domain.grid))
+        assert_equal(virial, expected[-1], (what, "virial", example, domain.grid))
+
+    asked = {"compute_forces": True, "compute_gradients": ("q",), "compute_virial": True}
+    names = {} if whole else {"num_systems": n_systems, **told}
+    screened = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=cutoff)
+    expected = screened(x, cell, q=q, **near, **names, **asked)
+    compare_results("pairs", screened(own, cell, q=charges, domain=domain, **asked), expected)
+    if not all(example.pbc) or 0 in example.counts:
+        return
+    asked = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
+    mesh = {"mesh_dimensions": (12, 10, 14), "spline_order": 5}
+    sums = ((ewald_summation, {"k_cutoff": 3.0}), (particle_mesh_ewald, mesh))
+    for call, more in sums:
+        expected = call(x, q, cell, 0.7, cutoff=cutoff, **told, **more, **asked)
+        found = call(own, charges, cell, 0.7, cutoff=cutoff, domain=domain, **more, **asked)
+        compare_results(call.__name__, found, expected)
 
 
 # -- modules and ASE ------------------------------------------------------------------------------

@@ -51,9 +51,10 @@ if __name__ == "__main__":
     import torch
     import torch.distributed as dist
 
-    from tests.distributed.cases import CASES
+    from tests.distributed.cases import CASES, chosen
 
     rank, count, folder, which = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+    chosen["which"] = which
     torch.set_num_threads(1)
     start(rank, count, folder)
     groups = {size: dist.new_group(range(size)) for size in SIZES if size <= count}
