@@ -26,6 +26,7 @@ from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.systems import System
 from tests.dispersion.cases import parameters as d3_parameters
+from tests.systems import triclinic
 
 F64 = torch.float64
 CASES: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {}
@@ -635,6 +636,52 @@ def modules_take_systems_of_a_domain(group: Any) -> None:
         for field in ("energies", "forces"):
             assert_equal(domain.gather(getattr(found, field)), getattr(expected, field)[mine], (what, field))
         assert_equal(found.virial, expected.virial, (what, "virial"))
+
+
+class FitOfForces(torch.nn.Module):
+    """A loss of forces, with charges that a layer makes of what it knows of the atoms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(3, 1, dtype=F64)
+
+    def forward(self, x: torch.Tensor, known: torch.Tensor, cell: torch.Tensor, **where: Any) -> torch.Tensor:
+        domain = where.get("domain")
+        weight, bias = self.layer.weight, self.layer.bias
+        if domain is not None:
+            weight, bias = domain.replicated(weight), domain.replicated(bias)
+        q = torch.nn.functional.linear(known, weight, bias).squeeze(1)
+        options: dict[str, Any] = {"cutoff": CUTOFF, "k_cutoff": 3.0, "compute_forces": True, **where}
+        forces = ewald_summation(x, q, cell, 0.7, **options)[1]
+        loss = forces.square().sum() + (forces * known).sum()
+        return loss if domain is None else domain.sum(loss)
+
+
+@case(2, 4)
+def training_by_whole_systems_or_by_one_that_is_divided(group: Any) -> None:
+    """Gradients of a batch by DistributedDataParallel, each rank with whole systems, and of one divided system."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    torch.manual_seed(1)
+    systems = [(x, torch.randn(len(x), 3, dtype=F64), cell) for x, _, cell, _ in map(triclinic, range(6, 6 + size))]
+    counts = torch.tensor([len(x) for x, _, _ in systems])
+    batch_idx = torch.arange(size).repeat_interleave(counts).int()
+    x, known, cells = torch.cat([s[0] for s in systems]), torch.cat([s[1] for s in systems]), [s[2] for s in systems]
+    one = FitOfForces()
+    expected = torch.autograd.grad(one(x, known, torch.cat(cells), batch_idx=batch_idx), list(one.parameters()))
+
+    parallel = torch.nn.parallel.DistributedDataParallel(FitOfForces(), process_group=group)
+    mine, own, cell = systems[rank]
+    (size * parallel(mine, own, cell)).backward()  # DDP takes the mean over ranks
+    for found, gradient in zip(parallel.module.parameters(), expected):
+        assert_equal(found.grad, gradient, "data parallel")
+
+    held = slice(len(x) * rank // size, len(x) * (rank + 1) // size)
+    domain = Domain(x[held], torch.cat(cells), batch_idx=batch_idx[held], cutoff=CUTOFF, group=group)
+    divided = FitOfForces()
+    loss = divided(domain.distribute(x[held]), domain.distribute(known[held]), torch.cat(cells), domain=domain)
+    for found, gradient in zip(torch.autograd.grad(loss, list(divided.parameters())), expected):
+        assert_equal(found, gradient, "divided")
 
 
 @case(2)
