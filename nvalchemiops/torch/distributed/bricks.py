@@ -3,7 +3,6 @@
 Coordinates are fractional along periodic axes. Along open ones they are lengths, and bricks at the ends have no end.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -132,12 +131,14 @@ class Bricks(NamedTuple):
                     near |= is_near if image == 0 else is_near & periodic
                 found.append(near)
             conditions.append(found)
-        seen = []
-        for along in itertools.product(*conditions):
-            near = torch.ones(coordinates.shape[0], dtype=torch.bool, device=coordinates.device)
-            for condition in along:
-                near = near if condition is None else near & condition
-            seen.append(near.nonzero().squeeze(1))
+        # most bricks are far from all atoms here, and fall out early
+        seen = [torch.arange(coordinates.shape[0], device=coordinates.device)]
+        for along_axis in conditions:
+            seen = [
+                atoms if near is None else atoms[near.index_select(0, atoms)] if len(atoms) else atoms
+                for atoms in seen
+                for near in along_axis
+            ]
         return seen
 
     def order(self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None, width: float) -> torch.Tensor:
