@@ -11,12 +11,15 @@ slowest rank. Each call is that of a step: positions where their owners have the
 - *matching*: loss of forces of the same by autograd, and its gradient by the charges.
 
 Beside them what a rank sends in a call, in bytes for each of its atoms and in messages; the share of its time in
-communication, transport and waiting for others alike; and the largest memory of a rank beyond that at its start.
+communication, transport and waiting for others alike; the work: processor time of all ranks together, over that of one
+rank, which other programs on the machine change little; and the largest memory of a rank beyond that at its start. Then
+for each number of ranks what rank 0 owns and sees, and the bytes of it: atoms, list, its part of the mesh.
 
 Run: ``python benchmarks/scale.py [--quick] [--ranks N] [--csv FILE]``.
 """
 
 import argparse
+import math
 import os
 import resource
 import statistics
@@ -32,7 +35,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from charges import atoms
 
+from nvalchemiops._warp import quiet_warp
 from nvalchemiops.torch.distributed import Domain, communication
+from nvalchemiops.torch.distributed.mesh import MeshDivision
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
 
 ROUNDS = 3
@@ -69,8 +74,8 @@ class Traffic:
         return call
 
 
-def calls(group: Any, given: dict[str, torch.Tensor]) -> dict[str, Callable[[], Any]]:
-    """What is timed, on a group."""
+def calls(group: Any, given: dict[str, torch.Tensor]) -> tuple[dict[str, Callable[[], Any]], Callable[[], str]]:
+    """What is timed, on a group; and a function that tells what this rank holds."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     n_atoms = len(given["positions"])
     mine = slice(n_atoms * rank // size, n_atoms * (rank + 1) // size)
@@ -94,7 +99,17 @@ def calls(group: Any, given: dict[str, torch.Tensor]) -> dict[str, Callable[[], 
         (slope,) = torch.autograd.grad(domain.sum(energies.sum()), y, create_graph=True)
         torch.autograd.grad(domain.sum(slope.square().sum()), charges)
 
-    return {
+    def held() -> str:
+        rows = domain.neighbors(x, CUTOFF)
+        of_list = sum(t.nbytes for t in (rows.pointers, rows.neighbors, rows.shifts) if t is not None)
+        of_atoms = (domain.n_owned + domain.n_ghosts) * (x[0].nbytes + q[0].nbytes)
+        window = MeshDivision(domain, mesh, ORDER).window
+        sizes = {"list": of_list, "window of the mesh": 8 * math.prod(window), "slab": 8 * math.prod(mesh) // size}
+        seen = f"owns {domain.n_owned} atoms and sees {domain.n_ghosts} others"
+        told = "; ".join(f"{name} {n_bytes / 2**20:.1f} MiB" for name, n_bytes in {"atoms": of_atoms, **sizes}.items())
+        return f"{size} ranks: rank 0 {seen}; {told}"
+
+    timed: dict[str, Callable[[], Any]] = {
         "division": divide,
         "neighbors": neighbors,
         "dsf": lambda: dsf_coulomb(x, q, CUTOFF, 0.2, cell, domain=domain),
@@ -102,9 +117,11 @@ def calls(group: Any, given: dict[str, torch.Tensor]) -> dict[str, Callable[[], 
         "pme": lambda: particle_mesh_ewald(x, q, cell, ALPHA, mesh_dimensions=mesh, spline_order=ORDER, **options),
         "matching": matching,
     }
+    return timed, held
 
 
 def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
+    quiet_warp()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count)
     traffic, given = Traffic(), {name: torch.as_tensor(value) for name, value in atoms(str(n_atoms)).items()}
@@ -112,14 +129,16 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     times: dict[tuple[str, int], list[float]] = {}
     others: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
-    memory = {}
+    work: dict[tuple[str, int], list[float]] = {}
+    memory, told = {}, []
     # the largest group first: the memory of a rank is that of its largest part so far
     made = {}
     for size in reversed(groups):
         if rank < size:
-            made[size] = calls(groups[size], given)
+            made[size], held = calls(groups[size], given)
             for call in made[size].values():
                 call()
+            told.append(held())
             memory[size] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         dist.barrier()
     for _ in range(ROUNDS):
@@ -127,9 +146,12 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
             for name in made[size] if rank < size else ():
                 dist.barrier(group=groups[size])
                 traffic.messages, traffic.bytes, traffic.seconds = 0, 0, 0.0
-                start = time.perf_counter()
+                start, busy = time.perf_counter(), time.process_time()
                 made[size][name]()
-                seconds = time.perf_counter() - start
+                seconds, busy = time.perf_counter() - start, time.process_time() - busy
+                spent = torch.tensor([busy], dtype=torch.float64)
+                dist.all_reduce(spent, group=groups[size])
+                work.setdefault((name, size), []).append(float(spent))
                 slowest = communication.maximum(torch.tensor([seconds]), groups[size])
                 times.setdefault((name, size), []).append(float(slowest))
                 shares = (traffic.bytes * size / n_atoms, traffic.messages, traffic.seconds / seconds)
@@ -143,9 +165,10 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
             ratio = statistics.median(times[name, 1]) / seconds
             rows.append(
                 {"call": name, "ranks": size, "seconds": seconds, "times as fast": ratio, "bytes per atom": sent,
-                 "messages": messages, "communication": waits, "memory": memory[size]}
+                 "messages": messages, "communication": waits, "memory": memory[size],
+                 "work": min(work[name, size]) / min(work[name, 1])}
             )  # fmt: skip
-        torch.save(rows, f"{folder}/rows")
+        torch.save((rows, told[::-1]), f"{folder}/rows")
     dist.destroy_process_group()
 
 
@@ -159,15 +182,16 @@ def main() -> None:
     print(f"torch {torch.__version__}, {n_atoms} atoms, one thread for each rank, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(run, args=(options.ranks, n_atoms, folder), nprocs=options.ranks)
-        rows = torch.load(f"{folder}/rows", weights_only=False)
+        rows, told = torch.load(f"{folder}/rows", weights_only=False)
     for row in rows:
         asked = ASKED.get(row["call"], 1.7)
         print(
             f"{row['call']:12} {row['ranks']:3} ranks {1e3 * row['seconds']:9.1f} ms   times as fast "
             f"{row['times as fast']:5.2f} (asked {asked})   {row['bytes per atom']:7.0f} bytes an atom in "
             f"{row['messages']:3.0f} messages   communication {100 * row['communication']:3.0f} %   "
-            f"memory {row['memory'] / 2**20:6.0f} MiB"
+            f"work {row['work']:4.2f}   memory {row['memory'] / 2**20:6.0f} MiB"
         )
+    print(*told, sep="\n")
     common.write_csv(options.csv, tuple(rows[0]), rows)
 
 

@@ -1,0 +1,116 @@
+"""A model, on paper, of a PME step (energies and forces) on many devices: strong and weak scaling, what breaks first.
+
+No measurement: operations and bytes by the counts below, on devices and a network with the figures below. The counts of
+bytes and messages are those that ``benchmarks/scale.py`` measures at 2 ranks, where the model gives its values, too
+(``--check``).
+
+- *Liquid*: molten salt, a cutoff of 9 angstrom, a mesh spacing of 1.25 angstrom, splines of order 5, a skin of 1.
+- *Device*: the roofline of an H100 in float64 (`nvalchemiops.interactions.electrostatics.costs`); kernels that reach
+  a half of it. Host time of a call in eager mode: measured, 1.2 ms.
+- *Network*: 50 GB/s in and out of each device at once, 5 µs for a collective call to start, 1 µs for each other rank
+  in an all-to-all, which sends to all of them.
+- *Pairs*: cubic bricks, with ghosts around them as far as cutoff and skin, and rows for ghosts.
+- *Mesh*: windows to slabs and back, and one exchange of slabs each way; at most as many slabs as planes.
+
+Run: ``python benchmarks/scale_model.py [--check]``.
+"""
+
+import argparse
+import math
+from typing import NamedTuple
+
+from nvalchemiops.interactions.electrostatics.costs import H100, modelled
+
+DENSITY, CUTOFF, SKIN, SPACING, ORDER = 1.0 / 22.4, 9.0, 1.0, 1.25, 5
+EFFICIENCY = 0.5  # of the roofline
+HOST = 1.2e-3  # s a call
+BANDWIDTH, START, PARTNER = 50e9, 5e-6, 1e-6
+COLLECTIVES = 9  # in a call, five of them all-to-all
+LIST = 16  # bytes of a pair: its number and its image
+
+
+class Step(NamedTuple):
+    """A PME step on one of the devices: seconds, and bytes."""
+
+    pairs: float
+    mesh: float
+    network: float
+    partners: float
+    host: float
+    ghosts: float  # for each owned atom
+    sent: float  # bytes for each owned atom
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        """Kernels and network wait for each other; the host runs ahead of them, and is seen where it takes longer."""
+        return max(self.pairs + self.mesh + self.network + self.partners, self.host)
+
+
+def bricks(n_ranks: int) -> tuple[int, int, int]:
+    """The grid with the least surface."""
+    grids = [
+        (a, b, n_ranks // (a * b))
+        for a in range(1, n_ranks + 1)
+        if n_ranks % a == 0
+        for b in range(1, n_ranks // a + 1)
+        if (n_ranks // a) % b == 0
+    ]
+    return min(grids, key=lambda grid: (sum(n for n in grid if n > 1), tuple(-n for n in grid)))
+
+
+def step(n_atoms: float, n_ranks: int) -> Step:
+    """The model."""
+    costs, own = modelled(H100), n_atoms / n_ranks
+    grid, length = bricks(n_ranks), (n_atoms / DENSITY) ** (1 / 3)
+    neighbors = 4.0 / 3.0 * math.pi * CUTOFF**3 * DENSITY
+    listed = neighbors * ((CUTOFF + SKIN) / CUTOFF) ** 3
+    wide = [min(1.0 / n + 2.0 * (CUTOFF + SKIN) / length, 1.0) if n > 1 else 1.0 for n in grid]
+    ghosts = math.prod(wide) * n_ranks - 1.0
+    # pairs across a plane, by pairs in all: 3/8 of the cutoff by the thickness of a brick, for its two sides together
+    across = min(sum(0.375 * CUTOFF * n / length for n in grid if n > 1), 1.0)
+    pairs = own * neighbors * (1.0 + across) * costs.pair * 1e-9 / EFFICIENCY
+
+    n = length / SPACING
+    slabs = min(n_ranks, int(n))
+    uneven = math.ceil(int(n) / slabs) / (n / slabs)
+    mesh = n**3 / slabs * uneven * costs.mesh * 1e-9 / EFFICIENCY
+    window = math.prod((1.0 / m + (2.0 * ORDER + 1.0) / n if m > 1 else 1.0) for m in grid) * n**3
+    # a rank keeps what belongs to its own slab
+    thickness = n / grid[0] + (2.0 * ORDER + 1.0 if grid[0] > 1 else 0.0)
+    kept = window * min(n / slabs / thickness, 1.0)
+    swapped = n**3 / slabs * (1.0 - 1.0 / slabs)
+    sent = own * 32.0 * ghosts + 2.0 * 8.0 * ((window - kept) + swapped)
+    partners = 0.0 if n_ranks == 1 else COLLECTIVES * START + 5 * (n_ranks - 1) * PARTNER
+    memory = own * (listed * (1.0 + across) * LIST + (1.0 + ghosts) * 100.0) + 8.0 * (window + 4.0 * n**3 / slabs)
+    return Step(pairs, mesh, sent / BANDWIDTH, partners, HOST, ghosts, sent / own, memory)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="the values at 2 ranks that scale.py measures")
+    options = parser.parse_args()
+    if options.check:
+        found = step(46**3, 2)
+        print(f"97,336 ions, 2 ranks: {found.ghosts:.2f} ghosts and {found.sent:.0f} bytes an owned ion")
+        return
+    head = "devices       ms  speed-up  efficiency   pairs    mesh  network  partners   ghosts  bytes an ion   GiB"
+    for title, atoms in (
+        ("strong scaling of 10^6 ions", lambda _: 1e6),
+        ("weak scaling, 10^6 ions a device", lambda p: 1e6 * p),
+    ):
+        print(f"{title}\n{head}")
+        one = step(atoms(1), 1)
+        for n_ranks in (1, 2, 4, 8, 16, 64, 256, 1000):
+            found = step(atoms(n_ranks), n_ranks)
+            gain = atoms(n_ranks) / atoms(1) * one.seconds / found.seconds
+            parts = (found.pairs, found.mesh, found.network, found.partners)
+            print(
+                f"{n_ranks:7} {1e3 * found.seconds:8.2f} {gain:9.1f} {gain / n_ranks:11.2f}"
+                + "".join(f"{1e3 * part:8.2f}" for part in parts)
+                + f"   {found.ghosts:9.2f} {found.sent:11.0f} {found.memory / 2**30:9.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()
