@@ -57,7 +57,8 @@ if __name__ == "__main__":
     chosen["which"] = which
     torch.set_num_threads(1)
     start(rank, count, folder)
-    groups = {size: dist.new_group(range(size)) for size in SIZES if size <= count}
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    groups = {size: dist.new_group(range(size), timeout=timeout) for size in SIZES if size <= count}
     for name, (case, sizes) in CASES.items():
         for size in sizes if which == "some" else SIZES[min(sizes) > 1 :]:
             if rank < size:
