@@ -128,7 +128,13 @@ def _check_positions(positions: Any) -> None:
 _BY_VALUE = {"positions": "compute_forces", "charges": "compute_charge_gradients"}
 """Arguments by which functions of energies return first derivatives by value, in the order in which they do."""
 
-_OTHER_RESULTS = (*_BY_VALUE.values(), "compute_virial", "hybrid_forces")
+_OTHER_RESULTS = (
+    *_BY_VALUE.values(),
+    "compute_dipole_gradients",
+    "compute_quadrupole_gradients",
+    "compute_virial",
+    "hybrid_forces",
+)
 
 
 def _named(of_arrays: Callable[..., Any], function: Callable[..., Any], signature: inspect.Signature) -> Any:

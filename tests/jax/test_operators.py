@@ -479,6 +479,32 @@ def test_channels_of_charges_differentiate(name):
         np.testing.assert_allclose(f, e.numpy(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("name", ["ewald_reciprocal_space", "pme_reciprocal_space"])
+def test_dipoles_and_quadrupoles_differentiate(name):
+    n, rng = len(SYSTEM.charges), np.random.default_rng(3)
+    quadrupoles = rng.normal(size=(n, 3, 3))
+    quadrupoles = quadrupoles + quadrupoles.swapaxes(1, 2)
+    quadrupoles -= np.trace(quadrupoles, axis1=1, axis2=2)[:, None, None] * np.eye(3) / 3.0
+    sources = [torch.as_tensor(rng.normal(size=(n, 3))), torch.as_tensor(quadrupoles)]
+    options = {"energy_reduction": "system", "alpha": 0.6, "widths": 0.3}
+    options |= {"mesh_dimensions": (8, 8, 8)} if "pme" in name else {"k_vectors": None, "miller_bounds": (2, 2, 2)}
+    asked = {"compute_dipole_gradients": True, "compute_quadrupole_gradients": True, "compute_virial": True}
+    arrays = [SYSTEM.positions, SYSTEM.charges, SYSTEM.cell, *sources]
+
+    def call(function, x, q, cell, dipoles, quadrupoles, **others):
+        return function(x, q, cell=cell, dipoles=dipoles, quadrupoles=quadrupoles, **options, **others)
+
+    theirs, ours = (getattr(module, name) for module in (torch_electrostatics, electrostatics))
+    leaves = [t.clone().requires_grad_() for t in arrays]
+    expected = torch.autograd.grad(call(theirs, *leaves).sum(), leaves)
+    found = jax.jit(jax.grad(lambda *a: jnp.sum(call(ours, *a)), tuple(range(5))))(*to_jax(arrays))
+    for f, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(f, e.numpy(), rtol=1e-12, atol=1e-12)
+    expected = call(theirs, *arrays, **asked)
+    for f, e in zip(jax.jit(functools.partial(call, ours, **asked))(*to_jax(arrays)), expected, strict=True):
+        np.testing.assert_array_equal(f, e.numpy())
+
+
 def test_a_choice_by_values_is_made_for_each_slice():
     x, q, cell = to_jax([SYSTEM.positions, SYSTEM.charges, SYSTEM.cell])
     cells = jnp.stack([cell, 1.7 * cell])

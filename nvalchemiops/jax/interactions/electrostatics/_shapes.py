@@ -18,14 +18,18 @@ def of_sum(
     compute_forces: bool = False,
     compute_charge_gradients: bool = False,
     compute_virial: bool = False,
+    compute_dipole_gradients: bool = False,
+    compute_quadrupole_gradients: bool = False,
     **others: Any,
 ) -> Any:
-    """Energies, and forces, gradients by charges and virial, where requested."""
+    """Energies, and forces, gradients by sources and virial, where requested."""
     n_systems = cell.shape[0] if len(cell.shape) == 3 else 1
     rows = positions.shape[:1] if energy_reduction == "atom" else (n_systems,)
     results = [Shape(rows + charges.shape[1:], positions.dtype)]
     results += [Shape(positions.shape, positions.dtype)] * compute_forces
     results += [Shape(charges.shape, positions.dtype)] * compute_charge_gradients
+    results += [Shape((*charges.shape, 3), positions.dtype)] * compute_dipole_gradients
+    results += [Shape((*charges.shape, 3, 3), positions.dtype)] * compute_quadrupole_gradients
     results += [Shape((n_systems, 3, 3), positions.dtype)] * compute_virial
     return results[0] if len(results) == 1 else tuple(results)
 
@@ -84,12 +88,17 @@ def _folded(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return tuple(unfolded) if isinstance(found, tuple) else unfolded[0]
 
 
+def _is_alone(**arguments: Any) -> bool:
+    """Whether these arguments ask for the energies of systems alone, of charges of points."""
+    return only_of_systems(**arguments) and arguments.keys().isdisjoint({"dipoles", "quadrupoles", "widths"})
+
+
 def sum_operator(function: Callable[..., Any], part: str = "both", **options: Any) -> Callable[..., Any]:
     """The JAX function of a torch function that sums over all distances, or over a ``part``: real space or waves."""
     return operator(
         function,
         of_sum,
-        contract=system_energies(only_of_systems, OF_CHARGES),
+        contract=system_energies(_is_alone, OF_CHARGES),
         fold=Folding(functools.partial(_is_foldable, part=part), _folded),
         **options,
     )
