@@ -319,7 +319,7 @@ class Results(Protocol):
     energies : (n_atoms,) or (n_systems,) tensor
         With charge channels (n_atoms, n_channels) or (n_systems, n_channels).
     forces : (n_atoms, 3) tensor
-    charge_gradients : tensor like the charges
+    charge_gradients, dipole_gradients, quadrupole_gradients : tensors like the charges, dipoles and quadrupoles
     coordination_numbers : (n_atoms,) tensor
         Of D3.
     gradients : dict from names of parameters to tensors
@@ -331,6 +331,8 @@ class Results(Protocol):
     energies: torch.Tensor
     forces: torch.Tensor
     charge_gradients: torch.Tensor
+    dipole_gradients: torch.Tensor
+    quadrupole_gradients: torch.Tensor
     coordination_numbers: torch.Tensor
     gradients: dict[str, torch.Tensor]
     virial: torch.Tensor
@@ -338,13 +340,17 @@ class Results(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
-_OPTIONAL = ("forces", "charge_gradients", "coordination_numbers", "gradients", "virial")
+_OPTIONAL = (
+    ("forces", "charge_gradients", "coordination_numbers", "gradients", "virial"),
+    ("forces", "charge_gradients", "dipole_gradients", "quadrupole_gradients", "virial"),
+)
 
 # all of them now: a compiler cannot make a type
 _TYPES: dict[tuple[str, ...], Any] = {
     names: namedtuple("_".join(["Results", *names[1:]]), names, module=__name__)
-    for count in range(len(_OPTIONAL) + 1)
-    for names in (("energies", *chosen) for chosen in itertools.combinations(_OPTIONAL, count))
+    for optional in _OPTIONAL
+    for count in range(len(optional) + 1)
+    for names in (("energies", *chosen) for chosen in itertools.combinations(optional, count))
 }
 globals().update({kind.__name__: kind for kind in _TYPES.values()})  # where pickle looks for them
 

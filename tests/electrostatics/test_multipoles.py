@@ -6,10 +6,16 @@ import math
 import pytest
 import torch
 
+from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions.electrostatics import (
+    EwaldSummation,
     compute_slab_correction,
+    ewald_real_space,
     ewald_reciprocal_space,
+    ewald_summation,
+    particle_mesh_ewald,
     pme_reciprocal_space,
+    power_law,
 )
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
@@ -17,7 +23,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.systems import System
 from tests.electrostatics import multipole_references as dense
 from tests.electrostatics.multipole_references import Field, added, everything, random_sources, scaled, traceless
-from tests.systems import triclinic
+from tests.systems import crystal, triclinic
 
 ALPHA, K_CUTOFF = 0.55, 7.0
 ALL = {
@@ -34,8 +40,11 @@ METHODS = {
 
 
 def geometry(n=5):
+    """A skewed cell; one atom is outside of it."""
     system = triclinic(n)
-    return system.positions, system.cell[0]
+    cell = system.cell[0]
+    x = (system.positions @ torch.linalg.inv(cell)) % 1.0 @ cell
+    return torch.cat([x[:1] + cell[0] - cell[2], x[1:]]), cell
 
 
 def long_range(positions, given, cell, own=False, alpha=ALPHA):
@@ -47,6 +56,11 @@ def long_range(positions, given, cell, own=False, alpha=ALPHA):
     squares = given.widths**2
     integrals = 2.0 * math.pi * (squares[:, None] + squares[None, :]) - math.pi / alpha**2
     return added(field, Field(integrals @ given.charges / torch.linalg.det(cell).abs(), 0.0, 0.0))
+
+
+def own_energies(given):
+    widths = torch.diag(dense.screening(given.widths, given.widths))
+    return dense.energies(dense._own_field(widths, given), given)
 
 
 def without_channel(found):
@@ -149,6 +163,25 @@ def test_a_backward_pass_by_first_derivatives_is_that_of_the_graph(reduction):
         torch.testing.assert_close(value, exact, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_slices_and_hessians(method):
+    positions, cell = geometry()
+    values = random_sources(5, seed=3, neutral=False)
+    dipoles = values.pop("dipoles")
+
+    def energy(dipoles):
+        return METHODS[method](positions, cell=cell, alpha=ALPHA, dipoles=dipoles, **values).sum()
+
+    several = torch.stack([dipoles, 2.0 * dipoles])
+    torch.testing.assert_close(torch.func.vmap(energy)(several), torch.stack([energy(d) for d in several]))
+    hessian = torch.func.hessian(energy)(dipoles)
+    torch.testing.assert_close(hessian, torch.autograd.functional.hessian(energy, dipoles))
+    # quadratic in the dipoles
+    change = torch.linspace(-1.0, 1.0, 15, dtype=torch.float64).view(5, 3)
+    second = energy(dipoles + change) + energy(dipoles - change) - 2.0 * energy(dipoles)
+    assert float(second) == pytest.approx(float((change * torch.tensordot(hessian, change)).sum()))
+
+
 def test_in_float32_it_is_the_same_rounded():
     positions, cell = geometry()
     values = random_sources(5, seed=3, width=0.4, neutral=False)
@@ -194,3 +227,210 @@ def test_the_slab_correction_is_that_of_charges_close_together():
     for given in (None, widths):
         expected = strained(lambda x, h, given=given: energies(x, h, given).energies, positions, cell)
         torch.testing.assert_close(energies(positions, cell, given).virial[0], expected)
+
+
+# -- whole sums -------------------------------------------------------------------------------------
+
+SUMS = {
+    "ewald": functools.partial(ewald_summation, alpha=0.7, k_cutoff=9.0, cutoff=8.5),
+    "pme": functools.partial(particle_mesh_ewald, alpha=0.7, mesh_dimensions=(50, 50, 50), spline_order=8, cutoff=8.5),
+}
+CASES = {"points": None, "Gaussians": 0.4}
+
+
+def whole(positions, given, cell, alpha=0.9, **options):
+    return dense.ewald_field(positions, given, cell, alpha, 6.3, 10.5, **options)
+
+
+@pytest.mark.parametrize("method", SUMS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_sum_is_the_dense_one_at_another_alpha(method, case):
+    positions, cell = geometry()
+    values = random_sources(5, seed=3, width=CASES[case], neutral=False)
+    if case == "Gaussians":  # and a point among them
+        values["widths"][2] = 0.0
+    pairs, factors = torch.tensor([[0, 2], [3, 4]]), torch.tensor([0.0, 0.3], dtype=torch.float64)
+    exclusions = [(0, 3, 0.0), (2, 4, 0.3)]
+    field = functools.partial(whole, exclusions=exclusions)
+    expected = everything(field, positions, dense.sources(positions, **values), cell)
+    options = {"exclusions": pairs, "exclusion_factors": factors, **ALL}
+    found = SUMS[method](positions, cell=cell, **values, **options)
+    assert_same(found, without_channel(expected), 1e-11 if method == "ewald" else 1e-6)
+
+
+def test_real_and_reciprocal_parts_add_up():
+    positions, cell = geometry()
+    values = random_sources(5, channels=2, seed=3, width=0.4, neutral=False)
+    alpha, cutoff = 0.7, 8.5
+    near = ewald_real_space(positions, cell=cell, alpha=alpha, cutoff=cutoff, **values, **ALL)
+    for own in (False, True):
+        options = {**values, **ALL, "self_interaction": own}
+        far = ewald_reciprocal_space(positions, cell=cell, k_vectors=None, alpha=alpha, k_cutoff=9.0, **options)
+        together = SUMS["ewald"](positions, cell=cell, **options)
+        field = functools.partial(whole, own=own)
+        expected = everything(field, positions, dense.sources(positions, **values), cell)
+        assert_same(together, expected, 1e-11)
+        for total, part, other in zip(together, near, far, strict=True):
+            torch.testing.assert_close(part + other, total)
+
+
+@pytest.mark.parametrize("spline_order", [None, 5, 8])
+def test_the_accuracy_is_met_with_moments_of_molecular_size(spline_order):
+    system = crystal("rocksalt", 4.2, 3, 0.2)
+    n = len(system.charges)
+    values = {name: 0.4 * value for name, value in random_sources(n, seed=1).items()}
+    exact = ewald_summation(system.positions, cell=system.cell, **values, accuracy=1e-12, compute_forces=True)[1]
+    function = ewald_summation
+    if spline_order is not None:
+        function = functools.partial(particle_mesh_ewald, spline_order=spline_order)
+    for names in (("charges", "dipoles"), ("charges", "dipoles", "quadrupoles")):
+        sources = {name: values[name] for name in names}
+        exact = ewald_summation(system.positions, cell=system.cell, **sources, accuracy=1e-12, compute_forces=True)[1]
+        for accuracy in (1e-3, 1e-5):
+            found = function(system.positions, cell=system.cell, **sources, accuracy=accuracy, compute_forces=True)[1]
+            error = (found - exact).norm() / exact.norm()
+            assert 0.05 * accuracy < error < 2.0 * accuracy, (names, accuracy, float(error))
+
+
+@pytest.mark.parametrize("method", SUMS)
+def test_whole_sums_in_float32(method):
+    positions, cell = geometry()
+    values = random_sources(5, seed=3, width=0.4, neutral=False)
+    rounded = {name: value.float() for name, value in values.items()}
+    options = {} if method == "ewald" else {"mesh_dimensions": (24, 24, 24), "alpha": 0.5}
+    exact = SUMS[method](positions, cell=cell, **values, **ALL, **options)
+    found = SUMS[method](positions.float(), cell=cell.float(), **rounded, **ALL, **options)
+    for value, expected in zip(found, exact, strict=True):
+        assert value.dtype is torch.float32
+        assert (value - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_wide_gaussians_limit_alpha():
+    positions, cell = geometry()
+    values = random_sources(5, seed=3, width=1.2, neutral=False)
+    given = dense.sources(positions, **values)
+    exact = dense.energies(dense.wave_field(positions, given, cell, 8.0), given) - own_energies(given)
+    found = ewald_summation(positions, cell=cell, **values, accuracy=1e-8)
+    torch.testing.assert_close(found, exact.squeeze(1), rtol=1e-6, atol=1e-6)
+    with pytest.warns(AccuracyWarning, match="widths"):
+        ewald_summation(positions, cell=cell, **values, cutoff=5.0, alpha=1.0)
+
+
+def test_hybrid_forces_pass_gradients_through_all_sources():
+    positions, cell = geometry()
+    values = random_sources(5, seed=3, neutral=False)
+    inputs = {name: value.clone().requires_grad_() for name, value in values.items()}
+    x = positions.clone().requires_grad_()
+    found = SUMS["ewald"](x, cell=cell, **inputs, **ALL, hybrid_forces=True)
+    gradients = torch.autograd.grad(found[0].sum(), (x, *inputs.values()), allow_unused=True)
+    assert gradients[0] is None
+    for value, explicit in zip(gradients[1:], found[2:5], strict=True):
+        torch.testing.assert_close(value, explicit)
+
+
+@pytest.mark.parametrize("neutral", [True, False])
+def test_slabs_and_surfaces(neutral):
+    positions, cell = geometry()
+    values = random_sources(5, seed=3, width=0.4, neutral=neutral)
+    sources = dense.sources(positions, **values)
+    pbc = torch.tensor([True, True, False])
+    plain = SUMS["ewald"](positions, cell=cell, **values, **ALL)
+    for options in ({"pbc": pbc, "slab_correction": True}, {"surface_dielectric": 1.0}):
+        found = SUMS["ewald"](positions, cell=cell, **values, **ALL, **options)
+        added_energy = float((found[0] - plain[0]).sum())
+        if "pbc" not in options:
+            moment = (sources.charges * positions + sources.dipoles.squeeze(1)).sum(0)
+            exact = 2.0 * math.pi / 3.0 / torch.linalg.det(cell).abs() * moment.square().sum()
+            assert added_energy == pytest.approx(float(exact))
+        leaves = {name: value.clone().requires_grad_() for name, value in values.items()}
+        del leaves["widths"]
+        x = positions.clone().requires_grad_()
+        strain = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
+        deform = torch.eye(3, dtype=torch.float64) + strain
+        arguments = {**leaves, "widths": values["widths"], **options}
+        energies = SUMS["ewald"](x @ deform, cell=cell @ deform, **arguments)
+        slopes = torch.autograd.grad(energies.sum(), (x, *leaves.values(), strain))
+        expected = (-slopes[0], *slopes[1:4], -slopes[4])
+        for value, exact in zip(found[1:], expected, strict=True):
+            torch.testing.assert_close(value.reshape(exact.shape), exact, rtol=1e-8, atol=1e-8)
+
+
+def test_a_charged_slab_does_not_see_the_widths_of_its_gaussians():
+    x = torch.tensor([[0.0, 0.0, 0.0], [2.0, 2.0, 0.4]], dtype=torch.float64)
+    charges, cell = torch.tensor([1.0, 0.5], dtype=torch.float64), torch.diag(torch.tensor([4.0, 4.0, 60.0])).double()
+    options = {"pbc": torch.tensor([True, True, False]), "slab_correction": True, "accuracy": 1e-9}
+    of_points = ewald_summation(x, charges, cell, **options).sum()
+    of_gaussians = ewald_summation(x, charges, cell, **options, widths=0.15).sum()
+    # neighbors are far beyond the Gaussians
+    assert float(of_gaussians) == pytest.approx(float(of_points), abs=1e-7)
+
+
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_compiled_it_is_the_same(function):
+    positions, cell = geometry()
+    values = random_sources(5, seed=3, width=0.4, neutral=False)
+    options = {"miller_bounds": (4, 4, 4)} if function is ewald_summation else {"mesh_dimensions": (20, 20, 20)}
+    call = functools.partial(function, cell=cell, alpha=0.5, cutoff=6.0, **options, **ALL)
+    found = torch.compile(call, backend="aot_eager", fullgraph=True)(positions, **values)
+    for value, expected in zip(found, call(positions, **values), strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_modules_take_systems_with_sources():
+    positions, cell = geometry()
+    values = random_sources(5, seed=3, width=0.4, neutral=False)
+    charges = values.pop("charges")
+    module = EwaldSummation(accuracy=1e-5)
+    found = module(System(positions, charges, cell, **values), compute_forces=True, compute_quadrupole_gradients=True)
+    assert found._fields == ("energies", "forces", "quadrupole_gradients")
+    for value, exact in zip(found, module(positions, charges, cell, **values, compute_forces=True)):
+        torch.testing.assert_close(value, exact)
+
+
+# -- arguments --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dipoles": torch.zeros(5, 2).double()}, "`dipoles` must have shape"),
+        ({"dipoles": torch.zeros(5, 1, 3).double()}, "`dipoles` must have shape"),
+        ({"quadrupoles": torch.zeros(5, 3).double()}, "`quadrupoles` must have shape"),
+        ({"widths": torch.zeros(4).double()}, "`widths` must be a number or have shape"),
+        ({"widths": -0.1}, "`widths` must not be negative"),
+        ({"widths": torch.full((5,), torch.nan).double()}, "`widths` must not be negative"),
+        ({"dipoles": None, "compute_dipole_gradients": True}, "`compute_dipole_gradients` needs `dipoles`"),
+        ({"self_interaction": True}, "`self_interaction` is infinite for points"),
+        ({"potential": power_law(6)}, "are for the Coulomb potential"),
+        ({"surface_dielectric": -1.0}, "`surface_dielectric`"),
+    ],
+)
+def test_bad_arguments_are_named(changes, message):
+    positions, cell = geometry()
+    charges = torch.ones(5, dtype=torch.float64)
+    arguments = {"dipoles": torch.zeros(5, 3, dtype=torch.float64), "alpha": 0.5, "k_cutoff": 3.0} | changes
+    with pytest.raises((ValueError, TypeError), match=message):
+        ewald_summation(positions, charges, cell, cutoff=5.0, **arguments)
+
+
+def test_splines_of_too_low_an_order_are_refused():
+    positions, cell = geometry()
+    values = random_sources(5, seed=3)
+    for names, order in ((("charges", "dipoles"), 3), (("charges", "quadrupoles"), 4)):
+        sources = {name: values[name] for name in names}
+        with pytest.raises(ValueError, match=f"`spline_order` must be at least {order + 1} with `{names[1]}`"):
+            pme_reciprocal_space(
+                positions, cell=cell, alpha=0.5, mesh_dimensions=(9, 9, 9), spline_order=order, **sources
+            )
+    with pytest.raises(TypeError, match="`dipoles` has dtype"):
+        float32 = values["dipoles"].float()
+        ewald_reciprocal_space(positions, values["charges"], cell, None, 0.5, k_cutoff=3.0, dipoles=float32)
+
+
+def test_a_trace_is_dropped_with_a_warning():
+    positions, cell = geometry()
+    values = random_sources(5, seed=3)
+    with_trace = values | {"quadrupoles": values["quadrupoles"] + torch.eye(3, dtype=torch.float64)}
+    with pytest.warns(AccuracyWarning, match="trace"):
+        found = METHODS["ewald"](positions, cell=cell, alpha=ALPHA, **with_trace)
+    torch.testing.assert_close(found, METHODS["ewald"](positions, cell=cell, alpha=ALPHA, **values))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
+from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range, moment_short_range
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
@@ -24,9 +24,9 @@ from nvalchemiops.torch.interactions.electrostatics.results import (
     complete,
 )
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
-from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
+from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term, moment_exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import BackgroundTerm, SelfTerm, SurfaceTerm
-from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
+from nvalchemiops.torch.interactions.electrostatics.terms.pairs import MomentPairTerm, PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
 from nvalchemiops.torch.runtime.context import is_eager, may_read
@@ -108,14 +108,17 @@ def _ewald_sum(
     if system.moments is None:
         terms = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
     else:
-        raise NotImplementedError(_NO_PAIRS)
+        terms = [MomentPairTerm(moment_short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
         terms += _own_terms(system, alpha, keeps_gaussians)
     if system.slab_axes is not None:
         terms.append(SlabTerm())
     if dielectric is not None:
         terms.append(SurfaceTerm(dielectric))
     if system.exclusions is not None:
-        terms.append(exclusion_term(potential, system, alpha))
+        if system.moments is None:
+            terms.append(exclusion_term(potential, system, alpha))
+        else:
+            terms.append(moment_exclusion_term(system, alpha))
     terms.append(long_range.term(system, potential, alpha))
     return complete(evaluate(terms, system, request, potential.is_constant, as_graph), system, request)
 
@@ -200,16 +203,14 @@ def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumReque
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
         rows = build_rows(system.positions, cutoff, system.cell, system.batch_idx)
     if system.moments is not None:
-        raise NotImplementedError(_NO_PAIRS)
+        pairs = MomentPairTerm(moment_short_range, splitting, rows, cutoff=cutoff)
+        return evaluate([pairs], system, request, is_constant=True)
     return evaluate([PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)], system, request, is_constant=False)
 
 
 def _pairs_alone(n_charges: int) -> Formula:
     """The short-range part without the self energy."""
     return EWALD_REAL_SPACE if n_charges == 1 else ewald_short_range(1, n_charges)._replace(self_energy="")
-
-
-_NO_PAIRS = "`dipoles`, `quadrupoles` and `widths` have no sum over pairs yet: use the reciprocal parts"
 
 
 def given_neighbors(*values: Any) -> GivenNeighbors:

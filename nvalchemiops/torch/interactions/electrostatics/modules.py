@@ -121,11 +121,14 @@ class _ConfiguredSum(ExactModule):
         given = long_arguments(
             system, beside, options, needed=needed, padding="mask_value", reach="cutoff", cutoff=cutoff
         )
+        sources = {name: getattr(system, name) for name in SOURCES}
+        given = {name: values for name, values in sources.items() if values is not None} | given
         names = ["energies", *(name for name in DERIVATIVES if options.get(f"compute_{name}"))]
         return named(names, self.forward(system.positions, system.charges, system.cell, **given))
 
 
-DERIVATIVES = ("forces", "charge_gradients", "virial")
+DERIVATIVES = ("forces", "charge_gradients", "dipole_gradients", "quadrupole_gradients", "virial")
+SOURCES = ("dipoles", "quadrupoles", "widths")
 
 
 class EwaldSummation(_ConfiguredSum):

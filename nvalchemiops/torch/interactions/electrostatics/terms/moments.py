@@ -33,15 +33,18 @@ from typing import NamedTuple
 
 import torch
 
+from nvalchemiops.kernels.moments import raised
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import Lattice
-from nvalchemiops.torch.operators.moments import derivative_by_coordinates
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums, totals
 from nvalchemiops.torch.runtime.cache import cached_by_value
 
 HIGHEST = {1: 0, 4: 1, 10: 2}
 """Highest order of derivative for a number of moments."""
+
+_RAISED = {count: [places[a] for a in range(3) for places in raised(n)] for count, n in HIGHEST.items()}
+"""Numbers of moments with one more derivative, by x, y and z one after the other."""
 
 _ROWS, _COLUMNS = (0, 0, 0, 1, 1, 2), (0, 1, 2, 1, 2, 2)
 """Axes of second moments."""
@@ -81,7 +84,10 @@ class MomentFrames(NamedTuple):
         energies = 0.5 * (moments * of_moments).sum(-1)
         forces = gradients = virial = None
         if derivatives.forces:
-            forces = -self.lattice.cartesian(derivative_by_coordinates(moments, gathered))
+            columns = gathered.unbind(-1)
+            # a stack, since lists as indices would be copied to a GPU
+            higher = torch.stack([columns[place] for place in _RAISED[n_moments]], -1).unflatten(-1, (3, n_moments))
+            forces = -self.lattice.cartesian((higher * moments.unsqueeze(-2)).sum(-1).sum(1))
         if derivatives.charge_gradients or derivatives.virial:
             gradients = of_moments @ self.matrix.mT
         if derivatives.virial:
