@@ -8,11 +8,13 @@ import torch
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import moment_excluded, moment_interaction, moment_short_range
 from nvalchemiops.kernels.moments import components, count
+from nvalchemiops.torch.interactions.electrostatics import coulomb_energy, coulomb_energy_forces, coulomb_forces
 from nvalchemiops.torch.interactions.pair.exclusions import exclusion_rows
 from nvalchemiops.torch.interactions.pair.moments import pair_moments, sum_moments
 from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, row_indices, rows_of
+from tests.electrostatics import multipole_references as ref
 from tests.systems import batch, triclinic
 
 CUTOFF = 3.2
@@ -282,3 +284,46 @@ def test_compiled_and_mapped():
     torch.testing.assert_close(found, expected[0])
     slopes = torch.autograd.grad(found.square().sum(), given)
     torch.testing.assert_close(slopes, torch.autograd.grad(function(*given).square().sum(), given))
+
+
+@pytest.mark.parametrize("kind", ["points", "Gaussians", "mixed"])
+def test_coulomb_sums_of_open_systems_take_all_sources(kind):
+    positions = TWO.positions[:5]
+    given = ref.random_sources(5, width=None if kind == "points" else 0.6)
+    if kind == "mixed":
+        given["widths"][1::2] = 0.0
+    expected = ref.everything(
+        lambda x, sources: ref.open_field(x, sources, cutoff=5.0), positions, ref.sources(positions, **given)
+    )
+    charges = given.pop("charges")
+    inputs = leaves(positions, charges, given["dipoles"], given["quadrupoles"])
+    further = {**given, "dipoles": inputs[2], "quadrupoles": inputs[3]}
+    energies, forces = coulomb_energy_forces(*inputs[:2], None, 5.0, **further)
+    close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
+    close(energies, expected.energies[:, 0])
+    close(forces, expected.forces)
+    slopes = torch.autograd.grad(energies.sum(), inputs)
+    close(-slopes[0], expected.forces)
+    close(slopes[1], expected.charge_gradients.reshape(-1))
+    close(slopes[2], expected.dipole_gradients.reshape(-1, 3))
+    # of the traceless part
+    close(slopes[3], ref.traceless(expected.quadrupole_gradients.reshape(-1, 3, 3)))
+    close(coulomb_forces(positions, charges, None, 5.0, **given), forces)
+    two = torch.tensor([0, 0, 0, 1, 1], dtype=torch.int32)
+    apart = torch.cat([coulomb_energy(positions[p], charges[p], None, 5.0, **{k: v[p] for k, v in given.items()})
+                       for p in (slice(0, 3), slice(3, 5))])  # fmt: skip
+    close(coulomb_energy(positions, charges, None, 5.0, batch_idx=two, **given), apart)
+
+
+def test_damped_sums_and_bad_sources():
+    x, q, cell, batch_idx = TWO
+    dipoles = random(9, 3)
+    damped = coulomb_energy(x, q, cell, CUTOFF, 0.55, batch_idx=batch_idx, dipoles=dipoles, widths=WIDTHS)
+    moments = torch.cat([q[:, None, None], dipoles.unsqueeze(1)], -1)
+    same = energy(moments, x, cell, torch.full_like(ALPHA, 0.55), WIDTHS).energies.squeeze(1)
+    torch.testing.assert_close(damped, same)
+    for name, value in (("dipoles", random(9)), ("quadrupoles", random(9, 3)), ("widths", random(8)), ("widths", -1.0)):
+        with pytest.raises(ValueError, match=f"`{name}`"):
+            coulomb_energy(x, q, cell, CUTOFF, batch_idx=batch_idx, **{name: value})
+    with pytest.raises(TypeError, match="`dipoles`"):
+        coulomb_energy(x, q, cell, CUTOFF, batch_idx=batch_idx, dipoles=dipoles.float())

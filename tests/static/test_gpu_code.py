@@ -34,6 +34,10 @@ EXCEPTIONS = {
     "describe_systems()": (Needs(168, 96), OF_SYSTEM),
     "shortest_vectors()": (Needs(72, 144), OF_SYSTEM),
     "spline_gather(8, 2, float64)": (Needs(144, 0), "three weights of each of eight points, and ten sums, of 64 bits"),
+    "moment_kernel(erfc(alpha*r)/r of moments 2->3 m float64)": (
+        Needs(168, 0),
+        "ten moments, and twenty sums, of 64 bits",
+    ),
     "three_body(float64)": (
         Needs(184, 0),
         "derivatives by three sides, and eight products, of 64 bits",

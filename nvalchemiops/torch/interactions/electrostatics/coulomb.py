@@ -8,8 +8,11 @@ import torch
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
+from nvalchemiops.torch.interactions.pair.moments import sum_moments
+from nvalchemiops.torch.interactions.pair.parameters import parameter_arrays
 from nvalchemiops.torch.interactions.pair.shares import complete, parameters_of_share, together
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
@@ -36,6 +39,9 @@ def coulomb_energy(
     *,
     half_list: bool = False,
     domain: "Domain | None" = None,
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    widths: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Coulomb energy of each atom with its neighbors within the cutoff, ``1/2 Σ_j q_i q_j erfc(α r_ij) / r_ij``.
 
@@ -55,11 +61,17 @@ def coulomb_energy(
         System of each atom, in any order.
     domain : Domain, optional
         The system is divided among ranks, as for `ewald_summation`.
+    dipoles : (n_atoms, 3) tensor, charge length, optional
+    quadrupoles : (n_atoms, 3, 3) tensor, charge length², optional
+    widths : float or (n_atoms,) tensor, length, optional
+        Further sources, as for `ewald_summation`: the energy is that of moments in each other's potential
+        ``erfc(α r) / r``. For Gaussians without damping it is ``erf(a r) / r`` with ``a = 1 / sqrt(2 (s_i² + s_j²))``;
+        with damping the short-range part of that, ``erf(a r) / r - erf(α r) / r``. Not with a ``domain``.
 
     Returns
     -------
     (n_atoms,) tensor, charge²/length
-        Differentiable to any order in positions, charges, cell and alpha.
+        Differentiable to any order in positions, charges and other sources, widths, cell and alpha.
 
     Raises
     ------
@@ -69,7 +81,8 @@ def coulomb_energy(
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    return _coulomb(System(positions, charges, cell, batch_idx, domain=domain), cutoff, alpha, given, PairRequest())[0]
+    atoms = System(positions, charges, cell, batch_idx, domain=domain, dipoles=dipoles, quadrupoles=quadrupoles)
+    return _coulomb(atoms._replace(widths=widths), cutoff, alpha, given, PairRequest())[0]
 
 
 def coulomb_forces(
@@ -88,14 +101,16 @@ def coulomb_forces(
     *,
     half_list: bool = False,
     domain: "Domain | None" = None,
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    widths: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Forces (n_atoms, 3) of `coulomb_energy`, which has the same arguments."""
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    return _coulomb(
-        System(positions, charges, cell, batch_idx, domain=domain), cutoff, alpha, given, PairRequest(forces=True)
-    )[1]
+    atoms = System(positions, charges, cell, batch_idx, domain=domain, dipoles=dipoles, quadrupoles=quadrupoles)
+    return _coulomb(atoms._replace(widths=widths), cutoff, alpha, given, PairRequest(forces=True))[1]
 
 
 def coulomb_energy_forces(
@@ -114,13 +129,16 @@ def coulomb_energy_forces(
     *,
     half_list: bool = False,
     domain: "Domain | None" = None,
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    widths: float | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Energies (n_atoms,) and forces (n_atoms, 3) of `coulomb_energy`, which has the same arguments, in one pass."""
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
-    atoms = System(positions, charges, cell, batch_idx, domain=domain)
-    energies, forces = _coulomb(atoms, cutoff, alpha, given, PairRequest(forces=True))
+    atoms = System(positions, charges, cell, batch_idx, domain=domain, dipoles=dipoles, quadrupoles=quadrupoles)
+    energies, forces = _coulomb(atoms._replace(widths=widths), cutoff, alpha, given, PairRequest(forces=True))
     return energies, forces
 
 
@@ -130,6 +148,8 @@ def _coulomb(
     if not isinstance(alpha, (int, float, torch.Tensor)):
         raise TypeError(f"`alpha` must be a number or a tensor, got {type(alpha).__name__}")
     bare = not isinstance(alpha, torch.Tensor) and alpha == 0.0
+    if atoms.dipoles is not None or atoms.quadrupoles is not None or atoms.widths is not None:
+        return _moments(atoms, cutoff, None if bare else alpha, given, request)
     return _sum(potentials.COULOMB if bare else potentials.EWALD_REAL_SPACE, atoms, cutoff, alpha, given, request)
 
 
@@ -156,6 +176,28 @@ def _sum(
     system = pair_system(atoms, given, num_systems, cutoff=cutoff, by_system=by_system)
     results = sum_pairs(formula, system, parameters, request, cutoff=cutoff)
     return results if atoms.domain is None else complete(formula, results, request, atoms.domain)
+
+
+def _moments(
+    atoms: System, cutoff: float, alpha: float | torch.Tensor | None, given: GivenNeighbors, request: PairRequest
+) -> tuple[torch.Tensor, ...]:
+    """Energies, and forces if requested, of moments or Gaussians; without ``alpha`` bare."""
+    if atoms.domain is not None:
+        raise ValueError("`dipoles`, `quadrupoles` and `widths` cannot be given with a `domain`")
+    checks.check_positions(atoms.positions, finite=False)
+    charges: Any = atoms.charges
+    check_charges(charges, atoms.positions)
+    cutoff = checks.check_positive("cutoff", cutoff)
+    moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, atoms.positions)
+    system = pair_system(atoms, given, cutoff=cutoff, by_system=alpha is not None)
+    kind = potentials.moment_interaction if alpha is None else potentials.moment_short_range
+    formula = kind(widths is not None)
+    parameters = {} if alpha is None else {"alpha": _damping(alpha)}
+    parameters |= {} if widths is None else {"s": widths}
+    of_atoms, of_systems, _, _ = parameter_arrays(formula, parameters, system.positions, None, system.n_systems)
+    found = sum_moments(formula, system, moments, of_atoms, of_systems, forces=request.forces, cutoff=cutoff)
+    energies = found.energies.squeeze(1)
+    return (energies,) if found.forces is None else (energies, found.forces)
 
 
 def _damping(alpha: Any) -> Any:
