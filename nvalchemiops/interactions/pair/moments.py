@@ -33,6 +33,7 @@ from nvalchemiops.interactions.pair.expression import Formula, pair_energy, symb
 from nvalchemiops.interactions.pair.sum import SCALARS, Array
 from nvalchemiops.kernels.moments import Component, components, count
 from nvalchemiops.kernels.native import native_kernel, signature
+from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.launch import kernel_variants
 
 GATHERED = "m"
@@ -204,10 +205,68 @@ def radial(formula: Formula, by: tuple[str, ...], order: int) -> tuple[Program, 
             parts[f"B{n + 1}"] = following
             lines.append(f"const lanes B{n + 1} = {{B{n + 1}}};")
         current = following
+    screened = [] if by else _screened(function, s)
+    for k, (weight, inverse_length) in enumerate(screened):
+        parts |= {f"weight{k}": weight, f"kappa{k}": inverse_length, f"square{k}": inverse_length**2}
+    if screened:
+        parts["charge"] = sympy.Add(*(weight for weight, _ in screened))
+        lines = [line.replace("const lanes B", "lanes B") for line in lines] + _overlapping(len(screened), order)
     program = printed(parts, definitions)
     return program, [
         line.format(**{name: f"lanes({text})" for name, text in program.results.items()}) for line in lines
     ]
+
+
+def _screened(function: Any, s: Any) -> list[tuple[Any, Any]]:
+    """Weights c and κ if this is ``Σ c erfc(κ r)/r`` with a sum of weights that may be zero; otherwise nothing."""
+    import sympy
+
+    found = []
+    for term in sympy.Add.make_args(function):
+        weight, inverse_length = term * sympy.sqrt(s), sympy.S.Zero
+        for screening in weight.atoms(sympy.erfc):
+            weight, inverse_length = weight / screening, screening.args[0] / sympy.sqrt(s)
+        if weight.has(s) or inverse_length.has(s):
+            return []
+        found.append((weight, inverse_length))
+    charge = sympy.Add(*(weight for weight, _ in found))
+    return [] if charge.is_number and charge != 0 else found
+
+
+def _overlapping(n_terms: int, order: int) -> list[str]:
+    """Statements for B_n of ``Σ c erfc(κ r)/r`` at κ r < 1 where the sum of the weights is zero, as at r = 0.
+
+    There it is ``-Σ c erf(κ r)/r``, a difference of large numbers. With x = (κ r)² and
+    ``G_n = x^-(n + 1/2) γ(n + 1/2, x)``, a series of positive terms, ``B_n = -Σ c 2^n κ^(2n+1) G_n / sqrt(π)``,
+    and ``(n + 1/2) G_n = x G_(n+1) + exp(-x)``. NIST Digital Library of Mathematical Functions, 8.7.1 and 8.8.1.
+    """
+    lines = ["condition overlap = {charge} == one(0.0);"]
+    lines += [f"overlap = overlap & ({{square{k}}} * s < one(1.0));" for k in range(n_terms)]
+    lines += ["#if defined(__CUDA_ARCH__)", "const bool any_overlap = overlap;", "#else", "bool any_overlap = false;"]
+    lines += ["for (int l = 0; l < LANES; ++l) any_overlap |= overlap[l] != 0;".replace("LANES", str(LANES)), "#endif"]
+    lines += ["if (any_overlap) {{", *(f"    lanes sum{n} = one(0.0);" for n in range(order + 1))]
+    size, terms = 1.0, 0
+    while size > 1e-17:
+        size /= order + 1.5 + terms
+        terms += 1
+    for k in range(n_terms):
+        lines += [f"    const lanes y{k} = overlap ? {{square{k}}} * s : lanes(one(0.0));"]
+        lines += [f"    const lanes decay{k} = exp_lanes(-y{k});"]
+        series = "one(1.0)"
+        for j in reversed(range(terms)):
+            series = f"(one(1.0) + y{k} * one({1.0 / (order + 1.5 + j)!r}) * {series})"
+        lines += [f"    lanes series{k} = {series} * decay{k} * one({1.0 / (order + 0.5)!r});"]
+        lines += [f"    lanes scale{k} = {{weight{k}}} * {{kappa{k}}} * one({-1.0 / math.sqrt(math.pi)!r});"]
+        powers = [f"scale{k}"]
+        for n in range(order):
+            lines += [f"    const lanes scale{k}_{n + 1} = one(2.0) * {{square{k}}} * {powers[-1]};"]
+            powers.append(f"scale{k}_{n + 1}")
+        for n in range(order, -1, -1):
+            lines += [f"    sum{n} += {powers[n]} * series{k};"]
+            if n:
+                update = f"(y{k} * series{k} + decay{k}) * one({1.0 / (n - 0.5)!r})"
+                lines += [f"    series{k} = {update};"]
+    return [*lines, *(f"    B{n} = overlap ? sum{n} : B{n};" for n in range(order + 1)), "}}"]
 
 
 def _without_constants(function: Any, s: Any) -> tuple[Any, dict[Any, Any]]:
@@ -422,7 +481,7 @@ def source(variant: Variant) -> str:
     evaluation = [*program.of_pair, *chain]
     if variant.excluding:
         evaluation = [line.replace("const lanes B", "lanes B", 1) if line in chain else line for line in evaluation]
-        evaluation += [f"B{k} *= factor;" for k in range(len(chain))]
+        evaluation += [f"B{k} *= factor;" for k in range(variant.source + variant.order + 1)]
     powers: dict[Component, str] = {}
     totals: dict[str, str] = {}
     gradient: list[list[str]] = [[], [], []]
