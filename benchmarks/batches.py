@@ -1,0 +1,279 @@
+"""Batches of molecules: the time for an atom in 64 molecules beside that in one liquid of as many atoms, in one run.
+
+64 chains of 11 to 29 atoms (alkanes with nitrogen and oxygen in places of carbon), open or in boxes that leave 6 angstrom around them, and liquid ethanol with as many atoms;
+one thread, float64. All operators with energies and forces:
+
+- the list within 6 angstrom, all neighbors or the 12 nearest, with and without boxes; Lennard-Jones of that list;
+- Coulomb energies: of all pairs of open molecules, beside the damped sum of the liquid within 10 angstrom, and
+  Ewald and PME of boxes, beside those of the liquid, at an accuracy of 1e-4;
+- D3 with Becke and Johnson's damping within 25 bohr, for lists given and not; and for 256 molecules beside ``dftd3`` of
+  nvalchemi-toolkit-ops 0.5.0, in its own interpreter (``--peer``), lists given to both.
+
+*floor*: the bytes of positions, results and the list that an operator reads or makes, written to fresh memory once.
+Times are processor times, minima of calls in turn. Prints the ratio for each operator, and whether it is at most 1.5.
+
+Run: ``python benchmarks/batches.py [--quick] [--csv FILE] [--peer PYTHON]``.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from common import Peer, described, parser_for, start, write_csv
+from dispersion import BOHR, PBE, liquid
+
+MOLECULES, CUTOFF, NEAREST, DAMPED_CUTOFF, D3_CUTOFF, ACCURACY = 64, 6.0, 12, 10.0, 25.0, 1e-4
+ASKED, ASKED_OF_PEER, PEER_MOLECULES = 1.5, 2.5, 256
+Call = Callable[[], Any]
+
+
+def alkane(n_carbons: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions, angstrom, and atomic numbers of a chain with all bonds anti."""
+    bond, hydrogen, half = 1.53, 1.09, np.deg2rad(111.0) / 2
+    step, rise = bond * np.sin(half), bond * np.cos(half)
+    signs = np.array([(-1.0) ** k for k in range(n_carbons)])
+    carbons = np.stack([step * np.arange(n_carbons), 0.5 * rise * signs, np.zeros(n_carbons)], 1)
+    side = np.stack([0 * signs, 0.577 * signs, 0.816 + 0 * signs], 1)
+    sides = [carbons + hydrogen * side * [1, 1, s] for s in (1.0, -1.0)]
+    ends = [carbons[0] - [0.89, 0.63 * signs[0], 0.0], carbons[-1] + [0.89, -0.63 * signs[-1], 0.0]]
+    return np.concatenate([carbons, *sides, ends]), np.array([6] * n_carbons + [1] * (2 * n_carbons + 2))
+
+
+class Atoms(NamedTuple):
+    """A batch or a liquid, in angstrom."""
+
+    positions: torch.Tensor
+    numbers: torch.Tensor
+    charges: torch.Tensor
+    cell: torch.Tensor | None
+    batch_idx: torch.Tensor | None
+    n_systems: int
+
+    @property
+    def of(self) -> dict[str, Any]:
+        """Arguments of operators."""
+        of = {} if self.cell is None else {"cell": self.cell}
+        return of if self.batch_idx is None else of | {"batch_idx": self.batch_idx}
+
+
+def molecules(count: int, boxes: bool) -> Atoms:
+    rng = np.random.default_rng(1)
+    found = [alkane(int(n)) for n in rng.integers(3, 10, count)]
+    sizes = [len(numbers) for _, numbers in found]
+    for _, numbers in found:  # some of the carbon is nitrogen or oxygen: more kinds of pairs for D3
+        numbers[numbers == 6] = rng.choice([6, 7, 8], (numbers == 6).sum(), p=[0.7, 0.15, 0.15])
+    turned = [positions @ np.linalg.qr(rng.normal(size=(3, 3)))[0] for positions, _ in found]
+    cell = torch.tensor(np.stack([np.diag(np.ptp(x, 0) + 6.0) for x in turned])) if boxes else None
+    numbers = np.concatenate([n for _, n in found])
+    system = np.repeat(np.arange(count), sizes)
+    charges = np.where(numbers == 1, 0.1, -0.1)
+    charges -= (np.bincount(system, charges) / np.bincount(system))[system]
+    idx = torch.tensor(system, dtype=torch.int32)
+    return Atoms(torch.tensor(np.concatenate(turned)), torch.tensor(numbers), torch.tensor(charges), cell, idx, count)
+
+
+def one_liquid(n_atoms: int) -> Atoms:
+    given = liquid(n_atoms)
+    numbers = torch.tensor(given["numbers"])
+    charges = torch.where(numbers == 1, 0.1, -0.2).double()
+    positions, cell = torch.tensor(given["positions"] * BOHR), torch.tensor(given["cell"] * BOHR)
+    return Atoms(positions, numbers, charges - charges.mean(), cell, None, 1)
+
+
+# -- operators ------------------------------------------------------------------------------------------------
+
+
+def listed(atoms: Atoms, cutoff: float, **options: Any) -> tuple[torch.Tensor, ...]:
+    from nvalchemiops.torch.neighbors import neighbor_list
+
+    return neighbor_list(atoms.positions, cutoff, return_neighbor_list=True, **atoms.of, **options)
+
+
+def near(found: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
+    return dict(zip(("neighbor_list", "neighbor_ptr", "neighbor_shifts"), found))
+
+
+def lennard_jones(atoms: Atoms) -> Call:
+    from nvalchemiops.torch.interactions.pair import lennard_jones
+
+    potential, given = lennard_jones(CUTOFF), near(listed(atoms, CUTOFF))
+    options = {"sigma": 3.0, "epsilon": 0.01, "compute_forces": True, "num_systems": atoms.n_systems}
+    return lambda: potential(atoms.positions, **atoms.of, **given, **options)
+
+
+def coulomb(atoms: Atoms) -> Call:
+    from nvalchemiops.torch.interactions.electrostatics import coulomb_energy_forces
+
+    cutoff, alpha = (1e3, 0.0) if atoms.cell is None else (DAMPED_CUTOFF, 0.2)
+    given = near(listed(atoms, cutoff))
+    x, q, idx = atoms.positions, atoms.charges, atoms.batch_idx
+    return lambda: coulomb_energy_forces(x, q, atoms.cell, cutoff, alpha, batch_idx=idx, **given)
+
+
+def ewald(atoms: Atoms, name: str) -> Call:
+    from nvalchemiops.torch.interactions import electrostatics
+
+    call, given = getattr(electrostatics, name), (atoms.positions, atoms.charges)
+    return lambda: call(*given, **atoms.of, accuracy=ACCURACY, compute_forces=True)
+
+
+def d3(atoms: Atoms, with_list: bool) -> Call:
+    from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
+
+    scaled = atoms._replace(positions=atoms.positions / BOHR, cell=None if atoms.cell is None else atoms.cell / BOHR)
+    states = D3Parameters.load().states(sorted(set(atoms.numbers.tolist())))
+    damping = RationalDamping(**PBE)
+    options: dict[str, Any] = {"cutoff": D3_CUTOFF, "compute_forces": True, "num_systems": atoms.n_systems}
+    if with_list:
+        options |= near(listed(scaled, D3_CUTOFF))
+    numbers = atoms.numbers.int()
+    return lambda: d3_dispersion(scaled.positions, numbers, damping, states, **scaled.of, **options)
+
+
+OPERATORS: dict[str, tuple[bool, Callable[[Atoms], Call]]] = {
+    # whether molecules are in boxes, and the call
+    "list": (False, lambda atoms: lambda: listed(atoms, CUTOFF)),
+    "list, in boxes": (True, lambda atoms: lambda: listed(atoms, CUTOFF)),
+    "nearest": (False, lambda atoms: lambda: listed(atoms, CUTOFF, nearest=NEAREST)),
+    "nearest, in boxes": (True, lambda atoms: lambda: listed(atoms, CUTOFF, nearest=NEAREST)),
+    "Lennard-Jones": (False, lennard_jones),
+    "Coulomb, all pairs": (False, coulomb),
+    "Coulomb, damped, in boxes": (True, coulomb),
+    "Ewald, in boxes": (True, lambda atoms: ewald(atoms, "ewald_summation")),
+    "PME, in boxes": (True, lambda atoms: ewald(atoms, "particle_mesh_ewald")),
+    "D3, list given": (False, lambda atoms: d3(atoms, True)),
+    "D3": (False, lambda atoms: d3(atoms, False)),
+}
+
+
+# -- beside 0.5.0 ---------------------------------------------------------------------------------------------
+
+
+class Server:
+    """D3 of a batch that is in a file, by the call that both libraries have."""
+
+    def ask(self, what: str, file: str) -> Any:
+        given = {name: torch.as_tensor(array) for name, array in np.load(file).items()}
+        call = self.dftd3(given)
+        return processor_seconds(call) if what == "time" else call()[0].double().sum().item()
+
+    def dftd3(self, given: dict[str, torch.Tensor]) -> Call:
+        import nvalchemiops
+        from nvalchemiops.torch.interactions.dispersion import D3Parameters, dftd3
+
+        ours = nvalchemiops.__version__ != "0.5.0"
+        tables = {name: given[name] for name in ("rcov", "r4r2", "c6ab", "cn_ref")}
+        options: dict[str, Any] = {
+            "d3_params": D3Parameters(**{k: v if ours else v.float() for k, v in tables.items()}),
+            "neighbor_list": given["pairs"],
+            "neighbor_ptr": given["ptr"],
+            "batch_idx": given["batch_idx"],
+            "num_systems": int(given["batch_idx"].max()) + 1,
+        }
+        if ours:
+            options["cutoff"] = 50.0
+        return lambda: dftd3(given["positions"], given["numbers"].int(), **PBE, **options)
+
+
+def serve() -> None:
+    import nvalchemiops
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer = Server().ask(*question) if len(question) > 1 else nvalchemiops.__version__
+        print("answer", json.dumps(answer), flush=True)
+
+
+def beside(peer: Peer, rounds: int) -> float:
+    """Times faster than 0.5.0, for D3 of a batch."""
+    from nvalchemiops.torch.interactions.dispersion import D3Parameters
+
+    atoms = molecules(PEER_MOLECULES, False)
+    atoms = atoms._replace(positions=atoms.positions / BOHR)
+    pairs, ptr = listed(atoms, 50.0)
+    loaded, n = D3Parameters.load(), 55  # elements, and five references of each, as the peer takes them
+    c6ab = loaded.c6ab[:n, :n, :5, :5]
+    cn_ref = loaded.cn_ref[:n, None, :5, None].expand(*c6ab.shape)
+    given = {"rcov": loaded.rcov[:n], "r4r2": loaded.r4r2[:n], "c6ab": c6ab, "cn_ref": cn_ref}
+    arrays = given | {"positions": atoms.positions, "numbers": atoms.numbers, "batch_idx": atoms.batch_idx}
+    arrays |= {"pairs": pairs, "ptr": ptr}
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/batch.npz"
+        np.savez(file, **{name: tensor.numpy() for name, tensor in arrays.items() if tensor is not None})
+        sides: dict[str, Any] = {"ours": Server(), "0.5.0": peer}
+        energies = {name: side.ask("energy", file) for name, side in sides.items()}
+        best = dict.fromkeys(sides, 1e9)
+        for _ in range(rounds):
+            for name, side in sides.items():
+                best[name] = min(best[name], side.ask("time", file))
+    ratio = best["0.5.0"] / best["ours"]
+    print(f"\nD3 of {PEER_MOLECULES} molecules, {len(atoms.positions)} atoms, {pairs.shape[1]} pairs: "
+          f"ours {1e3 * best['ours']:.2f} ms, 0.5.0 {1e3 * best['0.5.0']:.2f} ms, {ratio:.1f} times (asked "
+          f"{ASKED_OF_PEER:g}); energies {energies['ours']:.6f}, {energies['0.5.0']:.6f}")  # fmt: skip
+    return ratio
+
+
+# -- measuring ------------------------------------------------------------------------------------------------
+
+
+def processor_seconds(call: Call, calls: int = 10) -> float:
+    call()
+    best = 1e9
+    for _ in range(calls):
+        begin = time.process_time()
+        call()
+        best = min(best, time.process_time() - begin)
+    return best
+
+
+def floor_of(atoms: Atoms, result: Any) -> float:
+    """Seconds to write the positions and the result to fresh memory."""
+    tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor)]
+    size = sum(t.numel() * t.element_size() for t in [atoms.positions, *tensors])
+    return processor_seconds(lambda: torch.empty(size // 8, dtype=torch.float64).fill_(1.0), 30)
+
+
+def main() -> None:
+    parser = parser_for(__doc__, "fewer rounds")
+    parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve()
+        return
+    peer = Peer(arguments.peer, __file__, "cpu") if arguments.peer else None
+    start(1, "cpu", described(peer))
+    rounds = 2 if arguments.quick else 5
+    n_atoms = len(molecules(MOLECULES, False).positions)
+    whole = one_liquid(n_atoms)
+    print(f"{MOLECULES} molecules, {n_atoms} atoms; liquid, {len(whole.positions)} atoms")
+    print(f"{'':28}{'molecules':>12}{'liquid':>12}{'floor':>10}  us for an atom{'ratio':>8}")
+    table = []
+    for name, (boxes, operator) in OPERATORS.items():
+        sides = {"molecules": molecules(MOLECULES, boxes), "liquid": whole}
+        calls = {side: operator(atoms) for side, atoms in sides.items()}
+        best = dict.fromkeys(sides, 1e9)
+        for _ in range(rounds):
+            for side, call in calls.items():
+                best[side] = min(best[side], processor_seconds(call))
+        per_atom = {side: 1e6 * best[side] / len(atoms.positions) for side, atoms in sides.items()}
+        floor = 1e6 * floor_of(sides["molecules"], calls["molecules"]()) / n_atoms
+        ratio = per_atom["molecules"] / per_atom["liquid"]
+        verdict = "" if ratio <= ASKED else f"  (asked {ASKED:g})"
+        print(
+            f"{name:28}{per_atom['molecules']:12.2f}{per_atom['liquid']:12.2f}{floor:10.3f}{'':16}{ratio:8.2f}{verdict}"
+        )
+        table.append((name, per_atom["molecules"], per_atom["liquid"], floor, ratio))
+    if peer:
+        table.append(("D3 beside 0.5.0", "", "", "", beside(peer, rounds)))
+    write_csv(arguments.csv, ("operator", "molecules", "liquid", "floor", "ratio"), table)
+
+
+if __name__ == "__main__":
+    main()
