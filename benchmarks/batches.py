@@ -1,6 +1,7 @@
 """Batches of molecules: the time for an atom in 64 molecules beside that in one liquid of as many atoms, in one run.
 
-64 chains of 11 to 29 atoms (alkanes with nitrogen and oxygen in places of carbon), open or in boxes that leave 6 angstrom around them, and liquid ethanol with as many atoms;
+64 chains of 11 to 29 atoms (alkanes with nitrogen and oxygen in places of carbon), open or in boxes that leave 6
+angstrom around them, and liquid ethanol with as many atoms;
 one thread, float64. All operators with energies and forces:
 
 - the list within 6 angstrom, all neighbors or the 12 nearest, with and without boxes; Lennard-Jones of that list;
