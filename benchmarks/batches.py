@@ -271,6 +271,10 @@ def main() -> None:
             f"{name:28}{per_atom['molecules']:12.2f}{per_atom['liquid']:12.2f}{floor:10.3f}{'':16}{ratio:8.2f}{verdict}"
         )
         table.append((name, per_atom["molecules"], per_atom["liquid"], floor, ratio))
+    volumes = [atoms.cell.det().abs().sum() for atoms in (molecules(MOLECULES, True), whole) if atoms.cell is not None]
+    print(
+        f"Boxes have {volumes[0] / volumes[1]:.1f} times the volume of the liquid, and as many times its mesh points."
+    )
     if peer:
         table.append(("D3 beside 0.5.0", "", "", "", beside(peer, rounds)))
     write_csv(arguments.csv, ("operator", "molecules", "liquid", "floor", "ratio"), table)

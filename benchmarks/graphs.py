@@ -156,9 +156,9 @@ class Here:
         match what:
             case "pairs":
                 graph = call()
-                return graph[0].shape[1], fingerprint(graph, n_atoms)
+                return [graph[0].shape[1], fingerprint(graph, n_atoms)]
             case "memory":
-                return peak_beyond(call)
+                return list(peak_beyond(call))
             case _:
                 return processor_seconds(call)
 

@@ -27,7 +27,7 @@ from common import seconds
 
 HERE = Path(__file__).resolve().parent
 WITH_TABLES = ("neighbors", "pair", "electrostatics", "dispersion", "in_jax")
-ALL = ("overhead", "launch_scaling", "import_time", *WITH_TABLES)
+ALL = ("overhead", "launch_scaling", "import_time", "graphs", "batches", *WITH_TABLES)
 OURS = {
     "neighbors": ("list", "matrix", "in place"),
     "pair": ("ours",),
