@@ -74,6 +74,10 @@ class Domain:
     ------
     ValueError, TypeError
         A bad argument, named in the message, on the rank that has it; others raise `OtherRankError`.
+
+    Notes
+    -----
+    Methods that the API reference does not list serve the operators of this library.
     """
 
     def __init__(
@@ -448,6 +452,7 @@ class Domain:
         first = first.repeat_interleave(ends.diff(), output_size=len(border))
         order, of_ghosts = _sorted(neighbors.index_select(0, border) - n, self.n_ghosts)
         end = size + len(border)
+        assert end <= len(neighbors), "room for the pairs of all atoms that other ranks see"
         torch.index_select(first, 0, order, out=neighbors[size:end])
         if self.cell is not None:
             torch.neg(shifts.index_select(0, border.index_select(0, order)), out=shifts[size:end])
