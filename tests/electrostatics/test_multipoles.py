@@ -274,6 +274,7 @@ def test_real_and_reciprocal_parts_add_up():
             torch.testing.assert_close(part + other, total)
 
 
+@pytest.mark.filterwarnings("ignore:`accuracy`")
 @pytest.mark.parametrize("spline_order", [None, 5, 8])
 def test_the_accuracy_is_met_with_moments_of_molecular_size(spline_order):
     system = crystal("rocksalt", 4.2, 3, 0.2)

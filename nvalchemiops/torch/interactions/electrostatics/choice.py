@@ -393,7 +393,8 @@ def _warn_of_widths(
     else:
         return
     sizes = sizes_of_system(system)
-    errors = np.exp(core.log_real_error(np.minimum(alpha, limit), reach, sizes.spacing)) / core.TYPICAL_FORCE
+    errors = np.exp(core.log_real_error(limit, reach, sizes.spacing)) / core.TYPICAL_FORCE
+    errors = np.where(alpha >= 0.999 * limit, errors, 0.0)  # a smaller alpha is not limited by them
     warn_of_errors(accuracy, errors, "Gaussians of these `widths` and this reach of the neighbor list", least=10.0)
 
 

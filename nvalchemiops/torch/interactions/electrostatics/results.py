@@ -69,11 +69,11 @@ def check_request(
 
 def check_gradients(request: SumRequest, atoms: System) -> None:
     """Raise if gradients by sources are requested that the system does not have."""
-    for name, values, requested in zip(
-        ("dipoles", "quadrupoles"), (atoms.dipoles, atoms.quadrupoles), request.of_sources[1:]
-    ):
-        if requested and values is None:
-            raise ValueError(f"`compute_{name[:-1]}_gradients` needs `{name}`")
+    _, by_dipoles, by_quadrupoles = request.of_sources
+    if by_dipoles and atoms.dipoles is None:
+        raise ValueError("`compute_dipole_gradients` needs `dipoles`")
+    if by_quadrupoles and atoms.quadrupoles is None:
+        raise ValueError("`compute_quadrupole_gradients` needs `quadrupoles`")
 
 
 class Contribution(NamedTuple):

@@ -121,7 +121,7 @@ def check_system(
 ) -> ChargedSystem:
     """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling."""
     domain = atoms.domain
-    has_sources = any(values is not None for values in (atoms.dipoles, atoms.quadrupoles, atoms.widths))
+    has_sources = atoms.dipoles is not None or atoms.quadrupoles is not None or atoms.widths is not None
     if domain is not None:
         if has_sources:
             raise ValueError("`dipoles`, `quadrupoles` and `widths` cannot be given with a `domain`")
