@@ -110,7 +110,8 @@ def choose_splitting(
     limit = widest_alpha(system)
     if limit is not None and not compiling and bool((chosen > limit).any()):
         _warn_of_widths(system, on_host(chosen.detach()), on_host(limit), rows, cutoff, accuracy)
-    if system.moments is not None and not compiling and may_read(system.moments, wait=True):
+    is_open = rows is None or not long_range.is_given
+    if system.moments is not None and is_open and not compiling and may_read(system.moments, wait=True):
         target = strengths_of(system, np).target(accuracy, on_host(chosen.detach()))
     if rows is not None:
         return EwaldSplitting(chosen, rows, target)

@@ -173,7 +173,9 @@ class SelfTerm(NamedTuple):
         """As for `Term`."""
         assert system.moments is not None
         moments = system.moments.to(torch.float64)
-        alpha = spread_systems(self.alpha, system.batch_idx, system.n_atoms)
+        alpha = self.alpha
+        if system.batch_idx is not None:
+            alpha = spread_systems(alpha, system.batch_idx, system.n_atoms)
         coefficients = -_self_coefficients(alpha, moments.shape[-1])
         if self.keeps_gaussians:
             assert system.widths is not None
