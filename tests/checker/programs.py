@@ -192,31 +192,31 @@ def run_pair_kernel(variant: pairs.Variant, system: System, form: str, bad: int 
 
 
 def moments_program() -> None:
-    """Moments of points and of Gaussians, in lists and matrices, differentiated, with exclusions."""
+    """Moments of points, registered kernels, and of Gaussians, differentiated, with exclusions; lists and matrices."""
+    rng = torch.Generator().manual_seed(5)
     for number, form in enumerate(("list", "matrix")):
-        x, q, cell, system_of = SYSTEMS[number]
         near = near_of(number)
+        given = rows.GivenNeighbors(near["neighbor_list"], near["neighbor_ptr"], near["neighbor_shifts"])
         if form == "matrix":
-            matrix, _, shifts = get_neighbor_matrix_from_neighbor_list(*near.values(), fill_value=len(x))
-            near = {"neighbor_matrix": matrix, "matrix_shifts": shifts, "fill_value": len(x)}
-        else:
-            near = {**near, "shifts": near["neighbor_shifts"]}
-            del near["neighbor_shifts"]
-        found = rows.rows_of(rows.GivenNeighbors(**near), x, periodic=True)
-        assert found is not None
+            matrix, _, shifts = get_neighbor_matrix_from_neighbor_list(
+                *near.values(), fill_value=len(SYSTEMS[number][0])
+            )
+            given = rows.GivenNeighbors(neighbor_matrix=matrix, matrix_shifts=shifts, fill_value=len(matrix))
+        for precision in (torch.float64, torch.float32):
+            x, q, cell, system_of = SYSTEMS[number].to(precision)
+            found = rows.rows_of(given, x, periodic=True)
+            assert found is not None
+            system = PairSystem(x, cell, system_of if len(cell) > 1 else None, len(cell), found)
+            alpha = torch.full((len(cell), 1), 0.4, dtype=x.dtype)
+            moments = torch.rand(len(x), 1, 10, generator=rng, dtype=x.dtype)
+            for n_moments in (4, 10):
+                of_points = (moment_short_range(False), system, moments[..., :n_moments].contiguous(), None, alpha)
+                results = sum_moments(*of_points, forces=True, cutoff=CUTOFF)
+                assert results.energies.isfinite().all()
         exclusions = exclusion_rows(torch.tensor([[0, 4, 5, 9, 70], [3, 5, 9, 30, 4]]), None, x)
-        x = x.clone().requires_grad_()
-        results = sum_moments(
-            moment_short_range(True),
-            PairSystem(x, cell, system_of if len(cell) > 1 else None, len(cell), found),
-            torch.cat([q[:, None, None], x.detach().unsqueeze(1)], -1),
-            q.unsqueeze(1).abs(),
-            torch.full((len(cell), 1), 0.4, dtype=x.dtype),
-            forces=True,
-            virial=True,
-            cutoff=CUTOFF,
-            exclusions=exclusions,
-        )
+        x.requires_grad_()
+        of_gaussians = (moment_short_range(True), system, moments[..., :4].contiguous(), q.unsqueeze(1).abs(), alpha)
+        results = sum_moments(*of_gaussians, forces=True, virial=True, cutoff=CUTOFF, exclusions=exclusions)
         assert results.forces is not None
         torch.autograd.grad(results.forces.square().sum() + results.energies.sum(), x)
 

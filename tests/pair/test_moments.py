@@ -300,6 +300,11 @@ def test_compiled_and_mapped():
     expected = torch.stack([function(m, x) for m in moments])
     torch.testing.assert_close(torch.func.vmap(function, (0, None))(moments, x), expected)
     torch.testing.assert_close(torch.func.vmap(function)(moments, x.expand(3, 9, 3)), expected, rtol=1e-12, atol=1e-12)
+    moved = torch.stack([x, x + 0.01, x * 1.01])
+    of_cells = torch.func.vmap(lambda m, x, c: energy(m, x, c, ALPHA, WIDTHS, virial=True).virial)
+    cells = torch.stack([cell, cell * 1.01, cell])
+    virials = [energy(*each, ALPHA, WIDTHS, virial=True).virial for each in zip(moments, moved, cells)]
+    torch.testing.assert_close(of_cells(moments, moved, cells), torch.stack(virials), rtol=1e-11, atol=1e-11)
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     given = leaves(moments[0], x)
     found = compiled(*given)

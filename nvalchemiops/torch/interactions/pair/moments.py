@@ -23,7 +23,7 @@ from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
-from nvalchemiops.torch.interactions.pair.op import fault_of_thread
+from nvalchemiops.torch.interactions.pair.op import fault_of_thread, fold_systems, repeated_systems, unfolded
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems, system_sums
@@ -258,6 +258,28 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
 
 
+_OF_ATOMS = ("moments", "row_moments", "positions", "parameters", "row_parameters", "batch_idx")
+_OF_SYSTEMS = ("cell", "global_parameters")
+
+
+def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """The rule for ``vmap``: slices of moments alone become channels, others systems of one call."""
+    names = [p.name for p in pair_moments.op.parameters]  # type: ignore[attr-defined]
+    given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
+    if given["outputs"] == GATHERED and all(dim is None for name, dim in dims.items() if name != "moments"):
+        moments = given["moments"].movedim(dims["moments"], 1)
+        found, *empty = pair_moments(**{**given, "moments": moments.flatten(1, 2).contiguous()})
+        none = [result.new_empty(info.batch_size, 0) for result in empty]
+        return (found.unflatten(1, moments.shape[1:3]), *none), (1, 0, 0)
+    return fold_systems(info, given, dims, _folded)
+
+
+def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.Tensor]:
+    """Results with a leading dimension for ``count`` slices, of which ``mapped`` are given."""
+    found = pair_moments(**repeated_systems(given, mapped, count, (*_OF_ATOMS, *_OF_SYSTEMS), ["direction_cell"]))
+    return unfolded(found, [letter in given["outputs"] for letter in (GATHERED, CELL, VIRIAL)], count)
+
+
 def _in_blocks(
     formula: str,
     by: str,
@@ -334,6 +356,7 @@ _SPECS = (
         "direction_cell",
     ],
     backward=_pullback,
+    vmap=_fold,
     trusted=True,
 )
 def pair_moments(

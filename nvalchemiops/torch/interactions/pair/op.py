@@ -229,7 +229,16 @@ _BY_SYSTEM = ("cell", "global_parameters")
 def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     """The rule for ``vmap``: slices become systems of one call."""
     names = [p.name for p in pair_sum.op.parameters]  # type: ignore[attr-defined]
-    given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
+    return fold_systems(info, dict(zip(names, args)), dict(zip(names, in_dims)), _folded)
+
+
+def fold_systems(
+    info: Any,
+    given: dict[str, Any],
+    dims: dict[str, int | None],
+    evaluate: Callable[[dict[str, Any], set[str], int], list[torch.Tensor]],
+) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+    """The same for arguments and mapped dimensions by name, and a function for some of the slices."""
     for name, dim in dims.items():
         if isinstance(dim, int):
             if name != "shifts" and not given[name].is_floating_point():
@@ -241,13 +250,30 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple
     for start in range(0, info.batch_size, chunk):
         count = min(chunk, info.batch_size - start)
         slices = {name: v[start : start + count] if name in mapped else v for name, v in given.items()}
-        parts.append(_folded(slices, mapped, count))
+        parts.append(evaluate(slices, mapped, count))
     results = tuple(torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in zip(*parts))
     return results, (0,) * len(results)
 
 
 def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.Tensor]:
     """Results with a leading dimension for ``count`` slices, of which ``mapped`` are given."""
+    directions = [f"direction_{name}" for name in INPUTS.values()]
+    found = pair_sum(**repeated_systems(given, mapped, count, (*_BY_ATOM, *_BY_SYSTEM), directions))
+    return unfolded(found, [letter in given["outputs"] for letter in OUTPUTS], count)
+
+
+def unfolded(found: Sequence[torch.Tensor], requested: Sequence[bool], count: int) -> list[torch.Tensor]:
+    """Results of ``count`` slices in one, taken apart."""
+    return [
+        result.unflatten(0, (count, -1)) if there else result.new_empty(count, 0)
+        for result, there in zip(found, requested)
+    ]
+
+
+def repeated_systems(
+    given: dict[str, Any], mapped: set[str], count: int, names: Sequence[str], directions: Sequence[str]
+) -> dict[str, Any]:
+    """Arguments for ``count`` slices as systems of one call; ``names`` are of atoms or systems, as are directions."""
     n_atoms = given["positions"].shape["positions" in mapped]
     n_systems = given["n_systems"]
 
@@ -269,8 +295,8 @@ def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.T
         return value.unsqueeze(0) + steps.unsqueeze(1)
 
     folded = dict(given)
-    folded |= {name: repeated(name) for name in (*_BY_ATOM, *_BY_SYSTEM, "neighbors", "shifts", "excluded_factors")}
-    folded |= {f"direction_{name}": repeated(f"direction_{name}", 1) for name in INPUTS.values()}
+    folded |= {name: repeated(name) for name in (*names, "neighbors", "shifts", "excluded_factors")}
+    folded |= {name: repeated(name, 1) for name in directions}
     folded["n_systems"] = count * n_systems
     if given["batch_idx"] is None:
         atoms = torch.arange(count, dtype=torch.int32, device=given["neighbors"].device)
@@ -293,11 +319,7 @@ def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.T
             pointers = numbered(name, given[entries].shape[0])
             assert pointers is not None
             folded[name] = torch.cat([pointers[:, :-1].flatten(), pointers[-1, -1:]])
-    found = pair_sum(**folded)
-    return [
-        result.unflatten(0, (count, -1)) if letter in given["outputs"] else result.new_empty(count, 0)
-        for letter, result in zip(OUTPUTS, found)
-    ]
+    return folded
 
 
 # -- the op ---------------------------------------------------------------------------------------
