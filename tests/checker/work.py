@@ -83,7 +83,7 @@ def work_of(system: System, derivatives: bool) -> list[Work]:
 def kernel_of(work: Work) -> str:
     """The name of a kernel without what it was specialised for."""
     name = work.kernel.split("__locals__")[0]
-    return re.sub(r"(_float\d\d|_\d+)+$", "", re.sub(r"^pair_sum_\w+", "pair_sum", name))
+    return re.sub(r"(_float\d\d|_\d+)+$", "", re.sub(r"^(pair_sum|pair_moments)_\w+", r"\1", name))
 
 
 def ratio(work: Work) -> float:

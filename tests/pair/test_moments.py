@@ -352,5 +352,7 @@ def test_damped_sums_and_bad_sources():
     for name, value in (("dipoles", random(9)), ("quadrupoles", random(9, 3)), ("widths", random(8)), ("widths", -1.0)):
         with pytest.raises(ValueError, match=f"`{name}`"):
             coulomb_energy(x, q, cell, CUTOFF, batch_idx=batch_idx, **{name: value})
+    with pytest.raises(ValueError, match="`moments` must have 1, 4, 10"):
+        energy(random(9, 1, 5), x, cell, ALPHA)
     with pytest.raises(TypeError, match="`dipoles`"):
         coulomb_energy(x, q, cell, CUTOFF, batch_idx=batch_idx, dipoles=dipoles.float())

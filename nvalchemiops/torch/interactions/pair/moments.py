@@ -45,7 +45,10 @@ _RAISED = [list(zip(*raised(order))) for order in range(HIGHEST)]
 def order_of(n_moments: int) -> int:
     """The highest order of so many moments."""
     # by comparisons: a compiler may have a symbol for the number
-    return next(order for number, order in _ORDERS.items() if number == n_moments)
+    for number, order in _ORDERS.items():
+        if number == n_moments:
+            return order
+    raise ValueError(f"`moments` must have 1, 4, 10, 20, ... components up to order {HIGHEST}, got {n_moments}")
 
 
 # -- the derivative -------------------------------------------------------------------------------
