@@ -83,6 +83,7 @@ def test_eager_calls_need_no_compiler(tmp_path):
         matrix, count, images = call("get_neighbor_matrix_from_neighbor_list", pairs, ptr, shifts)
         call("get_neighbor_list_from_neighbor_matrix", matrix, count, images)
         call("check_full_list", pairs, ptr, shifts)
+        call("transpose_order", pairs, len(x))
         call("list_geometry", x, pairs, shifts, cell)
         call("matrix_geometry", x, matrix, count, images, cell)
         heavy = sorted(name for name in sys.modules if name in ("torch._inductor.compile_fx", "triton"))

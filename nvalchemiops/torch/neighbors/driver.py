@@ -168,7 +168,7 @@ def build(
         checks.check_index("target_indices", target_indices, positions, (None,))
     n_rows = (positions if target_indices is None else target_indices).shape[0]
     width, in_memory = _width(n_rows, form, room, suffix, positions)
-    chosen = (0, 0.0, False) if selection == ALL else _check_selection(selection, form)
+    chosen = (0, 0.0, False) if selection is ALL else _check_selection(selection, form)
     if chosen[0] and width is None and selection.ties == "index" and not (chosen[2] or form.return_neighbor_list):
         width = chosen[0]
         ops.check_size(n_rows * width)

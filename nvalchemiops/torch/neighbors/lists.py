@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.compat.ignored_arguments import ignore
-from nvalchemiops.torch.neighbors.driver import Form, Room, Selection, Systems, Tensors, build_lists
+from nvalchemiops.torch.neighbors.driver import ALL, Form, Room, Selection, Systems, Tensors, build_lists
 
 
 def neighbor_list(
@@ -174,7 +174,9 @@ def neighbor_list(
     )
     out1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
     out2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
-    selection = Selection(nearest, ties, tie_tolerance, symmetric)
+    selection = ALL
+    if nearest is not None or ties != "keep" or tie_tolerance is not None or symmetric is not False:
+        selection = Selection(nearest, ties, tie_tolerance, symmetric)
     return build_lists(
         systems, cutoff, cutoff2, form, out, out1, out2, method, rebuild_flags, target_indices, selection
     )

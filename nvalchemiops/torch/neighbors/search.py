@@ -381,8 +381,20 @@ def neighbor_pairs(
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The list format. Waits for the device to learn the number of pairs, and raises for faulty input."""
-    selection = (nearest, tie_tolerance, symmetric)
-    search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method, *selection)
+    search = Search(
+        positions,
+        cutoff,
+        cell,
+        pbc,
+        batch_idx,
+        batch_ptr,
+        target_indices,
+        half,
+        method,
+        nearest,
+        tie_tolerance,
+        symmetric,
+    )
     bins = _CellList(search)
     count, most, ptr, size = _counted(bins)
     check_size(size)
@@ -467,8 +479,20 @@ def neighbor_matrix(
     With a given width there is no wait: faults are returned, and counts include neighbors that did not fit. Without,
     the matrix is somewhat wider than needed; then it waits for the device, and raises for faulty input.
     """
-    selection = (nearest, tie_tolerance, symmetric)
-    search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method, *selection)
+    search = Search(
+        positions,
+        cutoff,
+        cell,
+        pbc,
+        batch_idx,
+        batch_ptr,
+        target_indices,
+        half,
+        method,
+        nearest,
+        tie_tolerance,
+        symmetric,
+    )
     bins = _CellList(search, may_wait=width is None)
     n_rows, columns, most = bins.n_rows, width, 0
     if columns is None:
@@ -517,8 +541,20 @@ def fill_neighbor_matrix(
     shifts: torch.Tensor | None,
 ) -> torch.Tensor:
     """The matrix format in given memory; see `neighbor_matrix`."""
-    selection = (nearest, tie_tolerance, symmetric)
-    search = Search(positions, cutoff, cell, pbc, batch_idx, batch_ptr, target_indices, half, method, *selection)
+    search = Search(
+        positions,
+        cutoff,
+        cell,
+        pbc,
+        batch_idx,
+        batch_ptr,
+        target_indices,
+        half,
+        method,
+        nearest,
+        tie_tolerance,
+        symmetric,
+    )
     bins = _CellList(search, may_wait=False, rebuild_flags=rebuild_flags)
     images = None if shifts is None else shifts.view(-1, 3)
     bins.run(count, _Destination(matrix.view(-1), images, None, None, matrix.shape[1], fill_value))
