@@ -146,14 +146,17 @@ def dense(x: torch.Tensor, cell: torch.Tensor, sources: Sources, sigma: float, d
     phase = x @ k.mT
     cosine, sine = torch.cos(phase), torch.sin(phase)
     real, imaginary = sources["charges"].mT @ cosine, sources["charges"].mT @ sine
-    if "dipoles" in sources:
-        along = sources["dipoles"] @ k.mT  # (n_atoms, n_channels, n_k)
-        real = real - (along * sine.unsqueeze(1)).sum(0)
-        imaginary = imaginary + (along * cosine.unsqueeze(1)).sum(0)
-    if "quadrupoles" in sources:
-        along = 0.5 * (sources["quadrupoles"].flatten(-2) @ (k.unsqueeze(2) * k.unsqueeze(1)).flatten(1).mT)
-        real = real - (along * cosine.unsqueeze(1)).sum(0)
-        imaginary = imaginary - (along * sine.unsqueeze(1)).sum(0)
+    for name, sign, first, factors in (
+        ("dipoles", -1.0, sine, k.mT),
+        ("quadrupoles", -0.5, cosine, (k.unsqueeze(2) * k.unsqueeze(1)).flatten(1).mT),
+    ):
+        if name in sources:
+            second = cosine if first is sine else sine
+            values = sources[name].flatten(1).mT  # no tensor of atoms, channels and k-vectors
+            along = ((values @ wave).unflatten(0, (-1, len(factors))) * factors for wave in (first, second))
+            of_first, of_second = (part.sum(1) for part in along)
+            real = real + sign * of_first
+            imaginary = imaginary + (of_second if name == "dipoles" else sign * of_second)
     weight = twice * torch.exp(-0.5 * sigma**2 * k2) / k2
     return 2.0 * math.pi / torch.linalg.det(cell).abs() * (weight * (real.square() + imaginary.square())).sum()
 
