@@ -387,6 +387,7 @@ EXCLUDED = torch.stack([torch.arange(0, 200, 7), torch.arange(0, 200, 7) + 2])
 def _long_range(group: Any, call: Callable[..., Any], **options: Any) -> None:
     slab = {"slab_correction": True, "pbc": torch.tensor([True, True, False])}
     kinds: list[tuple[bool, dict[str, Any]]] = [(False, {"exclusions": EXCLUDED}), (True, {}), (False, slab)]
+    kinds.append((False, {"surface_dielectric": 2.0}))
     for batch, more in kinds:
         _compare_long_range(group, Atoms(batch), functools.partial(call, cutoff=CUTOFF, **options, **more))
 

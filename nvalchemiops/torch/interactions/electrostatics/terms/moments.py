@@ -222,6 +222,8 @@ class SurfaceTerm(NamedTuple):
         of_atom = charges * x
         dipole = of_atom + moments[..., 1:4] if n_moments > 1 else of_atom
         dipole = totals(dipole, batch_idx, n_systems)  # (n_systems, n_channels, 3)
+        if system.domain is not None:
+            dipole = system.domain.sum_for_shares(dipole)
         of_volume = 4.0 * math.pi / (2.0 * self.dielectric + 1.0) / system.lattice().volume
         field = spread_systems(of_volume[:, None, None] * dipole, batch_idx, n_atoms)
         potential = (x * field).sum(-1)
