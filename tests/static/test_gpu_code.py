@@ -213,7 +213,7 @@ def test_kernels_are_launched_with_the_lanes_that_they_declare(monkeypatch):
         inputs.grad(energies.sum())
     cell = system.cell[:1]
     x = system.positions[:5]
-    neighbor_list(x, 4.0, cell, return_neighbor_list=True)
+    neighbor_list(x, 4.0, cell, nearest=2, return_neighbor_list=True)
     near = cases.D3.near(cases.ONE)
     damping = cases.RationalDamping(0.4, 4.0, 0.8)
     d3_dispersion(cases.ONE.positions, near.pop("numbers"), damping, cases.STATES, cases.ONE.cell, **near, s9=1.0)
