@@ -135,6 +135,17 @@ def test_charges_minimise_the_energy_and_carry_gradients(tmp_path):
         assert abs(start - true) > 0.3 and abs(found - true) < 2e-6
 
 
+def test_born_charges_are_those_of_clausius_and_mossotti(tmp_path):
+    text = printed(tmp_path, "15_born_charges.py")
+    for constant in ("5.20", "5.40", "5.64", "5.90", "6.20"):
+        born, known_born, eps, known_eps, _ = numbers(text.partition("displacement")[0], constant)
+        assert abs(born - known_born) < 1e-6 and abs(eps - known_eps) < 1e-6 and born > 1.3
+    spread = {d: numbers(text.partition("displacement")[2], d + " ") for d in ("0.00", "0.10", "0.30")}
+    assert all(abs(row[2]) < 1e-8 for row in spread.values())  # a shift of all atoms makes no dipole
+    widths = [row[1] - row[0] for row in spread.values()]
+    assert widths[0] < 1e-4 < 0.1 < widths[1] < widths[2]
+
+
 def test_force_field_is_recovered_within_its_errors(tmp_path):
     text = printed(tmp_path, "08_force_field_parameters.py", "--quick", bars="Adam|Levenberg-Marquardt")
     for name, true in {"charge (e)": 2.0, "A (eV)": 821.6, "rho (Å)": 0.3242, "C (eV Å⁶)": 27.88}.items():

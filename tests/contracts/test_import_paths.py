@@ -33,6 +33,9 @@ SUMS = {
         "generate_k_vectors_pme",
         "k_vectors_from_miller_indices",
     ],
+    "multipole_electrostatics": ["multipole_electrostatic_energy"],
+    "multipole_ewald": ["multipole_ewald_summation"],
+    "multipole_features": ["multipole_electrostatic_features"],
     "parameters": [
         "EwaldParameters",
         "PMEParameters",
@@ -43,6 +46,7 @@ SUMS = {
         "mesh_spacing_to_dimensions",
     ],
     "pme": ["compute_bspline_moduli_1d", "particle_mesh_ewald", "pme_reciprocal_space"],
+    "pme_multipole": ["multipole_particle_mesh_ewald"],
     "slab": ["compute_slab_correction"],
 }
 MOVED = {

@@ -11,6 +11,7 @@ from nvalchemiops.torch.interactions.electrostatics.ewald import (
     ewald_reciprocal_space,
     ewald_summation,
 )
+from nvalchemiops.torch.interactions.electrostatics.features import Potentials, electrostatic_potential
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     WaveVectors,
     generate_ewald_miller_indices,
@@ -21,6 +22,18 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     prepare_wave_vectors,
 )
 from nvalchemiops.torch.interactions.electrostatics.modules import EwaldSummation, ParticleMeshEwald
+from nvalchemiops.torch.interactions.electrostatics.multipoles import (
+    MultipoleEwaldParameters,
+    MultipolePMEParameters,
+    estimate_multipole_ewald_parameters,
+    estimate_multipole_pme_parameters,
+    infer_l_max,
+    multipole_electrostatic_energy,
+    multipole_electrostatic_features,
+    multipole_ewald_summation,
+    multipole_particle_mesh_ewald,
+    pack_multipole_moments,
+)
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     ErrorEstimate,
     EwaldParameters,
@@ -48,8 +61,11 @@ __all__ = [
     "EwaldSummation",
     "InducedMoments",
     "LongRangePotential",
+    "MultipoleEwaldParameters",
+    "MultipolePMEParameters",
     "PMEParameters",
     "ParticleMeshEwald",
+    "Potentials",
     "PreparedMesh",
     "WaveVectors",
     "compute_bspline_moduli_1d",
@@ -58,8 +74,11 @@ __all__ = [
     "coulomb_energy_forces",
     "coulomb_forces",
     "dsf_coulomb",
+    "electrostatic_potential",
     "estimate_errors",
     "estimate_ewald_parameters",
+    "estimate_multipole_ewald_parameters",
+    "estimate_multipole_pme_parameters",
     "estimate_pme_mesh_dimensions",
     "estimate_pme_parameters",
     "ewald_real_space",
@@ -70,8 +89,14 @@ __all__ = [
     "generate_k_vectors_ewald_summation",
     "generate_k_vectors_pme",
     "induced_moments",
+    "infer_l_max",
     "k_vectors_from_miller_indices",
     "mesh_spacing_to_dimensions",
+    "multipole_electrostatic_energy",
+    "multipole_electrostatic_features",
+    "multipole_ewald_summation",
+    "multipole_particle_mesh_ewald",
+    "pack_multipole_moments",
     "particle_mesh_ewald",
     "pme_reciprocal_space",
     "power_law",

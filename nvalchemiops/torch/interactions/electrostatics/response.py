@@ -306,12 +306,26 @@ class _Operator:
             self.softness = 1.0 / torch.where(stiffness > 0.0, stiffness, 1.0)
             self.softness_of_system = problem.sums(self.softness)
         with torch.no_grad():
-            self.slopes_at_zero = problem.slopes(zero, self.tensors)[0]
+            self.slopes_at_zero, energies = problem.slopes(zero, self.tensors)
+            self.energies_at_zero = energies.detach().to(torch.float64).abs()
             self.right = -problem.gradient(zero, self.tensors) - self.slopes_at_zero
             residual, z = self.preconditioned(self.right)
             self.scale = self.inner(residual, z).clamp(min=0.0).sqrt()
-            # of sources: those that would be induced without an interaction
-            self.length = self.norm(problem.polarized(z, self.tensors))
+            # of sources: those that would be induced without an interaction, or whose energies compare with the given
+            # ones, where symmetry leaves only rounding errors of fields
+            first = self.norm(problem.polarized(z, self.tensors))
+            self.length = torch.maximum(first, (self.energies_at_zero * self._compliance(like)).sqrt())
+
+    def _compliance(self, like: torch.Tensor) -> torch.Tensor:
+        """Square of sources for an energy: averages (n_systems,) of softness and polarizability."""
+        problem, parts = self.problem, []
+        if problem.has_charges:
+            parts.append(self.softness)
+        if problem.has_dipoles:
+            alpha = problem.own(self.tensors)["polarizabilities"]
+            parts.append(alpha if alpha.ndim == 1 else alpha.diagonal(dim1=1, dim2=2).mean(1))
+        counts = problem.sums(torch.ones(problem.n_atoms, dtype=torch.float64, device=like.device)).clamp(min=1.0)
+        return problem.sums(torch.stack(parts).sum(0).to(torch.float64)).clamp(min=0.0) / counts
 
     def norm(self, columns: torch.Tensor) -> torch.Tensor:
         """The length (n_systems,) of all numbers of a system, not zero."""
@@ -654,10 +668,11 @@ def _check_dependence(operator: _Operator) -> None:
 
 def _check_quadratic(operator: _Operator, residual: torch.Tensor) -> None:
     """Raise if the residual at the solution is not zero: the energy is not quadratic."""
-    square = operator.inner(*operator.preconditioned(residual))
-    left = square.clamp(min=0.0).sqrt() / torch.where(operator.scale > 0.0, operator.scale, 1.0)
-    tolerance = operator.problem.tolerance
-    if bool((left > 30.0 * tolerance + 1e4 * torch.finfo(residual.dtype).eps).any()):
+    left = operator.inner(*operator.preconditioned(residual)).clamp(min=0.0).sqrt()
+    tolerance, scale = operator.problem.tolerance, operator.scale
+    rounding = 1e4 * torch.finfo(residual.dtype).eps * (scale + operator.energies_at_zero.sqrt())
+    if bool((left > 30.0 * tolerance * scale + rounding).any()):
+        left = left / torch.where(scale > 0.0, scale, 1.0)
         raise RuntimeError(
             f"`energy` is not quadratic in the induced sources, or its gradient is not exact: where conjugate "
             f"gradients have converged, {left[~left.isnan()].max().item():.1e} of the gradient is left (tolerance "

@@ -1,0 +1,403 @@
+"""The electrostatic potential at atoms with its derivatives, seen through Gaussians, as models feed it back.
+
+A receiver of standard deviation s at atom i sees the potential ``∫ φ(x) g_s(x - x_i) dx``, and derivatives by x_i. So
+sources of widths s_j act by ``erf(a r)/r`` with ``a = 1/√(2 (s² + s_j²))``. That is divided as in Ewald's sum: the
+long-range part ``erf(α r)/r`` is the same for all receivers, and evaluated once; the rest is a sum over pairs for each.
+
+The long-range part includes what an atom sees of itself, which is for moments (q, μ, Q) with ``b_n = 2a/√π (2a²)^n /
+(2n + 1)`` the potential ``b_0 q``, the gradient ``b_1 μ`` and second derivatives ``b_2 Q - b_1 q``, with α for a. In a
+periodic system the average potential is zero, so that in a charged cell receivers see ``2π/V Σ_j q_j (s² + s_j²)`` more
+than points in points do (`nvalchemiops.torch.interactions.electrostatics.terms.moments`).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.interactions.pair.potentials import moment_interaction, moment_short_range
+from nvalchemiops.kernels.moments import count
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
+from nvalchemiops.torch.interactions.electrostatics.driver import given_neighbors
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
+from nvalchemiops.torch.interactions.electrostatics.results import Derivatives
+from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
+from nvalchemiops.torch.interactions.electrostatics.system import (
+    ChargedSystem,
+    check_charges,
+    check_system,
+    nan_unless,
+)
+from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
+from nvalchemiops.torch.interactions.electrostatics.terms.moments import second_moments
+from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
+from nvalchemiops.torch.interactions.pair.moments import pair_moments
+from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.operators.segments import spread_systems, totals
+from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.systems import System
+
+
+class Potentials(NamedTuple):
+    """Potentials at atoms, for each receiver; channels are there if the charges have them.
+
+    Attributes
+    ----------
+    potential : (n_atoms, n_receivers[, n_channels]) tensor
+    gradient : (n_atoms, n_receivers[, n_channels], 3) tensor or None
+        Minus the electric field.
+    second : (n_atoms, n_receivers[, n_channels], 3, 3) tensor or None
+        Second derivatives, minus the gradient of the field.
+    """
+
+    potential: torch.Tensor
+    gradient: torch.Tensor | None = None
+    second: torch.Tensor | None = None
+
+
+def electrostatic_potential(
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    cell: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    *,
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    widths: float | torch.Tensor | None = None,
+    receiver_widths: Sequence[float] | torch.Tensor | None = None,
+    derivatives: int = 1,
+    self_interaction: bool = False,
+    method: str = "ewald",
+    alpha: float | torch.Tensor | None = None,
+    k_cutoff: float | torch.Tensor | None = None,
+    mesh_dimensions: Any = None,
+    spline_order: int = 6,
+    accuracy: float = 1e-6,
+    cutoff: float | None = None,
+    neighbor_list: torch.Tensor | None = None,
+    neighbor_ptr: torch.Tensor | None = None,
+    neighbor_shifts: torch.Tensor | None = None,
+    neighbor_matrix: torch.Tensor | None = None,
+    neighbor_matrix_shifts: torch.Tensor | None = None,
+    mask_value: int | None = None,
+    half_list: bool = False,
+) -> Potentials:
+    """Potential, gradient and second derivatives at all atoms, seen through Gaussian receivers.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, float32 or float64, length
+    charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge
+    cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
+        Periodic along all vectors. Without one systems are open, and pairs are summed directly.
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom, in any order.
+    dipoles, quadrupoles, widths
+        Other sources, as for `ewald_summation`.
+    receiver_widths : sequence of float or (n_receivers,) tensor, length, optional
+        Standard deviations of Gaussian receivers, zero for points. By default one receiver with the width of the source
+        of the atom: then ``(q φ + μ·∇φ + Q:∇∇φ/2) / 2`` is the energy of the atom.
+    derivatives : {0, 1, 2}, optional
+        How many derivatives of the potential to return.
+    self_interaction : bool, optional
+        Let an atom see its own Gaussian. Needs positive widths of sources or receivers.
+    method : {"ewald", "pme"}, optional
+        Long-range part of periodic systems.
+    alpha, k_cutoff, mesh_dimensions, spline_order, accuracy
+        As for `ewald_summation` and `particle_mesh_ewald`. Splines need two orders more than there are derivatives.
+    cutoff : float, length, optional
+        Reach of the list. By default of an open system: all pairs.
+    neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
+        As for `ewald_summation`.
+
+    Returns
+    -------
+    Potentials
+        In the dtype of the positions; differentiable to any order in positions, sources, cell and alpha, with a mesh as
+        often as splines are.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message.
+    """
+    if derivatives not in (0, 1, 2):
+        raise ValueError(f"`derivatives` must be 0, 1 or 2, got {derivatives!r}")
+    checks.check_choice("method", method, ("ewald", "pme"))
+    neighbors = given_neighbors(
+        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
+    )
+    atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
+    if cell is None:
+        system = _open_system(atoms)
+        receivers = _receivers(receiver_widths, system, self_interaction)
+        rows = _rows_of_open(neighbors, cutoff, system)
+        parts = [
+            _of_pairs(system, rows, None, receiver, derivatives) + _own_part(system, None, receiver, derivatives, keeps)
+            for receiver, keeps in receivers
+        ]
+        return _potentials(parts, system, derivatives)
+    system = _with_moments(check_system(atoms))
+    receivers = _receivers(receiver_widths, system, self_interaction)
+    long_range: LongRange
+    if method == "pme":
+        precomputed = Precomputed(*(None,) * 7)
+        long_range = MeshSum.given(mesh_dimensions, None, spline_order, precomputed, None, system)
+    else:
+        long_range = KVectorSum.given(None, k_cutoff, None, None, system)
+    accuracy = check_accuracy(accuracy, positions)
+    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    found_rows = rows_of(neighbors, system.positions, periodic=True)
+    splitting = choose_splitting(_widest(system, receivers), long_range, alpha, cutoff, found_rows, accuracy)
+    split = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
+    if not long_range.is_given:
+        long_range = long_range.chosen(system, split, splitting.target)
+    far = _of_long_range(system, long_range, split, derivatives)
+    parts = []
+    for receiver, keeps in receivers:
+        near = _of_pairs(system, splitting.rows, split, receiver, derivatives)
+        own = _own_part(system, split, receiver, derivatives, keeps) + _background(system, receiver, derivatives)
+        parts.append(far + near + own)
+    return _potentials(parts, system, derivatives)
+
+
+def reciprocal_potential(
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    cell: torch.Tensor,
+    batch_idx: torch.Tensor | None = None,
+    *,
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    widths: float,
+    receiver_widths: Sequence[float],
+    k_cutoff: float | torch.Tensor | None = None,
+    k_vectors: torch.Tensor | None = None,
+    derivatives: int = 1,
+    self_interaction: bool = False,
+) -> Potentials:
+    """The same as a sum over k-vectors alone, for Gaussians of one width: pairs of a receiver have one alpha."""
+    atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
+    system = _with_moments(check_system(atoms))
+    long_range = KVectorSum.given(k_vectors, k_cutoff, None, None, system)
+    if not long_range.is_given:
+        raise ValueError("`k_cutoff` or `k_vectors` is needed")
+    parts = []
+    for (receiver, _), number in zip(_receivers(receiver_widths, system, True), receiver_widths):
+        inverse = 1.0 / math.sqrt(2.0 * (number**2 + widths**2))
+        alpha = torch.full((system.n_systems,), inverse, dtype=torch.float64, device=positions.device)
+        found = _of_long_range(system, long_range, nan_unless(long_range.valid, alpha), derivatives)
+        found = found + _background(system, receiver, derivatives)
+        if not self_interaction:
+            found = found - _own_potential(system, spread_systems(alpha, system.batch_idx, system.n_atoms), derivatives)
+        parts.append(found)
+    return _potentials(parts, system, derivatives)
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def _with_moments(system: ChargedSystem) -> ChargedSystem:
+    """The system with moments, also where there are only charges."""
+    if system.moments is not None:
+        return system
+    return system._replace(moments=system.charges.unsqueeze(-1))
+
+
+def _open_system(atoms: System) -> ChargedSystem:
+    """A checked system without a cell; its cells are not used."""
+    positions, charges = atoms.positions, atoms.charges
+    assert charges is not None
+    checks.check_positions(positions, finite=False)
+    check_charges(charges, positions, channels=True)
+    batch_idx, n_systems = checks.check_batch(atoms.batch_idx, positions)
+    moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, positions)
+    columns = charges.reshape(charges.shape[0], -1)
+    cell = positions.new_zeros(1 if n_systems is None else n_systems, 3, 3)
+    return ChargedSystem(positions, columns, charges.ndim == 2, cell, batch_idx)._replace(
+        moments=moments, widths=widths
+    )
+
+
+def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem) -> Rows:
+    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    rows = rows_of(neighbors, system.positions, periodic=False)
+    if rows is not None:
+        return rows
+    if cutoff is None:
+        x = system.positions.detach()
+        if not may_read(x):
+            raise ValueError("`cutoff` or neighbors are needed where positions cannot be read")
+        extent = float((x.amax(0) - x.amin(0)).norm()) if x.shape[0] else 0.0
+        cutoff = 1.001 * extent + 1.0
+    return build_rows(system.positions, cutoff, None, system.batch_idx)
+
+
+Receiver = torch.Tensor | None
+"""Widths (n_atoms,) of receivers; None for points."""
+
+
+def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> list[tuple[Receiver, bool]]:
+    """Receivers, each with whether atoms see themselves; raise unless they are Gaussians then."""
+    keeps = checks.check_flag("self_interaction", self_interaction)
+    positions, widths = system.positions, system.widths
+    found: list[Receiver]
+    if values is None:
+        found = [widths]
+    else:
+        if isinstance(values, torch.Tensor):
+            checks.check_real("receiver_widths", values, positions)
+            if values.ndim != 1:
+                raise ValueError(f"`receiver_widths` must have shape (n_receivers,), got {tuple(values.shape)}")
+            numbers: list[Any] = list(values.unbind(0))
+            negative = may_read(values) and bool((values < 0.0).any())
+        else:
+            numbers = [checks.as_float("receiver_widths", value) for value in values]
+            negative = any(not 0.0 <= number < math.inf for number in numbers)
+        if not numbers or negative:
+            raise ValueError("`receiver_widths` must not be empty, nor negative, and finite")
+        found = []
+        for number in numbers:
+            if isinstance(number, torch.Tensor):
+                found.append(number.expand(system.n_atoms))
+            elif number == 0.0 and widths is None:
+                found.append(None)
+            else:
+                found.append(torch.full_like(positions[:, 0], number))
+    for receiver in found:
+        if not keeps:
+            break
+        square = _square(receiver, system)
+        if square is None or (may_read(square) and not bool((square > 0.0).all())):
+            raise ValueError(
+                "`self_interaction` is infinite for points: it needs positive widths of sources or receivers"
+            )
+    return [(receiver, keeps) for receiver in found]
+
+
+def _square(receiver: Receiver, system: ChargedSystem) -> torch.Tensor | None:
+    """``s² + s_i²`` (n_atoms,) of a receiver and the source of its atom; None for points."""
+    given = [w.to(torch.float64).square() for w in (receiver, system.widths) if w is not None]
+    return torch.stack(given).sum(0) if given else None
+
+
+def _widest(system: ChargedSystem, receivers: list[tuple[Receiver, bool]]) -> ChargedSystem:
+    """The system with the widest Gaussians of each atom, which limit alpha."""
+    given = [w for w in (system.widths, *(receiver for receiver, _ in receivers)) if w is not None]
+    return system._replace(widths=torch.stack(given).detach().amax(0)) if given else system
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _of_long_range(system: ChargedSystem, long_range: LongRange, alpha: torch.Tensor, derivatives: int) -> torch.Tensor:
+    """Derivatives (n_atoms, n_channels, count) of the long-range potential: gradients of its energy by moments."""
+    assert system.moments is not None
+    n = count(derivatives)
+    padded = torch.nn.functional.pad(system.moments, (0, max(n - system.moments.shape[-1], 0)))
+    system = system._replace(moments=padded)
+    found = long_range.term(system, COULOMB, alpha).evaluate(system, Derivatives(charge_gradients=True))
+    assert found.charge_gradients is not None
+    return found.charge_gradients[..., :n].to(torch.float64)
+
+
+def _of_pairs(
+    system: ChargedSystem, rows: Rows, alpha: torch.Tensor | None, receiver: Receiver, derivatives: int
+) -> torch.Tensor:
+    """The same of the pairs, what is beyond the long-range part if there is an alpha."""
+    positions, widths = system.positions, system.widths
+    assert system.moments is not None
+    gaussians = widths is not None or receiver is not None
+    formula = (moment_interaction if alpha is None else moment_short_range)(gaussians)
+    of_sources = of_rows = None
+    if gaussians:
+        of_sources = (torch.zeros_like(positions[:, 0]) if widths is None else widths).unsqueeze(1).contiguous()
+        of_rows = (torch.zeros_like(positions[:, 0]) if receiver is None else receiver).unsqueeze(1).contiguous()
+    found = pair_moments(
+        formula.text,
+        "",
+        "m",
+        derivatives,
+        system.moments.contiguous(),
+        None,
+        positions,
+        None if alpha is None else system.cell,
+        of_sources,
+        of_rows,
+        None if alpha is None else alpha.to(positions.dtype).unsqueeze(1),
+        None,
+        system.batch_idx,
+        system.n_systems,
+        *rows,
+        None,
+        None,
+        None,
+        NO_CUTOFF,
+        0.0,
+    )[0]
+    return found.to(torch.float64)
+
+
+def _own_part(
+    system: ChargedSystem, alpha: torch.Tensor | None, receiver: Receiver, derivatives: int, keeps: bool
+) -> torch.Tensor:
+    """What an atom sees of itself, if it does, without what the long-range part has of it."""
+    assert system.moments is not None
+    found = system.moments.new_zeros((*system.moments.shape[:2], count(derivatives)), dtype=torch.float64)
+    if keeps:
+        square = _square(receiver, system)
+        assert square is not None
+        found = found + _own_potential(system, (2.0 * square).rsqrt(), derivatives)
+    if alpha is None:
+        return found
+    return found - _own_potential(system, spread_systems(alpha, system.batch_idx, system.n_atoms), derivatives)
+
+
+def _own_potential(system: ChargedSystem, a: torch.Tensor, derivatives: int) -> torch.Tensor:
+    """Derivatives (n_atoms, n_channels, count) of the potential ``erf(a r)/r`` of an atom at its place."""
+    assert system.moments is not None
+    moments = system.moments.to(torch.float64)
+    b0, b1, b2 = ((2.0 / math.sqrt(math.pi) * a * (2.0 * a.square()) ** n / (2 * n + 1)) for n in range(3))
+    columns = [b0[:, None, None] * moments[..., :1]]
+    if derivatives > 0:
+        gradient = moments[..., 1:4] if moments.shape[-1] > 1 else torch.zeros_like(moments).expand(-1, -1, 3)
+        columns.append(b1[:, None, None] * gradient)
+    if derivatives > 1:
+        # moments on the diagonal are half the quadrupole
+        factors = moments.new_tensor([2.0, 1.0, 1.0, 2.0, 1.0, 2.0])
+        second = moments[..., 4:] * factors if moments.shape[-1] > 4 else 0.0
+        diagonal = moments.new_tensor([1.0, 0.0, 0.0, 1.0, 0.0, 1.0])
+        columns.append(b2[:, None, None] * second - b1[:, None, None] * moments[..., :1] * diagonal)
+    return torch.cat(columns, -1)
+
+
+def _background(system: ChargedSystem, receiver: Receiver, derivatives: int) -> torch.Tensor:
+    """``2π/V Σ_j q_j (s² + s_j²)``, a constant of each system and receiver."""
+    charges = system.charges.to(torch.float64)
+    squares = torch.zeros_like(charges) if system.widths is None else charges * _squared(system.widths)
+    sums = totals(torch.stack([charges, squares], -1), system.batch_idx, system.n_systems)
+    factor = (2.0 * math.pi) / system.lattice().volume
+    found = spread_systems(factor[:, None, None] * sums, system.batch_idx, system.n_atoms)
+    potential = found[..., 1] if receiver is None else found[..., 1] + found[..., 0] * _squared(receiver)
+    return torch.nn.functional.pad(potential.unsqueeze(-1), (0, count(derivatives) - 1))
+
+
+def _squared(widths: torch.Tensor) -> torch.Tensor:
+    return widths.to(torch.float64).square().unsqueeze(1)
+
+
+# -- results ---------------------------------------------------------------------------------------
+
+
+def _potentials(parts: list[torch.Tensor], system: ChargedSystem, derivatives: int) -> Potentials:
+    """Results of receivers (n_atoms, n_channels, count) with names."""
+    found = torch.stack(parts, 1).to(system.positions.dtype)
+    found = found if system.has_channels else found.squeeze(2)
+    return Potentials(
+        found[..., 0],
+        found[..., 1:4] if derivatives > 0 else None,
+        second_moments(found[..., 4:], 1.0) if derivatives > 1 else None,
+    )

@@ -1,0 +1,608 @@
+"""Functions of packed multipole moments with the names and conventions of nvalchemi-toolkit-ops 0.5.0.
+
+Moments of an atom are a row of real spherical components: the charge, the dipole in the order (y, z, x), and the
+quadrupole as
+
+    (2 Q_xz, 2 Q_xy, √3 Q_yy, 2 Q_yz, Q_zz - Q_xx) / √15
+
+with the traceless second moments Q of `ewald_summation`. All atoms have one Gaussian width, ``sigma``, and lengths
+and charges are in angstrom and e, so that energies are in eV, in float64 for any dtype. ``alpha`` divides Gaussians
+that are broadened by 1/2α: that of `ewald_summation` is ``1/√(4 σ² + 1/α²)``.
+
+These are fronts of `ewald_summation`, `particle_mesh_ewald`, `ewald_reciprocal_space` and `electrostatic_potential`,
+which have widths and channels for each atom, exclusions, and results beyond energies.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.constants import COULOMB_EV_ANGSTROM
+from nvalchemiops.notices import AccuracyWarning, notify
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_reciprocal_space, ewald_summation
+from nvalchemiops.torch.interactions.electrostatics.features import reciprocal_potential
+from nvalchemiops.torch.interactions.electrostatics.parameters import estimate_pme_mesh_dimensions
+from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
+from nvalchemiops.torch.runtime.context import may_read
+
+__all__ = [
+    "MultipoleEwaldParameters",
+    "MultipolePMEParameters",
+    "estimate_multipole_ewald_parameters",
+    "estimate_multipole_pme_parameters",
+    "infer_l_max",
+    "multipole_electrostatic_energy",
+    "multipole_electrostatic_features",
+    "multipole_ewald_summation",
+    "multipole_particle_mesh_ewald",
+    "pack_multipole_moments",
+]
+
+
+# -- packed moments --------------------------------------------------------------------------------
+
+
+def pack_multipole_moments(
+    charges: torch.Tensor,
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    *,
+    trace_atol: float = 1e-8,
+) -> torch.Tensor:
+    """Moments (n_atoms, 1, 4 or 9) in spherical components from Cartesian ones.
+
+    Parameters
+    ----------
+    charges : (n_atoms,) tensor, charge
+    dipoles : (n_atoms, 3) tensor, charge length, optional
+    quadrupoles : (n_atoms, 3, 3) tensor, charge length², optional
+        Second moments, of which the symmetric traceless part is packed. Needs ``dipoles``.
+    trace_atol : float, optional
+        A larger trace is worth a warning.
+
+    Returns
+    -------
+    (n_atoms, n_components) tensor
+        Differentiable.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Quadrupoles without dipoles; shapes that do not fit.
+
+    Warns
+    -----
+    AccuracyWarning
+        A trace is dropped.
+    """
+    checks.check_tensor("charges", charges)
+    if charges.ndim != 1:
+        raise ValueError(f"`charges` must have shape (n_atoms,), got {tuple(charges.shape)}")
+    parts = [charges.unsqueeze(1)]
+    for name, values, shape in (("dipoles", dipoles, (3,)), ("quadrupoles", quadrupoles, (3, 3))):
+        if values is None:
+            continue
+        checks.check_tensor(name, values)
+        if tuple(values.shape) != (charges.shape[0], *shape):
+            raise ValueError(f"`{name}` must have shape {(charges.shape[0], *shape)}, got {tuple(values.shape)}")
+    if quadrupoles is not None and dipoles is None:
+        raise ValueError("`quadrupoles` need `dipoles`: their components come first")
+    if dipoles is not None:
+        parts.append(dipoles[:, [1, 2, 0]])
+    if quadrupoles is not None:
+        trace = quadrupoles.diagonal(dim1=1, dim2=2).sum(1)
+        if may_read(trace) and trace.numel() and float(trace.detach().abs().max()) > trace_atol:
+            notify("`quadrupoles` have a trace: it is dropped", AccuracyWarning, "trace")
+        xx, xy, xz, yx, yy, yz, zx, zy, zz = quadrupoles.flatten(1).unbind(1)
+        axial = (2.0 * yy - xx - zz) / math.sqrt(3.0)
+        parts.append(torch.stack([xz + zx, xy + yx, axial, yz + zy, zz - xx], 1) / math.sqrt(15.0))
+    return torch.cat(parts, 1)
+
+
+def infer_l_max(multipole_moments: torch.Tensor) -> int:
+    """The highest order of packed moments: 0, 1 or 2 for 1, 4 or 9 components.
+
+    Parameters
+    ----------
+    multipole_moments : (..., n_components) tensor
+
+    Raises
+    ------
+    ValueError
+        Another number of components.
+    """
+    orders = {1: 0, 4: 1, 9: 2}
+    n_components = multipole_moments.shape[-1] if multipole_moments.ndim else 0
+    if n_components not in orders:
+        raise ValueError(
+            f"`multipole_moments` must have 1, 4 or 9 components in the last dimension, got "
+            f"{tuple(multipole_moments.shape)}"
+        )
+    return orders[n_components]
+
+
+def _unpack(moments: Any, positions: torch.Tensor) -> dict[str, Any]:
+    """Cartesian sources in float64, as arguments of the sums."""
+    checks.check_tensor("multipole_moments", moments)
+    l_max = infer_l_max(moments)
+    if moments.ndim != 2 or moments.shape[0] != positions.shape[0]:
+        raise ValueError(
+            f"`multipole_moments` must have shape ({positions.shape[0]}, n_components), got {tuple(moments.shape)}"
+        )
+    moments = moments.to(torch.float64)
+    found: dict[str, Any] = {"charges": moments[:, 0]}
+    if l_max > 0:
+        found["dipoles"] = moments[:, [3, 1, 2]]
+    if l_max > 1:
+        xz, xy, axial, yz, planar = (math.sqrt(15.0) * moments[:, 4:]).unbind(1)
+        yy = axial / math.sqrt(3.0)
+        xx, zz = 0.5 * (-yy - planar), 0.5 * (-yy + planar)
+        columns = (xx, 0.5 * xy, 0.5 * xz, 0.5 * xy, yy, 0.5 * yz, 0.5 * xz, 0.5 * yz, zz)
+        found["quadrupoles"] = torch.stack(columns, 1).unflatten(1, (3, 3))
+    return found
+
+
+def _in_float64(positions: Any, cell: Any, batch_idx: Any) -> dict[str, Any]:
+    checks.check_positions(positions, finite=False)
+    cell = checks.check_lattice(cell, positions)
+    return {"positions": positions.to(torch.float64), "cell": cell.to(torch.float64), "batch_idx": batch_idx}
+
+
+def _width(sigma: Any) -> float:
+    return checks.check_positive("sigma", sigma)
+
+
+def _either(given: Any, estimated: Any) -> Any:
+    return estimated if given is None else given
+
+
+def _splitting(alpha: Any, sigma: Any) -> Any:
+    """Alpha of `ewald_summation`."""
+    if isinstance(alpha, torch.Tensor):
+        return 1.0 / torch.sqrt(4.0 * sigma**2 + 1.0 / alpha.to(torch.float64) ** 2)
+    return 1.0 / math.sqrt(4.0 * sigma**2 + 1.0 / checks.check_positive("alpha", alpha) ** 2)
+
+
+def _refuse(**values: Any) -> None:
+    for name, value in values.items():
+        if value is not None:
+            raise NotImplementedError(f"`{name}` is not supported: leave it out, nothing needs to be prepared")
+
+
+# -- energies --------------------------------------------------------------------------------------
+
+
+def multipole_electrostatic_energy(
+    positions: torch.Tensor,
+    multipole_moments: torch.Tensor,
+    cell: torch.Tensor,
+    *,
+    batch_idx: torch.Tensor | None = None,
+    sigma: float,
+    k_cutoff: float | None = None,
+    k_vectors: torch.Tensor | None = None,
+    valid_k_counts: torch.Tensor | None = None,
+    source_overlap_constants: torch.Tensor | None = None,
+    normalize: Any = 0,
+    include_self_interaction: bool = False,
+) -> torch.Tensor:
+    """Energies of Gaussian moments as a sum over k-vectors alone.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor, angstrom
+    multipole_moments : (n_atoms, 1, 4 or 9) tensor
+        As from `pack_multipole_moments`.
+    cell : (3, 3) or (n_systems, 3, 3) tensor, angstrom
+    batch_idx : (n_atoms,) int32 tensor, optional
+        System of each atom.
+    sigma : float, angstrom
+        Standard deviation of all Gaussians.
+    k_cutoff : float, 1/angstrom, optional
+        Length of the longest k-vectors.
+    k_vectors : (n_k, 3) or (n_systems, n_k, 3) tensor, optional
+        K-vectors of the cell, instead. Values are computed from the cell again.
+    valid_k_counts, source_overlap_constants : optional
+        Not supported: an error unless None.
+    normalize : optional
+        Only 0, ``"multipoles"``: moments are those of the charge density.
+    include_self_interaction : bool, optional
+        Keep the energy of each Gaussian with itself.
+
+    Returns
+    -------
+    (n_atoms,) tensor, eV
+        In float64, differentiable to any order in positions, moments and cell.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        A bad argument, named in the message.
+    """
+    place = _in_float64(positions, cell, batch_idx)
+    _refuse(valid_k_counts=valid_k_counts, source_overlap_constants=source_overlap_constants)
+    if _mode("normalize", normalize) != 0:
+        raise NotImplementedError("`normalize` must be 0, for moments of the charge density")
+    width = _width(sigma)
+    energies = ewald_reciprocal_space(
+        **place,
+        **_unpack(multipole_moments, positions),
+        k_vectors=None if k_vectors is None else k_vectors.to(torch.float64),
+        k_cutoff=k_cutoff if k_vectors is None else None,
+        alpha=0.5 / width,
+        widths=width,
+        self_interaction=include_self_interaction,
+    )
+    assert isinstance(energies, torch.Tensor)
+    return COULOMB_EV_ANGSTROM * energies
+
+
+def multipole_ewald_summation(
+    positions: torch.Tensor,
+    multipole_moments: torch.Tensor,
+    cell: torch.Tensor,
+    idx_j: torch.Tensor,
+    neighbor_ptr: torch.Tensor,
+    unit_shifts: torch.Tensor,
+    *,
+    sigma: float,
+    alpha: float | None = None,
+    k_cutoff: float | None = None,
+    batch_idx: torch.Tensor | None = None,
+    accuracy: float = 1e-6,
+    cost_ratio: float = 1.0,
+    half_neighbor_list: bool = False,
+    cache: Any = None,
+) -> torch.Tensor:
+    """Energies of Gaussian moments by Ewald's sum, without those of Gaussians with themselves.
+
+    Parameters
+    ----------
+    positions, multipole_moments, cell, batch_idx, sigma
+        As for `multipole_electrostatic_energy`.
+    idx_j, neighbor_ptr, unit_shifts : tensors
+        Neighbors (n_pairs,), the first pair of each atom (n_atoms + 1,), and images (n_pairs, 3).
+    alpha : float, 1/angstrom, optional
+        Splitting of Gaussians, see above. By default that of `estimate_multipole_ewald_parameters`, whose cutoff the
+        list must reach.
+    k_cutoff : float, 1/angstrom, optional
+        Length of the longest k-vectors, by default of the same estimate.
+    accuracy, cost_ratio : float, optional
+        For that estimate.
+    half_neighbor_list : bool, optional
+        The list has each pair once.
+    cache : optional
+        Not supported: an error unless None.
+
+    Returns
+    -------
+    (n_atoms,) tensor, eV
+        As of `multipole_electrostatic_energy`, with the same errors.
+    """
+    place = _in_float64(positions, cell, batch_idx)
+    _refuse(cache=cache)
+    width = _width(sigma)
+    if alpha is None or k_cutoff is None:
+        found = estimate_multipole_ewald_parameters(positions, cell, width, batch_idx, accuracy, cost_ratio)
+        alpha, k_cutoff = _either(alpha, found.alpha), _either(k_cutoff, found.reciprocal_space_cutoff)
+    energies = ewald_summation(
+        **place,
+        **_unpack(multipole_moments, positions),
+        alpha=_splitting(alpha, width),
+        k_cutoff=k_cutoff,
+        widths=width,
+        half_list=half_neighbor_list,
+        **_neighbors(idx_j, neighbor_ptr, unit_shifts),
+    )
+    assert isinstance(energies, torch.Tensor)
+    return COULOMB_EV_ANGSTROM * energies
+
+
+def multipole_particle_mesh_ewald(
+    positions: torch.Tensor,
+    multipole_moments: torch.Tensor,
+    cell: torch.Tensor,
+    idx_j: torch.Tensor,
+    neighbor_ptr: torch.Tensor,
+    unit_shifts: torch.Tensor,
+    *,
+    sigma: float,
+    alpha: float | None = None,
+    mesh_dimensions: tuple[int, int, int] | None = None,
+    spline_order: int = 5,
+    cell_inv_t: torch.Tensor | None = None,
+    batch_idx: torch.Tensor | None = None,
+    accuracy: float = 1e-6,
+    cost_ratio: float = 1.0,
+    volume: torch.Tensor | None = None,
+    moduli: Any = None,
+    k_squared: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Energies of Gaussian moments by particle-mesh Ewald, without those of Gaussians with themselves.
+
+    Parameters
+    ----------
+    positions, multipole_moments, cell, idx_j, neighbor_ptr, unit_shifts, sigma, alpha, batch_idx, accuracy, cost_ratio
+        As for `multipole_ewald_summation`, with `estimate_multipole_pme_parameters`.
+    mesh_dimensions : (int, int, int), optional
+        Points of the mesh along the lattice vectors, by default of the same estimate.
+    spline_order : int, optional
+        As for `particle_mesh_ewald`; at least 5 with quadrupoles.
+    cell_inv_t, volume, moduli, k_squared : optional
+        Accepted and computed from the cell again, so that its gradients are complete.
+
+    Returns
+    -------
+    (n_atoms,) tensor, eV
+        As of `multipole_electrostatic_energy`, with the same errors.
+    """
+    place = _in_float64(positions, cell, batch_idx)
+    width = _width(sigma)
+    if alpha is None or mesh_dimensions is None:
+        found = estimate_multipole_pme_parameters(
+            positions, cell, width, batch_idx, accuracy, cost_ratio, spline_order=spline_order
+        )
+        alpha = _either(alpha, found.alpha)
+        mesh_dimensions = found.mesh_dimensions if mesh_dimensions is None else mesh_dimensions
+    energies = particle_mesh_ewald(
+        **place,
+        **_unpack(multipole_moments, positions),
+        alpha=_splitting(alpha, width),
+        mesh_dimensions=mesh_dimensions,
+        spline_order=spline_order,
+        widths=width,
+        **_neighbors(idx_j, neighbor_ptr, unit_shifts),
+    )
+    assert isinstance(energies, torch.Tensor)
+    return COULOMB_EV_ANGSTROM * energies
+
+
+def _neighbors(idx_j: torch.Tensor, neighbor_ptr: torch.Tensor, unit_shifts: torch.Tensor) -> dict[str, Any]:
+    """A list as the sums take it."""
+    for name, value in (("idx_j", idx_j), ("neighbor_ptr", neighbor_ptr), ("unit_shifts", unit_shifts)):
+        checks.check_tensor(name, value)
+    counts = neighbor_ptr.diff()
+    atoms = torch.arange(counts.shape[0], dtype=idx_j.dtype, device=idx_j.device)
+    first = torch.repeat_interleave(atoms, counts.long(), output_size=idx_j.shape[0])
+    return {
+        "neighbor_list": torch.stack([first, idx_j]),
+        "neighbor_ptr": neighbor_ptr,
+        "neighbor_shifts": unit_shifts,
+    }
+
+
+# -- features --------------------------------------------------------------------------------------
+
+_MODES = ("multipoles", "receiver", "none")
+
+
+def _mode(name: str, value: Any) -> int:
+    """0, 1 or 2 of a normalization by number or name."""
+    if isinstance(value, str):
+        checks.check_choice(name, value.lower(), _MODES)
+        return _MODES.index(value.lower())
+    number = int(value)
+    if number not in (0, 1, 2):
+        raise ValueError(f"`{name}` must be 0, 1 or 2, got {number}")
+    return number
+
+
+def _norms(mode: int, width: float) -> tuple[float, float, float]:
+    """Factors of the potential, its gradient, and its second derivative by x and y, seen by Gaussians of this width."""
+    if mode == 0:  # receivers are moments of order 0, 1, 2
+        return 1.0, 1.0, 1.0 / math.sqrt(3.0)
+    if mode == 1:
+        zero, one, two = (math.sqrt(factor * math.pi) for factor in (4.0, 1.5 * math.pi, 20.0 / 3.0))
+        return zero, one * width, two * width**2
+    # Gaussian-type orbitals r^l Y_lm exp(-r²/2s²)
+    volume = (2.0 * math.pi) ** 1.5 * width**3
+    zero, one, two = (math.sqrt(factor / (4.0 * math.pi)) for factor in (1.0, 3.0, 15.0))
+    return volume * zero, volume * one * width**2, volume * two * width**4
+
+
+def multipole_electrostatic_features(
+    positions: torch.Tensor,
+    multipole_moments: torch.Tensor,
+    cell: torch.Tensor,
+    *,
+    batch_idx: torch.Tensor | None = None,
+    sigma: float,
+    receiver_sigmas: Sequence[float] | torch.Tensor,
+    k_cutoff: float | None = None,
+    k_vectors: torch.Tensor | None = None,
+    feature_max_l: int = 1,
+    density_normalize: Any = 0,
+    feature_normalize: Any = 1,
+    include_self_interaction: bool = False,
+    cache: Any = None,
+) -> torch.Tensor:
+    """Potentials at atoms, seen through Gaussians of several widths, as a sum over k-vectors alone.
+
+    Parameters
+    ----------
+    positions, multipole_moments, cell, batch_idx, sigma, k_cutoff, k_vectors
+        As for `multipole_electrostatic_energy`.
+    receiver_sigmas : sequence of float or (n_receivers,) tensor, angstrom
+        Widths of the receivers.
+    feature_max_l : {0, 1, 2}, optional
+        1: potential and gradient; 2: second derivatives, too.
+    density_normalize : optional
+        Only 0, ``"multipoles"``.
+    feature_normalize : {0, 1, 2}, optional
+        Receivers are moments (0, ``"multipoles"``), orbitals with the normalization of 0.5.0's receivers (1,
+        ``"receiver"``), or plain Gaussian-type orbitals ``r^l Y_lm exp(-r²/2s²)`` (2, ``"none"``).
+    include_self_interaction : bool, optional
+        Let atoms see their own Gaussians.
+    cache : optional
+        Not supported: an error unless None.
+
+    Returns
+    -------
+    (n_atoms, n_receivers * (feature_max_l + 1)²) tensor
+        For each order one receiver after the other: the potential; its gradient by (y, z, x); second derivatives by
+        (xy, yz, (2 zz - xx - yy) / 2√3, xz, (xx - yy) / 2). In float64, differentiable to any order.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        A bad argument, named in the message.
+    """
+    place = _in_float64(positions, cell, batch_idx)
+    _refuse(cache=cache)
+    if _mode("density_normalize", density_normalize) != 0:
+        raise NotImplementedError("`density_normalize` must be 0, for moments of the charge density")
+    mode = _mode("feature_normalize", feature_normalize)
+    if feature_max_l not in (0, 1, 2):
+        raise ValueError(f"`feature_max_l` must be 0, 1 or 2, got {feature_max_l}")
+    values = receiver_sigmas.tolist() if isinstance(receiver_sigmas, torch.Tensor) else list(receiver_sigmas)
+    receivers = [checks.check_positive("receiver_sigmas", value) for value in values]
+    if not receivers:
+        raise ValueError("`receiver_sigmas` must not be empty")
+    found = reciprocal_potential(
+        **place,
+        **_unpack(multipole_moments, positions),
+        widths=_width(sigma),
+        receiver_widths=receivers,
+        k_vectors=None if k_vectors is None else k_vectors.to(torch.float64),
+        k_cutoff=k_cutoff if k_vectors is None else None,
+        derivatives=feature_max_l,
+        self_interaction=include_self_interaction,
+    )
+    norms = [_norms(mode, width) for width in receivers]
+    columns = [norm[0] * found.potential[:, n, None] for n, norm in enumerate(norms)]
+    if found.gradient is not None:
+        columns += [norm[1] * found.gradient[:, n, [1, 2, 0]] for n, norm in enumerate(norms)]
+    if found.second is not None:
+        xx, xy, xz, _, yy, yz, _, _, zz = found.second.flatten(2).unbind(2)
+        axial = (2.0 * zz - xx - yy) / (2.0 * math.sqrt(3.0))
+        components = torch.stack([xy, yz, axial, xz, 0.5 * (xx - yy)], 2)
+        columns += [norm[2] * components[:, n] for n, norm in enumerate(norms)]
+    return COULOMB_EV_ANGSTROM * torch.cat(columns, 1)
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+class MultipoleEwaldParameters(NamedTuple):
+    """Parameters of `multipole_ewald_summation`.
+
+    Attributes
+    ----------
+    alpha : (n_systems,) tensor, 1/length
+    sigma : float or tensor, length
+    real_space_cutoff : (n_systems,) tensor, length
+    reciprocal_space_cutoff : (n_systems,) tensor, 1/length
+    """
+
+    alpha: torch.Tensor
+    sigma: Any
+    real_space_cutoff: torch.Tensor
+    reciprocal_space_cutoff: torch.Tensor
+
+
+class MultipolePMEParameters(NamedTuple):
+    """Parameters of `multipole_particle_mesh_ewald`.
+
+    Attributes
+    ----------
+    alpha : (n_systems,) tensor, 1/length
+    sigma : float or tensor, length
+    mesh_dimensions : (int, int, int)
+    mesh_spacing : (n_systems, 3) tensor, length
+    real_space_cutoff : (n_systems,) tensor, length
+    """
+
+    alpha: torch.Tensor
+    sigma: Any
+    mesh_dimensions: tuple[int, int, int]
+    mesh_spacing: torch.Tensor
+    real_space_cutoff: torch.Tensor
+
+
+def estimate_multipole_ewald_parameters(
+    positions: torch.Tensor,
+    cell: torch.Tensor,
+    sigma: float | torch.Tensor,
+    batch_idx: torch.Tensor | None = None,
+    accuracy: float = 1e-6,
+    cost_ratio: float = 1.0,
+) -> MultipoleEwaldParameters:
+    """Parameters that balance the two parts of Ewald's sum (Kolafa and Perram 1992).
+
+    With ``η = (V² / (N R))^(1/6) / √(2π)``, and R the ratio of costs, cutoffs are ``√(-2 ln accuracy)`` times η and
+    1/η, and ``1/α² = 2 η² - 4 σ²``.
+
+    Parameters
+    ----------
+    positions, cell, batch_idx, sigma
+        As for `multipole_electrostatic_energy`; sigma may be a tensor (n_systems,).
+    accuracy : float, optional
+        Of energies, relative.
+    cost_ratio : float, optional
+        Cost of a pair, in that of a k-vector for an atom.
+
+    Raises
+    ------
+    ValueError, TypeError
+        A bad argument, named in the message; Gaussians so wide, or a cell so small, that there is nothing to divide:
+        use `multipole_electrostatic_energy`.
+    """
+    alpha, eta, reach = _balance(positions, cell, sigma, batch_idx, accuracy, cost_ratio)
+    return MultipoleEwaldParameters(alpha, sigma, reach * eta, reach / eta)
+
+
+def estimate_multipole_pme_parameters(
+    positions: torch.Tensor,
+    cell: torch.Tensor,
+    sigma: float | torch.Tensor,
+    batch_idx: torch.Tensor | None = None,
+    accuracy: float = 1e-6,
+    cost_ratio: float = 1.0,
+    *,
+    spline_order: int = 5,
+    fft_padding_fraction: float = 0.25,
+) -> MultipolePMEParameters:
+    """The same for a mesh, whose dimensions are those of `estimate_pme_mesh_dimensions` at this splitting.
+
+    Parameters
+    ----------
+    positions, cell, sigma, batch_idx, accuracy, cost_ratio
+        As for `estimate_multipole_ewald_parameters`, with the same errors.
+    spline_order, fft_padding_fraction : optional
+        As for `estimate_pme_mesh_dimensions`.
+    """
+    alpha, eta, reach = _balance(positions, cell, sigma, batch_idx, accuracy, cost_ratio)
+    cells = cell.detach().to(torch.float64).reshape(-1, 3, 3)
+    mesh = estimate_pme_mesh_dimensions(cells, 1.0 / (math.sqrt(2.0) * eta), accuracy, spline_order=spline_order)
+    spacing = cells.norm(dim=2) / torch.tensor(mesh, dtype=torch.float64, device=cells.device)
+    return MultipolePMEParameters(alpha, sigma, mesh, spacing, reach * eta)
+
+
+def _balance(
+    positions: Any, cell: Any, sigma: Any, batch_idx: Any, accuracy: Any, cost_ratio: Any
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Alpha, η, and the factor of cutoffs."""
+    checks.check_positions(positions, finite=False)
+    cells = checks.check_lattice(cell, positions).detach().to(torch.float64).reshape(-1, 3, 3)
+    n_systems = cells.shape[0]
+    batch_idx, _ = checks.check_batch(batch_idx, positions, n_systems)
+    accuracy, cost_ratio = checks.check_positive("accuracy", accuracy), checks.check_positive("cost_ratio", cost_ratio)
+    if accuracy >= 1.0:
+        raise ValueError(f"`accuracy` must be below 1, got {accuracy}")
+    width = sigma.detach().to(torch.float64) if isinstance(sigma, torch.Tensor) else _width(sigma)
+    if batch_idx is None:
+        n_atoms = torch.full((1,), float(positions.shape[0]), dtype=torch.float64, device=cells.device)
+    else:
+        n_atoms = torch.bincount(batch_idx, minlength=n_systems).to(torch.float64)
+    volume = torch.linalg.det(cells).abs()
+    eta = (volume**2 / (n_atoms * cost_ratio)) ** (1.0 / 6.0) / math.sqrt(2.0 * math.pi)
+    left = 2.0 * eta**2 - 4.0 * width**2
+    if may_read(left) and bool((left <= 0.0).any()):
+        raise ValueError(
+            "`sigma` is too large for these cells, or `cost_ratio` too large: Gaussians are as wide as the splitting. "
+            "Sum over k-vectors alone, by multipole_electrostatic_energy"
+        )
+    return left.rsqrt(), eta, math.sqrt(-2.0 * math.log(accuracy))
