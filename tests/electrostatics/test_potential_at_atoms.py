@@ -228,6 +228,7 @@ def test_features_are_those_of_0_5_0(toolkit, order, mode):
         close_to_largest([found[:, :shown]], [exact[:, :shown]], OTHER_CONSTANTS)
 
 
+@pytest.mark.filterwarnings("ignore:.*out of reach of splines:UserWarning")
 @pytest.mark.parametrize("ratio", [1.0, 8.0])
 def test_parameters_are_those_of_0_5_0(toolkit, ratio):
     values = toolkit[0][f"parameters {ratio}"]
