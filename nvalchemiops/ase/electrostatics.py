@@ -17,15 +17,19 @@ from nvalchemiops.torch.interactions.electrostatics import (
     compute_slab_correction,
     estimate_ewald_parameters,
     estimate_pme_parameters,
-    ewald_real_space,
-    ewald_reciprocal_space,
     ewald_summation,
     particle_mesh_ewald,
-    pme_reciprocal_space,
     prepare_wave_vectors,
 )
-from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy
+from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy
+from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
+from nvalchemiops.torch.interactions.electrostatics.results import check_request
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
+from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.interactions.pair import PairPotential
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.systems import System as ChargedAtoms
 
 LATTICE_SUMS = ("ewald", "pme")
 WITHIN_CUTOFF: dict[str, Callable[..., PairPotential]] = {
@@ -178,7 +182,7 @@ class Chosen(NamedTuple):
     device: torch.device
     alpha: float
     cutoff: float
-    long_range: Callable[..., Any]  # the reciprocal part with its k-vectors or its mesh
+    long_range: Callable[[ChargedSystem], LongRange]  # with its k-vectors or its mesh
     on_ranks: Callable[..., Any]  # the whole sum
 
 
@@ -210,16 +214,21 @@ class LatticeSum:
         near = system.neighbors(chosen.cutoff, (True, True, True))
         if "domain" in near:
             near["cutoff"] = chosen.cutoff
-            found: Sums = chosen.on_ranks(positions, charges, cell, chosen.alpha, **near, **options)
+            whole: Sums = chosen.on_ranks(positions, charges, cell, chosen.alpha, **near, **options)
+            return whole
+        found = sum_of_parts(
+            chosen.long_range,
+            ChargedAtoms(positions, charges, cell),
+            GivenNeighbors(neighbor_matrix=near["neighbor_matrix"], matrix_shifts=near["neighbor_matrix_shifts"]),
+            check_request(**options, energy_reduction="atom"),
+            chosen.alpha,
+            chosen.cutoff,
+        )
+        if pbc.all():
             return found
-        # with the cutoff said, results do not depend on how far the list reaches
-        parts = [ewald_real_space(positions, charges, cell, chosen.alpha, **near, cutoff=chosen.cutoff, **options)]
-        parts.append(chosen.long_range(positions, charges, cell, alpha=chosen.alpha, **options))
-        if not pbc.all():
-            parts.append(
-                compute_slab_correction(positions, charges, cell, torch.tensor(pbc, device=positions.device), **options)
-            )
-        return tuple(functools.reduce(torch.add, values) for values in zip(*parts))
+        axes = torch.tensor(pbc, device=positions.device)
+        correction = compute_slab_correction(positions, charges, cell, axes, **options)
+        return tuple(one + other for one, other in zip(found, correction))
 
     def _check_periodicity(self, atoms: ase.Atoms) -> None:
         n_open = 3 - sum(periodicity(atoms.pbc))
@@ -257,19 +266,19 @@ class LatticeSum:
         shape = atoms.cell.array.copy()
         cell = torch.tensor(shape, dtype=torch.float64, device=device)
         positions = cell[:1].expand(len(atoms), 3)  # only how many there are matters
-        long_range: Callable[..., Any]
+        long_range: Callable[[ChargedSystem], LongRange]
         if self.method == "ewald":
             ewald = estimate_ewald_parameters(positions, cell, accuracy=self.accuracy)
             alpha, cutoff = ewald.alpha, ewald.real_space_cutoff
-            k_vectors: Any = prepare_wave_vectors(cell, ewald.reciprocal_space_cutoff)
-            long_range = functools.partial(ewald_reciprocal_space, k_vectors=None, miller_indices=k_vectors)
+            k_vectors = prepare_wave_vectors(cell, ewald.reciprocal_space_cutoff)
+            long_range = functools.partial(KVectorSum.given, None, None, None, k_vectors)
             whole = functools.partial(ewald_summation, k_cutoff=float(ewald.reciprocal_space_cutoff))
         else:
             order = self.spline_order
             pme = estimate_pme_parameters(positions, cell, accuracy=self.accuracy, spline_order=order)
             alpha, cutoff = pme.alpha, pme.real_space_cutoff
             mesh: dict[str, Any] = {"mesh_dimensions": pme.mesh_dimensions, "spline_order": order}
-            long_range = functools.partial(pme_reciprocal_space, **mesh)
+            long_range = functools.partial(MeshSum.given, pme.mesh_dimensions, None, order, Precomputed(), None)
             whole = functools.partial(particle_mesh_ewald, **mesh)
         return Chosen(len(atoms), shape, device, float(alpha), float(cutoff), long_range, whole)
 

@@ -167,6 +167,27 @@ def long_range_part(
 
     With ``self_interaction`` and without widths, that of the long-range part is kept.
     """
+
+    def ordinary(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
+        return _long_range_part(long_range_of, atoms, request, alpha, potential, self_interaction, as_graph)
+
+    if is_eager() and isinstance(long_range_of, functools.partial) and getattr(potential, "is_constant", False):
+        others = ("long range", long_range_of.func, long_range_of.args, alpha, potential, self_interaction)
+        results = repeated_sum(ordinary, atoms, None, request, others)
+        if results is not None:
+            return results
+    return ordinary(atoms, request, False)
+
+
+def _long_range_part(
+    long_range_of: Callable[[ChargedSystem], LongRange],
+    atoms: System,
+    request: SumRequest,
+    alpha: Any,
+    potential: Any,
+    self_interaction: Any = False,
+    as_graph: bool = False,
+) -> Tensors:
     system = check_system(atoms)
     check_gradients(request, atoms)
     splitting = given_alpha(alpha, system)
@@ -184,11 +205,26 @@ def long_range_part(
         terms += _own_terms(system, splitting, _keeps_gaussians(self_interaction, system))
     elif not keeps_all:
         terms.append(self_term(potential, system, splitting))
-    return complete(evaluate(terms, system, request, potential.is_constant), system, request)
+    return complete(evaluate(terms, system, request, potential.is_constant, as_graph), system, request)
 
 
 def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any) -> Tensors:
     """The sum over neighbors, without self energies; arguments as of `ewald_sum`."""
+
+    def ordinary(atoms: System, request: SumRequest, _: bool) -> Tensors:
+        return _short_range_part(atoms, neighbors, request, alpha, cutoff)
+
+    if is_eager():
+        others = ("short range", alpha, cutoff)
+        results = repeated_sum(ordinary, atoms, neighbors, request, others, with_gradients=False)
+        if results is not None:
+            return results
+    return ordinary(atoms, request, False)
+
+
+def _short_range_part(
+    atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any
+) -> Tensors:
     system = check_system(atoms)
     check_gradients(request, atoms)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
@@ -206,6 +242,34 @@ def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumReque
         pairs = MomentPairTerm(moment_short_range, splitting, rows, cutoff=cutoff)
         return evaluate([pairs], system, request, is_constant=True)
     return evaluate([PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)], system, request, is_constant=False)
+
+
+def sum_of_parts(
+    long_range_of: Callable[[ChargedSystem], LongRange],
+    atoms: System,
+    neighbors: GivenNeighbors,
+    request: SumRequest,
+    alpha: float,
+    cutoff: float,
+) -> tuple[torch.Tensor, ...]:
+    """`short_range_part` with a ``cutoff``, plus `long_range_part`, of Coulomb's potential.
+
+    Results do not depend on how far the list reaches beyond the cutoff.
+    """
+
+    def ordinary(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
+        near = _short_range_part(atoms, neighbors, request, alpha, cutoff)
+        far = _long_range_part(long_range_of, atoms, request, alpha, COULOMB, as_graph=as_graph)
+        both = zip(*(part if isinstance(part, tuple) else (part,) for part in (near, far)))
+        return tuple(one + other for one, other in both)
+
+    results = None
+    if is_eager() and isinstance(long_range_of, functools.partial):
+        others = ("both", long_range_of.func, long_range_of.args, alpha, cutoff)
+        results = repeated_sum(ordinary, atoms, neighbors, request, others, with_gradients=False)
+    if results is None:
+        results = ordinary(atoms, request, False)
+    return results if isinstance(results, tuple) else (results,)
 
 
 def _pairs_alone(n_charges: int) -> Formula:

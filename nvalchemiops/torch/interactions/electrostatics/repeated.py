@@ -81,7 +81,12 @@ _lock = fork_safe(threading.Lock())
 
 @eager
 def repeated_sum(
-    ordinary: Sum, atoms: System, neighbors: GivenNeighbors, request: SumRequest, others: tuple[Any, ...]
+    ordinary: Sum,
+    atoms: System,
+    neighbors: GivenNeighbors | None,
+    request: SumRequest,
+    others: tuple[Any, ...],
+    with_gradients: bool = True,
 ) -> torch.Tensor | tuple[torch.Tensor, ...] | None:
     """The results of ``ordinary(atoms, request, False)`` by a plan, or None if there is none for these arguments.
 
@@ -89,9 +94,11 @@ def repeated_sum(
     ----------
     ordinary : callable
     atoms, neighbors, request
-        As of `driver.ewald_sum`, in plain eager mode.
+        As of `driver.ewald_sum`, in plain eager mode. Without neighbors: of a sum that needs none.
     others : tuple
         All other arguments on which results depend.
+    with_gradients : bool
+        Whether `first_derivatives.evaluate` takes first derivatives along, so that a plan may as well.
     """
     positions, charges, cell, batch_idx, pbc, _, domain, *sources = atoms
     if batch_idx is not None or pbc is not None or domain is not None or request.hybrid:
@@ -105,7 +112,8 @@ def repeated_sum(
         return None
     if not (0 < positions.shape[0] <= MOST_ATOMS and positions.is_contiguous() and charges.is_contiguous()):
         return None
-    forms = tuple(map(_form, (positions, charges, *neighbors)))
+    near = () if neighbors is None else neighbors
+    forms = tuple(map(_form, (positions, charges, *near)))
     if None in forms:
         return None
     is_new = forms not in _recent
@@ -114,19 +122,21 @@ def repeated_sum(
             _recent.clear()
         _recent[forms] = None
         return None
-    used = [value for value in neighbors if isinstance(value, torch.Tensor)]
+    used = [value for value in near if isinstance(value, torch.Tensor)]
     constants: list[torch.Tensor] = []
     try:
         fixed = _fixed((cell, others), constants)
     except (TypeError, RuntimeError):  # a tensor that NumPy cannot have
         return None
     tensors = (positions, charges, *used, *constants)
-    if fixed is None or not used or has_function_modes() or not is_unobserved(*tensors):
+    if fixed is None or not (used or neighbors is None) or has_function_modes() or not is_unobserved(*tensors):
         return None
     if not all(layout(t.device.type).reads for t in tensors):
         return None
     asked, computed, tracked = request.derivatives, request.derivatives, False
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        if not with_gradients:
+            return None
         by_positions, by_charges = positions.requires_grad, charges.requires_grad
         if any(asked) or any(t.requires_grad for t in (*used, *constants)):
             return None
