@@ -23,8 +23,9 @@ Sources: J. Kolafa and J. W. Perram, Mol. Simul. 9, 351 (1992), doi:10.1080/0892
 Mol. Simul. 13, 1 (1994), doi:10.1080/08927029408022180 (balance of the work).
 """
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -124,6 +125,41 @@ def average_distance(n_atoms: Any, volume: Any) -> Any:
     return (volume / n_atoms.clip(1.0, None)) ** (1.0 / 3.0)
 
 
+MOST_REMEMBERED = 512
+"""Results that each of the functions below keeps for one system: each takes ten to a hundred microseconds."""
+
+
+def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which keeps its results for arrays of NumPy with one number."""
+    kept: dict[Hashable, np.ndarray] = {}
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        if not isinstance(arguments[0], np.ndarray):
+            return function(*arguments)
+        key = tuple(map(_number, arguments))
+        if None in key:
+            return function(*arguments)
+        found = kept.get(key)
+        if found is None:
+            if len(kept) >= MOST_REMEMBERED:
+                kept.clear()
+            found = kept[key] = function(*arguments)
+        return found.copy()
+
+    return call
+
+
+def _number(value: Any) -> Hashable:
+    """What tells this argument from others: a number, if there is one, or some; None if it is not known."""
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.shape == (1,) and value.dtype == np.float64 else None
+    if isinstance(value, tuple):
+        parts = tuple(map(_number, value))
+        return None if None in parts else parts
+    return value if value is np or isinstance(value, (float, int)) else None
+
+
 def _solve(prefactor: Any, error: Any, xp: Any = np) -> Any:
     """The x >= 1 with ``prefactor(x) exp(-x²)`` equal to ``error``, for a prefactor that falls slowly."""
     x: Any = 3.0
@@ -132,24 +168,28 @@ def _solve(prefactor: Any, error: Any, xp: Any = np) -> Any:
     return x
 
 
+@_remembered
 def real_cutoff(alpha: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
     """Distance r_c at which the real-space error falls to its share; ``spacing`` is (V/N)^(1/3)."""
     error = REAL_SHARE * target.error
     return _solve(lambda x: 2.0 * xp.sqrt(spacing * alpha / x), error, xp) / alpha
 
 
+@_remembered
 def reciprocal_cutoff(alpha: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
     """Length k_c of k-vectors at which the reciprocal-space error falls to its share."""
     error = RECIPROCAL_SHARE * target.error
     return 2.0 * alpha * _solve(lambda y: 4.0 * xp.sqrt(alpha * spacing / (2.0 * np.pi * y)), error, xp)
 
 
+@_remembered
 def alpha_for_cutoff(cutoff: Any, spacing: Any, target: Target, xp: Any = np) -> Any:
     """Splitting parameter for which the real-space error at ``cutoff`` is its share."""
     error = REAL_SHARE * target.error
     return _solve(lambda x: 2.0 * xp.sqrt(spacing / cutoff), error, xp) / cutoff
 
 
+@_remembered
 def mesh_spacing(alpha: Any, spacing: Any, target: Target, order: int, xp: Any = np) -> Any:
     """Mesh spacing at which the error of splines of this order is its share."""
     known, errors = _mesh_knots(order)
@@ -305,6 +345,7 @@ def _root(alpha: Any, excess: Callable[[Any], Any], derivative: Callable[[Any], 
     return alpha
 
 
+@_remembered
 def ewald_alpha(n_atoms: Any, volume: Any, target: Target, costs: Costs, xp: Any = np) -> Any:
     """Splitting parameter for which real and reciprocal space take the same time."""
     spacing = average_distance(n_atoms, volume)
@@ -319,6 +360,7 @@ def ewald_alpha(n_atoms: Any, volume: Any, target: Target, costs: Costs, xp: Any
     return alpha
 
 
+@_remembered
 def mesh_alpha(n_atoms: Any, volume: Any, target: Target, order: int, costs: Costs, xp: Any = np) -> Any:
     """Splitting parameter for which pairs and the mesh take the same time."""
     spacing = average_distance(n_atoms, volume)
@@ -332,6 +374,7 @@ def mesh_alpha(n_atoms: Any, volume: Any, target: Target, order: int, costs: Cos
     return alpha
 
 
+@functools.lru_cache(maxsize=MOST_REMEMBERED)
 def mesh_size(length: float, spacing: float, order: int, padding: float) -> int:
     """Points along an axis: at least ``length / spacing``, a product of 2, 3, 5 and 7 that transforms like."""
     least = max(order, int(np.ceil(length / spacing * (1.0 - 1e-9))))

@@ -8,6 +8,7 @@ are the bits. What the recorder does not know, or what reads values that may dif
 In plain eager mode on a CPU only. Values of tensors that a call may read are part of the key of its plan.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from nvalchemiops import launch as core
 from nvalchemiops import notices
+from nvalchemiops._warp_internals import descriptor
 from nvalchemiops.locks import fork_safe
 
 Step = Callable[[], Any]
@@ -26,7 +28,7 @@ MOST_BYTES = 2**24
 """Memory of a plan, at most."""
 
 _METADATA = {"shape", "dtype", "device", "layout", "ndim", "requires_grad"}
-_METADATA |= {"stride", "numel", "data_ptr", "untyped_storage", "is_contiguous", "is_neg", "_is_zerotensor"}
+_METADATA |= {"stride", "numel", "element_size", "data_ptr", "untyped_storage", "is_contiguous", "is_neg", "_is_zerotensor"}
 """What is read of tensors without their values."""
 
 _COPIES = {"to", "contiguous", "reshape", "flatten"}
@@ -54,6 +56,7 @@ _INTO: dict[str, Callable[..., torch.Tensor]] = {
     "index_select": torch.index_select,
     "square": torch.square,
     "sum": torch.sum,
+    "stack": torch.stack,
 }
 """Operations that write into memory that is there."""
 
@@ -74,7 +77,7 @@ class Plan:
     copied : sequence of torch.Tensor
         Memory of the plan for arguments that are copied.
     addresses : list of int
-        Of the other arguments; steps read them.
+        Of the other arguments; steps read them. The last number is the length of lists.
     results : tuple of torch.Tensor
     faults : sequence of torch.Tensor
         Numbers of faults that kernels write: not zero where the ordinary call would raise.
@@ -95,12 +98,17 @@ class Plan:
         self.kept = kept
         self._lock = threading.Lock()  # held in a forked child, it is held for ever: then calls are ordinary ones
 
-    def __call__(self, copied: Sequence[torch.Tensor], used: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...] | None:
-        """The results for these arguments, or None if the ordinary call is needed: it raises, or the plan is in use."""
+    def __call__(
+        self, copied: Sequence[torch.Tensor], used: Sequence[torch.Tensor], length: int = 0
+    ) -> tuple[torch.Tensor, ...] | None:
+        """The results for these arguments, or None if the ordinary call is needed: it raises, or the plan is in use.
+
+        ``length`` is that of lists among ``used``, if the plan is for any length.
+        """
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            self.addresses[:] = [tensor.data_ptr() for tensor in used]
+            self.addresses[:] = [*(tensor.data_ptr() for tensor in used), length]
             with torch.no_grad():
                 for memory, value in zip(self.copied, copied):
                     memory.copy_(value)
@@ -120,15 +128,23 @@ class _Recorder(TorchFunctionMode):
     same each time, or else *varying*; those of arguments that are not copied are *foreign*: only kernels may use them,
     since their addresses differ each time. Constant arguments are *borrowed*: kernels get a copy, since the memory may
     be changed or freed.
+
+    Lists of any ``length``: arrays that kernels get of foreign arguments are then rows of that length, and nothing else
+    may depend on it.
     """
 
     def __init__(
-        self, copied: Sequence[torch.Tensor], used: Sequence[torch.Tensor], borrowed: Sequence[torch.Tensor]
+        self,
+        copied: Sequence[torch.Tensor],
+        used: Sequence[torch.Tensor],
+        borrowed: Sequence[torch.Tensor],
+        length: int,
     ) -> None:
         super().__init__()
         self.steps: list[Step] = []
         self.faults: list[torch.Tensor] = []
-        self.addresses = [tensor.data_ptr() for tensor in used]
+        self.length = length
+        self.addresses = [*(tensor.data_ptr() for tensor in used), length]
         self.foreign = {_storage(tensor): number for number, tensor in enumerate(used) if tensor.numel()}
         self.varying = {_storage(tensor) for tensor in copied}
         self.borrowed = {_storage(tensor): tensor for tensor in borrowed if tensor.numel()}
@@ -251,7 +267,9 @@ class _Recorder(TorchFunctionMode):
             self.varying.add(storage)
             self.kept[storage] = tensor
         self.kept.update((s, t) for s, t in found.items() if s not in self.foreign and s not in self.borrowed)
-        packed, patched = list(descriptors), []
+        if self.length and self.length in (dim, *(value for value in inputs if type(value) is int)):
+            raise _NoPlan("a number that is the length of a list")
+        packed, patched, stretched = list(descriptors), [], []
         for number, value in enumerate((*inputs, *outputs)):
             if isinstance(value, torch.Tensor) and value.numel():
                 if type(packed[number]) is not bytes:
@@ -261,15 +279,40 @@ class _Recorder(TorchFunctionMode):
                     packed[number] = place_in_copy.to_bytes(8, "little") + packed[number][8:]
                 if (argument := self.foreign.get(_storage(value))) is not None:
                     offset = value.data_ptr() - self.addresses[argument]
-                    patched.append((number, argument, offset, packed[number][8:]))
+                    if self.length and self.length in value.shape:
+                        stretched.append((number, argument, *self._row(value, offset, packed[number])))
+                    elif self.length and offset:
+                        raise _NoPlan("a part of a list")
+                    else:
+                        patched.append((number, argument, offset, packed[number][8:]))
         addresses = self.addresses
 
         def step() -> None:
             for number, argument, offset, rest in patched:
                 packed[number] = (addresses[argument] + offset).to_bytes(8, "little") + rest
+            for number, argument, before, shape, strides in stretched:
+                address = addresses[argument] + before * addresses[-1]
+                packed[number] = address.to_bytes(8, "little") + _layout(addresses[-1], shape, strides)
             core.launch(kernel, dim, packed, device=place, lanes=lanes, record_tape=False, kind=kind)
 
         self.steps.append(step)
+
+
+    def _row(self, value: torch.Tensor, offset: int, packed: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Of a list of any length, or one of its rows: bytes before it and shape and strides of it, for one entry."""
+        strides = tuple(stride * value.element_size() for stride in value.stride())
+        if value.shape[0] == self.length and not offset % self.length:
+            for ndim in (1, value.ndim):  # an array of vectors, or of numbers
+                form = tuple(value.shape[1:ndim]), strides[:ndim]
+                if packed[8:] == _layout(self.length, *form):
+                    return offset // self.length, *form
+        raise _NoPlan("an array of another form than a list")
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(length: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    """The descriptor, after its address, of an array of so many entries of a shape."""
+    return descriptor((length, *shape), strides)[8:]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -334,6 +377,7 @@ def record(
     copied: Sequence[torch.Tensor],
     used: Sequence[torch.Tensor],
     borrowed: Sequence[torch.Tensor],
+    length: int = 0,
 ) -> tuple[Plan | None, tuple[torch.Tensor, ...] | None]:
     """The plan of ``function(copied)``, and its results; or None for both.
 
@@ -347,13 +391,16 @@ def record(
         Arguments whose values kernels alone use.
     borrowed : sequence of torch.Tensor
         Arguments whose values are always the same, but not their memory.
+    length : int, optional
+        Of lists among ``used``, which may have any other length when the plan runs: no axis of an argument that is
+        not so long by its meaning may be so long. By default shapes are always the same.
     """
     global _recording
     notes = notices.count()
     with torch.inference_mode(False), torch.no_grad():
         # tensors made in inference mode could not be changed outside of it
         memory = [tensor.clone() for tensor in copied]
-        recorder = _Recorder(memory, used, borrowed)
+        recorder = _Recorder(memory, used, borrowed, length)
         if len(recorder.foreign) < sum(tensor.numel() > 0 for tensor in used):
             return None, None  # some share memory, which others may not
         with _lock:
@@ -370,6 +417,8 @@ def record(
                 _recording -= 1
     n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in recorder.kept.values())
     varies = all(_storage(result) in recorder.varying for result in results)
+    if length and any(length in tensor.shape for tensor in recorder.kept.values()):
+        return None, None
     if n_bytes > MOST_BYTES or not varies or notices.count() != notes:
         return None, None
     kept = list(recorder.kept.values())

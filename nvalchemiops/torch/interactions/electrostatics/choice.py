@@ -12,12 +12,14 @@ from nvalchemiops.interactions.pair.potentials import coulomb_nearby
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, Term
+from nvalchemiops.torch.interactions.electrostatics.repeated import repeated_sum
+from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest, Term
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh, lattice_of
-from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, on_host
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host
+from nvalchemiops.torch.systems import System
 
 
 class LongRange(Protocol):
@@ -250,17 +252,43 @@ def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, s
     ``spacing`` (n_systems,) is d. Nothing is read on the host.
     """
     with torch.no_grad():
-        charges = system.charges.detach()
-        fixed = system.at_fixed_geometry()._replace(charges=charges, moments=None, widths=None)
-        nearby_pairs = PairTerm(coulomb_nearby, reach, rows, system.exclusions)
-        forces = nearby_pairs.evaluate(fixed, Derivatives(forces=True)).forces
-        assert forces is not None
-        squares = [t.to(torch.float64).square().sum(1) for t in (forces, charges)]
-        columns = torch.stack([*squares, torch.ones_like(squares[0])], 1)
-        of_forces, of_charges, count = system.sums(columns).unbind(1)
+        sums = None
+        alone = system.batch_idx is None and system.domain is None and system.exclusions is None
+        if alone and system.moments is None and not system.has_channels and is_eager():
+            sums = _repeated_sums(system, rows, reach)
+        if sums is None:
+            sums = _sums_of_squares(system, rows, reach)
+        of_forces, of_charges, count = sums.unbind(1)
         # RMS of the forces / (mean square of the charges / d²)
         nearby = (of_forces * count).sqrt() / of_charges * spacing.square()
         return core.force_of(nearby, count, torch)
+
+
+def _sums_of_squares(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
+    """Of each system (n_systems, 3): squares of the forces from near neighbors, squares of charges, atoms."""
+    charges = system.charges.detach()
+    fixed = system.at_fixed_geometry()._replace(charges=charges, moments=None, widths=None)
+    nearby_pairs = PairTerm(coulomb_nearby, reach, rows, system.exclusions)
+    forces = nearby_pairs.evaluate(fixed, Derivatives(forces=True)).forces
+    assert forces is not None
+    squares = [t.to(torch.float64).square().sum(1) for t in (forces, charges)]
+    ones = torch.ones(charges.shape[0], dtype=torch.float64, device=charges.device)
+    return system.sums(torch.stack([*squares, ones], 1))
+
+
+def _repeated_sums(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor | None:
+    """`_sums_of_squares` by a plan, for one system in plain eager mode; None if there is none."""
+
+    def ordinary(atoms: System, _: SumRequest, __: bool) -> torch.Tensor:
+        assert atoms.charges is not None and atoms.cell is not None
+        here = system._replace(positions=atoms.positions, charges=atoms.charges.unsqueeze(1), cell=atoms.cell)
+        return _sums_of_squares(here, rows, reach)
+
+    atoms = System(system.positions, system.charges.squeeze(1), system.cell)
+    request = SumRequest(Derivatives(), "atom")
+    found = repeated_sum(ordinary, atoms, rows, request, ("forces nearby", reach), with_gradients=False)
+    assert not isinstance(found, tuple)
+    return found
 
 
 def is_crowded(system: ChargedSystem) -> bool:

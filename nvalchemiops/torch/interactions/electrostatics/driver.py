@@ -12,7 +12,12 @@ import torch
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range, moment_short_range
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
+from nvalchemiops.torch.interactions.electrostatics.choice import (
+    EwaldSplitting,
+    LongRange,
+    check_accuracy,
+    choose_splitting,
+)
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.interactions.electrostatics.repeated import repeated_sum
@@ -59,7 +64,9 @@ def ewald_sum(
     def ordinary(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
         return _ewald_sum(long_range_of, atoms, neighbors, request, options, as_graph)
 
-    if is_eager() and isinstance(long_range_of, functools.partial) and getattr(options.potential, "is_constant", False):
+    has_list = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
+    is_constant = getattr(options.potential, "is_constant", False)
+    if has_list and is_constant and is_eager() and isinstance(long_range_of, functools.partial):
         others = (long_range_of.func, long_range_of.args, options)
         results = repeated_sum(ordinary, atoms, neighbors, request, others)
         if results is not None:
@@ -74,6 +81,7 @@ def _ewald_sum(
     request: SumRequest,
     options: SumOptions,
     as_graph: bool,
+    chosen: EwaldSplitting | None = None,
 ) -> Tensors:
     alpha, accuracy, cutoff, potential, *others, self_interaction, surface_dielectric = options
     system = check_system(atoms, *others)
@@ -97,10 +105,21 @@ def _ewald_sum(
     else:
         alpha, cutoff = system.domain.splitting(alpha, cutoff, neighbors)
 
-    splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
+    splitting = chosen
+    if splitting is None:
+        splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
     if not long_range.is_given:
         long_range = long_range.chosen(system, alpha, splitting.target)
+    if chosen is None and rows is None and potential.is_constant and not as_graph and is_eager():
+
+        def again(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
+            return _ewald_sum(lambda _: long_range, atoms, neighbors, request, options, as_graph, splitting)
+
+        constants = ("chosen", long_range, alpha, options)
+        results = repeated_sum(again, atoms, splitting.rows, request, constants)
+        if results is not None:
+            return results
 
     # the list of a domain goes further, by a skin
     pair_cutoff = None if system.domain is None else splitting.cutoff

@@ -21,7 +21,7 @@ from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.interactions.electrostatics import first_derivatives
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime._torch_internals import (
     PLAIN_TYPES,
@@ -83,7 +83,7 @@ _lock = fork_safe(threading.Lock())
 def repeated_sum(
     ordinary: Sum,
     atoms: System,
-    neighbors: GivenNeighbors | None,
+    neighbors: GivenNeighbors | Rows | None,
     request: SumRequest,
     others: tuple[Any, ...],
     with_gradients: bool = True,
@@ -113,7 +113,8 @@ def repeated_sum(
     if not (0 < positions.shape[0] <= MOST_ATOMS and positions.is_contiguous() and charges.is_contiguous()):
         return None
     near = () if neighbors is None else neighbors
-    forms = tuple(map(_form, (positions, charges, *near)))
+    length = _length(near, positions.shape[0])
+    forms = (_form(positions), _form(charges), *(_form(value, length) for value in near))
     if None in forms:
         return None
     is_new = forms not in _recent
@@ -158,7 +159,7 @@ def repeated_sum(
         as_graph, found = tracked and torch.is_grad_enabled(), None
         here, wanted = System(positions, charges, cell), request._replace(derivatives=derivatives)
         if not as_graph:
-            found = _planned(call, ordinary, here, wanted, used, small)
+            found = _planned(call, ordinary, here, wanted, used, small, length)
         if found is None:
             results = ordinary(here, wanted, as_graph)
             found = results if isinstance(results, tuple) else (results,)
@@ -189,18 +190,19 @@ def _planned(
     request: SumRequest,
     used: Sequence[torch.Tensor],
     constants: Sequence[torch.Tensor],
+    length: int,
 ) -> tuple[torch.Tensor, ...] | None:
     """Results by the plan of a call, which is recorded if there is none; None if that is not possible."""
     assert atoms.charges is not None
     moving = [atoms.positions.detach(), atoms.charges.detach()]
     if call.plan is not None:
-        return call.plan(moving, used)
+        return call.plan(moving, used, length)
 
     def function(memory: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         results = ordinary(atoms._replace(positions=memory[0], charges=memory[1]), request, False)
         return results if isinstance(results, tuple) else (results,)
 
-    call.plan, results = plans.record(function, moving, used, constants)
+    call.plan, results = plans.record(function, moving, used, constants, length)
     return results
 
 
@@ -223,9 +225,30 @@ def _noted(key: Hashable, prepared: Sequence[torch.Tensor]) -> tuple[_Call, bool
         return call, is_due
 
 
-def _form(value: Any) -> Hashable:
-    """What tells two calls apart whose results differ by the values of this tensor alone; None if that is not known."""
+def _length(near: Sequence[Any], n_atoms: int) -> int:
+    """Pairs of a list with pointers, of which a plan may have any number; 0 for a matrix, or where shapes are fixed."""
+    pairs: Any = None
+    pointers: Any = None
+    if isinstance(near, GivenNeighbors):
+        pairs, pointers = near.neighbor_list, near.neighbor_ptr
+    elif isinstance(near, Rows):
+        pairs, pointers = near.neighbors, near.pointers
+    if not isinstance(pairs, torch.Tensor) or not isinstance(pointers, torch.Tensor) or pairs.ndim not in (1, 2):
+        return 0
+    tensors = [value for value in near if isinstance(value, torch.Tensor)]
+    # an axis of another meaning is never so long
+    is_known = pairs.shape[-1] > n_atoms + 1 and all(t.is_contiguous() and t.dtype is torch.int32 for t in tensors)
+    return pairs.shape[-1] if is_known else 0
+
+
+def _form(value: Any, length: int = 0) -> Hashable:
+    """What tells two calls apart whose results differ by the values of this tensor alone; None if that is not known.
+
+    Axes with ``length`` may have any.
+    """
     if isinstance(value, torch.Tensor):
+        if length and length in value.shape:
+            return tuple(-1 if size == length else size for size in value.shape)
         return None if value.layout is not torch.strided else (value.shape, value.dtype, value.stride())
     return (type(value), value) if type(value) in _IMMUTABLE else None
 

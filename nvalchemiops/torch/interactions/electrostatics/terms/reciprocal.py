@@ -15,6 +15,7 @@ Source: P. P. Ewald, Ann. Phys. 369, 253 (1921), doi:10.1002/andp.19213690304.
 import math
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
@@ -109,9 +110,18 @@ class KVectorSum(NamedTuple):
 
     def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "KVectorSum":
         """As of `LongRange`."""
-        target = target._replace(force=torch.as_tensor(target.force, device=alpha.device))
-        k_cutoff = core.reciprocal_cutoff(alpha.detach(), spacing_of(system), target, torch)
-        return self._replace(k_vectors=_vectors_within(system.cell.detach(), k_cutoff))
+        cell, splitting = system.cell.detach(), alpha.detach()
+
+        def vectors() -> tuple[torch.Tensor | None, ...]:
+            force = torch.as_tensor(target.force, device=alpha.device)
+            k_cutoff = core.reciprocal_cutoff(splitting, spacing_of(system), target._replace(force=force), torch)
+            return points_within(cell, k_cutoff)
+
+        others = None
+        if system.batch_idx is None and system.domain is None and isinstance(target.force, np.ndarray):
+            others = (system.n_atoms, target.accuracy, target.force.tobytes())
+        found = cached_by_value("chosen k-vectors", (cell, splitting), others, vectors)
+        return self._replace(k_vectors=WaveVectors(*found))
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "ReciprocalTerm":
         """As of `LongRange`."""
