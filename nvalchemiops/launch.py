@@ -4,9 +4,10 @@ Warp runs a CPU launch on one thread, records on one tape per process and spends
 in Python. This module solves all three, and depends on no kernel in particular.
 """
 
+import itertools
 import operator
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -151,6 +152,44 @@ def launch(
     _row_cost[kernel, kind] = sum(work) / rows
 
 
+MEASURED = 32
+"""One of so many launches of `prepared` is measured, as all of `launch` are."""
+
+
+def prepared(
+    kernel: wp.Kernel, dim: Any, *, device: wp.Device, lanes: int, kind: Hashable
+) -> Callable[[list[Any]], None]:
+    """A function of arguments that does the same as `launch` off any tape, in less time where the launch stays whole.
+
+    Parameters
+    ----------
+    kernel, dim, device, lanes, kind
+        As for `launch`.
+    """
+
+    def ordinary(arguments: list[Any]) -> None:
+        launch(kernel, dim, arguments, device=device, lanes=lanes, record_tape=False, kind=kind)
+
+    if not device.is_cpu or not is_gather_only(kernel):
+        return ordinary
+    how, rows = layout("cpu"), tuple(dim) if isinstance(dim, Sequence) else (operator.index(dim),)
+    grid = (*rows, 1) if lanes else rows
+    key, cost_key, calls = (kernel, device.alias, how.block_of(lanes)), (kernel, kind), itertools.count(1)
+    if how.warps or 0 in grid:
+        return ordinary
+
+    def whole(arguments: list[Any]) -> None:
+        is_short = grid[0] * _row_cost.get(cost_key, 1.0) < MINIMUM_CHUNK or thread_count() == 1
+        if is_short and next(calls) % MEASURED and active_tape() is None:
+            command = threads.commands().get(key)
+            if command is not None:
+                command.launch(grid, [0, *arguments], None)
+                return
+        ordinary(arguments)
+
+    return whole
+
+
 def launch_adjoint(
     kernel: wp.Kernel,
     dim: int | Sequence[int],
@@ -231,6 +270,7 @@ __all__ = [
     "launch_adjoint",
     "load",
     "loading",
+    "prepared",
     "record",
     "registered_kernels",
     "set_openmp",

@@ -28,7 +28,8 @@ MOST_BYTES = 2**24
 """Memory of a plan, at most."""
 
 _METADATA = {"shape", "dtype", "device", "layout", "ndim", "requires_grad"}
-_METADATA |= {"stride", "numel", "element_size", "data_ptr", "untyped_storage", "is_contiguous", "is_neg", "_is_zerotensor"}
+_METADATA |= {"stride", "numel", "element_size", "data_ptr", "untyped_storage", "is_contiguous"}
+_METADATA |= {"is_neg", "_is_zerotensor"}
 """What is read of tensors without their values."""
 
 _COPIES = {"to", "contiguous", "reshape", "flatten"}
@@ -286,6 +287,7 @@ class _Recorder(TorchFunctionMode):
                     else:
                         patched.append((number, argument, offset, packed[number][8:]))
         addresses = self.addresses
+        run = core.prepared(kernel, dim, device=place, lanes=lanes, kind=kind)
 
         def step() -> None:
             for number, argument, offset, rest in patched:
@@ -293,10 +295,9 @@ class _Recorder(TorchFunctionMode):
             for number, argument, before, shape, strides in stretched:
                 address = addresses[argument] + before * addresses[-1]
                 packed[number] = address.to_bytes(8, "little") + _layout(addresses[-1], shape, strides)
-            core.launch(kernel, dim, packed, device=place, lanes=lanes, record_tape=False, kind=kind)
+            run(packed)
 
-        self.steps.append(step)
-
+        self.steps.append(step if patched or stretched else functools.partial(run, packed))
 
     def _row(self, value: torch.Tensor, offset: int, packed: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """Of a list of any length, or one of its rows: bytes before it and shape and strides of it, for one entry."""

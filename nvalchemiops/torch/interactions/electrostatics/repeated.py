@@ -132,7 +132,7 @@ def repeated_sum(
     tensors = (positions, charges, *used, *constants)
     if fixed is None or not (used or neighbors is None) or has_function_modes() or not is_unobserved(*tensors):
         return None
-    if not all(layout(t.device.type).reads for t in tensors):
+    if not layout("cpu").reads or not all([t.is_cpu for t in tensors]):
         return None
     asked, computed, tracked = request.derivatives, request.derivatives, False
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -144,7 +144,7 @@ def repeated_sum(
         if has_saved_tensor_hooks():  # checkpoints count what is saved, which is not the same with a plan
             return None
         computed, tracked = Derivatives(by_positions, by_charges), True
-    large, small = ([t for t in constants if (t.numel() > SMALL) == is_large] for is_large in (True, False))
+    large = [t for t in constants if t.numel() > SMALL]
     call, is_due = _noted((fixed, forms, request.energy_reduction, computed, layout("cpu")), large)
     if call.plan is None:
         if not is_due or plans.share_memory(used, constants):
@@ -152,6 +152,13 @@ def repeated_sum(
         call.values = [t.detach().clone() for t in large]
     elif not call.is_as_recorded():
         return None
+
+    if not tracked and call.plan is not None:
+        plan = call.plan
+        planned = fairly(lambda *moving: plan(moving, used, length) or (), positions, charges)
+        if planned:
+            return planned if len(planned) > 1 else planned[0]
+    small = [t for t in constants if t.numel() <= SMALL]
 
     def evaluate(
         positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, derivatives: Derivatives
@@ -246,11 +253,14 @@ def _form(value: Any, length: int = 0) -> Hashable:
 
     Axes with ``length`` may have any.
     """
+    kind = type(value)
+    if kind in _IMMUTABLE:
+        return kind, value
     if isinstance(value, torch.Tensor):
         if length and length in value.shape:
-            return tuple(-1 if size == length else size for size in value.shape)
+            return tuple([-1 if size == length else size for size in value.shape])
         return None if value.layout is not torch.strided else (value.shape, value.dtype, value.stride())
-    return (type(value), value) if type(value) in _IMMUTABLE else None
+    return None
 
 
 def _fixed(values: tuple[Any, ...], constants: list[torch.Tensor]) -> tuple[Any, ...] | None:
@@ -258,21 +268,24 @@ def _fixed(values: tuple[Any, ...], constants: list[torch.Tensor]) -> tuple[Any,
     found: list[Any] = []
     for value in values:
         kind, key = type(value), value
-        if isinstance(value, torch.Tensor):
-            if kind not in PLAIN_TYPES or not layout(value.device.type).reads:
+        if kind in _IMMUTABLE:
+            pass
+        elif isinstance(value, torch.Tensor):
+            if kind not in PLAIN_TYPES or not value.is_cpu:
                 return None
             constants.append(value)
             if value.numel() <= SMALL:
                 key = (value.dtype, value.shape, value.detach().resolve_neg().numpy().tobytes())
             else:
                 key = (id(value), version_of(value), value.data_ptr(), value.dtype, value.shape, value.stride())
-        elif isinstance(value, tuple) and kind not in _WITHOUT_TENSORS:
+        elif isinstance(value, tuple):
             key = _fixed(value, constants)
             if key is None:
                 return None
-        elif kind not in _IMMUTABLE and not isinstance(value, np.generic):
+        elif not isinstance(value, np.generic):
             return None
-        found += (kind, key)
+        found.append(kind)
+        found.append(key)
     return tuple(found)
 
 

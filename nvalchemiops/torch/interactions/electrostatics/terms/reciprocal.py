@@ -112,7 +112,7 @@ class KVectorSum(NamedTuple):
         """As of `LongRange`."""
         cell, splitting = system.cell.detach(), alpha.detach()
 
-        def vectors() -> tuple[torch.Tensor | None, ...]:
+        def vectors() -> tuple[torch.Tensor, ...]:
             force = torch.as_tensor(target.force, device=alpha.device)
             k_cutoff = core.reciprocal_cutoff(splitting, spacing_of(system), target._replace(force=force), torch)
             return points_within(cell, k_cutoff)
