@@ -13,7 +13,7 @@ from nvalchemiops import launch as core
 from nvalchemiops import loading
 from nvalchemiops import threads as shared
 from nvalchemiops.layout import CPU, GPU, layout, replaced_layout
-from nvalchemiops.torch.launch import launch, launch_adjoint
+from nvalchemiops.torch.launch import describe, launch, launch_adjoint
 from tests.processes import in_threads, output_of, run_python
 
 
@@ -80,6 +80,28 @@ def test_small_launches_stay_whole_and_large_ones_are_split(threads, not_crowded
     large = torch.rand(200_000, 20)  # tens of milliseconds
     run_row_sum(large)
     assert len(run_row_sum(large)[1].unique()) == 2 * core.PIECES
+
+
+def test_a_prepared_launch_is_the_same_launch(threads, not_crowded, monkeypatch):
+    """Whole where it is short; split, and with other arguments, where it has become long."""
+    threads(2)
+    x = torch.rand(50, 3)
+    monkeypatch.setattr(core, "MINIMUM_CHUNK", 1e3)
+    for _ in range(3):
+        expected = run_row_sum(x)
+    y, where = (torch.zeros_like(t) for t in expected)
+    arguments = describe(row_sum, [x, y, where])[1]
+    run = core.prepared(row_sum, 50, device=wp.get_device("cpu"), lanes=0, kind=None)
+    for _ in range(2 * core.MEASURED):
+        run(arguments)
+        assert torch.equal(y, expected[0]) and len(where.unique()) == 1
+        y.zero_()
+    other, z = torch.rand(50, 3), torch.zeros_like(y)
+    run(describe(row_sum, [other, z, where])[1])
+    assert torch.equal(z, run_row_sum(other)[0]) and not y.any()
+    monkeypatch.setattr(core, "MINIMUM_CHUNK", 1e-15)
+    run(arguments)
+    assert torch.equal(y, expected[0]) and len(where.unique()) == 2 * core.PIECES
 
 
 def test_the_number_of_threads_is_torchs(threads, always_split):

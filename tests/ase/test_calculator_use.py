@@ -14,6 +14,7 @@ from ase.constraints import FixAtoms
 
 from nvalchemiops.ase import Calculator, Electrostatics, Pair
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
+from nvalchemiops.torch.interactions.electrostatics import driver, repeated
 from tests.ase.cases import NACL, PROPERTIES, REPULSION, argon, assert_same, rigid_ions, salt
 
 # -- one calculator under everything that ASE does ------------------------------------------------
@@ -288,3 +289,32 @@ def test_energies_are_smooth_in_the_size_of_the_cell(method):
         atoms.set_cell(cell * scale, scale_atoms=True)
         energies.append(scale * atoms.get_potential_energy())
     np.testing.assert_allclose(energies, energies[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize("with_stress", [False, True])
+@pytest.mark.parametrize("method", ["ewald", "pme"])
+def test_steps_by_a_plan_have_the_same_bits(method, with_stress, monkeypatch):
+    """Also after a search, with other charges and in another cell."""
+    repeated._calls.clear()
+    monkeypatch.setattr(repeated, "_patience", repeated.RECORDED)
+    quick, slow = salt(), salt()
+    for atoms in (quick, slow):
+        atoms.calc = Calculator(Electrostatics(method, accuracy=1e-5), skin=0.3)
+        atoms.set_initial_charges(np.where(atoms.numbers == 11, 1.0, -1.0))
+    rng, plans = np.random.default_rng(2), 0
+    for step in range(12):
+        move = rng.normal(scale=0.02, size=quick.positions.shape)
+        for atoms in (quick, slow):
+            atoms.positions += move
+            if step == 6:
+                atoms.set_initial_charges(0.9 * atoms.get_initial_charges())
+            if step == 8:
+                atoms.set_cell(1.01 * atoms.cell.array)
+        asked = ("forces", "energies", *(["stress"] if with_stress else []))
+        found = [quick.calc.get_property(name, quick) for name in asked]
+        plans = max(plans, sum(call.plan is not None for call in repeated._calls.values()))
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "repeated_sum", lambda *_, **__: None)
+            expected = [slow.calc.get_property(name, slow) for name in asked]
+        assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert plans and quick.calc.searches == slow.calc.searches > 1

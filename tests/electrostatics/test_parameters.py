@@ -1,11 +1,14 @@
 """Bad parameters of Ewald sums are told where they are given: to estimates, and to modules when they are made."""
 
+import itertools
 import math
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
+from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch.interactions import electrostatics
 from tests.systems import triclinic
 
@@ -110,3 +113,20 @@ def test_modules_hold_copies(alpha):
         if isinstance(alpha, torch.Tensor):
             alpha.sub_(1.0)
         assert module.alpha.dtype is torch.float64
+
+
+def test_numbers_that_are_kept_are_those_of_one_system():
+    """They are copies, and other atoms, cells, accuracies, costs and forces have others."""
+    one, target = np.ones(1), core.Target(1e-5, np.full(1, 2.0))
+    costs = core.COSTS["cpu"]
+    calls = list(itertools.product((10.0, 20.0), (1e3, 2e3), (target, core.Target(1e-6)), (costs,)))
+    calls += [(10.0, 1e3, core.Target(1e-5, np.full(1, 3.0)), costs), (10.0, 1e3, target, costs._replace(pair=99.0))]
+    found = [core.ewald_alpha(n * one, v * one, t, c) for n, v, t, c in calls]
+    assert len({float(alpha[0]) for alpha in found}) == len(calls)
+    before = [alpha.copy() for alpha in found]
+    for alpha in found:
+        alpha *= 2.0
+    for (n, v, t, c), expected in zip(calls, before, strict=True):
+        assert np.array_equal(core.ewald_alpha(n * one, v * one, t, c), expected)
+        two = core.ewald_alpha(np.array([n, 7.0]), np.array([v, 9.0]), t._replace(force=float(np.max(t.force))), c)
+        assert two.shape == (2,) and two[0] == pytest.approx(expected[0], rel=1e-14)

@@ -7,10 +7,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nvalchemiops.torch.interactions.electrostatics import (
+    choice,
     driver,
+    ewald_real_space,
+    ewald_reciprocal_space,
     ewald_summation,
     generate_k_vectors_ewald_summation,
     particle_mesh_ewald,
+    pme_reciprocal_space,
     prepare_wave_vectors,
     repeated,
 )
@@ -60,7 +64,8 @@ def results(found):
 def ordinary(call):
     """The results of ``call()`` without a plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver, "repeated_sum", lambda *_: None)
+        for module in (driver, choice):
+            patch.setattr(module, "repeated_sum", lambda *_, **__: None)
         return call()
 
 
@@ -119,6 +124,139 @@ def test_gradients_are_those_of_the_ordinary_way(name, inputs):
             for a, b in zip(found, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
     plan_of()
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_one_plan_for_lists_of_any_length(name):
+    """As they are made anew while atoms move."""
+    (function, options), lengths = SUMS[name], set()
+    x, q, cell, _ = arguments()
+    for step in range(8):
+        y, p, near = moved(x, q, {}, step)
+        near = dict(zip(NAMES[False], neighbor_list(y, 2.7 + 0.1 * step, cell, return_neighbor_list=True)))
+        lengths.add(near["neighbor_ptr"][-1].item())
+
+        def call(y=y, p=p, near=near):
+            return function(y, p, cell, 0.9, **near, **options, compute_forces=True)
+
+        same_bits(call(), ordinary(call))
+    assert plan_of().steps and len(lengths) == 8
+    for wrong in (near["neighbor_shifts"][:-1], near["neighbor_shifts"][:, :2].contiguous()):
+        with pytest.raises(ValueError, match="neighbor_shifts"):
+            function(y, p, cell, 0.9, **{**near, "neighbor_shifts": wrong}, **options)
+    longer = {name: t[..., :-1].contiguous() if name == "neighbor_list" else t for name, t in near.items()}
+    longer["neighbor_shifts"] = near["neighbor_shifts"][:-1].contiguous()
+    with pytest.raises(ValueError, match="neighbor_ptr"):  # which the kernel compares with the length
+        function(y, p, cell, 0.9, **longer, **options, compute_forces=True)
+    same_bits(call(), ordinary(call))
+    plan_of()
+
+
+def test_no_plan_that_depends_on_the_length_of_a_list():
+    """Pointers that are left out follow from all pairs."""
+    x, q, cell, _ = arguments()
+    for step in range(6):
+        pairs, _, shifts = neighbor_list(x, 2.7 + 0.1 * step, cell, return_neighbor_list=True)
+
+        def call(pairs=pairs, shifts=shifts):
+            listed = {"neighbor_list": pairs, "neighbor_shifts": shifts}
+            return ewald_summation(x, q, cell, 0.9, **listed, k_cutoff=6.0, compute_forces=True)
+
+        same_bits(call(), ordinary(call))
+    plan_of(count=0)
+
+
+def real_space(x, q, cell, near, **asked):
+    return ewald_real_space(x, q, cell, 0.9, **near, cutoff=2.8, **asked)
+
+
+def reciprocal_space(x, q, cell, _, **asked):
+    return ewald_reciprocal_space(x, q, cell, None, 0.9, k_cutoff=6.0, **asked)
+
+
+def mesh(x, q, cell, _, **asked):
+    return pme_reciprocal_space(x, q, cell, 0.9, mesh_dimensions=(12, 10, 9), **asked)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("part", [real_space, reciprocal_space, mesh])
+def test_parts_of_sums_have_plans(part, request_):
+    x, q, cell, near = arguments()
+    for step in range(5):
+        here = moved(x, q, near, step)
+
+        def call(here=here):
+            y, p, listed = here
+            return part(y, p, cell.clone(), listed, **REQUESTS[request_])
+
+        same_bits(call(), ordinary(call))
+    plan_of()
+    y, p, listed = here
+    y = y.clone().requires_grad_()
+    weights = torch.linspace(0.5, 1.5, 20, dtype=F64)
+
+    def gradients():
+        (first,) = torch.autograd.grad((weights * part(y, p, cell, listed)).sum(), y, create_graph=True)
+        return first.detach(), torch.autograd.grad(first.square().sum(), y)[0]
+
+    for _ in range(4):
+        for found, expected in zip(gradients(), ordinary(gradients), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_plans_where_parameters_and_neighbors_are_chosen(function, request_):
+    """One for the forces by which they are chosen, and one for the sum."""
+    x, q, cell, _ = arguments()
+    for step in range(6):
+        y, p, _ = moved(x, q, {}, step)
+
+        def call(y=y, p=p):
+            return function(y, p, cell, accuracy=1e-4, **REQUESTS[request_])
+
+        same_bits(call(), ordinary(call))
+    plan_of(count=2)
+    z = y.clone().requires_grad_()
+
+    def gradient():
+        return torch.autograd.grad(function(z, p, cell, accuracy=1e-4).sum(), z)
+
+    for _ in range(4):
+        for found, expected in zip(gradient(), ordinary(gradient), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_choice_follows_the_atoms():
+    """Forces that are ten times larger allow larger errors; a denser cell and another accuracy change all."""
+    x, q, cell, _ = arguments()
+    for _ in range(4):
+        ewald_summation(x, q, cell, accuracy=1e-4)
+    plan_of(count=2)
+    near = x.clone()
+    near[1] = near[0] + 0.2
+    others = [(near, cell, 1e-4), (0.9 * x, 0.9 * cell, 1e-4), (x, cell, 1e-6), (x, cell, 1e-4)]
+    for y, h, accuracy in others:
+
+        def call(y=y, h=h, accuracy=accuracy):
+            return ewald_summation(y, q, h, accuracy=accuracy, compute_forces=True)
+
+        for _ in range(3):
+            same_bits(call(), ordinary(call))
+
+
+def test_a_busy_machine_has_plans_too(monkeypatch):
+    """A plan without results, since another thread uses it, is left to the ordinary way."""
+    x, q, cell, near = arguments()
+    monkeypatch.setattr("nvalchemiops.torch.runtime.openmp.core.is_crowded", lambda: True)
+
+    def call():
+        return ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, **near)
+
+    for _ in range(4):
+        expected = call()
+    with plan_of()._lock:
+        same_bits(call(), expected)
 
 
 def test_what_is_fixed_in_a_plan_is_part_of_its_key():

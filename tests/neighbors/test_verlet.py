@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors import verlet as verlet_module
 from nvalchemiops.torch.neighbors.formats import check_full_list, list_geometry, matrix_geometry
 from nvalchemiops.torch.neighbors.verlet import VerletList
 from tests.systems import SYSTEMS, batch
@@ -78,6 +79,37 @@ def test_a_list_is_kept_until_an_atom_moved_further_than_half_the_skin(dtype):
         assert fresh(2.0, there, cell) == pairs_within(2.0, there, result, cell)
         assert (result is first) == is_kept
     assert (verlet.num_calls, verlet.num_builds) == (4, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_quick_look_at_one_system_decides_as_all_others(dtype, monkeypatch):
+    """Steps, changed cells and axes, a position that is lost, gradients, another dtype: same searches, same results."""
+    generator = torch.Generator().manual_seed(1)
+    x, cell = (t.to(dtype).clone() for t in random_system())
+    pbc = torch.ones(3, dtype=torch.bool)
+    quick, slow = VerletList(2.0, 0.5), VerletList(2.0, 0.5)
+    rebuilt = []
+    for step in range(30):
+        x += 0.025 * torch.randn(x.shape, generator=generator, dtype=dtype)
+        if step == 10:
+            cell[0] *= 1.01
+        if step == 13:
+            pbc[2] = False
+        given = x.double() if step == 17 else x.clone().requires_grad_(step % 3 == 0)
+        box = cell.double() if step == 17 else cell
+        results = [quick(given, box, pbc)]
+        with monkeypatch.context() as patch:
+            patch.setattr(verlet_module, "_is_unchanged", lambda *_: False)
+            results.append(slow(given, box, pbc))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        assert torch.equal(quick.rebuilt, slow.rebuilt) and quick.num_builds == slow.num_builds
+        rebuilt.append(bool(quick.rebuilt))
+    due = (0, 10, 13) + (17, 18) * (dtype is torch.float32)
+    assert all(rebuilt[n] for n in due) and rebuilt.count(False) > 10
+    x[0, 0] = float("nan")
+    for one in (quick, slow):
+        with pytest.raises(ValueError, match="NaN"):
+            one(x, cell, pbc)
 
 
 def test_slow_drift_adds_up_from_the_last_search():
