@@ -19,6 +19,7 @@ from nvalchemiops.neighbors.neighbor_utils import matrix_width
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.neighbors.repeated_search import repeated_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import all_values_of
 from nvalchemiops.torch.runtime.memory import new_empty
@@ -381,6 +382,10 @@ def neighbor_pairs(
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The list format. Waits for the device to learn the number of pairs, and raises for faulty input."""
+    if batch_idx is None and batch_ptr is None and target_indices is None and nearest == 0:
+        found = repeated_pairs(positions, cutoff, cell, pbc, half, method, SEARCH_LANES, _scratch)
+        if found is not None:
+            return found
     search = Search(
         positions,
         cutoff,

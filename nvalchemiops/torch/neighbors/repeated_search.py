@@ -1,0 +1,155 @@
+"""Searches for lists of pairs of small systems, again and again for as many atoms: memory and launches are kept.
+
+The kernels are those of `nvalchemiops.torch.neighbors.search`, and so are the bits: what differs is that bins are made
+in the same memory each time, and that the arguments of the launches are packed once. For one system on a CPU. Each
+thread has searches of its own.
+"""
+
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import torch
+import warp as wp
+
+from nvalchemiops import launch as core
+from nvalchemiops.kernels.simd import LANES
+from nvalchemiops.layout import CPU, layout
+from nvalchemiops.neighbors import grid
+from nvalchemiops.neighbors import search as kernels
+from nvalchemiops.torch.launch import describe, launch
+from nvalchemiops.torch.runtime import plans
+from nvalchemiops.torch.runtime.memory import new_empty
+from nvalchemiops.types import inner_shape
+
+MOST_ATOMS = 1024
+"""Larger searches take far longer than the Python around them."""
+
+MOST_SEARCHES = 4
+"""Kinds of searches that each thread keeps, of some hundred kilobytes each."""
+
+Scratch = tuple[torch.Tensor, torch.Tensor]
+Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class _Kept:
+    """The memory and the launches of a search that has been there before."""
+
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        cell: Any,
+        pbc: Any,
+        cutoff: float,
+        half: bool,
+        method: int,
+        lanes: int,
+        scratch: Scratch,
+    ) -> None:
+        n_atoms, cpu = positions.shape[0], wp.get_device("cpu")
+        self.index, self.shifts = scratch[0], None if cell is None else scratch[1]
+        self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device="cpu")
+        self.begin = torch.zeros(grid.ring_slots(n_atoms, 1, method) + 2, dtype=torch.int32, device="cpu")
+        self.count = torch.empty(n_atoms, dtype=torch.int32, device="cpu")
+        self.faults, self.counts = self.fault.numpy(), self.count.numpy()
+        grids = torch.empty(1, *inner_shape(grid.Grid), dtype=torch.uint8, device="cpu")
+        coordinates = torch.empty(3, n_atoms + LANES, dtype=torch.float64, device="cpu")
+        slot, order = torch.empty(2, n_atoms, dtype=torch.int32, device="cpu")
+        entry = torch.empty(n_atoms, 4, dtype=torch.int32, device="cpu")
+        first_atom = torch.arange(2, dtype=torch.int32, device="cpu").mul_(n_atoms)
+        width = kernels.SCRATCH_WIDTH
+        rows = torch.arange(0, (n_atoms + 1) * width, width, dtype=torch.int32, device="cpu")
+        self.per_thread = CPU.rows_per_thread(kernels.ROWS_PER_THREAD)
+        self.n_threads = -(-n_atoms // self.per_thread)
+        described = [positions, cell, pbc, None, first_atom, cutoff, method]
+        self.prepare = core.prepared(grid.prepare_search(), 1, device=cpu, lanes=0, kind=None)
+        made = [grids, slot, self.begin, order, coordinates, entry, self.fault]
+        self.of_bins = describe(grid.prepare_search(), [*described, *made])[1]
+        binned = [coordinates, entry, self.begin, None, grids, cutoff, int(half), None, None]
+        searched = [*binned, rows, -1, 0, self.count, self.index, None, self.shifts, self.per_thread]
+        self.of_search = describe(kernels.search_neighbors(), searched)[1]
+        self.search = core.prepared(kernels.search_neighbors(), self.n_threads, device=cpu, lanes=lanes, kind="fill")
+        self.memory = [*made, rows, first_atom]  # as long as the launches
+        # cutoff from which on rows are longer than the memory, as far as that is known
+        self.too_long = math.inf if all(type(value) is bytes for value in self.of_bins[:3]) else 0.0
+
+    def __call__(self, positions: torch.Tensor, cell: Any, pbc: Any, cutoff: float) -> Pairs | None:
+        """The list; None if the ordinary search is needed, since it raises, or rows are long."""
+        self.begin.zero_()
+        self.fault.zero_()
+        for number, value in enumerate((positions, cell, pbc)):
+            if value is not None:
+                self.of_bins[number] = value.data_ptr().to_bytes(8, "little") + self.of_bins[number][8:]
+        self.of_bins[5] = self.of_search[5] = cutoff
+        self.prepare(self.of_bins)
+        self.search(self.of_search)
+        if self.faults.any():
+            return None
+        if self.counts.max() > kernels.SCRATCH_WIDTH:
+            self.too_long = cutoff
+            return None
+        ptr = torch.empty(self.counts.shape[0] + 1, dtype=torch.int32, device="cpu")
+        ends = ptr.numpy()
+        ends[0] = 0
+        np.cumsum(self.counts, dtype=np.int32, out=ends[1:])
+        size, device = int(ends[-1]), ptr.device
+        pairs = new_empty((2, size), torch.int32, device)
+        shifts = new_empty((0 if self.shifts is None else size, 3), torch.int32, device)
+        inputs = [self.count, self.index, self.shifts, kernels.SCRATCH_WIDTH, None, ptr, -1, 0]
+        launch(kernels.compact_neighbors(), self.n_threads, inputs, [pairs[1], pairs[0], shifts, self.per_thread])
+        return pairs, ptr, shifts
+
+
+_thread = threading.local()
+
+
+def repeated_pairs(
+    positions: torch.Tensor,
+    cutoff: float,
+    cell: torch.Tensor | None,
+    pbc: torch.Tensor | None,
+    half: bool,
+    method: int,
+    lanes: int,
+    scratch: Callable[[], Scratch],
+) -> Pairs | None:
+    """The list of pairs, its pointers and shifts, of one system, or None if the ordinary search is to make them.
+
+    Parameters
+    ----------
+    positions, cutoff, cell, pbc, half, method
+        As of `search.neighbor_pairs`.
+    lanes : int
+        Of the search.
+    scratch : callable
+        Gives the memory of this thread for rows.
+    """
+    n_atoms = positions.shape[0]
+    given = [t for t in (positions, cell, pbc) if t is not None]
+    if not 0 < n_atoms <= MOST_ATOMS or layout("cpu") is not CPU or not all([t.is_cpu for t in given]):
+        return None
+    is_double = positions.dtype is torch.float64 and (cell is None or cell.dtype is torch.float64)
+    if not is_double or not all([t.is_contiguous() and not t.is_neg() for t in given]):
+        return None
+    if plans.active() is not None or core.active_tape() is not None:
+        return None
+    key: Hashable = (n_atoms, cell is None, pbc is None, half, method)
+    found: OrderedDict[Hashable, _Kept | None] | None = getattr(_thread, "searches", None)
+    if found is None:
+        found = _thread.searches = OrderedDict()
+    if key not in found:  # the first one of its kind
+        found[key] = None
+        while len(found) > MOST_SEARCHES:
+            found.popitem(last=False)
+        return None
+    kept = found[key]
+    cell = None if cell is None else cell.detach().reshape(-1, 3, 3)
+    pbc = None if pbc is None else pbc.reshape(-1, 3)
+    if kept is None:
+        with torch.inference_mode(False):  # memory that can be changed outside of it, too
+            kept = found[key] = _Kept(positions, cell, pbc, cutoff, half, method, lanes, scratch())
+    found.move_to_end(key)
+    return kept(positions, cell, pbc, cutoff) if cutoff < kept.too_long else None
