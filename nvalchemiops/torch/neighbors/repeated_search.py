@@ -129,7 +129,7 @@ def repeated_pairs(
     """
     n_atoms = positions.shape[0]
     given = [t for t in (positions, cell, pbc) if t is not None]
-    if not 0 < n_atoms <= MOST_ATOMS or layout("cpu") is not CPU or not all([t.is_cpu for t in given]):
+    if not 0 < n_atoms <= MOST_ATOMS or not all([layout(t.device.type) is CPU for t in given]):
         return None
     is_double = positions.dtype is torch.float64 and (cell is None or cell.dtype is torch.float64)
     if not is_double or not all([t.is_contiguous() and not t.is_neg() for t in given]):

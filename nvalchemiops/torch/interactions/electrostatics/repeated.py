@@ -135,7 +135,7 @@ def repeated_sum(
     tensors = (positions, charges, *used, *constants)
     if fixed is None or not (used or neighbors is None) or has_function_modes() or not is_unobserved(*tensors):
         return None
-    if not layout("cpu").reads or not all([t.is_cpu for t in tensors]):
+    if not all([layout(t.device.type).reads for t in tensors]):
         return None
     asked, computed, tracked = request.derivatives, request.derivatives, False
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -274,7 +274,7 @@ def _fixed(values: tuple[Any, ...], constants: list[torch.Tensor]) -> tuple[Any,
         if kind in _IMMUTABLE:
             pass
         elif isinstance(value, torch.Tensor):
-            if kind not in PLAIN_TYPES or not value.is_cpu:
+            if kind not in PLAIN_TYPES or not layout(value.device.type).reads:
                 return None
             constants.append(value)
             if value.numel() <= SMALL:
