@@ -28,9 +28,11 @@ import torch
 from charges import SPACING, rock_salt, tensors
 
 from nvalchemiops import launch
+from nvalchemiops.constants import BOHR_IN_ANGSTROM
 from nvalchemiops.torch.interactions import dispersion, electrostatics, pair
 from nvalchemiops.torch.interactions.electrostatics import repeated
 from nvalchemiops.torch.neighbors import VerletList, neighbor_list
+from nvalchemiops.torch.systems import System
 
 ACCURACY = 1e-5
 NAMES = ("neighbor_list", "neighbor_ptr", "neighbor_shifts")
@@ -299,7 +301,6 @@ def expected(n_atoms: int) -> dict[str, Call]:
     y, q, cell = salt(n_atoms)
     near = dict(zip(NAMES, neighbor_list(x, 7.0, h, return_neighbor_list=True)))
     lennard_jones = pair.lennard_jones(cutoff=7.0)
-    numbers = torch.full((n_atoms,), 18)
     atoms = torch.ones(n_atoms, dtype=torch.float64)
     found: dict[str, Call] = {
         "neighbor list, cutoff 7": lambda _: neighbor_list(x, 7.0, h, return_neighbor_list=True),
@@ -323,13 +324,13 @@ def expected(n_atoms: int) -> dict[str, Call]:
         listed = neighbor_list(y, float(p.real_space_cutoff), cell, return_neighbor_list=True)
         call = functools.partial(function, y, q, cell, **known, **dict(zip(NAMES, listed)))
         found[f"{name}, forces, all given"] = lambda _, call=call: call(compute_forces=True)
-    with contextlib.suppress(Exception):  # parameters may not be there
-        model = dispersion.DFTD3(functional="pbe", damping="bj")
-        bohr = 1.8897261246
-        found["D3, forces and virial, cutoff 40 bohr"] = lambda _: model(
-            x * bohr, numbers, cell=h * bohr, cutoff=40.0, compute_virial=True
-        )
-        found["D3, forces and virial, cutoff 40 bohr"](0)
+    d3 = dispersion.DFTD3("pbe", elements=[18], cutoff=40.0, coordination_cutoff=25.0)
+    numbers = torch.full((n_atoms,), 18, dtype=torch.int32)
+    solid = System(x / BOHR_IN_ANGSTROM, cell=h / BOHR_IN_ANGSTROM, numbers=numbers)
+    within = solid.neighbors(40.0)
+    found["D3, forces and virial, cutoff 40 bohr, list given"] = lambda _: d3(
+        solid, within, compute_forces=True, compute_virial=True
+    )
     return found
 
 
