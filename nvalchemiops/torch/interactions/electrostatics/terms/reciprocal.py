@@ -112,12 +112,12 @@ class KVectorSum(NamedTuple):
         """As of `LongRange`."""
         cell, splitting = system.cell.detach(), alpha.detach()
 
-        def vectors() -> tuple[torch.Tensor, ...]:
+        def vectors() -> tuple[Any, ...]:
             force = torch.as_tensor(target.force, device=alpha.device)
             k_cutoff = core.reciprocal_cutoff(splitting, spacing_of(system), target._replace(force=force), torch)
-            return points_within(cell, k_cutoff)
+            return _vectors_within(cell, k_cutoff) if others is None else points_within(cell, k_cutoff)
 
-        others = None
+        others: Any = None
         if system.batch_idx is None and system.domain is None and isinstance(target.force, np.ndarray):
             others = (system.n_atoms, target.accuracy, target.force.tobytes())
         found = cached_by_value("chosen k-vectors", (cell, splitting), others, vectors)
