@@ -410,6 +410,16 @@ def test_errors_are_those_of_the_ordinary_way():
             ewald_summation(x, q, wrong, 0.9, k_cutoff=6.0, **near)
 
 
+def test_gradients_by_sources_that_are_not_there():
+    """Those by charges have a plan; those by dipoles are refused, as without it."""
+    x, q, cell, near = arguments()
+    for _ in range(4):
+        ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, compute_charge_gradients=True, **near)
+    plan_of()
+    with pytest.raises(ValueError, match="compute_dipole_gradients"):
+        ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, compute_dipole_gradients=True, **near)
+
+
 @pytest.mark.filterwarnings("ignore::nvalchemiops.notices.AccuracyWarning")
 @pytest.mark.parametrize("options", [{"exclusions": torch.tensor([[0], [1]])}, {"accuracy": 1e-4, "alpha": None}])
 def test_no_plan_where_values_of_atoms_are_read(options):

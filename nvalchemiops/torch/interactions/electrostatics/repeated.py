@@ -106,7 +106,7 @@ def repeated_sum(
     positions, charges, cell, batch_idx, pbc, _, domain, *sources = atoms
     if not enabled or batch_idx is not None or pbc is not None or domain is not None or request.hybrid:
         return None
-    if any([values is not None for values in sources]):
+    if any([values is not None for values in sources]) or any(request.of_sources[1:]):
         return None
     # what is wrong is left to the ordinary way
     if type(charges) is not torch.Tensor or type(positions) is not torch.Tensor or type(cell) is not torch.Tensor:
