@@ -14,6 +14,7 @@ from matscipy.calculators.pair_potential import PairPotential as MatscipyPotenti
 import nvalchemiops.torch.interactions.pair as ready
 from nvalchemiops.ase import Calculator, Contribution, Electrostatics, Pair
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
+from nvalchemiops.interactions.electrostatics.costs import COSTS
 from nvalchemiops.torch.interactions.pair import PairPotential
 from tests.ase.cases import NACL, PROPERTIES, REPULSION, argon, assert_same, salt
 from tests.systems import MADELUNG
@@ -169,7 +170,9 @@ def test_forces_and_stress_are_derivatives(name):
 
 
 @pytest.mark.parametrize("name", DERIVATIVES)
-def test_a_gpu_gives_the_same(name, gpu):
+def test_a_gpu_gives_the_same(name, gpu, monkeypatch):
+    # by the same costs the same alpha is chosen, so that results differ by rounding alone
+    monkeypatch.setitem(COSTS, "cuda", COSTS["cpu"])
     atoms, term = DERIVATIVES[name]()
 
     def results(device):

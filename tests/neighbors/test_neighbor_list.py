@@ -53,8 +53,13 @@ def test_batch_equals_singles(by, device):
         alone = neighbor_list(system.positions, 4.0, system.cell, pbc[n], return_neighbor_list=True)
         expected.append(alone[0] + ptr[n])
         expected_shifts.append(alone[2])
-    assert torch.equal(pairs.cpu(), torch.cat(expected, dim=1))
-    assert torch.equal(shifts.cpu(), torch.cat(expected_shifts))
+    found = torch.cat([pairs.cpu().mT, shifts.cpu()], 1)
+    wanted = torch.cat([torch.cat(expected, dim=1).mT, torch.cat(expected_shifts)], 1)
+    if device.type == "cuda":
+        # atoms on a border of bins are on either side of it by rounding, and neighbors follow the order of the bins
+        assert torch.equal(found[:, 0], wanted[:, 0])
+        found, wanted = (torch.unique(rows, dim=0) for rows in (found, wanted))
+    assert torch.equal(found, wanted)
 
 
 def test_positions_that_need_gradients_are_welcome():

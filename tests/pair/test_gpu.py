@@ -50,7 +50,8 @@ def test_gpu_equals_cpu(dtype, gpu):
 
 
 def test_bits_repeat_on_a_gpu(gpu):
-    gpu.assert_bits_repeat(results)
+    # but for second derivatives, whose parts torch adds up in the order of numbers that its threads count
+    gpu.assert_bits_repeat(lambda device: results(device)[: -3 if gpu.is_real else None])
 
 
 @pytest.mark.gpu
@@ -63,7 +64,8 @@ def test_nothing_waits_and_a_graph_replays():
 
     def step():
         energies, forces = potential(x, system.cell, q=system.charges, alpha=0.3, **near, compute_forces=True)
-        return (*torch.autograd.grad(energies.sum() + forces.square().sum(), x), forces)
+        # detached: a graph that is kept would tie the gradient of x to the stream of its first use
+        return (*torch.autograd.grad(energies.sum() + forces.square().sum(), x), forces.detach())
 
     expected = step()
     with waiting_is_an_error():

@@ -14,6 +14,10 @@ kind into the other has a derivative that turns it back:
 All ranks must call the same ones in the same order, backward passes included.
 """
 
+import atexit
+import functools
+import gc
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +31,32 @@ _groups: dict[int, Any] = {}
 """Groups of ranks by the numbers that ops know them by; a process has few."""
 
 
+LAST = 0.05
+"""Seconds at the end of a process in which threads of groups give back their last tensors."""
+
+
 def number_of(group: Any) -> int:
     """The number by which ops know a group of ranks, which is the same in each call."""
+    _end_in_order()
     number = id(group)
     _groups[number] = group
     return number
+
+
+@functools.cache
+def _end_in_order() -> None:
+    """At the end of the process let threads of gloo finish while there is an interpreter.
+
+    They release a tensor of Python some time after the call that sent it has returned. Where the interpreter ends
+    meanwhile, the process aborts ("terminate called without an active exception").
+    """
+
+    def finish() -> None:
+        _groups.clear()
+        gc.collect()  # of domains, which refer to themselves: the threads of their groups end with them
+        time.sleep(LAST)
+
+    atexit.register(finish)
 
 
 def _same(values: torch.Tensor, *_: Any) -> Any:
