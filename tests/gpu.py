@@ -23,10 +23,15 @@ class OnGpu:
             return [result.cpu() for result in function(self.device)]
 
     def assert_bits_repeat(self, function):
-        """In each order of lanes."""
-        first = self(function)
+        """In each order of lanes, of what `with_derivatives` gives for three inputs.
+
+        But for second derivatives on a GPU: their parts come from nodes of two threads, and torch adds them up in the
+        order of numbers that each thread counts by itself.
+        """
+        n_tensors = -3 if self.is_real else None
+        first = self(function)[:n_tensors]
         for order in ORDERS:
-            assert all(torch.equal(a, b) for a, b in zip(self(function, order), first, strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(self(function, order)[:n_tensors], first, strict=True))
 
 
 def assert_equal(found, expected, tolerance, least=1.0):

@@ -50,8 +50,7 @@ def test_gpu_equals_cpu(dtype, gpu):
 
 
 def test_bits_repeat_on_a_gpu(gpu):
-    # but for second derivatives, whose parts torch adds up in the order of numbers that its threads count
-    gpu.assert_bits_repeat(lambda device: results(device)[: -3 if gpu.is_real else None])
+    gpu.assert_bits_repeat(results)
 
 
 @pytest.mark.gpu

@@ -6,10 +6,10 @@ For a CPU they were measured on two cores, for a GPU on an H100. Only ratios mat
 effect, and neither have launches (2 to 4 µs each): where they take most of the time, in small systems, any choice takes
 about as long.
 
-Beside them there is a model for GPUs, that of a roofline: each piece of work takes as long as its bytes take through the
-memory, or its operations through the units for float64, whichever is longer (S. Williams, A. Waterman and D. Patterson,
-Commun. ACM 52, 65 (2009), doi:10.1145/1498765.1498785). It is a floor: measured are 7 times its time of a pair, twice that
-of k-vectors, 10 times that of a point of the mesh.
+Beside them there is a model for GPUs, that of a roofline: each piece of work takes as long as its bytes take through
+the memory, or its operations through the units for float64, whichever is longer (S. Williams, A. Waterman and
+D. Patterson, Commun. ACM 52, 65 (2009), doi:10.1145/1498765.1498785). It is a floor: measured are 7 times its time of
+a pair, twice that of k-vectors, 10 times that of a point of the mesh.
 
 ``nvalchemiops tune`` measures them on the machine at hand and keeps them in a file, which later processes read:
 ``$NVALCHEMIOPS_COSTS``, by default ``nvalchemiops/costs.json`` in the user's folder for configurations. If that
