@@ -5,6 +5,7 @@ An example runs again when its text or the library has changed; results are kept
 
 import ast
 import hashlib
+import os
 import re
 import subprocess
 import sys
@@ -32,12 +33,29 @@ def _section(script: Path) -> str:
     text = script.read_text()
     title, _, rest = (ast.get_docstring(ast.parse(text)) or script.stem).partition("\n")
     printed, picture = _run(script, text)
-    lines = [f"## {title.rstrip('.')}", "", _plain(rest.strip()), "", f"```text\n$ python examples/{script.name}"]
+    command = " ".join([*_command(text)[1], f"examples/{script.name}", *_options(text)])
+    lines = [f"## {title.rstrip('.')}", "", _plain(rest.strip()), "", f"```text\n$ {command}"]
     lines += [printed.rstrip(), "```", ""]
     if picture.exists():
         lines += [f"![{title}](_build/gallery/{picture.name})", ""]
     lines += [f"```{{literalinclude}} ../examples/{script.name}\n:language: python\n```"]
     return "\n".join(lines) + "\n"
+
+
+RANKS = "torchrun --nproc_per_node 2"
+"""Programs of several ranks say this in their text. They run with ``--quick``."""
+
+
+def _command(text: str) -> tuple[list[str], list[str]]:
+    """What runs a script, and how people write that."""
+    if RANKS not in text:
+        return [sys.executable], ["python"]
+    ranks = ["--nproc_per_node", "2"]
+    return [sys.executable, "-m", "torch.distributed.run", *ranks], ["OMP_NUM_THREADS=1", "torchrun", *ranks]
+
+
+def _options(text: str) -> list[str]:
+    return ["--quick"] if RANKS in text else []
 
 
 def _run(script: Path, text: str) -> tuple[str, Path]:
@@ -51,7 +69,9 @@ def _run(script: Path, text: str) -> tuple[str, Path]:
         kept, _, printed = note.read_text().partition("\n")
         if kept == key:
             return printed, picture
-    run = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, cwd=ROOT)
+    command = [*_command(text)[0], str(script), *_options(text), *options]
+    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if RANKS in text else {})
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     if run.returncode:
         raise RuntimeError(f"{script.name} failed:\n{run.stderr[-2000:]}")
     note.write_text(f"{key}\n{run.stdout}")

@@ -41,7 +41,7 @@ def test_a_rank_that_is_gone_is_named(tmp_path):
 
 def test_salt_on_ranks_by_one_command():
     """The example under torchrun: energy is conserved, and the first step is that of one process."""
-    example = Path(__file__).parents[2] / "examples" / "15_salt_on_ranks.py"
+    example = Path(__file__).parents[2] / "examples" / "16_salt_on_ranks.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     finished = subprocess.run(
         [*command, str(example), "--quick", "--steps", "20"],

@@ -1,6 +1,6 @@
 """A hundred thousand ions of sodium chloride on two processes, started by one command:
 
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 examples/15_salt_on_ranks.py
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 examples/16_salt_on_ranks.py
 
 The potential is that of ``09_molten_salt.py`` (F. G. Fumi and M. P. Tosi, J. Phys. Chem. Solids 25, 31 and 45 (1964)),
 with Coulomb energies by particle-mesh Ewald. Each rank makes a part of a crystal that is expanded to the density of
