@@ -25,13 +25,17 @@ class OnGpu:
     def assert_bits_repeat(self, function):
         """In each order of lanes, of what `with_derivatives` gives for three inputs.
 
-        But for second derivatives on a GPU: their parts come from nodes of two threads, and torch adds them up in the
-        order of numbers that each thread counts by itself.
+        Second derivatives repeat to rounding on a GPU: on an H100 those of pair sums had other bits in the first call
+        of a process, while all else had the same. Torch's engine adds up the parts of a gradient in an order that may
+        change there, which is the likely cause, but not proved.
         """
-        n_tensors = -3 if self.is_real else None
-        first = self(function)[:n_tensors]
+        first = self(function)
         for order in ORDERS:
-            assert all(torch.equal(a, b) for a, b in zip(self(function, order)[:n_tensors], first, strict=True))
+            found = self(function, order)
+            n_exact = len(first) - 3 if self.is_real else len(first)
+            assert all(torch.equal(a, b) for a, b in zip(found[:n_exact], first[:n_exact], strict=True))
+            tolerance = 1e-5 if first[0].dtype is torch.float32 else 1e-13
+            assert_equal(found[n_exact:], first[n_exact:], tolerance)
 
 
 def assert_equal(found, expected, tolerance, least=1.0):

@@ -64,11 +64,32 @@ def ewald_sum(
     def ordinary(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
         return _ewald_sum(long_range_of, atoms, neighbors, request, options, as_graph)
 
-    has_list = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
-    is_constant = getattr(options.potential, "is_constant", False)
-    if has_list and is_constant and is_eager() and isinstance(long_range_of, functools.partial):
-        others = (long_range_of.func, long_range_of.args, options)
-        results = repeated_sum(ordinary, atoms, neighbors, request, others)
+    constants = None
+    if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
+        constants = _constants(long_range_of, options.potential, options)
+    return _by_plan(ordinary, atoms, neighbors, request, constants)
+
+
+def _constants(
+    long_range_of: Callable[[ChargedSystem], LongRange], potential: Any, *others: Any
+) -> tuple[Any, ...] | None:
+    """What a plan of a sum depends on beside its system; None where that cannot be told."""
+    if not isinstance(long_range_of, functools.partial) or not getattr(potential, "is_constant", False):
+        return None
+    return (long_range_of.func, long_range_of.args, *others)
+
+
+def _by_plan(
+    ordinary: Callable[[System, SumRequest, bool], Tensors],
+    atoms: System,
+    neighbors: Any,
+    request: SumRequest,
+    constants: tuple[Any, ...] | None,
+    **options: Any,
+) -> Tensors:
+    """The results of a sum, by a plan where it repeats; see `repeated_sum`. Without constants there is no plan."""
+    if constants is not None and is_eager():
+        results = repeated_sum(ordinary, atoms, neighbors, request, constants, **options)
         if results is not None:
             return results
     return ordinary(atoms, request, False)
@@ -190,12 +211,8 @@ def long_range_part(
     def ordinary(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
         return _long_range_part(long_range_of, atoms, request, alpha, potential, self_interaction, as_graph)
 
-    if is_eager() and isinstance(long_range_of, functools.partial) and getattr(potential, "is_constant", False):
-        others = ("long range", long_range_of.func, long_range_of.args, alpha, potential, self_interaction)
-        results = repeated_sum(ordinary, atoms, None, request, others)
-        if results is not None:
-            return results
-    return ordinary(atoms, request, False)
+    constants = _constants(long_range_of, potential, "long range", alpha, potential, self_interaction)
+    return _by_plan(ordinary, atoms, None, request, constants)
 
 
 def _long_range_part(
@@ -233,12 +250,7 @@ def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumReque
     def ordinary(atoms: System, request: SumRequest, _: bool) -> Tensors:
         return _short_range_part(atoms, neighbors, request, alpha, cutoff)
 
-    if is_eager():
-        others = ("short range", alpha, cutoff)
-        results = repeated_sum(ordinary, atoms, neighbors, request, others, with_gradients=False)
-        if results is not None:
-            return results
-    return ordinary(atoms, request, False)
+    return _by_plan(ordinary, atoms, neighbors, request, ("short range", alpha, cutoff), with_gradients=False)
 
 
 def _short_range_part(
