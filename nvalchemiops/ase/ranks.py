@@ -151,6 +151,7 @@ class RankCalculator(Calculator):
     def _divided(self, held: torch.Tensor) -> tuple[Domain, torch.Tensor]:
         """The domain of these positions, or an earlier one that is still good; and positions of owned atoms."""
         atoms = self._atoms
+        # a method that terms need here alone, which has been checked
         reaches = [term.reach(atoms) for term in self.terms]  # type: ignore[attr-defined]
         if None in reaches:
             raise ValueError("`cutoff` is needed on several ranks: without it each atom is a neighbor of all others")
