@@ -90,7 +90,7 @@ class Dispersion:
         """Energies, forces and virial of these atoms; see `Term`."""
         near = system.neighbors(self._reach)
         if "domain" in near:
-            near["domain"] = near["domain"].in_units(BOHR_IN_ANGSTROM)
+            near["domain"] = near["domain"]._in_units(BOHR_IN_ANGSTROM)
         energies, forces, _, *virial = d3_dispersion(
             system.positions / BOHR_IN_ANGSTROM,
             system.of_atoms(system.atoms.numbers, torch.int32),

@@ -74,10 +74,6 @@ class Domain:
     ------
     ValueError, TypeError
         A bad argument, named in the message, on the rank that has it; others raise `OtherRankError`.
-
-    Notes
-    -----
-    Methods that the API reference does not list serve the operators of this library.
     """
 
     def __init__(
@@ -102,7 +98,7 @@ class Domain:
         self._options: dict[str, Any] = {"cutoff": cutoff, "skin": skin, "group": group, "grid": grid}
         for name, value in (("cell", cell), ("pbc", pbc)):
             self._options[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        with self.together():
+        with self._together():
             checks.check_positions(positions)
             self.cutoff = checks.check_positive("cutoff", cutoff)
             self.skin = float(skin)
@@ -116,7 +112,7 @@ class Domain:
         self.n_systems = self._agree_on_systems(n_systems, num_systems, found, batch_idx is not None)
         self.reach = self.cutoff + self.skin
         self._options["num_systems"] = self.n_systems if self.is_batch else None
-        with self.together():
+        with self._together():
             if grid is not None and (len(grid) != 3 or math.prod(grid) != self.n_ranks):
                 raise ValueError(f"`grid` = {grid} must be for as many bricks as there are ranks, {self.n_ranks}")
             if found > self.n_systems:
@@ -137,7 +133,7 @@ class Domain:
 
     # -- making it --------------------------------------------------------------------------------
 
-    def together(self) -> Any:
+    def _together(self) -> Any:
         """As `nvalchemiops.torch.distributed.communication.together`, for the ranks of this domain."""
         return together(self.group, self.device)
 
@@ -224,7 +220,7 @@ class Domain:
         positions, *values : tensors
             Of the atoms that this rank owns now.
         """
-        with self.together():
+        with self._together():
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
                 if value.shape[:1] != (self.n_owned,):
                     raise ValueError(f"`{name}` must have {self.n_owned} rows, got shape {tuple(value.shape)}")
@@ -237,7 +233,7 @@ class Domain:
         new._to_owners = new._from_holders()
         return new, *moved
 
-    def in_units(self, length: float) -> "Domain":
+    def _in_units(self, length: float) -> "Domain":
         """The same division for positions in another unit of length, given in the present one."""
         if ("units", length) not in self.kept:
             other = copy.copy(self)
@@ -262,25 +258,58 @@ class Domain:
             torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=self.device))
         )
 
-    def cells_left(self) -> torch.Tensor:
+    def _cells_left(self) -> torch.Tensor:
         """Whole cells (n_owned, 3) to take off the fractional coordinates of owned atoms to be in their brick."""
         return self._cells
 
     # -- values of atoms --------------------------------------------------------------------------
 
     def distribute(self, values: torch.Tensor) -> torch.Tensor:
-        """Values (n_owned, ...) of the atoms that this rank owns, from those (n, ...) of the atoms that it holds."""
+        """Bring values of atoms to the ranks that own them. A collective call, differentiable to any order.
+
+        Parameters
+        ----------
+        values : (n, ...) tensor
+            Of the atoms that this rank holds.
+
+        Returns
+        -------
+        (n_owned, ...) tensor
+            Of the atoms that this rank owns.
+        """
         return self._to_owners.apply(values)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Values (n, ...) of the atoms that this rank holds, from those (n_owned, ...) of the atoms that it owns."""
+        """Bring values of atoms back to the ranks that hold them. A collective call, differentiable to any order.
+
+        Parameters
+        ----------
+        values : (n_owned, ...) tensor
+            Of the atoms that this rank owns.
+
+        Returns
+        -------
+        (n, ...) tensor
+            Of the atoms that this rank holds, in their order.
+        """
         return self._to_owners.transpose(values, self._n_held)
 
     def with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
-        """Values (n_owned + n_ghosts, ...) of owned atoms, then of ghosts, from those of owned atoms."""
+        """Append values of ghosts. A collective call, differentiable to any order: gradients go to the owners.
+
+        Parameters
+        ----------
+        values : (n_owned, ...) tensor
+            Of owned atoms.
+
+        Returns
+        -------
+        (n_owned + n_ghosts, ...) tensor
+            Of owned atoms, then of ghosts.
+        """
         return torch.cat([values, self._halo.apply(values)])
 
-    def all_with_ghosts(self, *columns: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def _all_with_ghosts(self, *columns: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Several times `with_ghosts` in one message, for matrices and vectors of one dtype, or None."""
         there = [c if c.ndim == 2 else c.unsqueeze(1) for c in columns if c is not None]
         parts = iter(self.with_ghosts(torch.cat(there, 1)).split([c.shape[1] for c in there], 1))
@@ -289,26 +318,67 @@ class Domain:
         )
 
     def add_ghosts(self, values: torch.Tensor) -> torch.Tensor:
-        """Values (n_owned, ...) to which those that other ranks have for their ghosts are added."""
+        """Add what other ranks have for their ghosts: the transpose of `with_ghosts`. A collective call.
+
+        Parameters
+        ----------
+        values : (n_owned + n_ghosts, ...) tensor
+            Of owned atoms, then of ghosts.
+
+        Returns
+        -------
+        (n_owned, ...) tensor
+            Of owned atoms, with the shares of all ranks.
+        """
         owned, ghosts = values.split([self.n_owned, self.n_ghosts])
         return owned + self._halo.transpose(ghosts, self.n_owned)
 
     def sum(self, shares: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks as a replicated result, such as the energy of which each rank has a share."""
+        """Add up shares of a result that all ranks have in common, such as the energy. A collective call.
+
+        Parameters
+        ----------
+        shares : (...) tensor
+            Of the same shape on all ranks.
+
+        Returns
+        -------
+        (...) tensor
+            The sum, the same on all ranks. There is one loss of it: its gradient is that of each share.
+        """
         return sum_of_shares(shares, self.number)
 
     def sum_for_shares(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks as an intermediate value, from which each rank computes its own share of a result."""
+        """Add up values with which each rank goes on to compute its own share of a result. A collective call.
+
+        Parameters
+        ----------
+        values : (...) tensor
+            Of the same shape on all ranks.
+
+        Returns
+        -------
+        (...) tensor
+            The sum, whose gradients are added up over the ranks, too.
+        """
         return sum_on_all_ranks(values, self.number)
 
     def replicated(self, values: torch.Tensor) -> torch.Tensor:
-        """A tensor that is the same on all ranks, and whose gradient is complete on each.
+        """Mark a tensor that is the same on all ranks and meets values of owned atoms, such as a parameter of a model.
 
-        For parameters of a model that each rank applies to its own atoms.
+        Parameters
+        ----------
+        values : (...) tensor
+            The same on all ranks.
+
+        Returns
+        -------
+        (...) tensor
+            The same values. Their gradient is added up over the ranks, in a collective call of the backward pass.
         """
         return replicated(values, self.number)
 
-    def pairs_here(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pairs_here(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pairs (2, n) of numbers among owned atoms and ghosts, of those with an owned atom; and which these are.
 
         Parameters
@@ -324,7 +394,7 @@ class Domain:
         chosen = (here.all(0) & owned.any(0)).nonzero().squeeze(1)
         return found.index_select(1, chosen), chosen
 
-    def union(self, numbers: torch.Tensor, size: int) -> list[int]:
+    def _union(self, numbers: torch.Tensor, size: int) -> list[int]:
         """The numbers from 0 to ``size - 1`` that occur on any rank. A collective call."""
         there = torch.bincount(numbers.long().clamp(0, size), minlength=size + 1)
         add(there, self.group)
@@ -332,7 +402,7 @@ class Domain:
 
     # -- neighbors --------------------------------------------------------------------------------
 
-    def check(self, atoms: System) -> None:
+    def _check(self, atoms: System) -> None:
         """Raise unless these are the atoms that this rank owns, in the cells of this domain."""
         checks.check_positions(atoms.positions, finite=False)
         if atoms.positions.shape[0] != self.n_owned:
@@ -348,7 +418,7 @@ class Domain:
         if lattice is not None and self.cell is not None and not torch.equal(lattice.expand_as(self.cell), self.cell):
             raise ValueError("`cell` has changed since the `domain` was made: make it anew")
 
-    def alone(self, atoms: System) -> System:
+    def _alone(self, atoms: System) -> System:
         """The atoms as a system that knows nothing of other ranks, for a sum that is periodic along all axes."""
         if not bool(self.pbc.all()):
             raise ValueError(
@@ -357,15 +427,15 @@ class Domain:
             )
         return atoms._replace(batch_idx=self.batch_idx, domain=None)
 
-    def splitting(self, alpha: Any, cutoff: float | None, neighbors: GivenNeighbors) -> tuple[Any, float]:
+    def _splitting(self, alpha: Any, cutoff: float | None, neighbors: GivenNeighbors) -> tuple[Any, float]:
         """Alpha, a tensor of which has complete gradients, and the cutoff of an Ewald sum."""
-        with self.together():
+        with self._together():
             if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
                 raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
         alpha = self.replicated(alpha) if isinstance(alpha, torch.Tensor) else alpha
         return alpha, self.cutoff if cutoff is None else cutoff
 
-    def agreed(self, weights: torch.Tensor | None, batch_idx: torch.Tensor | None) -> torch.Tensor | None:
+    def _agreed(self, weights: torch.Tensor | None, batch_idx: torch.Tensor | None) -> torch.Tensor | None:
         """Weights (n_systems,) of the atoms of this rank, if they are the same on all; otherwise None."""
         n, n_systems = self.n_owned, self.n_systems
         found = torch.full((2, n_systems), -torch.inf, dtype=torch.float64, device=self.device)
@@ -382,7 +452,17 @@ class Domain:
         return torch.where(empty, 0.0, highest)
 
     def displacement(self, positions: torch.Tensor) -> float:
-        """The largest displacement of an atom on any rank since the domain was made. A collective call."""
+        """Return the largest displacement of an atom on any rank since the domain was made. A collective call.
+
+        Parameters
+        ----------
+        positions : (n_owned, 3) tensor, length
+
+        Returns
+        -------
+        float
+            Infinite if a position is NaN.
+        """
         moved = (positions.detach() - self._reference).double().square().sum(1).nan_to_num(nan=torch.inf)
         most = moved.amax() if moved.numel() else moved.new_zeros(())
         maximum(most, self.group)
@@ -393,6 +473,16 @@ class Domain:
 
         A collective call. Pairs of ghosts are left out. The list is that of the positions with which the domain was
         made, and is kept.
+
+        Parameters
+        ----------
+        positions : (n_owned, 3) tensor, length
+        cutoff : float, length
+
+        Returns
+        -------
+        Rows
+            Of owned atoms, then of ghosts, which are numbered after the owned atoms.
 
         Raises
         ------
@@ -419,7 +509,7 @@ class Domain:
             system, order = torch.sort(system, stable=True)
             everywhere = everywhere.index_select(0, order)
             targets = inverse(order)[:n].int()
-        with self.together():
+        with self._together():
             search = Search(everywhere, cutoff, self.cell, self.pbc, system, None, targets)
             near = torch.unique(self._halo.rows)  # no other atoms have ghosts for neighbors
             neighbors, pointers, shifts = neighbor_rows(search, lambda count: int(count.index_select(0, near).sum()))

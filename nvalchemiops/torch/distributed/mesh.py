@@ -61,7 +61,7 @@ class MeshDivision:
         self._slabs, self._columns = (_slabs(n, domain.n_ranks) for n in self.mesh[:2])
         self.planes = self._columns[domain.rank]
         self._first = torch.tensor(here.start, dtype=torch.float64, device=domain.device)
-        self._offset = domain.cells_left()[:, self.axes] * torch.tensor(self.mesh, device=domain.device)
+        self._offset = domain._cells_left()[:, self.axes] * torch.tensor(self.mesh, device=domain.device)
         self._is_whole = torch.tensor([a == b for a, b in zip(here.size, self.mesh)], device=domain.device)
         # which planes of a window are in which slab
         self._shared = [[self._planes_in(window, slab) for slab in self._slabs] for window in self._windows]

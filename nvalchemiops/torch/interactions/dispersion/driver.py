@@ -151,14 +151,14 @@ def _of_all_ranks(
     domain: Domain, parameters: D3Parameters | ReferenceStates, numbers: torch.Tensor, settings: Settings
 ) -> tuple[D3Parameters | ReferenceStates, Settings]:
     """Reference states of the elements that occur on any rank, and damping parameters with complete gradients."""
-    with domain.together():
+    with domain._together():
         if settings.has_triples:
             raise ValueError("`s9`: there is no three-body term with a `domain`")
         if bool((numbers <= 0).any()):
             raise ValueError("`numbers`: with a `domain` there is no padding")
     if isinstance(parameters, D3Parameters):
-        found = domain.union(numbers, parameters.rcov.shape[0])
-        with domain.together():
+        found = domain._union(numbers, parameters.rcov.shape[0])
+        with domain._together():
             parameters = parameters.states(found or parameters.elements[:1], numbers.device)
     values = {
         name: domain.replicated(value) if isinstance(value, torch.Tensor) else value

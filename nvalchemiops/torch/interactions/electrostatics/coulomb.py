@@ -166,7 +166,7 @@ def _sum(
     with together(atoms.domain):
         checks.check_positions(atoms.positions, finite=False)
         if atoms.domain is not None:
-            atoms.domain.check(atoms)
+            atoms.domain._check(atoms)
         check_charges(atoms.charges, atoms.positions)
     cutoff, alpha = checks.check_positive("cutoff", cutoff), _damping(alpha)
     parameters = {"q": atoms.charges} | ({"alpha": alpha} if formula.global_parameters else {})

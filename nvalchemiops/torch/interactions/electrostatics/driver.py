@@ -124,7 +124,7 @@ def _ewald_sum(
     if system.domain is None:
         rows = rows_of(neighbors, system.positions, periodic=True)
     else:
-        alpha, cutoff = system.domain.splitting(alpha, cutoff, neighbors)
+        alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
 
     splitting = chosen
     if splitting is None:

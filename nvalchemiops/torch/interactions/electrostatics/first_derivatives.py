@@ -188,7 +188,7 @@ class _WithDerivatives(torch.autograd.Function):
         if not torch.is_grad_enabled() and all(g is None for g in grad_derivatives):
             of_systems = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
             if ctx.domain is not None:
-                of_systems = ctx.domain.agreed(of_systems, batch_idx)
+                of_systems = ctx.domain._agreed(of_systems, batch_idx)
             if of_systems is not None:
                 return (None,) * 5 + _products(ctx.first, of_systems, positions, cell, batch_idx, needed) + no_others
         higher = torch.is_grad_enabled()

@@ -126,8 +126,8 @@ def check_system(
         if has_sources:
             raise ValueError("`dipoles`, `quadrupoles` and `widths` cannot be given with a `domain`")
         with together(domain):
-            domain.check(atoms)
-            system = check_system(domain.alone(atoms), slab_correction=slab_correction)
+            domain._check(atoms)
+            system = check_system(domain._alone(atoms), slab_correction=slab_correction)
         rows = exclusions_of_share(domain, exclusions, exclusion_factors, atoms.positions)
         return system._replace(cell=domain.replicated(system.cell), exclusions=rows, domain=domain)
     positions: Any = atoms.positions

@@ -25,10 +25,10 @@ def with_ghosts(domain: Domain, of_owned: Sequence[Any], is_share: bool) -> tupl
     if is_share:
         weights = positions.new_ones(domain.n_owned) if weights is None else weights
         ghosts = positions.new_zeros(domain.n_ghosts)
-        positions, parameters = domain.all_with_ghosts(positions, parameters)
+        positions, parameters = domain._all_with_ghosts(positions, parameters)
         weights = torch.cat([weights, ghosts])
     else:
-        positions, parameters, weights = domain.all_with_ghosts(positions, parameters, weights)
+        positions, parameters, weights = domain._all_with_ghosts(positions, parameters, weights)
     if batch_idx is not None:
         batch_idx = domain.batch_idx_with_ghosts
     return positions, parameters, weights, batch_idx, None if species is None else domain.with_ghosts(species)
@@ -45,19 +45,19 @@ def together(domain: Domain | None) -> Any:
         return contextlib.nullcontext()
     if not isinstance(domain, Domain):
         raise TypeError(f"`domain` must be a Domain, got {type(domain).__name__}")
-    return domain.together()
+    return domain._together()
 
 
 def exclusions_of_share(domain: Domain, exclusions: Any, factors: Any, positions: torch.Tensor) -> ExclusionRows | None:
     """Rows of excluded pairs among owned atoms and ghosts, given by the numbers of all atoms, the same on all ranks."""
     if exclusions is None:
         return exclusion_rows(exclusions, factors, positions)
-    with domain.together():
+    with domain._together():
         everywhere = positions.new_empty((1, 3)).expand(domain.n_atoms, 3)
         exclusion_rows(exclusions, factors, everywhere)  # raises for what are no pairs
-    pairs, chosen = domain.pairs_here(exclusions)
+    pairs, chosen = domain._pairs_here(exclusions)
     factors = None if factors is None else factors.index_select(0, chosen)
-    with domain.together():
+    with domain._together():
         rows = exclusion_rows(pairs, factors, positions.new_empty((1, 3)).expand(domain.n_owned + domain.n_ghosts, 3))
         assert rows is not None
         check_same_system(rows, domain.batch_idx_with_ghosts)
@@ -67,7 +67,7 @@ def exclusions_of_share(domain: Domain, exclusions: Any, factors: Any, positions
 def parameters_of_share(formula: Formula, parameters: Mapping[str, Any], domain: Domain) -> dict[str, Any]:
     """Parameters by name, of which those that are the same on all ranks have complete gradients on each."""
     found = dict(parameters)
-    with domain.together():
+    with domain._together():
         for name in formula.per_atom:
             value = found.get(name)
             if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] != domain.n_owned:
