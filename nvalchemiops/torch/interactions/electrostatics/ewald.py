@@ -172,30 +172,12 @@ def ewald_summation(
     """
     long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
-    neighbors = driver.given_neighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
-    )
-    request = check_request(
-        compute_forces,
-        compute_charge_gradients,
-        compute_virial,
-        energy_reduction,
-        hybrid_forces,
-        compute_dipole_gradients,
-        compute_quadrupole_gradients,
-    )
-    options = driver.SumOptions(
-        alpha,
-        accuracy,
-        cutoff,
-        potential,
-        exclusions,
-        exclusion_factors,
-        slab_correction,
-        self_interaction,
-        surface_dielectric,
-    )
-    return driver.ewald_sum(long_range, atoms, neighbors, request, options)
+    near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
+    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
+    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
+    excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
+    options = driver.SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
+    return driver.ewald_sum(long_range, atoms, driver.given_neighbors(*near), request, options)
 
 
 def ewald_real_space(
@@ -250,20 +232,11 @@ def ewald_real_space(
     energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
         As from `ewald_summation`, with the same errors.
     """
-    neighbors = driver.given_neighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
-    )
-    request = check_request(
-        compute_forces,
-        compute_charge_gradients,
-        compute_virial,
-        energy_reduction,
-        hybrid_forces,
-        compute_dipole_gradients,
-        compute_quadrupole_gradients,
-    )
+    near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
+    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
+    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
-    return driver.short_range_part(atoms, neighbors, request, alpha, cutoff)
+    return driver.short_range_part(atoms, driver.given_neighbors(*near), request, alpha, cutoff)
 
 
 def ewald_reciprocal_space(
@@ -313,14 +286,7 @@ quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients
         As from `ewald_summation`, with the same errors.
     """
     long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
-    request = check_request(
-        compute_forces,
-        compute_charge_gradients,
-        compute_virial,
-        energy_reduction,
-        hybrid_forces,
-        compute_dipole_gradients,
-        compute_quadrupole_gradients,
-    )
+    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
+    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
     return driver.long_range_part(long_range, atoms, request, alpha, potential, self_interaction)

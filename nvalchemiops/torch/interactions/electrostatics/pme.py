@@ -166,30 +166,12 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
     long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, prepared)
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
-    neighbors = driver.given_neighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
-    )
-    request = check_request(
-        compute_forces,
-        compute_charge_gradients,
-        compute_virial,
-        energy_reduction,
-        hybrid_forces,
-        compute_dipole_gradients,
-        compute_quadrupole_gradients,
-    )
-    options = driver.SumOptions(
-        alpha,
-        accuracy,
-        cutoff,
-        potential,
-        exclusions,
-        exclusion_factors,
-        slab_correction,
-        self_interaction,
-        surface_dielectric,
-    )
-    return driver.ewald_sum(long_range, atoms, neighbors, request, options)
+    near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
+    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
+    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
+    excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
+    options = driver.SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
+    return driver.ewald_sum(long_range, atoms, driver.given_neighbors(*near), request, options)
 
 
 def pme_reciprocal_space(
@@ -245,14 +227,7 @@ potential, dipoles, quadrupoles, compute_dipole_gradients, compute_quadrupole_gr
     """
     precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
     long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, None)
-    request = check_request(
-        compute_forces,
-        compute_charge_gradients,
-        compute_virial,
-        energy_reduction,
-        hybrid_forces,
-        compute_dipole_gradients,
-        compute_quadrupole_gradients,
-    )
+    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
+    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
     return driver.long_range_part(long_range, atoms, request, alpha, potential, self_interaction)

@@ -42,6 +42,15 @@ class SumRequest(NamedTuple):
     hybrid: bool = False
     of_sources: tuple[bool, bool, bool] = (False, False, False)
 
+    def with_sources(self, compute_dipole_gradients: Any, compute_quadrupole_gradients: Any) -> "SumRequest":
+        """The same with these gradients, as arguments of a public function ask for them."""
+        by_dipoles = checks.check_flag("compute_dipole_gradients", compute_dipole_gradients)
+        by_quadrupoles = checks.check_flag("compute_quadrupole_gradients", compute_quadrupole_gradients)
+        if not (by_dipoles or by_quadrupoles):
+            return self
+        of_sources = (self.of_sources[0], by_dipoles, by_quadrupoles)
+        return self._replace(derivatives=self.derivatives._replace(charge_gradients=True), of_sources=of_sources)
+
 
 def check_request(
     compute_forces: Any,
@@ -49,22 +58,17 @@ def check_request(
     compute_virial: Any,
     energy_reduction: Any,
     hybrid_forces: Any = False,
-    compute_dipole_gradients: Any = False,
-    compute_quadrupole_gradients: Any = False,
 ) -> SumRequest:
     """The request that these arguments of a public function make."""
     checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
-    of_sources = (
-        checks.check_flag("compute_charge_gradients", compute_charge_gradients),
-        checks.check_flag("compute_dipole_gradients", compute_dipole_gradients),
-        checks.check_flag("compute_quadrupole_gradients", compute_quadrupole_gradients),
-    )
+    by_charges = checks.check_flag("compute_charge_gradients", compute_charge_gradients)
     derivatives = Derivatives(
         checks.check_flag("compute_forces", compute_forces),
-        any(of_sources),
+        by_charges,
         checks.check_flag("compute_virial", compute_virial),
     )
-    return SumRequest(derivatives, energy_reduction, checks.check_flag("hybrid_forces", hybrid_forces), of_sources)
+    is_hybrid = checks.check_flag("hybrid_forces", hybrid_forces)
+    return SumRequest(derivatives, energy_reduction, is_hybrid, (by_charges, False, False))
 
 
 def check_gradients(request: SumRequest, atoms: System) -> None:
