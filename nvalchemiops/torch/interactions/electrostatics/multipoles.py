@@ -15,7 +15,7 @@ which have widths and channels for each atom, exclusions, and results beyond ene
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,7 +24,12 @@ from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_reciprocal_space, ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.features import reciprocal_potential
-from nvalchemiops.torch.interactions.electrostatics.parameters import estimate_pme_mesh_dimensions
+from nvalchemiops.torch.interactions.electrostatics.multipole_parameters import (
+    MultipoleEwaldParameters,
+    MultipolePMEParameters,
+    estimate_multipole_ewald_parameters,
+    estimate_multipole_pme_parameters,
+)
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
 from nvalchemiops.torch.runtime.context import may_read
 
@@ -481,128 +486,3 @@ def multipole_electrostatic_features(
         components = torch.stack([xy, yz, axial, xz, 0.5 * (xx - yy)], 2)
         columns += [norm[2] * components[:, n] for n, norm in enumerate(norms)]
     return COULOMB_EV_ANGSTROM * torch.cat(columns, 1)
-
-
-# -- parameters ------------------------------------------------------------------------------------
-
-
-class MultipoleEwaldParameters(NamedTuple):
-    """Parameters of `multipole_ewald_summation`.
-
-    Attributes
-    ----------
-    alpha : (n_systems,) tensor, 1/length
-    sigma : float or tensor, length
-    real_space_cutoff : (n_systems,) tensor, length
-    reciprocal_space_cutoff : (n_systems,) tensor, 1/length
-    """
-
-    alpha: torch.Tensor
-    sigma: Any
-    real_space_cutoff: torch.Tensor
-    reciprocal_space_cutoff: torch.Tensor
-
-
-class MultipolePMEParameters(NamedTuple):
-    """Parameters of `multipole_particle_mesh_ewald`.
-
-    Attributes
-    ----------
-    alpha : (n_systems,) tensor, 1/length
-    sigma : float or tensor, length
-    mesh_dimensions : (int, int, int)
-    mesh_spacing : (n_systems, 3) tensor, length
-    real_space_cutoff : (n_systems,) tensor, length
-    """
-
-    alpha: torch.Tensor
-    sigma: Any
-    mesh_dimensions: tuple[int, int, int]
-    mesh_spacing: torch.Tensor
-    real_space_cutoff: torch.Tensor
-
-
-def estimate_multipole_ewald_parameters(
-    positions: torch.Tensor,
-    cell: torch.Tensor,
-    sigma: float | torch.Tensor,
-    batch_idx: torch.Tensor | None = None,
-    accuracy: float = 1e-6,
-    cost_ratio: float = 1.0,
-) -> MultipoleEwaldParameters:
-    """Parameters that balance the two parts of Ewald's sum (Kolafa and Perram 1992).
-
-    With ``η = (V² / (N R))^(1/6) / √(2π)``, and R the ratio of costs, cutoffs are ``√(-2 ln accuracy)`` times η and
-    1/η, and ``1/α² = 2 η² - 4 σ²``.
-
-    Parameters
-    ----------
-    positions, cell, batch_idx, sigma
-        As for `multipole_electrostatic_energy`; sigma may be a tensor (n_systems,).
-    accuracy : float, optional
-        Of energies, relative.
-    cost_ratio : float, optional
-        Cost of a pair, in that of a k-vector for an atom.
-
-    Raises
-    ------
-    ValueError, TypeError
-        A bad argument, named in the message; Gaussians so wide, or a cell so small, that there is nothing to divide:
-        use `multipole_electrostatic_energy`.
-    """
-    alpha, eta, reach = _balance(positions, cell, sigma, batch_idx, accuracy, cost_ratio)
-    return MultipoleEwaldParameters(alpha, sigma, reach * eta, reach / eta)
-
-
-def estimate_multipole_pme_parameters(
-    positions: torch.Tensor,
-    cell: torch.Tensor,
-    sigma: float | torch.Tensor,
-    batch_idx: torch.Tensor | None = None,
-    accuracy: float = 1e-6,
-    cost_ratio: float = 1.0,
-    *,
-    spline_order: int = 5,
-    fft_padding_fraction: float = 0.25,
-) -> MultipolePMEParameters:
-    """The same for a mesh, whose dimensions are those of `estimate_pme_mesh_dimensions` at this splitting.
-
-    Parameters
-    ----------
-    positions, cell, sigma, batch_idx, accuracy, cost_ratio
-        As for `estimate_multipole_ewald_parameters`, with the same errors.
-    spline_order, fft_padding_fraction : optional
-        As for `estimate_pme_mesh_dimensions`.
-    """
-    alpha, eta, reach = _balance(positions, cell, sigma, batch_idx, accuracy, cost_ratio)
-    cells = cell.detach().to(torch.float64).reshape(-1, 3, 3)
-    mesh = estimate_pme_mesh_dimensions(cells, 1.0 / (math.sqrt(2.0) * eta), accuracy, spline_order=spline_order)
-    spacing = cells.norm(dim=2) / torch.tensor(mesh, dtype=torch.float64, device=cells.device)
-    return MultipolePMEParameters(alpha, sigma, mesh, spacing, reach * eta)
-
-
-def _balance(
-    positions: Any, cell: Any, sigma: Any, batch_idx: Any, accuracy: Any, cost_ratio: Any
-) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Alpha, η, and the factor of cutoffs."""
-    checks.check_positions(positions, finite=False)
-    cells = checks.check_lattice(cell, positions).detach().to(torch.float64).reshape(-1, 3, 3)
-    n_systems = cells.shape[0]
-    batch_idx, _ = checks.check_batch(batch_idx, positions, n_systems)
-    accuracy, cost_ratio = checks.check_positive("accuracy", accuracy), checks.check_positive("cost_ratio", cost_ratio)
-    if accuracy >= 1.0:
-        raise ValueError(f"`accuracy` must be below 1, got {accuracy}")
-    width = sigma.detach().to(torch.float64) if isinstance(sigma, torch.Tensor) else _width(sigma)
-    if batch_idx is None:
-        n_atoms = torch.full((1,), float(positions.shape[0]), dtype=torch.float64, device=cells.device)
-    else:
-        n_atoms = torch.bincount(batch_idx, minlength=n_systems).to(torch.float64)
-    volume = torch.linalg.det(cells).abs()
-    eta = (volume**2 / (n_atoms * cost_ratio)) ** (1.0 / 6.0) / math.sqrt(2.0 * math.pi)
-    left = 2.0 * eta**2 - 4.0 * width**2
-    if may_read(left) and bool((left <= 0.0).any()):
-        raise ValueError(
-            "`sigma` is too large for these cells, or `cost_ratio` too large: Gaussians are as wide as the splitting. "
-            "Sum over k-vectors alone, by multipole_electrostatic_energy"
-        )
-    return left.rsqrt(), eta, math.sqrt(-2.0 * math.log(accuracy))

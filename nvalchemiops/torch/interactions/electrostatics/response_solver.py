@@ -1,0 +1,341 @@
+"""The energy of induced charges and dipoles, and conjugate gradients for its minimum (`induced_moments`).
+
+The gradient of the energy by the variables v is ``ρ = K v - f``; its formula is in
+`nvalchemiops.torch.interactions.electrostatics.response`. Products with K are differences of gradients of the
+interaction E, and K is not built. It is symmetric in the inner product with polarizabilities.
+
+Conjugate gradients with a fixed sum: N. I. M. Gould, M. E. Hribar and J. Nocedal, SIAM J. Sci. Comput. 23, 1376 (2001),
+doi:10.1137/S1064827598345667, with a diagonal matrix for the preconditioner.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.operators.segments import spread_systems, system_sums
+
+Tensors = Sequence[torch.Tensor]
+
+# -- the energy ------------------------------------------------------------------------------------
+
+
+class Problem(NamedTuple):
+    """What stays the same while tensors vary.
+
+    Variables v (n_atoms, 1, 3 or 4) are charges, fields, or both, and so are sources. Charges of both are deviations
+    from the mean charge of the system: they add up to zero.
+    """
+
+    energy: Callable[..., torch.Tensor]
+    names: tuple[str, ...]  # of the first tensors; the others are parameters of the energy
+    n_atoms: int
+    batch_idx: torch.Tensor | None
+    n_systems: int
+    tolerance: float
+    max_iterations: int
+
+    @property
+    def has_charges(self) -> bool:
+        """Whether charges are unknown."""
+        return "hardness" in self.names
+
+    @property
+    def has_dipoles(self) -> bool:
+        """Whether dipoles are unknown."""
+        return "polarizabilities" in self.names
+
+    def own(self, tensors: Tensors) -> dict[str, torch.Tensor]:
+        """Tensors of single atoms by name."""
+        return dict(zip(self.names, tensors))
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums (n_systems, ...) over the atoms of each system."""
+        return system_sums(values, self.batch_idx, self.n_systems)
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of systems for each of their atoms."""
+        return spread_systems(values, self.batch_idx, self.n_atoms)
+
+    def mean_charges(self, tensors: Tensors) -> torch.Tensor:
+        """The share (n_atoms,) of each atom in the total charge."""
+        total = self.own(tensors)["total_charge"]
+        return self.spread(total / self.sums(torch.ones(self.n_atoms, dtype=total.dtype, device=total.device)))
+
+    def split(self, columns: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The parts (n_atoms,) of charges and (n_atoms, 3) of dipoles or fields."""
+        return columns[:, 0] if self.has_charges else None, columns[:, -3:] if self.has_dipoles else None
+
+    def polarized(self, v: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """Variables with dipoles in the place of fields."""
+        if not self.has_dipoles:
+            return v
+        return torch.cat([v[:, :-3], _times(self.own(tensors)["polarizabilities"], v[:, -3:])], 1)
+
+    def sources(self, v: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Charges and dipoles."""
+        charges, dipoles = self.split(self.polarized(v, tensors))
+        return None if charges is None else charges + self.mean_charges(tensors), dipoles
+
+    def deviations(self, initial: Sequence[torch.Tensor | None], tensors: Tensors) -> torch.Tensor:
+        """These charges and dipoles as columns."""
+        columns = []
+        for name, found, unknown in zip(("charges", "dipoles"), initial, (self.has_charges, self.has_dipoles)):
+            if not unknown:
+                continue
+            if found is None or found.shape[0] != self.n_atoms:
+                raise ValueError(f"`initial` must have {name} of {self.n_atoms} atoms")
+            found = found.detach()
+            if name == "charges":
+                found = found - self.spread(self.sums(found) / self.sums(torch.ones_like(found)))
+            columns.append(found.reshape(self.n_atoms, -1))
+        return torch.cat(columns, 1)
+
+    def interaction(self, deviations: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """E of each system."""
+        charges, dipoles = self.split(deviations)
+        unknown = [] if charges is None else [charges + self.mean_charges(tensors)]
+        found = self.energy(*unknown, *([] if dipoles is None else [dipoles]), *tensors[len(self.names) :])
+        checks.check_tensor("energy(...)", found)
+        if tuple(found.shape) == (self.n_atoms,):
+            return self.sums(found)
+        if tuple(found.shape) == (self.n_systems,) or (found.ndim == 0 and self.n_systems == 1):
+            return found.reshape(self.n_systems)
+        raise ValueError(
+            f"`energy` must return a tensor of shape ({self.n_atoms},), for each atom, or ({self.n_systems},), for "
+            f"each system, got {tuple(found.shape)}"
+        )
+
+    def slopes(self, deviations: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """∂E by charges and dipoles, with a graph where gradients are enabled; and E of each system."""
+        as_graph = torch.is_grad_enabled()
+        with torch.enable_grad():
+            alias = deviations.view_as(deviations) if as_graph else deviations.detach()
+            alias = alias if alias.requires_grad else alias.requires_grad_()
+            energies = self.interaction(alias, tensors if as_graph else [t.detach() for t in tensors])
+            # there may be no interaction at all
+            value = energies.sum() + 0.0 * alias.sum()
+            return torch.autograd.grad(value, alias, create_graph=as_graph)[0], energies
+
+    def gradient(self, v: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """ρ without the derivatives of E, as a column for each variable."""
+        own, columns = self.own(tensors), []
+        charges, fields = self.split(v)
+        if charges is not None:
+            found = own["hardness"] * (charges + self.mean_charges(tensors))
+            found = found + own["electronegativity"] if "electronegativity" in own else found
+            columns.append(found.unsqueeze(1))
+        if fields is not None:
+            columns.append(fields - own["external_field"] if "external_field" in own else fields)
+        return torch.cat(columns, 1)
+
+    def energies(self, v: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """The energies of systems at these variables."""
+        return self.interaction(self.polarized(v, tensors), tensors) + self.energies_of_atoms(v, tensors)
+
+    def energies_of_atoms(self, v: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """The same without E."""
+        own, parts = self.own(tensors), []
+        charges, dipoles = self.sources(v, tensors)
+        if charges is not None:
+            parts.append(0.5 * own["hardness"] * charges**2)
+            if "electronegativity" in own:
+                parts.append(own["electronegativity"] * charges)
+        if dipoles is not None:
+            field = 0.5 * v[:, -3:]
+            field = field - own["external_field"] if "external_field" in own else field
+            parts.append((dipoles * field).sum(1))
+        return self.sums(torch.stack(parts).sum(0))
+
+
+def _times(polarizabilities: torch.Tensor, field: torch.Tensor) -> torch.Tensor:
+    if polarizabilities.ndim == 1:
+        return polarizabilities.unsqueeze(1) * field
+    return (polarizabilities @ field.unsqueeze(-1)).squeeze(-1)
+
+
+# -- the solver ------------------------------------------------------------------------------------
+
+
+class Solution(NamedTuple):
+    """Variables, and how the solver found them."""
+
+    v: torch.Tensor  # (n_atoms, n_columns)
+    residuals: torch.Tensor  # (n_systems,), relative
+    iterations: int
+
+
+class Operator:
+    """K, its inner product, and the preconditioner, at tensors that stay."""
+
+    def __init__(self, problem: Problem, tensors: Tensors) -> None:
+        self.problem = problem
+        self.tensors = [t.detach() for t in tensors]
+        own = problem.own(self.tensors)
+        like = self.tensors[0]
+        zero = like.new_zeros(problem.n_atoms, problem.has_charges + 3 * problem.has_dipoles)
+        if problem.has_charges:
+            # between that of each atom and the mean: the energy may have self energies, which add to hardnesses
+            hardness = own["hardness"].clamp(min=0.0)
+            mean = problem.spread(problem.sums(hardness) / problem.sums(torch.ones_like(hardness)))
+            stiffness = 0.5 * (hardness + mean)
+            self.hardness = own["hardness"]
+            self.softness = 1.0 / torch.where(stiffness > 0.0, stiffness, 1.0)
+            self.softness_of_system = problem.sums(self.softness)
+        with torch.no_grad():
+            self.slopes_at_zero, energies = problem.slopes(zero, self.tensors)
+            self.energies_at_zero = energies.detach().to(torch.float64).abs()
+            self.right = -problem.gradient(zero, self.tensors) - self.slopes_at_zero
+            residual, z = self.preconditioned(self.right)
+            self.scale = self.inner(residual, z).clamp(min=0.0).sqrt()
+            # of sources: those that would be induced without an interaction, or whose energies compare with the given
+            # ones, where symmetry leaves only rounding errors of fields
+            first = self.norm(problem.polarized(z, self.tensors))
+            self.length = torch.maximum(first, (self.energies_at_zero * self._compliance(like)).sqrt())
+
+    def _compliance(self, like: torch.Tensor) -> torch.Tensor:
+        """Square of sources for an energy: averages (n_systems,) of softness and polarizability."""
+        problem, parts = self.problem, []
+        if problem.has_charges:
+            parts.append(self.softness)
+        if problem.has_dipoles:
+            alpha = problem.own(self.tensors)["polarizabilities"]
+            parts.append(alpha if alpha.ndim == 1 else alpha.diagonal(dim1=1, dim2=2).mean(1))
+        counts = problem.sums(torch.ones(problem.n_atoms, dtype=torch.float64, device=like.device)).clamp(min=1.0)
+        return problem.sums(torch.stack(parts).sum(0).to(torch.float64)).clamp(min=0.0) / counts
+
+    def norm(self, columns: torch.Tensor) -> torch.Tensor:
+        """The length (n_systems,) of all numbers of a system, not zero."""
+        found = self.problem.sums((columns.to(torch.float64) ** 2).sum(1)).sqrt()
+        return torch.where(found > 0.0, found, 1.0)
+
+    def inner(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Inner products (n_systems,) in float64, of fields with polarizabilities."""
+        return self.problem.sums((a.to(torch.float64) * self.problem.polarized(b, self.tensors)).sum(1))
+
+    def scaled(self, sources: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """These sources as large as physical ones in each system, and the factors (n_atoms, 1).
+
+        Interactions of sources are differences of energies: small or large sources would leave few digits.
+        """
+        factor = self.problem.spread((self.length / self.norm(sources.detach())).to(sources.dtype)).unsqueeze(1)
+        return sources * factor, factor
+
+    def coupling(self, sources: torch.Tensor) -> torch.Tensor:
+        """Second derivatives of E times these sources."""
+        larger, factor = self.scaled(sources)
+        return (self.problem.slopes(larger, self.tensors)[0] - self.slopes_at_zero) / factor
+
+    def product(self, v: torch.Tensor) -> torch.Tensor:
+        """``K v``."""
+        found = self.coupling(self.problem.polarized(v, self.tensors))
+        if not self.problem.has_charges:
+            return v + found
+        return found + torch.cat([(self.hardness * v[:, 0]).unsqueeze(1), v[:, 1:]], 1)
+
+    def preconditioned(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual without a mean potential, and variables that it would give without an interaction.
+
+        The mean potential does no work, but its rounding errors do: they are larger than the rest, at the end.
+        """
+        if not self.problem.has_charges:
+            return residual, residual
+        potential = self.problem.sums(self.softness * residual[:, 0]) / self.softness_of_system
+        charges = residual[:, 0] - self.problem.spread(potential)
+        left = torch.cat([charges.unsqueeze(1), residual[:, 1:]], 1)
+        return left, torch.cat([(self.softness * charges).unsqueeze(1), residual[:, 1:]], 1)
+
+
+def solve(operator: Operator, right: torch.Tensor, start: torch.Tensor | None = None) -> Solution:
+    """Solve ``K v = right`` by preconditioned conjugate gradients, all systems at once.
+
+    Fields where there is no polarizability are not found: `with_fields` adds them.
+    """
+    problem = operator.problem
+    residual, z = operator.preconditioned(right)
+    square = operator.inner(residual, z)
+    first = square.clamp(min=0.0)
+    v = torch.zeros_like(right)
+    if start is not None:
+        v = start
+        residual, z = operator.preconditioned(right - operator.product(v))
+        square = operator.inner(residual, z)
+    limit = first * problem.tolerance**2
+    p, iterations = z, 0
+    while True:
+        active = square > limit  # not if it is NaN
+        if not bool(active.any()):
+            break
+        if iterations == problem.max_iterations:
+            raise _no_convergence(problem, (square / first).sqrt(), iterations)
+        along = operator.product(p)
+        curvature = operator.inner(p, along)
+        iterations += 1
+        if bool((active & (curvature <= 0.0)).any()):
+            raise _no_minimum(active & (curvature <= 0.0))
+        step = problem.spread(torch.where(active, square / curvature, 0.0).to(v.dtype)).unsqueeze(1)
+        v = v + step * p
+        residual, z = operator.preconditioned(residual - step * along)
+        before, square = square, operator.inner(residual, z)
+        factor = torch.where(active, square / before, 0.0)
+        p = z + problem.spread(factor.to(v.dtype)).unsqueeze(1) * p
+    residuals = torch.where(first > 0.0, (square.clamp(min=0.0) / first).sqrt(), 0.0 * square)
+    # what is not a number anywhere in a system is so everywhere
+    v = v + problem.spread(torch.where(square == square, 0.0, torch.nan).to(v.dtype)).unsqueeze(1)
+    return Solution(v, residuals, iterations)
+
+
+def with_fields(problem: Problem, v: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+    """``v`` with the fields that these slopes are."""
+    return torch.cat([v[:, :-3], slopes[:, -3:]], 1) if problem.has_dipoles else v
+
+
+def _listed(values: torch.Tensor) -> str:
+    some = ", ".join(f"{value:.1e}" for value in values[:8].tolist())
+    return some + (", ..." if len(values) > 8 else "")
+
+
+def _no_convergence(problem: Problem, residuals: torch.Tensor, iterations: int) -> RuntimeError:
+    worse = torch.nonzero(residuals > problem.tolerance).squeeze(1)
+    return RuntimeError(
+        f"induced moments have not converged after {iterations} iterations (`max_iterations`): systems "
+        f"{worse[:8].tolist()} have relative residuals {_listed(residuals[worse])}, above the tolerance "
+        f"{problem.tolerance:.1e}"
+    )
+
+
+def _no_minimum(where: torch.Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"the energy of systems {torch.nonzero(where).squeeze(1)[:8].tolist()} has no minimum: it falls without end "
+        "along some induced sources. Atoms are too close for their polarizabilities, or hardnesses too small; Gaussian "
+        "widths damp the interaction of close atoms"
+    )
+
+
+# -- checks ----------------------------------------------------------------------------------------
+
+
+def check_dependence(operator: Operator) -> None:
+    """Raise if the energy has gradients by tensors that are not among the parameters."""
+    with torch.enable_grad():
+        found = operator.problem.interaction(torch.zeros_like(operator.right), operator.tensors)
+    if found.requires_grad:
+        raise ValueError(
+            "`energy` depends on a tensor that requires a gradient and is not among `parameters`: give it as a "
+            "parameter, or detach it"
+        )
+
+
+def check_quadratic(operator: Operator, residual: torch.Tensor) -> None:
+    """Raise if the residual at the solution is not zero: the energy is not quadratic."""
+    left = operator.inner(*operator.preconditioned(residual)).clamp(min=0.0).sqrt()
+    tolerance, scale = operator.problem.tolerance, operator.scale
+    rounding = 1e4 * torch.finfo(residual.dtype).eps * (scale + operator.energies_at_zero.sqrt())
+    if bool((left > 30.0 * tolerance * scale + rounding).any()):
+        left = left / torch.where(scale > 0.0, scale, 1.0)
+        raise RuntimeError(
+            f"`energy` is not quadratic in the induced sources, or its gradient is not exact: where conjugate "
+            f"gradients have converged, {left[~left.isnan()].max().item():.1e} of the gradient is left (tolerance "
+            f"{tolerance:.1e})"
+        )
