@@ -10,10 +10,16 @@ slowest rank. Each call is that of a step: positions where their owners have the
 - *pme*: energy and forces, error of the forces about 1e-4.
 - *matching*: loss of forces of the same by autograd, and its gradient by the charges.
 
-Beside them what a rank sends in a call, in bytes for each of its atoms and in messages; the share of its time in
+Beside them two bounds, for a machine whose cores share memory and caches: *apart*, how many times as fast the ranks
+would be if nothing were divided, when each has a periodic system of its own with its share of the atoms, and no
+communication, all at once; and *alone*, the same for one rank, while the others wait. What *apart* is below *alone* is the
+machine's; what a call is below *apart* is ghosts, communication and waiting.
+
+Then what a rank sends in a call, in bytes for each of its atoms and in messages; the share of its time in
 communication, transport and waiting for others alike; the work: processor time of all ranks together, over that of one
-rank, which other programs on the machine change little; and the largest memory of a rank beyond that at its start. Then
-for each number of ranks what rank 0 owns and sees, and the bytes of it: atoms, list, its part of the mesh.
+rank, which other programs on the machine change little, and the same of the systems apart; and the largest memory of a
+rank beyond that at its start. Then for each number of ranks what rank 0 owns and sees, and the bytes of it: atoms, list,
+its part of the mesh.
 
 Run: ``python benchmarks/scale.py [--quick] [--ranks N] [--csv FILE]``.
 """
@@ -43,6 +49,7 @@ from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_su
 ROUNDS = 3
 CUTOFF, ALPHA, SPACING, ORDER = 9.0, 0.36, 1.25, 5
 ASKED = {"matching": 1.6}
+PLANES = {20_000: 20, 46**3: 46}  # of sites along the first axis, by the number of atoms
 Row = dict[str, Any]
 
 
@@ -120,19 +127,50 @@ def calls(group: Any, given: dict[str, torch.Tensor]) -> tuple[dict[str, Callabl
     return timed, held
 
 
+def spent(call: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds of a call, and processor time of this process."""
+    start, busy = time.perf_counter(), time.process_time()
+    call()
+    return time.perf_counter() - start, time.process_time() - busy
+
+
+def slowest(seconds: float, group: Any) -> float:
+    """The largest of the seconds of all ranks."""
+    return float(communication.maximum(torch.tensor([seconds], dtype=torch.float64), group))
+
+
+def total(seconds: float, group: Any) -> float:
+    """The sum of the seconds of all ranks."""
+    return float(communication.add(torch.tensor([seconds], dtype=torch.float64), group))
+
+
+def share(given: dict[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
+    """A periodic system of the first planes of sites: one for each of ``size`` ranks has as many atoms as all of it."""
+    cell, n_atoms = given["cell"], len(given["positions"])
+    n_planes = PLANES[n_atoms]
+    taken = round(n_planes / size)
+    n_taken = n_atoms * taken // n_planes
+    shorter = torch.tensor([taken / n_planes, 1.0, 1.0], dtype=cell.dtype).unsqueeze(1)
+    return {"positions": given["positions"][:n_taken], "charges": given["charges"][:n_taken], "cell": cell * shorter}
+
+
 def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
     quiet_warp()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count)
     traffic, given = Traffic(), {name: torch.as_tensor(value) for name, value in atoms(str(n_atoms)).items()}
     groups = {size: dist.new_group(range(size)) for size in range(1, count + 1)}
+    by_itself = [dist.new_group([other]) for other in range(count)][rank]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     times: dict[tuple[str, int], list[float]] = {}
     others: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    apart: dict[tuple[str, int], list[float]] = {}
+    alone: dict[tuple[str, int], list[float]] = {}
     work: dict[tuple[str, int], list[float]] = {}
+    work_apart: dict[tuple[str, int], list[float]] = {}
     memory, told = {}, []
     # the largest group first: the memory of a rank is that of its largest part so far
-    made = {}
+    made, shares = {}, {}
     for size in reversed(groups):
         if rank < size:
             made[size], held = calls(groups[size], given)
@@ -140,22 +178,29 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
                 call()
             told.append(held())
             memory[size] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+        if rank < size and size > 1:
+            shares[size], _ = calls(by_itself, share(given, size))
+            for call in shares[size].values():
+                call()
         dist.barrier()
     for _ in range(ROUNDS):
         for size in groups:
             for name in made[size] if rank < size else ():
                 dist.barrier(group=groups[size])
                 traffic.messages, traffic.bytes, traffic.seconds = 0, 0, 0.0
-                start, busy = time.perf_counter(), time.process_time()
-                made[size][name]()
-                seconds, busy = time.perf_counter() - start, time.process_time() - busy
-                spent = torch.tensor([busy], dtype=torch.float64)
-                dist.all_reduce(spent, group=groups[size])
-                work.setdefault((name, size), []).append(float(spent))
-                slowest = communication.maximum(torch.tensor([seconds]), groups[size])
-                times.setdefault((name, size), []).append(float(slowest))
-                shares = (traffic.bytes * size / n_atoms, traffic.messages, traffic.seconds / seconds)
-                others.setdefault((name, size), []).append(shares)
+                seconds, busy = spent(made[size][name])
+                sent = (traffic.bytes * size / n_atoms, traffic.messages, traffic.seconds / seconds)
+                work.setdefault((name, size), []).append(total(busy, groups[size]))
+                times.setdefault((name, size), []).append(slowest(seconds, groups[size]))
+                others.setdefault((name, size), []).append(sent)
+                if size == 1:
+                    continue
+                dist.barrier(group=groups[size])
+                seconds, busy = spent(shares[size][name])
+                work_apart.setdefault((name, size), []).append(total(busy, groups[size]))
+                apart.setdefault((name, size), []).append(slowest(seconds, groups[size]))
+                if rank == 0:
+                    alone.setdefault((name, size), []).append(spent(shares[size][name])[0])
             dist.barrier()
     if rank == 0:
         rows = []
@@ -168,6 +213,12 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
                  "messages": messages, "communication": waits, "memory": memory[size],
                  "work": min(work[name, size]) / min(work[name, 1])}
             )  # fmt: skip
+            if size > 1:
+                rows[-1] |= {
+                    "apart": statistics.median(times[name, 1]) / statistics.median(apart[name, size]),
+                    "alone": statistics.median(times[name, 1]) / statistics.median(alone[name, size]),
+                    "work apart": min(work_apart[name, size]) / min(work[name, 1]),
+                }
         torch.save((rows, told[::-1]), f"{folder}/rows")
     dist.destroy_process_group()
 
@@ -190,6 +241,7 @@ def main() -> None:
             f"{row['times as fast']:5.2f} (asked {asked})   {row['bytes per atom']:7.0f} bytes an atom in "
             f"{row['messages']:3.0f} messages   communication {100 * row['communication']:3.0f} %   "
             f"work {row['work']:4.2f}   memory {row['memory'] / 2**20:6.0f} MiB"
+            + (f"   apart {row['apart']:5.2f}, alone {row['alone']:5.2f}, work {row['work apart']:4.2f}" if row["ranks"] > 1 else "")
         )
     print(*told, sep="\n")
     common.write_csv(options.csv, tuple(rows[0]), rows)
