@@ -5,21 +5,22 @@ groups of 1, 2, ... ranks take turns; while a smaller group works the other rank
 slowest rank. Each call is that of a step: positions where their owners have them, lists found already but for
 *division* (a new `Domain`) and *neighbors* (its list).
 
+- *neighbors*: those of owned atoms. *both sides*: and the rows of ghosts, which only derivatives by autograd need.
 - *dsf*: damped shifted forces, energies and forces, cutoff 9.
 - *ewald*: energy and forces of an Ewald sum with few k-vectors, whose error is not that of the others.
 - *pme*: energy and forces, error of the forces about 1e-4.
 - *matching*: loss of forces of the same by autograd, and its gradient by the charges.
 
 Beside them two bounds, for a machine whose cores share memory and caches: *apart*, how many times as fast the ranks
-would be if nothing were divided, when each has a periodic system of its own with its share of the atoms, and no
-communication, all at once; and *alone*, the same for one rank, while the others wait. What *apart* is below *alone* is the
-machine's; what a call is below *apart* is ghosts, communication and waiting.
+would be if nothing were divided, when each has a periodic system with its share of the atoms and no communication, all
+at once; and *alone*, the same for one rank, while the others wait. What *apart* is below *alone* is the machine's; what
+a call is below *apart* is ghosts, communication and waiting.
 
 Then what a rank sends in a call, in bytes for each of its atoms and in messages; the share of its time in
 communication, transport and waiting for others alike; the work: processor time of all ranks together, over that of one
 rank, which other programs on the machine change little, and the same of the systems apart; and the largest memory of a
-rank beyond that at its start. Then for each number of ranks what rank 0 owns and sees, and the bytes of it: atoms, list,
-its part of the mesh.
+rank beyond that at its start. Then for each number of ranks what rank 0 owns and sees, and the bytes of it: atoms,
+list, its part of the mesh.
 
 Run: ``python benchmarks/scale.py [--quick] [--ranks N] [--csv FILE]``.
 """
@@ -47,7 +48,7 @@ from nvalchemiops.torch.distributed.mesh import MeshDivision
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
 
 ROUNDS = 3
-CUTOFF, ALPHA, SPACING, ORDER = 9.0, 0.36, 1.25, 5
+CUTOFF, ALPHA, K_CUTOFF, SPACING, ORDER = 9.0, 0.36, 0.6, 1.25, 5
 ASKED = {"matching": 1.6}
 PLANES = {20_000: 20, 46**3: 46}  # of sites along the first axis, by the number of atoms
 Row = dict[str, Any]
@@ -81,7 +82,9 @@ class Traffic:
         return call
 
 
-def calls(group: Any, given: dict[str, torch.Tensor]) -> tuple[dict[str, Callable[[], Any]], Callable[[], str]]:
+def calls(
+    group: Any, given: dict[str, torch.Tensor], k_cutoff: float = K_CUTOFF
+) -> tuple[dict[str, Callable[[], Any]], Callable[[], str]]:
     """What is timed, on a group; and a function that tells what this rank holds."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     n_atoms = len(given["positions"])
@@ -97,6 +100,10 @@ def calls(group: Any, given: dict[str, torch.Tensor]) -> tuple[dict[str, Callabl
     options = {"domain": domain, "compute_forces": True, "cutoff": CUTOFF}
 
     def neighbors() -> None:
+        domain._rows.clear()
+        domain._owned_rows(x, CUTOFF)
+
+    def both_sides() -> None:
         domain._rows.clear()
         domain.neighbors(x, CUTOFF)
 
@@ -119,8 +126,9 @@ def calls(group: Any, given: dict[str, torch.Tensor]) -> tuple[dict[str, Callabl
     timed: dict[str, Callable[[], Any]] = {
         "division": divide,
         "neighbors": neighbors,
+        "both sides": both_sides,
         "dsf": lambda: dsf_coulomb(x, q, CUTOFF, 0.2, cell, domain=domain),
-        "ewald": lambda: ewald_summation(x, q, cell, ALPHA, k_cutoff=0.6, **options),
+        "ewald": lambda: ewald_summation(x, q, cell, ALPHA, k_cutoff=k_cutoff, **options),
         "pme": lambda: particle_mesh_ewald(x, q, cell, ALPHA, mesh_dimensions=mesh, spline_order=ORDER, **options),
         "matching": matching,
     }
@@ -179,7 +187,8 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
             told.append(held())
             memory[size] = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         if rank < size and size > 1:
-            shares[size], _ = calls(by_itself, share(given, size))
+            # as many k-vectors as in the whole
+            shares[size], _ = calls(by_itself, share(given, size), K_CUTOFF * size ** (1 / 3))
             for call in shares[size].values():
                 call()
         dist.barrier()
@@ -241,7 +250,8 @@ def main() -> None:
             f"{row['times as fast']:5.2f} (asked {asked})   {row['bytes per atom']:7.0f} bytes an atom in "
             f"{row['messages']:3.0f} messages   communication {100 * row['communication']:3.0f} %   "
             f"work {row['work']:4.2f}   memory {row['memory'] / 2**20:6.0f} MiB"
-            + (f"   apart {row['apart']:5.2f}, alone {row['alone']:5.2f}, work {row['work apart']:4.2f}" if row["ranks"] > 1 else "")
+            + (row["ranks"] > 1)
+            * "   apart {apart:5.2f} alone {alone:5.2f} work apart {work apart:4.2f}".format_map(row)
         )
     print(*told, sep="\n")
     common.write_csv(options.csv, tuple(rows[0]), rows)

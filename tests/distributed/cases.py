@@ -253,6 +253,28 @@ def a_rank_sees_a_part(group: Any) -> None:
     assert rows.neighbors.shape[0] < whole * (1.2 / size + 0.15)
 
 
+@case(2)
+def rows_of_ghosts_are_made_for_derivatives(group: Any) -> None:
+    """And results do not depend on whether they are there."""
+    atoms = Atoms(n=6)
+    mine = atoms.mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
+    x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
+    options = {"cutoff": CUTOFF, "k_cutoff": 1.0, "compute_forces": True, "compute_virial": True, "domain": domain}
+    without = ewald_summation(x, q, atoms.cell, 0.4, **options)
+    found = domain._owned_rows(x, CUTOFF)
+    assert domain.n_ghosts and found.alone.pointers is not None
+    assert found.alone.pointers.diff()[domain.n_owned :].count_nonzero() == 0
+    assert found._of_both is None
+    y = x.clone().requires_grad_()
+    by_autograd = ewald_summation(y, q, atoms.cell, 0.4, **options)
+    assert found._of_both is not None and domain.neighbors(x, CUTOFF) is found._of_both
+    for name, a, b in zip(("energies", "forces", "virial"), without, by_autograd):
+        assert_equal(a, b.detach(), name)
+    (slope,) = torch.autograd.grad(domain.sum(by_autograd[0].sum()), y)
+    assert_equal(-slope, without[1], "forces by autograd")
+
+
 @case(3)
 def atoms_that_move(group: Any) -> None:
     atoms, mine = Atoms(n=5), Atoms(n=5).mine(group)

@@ -16,21 +16,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.layout import layout
-from nvalchemiops.neighbors.grid import sort_atoms
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.bricks import Frames, Grid, make_bricks
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum, tell, together
 from nvalchemiops.torch.distributed.exchange import Exchange, inverse
-from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.neighbors.rows import NO_PADDING, GivenNeighbors, Rows
-from nvalchemiops.torch.neighbors.search import Search, neighbor_rows
-from nvalchemiops.torch.operators.segments import row_pointers
+from nvalchemiops.torch.distributed.neighbors import OwnedRows
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
+from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.systems import System
-
-BLOCK = 1024
-"""Rows that are looked through at once for neighbors on other ranks."""
 
 
 class Domain:
@@ -188,7 +182,7 @@ class Domain:
         self._halo = Exchange.plan(self.group, seen)
         self.n_ghosts = self._halo.n_received
         self.batch_idx_with_ghosts = None if self.batch_idx is None else self.with_ghosts(self.batch_idx)
-        self._rows: dict[float, Rows] = {}
+        self._rows: dict[float, OwnedRows] = {}
         self.kept: dict[Any, Any] = {}
 
     def _numbers(self, n_atoms: int) -> torch.Tensor:
@@ -489,6 +483,10 @@ class Domain:
         ValueError
             Atoms have moved by more than half of the skin, or the cutoff is longer than that of the domain.
         """
+        return self._owned_rows(positions, cutoff).of_both()
+
+    def _owned_rows(self, positions: torch.Tensor, cutoff: float) -> OwnedRows:
+        """What `neighbors` makes its rows of. A collective call."""
         moved = self.displacement(positions)
         if cutoff > self.cutoff:
             raise ValueError(f"`cutoff` = {cutoff} is beyond that of the `domain`, {self.cutoff}")
@@ -500,7 +498,7 @@ class Domain:
             self._rows[cutoff] = self._search(cutoff + self.skin)
         return self._rows[cutoff]
 
-    def _search(self, cutoff: float) -> Rows:
+    def _search(self, cutoff: float) -> OwnedRows:
         n, system = self.n_owned, self.batch_idx_with_ghosts
         everywhere = self.with_ghosts(self._reference)
         targets = torch.arange(n, device=self.device, dtype=torch.int32)
@@ -511,49 +509,8 @@ class Domain:
             targets = inverse(order)[:n].int()
         with self._together():
             search = Search(everywhere, cutoff, self.cell, self.pbc, system, None, targets)
-            near = torch.unique(self._halo.rows)  # no other atoms have ghosts for neighbors
-            neighbors, pointers, shifts = neighbor_rows(search, lambda count: int(count.index_select(0, near).sum()))
-        if order is not None:
-            size = int(pointers[-1])
-            neighbors[:size] = order.int().index_select(0, neighbors[:size])
-        size, pointers = self._add_rows_of_ghosts(neighbors, pointers, shifts)
-        return Rows(pointers, neighbors[:size], None if self.cell is None else shifts[:size], 0, NO_PADDING, None)
+            return OwnedRows(search, order, self._halo.rows)
 
-    def _border(self, neighbors: torch.Tensor, pointers: torch.Tensor) -> torch.Tensor:
-        """Places (n,) of ghosts among the neighbors of owned atoms."""
-        # only atoms that other ranks see have ghosts for neighbors: look at the blocks of rows that hold some
-        blocks = torch.unique(self._halo.rows // BLOCK)
-        if not len(blocks):
-            return blocks
-        ends = torch.stack([blocks * BLOCK, (blocks * BLOCK + BLOCK).clamp(max=self.n_owned)])
-        found = []
-        for begin, end in pointers.index_select(0, ends.flatten()).view(2, -1).T.tolist():
-            found.append((neighbors[begin:end] >= self.n_owned).nonzero().squeeze(1) + begin)
-        return torch.cat(found)
-
-    def _add_rows_of_ghosts(
-        self, neighbors: torch.Tensor, pointers: torch.Tensor, shifts: torch.Tensor
-    ) -> tuple[int, torch.Tensor]:
-        """Write the pairs of owned atoms and ghosts once again, from the side of the ghosts; the size, and pointers."""
-        n, size = self.n_owned, int(pointers[-1])
-        border = self._border(neighbors, pointers)
-        ends = torch.searchsorted(border, pointers.long())
-        first = torch.arange(n, device=self.device, dtype=torch.int32)
-        first = first.repeat_interleave(ends.diff(), output_size=len(border))
-        order, of_ghosts = _sorted(neighbors.index_select(0, border) - n, self.n_ghosts)
-        end = size + len(border)
-        assert end <= len(neighbors), "room for the pairs of all atoms that other ranks see"
-        torch.index_select(first, 0, order, out=neighbors[size:end])
-        if self.cell is not None:
-            torch.neg(shifts.index_select(0, border.index_select(0, order)), out=shifts[size:end])
-        return end, torch.cat([pointers, of_ghosts[1:] + size])
-
-
-def _sorted(index: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order that sorts an ``index`` (int32), stable, and pointers (n + 1,) to the first place of each number."""
-    if not layout(index.device.type).serial:
-        found, order = torch.sort(index, stable=True)
-        return order.int(), row_pointers(found, n)
-    begin, order = index.new_zeros(n + 2), torch.empty_like(index)
-    launch(sort_atoms(), 1, [index], [begin, order])
-    return order, begin[:-1]
+    def _list_of(self, rows: Rows) -> OwnedRows | None:
+        """The list of which these are the rows of owned atoms, if it is one of this domain."""
+        return next((found for found in self._rows.values() if rows is found.alone), None)

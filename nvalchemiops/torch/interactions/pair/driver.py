@@ -10,7 +10,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import NO_DIRECTIONS, pair_sum
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
-from nvalchemiops.torch.interactions.pair.shares import of_owned, with_ghosts
+from nvalchemiops.torch.interactions.pair.shares import of_owned, rows_of_share, with_ghosts
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.operators.segments import system_sums
 
@@ -77,8 +77,9 @@ def sum_pairs(
         outputs += letter * (letter not in outputs)
     outputs += "v" * bool(request.virial)
     of_all = (positions, of_atoms, weights, batch_idx, species)
-    is_share = domain is not None and ("g" in outputs or "v" in outputs)
+    is_share = False
     if domain is not None:
+        rows, is_share = rows_of_share(domain, rows, outputs, (positions, cell, of_atoms, of_systems, weights))
         of_all = with_ghosts(domain, of_all, is_share)
     inputs = (of_all[0], cell, of_all[1], of_systems, of_all[2], *NO_DIRECTIONS)
     distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)

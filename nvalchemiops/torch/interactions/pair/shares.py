@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
+from nvalchemiops.torch.neighbors.rows import Rows
 
 
 def with_ghosts(domain: Domain, of_owned: Sequence[Any], is_share: bool) -> tuple[Any, ...]:
@@ -32,6 +34,19 @@ def with_ghosts(domain: Domain, of_owned: Sequence[Any], is_share: bool) -> tupl
     if batch_idx is not None:
         batch_idx = domain.batch_idx_with_ghosts
     return positions, parameters, weights, batch_idx, None if species is None else domain.with_ghosts(species)
+
+
+def rows_of_share(domain: Domain, rows: Rows, outputs: str, inputs: Sequence[torch.Tensor | None]) -> tuple[Rows, bool]:
+    """The rows of a sum with these ``outputs`` (letters of `pair_sum`), and whether it is a rank's share of all.
+
+    A sum over the rows of owned atoms gives energies and forces of these, and half of the virial of each of their
+    pairs, as the other rank does of pairs with ghosts. Its derivatives need the rows of ghosts, and then results of
+    systems are those of a share. Ranks must agree which of the ``inputs`` have a gradient, as for a backward pass.
+    """
+    found = domain._list_of(rows)
+    with_ghosts = found is None or any(t is not None and is_differentiated(t) for t in inputs)
+    is_share = "g" in outputs or ("v" in outputs and with_ghosts)
+    return found.of_both() if found is not None and (with_ghosts or is_share) else rows, is_share
 
 
 def of_owned(domain: Domain, gradients: torch.Tensor, is_share: bool) -> torch.Tensor:

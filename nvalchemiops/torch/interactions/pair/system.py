@@ -41,7 +41,8 @@ class PairSystem(NamedTuple):
     n_systems : int
     rows : Rows
     domain : Domain or None
-        The atoms are those that this rank owns; the rows have ghosts after them (`Domain.neighbors`).
+        The atoms are those that this rank owns; the rows are theirs, and then empty ones of ghosts, which
+        `shares.rows_of_share` fills for derivatives.
     """
 
     positions: torch.Tensor
@@ -112,7 +113,7 @@ def _of_domain(domain: "Domain", atoms: System, given: GivenNeighbors, cutoff: f
         if given.neighbor_list is not None or given.neighbor_matrix is not None:
             raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
         cell, _, _ = _batch(atoms._replace(batch_idx=domain.batch_idx, pbc=domain.pbc), domain.n_systems, True)
-    rows = domain.neighbors(positions, cutoff)
+    rows = domain._owned_rows(positions, cutoff).alone
     cell = None if cell is None else domain.replicated(cell)
     return PairSystem(positions, cell, domain.batch_idx, domain.n_systems, rows, domain)
 

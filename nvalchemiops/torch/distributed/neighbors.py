@@ -1,0 +1,101 @@
+"""Neighbors of the atoms that a rank owns, and the same pairs from the side of its ghosts.
+
+A sum over the neighbors of owned atoms needs the rows of owned atoms alone. Its derivative is a sum of the same form
+whose list must have each pair from both sides, also those of owned atoms and ghosts: the rows of ghosts, which have
+owned atoms for neighbors. They take as long as a third of the search, and are made when a derivative first needs them.
+"""
+
+import torch
+
+from nvalchemiops.layout import layout
+from nvalchemiops.neighbors.grid import sort_atoms
+from nvalchemiops.torch.launch import launch
+from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
+from nvalchemiops.torch.neighbors.search import Search, neighbor_rows
+from nvalchemiops.torch.operators.segments import row_pointers
+
+BLOCK = 1024
+"""Rows that are looked through at once for neighbors on other ranks."""
+
+
+class OwnedRows:
+    """The neighbors of owned atoms among all.
+
+    Parameters
+    ----------
+    search : Search
+        For owned atoms and ghosts, with owned atoms for targets.
+    order : (n_owned + n_ghosts,) int64 tensor or None
+        Numbers of the atoms of the search, if it has them in another order than owned atoms, then ghosts.
+    seen : (n,) int64 tensor
+        Owned atoms that other ranks see, in any order: no others have ghosts for neighbors.
+
+    Attributes
+    ----------
+    alone : Rows
+        Rows of owned atoms, then empty ones of ghosts.
+    """
+
+    def __init__(self, search: Search, order: torch.Tensor | None, seen: torch.Tensor) -> None:
+        self._n_owned, self._n_atoms, self._seen = search.n_rows, search.positions.shape[0], torch.unique(seen)
+
+        def spare(count: torch.Tensor) -> int:
+            return int(count.index_select(0, self._seen).sum())
+
+        # with room at the end for the rows of ghosts, which costs nothing until it is written
+        self._neighbors, self._pointers, shifts = neighbor_rows(search, spare)
+        self._shifts = None if search.cell is None else shifts
+        size = int(self._pointers[-1])
+        if order is not None:
+            self._neighbors[:size] = order.int().index_select(0, self._neighbors[:size])
+        self.alone = self._rows(size, self._pointers[-1:].expand(self._n_atoms - self._n_owned))
+        self._of_both: Rows | None = None
+
+    def _rows(self, size: int, of_ghosts: torch.Tensor) -> Rows:
+        """The first ``size`` pairs, with the ends of the rows of ghosts."""
+        shifts = None if self._shifts is None else self._shifts[:size]
+        return Rows(torch.cat([self._pointers, of_ghosts]), self._neighbors[:size], shifts, 0, NO_PADDING, None)
+
+    def of_both(self) -> Rows:
+        """Rows of owned atoms, then of ghosts among owned atoms. Pairs of ghosts are left out."""
+        if self._of_both is None:
+            self._of_both = self._rows(*self._write_rows_of_ghosts())
+        return self._of_both
+
+    def _write_rows_of_ghosts(self) -> tuple[int, torch.Tensor]:
+        """Write the pairs of owned atoms and ghosts once again, from the side of the ghosts; the size, and ends."""
+        n, size = self._n_owned, int(self._pointers[-1])
+        border = self._border()
+        counts = torch.searchsorted(border, self._pointers.long()).diff()
+        first = torch.arange(n, device=border.device, dtype=torch.int32)
+        first = first.repeat_interleave(counts, output_size=len(border))
+        order, of_ghosts = _sorted(self._neighbors.index_select(0, border) - n, self._n_atoms - n)
+        end = size + len(border)
+        assert end <= len(self._neighbors), "room for the pairs of all atoms that other ranks see"
+        torch.index_select(first, 0, order, out=self._neighbors[size:end])
+        if self._shifts is not None:
+            places = border.index_select(0, order)
+            torch.neg(self._shifts.index_select(0, places), out=self._shifts[size:end])
+        return end, of_ghosts[1:] + size
+
+    def _border(self) -> torch.Tensor:
+        """Places (n,) of ghosts among the neighbors of owned atoms."""
+        # only atoms that other ranks see have ghosts for neighbors: look at the blocks of rows that hold some
+        blocks = torch.unique(self._seen // BLOCK)
+        if not len(blocks):
+            return blocks
+        ends = torch.stack([blocks * BLOCK, (blocks * BLOCK + BLOCK).clamp(max=self._n_owned)])
+        found = []
+        for begin, end in self._pointers.index_select(0, ends.flatten()).view(2, -1).T.tolist():
+            found.append((self._neighbors[begin:end] >= self._n_owned).nonzero().squeeze(1) + begin)
+        return torch.cat(found)
+
+
+def _sorted(index: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order that sorts an ``index`` (int32), stable, and pointers (n + 1,) to the first place of each number."""
+    if not layout(index.device.type).serial:
+        found, order = torch.sort(index, stable=True)
+        return order.int(), row_pointers(found, n)
+    begin, order = index.new_zeros(n + 2), torch.empty_like(index)
+    launch(sort_atoms(), 1, [index], [begin, order])
+    return order, begin[:-1]
