@@ -12,6 +12,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     estimate_multipole_ewald_parameters,
     estimate_multipole_pme_parameters,
     ewald_reciprocal_space,
+    ewald_summation,
     features,
     induced_moments,
     infer_l_max,
@@ -130,6 +131,57 @@ def test_gaussians_of_different_widths():
             close_to_largest([found.potential[:, n], found.gradient[:, n]], exact[:2], 1e-10)
 
 
+PAIRS = {
+    "exclusions": torch.tensor([[0, 2], [3, 1]]),
+    "exclusion_factors": torch.tensor([0.0, 0.3], dtype=torch.float64),
+}
+SLAB = {"pbc": torch.tensor([True, False, True]), "slab_correction": True}
+
+
+@pytest.mark.parametrize("case", ["points", "Gaussians", "open", "mesh"])
+def test_potential_is_the_gradient_of_an_energy_with_exclusions_slabs_and_surfaces(case):
+    """By charges, dipoles and quadrupoles; charged, with channels."""
+    positions, given, cell = system(0.4 if case == "Gaussians" else None, neutral=False, channels=2)
+    leaves = [values.clone().requires_grad_() for values in given[:3]]
+    widths = given.widths if case == "Gaussians" else None
+    named = dict(zip(("charges", "dipoles", "quadrupoles"), leaves))
+    if case == "open":
+        x, options = positions / 3.0, PAIRS
+        factors = [(0, 3, 0.0), (2, 1, 0.3)]
+        there = sources(x, *leaves)
+        energy = energies(open_field(x, there, exclusions=factors), there).sum()
+        found = electrostatic_potential(x, *leaves[:1], **other_sources(there), derivatives=2, **options)
+    else:
+        whole, chosen = ewald_summation, FINE
+        options = {**PAIRS, **SLAB, "surface_dielectric": 2.0, "widths": widths}
+        by_mesh = {"mesh_dimensions": (24, 24, 24), "spline_order": 8, "alpha": 0.7, "cutoff": 7.2}
+        if case == "mesh":
+            whole, chosen = particle_mesh_ewald, by_mesh
+        energy = whole(positions, cell=cell, **named, **options, **chosen).sum()
+        chosen = {**chosen, "method": "pme"} if case == "mesh" else chosen
+        found = electrostatic_potential(positions, cell=cell, **named, **options, derivatives=2, **chosen)
+    exact = torch.autograd.grad(energy, leaves)
+    field = as_field(found)
+    close_to_largest((field.potential, field.gradient), exact[:2], 1e-11)
+    close_to_largest([traceless(0.5 * field.hessian)], [traceless(exact[2])], 1e-11)
+
+
+def test_a_receiver_in_a_slab_is_an_atom_without_a_charge():
+    """At the same place, with the width of the receiver, excluded from the atom itself."""
+    positions, given, cell = system(0.4, neutral=False)
+    n, charges = len(positions), given.charges[:, 0]
+    options = {**SLAB, "surface_dielectric": 2.0, **FINE}
+    receivers = electrostatic_potential(
+        positions, charges, cell, widths=given.widths, receiver_widths=[0.7], derivatives=0, **options
+    )
+    twins = torch.cat([charges, torch.zeros(n)]).requires_grad_()
+    widths = torch.cat([given.widths, torch.full((n,), 0.7, dtype=torch.float64)])
+    pairs = torch.stack([torch.arange(n), torch.arange(n, 2 * n)])
+    energy = ewald_summation(positions.repeat(2, 1), twins, cell, widths=widths, exclusions=pairs, **options).sum()
+    (exact,) = torch.autograd.grad(energy, twins)
+    close_to_largest([receivers.potential[:, 0]], [exact[n:]], 1e-11)
+
+
 def test_derivatives_of_potentials():
     """A loss on potential and field: gradients by positions, charges, dipoles and cell, and second ones."""
     positions, given, cell = system(n_atoms=2)
@@ -165,6 +217,14 @@ BAD = {
     "points": ({"self_interaction": True}, ValueError, "`self_interaction` is infinite for points"),
     "charges": ({"charges": torch.ones(3)}, ValueError, "`charges` must have shape"),
     "cutoff": ({"cutoff": -1.0}, ValueError, "`cutoff`"),
+    "slab": ({"slab_correction": True}, ValueError, "`slab_correction` needs a `cell`"),
+    "surface": ({"surface_dielectric": 2.0}, ValueError, "`surface_dielectric` needs a `cell`"),
+    "atom": ({"exclusions": torch.tensor([[0], [2]])}, ValueError, "`exclusions` must hold atoms"),
+    "systems": (
+        {"exclusions": torch.tensor([[0], [1]]), "batch_idx": torch.tensor([0, 1], dtype=torch.int32)},
+        ValueError,
+        "`exclusions` joins atoms of different systems",
+    ),
 }
 
 

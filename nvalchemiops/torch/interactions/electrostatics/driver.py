@@ -108,7 +108,7 @@ def _ewald_sum(
     system = check_system(atoms, *others)
     check_gradients(request, atoms)
     keeps_gaussians = _keeps_gaussians(self_interaction, system)
-    dielectric = _dielectric(surface_dielectric)
+    dielectric = check_dielectric(surface_dielectric)
     accuracy = check_accuracy(accuracy, system.positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     check_potential(potential)
@@ -181,7 +181,8 @@ def _keeps_gaussians(self_interaction: Any, system: ChargedSystem) -> bool:
     return True
 
 
-def _dielectric(surface_dielectric: Any) -> float | None:
+def check_dielectric(surface_dielectric: Any) -> float | None:
+    """The dielectric constant of the surroundings; raise unless it is positive."""
     return None if surface_dielectric is None else checks.check_positive("surface_dielectric", surface_dielectric)
 
 

@@ -8,6 +8,10 @@ The long-range part includes what an atom sees of itself, which is for moments (
 (2n + 1)`` the potential ``b_0 q``, the gradient ``b_1 μ`` and second derivatives ``b_2 Q - b_1 q``, with α for a. In a
 periodic system the average potential is zero, so that in a charged cell receivers see ``2π/V Σ_j q_j (s² + s_j²)`` more
 than points in points do (`nvalchemiops.torch.interactions.electrostatics.terms.moments`).
+
+Exclusions, slabs and surfaces add the gradients of their energies by charges, dipoles and quadrupoles, which is what
+points see. The potential of the slab correction is a polynomial of second order along the normal, of which a Gaussian
+sees ``s²/2`` times the second derivative besides.
 """
 
 import math
@@ -16,13 +20,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import moment_interaction, moment_short_range
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
-from nvalchemiops.torch.interactions.electrostatics.driver import given_neighbors
+from nvalchemiops.torch.interactions.electrostatics.driver import check_dielectric, given_neighbors
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
-from nvalchemiops.torch.interactions.electrostatics.results import Derivatives
+from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, Term
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
@@ -30,9 +35,12 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     check_system,
     nan_unless,
 )
+from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import moment_exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
-from nvalchemiops.torch.interactions.electrostatics.terms.moments import second_moments
+from nvalchemiops.torch.interactions.electrostatics.terms.moments import SurfaceTerm, second_moments
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
+from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
 from nvalchemiops.torch.interactions.pair.moments import pair_moments
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
@@ -84,6 +92,11 @@ def electrostatic_potential(
     neighbor_matrix_shifts: torch.Tensor | None = None,
     mask_value: int | None = None,
     half_list: bool = False,
+    pbc: torch.Tensor | None = None,
+    slab_correction: bool = False,
+    surface_dielectric: float | None = None,
+    exclusions: torch.Tensor | None = None,
+    exclusion_factors: torch.Tensor | None = None,
 ) -> Potentials:
     """Potential, gradient and second derivatives at all atoms, seen through Gaussian receivers.
 
@@ -112,6 +125,10 @@ def electrostatic_potential(
         Reach of the list. By default of an open system: all pairs.
     neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
         As for `ewald_summation`.
+    pbc, slab_correction, surface_dielectric
+        As for `ewald_summation`: the potential is the gradient of the energy with these terms. They need a ``cell``.
+    exclusions, exclusion_factors
+        As for `ewald_summation`: pairs of atoms that do not see each other's nearest image, or with a factor.
 
     Returns
     -------
@@ -130,9 +147,17 @@ def electrostatic_potential(
     neighbors = given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
-    atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
+    dielectric = check_dielectric(surface_dielectric)
+    atoms = System(positions, charges, cell, batch_idx, pbc, None, None, dipoles, quadrupoles, widths)
     if cell is None:
+        periodic = {"pbc": pbc, "slab_correction": slab_correction or None, "surface_dielectric": dielectric}
+        for name, value in periodic.items():
+            if value is not None:
+                raise ValueError(f"`{name}` needs a `cell`")
         system = _open_system(atoms)
+        system = system._replace(exclusions=exclusion_rows(exclusions, exclusion_factors, positions))
+        if system.exclusions is not None:
+            check_same_system(system.exclusions, system.batch_idx)
         receivers = _receivers(receiver_widths, system, self_interaction)
         rows = _rows_of_open(neighbors, cutoff, system)
         parts = [
@@ -140,7 +165,7 @@ def electrostatic_potential(
             for receiver, keeps in receivers
         ]
         return _potentials(parts, system, derivatives)
-    system = _with_moments(check_system(atoms))
+    system = _with_moments(check_system(atoms, exclusions, exclusion_factors, slab_correction))
     receivers = _receivers(receiver_widths, system, self_interaction)
     long_range: LongRange
     if method == "pme":
@@ -156,10 +181,16 @@ def electrostatic_potential(
     if not long_range.is_given:
         long_range = long_range.chosen(system, split, splitting.target)
     far = _of_long_range(system, long_range, split, derivatives)
+    if system.exclusions is not None:
+        far = far + _of_exclusions(system, split, derivatives)
+    if dielectric is not None:
+        far = far + _of_term(SurfaceTerm(dielectric), system, derivatives)
     parts = []
     for receiver, keeps in receivers:
         near = _of_pairs(system, splitting.rows, split, receiver, derivatives)
         own = _own_part(system, split, receiver, derivatives, keeps) + _background(system, receiver, derivatives)
+        if system.slab_axes is not None:
+            own = own + _of_slab(system, receiver, derivatives)
         parts.append(far + near + own)
     return _potentials(parts, system, derivatives)
 
@@ -294,14 +325,40 @@ def _widest(system: ChargedSystem, receivers: list[tuple[Receiver, bool]]) -> Ch
 
 
 def _of_long_range(system: ChargedSystem, long_range: LongRange, alpha: torch.Tensor, derivatives: int) -> torch.Tensor:
-    """Derivatives (n_atoms, n_channels, count) of the long-range potential: gradients of its energy by moments."""
+    """Derivatives (n_atoms, n_channels, count) of the long-range potential."""
+    system = _padded(system, derivatives)
+    return _of_term(long_range.term(system, COULOMB, alpha), system, derivatives)
+
+
+def _padded(system: ChargedSystem, derivatives: int) -> ChargedSystem:
+    """The system with moments of this order at least."""
     assert system.moments is not None
-    n = count(derivatives)
-    padded = torch.nn.functional.pad(system.moments, (0, max(n - system.moments.shape[-1], 0)))
-    system = system._replace(moments=padded)
-    found = long_range.term(system, COULOMB, alpha).evaluate(system, Derivatives(charge_gradients=True))
+    missing = max(count(derivatives) - system.moments.shape[-1], 0)
+    return system._replace(moments=torch.nn.functional.pad(system.moments, (0, missing)))
+
+
+def _of_term(term: Term, system: ChargedSystem, derivatives: int) -> torch.Tensor:
+    """The potential of a term: gradients of its energy by moments."""
+    found = term.evaluate(_padded(system, derivatives), Derivatives(charge_gradients=True))
     assert found.charge_gradients is not None
-    return found.charge_gradients[..., :n].to(torch.float64)
+    return found.charge_gradients[..., : count(derivatives)].to(torch.float64)
+
+
+def _of_slab(system: ChargedSystem, receiver: Receiver, derivatives: int) -> torch.Tensor:
+    """The potential of the slab correction, seen by Gaussians of other widths than those of the sources."""
+    found = _of_term(SlabTerm(), system, 2)
+    beyond = torch.zeros_like(found[..., 0])
+    for sign, widths in ((0.5, receiver), (-0.5, system.widths)):
+        if widths is not None:
+            beyond = beyond + sign * _squared(widths)
+    trace = found[..., 4] + found[..., 7] + found[..., 9]
+    return torch.cat([(found[..., 0] + beyond * trace).unsqueeze(-1), found[..., 1 : count(derivatives)]], -1)
+
+
+def _of_exclusions(system: ChargedSystem, alpha: torch.Tensor, derivatives: int) -> torch.Tensor:
+    """What the long-range part has of excluded pairs, taken off."""
+    term = moment_exclusion_term(system, alpha)
+    return _of_rows(system, term.rows, term.exclusions, term.formula(False), alpha, None, None, derivatives)
 
 
 def _of_pairs(
@@ -309,13 +366,29 @@ def _of_pairs(
 ) -> torch.Tensor:
     """The same of the pairs, what is beyond the long-range part if there is an alpha."""
     positions, widths = system.positions, system.widths
-    assert system.moments is not None
     gaussians = widths is not None or receiver is not None
     formula = (moment_interaction if alpha is None else moment_short_range)(gaussians)
     of_sources = of_rows = None
     if gaussians:
         of_sources = (torch.zeros_like(positions[:, 0]) if widths is None else widths).unsqueeze(1).contiguous()
         of_rows = (torch.zeros_like(positions[:, 0]) if receiver is None else receiver).unsqueeze(1).contiguous()
+    return _of_rows(system, rows, system.exclusions, formula, alpha, of_sources, of_rows, derivatives)
+
+
+def _of_rows(
+    system: ChargedSystem,
+    rows: Rows,
+    exclusions: ExclusionRows | None,
+    formula: Formula,
+    alpha: torch.Tensor | None,
+    of_sources: torch.Tensor | None,
+    of_rows: torch.Tensor | None,
+    derivatives: int,
+) -> torch.Tensor:
+    """Derivatives of a radial function of neighbors, whose parameters as sources and as receivers may differ."""
+    positions = system.positions
+    assert system.moments is not None
+    excluded = (None, None, None) if exclusions is None else exclusions[:3]
     found = pair_moments(
         formula.text,
         "",
@@ -332,9 +405,7 @@ def _of_pairs(
         system.batch_idx,
         system.n_systems,
         *rows,
-        None,
-        None,
-        None,
+        *excluded,
         NO_CUTOFF,
         0.0,
     )[0]
