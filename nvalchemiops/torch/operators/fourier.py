@@ -31,16 +31,17 @@ def _tables(
     atom_begin: torch.Tensor,
     points: torch.Tensor,
     moments: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """First vector of each system; cosines and sines of all multiples, then moments; first rows of y and z."""
+) -> tuple[int, torch.Tensor, torch.Tensor, int, int]:
+    """Number of vectors, first one of each system; cosines, sines of all multiples, moments; first rows of y and z."""
     vector_begin, n_vectors = _grouped(atom_begin, LANES, coordinates.shape[0])
     n_x, n_y, n_z = (2 * (int(n) + 1) for n in points.amax(0).tolist())
     values = None if moments is None else moments.flatten(1)
     n_rows = n_x + n_y + n_z + (0 if values is None else values.shape[1])
-    tables = new_empty((n_rows, LANES * n_vectors), torch.float64, coordinates.device)
+    # an odd number of vectors in a row: rows at a distance of a power of two would displace each other in the caches
+    tables = new_empty((n_rows, LANES * (n_vectors | 1)), torch.float64, coordinates.device)
     inputs = [coordinates, order, atom_begin, vector_begin, values, n_x, n_x + n_y]
     launch(kernels.phase_tables(), n_vectors, inputs, [tables])
-    return vector_begin, tables, n_x, n_x + n_y
+    return n_vectors, vector_begin, tables, n_x, n_x + n_y
 
 
 def _copies(inputs: Arguments, n_copies: int) -> Arguments:
@@ -109,11 +110,12 @@ def fourier_spread(
     field = new_empty((n_channels, n_points, 4, 2), torch.float64, moments.device)
     if moments.shape[0] == 0 or field.numel() == 0:
         return field.zero_()
+    plan: list[Any]
     if layout(moments.device.type).tabulated:
-        plan: tuple[Any, ...] = _tables(coordinates, order, atom_begin, points, moments)
+        _, *plan = _tables(coordinates, order, atom_begin, points, moments)
         rows = -(-n_points // kernels.POINTS)
     else:
-        plan = (None, None, 0, 0)
+        plan = [None, None, 0, 0]
         rows = n_points
     inputs = [moments, coordinates, order, atom_begin, *plan, points, point_begin]
     kind = _size(moments.shape[0] * n_channels, atom_begin)
@@ -161,8 +163,7 @@ def fourier_gather(
     plan: tuple[Any, ...] = (None, None, None, 0, 0)
     coefficients, rows = None, n_atoms
     if layout(field.device.type).tabulated:
-        vector_begin, tables, *rest = _tables(coordinates, order, atom_begin, points)
-        n_vectors = tables.shape[1] // LANES
+        n_vectors, vector_begin, tables, *rest = _tables(coordinates, order, atom_begin, points)
         block_begin, rows = _grouped(vector_begin, kernels.vectors_at_once(derivatives), n_vectors)
         plan = (vector_begin, block_begin, tables, *rest)
         coefficients = new_empty((field.numel(),), torch.float64, field.device)
