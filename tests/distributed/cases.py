@@ -1,16 +1,12 @@
-"""Cases for several ranks: what each gets equals what one process gets. See `ranks.py`."""
+"""Cases for several ranks: the division, interactions, modules, ASE, mistakes. See `ranks.py`."""
 
 import functools
 import itertools
-import math
-import traceback
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nvalchemiops.torch.distributed import Domain, OtherRankError, collectives
 from nvalchemiops.torch.interactions.dispersion import DFTD3, d3_dispersion, damping_parameters
@@ -26,14 +22,8 @@ from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.systems import System
 from tests.dispersion.cases import parameters as d3_parameters
+from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case, compare, rows_of_owned
 from tests.systems import triclinic
-
-F64 = torch.float64
-CASES: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {}
-
-CUTOFF = 4.5
-TOLERANCE = 1e-10
-"""Relative to the largest entry, in float64."""
 
 PAIRS = PairPotential(
     "4*((sigma/r)**12 - (sigma/r)**6) + k*q1*q2*c*exp(-r); sigma = (sigma1 + sigma2)/2",
@@ -43,114 +33,6 @@ PAIRS = PairPotential(
     cutoff=CUTOFF,
     r_switch=3.5,
 )
-
-
-def case(*sizes: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """On groups of these sizes; on all where there is time."""
-
-    def keep(function: Callable[..., None]) -> Callable[..., None]:
-        CASES[function.__name__] = (function, sizes)
-        return function
-
-    return keep
-
-
-def assert_equal(found: torch.Tensor, expected: torch.Tensor, what: Any, tolerance: float = TOLERANCE) -> None:
-    assert found.shape == expected.shape, (what, found.shape, expected.shape)
-    if found.numel():
-        error = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
-        assert error < tolerance, (what, error)
-
-
-# -- systems --------------------------------------------------------------------------------------
-
-
-class Atoms:
-    """A displaced crystal in a skewed cell, as one system or as two that share a cell, with weights for losses."""
-
-    def __init__(self, batch: bool = False, n: int = 6, dtype: torch.dtype = F64) -> None:
-        generator = torch.Generator().manual_seed(n)
-        axis = torch.arange(n, dtype=F64) * 1.6
-        places = torch.cartesian_prod(axis, axis, axis)
-
-        def random(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=generator, dtype=F64)
-
-        self.count = len(places)
-        self.positions = (places + 0.08 * random(self.count, 3)).to(dtype)
-        self.cell = torch.tensor([[1.6 * n, 0, 0], [1.0, 1.6 * n, 0], [-1.0, 0.5, 1.6 * n]], dtype=dtype)
-        self.charges, self.weights, self.vectors = random(self.count), random(self.count), random(self.count, 3)
-        self.dyad = random(3, 3)
-        self.numbers = torch.tensor([1, 6, 8])[torch.arange(self.count) % 3].int()
-        self.batch_idx = (torch.arange(self.count) % 2).int() if batch else None
-        self.cells = torch.stack([self.cell, self.cell]) if batch else self.cell
-
-    def mine(self, group: Any) -> slice:
-        """Atoms that this rank holds, unevenly divided: the last but one has none."""
-        size = dist.get_world_size(group)
-        edges = [self.count * r * (r + 1) // (size * (size + 1)) for r in range(size + 1)]
-        if size > 2:
-            edges[-2] = edges[-3]
-        rank = dist.get_rank(group)
-        return slice(edges[rank], edges[rank + 1])
-
-
-def compare(
-    group: Any, atoms: Atoms, energies_of: Callable[..., dict[str, torch.Tensor]], others: tuple[torch.Tensor, ...] = ()
-) -> None:
-    """Results, and first and second derivatives of a loss of them all, on a group and on one process.
-
-    ``energies_of(positions, charges, cell, *others, **where)`` returns results by name; those that begin with "atom"
-    are own, others replicated.
-    """
-    mine, domain = atoms.mine(group), None
-
-    def loss(results: dict[str, torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros((), dtype=F64)
-        for name, value in results.items():
-            if name.startswith("atom"):
-                weights = atoms.weights if value.ndim == 1 else atoms.vectors
-                here = weights if domain is None else domain.distribute(weights[mine])
-                share = (value * here).sum()
-                total = total + (share if domain is None else domain.sum(share))
-            else:
-                total = (
-                    total
-                    + (value * (atoms.dyad if value.ndim == 3 else 1.0)).sum()
-                    + (1.0 + value.square().sum()).log()
-                )
-        return total
-
-    def size(gradients: Any) -> torch.Tensor:
-        """A function of all entries of all gradients."""
-        sums = [g.square().sum() for g in gradients]
-        if domain is not None:
-            sums[:2] = [domain.sum(s) for s in sums[:2]]
-        return sum((1.0 + s).log() for s in sums)
-
-    given = (atoms.positions, atoms.charges, atoms.cell, *others)
-    whole = [t.clone().requires_grad_() for t in given]
-    where = {} if atoms.batch_idx is None else {"batch_idx": atoms.batch_idx}
-    cells = (lambda cell: cell) if atoms.batch_idx is None else (lambda cell: torch.stack([cell, cell]))
-    expected = energies_of(whole[0], whole[1], cells(whole[2]), *whole[3:], **where)
-    first = torch.autograd.grad(loss(expected), whole, create_graph=True, allow_unused=True, materialize_grads=True)
-    second = torch.autograd.grad(size(first), whole, allow_unused=True, materialize_grads=True)
-
-    leaves = [t.clone() for t in given]
-    leaves[:2] = [t[mine].clone() for t in leaves[:2]]
-    leaves = [t.requires_grad_() for t in leaves]
-    batch_idx = None if atoms.batch_idx is None else atoms.batch_idx[mine]
-    domain = Domain(leaves[0], atoms.cells, batch_idx=batch_idx, cutoff=CUTOFF, group=group)
-    x, q = (domain.distribute(t) for t in leaves[:2])
-    found = energies_of(x, q, cells(leaves[2]), *leaves[3:], domain=domain)
-    for name, value in found.items():
-        here = domain.gather(value) if name.startswith("atom") else value
-        assert_equal(here, expected[name][mine] if name.startswith("atom") else expected[name], name)
-    gradients = torch.autograd.grad(loss(found), leaves, create_graph=True, allow_unused=True, materialize_grads=True)
-    higher = torch.autograd.grad(size(gradients), leaves, allow_unused=True, materialize_grads=True)
-    for order, (ours, theirs) in enumerate(((gradients, first), (higher, second)), 1):
-        for k, (a, b) in enumerate(zip(ours, theirs)):
-            assert_equal(a, b[mine] if k < 2 else b, f"derivative {order} by argument {k}")
 
 
 # -- the division ---------------------------------------------------------------------------------
@@ -190,19 +72,6 @@ def exchanges_are_transposes(group: Any) -> None:
     assert_equal(curvature, 12.0 * atoms.positions.sum(), "curvature")
 
 
-def _rows(domain: Domain, positions: torch.Tensor, cutoff: float) -> list[tuple[int, ...]]:
-    """Pairs of the owned atoms by their numbers, with shifts."""
-    rows = domain.neighbors(positions, cutoff)
-    numbers = domain.with_ghosts(domain.global_index)
-    assert rows.pointers is not None
-    first = torch.repeat_interleave(rows.pointers.diff())
-    keep = first < domain.n_owned
-    columns = [numbers[first[keep]].unsqueeze(1), numbers[rows.neighbors.long()[keep]].unsqueeze(1)]
-    if rows.shifts is not None:
-        columns.append(rows.shifts[keep])
-    return sorted(map(tuple, torch.cat(columns, 1).tolist()))
-
-
 @case(1, 4)
 def neighbors_are_those_of_one_process(group: Any) -> None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -225,7 +94,7 @@ def neighbors_are_those_of_one_process(group: Any) -> None:
         held = None if batch_idx is None else batch_idx[mine]
         grid = None if size != 4 or seed % 3 else (2, 1, 2)
         domain = Domain(x[mine], cells, periodic, held, cutoff=cutoff, group=group, grid=grid)
-        found = _rows(domain, domain.distribute(x[mine]), cutoff)
+        found = rows_of_owned(domain, domain.distribute(x[mine]), cutoff)
         pairs = order[pairs.long()]
         keep = torch.isin(pairs[0], domain.global_index)
         expected = torch.cat([pairs.T[keep], shifts[keep]], 1)
@@ -237,7 +106,7 @@ def neighbors_are_those_of_one_process(group: Any) -> None:
     pairs, _ = neighbor_list(x, 3.0, return_neighbor_list=True)
     domain = Domain(x[mine], cutoff=3.0, group=group)
     keep = torch.isin(pairs[0].long(), domain.global_index)
-    assert _rows(domain, domain.distribute(x[mine]), 3.0) == sorted(map(tuple, pairs.T[keep].tolist()))
+    assert rows_of_owned(domain, domain.distribute(x[mine]), 3.0) == sorted(map(tuple, pairs.T[keep].tolist()))
 
 
 @case(2, 4)
@@ -495,144 +364,6 @@ def dispersion(group: Any) -> None:
             return {"atom e": e, "atom f": f, "atom counts": counts, "virial": virial}
 
         compare(group, atoms, energies_of)
-
-
-# -- random systems -------------------------------------------------------------------------------
-
-EXAMPLES = {"some": 6, "all": 60}
-chosen = {"which": "some"}
-"""Set by `ranks`: whether there is time for all."""
-
-
-class Drawn(NamedTuple):
-    """A random batch of systems, by the numbers that it follows from."""
-
-    seed: int
-    counts: tuple[int, ...]  # atoms of each system
-    pbc: tuple[bool, bool, bool]
-    place: str
-    length: float
-    cutoff: float
-    with_grid: bool
-
-
-def drawn() -> st.SearchStrategy[Drawn]:
-    return st.builds(
-        Drawn,
-        st.integers(0, 10**6),
-        st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple).filter(lambda counts: sum(counts) > 0),
-        st.one_of(st.just((True, True, True)), st.tuples(st.booleans(), st.booleans(), st.booleans())),
-        st.sampled_from(["everywhere", "corner", "plane", "unwrapped"]),
-        st.floats(3.0, 12.0),
-        st.floats(1.5, 6.0),
-        st.booleans(),
-    )
-
-
-@case(4)
-def random_systems(group: Any) -> None:
-    """Cells, periodicities, densities and batches as hypothesis draws them on rank 0; it shrinks what fails."""
-    rank, main = dist.get_rank(group), dist.get_global_rank(group, 0)
-
-    def on_all(example: Drawn | None) -> bool:
-        told = [example]
-        dist.broadcast_object_list(told, src=main, group=group)
-        if told[0] is None:
-            return False
-        every: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(every, _check_drawn(group, told[0]), group=group)
-        found = [text for text in every if text]
-        assert rank > 0 or not found, "\n".join(sorted(found, key=lambda text: "OtherRankError" in text))
-        return True
-
-    if rank > 0:
-        while on_all(None):
-            pass
-        return
-
-    @settings(max_examples=EXAMPLES[chosen["which"]], deadline=None, database=None, derandomize=True)
-    @given(drawn())
-    def check(example: Drawn) -> None:
-        on_all(example)
-
-    try:
-        check()
-    finally:
-        on_all(None)
-
-
-def _check_drawn(group: Any, example: Drawn) -> str:
-    """What is wrong on this rank. An assertion in the middle would leave the others in a collective call."""
-    wrong: list[str] = []
-    try:
-        _compare_drawn(group, example, wrong)
-    except Exception:
-        wrong.append(traceback.format_exc())
-    return "\n".join(wrong)
-
-
-def _compare_drawn(group: Any, example: Drawn, wrong: list[str]) -> None:
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    generator = torch.Generator().manual_seed(example.seed)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.rand(shape, generator=generator, dtype=F64)
-
-    n_systems, n = len(example.counts), sum(example.counts)
-    cells = example.length * (torch.eye(3, dtype=F64) + 0.3 * (random(n_systems, 3, 3) - 0.5))
-    batch_idx = torch.repeat_interleave(torch.arange(n_systems), torch.tensor(example.counts)).int()
-    places = random(n, 3)
-    if example.place == "corner":
-        places = 0.2 * places
-    elif example.place == "plane":
-        places[:, int(example.seed) % 3] *= 0.05
-    elif example.place == "unwrapped":
-        places = 6.0 * places - 3.0
-    x = (places.unsqueeze(1) @ cells[batch_idx.long()]).squeeze(1)
-    q = random(n) - 0.5
-    pbc, whole = torch.tensor(example.pbc), n_systems == 1
-    cell, told = (cells[0], {}) if whole else (cells, {"batch_idx": batch_idx})
-    ends = [n * k // size for k in range(size)] + [n]
-    if example.seed % 2:
-        ends = [0] * size + [n]  # the last rank holds all
-    mine = slice(ends[rank], ends[rank + 1])
-    grids = [g for g in itertools.product(range(1, size + 1), repeat=3) if math.prod(g) == size]
-    grid = grids[example.seed % len(grids)] if example.with_grid else None
-    cutoff = example.cutoff
-    held = None if whole else batch_idx[mine]
-    number = None if whole else n_systems
-    domain = Domain(x[mine], cell, pbc, held, cutoff=cutoff, grid=grid, num_systems=number, group=group)
-    own, charges = domain.distribute(x[mine]), domain.distribute(q[mine])
-    pairs, _, shifts = neighbor_list(x, cutoff, cell, pbc, return_neighbor_list=True, **told)
-    keep = torch.isin(pairs[0].long(), domain.global_index)
-    expected_rows = sorted(map(tuple, torch.cat([pairs.T[keep], shifts[keep]], 1).tolist()))
-    if _rows(domain, own, cutoff) != expected_rows:
-        wrong.append(f"neighbors: {example}, {domain.grid}")
-    near = {"neighbor_list": pairs, "neighbor_shifts": shifts}
-
-    def compare_results(what: str, found: Any, expected: Any) -> None:
-        *of_atoms, virial = found
-        values = [(domain.gather(ours), expected[k][mine], expected[k]) for k, ours in enumerate(of_atoms)]
-        for k, (ours, theirs, whole) in enumerate([*values, (virial, expected[-1], expected[-1])]):
-            scale = float(whole.abs().max())  # of all ranks: the share of one may be zero
-            error = float((ours - theirs).abs().max()) if ours.numel() else 0.0
-            if not error <= TOLERANCE * max(scale, 1e-6):
-                wrong.append(f"{what} {k}: {error} of {scale}, {example}, {domain.grid}")
-
-    asked = {"compute_forces": True, "compute_gradients": ("q",), "compute_virial": True}
-    names = {} if whole else {"num_systems": n_systems, **told}
-    screened = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=cutoff)
-    expected = screened(x, cell, q=q, **near, **names, **asked)
-    compare_results("pairs", screened(own, cell, q=charges, domain=domain, **asked), expected)
-    if not all(example.pbc) or 0 in example.counts:
-        return
-    asked = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
-    mesh = {"mesh_dimensions": (12, 10, 14), "spline_order": 5}
-    sums = ((ewald_summation, {"k_cutoff": 3.0}), (particle_mesh_ewald, mesh))
-    for call, more in sums:
-        expected = call(x, q, cell, 0.7, cutoff=cutoff, **told, **more, **asked)
-        found = call(own, charges, cell, 0.7, cutoff=cutoff, domain=domain, **more, **asked)
-        compare_results(call.__name__, found, expected)
 
 
 # -- modules and ASE ------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from nvalchemiops.torch.distributed import Domain, OtherRankError
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb
-from tests.distributed.cases import Atoms
+from tests.distributed.common import Atoms
 from tests.distributed.ranks import start
 
 if __name__ == "__main__":

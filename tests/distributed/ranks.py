@@ -1,9 +1,10 @@
-"""Ranks that run the cases of `tests.distributed.cases`: ``python -m tests.distributed.ranks RANK COUNT FOLDER WHICH``.
+"""Ranks that run the cases of all topics: ``python -m tests.distributed.ranks RANK COUNT FOLDER WHICH``.
 
 One set of processes runs all cases, each on groups of several sizes, because starting processes takes most of the time.
 """
 
 import datetime
+import importlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,17 @@ from pathlib import Path
 
 SIZES = (1, 2, 3, 4, 7)
 TIMEOUT = 300
+
+
+TOPICS = ("cases", "random_systems", "sources")
+"""Files with cases."""
+
+
+def all_cases():
+    """The cases of all topics by name, with the sizes of groups on which they run."""
+    for topic in TOPICS:
+        importlib.import_module(f"tests.distributed.{topic}")
+    return importlib.import_module("tests.distributed.common").CASES
 
 
 def run(module, folder, count, *arguments, ignore=()):
@@ -51,7 +63,7 @@ if __name__ == "__main__":
     import torch
     import torch.distributed as dist
 
-    from tests.distributed.cases import CASES, chosen
+    from tests.distributed.common import chosen
 
     rank, count, folder, which = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     chosen["which"] = which
@@ -59,7 +71,7 @@ if __name__ == "__main__":
     start(rank, count, folder)
     timeout = datetime.timedelta(seconds=TIMEOUT)
     groups = {size: dist.new_group(range(size), timeout=timeout) for size in SIZES if size <= count}
-    for name, (case, sizes) in CASES.items():
+    for name, (case, sizes) in all_cases().items():
         for size in sizes if which == "some" else SIZES[min(sizes) > 1 :]:
             if rank < size:
                 try:

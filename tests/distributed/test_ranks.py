@@ -1,4 +1,4 @@
-"""Systems divided among ranks, in processes of their own: the cases are in `cases.py`."""
+"""Systems divided among ranks, in processes of their own: the cases are in the files that `ranks` names."""
 
 import os
 import re
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.cases import CASES
-from tests.distributed.ranks import SIZES, TIMEOUT, run
+from tests.distributed.ranks import SIZES, TIMEOUT, all_cases, run
 
 
 def run_cases(folder, count, which):
@@ -22,7 +21,7 @@ def run_cases(folder, count, which):
     # a rank that ends takes the others with it
     first = [text for text in failed if "is gone or late" not in text]
     assert not failed, "\n".join(first or failed)
-    assert {path.name.removeprefix("passed_") for path in folder.glob("passed_*")} == set(CASES), said
+    assert {path.name.removeprefix("passed_") for path in folder.glob("passed_*")} == set(all_cases()), said
 
 
 def test_what_ranks_get_equals_what_one_process_gets(tmp_path):

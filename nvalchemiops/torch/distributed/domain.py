@@ -388,6 +388,10 @@ class Domain:
         chosen = (here.all(0) & owned.any(0)).nonzero().squeeze(1)
         return found.index_select(1, chosen), chosen
 
+    def _maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """The entrywise maximum of the values, a constant of the same shape, on all ranks. A collective call."""
+        return maximum(values.detach().clone(), self.group)
+
     def _union(self, numbers: torch.Tensor, size: int) -> list[int]:
         """The numbers from 0 to ``size - 1`` that occur on any rank. A collective call."""
         there = torch.bincount(numbers.long().clamp(0, size), minlength=size + 1)

@@ -403,6 +403,8 @@ def widest_alpha(system: ChargedSystem) -> torch.Tensor | None:
         most = widths.amax(0, keepdim=True) if widths.shape[0] else most
     else:
         most = most.scatter_reduce(0, numbers.long(), widths, "amax")
+    if system.domain is not None:
+        most = system.domain._maximum(most)
     return 0.5 / most
 
 

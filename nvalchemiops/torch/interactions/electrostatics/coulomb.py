@@ -13,7 +13,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import check_charges
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
 from nvalchemiops.torch.interactions.pair.moments import sum_moments
 from nvalchemiops.torch.interactions.pair.parameters import parameter_arrays
-from nvalchemiops.torch.interactions.pair.shares import complete, parameters_of_share, together
+from nvalchemiops.torch.interactions.pair.shares import complete, of_all_atoms, parameters_of_share, together
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.context import may_read, on_host
@@ -66,7 +66,7 @@ def coulomb_energy(
     widths : float or (n_atoms,) tensor, length, optional
         Further sources, as for `ewald_summation`: the energy is that of moments in each other's potential
         ``erfc(α r) / r``. For Gaussians without damping it is ``erf(a r) / r`` with ``a = 1 / sqrt(2 (s_i² + s_j²))``;
-        with damping the short-range part of that, ``erf(a r) / r - erf(α r) / r``. Not with a ``domain``.
+        with damping the short-range part of that, ``erf(a r) / r - erf(α r) / r``.
 
     Returns
     -------
@@ -182,18 +182,23 @@ def _moments(
     atoms: System, cutoff: float, alpha: float | torch.Tensor | None, given: GivenNeighbors, request: PairRequest
 ) -> tuple[torch.Tensor, ...]:
     """Energies, and forces if requested, of moments or Gaussians; without ``alpha`` bare."""
-    if atoms.domain is not None:
-        raise ValueError("`dipoles`, `quadrupoles` and `widths` cannot be given with a `domain`")
-    checks.check_positions(atoms.positions, finite=False)
-    charges: Any = atoms.charges
-    check_charges(charges, atoms.positions)
-    cutoff = checks.check_positive("cutoff", cutoff)
-    moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, atoms.positions)
+    domain = atoms.domain
+    cutoff, alpha = checks.check_positive("cutoff", cutoff), None if alpha is None else _damping(alpha)
+    with together(domain):
+        checks.check_positions(atoms.positions, finite=False)
+        if domain is not None:
+            domain._check(atoms)
+        charges: Any = atoms.charges
+        check_charges(charges, atoms.positions)
+        given_widths = of_all_atoms(domain, atoms.widths)
+        moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, given_widths, atoms.positions)
     system = pair_system(atoms, given, cutoff=cutoff, by_system=alpha is not None)
     kind = potentials.moment_interaction if alpha is None else potentials.moment_short_range
     formula = kind(widths is not None)
-    parameters = {} if alpha is None else {"alpha": _damping(alpha)}
+    parameters: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
     parameters |= {} if widths is None else {"s": widths}
+    if domain is not None:
+        parameters = parameters_of_share(formula, parameters, domain)
     of_atoms, of_systems, _, _ = parameter_arrays(formula, parameters, system.positions, None, system.n_systems)
     found = sum_moments(formula, system, moments, of_atoms, of_systems, forces=request.forces, cutoff=cutoff)
     energies = found.energies.squeeze(1)

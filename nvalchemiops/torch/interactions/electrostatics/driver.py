@@ -33,7 +33,8 @@ from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import excl
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import BackgroundTerm, SelfTerm, SurfaceTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import MomentPairTerm, PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
+from nvalchemiops.torch.interactions.pair.shares import together
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
 from nvalchemiops.torch.runtime.context import is_eager, may_read
 from nvalchemiops.torch.systems import System
 
@@ -176,8 +177,9 @@ def _keeps_gaussians(self_interaction: Any, system: ChargedSystem) -> bool:
     if not checks.check_flag("self_interaction", self_interaction):
         return False
     widths = system.widths
-    if widths is None or (may_read(widths) and not bool((widths > 0.0).all())):
-        raise ValueError("`self_interaction` is infinite for points: it needs positive `widths` of all atoms")
+    with together(system.domain):
+        if widths is None or (may_read(widths) and not bool((widths > 0.0).all())):
+            raise ValueError("`self_interaction` is infinite for points: it needs positive `widths` of all atoms")
     return True
 
 
@@ -227,6 +229,8 @@ def _long_range_part(
 ) -> Tensors:
     system = check_system(atoms)
     check_gradients(request, atoms)
+    if system.domain is not None and isinstance(alpha, torch.Tensor):
+        alpha = system.domain.replicated(alpha)
     splitting = given_alpha(alpha, system)
     check_potential(potential)
     _check_coulomb(potential, system)
@@ -262,18 +266,21 @@ def _short_range_part(
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
     if isinstance(alpha, torch.Tensor):
         checks.check_real("alpha", alpha, system.positions)
+    if system.domain is not None:
+        alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
     splitting = given_alpha(alpha, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
-    rows = rows_of(neighbors, system.positions, periodic=True)
+    rows = None if system.domain is not None else rows_of(neighbors, system.positions, periodic=True)
     if rows is None:
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
-        rows = build_rows(system.positions, cutoff, system.cell, system.batch_idx)
+        rows = system.rows_within(cutoff)
     if system.moments is not None:
         pairs = MomentPairTerm(moment_short_range, splitting, rows, cutoff=cutoff)
-        return evaluate([pairs], system, request, is_constant=True)
-    return evaluate([PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)], system, request, is_constant=False)
+        return complete(evaluate([pairs], system, request, is_constant=True), system, request)
+    terms = [PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)]
+    return complete(evaluate(terms, system, request, is_constant=False), system, request)
 
 
 def sum_of_parts(

@@ -205,6 +205,7 @@ def ewald_real_space(
     widths: float | torch.Tensor | None = None,
     compute_dipole_gradients: bool = False,
     compute_quadrupole_gradients: bool = False,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Short-range part of the Ewald sum: energies ``1/2 Σ_j q_i q_j erfc(α r_ij) / r_ij`` over the neighbors.
 
@@ -224,7 +225,7 @@ def ewald_real_space(
         As for `ewald_summation`.
     cutoff : float, length, optional
         Pairs at this distance or farther are left out. By default all pairs in the list count.
-    dipoles, quadrupoles, widths, compute_dipole_gradients, compute_quadrupole_gradients
+    dipoles, quadrupoles, widths, compute_dipole_gradients, compute_quadrupole_gradients, domain
         As for `ewald_summation`.
 
     Returns
@@ -235,7 +236,7 @@ def ewald_real_space(
     near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
     request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
-    atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
+    atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
     return driver.short_range_part(atoms, driver.given_neighbors(*near), request, alpha, cutoff)
 
 
@@ -262,6 +263,7 @@ def ewald_reciprocal_space(
     compute_dipole_gradients: bool = False,
     compute_quadrupole_gradients: bool = False,
     self_interaction: bool = False,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Reciprocal part of the Ewald sum, with self energies and background: all that `ewald_real_space` leaves out.
 
@@ -272,7 +274,7 @@ def ewald_reciprocal_space(
     k_vectors, k_cutoff, miller_bounds, miller_indices
         As for `ewald_summation`; one of them is required.
     compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, energy_reduction, potential, dipoles, \
-quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients
+quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients, domain
         As for `ewald_summation`.
     widths : float or (n_atoms,) tensor, length, optional
         They do not change the reciprocal sum: they add what they change in the background of a charged cell.
@@ -288,5 +290,5 @@ quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients
     long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
     request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
-    atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
+    atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
     return driver.long_range_part(long_range, atoms, request, alpha, potential, self_interaction)

@@ -203,6 +203,7 @@ def pme_reciprocal_space(
     compute_dipole_gradients: bool = False,
     compute_quadrupole_gradients: bool = False,
     self_interaction: bool = False,
+    domain: "Domain | None" = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Reciprocal part on a mesh, with self energies and background: all that `ewald_real_space` leaves out.
 
@@ -213,7 +214,7 @@ def pme_reciprocal_space(
     mesh_dimensions, mesh_spacing
         As for `particle_mesh_ewald`; one of them is required.
     spline_order, compute_forces, compute_charge_gradients, compute_virial, hybrid_forces, energy_reduction, \
-potential, dipoles, quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients
+potential, dipoles, quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients, domain
         As for `particle_mesh_ewald`.
     widths, self_interaction
         As for `ewald_reciprocal_space`.
@@ -229,5 +230,5 @@ potential, dipoles, quadrupoles, compute_dipole_gradients, compute_quadrupole_gr
     long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, None)
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
     request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
-    atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
+    atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
     return driver.long_range_part(long_range, atoms, request, alpha, potential, self_interaction)

@@ -8,7 +8,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, exclusion_rows
-from nvalchemiops.torch.interactions.pair.shares import exclusions_of_share, together
+from nvalchemiops.torch.interactions.pair.shares import exclusions_of_share, of_all_atoms, together
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows
 from nvalchemiops.torch.operators.lattice import Lattice, check_cells, lattice_of, nan_if_singular, one_or_nan
 from nvalchemiops.torch.operators.segments import system_sums
@@ -123,10 +123,9 @@ def check_system(
     domain = atoms.domain
     has_sources = atoms.dipoles is not None or atoms.quadrupoles is not None or atoms.widths is not None
     if domain is not None:
-        if has_sources:
-            raise ValueError("`dipoles`, `quadrupoles` and `widths` cannot be given with a `domain`")
         with together(domain):
             domain._check(atoms)
+            atoms = atoms._replace(widths=of_all_atoms(domain, atoms.widths))
             system = check_system(domain._alone(atoms), slab_correction=slab_correction)
         rows = exclusions_of_share(domain, exclusions, exclusion_factors, atoms.positions)
         return system._replace(cell=domain.replicated(system.cell), exclusions=rows, domain=domain)

@@ -24,6 +24,7 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import fault_of_thread, fold_systems, repeated_systems, unfolded
+from nvalchemiops.torch.interactions.pair.shares import moments_with_ghosts, rows_of_share, without_energies
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems, system_sums
@@ -502,6 +503,7 @@ def sum_moments(
     formula : Formula
         The radial function u, without charges.
     system : PairSystem
+        With a domain, results of systems are the shares of this rank.
     moments : (n_atoms, n_channels, n_moments) tensor
         Numbered by `nvalchemiops.kernels.moments.components`; channels do not interact.
     parameters : (n_atoms, n_parameters) tensor, optional
@@ -519,17 +521,20 @@ def sum_moments(
         virial (n_systems, 3, 3). All are differentiable to any order in all tensors.
     """
     positions, cell, batch_idx, n_systems, rows, domain = system
-    if domain is not None:
-        raise NotImplementedError("moments of a system that is divided among ranks")
     order = order_of(moments.shape[-1])
+    of_neighbors, of_rows = moments, moments if virial else None
+    if domain is not None:
+        rows, _ = rows_of_share(domain, rows, "", (positions, cell, moments, parameters, global_parameters))
+        positions, of_neighbors, parameters, batch_idx = moments_with_ghosts(domain, positions, moments, parameters)
+        of_rows = without_energies(domain, moments) if virial else None
     excluded = (None, None, None) if exclusions is None else exclusions[:3]
     found, _, by_strain = pair_moments(
         formula.text,
         "",
         GATHERED + VIRIAL * virial,
         order + forces,
-        moments,
-        moments if virial else None,
+        of_neighbors,
+        of_rows,
         positions,
         cell,
         parameters,
@@ -543,6 +548,7 @@ def sum_moments(
         NO_CUTOFF if cutoff is None else cutoff,
         0.0 if r_switch is None else r_switch,
     )
+    found = found if domain is None else found[: domain.n_owned]
     potential = found[..., : moments.shape[-1]]
     return MomentSums(
         0.5 * (moments * potential).sum(-1),

@@ -49,6 +49,26 @@ def rows_of_share(domain: Domain, rows: Rows, outputs: str, inputs: Sequence[tor
     return found.of_both() if found is not None and (with_ghosts or is_share) else rows, is_share
 
 
+def moments_with_ghosts(
+    domain: Domain, positions: torch.Tensor, moments: torch.Tensor, parameters: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """Positions, moments (n, n_channels, n_moments), parameters and systems of owned atoms and ghosts."""
+    x, columns, of_atoms = domain._all_with_ghosts(positions, moments.flatten(1), parameters)
+    assert columns is not None
+    return x, columns.unflatten(1, moments.shape[1:]), of_atoms, domain.batch_idx_with_ghosts
+
+
+def without_energies(domain: Domain, moments: torch.Tensor) -> torch.Tensor:
+    """Moments of the rows of a sum for energies of owned atoms: those of ghosts are left to their owners."""
+    return torch.cat([moments, moments.new_zeros((domain.n_ghosts, *moments.shape[1:]))])
+
+
+def of_all_atoms(domain: Domain | None, value: Any) -> Any:
+    """A value of atoms; if it is one tensor for all of them, with a gradient that is complete on each rank."""
+    is_one = domain is not None and isinstance(value, torch.Tensor) and value.ndim == 0
+    return domain.replicated(value) if domain is not None and is_one else value
+
+
 def of_owned(domain: Domain, gradients: torch.Tensor, is_share: bool) -> torch.Tensor:
     """Gradients by values of owned atoms: of the shares of all ranks, or of a sum in which pairs count whole."""
     return domain.add_ghosts(gradients) if is_share else gradients[: domain.n_owned]

@@ -193,9 +193,10 @@ class BackgroundTerm(NamedTuple):
         assert system.moments is not None and system.widths is not None
         moments, batch_idx, n_systems = system.moments.to(torch.float64), system.batch_idx, system.n_systems
         charges, squares = moments[..., 0], system.widths.to(torch.float64).square().unsqueeze(-1)
-        sums = spread_systems(
-            totals(torch.stack([charges, charges * squares], -1), batch_idx, n_systems), batch_idx, system.n_atoms
-        )
+        sums = totals(torch.stack([charges, charges * squares], -1), batch_idx, n_systems)
+        if system.domain is not None:
+            sums = system.domain.sum_for_shares(sums)
+        sums = spread_systems(sums, batch_idx, system.n_atoms)
         factor = spread_systems(2.0 * math.pi / system.lattice().volume, batch_idx, system.n_atoms).unsqueeze(-1)
         potential = factor * (sums[..., 1] + sums[..., 0] * squares)
         energies = 0.5 * charges * potential
