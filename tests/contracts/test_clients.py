@@ -113,6 +113,21 @@ ELECTROSTATICS = {
     "generate_k_vectors_pme": "cell, mesh_dimensions, reciprocal_cell=None",
     "generate_k_squared_pme": "cell, mesh_dimensions, reciprocal_cell=None",
     "compute_bspline_moduli_1d": "miller_indices, mesh_N, spline_order",
+    "pack_multipole_moments": "charges, dipoles=None, quadrupoles=None, *, trace_atol=1e-08",
+    "infer_l_max": "multipole_moments",
+    "multipole_electrostatic_energy": "positions, multipole_moments, cell, *, batch_idx=None, sigma, k_cutoff=None, "
+    "k_vectors=None, valid_k_counts=None, source_overlap_constants=None, normalize=0, include_self_interaction=False",
+    "multipole_ewald_summation": "positions, multipole_moments, cell, idx_j, neighbor_ptr, unit_shifts, *, sigma, "
+    "alpha=None, k_cutoff=None, batch_idx=None, accuracy=1e-06, cost_ratio=1.0, half_neighbor_list=False, cache=None",
+    "multipole_particle_mesh_ewald": "positions, multipole_moments, cell, idx_j, neighbor_ptr, unit_shifts, *, sigma, "
+    "alpha=None, mesh_dimensions=None, spline_order=5, cell_inv_t=None, batch_idx=None, accuracy=1e-06, "
+    "cost_ratio=1.0, volume=None, moduli=None, k_squared=None",
+    "multipole_electrostatic_features": "positions, multipole_moments, cell, *, batch_idx=None, sigma, "
+    "receiver_sigmas, k_cutoff=None, k_vectors=None, feature_max_l=1, density_normalize=0, feature_normalize=1, "
+    "include_self_interaction=False, cache=None",
+    "estimate_multipole_ewald_parameters": "positions, cell, sigma, batch_idx=None, accuracy=1e-06, cost_ratio=1.0",
+    "estimate_multipole_pme_parameters": "positions, cell, sigma, batch_idx=None, accuracy=1e-06, cost_ratio=1.0, *, "
+    "spline_order=5, fft_padding_fraction=0.25",
 }
 SPLINE = {
     "bspline_weight": "u, order",

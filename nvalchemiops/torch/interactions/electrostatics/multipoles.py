@@ -177,6 +177,19 @@ def _refuse(**values: Any) -> None:
             raise NotImplementedError(f"`{name}` is not supported: leave it out, nothing needs to be prepared")
 
 
+def _valid_k_vectors(k_vectors: Any, counts: Any) -> torch.Tensor | None:
+    """K-vectors in float64, those that do not count being zero."""
+    if counts is not None:
+        is_padded = isinstance(k_vectors, torch.Tensor) and k_vectors.ndim == 3
+        if not is_padded or tuple(counts.shape) != (k_vectors.shape[0],):
+            raise ValueError(
+                "`valid_k_counts` needs `k_vectors` of shape (n_systems, n_k, 3), and a number for each system"
+            )
+        place = torch.arange(k_vectors.shape[1], device=k_vectors.device)
+        k_vectors = torch.where((place < counts.unsqueeze(1)).unsqueeze(2), k_vectors, 0.0)
+    return None if k_vectors is None else k_vectors.to(torch.float64)
+
+
 # -- energies --------------------------------------------------------------------------------------
 
 
@@ -210,8 +223,10 @@ def multipole_electrostatic_energy(
         Length of the longest k-vectors.
     k_vectors : (n_k, 3) or (n_systems, n_k, 3) tensor, optional
         K-vectors of the cell, instead. Values are computed from the cell again.
-    valid_k_counts, source_overlap_constants : optional
-        Not supported: an error unless None.
+    valid_k_counts : (n_systems,) int32 tensor, optional
+        How many of the ``k_vectors`` (n_systems, n_k, 3) of each system count.
+    source_overlap_constants : optional
+        Accepted without effect: self energies have a formula.
     normalize : optional
         Only 0, ``"multipoles"``: moments are those of the charge density.
     include_self_interaction : bool, optional
@@ -228,14 +243,13 @@ def multipole_electrostatic_energy(
         A bad argument, named in the message.
     """
     place = _in_float64(positions, cell, batch_idx)
-    _refuse(valid_k_counts=valid_k_counts, source_overlap_constants=source_overlap_constants)
     if _mode("normalize", normalize) != 0:
         raise NotImplementedError("`normalize` must be 0, for moments of the charge density")
     width = _width(sigma)
     energies = ewald_reciprocal_space(
         **place,
         **_unpack(multipole_moments, positions),
-        k_vectors=None if k_vectors is None else k_vectors.to(torch.float64),
+        k_vectors=_valid_k_vectors(k_vectors, valid_k_counts),
         k_cutoff=k_cutoff if k_vectors is None else None,
         alpha=0.5 / width,
         widths=width,
