@@ -17,6 +17,7 @@ owns as many points of a row as it has lanes; each lane prepares an atom, then a
 gathering, a warp owns an atom, and its lanes share the stencil.
 """
 
+import math
 from typing import Any
 
 import warp as wp
@@ -97,6 +98,11 @@ _NUMBER_GPU = "typedef double number;"
 
 def _place(order: int) -> str:
     return filled(_PLACE, half=0.5 * (order % 2), before=(order - 1) // 2)
+
+
+def first_point(u: float, order: int) -> int:
+    """The first of the points around ``u``, in mesh spacings, that have weights; as kernels place them."""
+    return math.floor(u + 0.5 * (order % 2)) - (order - 1) // 2
 
 
 # -- columns --------------------------------------------------------------------------------------

@@ -99,7 +99,10 @@ TWO = batch(triclinic(5, charged=True), crystal("rocksalt", 5.6, 1, 0.1))
 OPS = list(op_calls(TWO))
 
 
-COLLECTIVES = {"all_to_all_rows", "sum_on_all_ranks", "sum_of_shares", "replicated"}
+COLLECTIVES = {
+    *("all_to_all_rows", "sum_on_all_ranks", "sum_of_shares", "replicated"),
+    *("window_spectrum", "window_values"),
+}
 """Ops that need a group of ranks: `tests.distributed.cases` has their checks."""
 
 EVERY_OP = {op.op.name for op in OPS} | {f"nvalchemiops::{name}" for name in COLLECTIVES}

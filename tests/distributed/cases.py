@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.distributed import Domain, OtherRankError, collectives
+from nvalchemiops.torch.distributed.transform import division_of, window_spectrum, window_values
 from nvalchemiops.torch.interactions.dispersion import DFTD3, d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
     EwaldSummation,
@@ -206,6 +207,50 @@ def ops_are_as_they_say(group: Any) -> None:
         if dist.get_world_size(group) == 1:
             arguments = (values, [n], [n], number)
             torch.library.opcheck(collectives.all_to_all_rows.op.overload, arguments)
+            mesh, window = (6, 5, 4), (-1, 0, 0, 5, 5, 4)
+            values = torch.randn(2, 1, *window[3:], dtype=F64, requires_grad=True)
+            torch.library.opcheck(window_spectrum.op.overload, (values, mesh, window, 0, number))
+            spectrum = torch.randn(2, 1, 6, 5, 3, 2, dtype=F64, requires_grad=True)
+            torch.library.opcheck(window_values.op.overload, (spectrum, mesh, window, 0, number))
+
+
+@case(1, 2, 3)
+def windows_are_transformed_as_one_mesh(group: Any) -> None:
+    """Windows that overlap, wrap around and leave planes out, of several meshes at once; and the transpose."""
+    rank, size, number = dist.get_rank(group), dist.get_world_size(group), collectives.number_of(group)
+    generator = torch.Generator().manual_seed(3)
+    for mesh, n_meshes in ((7, 6, 5), (2, 1)), ((4, 9, 8), (1, 3)), ((6, 4, 4), (1, 1)):
+        starts = [(r * mesh[0] // size - 2, -1 - r, 3 * r) for r in range(size)]
+        sizes = [(min(mesh[0] // size + 3, mesh[0]), mesh[1] - (r == 1), mesh[2] - 1) for r in range(size)]
+        if n_meshes == (1, 1):  # slabs without a margin
+            starts, sizes = [(r * mesh[0] // size, 0, 0) for r in range(size)], [(mesh[0] // size, 4, 4)] * size
+        windows = [torch.randn(*n_meshes, *shape, generator=generator, dtype=F64) for shape in sizes]
+        whole = torch.zeros(*n_meshes, *mesh, dtype=F64)
+        places = [
+            torch.meshgrid(*(torch.arange(a, a + n) % m for a, n, m in zip(s, c, mesh)), indexing="ij")
+            for s, c in zip(starts, sizes)
+        ]
+        for values, place in zip(windows, places):
+            whole[(slice(None), slice(None), *place)] += values
+        told = [number for pair in zip(starts, sizes) for numbers in pair for number in numbers]
+        first, end = division_of(mesh, told, rank).columns[rank]
+        here = windows[rank].requires_grad_()
+        spectrum = window_spectrum(here, mesh, told, rank, number)
+        expected = torch.view_as_real(torch.fft.rfftn(whole, dim=(-3, -2, -1)))
+        assert_equal(spectrum.detach(), expected[:, :, :, first:end].detach(), (mesh, "spectrum"))
+        factor = torch.randn(expected.shape, generator=generator, dtype=F64)
+        complex_values = torch.view_as_complex(expected * factor)
+        back = torch.fft.irfftn(complex_values, s=mesh, dim=(-3, -2, -1), norm="forward")
+        values = window_values(spectrum * factor[:, :, :, first:end], mesh, told, rank, number)
+        assert_equal(values.detach(), back[(slice(None), slice(None), *places[rank])], (mesh, "values"))
+        # the derivative of both is the transpose of both, and so is that of the transpose
+        other = torch.randn(values.shape, dtype=F64, requires_grad=True)
+        (slope,) = torch.autograd.grad(values, here, other, create_graph=True)
+        (second,) = torch.autograd.grad(slope, other, here.detach())
+        assert_equal(second, values.detach(), (mesh, "transpose"))
+        products = torch.stack([(other * values).sum(), (slope * here).sum()]).detach()
+        dist.all_reduce(products, group=group)
+        assert_equal(products[:1], products[1:], (mesh, "inner product"))
 
 
 # -- interactions ---------------------------------------------------------------------------------

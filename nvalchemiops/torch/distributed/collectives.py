@@ -43,6 +43,11 @@ def number_of(group: Any) -> int:
     return number
 
 
+def group_of(number: int) -> Any:
+    """The group of ranks with this number."""
+    return _groups[number]
+
+
 @functools.cache
 def _end_in_order() -> None:
     """At the end of the process let threads of gloo finish while there is an interpreter.

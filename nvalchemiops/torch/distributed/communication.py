@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nvalchemiops.torch.runtime.memory import new_empty
+
 PATIENCE = 2.0
 """Seconds in which ranks that are still there say so after a failure."""
 
@@ -59,7 +61,7 @@ def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 
 def swap_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> torch.Tensor:
     """Rows from all ranks; see `nvalchemiops.torch.distributed.collectives.all_to_all_rows`."""
-    rows = values.new_empty((sum(receive), *values.shape[1:]))
+    rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)
     with _named(group):
         dist.all_to_all_single(rows, values, list(receive), list(send), group=group)
     return rows

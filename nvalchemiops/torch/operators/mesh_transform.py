@@ -23,7 +23,7 @@ TINY = 2**12
 """Points of meshes, in all, up to which a transform takes one thread. The largest with other bits on two had 2,744."""
 
 
-def _doubled(n: int, like: torch.Tensor) -> torch.Tensor:
+def weights_of_planes(n: int, like: torch.Tensor) -> torch.Tensor:
     """How often (n // 2 + 1, 1) a plane counts in a sum over the whole mesh, whose other half has the conjugates."""
     plane = torch.arange(n // 2 + 1, device=like.device).unsqueeze(1)
     return torch.where((plane == 0) | (2 * plane == n), 1.0, 2.0).to(like.dtype)
@@ -31,11 +31,11 @@ def _doubled(n: int, like: torch.Tensor) -> torch.Tensor:
 
 def _spectrum_pullback(values: torch.Tensor, grad_spectrum: torch.Tensor) -> torch.Tensor:
     n = values.shape[-1]
-    return mesh_values(grad_spectrum / _doubled(n, grad_spectrum), n)
+    return mesh_values(grad_spectrum / weights_of_planes(n, grad_spectrum), n)
 
 
 def _values_pullback(n: int, grad_values: torch.Tensor) -> torch.Tensor:
-    return mesh_spectrum(grad_values) * _doubled(n, grad_values)
+    return mesh_spectrum(grad_values) * weights_of_planes(n, grad_values)
 
 
 def _spectrum_of_slices(info: Any, in_dims: tuple[int | None, ...], values: torch.Tensor) -> tuple[torch.Tensor, int]:

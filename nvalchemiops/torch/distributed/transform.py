@@ -1,0 +1,291 @@
+"""The Fourier transform of a mesh that is divided among ranks, as torch ops that differentiate into each other.
+
+Each rank has a *window* of the mesh, a box of its points; windows overlap, and the mesh is their sum. For the transform
+it is cut into slabs of planes along the first axis, one for each rank, and after two of the three transforms into slabs
+along the second axis, as in every distributed transform. The real transform comes first, so that half as many complex
+numbers move.
+
+One op has all of it: its memory is that of the parts that are sent, and nothing is recorded on the way.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.specs import real_of
+from nvalchemiops.torch.distributed.collectives import group_of
+from nvalchemiops.torch.distributed.communication import swap_rows
+from nvalchemiops.torch.operators.mesh_transform import weights_of_planes
+from nvalchemiops.torch.runtime.memory import new_empty
+
+Numbers = tuple[int, ...]
+Ends = tuple[int, int]
+
+# -- geometry -------------------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """Points in a row along an axis: where they begin in a window and in a slab, and how many there are."""
+
+    in_window: int
+    in_slab: int
+    size: int
+
+
+def _runs(start: int, size: int, n: int, first: int, end: int) -> tuple[Run, ...]:
+    """Points of a window on a periodic axis of n that lie from ``first`` to ``end``, counted from there."""
+    found = []
+    for turn in range(start // n, (start + size - 1) // n + 1):
+        low, high = max(start, turn * n + first), min(start + size, turn * n + end)
+        if low < high:
+            found.append(Run(low - start, low - turn * n - first, high - low))
+    return tuple(found)
+
+
+class Overlap(NamedTuple):
+    """Where a window and a slab meet, by runs along each axis. Planes that are sent have all points of the window."""
+
+    x: tuple[Run, ...]
+    y: tuple[Run, ...]
+    z: tuple[Run, ...]
+    shape: Numbers
+
+    @property
+    def planes(self) -> list[int]:
+        """Planes of each run."""
+        return [run.size for run in self.x]
+
+    def in_window(self, window: torch.Tensor) -> list[torch.Tensor]:
+        """The planes of a window, run by run."""
+        return [window.narrow(1, run.in_window, run.size) for run in self.x]
+
+    def boxes(self, planes: Sequence[torch.Tensor], slab: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The same points of the planes of a window, run by run, and of a slab."""
+        for part, x in zip(planes, self.x):
+            of_planes = slab.narrow(1, x.in_slab, x.size)
+            for y, z in itertools.product(self.y, self.z):
+                here = part.narrow(2, y.in_window, y.size).narrow(3, z.in_window, z.size)
+                yield here, of_planes.narrow(2, y.in_slab, y.size).narrow(3, z.in_slab, z.size)
+
+
+class Division(NamedTuple):
+    """How a mesh is divided, as one rank sees it.
+
+    Attributes
+    ----------
+    mesh : (int, int, int)
+    rank : int
+    slabs, columns : tuple of (int, int)
+        For each rank its first plane and the one after its last, along the first and the second axis.
+    window : (int, int, int)
+        Points of the window of this rank.
+    of_window, of_slab : tuple of Overlap
+        For each rank where its slab meets the window of this one, and where its window meets the slab of this one.
+    """
+
+    mesh: Numbers
+    rank: int
+    slabs: tuple[Ends, ...]
+    columns: tuple[Ends, ...]
+    window: Numbers
+    of_window: tuple[Overlap, ...]
+    of_slab: tuple[Overlap, ...]
+
+
+def slabs_of(n: int, count: int) -> tuple[Ends, ...]:
+    """The first of each of ``count`` parts of ``n`` planes, and the one after its last."""
+    return tuple(itertools.pairwise(n * part // count for part in range(count + 1)))
+
+
+@functools.lru_cache(maxsize=64)
+def _division(mesh: Numbers, windows: Numbers, rank: int) -> Division:
+    boxes = [windows[at : at + 3] for at in range(0, len(windows), 3)]
+    starts, sizes = boxes[::2], boxes[1::2]
+    slabs, columns = (slabs_of(n, len(starts)) for n in mesh[:2])
+
+    def overlap(of: int, owner: int) -> Overlap:
+        ends = (slabs[owner], (0, mesh[1]), (0, mesh[2]))
+        x, y, z = (_runs(starts[of][a], sizes[of][a], mesh[a], *ends[a]) for a in range(3))
+        return Overlap(x, y, z, (sum(run.size for run in x), *sizes[of][1:]))
+
+    ranks = range(len(starts))
+    of_window, of_slab = tuple(overlap(rank, r) for r in ranks), tuple(overlap(r, rank) for r in ranks)
+    return Division(mesh, rank, slabs, columns, sizes[rank], of_window, of_slab)
+
+
+def division_of(mesh: Sequence[int], windows: Sequence[int], rank: int) -> Division:
+    """The division of a mesh, from the first point and the size of the window of each rank, six numbers."""
+    return _division(tuple(mesh), tuple(windows), rank)
+
+
+# -- windows and slabs ----------------------------------------------------------------------------
+
+
+def _blocks(
+    overlaps: Sequence[Overlap], rank: int, like: torch.Tensor, memory: torch.Tensor | None = None
+) -> tuple[torch.Tensor, list[int], list[list[torch.Tensor]]]:
+    """Memory of planes for, or from, each other rank; its sizes; and the planes run by run. None for this rank."""
+    n_meshes = like.shape[0]
+    sizes = [0 if r == rank else n_meshes * math.prod(overlap.shape) for r, overlap in enumerate(overlaps)]
+    if memory is None:
+        memory = new_empty((sum(sizes),), like.dtype, like.device)
+    parts: list[list[torch.Tensor]] = []
+    for part, overlap in zip(memory.split(sizes), overlaps):
+        parts.append(list(part.view(n_meshes, *overlap.shape).split(overlap.planes, 1)) if part.numel() else [])
+    return memory, sizes, parts
+
+
+def _to_slab(window: torch.Tensor, division: Division, group: Any) -> torch.Tensor:
+    """The slab (n_meshes, n_planes, n_y, n_z) of this rank, to which all ranks add their windows."""
+    rank, of_window, of_slab = division.rank, division.of_window, division.of_slab
+    sent, sizes, blocks = _blocks(of_window, rank, window)
+    for overlap, block in zip(of_window, blocks):
+        for part, planes in zip(block, overlap.in_window(window)):
+            part.copy_(planes)
+    received = [0 if r == rank else window.shape[0] * math.prod(overlap.shape) for r, overlap in enumerate(of_slab)]
+    memory = swap_rows(sent, sizes, received, group)
+    first, end = division.slabs[rank]
+    slab = new_empty((window.shape[0], end - first, *division.mesh[1:]), window.dtype, window.device)
+    here = of_slab[rank]
+    if here.shape != slab.shape[1:] or len(here.y) * len(here.z) > 1:  # the window does not cover the slab
+        slab.zero_()
+    for planes, points in here.boxes(here.in_window(window), slab):
+        points.copy_(planes)
+    for overlap, block in zip(of_slab, _blocks(of_slab, rank, window, memory)[2]):
+        for planes, points in overlap.boxes(block, slab):
+            points.add_(planes)
+    return slab
+
+
+def _to_window(slab: torch.Tensor, division: Division, group: Any) -> torch.Tensor:
+    """Values (n_meshes, *window) on the window of this rank from those on the slabs of all ranks."""
+    rank, of_window, of_slab = division.rank, division.of_window, division.of_slab
+    sent, sizes, blocks = _blocks(of_slab, rank, slab)
+    for overlap, block in zip(of_slab, blocks):
+        for planes, points in overlap.boxes(block, slab):
+            planes.copy_(points)
+    received = [0 if r == rank else slab.shape[0] * math.prod(overlap.shape) for r, overlap in enumerate(of_window)]
+    memory = swap_rows(sent, sizes, received, group)
+    window = new_empty((slab.shape[0], *division.window), slab.dtype, slab.device)
+    here = of_window[rank]
+    for planes, points in here.boxes(here.in_window(window), slab):
+        planes.copy_(points)
+    for overlap, block in zip(of_window, _blocks(of_window, rank, slab, memory)[2]):
+        for part, planes in zip(block, overlap.in_window(window)):
+            planes.copy_(part)
+    return window
+
+
+# -- slabs along the first axis, and along the second ---------------------------------------------
+
+
+def _swap(values: torch.Tensor, division: Division, group: Any, to_columns: bool) -> torch.Tensor:
+    """Complex slabs (n_meshes, n_x, n_y, n_z) cut along the first axis, then cut along the second, or back."""
+    rank, (n_meshes, _, _, n_z) = division.rank, values.shape
+    ours, theirs = (division.slabs, division.columns) if to_columns else (division.columns, division.slabs)
+    n_ours, n_theirs = (cut[rank][1] - cut[rank][0] for cut in (ours, theirs))
+    # axes along which values are sent in pieces, and along which pieces arrive
+    axis, other = (2, 1) if to_columns else (1, 2)
+
+    def pieces(memory: torch.Tensor, cut: Sequence[Ends], along: int, across: int) -> list[torch.Tensor]:
+        sizes = [n_meshes * (end - first) * across * n_z for first, end in cut]
+        shapes = [(end - first, across) if along == 1 else (across, end - first) for first, end in cut]
+        return [part.view(n_meshes, *shape, n_z) for part, shape in zip(memory.split(sizes), shapes)]
+
+    def in_order(along: int) -> bool:
+        """Whether pieces along this axis, one after the other, are all of the values."""
+        return n_meshes == 1 and along == 1
+
+    if in_order(axis) and values.is_contiguous():
+        sent = values.view(-1)
+    else:
+        sent = new_empty((values.numel(),), values.dtype, values.device)
+        for piece, (first, end) in zip(pieces(sent, theirs, axis, n_ours), theirs):
+            piece.copy_(values.narrow(axis, first, end - first))
+    send = [n_meshes * n_ours * (end - first) * n_z for first, end in theirs]
+    receive = [n_meshes * n_theirs * (end - first) * n_z for first, end in ours]
+    found = torch.view_as_complex(swap_rows(torch.view_as_real(sent), send, receive, group))
+    shape = [n_meshes, 0, 0, n_z]
+    shape[other], shape[axis] = ours[-1][1], n_theirs
+    if in_order(other):
+        return found.view(shape)
+    result = new_empty(shape, values.dtype, values.device)
+    for piece, (first, end) in zip(pieces(found, ours, other, n_theirs), ours):
+        result.narrow(other, first, end - first).copy_(piece)
+    return result
+
+
+# -- the transform --------------------------------------------------------------------------------
+
+
+def _of_spectrum(values: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], rank: int, _: int) -> Any:
+    first, end = division_of(mesh, windows, rank).columns[rank]
+    return (*values.shape[:2], mesh[0], end - first, mesh[2] // 2 + 1, 2)
+
+
+def _of_values(spectrum: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], rank: int, _: int) -> Any:
+    return (*spectrum.shape[:2], *division_of(mesh, windows, rank).window)
+
+
+def _spectrum_pullback(
+    mesh: Sequence[int], windows: Sequence[int], rank: int, group: int, grad_spectrum: torch.Tensor
+) -> torch.Tensor:
+    return window_values(grad_spectrum / weights_of_planes(mesh[2], grad_spectrum), mesh, windows, rank, group)
+
+
+def _values_pullback(
+    mesh: Sequence[int], windows: Sequence[int], rank: int, group: int, grad_values: torch.Tensor
+) -> torch.Tensor:
+    return window_spectrum(grad_values, mesh, windows, rank, group) * weights_of_planes(mesh[2], grad_values)
+
+
+@warp_custom_op(
+    "nvalchemiops::window_spectrum",
+    outputs=[OutputSpec("spectrum", real_of, _of_spectrum)],
+    backward=_spectrum_pullback,
+)
+def window_spectrum(
+    values: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], rank: int, group: int
+) -> torch.Tensor:
+    """Half of the Fourier transform of the sum of the windows of all ranks, for the columns of this rank.
+
+    Parameters
+    ----------
+    values : (n_systems, n_channels, *window) tensor
+    mesh : (int, int, int)
+    windows : sequence of int
+        First point and size of the window of each rank, six numbers.
+    rank, group : int
+        The group by its number (`nvalchemiops.torch.distributed.collectives.number_of`).
+
+    Returns
+    -------
+    (n_systems, n_channels, n_x, n_columns, n_z // 2 + 1, 2) tensor
+    """
+    division, ranks = division_of(mesh, windows, rank), group_of(group)
+    slab = _to_slab(values.flatten(0, 1), division, ranks)
+    columns = torch.fft.fft(_swap(torch.fft.rfft2(slab), division, ranks, True), dim=1)
+    return torch.view_as_real(columns).unflatten(0, values.shape[:2])
+
+
+@warp_custom_op(
+    "nvalchemiops::window_values",
+    outputs=[OutputSpec("values", real_of, _of_values)],
+    backward=_values_pullback,
+)
+def window_values(
+    spectrum: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], rank: int, group: int
+) -> torch.Tensor:
+    """Real values (n_systems, n_channels, *window) from the columns of all ranks, not divided by the number of points.
+
+    Arguments as of `window_spectrum`.
+    """
+    division, ranks = division_of(mesh, windows, rank), group_of(group)
+    columns = torch.fft.ifft(torch.view_as_complex(spectrum.flatten(0, 1)), dim=1, norm="forward")
+    slab = torch.fft.irfft2(_swap(columns, division, ranks, False), s=tuple(mesh[1:]), norm="forward")
+    return _to_window(slab, division, ranks).unflatten(0, spectrum.shape[:2])
