@@ -11,6 +11,7 @@ from nvalchemiops.torch.distributed import Domain
 from nvalchemiops.torch.interactions.electrostatics import (
     ParticleMeshEwald,
     coulomb_energy_forces,
+    electrostatic_potential,
     ewald_real_space,
     ewald_reciprocal_space,
     ewald_summation,
@@ -183,6 +184,44 @@ def modules_choose_for_all_sources(group: Any) -> None:
     for name in ("energies", "forces", "dipole_gradients"):
         assert_equal(domain.gather(getattr(found, name)), getattr(expected, name)[mine], name)
     assert_equal(found.virial, expected.virial, "virial")
+
+
+@case(2)
+def potentials_at_atoms(group: Any) -> None:
+    """Features of two receivers, of which one width is trained, with second derivatives; all terms; open systems."""
+    atoms = Atoms(n=3)
+    sources = Sources(atoms.count)
+    pairs = torch.stack([torch.arange(0, 24, 7), torch.arange(0, 24, 7) + 2])
+    slab = {"slab_correction": True, "pbc": torch.tensor([True, True, False])}
+
+    def energies_of(x, q, cell, dipoles, widths, alpha, receivers, **where):
+        given = {"dipoles": dipoles, "widths": widths, "receiver_widths": receivers, "cutoff": CUTOFF}
+        found = electrostatic_potential(x, q, cell, alpha=alpha, k_cutoff=4.0, exclusions=pairs, **given, **where)
+        return {
+            f"atom {field} {k}": getattr(found, field)[:, k] for field in ("potential", "gradient") for k in range(2)
+        }
+
+    numbers = (torch.tensor(0.7, dtype=F64), torch.tensor([0.3, 0.6], dtype=F64))
+    compare(group, atoms, energies_of, numbers, (sources.dipoles, sources.widths))
+
+    batch = Atoms(batch=True, n=3)
+    batch_idx, mine = batch.batch_idx, batch.mine(group)
+    held = batch_idx[mine]
+    domain = Domain(atoms.positions[mine], batch.cells, batch_idx=held, cutoff=CUTOFF, skin=0.3, group=group)
+    in_open = Domain(atoms.positions[mine], batch_idx=held, num_systems=2, cutoff=CUTOFF, skin=0.3, group=group)
+    names = {"dipoles": sources.dipoles, "quadrupoles": sources.quadrupoles}
+    of_mesh = {"method": "pme", "mesh_dimensions": (12, 15, 14), "spline_order": 6, "alpha": 0.7}
+    for cell, place, more in (
+        (batch.cells, domain, {**of_mesh, **slab, "surface_dielectric": 2.0, "receiver_widths": [0.4]}),
+        (batch.cells, domain, {"accuracy": 1e-4, "widths": 0.4, "self_interaction": True}),
+        (None, in_open, {"exclusions": 2 * (pairs // 2), "receiver_widths": [0.4, 0.0]}),
+    ):
+        options = {"cutoff": CUTOFF, "derivatives": 2, **more}
+        whole = electrostatic_potential(atoms.positions, atoms.charges, cell, batch_idx, **names, **options)
+        x, q, *values = (place.distribute(t[mine]) for t in (atoms.positions, atoms.charges, *names.values()))
+        found = electrostatic_potential(x, q, cell, **dict(zip(names, values)), **options, domain=place)
+        for k, (ours, theirs) in enumerate(zip(found, whole, strict=True)):
+            assert_equal(place.gather(ours), theirs[mine], (more, k))
 
 
 @case(3)

@@ -16,7 +16,7 @@ sees ``s²/2`` times the second derivative besides.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -42,11 +42,21 @@ from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVec
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
 from nvalchemiops.torch.interactions.pair.moments import pair_moments
+from nvalchemiops.torch.interactions.pair.shares import (
+    exclusions_of_share,
+    moments_with_ghosts,
+    of_all_atoms,
+    rows_of_share,
+    together,
+)
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.operators.segments import spread_systems, totals
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 
 class Potentials(NamedTuple):
@@ -97,6 +107,7 @@ def electrostatic_potential(
     surface_dielectric: float | None = None,
     exclusions: torch.Tensor | None = None,
     exclusion_factors: torch.Tensor | None = None,
+    domain: "Domain | None" = None,
 ) -> Potentials:
     """Potential, gradient and second derivatives at all atoms, seen through Gaussian receivers.
 
@@ -129,6 +140,8 @@ def electrostatic_potential(
         As for `ewald_summation`: the potential is the gradient of the energy with these terms. They need a ``cell``.
     exclusions, exclusion_factors
         As for `ewald_summation`: pairs of atoms that do not see each other's nearest image, or with a factor.
+    domain : Domain, optional
+        The system is divided among ranks, as for `ewald_summation`. Open systems need a ``cutoff`` then.
 
     Returns
     -------
@@ -148,20 +161,25 @@ def electrostatic_potential(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
     dielectric = check_dielectric(surface_dielectric)
-    atoms = System(positions, charges, cell, batch_idx, pbc, None, None, dipoles, quadrupoles, widths)
+    atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
     if cell is None:
         periodic = {"pbc": pbc, "slab_correction": slab_correction or None, "surface_dielectric": dielectric}
         for name, value in periodic.items():
             if value is not None:
                 raise ValueError(f"`{name}` needs a `cell`")
         system = _open_system(atoms)
-        system = system._replace(exclusions=exclusion_rows(exclusions, exclusion_factors, positions))
-        if system.exclusions is not None:
-            check_same_system(system.exclusions, system.batch_idx)
+        if domain is not None:
+            of_pairs = exclusions_of_share(domain, exclusions, exclusion_factors, positions)
+        else:
+            of_pairs = exclusion_rows(exclusions, exclusion_factors, positions)
+        system = system._replace(exclusions=of_pairs)
+        if of_pairs is not None and domain is None:
+            check_same_system(of_pairs, system.batch_idx)
         receivers = _receivers(receiver_widths, system, self_interaction)
-        rows = _rows_of_open(neighbors, cutoff, system)
+        rows, reach = _rows_of_open(neighbors, cutoff, system)
         parts = [
-            _of_pairs(system, rows, None, receiver, derivatives) + _own_part(system, None, receiver, derivatives, keeps)
+            _of_pairs(system, rows, None, receiver, derivatives, reach)
+            + _own_part(system, None, receiver, derivatives, keeps)
             for receiver, keeps in receivers
         ]
         return _potentials(parts, system, derivatives)
@@ -175,7 +193,11 @@ def electrostatic_potential(
         long_range = KVectorSum.given(None, k_cutoff, None, None, system)
     accuracy = check_accuracy(accuracy, positions)
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-    found_rows = rows_of(neighbors, system.positions, periodic=True)
+    found_rows = None
+    if system.domain is None:
+        found_rows = rows_of(neighbors, system.positions, periodic=True)
+    else:
+        alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
     splitting = choose_splitting(_widest(system, receivers), long_range, alpha, cutoff, found_rows, accuracy)
     split = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
     if not long_range.is_given:
@@ -186,8 +208,9 @@ def electrostatic_potential(
     if dielectric is not None:
         far = far + _of_term(SurfaceTerm(dielectric), system, derivatives)
     parts = []
+    reach = None if system.domain is None else splitting.cutoff  # its list goes further, by a skin
     for receiver, keeps in receivers:
-        near = _of_pairs(system, splitting.rows, split, receiver, derivatives)
+        near = _of_pairs(system, splitting.rows, split, receiver, derivatives, reach)
         own = _own_part(system, split, receiver, derivatives, keeps) + _background(system, receiver, derivatives)
         if system.slab_axes is not None:
             own = own + _of_slab(system, receiver, derivatives)
@@ -240,31 +263,43 @@ def _with_moments(system: ChargedSystem) -> ChargedSystem:
 
 def _open_system(atoms: System) -> ChargedSystem:
     """A checked system without a cell; its cells are not used."""
-    positions, charges = atoms.positions, atoms.charges
+    positions, charges, domain = atoms.positions, atoms.charges, atoms.domain
     assert charges is not None
-    checks.check_positions(positions, finite=False)
-    check_charges(charges, positions, channels=True)
-    batch_idx, n_systems = checks.check_batch(atoms.batch_idx, positions)
-    moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, positions)
+    with together(domain):
+        checks.check_positions(positions, finite=False)
+        check_charges(charges, positions, channels=True)
+        if domain is None:
+            batch_idx, n_systems = checks.check_batch(atoms.batch_idx, positions)
+        else:
+            domain._check(atoms)
+            batch_idx, n_systems = domain.batch_idx, domain.n_systems
+        given_widths = of_all_atoms(domain, atoms.widths)
+        moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, given_widths, positions)
     columns = charges.reshape(charges.shape[0], -1)
     cell = positions.new_zeros(1 if n_systems is None else n_systems, 3, 3)
     return ChargedSystem(positions, columns, charges.ndim == 2, cell, batch_idx)._replace(
-        moments=moments, widths=widths
+        moments=moments, widths=widths, domain=domain
     )
 
 
-def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem) -> Rows:
+def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem) -> tuple[Rows, float | None]:
+    """Neighbors, and their reach where they are to end sooner than the list."""
     cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    if system.domain is not None:
+        if cutoff is None:
+            raise ValueError("`cutoff` is needed for an open system with a `domain`: neighbors are found by it")
+        system.domain._splitting(None, cutoff, neighbors)
+        return system.rows_within(cutoff), cutoff
     rows = rows_of(neighbors, system.positions, periodic=False)
     if rows is not None:
-        return rows
+        return rows, None
     if cutoff is None:
         x = system.positions.detach()
         if not may_read(x):
             raise ValueError("`cutoff` or neighbors are needed where positions cannot be read")
         extent = float((x.amax(0) - x.amin(0)).norm()) if x.shape[0] else 0.0
         cutoff = 1.001 * extent + 1.0
-    return build_rows(system.positions, cutoff, None, system.batch_idx)
+    return build_rows(system.positions, cutoff, None, system.batch_idx), None
 
 
 Receiver = torch.Tensor | None
@@ -273,6 +308,13 @@ Receiver = torch.Tensor | None
 
 def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> list[tuple[Receiver, bool]]:
     """Receivers, each with whether atoms see themselves; raise unless they are Gaussians then."""
+    with together(system.domain):
+        if isinstance(values, torch.Tensor) and system.domain is not None:
+            values = system.domain.replicated(values)
+        return _checked_receivers(values, system, self_interaction)
+
+
+def _checked_receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> list[tuple[Receiver, bool]]:
     keeps = checks.check_flag("self_interaction", self_interaction)
     positions, widths = system.positions, system.widths
     found: list[Receiver]
@@ -362,7 +404,12 @@ def _of_exclusions(system: ChargedSystem, alpha: torch.Tensor, derivatives: int)
 
 
 def _of_pairs(
-    system: ChargedSystem, rows: Rows, alpha: torch.Tensor | None, receiver: Receiver, derivatives: int
+    system: ChargedSystem,
+    rows: Rows,
+    alpha: torch.Tensor | None,
+    receiver: Receiver,
+    derivatives: int,
+    cutoff: float | None,
 ) -> torch.Tensor:
     """The same of the pairs, what is beyond the long-range part if there is an alpha."""
     positions, widths = system.positions, system.widths
@@ -372,7 +419,7 @@ def _of_pairs(
     if gaussians:
         of_sources = (torch.zeros_like(positions[:, 0]) if widths is None else widths).unsqueeze(1).contiguous()
         of_rows = (torch.zeros_like(positions[:, 0]) if receiver is None else receiver).unsqueeze(1).contiguous()
-    return _of_rows(system, rows, system.exclusions, formula, alpha, of_sources, of_rows, derivatives)
+    return _of_rows(system, rows, system.exclusions, formula, alpha, of_sources, of_rows, derivatives, cutoff)
 
 
 def _of_rows(
@@ -384,17 +431,24 @@ def _of_rows(
     of_sources: torch.Tensor | None,
     of_rows: torch.Tensor | None,
     derivatives: int,
+    cutoff: float | None = None,
 ) -> torch.Tensor:
     """Derivatives of a radial function of neighbors, whose parameters as sources and as receivers may differ."""
-    positions = system.positions
+    positions, batch_idx, domain = system.positions, system.batch_idx, system.domain
     assert system.moments is not None
+    moments = system.moments.contiguous()
+    if domain is not None:
+        rows, _ = rows_of_share(domain, rows, "", (positions, system.cell, moments, of_sources, of_rows, alpha))
+        positions, moments, of_sources, batch_idx = moments_with_ghosts(domain, positions, moments, of_sources)
+        if of_rows is not None:  # what ghosts receive counts on other ranks
+            of_rows = torch.cat([of_rows, of_rows.new_ones((domain.n_ghosts, 1))])
     excluded = (None, None, None) if exclusions is None else exclusions[:3]
     found = pair_moments(
         formula.text,
         "",
         "m",
         derivatives,
-        system.moments.contiguous(),
+        moments,
         None,
         positions,
         None if alpha is None else system.cell,
@@ -402,14 +456,14 @@ def _of_rows(
         of_rows,
         None if alpha is None else alpha.to(positions.dtype).unsqueeze(1),
         None,
-        system.batch_idx,
+        batch_idx,
         system.n_systems,
         *rows,
         *excluded,
-        NO_CUTOFF,
+        NO_CUTOFF if cutoff is None else cutoff,
         0.0,
     )[0]
-    return found.to(torch.float64)
+    return (found if domain is None else found[: domain.n_owned]).to(torch.float64)
 
 
 def _own_part(
@@ -450,6 +504,7 @@ def _background(system: ChargedSystem, receiver: Receiver, derivatives: int) -> 
     charges = system.charges.to(torch.float64)
     squares = torch.zeros_like(charges) if system.widths is None else charges * _squared(system.widths)
     sums = totals(torch.stack([charges, squares], -1), system.batch_idx, system.n_systems)
+    sums = sums if system.domain is None else system.domain.sum_for_shares(sums)
     factor = (2.0 * math.pi) / system.lattice().volume
     found = spread_systems(factor[:, None, None] * sums, system.batch_idx, system.n_atoms)
     potential = found[..., 1] if receiver is None else found[..., 1] + found[..., 0] * _squared(receiver)
