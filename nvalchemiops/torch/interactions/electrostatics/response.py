@@ -18,7 +18,7 @@ Each is again a function of v, u and θ that is differentiated in the same way, 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,11 +29,16 @@ from nvalchemiops.torch.interactions.electrostatics.response_solver import (
     Tensors,
     check_dependence,
     check_quadratic,
+    returns_atoms,
     solve,
     with_fields,
 )
+from nvalchemiops.torch.interactions.pair.shares import together
 from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime.context import eager
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 OWN = ("hardness", "electronegativity", "total_charge", "polarizabilities", "external_field")
 """Arguments that enter the energies of single atoms, in the order in which they are kept."""
@@ -76,6 +81,7 @@ def induced_moments(
     initial: InducedMoments | None = None,
     tolerance: float | None = None,
     max_iterations: int = 200,
+    domain: "Domain | None" = None,
 ) -> InducedMoments:
     """Charges and dipoles at which the energy is lowest, as differentiable functions of all that it depends on.
 
@@ -112,6 +118,10 @@ def induced_moments(
         backward passes. 1e-8 by default, in float32 1e-5.
     max_iterations : int, optional
         How many products with A conjugate gradients may take.
+    domain : Domain, optional
+        The system is divided among ranks (`nvalchemiops.torch.distributed`): values of atoms are those of the atoms
+        that this rank owns. ``energy`` gives the domain to the sums in it, and returns energies of these atoms, or
+        energies of systems that are complete on all ranks.
 
     Returns
     -------
@@ -143,7 +153,13 @@ def induced_moments(
         "polarizabilities": polarizabilities,
         "external_field": external_field,
     }
-    problem, tensors = _check(energy, parameters, given, batch_idx, n_systems, tolerance, max_iterations)
+    batch = _Batch(batch_idx, n_systems)
+    if domain is not None:
+        batch = _batch_of_domain(domain, batch, external_field)
+    with together(domain):
+        problem, tensors = _check(energy, parameters, given, batch, tolerance, max_iterations)
+    if domain is not None:
+        problem = problem._replace(returns_atoms=returns_atoms(problem, tensors))
     start = None if initial is None else problem.deviations(initial[:2], tensors)
     v, energies, residuals, iterations = _Minimum.apply(problem, start, *tensors)
     charges, dipoles = problem.sources(v, tensors)
@@ -274,7 +290,7 @@ class _Inverse(torch.autograd.Function):
 
 def _per_system(problem: Problem, energies: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
     """The sum of energies of systems, divided by numbers (n_atoms, 1) that are the same in a system."""
-    counts = problem.sums(torch.ones_like(divisor[:, 0]))
+    counts = problem.counts(divisor)
     inverse = problem.sums(1.0 / divisor[:, 0]) / torch.where(counts > 0.0, counts, 1.0)
     return (energies * inverse).sum()
 
@@ -302,8 +318,29 @@ class _MinimalEnergy(torch.autograd.Function):
 # -- checks ----------------------------------------------------------------------------------------
 
 
+class _Batch(NamedTuple):
+    """Systems of the atoms, and how ranks share them."""
+
+    batch_idx: Any
+    n_systems: Any
+    domain: "Domain | None" = None
+    has_field_of_systems: bool | None = None  # whether fields are those of systems, where ranks had to agree
+
+
+def _batch_of_domain(domain: "Domain", batch: _Batch, field: Any) -> _Batch:
+    """The systems of a domain. A collective call."""
+    with together(domain):
+        if batch.batch_idx is not None or batch.n_systems not in (1, domain.n_systems):
+            raise ValueError("`batch_idx` and `n_systems` belong to the `domain`: leave them out")
+    of_systems = None
+    if isinstance(field, torch.Tensor) and field.ndim == 2:
+        misfits = torch.tensor([field.shape[0] != domain.n_systems], dtype=torch.int32, device=domain.device)
+        of_systems = not bool(domain._maximum(misfits))
+    return _Batch(domain.batch_idx, domain.n_systems, domain, of_systems)
+
+
 def _check(
-    energy: Any, parameters: Any, given: dict[str, Any], batch_idx: Any, n_systems: Any, tolerance: Any, most: Any
+    energy: Any, parameters: Any, given: dict[str, Any], batch: _Batch, tolerance: Any, most: Any
 ) -> tuple[Problem, list[torch.Tensor]]:
     """The problem and its tensors; raise unless the arguments of `induced_moments` fit together."""
     if not callable(energy):
@@ -321,8 +358,10 @@ def _check(
     if like.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"`{first}` must be float32 or float64, got {like.dtype}")
     n_atoms = like.shape[0] if like.ndim else 0
-    n_systems = checks.check_count("n_systems", n_systems)
-    batch_idx, _ = checks.check_batch(batch_idx, like.new_empty(n_atoms, 0), n_systems)
+    n_systems, domain = checks.check_count("n_systems", batch.n_systems), batch.domain
+    if domain is not None and n_atoms != domain.n_owned:
+        raise ValueError(f"`{first}` must be that of the atoms that this rank owns, ({domain.n_owned},), got {n_atoms}")
+    batch_idx, _ = checks.check_batch(batch.batch_idx, like.new_empty(n_atoms, 0), n_systems)
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {
         "hardness": ((n_atoms,),),
         "electronegativity": ((n_atoms,),),
@@ -347,11 +386,12 @@ def _check(
             raise ValueError(f"`{name}` must have shape {allowed}, got {tuple(value.shape)}")
         found[name] = value
     if "total_charge" in found:
-        found["total_charge"] = found["total_charge"].expand(n_systems)
+        total = found["total_charge"].expand(n_systems)
+        found["total_charge"] = total if domain is None else domain.replicated(total)
     if polarizabilities is not None and polarizabilities.ndim == 3:
         found["polarizabilities"] = 0.5 * (polarizabilities + polarizabilities.mT)
     if "external_field" in found:
-        found["external_field"] = _field_of_atoms(found["external_field"], batch_idx, n_systems, n_atoms)
+        found["external_field"] = _field_of_atoms(found["external_field"], batch, batch_idx, n_atoms)
     if isinstance(parameters, torch.Tensor):
         raise TypeError("`parameters` must be a sequence of tensors, got one tensor")
     parameters = list(parameters)
@@ -361,11 +401,16 @@ def _check(
         tolerance = 1e-8 if like.dtype == torch.float64 else 1e-5
     tolerance = checks.check_positive("tolerance", tolerance)
     most = checks.check_count("max_iterations", most)
-    problem = Problem(energy, tuple(found), n_atoms, batch_idx, n_systems, tolerance, most)
+    problem = Problem(energy, tuple(found), n_atoms, batch_idx, n_systems, tolerance, most, domain)
     return problem, [*found.values(), *parameters]
 
 
-def _field_of_atoms(field: torch.Tensor, batch_idx: Any, n_systems: int, n_atoms: int) -> torch.Tensor:
-    if field.ndim == 1:
-        return field.expand(n_atoms, 3)
-    return spread_systems(field, batch_idx, n_atoms) if field.shape[0] == n_systems else field
+def _field_of_atoms(field: torch.Tensor, batch: _Batch, batch_idx: Any, n_atoms: int) -> torch.Tensor:
+    """The field (n_atoms, 3) at each atom; where ranks share one, with a gradient that is complete on each."""
+    of_systems = batch.has_field_of_systems
+    if of_systems is None:
+        of_systems = field.shape[0] == batch.n_systems
+    if field.ndim == 2 and not of_systems:
+        return field
+    field = field if batch.domain is None else batch.domain.replicated(field)
+    return field.expand(n_atoms, 3) if field.ndim == 1 else spread_systems(field, batch_idx, n_atoms)

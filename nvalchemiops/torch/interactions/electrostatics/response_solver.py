@@ -6,15 +6,23 @@ interaction E, and K is not built. It is symmetric in the inner product with pol
 
 Conjugate gradients with a fixed sum: N. I. M. Gould, M. E. Hribar and J. Nocedal, SIAM J. Sci. Comput. 23, 1376 (2001),
 doi:10.1137/S1064827598345667, with a diagonal matrix for the preconditioner.
+
+**Several ranks.** Inner products, counts and norms are those of the atoms of all ranks, the same numbers on each, so
+that all ranks take the same steps and end together. Variables and tensors of atoms are own; energies of systems are
+results that all ranks have in common (`Domain.sum`), of which there is one loss: gradients by variables are complete.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.pair.shares import together
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 Tensors = Sequence[torch.Tensor]
 
@@ -35,6 +43,8 @@ class Problem(NamedTuple):
     n_systems: int
     tolerance: float
     max_iterations: int
+    domain: "Domain | None" = None
+    returns_atoms: bool | None = None  # whether E is that of each atom, where ranks had to agree
 
     @property
     def has_charges(self) -> bool:
@@ -51,8 +61,20 @@ class Problem(NamedTuple):
         return dict(zip(self.names, tensors))
 
     def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums (n_systems, ...) over the atoms of each system."""
-        return system_sums(values, self.batch_idx, self.n_systems)
+        """Sums (n_systems, ...) of constants over the atoms of each system."""
+        found = system_sums(values, self.batch_idx, self.n_systems)
+        return found if self.domain is None else self.domain.sum_for_shares(found)
+
+    def results(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums (n_systems,) of energies over the atoms of each system, of which there is one loss."""
+        found = system_sums(values, self.batch_idx, self.n_systems)
+        return found if self.domain is None else self.domain.sum(found)
+
+    def counts(self, like: torch.Tensor) -> torch.Tensor:
+        """Numbers of atoms (n_systems,), in the dtype of a tensor."""
+        if self.domain is not None:
+            return self.domain.atoms_in_systems.to(like.dtype)
+        return self.sums(torch.ones(self.n_atoms, dtype=like.dtype, device=like.device))
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """Values of systems for each of their atoms."""
@@ -61,7 +83,7 @@ class Problem(NamedTuple):
     def mean_charges(self, tensors: Tensors) -> torch.Tensor:
         """The share (n_atoms,) of each atom in the total charge."""
         total = self.own(tensors)["total_charge"]
-        return self.spread(total / self.sums(torch.ones(self.n_atoms, dtype=total.dtype, device=total.device)))
+        return self.spread(total / self.counts(total))
 
     def split(self, columns: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The parts (n_atoms,) of charges and (n_atoms, 3) of dipoles or fields."""
@@ -81,31 +103,46 @@ class Problem(NamedTuple):
     def deviations(self, initial: Sequence[torch.Tensor | None], tensors: Tensors) -> torch.Tensor:
         """These charges and dipoles as columns."""
         columns = []
-        for name, found, unknown in zip(("charges", "dipoles"), initial, (self.has_charges, self.has_dipoles)):
-            if not unknown:
-                continue
-            if found is None or found.shape[0] != self.n_atoms:
-                raise ValueError(f"`initial` must have {name} of {self.n_atoms} atoms")
-            found = found.detach()
-            if name == "charges":
-                found = found - self.spread(self.sums(found) / self.sums(torch.ones_like(found)))
-            columns.append(found.reshape(self.n_atoms, -1))
+        with together(self.domain):
+            for name, found, unknown in zip(("charges", "dipoles"), initial, (self.has_charges, self.has_dipoles)):
+                if not unknown:
+                    continue
+                if found is None or found.shape[0] != self.n_atoms:
+                    raise ValueError(f"`initial` must have {name} of {self.n_atoms} atoms")
+                columns.append(found.detach().reshape(self.n_atoms, -1))
+        if self.has_charges:
+            charges = columns[0][:, 0]
+            columns[0] = (charges - self.spread(self.sums(charges) / self.counts(charges))).unsqueeze(1)
         return torch.cat(columns, 1)
 
     def interaction(self, deviations: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """E of each system."""
-        charges, dipoles = self.split(deviations)
-        unknown = [] if charges is None else [charges + self.mean_charges(tensors)]
-        found = self.energy(*unknown, *([] if dipoles is None else [dipoles]), *tensors[len(self.names) :])
+        found = self.returned(deviations, tensors)
         checks.check_tensor("energy(...)", found)
-        if tuple(found.shape) == (self.n_atoms,):
-            return self.sums(found)
-        if tuple(found.shape) == (self.n_systems,) or (found.ndim == 0 and self.n_systems == 1):
+        of_atoms, of_systems = self.fits(found)
+        if of_atoms and self.returns_atoms is not False:
+            return self.results(found)
+        if of_systems:
             return found.reshape(self.n_systems)
-        raise ValueError(
+        raise self.wrong_shape(found)
+
+    def fits(self, found: torch.Tensor) -> tuple[bool, bool]:
+        """Whether energies have the shape of those of atoms, and of those of systems."""
+        of_systems = tuple(found.shape) == (self.n_systems,) or (found.ndim == 0 and self.n_systems == 1)
+        return tuple(found.shape) == (self.n_atoms,), of_systems
+
+    def wrong_shape(self, found: torch.Tensor) -> ValueError:
+        """The error about energies that are neither."""
+        return ValueError(
             f"`energy` must return a tensor of shape ({self.n_atoms},), for each atom, or ({self.n_systems},), for "
             f"each system, got {tuple(found.shape)}"
         )
+
+    def returned(self, deviations: torch.Tensor, tensors: Tensors) -> torch.Tensor:
+        """What the callable returns."""
+        charges, dipoles = self.split(deviations)
+        unknown = [] if charges is None else [charges + self.mean_charges(tensors)]
+        return self.energy(*unknown, *([] if dipoles is None else [dipoles]), *tensors[len(self.names) :])
 
     def slopes(self, deviations: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """∂E by charges and dipoles, with a graph where gradients are enabled; and E of each system."""
@@ -146,7 +183,7 @@ class Problem(NamedTuple):
             field = 0.5 * v[:, -3:]
             field = field - own["external_field"] if "external_field" in own else field
             parts.append((dipoles * field).sum(1))
-        return self.sums(torch.stack(parts).sum(0))
+        return self.results(torch.stack(parts).sum(0))
 
 
 def _times(polarizabilities: torch.Tensor, field: torch.Tensor) -> torch.Tensor:
@@ -178,7 +215,7 @@ class Operator:
         if problem.has_charges:
             # between that of each atom and the mean: the energy may have self energies, which add to hardnesses
             hardness = own["hardness"].clamp(min=0.0)
-            mean = problem.spread(problem.sums(hardness) / problem.sums(torch.ones_like(hardness)))
+            mean = problem.spread(problem.sums(hardness) / problem.counts(hardness))
             stiffness = 0.5 * (hardness + mean)
             self.hardness = own["hardness"]
             self.softness = 1.0 / torch.where(stiffness > 0.0, stiffness, 1.0)
@@ -202,7 +239,7 @@ class Operator:
         if problem.has_dipoles:
             alpha = problem.own(self.tensors)["polarizabilities"]
             parts.append(alpha if alpha.ndim == 1 else alpha.diagonal(dim1=1, dim2=2).mean(1))
-        counts = problem.sums(torch.ones(problem.n_atoms, dtype=torch.float64, device=like.device)).clamp(min=1.0)
+        counts = problem.counts(like.to(torch.float64)).clamp(min=1.0)
         return problem.sums(torch.stack(parts).sum(0).to(torch.float64)).clamp(min=0.0) / counts
 
     def norm(self, columns: torch.Tensor) -> torch.Tensor:
@@ -325,6 +362,35 @@ def check_dependence(operator: Operator) -> None:
             "`energy` depends on a tensor that requires a gradient and is not among `parameters`: give it as a "
             "parameter, or detach it"
         )
+
+
+def returns_atoms(problem: Problem, tensors: Tensors) -> bool:
+    """Whether the energy is that of the atoms of a rank, not of systems, as all ranks see it. A collective call."""
+    domain = problem.domain
+    assert domain is not None
+    with torch.no_grad():
+        zero = tensors[0].new_zeros(problem.n_atoms, problem.has_charges + 3 * problem.has_dipoles)
+        found = problem.returned(zero, [t.detach() for t in tensors])
+    with together(domain):
+        checks.check_tensor("energy(...)", found)
+        fits = problem.fits(found)
+        if not any(fits):
+            raise problem.wrong_shape(found)
+    not_atoms, not_systems = domain._maximum(torch.tensor(fits, device=domain.device).logical_not().int()).tolist()
+    if not_atoms and not_systems:
+        raise ValueError("`energy` returns energies of atoms on some ranks, and of systems on others")
+    if not_systems:
+        return True
+    # energies of systems are the same on all ranks
+    values = found.detach().reshape(problem.n_systems).to(torch.float64)
+    ends = domain._maximum(torch.stack([values, -values]))
+    differ = bool((ends.sum(0) > 1e-9 * ends.abs().amax(0)).any())
+    if differ and not_atoms:
+        raise ValueError(
+            "`energy` returns energies of systems that are not the same on all ranks: with a `domain` they must be "
+            'complete, as by `energy_reduction="system"` or `domain.sum`'
+        )
+    return differ
 
 
 def check_quadratic(operator: Operator, residual: torch.Tensor) -> None:
