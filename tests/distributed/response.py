@@ -10,7 +10,7 @@ from nvalchemiops.torch.interactions.electrostatics import ewald_summation, indu
 from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case, compare
 
 
-@case(2, 3)
+@case(3)
 def induced_charges_and_dipoles(group: Any) -> None:
     """Moments and energies at the minimum, with two derivatives by all that they depend on."""
     for batch, reduction in ((False, "atom"), (True, "system")):
