@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions.electrostatics import (
     choice,
     driver,
@@ -408,6 +409,85 @@ def test_errors_are_those_of_the_ordinary_way():
     for wrong in (cell.to(torch.bfloat16), cell.to_sparse(), cell.to(torch.complex128).conj()):
         with pytest.raises(TypeError, match="cell"):
             ewald_summation(x, q, wrong, 0.9, k_cutoff=6.0, **near)
+
+
+def random_sources(x, n_channels, highest, step):
+    """Charges, dipoles and quadrupoles up to some order, other ones in each step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    shape = (len(x),) if n_channels is None else (len(x), n_channels)
+    q, mu, quad = (torch.randn(*shape, *more, generator=generator, dtype=x.dtype) for more in ((), (3,), (3, 3)))
+    quad = (
+        quad + quad.mT - 2.0 * quad.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None] * torch.eye(3, dtype=x.dtype)
+    )
+    return dict(zip(("charges", "dipoles", "quadrupoles")[: highest + 1], (q, mu, quad)))
+
+
+def latent(x, *, cell, near, **asked):
+    return ewald_reciprocal_space(x, cell=cell, k_vectors=None, alpha=0.9, k_cutoff=6.0, self_interaction=True, **asked)
+
+
+def whole(x, *, cell, near, **asked):
+    return ewald_summation(x, cell=cell, alpha=0.9, k_cutoff=6.0, **near, **asked)
+
+
+def on_a_mesh(x, *, cell, near, **asked):
+    options = {"mesh_dimensions": (12, 10, 9), "spline_order": 6}
+    return particle_mesh_ewald(x, cell=cell, alpha=0.9, **options, **near, **asked)
+
+
+@pytest.mark.parametrize("function", [latent, whole, on_a_mesh])
+@pytest.mark.parametrize(("n_channels", "highest"), [(3, 0), (None, 1), (3, 2)])
+def test_sums_with_sources_and_channels_have_plans(function, n_channels, highest):
+    """The same bits as without; first derivatives, and second ones, by all sources."""
+    x, q, cell, near = arguments()
+    names = ("compute_charge_gradients", "compute_dipole_gradients", "compute_quadrupole_gradients")
+    asked = {"compute_forces": True, **dict.fromkeys(names[: highest + 1], True)}
+    for step in range(4):
+        y, _, here = moved(x, q, near, step)
+        given = random_sources(x, n_channels, highest, step)
+
+        def call(y=y, given=given, here=here):
+            return function(y, **given, cell=cell, near=here, **asked)
+
+        same_bits(call(), ordinary(call))
+    plan_of()
+
+    def gradients(order):
+        leaves = {"x": y.clone().requires_grad_(), **{n: t.clone().requires_grad_() for n, t in given.items()}}
+        wrt = list(leaves.values())
+        energies = function(leaves.pop("x"), **leaves, cell=cell, near=here, energy_reduction="system")
+        found = torch.autograd.grad(energies.sum(), wrt, create_graph=order == 2)
+        if order == 2:
+            found += torch.autograd.grad(sum((g * g).sum() for g in found), wrt)
+        return (energies.detach(), *(g.detach() for g in found))
+
+    for step in range(4):
+        here = moved(x, q, near, step)[2]
+        given = random_sources(x, n_channels, highest, step)
+        for order in (1, 2):
+            for a, b in zip(gradients(order), ordinary(lambda order=order: gradients(order)), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    plan_of(count=2)
+
+
+def test_a_trace_is_noticed_by_a_plan():
+    """Quadrupoles that warn in a later call do so there, and their trace is dropped."""
+    x, _, cell, near = arguments()
+    given = random_sources(x, 2, 2, 0)
+    expected = [latent(x, **given, cell=cell, near=near) for _ in range(4)][-1]
+    plan_of()
+    given["quadrupoles"] = given["quadrupoles"] + 0.1 * torch.eye(3, dtype=F64)
+    with pytest.warns(AccuracyWarning, match="trace"):
+        found = latent(x, **given, cell=cell, near=near)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_no_plan_for_widths():
+    x, q, cell, near = arguments()
+    widths = torch.full((20,), 0.3, dtype=F64)
+    for _ in range(4):
+        ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, widths=widths, **near)
+    plan_of(count=0)
 
 
 def test_gradients_by_sources_that_are_not_there():

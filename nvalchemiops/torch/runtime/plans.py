@@ -35,7 +35,18 @@ _METADATA |= {"is_neg", "_is_zerotensor"}
 _COPIES = {"to", "contiguous", "reshape", "flatten"}
 """Operations that return the memory that they are given, or copy it."""
 
-_VIEWS = _COPIES | {"detach", "view", "unsqueeze", "squeeze", "select", "split", "__getitem__", "expand", "mT"}
+_VIEWS = _COPIES | {
+    "detach",
+    "view",
+    "unsqueeze",
+    "squeeze",
+    "select",
+    "split",
+    "__getitem__",
+    "expand",
+    "mT",
+    "unflatten",
+}
 _VIEWS |= {"resolve_neg", "resolve_conj", "view_as_real", "view_as_complex"}
 """Operations that may return the memory that they are given."""
 
@@ -58,6 +69,7 @@ _INTO: dict[str, Callable[..., torch.Tensor]] = {
     "square": torch.square,
     "sum": torch.sum,
     "stack": torch.stack,
+    "cat": torch.cat,
 }
 """Operations that write into memory that is there."""
 

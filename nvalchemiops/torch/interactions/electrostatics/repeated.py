@@ -6,7 +6,6 @@ derivatives are taken along as in `nvalchemiops.torch.interactions.electrostatic
 ordinary way is taken.
 """
 
-import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -103,21 +102,27 @@ def repeated_sum(
     with_gradients : bool
         Whether `first_derivatives.evaluate` takes first derivatives along, so that a plan may as well.
     """
-    positions, charges, cell, batch_idx, pbc, _, domain, *sources = atoms
+    positions, charges, cell, batch_idx, pbc, _, domain, dipoles, quadrupoles, widths = atoms
     if not enabled or batch_idx is not None or pbc is not None or domain is not None or request.hybrid:
-        return None
-    if any([values is not None for values in sources]) or any(request.of_sources[1:]):
         return None
     # what is wrong is left to the ordinary way
     if type(charges) is not torch.Tensor or type(positions) is not torch.Tensor or type(cell) is not torch.Tensor:
         return None
-    if positions.ndim != 2 or charges.ndim != 1 or cell.shape not in ((3, 3), (1, 3, 3)):
+    if positions.ndim != 2 or charges.ndim not in (1, 2) or cell.shape not in ((3, 3), (1, 3, 3)) or widths is not None:
         return None
     if not (0 < positions.shape[0] <= MOST_ATOMS and positions.is_contiguous() and charges.is_contiguous()):
         return None
+    sources = [charges]
+    for values, components in ((dipoles, (3,)), (quadrupoles, (3, 3))):
+        if values is not None:
+            if type(values) is not torch.Tensor or values.shape != (*charges.shape, *components):
+                return None
+            sources.append(values)
+    if any(t.dtype is not positions.dtype for t in sources[1:]):
+        return None
     near = () if neighbors is None else neighbors
     length = _length(near, positions.shape[0])
-    forms = (_form(positions), _form(charges), *(_form(value, length) for value in near))
+    forms = (_form(positions), *map(_form, (charges, dipoles, quadrupoles)), *(_form(value, length) for value in near))
     if None in forms:
         return None
     is_new = forms not in _recent
@@ -132,7 +137,8 @@ def repeated_sum(
         fixed = _fixed((cell, others), constants)
     except (TypeError, RuntimeError):  # a tensor that NumPy cannot have
         return None
-    tensors = (positions, charges, *used, *constants)
+    moving = (positions, *sources)
+    tensors = (*moving, *used, *constants)
     if fixed is None or not (used or neighbors is None) or has_function_modes() or not is_unobserved(*tensors):
         return None
     if not all([layout(t.device.type).reads for t in tensors]):
@@ -141,14 +147,15 @@ def repeated_sum(
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         if not with_gradients:
             return None
-        by_positions, by_charges = positions.requires_grad, charges.requires_grad
+        by_positions, by_charges = positions.requires_grad, any(t.requires_grad for t in sources)
         if any(asked) or any(t.requires_grad for t in (*used, *constants)):
             return None
         if has_saved_tensor_hooks():  # checkpoints count what is saved, which is not the same with a plan
             return None
         computed, tracked = Derivatives(by_positions, by_charges), True
     large = [t for t in constants if t.numel() > SMALL]
-    call, is_due = _noted((fixed, forms, request.energy_reduction, computed, layout("cpu")), large)
+    of_sources = None if tracked else request.of_sources
+    call, is_due = _noted((fixed, forms, request.energy_reduction, computed, of_sources, layout("cpu")), large)
     if call.plan is None:
         if not is_due or plans.share_memory(used, constants):
             return None
@@ -158,16 +165,20 @@ def repeated_sum(
 
     if not tracked and call.plan is not None:
         plan = call.plan
-        planned = fairly(lambda *moving: plan(moving, used, length) or (), positions, charges)
+        planned = fairly(lambda *moving: plan(moving, used, length) or (), *moving)
         if planned:
             return planned if len(planned) > 1 else planned[0]
     small = [t for t in constants if t.numel() <= SMALL]
+    names = _given_sources(atoms)
 
     def evaluate(
-        positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, derivatives: Derivatives
+        positions: torch.Tensor, sources: Sequence[torch.Tensor], cell: torch.Tensor, derivatives: Derivatives
     ) -> tuple[torch.Tensor, ...]:
         as_graph, found = tracked and torch.is_grad_enabled(), None
-        here, wanted = System(positions, charges, cell), request._replace(derivatives=derivatives)
+        values: dict[str, Any] = dict(zip(names, sources))
+        here, wanted = System(positions, cell=cell)._replace(**values), request._replace(derivatives=derivatives)
+        if tracked and derivatives.charge_gradients:
+            wanted = wanted._replace(of_sources=(True, dipoles is not None, quadrupoles is not None))
         if not as_graph:
             found = _planned(call, ordinary, here, wanted, used, small, length)
         if found is None:
@@ -175,22 +186,39 @@ def repeated_sum(
             found = results if isinstance(results, tuple) else (results,)
         return found
 
-    inputs = (positions, charges, cell.reshape(-1, 3, 3))
+    cells = cell.reshape(-1, 3, 3)
     if not tracked:
-        results = fairly(functools.partial(evaluate, derivatives=asked), *inputs)
+        results = fairly(lambda x, h, *values: evaluate(x, values, h, asked), positions, cells, *sources)
         return results if len(results) > 1 else results[0]
+    has_channels = charges.ndim == 2
+    # components of each source
+    sizes = [values[0].numel() // charges[0].numel() for values in sources]
 
     def columns(
-        positions: torch.Tensor, charges: torch.Tensor, cell: torch.Tensor, derivatives: Any, with_dyads: bool = False
+        positions: torch.Tensor, packed: torch.Tensor, cell: torch.Tensor, derivatives: Any, with_dyads: bool = False
     ) -> tuple[torch.Tensor, ...]:
-        energies, *others = evaluate(positions, charges.squeeze(1), cell, derivatives)
+        parts = packed.split(sizes, -1) if len(sizes) > 1 else [packed]
+        energies, *others = evaluate(positions, [p.view(t.shape) for p, t in zip(parts, sources)], cell, derivatives)
         if derivatives.charge_gradients:
-            others[-1] = others[-1].unsqueeze(1)
-        return (energies.unsqueeze(1), *others)
+            gradients = others[derivatives.forces :]
+            others[derivatives.forces :] = [_packed(gradients, has_channels)]
+        return (energies if has_channels else energies.unsqueeze(1), *others)
 
-    with_channel = (positions, charges.unsqueeze(1), inputs[2])
-    (energies,) = first_derivatives.differentiable(columns, request, None, with_channel, (*used, *constants))
-    return energies.squeeze(1)
+    inputs = (positions, _packed(sources, has_channels), cells)
+    (energies,) = first_derivatives.differentiable(columns, request, None, inputs, (*used, *constants))
+    return energies if has_channels else energies.squeeze(1)
+
+
+def _given_sources(atoms: System) -> list[str]:
+    return [name for name in ("charges", "dipoles", "quadrupoles") if getattr(atoms, name) is not None]
+
+
+def _packed(sources: Sequence[torch.Tensor], has_channels: bool) -> torch.Tensor:
+    """Charges (n_atoms, n_channels), or with other sources these and all their components in one tensor."""
+    charges = sources[0] if has_channels else sources[0].unsqueeze(1)
+    if len(sources) == 1:
+        return charges
+    return torch.cat([charges.unsqueeze(-1), *(t.reshape(*charges.shape, -1) for t in sources[1:])], -1)
 
 
 def _planned(
@@ -203,13 +231,14 @@ def _planned(
     length: int,
 ) -> tuple[torch.Tensor, ...] | None:
     """Results by the plan of a call, which is recorded if there is none; None if that is not possible."""
-    assert atoms.charges is not None
-    moving = [atoms.positions.detach(), atoms.charges.detach()]
+    names = ("positions", *_given_sources(atoms))
+    moving = [getattr(atoms, name).detach() for name in names]
     if call.plan is not None:
         return call.plan(moving, used, length)
 
     def function(memory: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        results = ordinary(atoms._replace(positions=memory[0], charges=memory[1]), request, False)
+        values: dict[str, Any] = dict(zip(names, memory))
+        results = ordinary(atoms._replace(**values), request, False)
         return results if isinstance(results, tuple) else (results,)
 
     call.plan, results = plans.record(function, moving, used, constants, length)

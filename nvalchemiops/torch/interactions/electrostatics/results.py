@@ -81,7 +81,7 @@ def check_gradients(request: SumRequest, atoms: System) -> None:
 
 
 class Contribution(NamedTuple):
-    """Energies of one term, and the derivatives that were requested.
+    """Energies of one term, and the derivatives that were requested; None for those that are zero.
 
     Attributes
     ----------
@@ -127,10 +127,11 @@ def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_r
     """Sums of contributions in the dtype of the positions, with channels: `Tensors`."""
     results = []
     for name, values in zip(Contribution._fields, zip(*contributions)):
-        if values[0] is None:
+        present = [value for value in values if value is not None]
+        if not present:
             continue
-        result = values[0]
-        for value in values[1:]:
+        result = present[0]
+        for value in present[1:]:
             result = result + value
         if name == "energies" and energy_reduction == "system":
             result = system_sums(result, system.batch_idx, system.n_systems)

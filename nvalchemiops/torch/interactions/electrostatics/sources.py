@@ -11,13 +11,17 @@ atom is ``Σ_a m_a ∂_a φ``.
 Source: A. J. Stone, The Theory of Intermolecular Forces, 2nd ed., Oxford 2013, chapters 2 and 3.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from nvalchemiops.layout import layout
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime import plans
+from nvalchemiops.torch.runtime.context import eager, is_eager, may_read
 
 NEGLIGIBLE = 1e-5
 """Trace or antisymmetric part of quadrupoles, relative to the largest of them, that counts as rounding."""
@@ -81,6 +85,10 @@ def _warn_of_trace(quadrupoles: torch.Tensor) -> None:
     q = quadrupoles.detach()
     if not q.numel():
         return
+    recorder = plans.active()
+    fault = _has_dropped_parts(q) if recorder is None else recorder.compute(lambda: _has_dropped_parts(q), q)
+    if not plans.read_fault(fault):
+        return
     least = NEGLIGIBLE * float(q.abs().max())
     if float(q.diagonal(dim1=-2, dim2=-1).sum(-1).abs().max()) > least:
         notify("`quadrupoles` have a trace, which does not act on other atoms: it is dropped", AccuracyWarning, "trace")
@@ -88,9 +96,22 @@ def _warn_of_trace(quadrupoles: torch.Tensor) -> None:
         notify("`quadrupoles` are not symmetric: the symmetric part is used", AccuracyWarning, "antisymmetric")
 
 
+def _has_dropped_parts(quadrupoles: torch.Tensor) -> torch.Tensor:
+    """Whether quadrupoles (..., 3, 3) have a trace or an antisymmetric part."""
+    xx, xy, xz, yx, yy, yz, zx, zy, zz = quadrupoles.flatten(-2).unbind(-1)
+    dropped, kept = torch.stack([xx + yy + zz, xy - yx, xz - zx, yz - zy]).aminmax(), quadrupoles.aminmax()
+    return torch.maximum(dropped.max, -dropped.min) > NEGLIGIBLE * torch.maximum(kept.max, -kept.min)
+
+
 def _second_order(quadrupoles: torch.Tensor) -> torch.Tensor:
     """Moments (..., 6) of the symmetric traceless part of quadrupoles (..., 3, 3)."""
-    xx, xy, xz, yx, yy, yz, zx, zy, zz = quadrupoles.flatten(-2).unbind(-1)
+    if is_eager(quadrupoles) and layout(quadrupoles.device.type).reads:
+        return quadrupoles.flatten(-2) @ _matrix(_of_components, 9, quadrupoles.dtype, quadrupoles.device)
+    return _of_components(quadrupoles.flatten(-2))
+
+
+def _of_components(quadrupoles: torch.Tensor) -> torch.Tensor:
+    xx, xy, xz, yx, yy, yz, zx, zy, zz = quadrupoles.unbind(-1)
     third = (xx + yy + zz) / 3.0
     columns = (xx - third, xy + yx, xz + zx, yy - third, yz + zy, zz - third)
     return 0.5 * torch.stack(columns, -1)
@@ -98,7 +119,25 @@ def _second_order(quadrupoles: torch.Tensor) -> torch.Tensor:
 
 def quadrupole_gradients(gradients: torch.Tensor) -> torch.Tensor:
     """Gradients (..., 3, 3) by quadrupoles, symmetric and traceless, from those by second moments (..., 6)."""
+    if is_eager(gradients) and layout(gradients.device.type).reads:
+        found = gradients @ _matrix(_of_second_moments, 6, gradients.dtype, gradients.device)
+    else:
+        found = _of_second_moments(gradients)
+    return found.view(*found.shape[:-1], 3, 3)
+
+
+def _of_second_moments(gradients: torch.Tensor) -> torch.Tensor:
     xx, xy, xz, yy, yz, zz = (0.5 * gradients).unbind(-1)
     third = (xx + yy + zz) / 3.0
     columns = (xx - third, xy, xz, xy, yy - third, yz, xz, yz, zz - third)
-    return torch.stack(columns, -1).unflatten(-1, (3, 3))
+    return torch.stack(columns, -1)
+
+
+@functools.cache
+@eager
+def _matrix(
+    function: Callable[[torch.Tensor], torch.Tensor], size: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The matrix of a linear function of rows of numbers: one product takes less time than its many operations."""
+    with torch.inference_mode(False), torch.no_grad():
+        return function(torch.eye(size, dtype=dtype, device=device))

@@ -28,22 +28,25 @@ Sources: self energies A. Aguado and P. A. Madden, J. Chem. Phys. 119, 7471 (200
 S. W. de Leeuw, J. W. Perram and E. R. Smith, Proc. R. Soc. A 373, 27 (1980), doi:10.1098/rspa.1980.0135.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 
 from nvalchemiops.kernels.moments import raised
+from nvalchemiops.layout import layout
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums, totals
 from nvalchemiops.torch.runtime.cache import cached_by_value
+from nvalchemiops.torch.runtime.context import eager, is_eager
 
 HIGHEST = {1: 0, 4: 1, 10: 2}
 """Highest order of derivative for a number of moments."""
 
-_RAISED = {count: [places[a] for a in range(3) for places in raised(n)] for count, n in HIGHEST.items()}
+_RAISED = {count: tuple(places[a] for a in range(3) for places in raised(n)) for count, n in HIGHEST.items()}
 """Numbers of moments with one more derivative, by x, y and z one after the other."""
 
 _ROWS, _COLUMNS = (0, 0, 0, 1, 1, 2), (0, 1, 2, 1, 2, 2)
@@ -84,16 +87,34 @@ class MomentFrames(NamedTuple):
         energies = 0.5 * (moments * of_moments).sum(-1)
         forces = gradients = virial = None
         if derivatives.forces:
-            columns = gathered.unbind(-1)
-            # a stack, since lists as indices would be copied to a GPU
-            higher = torch.stack([columns[place] for place in _RAISED[n_moments]], -1).unflatten(-1, (3, n_moments))
-            forces = -self.lattice.cartesian((higher * moments.unsqueeze(-2)).sum(-1).sum(1))
+            forces = -self.lattice.cartesian(_by_coordinates(moments, gathered))
         if derivatives.charge_gradients or derivatives.virial:
             gradients = of_moments @ self.matrix.mT
         if derivatives.virial:
             assert gradients is not None
             virial = virial_of_frames(gradients, system)
         return Contribution(energies, forces, gradients if derivatives.charge_gradients else None, virial)
+
+
+def _by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
+    """Derivatives (n_atoms, 3) by coordinates of ``Σ moments * gathered``."""
+    n_moments, places = moments.shape[-1], _RAISED[moments.shape[-1]]
+    has_graph = torch.is_grad_enabled() and (moments.requires_grad or gathered.requires_grad)
+    if is_eager(moments, gathered) and not has_graph and layout(gathered.device.type).reads:
+        higher = torch.index_select(gathered, -1, _as_tensor(places, gathered.device)).view(
+            *moments.shape[:-1], 3, n_moments
+        )
+        return torch.matmul(higher, moments.unsqueeze(-1)).squeeze(-1).sum(1)
+    columns = gathered.unbind(-1)
+    # a stack, since lists as indices would be copied to a GPU
+    higher = torch.stack([columns[place] for place in places], -1).unflatten(-1, (3, n_moments))
+    return (higher * moments.unsqueeze(-2)).sum(-1).sum(1)
+
+
+@functools.cache
+@eager
+def _as_tensor(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(places, device=device)
 
 
 def moments_along(system: ChargedSystem, lattice: Lattice, n: torch.Tensor | None = None) -> MomentFrames:
@@ -182,7 +203,7 @@ class SelfTerm(NamedTuple):
             own = 0.5 / system.widths.to(torch.float64)
             coefficients = coefficients + _self_coefficients(own, moments.shape[-1])
         gradients = 2.0 * coefficients.unsqueeze(1) * moments
-        return _without_geometry(0.5 * (gradients * moments).sum(-1), gradients, system, derivatives)
+        return _without_geometry(0.5 * (gradients * moments).sum(-1), gradients, derivatives)
 
 
 class BackgroundTerm(NamedTuple):
@@ -201,7 +222,7 @@ class BackgroundTerm(NamedTuple):
         potential = factor * (sums[..., 1] + sums[..., 0] * squares)
         energies = 0.5 * charges * potential
         gradients = torch.nn.functional.pad(potential.unsqueeze(-1), (0, moments.shape[-1] - 1))
-        found = _without_geometry(energies, gradients, system, derivatives)
+        found = _without_geometry(energies, gradients, derivatives)
         if not derivatives.virial:
             return found
         energy = totals(energies.sum(1), batch_idx, n_systems)
@@ -243,13 +264,6 @@ class SurfaceTerm(NamedTuple):
         return Contribution(energies, forces, gradients[..., 0] if system.moments is None else gradients, virial)
 
 
-def _without_geometry(
-    energies: torch.Tensor, gradients: torch.Tensor, system: ChargedSystem, derivatives: Derivatives
-) -> Contribution:
+def _without_geometry(energies: torch.Tensor, gradients: torch.Tensor, derivatives: Derivatives) -> Contribution:
     """A contribution that depends on sources alone."""
-    return Contribution(
-        energies,
-        torch.zeros_like(system.positions, dtype=torch.float64) if derivatives.forces else None,
-        gradients if derivatives.charge_gradients else None,
-        energies.new_zeros((system.n_systems, 3, 3)) if derivatives.virial else None,
-    )
+    return Contribution(energies, None, gradients if derivatives.charge_gradients else None)
