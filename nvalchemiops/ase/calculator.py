@@ -41,7 +41,9 @@ class Calculator(base.Calculator):
     Notes
     -----
     *Results*: energy, free_energy (the same), energies, forces, for cells of three vectors stress (dE/dstrain/V, so
-    tension is positive), and charges if a term has some. In eV, angstrom and e, in float64.
+    tension is positive), and charges and dipole if a term has charges. In eV, angstrom and e, in float64. The dipole is
+    that of the atoms where they are, ``Σ q x + μ``: periodic atoms have another one for other images, and charged ones
+    for another origin.
 
     *Stress* costs some 10 % and is computed with the rest from when it is first asked for.
 
@@ -67,9 +69,10 @@ class Calculator(base.Calculator):
         self.terms = terms
         self.device = _usable(device)
         self.parameters.update(terms=[repr(term) for term in terms], skin=float(skin), device=str(device))
-        self.implemented_properties = [*self.implemented_properties, *(["charges"] * len(charged))]
+        self.implemented_properties = [*self.implemented_properties, *(["charges", "dipole"] * len(charged))]
         self._lists = SharedLists(float(skin))
         self._stress_was_asked_for = False
+        self._torques: np.ndarray | None = None
 
     @property
     def searches(self) -> int:
@@ -81,6 +84,13 @@ class Calculator(base.Calculator):
         if changes:
             raise TypeError(f"`{next(iter(changes))}` cannot be set: make a new Calculator")
         return {}
+
+    def get_torques(self, atoms: ase.Atoms | None = None) -> np.ndarray:
+        """Torques (n_atoms, 3) on dipoles and quadrupoles, eV; PropertyNotImplementedError without any."""
+        self.get_property("forces", atoms)
+        if self._torques is None:
+            raise base.PropertyNotImplementedError("no term has dipoles or quadrupoles, on which torques act")
+        return self._torques.copy()
 
     def _evaluate(self, atoms: ase.Atoms, wants_virial: bool) -> list[Contribution]:
         """The contributions of all terms."""
@@ -114,9 +124,14 @@ class Calculator(base.Calculator):
             virial = _total(part.virial for part in parts)
             # a virial is symmetric but for rounding and the error of a mesh
             self.results["stress"] = full_3x3_to_voigt_6_stress(-0.5 * (virial + virial.T) / atoms.get_volume())
+        self._torques = None
         for part in parts:
             if part.charges is not None:
-                self.results["charges"] = _array(part.charges)
+                self.results["charges"] = charges = _array(part.charges)
+                dipole = charges @ atoms.positions
+                self.results["dipole"] = dipole if part.dipoles is None else dipole + _array(part.dipoles).sum(0)
+            if part.torques is not None:
+                self._torques = _array(part.torques)
 
 
 def _usable(device: str) -> torch.device:

@@ -1,7 +1,7 @@
 """`Electrostatics`: charges as a term of the calculator, within a cutoff or over all distances."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import ase
@@ -12,6 +12,8 @@ from nvalchemiops.ase.elements import atom_values, of_array
 from nvalchemiops.ase.pair import Parameters, from_library, names, shown
 from nvalchemiops.ase.system import Contribution, System, periodicity
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
+from nvalchemiops.interactions.electrostatics.error_models import reciprocal_cutoff
+from nvalchemiops.torch.checks import check_positive
 from nvalchemiops.torch.interactions import pair
 from nvalchemiops.torch.interactions.electrostatics import (
     compute_slab_correction,
@@ -21,10 +23,16 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
     prepare_wave_vectors,
 )
-from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy
+from nvalchemiops.torch.interactions.electrostatics.choice import (
+    LongRange,
+    check_accuracy,
+    sizes_of_system,
+    splitting_by_sizes,
+)
+from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
 from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.results import check_request
-from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.interactions.pair import PairPotential
@@ -41,11 +49,18 @@ WITHIN_CUTOFF: dict[str, Callable[..., PairPotential]] = {
 }
 
 Charges = Mapping[str, float] | np.ndarray | Callable[[System], Any] | None
+Moments = Mapping[str, Any] | np.ndarray | Callable[[System], Any] | None
+Sources = Mapping[str, np.ndarray]
+Tensors = Mapping[str, Any]
+"""Sources as tensors, by name; an argument for functions whose other arguments are of other types."""
 Sums = tuple[torch.Tensor, ...]
+
+SHAPES: dict[str, tuple[int, ...]] = {"charges": (), "dipoles": (3,), "quadrupoles": (3, 3), "widths": ()}
+"""Shapes of the sources of an atom."""
 
 
 class Electrostatics:
-    """Interaction of point charges as a term of `Calculator`.
+    """Interaction of charges, dipoles and quadrupoles, points or Gaussians, as a term of `Calculator`.
 
     Parameters
     ----------
@@ -62,6 +77,12 @@ class Electrostatics:
         For sums over all distances: RMS error of the forces to reach, relative to their RMS; 1e-6 by default.
     slab_correction : bool, optional
         For sums over all distances: allow one open axis, with vacuum along it.
+    dipoles, quadrupoles : dict, array or function, optional
+        As the charges, for "ewald", "pme" and "coulomb": dipoles (3,) of elements or (n_atoms, 3) in e angstrom, and
+        second moments (3, 3) or (n_atoms, 3, 3) in e angstrom², as for `ewald_summation`. What is no function stays as
+        it is while atoms move.
+    widths : float, dict or array, optional
+        For the same methods: standard deviations of Gaussians in angstrom; zero for points.
     **parameters
         What else the method needs (``alpha`` for "dsf" and "wolf", ``dielectric``, ``kappa``) or takes (``shifted``,
         ``r_switch``), as in `nvalchemiops.torch.interactions.pair`.
@@ -78,11 +99,15 @@ class Electrostatics:
     the cell) of its `System`, forces and virial include what follows from the change of charges. Charges that it
     returns without a graph are constants: forces are then those at fixed charges.
 
+    The same holds for dipoles and quadrupoles: those of molecules that turn are functions. `Calculator.get_torques` has
+    the torques on all atoms that have any.
+
     *Charged cells* are neutralised by a uniform background. Lattice sums have conducting boundary conditions.
 
     *Parameters* of lattice sums follow from the number of atoms and the cell. While only the size of a cell changes,
     energies are continuous; when its shape does, the sets of k-vectors and pairs change, and energies jump by a small
-    part of the accuracy. Stress is the derivative at constant parameters.
+    part of the accuracy. Stress is the derivative at constant parameters. With dipoles, quadrupoles or widths they
+    depend on their magnitude, too: of functions, that of the first call.
 
     Examples
     --------
@@ -100,52 +125,102 @@ class Electrostatics:
         cutoff: float | None = None,
         accuracy: float | None = None,
         slab_correction: bool = False,
+        dipoles: Moments = None,
+        quadrupoles: Moments = None,
+        widths: float | Mapping[str, float] | np.ndarray | None = None,
         **parameters: Any,
     ) -> None:
         if not isinstance(method, str) or method not in (*LATTICE_SUMS, *WITHIN_CUTOFF):
             raise ValueError(f"`method` must be one of {names((*LATTICE_SUMS, *WITHIN_CUTOFF))}, got {method!r}")
         self.method = method
-        self._arguments = {"cutoff": cutoff, "accuracy": accuracy, "slab_correction": slab_correction or None}
+        self._arguments: dict[str, Any] = {
+            "cutoff": cutoff,
+            "accuracy": accuracy,
+            "slab_correction": slab_correction or None,
+        }
         self._arguments |= parameters
-        self._sum: LatticeSum | PairSum
+        others: dict[str, Any] = {"dipoles": dipoles, "quadrupoles": quadrupoles, "widths": widths}
+        others = {name: values for name, values in others.items() if values is not None}
+        self._arguments |= others
+        self._sum: LatticeSum | PairSum | SourceSum
+        if others and method not in (*LATTICE_SUMS, "coulomb"):
+            _refuse(others, f"'{method}' is for charges; 'ewald', 'pme' and 'coulomb' have them")
+        if callable(widths):
+            raise TypeError("`widths` must be a number, a dict or an array, got a function")
         if method in LATTICE_SUMS:
             _refuse({"cutoff": cutoff, **parameters}, f"'{method}' chooses its parameters for `accuracy`")
             self._sum = LatticeSum(method, 1e-6 if accuracy is None else accuracy, slab_correction)
         else:
             unfit = {"accuracy": accuracy, "slab_correction": slab_correction or None}
             _refuse(unfit, f"'{method}' is a sum over pairs")
-            self._sum = PairSum(method, cutoff, parameters)
+            if others:
+                _refuse(parameters, "it is for charges without dipoles, quadrupoles and widths")
+                self._sum = SourceSum(cutoff)
+            else:
+                self._sum = PairSum(method, cutoff, parameters)
         self.charges = charges
-        self._of_atoms: Callable[[ase.Atoms], np.ndarray] | None = None
-        if charges is None:
-            self._of_atoms = _initial_charges
-        elif not callable(charges):
-            self._of_atoms = atom_values("charges", charges)
+        self._functions: dict[str, Callable[[System], Any]] = {}
+        self._of_atoms: dict[str, Callable[[ase.Atoms], np.ndarray]] = {}
+        for name, values in {"charges": charges, **others}.items():
+            if values is None:
+                self._of_atoms[name] = _initial_charges
+            elif callable(values):
+                self._functions[name] = values
+            else:
+                self._of_atoms[name] = atom_values(name, values, SHAPES[name])
 
     def reach(self, atoms: ase.Atoms) -> float | None:
         """The distance from which on pairs do not matter."""
-        return self._sum.reach(atoms)
+        return self._sum.reach(atoms, {name: values(atoms) for name, values in self._of_atoms.items()})
 
     def evaluate(self, system: System) -> Contribution:
         """Energies, forces, virial and charges of these atoms; see `Term`."""
-        if self._of_atoms is not None:
-            charges = system.of_atoms(self._of_atoms(system.atoms))
-        else:
-            assert callable(self.charges)
+        whole = {name: values(system.atoms) for name, values in self._of_atoms.items()}
+        sources = {name: system.of_atoms(values) for name, values in whole.items()}
+        if self._functions:
             leaves = system.with_gradients()
             with torch.enable_grad():
-                charges = _returned(self.charges(leaves), system)
-        energies, forces, *more = self._sum(system, charges.detach(), charges.requires_grad)
-        virial = more[-1][0] if system.wants_virial else None
-        if charges.requires_grad:
-            more_forces, more_virial = _response(leaves, charges, more[0])
+                returned = {name: _returned(name, of(leaves), system) for name, of in self._functions.items()}
+            sources |= returned
+            if len(sources) > 1:
+                whole |= {name: values.detach().cpu().numpy() for name, values in returned.items()}
+        fixed = {name: values.detach() for name, values in sources.items()}
+        found = self._sum(system, fixed, sources["charges"].requires_grad, whole)
+        forces, virial = found.forces, found.virial
+        moving = [name for name, values in sources.items() if values.requires_grad]
+        if moving:
+            of_sources = [sources[name] for name in moving], [found.gradients[name] for name in moving]
+            more_forces, more_virial = _response(leaves, *of_sources)
             forces = forces + more_forces
             virial = None if virial is None else virial + more_virial
         k = COULOMB_EV_ANGSTROM
-        return Contribution(k * energies, k * forces, None if virial is None else k * virial, charges.detach())
+        torques = _torques(fixed, found.gradients)
+        return Contribution(
+            k * found.energies,
+            k * forces,
+            None if virial is None else k * virial,
+            fixed["charges"],
+            fixed.get("dipoles"),
+            None if torques is None else k * torques,
+        )
 
     def __repr__(self) -> str:
         return f"Electrostatics({', '.join([repr(self.method), *shown({'charges': self.charges, **self._arguments})])})"
+
+
+class Found(NamedTuple):
+    """Results of a sum, in e and angstrom; gradients by the sources that were asked for, and the virial (3, 3)."""
+
+    energies: torch.Tensor
+    forces: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    virial: torch.Tensor | None
+
+    @classmethod
+    def of(cls, results: Sums, names: Iterable[str], has_virial: bool) -> "Found":
+        """Results of a function of this library, with gradients by these sources."""
+        energies, forces, *more = results
+        return cls(energies, forces, dict(zip(names, more)), more[-1][0] if has_virial else None)
 
 
 class PairSum:
@@ -155,29 +230,52 @@ class PairSum:
         self.potential, values = from_library(method, WITHIN_CUTOFF[method], cutoff, parameters)
         self.parameters = Parameters(self.potential, values, elsewhere=("q",))
 
-    def reach(self, _: ase.Atoms) -> float | None:
+    def reach(self, _: ase.Atoms, __: Sources) -> float | None:
         """The cutoff."""
         return self.potential.cutoff
 
-    def __call__(self, system: System, charges: torch.Tensor, with_gradients: bool) -> Sums:
+    def __call__(self, system: System, sources: Tensors, with_gradients: bool, _: Sources) -> Found:
         """Energies, forces, on request gradients by charges, and virial if wanted; in e²/angstrom."""
         results: Any = self.potential(
             system.positions,
             system.cell,
             **system.neighbors(self.potential.cutoff),
             **self.parameters.of(system),
-            q=charges,
+            q=sources["charges"],
             compute_forces=True,
             compute_gradients=("q",) * with_gradients,
             compute_virial=system.wants_virial,
         )
-        return results
+        return Found.of(results, ["charges"] * with_gradients, system.wants_virial)
+
+
+class SourceSum:
+    """A sum over pairs of dipoles, quadrupoles and Gaussians, all or those within a cutoff."""
+
+    def __init__(self, cutoff: float | None) -> None:
+        self.cutoff = None if cutoff is None else check_positive("cutoff", cutoff)
+
+    def reach(self, _: ase.Atoms, __: Sources) -> float | None:
+        """The cutoff."""
+        return self.cutoff
+
+    def __call__(self, system: System, sources: Tensors, _: bool, __: Sources) -> Found:
+        """As of `PairSum`, with gradients by all sources."""
+        near = system.neighbors(self.cutoff)
+        if "domain" in near:
+            raise ValueError("`dipoles`, `quadrupoles` and `widths`: on several ranks by 'ewald' and 'pme'")
+        given = GivenNeighbors(
+            neighbor_matrix=near["neighbor_matrix"], matrix_shifts=near.get("neighbor_matrix_shifts")
+        )
+        atoms = ChargedAtoms(system.positions, cell=system.cell, **sources)
+        results = coulomb_of_sources(atoms, given, self.cutoff, compute_virial=system.wants_virial)
+        return Found.of(results, (name for name in SHAPES if name in sources and name != "widths"), system.wants_virial)
 
 
 class Chosen(NamedTuple):
     """Parameters of a lattice sum, and the atoms that they are for."""
 
-    n_atoms: int
+    made_for: tuple[Any, ...]
     cell: np.ndarray
     device: torch.device
     alpha: float
@@ -187,7 +285,7 @@ class Chosen(NamedTuple):
 
 
 class LatticeSum:
-    """Ewald's sum of charges, with or without a mesh."""
+    """Ewald's sum of charges, dipoles and quadrupoles, with or without a mesh."""
 
     LOW_ORDER_ACCURACY = 1e-5
     """Below this splines of high order are faster, which need a coarser mesh."""
@@ -199,8 +297,8 @@ class LatticeSum:
         self.spline_order = 5 if self.accuracy > self.LOW_ORDER_ACCURACY else 8
         self._chosen: Chosen | None = None
 
-    def __call__(self, system: System, charges: torch.Tensor, with_gradients: bool) -> Sums:
-        """Energies, forces, on request gradients by charges, and virial if wanted; in e²/angstrom."""
+    def __call__(self, system: System, sources: Tensors, with_gradients: bool, whole: Sources) -> Found:
+        """As of `PairSum`, with gradients by dipoles and quadrupoles; ``whole`` are the sources of all atoms."""
         self._check_periodicity(system.atoms)
         positions, cell, pbc = system.positions, system.cell, system.atoms.pbc
         assert cell is not None
@@ -209,26 +307,29 @@ class LatticeSum:
             "compute_charge_gradients": with_gradients,
             "compute_virial": system.wants_virial,
         }
-        chosen = self._parameters(system.atoms, positions.device)
+        of_moments: Tensors = {f"compute_{name[:-1]}_gradients": name in sources for name in ("dipoles", "quadrupoles")}
+        names = [name for name in SHAPES if name in sources and options.get(f"compute_{name[:-1]}_gradients", True)]
+        chosen = self._parameters(system.atoms, positions.device, whole)
         # the sum is periodic along all axes, also where a correction makes up for one
         near = system.neighbors(chosen.cutoff, (True, True, True))
         if "domain" in near:
             near["cutoff"] = chosen.cutoff
-            whole: Sums = chosen.on_ranks(positions, charges, cell, chosen.alpha, **near, **options)
-            return whole
+            options |= of_moments
+            results: Sums = chosen.on_ranks(positions, cell=cell, alpha=chosen.alpha, **sources, **near, **options)
+            return Found.of(results, names, system.wants_virial)
         found = sum_of_parts(
             chosen.long_range,
-            ChargedAtoms(positions, charges, cell),
+            ChargedAtoms(positions, cell=cell, **sources),
             GivenNeighbors(neighbor_matrix=near["neighbor_matrix"], matrix_shifts=near["neighbor_matrix_shifts"]),
-            check_request(**options, energy_reduction="atom"),
+            check_request(**options, energy_reduction="atom").with_sources(*of_moments.values()),
             chosen.alpha,
             chosen.cutoff,
         )
-        if pbc.all():
-            return found
-        axes = torch.tensor(pbc, device=positions.device)
-        correction = compute_slab_correction(positions, charges, cell, axes, **options)
-        return tuple(one + other for one, other in zip(found, correction))
+        if not pbc.all():
+            axes = torch.tensor(pbc, device=positions.device)
+            correction = compute_slab_correction(positions, cell=cell, pbc=axes, **sources, **options, **of_moments)
+            found = tuple(one + other for one, other in zip(found, correction))
+        return Found.of(found, names, system.wants_virial)
 
     def _check_periodicity(self, atoms: ase.Atoms) -> None:
         n_open = 3 - sum(periodicity(atoms.pbc))
@@ -249,38 +350,54 @@ class LatticeSum:
                 f"`cell`: '{self.method}' needs three vectors, also along an open axis, with vacuum around the slab"
             )
 
-    def reach(self, atoms: ase.Atoms) -> float:
+    def reach(self, atoms: ase.Atoms, whole: Sources) -> float:
         """The cutoff of the sum over pairs."""
         self._check_periodicity(atoms)
-        return self._parameters(atoms, torch.device("cpu") if self._chosen is None else self._chosen.device).cutoff
+        device = torch.device("cpu") if self._chosen is None else self._chosen.device
+        return self._parameters(atoms, device, whole).cutoff
 
-    def _parameters(self, atoms: ase.Atoms, device: torch.device) -> Chosen:
-        """Those that are kept, or new ones if the cell has changed."""
+    def _parameters(self, atoms: ase.Atoms, device: torch.device, whole: Sources) -> Chosen:
+        """Those that are kept, or new ones if the cell has changed, or the elements of dipoles and quadrupoles."""
         kept = self._chosen
-        others = kept is None or (kept.n_atoms, kept.device) != (len(atoms), device)
-        if kept is None or others or not np.array_equal(kept.cell, atoms.cell.array):
-            self._chosen = kept = self._choose(atoms, device)
+        made_for = (len(atoms), device, atoms.numbers.tobytes() if len(whole) > 1 else None)
+        if kept is None or kept.made_for != made_for or not np.array_equal(kept.cell, atoms.cell.array):
+            self._chosen = kept = self._choose(atoms, device, whole, made_for)
         return kept
 
-    def _choose(self, atoms: ase.Atoms, device: torch.device) -> Chosen:
+    def _choose(self, atoms: ase.Atoms, device: torch.device, whole: Sources, made_for: tuple[Any, ...]) -> Chosen:
         shape = atoms.cell.array.copy()
         cell = torch.tensor(shape, dtype=torch.float64, device=device)
         positions = cell[:1].expand(len(atoms), 3)  # only how many there are matters
-        long_range: Callable[[ChargedSystem], LongRange]
-        if self.method == "ewald":
-            ewald = estimate_ewald_parameters(positions, cell, accuracy=self.accuracy)
-            alpha, cutoff = ewald.alpha, ewald.real_space_cutoff
-            k_vectors = prepare_wave_vectors(cell, ewald.reciprocal_space_cutoff)
-            long_range = functools.partial(KVectorSum.given, None, None, None, k_vectors)
-            whole = functools.partial(ewald_summation, k_cutoff=float(ewald.reciprocal_space_cutoff))
-        else:
-            order = self.spline_order
+        order, by_mesh = self.spline_order, self.method == "pme"
+        mesh, k_cutoff = None, None
+        if len(whole) > 1:
+            sources: Tensors = {
+                name: torch.as_tensor(values, dtype=cell.dtype, device=device) for name, values in whole.items()
+            }
+            system = check_system(ChargedAtoms(positions, cell=cell, **sources))
+            open_part = MeshSum(order, None) if by_mesh else KVectorSum()
+            alphas, cutoffs, target = splitting_by_sizes(system, open_part, self.accuracy)
+            alpha, cutoff = alphas[0], cutoffs[0]
+            if by_mesh:
+                mesh = MeshSum(order, None).chosen(system, torch.as_tensor(alphas, device=device), target).mesh
+            else:
+                k_cutoff = reciprocal_cutoff(alphas, sizes_of_system(system).spacing, target)[0]
+        elif by_mesh:
             pme = estimate_pme_parameters(positions, cell, accuracy=self.accuracy, spline_order=order)
-            alpha, cutoff = pme.alpha, pme.real_space_cutoff
-            mesh: dict[str, Any] = {"mesh_dimensions": pme.mesh_dimensions, "spline_order": order}
-            long_range = functools.partial(MeshSum.given, pme.mesh_dimensions, None, order, Precomputed(), None)
-            whole = functools.partial(particle_mesh_ewald, **mesh)
-        return Chosen(len(atoms), shape, device, float(alpha), float(cutoff), long_range, whole)
+            alpha, cutoff, mesh = pme.alpha, pme.real_space_cutoff, pme.mesh_dimensions
+        else:
+            ewald = estimate_ewald_parameters(positions, cell, accuracy=self.accuracy)
+            alpha, cutoff, k_cutoff = ewald.alpha, ewald.real_space_cutoff, ewald.reciprocal_space_cutoff
+        long_range: Callable[[ChargedSystem], LongRange]
+        if by_mesh:
+            long_range = functools.partial(MeshSum.given, mesh, None, order, Precomputed(), None)
+            on_ranks = functools.partial(particle_mesh_ewald, mesh_dimensions=mesh, spline_order=order)
+        else:
+            assert k_cutoff is not None
+            k_vectors = prepare_wave_vectors(cell, k_cutoff)
+            long_range = functools.partial(KVectorSum.given, None, None, None, k_vectors)
+            on_ranks = functools.partial(ewald_summation, k_cutoff=float(k_cutoff))
+        return Chosen(made_for, shape, device, float(alpha), float(cutoff), long_range, on_ranks)
 
 
 def _refuse(arguments: Mapping[str, Any], reason: str) -> None:
@@ -298,20 +415,36 @@ def _initial_charges(atoms: ase.Atoms) -> np.ndarray:
     return of_array("initial_charges", atoms.get_initial_charges(), atoms)
 
 
-def _returned(charges: Any, system: System) -> torch.Tensor:
-    """What a function of the system has returned as charges, checked."""
-    if not isinstance(charges, torch.Tensor):
-        return system.tensor(of_array("charges", np.asarray(charges), system.atoms))
-    if charges.shape != (len(system.atoms),):
-        raise ValueError(f"`charges` must return shape ({len(system.atoms)},), got {tuple(charges.shape)}")
-    return charges.to(system.positions)
+def _returned(name: str, values: Any, system: System) -> torch.Tensor:
+    """What a function of the system has returned as sources, checked."""
+    shape = SHAPES[name]
+    if not isinstance(values, torch.Tensor):
+        return system.tensor(of_array(name, np.asarray(values), system.atoms, shape))
+    if values.shape != (len(system.atoms), *shape):
+        raise ValueError(f"`{name}` must return shape {(len(system.atoms), *shape)}, got {tuple(values.shape)}")
+    return values.to(system.positions)
 
 
-def _response(system: System, charges: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forces and virial from the change of charges; ``gradient`` is that of the energy by them."""
+def _response(
+    system: System, sources: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forces and virial from the change of sources; ``gradients`` are those of the energy by them."""
     leaves = [system.positions, *([] if system.cell is None else [system.cell])]
-    gradients = torch.autograd.grad(charges, leaves, gradient, allow_unused=True)
-    filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients)]
+    found = torch.autograd.grad(sources, leaves, gradients, allow_unused=True)
+    filled = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found)]
     # a strain moves positions and lattice vectors alike
     strained = [leaf.detach().mT @ g for leaf, g in zip(leaves, filled)]
     return -filled[0], -torch.stack(strained).sum(0)
+
+
+def _torques(sources: Tensors, gradients: Tensors) -> torch.Tensor | None:
+    """``-(μ x dE/dμ)_a - 2 Σ_bc ε_abc (Q dE/dQ)_bc`` of each atom; None without dipoles and quadrupoles."""
+    parts = []
+    if "dipoles" in gradients:
+        parts.append(-torch.linalg.cross(sources["dipoles"], gradients["dipoles"]))
+    if "quadrupoles" in gradients:
+        symmetric = 0.5 * (sources["quadrupoles"] + sources["quadrupoles"].mT)
+        product = symmetric @ gradients["quadrupoles"]
+        turned = (product - product.mT)[:, [1, 2, 0], [2, 0, 1]]
+        parts.append(-2.0 * turned)
+    return torch.stack(parts).sum(0) if parts else None

@@ -20,34 +20,44 @@ def is_by_pair(values: Any) -> bool:
     return isinstance(values, Mapping) and any(isinstance(key, tuple) or "-" in str(key) for key in values)
 
 
-def atom_values(name: str, values: Any) -> Callable[[ase.Atoms], np.ndarray]:
-    """A function of atoms that returns values (n_atoms,), from a number, a mapping by element, or an array (n_atoms,).
+def atom_values(name: str, values: Any, shape: tuple[int, ...] = ()) -> Callable[[ase.Atoms], np.ndarray]:
+    """A function of atoms that returns values (n_atoms, *shape), from a number, a mapping by element, or such an array.
 
     Raises
     ------
     ValueError, TypeError
-        As for `element_table`. The function raises for elements without a value and arrays of another length.
+        As for `element_table`. The function raises for elements without a value and arrays of another shape.
     """
     if isinstance(values, Mapping):
-        return functools.partial(_of_elements, name, element_table(name, values))
+        return functools.partial(_of_elements, name, element_table(name, values, shape))
     if np.ndim(values) == 0:
-        return functools.partial(_of_elements, name, np.full(N_NUMBERS, number(name, values)))
-    return functools.partial(of_array, name, np.array(np.asarray(values)))  # a copy, also of a tensor
+        return functools.partial(_of_elements, name, np.full((N_NUMBERS, *shape), number(name, values)))
+    return functools.partial(of_array, name, np.array(np.asarray(values)), shape=shape)  # a copy, also of a tensor
 
 
-def element_table(name: str, values: Mapping[str, float]) -> np.ndarray:
-    """Values (n_numbers,) by atomic number, NaN where none is given.
+def element_table(name: str, values: Mapping[str, Any], shape: tuple[int, ...] = ()) -> np.ndarray:
+    """Values (n_numbers, *shape) by atomic number, NaN where none is given.
 
     Raises
     ------
     ValueError, TypeError
-        A key that is no element, or a value that is no finite number; ``name`` and the key are in the message.
+        A key that is no element, or a value that is no finite number, or no array of numbers of this shape; ``name``
+        and the key are in the message.
     """
-    table = np.full(N_NUMBERS, number(name, values[OTHERS]) if OTHERS in values else np.nan)
+    read = number if not shape else functools.partial(_numbers, shape=shape)
+    table = np.full((N_NUMBERS, *shape), read(name, values[OTHERS]) if OTHERS in values else np.nan)
     for key, value in values.items():
         if key != OTHERS:
-            table[_atomic_number(name, key)] = number(f"{name}:{key}", value)
+            table[_atomic_number(name, key)] = read(f"{name}:{key}", value)
     return table
+
+
+def _numbers(name: str, value: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The value as float64; raise unless it is an array of finite numbers of this shape."""
+    array = np.asarray(value)
+    if array.shape != shape or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+        raise ValueError(f"`{name}` must hold finite numbers of shape {shape}, got {value!r}")
+    return array.astype(np.float64)
 
 
 def pair_table(name: str, values: float | Mapping[Any, float]) -> np.ndarray:
@@ -78,10 +88,11 @@ def pair_table(name: str, values: float | Mapping[Any, float]) -> np.ndarray:
     return table
 
 
-def of_array(name: str, values: np.ndarray, atoms: ase.Atoms) -> np.ndarray:
-    """The values as float64; raise unless there is a finite one for each atom."""
-    if values.shape != (len(atoms),):
-        raise ValueError(f"`{name}` must have shape (n_atoms,) = ({len(atoms)},), got {values.shape}")
+def of_array(name: str, values: np.ndarray, atoms: ase.Atoms, shape: tuple[int, ...] = ()) -> np.ndarray:
+    """The values as float64; raise unless there is a finite one, or an array of this shape, for each atom."""
+    if values.shape != (len(atoms), *shape):
+        names = ", ".join(["n_atoms", *map(str, shape)]) + "," * (not shape)
+        raise ValueError(f"`{name}` must have shape ({names}) = {(len(atoms), *shape)}, got {values.shape}")
     if values.dtype.kind not in "iuf":
         raise TypeError(f"`{name}` must hold numbers, got {values.dtype}")
     if not np.isfinite(values).all():
@@ -91,7 +102,7 @@ def of_array(name: str, values: np.ndarray, atoms: ase.Atoms) -> np.ndarray:
 
 def _of_elements(name: str, table: np.ndarray, atoms: ase.Atoms) -> np.ndarray:
     values = table[atoms.numbers]
-    missing = np.isnan(values)
+    missing = np.isnan(values).any(axis=tuple(range(1, values.ndim)))
     if missing.any():
         symbols = ", ".join(sorted({chemical_symbols[n] for n in atoms.numbers[missing]}))
         raise ValueError(f"`{name}` has no value for {symbols}, which the atoms contain; '{OTHERS}' names all others")

@@ -138,14 +138,11 @@ class RankCalculator(Calculator):
         parts = [term.evaluate(system) for term in self.terms]
         gathered = []
         for part in parts:
-            columns = [part.energies.unsqueeze(1), part.forces]
-            columns += [] if part.charges is None else [part.charges.unsqueeze(1)]
-            found = domain.gather(torch.cat(columns, 1))
-            gathered.append(
-                Contribution(
-                    found[:, 0], found[:, 1:4], part.virial, None if part.charges is None else found[:, 4].clone()
-                )
-            )
+            values = {name: value for name, value in part._asdict().items() if name != "virial" and value is not None}
+            columns = [value if value.ndim == 2 else value.unsqueeze(1) for value in values.values()]
+            found = domain.gather(torch.cat(columns, 1)).split([column.shape[1] for column in columns], 1)
+            whole = {name: f.clone().squeeze(1) for name, f in zip(values, found)}
+            gathered.append(part._replace(**whole))
         return gathered
 
     def _divided(self, held: torch.Tensor) -> tuple[Domain, torch.Tensor]:

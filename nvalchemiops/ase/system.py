@@ -22,12 +22,18 @@ class Contribution(NamedTuple):
     virial : (3, 3) tensor, ``-dE/dstrain``, eV, or None
         Needed if `System.wants_virial`.
     charges : (n_atoms,) tensor, e, or None
+    dipoles : (n_atoms, 3) tensor, e angstrom, or None
+        Of the atoms, beside those of the charges.
+    torques : (n_atoms, 3) tensor, eV, or None
+        On dipoles and quadrupoles.
     """
 
     energies: torch.Tensor
     forces: torch.Tensor
     virial: torch.Tensor | None
     charges: torch.Tensor | None = None
+    dipoles: torch.Tensor | None = None
+    torques: torch.Tensor | None = None
 
 
 class Term(Protocol):

@@ -532,9 +532,14 @@ def a_calculator_on_ranks(group: Any) -> None:
     charges = np.where(crystal.numbers == 12, 2.0, np.where(crystal.numbers == 8, -2.0, 0.5))
     crystal.set_initial_charges(charges)
 
+    along = {"Mg": [0.1, 0.0, 0.2], "*": [0.0, -0.3, 0.1]}
+
     def of(atoms):
-        names = ("energy", "energies", "forces", "stress", "charges")
-        return {name: np.asarray(atoms.calc.get_property(name, atoms)) for name in names}
+        names = ("energy", "energies", "forces", "stress", "charges", "dipole")
+        found = {name: np.asarray(atoms.calc.get_property(name, atoms)) for name in names}
+        if "dipoles" in repr(atoms.calc.terms):
+            found["torques"] = atoms.calc.get_torques(atoms)
+        return found
 
     for terms in (
         (Pair("buckingham", cutoff=4.0, **repulsion), Electrostatics("pme", accuracy=1e-4)),
@@ -543,6 +548,7 @@ def a_calculator_on_ranks(group: Any) -> None:
             Dispersion("pbe", cutoff=4.2, coordination_cutoff=4.0, smoothing=None, parameters=d3_parameters()),
         ),
         (Electrostatics("dsf", {"Mg": 2.0, "O": -2.0, "Ne": 0.5}, cutoff=4.2, alpha=0.2),),
+        (Electrostatics("ewald", charges, dipoles=along, widths={"Mg": 0.3, "*": 0.2}, accuracy=1e-4),),
     ):
 
         def main(calculator, terms=terms):

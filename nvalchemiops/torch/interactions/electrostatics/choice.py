@@ -146,10 +146,9 @@ def _choose(
     if system.moments is not None and (compiling or may_read(system.moments, wait=True)):
         strengths, limit = strengths_of(system, xp), widest_alpha(system)
         limit = limit if limit is None or compiling else on_host(limit)
-        for _ in range(SETTLED):
-            target = strengths.target(accuracy, optimal_alpha, xp)
-            optimal_alpha = long_range.optimal_alpha(count, volume, target, core.COSTS[device.type], xp)
-            optimal_alpha = optimal_alpha if limit is None else xp.minimum(optimal_alpha, limit)
+        target, optimal_alpha = _settled(
+            long_range, strengths, limit, accuracy, optimal_alpha, (count, volume), device, xp
+        )
     r_c = core.real_cutoff(optimal_alpha, spacing, target, xp)
     model = long_range.error_model(system) if long_range.is_given else None
     if model is not None and not compiling:
@@ -199,6 +198,38 @@ def _choose(
             accuracy, np.hypot(*errors), f"the given {long_range.argument} and this reach of the neighbor list"
         )
     return EwaldSplitting(given_alpha(torch.as_tensor(alpha, device=device), system), rows, target, longest)
+
+
+def _settled(
+    long_range: LongRange,
+    strengths: "Strengths",
+    limit: Any,
+    accuracy: float,
+    alpha: Any,
+    sizes: tuple[Any, Any],
+    device: torch.device,
+    xp: Any,
+) -> tuple[core.Target, Any]:
+    """The target for moments of these strengths and the optimal alpha, beginning at that of charges."""
+    target = core.Target(accuracy)
+    for _ in range(SETTLED):
+        target = strengths.target(accuracy, alpha, xp)
+        alpha = long_range.optimal_alpha(*sizes, target, core.COSTS[device.type], xp)
+        alpha = alpha if limit is None else xp.minimum(alpha, limit)
+    return target, alpha
+
+
+def splitting_by_sizes(
+    system: ChargedSystem, long_range: LongRange, accuracy: float
+) -> tuple[np.ndarray, np.ndarray, core.Target]:
+    """Alpha (n_systems,), cutoff (n_systems,) and target for moments, without a look at positions."""
+    sizes, device = sizes_of_system(system), system.positions.device
+    count_and_volume = sizes.n_atoms, sizes.volume
+    widest = widest_alpha(system)
+    limit = None if widest is None else on_host(widest)
+    alpha = long_range.optimal_alpha(*count_and_volume, core.Target(accuracy), core.COSTS[device.type], np)
+    target, alpha = _settled(long_range, strengths_of(system, np), limit, accuracy, alpha, count_and_volume, device, np)
+    return alpha, core.real_cutoff(alpha, sizes.spacing, target), target
 
 
 def _on_host(model: core.Reciprocal) -> core.Reciprocal:

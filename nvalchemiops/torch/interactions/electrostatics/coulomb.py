@@ -8,7 +8,7 @@ import torch
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
+from nvalchemiops.torch.interactions.electrostatics.sources import check_sources, quadrupole_gradients
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
 from nvalchemiops.torch.interactions.pair.moments import sum_moments
@@ -203,6 +203,41 @@ def _moments(
     found = sum_moments(formula, system, moments, of_atoms, of_systems, forces=request.forces, cutoff=cutoff)
     energies = found.energies.squeeze(1)
     return (energies,) if found.forces is None else (energies, found.forces)
+
+
+def coulomb_of_sources(
+    atoms: System, given: GivenNeighbors, cutoff: float | None, *, compute_virial: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Bare Coulomb energies of sources, with all first derivatives; without a cutoff of all pairs given.
+
+    Returns
+    -------
+    energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
+        Gradients by the sources that there are; the virial if requested, as from `ewald_summation`.
+    """
+    charges: Any = atoms.charges
+    checks.check_positions(atoms.positions, finite=False)
+    check_charges(charges, atoms.positions)
+    moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, atoms.positions)
+    system = pair_system(atoms, given, cutoff=cutoff, by_system=False)
+    found = sum_moments(
+        potentials.moment_interaction(widths is not None),
+        system,
+        moments,
+        None if widths is None else widths.unsqueeze(1).contiguous(),
+        forces=True,
+        gradients=True,
+        virial=compute_virial,
+        cutoff=cutoff,
+    )
+    assert found.forces is not None and found.gradients is not None
+    of_moments = found.gradients.squeeze(1)
+    results = [found.energies.squeeze(1), found.forces, of_moments[:, 0]]
+    if atoms.dipoles is not None:
+        results.append(of_moments[:, 1:4])
+    if atoms.quadrupoles is not None:
+        results.append(quadrupole_gradients(of_moments[:, 4:]))
+    return (*results, found.virial) if found.virial is not None else tuple(results)
 
 
 def _damping(alpha: Any) -> Any:

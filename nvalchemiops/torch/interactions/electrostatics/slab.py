@@ -3,7 +3,7 @@
 import torch
 
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
-from nvalchemiops.torch.interactions.electrostatics.results import check_request
+from nvalchemiops.torch.interactions.electrostatics.results import check_gradients, check_request
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.systems import System
@@ -20,6 +20,11 @@ def compute_slab_correction(
     compute_virial: bool = False,
     *,
     energy_reduction: str = "atom",
+    dipoles: torch.Tensor | None = None,
+    quadrupoles: torch.Tensor | None = None,
+    widths: float | torch.Tensor | None = None,
+    compute_dipole_gradients: bool = False,
+    compute_quadrupole_gradients: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Correction of an Ewald sum for systems that are periodic along two axes only (Yeh and Berkowitz 1999).
 
@@ -38,10 +43,12 @@ def compute_slab_correction(
         System of each atom, in any order.
     compute_forces, compute_charge_gradients, compute_virial : bool, optional
     energy_reduction : {"atom", "system"}, optional
+    dipoles, quadrupoles, widths, compute_dipole_gradients, compute_quadrupole_gradients
+        As for `ewald_summation`.
 
     Returns
     -------
-    energies, forces, charge_gradients, virial
+    energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
         As `ewald_summation` returns them; differentiable to any order.
 
     Raises
@@ -55,5 +62,8 @@ def compute_slab_correction(
     Formula and sources: `nvalchemiops.torch.interactions.electrostatics.terms.slab`.
     """
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction)
-    system = check_system(System(positions, charges, cell, batch_idx, pbc), slab_correction=True)
+    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
+    atoms = System(positions, charges, cell, batch_idx, pbc, None, None, dipoles, quadrupoles, widths)
+    check_gradients(request, atoms)
+    system = check_system(atoms, slab_correction=True)
     return evaluate([SlabTerm()], system, request, is_constant=False)
