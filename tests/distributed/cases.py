@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.distributed import Domain, OtherRankError, collectives
 from nvalchemiops.torch.distributed.transform import division_of, window_spectrum, window_values
 from nvalchemiops.torch.interactions.dispersion import DFTD3, d3_dispersion, damping_parameters
@@ -409,6 +410,55 @@ def dispersion(group: Any) -> None:
             return {"atom e": e, "atom f": f, "atom counts": counts, "virial": virial}
 
         compare(group, atoms, energies_of)
+
+
+@case(3)
+def triples_of_dispersion(group: Any) -> None:
+    """The three-body term, with triples of three ranks: first derivatives, explicit and of weighted energies."""
+    damping, tables = damping_parameters("pbe"), d3_parameters()
+    for batch in (False, True):
+        atoms = Atoms(batch, n=4)
+        mine, batch_idx = atoms.mine(group), atoms.batch_idx
+        options: dict[str, Any] = {"cutoff": 8.0, "coordination_cutoff": 7.0, "smoothing": 2.0}
+        options["three_body_cutoff"] = 9.0
+        atoms.positions, atoms.cells, atoms.cell = (2.5 * t for t in (atoms.positions, atoms.cells, atoms.cell))
+
+        def results(x, numbers, weights, cell, s9, where, options=options, **flags):
+            found = d3_dispersion(x, numbers, damping, tables, cell, s9=s9, **options, **where, **flags)
+            return found if flags else (weights * (found[0] + found[1])).sum()
+
+        leaves = [atoms.positions, atoms.cell, torch.tensor(100.0, dtype=F64)]
+        several = (lambda cell: cell) if not batch else (lambda cell: torch.stack([cell, cell]))
+        flags = {"compute_forces": True, "compute_virial": True}
+        told = {} if batch_idx is None else {"batch_idx": batch_idx}
+        expected = results(leaves[0], atoms.numbers, None, several(leaves[1]), leaves[2], told, **flags)
+        pairs_alone = results(leaves[0], atoms.numbers, None, several(leaves[1]), 0.0, told, **flags)
+        assert float((expected[1] - pairs_alone[1]).abs().max()) > 1e-3 * float(expected[1].abs().max())
+        first = [t.clone().requires_grad_() for t in leaves]
+        loss = results(first[0], atoms.numbers, atoms.weights, several(first[1]), first[2], told)
+        slopes = torch.autograd.grad(loss, first)
+
+        held = None if batch_idx is None else batch_idx[mine]
+        domain = Domain(atoms.positions[mine], atoms.cells, batch_idx=held, cutoff=9.0, group=group)
+        numbers, where = atoms.numbers[domain.global_index], {"domain": domain}
+        found = results(
+            domain.distribute(leaves[0][mine]), numbers, None, several(leaves[1]), leaves[2], where, **flags
+        )
+        for k in range(3):
+            assert_equal(domain.gather(found[k]), expected[k][mine], ("result", k))
+        assert_equal(found[3], expected[3], "virial")
+        own = [t.clone().requires_grad_() for t in (leaves[0][mine], *leaves[1:])]
+        x = domain.distribute(own[0])
+        share = results(x, numbers, atoms.weights[domain.global_index], several(own[1]), own[2], where)
+        ours = torch.autograd.grad(domain.sum(share), own, create_graph=True)
+        for k, theirs in enumerate(slopes):
+            assert_equal(ours[k], theirs if k else theirs[mine], ("derivative", k))
+        try:
+            torch.autograd.grad(domain.sum(ours[0].square().sum()), own[0])
+        except NotDifferentiableError as error:
+            assert "three_body" in str(error), error
+        else:
+            raise AssertionError("second derivatives of triples are an error")
 
 
 # -- modules and ASE ------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ def d3_dispersion(
         Steepness of the coordination number, and of the weights of reference molecules.
     domain : Domain, optional
         The system is divided among ranks (`nvalchemiops.torch.distributed`): the atoms are those that this rank owns,
-        and results by systems are complete on all ranks. Without three-body energies.
+        and results by systems are complete on all ranks.
 
     Returns
     -------

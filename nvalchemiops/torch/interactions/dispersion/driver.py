@@ -15,7 +15,7 @@ from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
-from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
+from nvalchemiops.torch.interactions.dispersion.three_body import three_body_share, three_body_sum
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, sum_pairs
 from nvalchemiops.torch.interactions.pair.shares import together
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
@@ -113,7 +113,8 @@ def dispersion_sum(
         structure = structure._replace(positions=torch.where(is_padding.unsqueeze(1), 0.0, positions))
     # damping parameters may differ between systems
     apart = request.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
-    cutoffs = [reach.cutoff for reach in (ranges if domain is None else ranges[:2])]  # no triples on ranks
+    # ranks see no farther than they must
+    cutoffs = [reach.cutoff for reach in (ranges if domain is None or settings.has_triples else ranges[:2])]
     farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
     by_system, absent = apart or request.by_system, is_padding if has_padding else None
     system = pair_system(structure, given, num_systems, cutoff=farthest, by_system=by_system, is_padding=absent)
@@ -152,8 +153,6 @@ def _of_all_ranks(
 ) -> tuple[D3Parameters | ReferenceStates, Settings]:
     """Reference states of the elements that occur on any rank, and damping parameters with complete gradients."""
     with domain._together():
-        if settings.has_triples:
-            raise ValueError("`s9`: there is no three-body term with a `domain`")
         if bool((numbers <= 0).any()):
             raise ValueError("`numbers`: with a `domain` there is no padding")
     if isinstance(parameters, D3Parameters):
@@ -164,7 +163,8 @@ def _of_all_ranks(
         name: domain.replicated(value) if isinstance(value, torch.Tensor) else value
         for name, value in settings.damping._asdict().items()
     }
-    return parameters, settings._replace(damping=settings.damping._replace(**values))
+    s9 = domain.replicated(settings.s9) if isinstance(settings.s9, torch.Tensor) else settings.s9
+    return parameters, settings._replace(damping=settings.damping._replace(**values), s9=s9)
 
 
 class AtCounts(NamedTuple):
@@ -296,10 +296,12 @@ def _three_body(
     system: PairSystem, coefficients: torch.Tensor, atoms: Atoms, reach: Range, derivatives: bool
 ) -> tuple[torch.Tensor, ...]:
     """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
-    positions, cell, batch_idx, n_systems, rows, _ = system
+    positions, cell, batch_idx, n_systems, rows, domain = system
     of_atoms = (coefficients, atoms.row, _pair_radii(atoms.states, coefficients.dtype), batch_idx, n_systems)
     distances = (NO_CUTOFF if distance is None else distance for distance in reach)
     others = (*rows[:5], atoms.states.n_positive, *distances)
+    if domain is not None:
+        return three_body_share(domain, positions, cell, *of_atoms, *others, derivatives=derivatives)
     return three_body_sum(positions, cell, *of_atoms, *others, derivatives=derivatives)
 
 

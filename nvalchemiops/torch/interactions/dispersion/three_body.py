@@ -2,9 +2,14 @@
 
 Two ops share one kernel: the energies, and their first derivatives, which are the backward pass of the first op and end
 there: asking for more raises.
+
+**Several ranks.** The kernel gathers: an atom has a third of each of its triples, and all of their derivatives by
+itself. Its triples are those of its row, if the row has all atoms within the cutoff, on whichever rank they are. So
+each rank computes energies, and gradients, of its own atoms; for gradients it needs the weights of its ghosts as well,
+which is one more exchange. Nothing goes back to the owners of ghosts.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +19,10 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems
-from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.runtime.context import eager, is_eager
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.distributed.domain import Domain
 
 
 def three_body_sum(
@@ -35,6 +43,74 @@ def three_body_sum(
     if in_graph or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)):
         return (three_body_energies(*given, *others), *found[1:])
     return found
+
+
+@eager
+def three_body_share(
+    domain: "Domain",
+    positions: torch.Tensor,
+    cell: torch.Tensor | None,
+    coefficients: torch.Tensor,
+    species: torch.Tensor,
+    pair_radii: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    *others: Any,
+    derivatives: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The same of the atoms that a rank owns; the gradient by the cell and the virial are its shares.
+
+    Parameters
+    ----------
+    domain : Domain
+    positions, cell, coefficients, species, pair_radii, batch_idx, *others
+        As for `three_body_energies`, of owned atoms; the rows are those of owned atoms, then empty ones of ghosts.
+    """
+    systems = None if batch_idx is None else domain.batch_idx_with_ghosts
+    constants = (domain.with_ghosts(species), pair_radii, systems, *others)
+    energies = _EnergiesOfShare.apply(domain, constants, positions, cell, coefficients)
+    if not derivatives:
+        return (energies,)
+    return (energies, *_derivatives_of_share(domain, constants, positions, cell, coefficients)[1:])
+
+
+def _derivatives_of_share(
+    domain: "Domain",
+    constants: tuple[Any, ...],
+    positions: torch.Tensor,
+    cell: torch.Tensor | None,
+    coefficients: torch.Tensor,
+    weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Results of `three_body_derivatives` for owned atoms."""
+    x, c, w = domain._all_with_ghosts(positions, coefficients, weights)
+    assert x is not None and c is not None
+    found = three_body_derivatives(x.contiguous(), cell, c.contiguous(), *constants, w)
+    return (*(of_atoms[: domain.n_owned] for of_atoms in found[:3]), *found[3:])
+
+
+class _EnergiesOfShare(torch.autograd.Function):
+    """Energies of owned atoms. Gradients are complete where they are computed, on the ranks that own the atoms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        domain: "Domain",
+        constants: tuple[Any, ...],
+        positions: torch.Tensor,
+        cell: torch.Tensor | None,
+        coefficients: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.domain, ctx.constants = domain, constants
+        ctx.save_for_backward(positions, cell, coefficients)
+        return _derivatives_of_share(domain, constants, positions, cell, coefficients)[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, weights: torch.Tensor) -> Any:
+        positions, cell, coefficients = ctx.saved_tensors
+        _, by_positions, by_coefficients, by_cell, _ = _derivatives_of_share(
+            ctx.domain, ctx.constants, positions, cell, coefficients, weights
+        )
+        return None, None, by_positions, None if cell is None else by_cell, by_coefficients
 
 
 def _real(name: str, shape: Any) -> OutputSpec:
