@@ -5,7 +5,7 @@ groups of 1, 2, ... ranks take turns; while a smaller group works the other rank
 slowest rank. Each call is that of a step: positions where their owners have them, lists found already but for
 *division* (a new `Domain`) and *neighbors* (its list).
 
-- *neighbors*: those of owned atoms. *both sides*: and the rows of ghosts, which only derivatives by autograd need.
+- *neighbors*: those of owned atoms. *both sides*: and the rows of ghosts, which derivatives of moments need.
 - *dsf*: damped shifted forces, energies and forces, cutoff 9.
 - *ewald*: energy and forces of an Ewald sum with few k-vectors, whose error is not that of the others.
 - *pme*: energy and forces, error of the forces about 1e-4.

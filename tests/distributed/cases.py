@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.distributed import Domain, OtherRankError, collectives
 from nvalchemiops.torch.distributed.transform import division_of, window_spectrum, window_values
@@ -21,7 +22,9 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
 )
 from nvalchemiops.torch.interactions.pair import PairPotential
+from nvalchemiops.torch.interactions.pair.op_on_ranks import pair_sum_on_ranks
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.systems import System
 from tests.dispersion.cases import parameters as d3_parameters
 from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case, compare, rows_of_owned
@@ -125,8 +128,8 @@ def a_rank_sees_a_part(group: Any) -> None:
 
 
 @case(2)
-def rows_of_ghosts_are_made_for_derivatives(group: Any) -> None:
-    """And results do not depend on whether they are there."""
+def sums_over_pairs_need_no_rows_of_ghosts(group: Any) -> None:
+    """Nor do their derivatives; sums of moments need them for derivatives alone."""
     atoms = Atoms(n=6)
     mine = atoms.mine(group)
     domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
@@ -139,11 +142,16 @@ def rows_of_ghosts_are_made_for_derivatives(group: Any) -> None:
     assert found._of_both is None
     y = x.clone().requires_grad_()
     by_autograd = ewald_summation(y, q, atoms.cell, 0.4, **options)
-    assert found._of_both is not None and domain.neighbors(x, CUTOFF) is found._of_both
     for name, a, b in zip(("energies", "forces", "virial"), without, by_autograd):
         assert_equal(a, b.detach(), name)
-    (slope,) = torch.autograd.grad(domain.sum(by_autograd[0].sum()), y)
-    assert_equal(-slope, without[1], "forces by autograd")
+    (slope,) = torch.autograd.grad(domain.sum(by_autograd[0].sum()), y, create_graph=True)
+    assert_equal(-slope.detach(), without[1], "forces by autograd")
+    torch.autograd.grad(domain.sum(slope.square().sum()), y)
+    dipoles = torch.ones_like(x)
+    ewald_summation(x, q, atoms.cell, 0.4, dipoles=dipoles, **options)
+    assert found._of_both is None
+    ewald_summation(y, q, atoms.cell, 0.4, dipoles=dipoles, **options)
+    assert found._of_both is not None and domain.neighbors(x, CUTOFF) is found._of_both
 
 
 @case(3)
@@ -208,6 +216,13 @@ def ops_are_as_they_say(group: Any) -> None:
         if dist.get_world_size(group) == 1:
             arguments = (values, [n], [n], number)
             torch.library.opcheck(collectives.all_to_all_rows.op.overload, arguments)
+            directions = [torch.randn(1, *shape, dtype=F64) for shape in ((n, 3), (3, 3), (n, 1), (1, 1), (n,))]
+            given = [direction[0].clone() for direction in directions]
+            directions[1], given[1] = directions[1].unsqueeze(1), 9.0 * torch.eye(3, dtype=F64)[None]
+            rows = build_rows(given[0], 4.0, given[1], None)
+            others = (None, 1, *rows, None, 0, None, None, None, 4.0, 0.0, None, torch.arange(0), [0], [0], number)
+            arguments = (DSF.text, "wrcpg", "rcpgw", *given, *directions, *others)
+            torch.library.opcheck(pair_sum_on_ranks.op.overload, arguments)
             mesh, window = (6, 5, 4), (-1, 0, 0, 5, 5, 4)
             values = torch.randn(2, 1, *window[3:], dtype=F64, requires_grad=True)
             torch.library.opcheck(window_spectrum.op.overload, (values, mesh, window, 0, number))

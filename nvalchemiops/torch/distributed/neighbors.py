@@ -1,8 +1,9 @@
 """Neighbors of the atoms that a rank owns, and the same pairs from the side of its ghosts.
 
-A sum over the neighbors of owned atoms needs the rows of owned atoms alone. Its derivative is a sum of the same form
-whose list must have each pair from both sides, also those of owned atoms and ghosts: the rows of ghosts, which have
-owned atoms for neighbors. They take as long as a third of the search, and are made when a derivative first needs them.
+Sums over the neighbors of owned atoms, and derivatives of sums over pairs, need the rows of owned atoms alone.
+Derivatives of sums of moments are sums over a list that has each pair from both sides, also those of owned atoms and
+ghosts: for them there are rows of ghosts, which have owned atoms for neighbors. They take a third of the time of the
+search, and are made when they are first needed.
 """
 
 import torch

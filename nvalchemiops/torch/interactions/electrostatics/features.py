@@ -46,7 +46,7 @@ from nvalchemiops.torch.interactions.pair.shares import (
     exclusions_of_share,
     moments_with_ghosts,
     of_all_atoms,
-    rows_of_share,
+    rows_for_derivatives,
     together,
 )
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF
@@ -438,7 +438,8 @@ def _of_rows(
     assert system.moments is not None
     moments = system.moments.contiguous()
     if domain is not None:
-        rows, _ = rows_of_share(domain, rows, "", (positions, system.cell, moments, of_sources, of_rows, alpha))
+        inputs = (positions, system.cell, moments, of_sources, of_rows, alpha)
+        rows = rows_for_derivatives(domain, rows, inputs)
         positions, moments, of_sources, batch_idx = moments_with_ghosts(domain, positions, moments, of_sources)
         if of_rows is not None:  # what ghosts receive counts on other ranks
             of_rows = torch.cat([of_rows, of_rows.new_ones((domain.n_ghosts, 1))])

@@ -9,8 +9,9 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import NO_DIRECTIONS, pair_sum
+from nvalchemiops.torch.interactions.pair.op_on_ranks import pair_sum_on_ranks
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
-from nvalchemiops.torch.interactions.pair.shares import of_owned, rows_of_share, with_ghosts
+from nvalchemiops.torch.interactions.pair.shares import ghosts_of
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.operators.segments import system_sums
 
@@ -76,23 +77,15 @@ def sum_pairs(
         letter = "g" if name in formula.global_parameters else "p"
         outputs += letter * (letter not in outputs)
     outputs += "v" * bool(request.virial)
-    of_all = (positions, of_atoms, weights, batch_idx, species)
-    is_share = False
-    if domain is not None:
-        rows, is_share = rows_of_share(domain, rows, outputs, (positions, cell, of_atoms, of_systems, weights))
-        of_all = with_ghosts(domain, of_all, is_share)
-    inputs = (of_all[0], cell, of_all[1], of_systems, of_all[2], *NO_DIRECTIONS)
+    inputs = (positions, cell, of_atoms, of_systems, weights, *NO_DIRECTIONS, batch_idx, n_systems, *rows)
     distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)
-    of_pairs = (*rows, of_all[4], n_species, *excluded)
-    energies, position_gradients, _, parameter_gradients, global_gradients, virial = pair_sum(
-        formula.text, outputs, "", *inputs, of_all[3], n_systems, *of_pairs, *distances
-    )
-    if domain is not None:
-        energies = energies[: domain.n_owned]
-        if request.forces:
-            position_gradients = of_owned(domain, position_gradients, is_share)
-        if "p" in outputs:
-            parameter_gradients = of_owned(domain, parameter_gradients, is_share)
+    if domain is None:
+        found = pair_sum(formula.text, outputs, "", *inputs, species, n_species, *excluded, *distances)
+    else:
+        there = None if species is None else domain.with_ghosts(species)
+        of_pairs = (there, n_species, *excluded, *distances)
+        found = pair_sum_on_ranks(formula.text, outputs, "", *inputs, *of_pairs, *ghosts_of(domain, batch_idx))
+    energies, position_gradients, _, parameter_gradients, global_gradients, virial = found
     if request.energy_reduction == "system":
         energies = system_sums(energies, batch_idx, n_systems)
     results = [energies]

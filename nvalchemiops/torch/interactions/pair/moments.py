@@ -24,7 +24,7 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import fault_of_thread, fold_systems, repeated_systems, unfolded
-from nvalchemiops.torch.interactions.pair.shares import moments_with_ghosts, rows_of_share, without_energies
+from nvalchemiops.torch.interactions.pair.shares import moments_with_ghosts, rows_for_derivatives, without_energies
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems, system_sums
@@ -524,7 +524,7 @@ def sum_moments(
     order = order_of(moments.shape[-1])
     of_neighbors, of_rows = moments, moments if virial else None
     if domain is not None:
-        rows, _ = rows_of_share(domain, rows, "", (positions, cell, moments, parameters, global_parameters))
+        rows = rows_for_derivatives(domain, rows, (positions, cell, moments, parameters, global_parameters))
         positions, of_neighbors, parameters, batch_idx = moments_with_ghosts(domain, positions, moments, parameters)
         of_rows = without_energies(domain, moments) if virial else None
     excluded = (None, None, None) if exclusions is None else exclusions[:3]

@@ -72,6 +72,10 @@ _SPECS = {
 OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
 """Outputs of the op, in order, by letter."""
 
+SPECS = list(_SPECS.values())
+GRAD_ARRAYS = [*OUTPUTS.values(), *INPUTS.values(), *(f"direction_{name}" for name in INPUTS.values())]
+"""How the op is declared."""
+
 
 _ARRAYS = (
     *INPUTS.values(),
@@ -80,6 +84,8 @@ _ARRAYS = (
     *("excluded_begin", "excluded", "excluded_factors"),
 )
 """Arguments of the op that are arrays of its kernels."""
+
+_SHIFTS, _EXCLUDED = _ARRAYS.index("shifts"), _ARRAYS.index("excluded")
 
 
 @functools.cache
@@ -111,8 +117,28 @@ def fault_of_thread() -> torch.Tensor:
 # -- the derivative -------------------------------------------------------------------------------
 
 
+def pullback_by(op: Callable[[], Callable[..., tuple[torch.Tensor, ...]]]) -> Callable[..., dict[str, torch.Tensor]]:
+    """The derivative of `pair_sum`, or of an op with its arguments and others, by the same op.
+
+    Parameters
+    ----------
+    op : callable
+        Returns the op, which is made after its derivative.
+    """
+
+    def pullback(
+        inputs: dict[str, Any], gradients: dict[str, torch.Tensor | None], wanted: frozenset[str]
+    ) -> dict[str, torch.Tensor]:
+        return _pullback(op(), inputs, gradients, wanted)
+
+    return pullback
+
+
 def _pullback(
-    inputs: dict[str, Any], gradients: dict[str, torch.Tensor | None], wanted: frozenset[str]
+    op: Callable[..., tuple[torch.Tensor, ...]],
+    inputs: dict[str, Any],
+    gradients: dict[str, torch.Tensor | None],
+    wanted: frozenset[str],
 ) -> dict[str, torch.Tensor]:
     outputs, directions = inputs["outputs"], inputs["directions"]
     positions, cell, batch_idx = inputs["positions"], inputs["cell"], inputs["batch_idx"]
@@ -125,7 +151,7 @@ def _pullback(
     found: dict[str, torch.Tensor] = {}
 
     def evaluate(along: Sequence[Direction], letters: str) -> dict[str, torch.Tensor]:
-        return _evaluate(inputs, letters, values, along)
+        return _evaluate(op, inputs, letters, values, along)
 
     def add(letter: str, gradient: torch.Tensor) -> None:
         name = INPUTS[letter]
@@ -191,7 +217,11 @@ def _unstack(directions: str, stacked: dict[str, torch.Tensor | None]) -> list[D
 
 
 def _evaluate(
-    inputs: dict[str, Any], outputs: str, values: dict[str, torch.Tensor | None], directions: Sequence[Direction]
+    op: Callable[..., tuple[torch.Tensor, ...]],
+    inputs: dict[str, Any],
+    outputs: str,
+    values: dict[str, torch.Tensor | None],
+    directions: Sequence[Direction],
 ) -> dict[str, torch.Tensor]:
     """The outputs with these letters for the derivative in ``directions``; one that vanishes is left out."""
     for k, direction in enumerate(directions):
@@ -210,7 +240,7 @@ def _evaluate(
         parts = [d[letter] for d in directions if letter in d]
         changed[f"direction_{name}"] = torch.stack(parts) if parts else None
     text = "|".join("".join(letter for letter in INPUTS if letter in d) for d in directions)
-    found = pair_sum(**{**inputs, **changed, "outputs": outputs, "directions": text})
+    found = op(**{**inputs, **changed, "outputs": outputs, "directions": text})
     return {letter: result for letter, result in zip(OUTPUTS, found) if letter in outputs}
 
 
@@ -327,9 +357,9 @@ def repeated_systems(
 
 @warp_custom_op(
     "nvalchemiops::pair_sum",
-    outputs=list(_SPECS.values()),
-    grad_arrays=[*OUTPUTS.values(), *INPUTS.values(), *(f"direction_{name}" for name in INPUTS.values())],
-    backward=_pullback,
+    outputs=SPECS,
+    grad_arrays=GRAD_ARRAYS,
+    backward=pullback_by(lambda: pair_sum),
     vmap=_fold,
     trusted=True,
 )
@@ -398,25 +428,52 @@ def pair_sum(
     given: tuple[Any, ...] = (positions, cell, parameters, global_parameters, weights)
     given += (direction_positions, direction_cell, direction_parameters, direction_global_parameters, direction_weights)
     others = (batch_idx, row_begin, neighbors, shifts, first, species, excluded_begin, excluded, excluded_factors)
-    flags = (shifts is not None, n_species, weights is not None, excluded is not None)
+    of_rows = (positions.shape[0], batch_idx, n_systems)
+    return sum_rows_of(
+        formula, outputs, directions, given + others, of_rows, n_species, width, padding, cutoff, r_switch
+    )
+
+
+def sum_rows_of(
+    formula: str,
+    outputs: str,
+    directions: str,
+    arrays: tuple[Any, ...],
+    of_rows: tuple[int, torch.Tensor | None, int],
+    n_species: int,
+    *scalars: float,
+) -> tuple[torch.Tensor, ...]:
+    """The outputs of `pair_sum` for some atoms, the first ones of all.
+
+    Parameters
+    ----------
+    arrays : tuple
+        Arguments in the order of `_ARRAYS`, of all atoms.
+    of_rows : tuple
+        How many atoms have results, the system of each, or None, and the number of systems.
+    *scalars
+        As of `nvalchemiops.interactions.pair.sum.SCALARS`.
+    """
+    positions, _, parameters, _, weights, *_ = arrays
+    n_rows, batch_idx, n_systems = of_rows
+    flags = (arrays[_SHIFTS] is not None, n_species, weights is not None, arrays[_EXCLUDED] is not None)
     kernel, pick, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
-    n_atoms, device = positions.shape[0], positions.device
+    device = positions.device
     # faults that are not read, which would wait for a GPU, make results NaN
     fault = fault_of_thread() if layout(device.type).reads else None
     memory: dict[str, torch.Tensor] = {}
     if WEIGHTS in outputs:
-        memory["energies"] = positions.new_empty(n_atoms)
+        memory["energies"] = positions.new_empty(n_rows)
     if POSITIONS in outputs:
-        memory["position_gradients"] = torch.empty_like(positions)
+        memory["position_gradients"] = positions.new_empty((n_rows, 3))
     if PARAMETERS in outputs:
-        assert parameters is not None
-        memory["parameter_gradients"] = torch.empty_like(parameters)
+        memory["parameter_gradients"] = positions.new_empty((n_rows, parameters.shape[1]))
     if columns:
-        memory["sums"] = torch.empty((n_atoms, sum(columns.values())), dtype=torch.float64, device=device)
+        memory["sums"] = torch.empty((n_rows, sum(columns.values())), dtype=torch.float64, device=device)
     launch(
         kernel,
-        n_atoms,
-        [*pick(given + others), width, padding, cutoff, r_switch],
+        n_rows,
+        [*pick(arrays), *scalars],
         [fault if name == "fault" else memory[name] for name in written],
         lanes=WARP,
     )

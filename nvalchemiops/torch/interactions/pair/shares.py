@@ -2,7 +2,7 @@
 
 A pair of an owned atom and a ghost is in the rows of both, on the ranks of both. Each owned atom has half of the energy
 of its pairs, so energies of ghosts are left to their owners; then the energies of all ranks add up, and so do their
-derivatives.
+derivatives. Sums over pairs fetch values of ghosts inside of their op (`op_on_ranks`), sums of moments before it.
 """
 
 import contextlib
@@ -18,35 +18,18 @@ from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check
 from nvalchemiops.torch.neighbors.rows import Rows
 
 
-def with_ghosts(domain: Domain, of_owned: Sequence[Any], is_share: bool) -> tuple[Any, ...]:
-    """Positions, parameters, weights, systems and species of owned atoms and ghosts.
-
-    For a rank's share of a sum over all atoms, energies of ghosts have no weight: they belong to their owners.
-    """
-    positions, parameters, weights, batch_idx, species = of_owned
-    if is_share:
-        weights = positions.new_ones(domain.n_owned) if weights is None else weights
-        ghosts = positions.new_zeros(domain.n_ghosts)
-        positions, parameters = domain._all_with_ghosts(positions, parameters)
-        weights = torch.cat([weights, ghosts])
-    else:
-        positions, parameters, weights = domain._all_with_ghosts(positions, parameters, weights)
-    if batch_idx is not None:
-        batch_idx = domain.batch_idx_with_ghosts
-    return positions, parameters, weights, batch_idx, None if species is None else domain.with_ghosts(species)
+def ghosts_of(domain: Domain, batch_idx: torch.Tensor | None) -> tuple[Any, ...]:
+    """What `pair_sum_on_ranks` needs to know about ghosts; with ``batch_idx`` if the sum tells systems apart."""
+    halo, systems = domain._halo, None if batch_idx is None else domain.batch_idx_with_ghosts
+    return systems, halo.rows, halo.send, halo.receive, halo.group
 
 
-def rows_of_share(domain: Domain, rows: Rows, outputs: str, inputs: Sequence[torch.Tensor | None]) -> tuple[Rows, bool]:
-    """The rows of a sum with these ``outputs`` (letters of `pair_sum`), and whether it is a rank's share of all.
-
-    A sum over the rows of owned atoms gives energies and forces of these, and half of the virial of each of their
-    pairs, as the other rank does of pairs with ghosts. Its derivatives need the rows of ghosts, and then results of
-    systems are those of a share. Ranks must agree which of the ``inputs`` have a gradient, as for a backward pass.
-    """
+def rows_for_derivatives(domain: Domain, rows: Rows, inputs: Sequence[torch.Tensor | None]) -> Rows:
+    """The rows of a sum of moments: derivatives of its op need those of ghosts, if one of the ``inputs`` has any."""
     found = domain._list_of(rows)
-    with_ghosts = found is None or any(t is not None and is_differentiated(t) for t in inputs)
-    is_share = "g" in outputs or ("v" in outputs and with_ghosts)
-    return found.of_both() if found is not None and (with_ghosts or is_share) else rows, is_share
+    if found is None or not any(t is not None and is_differentiated(t) for t in inputs):
+        return rows
+    return found.of_both()
 
 
 def moments_with_ghosts(
@@ -67,11 +50,6 @@ def of_all_atoms(domain: Domain | None, value: Any) -> Any:
     """A value of atoms; if it is one tensor for all of them, with a gradient that is complete on each rank."""
     is_one = domain is not None and isinstance(value, torch.Tensor) and value.ndim == 0
     return domain.replicated(value) if domain is not None and is_one else value
-
-
-def of_owned(domain: Domain, gradients: torch.Tensor, is_share: bool) -> torch.Tensor:
-    """Gradients by values of owned atoms: of the shares of all ranks, or of a sum in which pairs count whole."""
-    return domain.add_ghosts(gradients) if is_share else gradients[: domain.n_owned]
 
 
 def together(domain: Domain | None) -> Any:

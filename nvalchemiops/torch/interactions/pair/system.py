@@ -41,8 +41,7 @@ class PairSystem(NamedTuple):
     n_systems : int
     rows : Rows
     domain : Domain or None
-        The atoms are those that this rank owns; the rows are theirs, and then empty ones of ghosts, which
-        `shares.rows_of_share` fills for derivatives.
+        The atoms are those that this rank owns; the rows are theirs, and then empty ones of ghosts.
     """
 
     positions: torch.Tensor
