@@ -1,40 +1,41 @@
-"""Charges, dipoles and quadrupoles in Ewald sums at a measured error, and latent Ewald sums beside the dense formula.
+"""Charges, dipoles and quadrupoles in Ewald sums at a measured error, latent Ewald sums beside the dense formula, and
+multipoles beside nvalchemi-toolkit-ops 0.5.0.
 
-Two tables:
+Three tables:
 
 - energies and forces of charges alone, with dipoles, with quadrupoles (the traceless part of second moments), by
   Ewald's sum and on a mesh. Each has the largest ``accuracy`` of a few whose measured RMS error of the forces is below
   1e-5, with lists built before; times are given relative to charges alone;
 - the energy and its gradients by positions and sources of a latent Ewald sum (sigma = 1, dl = 2, four channels) beside
-  the formula in plain torch, dense sines and cosines of atoms and k-vectors, differentiated by torch.
+  the formula in plain torch, dense sines and cosines of atoms and k-vectors, differentiated by torch. *Floor* is the
+  time of the multiply-adds that no arrangement of these sums avoids (`multiply_adds`), at the rate of torch's matrix
+  products on this machine, measured in the same run;
+- with ``--peer PYTHON``: energy and gradients by positions and moments of Gaussians (sigma 0.5), by the functions that
+  0.5.0 has, too: the same call in both libraries, each with the parameters of its estimate at the largest ``accuracy``
+  whose measured error of the forces is below 1e-5.
 
 Contenders run in turns in one process. Times are the least of a few, in processor time with ``--processor``, which
 other programs on the machine disturb less.
 """
 
+import functools
+import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import BURST, parser_for, start, write_csv
+from common import BURST, Peer, described, parser_for, start, write_csv
 
-from nvalchemiops.torch.interactions.electrostatics import (
-    ewald_reciprocal_space,
-    ewald_summation,
-    particle_mesh_ewald,
-)
-from nvalchemiops.torch.interactions.electrostatics.choice import choose_splitting
-from nvalchemiops.torch.interactions.electrostatics.system import check_system, given_alpha
-from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum
-from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.systems import System
 
 ERROR = 1e-5
 ACCURACIES = (8e-5, 4e-5, 2e-5, 1e-5, 5e-6, 2.5e-6, 1e-6)
 DENSITY = 0.1  # atoms in a cubic angstrom, about that of water
+ASKED_OF_LATENT = {512: 15, 4096: 50}
 SPLINE_ORDERS = {"charges": 5, "dipoles": 6, "quadrupoles": 7}
 
 Sources = dict[str, torch.Tensor]
@@ -77,6 +78,13 @@ def in_turns(calls: dict[str, Callable[[], Any]], repeats: int, clock: Callable[
 
 def chosen(method: str, x: torch.Tensor, cell: torch.Tensor, sources: Sources, accuracy: float, order: int) -> Any:
     """A call with the parameters that the library chooses, and a list built before."""
+    # not at the top: the peer's interpreter runs this file, too
+    from nvalchemiops.torch.interactions.electrostatics.choice import choose_splitting
+    from nvalchemiops.torch.interactions.electrostatics.system import check_system, given_alpha
+    from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum
+    from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
+    from nvalchemiops.torch.systems import System
+
     atoms = check_system(System(x, cell=cell, **sources))
     empty: Any = KVectorSum() if method == "ewald" else MeshSum(order, None)
     splitting = choose_splitting(atoms, empty, None, None, None, accuracy)
@@ -173,7 +181,10 @@ def projected(gradients: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
 
 def latent(sizes: tuple[int, ...], repeats: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
     """Latent Ewald sums, energy and backward."""
+    from nvalchemiops.torch.interactions.electrostatics import ewald_reciprocal_space
+
     rows, sigma, dl = [], 1.0, 2.0
+    rate = rate_of_products(clock)
     for n_atoms in sizes:
         x, cell, values = system(n_atoms, 4)
         names = list(values)
@@ -201,12 +212,139 @@ def latent(sizes: tuple[int, ...], repeats: int, clock: Callable[[], float]) -> 
             few = max(2, repeats * 512 // n_atoms)
             times = in_turns({"ours": ours, "dense": plain}, few, clock)
             ratio = times["dense"] / times["ours"]
+            floor = 1e3 * 4 * n_atoms * multiply_adds(cell, 2.0 * math.pi / dl, n) / rate
             print(
                 f"{n_atoms:6d} latent {name:12s} {times['ours']:9.2f} ms, dense {times['dense']:9.2f} ms: "
-                f"{ratio:5.1f} times   differences {worst:.0e}",
+                f"{ratio:5.1f} times (asked {ASKED_OF_LATENT[n_atoms]:g})   floor {floor:.2f} ms   "
+                f"differences {worst:.0e}",
                 flush=True,
             )
-            rows.append({"atoms": n_atoms, "what": f"latent, {name}", "ms": times["ours"], "ratio": ratio})
+            rows.append(
+                {"atoms": n_atoms, "what": f"latent, {name}", "ms": times["ours"], "ratio": ratio, "floor": floor}
+            )
+    return rows
+
+
+def multiply_adds(cell: torch.Tensor, k_cutoff: float, highest: int) -> int:
+    """Multiply-adds for an atom and a channel, with moments up to this order, their gradients and forces.
+
+    With k-vectors (n_x, ±n_y, ±n_z) taken together, each power of n_z takes eight: a cosine and a sine along z times
+    four products along x and y, fewer where sines are zero. Spreading moments of order l needs the powers up to l, in
+    two sums, of even and of odd ones; gathering for their gradients and forces those up to l + 1. What is done once
+    for each column of k-vectors is left out.
+    """
+    reciprocal = 2.0 * math.pi * torch.linalg.inv(cell).mT
+    reach = (k_cutoff / reciprocal.norm(dim=1)).floor().int().tolist()
+    n = torch.cartesian_prod(*(torch.arange(r + 1) for r in reach))
+    signs = torch.tensor([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]])
+    inside = ((n.unsqueeze(1) * signs).double() @ reciprocal).norm(dim=-1) <= k_cutoff
+    x, y, z = (n[inside.any(1)] > 0).int().unbind(1)
+    products = (1 + x) * (1 + y)
+    powers = (min(highest, 1) + 1) * 2 + (highest == 2) + 2 * (highest + 2)
+    return int((products * torch.where(z > 0, powers, 2)).sum())
+
+
+@functools.cache
+def rate_of_products(clock: Callable[[], float]) -> float:
+    """Multiply-adds in a second, in torch's product of matrices that fit into the caches."""
+    a, b = (torch.randn(192, 192, dtype=torch.float64) for _ in range(2))
+    out = torch.empty_like(a)
+    return 192**3 / (1e-3 * in_turns({"": lambda: torch.matmul(a, b, out=out)}, 20, clock)[""])
+
+
+# -- beside 0.5.0 ---------------------------------------------------------------------------------------------
+
+SIGMA = 0.5
+PEER_SIZES = (64, 512)
+PEER_ACCURACIES = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
+
+
+class Server:
+    """Sums of multipoles by the functions that both libraries have."""
+
+    def ask(self, what: str, method: str, n_atoms: int, l_max: int, accuracy: float) -> Any:
+        """Of a call: the seconds of processor time, or energy and forces."""
+        call = self.call(method, n_atoms, l_max, accuracy)
+        if what == "values":
+            energy, by_positions, _ = call()
+            return energy.item(), by_positions.tolist()
+        call()
+        best = math.inf
+        for _ in range(5):
+            begin = time.process_time()
+            call()
+            best = min(best, time.process_time() - begin)
+        return best
+
+    @functools.cache  # noqa: B019  (there is one server)
+    def call(self, method: str, n_atoms: int, l_max: int, accuracy: float) -> Callable[[], Any]:
+        from nvalchemiops.torch.interactions import electrostatics
+
+        positions, cell, values = system(n_atoms)
+        packed = electrostatics.pack_multipole_moments(*list(values.values())[: l_max + 1])
+        kind = "ewald" if method == "ewald" else "pme"
+        estimate = getattr(electrostatics, f"estimate_multipole_{kind}_parameters")
+        found = estimate(positions, cell, SIGMA, accuracy=accuracy)
+        options: dict[str, Any] = {"sigma": SIGMA, "alpha": float(found.alpha)}
+        if method == "ewald":
+            options["k_cutoff"] = float(found.reciprocal_space_cutoff)
+            function: Any = electrostatics.multipole_ewald_summation
+        else:
+            options["mesh_dimensions"] = tuple(int(n) for n in found.mesh_dimensions)
+            function = electrostatics.multipole_particle_mesh_ewald
+        pbc = torch.ones(3, dtype=torch.bool)
+        cutoff = float(found.real_space_cutoff)
+        pairs, pointers, shifts = neighbor_list(positions, cutoff, cell, pbc, return_neighbor_list=True)
+        listed = (pairs[1].contiguous(), pointers, shifts)
+
+        def call() -> Any:
+            x, m = positions.clone().requires_grad_(), packed.clone().requires_grad_()
+            energy = function(x, m, cell, *listed, **options).sum()
+            return (energy.detach(), *torch.autograd.grad(energy, (x, m)))
+
+        return call
+
+
+def serve() -> None:
+    import nvalchemiops
+
+    torch.set_num_threads(1)
+    server = Server()
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer = server.ask(*question) if len(question) > 1 else nvalchemiops.__version__
+        print("answer", json.dumps(answer), flush=True)
+
+
+def beside(peer: Peer, methods: tuple[str, ...], sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+    """Times faster than 0.5.0, at equal measured error."""
+    sides: dict[str, Any] = {"ours": Server(), "0.5.0": peer}
+    rows = []
+    for n_atoms in sizes:
+        for l_max, name in ((1, "dipoles"), (2, "quadrupoles")):
+            exact, by_positions = sides["ours"].ask("values", "ewald", n_atoms, l_max, 1e-12)
+            reference = torch.tensor(by_positions, dtype=torch.float64)
+            for method in methods:
+                chosen: dict[str, tuple[float, float, float]] = {}
+                for side, server in sides.items():
+                    for accuracy in PEER_ACCURACIES:
+                        energy, by_positions = server.ask("values", method, n_atoms, l_max, accuracy)
+                        found = torch.tensor(by_positions, dtype=torch.float64)
+                        error = float((found - reference).norm() / reference.norm())
+                        chosen[side] = accuracy, error, abs(energy / exact - 1.0)
+                        if error <= ERROR:
+                            break
+                best = dict.fromkeys(sides, math.inf)
+                for _ in range(rounds):
+                    for side, server in sides.items():
+                        seconds = server.ask("time", method, n_atoms, l_max, chosen[side][0])
+                        best[side] = min(best[side], 1e3 * seconds)
+                ratio = best["0.5.0"] / best["ours"]
+                notes = ", ".join(f"{side} {best[side]:.2f} ms, errors {e:.0e}, {de:.0e}" for side, (_, e, de) in chosen.items())  # fmt: skip # noqa: E501
+                print(f"{n_atoms:6d} {method:6s} {name:12s} {ratio:5.1f} times (asked 10)   {notes}", flush=True)
+                rows.append(
+                    {"atoms": n_atoms, "what": f"{method} of 0.5.0, {name}", "ms": best["ours"], "ratio": ratio}
+                )
     return rows
 
 
@@ -215,17 +353,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--processor", action="store_true", help="processor time in the place of wall time")
-    parser.add_argument("--only", choices=("moments", "latent"))
+    parser.add_argument("--only", choices=("moments", "latent", "peer"))
+    parser.add_argument("--peer-methods", nargs="+", choices=("ewald", "pme"), default=("ewald", "pme"))
+    parser.add_argument("--serve", action="store_true")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    start(options.threads, "cpu", "plain torch")
+    if options.serve:
+        serve()
+        return
+    peer = Peer(options.peer, __file__, "cpu") if options.peer and options.only in (None, "peer") else None
+    start(options.threads, "cpu", f"plain torch, {described(peer)}")
     clock = time.process_time if options.processor else time.perf_counter
     sizes = (512,) if options.quick else (512, 4096)
     rows = []
-    if options.only != "latent":
+    if options.only in (None, "moments"):
         rows += moments(sizes, options.repeats, clock)
-    if options.only != "moments":
+    if options.only in (None, "latent"):
         rows += latent(sizes, options.repeats, clock)
-    write_csv(options.csv, ("atoms", "what", "ms", "ratio"), rows)
+    if peer:
+        rows += beside(peer, tuple(options.peer_methods), PEER_SIZES[:1] if options.quick else PEER_SIZES, 3)
+    write_csv(options.csv, ("atoms", "what", "ms", "ratio", "floor"), rows)
 
 
 if __name__ == "__main__":

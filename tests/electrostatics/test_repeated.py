@@ -482,12 +482,26 @@ def test_a_trace_is_noticed_by_a_plan():
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_no_plan_for_widths():
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_widths_are_fixed_in_a_plan(as_tensor):
+    """A number, or a tensor, which has another plan where its values change."""
     x, q, cell, near = arguments()
-    widths = torch.full((20,), 0.3, dtype=F64)
+    for sigma in (0.2, 0.3):
+        widths = torch.linspace(sigma, 0.35, 20, dtype=F64) if as_tensor else sigma
+        for step in range(4):
+            y, _, here = moved(x, q, near, step)
+            given = random_sources(x, None, 1, step)
+
+            def call(y=y, given=given, here=here, widths=widths):
+                return whole(y, **given, widths=widths, cell=cell, near=here, compute_forces=True, compute_virial=True)
+
+            same_bits(call(), ordinary(call))
+    plan_of(count=2)
+    widths = torch.full((20,), 0.3, dtype=F64, requires_grad=True)
     for _ in range(4):
-        ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, widths=widths, **near)
-    plan_of(count=0)
+        (gradient,) = torch.autograd.grad(whole(x, **given, widths=widths, cell=cell, near=near).sum(), widths)
+    assert (gradient != 0.0).all()
+    plan_of(count=2)
 
 
 def test_gradients_by_sources_that_are_not_there():

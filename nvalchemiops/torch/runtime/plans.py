@@ -32,7 +32,7 @@ _METADATA |= {"stride", "numel", "element_size", "data_ptr", "untyped_storage", 
 _METADATA |= {"is_neg", "_is_zerotensor"}
 """What is read of tensors without their values."""
 
-_COPIES = {"to", "contiguous", "reshape", "flatten"}
+_COPIES = {"to", "contiguous", "reshape", "flatten", "clone"}
 """Operations that return the memory that they are given, or copy it."""
 
 _VIEWS = _COPIES | {

@@ -108,7 +108,7 @@ def repeated_sum(
     # what is wrong is left to the ordinary way
     if type(charges) is not torch.Tensor or type(positions) is not torch.Tensor or type(cell) is not torch.Tensor:
         return None
-    if positions.ndim != 2 or charges.ndim not in (1, 2) or cell.shape not in ((3, 3), (1, 3, 3)) or widths is not None:
+    if positions.ndim != 2 or charges.ndim not in (1, 2) or cell.shape not in ((3, 3), (1, 3, 3)):
         return None
     if not (0 < positions.shape[0] <= MOST_ATOMS and positions.is_contiguous() and charges.is_contiguous()):
         return None
@@ -134,7 +134,7 @@ def repeated_sum(
     used = [value for value in near if isinstance(value, torch.Tensor)]
     constants: list[torch.Tensor] = []
     try:
-        fixed = _fixed((cell, others), constants)
+        fixed = _fixed((cell, widths, others), constants)
     except (TypeError, RuntimeError):  # a tensor that NumPy cannot have
         return None
     moving = (positions, *sources)
@@ -176,7 +176,10 @@ def repeated_sum(
     ) -> tuple[torch.Tensor, ...]:
         as_graph, found = tracked and torch.is_grad_enabled(), None
         values: dict[str, Any] = dict(zip(names, sources))
-        here, wanted = System(positions, cell=cell)._replace(**values), request._replace(derivatives=derivatives)
+        here, wanted = (
+            System(positions, cell=cell, widths=widths)._replace(**values),
+            request._replace(derivatives=derivatives),
+        )
         if tracked and derivatives.charge_gradients:
             wanted = wanted._replace(of_sources=(True, dipoles is not None, quadrupoles is not None))
         if not as_graph:
