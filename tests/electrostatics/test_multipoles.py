@@ -10,6 +10,9 @@ from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions.electrostatics import (
     EwaldSummation,
     compute_slab_correction,
+    coulomb_energy,
+    coulomb_energy_forces,
+    electrostatic_potential,
     ewald_real_space,
     ewald_reciprocal_space,
     ewald_summation,
@@ -180,6 +183,62 @@ def test_slices_and_hessians(method):
     change = torch.linspace(-1.0, 1.0, 15, dtype=torch.float64).view(5, 3)
     second = energy(dipoles + change) + energy(dipoles - change) - 2.0 * energy(dipoles)
     assert float(second) == pytest.approx(float((change * torch.tensordot(hessian, change)).sum()))
+
+
+@pytest.mark.parametrize(("name", "dim"), [("charges", 1), ("dipoles", 0), ("widths", 0)])
+@pytest.mark.parametrize("method", ["ewald", "pme", "potential"])
+def test_parameters_are_chosen_for_all_slices(method, name, dim):
+    """Of vmap, which hides values: wide Gaussians need a small alpha, and dipoles more k-vectors."""
+    positions, cell = geometry()
+    values = random_sources(5, seed=3, neutral=False) | {"widths": torch.full((5,), 1.5, dtype=torch.float64)}
+    del values["quadrupoles"]
+    slices = torch.stack([0.5 * values[name], values[name]], dim)
+
+    def call(part):
+        given = {**values, name: part}
+        if method == "potential":
+            return electrostatic_potential(positions, cell=cell, **given).gradient
+        if method == "pme":
+            return particle_mesh_ewald(positions, cell=cell, spline_order=8, **given)
+        return ewald_summation(positions, cell=cell, **given)
+
+    found = torch.func.vmap(call, in_dims=dim)(slices)
+    exact = torch.stack([call(part) for part in slices.unbind(dim)])
+    assert (found - exact).abs().max() < 3e-6 * exact.abs().max()
+
+
+@pytest.mark.parametrize("channels", [(), (2,)])
+def test_no_atoms(channels):
+    _, cell = geometry()
+    x = torch.zeros(0, 3, dtype=torch.float64)
+    values = {name: x.new_zeros(0, *channels, *shape) for name, shape in (("charges", ()), ("dipoles", (3,)))}
+    values["quadrupoles"] = x.new_zeros(0, *channels, 3, 3)
+    for method in (ewald_summation, functools.partial(particle_mesh_ewald, spline_order=6)):
+        found = method(x, cell=cell, widths=0.3, **values, **ALL)
+        assert [tuple(value.shape) for value in found] == [
+            (0, *channels), (0, 3), (0, *channels), (0, *channels, 3), (0, *channels, 3, 3), (1, 3, 3)
+        ]  # fmt: skip
+    for lattice in (cell, None):
+        found = electrostatic_potential(x, cell=lattice, derivatives=2, **values)
+        assert found.second.shape == (0, 1, *channels, 3, 3)
+    assert coulomb_energy(x, cell=None, cutoff=5.0, **values).shape == (0, *channels)
+
+
+def test_coulomb_energies_with_channels():
+    """Each channel is a sum of its own; of charges alone, with sources, damped."""
+    positions, _ = geometry()
+    values = random_sources(5, channels=2, seed=3, width=0.4, neutral=False)
+    widths = values.pop("widths")
+    for given in ({"charges": values["charges"]}, {**values, "widths": widths}):
+        for alpha in (0.0, 0.3):
+            options = {"cell": None, "cutoff": 30.0, "alpha": alpha}
+            energies, forces = coulomb_energy_forces(positions, **given, **options)
+            single = []
+            for channel in (0, 1):
+                here = {name: v if name == "widths" else v[:, channel] for name, v in given.items()}
+                single.append(coulomb_energy_forces(positions, **here, **options))
+            torch.testing.assert_close(energies, torch.stack([s[0] for s in single], 1))
+            torch.testing.assert_close(forces, single[0][1] + single[1][1])
 
 
 def test_in_float32_it_is_the_same_rounded():

@@ -18,7 +18,14 @@ from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem,
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh, lattice_of
-from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host
+from nvalchemiops.torch.runtime.context import (
+    ValuesNeededError,
+    all_values_of,
+    is_eager,
+    is_mapped,
+    may_read,
+    on_host,
+)
 from nvalchemiops.torch.systems import System
 
 
@@ -113,7 +120,7 @@ def choose_splitting(
     if limit is not None and not compiling and bool((chosen > limit).any()):
         _warn_of_widths(system, on_host(chosen.detach()), on_host(limit), rows, cutoff, accuracy)
     is_open = rows is None or not long_range.is_given
-    if system.moments is not None and is_open and not compiling and may_read(system.moments, wait=True):
+    if is_open and not compiling and has_known_moments(system):
         target = strengths_of(system, np).target(accuracy, on_host(chosen.detach()))
     if rows is not None:
         return EwaldSplitting(chosen, rows, target)
@@ -143,7 +150,7 @@ def _choose(
     optimal_alpha = long_range.optimal_alpha(count, volume, target, core.COSTS[device.type], xp)
     strengths: Strengths | None = None
     limit: Any = None
-    if system.moments is not None and (compiling or may_read(system.moments, wait=True)):
+    if has_known_moments(system) or (compiling and system.moments is not None):
         strengths, limit = strengths_of(system, xp), widest_alpha(system)
         limit = limit if limit is None or compiling else on_host(limit)
         target, optimal_alpha = _settled(
@@ -401,12 +408,18 @@ class Strengths(NamedTuple):
         return self._replace(force=xp.maximum(self.force, force * self.squares[:, 0]))
 
 
+def has_known_moments(system: ChargedSystem) -> bool:
+    """Whether there are moments whose values may be read, of all slices where ``vmap`` maps over them."""
+    moments = system.moments
+    return moments is not None and (may_read(moments, wait=True) or (may_read() and is_mapped(moments)))
+
+
 def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
     """Strengths of the moments of each system, by numpy or torch; forces without a look at neighbors."""
     moments = system.moments
     assert moments is not None
     with torch.no_grad():
-        squares = moments.detach().to(torch.float64).square()
+        squares = _largest(moments.detach().to(torch.float64).square())
         columns = [squares[..., 0].sum(1), squares[..., 1:4].sum((1, 2))]
         of_quadrupoles = squares[..., 4:]
         if of_quadrupoles.shape[-1]:
@@ -423,11 +436,19 @@ def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
     return found._replace(force=core.TYPICAL_FORCE * found.at(NEAR_MOMENTS / spacing))
 
 
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """The values, or where ``vmap`` maps over them the largest of all slices."""
+    if not (may_read() and is_mapped(values)):
+        return values
+    # a concatenation has the dimensions of slices in front
+    return all_values_of(torch.cat([values])).flatten(0, -1 - values.ndim).amax(0)
+
+
 def widest_alpha(system: ChargedSystem) -> torch.Tensor | None:
     """The splitting parameter (n_systems,) of the widest Gaussians, beyond which their sum over pairs is no shorter."""
     if system.widths is None:
         return None
-    widths = system.widths.detach().to(torch.float64)
+    widths = _largest(system.widths.detach().to(torch.float64))
     numbers = system.batch_idx
     most = torch.zeros(system.n_systems, dtype=torch.float64, device=widths.device)
     if numbers is None:

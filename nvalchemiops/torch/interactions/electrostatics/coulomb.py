@@ -48,7 +48,8 @@ def coulomb_energy(
     Parameters
     ----------
     positions : (n_atoms, 3) tensor, float32 or float64, length
-    charges : (n_atoms,) tensor, charge
+    charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge
+        Channels do not interact with each other.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length, or None
         None without periodicity.
     cutoff : float, length
@@ -61,8 +62,8 @@ def coulomb_energy(
         System of each atom, in any order.
     domain : Domain, optional
         The system is divided among ranks, as for `ewald_summation`.
-    dipoles : (n_atoms, 3) tensor, charge length, optional
-    quadrupoles : (n_atoms, 3, 3) tensor, charge length², optional
+    dipoles : (n_atoms, 3) or (n_atoms, n_channels, 3) tensor, charge length, optional
+    quadrupoles : (n_atoms, 3, 3) or (n_atoms, n_channels, 3, 3) tensor, charge length², optional
     widths : float or (n_atoms,) tensor, length, optional
         Further sources, as for `ewald_summation`: the energy is that of moments in each other's potential
         ``erfc(α r) / r``. For Gaussians without damping it is ``erf(a r) / r`` with ``a = 1 / sqrt(2 (s_i² + s_j²))``;
@@ -71,7 +72,8 @@ def coulomb_energy(
     Returns
     -------
     (n_atoms,) tensor, charge²/length
-        Differentiable to any order in positions, charges and other sources, widths, cell and alpha.
+        With channels (n_atoms, n_channels). Differentiable to any order in positions, charges and other sources,
+        widths, cell and alpha.
 
     Raises
     ------
@@ -148,7 +150,8 @@ def _coulomb(
     if not isinstance(alpha, (int, float, torch.Tensor)):
         raise TypeError(f"`alpha` must be a number or a tensor, got {type(alpha).__name__}")
     bare = not isinstance(alpha, torch.Tensor) and alpha == 0.0
-    if atoms.dipoles is not None or atoms.quadrupoles is not None or atoms.widths is not None:
+    several = isinstance(atoms.charges, torch.Tensor) and atoms.charges.ndim == 2
+    if several or atoms.dipoles is not None or atoms.quadrupoles is not None or atoms.widths is not None:
         return _moments(atoms, cutoff, None if bare else alpha, given, request)
     return _sum(potentials.COULOMB if bare else potentials.EWALD_REAL_SPACE, atoms, cutoff, alpha, given, request)
 
@@ -181,7 +184,7 @@ def _sum(
 def _moments(
     atoms: System, cutoff: float, alpha: float | torch.Tensor | None, given: GivenNeighbors, request: PairRequest
 ) -> tuple[torch.Tensor, ...]:
-    """Energies, and forces if requested, of moments or Gaussians; without ``alpha`` bare."""
+    """Energies, and forces if requested, of moments, Gaussians or several charges; without ``alpha`` bare."""
     domain = atoms.domain
     cutoff, alpha = checks.check_positive("cutoff", cutoff), None if alpha is None else _damping(alpha)
     with together(domain):
@@ -189,7 +192,7 @@ def _moments(
         if domain is not None:
             domain._check(atoms)
         charges: Any = atoms.charges
-        check_charges(charges, atoms.positions)
+        check_charges(charges, atoms.positions, channels=True)
         given_widths = of_all_atoms(domain, atoms.widths)
         moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, given_widths, atoms.positions)
     system = pair_system(atoms, given, cutoff=cutoff, by_system=alpha is not None)
@@ -201,7 +204,7 @@ def _moments(
         parameters = parameters_of_share(formula, parameters, domain)
     of_atoms, of_systems, _, _ = parameter_arrays(formula, parameters, system.positions, None, system.n_systems)
     found = sum_moments(formula, system, moments, of_atoms, of_systems, forces=request.forces, cutoff=cutoff)
-    energies = found.energies.squeeze(1)
+    energies = found.energies if charges.ndim == 2 else found.energies.squeeze(1)
     return (energies,) if found.forces is None else (energies, found.forces)
 
 

@@ -275,7 +275,7 @@ def _open_system(atoms: System) -> ChargedSystem:
             batch_idx, n_systems = domain.batch_idx, domain.n_systems
         given_widths = of_all_atoms(domain, atoms.widths)
         moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, given_widths, positions)
-    columns = charges.reshape(charges.shape[0], -1)
+    columns = charges if charges.ndim == 2 else charges.unsqueeze(1)
     cell = positions.new_zeros(1 if n_systems is None else n_systems, 3, 3)
     return ChargedSystem(positions, columns, charges.ndim == 2, cell, batch_idx)._replace(
         moments=moments, widths=widths, domain=domain

@@ -34,7 +34,8 @@ def check_sources(
 
     Warns of quadrupoles with a trace or an antisymmetric part, where values can be read on a CPU.
     """
-    parts = [charges.reshape(charges.shape[0], -1, 1)]
+    # sizes by name: -1 has no meaning where there are no atoms
+    parts = [(charges if charges.ndim == 2 else charges.unsqueeze(1)).unsqueeze(2)]
     if dipoles is not None:
         _check_like("dipoles", dipoles, charges, positions, (3,))
         parts.append(dipoles.reshape(*parts[0].shape[:2], 3))

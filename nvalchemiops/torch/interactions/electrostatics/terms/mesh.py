@@ -19,7 +19,12 @@ from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.mesh import MeshDivision
-from nvalchemiops.torch.interactions.electrostatics.choice import mesh_for, sizes_of_system, strengths_of
+from nvalchemiops.torch.interactions.electrostatics.choice import (
+    has_known_moments,
+    mesh_for,
+    sizes_of_system,
+    strengths_of,
+)
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
@@ -202,7 +207,7 @@ class MeshSum(NamedTuple):
     def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "MeshSum":
         """As of `LongRange`. Reads values on the host."""
         sizes = sizes_of_system(system)
-        strengths = None if system.moments is None or not may_read(system.moments) else strengths_of(system, np)
+        strengths = strengths_of(system, np) if has_known_moments(system) else None
         values = on_host(alpha.detach()).astype(np.float64)
         return self._replace(mesh=mesh_for(sizes, values, target, self.spline_order, strengths=strengths))
 
