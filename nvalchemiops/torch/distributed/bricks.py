@@ -71,6 +71,16 @@ def of_atoms(values: np.ndarray, batch_idx: torch.Tensor | None, atoms: torch.Te
     return of_systems.index_select(0, batch_idx)
 
 
+def _taken_off(
+    along: np.ndarray, coordinates: torch.Tensor, batch_idx: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Coordinates in the cell along some axes (n_systems, 3), and the whole cells that were taken off."""
+    cells = coordinates.floor()
+    if not along.all():
+        cells.mul_(of_atoms(along.astype(np.float64), batch_idx, coordinates))
+    return coordinates - cells, cells
+
+
 class Bricks(NamedTuple):
     """Where bricks end.
 
@@ -93,25 +103,27 @@ class Bricks(NamedTuple):
         return self.frames.pbc & (np.array(self.grid) > 1)
 
     def wrapped(self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Coordinates in the cell, and the whole cells (n, 3) that were taken off."""
-        cells = torch.where(of_atoms(self.wraps, batch_idx, coordinates), coordinates.floor(), 0.0)
-        return coordinates - cells, cells
+        """Coordinates in the cell along divided axes, and the whole cells (n, 3) that were taken off."""
+        if not self.wraps.any():
+            return coordinates, torch.zeros_like(coordinates)
+        return _taken_off(self.wraps, coordinates, batch_idx)
 
-    def ranks_of(self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None) -> torch.Tensor:
-        """The rank (n,) in whose brick each atom is."""
-        inside, _ = self.wrapped(coordinates, batch_idx)
-        rank = torch.zeros(coordinates.shape[0], dtype=torch.int64, device=coordinates.device)
+    def ranks_of(self, inside: torch.Tensor, batch_idx: torch.Tensor | None) -> torch.Tensor:
+        """The rank (n,), int32, in whose brick each atom is, by coordinates as of `wrapped`."""
+        rank = torch.zeros(inside.shape[0], dtype=torch.int32, device=inside.device)
         for axis, count in enumerate(self.grid):
-            inner = of_atoms(self.edges[axis][:, 1:-1], batch_idx, coordinates)
-            rank = rank * count + (inside[:, axis : axis + 1] >= inner).sum(1)
+            if count > 1:
+                rank.mul_(count)
+                for inner in of_atoms(self.edges[axis][:, 1:-1], batch_idx, inside).unbind(1):
+                    rank.add_(inside[:, axis] >= inner)
         return rank
 
-    def seen_by(self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None, reach: float) -> list[torch.Tensor]:
+    def seen_by(self, inside: torch.Tensor, batch_idx: torch.Tensor | None, reach: float) -> list[torch.Tensor]:
         """For each rank the atoms of which an image is closer to its brick than ``reach``.
 
-        Images are counted along the axes that are divided, from atoms in the cell; along others all are close.
+        Images are counted along the axes that are divided, from atoms in the cell (`wrapped`); along others all are
+        close.
         """
-        inside, _ = self.wrapped(coordinates, batch_idx)
         far = reach / self.frames.heights
         conditions: list[list[torch.Tensor | None]] = []
         for axis, count in enumerate(self.grid):
@@ -119,12 +131,12 @@ class Bricks(NamedTuple):
                 conditions.append([None])
                 continue
             most = int(np.floor(np.where(self.wraps[:, axis], far[:, axis], -1.0).max())) + 1
-            low = of_atoms(self.edges[axis][:, :-1] - far[:, axis, None] - SLACK, batch_idx, coordinates)
-            high = of_atoms(self.edges[axis][:, 1:] + far[:, axis, None] + SLACK, batch_idx, coordinates)
-            periodic = of_atoms(self.wraps[:, axis], batch_idx, coordinates)
+            low = of_atoms(self.edges[axis][:, :-1] - far[:, axis, None] - SLACK, batch_idx, inside)
+            high = of_atoms(self.edges[axis][:, 1:] + far[:, axis, None] + SLACK, batch_idx, inside)
+            periodic = of_atoms(self.wraps[:, axis], batch_idx, inside)
             found: list[torch.Tensor | None] = []
             for brick in range(count):
-                near = torch.zeros(coordinates.shape[0], dtype=torch.bool, device=coordinates.device)
+                near = torch.zeros(inside.shape[0], dtype=torch.bool, device=inside.device)
                 for image in range(-most, most + 1):
                     place = inside[:, axis] + image
                     is_near = (place >= low[:, brick]) & (place <= high[:, brick])
@@ -132,7 +144,7 @@ class Bricks(NamedTuple):
                 found.append(near)
             conditions.append(found)
         # most bricks are far from all atoms here, and fall out early
-        seen = [torch.arange(coordinates.shape[0], device=coordinates.device)]
+        seen = [torch.arange(inside.shape[0], device=inside.device)]
         for along_axis in conditions:
             seen = [
                 atoms if near is None else atoms[near.index_select(0, atoms)] if len(atoms) else atoms
@@ -148,7 +160,7 @@ class Bricks(NamedTuple):
         other; and those close to a border follow each other as well. Atoms in one box keep their order.
         """
         frames = self.frames
-        inside = torch.where(of_atoms(frames.pbc, batch_idx, coordinates), coordinates.remainder(1.0), coordinates)
+        inside, _ = _taken_off(frames.pbc, coordinates, batch_idx)
         per_unit = np.where(frames.pbc, np.maximum(np.floor(frames.heights / width), 1.0), 1.0 / width)
         boxes = (inside * of_atoms(per_unit, batch_idx, coordinates)).floor().clamp_(-BOXES, BOXES - 1).long()
         place = torch.zeros_like(boxes[:, 0]) if batch_idx is None else batch_idx.long()
@@ -185,19 +197,21 @@ def make_bricks(
     """
     n_systems, device = len(frames.pbc), coordinates.device
     bins = min(max(ALL_BINS // n_systems, FEWEST_BINS), BINS)
-    periodic = of_atoms(frames.pbc, batch_idx, coordinates)
-    inside = torch.where(periodic, coordinates - coordinates.floor(), coordinates)
+    inside, _ = _taken_off(frames.pbc, coordinates, batch_idx)
     system = torch.zeros(len(coordinates), dtype=torch.int64, device=device) if batch_idx is None else batch_idx.long()
-    ends = torch.full((2, n_systems, 3), -torch.inf, dtype=torch.float64, device=device)
-    index = system.unsqueeze(1).expand(-1, 3)
-    ends[0].scatter_reduce_(0, index, -inside, "amax")
-    ends[1].scatter_reduce_(0, index, inside, "amax")
-    maximum(ends, group)
-    first, last = -ends[0].cpu().numpy(), ends[1].cpu().numpy()
-    whole = frames.pbc | (first > last)
-    first = np.where(whole, 0.0, first)
-    length = np.where(whole, 1.0, np.maximum(last - first, 1e-6))
-    place = (inside - of_atoms(first, batch_idx, coordinates)) / of_atoms(length, batch_idx, coordinates)
+    first, length = np.zeros((n_systems, 3)), np.ones((n_systems, 3))
+    place = inside
+    if not frames.pbc.all():
+        ends = torch.full((2, n_systems, 3), -torch.inf, dtype=torch.float64, device=device)
+        index = system.unsqueeze(1).expand(-1, 3)
+        ends[0].scatter_reduce_(0, index, -inside, "amax")
+        ends[1].scatter_reduce_(0, index, inside, "amax")
+        maximum(ends, group)
+        low, high = -ends[0].cpu().numpy(), ends[1].cpu().numpy()
+        whole = frames.pbc | (low > high)
+        first = np.where(whole, 0.0, low)
+        length = np.where(whole, 1.0, np.maximum(high - low, 1e-6))
+        place = (inside - of_atoms(first, batch_idx, coordinates)) / of_atoms(length, batch_idx, coordinates)
     of_bins = system.unsqueeze(1) * bins + (place * bins).long().clamp_(0, bins - 1)
     counts = torch.stack([torch.bincount(of_bins[:, axis], minlength=n_systems * bins) for axis in range(3)])
     add(counts, group)

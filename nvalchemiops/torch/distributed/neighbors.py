@@ -70,7 +70,7 @@ class OwnedRows:
         counts = torch.searchsorted(border, self._pointers.long()).diff()
         first = torch.arange(n, device=border.device, dtype=torch.int32)
         first = first.repeat_interleave(counts, output_size=len(border))
-        order, of_ghosts = _sorted(self._neighbors.index_select(0, border) - n, self._n_atoms - n)
+        order, of_ghosts = sorted_numbers(self._neighbors.index_select(0, border) - n, self._n_atoms - n)
         end = size + len(border)
         assert end <= len(self._neighbors), "room for the pairs of all atoms that other ranks see"
         torch.index_select(first, 0, order, out=self._neighbors[size:end])
@@ -92,7 +92,7 @@ class OwnedRows:
         return torch.cat(found)
 
 
-def _sorted(index: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sorted_numbers(index: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The order that sorts an ``index`` (int32), stable, and pointers (n + 1,) to the first place of each number."""
     if not layout(index.device.type).serial:
         found, order = torch.sort(index, stable=True)
