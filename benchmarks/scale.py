@@ -61,7 +61,7 @@ class Traffic:
         self.messages, self.bytes, self.seconds = 0, 0, 0.0
         for name in ("add", "maximum", "swap_rows"):
             setattr(communication, name, self._counted(getattr(communication, name), name))
-        for module in [m for n, m in sys.modules.items() if n.startswith("nvalchemiops.torch.distributed.")]:
+        for module in [m for n, m in sys.modules.items() if n.startswith("nvalchemiops.torch.")]:
             for name in ("add", "maximum", "swap_rows"):
                 if hasattr(module, name):
                     setattr(module, name, getattr(communication, name))
@@ -222,12 +222,12 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
                  "messages": messages, "communication": waits, "memory": memory[size],
                  "work": min(work[name, size]) / min(work[name, 1])}
             )  # fmt: skip
-            if size > 1:
-                rows[-1] |= {
-                    "apart": statistics.median(times[name, 1]) / statistics.median(apart[name, size]),
-                    "alone": statistics.median(times[name, 1]) / statistics.median(alone[name, size]),
-                    "work apart": min(work_apart[name, size]) / min(work[name, 1]),
-                }
+            one = statistics.median(times[name, 1])
+            rows[-1] |= {
+                "apart": one / statistics.median(apart[name, size]) if size > 1 else 1.0,
+                "alone": one / statistics.median(alone[name, size]) if size > 1 else 1.0,
+                "work apart": min(work_apart[name, size]) / min(work[name, 1]) if size > 1 else 1.0,
+            }
         torch.save((rows, told[::-1]), f"{folder}/rows")
     dist.destroy_process_group()
 
@@ -245,16 +245,17 @@ def main() -> None:
         rows, told = torch.load(f"{folder}/rows", weights_only=False)
     for row in rows:
         asked = ASKED.get(row["call"], 1.7)
-        print(
+        line = (
             f"{row['call']:12} {row['ranks']:3} ranks {1e3 * row['seconds']:9.1f} ms   times as fast "
             f"{row['times as fast']:5.2f} (asked {asked})   {row['bytes per atom']:7.0f} bytes an atom in "
             f"{row['messages']:3.0f} messages   communication {100 * row['communication']:3.0f} %   "
             f"work {row['work']:4.2f}   memory {row['memory'] / 2**20:6.0f} MiB"
-            + (row["ranks"] > 1)
-            * "   apart {apart:5.2f} alone {alone:5.2f} work apart {work apart:4.2f}".format_map(row)
         )
+        if row["ranks"] > 1:
+            line += f"   apart {row['apart']:5.2f} alone {row['alone']:5.2f} work apart {row['work apart']:4.2f}"
+        print(line)
     print(*told, sep="\n")
-    common.write_csv(options.csv, tuple(rows[0]), rows)
+    common.write_csv(options.csv, tuple(rows[-1]), rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ bytes and messages are those that ``benchmarks/scale.py`` measures at 2 ranks, w
   a half of it. Host time of a call in eager mode: measured, 1.2 ms.
 - *Network*: 50 GB/s in and out of each device at once, 5 µs for a collective call to start, 1 µs for each other rank
   in an all-to-all, which sends to all of them.
-- *Pairs*: cubic bricks, with ghosts around them as far as cutoff and skin, and rows for ghosts.
+- *Pairs*: rows of owned atoms; cubic bricks, with ghosts around them as far as cutoff and skin.
 - *Mesh*: windows to slabs and back, and one exchange of slabs each way; at most as many slabs as planes.
 
 Run: ``python benchmarks/scale_model.py [--check]``.
@@ -67,22 +67,21 @@ def step(n_atoms: float, n_ranks: int) -> Step:
     listed = neighbors * ((CUTOFF + SKIN) / CUTOFF) ** 3
     wide = [min(1.0 / n + 2.0 * (CUTOFF + SKIN) / length, 1.0) if n > 1 else 1.0 for n in grid]
     ghosts = math.prod(wide) * n_ranks - 1.0
-    # pairs across a plane, by pairs in all: 3/8 of the cutoff by the thickness of a brick, for its two sides together
-    across = min(sum(0.375 * CUTOFF * n / length for n in grid if n > 1), 1.0)
-    pairs = own * neighbors * (1.0 + across) * costs.pair * 1e-9 / EFFICIENCY
+    pairs = own * neighbors * costs.pair * 1e-9 / EFFICIENCY
 
     n = length / SPACING
     slabs = min(n_ranks, int(n))
     uneven = math.ceil(int(n) / slabs) / (n / slabs)
     mesh = n**3 / slabs * uneven * costs.mesh * 1e-9 / EFFICIENCY
-    window = math.prod((1.0 / m + (2.0 * ORDER + 1.0) / n if m > 1 else 1.0) for m in grid) * n**3
+    margin = ORDER + SKIN / SPACING  # points of a window beyond those of its brick
+    window = math.prod((1.0 / m + margin / n if m > 1 else 1.0) for m in grid) * n**3
     # a rank keeps what belongs to its own slab
-    thickness = n / grid[0] + (2.0 * ORDER + 1.0 if grid[0] > 1 else 0.0)
+    thickness = n / grid[0] + (margin if grid[0] > 1 else 0.0)
     kept = window * min(n / slabs / thickness, 1.0)
     swapped = n**3 / slabs * (1.0 - 1.0 / slabs)
     sent = own * 32.0 * ghosts + 2.0 * 8.0 * ((window - kept) + swapped)
     partners = 0.0 if n_ranks == 1 else COLLECTIVES * START + 5 * (n_ranks - 1) * PARTNER
-    memory = own * (listed * (1.0 + across) * LIST + (1.0 + ghosts) * 100.0) + 8.0 * (window + 4.0 * n**3 / slabs)
+    memory = own * (listed * LIST + (1.0 + ghosts) * 100.0) + 8.0 * (window + 4.0 * n**3 / slabs)
     return Step(pairs, mesh, sent / BANDWIDTH, partners, HOST, ghosts, sent / own, memory)
 
 
