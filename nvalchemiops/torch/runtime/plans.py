@@ -70,6 +70,7 @@ _INTO: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.sum,
     "stack": torch.stack,
     "cat": torch.cat,
+    "gather": torch.gather,
 }
 """Operations that write into memory that is there."""
 

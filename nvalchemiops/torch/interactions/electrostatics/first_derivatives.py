@@ -89,18 +89,18 @@ def differentiable(
     Parameters
     ----------
     graph : callable
-        ``graph(positions, charges, cell, derivatives=, with_dyads=)``: energies and these derivatives; with gradients
-        enabled as a graph of ops.
+        ``graph(positions, charges, cell, *sources, derivatives=, with_dyads=)``: energies and these derivatives, by
+        all sources one after the other; with gradients enabled as a graph of ops.
     request : SumRequest
     batch_idx : (n_atoms,) int32 tensor, optional
     inputs : tuple
-        Positions, charges with channels, cells.
+        Positions, charges with channels, cells, and further sources, if these are given apart.
     others : sequence of torch.Tensor
         On which ``graph`` depends, too: they must not change until the backward pass.
     domain : Domain, optional
     """
-    reduction = request.energy_reduction
-    results = _WithDerivatives.apply(graph, request.derivatives, reduction, domain, batch_idx, *inputs, *others)
+    fixed = (graph, request.derivatives, request.energy_reduction, domain, len(inputs) - 3, batch_idx)
+    results = _WithDerivatives.apply(*fixed, *inputs, *others)
     return results if isinstance(results, tuple) else (results,)
 
 
@@ -120,6 +120,11 @@ def _of_sources(results: Tensors, system: ChargedSystem, request: sums.SumReques
         if by_quadrupoles:
             found.append(quadrupole_gradients(result[..., 4:]))
     return tuple(found) if len(found) > 1 else found[0]
+
+
+def _names_of(n_sources: int) -> list[str]:
+    """Names of gradients by sources that are given beside the charges."""
+    return [f"gradients {number}" for number in range(n_sources)]
 
 
 def _requested(derivatives: Derivatives) -> list[str]:
@@ -152,26 +157,31 @@ class _WithDerivatives(torch.autograd.Function):
         derivatives: Derivatives,
         energy_reduction: str,
         domain: Any,
+        n_sources: int,
         batch_idx: torch.Tensor | None,
         positions: torch.Tensor,
         charges: torch.Tensor,
         cell: torch.Tensor,
         *others: torch.Tensor,
     ) -> Any:
-        by_positions, by_charges, by_cell = ctx.needs_input_grad[5:8]
+        by_positions, by_charges, by_cell, *by_sources = ctx.needs_input_grad[6 : 9 + n_sources]
         computed = Derivatives(
             derivatives.forces or by_positions or by_cell,
-            derivatives.charge_gradients or by_charges,
+            derivatives.charge_gradients or by_charges or any(by_sources),
             derivatives.virial or by_cell,
         )
         with_dyads = by_cell and positions.dtype is torch.float32
         call = functools.partial(graph, derivatives=computed, with_dyads=with_dyads)
-        results = fairly(call, positions, charges, cell)
+        results = fairly(call, positions, charges, cell, *others[:n_sources])
         energies, *values = results if isinstance(results, tuple) else (results,)
-        found = dict(zip(_requested(computed) + ["dyads"] * with_dyads, values))
+        names = _requested(computed)
+        if n_sources and computed.charge_gradients:
+            after = names.index("charge_gradients") + 1
+            names[after:after] = _names_of(n_sources)
+        found = dict(zip(names + ["dyads"] * with_dyads, values))
         returned = [found[name] for name in _requested(derivatives)]
         ctx.graph, ctx.requested, ctx.energy_reduction = graph, derivatives, energy_reduction
-        ctx.n_others, ctx.domain = len(others), domain
+        ctx.n_others, ctx.domain, ctx.n_sources = len(others) - n_sources, domain, n_sources
         ctx.save_for_backward(positions, charges, cell, batch_idx, *others)
         # for the backward pass; in separate memory, since callers may change results
         ctx.first = {name: v.clone() if getattr(derivatives, name, False) else v for name, v in found.items()}
@@ -180,21 +190,22 @@ class _WithDerivatives(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_energies: torch.Tensor | None, *grad_derivatives: torch.Tensor | None) -> Any:
-        positions, charges, cell, batch_idx, *_ = ctx.saved_tensors
+        positions, charges, cell, batch_idx, *others = ctx.saved_tensors
+        sources = others[: ctx.n_sources]
         no_others = (None,) * ctx.n_others
         if grad_energies is None and all(g is None for g in grad_derivatives):
-            return (None,) * 8 + no_others
-        needed = ctx.needs_input_grad[5:8]
+            return (None,) * (9 + ctx.n_sources) + no_others
+        needed = ctx.needs_input_grad[6 : 9 + ctx.n_sources]
         if not torch.is_grad_enabled() and all(g is None for g in grad_derivatives):
             of_systems = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
             if ctx.domain is not None:
                 of_systems = ctx.domain._agreed(of_systems, batch_idx)
             if of_systems is not None:
-                return (None,) * 5 + _products(ctx.first, of_systems, positions, cell, batch_idx, needed) + no_others
+                return (None,) * 6 + _products(ctx.first, of_systems, positions, cell, batch_idx, needed) + no_others
         higher = torch.is_grad_enabled()
         with torch.enable_grad():
             # views of the inputs, so that the derivative by charges does not go on to positions they depend on
-            inputs = [t.view_as(t) if higher else t.detach() for t in (positions, charges, cell)]
+            inputs = [t.view_as(t) if higher else t.detach() for t in (positions, charges, cell, *sources)]
             for t, is_needed in zip(inputs, needed):
                 if is_needed and not t.requires_grad:
                     t.requires_grad_()
@@ -204,7 +215,7 @@ class _WithDerivatives(torch.autograd.Function):
             outputs, weights = zip(*((r, g) for r, g in both if g is not None and r.requires_grad))
             asked = [t for t, is_needed in zip(inputs, needed) if is_needed]
             found = iter(torch.autograd.grad(outputs, asked, weights, create_graph=higher, allow_unused=True))
-        return (None,) * 5 + tuple(next(found) if is_needed else None for is_needed in needed) + no_others
+        return (None,) * 6 + tuple(next(found) if is_needed else None for is_needed in needed) + no_others
 
 
 def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torch.Tensor:
@@ -258,11 +269,11 @@ def _products(
     batch_idx: torch.Tensor | None,
     needed: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients by positions, charges and cell, from the first derivatives and the weights of systems."""
-    by_positions, by_charges, by_cell = needed
+    """Gradients by positions, charges, cell and further sources, from first derivatives and the weights of systems."""
+    by_positions, by_charges, by_cell, *by_others = needed
     weights_here = weights.to(positions.dtype)
     of_atom = weights_here if batch_idx is None else weights_here.index_select(0, batch_idx).unsqueeze(1)
-    results: list[torch.Tensor | None] = [None] * 3
+    results: list[torch.Tensor | None] = [None] * len(needed)
     if by_positions:
         results[0] = first["forces"] * -of_atom
     if by_charges:
@@ -275,4 +286,8 @@ def _products(
             sums = totals(positions.unsqueeze(-1) * first["forces"].unsqueeze(-2), batch_idx, cell.shape[0])
         inverse = lattice_of(cell.detach(), None, 0).inverse
         results[2] = (inverse.mT @ (sums - first["virial"]) * weights[:, None, None]).to(cell.dtype)
+    for place, (name, is_needed) in enumerate(zip(_names_of(len(by_others)), by_others), 3):
+        if is_needed:
+            gradient = first[name]
+            results[place] = gradient * of_atom.reshape(*of_atom.shape, *(1,) * (gradient.ndim - 2))
     return tuple(results)

@@ -194,34 +194,31 @@ def repeated_sum(
         results = fairly(lambda x, h, *values: evaluate(x, values, h, asked), positions, cells, *sources)
         return results if len(results) > 1 else results[0]
     has_channels = charges.ndim == 2
-    # components of each source
-    sizes = [values[0].numel() // charges[0].numel() for values in sources]
 
     def columns(
-        positions: torch.Tensor, packed: torch.Tensor, cell: torch.Tensor, derivatives: Any, with_dyads: bool = False
+        positions: torch.Tensor,
+        charges: torch.Tensor,
+        cell: torch.Tensor,
+        *others: torch.Tensor,
+        derivatives: Any,
+        with_dyads: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        parts = packed.split(sizes, -1) if len(sizes) > 1 else [packed]
-        energies, *others = evaluate(positions, [p.view(t.shape) for p, t in zip(parts, sources)], cell, derivatives)
-        if derivatives.charge_gradients:
-            gradients = others[derivatives.forces :]
-            others[derivatives.forces :] = [_packed(gradients, has_channels)]
-        return (energies if has_channels else energies.unsqueeze(1), *others)
+        energies, *found = evaluate(
+            positions, [charges if has_channels else charges.squeeze(1), *others], cell, derivatives
+        )
+        if not has_channels:
+            energies = energies.unsqueeze(1)
+            if derivatives.charge_gradients:
+                found[derivatives.forces] = found[derivatives.forces].unsqueeze(1)
+        return (energies, *found)
 
-    inputs = (positions, _packed(sources, has_channels), cells)
+    inputs = (positions, charges if has_channels else charges.unsqueeze(1), cells, *sources[1:])
     (energies,) = first_derivatives.differentiable(columns, request, None, inputs, (*used, *constants))
     return energies if has_channels else energies.squeeze(1)
 
 
 def _given_sources(atoms: System) -> list[str]:
     return [name for name in ("charges", "dipoles", "quadrupoles") if getattr(atoms, name) is not None]
-
-
-def _packed(sources: Sequence[torch.Tensor], has_channels: bool) -> torch.Tensor:
-    """Charges (n_atoms, n_channels), or with other sources these and all their components in one tensor."""
-    charges = sources[0] if has_channels else sources[0].unsqueeze(1)
-    if len(sources) == 1:
-        return charges
-    return torch.cat([charges.unsqueeze(-1), *(t.reshape(*charges.shape, -1) for t in sources[1:])], -1)
 
 
 def _planned(

@@ -46,7 +46,7 @@ from nvalchemiops.torch.runtime.context import eager, is_eager
 HIGHEST = {1: 0, 4: 1, 10: 2}
 """Highest order of derivative for a number of moments."""
 
-_RAISED = {count: tuple(places[a] for a in range(3) for places in raised(n)) for count, n in HIGHEST.items()}
+_RAISED = {count: [places[a] for a in range(3) for places in raised(n)] for count, n in HIGHEST.items()}
 """Numbers of moments with one more derivative, by x, y and z one after the other."""
 
 _ROWS, _COLUMNS = (0, 0, 0, 1, 1, 2), (0, 1, 2, 1, 2, 2)
@@ -98,23 +98,25 @@ class MomentFrames(NamedTuple):
 
 def _by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
     """Derivatives (n_atoms, 3) by coordinates of ``Σ moments * gathered``."""
-    n_moments, places = moments.shape[-1], _RAISED[moments.shape[-1]]
+    n_atoms, n_channels, n_moments = moments.shape
+    width = n_channels * n_moments
     has_graph = torch.is_grad_enabled() and (moments.requires_grad or gathered.requires_grad)
     if is_eager(moments, gathered) and not has_graph and layout(gathered.device.type).reads:
-        higher = torch.index_select(gathered, -1, _as_tensor(places, gathered.device)).view(
-            *moments.shape[:-1], 3, n_moments
-        )
-        return torch.matmul(higher, moments.unsqueeze(-1)).squeeze(-1).sum(1)
+        places = _places(n_moments, n_channels, gathered.shape[-1], gathered.device)
+        higher = torch.gather(gathered.flatten(1), 1, places.expand(n_atoms, -1)).view(n_atoms, 3, width)
+        return torch.matmul(higher, moments.reshape(n_atoms, width, 1)).squeeze(-1)
     columns = gathered.unbind(-1)
     # a stack, since lists as indices would be copied to a GPU
-    higher = torch.stack([columns[place] for place in places], -1).unflatten(-1, (3, n_moments))
+    higher = torch.stack([columns[place] for place in _RAISED[n_moments]], -1).unflatten(-1, (3, n_moments))
     return (higher * moments.unsqueeze(-2)).sum(-1).sum(1)
 
 
 @functools.cache
 @eager
-def _as_tensor(places: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(places, device=device)
+def _places(n_moments: int, n_channels: int, n_gathered: int, device: torch.device) -> torch.Tensor:
+    """Where in a row of channels of gathered values those with one more derivative are: by axis, channel, moment."""
+    raised_by_axis = torch.tensor(_RAISED[n_moments], device=device).view(3, 1, n_moments)
+    return (raised_by_axis + n_gathered * torch.arange(n_channels, device=device).unsqueeze(1)).flatten()
 
 
 def moments_along(system: ChargedSystem, lattice: Lattice, n: torch.Tensor | None = None) -> MomentFrames:
