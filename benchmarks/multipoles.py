@@ -8,8 +8,8 @@ Three tables:
   1e-5, with lists built before; times are given relative to charges alone;
 - the energy and its gradients by positions and sources of a latent Ewald sum (sigma = 1, dl = 2, four channels) beside
   the formula in plain torch, dense sines and cosines of atoms and k-vectors, differentiated by torch. *Floor* is the
-  time of the multiply-adds that no arrangement of these sums avoids (`multiply_adds`), at the rate of torch's matrix
-  products on this machine, measured in the same run;
+  time of the multiply-adds that these sums need (`multiply_adds`), at the rate of one thread of this machine with all
+  numbers in registers, measured in the same run;
 - with ``--peer PYTHON``: energy and gradients by positions and moments of Gaussians (sigma 0.5), by the functions that
   0.5.0 has, too: the same call in both libraries, each with the parameters of its estimate at the largest ``accuracy``
   whose measured error of the forces is below 1e-5.
@@ -184,7 +184,7 @@ def latent(sizes: tuple[int, ...], repeats: int, clock: Callable[[], float]) -> 
     from nvalchemiops.torch.interactions.electrostatics import ewald_reciprocal_space
 
     rows, sigma, dl = [], 1.0, 2.0
-    rate = rate_of_products(clock)
+    rate = rate_of_multiply_adds(clock)
     for n_atoms in sizes:
         x, cell, values = system(n_atoms, 4)
         names = list(values)
@@ -245,11 +245,31 @@ def multiply_adds(cell: torch.Tensor, k_cutoff: float, highest: int) -> int:
 
 
 @functools.cache
-def rate_of_products(clock: Callable[[], float]) -> float:
-    """Multiply-adds in a second, in torch's product of matrices that fit into the caches."""
-    a, b = (torch.randn(192, 192, dtype=torch.float64) for _ in range(2))
-    out = torch.empty_like(a)
-    return 192**3 / (1e-3 * in_turns({"": lambda: torch.matmul(a, b, out=out)}, 20, clock)[""])
+def rate_of_multiply_adds(clock: Callable[[], float]) -> float:
+    """Multiply-adds in a second of one thread, in vectors that stay in registers."""
+    import warp as wp
+
+    from nvalchemiops.kernels.native import native_kernel
+    from nvalchemiops.kernels.simd import LANES
+    from nvalchemiops.torch.launch import launch
+
+    text = f"""
+        typedef double lanes __attribute__((ext_vector_type({LANES}), aligned(8)));
+        lanes sums[16], factor = *reinterpret_cast<lanes *>(values.data);
+        for (int a = 0; a < 16; ++a) sums[a] = factor;
+        for (int i = 0; i < n; ++i)
+            for (int a = 0; a < 16; ++a) sums[a] = __builtin_elementwise_fma(sums[a], factor, factor);
+        lanes total = 0.0;
+        for (int a = 0; a < 16; ++a) total += sums[a];
+        *reinterpret_cast<lanes *>(values.data) = factor + 0.0 * total;
+    """
+
+    @native_kernel("benchmark_multiply_adds", text)
+    def kernel(row: wp.int32, n: wp.int32, values: wp.array(dtype=wp.float64)):  # type: ignore[valid-type]
+        """Independent chains, as many as the latency of a multiply-add needs."""
+
+    values, n = torch.full((LANES,), 0.5, dtype=torch.float64), 20000
+    return 16 * LANES * n / (1e-3 * in_turns({"": lambda: launch(kernel, 1, [n], [values])}, 20, clock)[""])
 
 
 # -- beside 0.5.0 ---------------------------------------------------------------------------------------------

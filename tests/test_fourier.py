@@ -105,6 +105,19 @@ def test_any_number_of_points(n_points, shared):
     close([fourier_gather(p.field(), p.coordinates, *p.plan, 1)], [p.gather(p.field(), p.coordinates, 1)])
 
 
+@pytest.mark.parametrize("derivatives", [0, 1, 2, 3])
+def test_more_atoms_and_points_than_a_block(derivatives):
+    """Blocks of 32 points, and of 256 atoms; some k-vectors have zeros, and others none, along each axis."""
+    p = Problem((300, 9), (70, 40))
+    assert (p.points == 0).any(0).all()
+    assert ((p.points > 0).all(1)).any()
+    moments, field = p.moments(derivatives), p.field()
+    close(
+        [fourier_spread(moments, p.coordinates, *p.plan, derivatives)], [p.spread(moments, p.coordinates, derivatives)]
+    )
+    close([fourier_gather(field, p.coordinates, *p.plan, derivatives)], [p.gather(field, p.coordinates, derivatives)])
+
+
 @given(
     n_atoms=st.lists(st.integers(0, 20), min_size=1, max_size=4),
     n_points=st.integers(0, 20),
