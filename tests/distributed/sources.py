@@ -15,6 +15,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_real_space,
     ewald_reciprocal_space,
     ewald_summation,
+    induced_moments,
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
@@ -122,6 +123,34 @@ def sums_of_all_sources_with_all_terms(group: Any) -> None:
                 term = term | {"exclusions": 2 * (pairs // 2)}
             options = {"alpha": 0.7, "cutoff": CUTOFF, **more, **term}
             _of_all_kinds(group, atoms, Sources(atoms.count), call, atoms.charges, **options)
+
+
+@case(3)
+def a_rank_without_sources(group: Any) -> None:
+    """Two atoms on three ranks."""
+    atoms = Atoms(n=2)
+    atoms.count, atoms.positions, atoms.charges = 2, atoms.positions[:2], atoms.charges[:2]
+    sources, mine = Sources(2), atoms.mine(group)
+    options: dict[str, Any] = {"alpha": 0.7, "cutoff": CUTOFF, "k_cutoff": 4.0}
+    _of_all_kinds(group, atoms, sources, ewald_summation, atoms.charges, **options)
+
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
+    of_atoms = [atoms.positions, atoms.charges, sources.dipoles]
+    places: list[tuple[Any, list[torch.Tensor]]] = [({}, of_atoms)]
+    places.append(({"domain": domain}, [domain.distribute(t[mine]) for t in of_atoms]))
+    results = []
+    for where, (x, q, dipoles) in places:
+
+        def energy(unknown, x=x, q=q, where=where):
+            return ewald_summation(x, q, atoms.cell, dipoles=unknown, widths=0.5, **options, **where)
+
+        alpha = torch.full_like(q, 0.1)
+        first = induced_moments(energy, polarizabilities=alpha, **where)
+        again = induced_moments(energy, polarizabilities=alpha, initial=first, **where)
+        seen = electrostatic_potential(x, q, atoms.cell, dipoles=dipoles, **options, **where)
+        results.append((seen.potential, seen.gradient, again.dipoles))
+    for ours, theirs in zip(results[1], results[0], strict=True):
+        assert_equal(domain.gather(ours), theirs[mine], "of atoms", 1e-8)
 
 
 @case(2)

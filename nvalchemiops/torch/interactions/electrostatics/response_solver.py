@@ -109,7 +109,7 @@ class Problem(NamedTuple):
                     continue
                 if found is None or found.shape[0] != self.n_atoms:
                     raise ValueError(f"`initial` must have {name} of {self.n_atoms} atoms")
-                columns.append(found.detach().reshape(self.n_atoms, -1))
+                columns.append(found.detach().unsqueeze(1) if name == "charges" else found.detach())
         if self.has_charges:
             charges = columns[0][:, 0]
             columns[0] = (charges - self.spread(self.sums(charges) / self.counts(charges))).unsqueeze(1)
