@@ -104,7 +104,7 @@ def _compare_drawn(group: Any, example: Drawn, wrong: list[str]) -> None:
     elif example.place == "unwrapped":
         places = 6.0 * places - 3.0
     x = (places.unsqueeze(1) @ cells[batch_idx.long()]).squeeze(1)
-    q = random(n) - 0.5
+    q, dipoles = random(n) - 0.5, random(n, 3) - 0.5
     pbc, whole = torch.tensor(example.pbc), n_systems == 1
     cell, told = (cells[0], {}) if whole else (cells, {"batch_idx": batch_idx})
     ends = [n * k // size for k in range(size)] + [n]
@@ -139,7 +139,7 @@ def _compare_drawn(group: Any, example: Drawn, wrong: list[str]) -> None:
     screened = PairPotential("q1*q2/r*exp(-r)", per_atom=("q",), cutoff=cutoff)
     expected = screened(x, cell, q=q, **near, **names, **asked)
     compare_results("pairs", screened(own, cell, q=charges, domain=domain, **asked), expected)
-    if not all(example.pbc) or 0 in example.counts:
+    if not all(example.pbc):
         return
     asked = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
     mesh = {"mesh_dimensions": (12, 10, 14), "spline_order": 5}
@@ -148,3 +148,8 @@ def _compare_drawn(group: Any, example: Drawn, wrong: list[str]) -> None:
         expected = call(x, q, cell, 0.7, cutoff=cutoff, **told, **more, **asked)
         found = call(own, charges, cell, 0.7, cutoff=cutoff, domain=domain, **more, **asked)
         compare_results(call.__name__, found, expected)
+        asked_more = {"compute_dipole_gradients": True, "surface_dielectric": 2.0, **asked}
+        expected = call(x, q, cell, 0.7, cutoff=cutoff, dipoles=dipoles, widths=0.4, **told, **more, **asked_more)
+        sources = {"dipoles": domain.distribute(dipoles[mine]), "widths": 0.4}
+        found = call(own, charges, cell, 0.7, cutoff=cutoff, domain=domain, **sources, **more, **asked_more)
+        compare_results(f"dipoles, {call.__name__}", found, expected)
