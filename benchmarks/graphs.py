@@ -29,6 +29,7 @@ from common import Peer, described, parser_for, start, write_csv
 
 CUTOFF, NEAREST, DENSITY, TOLERANCE = 6.0, 30, 0.1, 0.01
 ASKED_TIMES, ASKED_MEMORY = 5.0, 0.1
+DISABLE_HUGE_PAGES = 41  # PR_SET_THP_DISABLE of Linux's prctl
 Graph = tuple[torch.Tensor, ...]
 
 
@@ -119,15 +120,22 @@ def resident(peak: bool = False) -> int:
     return int(line.split()[1]) * 1024
 
 
-def peak_beyond(call: Callable[[], Graph]) -> tuple[int, int]:
-    """Largest memory during a call beyond its result, and the size of the result, in bytes."""
+def peak_beyond(call: Callable[[], Graph], huge_pages: bool = False) -> tuple[int, int]:
+    """Largest memory during a call beyond its result, and the size of the result, in bytes.
+
+    Huge pages round sizes up to 2 MiB, or not, by what was in the memory before; without them a page has 4 KiB.
+    """
+    library = ctypes.CDLL(None)
     call()
-    ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps for later would hide what a call takes
+    library.malloc_trim(0)  # what the C library keeps for later would hide what a call takes
+    library.prctl(DISABLE_HUGE_PAGES, int(not huge_pages), 0, 0, 0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before = resident()
     graph = call()
-    return max(0, resident(peak=True) - before - size_of(graph)), size_of(graph)
+    beyond = max(0, resident(peak=True) - before - size_of(graph))
+    library.prctl(DISABLE_HUGE_PAGES, 0, 0, 0, 0)
+    return beyond, size_of(graph)
 
 
 def processor_seconds(call: Callable[[], Any]) -> float:
