@@ -28,11 +28,19 @@ ROWS_PER_THREAD = 64
 BLOCK = 512
 """Candidates that are copied at once: as much as stays in the nearest cache."""
 
-SCRATCH_WIDTH = 128
-"""Neighbors of an atom that a small search has room for before it counts; with more it searches once again."""
+SCRATCH_WIDTH, WIDEST_SCRATCH = 128, 496
+"""Neighbors of an atom that a small search has room for before it counts, of the most and of the fewest rows."""
 
 SCRATCH_ROWS = 2048
 """Rows up to which a search writes before it counts."""
+
+
+def scratch_width(n_rows: int) -> int:
+    """Neighbors of an atom that a search of so many rows has room for; with more it searches once again."""
+    lines = min(SCRATCH_ROWS * SCRATCH_WIDTH // max(n_rows, 1), WIDEST_SCRATCH) // 16
+    # an odd number of lines of the cache, so that the beginnings of rows do not displace each other
+    return max(SCRATCH_WIDTH, 16 * (lines - 1 + lines % 2))
+
 
 GROUP = 32
 """Atoms that share candidates, at most."""

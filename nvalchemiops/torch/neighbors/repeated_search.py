@@ -60,7 +60,7 @@ class _Kept:
         slot, order = torch.empty(2, n_atoms, dtype=torch.int32, device="cpu")
         entry = torch.empty(n_atoms, 4, dtype=torch.int32, device="cpu")
         first_atom = torch.arange(2, dtype=torch.int32, device="cpu").mul_(n_atoms)
-        width = kernels.SCRATCH_WIDTH
+        self.width = width = kernels.scratch_width(n_atoms)
         rows = torch.arange(0, (n_atoms + 1) * width, width, dtype=torch.int32, device="cpu")
         self.per_thread = CPU.rows_per_thread(kernels.ROWS_PER_THREAD)
         self.n_threads = -(-n_atoms // self.per_thread)
@@ -88,7 +88,7 @@ class _Kept:
         self.search(self.of_search)
         if self.faults.any():
             return None
-        if self.counts.max() > kernels.SCRATCH_WIDTH:
+        if self.counts.max() > self.width:
             self.too_long = cutoff
             return None
         ptr = torch.empty(self.counts.shape[0] + 1, dtype=torch.int32, device="cpu")
@@ -98,7 +98,7 @@ class _Kept:
         size, device = int(ends[-1]), ptr.device
         pairs = new_empty((2, size), torch.int32, device)
         shifts = new_empty((0 if self.shifts is None else size, 3), torch.int32, device)
-        inputs = [self.count, self.index, self.shifts, kernels.SCRATCH_WIDTH, None, ptr, -1, 0]
+        inputs = [self.count, self.index, self.shifts, self.width, None, ptr, -1, 0]
         launch(kernels.compact_neighbors(), self.n_threads, inputs, [pairs[1], pairs[0], shifts, self.per_thread])
         return pairs, ptr, shifts
 

@@ -252,8 +252,8 @@ class _CellList:
         if self.layout.serial and self.n_rows <= kernels.SCRATCH_ROWS:
             index, all_shifts = _scratch()
             shifts = None if self.search.cell is None else all_shifts
-            ends = (self.n_rows + 1) * kernels.SCRATCH_WIDTH
-            begin = torch.arange(0, ends, kernels.SCRATCH_WIDTH, dtype=torch.int32, device=self.device)
+            width = kernels.scratch_width(self.n_rows)
+            begin = torch.arange(0, (self.n_rows + 1) * width, width, dtype=torch.int32, device=self.device)
             self.run(count, _Destination(index, shifts, None, begin))
             self.scratch = (index, shifts)
         else:
@@ -263,13 +263,14 @@ class _CellList:
 
     def fill(self, count: torch.Tensor, most: int, to: _Destination) -> None:
         """Write neighbors to rows, after `count`, whose largest entry is ``most``."""
-        if self.scratch is None or most > kernels.SCRATCH_WIDTH:
+        width = kernels.scratch_width(self.n_rows)
+        if self.scratch is None or most > width:
             self.run(None, to)
             return
         atoms = self.search.target_indices
         atoms = None if atoms is None else atoms.to(torch.int32)
         neighbors, shifts, first, *form = to
-        inputs = [count, *self.scratch, kernels.SCRATCH_WIDTH, atoms, *form]
+        inputs = [count, *self.scratch, width, atoms, *form]
         self._launch(kernels.compact_neighbors(), inputs, [neighbors, first, shifts])
 
 
