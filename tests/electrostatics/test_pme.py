@@ -10,15 +10,17 @@ import torch
 from nvalchemiops.torch import launch as torch_launch
 from nvalchemiops.torch.interactions.electrostatics import (
     compute_bspline_moduli_1d,
+    estimate_pme_parameters,
     ewald_summation,
     generate_k_vectors_ewald_summation,
     generate_k_vectors_pme,
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
+from nvalchemiops.torch.interactions.electrostatics.terms import mesh as mesh_terms
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.comparing import close, same_bits
-from tests.systems import ALL, batch, triclinic
+from tests.systems import ALL, System, batch, triclinic
 
 MESH = (8, 9, 10)
 SUMS = {"Ewald": ewald_summation, "PME": particle_mesh_ewald}
@@ -243,3 +245,48 @@ def test_launches_do_not_depend_on_the_number_of_systems(name, gradients):
     assert counts[0]
     assert len(counts[0]) == len(counts[1]), counts
     assert len(counts[0]) <= (12 if not gradients else 40)
+
+
+# -- batches whose mesh is chosen -------------------------------------------------------------------
+
+
+def test_boxes_that_are_turned_have_a_mesh_in_common(monkeypatch):
+    """A slab turned to three directions: one mesh along its longest axes, and the same results, turned."""
+    chosen = []
+    original = mesh_terms.mesh_for
+    monkeypatch.setattr(mesh_terms, "mesh_for", lambda *given, **o: chosen.append(original(*given, **o)) or chosen[-1])
+    rng = np.random.default_rng(3)
+    one = rng.random((12, 3)) * [6.0, 9.0, 20.0]
+    charges, turns = np.tile([1.0, -1.0], 6), ([0, 1, 2], [2, 0, 1], [1, 2, 0])
+    shape = np.diag([6.0, 9.0, 20.0]) + np.array([[0.0, 0.0, 0.0], [1.5, 0.0, 0.0], [2.0, -1.0, 0.0]])
+    together = batch(*(System.of(one[:, turn], charges, shape[np.ix_(turn, turn)]) for turn in turns))
+    x, q, cell, batch_idx = together
+    x, cell = x.requires_grad_(True), cell.requires_grad_(True)
+    energies, forces, virial = particle_mesh_ewald(
+        x, q, cell, batch_idx=batch_idx, accuracy=1e-5, compute_forces=True, compute_virial=True
+    )
+    assert sorted(chosen[0], reverse=True) == list(chosen[0]) and chosen[0][0] >= 2 * chosen[0][1] > 2 * chosen[0][2]
+    weights = torch.as_tensor(rng.normal(size=(12, 3)))
+    weights = torch.cat([weights[:, turn] for turn in turns])
+    by_x, by_cell = torch.autograd.grad((weights * forces).sum(), (x, cell))
+    exact = ewald_summation(x, q, cell, batch_idx=batch_idx, accuracy=1e-10, compute_forces=True)[1]
+    assert (forces - exact).norm() < 3e-5 * exact.norm()
+    for n, turn in enumerate(turns):
+        back, mine = np.argsort(turn), batch_idx == n
+        close(energies[mine], energies[:12], 1e-10)
+        for vectors in (forces, by_x):
+            close(vectors[mine][:, back], vectors[:12], 1e-9)
+        for tensors in (virial, by_cell):
+            close(tensors[n][back][:, back], tensors[0], 1e-9)
+
+
+def test_a_batch_has_the_cutoff_that_suits_all():
+    """Of equal systems that of one, but for what small cells cost; beside a large one, whose mesh all have, longer."""
+    system = triclinic(6)
+    large = system._replace(cell=5.0 * system.cell)
+    alone, equal, mixed = (
+        estimate_pme_parameters(x, cell, batch_idx, 1e-4).real_space_cutoff.tolist()
+        for x, _, cell, batch_idx in (system, batch(system, system, system), batch(system, system, large))
+    )
+    assert len(set(equal)) == 1 and 0.5 * alone[0] < equal[0] < alone[0]
+    assert len(set(mixed)) == 1 and mixed[0] > 1.5 * equal[0]

@@ -55,8 +55,13 @@ class LongRange(Protocol):
         """The model of the errors of given parameters, in numbers of torch."""
         ...
 
-    def optimal_alpha(self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any) -> Any:
-        """The alpha (n_systems,) of least cost where parameters are not given, by numpy or torch."""
+    def optimal_alpha(
+        self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
+    ) -> Any:
+        """The alpha (n_systems,) of least cost where parameters are not given, by numpy or torch.
+
+        Of the lattice vectors of a batch, if the parameters will be `chosen`, there are ``lengths`` (n_systems, 3).
+        """
         ...
 
     def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "LongRange":
@@ -147,15 +152,17 @@ def _choose(
         sizes = sizes_of_system(system)
         count, volume = sizes.n_atoms, sizes.volume
     spacing, target = core.average_distance(count, volume), core.Target(accuracy)
-    optimal_alpha = long_range.optimal_alpha(count, volume, target, core.COSTS[device.type], xp)
+    lengths = None
+    if not (compiling or long_range.is_given or system.n_systems == 1 or system.domain is not None):
+        lengths = sizes.lengths
+    optimal_alpha = long_range.optimal_alpha(count, volume, target, core.COSTS[device.type], xp, lengths)
     strengths: Strengths | None = None
     limit: Any = None
     if has_known_moments(system) or (compiling and system.moments is not None):
         strengths, limit = strengths_of(system, xp), widest_alpha(system)
         limit = limit if limit is None or compiling else on_host(limit)
-        target, optimal_alpha = _settled(
-            long_range, strengths, limit, accuracy, optimal_alpha, (count, volume), device, xp
-        )
+        sizes_known = (count, volume, lengths)
+        target, optimal_alpha = _settled(long_range, strengths, limit, accuracy, optimal_alpha, sizes_known, device, xp)
     r_c = core.real_cutoff(optimal_alpha, spacing, target, xp)
     model = long_range.error_model(system) if long_range.is_given else None
     if model is not None and not compiling:
@@ -213,15 +220,18 @@ def _settled(
     limit: Any,
     accuracy: float,
     alpha: Any,
-    sizes: tuple[Any, Any],
+    sizes: tuple[Any, Any, Any],
     device: torch.device,
     xp: Any,
 ) -> tuple[core.Target, Any]:
-    """The target for moments of these strengths and the optimal alpha, beginning at that of charges."""
-    target = core.Target(accuracy)
+    """The target for moments of these strengths and the optimal alpha, beginning at that of charges.
+
+    ``sizes`` are numbers of atoms, volumes, and lengths or None, as `LongRange.optimal_alpha` takes them.
+    """
+    target, (count, volume, lengths) = core.Target(accuracy), sizes
     for _ in range(SETTLED):
         target = strengths.target(accuracy, alpha, xp)
-        alpha = long_range.optimal_alpha(*sizes, target, core.COSTS[device.type], xp)
+        alpha = long_range.optimal_alpha(count, volume, target, core.COSTS[device.type], xp, lengths)
         alpha = alpha if limit is None else xp.minimum(alpha, limit)
     return target, alpha
 
@@ -231,11 +241,11 @@ def splitting_by_sizes(
 ) -> tuple[np.ndarray, np.ndarray, core.Target]:
     """Alpha (n_systems,), cutoff (n_systems,) and target for moments, without a look at positions."""
     sizes, device = sizes_of_system(system), system.positions.device
-    count_and_volume = sizes.n_atoms, sizes.volume
+    known = sizes.n_atoms, sizes.volume, None
     widest = widest_alpha(system)
     limit = None if widest is None else on_host(widest)
-    alpha = long_range.optimal_alpha(*count_and_volume, core.Target(accuracy), core.COSTS[device.type], np)
-    target, alpha = _settled(long_range, strengths_of(system, np), limit, accuracy, alpha, count_and_volume, device, np)
+    alpha = long_range.optimal_alpha(*known[:2], core.Target(accuracy), core.COSTS[device.type], np)
+    target, alpha = _settled(long_range, strengths_of(system, np), limit, accuracy, alpha, known, device, np)
     return alpha, core.real_cutoff(alpha, sizes.spacing, target), target
 
 
@@ -484,6 +494,10 @@ def _warn_of_widths(
 # -- sizes of systems -----------------------------------------------------------------------------
 
 
+WORTH_SORTING = 0.9
+"""Points of a mesh, relative to those without, up to which lattice vectors are sorted by their lengths."""
+
+
 class Sizes(NamedTuple):
     """Cells (n_systems, 3, 3), atoms (n_systems,) and average distance (V/N)^(1/3) of each system, on the host."""
 
@@ -500,6 +514,18 @@ class Sizes(NamedTuple):
     def lengths(self) -> np.ndarray:
         """Lengths (n_systems, 3) of lattice vectors."""
         return np.linalg.norm(self.cell, axis=2)
+
+    def along_longest(self) -> tuple["Sizes", np.ndarray | None]:
+        """The same with lattice vectors (n_systems, 3) in an order in which one mesh for all is smaller; or None.
+
+        Boxes of equal shapes that are turned differently have a mesh in common as soon as their longest axes are the
+        first ones.
+        """
+        order = np.argsort(-self.lengths, axis=1, kind="stable")
+        lengths = np.take_along_axis(self.lengths, order, 1)
+        if len(order) == 1 or lengths.max(0).prod() > WORTH_SORTING * self.lengths.max(0).prod():
+            return self, None
+        return self._replace(cell=np.take_along_axis(self.cell, order[:, :, None], 1)), order
 
     @property
     def skewness(self) -> np.ndarray:

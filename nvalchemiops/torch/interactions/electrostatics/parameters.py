@@ -178,8 +178,13 @@ def estimate_pme_parameters(
     order = check_spline_order(spline_order)
     if real_space_cutoff is None:
         typical = core.Target(accuracy)
-        alpha = core.mesh_alpha(sizes.n_atoms, sizes.volume, typical, order, core.COSTS[positions.device.type])
-        r_c = core.real_cutoff(alpha, sizes.spacing, typical)
+        costs = core.COSTS[positions.device.type]
+        if len(sizes.volume) > 1:
+            found = core.batch_mesh_cutoff(sizes.n_atoms, sizes.volume, sizes.lengths, typical, order, costs)
+            r_c = np.full(len(sizes.volume), found.item())
+        else:
+            alpha = core.mesh_alpha(sizes.n_atoms, sizes.volume, typical, order, costs)
+            r_c = core.real_cutoff(alpha, sizes.spacing, typical)
     else:
         given = per_system("real_space_cutoff", real_space_cutoff, len(sizes.volume), positions.device)
         r_c = on_host(given)

@@ -150,6 +150,8 @@ class MeshSum(NamedTuple):
         If it is prepared.
     valid : (n_systems,) bool tensor or None
         False for cells that differ from the prepared ones, where values could not be read.
+    axes : (n_systems, 3) int64 tensor or None
+        Lattice vectors along which the axes of the mesh are, in each system; None: in their order.
     """
 
     spline_order: int
@@ -158,6 +160,7 @@ class MeshSum(NamedTuple):
     precomputed: Precomputed = Precomputed()
     influence: Influence | None = None
     valid: torch.Tensor | None = None
+    axes: torch.Tensor | None = None
 
     @classmethod
     def given(
@@ -200,8 +203,14 @@ class MeshSum(NamedTuple):
         cell = system.cell.detach().to(torch.float64)
         return core.mesh_model(cell, lattice_of(cell, None, 0).inverse, self.mesh, self.spline_order, torch)
 
-    def optimal_alpha(self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any) -> Any:
+    def optimal_alpha(
+        self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
+    ) -> Any:
         """As of `LongRange`."""
+        if lengths is not None:
+            along = -np.sort(-lengths, axis=1)  # of the mesh; see `chosen`
+            cutoff = core.batch_mesh_cutoff(n_atoms, volume, along, target, self.spline_order, costs)
+            return core.alpha_for_cutoff(cutoff, core.average_distance(n_atoms, volume), target)
         return core.mesh_alpha(n_atoms, volume, target, self.spline_order, costs, xp)
 
     def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "MeshSum":
@@ -209,14 +218,18 @@ class MeshSum(NamedTuple):
         sizes = sizes_of_system(system)
         strengths = strengths_of(system, np) if has_known_moments(system) else None
         values = on_host(alpha.detach()).astype(np.float64)
-        return self._replace(mesh=mesh_for(sizes, values, target, self.spline_order, strengths=strengths))
+        axes = None
+        if system.n_systems > 1 and system.domain is None:
+            sizes, order = sizes.along_longest()
+            axes = None if order is None else torch.as_tensor(order, device=alpha.device)
+        return self._replace(mesh=mesh_for(sizes, values, target, self.spline_order, strengths=strengths), axes=axes)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "MeshTerm":
         """As of `LongRange`."""
         assert self.mesh is not None
         self.precomputed.check(system.n_systems, self.mesh)
         check_order_for_moments(self.spline_order, system)
-        return MeshTerm(potential, alpha, self.mesh, self.spline_order, self.influence)
+        return MeshTerm(potential, alpha, self.mesh, self.spline_order, self.influence, self.axes)
 
 
 def check_order_for_moments(spline_order: int, system: ChargedSystem) -> None:
@@ -240,10 +253,13 @@ class MeshTerm(NamedTuple):
     mesh: tuple[int, int, int]
     spline_order: int
     prepared: Influence | None = None
+    axes: torch.Tensor | None = None
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
-        potential, alpha, mesh, spline_order, prepared = self
+        potential, alpha, mesh, spline_order, prepared, axes = self
+        if axes is not None:
+            system = system._replace(cell=system.cell.gather(1, axes.unsqueeze(2).expand(-1, -1, 3)))
         charges, batch_idx, n_systems = system.charges, system.batch_idx, system.n_systems
         with_virial = derivatives.virial
         division = None if system.domain is None else division_of(system.domain, mesh, spline_order)

@@ -104,7 +104,9 @@ class KVectorSum(NamedTuple):
             return core.Box(core.faces(bounds + 0.5, lengths))
         return core.Sphere(core.faces(bounds.clamp(min=1.0), lengths).amin(1))
 
-    def optimal_alpha(self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any) -> Any:
+    def optimal_alpha(
+        self, n_atoms: Any, volume: Any, target: core.Target, costs: core.Costs, xp: Any, lengths: Any = None
+    ) -> Any:
         """As of `LongRange`."""
         return core.ewald_alpha(n_atoms, volume, target, costs, xp)
 
