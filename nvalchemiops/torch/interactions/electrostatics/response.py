@@ -390,6 +390,8 @@ def _check(
         found["total_charge"] = total if domain is None else domain.replicated(total)
     if polarizabilities is not None and polarizabilities.ndim == 3:
         found["polarizabilities"] = 0.5 * (polarizabilities + polarizabilities.mT)
+    if polarizabilities is not None:
+        _check_not_negative(found["polarizabilities"])
     if "external_field" in found:
         found["external_field"] = _field_of_atoms(found["external_field"], batch, batch_idx, n_atoms)
     if isinstance(parameters, torch.Tensor):
@@ -403,6 +405,16 @@ def _check(
     most = checks.check_count("max_iterations", most)
     problem = Problem(energy, tuple(found), n_atoms, batch_idx, n_systems, tolerance, most, domain)
     return problem, [*found.values(), *parameters]
+
+
+def _check_not_negative(polarizabilities: torch.Tensor) -> None:
+    """Raise for polarizabilities below zero, along any axis: the energy would have no minimum."""
+    values = polarizabilities.detach()
+    values = torch.where(values.isfinite(), values, 0.0)
+    rounding = 1e3 * torch.finfo(values.dtype).eps * float(values.abs().max()) if values.numel() else 0.0
+    along_axes = values if values.ndim == 1 else torch.linalg.eigvalsh(values)
+    if bool((along_axes < -rounding).any()):
+        raise ValueError("`polarizabilities` must not be negative, nor those of tensors along any axis")
 
 
 def _field_of_atoms(field: torch.Tensor, batch: _Batch, batch_idx: Any, n_atoms: int) -> torch.Tensor:
