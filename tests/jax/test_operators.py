@@ -703,6 +703,13 @@ def test_periodicity_may_be_traced():
     np.testing.assert_array_equal(jax.jit(jax.vmap(energy))(jnp.array(several)), [energy(pbc) for pbc in several])
 
 
+def test_coulomb_energies_have_the_channels_of_charges():
+    x, q, cell = SYSTEM[:3]
+    several = torch.stack([q, 2.0 * q], 1)
+    found = electrostatics.coulomb_energy(*to_jax([x, several, cell]), 3.5)
+    np.testing.assert_array_equal(found, torch_electrostatics.coulomb_energy(x, several, cell, 3.5).numpy())
+
+
 def test_messages_have_the_terms_of_jax():
     x, q, cell = to_jax(list(SYSTEM[:3]))
     with pytest.raises(TypeError, match=r"`charges` has dtype float32.*float64: use `charges.astype\("):

@@ -7,16 +7,16 @@ from nvalchemiops.jax.operators import Shape, number_of_systems, operator, syste
 from nvalchemiops.torch.interactions.electrostatics import coulomb
 
 
-def _energies(positions: Any, **others: Any) -> Any:
-    return Shape(positions.shape[:1], positions.dtype)
+def _energies(positions: Any, charges: Any, **others: Any) -> Any:
+    return Shape(charges.shape, positions.dtype)  # with channels, if there are any
 
 
 def _forces(positions: Any, **others: Any) -> Any:
     return Shape(positions.shape, positions.dtype)
 
 
-def _both(positions: Any, **others: Any) -> Any:
-    return _energies(positions), _forces(positions)
+def _both(positions: Any, charges: Any, **others: Any) -> Any:
+    return _energies(positions, charges), _forces(positions)
 
 
 def _of_dsf(positions: Any, compute_forces: bool = True, compute_virial: bool = False, **others: Any) -> Any:
