@@ -13,7 +13,10 @@ from nvalchemiops.torch.interactions.electrostatics import (
     generate_k_vectors_pme,
     k_vectors,
     particle_mesh_ewald,
+    prepare_mesh,
+    prepare_wave_vectors,
 )
+from nvalchemiops.torch.interactions.electrostatics.compiled import whole_sum
 from nvalchemiops.torch.operators import lattice
 from tests.comparing import assert_compiled_equals_eager, close, compiled, leaves_of, weighted
 from tests.systems import ALL, csr, triclinic
@@ -191,3 +194,122 @@ def test_export_of_an_energy_that_depends_on_a_cell_of_any_size(name):
     for scale in (1.0, 1.4):
         arguments = scale * ONE.positions, ONE.charges, scale * ONE.cell
         close([program(*arguments)], [Model()(*arguments)])
+
+
+# -- the whole sum as one op ----------------------------------------------------------------------
+
+WAVES = prepare_wave_vectors(ONE.cell, 3.3)
+PREPARED = {"alpha": None, "prepared": prepare_mesh(ONE.cell, ALPHA, MESH)}
+WHOLE: dict[str, Callable] = {
+    "k_cutoff": ewald,
+    "k_cutoff of a tensor": lambda *i, **o: ewald(*i, k_cutoff=torch.tensor([3.3], dtype=torch.float64), **o),
+    "miller_bounds": lambda *i, **o: ewald_summation(*i, ALPHA, miller_bounds=(2, 2, 2), **o),
+    "wave vectors": lambda *i, **o: ewald_summation(*i, ALPHA, miller_indices=WAVES, **o),
+    "mesh": mesh_ewald,
+    "prepared mesh": lambda *i, **o: particle_mesh_ewald(*i, **PREPARED, **o),
+    "alpha of a tensor": lambda *i, **o: mesh_ewald(*i, alpha=torch.tensor([ALPHA], dtype=torch.float64), **o),
+}
+
+
+def ops_of(function, *arguments):
+    """Names of the library's ops in the graph that a call is compiled to."""
+    found = []
+
+    def backend(module, _):
+        found.extend(str(node.target) for node in module.graph.nodes if "nvalchemiops" in str(node.target))
+        return module.forward
+
+    result = torch.compile(function, backend=backend, fullgraph=True)(*arguments)
+    return [name.removeprefix("nvalchemiops.") for name in found], result
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_sum_is_one_op_with_the_bits_of_eager_mode(name):
+    call = lambda x, q, cell: WHOLE[name](x, q, cell, **NEAR, **ALL)  # noqa: E731
+    ops, found = ops_of(call, *ONE[:3])
+    assert "ewald_sum.default" in ops and "pair_sum.default" not in ops
+    assert all(torch.equal(a, b) for a, b in zip(found, call(*ONE[:3]), strict=True))
+
+
+@pytest.mark.parametrize("weights", ["equal", "different"])
+@pytest.mark.parametrize("by", ["positions", "charges", "both"])
+@pytest.mark.parametrize("name", ["miller_bounds", "mesh"])
+def test_first_derivatives_come_with_the_energies(name, by, weights):
+    x, q, cell = ONE[:3]
+    w = torch.linspace(1.0, 1.0 if weights == "equal" else 2.0, len(x), dtype=torch.float64)
+
+    def loss(x, q):
+        return (w * WHOLE[name](x, q, cell, **NEAR)).sum()
+
+    found = []
+    for function in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        x, q = x.detach().requires_grad_(by != "charges"), q.detach().requires_grad_(by != "positions")
+        found.append(torch.autograd.grad(function(x, q), [t for t in (x, q) if t.requires_grad]))
+    close(found[1], found[0])
+
+
+@pytest.mark.parametrize("outputs", [(), ("forces", "virial")])
+@pytest.mark.parametrize("mesh", [False, True])
+def test_derivatives_of_both_orders_of_the_op(mesh, outputs):
+    """Which no graph asks it for that is made here: it is a graph of its own there."""
+    near = (NEAR["neighbor_list"], NEAR["neighbor_ptr"], NEAR["neighbor_shifts"], None, None, 5, False)
+    computed = 5 if outputs else 3
+
+    def op(x, q, cell):
+        sizes = (MESH, 5) if mesh else ((2, 2, 2), 0)
+        no_vectors = (None, None, 0.0, *(None,) * 7)
+        energies, forces, _, virial = whole_sum(x, q, cell, None, ALPHA, *near, *no_vectors, *sizes, "atom", computed)
+        return (energies, forces, virial) if outputs else (energies,)
+
+    def public(x, q, cell):
+        options = {f"compute_{name}": True for name in outputs}
+        found = WHOLE["mesh" if mesh else "miller_bounds"](x, q, cell, **NEAR, **options)
+        return found if outputs else (found,)
+
+    for with_cell in (False, True):
+        found = []
+        for function in (op, public):
+            x, q, cell = (t.clone().requires_grad_() for t in ONE[:3])
+            leaves = (x, q, cell) if with_cell else (x, q)
+            results = function(x, q, cell if with_cell else cell.detach())
+            first = torch.autograd.grad(weighted(results), leaves, create_graph=True)
+            second = torch.autograd.grad(weighted(first), leaves)
+            found.append([t.detach() for t in (*results, *first, *second)])
+        close(*found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exclusions": torch.tensor([[0], [1]])},
+        {"hybrid_forces": True},
+        {"pbc": torch.tensor([True, True, False]), "slab_correction": True},
+        {"batch_idx": torch.zeros(5, dtype=torch.int32)},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_sums_are_graphs_of_their_parts(options):
+    ops, _ = ops_of(lambda *i: mesh_ewald(*i, **NEAR, **options), *ONE[:3])
+    assert "pair_sum.default" in ops and "ewald_sum.default" not in ops
+
+
+def test_derivatives_that_the_op_does_not_take_along_are_traced():
+    def forces(x):
+        return mesh_ewald(x, *ONE[1:3], **NEAR, compute_forces=True)[1]
+
+    def of_cell(cell):
+        return mesh_ewald(*ONE[:2], cell, **NEAR)
+
+    for function, leaf in ((forces, ONE.positions), (of_cell, ONE.cell)):
+        ops, _ = ops_of(function, leaf.clone().requires_grad_())
+        assert "ewald_sum.default" not in ops
+
+
+def test_values_that_do_not_fit_are_nan():
+    call = compiled(lambda cell, near: mesh_ewald(*ONE[:2], cell, **near, **ALL))
+    wrong = NEAR | {"neighbor_ptr": NEAR["neighbor_ptr"] + 7}
+    for cell, near in ((torch.zeros_like(ONE.cell), NEAR), (ONE.cell, wrong)):
+        with pytest.raises(ValueError, match=r"cell|neighbor"):
+            mesh_ewald(*ONE[:2], cell, **near)
+        assert all(t.isnan().all() for t in call(cell, near))
+    assert all(t.isfinite().all() for t in call(ONE.cell, NEAR))

@@ -351,9 +351,10 @@ _fake = _find(
     "_subclasses.fake_tensor.FakeTensor",
     "_subclasses.fake_tensor.DataDependentOutputException",
     "_subclasses.fake_tensor.DynamicOutputShapeException",
+    "_subclasses.functional_tensor.FunctionalTensor",
 )
 
-NEEDS_DATA: tuple[type[Exception], ...] = () if _fake is None else _fake[2:]
+NEEDS_DATA: tuple[type[Exception], ...] = () if _fake is None else _fake[2:4]
 """What operations on tensors without data raise whose results, or their shapes, depend on data."""
 
 
@@ -372,8 +373,8 @@ def without_data() -> Iterator[None]:
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Whether this is one of those tensors without data."""
-    return _fake is not None and isinstance(tensor, _fake[1])
+    """Whether this is one of those tensors without data, or wraps one while a graph is traced."""
+    return _fake is not None and isinstance(tensor, (_fake[1], _fake[4]))
 
 
 _passes = _find(

@@ -34,7 +34,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.moments import Backgro
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import MomentPairTerm, PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair.shares import together
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, rows_of
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
 from nvalchemiops.torch.runtime.context import is_eager, may_read
 from nvalchemiops.torch.systems import System
 
@@ -96,15 +96,38 @@ def _by_plan(
     return ordinary(atoms, request, False)
 
 
-def _ewald_sum(
+def sum_as_graph(
     long_range_of: Callable[[ChargedSystem], LongRange],
     atoms: System,
     neighbors: GivenNeighbors,
     request: SumRequest,
     options: SumOptions,
-    as_graph: bool,
-    chosen: EwaldSplitting | None = None,
 ) -> Tensors:
+    """`ewald_sum` as a graph of ops."""
+    return _ewald_sum(long_range_of, atoms, neighbors, request, options, True)
+
+
+class CheckedSum(NamedTuple):
+    """Arguments of a sum that fit together; ``rows`` is None where neighbors are not given."""
+
+    system: ChargedSystem
+    long_range: LongRange
+    rows: Rows | None
+    alpha: Any
+    accuracy: float
+    cutoff: float | None
+    keeps_gaussians: bool
+    dielectric: float | None
+
+
+def check_sum(
+    long_range_of: Callable[[ChargedSystem], LongRange],
+    atoms: System,
+    neighbors: GivenNeighbors,
+    request: SumRequest,
+    options: SumOptions,
+) -> CheckedSum:
+    """The arguments of `ewald_sum`; raise unless they fit together."""
     alpha, accuracy, cutoff, potential, *others, self_interaction, surface_dielectric = options
     system = check_system(atoms, *others)
     check_gradients(request, atoms)
@@ -126,7 +149,21 @@ def _ewald_sum(
         rows = rows_of(neighbors, system.positions, periodic=True)
     else:
         alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
+    return CheckedSum(system, long_range, rows, alpha, accuracy, cutoff, keeps_gaussians, dielectric)
 
+
+def _ewald_sum(
+    long_range_of: Callable[[ChargedSystem], LongRange],
+    atoms: System,
+    neighbors: GivenNeighbors,
+    request: SumRequest,
+    options: SumOptions,
+    as_graph: bool,
+    chosen: EwaldSplitting | None = None,
+) -> Tensors:
+    checked = check_sum(long_range_of, atoms, neighbors, request, options)
+    system, long_range, rows, alpha, accuracy, cutoff, keeps_gaussians, dielectric = checked
+    potential = options.potential
     splitting = chosen
     if splitting is None:
         splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)

@@ -197,7 +197,7 @@ class _WithDerivatives(torch.autograd.Function):
             return (None,) * (9 + ctx.n_sources) + no_others
         needed = ctx.needs_input_grad[6 : 9 + ctx.n_sources]
         if not torch.is_grad_enabled() and all(g is None for g in grad_derivatives):
-            of_systems = _weights(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
+            of_systems = weights_of_systems(grad_energies, ctx.energy_reduction, batch_idx, cell.shape[0])
             if ctx.domain is not None:
                 of_systems = ctx.domain._agreed(of_systems, batch_idx)
             if of_systems is not None:
@@ -240,7 +240,7 @@ def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torc
     return totals(torch.stack(sums).sum(0), batch_idx, n_systems)
 
 
-def _weights(
+def weights_of_systems(
     gradient: torch.Tensor | None, energy_reduction: str, batch_idx: torch.Tensor | None, n_systems: int
 ) -> torch.Tensor | None:
     """The weight (n_systems,) of each system, if all its atoms and channels have the same; otherwise None."""
