@@ -238,6 +238,28 @@ def chosen(size: str, rounds: int) -> list[Row]:
 # -- compiled -------------------------------------------------------------------------------------------------
 
 
+@torch.library.custom_op("benchmarks::nothing", mutates_args=())
+def nothing(
+    positions: torch.Tensor,
+    charges: torch.Tensor,
+    cell: torch.Tensor,
+    pairs: torch.Tensor,
+    pointers: torch.Tensor,
+    shifts: torch.Tensor,
+    points: torch.Tensor,
+    point_begin: torch.Tensor,
+    point_system: torch.Tensor,
+    weights: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An op with the tensors of a sum: what a compiled call takes beside its ops."""
+    return torch.empty_like(charges), torch.empty_like(positions)
+
+
+@nothing.register_fake
+def _(positions: torch.Tensor, charges: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(charges), torch.empty_like(positions)
+
+
 def compiled(size: str, rounds: int) -> list[Row]:
     x, q, cell = tensors(size).values()
     known, near = parameters(size, "ewald")
@@ -246,11 +268,15 @@ def compiled(size: str, rounds: int) -> list[Row]:
     def forces(x: torch.Tensor) -> Any:
         return electrostatics.ewald_summation(x, q, cell, **known, **near, miller_indices=indices, compute_forces=True)
 
-    quick = torch.compile(forces, fullgraph=True)
+    def trivial(x: torch.Tensor) -> Any:
+        return nothing(x, q, cell, *near.values(), *indices[:4])
+
+    quick, floor = torch.compile(forces, fullgraph=True), torch.compile(trivial, fullgraph=True)
     calls: dict[str, Call] = {
         "plan": lambda _: forces(x),
         "ordinary": ordinary(lambda _: forces(x)),
         "compiled": lambda _: quick(x),
+        "compiled op that does nothing": lambda _: floor(x),
     }
     return line("compiled", "Ewald, forces", size, shortest(calls, rounds))
 

@@ -18,18 +18,20 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.layout import layout
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import real_of
 from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.choice import LongRange
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import weights_of_systems
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, check_bounds
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, check_bounds, per_system
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest, Tensors
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import Influence, MeshSum, Precomputed, PreparedMesh
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, autograd_inside
 from nvalchemiops.torch.systems import System
 
@@ -40,20 +42,21 @@ ACCURACY = 1e-6
 
 
 def ewald_sum(
-    long_range_of: Callable[[ChargedSystem], LongRange],
+    method: type[KVectorSum] | type[MeshSum],
+    given: tuple[Any, ...],
     atoms: System,
     neighbors: GivenNeighbors,
     request: SumRequest,
     options: driver.SumOptions,
 ) -> Tensors:
-    """`driver.ewald_sum`, in compiled graphs by one op where that is possible."""
+    """`driver.ewald_sum` with ``method.given(*given, system)``, in compiled graphs by one op where that is possible."""
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-        arguments = _arguments(long_range_of, atoms, neighbors, request, options)
+        arguments = _arguments(method, given, atoms, neighbors, request, options)
         if arguments is not None:
             energies, *others = whole_sum(*arguments)
             found = [result for result, is_asked in zip(others, request.derivatives) if is_asked]
             return (energies, *found) if found else energies
-    return driver.ewald_sum(long_range_of, atoms, neighbors, request, options)
+    return driver.ewald_sum(functools.partial(method.given, *given), atoms, neighbors, request, options)
 
 
 # -- arguments of the op --------------------------------------------------------------------------
@@ -115,7 +118,12 @@ class _Arguments(NamedTuple):
 
 
 def _arguments(
-    long_range_of: Any, atoms: System, neighbors: GivenNeighbors, request: SumRequest, options: driver.SumOptions
+    method: Any,
+    given: tuple[Any, ...],
+    atoms: System,
+    neighbors: GivenNeighbors,
+    request: SumRequest,
+    options: driver.SumOptions,
 ) -> _Arguments | None:
     """The arguments of the op for a sum, all checked; None if it is to be traced."""
     positions, charges, cell, batch_idx, pbc, _, domain, dipoles, quadrupoles, widths = atoms
@@ -145,10 +153,12 @@ def _arguments(
             if computed:
                 return None
             computed = FORCES * positions.requires_grad + CHARGE_GRADIENTS * charges.requires_grad
-    checked = driver.check_sum(long_range_of, atoms, neighbors, request, options)
-    far = _far(checked.long_range, long_range_of.args)
+    far = _mesh(*given) if method is MeshSum else _vectors(*given)
     if far is None:
         return None
+    if far[1] is not None or far[2] > 0.0:
+        given = (None, None, (0, 0, 0), None)  # vectors up to a length are counted by the op alone
+    driver.check_sum(functools.partial(method.given, *given), atoms, neighbors, request, options)
     of_alpha = (alpha, 0.0) if isinstance(alpha, torch.Tensor) else (None, float(alpha))
     pairs, pointers, shifts, _, matrix_shifts, mask_value, half_list, *_ = neighbors
     mask_value = positions.shape[0] if mask_value is None else mask_value
@@ -157,31 +167,36 @@ def _arguments(
     return _Arguments(*found)
 
 
-def _far(long_range: LongRange, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """The arguments of the op that describe a long-range part, from those of `KVectorSum.given` or `MeshSum.given`."""
-    if isinstance(long_range, MeshSum):
-        *_, precomputed, prepared = given
-        if long_range.mesh is None or any([value is not None for value in precomputed]):
-            return None
-        at_cell = value = derivative = None
-        if prepared is not None:
-            at_cell, (value, derivative) = prepared.cell, prepared.influence
-        no_vectors = (None, None, 0.0, None, None, None, None)
-        return (*no_vectors, at_cell, value, derivative, long_range.mesh, long_range.spline_order)
-    if not isinstance(long_range, KVectorSum) or not long_range.is_given:
+def _mesh(
+    mesh_dimensions: Any, mesh_spacing: Any, spline_order: Any, precomputed: Precomputed, prepared: PreparedMesh | None
+) -> tuple[Any, ...] | None:
+    """The arguments of the op that describe a mesh; None if it is not known."""
+    if any([value is not None for value in precomputed]) or mesh_spacing is not None:
         return None
-    k_vectors, k_cutoff, bounds, indices = given
-    if isinstance(bounds, torch.Tensor):
+    no_vectors = (None, None, 0.0, None, None, None, None)
+    if prepared is not None:
+        mesh, order = prepared.mesh_dimensions, prepared.spline_order
+        return (*no_vectors, prepared.cell, prepared.influence.value, prepared.influence.derivative, mesh, order)
+    if mesh_dimensions is None:
+        return None
+    mesh, order = mesh_and_order(mesh_dimensions, check_spline_order(spline_order))
+    return (*no_vectors, None, None, None, mesh, order)
+
+
+def _vectors(k_vectors: Any, k_cutoff: Any, bounds: Any, indices: Any) -> tuple[Any, ...] | None:
+    """The arguments of the op that describe k-vectors; None unless they are given in one way."""
+    if [k_vectors is None, k_cutoff is None, bounds is None, indices is None].count(False) != 1:
+        return None
+    number = 0.0
+    if isinstance(k_cutoff, (int, float)):
+        number, k_cutoff = checks.check_positive("k_cutoff", k_cutoff), None
+    elif isinstance(k_cutoff, torch.Tensor):
+        per_system("k_cutoff", k_cutoff, 1, k_cutoff.device)
+        k_cutoff = k_cutoff.detach()
+    elif k_cutoff is not None or isinstance(bounds, torch.Tensor):
         return None
     sizes = () if bounds is None else check_bounds(bounds)
     miller = tuple(indices)[:4] if isinstance(indices, WaveVectors) else (indices, None, None, None)
-    number = 0.0
-    if isinstance(k_cutoff, (int, float)):
-        number, k_cutoff = float(k_cutoff), None
-    elif isinstance(k_cutoff, torch.Tensor):
-        k_cutoff = k_cutoff.detach()
-    elif k_cutoff is not None:
-        return None
     return (k_vectors, k_cutoff, number, *miller, None, None, None, sizes, 0)
 
 

@@ -170,14 +170,14 @@ def ewald_summation(
     Formulas and sources: `nvalchemiops.torch.interactions.electrostatics.terms.reciprocal`,
     `nvalchemiops.interactions.pair.potentials.EWALD_REAL_SPACE`.
     """
-    long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
+    vectors = k_vectors, k_cutoff, miller_bounds, miller_indices
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
     near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
     request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
     options = driver.SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
-    return compiled.ewald_sum(long_range, atoms, driver.given_neighbors(*near), request, options)
+    return compiled.ewald_sum(KVectorSum, vectors, atoms, driver.given_neighbors(*near), request, options)
 
 
 def ewald_real_space(

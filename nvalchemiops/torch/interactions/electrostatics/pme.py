@@ -164,14 +164,14 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
             raise TypeError(f"`prepared` must be a PreparedMesh from prepare_mesh, got {type(prepared).__name__}")
         alpha = prepared.alpha_for(alpha, mesh_dimensions, mesh_spacing, potential)
     precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
-    long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, prepared)
+    mesh = mesh_dimensions, mesh_spacing, spline_order, precomputed, prepared
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
     near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
     request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
     options = driver.SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
-    return compiled.ewald_sum(long_range, atoms, driver.given_neighbors(*near), request, options)
+    return compiled.ewald_sum(MeshSum, mesh, atoms, driver.given_neighbors(*near), request, options)
 
 
 def pme_reciprocal_space(
