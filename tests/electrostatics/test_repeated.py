@@ -19,6 +19,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     prepare_wave_vectors,
     repeated,
 )
+from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import plans
 from tests.systems import triclinic
@@ -244,6 +245,35 @@ def test_a_choice_follows_the_atoms():
 
         for _ in range(3):
             same_bits(call(), ordinary(call))
+
+
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_choices_that_are_kept_are_those_that_are_made(function, monkeypatch):
+    """For another cell, in the same memory too, for other atoms, charges and accuracies."""
+    x, q, cell, _ = arguments()
+    changed = cell.clone()
+    near = x.clone()
+    near[1] = near[0] + 0.2
+    systems = [(x, q, changed, 1e-4), (near, q, changed, 1e-4), (x, q * 3.0, changed, 1e-4), (x, q, changed, 1e-6)]
+    systems += [(x[:-1], q[:-1], changed, 1e-4), (x.float(), q.float(), cell.float(), 1e-4)]
+
+    def results_of_all():
+        return [t for *inputs, a in systems for t in function(*inputs, accuracy=a, compute_forces=True)]
+
+    for scale in (1.0, 1.2, 1.0):
+        changed.copy_(scale * cell)
+        kept = [results_of_all() for _ in range(2)][1]
+        with monkeypatch.context() as patch:
+            patch.setattr(choice, "_is_one", lambda _: False)
+            meshes._meshes.clear()
+            same_bits(tuple(kept), tuple(results_of_all()))
+
+
+def test_a_warning_of_a_choice_comes_each_time():
+    x, q, cell, _ = arguments()
+    for _ in range(3):
+        with pytest.warns(AccuracyWarning, match="splines of order 4"):
+            particle_mesh_ewald(x, q, cell, spline_order=4, accuracy=1e-9)
 
 
 def test_a_busy_machine_has_plans_too(monkeypatch):

@@ -1,7 +1,7 @@
 """The choice of parameters of an Ewald sum that are not given: alpha, the cutoff, the mesh or the k-vectors."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ from nvalchemiops.torch.runtime.context import (
     all_values_of,
     is_eager,
     is_mapped,
+    may_keep,
     may_read,
     on_host,
 )
@@ -119,6 +120,8 @@ def choose_splitting(
             raise ValuesNeededError(
                 "`alpha` or `cutoff` is needed inside torch.compile, where the neighbor list cannot be measured"
             )
+        if rows is None and cutoff is None and _is_one(system) and not long_range.is_given:
+            return _choose_for_one(system, long_range, accuracy)
         return _choose(system, long_range, cutoff, rows, accuracy)
     chosen, target = given_alpha(alpha, system), core.Target(accuracy)
     limit = widest_alpha(system)
@@ -247,6 +250,67 @@ def splitting_by_sizes(
     alpha = long_range.optimal_alpha(*known[:2], core.Target(accuracy), core.COSTS[device.type], np)
     target, alpha = _settled(long_range, strengths_of(system, np), limit, accuracy, alpha, known, device, np)
     return alpha, core.real_cutoff(alpha, sizes.spacing, target), target
+
+
+class _Choice(NamedTuple):
+    """What is chosen for one system without a look at its atoms, in arrays and tensors (1,); they are not changed.
+
+    Attributes
+    ----------
+    cutoff, spacing : array
+        Optimal reach of the list; d.
+    near, distance : tensor
+        Arguments of `force_of_neighbors`.
+    splittings : dict
+        Alpha, a tensor, and the target for each force, by its bytes: one of few, since they are rounded.
+    """
+
+    cutoff: np.ndarray
+    spacing: np.ndarray
+    near: torch.Tensor
+    distance: torch.Tensor
+    splittings: dict[bytes, tuple[torch.Tensor, core.Target]]
+
+
+_choices: dict[Hashable, _Choice] = {}
+MOST_CHOICES = 16
+"""Cells, sizes and accuracies for which choices are kept."""
+
+
+def _is_one(system: ChargedSystem) -> bool:
+    """Whether choices for this system may be kept: one, of charges alone, in plain eager mode on a CPU."""
+    if system.batch_idx is not None or system.domain is not None or system.moments is not None:
+        return False
+    return may_keep(system.cell) and is_eager(system.positions, system.charges)
+
+
+def _choose_for_one(system: ChargedSystem, long_range: LongRange, accuracy: float) -> EwaldSplitting:
+    """The same as `_choose` without neighbors and cutoff; only the list and the force depend on the atoms."""
+    costs, cell = core.COSTS["cpu"], on_host(system.cell.detach())
+    order = getattr(long_range, "spline_order", 0)
+    key = (cell.tobytes(), cell.dtype, system.positions.dtype, system.n_atoms, accuracy, type(long_range), order, costs)
+    choice = _choices.get(key)
+    if choice is None:
+        sizes, target = sizes_of_system(system), core.Target(accuracy)
+        optimal = long_range.optimal_alpha(sizes.n_atoms, sizes.volume, target, costs, np)
+        reach = core.real_cutoff(optimal, sizes.spacing, target)
+        with torch.inference_mode(False):
+            near, distance = (
+                torch.as_tensor(t) for t in (np.minimum(reach, core.NEARBY * sizes.spacing), sizes.spacing)
+            )
+        if len(_choices) >= MOST_CHOICES:
+            _choices.clear()
+        choice = _choices[key] = _Choice(reach, sizes.spacing, near, distance, {})
+    longest = float(choice.cutoff[0])
+    rows = system.rows_within(longest)
+    force = on_host(force_of_neighbors(system, rows, choice.near, choice.distance))
+    found = choice.splittings.get(force.tobytes())
+    if found is None:
+        target = core.Target(accuracy, force)
+        with torch.inference_mode(False):
+            alpha = torch.as_tensor(core.alpha_for_cutoff(choice.cutoff, choice.spacing, target))
+            found = choice.splittings[force.tobytes()] = given_alpha(alpha, system), target
+    return EwaldSplitting(found[0], rows, found[1], longest)
 
 
 def _on_host(model: core.Reciprocal) -> core.Reciprocal:

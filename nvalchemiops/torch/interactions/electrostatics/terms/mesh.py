@@ -9,12 +9,13 @@ Sources: T. Darden, D. York and L. Pedersen, J. Chem. Phys. 98, 10089 (1993), do
 J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117. A spline of odd order has no zero of b when it is centred.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from nvalchemiops import notices
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
@@ -136,6 +137,11 @@ class Precomputed(NamedTuple):
                 raise ValueError(f"`{name}` must have shape {shapes}, got {tuple(value.shape)}")
 
 
+_meshes: dict[Hashable, tuple[int, int, int]] = {}
+MOST_MESHES = 64
+"""Meshes that were chosen for one system and are remembered."""
+
+
 class MeshSum(NamedTuple):
     """The long-range part on a mesh, given or still to be chosen; see `LongRange`.
 
@@ -215,14 +221,25 @@ class MeshSum(NamedTuple):
 
     def chosen(self, system: ChargedSystem, alpha: torch.Tensor, target: core.Target) -> "MeshSum":
         """As of `LongRange`. Reads values on the host."""
-        sizes = sizes_of_system(system)
-        strengths = strengths_of(system, np) if has_known_moments(system) else None
         values = on_host(alpha.detach()).astype(np.float64)
-        axes = None
+        key: Any = None
+        if system.batch_idx is None and system.domain is None and system.moments is None:
+            cell, force = on_host(system.cell.detach()), np.asarray(target.force)
+            given = (cell.tobytes(), cell.dtype, system.n_atoms)
+            key = (*given, values.tobytes(), target.accuracy, force.tobytes(), self.spline_order)
+            if key in _meshes:
+                return self._replace(mesh=_meshes[key])
+        sizes, axes, notes = sizes_of_system(system), None, notices.count()
+        strengths = strengths_of(system, np) if has_known_moments(system) else None
         if system.n_systems > 1 and system.domain is None:
             sizes, order = sizes.along_longest()
             axes = None if order is None else torch.as_tensor(order, device=alpha.device)
-        return self._replace(mesh=mesh_for(sizes, values, target, self.spline_order, strengths=strengths), axes=axes)
+        mesh = mesh_for(sizes, values, target, self.spline_order, strengths=strengths)
+        if key is not None and notices.count() == notes:  # what warns does so in each call
+            if len(_meshes) >= MOST_MESHES:
+                _meshes.clear()
+            _meshes[key] = mesh
+        return self._replace(mesh=mesh, axes=axes)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "MeshTerm":
         """As of `LongRange`."""
