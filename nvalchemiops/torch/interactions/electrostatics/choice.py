@@ -286,7 +286,8 @@ def _is_one(system: ChargedSystem) -> bool:
 
 def _choose_for_one(system: ChargedSystem, long_range: LongRange, accuracy: float) -> EwaldSplitting:
     """The same as `_choose` without neighbors and cutoff; only the list and the force depend on the atoms."""
-    costs, cell = core.COSTS["cpu"], on_host(system.cell.detach())
+    device = system.positions.device
+    costs, cell = core.COSTS[device.type], on_host(system.cell.detach())
     order = getattr(long_range, "spline_order", 0)
     key = (cell.tobytes(), cell.dtype, system.positions.dtype, system.n_atoms, accuracy, type(long_range), order, costs)
     choice = _choices.get(key)
@@ -295,9 +296,8 @@ def _choose_for_one(system: ChargedSystem, long_range: LongRange, accuracy: floa
         optimal = long_range.optimal_alpha(sizes.n_atoms, sizes.volume, target, costs, np)
         reach = core.real_cutoff(optimal, sizes.spacing, target)
         with torch.inference_mode(False):
-            near, distance = (
-                torch.as_tensor(t) for t in (np.minimum(reach, core.NEARBY * sizes.spacing), sizes.spacing)
-            )
+            values = (np.minimum(reach, core.NEARBY * sizes.spacing), sizes.spacing)
+            near, distance = (torch.as_tensor(t, device=device) for t in values)
         if len(_choices) >= MOST_CHOICES:
             _choices.clear()
         choice = _choices[key] = _Choice(reach, sizes.spacing, near, distance, {})
@@ -308,7 +308,7 @@ def _choose_for_one(system: ChargedSystem, long_range: LongRange, accuracy: floa
     if found is None:
         target = core.Target(accuracy, force)
         with torch.inference_mode(False):
-            alpha = torch.as_tensor(core.alpha_for_cutoff(choice.cutoff, choice.spacing, target))
+            alpha = torch.as_tensor(core.alpha_for_cutoff(choice.cutoff, choice.spacing, target), device=device)
             found = choice.splittings[force.tobytes()] = given_alpha(alpha, system), target
     return EwaldSplitting(found[0], rows, found[1], longest)
 
