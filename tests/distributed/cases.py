@@ -232,12 +232,17 @@ def ops_are_as_they_say(group: Any) -> None:
 
 @case(1, 2, 3)
 def windows_are_transformed_as_one_mesh(group: Any) -> None:
-    """Windows that overlap, wrap around and leave planes out, of several meshes at once; and the transpose."""
+    """Windows that overlap, wrap around and leave planes out, of several meshes at once; and the transpose.
+
+    The last meshes have fewer planes along an axis than there are ranks.
+    """
     rank, size, number = dist.get_rank(group), dist.get_world_size(group), collectives.number_of(group)
     generator = torch.Generator().manual_seed(3)
-    for mesh, n_meshes in ((7, 6, 5), (2, 1)), ((4, 9, 8), (1, 3)), ((6, 4, 4), (1, 1)):
+    few = max(size - 1, 1)
+    others = (((7, 6, 5), (2, 1)), ((4, 9, 8), (1, 3)), ((7, 4, 4), (1, 1)))
+    for mesh, n_meshes in (*others, ((few, 5, 4), (1, 2)), ((8, few, 4), (1, 2))):
         starts = [(r * mesh[0] // size - 2, -1 - r, 3 * r) for r in range(size)]
-        sizes = [(min(mesh[0] // size + 3, mesh[0]), mesh[1] - (r == 1), mesh[2] - 1) for r in range(size)]
+        sizes = [(min(mesh[0] // size + 3, mesh[0]), max(mesh[1] - (r == 1), 1), mesh[2] - 1) for r in range(size)]
         if n_meshes == (1, 1):  # slabs without a margin
             starts, sizes = [(r * mesh[0] // size, 0, 0) for r in range(size)], [(mesh[0] // size, 4, 4)] * size
         windows = [torch.randn(*n_meshes, *shape, generator=generator, dtype=F64) for shape in sizes]

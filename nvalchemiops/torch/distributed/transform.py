@@ -269,7 +269,12 @@ def window_spectrum(
     """
     division, ranks = division_of(mesh, windows, rank), group_of(group)
     slab = _to_slab(values.flatten(0, 1), division, ranks)
-    columns = torch.fft.fft(_swap(torch.fft.rfft2(slab), division, ranks, True), dim=1)
+    if slab.numel():
+        halves = torch.fft.rfft2(slab)
+    else:  # of more ranks than planes some have none, which libraries refuse to transform
+        halves = slab.new_empty((*slab.shape[:3], mesh[2] // 2 + 1), dtype=slab.dtype.to_complex())
+    columns = _swap(halves, division, ranks, True)
+    columns = torch.fft.fft(columns, dim=1) if columns.numel() else columns
     return torch.view_as_real(columns).unflatten(0, values.shape[:2])
 
 
@@ -286,6 +291,11 @@ def window_values(
     Arguments as of `window_spectrum`.
     """
     division, ranks = division_of(mesh, windows, rank), group_of(group)
-    columns = torch.fft.ifft(torch.view_as_complex(spectrum.flatten(0, 1)), dim=1, norm="forward")
-    slab = torch.fft.irfft2(_swap(columns, division, ranks, False), s=tuple(mesh[1:]), norm="forward")
+    columns = torch.view_as_complex(spectrum.flatten(0, 1))
+    columns = torch.fft.ifft(columns, dim=1, norm="forward") if columns.numel() else columns
+    halves = _swap(columns, division, ranks, False)
+    if halves.numel():
+        slab = torch.fft.irfft2(halves, s=tuple(mesh[1:]), norm="forward")
+    else:
+        slab = spectrum.new_empty((*halves.shape[:2], *mesh[1:]))
     return _to_window(slab, division, ranks).unflatten(0, spectrum.shape[:2])
