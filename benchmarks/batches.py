@@ -2,15 +2,17 @@
 
 64 chains of 11 to 29 atoms (alkanes with nitrogen and oxygen in places of carbon), open or in boxes that leave 6
 angstrom around them, and liquid ethanol with as many atoms;
-one thread, float64. All operators with energies and forces:
+then 64 molecules of 8, 20 and 29 atoms each; one thread, float64. All operators with energies and forces:
 
 - the list within 6 angstrom, all neighbors or the 12 nearest, with and without boxes; Lennard-Jones of that list;
 - Coulomb energies: of all pairs of open molecules, beside the damped sum of the liquid within 10 angstrom, and
   Ewald and PME of boxes, beside those of the liquid, at an accuracy of 1e-4;
-- D3 with Becke and Johnson's damping within 25 bohr, for lists given and not; and for 256 molecules beside ``dftd3`` of
-  nvalchemi-toolkit-ops 0.5.0, in its own interpreter (``--peer``), lists given to both.
+- D3 with Becke and Johnson's damping within 25 bohr, for lists given and not; and for 256 molecules, of all sizes and
+  of each, and 1,024 of 8 atoms, beside ``dftd3`` of nvalchemi-toolkit-ops 0.5.0, in its own interpreter (``--peer``),
+  lists given to both.
 
 *floor*: the bytes of positions, results and the list that an operator reads or makes, written to fresh memory once.
+*kernels*: the launches of a call alone, without the Python and torch around them.
 Times are processor times, minima of calls in turn. Prints the ratio for each operator, and whether it is at most 1.5.
 
 Run: ``python benchmarks/batches.py [--quick] [--csv FILE] [--peer PYTHON]``.
@@ -30,6 +32,7 @@ from dispersion import BOHR, PBE, liquid
 
 MOLECULES, CUTOFF, NEAREST, DAMPED_CUTOFF, D3_CUTOFF, ACCURACY = 64, 6.0, 12, 10.0, 25.0, 1e-4
 ASKED, ASKED_OF_PEER, PEER_MOLECULES = 1.5, 2.5, 256
+CARBONS = (2, 6, 9)  # of molecules of 8, 20 and 29 atoms
 Call = Callable[[], Any]
 
 
@@ -62,9 +65,9 @@ class Atoms(NamedTuple):
         return of if self.batch_idx is None else of | {"batch_idx": self.batch_idx}
 
 
-def molecules(count: int, boxes: bool) -> Atoms:
+def molecules(count: int, boxes: bool, n_carbons: int | None = None) -> Atoms:
     rng = np.random.default_rng(1)
-    found = [alkane(int(n)) for n in rng.integers(3, 10, count)]
+    found = [alkane(n_carbons or int(n)) for n in rng.integers(3, 10, count)]
     sizes = [len(numbers) for _, numbers in found]
     for _, numbers in found:  # some of the carbon is nitrogen or oxygen: more kinds of pairs for D3
         numbers[numbers == 6] = rng.choice([6, 7, 8], (numbers == 6).sum(), p=[0.7, 0.15, 0.15])
@@ -191,11 +194,11 @@ def serve() -> None:
         print("answer", json.dumps(answer), flush=True)
 
 
-def beside(peer: Peer, rounds: int) -> float:
+def beside(peer: Peer, rounds: int, count: int = PEER_MOLECULES, n_carbons: int | None = None) -> float:
     """Times faster than 0.5.0, for D3 of a batch."""
     from nvalchemiops.torch.interactions.dispersion import D3Parameters
 
-    atoms = molecules(PEER_MOLECULES, False)
+    atoms = molecules(count, False, n_carbons)
     atoms = atoms._replace(positions=atoms.positions / BOHR)
     pairs, ptr = listed(atoms, 50.0)
     loaded, n = D3Parameters.load(), 55  # elements, and five references of each, as the peer takes them
@@ -213,10 +216,12 @@ def beside(peer: Peer, rounds: int) -> float:
         for _ in range(rounds):
             for name, side in sides.items():
                 best[name] = min(best[name], side.ask("time", file))
+        kernels = kernel_seconds(sides["ours"].dftd3({n: torch.as_tensor(a) for n, a in np.load(file).items()}))
     ratio = best["0.5.0"] / best["ours"]
-    print(f"\nD3 of {PEER_MOLECULES} molecules, {len(atoms.positions)} atoms, {pairs.shape[1]} pairs: "
-          f"ours {1e3 * best['ours']:.2f} ms, 0.5.0 {1e3 * best['0.5.0']:.2f} ms, {ratio:.1f} times (asked "
-          f"{ASKED_OF_PEER:g}); energies {energies['ours']:.6f}, {energies['0.5.0']:.6f}")  # fmt: skip
+    times = f"ours {1e3 * best['ours']:.2f} ms (kernels {1e3 * kernels:.2f}), 0.5.0 {1e3 * best['0.5.0']:.2f} ms"
+    print(f"\nD3 of {count} molecules, {len(atoms.positions)} atoms, {pairs.shape[1]} pairs: {times}, "
+          f"{ratio:.1f} times (asked {ASKED_OF_PEER:g}); energies {energies['ours']:.6f}, "
+          f"{energies['0.5.0']:.6f}")  # fmt: skip
     return ratio
 
 
@@ -233,11 +238,57 @@ def processor_seconds(call: Call, calls: int = 10) -> float:
     return best
 
 
+def kernel_seconds(call: Call, calls: int = 10) -> float:
+    """Time of the launches of a call alone; the shortest one of each counts."""
+    from nvalchemiops._warp_internals import Command
+
+    original, seconds = Command.launch, []
+
+    def launch(*arguments: Any) -> None:
+        begin = time.process_time()
+        original(*arguments)
+        seconds.append(time.process_time() - begin)
+
+    call()
+    Command.launch = launch  # type: ignore[method-assign]
+    try:
+        for _ in range(calls):
+            call()
+    finally:
+        Command.launch = original  # type: ignore[method-assign]
+    return float(np.array(seconds).reshape(calls, -1).min(0).sum())
+
+
 def floor_of(atoms: Atoms, result: Any) -> float:
     """Seconds to write the positions and the result to fresh memory."""
     tensors = [t for t in (result if isinstance(result, tuple) else (result,)) if isinstance(t, torch.Tensor)]
     size = sum(t.numel() * t.element_size() for t in [atoms.positions, *tensors])
     return processor_seconds(lambda: torch.empty(size // 8, dtype=torch.float64).fill_(1.0), 30)
+
+
+def compared(rounds: int, n_carbons: int | None) -> list[tuple[Any, ...]]:
+    """All operators for molecules, of all sizes or with so many carbon atoms, and for a liquid; rows of the table."""
+    n_atoms = len(molecules(MOLECULES, False, n_carbons).positions)
+    whole = one_liquid(n_atoms)
+    print(f"\n{MOLECULES} molecules, {n_atoms} atoms; liquid, {len(whole.positions)} atoms")
+    print(f"{'':28}{'molecules':>12}{'liquid':>12}{'floor':>10}  us for an atom{'ratio':>8}")
+    rows = []
+    for name, (boxes, operator) in OPERATORS.items():
+        sides = {"molecules": molecules(MOLECULES, boxes, n_carbons), "liquid": whole}
+        calls = {side: operator(atoms) for side, atoms in sides.items()}
+        best = dict.fromkeys(sides, 1e9)
+        for _ in range(rounds):
+            for side, call in calls.items():
+                best[side] = min(best[side], processor_seconds(call))
+        per_atom = {side: 1e6 * best[side] / len(atoms.positions) for side, atoms in sides.items()}
+        floor = 1e6 * floor_of(sides["molecules"], calls["molecules"]()) / n_atoms
+        ratio = per_atom["molecules"] / per_atom["liquid"]
+        verdict = "" if ratio <= ASKED else f"  (asked {ASKED:g})"
+        print(
+            f"{name:28}{per_atom['molecules']:12.2f}{per_atom['liquid']:12.2f}{floor:10.3f}{'':16}{ratio:8.2f}{verdict}"
+        )
+        rows.append((name, n_carbons, per_atom["molecules"], per_atom["liquid"], floor, ratio))
+    return rows
 
 
 def main() -> None:
@@ -251,33 +302,18 @@ def main() -> None:
     peer = Peer(arguments.peer, __file__, "cpu") if arguments.peer else None
     start(1, "cpu", described(peer))
     rounds = 2 if arguments.quick else 5
-    n_atoms = len(molecules(MOLECULES, False).positions)
-    whole = one_liquid(n_atoms)
-    print(f"{MOLECULES} molecules, {n_atoms} atoms; liquid, {len(whole.positions)} atoms")
-    print(f"{'':28}{'molecules':>12}{'liquid':>12}{'floor':>10}  us for an atom{'ratio':>8}")
     table = []
-    for name, (boxes, operator) in OPERATORS.items():
-        sides = {"molecules": molecules(MOLECULES, boxes), "liquid": whole}
-        calls = {side: operator(atoms) for side, atoms in sides.items()}
-        best = dict.fromkeys(sides, 1e9)
-        for _ in range(rounds):
-            for side, call in calls.items():
-                best[side] = min(best[side], processor_seconds(call))
-        per_atom = {side: 1e6 * best[side] / len(atoms.positions) for side, atoms in sides.items()}
-        floor = 1e6 * floor_of(sides["molecules"], calls["molecules"]()) / n_atoms
-        ratio = per_atom["molecules"] / per_atom["liquid"]
-        verdict = "" if ratio <= ASKED else f"  (asked {ASKED:g})"
-        print(
-            f"{name:28}{per_atom['molecules']:12.2f}{per_atom['liquid']:12.2f}{floor:10.3f}{'':16}{ratio:8.2f}{verdict}"
-        )
-        table.append((name, per_atom["molecules"], per_atom["liquid"], floor, ratio))
+    for n_carbons in (None, *CARBONS):
+        table += compared(rounds, n_carbons)
+    whole = one_liquid(len(molecules(MOLECULES, False).positions))
     volumes = [atoms.cell.det().abs().sum() for atoms in (molecules(MOLECULES, True), whole) if atoms.cell is not None]
     print(
         f"Boxes have {volumes[0] / volumes[1]:.1f} times the volume of the liquid, and as many times its mesh points."
     )
-    if peer:
-        table.append(("D3 beside 0.5.0", "", "", "", beside(peer, rounds)))
-    write_csv(arguments.csv, ("operator", "molecules", "liquid", "floor", "ratio"), table)
+    for count, n_carbons in [(PEER_MOLECULES, n) for n in (None, *CARBONS)] + [(4 * PEER_MOLECULES, CARBONS[0])]:
+        if peer:
+            table.append((f"D3 beside 0.5.0, {count}", n_carbons, "", "", "", beside(peer, rounds, count, n_carbons)))
+    write_csv(arguments.csv, ("operator", "carbons", "molecules", "liquid", "floor", "ratio"), table)
 
 
 if __name__ == "__main__":

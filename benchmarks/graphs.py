@@ -10,7 +10,8 @@ with the last one, float32 and float64, from positions to pairs, images, distanc
 - *floor*: the time to write the bytes of the result to fresh memory.
 
 Times are processor times, minima of calls in turn: other processes do not matter. Memory is the largest size of the
-process (Linux's VmHWM, which is set back) less the size before and the result. Both sides must select the same pairs.
+process (Linux's VmHWM, which is set back) less the size before and the result, in
+pages of 4 KiB. Both sides must select the same pairs.
 
 Run: ``python benchmarks/graphs.py [--quick] [--csv FILE] [--peer PYTHON]``.
 """
