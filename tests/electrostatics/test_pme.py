@@ -290,3 +290,10 @@ def test_a_batch_has_the_cutoff_that_suits_all():
     )
     assert len(set(equal)) == 1 and 0.5 * alone[0] < equal[0] < alone[0]
     assert len(set(mixed)) == 1 and mixed[0] > 1.5 * equal[0]
+    # no atoms count as one
+    nothing = torch.zeros((0, 3), dtype=torch.float64), torch.zeros(0, dtype=torch.int32)
+    found = estimate_pme_parameters(nothing[0], batch(system, large).cell, nothing[1], 1e-4)
+    assert all(torch.isfinite(value).all() for value in (found.alpha, found.real_space_cutoff))
+    assert particle_mesh_ewald(
+        nothing[0], nothing[0][:, 0], batch(system, large).cell, batch_idx=nothing[1], accuracy=1e-4
+    ).shape == (0,)

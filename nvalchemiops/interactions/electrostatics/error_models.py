@@ -386,6 +386,7 @@ def batch_mesh_cutoff(
     Every system has a mesh of as many points, enough for the longest ones of its axes ``lengths`` (n_systems, 3), and a
     list has one cutoff; so it is not the sum of what is best for each of them.
     """
+    n_atoms = n_atoms.clip(1.0, None)
     spacing = np.exp(np.log(average_distance(n_atoms, volume)).mean(keepdims=True))
     target = target._replace(force=np.exp(np.log(target.force).mean(keepdims=True)))
     cutoff = 4.0 * spacing
