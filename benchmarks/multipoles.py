@@ -10,9 +10,11 @@ Three tables:
   the formula in plain torch, dense sines and cosines of atoms and k-vectors, differentiated by torch. *Floor* is the
   time of the multiply-adds that these sums need (`multiply_adds`), at the rate of one thread of this machine with all
   numbers in registers, measured in the same run;
-- with ``--peer PYTHON``: energy and gradients by positions and moments of Gaussians (sigma 0.5), by the functions that
-  0.5.0 has, too: the same call in both libraries, each with the parameters of its estimate at the largest ``accuracy``
-  whose measured error of the forces is below 1e-5.
+- with ``--peer PYTHON``: energy and gradients by positions and moments of Gaussians (sigma 0.5), beside
+  ``multipole_ewald_summation`` and ``multipole_particle_mesh_ewald`` of 0.5.0, in processor time. Each library has the
+  parameters that it chooses, at the largest ``accuracy`` of a few whose measured error of the forces is below 1e-5, or
+  at the smallest. The mesh of 0.5.0 with quadrupoles is compiled for minutes at its first call: ``--peer-methods ewald``
+  leaves meshes out.
 
 Contenders run in turns in one process. Times are the least of a few, in processor time with ``--processor``, which
 other programs on the machine disturb less.
@@ -76,8 +78,10 @@ def in_turns(calls: dict[str, Callable[[], Any]], repeats: int, clock: Callable[
     return {name: 1e3 * value for name, value in least.items()}
 
 
-def chosen(method: str, x: torch.Tensor, cell: torch.Tensor, sources: Sources, accuracy: float, order: int) -> Any:
-    """A call with the parameters that the library chooses, and a list built before."""
+def chosen(
+    method: str, x: torch.Tensor, cell: torch.Tensor, sources: dict[str, Any], accuracy: float, order: int
+) -> tuple[Callable[..., Any], str]:
+    """A sum with the parameters that the library chooses, and a list built before; and what was chosen."""
     # not at the top: the peer's interpreter runs this file, too
     from nvalchemiops.torch.interactions.electrostatics.choice import choose_splitting
     from nvalchemiops.torch.interactions.electrostatics.system import check_system, given_alpha
@@ -93,11 +97,11 @@ def chosen(method: str, x: torch.Tensor, cell: torch.Tensor, sources: Sources, a
     assert splitting.cutoff is not None
     pairs, pointers, shifts = neighbor_list(x, splitting.cutoff, cell, return_neighbor_list=True)
     options: dict[str, Any] = {
+        "cell": cell,
         "alpha": alpha,
         "neighbor_list": pairs,
         "neighbor_ptr": pointers,
         "neighbor_shifts": shifts,
-        "compute_forces": True,
     }
     if method == "ewald":
         options["miller_indices"] = found.k_vectors
@@ -107,7 +111,7 @@ def chosen(method: str, x: torch.Tensor, cell: torch.Tensor, sources: Sources, a
         function = particle_mesh_ewald
     parameters = f"alpha {float(alpha):.3f}, cutoff {splitting.cutoff:.2f}"
     parameters += f", {len(found.k_vectors.points)} points" if method == "ewald" else f", mesh {found.mesh[0]}"
-    return (lambda: function(x, cell=cell, **sources, **options)), parameters
+    return functools.partial(function, **options), parameters
 
 
 def moments(sizes: tuple[int, ...], repeats: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
@@ -124,7 +128,8 @@ def moments(sizes: tuple[int, ...], repeats: int, clock: Callable[[], float]) ->
                 exact = ewald_summation(x, cell=cell, **sources, accuracy=1e-11, compute_forces=True)[1]
                 order = SPLINE_ORDERS[name]
                 for accuracy in ACCURACIES:
-                    call, parameters = chosen(method, x, cell, sources, accuracy, order)
+                    function, parameters = chosen(method, x, cell, sources, accuracy, order)
+                    call = functools.partial(function, x, **sources, compute_forces=True)
                     error = float((call()[1] - exact).norm() / exact.norm())
                     if error <= ERROR:
                         break
@@ -275,18 +280,19 @@ def rate_of_multiply_adds(clock: Callable[[], float]) -> float:
 # -- beside 0.5.0 ---------------------------------------------------------------------------------------------
 
 SIGMA = 0.5
+EV = 14.399645478425668  # e²/(4 π ε_0 angstrom) in eV, in which 0.5.0 has its energies
 PEER_SIZES = (64, 512)
 PEER_ACCURACIES = (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 
 class Server:
-    """Sums of multipoles by the functions that both libraries have."""
+    """Energies of Gaussian multipoles and their gradients, as each library computes them."""
 
     def ask(self, what: str, method: str, n_atoms: int, l_max: int, accuracy: float) -> Any:
         """Of a call: the seconds of processor time, or energy and forces."""
         call = self.call(method, n_atoms, l_max, accuracy)
         if what == "values":
-            energy, by_positions, _ = call()
+            energy, by_positions, *_ = call()
             return energy.item(), by_positions.tolist()
         call()
         best = math.inf
@@ -298,9 +304,26 @@ class Server:
 
     @functools.cache  # noqa: B019  (there is one server)
     def call(self, method: str, n_atoms: int, l_max: int, accuracy: float) -> Callable[[], Any]:
-        from nvalchemiops.torch.interactions import electrostatics
+        import nvalchemiops
 
         positions, cell, values = system(n_atoms)
+        if nvalchemiops.__version__ != "0.5.0":
+            sources = dict(list(values.items())[: l_max + 1])
+            gaussians = {**sources, "widths": SIGMA}
+            order = list(SPLINE_ORDERS.values())[l_max]
+            function, _ = chosen(method, positions, cell, gaussians, accuracy, order)
+
+            def ours() -> Any:
+                x, leaves = (
+                    positions.clone().requires_grad_(),
+                    {n: t.clone().requires_grad_() for n, t in sources.items()},
+                )
+                energy = function(x, **leaves, widths=SIGMA).sum()
+                return (EV * energy.detach(), *torch.autograd.grad(energy, (x, *leaves.values())))
+
+            return ours
+        from nvalchemiops.torch.interactions import electrostatics
+
         packed = electrostatics.pack_multipole_moments(*list(values.values())[: l_max + 1])
         kind = "ewald" if method == "ewald" else "pme"
         estimate = getattr(electrostatics, f"estimate_multipole_{kind}_parameters")
@@ -308,7 +331,7 @@ class Server:
         options: dict[str, Any] = {"sigma": SIGMA, "alpha": float(found.alpha)}
         if method == "ewald":
             options["k_cutoff"] = float(found.reciprocal_space_cutoff)
-            function: Any = electrostatics.multipole_ewald_summation
+            function = electrostatics.multipole_ewald_summation
         else:
             options["mesh_dimensions"] = tuple(int(n) for n in found.mesh_dimensions)
             function = electrostatics.multipole_particle_mesh_ewald
@@ -320,7 +343,8 @@ class Server:
         def call() -> Any:
             x, m = positions.clone().requires_grad_(), packed.clone().requires_grad_()
             energy = function(x, m, cell, *listed, **options).sum()
-            return (energy.detach(), *torch.autograd.grad(energy, (x, m)))
+            by_positions, by_moments = torch.autograd.grad(energy, (x, m))
+            return energy.detach(), by_positions / EV, by_moments
 
         return call
 
@@ -336,12 +360,15 @@ def serve() -> None:
         print("answer", json.dumps(answer), flush=True)
 
 
-def beside(peer: Peer, methods: tuple[str, ...], sizes: tuple[int, ...], rounds: int) -> list[dict[str, Any]]:
+def beside(
+    peer: Peer, methods: tuple[str, ...], orders: tuple[int, ...], sizes: tuple[int, ...], rounds: int
+) -> list[dict[str, Any]]:
     """Times faster than 0.5.0, at equal measured error."""
     sides: dict[str, Any] = {"ours": Server(), "0.5.0": peer}
     rows = []
     for n_atoms in sizes:
-        for l_max, name in ((1, "dipoles"), (2, "quadrupoles")):
+        for l_max in orders:
+            name = ("charges", "dipoles", "quadrupoles")[l_max]
             exact, by_positions = sides["ours"].ask("values", "ewald", n_atoms, l_max, 1e-12)
             reference = torch.tensor(by_positions, dtype=torch.float64)
             for method in methods:
@@ -360,7 +387,10 @@ def beside(peer: Peer, methods: tuple[str, ...], sizes: tuple[int, ...], rounds:
                         seconds = server.ask("time", method, n_atoms, l_max, chosen[side][0])
                         best[side] = min(best[side], 1e3 * seconds)
                 ratio = best["0.5.0"] / best["ours"]
-                notes = ", ".join(f"{side} {best[side]:.2f} ms, errors {e:.0e}, {de:.0e}" for side, (_, e, de) in chosen.items())  # fmt: skip # noqa: E501
+                notes = ", ".join(
+                    f"{side} {best[side]:.2f} ms, errors {of_forces:.0e}, {of_energy:.0e}"
+                    for side, (_, of_forces, of_energy) in chosen.items()
+                )
                 print(f"{n_atoms:6d} {method:6s} {name:12s} {ratio:5.1f} times (asked 10)   {notes}", flush=True)
                 rows.append(
                     {"atoms": n_atoms, "what": f"{method} of 0.5.0, {name}", "ms": best["ours"], "ratio": ratio}
@@ -375,6 +405,7 @@ def main() -> None:
     parser.add_argument("--processor", action="store_true", help="processor time in the place of wall time")
     parser.add_argument("--only", choices=("moments", "latent", "peer"))
     parser.add_argument("--peer-methods", nargs="+", choices=("ewald", "pme"), default=("ewald", "pme"))
+    parser.add_argument("--peer-orders", nargs="+", type=int, choices=(0, 1, 2), default=(1, 2))
     parser.add_argument("--serve", action="store_true")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
@@ -391,7 +422,8 @@ def main() -> None:
     if options.only in (None, "latent"):
         rows += latent(sizes, options.repeats, clock)
     if peer:
-        rows += beside(peer, tuple(options.peer_methods), PEER_SIZES[:1] if options.quick else PEER_SIZES, 3)
+        peer_sizes = PEER_SIZES[:1] if options.quick else PEER_SIZES
+        rows += beside(peer, tuple(options.peer_methods), tuple(options.peer_orders), peer_sizes, 3)
     write_csv(options.csv, ("atoms", "what", "ms", "ratio", "floor"), rows)
 
 
