@@ -13,8 +13,8 @@ Three tables:
 - with ``--peer PYTHON``: energy and gradients by positions and moments of Gaussians (sigma 0.5), beside
   ``multipole_ewald_summation`` and ``multipole_particle_mesh_ewald`` of 0.5.0, in processor time. Each library has the
   parameters that it chooses, at the largest ``accuracy`` of a few whose measured error of the forces is below 1e-5, or
-  at the smallest. The mesh of 0.5.0 with quadrupoles is compiled for minutes at its first call: ``--peer-methods ewald``
-  leaves meshes out.
+  at the smallest. The mesh of 0.5.0 with quadrupoles is compiled for minutes at its first call:
+  ``--peer-methods ewald`` leaves meshes out.
 
 Contenders run in turns in one process. Times are the least of a few, in processor time with ``--processor``, which
 other programs on the machine disturb less.
