@@ -60,7 +60,7 @@ def op_calls(system: System):
     n = int((system_of == 0).sum()) if len(system_of) else 0
     one = (x[:n].contiguous(), q[:n].contiguous(), cell[:1].contiguous())
     listed = neighbors.neighbor_list(one[0], 4.0, one[2], return_neighbor_list=True)
-    whole = (*one, None, 0.6, *listed, None, None, n, False, None, None, 0.0, *(None,) * 7, (2, 2, 2), 0, "atom", 3)
+    whole = (*one, alpha[:1].clone(), *listed, None, None, n, False, *(None,) * 9, (2, 2, 2), 0, "atom", 3)
     stencils = (*sizes, *columns, (6, 5, 7), 5)
     return {
         search.neighbor_pairs: query,

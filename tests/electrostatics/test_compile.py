@@ -231,9 +231,15 @@ def test_a_sum_is_one_op_with_the_bits_of_eager_mode(name):
     assert all(torch.equal(a, b) for a, b in zip(found, call(*ONE[:3]), strict=True))
 
 
-@pytest.mark.parametrize("weights", ["equal", "different"])
-@pytest.mark.parametrize("by", ["positions", "charges", "both"])
-@pytest.mark.parametrize("name", ["miller_bounds", "mesh"])
+@pytest.mark.parametrize(
+    ("name", "by", "weights"),
+    [
+        ("miller_bounds", "positions", "equal"),
+        ("miller_bounds", "charges", "different"),
+        ("mesh", "both", "equal"),
+        ("mesh", "both", "different"),
+    ],
+)
 def test_first_derivatives_come_with_the_energies(name, by, weights):
     x, q, cell = ONE[:3]
     w = torch.linspace(1.0, 1.0 if weights == "equal" else 2.0, len(x), dtype=torch.float64)
@@ -257,8 +263,8 @@ def test_derivatives_of_both_orders_of_the_op(mesh, outputs):
 
     def op(x, q, cell):
         sizes = (MESH, 5) if mesh else ((2, 2, 2), 0)
-        no_vectors = (None, None, 0.0, *(None,) * 7)
-        energies, forces, _, virial = whole_sum(x, q, cell, None, ALPHA, *near, *no_vectors, *sizes, "atom", computed)
+        alpha, vectors = torch.tensor([ALPHA], dtype=torch.float64), (None,) * 9
+        energies, forces, _, virial = whole_sum(x, q, cell, alpha, *near, *vectors, *sizes, "atom", computed)
         return (energies, forces, virial) if outputs else (energies,)
 
     def public(x, q, cell):
@@ -282,8 +288,6 @@ def test_derivatives_of_both_orders_of_the_op(mesh, outputs):
     "options",
     [
         {"exclusions": torch.tensor([[0], [1]])},
-        {"hybrid_forces": True},
-        {"pbc": torch.tensor([True, True, False]), "slab_correction": True},
         {"batch_idx": torch.zeros(5, dtype=torch.int32)},
     ],
     ids=lambda options: next(iter(options)),
@@ -313,3 +317,20 @@ def test_values_that_do_not_fit_are_nan():
             mesh_ewald(*ONE[:2], cell, **near)
         assert all(t.isnan().all() for t in call(cell, near))
     assert all(t.isfinite().all() for t in call(ONE.cell, NEAR))
+
+
+def test_one_graph_for_any_number_of_atoms_and_any_alpha():
+    """An op whose shapes and numbers are symbols."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+
+    def energies(x, q, cell, near, alpha):
+        return mesh_ewald(x, q, cell, alpha, **near)
+
+    call = torch.compile(energies, fullgraph=True, backend=counter, dynamic=True)
+    for n, alpha in ((5, 0.8), (7, 0.9), (9, 0.7)):
+        system = triclinic(n, charged=True)
+        arguments = (*system[:3], csr(system, CUTOFF), torch.tensor([alpha], dtype=torch.float64))
+        assert torch.equal(call(*arguments), energies(*arguments))
+    assert counter.frame_count == 1
+    for alpha in (0.8, 0.7, 0.6):
+        assert torch.equal(call(*ONE[:3], NEAR, alpha), energies(*ONE[:3], NEAR, alpha))

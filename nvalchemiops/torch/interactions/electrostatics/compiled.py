@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.layout import layout
-from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import real_of
 from nvalchemiops.torch.interactions.electrostatics import driver
@@ -71,13 +70,13 @@ class _Arguments(NamedTuple):
     Attributes
     ----------
     positions, charges, cell : tensors
-    alpha : tensor, optional
-        Instead of ``alpha_number``.
+    alpha : tensor
+        Not a number, for each of which the graph would be made anew.
     pairs, pointers, shifts, matrix, matrix_shifts, mask_value, half_list
         As of `GivenNeighbors`.
-    k_vectors, k_cutoff, k_cutoff_number, miller, point_begin, point_system, weights
+    k_vectors, k_cutoff, miller, point_begin, point_system, weights
         What says which k-vectors there are: the fields of `WaveVectors` begin with ``miller``, which is otherwise the
-        argument ``miller_indices``; ``k_cutoff_number`` is zero if it is not given.
+        argument ``miller_indices``.
     prepared_cell, influence, derivative : tensor, optional
         Of a prepared mesh.
     sizes : sequence of int
@@ -92,8 +91,7 @@ class _Arguments(NamedTuple):
     positions: torch.Tensor
     charges: torch.Tensor
     cell: torch.Tensor
-    alpha: Optional
-    alpha_number: float
+    alpha: torch.Tensor
     pairs: Optional
     pointers: Optional
     shifts: Optional
@@ -103,7 +101,6 @@ class _Arguments(NamedTuple):
     half_list: bool
     k_vectors: Optional
     k_cutoff: Optional
-    k_cutoff_number: float
     miller: Optional
     point_begin: Optional
     point_system: Optional
@@ -153,17 +150,17 @@ def _arguments(
             if computed:
                 return None
             computed = FORCES * positions.requires_grad + CHARGE_GRADIENTS * charges.requires_grad
-    far = _mesh(*given) if method is MeshSum else _vectors(*given)
+    far = _mesh(*given) if method is MeshSum else _vectors(positions.device, *given)
     if far is None:
         return None
-    if far[1] is not None or far[2] > 0.0:
+    if far[1] is not None:
         given = (None, None, (0, 0, 0), None)  # vectors up to a length are counted by the op alone
     driver.check_sum(functools.partial(method.given, *given), atoms, neighbors, request, options)
-    of_alpha = (alpha, 0.0) if isinstance(alpha, torch.Tensor) else (None, float(alpha))
+    alpha = per_system("alpha", alpha, 1, positions.device)
     pairs, pointers, shifts, _, matrix_shifts, mask_value, half_list, *_ = neighbors
     mask_value = positions.shape[0] if mask_value is None else mask_value
     near = (pairs, pointers, shifts, matrix, matrix_shifts, mask_value, half_list)
-    found = (positions, charges, cell, *of_alpha, *near, *far, request.energy_reduction, computed)
+    found = (positions, charges, cell, alpha, *near, *far, request.energy_reduction, computed)
     return _Arguments(*found)
 
 
@@ -173,7 +170,7 @@ def _mesh(
     """The arguments of the op that describe a mesh; None if it is not known."""
     if any([value is not None for value in precomputed]) or mesh_spacing is not None:
         return None
-    no_vectors = (None, None, 0.0, None, None, None, None)
+    no_vectors = (None,) * 6
     if prepared is not None:
         mesh, order = prepared.mesh_dimensions, prepared.spline_order
         return (*no_vectors, prepared.cell, prepared.influence.value, prepared.influence.derivative, mesh, order)
@@ -183,26 +180,21 @@ def _mesh(
     return (*no_vectors, None, None, None, mesh, order)
 
 
-def _vectors(k_vectors: Any, k_cutoff: Any, bounds: Any, indices: Any) -> tuple[Any, ...] | None:
+def _vectors(device: torch.device, k_vectors: Any, k_cutoff: Any, bounds: Any, indices: Any) -> tuple[Any, ...] | None:
     """The arguments of the op that describe k-vectors; None unless they are given in one way."""
     if [k_vectors is None, k_cutoff is None, bounds is None, indices is None].count(False) != 1:
         return None
-    number = 0.0
-    if isinstance(k_cutoff, (int, float)):
-        number, k_cutoff = checks.check_positive("k_cutoff", k_cutoff), None
-    elif isinstance(k_cutoff, torch.Tensor):
-        per_system("k_cutoff", k_cutoff, 1, k_cutoff.device)
-        k_cutoff = k_cutoff.detach()
-    elif k_cutoff is not None or isinstance(bounds, torch.Tensor):
+    if k_cutoff is not None:
+        k_cutoff = per_system("k_cutoff", k_cutoff, 1, device).detach()
+    if isinstance(bounds, torch.Tensor):
         return None
     sizes = () if bounds is None else check_bounds(bounds)
     miller = tuple(indices)[:4] if isinstance(indices, WaveVectors) else (indices, None, None, None)
-    return (k_vectors, k_cutoff, number, *miller, None, None, None, sizes, 0)
+    return (k_vectors, k_cutoff, *miller, None, None, None, sizes, 0)
 
 
 def _sum_of(given: _Arguments) -> tuple[Callable[[ChargedSystem], LongRange], GivenNeighbors, driver.SumOptions]:
     """The long-range part, the neighbors and the options that arguments of the op describe."""
-    alpha = given.alpha_number if given.alpha is None else given.alpha
     if given.spline_order:
         prepared: Any = None
         mesh: Any = tuple(given.sizes)
@@ -217,11 +209,14 @@ def _sum_of(given: _Arguments) -> tuple[Callable[[ChargedSystem], LongRange], Gi
         if given.point_begin is not None:
             of_points: tuple[Any, ...] = (miller, given.point_begin, given.point_system, given.weights)
             miller = WaveVectors(*of_points)
-        k_cutoff = given.k_cutoff_number or given.k_cutoff
-        far = functools.partial(KVectorSum.given, given.k_vectors, k_cutoff, tuple(given.sizes) or None, miller)
+        far = functools.partial(KVectorSum.given, given.k_vectors, given.k_cutoff, tuple(given.sizes) or None, miller)
     mask_value = None if given.matrix is None else given.mask_value
     near = (given.pairs, given.pointers, given.shifts, given.matrix, given.matrix_shifts, mask_value, given.half_list)
-    return far, driver.given_neighbors(*near), driver.SumOptions(alpha, ACCURACY, None, COULOMB, None, None, False)
+    return (
+        far,
+        driver.given_neighbors(*near),
+        driver.SumOptions(given.alpha, ACCURACY, None, COULOMB, None, None, False),
+    )
 
 
 def _request_of(given: _Arguments) -> SumRequest:
