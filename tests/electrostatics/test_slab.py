@@ -268,7 +268,6 @@ def test_the_correction_is_what_is_added():
         (ValueError, {"slab_correction": True}),  # which axis?
         (ValueError, {"pbc": torch.tensor([True, True, False])}),  # the sum is periodic along all
         (ValueError, {"pbc": torch.tensor([True, False, False]), "slab_correction": True}),
-        (ValueError, {"pbc": torch.tensor([False, False, False]), "slab_correction": True}),
         (ValueError, {"pbc": torch.tensor([True, False]), "slab_correction": True}),
         (ValueError, {"pbc": torch.ones(2, 3, dtype=torch.bool), "slab_correction": True}),
         (TypeError, {"pbc": torch.tensor([1.0, 1.0, 0.0]), "slab_correction": True}),
@@ -279,20 +278,6 @@ def test_bad_periodicity_is_an_error(error, options, method):
     system = layer(height=8.0)
     with pytest.raises(error, match="pbc"):
         SUMS[method](*system[:3], **options)
-
-
-@METHODS
-def test_an_open_molecule_in_a_batch_is_named_by_its_periodicity(method):
-    """Not by the vectors of zeros that stand for its cell."""
-    periodic = triclinic(6, charged=True)
-    positions, charges = torch.cat([periodic.positions] * 2), torch.cat([periodic.charges] * 2)
-    cells = torch.stack([periodic.cell.reshape(3, 3), torch.zeros(3, 3, dtype=torch.float64)])
-    of_atom = torch.arange(2, dtype=torch.int32).repeat_interleave(6)
-    pbc = torch.tensor([[True] * 3, [False] * 3])
-    with pytest.raises(ValueError, match="`pbc` has open axes"):
-        SUMS[method](positions, charges, cells, batch_idx=of_atom, pbc=pbc)
-    with pytest.raises(ValueError, match="at most one open axis"):
-        SUMS[method](positions, charges, cells, batch_idx=of_atom, pbc=pbc, slab_correction=True)
 
 
 def test_bad_periodicity_of_the_correction_is_an_error():

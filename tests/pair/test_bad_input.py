@@ -137,10 +137,9 @@ def test_messages_say_how_to_convert():
         potential(X, CELL, sigma=1.0, epsilon=ONES.float())
 
 
-def test_several_channels_of_charges_are_for_sums_over_all_distances():
-    for name in ("coulomb_energy", "dsf_coulomb"):
-        with pytest.raises(ValueError, match="charges"):
-            CALLS[name](charges=Q[:, None])
+def test_damped_shifted_sums_take_one_charge_for_each_atom():
+    with pytest.raises(ValueError, match="charges"):
+        CALLS["dsf_coulomb"](charges=Q[:, None])
 
 
 def test_flags_of_numpy_are_flags():

@@ -19,6 +19,13 @@ from nvalchemiops.torch.interactions.electrostatics.choice import (
     choose_splitting,
 )
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
+from nvalchemiops.torch.interactions.electrostatics.open_systems import (
+    Part,
+    all_pairs,
+    mixed_sum,
+    open_system,
+    open_systems,
+)
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.interactions.electrostatics.repeated import repeated_sum
 from nvalchemiops.torch.interactions.electrostatics.results import (
@@ -60,7 +67,11 @@ def ewald_sum(
     request: SumRequest,
     options: SumOptions,
 ) -> Tensors:
-    """The sum of all terms."""
+    """The sum of all terms; of systems without a periodic axis that over all pairs."""
+    if atoms.pbc is not None:
+        is_open = open_systems(atoms)
+        if is_open is not None:
+            return _with_open_systems(long_range_of, atoms, neighbors, request, options, is_open)
 
     def ordinary(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
         return _ewald_sum(long_range_of, atoms, neighbors, request, options, as_graph)
@@ -199,6 +210,70 @@ def _ewald_sum(
             terms.append(moment_exclusion_term(system, alpha))
     terms.append(long_range.term(system, potential, alpha))
     return complete(evaluate(terms, system, request, potential.is_constant, as_graph), system, request)
+
+
+def _with_open_systems(
+    long_range_of: Callable[[ChargedSystem], LongRange],
+    atoms: System,
+    neighbors: GivenNeighbors,
+    request: SumRequest,
+    options: SumOptions,
+    is_open: torch.Tensor,
+) -> Tensors:
+    """The sum where these systems (n_systems,) are open, and the others periodic."""
+    check_gradients(request, atoms)
+    n_systems = is_open.shape[0]
+    if atoms.domain is not None:
+        raise ValueError("`pbc` has three open axes: with a `domain` use coulomb_energy or dsf_coulomb with a cutoff")
+    if options.potential is not COULOMB:
+        raise ValueError("`pbc` has three open axes: sums over all pairs are for the Coulomb potential")
+
+    def of(part: Part) -> SumOptions:
+        excluded = part.of_exclusions(options.exclusions, options.exclusion_factors)
+        alpha = part.of_systems(options.alpha, n_systems)
+        return options._replace(alpha=alpha, exclusions=excluded[0], exclusion_factors=excluded[1])
+
+    def periodic(part: Part, atoms: System) -> Tensors:
+        long_range = _of_systems(long_range_of, part, n_systems)
+        return ewald_sum(long_range, atoms, part.of_neighbors(neighbors), request, of(part))
+
+    def over_all_pairs(part: Part, atoms: System) -> Tensors:
+        return _open_sum(atoms, part.systems.shape[0], request, of(part))
+
+    return mixed_sum((periodic, over_all_pairs), atoms, is_open, request)
+
+
+def _of_systems(
+    long_range_of: Callable[[ChargedSystem], LongRange], part: Part, n_systems: int
+) -> Callable[[ChargedSystem], LongRange]:
+    """The long-range part of some of the systems for which it is given."""
+    if part.systems.shape[0] == n_systems or not isinstance(long_range_of, functools.partial):
+        return long_range_of
+    given = []
+    for value in long_range_of.args:
+        if isinstance(value, torch.Tensor) and value.ndim in (1, 3):
+            value = part.of_systems(value, n_systems)
+        # what is prepared for a batch is a tuple of tensors
+        elif isinstance(value, tuple) and any([isinstance(field, torch.Tensor) for field in value]):
+            raise ValueError("`pbc` has three open axes: leave out what is prepared for all systems of the batch")
+        given.append(value)
+    return functools.partial(long_range_of.func, *given)
+
+
+def _open_sum(atoms: System, n_systems: int, request: SumRequest, options: SumOptions) -> Tensors:
+    """The sum over all pairs of systems without periodicity."""
+    system = open_system(atoms, options.exclusions, options.exclusion_factors, n_systems)
+    keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
+    if request.hybrid:
+        system = system.at_fixed_geometry()
+    rows = all_pairs(system)
+    alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
+    terms: list[Term]
+    if system.moments is None:
+        terms = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
+    else:
+        terms = [MomentPairTerm(moment_short_range, alpha, rows, system.exclusions), SelfTerm(alpha, keeps_gaussians)]
+    return evaluate(terms, system, request, is_constant=True)
 
 
 def _own_terms(system: ChargedSystem, alpha: torch.Tensor, keeps_gaussians: bool) -> list[Term]:

@@ -26,12 +26,17 @@ from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
 from nvalchemiops.torch.interactions.electrostatics.driver import check_dielectric, given_neighbors
+from nvalchemiops.torch.interactions.electrostatics.open_systems import (
+    Part,
+    all_pairs,
+    by_parts,
+    open_system,
+    open_systems,
+)
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, Term
-from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
-    check_charges,
     check_system,
     nan_unless,
 )
@@ -40,17 +45,15 @@ from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, P
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import SurfaceTerm, second_moments
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
-from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
+from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.moments import pair_moments
 from nvalchemiops.torch.interactions.pair.shares import (
-    exclusions_of_share,
     moments_with_ghosts,
-    of_all_atoms,
     rows_for_derivatives,
     together,
 )
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
 from nvalchemiops.torch.operators.segments import spread_systems, totals
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
@@ -138,6 +141,7 @@ def electrostatic_potential(
         As for `ewald_summation`.
     pbc, slab_correction, surface_dielectric
         As for `ewald_summation`: the potential is the gradient of the energy with these terms. They need a ``cell``.
+        In systems without a periodic axis all pairs are summed.
     exclusions, exclusion_factors
         As for `ewald_summation`: pairs of atoms that do not see each other's nearest image, or with a factor.
     domain : Domain, optional
@@ -162,19 +166,21 @@ def electrostatic_potential(
     )
     dielectric = check_dielectric(surface_dielectric)
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
+    is_open = None if cell is None or domain is not None else open_systems(atoms)
+    if is_open is not None:
+        of_all = {"receiver_widths": receiver_widths, "derivatives": derivatives, "self_interaction": self_interaction}
+        of_periodic = {
+            **{"method": method, "alpha": alpha, "k_cutoff": k_cutoff, "mesh_dimensions": mesh_dimensions},
+            **{"spline_order": spline_order, "accuracy": accuracy, "cutoff": cutoff},
+            **{"slab_correction": slab_correction, "surface_dielectric": surface_dielectric},
+        }
+        return _of_mixed(atoms, is_open, neighbors, (exclusions, exclusion_factors), of_all, of_periodic)
     if cell is None:
         periodic = {"pbc": pbc, "slab_correction": slab_correction or None, "surface_dielectric": dielectric}
         for name, value in periodic.items():
             if value is not None:
                 raise ValueError(f"`{name}` needs a `cell`")
-        system = _open_system(atoms)
-        if domain is not None:
-            of_pairs = exclusions_of_share(domain, exclusions, exclusion_factors, positions)
-        else:
-            of_pairs = exclusion_rows(exclusions, exclusion_factors, positions)
-        system = system._replace(exclusions=of_pairs)
-        if of_pairs is not None and domain is None:
-            check_same_system(of_pairs, system.batch_idx)
+        system = _with_moments(open_system(atoms, exclusions, exclusion_factors))
         receivers = _receivers(receiver_widths, system, self_interaction)
         rows, reach = _rows_of_open(neighbors, cutoff, system)
         parts = [
@@ -254,32 +260,36 @@ def reciprocal_potential(
 # -- arguments -------------------------------------------------------------------------------------
 
 
+def _of_mixed(
+    atoms: System,
+    is_open: torch.Tensor,
+    neighbors: GivenNeighbors,
+    excluded: tuple[Any, Any],
+    of_all: dict[str, Any],
+    of_periodic: dict[str, Any],
+) -> Potentials:
+    """The potentials where these systems (n_systems,) are open, and the others periodic."""
+
+    def of_part(part: Part, system: System, **options: Any) -> Any:
+        pairs, factors = part.of_exclusions(*excluded)
+        sources = {name: getattr(system, name) for name in ("charges", "dipoles", "quadrupoles", "widths")}
+        given = {"exclusions": pairs, "exclusion_factors": factors, **sources, **of_all, **options}
+        return electrostatic_potential(system.positions, batch_idx=system.batch_idx, **given)
+
+    def periodic(part: Part, system: System) -> Any:
+        near = dict(zip(NEIGHBOR_ARGUMENTS, part.of_neighbors(neighbors)))
+        options = {name: part.of_systems(value, is_open.shape[0]) for name, value in of_periodic.items()}
+        return of_part(part, system, cell=system.cell, pbc=system.pbc, **near, **options)
+
+    found: Any = by_parts((periodic, of_part), atoms, is_open)
+    return Potentials(*found)
+
+
 def _with_moments(system: ChargedSystem) -> ChargedSystem:
     """The system with moments, also where there are only charges."""
     if system.moments is not None:
         return system
     return system._replace(moments=system.charges.unsqueeze(-1))
-
-
-def _open_system(atoms: System) -> ChargedSystem:
-    """A checked system without a cell; its cells are not used."""
-    positions, charges, domain = atoms.positions, atoms.charges, atoms.domain
-    assert charges is not None
-    with together(domain):
-        checks.check_positions(positions, finite=False)
-        check_charges(charges, positions, channels=True)
-        if domain is None:
-            batch_idx, n_systems = checks.check_batch(atoms.batch_idx, positions)
-        else:
-            domain._check(atoms)
-            batch_idx, n_systems = domain.batch_idx, domain.n_systems
-        given_widths = of_all_atoms(domain, atoms.widths)
-        moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, given_widths, positions)
-    columns = charges if charges.ndim == 2 else charges.unsqueeze(1)
-    cell = positions.new_zeros(1 if n_systems is None else n_systems, 3, 3)
-    return ChargedSystem(positions, columns, charges.ndim == 2, cell, batch_idx)._replace(
-        moments=moments, widths=widths, domain=domain
-    )
 
 
 def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem) -> tuple[Rows, float | None]:
@@ -293,14 +303,14 @@ def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem)
     rows = rows_of(neighbors, system.positions, periodic=False)
     if rows is not None:
         return rows, None
-    if cutoff is None:
-        x = system.positions.detach()
-        if not may_read(x):
-            raise ValueError("`cutoff` or neighbors are needed where positions cannot be read")
-        extent = float((x.amax(0) - x.amin(0)).norm()) if x.shape[0] else 0.0
-        cutoff = 1.001 * extent + 1.0
-    return build_rows(system.positions, cutoff, None, system.batch_idx), None
+    return all_pairs(system, cutoff), None
 
+
+NEIGHBOR_ARGUMENTS = (
+    *("neighbor_list", "neighbor_ptr", "neighbor_shifts", "neighbor_matrix", "neighbor_matrix_shifts", "mask_value"),
+    "half_list",
+)
+"""What the fields of `GivenNeighbors` are called here."""
 
 Receiver = torch.Tensor | None
 """Widths (n_atoms,) of receivers; None for points."""

@@ -1,0 +1,167 @@
+"""Batches of periodic systems and of molecules, which are summed over all pairs; `pbc` says which is which."""
+
+import pytest
+import torch
+
+from nvalchemiops.torch.interactions.electrostatics import (
+    coulomb_energy,
+    electrostatic_potential,
+    power_law,
+    prepare_mesh,
+)
+from nvalchemiops.torch.neighbors import neighbor_list
+from tests.comparing import close
+from tests.electrostatics.sums import METHODS, SUMS
+
+COUNTS = (7, 5, 9, 1)
+"""Atoms of a crystal, a molecule, another crystal and an ion."""
+OPEN = (False, True, False, True)
+SPLIT = {"ewald": {"k_cutoff": 8.0}, "pme": {"mesh_dimensions": (20, 20, 20)}}
+
+
+@pytest.fixture
+def batch():
+    """Positions, charges, cells and the rest, atoms of all systems in any order."""
+    generator = torch.Generator().manual_seed(4)
+    options = {"generator": generator, "dtype": torch.float64}
+    n_atoms = sum(COUNTS)
+    cells = torch.zeros(4, 3, 3, dtype=torch.float64)
+    cells[0], cells[2] = 6.0 * torch.eye(3), 7.0 * torch.eye(3)
+    cells[2, 0, 1] = 1.0
+    of_atom = torch.repeat_interleave(torch.arange(4, dtype=torch.int32), torch.tensor(COUNTS))
+    of_atom = of_atom[torch.randperm(n_atoms, generator=generator)]
+    # on a grid, so that no pair is close
+    grid = torch.cartesian_prod(*[torch.arange(3.0)] * 3).double()[:n_atoms] * 2.0
+    positions = grid + 0.3 * torch.rand(n_atoms, 3, **options)
+    pbc = torch.tensor(OPEN)[:, None].expand(4, 3).logical_not()
+    return positions, torch.randn(n_atoms, **options), cells, of_atom, pbc
+
+
+def alone(method, batch, system, **options):
+    """The same of one system, molecules as direct sums in plain torch; energy, forces."""
+    positions, charges, cells, of_atom, _ = batch
+    own = of_atom == system
+    x, q = positions[own].requires_grad_(), charges[own]
+    if not OPEN[system]:
+        energies, forces = SUMS[method](x, q, cells[system], compute_forces=True, **options)[:2]
+        return energies.sum(), forces
+    i, j = torch.triu_indices(x.shape[0], x.shape[0], 1)
+    energy = (q[i] * q[j] / (x[i] - x[j]).norm(dim=1)).sum() + 0.0 * x.sum()
+    return energy, -torch.autograd.grad(energy, x)[0]
+
+
+@METHODS
+def test_each_system_of_a_mixed_batch_is_as_alone(method, batch):
+    positions, charges, cells, of_atom, pbc = batch
+    options = {"alpha": 0.7, "cutoff": 6.5, **SPLIT[method]}
+    x = positions.clone().requires_grad_()
+    energies, forces, virial = SUMS[method](
+        x, charges, cells, batch_idx=of_atom, pbc=pbc, energy_reduction="system", **options,
+        compute_forces=True, compute_virial=True,
+    )  # fmt: skip
+    for system in range(4):
+        energy, known = alone(method, batch, system, **options)
+        close([energies[system]], [energy])
+        close(forces[of_atom == system], known)
+    (gradient,) = torch.autograd.grad(energies.sum(), x)
+    close(gradient, -forces.detach())
+    # the trace of a molecule's virial is its energy, as for all sums of 1/r
+    close([virial[1].trace()], [energies[1]])
+    assert torch.equal(virial[3], torch.zeros(3, 3, dtype=torch.float64))
+
+
+@METHODS
+@pytest.mark.parametrize("form", ["list", "list with pointers", "matrix"])
+def test_neighbors_of_the_whole_batch_serve_its_periodic_systems(method, form, batch):
+    positions, charges, cells, of_atom, pbc = batch
+    order = of_atom.argsort(stable=True)
+    positions, charges, of_atom = positions[order], charges[order], of_atom[order]
+    found = neighbor_list(positions, 6.5, cells, pbc=pbc, batch_idx=of_atom, return_neighbor_list=form != "matrix")
+    if form == "matrix":
+        given = {"neighbor_matrix": found[0], "neighbor_matrix_shifts": found[2]}
+    else:
+        given = {"neighbor_list": found[0], "neighbor_shifts": found[2]}
+        given |= {"neighbor_ptr": found[1]} if "pointers" in form else {}
+    options = {"batch_idx": of_atom, "pbc": pbc, "alpha": 0.7, "compute_forces": True, **SPLIT[method]}
+    known = SUMS[method](positions, charges, cells, **options, cutoff=6.5)
+    close(SUMS[method](positions, charges, cells, **options, **given), known)
+
+
+def test_exclusions_and_one_alpha_each_in_a_mixed_batch(batch):
+    positions, charges, cells, of_atom, pbc = batch
+    crystal, molecule = ((of_atom == system).nonzero().squeeze(1) for system in (0, 1))
+    pairs = torch.stack([molecule[:2], crystal[:2], molecule[2:4]], 1)
+    factors = torch.tensor([0.0, 0.3, 0.5], dtype=torch.float64)
+    alphas = torch.tensor([0.7, 1.0, 0.8, 1.0], dtype=torch.float64)
+    excluded = {"exclusions": pairs, "exclusion_factors": factors}
+    energies = SUMS["ewald"](
+        positions, charges, cells, batch_idx=of_atom, pbc=pbc, alpha=alphas, cutoff=6.5, k_cutoff=9.0,
+        energy_reduction="system", **excluded,
+    )  # fmt: skip
+    known, _ = alone("ewald", batch, 1)
+    for pair, factor in ((pairs[:, 0], 0.0), (pairs[:, 2], 0.5)):
+        known = known - (1.0 - factor) * charges[pair].prod() / (positions[pair[0]] - positions[pair[1]]).norm()
+    close([energies[1]], [known])
+    own = of_atom == 0
+    of_crystal = {"exclusions": torch.tensor([[0], [1]]), "exclusion_factors": factors[1:2]}
+    known = SUMS["ewald"](positions[own], charges[own], cells[0], alpha=0.7, cutoff=6.5, k_cutoff=9.0, **of_crystal)
+    close([energies[0]], [known.sum()])
+    with pytest.raises(ValueError, match="different systems"):
+        across = torch.stack([molecule[:1], crystal[:1]])
+        SUMS["ewald"](positions, charges, cells, batch_idx=of_atom, pbc=pbc, alpha=0.7, exclusions=across)
+
+
+def test_sources_and_potentials_in_a_mixed_batch(batch):
+    positions, charges, cells, of_atom, pbc = batch
+    dipoles = torch.randn(len(charges), 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    sources, options = {"dipoles": dipoles, "widths": 0.4}, {"alpha": 0.7, "cutoff": 6.5, "k_cutoff": 8.0}
+    by_system = {"batch_idx": of_atom, "pbc": pbc}
+    energies, by_charges, by_dipoles = SUMS["ewald"](
+        positions, charges, cells, **by_system, **sources, **options, self_interaction=True,
+        compute_charge_gradients=True, compute_dipole_gradients=True,
+    )  # fmt: skip
+    found = electrostatic_potential(positions, charges, cells, **by_system, **sources, **options, self_interaction=True)
+    close(found.potential[:, 0], by_charges)
+    close(found.gradient[:, 0], by_dipoles)
+    close(0.5 * (charges * by_charges + (dipoles * by_dipoles).sum(1)), energies)
+    own = of_atom == 1
+    of_molecule = electrostatic_potential(
+        positions[own], charges[own], dipoles=dipoles[own], widths=0.4, self_interaction=True
+    )
+    close(found.potential[own], of_molecule.potential)
+    close(found.gradient[own], of_molecule.gradient)
+
+
+@METHODS
+def test_second_derivatives_and_hybrid_forces_of_a_molecule_by_its_periodicity(method, batch):
+    positions, charges, _, of_atom, _ = batch
+    own = of_atom == 1
+    x, q = positions[own].requires_grad_(), charges[own].requires_grad_()
+    options = {"pbc": [False] * 3, "compute_forces": True}
+    energies, forces = SUMS[method](x, q, torch.zeros(3, 3, dtype=torch.float64), **options)
+    known = coulomb_energy(x, q, None, 100.0)
+    close([energies.sum()], [known.sum()])
+    weights = torch.randn(forces.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    (gradient,) = torch.autograd.grad(known.sum(), x, create_graph=True)
+    for found, expected in zip(
+        torch.autograd.grad((weights * forces).sum(), (x, q)), torch.autograd.grad(-(weights * gradient).sum(), (x, q))
+    ):
+        close(found, expected)
+    fixed, explicit = SUMS[method](x, q, torch.zeros(3, 3, dtype=torch.float64), hybrid_forces=True, **options)
+    close(explicit, forces)
+    assert torch.autograd.grad(fixed.sum(), x, allow_unused=True, retain_graph=True)[0] is None
+    close(torch.autograd.grad(fixed.sum(), q)[0], torch.autograd.grad(coulomb_energy(x, q, None, 100.0).sum(), q)[0])
+
+
+def test_what_does_not_fit_a_mixed_batch_is_named(batch):
+    positions, charges, cells, of_atom, pbc = batch
+    options = {"batch_idx": of_atom, "pbc": pbc, "alpha": 0.7, "cutoff": 6.5}
+    with pytest.raises(ValueError, match="pbc"):
+        SUMS["ewald"](positions, charges, cells, **options, k_cutoff=8.0, potential=power_law(6))
+    prepared = prepare_mesh(cells + torch.eye(3), 0.7, (12, 12, 12))
+    with pytest.raises(ValueError, match="prepared"):
+        SUMS["pme"](positions, charges, cells, **options, prepared=prepared)
+    with pytest.raises(ValueError, match="open axes"):
+        one_open = pbc.clone()
+        one_open[0, 2] = False
+        SUMS["ewald"](positions, charges, cells, **{**options, "pbc": one_open}, k_cutoff=8.0)
