@@ -165,3 +165,93 @@ def test_what_does_not_fit_a_mixed_batch_is_named(batch):
         one_open = pbc.clone()
         one_open[0, 2] = False
         SUMS["ewald"](positions, charges, cells, **{**options, "pbc": one_open}, k_cutoff=8.0)
+
+
+@pytest.mark.parametrize("form", ["list", "list with pointers", "matrix"])
+@pytest.mark.parametrize("padding", [-1, 22, 99])
+def test_padding_of_neighbors_of_a_mixed_batch_is_no_pair(form, padding, batch):
+    positions, charges, cells, of_atom, pbc = batch
+    order = of_atom.argsort(stable=True)
+    positions, charges, of_atom = positions[order], charges[order], of_atom[order]
+    search = {"pbc": pbc, "batch_idx": of_atom, "return_neighbor_list": form != "matrix"}
+    found = neighbor_list(positions, 6.5, cells, **search)
+    if form == "matrix":
+        matrix = torch.where(found[0] == len(charges), padding, found[0])
+        given = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": found[2]}
+    else:
+        # as of JAX, where lists have a capacity: behind the last row
+        more = torch.full((2, 5), padding, dtype=torch.int32)
+        more[0] = len(charges)
+        shifts = torch.cat([found[2], torch.zeros(5, 3, dtype=torch.int32)])
+        given = {"neighbor_list": torch.cat([found[0], more], 1), "neighbor_shifts": shifts}
+        given |= {"neighbor_ptr": found[1]} if "pointers" in form else {}
+    options = {"batch_idx": of_atom, "pbc": pbc, "alpha": 0.7, "k_cutoff": 8.0}
+    known = SUMS["ewald"](positions, charges, cells, **options, cutoff=6.5)
+    close(SUMS["ewald"](positions, charges, cells, **options, **given, mask_value=padding), known)
+    if form == "matrix" and padding != len(charges):
+        with pytest.raises(ValueError, match="does not exist"):
+            SUMS["ewald"](positions, charges, cells, **options, **given)
+
+
+def test_lists_without_pairs_serve_a_mixed_batch(batch):
+    positions, charges, cells, of_atom, pbc = batch
+    options = {"batch_idx": of_atom, "pbc": pbc, "alpha": 0.7, "k_cutoff": 8.0}
+    no_pairs = {"neighbor_list": torch.zeros(2, 0, dtype=torch.int32), "neighbor_ptr": torch.zeros(1, dtype=torch.int32)}
+    by_list = SUMS["ewald"](
+        positions, charges, cells, **options, **no_pairs, neighbor_shifts=torch.zeros(0, 3, dtype=torch.int32)
+    )
+    no_rows = {"neighbor_matrix": torch.zeros(0, 4, dtype=torch.int32)}
+    by_matrix = SUMS["ewald"](
+        positions, charges, cells, **options, **no_rows, neighbor_matrix_shifts=torch.zeros(0, 4, 3, dtype=torch.int32)
+    )
+    close(by_list, by_matrix)
+    is_molecule = of_atom == 1
+    close(by_list[is_molecule], SUMS["ewald"](positions, charges, cells, **options, cutoff=6.5)[is_molecule])
+
+
+@METHODS
+def test_parameters_of_three_systems_stay_those_of_three(method, batch):
+    """Three numbers of a mesh, or of a box of k-vectors, are not one for each system."""
+    positions, charges, cells, of_atom, pbc = batch
+    first = of_atom < 3
+    system = positions[first], charges[first], cells[:3]
+    options = {"batch_idx": of_atom[first], "pbc": pbc[:3].tolist(), "cutoff": 6.5}
+    sizes = {"ewald": {"miller_bounds": (6, 6, 6)}, "pme": {"mesh_dimensions": (20, 20, 20)}}[method]
+    known = SUMS[method](*system, **options, alpha=0.7, **sizes)
+    tensors = {name: torch.tensor(values) for name, values in sizes.items()}
+    close(SUMS[method](*system, **options, alpha=[0.7, 0.8, 0.7], **tensors), known)
+    spacing = {"ewald": {"k_cutoff": [5.0, 1.0, 5.0]}, "pme": {"mesh_spacing": torch.full((3, 3), 0.4)}}[method]
+    same = {"ewald": {"k_cutoff": 5.0}, "pme": {"mesh_spacing": 0.4}}[method]
+    close(SUMS[method](*system, **options, alpha=0.7, **spacing), SUMS[method](*system, **options, alpha=0.7, **same))
+    for name in ("alpha", *spacing):
+        with pytest.raises(ValueError, match=f"`{name}` must"):
+            # as many as there are periodic systems
+            SUMS[method](*system, **{**options, "alpha": 0.7, name: torch.full((2,), 0.7)})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("exclusions", {"exclusions": torch.tensor([[0], [-1]])}),
+        ("exclusions", {"exclusions": torch.tensor([[0], [99]])}),
+        ("exclusions", {"exclusions": torch.tensor([0, 1])}),
+        ("exclusion_factors", {"exclusions": torch.zeros(2, 0, dtype=torch.int32), "exclusion_factors": torch.ones(3)}),
+        ("neighbor_list", {"neighbor_list": torch.zeros(3, 4, dtype=torch.int32)}),
+        ("batch_idx", {"batch_idx": None}),
+        ("cell", {"cell": torch.zeros(0, 3, 3, dtype=torch.float64), "pbc": False}),
+        ("cell", {"cell": torch.zeros(4, 3, 3), "pbc": False}),
+        ("positions", {"positions": [[0.0, 0.0, 0.0]]}),
+        ("charges", {"charges": torch.ones(3, dtype=torch.float64)}),
+        ("dipoles", {"dipoles": torch.ones(3, 3, dtype=torch.float64)}),
+        ("alpha", {"alpha": -1.0, "pbc": False}),
+        ("cutoff", {"cutoff": -1.0, "pbc": False}),
+        ("surface_dielectric", {"surface_dielectric": -1.0, "pbc": False}),
+        ("slab_correction", {"slab_correction": "no", "pbc": False}),
+    ],
+)
+def test_bad_arguments_of_a_mixed_batch_are_named(name, options, batch):
+    arguments = dict(zip(("positions", "charges", "cell", "batch_idx", "pbc"), batch))
+    if "neighbor_list" in options:
+        options = {**options, "neighbor_shifts": torch.zeros(4, 3, dtype=torch.int32)}
+    with pytest.raises((ValueError, TypeError), match=f"`{name}`"):
+        SUMS["ewald"](**{**arguments, "alpha": 0.7, "k_cutoff": 8.0, **options})

@@ -4,6 +4,7 @@ The long-range part is an argument: a `LongRange`, made of the arguments of a pu
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,9 +20,11 @@ from nvalchemiops.torch.interactions.electrostatics.choice import (
     choose_splitting,
 )
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.open_systems import (
     Part,
     all_pairs,
+    check_mixed,
     mixed_sum,
     open_system,
     open_systems,
@@ -228,9 +231,18 @@ def _with_open_systems(
     if options.potential is not COULOMB:
         raise ValueError("`pbc` has three open axes: sums over all pairs are for the Coulomb potential")
 
+    check_mixed(atoms, is_open, neighbors, options.exclusions, options.exclusion_factors)
+    check_accuracy(options.accuracy, atoms.positions)
+    check_dielectric(options.surface_dielectric)
+    checks.check_flag("slab_correction", options.slab_correction)
+    if options.cutoff is not None:
+        checks.check_positive("cutoff", options.cutoff)
+    if options.alpha is not None:
+        per_system("alpha", options.alpha, n_systems, atoms.positions.device)
+
     def of(part: Part) -> SumOptions:
         excluded = part.of_exclusions(options.exclusions, options.exclusion_factors)
-        alpha = part.of_systems(options.alpha, n_systems)
+        alpha = part.of_systems("alpha", options.alpha, n_systems)
         return options._replace(alpha=alpha, exclusions=excluded[0], exclusion_factors=excluded[1])
 
     def periodic(part: Part, atoms: System) -> Tensors:
@@ -250,9 +262,13 @@ def _of_systems(
     if part.systems.shape[0] == n_systems or not isinstance(long_range_of, functools.partial):
         return long_range_of
     given = []
-    for value in long_range_of.args:
-        if isinstance(value, torch.Tensor) and value.ndim in (1, 3):
-            value = part.of_systems(value, n_systems)
+    for name, value in zip(inspect.signature(long_range_of.func).parameters, long_range_of.args):
+        if name in ("k_cutoff", "mesh_spacing"):
+            value = part.of_systems(name, value, n_systems)
+        elif name == "k_vectors" and isinstance(value, torch.Tensor) and value.ndim == 3:
+            if value.shape[0] != n_systems:
+                raise ValueError(f"`k_vectors` must have shape ({n_systems}, n_k, 3), got {tuple(value.shape)}")
+            value = value.index_select(0, part.systems)
         # what is prepared for a batch is a tuple of tensors
         elif isinstance(value, tuple) and any([isinstance(field, torch.Tensor) for field in value]):
             raise ValueError("`pbc` has three open axes: leave out what is prepared for all systems of the batch")

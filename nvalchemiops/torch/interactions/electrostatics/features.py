@@ -30,6 +30,7 @@ from nvalchemiops.torch.interactions.electrostatics.open_systems import (
     Part,
     all_pairs,
     by_parts,
+    check_mixed,
     open_system,
     open_systems,
 )
@@ -269,6 +270,7 @@ def _of_mixed(
     of_periodic: dict[str, Any],
 ) -> Potentials:
     """The potentials where these systems (n_systems,) are open, and the others periodic."""
+    check_mixed(atoms, is_open, neighbors, *excluded)
 
     def of_part(part: Part, system: System, **options: Any) -> Any:
         pairs, factors = part.of_exclusions(*excluded)
@@ -278,7 +280,9 @@ def _of_mixed(
 
     def periodic(part: Part, system: System) -> Any:
         near = dict(zip(NEIGHBOR_ARGUMENTS, part.of_neighbors(neighbors)))
-        options = {name: part.of_systems(value, is_open.shape[0]) for name, value in of_periodic.items()}
+        options = dict(of_periodic)
+        for name in ("alpha", "k_cutoff"):
+            options[name] = part.of_systems(name, options[name], is_open.shape[0])
         return of_part(part, system, cell=system.cell, pbc=system.pbc, **near, **options)
 
     found: Any = by_parts((periodic, of_part), atoms, is_open)

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.results import SumRequest, Tensors
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
-from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_charges
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_charges, check_periodic_cells
 from nvalchemiops.torch.interactions.pair.exclusions import check_same_system, exclusion_rows
 from nvalchemiops.torch.interactions.pair.shares import exclusions_of_share, of_all_atoms, together
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host
 from nvalchemiops.torch.systems import System
 
@@ -57,45 +58,88 @@ class Part(NamedTuple):
         """Values of its atoms; a number, or None, is that of all."""
         return values.index_select(0, self.atoms) if isinstance(values, torch.Tensor) and values.ndim else values
 
-    def of_systems(self, values: Any, n_systems: int) -> Any:
-        """Values of its systems; a number, or None, is that of all."""
-        one_each = isinstance(values, torch.Tensor) and values.ndim and values.shape[0] == n_systems
-        return values.index_select(0, self.systems) if one_each else values
+    def of_systems(self, name: str, values: Any, n_systems: int) -> Any:
+        """Values of its systems, called ``name``; a number, or None, is that of all."""
+        if values is None or type(values) in (int, float):
+            return values
+        if isinstance(values, torch.Tensor) and tuple(values.shape) == (n_systems, 3):
+            return values.index_select(0, self.systems.to(values.device))
+        return per_system(name, values, n_systems, self.systems.device).index_select(0, self.systems)
 
     def of_exclusions(self, exclusions: Any, factors: Any) -> tuple[Any, Any]:
-        """The pairs that lie in it, with their factors."""
-        if not isinstance(exclusions, torch.Tensor):
-            return exclusions, factors
+        """The pairs that lie in it, with their factors; both checked."""
+        if exclusions is None:
+            return None, None
         pairs = self.number[exclusions.to(torch.int64)]
-        inside = (pairs >= 0).any(0)
-        if bool((pairs[:, inside] < 0).any()):
-            raise ValueError("`exclusions` joins atoms of different systems")
-        kept = pairs[:, inside].to(exclusions.dtype)
-        return kept, factors[inside] if isinstance(factors, torch.Tensor) and factors.ndim else factors
+        inside = pairs[0] >= 0
+        return pairs[:, inside].to(exclusions.dtype), None if factors is None else factors[inside]
 
     def of_neighbors(self, given: GivenNeighbors) -> GivenNeighbors:
-        """The neighbors of its atoms."""
-        pairs: Any = given.neighbor_list
-        matrix: Any = given.neighbor_matrix
-        if isinstance(pairs, torch.Tensor) and pairs.ndim == 2:
-            numbered = self.number[pairs.to(torch.int64)]
-            inside = numbered[0] >= 0
-            pointers = given.neighbor_ptr
-            if pointers is not None:
-                counts = self.of_atoms(pointers.diff()).cumsum(0).to(pointers.dtype)
-                pointers = torch.cat([counts.new_zeros(1), counts])
-            shifts = None if given.shifts is None else given.shifts[inside]
-            pairs = numbered[:, inside].to(pairs.dtype)
-            return given._replace(neighbor_list=pairs, neighbor_ptr=pointers, shifts=shifts)
-        if isinstance(matrix, torch.Tensor) and matrix.ndim == 2:
-            n_atoms, rows = self.number.shape[0], self.of_atoms(matrix).to(torch.int64)
-            padding = n_atoms if given.fill_value is None else given.fill_value
-            last = self.atoms.shape[0]
-            is_atom = (rows != padding) & (rows >= 0) & (rows < n_atoms)
-            numbered = torch.where(is_atom, self.number[rows.clamp(0, n_atoms - 1)], last)
+        """The neighbors of its atoms; shapes and dtypes are checked."""
+        pairs, matrix, fill_value = given.neighbor_list, given.neighbor_matrix, given.fill_value
+        if pairs is not None:
+            inside, pointers = self._rows_inside(pairs, given.neighbor_ptr)
+            pairs = pairs[:, : inside.shape[0]][:, inside]
+            shifts = None if given.shifts is None else given.shifts[: inside.shape[0]][inside]
+            numbered = torch.stack([self._numbered(pairs[0], None), self._numbered(pairs[1], fill_value)])
+            padding = None if fill_value is None else self.atoms.shape[0]
+            return given._replace(
+                neighbor_list=numbered.to(pairs.dtype), neighbor_ptr=pointers, shifts=shifts, fill_value=padding
+            )
+        if matrix is not None and matrix.shape[0]:
+            padding = self.number.shape[0] if fill_value is None else fill_value
+            numbered = self._numbered(self.of_atoms(matrix), padding).to(matrix.dtype)
             shifts = self.of_atoms(given.matrix_shifts)
-            return given._replace(neighbor_matrix=numbered.to(matrix.dtype), matrix_shifts=shifts, fill_value=last)
+            return given._replace(neighbor_matrix=numbered, matrix_shifts=shifts, fill_value=self.atoms.shape[0])
         return given
+
+    def _rows_inside(self, pairs: torch.Tensor, pointers: Any) -> tuple[torch.Tensor, Any]:
+        """Which of the pairs, up to where rows end, are in rows of its atoms; the pointers of these rows, if given."""
+        n_atoms, n_pairs = self.number.shape[0], pairs.shape[1]
+        if pointers is None:
+            first = pairs[0].to(torch.int64)
+            is_atom = (first >= 0) & (first < n_atoms)
+            return is_atom & (self.number[torch.where(is_atom, first, 0)] >= 0), None
+        if pointers.shape[0] == 1:
+            return torch.zeros(0, dtype=torch.bool, device=pairs.device), pointers
+        counts = pointers.diff()
+        if bool((counts < 0).any()) or not int(pointers[0]) == 0 <= int(pointers[-1]) <= n_pairs:
+            raise ValueError("`neighbor_ptr` must ascend from 0 to the number of pairs in `neighbor_list`")
+        inside = (self.number >= 0).repeat_interleave(counts)
+        own = self.of_atoms(counts).cumsum(0).to(pointers.dtype)
+        return inside, torch.cat([own.new_zeros(1), own])
+
+    def _numbered(self, atoms: torch.Tensor, padding: int | None) -> torch.Tensor:
+        """Numbers of these atoms in this part, as many as it has for padding, -1 for atoms that do not exist."""
+        is_atom = (atoms >= 0) & (atoms < self.number.shape[0])
+        if padding is not None:
+            is_atom &= atoms != padding
+        numbers = self.number[torch.where(is_atom, atoms, 0).to(torch.int64)] if is_atom.numel() else atoms
+        if bool((is_atom & (numbers < 0)).any()):
+            raise ValueError("`batch_idx`: the neighbor list joins atoms of different systems")
+        numbers = torch.where(is_atom, numbers, -1)
+        return numbers if padding is None else torch.where(atoms == padding, self.atoms.shape[0], numbers)
+
+
+def check_mixed(
+    atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors, exclusions: Any, exclusion_factors: Any
+) -> None:
+    """Raise unless arguments of all systems of a batch fit together, so that they can be taken apart."""
+    positions: Any = atoms.positions
+    charges: Any = atoms.charges
+    checks.check_positions(positions, finite=False)
+    check_charges(charges, positions, channels=True)
+    if atoms.cell is not None:
+        check_periodic_cells(atoms.cell, positions)
+    batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, is_open.shape[0])
+    if atoms.dipoles is not None or atoms.quadrupoles is not None or atoms.widths is not None:
+        check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, positions)
+    rows = exclusion_rows(exclusions, exclusion_factors, positions)
+    if rows is not None:
+        check_same_system(rows, batch_idx)
+    if not bool(is_open.all()):
+        given = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
+        rows_of(neighbors._replace(half_list=False) if given else neighbors, positions, periodic=True)
 
 
 def parts_of(atoms: System, is_open: torch.Tensor) -> tuple[Part, Part]:
@@ -106,7 +150,6 @@ def parts_of(atoms: System, is_open: torch.Tensor) -> tuple[Part, Part]:
     if batch_idx is None:
         of_atoms = is_open.expand(positions.shape[0])
     else:
-        checks.check_batch(batch_idx, positions, is_open.shape[0])
         of_atoms = is_open[batch_idx.to(torch.int64)]
     found = []
     for systems, chosen in ((~is_open, ~of_atoms), (is_open, of_atoms)):
@@ -126,9 +169,9 @@ def system_of(part: Part, atoms: System, n_systems: int) -> System:
         batch_idx = place[part.of_atoms(batch_idx).to(torch.int64)]
     cell, pbc = atoms.cell, atoms.pbc
     if isinstance(cell, torch.Tensor) and cell.ndim == 3:
-        cell = part.of_systems(cell, n_systems)
+        cell = cell.index_select(0, part.systems)
     if isinstance(pbc, torch.Tensor) and pbc.ndim == 2 and pbc.shape[0] == n_systems:
-        pbc = part.of_systems(pbc, n_systems)
+        pbc = pbc.index_select(0, part.systems.to(pbc.device))
     elif not isinstance(pbc, torch.Tensor):
         pbc = torch.as_tensor(pbc).expand(n_systems, 3)[part.systems.cpu()]
     of_atoms = {name: part.of_atoms(getattr(atoms, name)) for name in ATOMS}
