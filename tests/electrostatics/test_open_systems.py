@@ -196,7 +196,10 @@ def test_padding_of_neighbors_of_a_mixed_batch_is_no_pair(form, padding, batch):
 def test_lists_without_pairs_serve_a_mixed_batch(batch):
     positions, charges, cells, of_atom, pbc = batch
     options = {"batch_idx": of_atom, "pbc": pbc, "alpha": 0.7, "k_cutoff": 8.0}
-    no_pairs = {"neighbor_list": torch.zeros(2, 0, dtype=torch.int32), "neighbor_ptr": torch.zeros(1, dtype=torch.int32)}
+    no_pairs = {
+        "neighbor_list": torch.zeros(2, 0, dtype=torch.int32),
+        "neighbor_ptr": torch.zeros(1, dtype=torch.int32),
+    }
     by_list = SUMS["ewald"](
         positions, charges, cells, **options, **no_pairs, neighbor_shifts=torch.zeros(0, 3, dtype=torch.int32)
     )
@@ -253,5 +256,27 @@ def test_bad_arguments_of_a_mixed_batch_are_named(name, options, batch):
     arguments = dict(zip(("positions", "charges", "cell", "batch_idx", "pbc"), batch))
     if "neighbor_list" in options:
         options = {**options, "neighbor_shifts": torch.zeros(4, 3, dtype=torch.int32)}
-    with pytest.raises((ValueError, TypeError), match=f"`{name}`"):
-        SUMS["ewald"](**{**arguments, "alpha": 0.7, "k_cutoff": 8.0, **options})
+    for function in (SUMS["ewald"], electrostatic_potential):
+        with pytest.raises((ValueError, TypeError), match=f"`{name}`"):
+            function(**{**arguments, "alpha": 0.7, "k_cutoff": 8.0, **options})
+
+
+def test_molecules_have_no_derivatives_by_cells_and_alphas(batch):
+    """As in a batch where another system is periodic: zeros, and no error."""
+    positions, charges, cells, of_atom, _ = batch
+    cells.requires_grad_()
+    alphas = torch.full((4,), 0.7, dtype=torch.float64, requires_grad=True)
+    energies = SUMS["ewald"](positions, charges, cells, batch_idx=of_atom, pbc=False, alpha=alphas, k_cutoff=8.0)
+    for gradient in torch.autograd.grad(energies.sum(), (cells, alphas)):
+        assert not gradient.any()
+
+
+def test_transforms_refuse_molecules(batch):
+    positions, charges, cells, of_atom, pbc = batch
+
+    def energy(x):
+        return SUMS["ewald"](x, charges, cells, batch_idx=of_atom, pbc=pbc, alpha=0.7, cutoff=6.5, k_cutoff=8.0).sum()
+
+    for transform in (torch.func.grad, torch.vmap):
+        with pytest.raises(ValueError, match=r"`pbc`.*torch.func"):
+            transform(energy)(positions if transform is torch.func.grad else positions[None])

@@ -20,7 +20,6 @@ from nvalchemiops.torch.interactions.electrostatics.choice import (
     choose_splitting,
 )
 from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.open_systems import (
     Part,
     all_pairs,
@@ -231,19 +230,15 @@ def _with_open_systems(
     if options.potential is not COULOMB:
         raise ValueError("`pbc` has three open axes: sums over all pairs are for the Coulomb potential")
 
-    check_mixed(atoms, is_open, neighbors, options.exclusions, options.exclusion_factors)
-    check_accuracy(options.accuracy, atoms.positions)
+    excluded = options.exclusions, options.exclusion_factors
+    numbers = {"alpha": options.alpha, "accuracy": options.accuracy, "cutoff": options.cutoff}
+    check_mixed(atoms, is_open, neighbors, *excluded, **numbers, slab_correction=options.slab_correction)
     check_dielectric(options.surface_dielectric)
-    checks.check_flag("slab_correction", options.slab_correction)
-    if options.cutoff is not None:
-        checks.check_positive("cutoff", options.cutoff)
-    if options.alpha is not None:
-        per_system("alpha", options.alpha, n_systems, atoms.positions.device)
 
     def of(part: Part) -> SumOptions:
-        excluded = part.of_exclusions(options.exclusions, options.exclusion_factors)
+        pairs, factors = part.of_exclusions(*excluded)
         alpha = part.of_systems("alpha", options.alpha, n_systems)
-        return options._replace(alpha=alpha, exclusions=excluded[0], exclusion_factors=excluded[1])
+        return options._replace(alpha=alpha, exclusions=pairs, exclusion_factors=factors)
 
     def periodic(part: Part, atoms: System) -> Tensors:
         long_range = _of_systems(long_range_of, part, n_systems)
@@ -252,7 +247,15 @@ def _with_open_systems(
     def over_all_pairs(part: Part, atoms: System) -> Tensors:
         return _open_sum(atoms, part.systems.shape[0], request, of(part))
 
-    return mixed_sum((periodic, over_all_pairs), atoms, is_open, request)
+    results = mixed_sum((periodic, over_all_pairs), atoms, is_open, request)
+    if request.hybrid:
+        return results
+    energies, *others = results if isinstance(results, tuple) else (results,)
+    for given in (atoms.cell, options.alpha):
+        # also where no system is periodic, energies have derivatives by these, of zero
+        if isinstance(given, torch.Tensor) and given.requires_grad:
+            energies = energies + given.reshape(-1)[:0].sum().to(energies)
+    return (energies, *others) if others else energies
 
 
 def _of_systems(

@@ -270,7 +270,8 @@ def _of_mixed(
     of_periodic: dict[str, Any],
 ) -> Potentials:
     """The potentials where these systems (n_systems,) are open, and the others periodic."""
-    check_mixed(atoms, is_open, neighbors, *excluded)
+    numbers = {name: of_periodic[name] for name in ("alpha", "accuracy", "cutoff", "slab_correction")}
+    check_mixed(atoms, is_open, neighbors, *excluded, **numbers)
 
     def of_part(part: Part, system: System, **options: Any) -> Any:
         pairs, factors = part.of_exclusions(*excluded)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.results import SumRequest, Tensors
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
@@ -122,9 +123,21 @@ class Part(NamedTuple):
 
 
 def check_mixed(
-    atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors, exclusions: Any, exclusion_factors: Any
+    atoms: System,
+    is_open: torch.Tensor,
+    neighbors: GivenNeighbors,
+    exclusions: Any,
+    exclusion_factors: Any,
+    *,
+    alpha: Any,
+    accuracy: Any,
+    cutoff: Any,
+    slab_correction: Any,
 ) -> None:
-    """Raise unless arguments of all systems of a batch fit together, so that they can be taken apart."""
+    """Raise unless arguments of all systems of a batch fit together, so that they can be taken apart.
+
+    Those of periodic systems alone are checked as well, so that they are the same errors where none is periodic.
+    """
     positions: Any = atoms.positions
     charges: Any = atoms.charges
     checks.check_positions(positions, finite=False)
@@ -137,6 +150,12 @@ def check_mixed(
     rows = exclusion_rows(exclusions, exclusion_factors, positions)
     if rows is not None:
         check_same_system(rows, batch_idx)
+    check_accuracy(accuracy, positions)
+    checks.check_flag("slab_correction", slab_correction)
+    if cutoff is not None:
+        checks.check_positive("cutoff", cutoff)
+    if alpha is not None:
+        per_system("alpha", alpha, is_open.shape[0], positions.device)
     if not bool(is_open.all()):
         given = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
         rows_of(neighbors._replace(half_list=False) if given else neighbors, positions, periodic=True)

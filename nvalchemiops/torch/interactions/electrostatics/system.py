@@ -184,6 +184,8 @@ def _check_periodicity(
         raise ValueError(
             "`pbc` has open axes, but this sum is periodic along all three: give slab_correction=True for a system "
             "with one open axis, or use coulomb_energy or dsf_coulomb with a cutoff"
+            + "; systems with three are not summed inside vmap and transforms of torch.func"
+            * bool((n_open == 3).any())
         )
     if (n_open > 1).any():
         raise ValueError("`pbc`: the slab correction is for at most one open axis")
