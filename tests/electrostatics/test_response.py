@@ -362,6 +362,28 @@ def test_bad_input_is_named(name):
         induced_moments(**arguments)
 
 
+@pytest.mark.parametrize("numbers", [(1, 0, 2), (0, 2, 2)])
+def test_energies_of_as_many_systems_as_atoms(numbers):
+    """Which of the two they are is not guessed; with one more system, without atoms, their shape says it."""
+    batch_idx, field, alpha = torch.tensor(numbers, dtype=torch.int32), random(3, 3), torch.ones(3).double()
+    strength = torch.tensor([1.5, 2.0, 2.5, 0.0], dtype=torch.float64)
+
+    def solve(of, n_systems, batch_idx=batch_idx):
+        def energy(dipoles):
+            found = 0.5 * strength[batch_idx.long()] * dipoles.square().sum(1)
+            return found if of == "atoms" else found.new_zeros(n_systems).index_add(0, batch_idx.long(), found)
+
+        options = {"polarizabilities": alpha, "external_field": field, "batch_idx": batch_idx}
+        return induced_moments(energy, **options, n_systems=n_systems)
+
+    expected = field / (1.0 + strength[batch_idx.long()]).unsqueeze(1)
+    for of in ("atoms", "systems"):
+        with pytest.raises(ValueError, match="`energy` returns 3 numbers"):
+            solve(of, 3)
+        close([solve(of, 4).dipoles], [expected])
+        close([solve(of, 3, torch.arange(3, dtype=torch.int32)).dipoles], [field / (1.0 + strength[:3]).unsqueeze(1)])
+
+
 def test_compiled_code_leaves_the_graph():
     values = [leaf.detach() for leaf in leaves_for("charges")]
 

@@ -120,6 +120,8 @@ class Problem(NamedTuple):
         found = self.returned(deviations, tensors)
         checks.check_tensor("energy(...)", found)
         of_atoms, of_systems = self.fits(found)
+        if of_atoms and of_systems and self.returns_atoms is None:
+            self.check_order()
         if of_atoms and self.returns_atoms is not False:
             return self.results(found)
         if of_systems:
@@ -130,6 +132,18 @@ class Problem(NamedTuple):
         """Whether energies have the shape of those of atoms, and of those of systems."""
         of_systems = tuple(found.shape) == (self.n_systems,) or (found.ndim == 0 and self.n_systems == 1)
         return tuple(found.shape) == (self.n_atoms,), of_systems
+
+    def check_order(self) -> None:
+        """Raise unless energies of atoms are those of systems where there are as many of both."""
+        numbers = self.batch_idx
+        if numbers is None:
+            return
+        if not bool((numbers == torch.arange(self.n_atoms, device=numbers.device)).all()):
+            raise ValueError(
+                f"`energy` returns {self.n_atoms} numbers, which may be those of the {self.n_atoms} atoms or of the "
+                f"{self.n_systems} systems: number the systems so that `batch_idx` is 0, 1, 2, ... if each has one "
+                "atom, or else add an empty system at the end (`n_systems` + 1)"
+            )
 
     def wrong_shape(self, found: torch.Tensor) -> ValueError:
         """The error about energies that are neither."""
