@@ -238,6 +238,7 @@ def test_a_sum_is_one_op_with_the_bits_of_eager_mode(name):
         ("miller_bounds", "charges", "different"),
         ("mesh", "both", "equal"),
         ("mesh", "both", "different"),
+        ("prepared mesh", "both", "different"),
     ],
 )
 def test_first_derivatives_come_with_the_energies(name, by, weights):

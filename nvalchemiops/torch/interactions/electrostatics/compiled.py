@@ -244,7 +244,8 @@ def _leaves(given: _Arguments, higher: bool) -> dict[str, torch.Tensor]:
     """Inputs by which the sum is differentiated: views, so that a derivative by one does not go on to another."""
     found = {name: getattr(given, name) for name in ("positions", "charges", "cell")}
     found = {name: t.view_as(t) if higher else t.detach() for name, t in found.items()}
-    return {name: t if t.requires_grad else t.requires_grad_() for name, t in found.items()}
+    fixed = () if given.influence is None else ("cell",)  # of a prepared mesh
+    return {name: t if t.requires_grad or name in fixed else t.requires_grad_() for name, t in found.items()}
 
 
 def _slopes(
