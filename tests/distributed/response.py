@@ -38,6 +38,29 @@ def induced_charges_and_dipoles(group: Any) -> None:
 
 
 @case(3)
+def one_atom_on_each_rank_has_an_energy_of_its_own(group: Any) -> None:
+    """As many atoms as systems: energies of atoms, zero without dipoles, are not taken for those of systems."""
+    count = dist.get_world_size(group)
+    x = torch.tensor([[8.0 * i + 4.0, 4.0 + 0.1 * i, 4.0] for i in range(count)], dtype=F64)
+    cell, field = torch.diag(torch.tensor([8.0 * count, 8.0, 8.0], dtype=F64)), torch.tensor([0.1, 0.2, 0.0], dtype=F64)
+    mine = slice(dist.get_rank(group), dist.get_rank(group) + 1)
+    domain = Domain(x[mine], cell, cutoff=6.0, grid=(count, 1, 1), group=group)
+
+    def solved(x: torch.Tensor, **told: Any) -> Any:
+        def energy(dipoles: torch.Tensor) -> torch.Tensor:
+            options = {"alpha": 0.6, "k_cutoff": 4.0, "cutoff": 6.0, "widths": 0.5, **told}
+            return ewald_summation(x, torch.zeros_like(x[:, 0]), cell, dipoles=dipoles, **options)
+
+        polarizabilities = torch.full_like(x[:, 0], 0.8)
+        return induced_moments(energy, polarizabilities=polarizabilities, external_field=field, tolerance=1e-13, **told)
+
+    whole, found = solved(x), solved(domain.distribute(x[mine]), domain=domain)
+    assert domain.n_owned == 1
+    assert_equal(domain.gather(found.dipoles), whole.dipoles[mine], "dipoles", 1e-10)
+    assert_equal(found.energies, whole.energies, "energies", 1e-10)
+
+
+@case(3)
 def ranks_find_the_minimum_together(group: Any) -> None:
     """Two molecules, one with few atoms: a start, the same number of steps on all ranks, fields of atoms; errors."""
     atoms = Atoms(n=3)

@@ -395,6 +395,13 @@ def returns_atoms(problem: Problem, tensors: Tensors) -> bool:
         raise ValueError("`energy` returns energies of atoms on some ranks, and of systems on others")
     if not_systems:
         return True
+    if not not_atoms:
+        if domain.n_ranks == 1:
+            problem.check_order()
+        # as many atoms on each rank as there are systems: energies of atoms differ where their sources do
+        numbers = torch.randn(zero.shape, generator=torch.Generator().manual_seed(domain.rank), dtype=torch.float64)
+        with torch.no_grad():
+            found = problem.returned(numbers.to(zero), [t.detach() for t in tensors])
     # energies of systems are the same on all ranks
     values = found.detach().reshape(problem.n_systems).to(torch.float64)
     ends = domain._maximum(torch.stack([values, -values]))
