@@ -494,3 +494,11 @@ def test_a_trace_is_dropped_with_a_warning():
     with pytest.warns(AccuracyWarning, match="trace"):
         found = METHODS["ewald"](positions, cell=cell, alpha=ALPHA, **with_trace)
     torch.testing.assert_close(found, METHODS["ewald"](positions, cell=cell, alpha=ALPHA, **values))
+
+
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_sources_that_are_all_zero_have_no_energy_and_no_warning(function, recwarn):
+    positions, cell = 5.0 * torch.rand(8, 3, dtype=torch.float64), 8.0 * torch.eye(3, dtype=torch.float64)
+    zero = torch.zeros(8, 3, dtype=torch.float64)
+    assert torch.equal(function(positions, zero[:, 0], cell, dipoles=zero), zero[:, 0])
+    assert not recwarn.list

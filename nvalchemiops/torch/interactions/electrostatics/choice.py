@@ -464,13 +464,17 @@ class Strengths(NamedTuple):
 
     def target(self, accuracy: float, alpha: Any, xp: Any = np) -> core.Target:
         """The target for a splitting parameter, in units of errors of charges."""
-        force = self.force / self.left_out(accuracy, alpha)
-        return core.Target(accuracy, xp.where(xp.isfinite(force), force, core.TYPICAL_FORCE))
+        left_out = self.left_out(accuracy, alpha)
+        force = self.force / xp.where(left_out > 0.0, left_out, 1.0)  # NumPy warns of 0 / 0 where all sources are zero
+        is_known = (left_out > 0.0) & xp.isfinite(force)
+        return core.Target(accuracy, xp.where(is_known, force, core.TYPICAL_FORCE))
 
     def of_mesh(self, accuracy: float, alpha: Any, spacing: Any) -> Any:
         """Errors (n_systems,) of a mesh of this spacing in units of those of `target`."""
         found = (self.at(2.0 * np.pi / spacing) * self.at(2.0 * alpha)) ** 0.5
-        return found / self.left_out(accuracy, alpha).clip(1e-300, None)
+        left_out = self.left_out(accuracy, alpha)
+        is_zero = left_out <= 0.0  # no sources: as charges alone
+        return (found + is_zero) / (left_out + is_zero)
 
     def mesh_model(self, model: core.Mesh, accuracy: float, alpha: Any, xp: Any) -> core.Mesh:
         """The model of a given mesh."""
