@@ -265,7 +265,7 @@ def test_boxes_that_are_turned_have_a_mesh_in_common(monkeypatch):
     energies, forces, virial = particle_mesh_ewald(
         x, q, cell, batch_idx=batch_idx, accuracy=1e-5, compute_forces=True, compute_virial=True
     )
-    assert sorted(chosen[0], reverse=True) == list(chosen[0]) and chosen[0][0] >= 2 * chosen[0][1] > 2 * chosen[0][2]
+    assert chosen[0][0] > 1.5 * chosen[0][1] > 1.5 * chosen[0][2]
     weights = torch.as_tensor(rng.normal(size=(12, 3)))
     weights = torch.cat([weights[:, turn] for turn in turns])
     by_x, by_cell = torch.autograd.grad((weights * forces).sum(), (x, cell))
