@@ -389,8 +389,8 @@ def batch_mesh_cutoff(
     """Cutoff (1,) of the pairs of all systems of a batch, for which these and the mesh of all take the same time.
 
     Every system has a mesh of as many points, enough for the longest ones of its axes ``lengths`` (n_systems, 3), and a
-    list has one cutoff; so it is not the sum of what is best for each of them. Lists of batches are searched more often
-    than they are used again.
+    list has one cutoff; so it is not the sum of what is best for each of them. A pair costs its search, too, since a
+    list of a batch is seldom used twice.
     """
     n_atoms = n_atoms.clip(1.0, None)
     spacing = np.exp(np.log(average_distance(n_atoms, volume)).mean(keepdims=True))

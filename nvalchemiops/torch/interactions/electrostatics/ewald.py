@@ -92,7 +92,8 @@ def ewald_summation(
         charges that depend on the geometry, explicit forces and the gradient of this energy add up to the total force.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
         True along all axes, or with ``slab_correction`` along all but one. In a system without any periodic axis all
-        pairs are summed, whatever neighbors are given; where values cannot be read, it is NaN.
+        pairs are summed, whatever neighbors are given; in compiled graphs, which cannot read this, it is NaN, and
+        transforms of ``torch.func`` refuse it.
     slab_correction : bool, optional
         Add `compute_slab_correction` for systems with an open axis.
     miller_bounds : (int, int, int), optional

@@ -2,7 +2,8 @@
 
 Systems without any periodic axis, as ``pbc`` says, are summed directly, whatever list of neighbors is given: every pair
 once, without images. That is the Ewald sum at ``alpha = 0``, all of whose other terms vanish. The systems of each kind
-are taken apart as a batch of their own, and results put together again.
+are taken apart as a batch of their own, and results put together again. `open_system` and `all_pairs` also serve sums
+without a cell.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,6 +22,9 @@ from nvalchemiops.torch.interactions.pair.shares import exclusions_of_share, of_
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
 from nvalchemiops.torch.runtime.context import is_eager, may_read, on_host
 from nvalchemiops.torch.systems import System
+
+ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
+"""What a system has of each atom."""
 
 
 def open_systems(atoms: System) -> torch.Tensor | None:
@@ -195,10 +199,6 @@ def system_of(part: Part, atoms: System, n_systems: int) -> System:
         pbc = torch.as_tensor(pbc).expand(n_systems, 3)[part.systems.cpu()]
     of_atoms = {name: part.of_atoms(getattr(atoms, name)) for name in ATOMS}
     return atoms._replace(cell=cell, pbc=pbc, batch_idx=batch_idx, **of_atoms)
-
-
-ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
-"""What a system has of each atom."""
 
 
 def joined(parts: Sequence[Part], values: Sequence[torch.Tensor], of_systems: bool) -> torch.Tensor:
