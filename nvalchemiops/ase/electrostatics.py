@@ -26,12 +26,12 @@ from nvalchemiops.torch.interactions.electrostatics import (
 from nvalchemiops.torch.interactions.electrostatics.choice import (
     LongRange,
     check_accuracy,
-    sizes_of_system,
     splitting_by_sizes,
 )
 from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
 from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.results import check_request
+from nvalchemiops.torch.interactions.electrostatics.sizes import sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum

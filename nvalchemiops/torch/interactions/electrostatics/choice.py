@@ -1,7 +1,6 @@
 """The choice of parameters of an Ewald sum that are not given: alpha, the cutoff, the mesh or the k-vectors."""
 
-import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -14,15 +13,20 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.repeated import repeated_sum
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest, Term
+from nvalchemiops.torch.interactions.electrostatics.sizes import Sizes, count_and_volume, sizes_of_system
+from nvalchemiops.torch.interactions.electrostatics.strengths import (
+    Strengths,
+    has_known_moments,
+    strengths_of,
+    widest_alpha,
+)
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh, lattice_of
 from nvalchemiops.torch.runtime.context import (
     ValuesNeededError,
-    all_values_of,
     is_eager,
-    is_mapped,
     may_keep,
     may_read,
     on_host,
@@ -150,7 +154,7 @@ def _choose(
     count: Any
     volume: Any
     if compiling:
-        count, volume = _count_and_volume(system)
+        count, volume = count_and_volume(system)
     else:
         sizes = sizes_of_system(system)
         count, volume = sizes.n_atoms, sizes.volume
@@ -273,6 +277,9 @@ class _Choice(NamedTuple):
 
 
 _choices: dict[Hashable, _Choice] = {}
+SETTLED = 4
+"""Steps after which the strength of moments and the splitting parameter, which depend on each other, do not change."""
+
 MOST_CHOICES = 16
 """Cells, sizes and accuracies for which choices are kept."""
 
@@ -317,15 +324,6 @@ def _on_host(model: core.Reciprocal) -> core.Reciprocal:
     """The same in numbers of numpy."""
     values: Any = {name: on_host(v) if isinstance(v, torch.Tensor) else v for name, v in vars(model).items()}
     return type(model)(**values)
-
-
-def spacing_of(system: ChargedSystem) -> torch.Tensor:
-    """Average distance (V/N)^(1/3) of each system, without reading anything."""
-    return core.average_distance(*_count_and_volume(system))
-
-
-def _count_and_volume(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor]:
-    return system.atoms_in_systems(), torch.linalg.det(system.cell.detach().to(torch.float64)).abs()
 
 
 def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray:
@@ -420,122 +418,7 @@ def is_crowded(system: ChargedSystem) -> bool:
     return float(count.index_select(0, of_atom).double().mean()) > CROWDED
 
 
-# -- dipoles, quadrupoles, Gaussians ----------------------------------------------------------------
-
-SETTLED = 4
-"""Steps after which the strength of moments and the splitting parameter, which depend on each other, do not change."""
-
-NEAR_MOMENTS = 4.0
-"""Wave number, in units of 1/d, at which moments have the strength that makes the forces between neighbors. Measured:
-6.5 for random dipoles, 6.3 for random quadrupoles on a distorted lattice. It costs time to take forces for too small,
-and accuracy to take them for too large."""
-
-
-class Strengths(NamedTuple):
-    """What errors of moments are like, in the units of error models.
-
-    A wave of length k has from a dipole the amplitude of a charge ``k μ cos``, and from a quadrupole ``k² Q cos² / 2``.
-    So errors are those of charges with the mean square ``q² + k² μ² / 3 + k⁴ Q:Q / 30``, for the waves that a cutoff
-    leaves out: ``k_c``, or in real space ``2 α² r_c``, both about ``2 α √(-ln accuracy)``. A mesh of spacing h takes a
-    wave for another one of length ``2π/h`` more, either where it is spread or where it is gathered.
-
-    Attributes
-    ----------
-    squares : (n_systems, 3) array or tensor
-        Means of q², μ² and Q:Q.
-    spacing : (n_systems,) array or tensor
-        d.
-    force : (n_systems,) array or tensor
-        RMS of the forces times d².
-    """
-
-    squares: Any
-    spacing: Any
-    force: Any
-
-    def at(self, k: Any) -> Any:
-        """The mean square of charges like these for waves of length k (n_systems,)."""
-        k2 = k * k
-        return self.squares[:, 0] + k2 * (self.squares[:, 1] * (1.0 / 3.0) + k2 * self.squares[:, 2] * (1.0 / 30.0))
-
-    def left_out(self, accuracy: float, alpha: Any) -> Any:
-        """The same for waves that cutoffs leave out."""
-        return self.at(2.0 * math.sqrt(-math.log(accuracy)) * alpha)
-
-    def target(self, accuracy: float, alpha: Any, xp: Any = np) -> core.Target:
-        """The target for a splitting parameter, in units of errors of charges."""
-        left_out = self.left_out(accuracy, alpha)
-        force = self.force / xp.where(left_out > 0.0, left_out, 1.0)  # NumPy warns of 0 / 0 where all sources are zero
-        is_known = (left_out > 0.0) & xp.isfinite(force)
-        return core.Target(accuracy, xp.where(is_known, force, core.TYPICAL_FORCE))
-
-    def of_mesh(self, accuracy: float, alpha: Any, spacing: Any) -> Any:
-        """Errors (n_systems,) of a mesh of this spacing in units of those of `target`."""
-        found = (self.at(2.0 * np.pi / spacing) * self.at(2.0 * alpha)) ** 0.5
-        left_out = self.left_out(accuracy, alpha)
-        is_zero = left_out <= 0.0  # no sources: as charges alone
-        return (found + is_zero) / (left_out + is_zero)
-
-    def mesh_model(self, model: core.Mesh, accuracy: float, alpha: Any, xp: Any) -> core.Mesh:
-        """The model of a given mesh."""
-        factor = self.of_mesh(accuracy, alpha, xp.amin(model.spacings, 1)).clip(1e-300, None)
-        return core.Mesh(model.spacings, model.skewness * factor, model.order)
-
-    def with_force_of_charges(self, force: Any, xp: Any) -> "Strengths":
-        """The same for forces between the charges in units of their mean square."""
-        return self._replace(force=xp.maximum(self.force, force * self.squares[:, 0]))
-
-
-def has_known_moments(system: ChargedSystem) -> bool:
-    """Whether there are moments whose values may be read, of all slices where ``vmap`` maps over them."""
-    moments = system.moments
-    return moments is not None and (may_read(moments, wait=True) or (may_read() and is_mapped(moments)))
-
-
-def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
-    """Strengths of the moments of each system, by numpy or torch; forces without a look at neighbors."""
-    moments = system.moments
-    assert moments is not None
-    with torch.no_grad():
-        squares = _largest(moments.detach().to(torch.float64).square())
-        columns = [squares[..., 0].sum(1), squares[..., 1:4].sum((1, 2))]
-        of_quadrupoles = squares[..., 4:]
-        if of_quadrupoles.shape[-1]:
-            on_diagonal = of_quadrupoles[..., 0] + of_quadrupoles[..., 3] + of_quadrupoles[..., 5]
-            columns.append(2.0 * (of_quadrupoles.sum(-1) + on_diagonal).sum(1))
-        else:
-            columns.append(torch.zeros_like(columns[0]))
-        count = system.atoms_in_systems().clamp_min(1.0)
-        means: Any = system.sums(torch.stack(columns, 1)) / count.unsqueeze(1)
-        spacing: Any = spacing_of(system)
-        if xp is np:
-            means, spacing = on_host(means), on_host(spacing)
-    found = Strengths(means, spacing, spacing)
-    return found._replace(force=core.TYPICAL_FORCE * found.at(NEAR_MOMENTS / spacing))
-
-
-def _largest(values: torch.Tensor) -> torch.Tensor:
-    """The values, or where ``vmap`` maps over them the largest of all slices."""
-    if not (may_read() and is_mapped(values)):
-        return values
-    # a concatenation has the dimensions of slices in front
-    return all_values_of(torch.cat([values])).flatten(0, -1 - values.ndim).amax(0)
-
-
-def widest_alpha(system: ChargedSystem) -> torch.Tensor | None:
-    """The splitting parameter (n_systems,) of the widest Gaussians, beyond which their sum over pairs is no shorter."""
-    if system.widths is None:
-        return None
-    widths = _largest(system.widths.detach().to(torch.float64))
-    numbers = system.batch_idx
-    most = torch.zeros(system.n_systems, dtype=torch.float64, device=widths.device)
-    if numbers is None:
-        most = widths.amax(0, keepdim=True) if widths.shape[0] else most
-    else:
-        most = most.scatter_reduce(0, numbers.long(), widths, "amax")
-    if system.domain is not None:
-        most = system.domain._maximum(most)
-    return 0.5 / most
+# -- Gaussians --------------------------------------------------------------------------------------
 
 
 def _warn_of_widths(
@@ -559,70 +442,7 @@ def _warn_of_widths(
     warn_of_errors(accuracy, errors, "Gaussians of these `widths` and this reach of the neighbor list", least=10.0)
 
 
-# -- sizes of systems -----------------------------------------------------------------------------
-
-
-WORTH_SORTING = 0.9
-"""Points of a mesh, relative to those without, up to which lattice vectors are sorted by their lengths."""
-
-
-class Sizes(NamedTuple):
-    """Cells (n_systems, 3, 3), atoms (n_systems,) and average distance (V/N)^(1/3) of each system, on the host."""
-
-    cell: np.ndarray
-    n_atoms: np.ndarray
-    spacing: np.ndarray
-
-    @property
-    def volume(self) -> np.ndarray:
-        """Volumes (n_systems,)."""
-        return np.abs(np.linalg.det(self.cell))
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Lengths (n_systems, 3) of lattice vectors."""
-        return np.linalg.norm(self.cell, axis=2)
-
-    def along_longest(self) -> tuple["Sizes", np.ndarray | None]:
-        """The same with lattice vectors (n_systems, 3) in an order in which one mesh for all is smaller; or None.
-
-        Boxes of equal shapes that are turned differently have a mesh in common as soon as their longest axes are the
-        first ones.
-        """
-        order = np.argsort(-self.lengths, axis=1, kind="stable")
-        lengths = np.take_along_axis(self.lengths, order, 1)
-        if len(order) == 1 or lengths.max(0).prod() > WORTH_SORTING * self.lengths.max(0).prod():
-            return self, None
-        return self._replace(cell=np.take_along_axis(self.cell, order[:, :, None], 1)), order
-
-    @property
-    def skewness(self) -> np.ndarray:
-        """Factor (n_systems,) by which errors of derivatives along lattice vectors grow when they become forces."""
-        return core.skewness(self.cell, np.linalg.inv(self.cell))
-
-    def mesh_model(self, mesh: Sequence[int], order: int) -> core.Mesh:
-        """The model of errors of a mesh."""
-        return core.mesh_model(self.cell, np.linalg.inv(self.cell), mesh, order)
-
-
-def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Sizes:
-    """Sizes of systems with cells (n_systems, 3, 3). Reads values on the host."""
-    lattice = on_host(cell.detach()).astype(np.float64)
-    if batch_idx is None:
-        count = np.full(1, float(n_atoms))
-    else:
-        count = np.bincount(on_host(batch_idx), minlength=cell.shape[0]).astype(np.float64)
-    volume = np.abs(np.linalg.det(lattice))
-    return Sizes(lattice, count, core.average_distance(count, volume))
-
-
-def sizes_of_system(system: ChargedSystem) -> Sizes:
-    """Sizes of systems, all their atoms counted. Reads values on the host."""
-    if system.domain is None:
-        return sizes_of(system.cell, system.batch_idx, system.n_atoms)
-    sizes = sizes_of(system.cell, system.batch_idx, 0)
-    count = on_host(system.domain.atoms_in_systems)
-    return Sizes(sizes.cell, count, core.average_distance(count, sizes.volume))
+# -- meshes ---------------------------------------------------------------------------------------
 
 
 def mesh_for(

@@ -9,6 +9,7 @@ from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics import choice
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_bounds, check_cells_alone, per_system
+from nvalchemiops.torch.interactions.electrostatics.sizes import Sizes, sizes_of
 from nvalchemiops.torch.interactions.electrostatics.system import check_periodic_cells, check_system
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order
@@ -323,7 +324,7 @@ def estimate_pme_mesh_dimensions(
     order = check_spline_order(spline_order)
     splitting = on_host(per_system("alpha", alpha, cell.shape[0], cell.device).detach())
     lattice = on_host(cell.detach()).astype(np.float64)
-    sizes = choice.Sizes(lattice, np.ones(len(lattice)), 0.8 / splitting)
+    sizes = Sizes(lattice, np.ones(len(lattice)), 0.8 / splitting)
     return choice.mesh_for(sizes, splitting, core.Target(accuracy), order, mesh_safety_factor, fft_padding_fraction)
 
 
@@ -367,16 +368,16 @@ def mesh_spacing_to_dimensions(
 # -- common to all ------------------------------------------------------------------------------
 
 
-def _sizes_of(atoms: System) -> choice.Sizes:
+def _sizes_of(atoms: System) -> Sizes:
     positions = atoms.positions
     checks.check_positions(positions, finite=False)
     cell = check_periodic_cells(atoms.cell, positions)
     check_cells(cell.detach().cpu())  # read in any case
     batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0], wait=True)
-    return choice.sizes_of(cell, batch_idx, positions.shape[0])
+    return sizes_of(cell, batch_idx, positions.shape[0])
 
 
-def _target(accuracy: float, atoms: System, sizes: choice.Sizes, real_space_cutoff: np.ndarray) -> core.Target:
+def _target(accuracy: float, atoms: System, sizes: Sizes, real_space_cutoff: np.ndarray) -> core.Target:
     typical = core.Target(accuracy)
     if atoms.charges is None:
         return typical

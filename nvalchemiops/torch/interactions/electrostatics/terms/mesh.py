@@ -20,16 +20,13 @@ from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.mesh import MeshDivision
-from nvalchemiops.torch.interactions.electrostatics.choice import (
-    has_known_moments,
-    mesh_for,
-    sizes_of_system,
-    strengths_of,
-)
+from nvalchemiops.torch.interactions.electrostatics.choice import mesh_for
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, from_potential
+from nvalchemiops.torch.interactions.electrostatics.sizes import sizes_of_system
+from nvalchemiops.torch.interactions.electrostatics.strengths import has_known_moments, strengths_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import HIGHEST, moments_along
 from nvalchemiops.torch.operators.lattice import (

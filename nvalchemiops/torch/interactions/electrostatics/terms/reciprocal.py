@@ -21,7 +21,6 @@ import torch
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.choice import spacing_of
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     WaveVectors,
     box_points,
@@ -32,6 +31,7 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, from_potential
+from nvalchemiops.torch.interactions.electrostatics.sizes import spacing_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import moments_along
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread

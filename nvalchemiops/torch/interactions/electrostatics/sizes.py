@@ -1,0 +1,83 @@
+"""Sizes of systems as error models take them: cells, numbers of atoms, average distances."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.runtime.context import on_host
+
+WORTH_SORTING = 0.9
+"""Points of a mesh, relative to those without, up to which lattice vectors are sorted by their lengths."""
+
+
+class Sizes(NamedTuple):
+    """Cells (n_systems, 3, 3), atoms (n_systems,) and average distance (V/N)^(1/3) of each system, on the host."""
+
+    cell: np.ndarray
+    n_atoms: np.ndarray
+    spacing: np.ndarray
+
+    @property
+    def volume(self) -> np.ndarray:
+        """Volumes (n_systems,)."""
+        return np.abs(np.linalg.det(self.cell))
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Lengths (n_systems, 3) of lattice vectors."""
+        return np.linalg.norm(self.cell, axis=2)
+
+    def along_longest(self) -> tuple["Sizes", np.ndarray | None]:
+        """The same with lattice vectors (n_systems, 3) in an order in which one mesh for all is smaller; or None.
+
+        Boxes of equal shapes that are turned differently have a mesh in common as soon as their longest axes are the
+        first ones.
+        """
+        order = np.argsort(-self.lengths, axis=1, kind="stable")
+        lengths = np.take_along_axis(self.lengths, order, 1)
+        if len(order) == 1 or lengths.max(0).prod() > WORTH_SORTING * self.lengths.max(0).prod():
+            return self, None
+        return self._replace(cell=np.take_along_axis(self.cell, order[:, :, None], 1)), order
+
+    @property
+    def skewness(self) -> np.ndarray:
+        """Factor (n_systems,) by which errors of derivatives along lattice vectors grow when they become forces."""
+        return core.skewness(self.cell, np.linalg.inv(self.cell))
+
+    def mesh_model(self, mesh: Sequence[int], order: int) -> core.Mesh:
+        """The model of errors of a mesh."""
+        return core.mesh_model(self.cell, np.linalg.inv(self.cell), mesh, order)
+
+
+def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Sizes:
+    """Sizes of systems with cells (n_systems, 3, 3). Reads values on the host."""
+    lattice = on_host(cell.detach()).astype(np.float64)
+    if batch_idx is None:
+        count = np.full(1, float(n_atoms))
+    else:
+        count = np.bincount(on_host(batch_idx), minlength=cell.shape[0]).astype(np.float64)
+    volume = np.abs(np.linalg.det(lattice))
+    return Sizes(lattice, count, core.average_distance(count, volume))
+
+
+def sizes_of_system(system: ChargedSystem) -> Sizes:
+    """Sizes of systems, all their atoms counted. Reads values on the host."""
+    if system.domain is None:
+        return sizes_of(system.cell, system.batch_idx, system.n_atoms)
+    sizes = sizes_of(system.cell, system.batch_idx, 0)
+    count = on_host(system.domain.atoms_in_systems)
+    return Sizes(sizes.cell, count, core.average_distance(count, sizes.volume))
+
+
+def spacing_of(system: ChargedSystem) -> torch.Tensor:
+    """Average distance (V/N)^(1/3) of each system, without reading anything."""
+    return core.average_distance(*count_and_volume(system))
+
+
+def count_and_volume(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number of atoms and volume of each system, without reading anything."""
+    return system.atoms_in_systems(), torch.linalg.det(system.cell.detach().to(torch.float64)).abs()

@@ -1,0 +1,124 @@
+"""How strong dipoles, quadrupoles and Gaussians are, in the units of error models, which are made for charges."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.torch.interactions.electrostatics.sizes import spacing_of
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.runtime.context import all_values_of, is_mapped, may_read, on_host
+
+NEAR_MOMENTS = 4.0
+"""Wave number, in units of 1/d, at which moments have the strength that makes the forces between neighbors. Measured:
+6.5 for random dipoles, 6.3 for random quadrupoles on a distorted lattice. It costs time to take forces for too small,
+and accuracy to take them for too large."""
+
+
+class Strengths(NamedTuple):
+    """What errors of moments are like, in the units of error models.
+
+    A wave of length k has from a dipole the amplitude of a charge ``k μ cos``, and from a quadrupole ``k² Q cos² / 2``.
+    So errors are those of charges with the mean square ``q² + k² μ² / 3 + k⁴ Q:Q / 30``, for the waves that a cutoff
+    leaves out: ``k_c``, or in real space ``2 α² r_c``, both about ``2 α √(-ln accuracy)``. A mesh of spacing h takes a
+    wave for another one of length ``2π/h`` more, either where it is spread or where it is gathered.
+
+    Attributes
+    ----------
+    squares : (n_systems, 3) array or tensor
+        Means of q², μ² and Q:Q.
+    spacing : (n_systems,) array or tensor
+        d.
+    force : (n_systems,) array or tensor
+        RMS of the forces times d².
+    """
+
+    squares: Any
+    spacing: Any
+    force: Any
+
+    def at(self, k: Any) -> Any:
+        """The mean square of charges like these for waves of length k (n_systems,)."""
+        k2 = k * k
+        return self.squares[:, 0] + k2 * (self.squares[:, 1] * (1.0 / 3.0) + k2 * self.squares[:, 2] * (1.0 / 30.0))
+
+    def left_out(self, accuracy: float, alpha: Any) -> Any:
+        """The same for waves that cutoffs leave out."""
+        return self.at(2.0 * math.sqrt(-math.log(accuracy)) * alpha)
+
+    def target(self, accuracy: float, alpha: Any, xp: Any = np) -> core.Target:
+        """The target for a splitting parameter, in units of errors of charges."""
+        left_out = self.left_out(accuracy, alpha)
+        force = self.force / xp.where(left_out > 0.0, left_out, 1.0)  # NumPy warns of 0 / 0 where all sources are zero
+        is_known = (left_out > 0.0) & xp.isfinite(force)
+        return core.Target(accuracy, xp.where(is_known, force, core.TYPICAL_FORCE))
+
+    def of_mesh(self, accuracy: float, alpha: Any, spacing: Any) -> Any:
+        """Errors (n_systems,) of a mesh of this spacing in units of those of `target`."""
+        found = (self.at(2.0 * np.pi / spacing) * self.at(2.0 * alpha)) ** 0.5
+        left_out = self.left_out(accuracy, alpha)
+        is_zero = left_out <= 0.0  # no sources: as charges alone
+        return (found + is_zero) / (left_out + is_zero)
+
+    def mesh_model(self, model: core.Mesh, accuracy: float, alpha: Any, xp: Any) -> core.Mesh:
+        """The model of a given mesh."""
+        factor = self.of_mesh(accuracy, alpha, xp.amin(model.spacings, 1)).clip(1e-300, None)
+        return core.Mesh(model.spacings, model.skewness * factor, model.order)
+
+    def with_force_of_charges(self, force: Any, xp: Any) -> "Strengths":
+        """The same for forces between the charges in units of their mean square."""
+        return self._replace(force=xp.maximum(self.force, force * self.squares[:, 0]))
+
+
+def has_known_moments(system: ChargedSystem) -> bool:
+    """Whether there are moments whose values may be read, of all slices where ``vmap`` maps over them."""
+    moments = system.moments
+    return moments is not None and (may_read(moments, wait=True) or (may_read() and is_mapped(moments)))
+
+
+def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
+    """Strengths of the moments of each system, by numpy or torch; forces without a look at neighbors."""
+    moments = system.moments
+    assert moments is not None
+    with torch.no_grad():
+        squares = _largest(moments.detach().to(torch.float64).square())
+        columns = [squares[..., 0].sum(1), squares[..., 1:4].sum((1, 2))]
+        of_quadrupoles = squares[..., 4:]
+        if of_quadrupoles.shape[-1]:
+            on_diagonal = of_quadrupoles[..., 0] + of_quadrupoles[..., 3] + of_quadrupoles[..., 5]
+            columns.append(2.0 * (of_quadrupoles.sum(-1) + on_diagonal).sum(1))
+        else:
+            columns.append(torch.zeros_like(columns[0]))
+        count = system.atoms_in_systems().clamp_min(1.0)
+        means: Any = system.sums(torch.stack(columns, 1)) / count.unsqueeze(1)
+        spacing: Any = spacing_of(system)
+        if xp is np:
+            means, spacing = on_host(means), on_host(spacing)
+    found = Strengths(means, spacing, spacing)
+    return found._replace(force=core.TYPICAL_FORCE * found.at(NEAR_MOMENTS / spacing))
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    """The values, or where ``vmap`` maps over them the largest of all slices."""
+    if not (may_read() and is_mapped(values)):
+        return values
+    # a concatenation has the dimensions of slices in front
+    return all_values_of(torch.cat([values])).flatten(0, -1 - values.ndim).amax(0)
+
+
+def widest_alpha(system: ChargedSystem) -> torch.Tensor | None:
+    """The splitting parameter (n_systems,) of the widest Gaussians, beyond which their sum over pairs is no shorter."""
+    if system.widths is None:
+        return None
+    widths = _largest(system.widths.detach().to(torch.float64))
+    numbers = system.batch_idx
+    most = torch.zeros(system.n_systems, dtype=torch.float64, device=widths.device)
+    if numbers is None:
+        most = widths.amax(0, keepdim=True) if widths.shape[0] else most
+    else:
+        most = most.scatter_reduce(0, numbers.long(), widths, "amax")
+    if system.domain is not None:
+        most = system.domain._maximum(most)
+    return 0.5 / most
