@@ -269,6 +269,7 @@ def rate_of_multiply_adds(clock: Callable[[], float]) -> float:
         *reinterpret_cast<lanes *>(values.data) = factor + 0.0 * total;
     """
 
+    # `wp.array(...)` makes a type when it runs, which a type checker cannot know
     @native_kernel("benchmark_multiply_adds", text)
     def kernel(row: wp.int32, n: wp.int32, values: wp.array(dtype=wp.float64)):  # type: ignore[valid-type]
         """Independent chains, as many as the latency of a multiply-add needs."""

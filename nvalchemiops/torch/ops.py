@@ -4,6 +4,7 @@
 them have been imported.
 """
 
+# imported for the ops that they register, not for names
 from nvalchemiops.torch.distributed import collectives  # noqa: F401
 from nvalchemiops.torch.interactions.dispersion import coefficients, three_body  # noqa: F401
 from nvalchemiops.torch.interactions.electrostatics import compiled, k_vectors  # noqa: F401

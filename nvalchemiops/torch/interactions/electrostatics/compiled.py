@@ -327,6 +327,7 @@ def _declared(body: Callable[..., Any]) -> Callable[..., Any]:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     types = [(p.name, p.annotation) for p in inspect.signature(body).parameters.values() if p.kind == kind]
     types += _Arguments.__annotations__.items()
+    # functions have no declared `__signature__`, but `inspect.signature` reads it
     body.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(name, kind, annotation=annotation) for name, annotation in types]
     )
