@@ -16,7 +16,12 @@ from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.results import SumRequest, Tensors
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
-from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_charges, check_periodic_cells
+from nvalchemiops.torch.interactions.electrostatics.system import (
+    ChargedSystem,
+    check_charges,
+    check_periodic_cells,
+    check_system,
+)
 from nvalchemiops.torch.interactions.pair.exclusions import check_same_system, exclusion_rows
 from nvalchemiops.torch.interactions.pair.shares import exclusions_of_share, of_all_atoms, together
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, build_rows, rows_of
@@ -143,17 +148,13 @@ def check_mixed(
     Those of periodic systems alone are checked as well, so that they are the same errors where none is periodic.
     """
     positions: Any = atoms.positions
-    charges: Any = atoms.charges
     checks.check_positions(positions, finite=False)
-    check_charges(charges, positions, channels=True)
-    if atoms.cell is not None:
-        check_periodic_cells(atoms.cell, positions)
-    batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, is_open.shape[0])
-    if atoms.dipoles is not None or atoms.quadrupoles is not None or atoms.widths is not None:
-        check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, positions)
-    rows = exclusion_rows(exclusions, exclusion_factors, positions)
-    if rows is not None:
-        check_same_system(rows, batch_idx)
+    unit: Any = torch.eye(3, dtype=positions.dtype, device=positions.device)
+    cell = unit if atoms.cell is None else check_periodic_cells(atoms.cell, positions)
+    cell = torch.where(is_open.to(positions.device)[:, None, None], unit, cell)  # those of open systems are not used
+    system = check_system(atoms._replace(cell=cell, pbc=None), exclusions, exclusion_factors)
+    if system.exclusions is not None:
+        check_same_system(system.exclusions, system.batch_idx)
     check_accuracy(accuracy, positions)
     checks.check_flag("slab_correction", slab_correction)
     if cutoff is not None:
