@@ -1,6 +1,7 @@
 """Sums that are called again and again, which are run by a plan: the same bits, errors and derivatives as without."""
 
 import threading
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -264,9 +265,48 @@ def test_choices_that_are_kept_are_those_that_are_made(function, monkeypatch):
         changed.copy_(scale * cell)
         kept = [results_of_all() for _ in range(2)][1]
         with monkeypatch.context() as patch:
-            patch.setattr(choice, "_is_one", lambda _: False)
+            patch.setattr(choice, "_may_keep_choices", lambda _: False)
             meshes._meshes.clear()
             same_bits(tuple(kept), tuple(results_of_all()))
+
+
+def a_batch(sizes=(8, 12, 5), seed=0):
+    """Charged systems of several sizes, whose boxes are long in different directions."""
+    generator = torch.Generator().manual_seed(seed)
+    cell = torch.diag_embed(torch.tensor([[5.0, 3.0, 4.0], [3.0, 6.0, 4.0], [3.5, 3.0, 9.0]], dtype=F64)[: len(sizes)])
+    cell = cell + 0.2 * torch.rand(cell.shape, generator=generator, dtype=F64)
+    numbers = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(sizes))
+    x = (torch.rand(sum(sizes), 1, 3, generator=generator, dtype=F64) @ cell[numbers]).squeeze(1)
+    return x, torch.randn(sum(sizes), generator=generator, dtype=F64), cell, numbers
+
+
+@pytest.mark.parametrize("function", [ewald_summation, particle_mesh_ewald])
+def test_choices_that_are_kept_for_batches_are_those_that_are_made(function, monkeypatch):
+    """Cells, and which atoms are in which system, change in the same memory; other atoms, charges and accuracies."""
+    x, q, cell, numbers = a_batch()
+    changed, places = cell.clone(), numbers.clone()
+    near = x.clone()
+    near[1] = near[0] + 0.2
+    shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(1))
+    systems = [(x, q, changed, places, 1e-4), (near, q, changed, places, 1e-4), (x, q, changed, places, 1e-6)]
+    systems += [(x[shuffled], q[shuffled], changed, places[shuffled], 1e-4)]
+    systems += [(x.float(), q.float(), cell.float(), places, 1e-4), (x, q, cell[[1, 0, 2]], places, 1e-4)]
+
+    def results_of_all():
+        inputs = [(x, q, h, idx.clone(), a) for x, q, h, idx, a in systems]
+        found = [function(x, q, h, batch_idx=idx, accuracy=a, compute_forces=True) for x, q, h, idx, a in inputs]
+        return tuple(t for both in found for t in both)
+
+    for scale, moved in ((1.0, 0), (1.2, 0), (1.0, 4), (1.0, 0)):
+        changed.copy_(scale * cell)
+        places.copy_(numbers)
+        places[8 : 8 + moved] = 0
+        kept = [results_of_all() for _ in range(2)][1]
+        with monkeypatch.context() as patch:
+            patch.setattr(choice, "_may_keep_choices", lambda _: False)
+            patch.setattr("nvalchemiops.torch.runtime.cache._kept", OrderedDict())
+            meshes._meshes.clear()
+            same_bits(kept, results_of_all())
 
 
 def test_a_warning_of_a_choice_comes_each_time():

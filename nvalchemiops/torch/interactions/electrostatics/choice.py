@@ -13,7 +13,12 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.repeated import repeated_sum
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest, Term
-from nvalchemiops.torch.interactions.electrostatics.sizes import Sizes, count_and_volume, sizes_of_system
+from nvalchemiops.torch.interactions.electrostatics.sizes import (
+    Sizes,
+    count_and_volume,
+    key_of_sizes,
+    sizes_of_system,
+)
 from nvalchemiops.torch.interactions.electrostatics.strengths import (
     Strengths,
     has_known_moments,
@@ -124,8 +129,10 @@ def choose_splitting(
             raise ValuesNeededError(
                 "`alpha` or `cutoff` is needed inside torch.compile, where the neighbor list cannot be measured"
             )
-        if rows is None and cutoff is None and _is_one(system) and not long_range.is_given:
-            return _choose_for_one(system, long_range, accuracy)
+        if rows is None and cutoff is None and _may_keep_choices(system) and not long_range.is_given:
+            sizes_known = key_of_sizes(system)
+            if sizes_known is not None:
+                return _choose_by_sizes(system, sizes_known, long_range, accuracy)
         return _choose(system, long_range, cutoff, rows, accuracy)
     chosen, target = given_alpha(alpha, system), core.Target(accuracy)
     limit = widest_alpha(system)
@@ -257,7 +264,7 @@ def splitting_by_sizes(
 
 
 class _Choice(NamedTuple):
-    """What is chosen for one system without a look at its atoms, in arrays and tensors (1,); they are not changed.
+    """What is chosen without a look at the atoms, in arrays and tensors (n_systems,); they are not changed.
 
     Attributes
     ----------
@@ -266,7 +273,7 @@ class _Choice(NamedTuple):
     near, distance : tensor
         Arguments of `force_of_neighbors`.
     splittings : dict
-        Alpha, a tensor, and the target for each force, by its bytes: one of few, since they are rounded.
+        Alpha, a tensor, and the target for forces, by their bytes: few for one system, since they are rounded.
     """
 
     cutoff: np.ndarray
@@ -283,24 +290,29 @@ SETTLED = 4
 MOST_CHOICES = 16
 """Cells, sizes and accuracies for which choices are kept."""
 
+MOST_SPLITTINGS = 16
+"""Forces, of all systems of a batch, for which each of these is kept."""
 
-def _is_one(system: ChargedSystem) -> bool:
-    """Whether choices for this system may be kept: one, of charges alone, in plain eager mode on a CPU."""
-    if system.batch_idx is not None or system.domain is not None or system.moments is not None:
+
+def _may_keep_choices(system: ChargedSystem) -> bool:
+    """Whether choices for this system may be kept: of charges alone, in plain eager mode on a CPU."""
+    if system.moments is not None:
         return False
-    return may_keep(system.cell) and is_eager(system.positions, system.charges)
+    return may_keep(system.cell) and is_eager(system.positions, system.charges, system.batch_idx)
 
 
-def _choose_for_one(system: ChargedSystem, long_range: LongRange, accuracy: float) -> EwaldSplitting:
-    """The same as `_choose` without neighbors and cutoff; only the list and the force depend on the atoms."""
+def _choose_by_sizes(
+    system: ChargedSystem, sizes_known: Hashable, long_range: LongRange, accuracy: float
+) -> EwaldSplitting:
+    """The same as `_choose` without neighbors and cutoff; only the list and the forces depend on the atoms."""
     device = system.positions.device
-    costs, cell = core.COSTS[device.type], on_host(system.cell.detach())
-    order = getattr(long_range, "spline_order", 0)
-    key = (cell.tobytes(), cell.dtype, system.positions.dtype, system.n_atoms, accuracy, type(long_range), order, costs)
+    costs, order = core.COSTS[device.type], getattr(long_range, "spline_order", 0)
+    key = (sizes_known, system.positions.dtype, accuracy, type(long_range), order, costs)
     choice = _choices.get(key)
     if choice is None:
         sizes, target = sizes_of_system(system), core.Target(accuracy)
-        optimal = long_range.optimal_alpha(sizes.n_atoms, sizes.volume, target, costs, np)
+        lengths = None if system.n_systems == 1 else sizes.lengths
+        optimal = long_range.optimal_alpha(sizes.n_atoms, sizes.volume, target, costs, np, lengths)
         reach = core.real_cutoff(optimal, sizes.spacing, target)
         with torch.inference_mode(False):
             values = (np.minimum(reach, core.NEARBY * sizes.spacing), sizes.spacing)
@@ -308,7 +320,7 @@ def _choose_for_one(system: ChargedSystem, long_range: LongRange, accuracy: floa
         if len(_choices) >= MOST_CHOICES:
             _choices.clear()
         choice = _choices[key] = _Choice(reach, sizes.spacing, near, distance, {})
-    longest = float(choice.cutoff[0])
+    longest = float(choice.cutoff.max())
     rows = system.rows_within(longest)
     force = on_host(force_of_neighbors(system, rows, choice.near, choice.distance))
     found = choice.splittings.get(force.tobytes())
@@ -316,6 +328,8 @@ def _choose_for_one(system: ChargedSystem, long_range: LongRange, accuracy: floa
         target = core.Target(accuracy, force)
         with torch.inference_mode(False):
             alpha = torch.as_tensor(core.alpha_for_cutoff(choice.cutoff, choice.spacing, target), device=device)
+            if len(choice.splittings) >= MOST_SPLITTINGS:
+                choice.splittings.clear()
             found = choice.splittings[force.tobytes()] = given_alpha(alpha, system), target
     return EwaldSplitting(found[0], rows, found[1], longest)
 

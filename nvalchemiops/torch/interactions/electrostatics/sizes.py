@@ -1,6 +1,6 @@
 """Sizes of systems as error models take them: cells, numbers of atoms, average distances."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,10 +8,14 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.runtime.context import on_host
+from nvalchemiops.torch.runtime.context import may_read, on_host
 
 WORTH_SORTING = 0.9
 """Points of a mesh, relative to those without, up to which lattice vectors are sorted by their lengths."""
+
+
+MOST_SYSTEMS = 512
+"""Systems up to which what follows from their sizes is kept; for more, choices take little time beside the sum."""
 
 
 class Sizes(NamedTuple):
@@ -56,12 +60,25 @@ class Sizes(NamedTuple):
 def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Sizes:
     """Sizes of systems with cells (n_systems, 3, 3). Reads values on the host."""
     lattice = on_host(cell.detach()).astype(np.float64)
-    if batch_idx is None:
-        count = np.full(1, float(n_atoms))
-    else:
-        count = np.bincount(on_host(batch_idx), minlength=cell.shape[0]).astype(np.float64)
+    count = _counted(batch_idx, cell.shape[0], n_atoms)
     volume = np.abs(np.linalg.det(lattice))
     return Sizes(lattice, count, core.average_distance(count, volume))
+
+
+def _counted(batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int) -> np.ndarray:
+    if batch_idx is None:
+        return np.full(1, float(n_atoms))
+    return np.bincount(on_host(batch_idx), minlength=n_systems).astype(np.float64)
+
+
+def key_of_sizes(system: ChargedSystem) -> Hashable:
+    """All that `sizes_of_system` depends on, by value, which is read on the host; None if it is not worth that."""
+    if system.domain is not None or system.n_systems > MOST_SYSTEMS:
+        return None
+    if system.batch_idx is not None and not may_read(system.batch_idx):
+        return None
+    cell, count = on_host(system.cell.detach()), _counted(system.batch_idx, system.n_systems, system.n_atoms)
+    return cell.tobytes(), cell.dtype, count.tobytes()
 
 
 def sizes_of_system(system: ChargedSystem) -> Sizes:

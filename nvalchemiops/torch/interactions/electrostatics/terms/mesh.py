@@ -25,7 +25,7 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, from_potential
-from nvalchemiops.torch.interactions.electrostatics.sizes import sizes_of_system
+from nvalchemiops.torch.interactions.electrostatics.sizes import key_of_sizes, sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.strengths import has_known_moments, strengths_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import HIGHEST, moments_along
@@ -134,9 +134,9 @@ class Precomputed(NamedTuple):
                 raise ValueError(f"`{name}` must have shape {shapes}, got {tuple(value.shape)}")
 
 
-_meshes: dict[Hashable, tuple[int, int, int]] = {}
+_meshes: dict[Hashable, tuple[tuple[int, int, int], torch.Tensor | None]] = {}
 MOST_MESHES = 64
-"""Meshes that were chosen for one system and are remembered."""
+"""Meshes that were chosen, with their `MeshSum.axes`, and are remembered."""
 
 
 class MeshSum(NamedTuple):
@@ -220,22 +220,23 @@ class MeshSum(NamedTuple):
         """As of `LongRange`. Reads values on the host."""
         values = on_host(alpha.detach()).astype(np.float64)
         key: Any = None
-        if system.batch_idx is None and system.domain is None and system.moments is None:
-            cell, force = on_host(system.cell.detach()), np.asarray(target.force)
-            given = (cell.tobytes(), cell.dtype, system.n_atoms)
-            key = (*given, values.tobytes(), target.accuracy, force.tobytes(), self.spline_order)
-            if key in _meshes:
-                return self._replace(mesh=_meshes[key])
+        sizes_known = key_of_sizes(system) if system.moments is None else None
+        if sizes_known is not None:
+            force = np.asarray(target.force)
+            key = (sizes_known, values.tobytes(), target.accuracy, force.tobytes(), self.spline_order)
+            if (found := _meshes.get(key)) is not None:
+                return self._replace(mesh=found[0], axes=found[1])
         sizes, axes, notes = sizes_of_system(system), None, notices.count()
         strengths = strengths_of(system, np) if has_known_moments(system) else None
         if system.n_systems > 1 and system.domain is None:
             sizes, order = sizes.along_longest()
-            axes = None if order is None else torch.as_tensor(order, device=alpha.device)
+            with torch.inference_mode(False):
+                axes = None if order is None else torch.as_tensor(order, device=alpha.device)
         mesh = mesh_for(sizes, values, target, self.spline_order, strengths=strengths)
         if key is not None and notices.count() == notes:  # what warns does so in each call
             if len(_meshes) >= MOST_MESHES:
                 _meshes.clear()
-            _meshes[key] = mesh
+            _meshes[key] = mesh, axes
         return self._replace(mesh=mesh, axes=axes)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "MeshTerm":

@@ -31,14 +31,14 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, from_potential
-from nvalchemiops.torch.interactions.electrostatics.sizes import spacing_of
+from nvalchemiops.torch.interactions.electrostatics.sizes import key_of_sizes, spacing_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import moments_along
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import sort_by_system, sorted_by_system, spread_systems, totals
 from nvalchemiops.torch.runtime.cache import cached_by_value
-from nvalchemiops.torch.runtime.context import may_read
+from nvalchemiops.torch.runtime.context import may_keep, may_read
 
 # -- which k-vectors ------------------------------------------------------------------------------
 
@@ -120,8 +120,9 @@ class KVectorSum(NamedTuple):
             return _vectors_within(cell, k_cutoff) if others is None else points_within(cell, k_cutoff)
 
         others: Any = None
-        if system.batch_idx is None and system.domain is None and isinstance(target.force, np.ndarray):
-            others = (system.n_atoms, target.accuracy, target.force.tobytes())
+        if isinstance(target.force, np.ndarray) and may_keep(cell, splitting):
+            sizes_known = key_of_sizes(system)
+            others = None if sizes_known is None else (sizes_known, target.accuracy, target.force.tobytes())
         found = cached_by_value("chosen k-vectors", (cell, splitting), others, vectors)
         return self._replace(k_vectors=WaveVectors(*found))
 
