@@ -377,7 +377,7 @@ def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, s
     """
     with torch.no_grad():
         sums = None
-        alone = system.batch_idx is None and system.domain is None and system.exclusions is None
+        alone = system.domain is None and system.exclusions is None
         if alone and system.moments is None and not system.has_channels and is_eager():
             sums = _repeated_sums(system, rows, reach)
         if sums is None:
@@ -401,14 +401,15 @@ def _sums_of_squares(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> 
 
 
 def _repeated_sums(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor | None:
-    """`_sums_of_squares` by a plan, for one system in plain eager mode; None if there is none."""
+    """`_sums_of_squares` by a plan, in plain eager mode; None if there is none."""
 
     def ordinary(atoms: System, _: SumRequest, __: bool) -> torch.Tensor:
         assert atoms.charges is not None and atoms.cell is not None
-        here = system._replace(positions=atoms.positions, charges=atoms.charges.unsqueeze(1), cell=atoms.cell)
+        charges = atoms.charges.unsqueeze(1)
+        here = system._replace(positions=atoms.positions, charges=charges, cell=atoms.cell, batch_idx=atoms.batch_idx)
         return _sums_of_squares(here, rows, reach)
 
-    atoms = System(system.positions, system.charges.squeeze(1), system.cell)
+    atoms = System(system.positions, system.charges.squeeze(1), system.cell, system.batch_idx)
     request = SumRequest(Derivatives(), "atom")
     found = repeated_sum(ordinary, atoms, rows, request, ("forces nearby", reach), with_gradients=False)
     assert not isinstance(found, tuple)

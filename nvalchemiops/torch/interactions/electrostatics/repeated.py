@@ -1,4 +1,4 @@
-"""Ewald sums of one system that are called again and again with the same shapes, cell and parameters, as in dynamics.
+"""Ewald sums that are called again and again with the same shapes, cells and parameters, as in dynamics.
 
 One of the first calls is recorded as a plan (`nvalchemiops.torch.runtime.plans`), which further calls run. Only in
 plain eager mode on a CPU, for neighbors that are given, and without gradients by cells and parameters. First
@@ -20,6 +20,7 @@ from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.interactions.electrostatics import first_derivatives
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest
+from nvalchemiops.torch.interactions.electrostatics.sizes import MOST_SYSTEMS
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime._torch_internals import (
@@ -54,7 +55,8 @@ RECENT = 64
 
 SMALL = 64
 """Elements up to which the values of tensors are part of a key. Larger ones, of prepared data, are recognized by
-themselves and then compared with the values that they had: NumPy and ``.data`` change them without a new version."""
+themselves and then compared with the values that they had: NumPy and ``.data`` change them without a new version.
+Cells and systems of atoms are always compared by value, since callers make them anew."""
 
 Sum = Callable[[System, SumRequest, bool], torch.Tensor | tuple[torch.Tensor, ...]]
 """Of atoms, what is requested, and whether results are a graph of ops."""
@@ -103,12 +105,14 @@ def repeated_sum(
         Whether `first_derivatives.evaluate` takes first derivatives along, so that a plan may as well.
     """
     positions, charges, cell, batch_idx, pbc, _, domain, dipoles, quadrupoles, widths = atoms
-    if not enabled or batch_idx is not None or pbc is not None or domain is not None or request.hybrid:
+    if not enabled or pbc is not None or domain is not None or request.hybrid:
         return None
     # what is wrong is left to the ordinary way
     if type(charges) is not torch.Tensor or type(positions) is not torch.Tensor or type(cell) is not torch.Tensor:
         return None
-    if positions.ndim != 2 or charges.ndim not in (1, 2) or cell.shape not in ((3, 3), (1, 3, 3)):
+    if positions.ndim != 2 or charges.ndim not in (1, 2) or cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
+        return None
+    if not 9 <= cell.numel() <= 9 * (1 if batch_idx is None else MOST_SYSTEMS):
         return None
     if not (0 < positions.shape[0] <= MOST_ATOMS and positions.is_contiguous() and charges.is_contiguous()):
         return None
@@ -132,14 +136,19 @@ def repeated_sum(
         _recent[forms] = None
         return None
     used = [value for value in near if isinstance(value, torch.Tensor)]
-    constants: list[torch.Tensor] = []
+    small: list[torch.Tensor] = []
+    large: list[torch.Tensor] = []
     try:
-        fixed = _fixed((cell, widths, others), constants)
+        of_systems = _fixed((cell, batch_idx), small, large, 9 * MOST_SYSTEMS)
+        fixed = _fixed((widths, others), small, large)
     except (TypeError, RuntimeError):  # a tensor that NumPy cannot have
         return None
+    constants = (*small, *large)
     moving = (positions, *sources)
     tensors = (*moving, *used, *constants)
-    if fixed is None or not (used or neighbors is None) or has_function_modes() or not is_unobserved(*tensors):
+    if of_systems is None or fixed is None or not (used or neighbors is None):
+        return None
+    if has_function_modes() or not is_unobserved(*tensors):
         return None
     if not all([layout(t.device.type).reads for t in tensors]):
         return None
@@ -153,9 +162,9 @@ def repeated_sum(
         if has_saved_tensor_hooks():  # checkpoints count what is saved, which is not the same with a plan
             return None
         computed, tracked = Derivatives(by_positions, by_charges), True
-    large = [t for t in constants if t.numel() > SMALL]
     of_sources = None if tracked else request.of_sources
-    call, is_due = _noted((fixed, forms, request.energy_reduction, computed, of_sources, layout("cpu")), large)
+    key = (of_systems, fixed, forms, request.energy_reduction, computed, of_sources, layout("cpu"))
+    call, is_due = _noted(key, large)
     if call.plan is None:
         if not is_due or plans.share_memory(used, constants):
             return None
@@ -168,7 +177,6 @@ def repeated_sum(
         planned = fairly(lambda *moving: plan(moving, used, length) or (), *moving)
         if planned:
             return planned if len(planned) > 1 else planned[0]
-    small = [t for t in constants if t.numel() <= SMALL]
     names = _given_sources(atoms)
 
     def evaluate(
@@ -177,7 +185,7 @@ def repeated_sum(
         as_graph, found = tracked and torch.is_grad_enabled(), None
         values: dict[str, Any] = dict(zip(names, sources))
         here, wanted = (
-            System(positions, cell=cell, widths=widths)._replace(**values),
+            System(positions, cell=cell, batch_idx=batch_idx, widths=widths)._replace(**values),
             request._replace(derivatives=derivatives),
         )
         if tracked and derivatives.charge_gradients:
@@ -213,7 +221,7 @@ def repeated_sum(
         return (energies, *found)
 
     inputs = (positions, charges if has_channels else charges.unsqueeze(1), cells, *sources[1:])
-    (energies,) = first_derivatives.differentiable(columns, request, None, inputs, (*used, *constants))
+    (energies,) = first_derivatives.differentiable(columns, request, batch_idx, inputs, (*used, *constants))
     return energies if has_channels else energies.squeeze(1)
 
 
@@ -238,6 +246,8 @@ def _planned(
 
     def function(memory: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         values: dict[str, Any] = dict(zip(names, memory))
+        if atoms.batch_idx is not None:  # a copy, which torch's operations may use, too
+            values["batch_idx"] = atoms.batch_idx.clone()
         results = ordinary(atoms._replace(**values), request, False)
         return results if isinstance(results, tuple) else (results,)
 
@@ -295,8 +305,14 @@ def _form(value: Any, length: int = 0) -> Hashable:
     return None
 
 
-def _fixed(values: tuple[Any, ...], constants: list[torch.Tensor]) -> tuple[Any, ...] | None:
-    """What tells ``values`` apart; None if that is not known. Tensors among them are added to ``constants``."""
+def _fixed(
+    values: tuple[Any, ...], small: list[torch.Tensor], large: list[torch.Tensor], most: int = SMALL
+) -> tuple[Any, ...] | None:
+    """What tells ``values`` apart; None if that is not known.
+
+    Tensors among them are added to ``small`` if their values are part of it, which have up to so many elements, and to
+    ``large`` if they are recognized by themselves.
+    """
     found: list[Any] = []
     for value in values:
         kind, key = type(value), value
@@ -305,13 +321,14 @@ def _fixed(values: tuple[Any, ...], constants: list[torch.Tensor]) -> tuple[Any,
         elif isinstance(value, torch.Tensor):
             if kind not in PLAIN_TYPES or not layout(value.device.type).reads:
                 return None
-            constants.append(value)
-            if value.numel() <= SMALL:
+            is_small = value.numel() <= most
+            (small if is_small else large).append(value)
+            if is_small:
                 key = (value.dtype, value.shape, value.detach().resolve_neg().numpy().tobytes())
             else:
                 key = (id(value), version_of(value), value.data_ptr(), value.dtype, value.shape, value.stride())
         elif isinstance(value, tuple):
-            key = _fixed(value, constants)
+            key = _fixed(value, small, large, most)
             if key is None:
                 return None
         elif not isinstance(value, np.generic):
