@@ -51,7 +51,7 @@ PAID = 16
 """Calls after which a plan has saved the time that its recording took, which is that of several calls."""
 
 RECENT = 64
-"""Shapes of calls that are remembered."""
+"""Shapes of calls that are remembered, for batches with their cells and compositions."""
 
 SMALL = 64
 """Elements up to which the values of tensors are part of a key. Larger ones, of prepared data, are recognized by
@@ -129,21 +129,21 @@ def repeated_sum(
     forms = (_form(positions), *map(_form, (charges, dipoles, quadrupoles)), *(_form(value, length) for value in near))
     if None in forms:
         return None
-    is_new = forms not in _recent
-    if is_new:  # lists of a length that changes cost no more than this
-        if len(_recent) >= RECENT:
-            _recent.clear()
-        _recent[forms] = None
-        return None
-    used = [value for value in near if isinstance(value, torch.Tensor)]
     small: list[torch.Tensor] = []
     large: list[torch.Tensor] = []
     try:
         of_systems = _fixed((cell, batch_idx), small, large, 9 * MOST_SYSTEMS)
+        # lists of a length that changes, and batches of other molecules in each call, cost no more than this
+        recent = forms if batch_idx is None else (forms, hash(of_systems))
+        if recent not in _recent:
+            if len(_recent) >= RECENT:
+                _recent.clear()
+            _recent[recent] = None
+            return None
         fixed = _fixed((widths, others), small, large)
     except (TypeError, RuntimeError):  # a tensor that NumPy cannot have
         return None
-    constants = (*small, *large)
+    used, constants = [value for value in near if isinstance(value, torch.Tensor)], (*small, *large)
     moving = (positions, *sources)
     tensors = (*moving, *used, *constants)
     if of_systems is None or fixed is None or not (used or neighbors is None):
