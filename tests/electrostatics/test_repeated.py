@@ -15,6 +15,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_reciprocal_space,
     ewald_summation,
     generate_k_vectors_ewald_summation,
+    nearby_forces,
     particle_mesh_ewald,
     pme_reciprocal_space,
     prepare_wave_vectors,
@@ -67,7 +68,7 @@ def results(found):
 def ordinary(call):
     """The results of ``call()`` without a plan."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (driver, choice):
+        for module in (driver, nearby_forces):
             patch.setattr(module, "repeated_sum", lambda *_, **__: None)
         return call()
 

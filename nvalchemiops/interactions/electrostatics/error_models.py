@@ -121,7 +121,8 @@ def force_of(nearby: Any, n_atoms: Any, xp: Any = np) -> Any:
     force = FORCE_PER_NEARBY * nearby
     force = xp.where(xp.isfinite(force), force, TYPICAL_FORCE)
     largest = (FORCE_PER_ROOT * n_atoms**0.5).clip(TYPICAL_FORCE, LARGEST_FORCE)
-    return xp.exp2((2.0 * xp.log2(xp.minimum(force, largest).clip(LEAST_FORCE, None))).round() / 2.0)
+    # the root of a whole power: the same by numpy and torch, to the last bit, for any number of systems
+    return xp.sqrt(xp.exp2((2.0 * xp.log2(xp.minimum(force, largest).clip(LEAST_FORCE, None))).round()))
 
 
 def average_distance(n_atoms: Any, volume: Any) -> Any:

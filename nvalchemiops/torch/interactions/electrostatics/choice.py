@@ -7,12 +7,11 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
-from nvalchemiops.interactions.pair.potentials import coulomb_nearby
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.nearby_forces import force_of_neighbors, force_on_host
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.repeated import repeated_sum
-from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest, Term
+from nvalchemiops.torch.interactions.electrostatics.results import Term
 from nvalchemiops.torch.interactions.electrostatics.sizes import (
     Sizes,
     count_and_volume,
@@ -26,9 +25,8 @@ from nvalchemiops.torch.interactions.electrostatics.strengths import (
     widest_alpha,
 )
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
-from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
-from nvalchemiops.torch.operators.lattice import check_mesh, lattice_of
+from nvalchemiops.torch.operators.lattice import check_mesh
 from nvalchemiops.torch.runtime.context import (
     ValuesNeededError,
     is_eager,
@@ -36,7 +34,6 @@ from nvalchemiops.torch.runtime.context import (
     may_read,
     on_host,
 )
-from nvalchemiops.torch.systems import System
 
 
 class LongRange(Protocol):
@@ -207,8 +204,8 @@ def _choose(
     if compiling or may_read(system.positions, system.charges, wait=True):
         near = xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing)
         near, d = (torch.as_tensor(t, device=device) for t in (near, spacing))
-        force = force_of_neighbors(system, rows, near, d)
-        target = target._replace(force=force if compiling else on_host(force))
+        measure: Any = force_of_neighbors if compiling else force_on_host
+        target = target._replace(force=measure(system, rows, near, d))
     if strengths is not None:
         strengths = strengths.with_force_of_charges(target.force, xp)
         charges_alone, alpha = model, optimal_alpha
@@ -271,7 +268,7 @@ class _Choice(NamedTuple):
     cutoff, spacing : array
         Optimal reach of the list; d.
     near, distance : tensor
-        Arguments of `force_of_neighbors`.
+        Arguments of `force_on_host`.
     splittings : dict
         Alpha, a tensor, and the target for forces, by their bytes: few for one system, since they are rounded.
     """
@@ -322,7 +319,7 @@ def _choose_by_sizes(
         choice = _choices[key] = _Choice(reach, sizes.spacing, near, distance, {})
     longest = float(choice.cutoff.max())
     rows = system.rows_within(longest)
-    force = on_host(force_of_neighbors(system, rows, choice.near, choice.distance))
+    force = force_on_host(system, rows, choice.near, choice.distance)
     found = choice.splittings.get(force.tobytes())
     if found is None:
         target = core.Target(accuracy, force)
@@ -362,75 +359,6 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
         np.minimum.at(nearest, number[on_host(first)], on_host(distances))
         reach = np.where(unknown, nearest, reach)
     return np.where(empty, np.inf, reach)
-
-
-# -- magnitude of forces ---------------------------------------------------------------------------
-
-CROWDED = 16.0
-"""Density around atoms, relative to the average, from which on estimates do not search for neighbors."""
-
-
-def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
-    """RMS of the forces (n_systems,) in units of (Σq²/N)/d², from neighbors up to ``reach`` (n_systems,).
-
-    ``spacing`` (n_systems,) is d. Nothing is read on the host.
-    """
-    with torch.no_grad():
-        sums = None
-        alone = system.domain is None and system.exclusions is None
-        if alone and system.moments is None and not system.has_channels and is_eager():
-            sums = _repeated_sums(system, rows, reach)
-        if sums is None:
-            sums = _sums_of_squares(system, rows, reach)
-        of_forces, of_charges, count = sums.unbind(1)
-        # RMS of the forces / (mean square of the charges / d²)
-        nearby = (of_forces * count).sqrt() / of_charges * spacing.square()
-        return core.force_of(nearby, count, torch)
-
-
-def _sums_of_squares(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
-    """Of each system (n_systems, 3): squares of the forces from near neighbors, squares of charges, atoms."""
-    charges = system.charges.detach()
-    fixed = system.at_fixed_geometry()._replace(charges=charges, moments=None, widths=None)
-    nearby_pairs = PairTerm(coulomb_nearby, reach, rows, system.exclusions)
-    forces = nearby_pairs.evaluate(fixed, Derivatives(forces=True)).forces
-    assert forces is not None
-    squares = [t.to(torch.float64).square().sum(1) for t in (forces, charges)]
-    ones = torch.ones(charges.shape[0], dtype=torch.float64, device=charges.device)
-    return system.sums(torch.stack([*squares, ones], 1))
-
-
-def _repeated_sums(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor | None:
-    """`_sums_of_squares` by a plan, in plain eager mode; None if there is none."""
-
-    def ordinary(atoms: System, _: SumRequest, __: bool) -> torch.Tensor:
-        assert atoms.charges is not None and atoms.cell is not None
-        charges = atoms.charges.unsqueeze(1)
-        here = system._replace(positions=atoms.positions, charges=charges, cell=atoms.cell, batch_idx=atoms.batch_idx)
-        return _sums_of_squares(here, rows, reach)
-
-    atoms = System(system.positions, system.charges.squeeze(1), system.cell, system.batch_idx)
-    request = SumRequest(Derivatives(), "atom")
-    found = repeated_sum(ordinary, atoms, rows, request, ("forces nearby", reach), with_gradients=False)
-    assert not isinstance(found, tuple)
-    return found
-
-
-def is_crowded(system: ChargedSystem) -> bool:
-    """Whether an atom has far more neighbors than in a system of even density. Reads values on the host."""
-    n_atoms, batch_idx = system.n_atoms, system.batch_idx
-    if n_atoms == 0:
-        return False
-    coordinates = lattice_of(system.cell.detach(), batch_idx, n_atoms).fractional(system.positions.detach())
-    numbers = torch.zeros(n_atoms, dtype=torch.int64, device=coordinates.device)
-    if batch_idx is not None:
-        numbers += batch_idx
-    # as many boxes as atoms in each system
-    n_boxes = numbers.bincount().double().pow(1.0 / 3.0).round().clamp_min(1.0).index_select(0, numbers).unsqueeze(1)
-    box = (coordinates - coordinates.floor()).nan_to_num().mul(n_boxes).floor().minimum(n_boxes - 1.0).long()
-    keys = torch.cat([numbers.unsqueeze(1), box], 1)
-    _, of_atom, count = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)
-    return float(count.index_select(0, of_atom).double().mean()) > CROWDED
 
 
 # -- Gaussians --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics import choice
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_bounds, check_cells_alone, per_system
+from nvalchemiops.torch.interactions.electrostatics.nearby_forces import force_on_host, is_crowded
 from nvalchemiops.torch.interactions.electrostatics.sizes import Sizes, sizes_of
 from nvalchemiops.torch.interactions.electrostatics.system import check_periodic_cells, check_system
 from nvalchemiops.torch.neighbors.rows import build_rows
@@ -384,12 +385,12 @@ def _target(accuracy: float, atoms: System, sizes: Sizes, real_space_cutoff: np.
     system = check_system(atoms)
     if not bool(torch.isfinite(system.charges).all()):
         raise ValueError("`charges` has entries that are NaN or infinite")
-    if system.n_atoms == 0 or choice.is_crowded(system):
+    if system.n_atoms == 0 or is_crowded(system):
         return typical
     reach = np.minimum(real_space_cutoff, core.NEARBY * sizes.spacing)
     rows = build_rows(system.positions.detach(), float(reach.max()), system.cell.detach(), system.batch_idx)
     known, spacing = torch.as_tensor(np.stack([reach, sizes.spacing]), device=system.positions.device)
-    return typical._replace(force=on_host(choice.force_of_neighbors(system, rows, known, spacing)))
+    return typical._replace(force=force_on_host(system, rows, known, spacing))
 
 
 def _tensor(values: Any, like: torch.Tensor) -> torch.Tensor:

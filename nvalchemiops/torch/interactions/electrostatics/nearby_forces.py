@@ -1,0 +1,196 @@
+"""How large forces are, which is what an accuracy refers to: estimated from near neighbors before the sum is known.
+
+The estimate is ``FORCE_PER_NEARBY`` times the RMS of the forces from neighbors within `error_models.NEARBY` average
+distances (`error_models.force_of`). In one large system it is that of a sample of the atoms: one atom of each of m
+intervals of equal length of their order, which is random enough within an interval, and the same in each call. The
+standard error of its mean square follows from the sample itself, and where it is too large all atoms are taken.
+"""
+
+import functools
+
+import numpy as np
+import torch
+
+from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.interactions.pair.potentials import coulomb_nearby
+from nvalchemiops.layout import layout
+from nvalchemiops.torch.interactions.electrostatics.repeated import repeated_sum
+from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
+from nvalchemiops.torch.neighbors.rows import Rows
+from nvalchemiops.torch.operators.lattice import lattice_of
+from nvalchemiops.torch.runtime.context import is_eager, on_host
+from nvalchemiops.torch.systems import System
+
+LEAST_SAMPLE = 64
+"""Atoms of a sample, at least: of independent forces with normal components the RMS is then known within 5 %, one
+standard error. Estimates are rounded by up to 19 % (`error_models.force_of`)."""
+
+SAMPLED = 8
+"""Of so many atoms one is in the sample of a large system."""
+
+LEAST_SAMPLED = 256
+"""Atoms from which on there is a sample: with fewer the pass over all pairs takes no longer than its choice."""
+
+UNEVEN = 0.2
+"""Standard error of the mean square force of a sample, relative to it, beyond which all atoms are taken: a tenth of
+the RMS. It is 0.10 for 64 independent forces with normal components."""
+
+CROWDED = 16.0
+"""Density around atoms, relative to the average, from which on estimates do not search for neighbors."""
+
+
+def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor) -> torch.Tensor:
+    """RMS of the forces (n_systems,) in units of (Σq²/N)/d², from neighbors up to ``reach`` (n_systems,).
+
+    ``spacing`` (n_systems,) is d. Nothing is read on the host, and all atoms are taken.
+    """
+    with torch.no_grad():
+        forces, charges = _nearby_forces(system, rows, reach), system.charges.detach()
+        squares = [t.to(torch.float64).square().sum(1) for t in (forces, charges)]
+        ones = torch.ones(charges.shape[0], dtype=torch.float64, device=charges.device)
+        of_forces, of_charges, count = system.sums(torch.stack([*squares, ones], 1)).unbind(1)
+        # RMS of the forces / (mean square of the charges / d²)
+        nearby = (of_forces * count).sqrt() / of_charges * spacing.square()
+        return core.force_of(nearby, count, torch)
+
+
+def force_on_host(system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor) -> np.ndarray:
+    """`force_of_neighbors` on the host, of one large system by a sample of its atoms. Not while compiling."""
+    if system.domain is not None or not layout(system.positions.device.type).reads:
+        return on_host(force_of_neighbors(system, rows, reach, spacing))
+    of_forces = None
+    sample = _sample(system.n_atoms) if system.batch_idx is None else None
+    with torch.no_grad(), np.errstate(divide="ignore", invalid="ignore"):  # without charges, for infinite positions
+        in_sample = None if sample is None else _rows_of(sample, rows, system)
+        if in_sample is not None:
+            of_forces = _by_sample(_by_plan(system, in_sample, reach), sample)
+        if of_forces is None:
+            forces = _by_plan(system, rows, reach)
+            if in_sample is None:  # as where the rows of a sample can be had, so that the choice is the same
+                of_forces = _by_sample(forces, sample)
+            if of_forces is None:
+                of_forces = _sums_of_squares(forces, system)
+        of_charges = _sums_of_squares(system.charges, system)
+        if system.batch_idx is None:
+            count = np.full(1, float(system.n_atoms))
+        else:
+            count = np.bincount(on_host(system.batch_idx), minlength=system.n_systems).astype(np.float64)
+        nearby = np.sqrt(of_forces * count) / of_charges * np.square(on_host(spacing))
+        return core.force_of(nearby, count)
+
+
+def _nearby_forces(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
+    """Forces (n_atoms, 3) between charges from the neighbors in these rows."""
+    fixed = system.at_fixed_geometry()._replace(charges=system.charges.detach(), moments=None, widths=None)
+    pairs = PairTerm(coulomb_nearby, reach, rows, system.exclusions)
+    forces = pairs.evaluate(fixed, Derivatives(forces=True)).forces
+    assert forces is not None
+    return forces
+
+
+def _by_plan(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
+    """`_nearby_forces`, by a plan where there is one."""
+    found = None
+    if system.exclusions is None and system.moments is None and not system.has_channels and is_eager():
+
+        def ordinary(atoms: System, _: SumRequest, __: bool) -> torch.Tensor:
+            assert atoms.charges is not None and atoms.cell is not None
+            charges = atoms.charges.unsqueeze(1)
+            here = system._replace(positions=atoms.positions, charges=charges, cell=atoms.cell)
+            return _nearby_forces(here._replace(batch_idx=atoms.batch_idx), rows, reach)
+
+        atoms = System(system.positions, system.charges.squeeze(1), system.cell, system.batch_idx)
+        request = SumRequest(Derivatives(), "atom")
+        found = repeated_sum(ordinary, atoms, rows, request, ("forces nearby", reach), with_gradients=False)
+    if found is None:
+        found = _nearby_forces(system, rows, reach)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _sums_of_squares(vectors: torch.Tensor, system: ChargedSystem) -> np.ndarray:
+    """Sums (n_systems,) in float64 of the squares of vectors (n_atoms, n)."""
+    values = on_host(vectors).astype(np.float64, copy=False)
+    if system.batch_idx is None:
+        return np.dot(values.ravel(), values.ravel()).reshape(1)
+    return np.bincount(on_host(system.batch_idx), (values * values).sum(1), system.n_systems)
+
+
+def _by_sample(forces: torch.Tensor, sample: np.ndarray | None) -> np.ndarray | None:
+    """The sum (1,) of the squares of forces (n_atoms, 3), from those of a sample; None if it is uneven."""
+    if sample is None:
+        return None
+    values = on_host(forces)[sample].astype(np.float64, copy=False)
+    squares = (values * values).sum(1)
+    total, size = squares.sum(keepdims=True), len(sample)
+    variance = np.dot(squares, squares) * size / (total * total) - 1.0  # relative to the square of the mean
+    return total * (len(forces) / size) if variance <= size * UNEVEN * UNEVEN else None
+
+
+# -- samples --------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=16)
+def _sample(n_atoms: int) -> np.ndarray | None:
+    """Atoms that are in the sample, in their order; None if all are taken."""
+    if n_atoms < LEAST_SAMPLED:
+        return None
+    size = max(LEAST_SAMPLE, n_atoms // SAMPLED)
+    number = np.arange(size)
+    # multiples of the golden ratio are evenly distributed at all scales: no period of the order of atoms is met
+    golden = 0.5 * (5.0**0.5 - 1.0)
+    found = ((number + number * golden % 1.0) * (n_atoms / size)).astype(np.int64)
+    found.flags.writeable = False
+    return found
+
+
+def _rows_of(atoms: np.ndarray, rows: Rows, system: ChargedSystem) -> Rows | None:
+    """The rows of these atoms, those of others empty; None if they cannot be had, or the pointers are wrong."""
+    pointers, neighbors, shifts, width, padding, _ = rows
+    tensors = [t for t in (pointers, neighbors, shifts) if t is not None]
+    if not all([layout(t.device.type).reads for t in tensors]) or not is_eager(*tensors):
+        return None
+    n_atoms = system.n_atoms
+    if pointers is None:
+        begin = atoms * width
+        end = begin + width
+    else:
+        ends = on_host(pointers)
+        if ends.shape != (n_atoms + 1,):
+            return None
+        begin, end = ends[atoms], ends[atoms + 1]
+    bounds = np.stack([begin, end], 1).ravel()
+    if bounds[0] < 0 or bounds[-1] > neighbors.shape[0] or (np.diff(bounds) < 0).any():
+        return None
+    counts = np.zeros(n_atoms + 1, np.int32)
+    counts[atoms + 1] = end - begin
+    places = [slice(first, last) for first, last in zip(begin.tolist(), end.tolist())]
+
+    def chosen(values: torch.Tensor) -> torch.Tensor:
+        array = on_host(values)
+        return torch.from_numpy(np.concatenate([array[place] for place in places]))
+
+    listed = torch.from_numpy(np.cumsum(counts, dtype=np.int32))
+    return Rows(listed, chosen(neighbors), None if shifts is None else chosen(shifts), 0, padding, None)
+
+
+# -- crowds ---------------------------------------------------------------------------------------
+
+
+def is_crowded(system: ChargedSystem) -> bool:
+    """Whether an atom has far more neighbors than in a system of even density. Reads values on the host."""
+    n_atoms, batch_idx = system.n_atoms, system.batch_idx
+    if n_atoms == 0:
+        return False
+    coordinates = lattice_of(system.cell.detach(), batch_idx, n_atoms).fractional(system.positions.detach())
+    numbers = torch.zeros(n_atoms, dtype=torch.int64, device=coordinates.device)
+    if batch_idx is not None:
+        numbers += batch_idx
+    # as many boxes as atoms in each system
+    n_boxes = numbers.bincount().double().pow(1.0 / 3.0).round().clamp_min(1.0).index_select(0, numbers).unsqueeze(1)
+    box = (coordinates - coordinates.floor()).nan_to_num().mul(n_boxes).floor().minimum(n_boxes - 1.0).long()
+    keys = torch.cat([numbers.unsqueeze(1), box], 1)
+    _, of_atom, count = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)
+    return float(count.index_select(0, of_atom).double().mean()) > CROWDED
