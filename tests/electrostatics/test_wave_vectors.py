@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from nvalchemiops.interactions.electrostatics.k_vectors import MOST_AT_ONCE
 from nvalchemiops.torch.interactions.electrostatics import (
     ewald_reciprocal_space,
     ewald_summation,
@@ -14,6 +15,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     generate_k_vectors_pme,
     k_vectors_from_miller_indices,
 )
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import points_within
 from tests.comparing import close
 from tests.systems import ALL, batch, by_differences, csr, triclinic
 
@@ -123,6 +125,25 @@ def test_systems_of_a_batch_have_their_own():
         for s, m in zip(systems, lists)
     ]
     close(waves(together, k_vectors=torch.stack(padded)), found)
+
+
+def test_points_of_many_systems_are_those_of_each():
+    """Systems that are looked at together, one that has too many points for that, and one without a lattice."""
+    generator = torch.Generator().manual_seed(3)
+    cell = 6.0 * torch.eye(3).double() + torch.randn(40, 3, 3, generator=generator, dtype=torch.float64)
+    lengths = 2.0 + torch.rand(40, generator=generator, dtype=torch.float64)
+    lengths[7], cell[11] = 30.0, 0.2 * torch.eye(3)
+    for nothing in (False, True):
+        if nothing:
+            cell[20, 0] = 0.0
+        points, begin, system, weights = points_within(cell, lengths)
+        assert begin[0] == 0 and begin[-1] == len(points) and begin.diff().max() > MOST_AT_ONCE
+        assert begin[12] - begin[11] == 1 and (begin[21] - begin[20] == 1) == nothing
+        for number, (h, k) in enumerate(zip(cell, lengths)):
+            here = slice(begin[number], begin[number + 1])
+            alone, _, _, weights_alone = points_within(h[None], k[None])
+            assert torch.equal(points[here], alone) and torch.equal(weights[here], weights_alone)
+            assert not points[here][0].any() and (system[here] == number).all()
 
 
 # -- gradients, when they were made for another cell ----------------------------------------------

@@ -10,6 +10,9 @@ import numpy as np
 MOST_VECTORS = 1e8
 """More than this is a mistake in the arguments rather than a system; the sum would take hours."""
 
+MOST_AT_ONCE = 2**13
+"""Points that are looked at together, of several systems: as many as stay in a cache."""
+
 _SIGNS = np.array([[1, 1, 1], [1, 1, -1], [1, -1, 1], [1, -1, -1]])
 
 
@@ -28,27 +31,61 @@ def half_box(bound: tuple[int, int, int]) -> np.ndarray:
     return grid[leading > 0]
 
 
-def points_within(cell: np.ndarray, k_cutoff: float) -> tuple[np.ndarray, np.ndarray]:
-    """Points (n, 3) of k-vectors with |k| <= k_cutoff, the origin first, and their weights (n, 4)."""
-    expected = abs(np.linalg.det(cell)) * k_cutoff**3 / (12.0 * np.pi**2)
+def points_within(cell: np.ndarray, k_cutoff: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Points (n, 3) of k-vectors of cells (n_systems, 3, 3) up to lengths (n_systems,), the origin of each first.
+
+    With their weights (n, 4), and where the points of each system begin (n_systems + 1,).
+    """
+    expected = np.max(np.abs(np.linalg.det(cell)) * k_cutoff**3, initial=0.0) / (12.0 * np.pi**2)
     if not expected <= MOST_VECTORS:
         raise ValueError(
             f"about {expected:.1e} k-vectors would be needed: give a longer neighbor list or its `cutoff`, a "
             "smaller `alpha` or `k_cutoff`, or a lower `accuracy`"
         )
-    n_x, n_y, n_z = bounds(cell[None], np.array([k_cutoff]))[0]
-    grid = np.stack(np.meshgrid(np.arange(n_x + 1), np.arange(n_y + 1), np.arange(n_z + 1), indexing="ij"), axis=-1)
-    points = grid.reshape(-1, 3)
     inverse = np.linalg.inv(cell)
-    metric = (2.0 * np.pi) ** 2 * inverse.T @ inverse
-    xx, yy, zz = np.moveaxis(points.astype(np.float64) ** 2, 1, 0)
-    xy, xz, yz = (points[:, a].astype(np.float64) * points[:, b] for a, b in ((0, 1), (0, 2), (1, 2)))
-    same = metric[0, 0] * xx + metric[1, 1] * yy + metric[2, 2] * zz
-    mixed = [s[1] * metric[0, 1] * xy + s[2] * metric[0, 2] * xz + s[1] * s[2] * metric[1, 2] * yz for s in _SIGNS]
-    inside = same[:, None] + 2.0 * np.stack(mixed, axis=1) <= k_cutoff**2 * (1.0 + 1e-12)
-    weights = _multiplicity(points) * inside
+    metric = (2.0 * np.pi) ** 2 * inverse.transpose(0, 2, 1) @ inverse
+    squared = k_cutoff**2 * (1.0 + 1e-12)
+    sizes = bounds(cell, k_cutoff) + 1
+    ends = sizes.prod(1).cumsum()
+    parts, first = [], 0
+    while first < len(sizes):
+        before = ends[first - 1] if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + MOST_AT_ONCE, side="right")))
+        parts.append(_points_in_boxes(sizes[first:last], metric[first:last], squared[first:last]))
+        first = last
+    points, weights, counts = (np.concatenate(each) for each in zip(*parts))
+    return points, weights, np.concatenate([[0], counts.cumsum()])
+
+
+def _points_in_boxes(
+    sizes: np.ndarray, metric: np.ndarray, squared: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Points (n, 3) of vectors with Miller indices below ``sizes`` (n_systems, 3) and squares up to ``squared``.
+
+    With their weights (n, 4), and how many there are of each system.
+    """
+    in_box = sizes.prod(1)
+
+    def of_point(values: np.ndarray) -> np.ndarray:
+        """The value of its system for each point of the boxes."""
+        return values if len(values) == 1 else np.repeat(values, in_box)
+
+    if len(sizes) == 1:
+        points = np.indices(sizes[0], dtype=np.int32).reshape(3, -1)
+    else:
+        place = np.arange(in_box.sum(), dtype=np.int32) - of_point((in_box.cumsum() - in_box).astype(np.int32))
+        _, n_y, n_z = (of_point(sizes[:, axis].astype(np.int32)) for axis in range(3))
+        line, z = np.divmod(place, n_z)
+        points = np.stack([*np.divmod(line, n_y), z])
+    x, y, z = points.astype(np.float64)
+    xx, yy, zz, xy, xz, yz = (of_point(metric[:, a, b]) for a, b in ((0, 0), (1, 1), (2, 2), (0, 1), (0, 2), (1, 2)))
+    same = xx * (x * x) + yy * (y * y) + zz * (z * z)
+    xy, xz, yz, squared = xy * (x * y), xz * (x * z), yz * (y * z), of_point(squared)
+    inside = [same + 2.0 * (s[1] * xy + s[2] * xz + s[1] * s[2] * yz) <= squared for s in _SIGNS]
+    weights = _multiplicity(points.T) * np.stack(inside, axis=1)
     used = weights.any(axis=1)
-    return points[used].astype(np.int32), weights[used]
+    counts = np.add.reduceat(used, in_box.cumsum() - in_box, dtype=np.int64)
+    return np.ascontiguousarray(points.T[used]), weights[used], counts
 
 
 def points_of_indices(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -108,9 +108,12 @@ def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
     Only the origin for a system whose cell is singular or whose length is not positive: its results are NaN.
     """
     lattice = on_host(cell).astype(np.float64)
-    lengths = on_host(k_cutoff).astype(np.float64)
     # longer ones have too many vectors, whose number must not overflow before it is checked
-    return _joined([_within(c.tobytes(), min(float(k), 1e60)) for c, k in zip(lattice, lengths)], cell.device)
+    lengths = on_host(k_cutoff).astype(np.float64).clip(None, 1e60)
+    if len(lengths) > 1 and _are_known(lattice, lengths):
+        points, weights, begin = core.points_within(lattice, lengths)
+        return _as_tensors(points, weights, begin, cell.device)
+    return _joined([_within(c.tobytes(), float(k)) for c, k in zip(lattice, lengths)], cell.device)
 
 
 @warp_custom_op("nvalchemiops::points_of_indices", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
@@ -134,16 +137,22 @@ def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.devic
     return WaveVectors(points.repeat(n_systems, 1), systems * n_points, of_point, weights.repeat(n_systems, 1))
 
 
+def _are_known(lattice: np.ndarray, lengths: np.ndarray) -> bool:
+    """Whether all cells have an inverse, and all lengths are positive."""
+    try:
+        dual_vectors(lattice, np.ones(lattice.shape[:2], dtype=bool))
+    except ValueError:
+        return False
+    return bool((lengths > 0.0).all())
+
+
 @functools.lru_cache(maxsize=256)
 @eager
 def _within(cell: bytes, k_cutoff: float) -> tuple[np.ndarray, np.ndarray]:
-    lattice = np.frombuffer(cell).reshape(3, 3)
-    try:
-        dual_vectors(lattice[None], np.ones((1, 3), dtype=bool))
-        known = k_cutoff > 0.0
-    except ValueError:
-        known = False
-    return core.points_within(lattice, k_cutoff) if known else core.points_of_indices(np.zeros((0, 3), dtype=np.int64))
+    lattice, length = np.frombuffer(cell).reshape(1, 3, 3), np.array([k_cutoff])
+    if _are_known(lattice, length):
+        return core.points_within(lattice, length)[:2]
+    return core.points_of_indices(np.zeros((0, 3), dtype=np.int64))
 
 
 @functools.lru_cache(maxsize=64)
@@ -153,12 +162,19 @@ def _of_indices(indices: bytes) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _joined(lists: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[torch.Tensor, ...]:
-    sizes = np.array([points.shape[0] for points, _ in lists])
-    begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-    system = np.repeat(np.arange(len(lists), dtype=np.int32), sizes)
     points = np.concatenate([np.zeros((0, 3), dtype=np.int32), *(points for points, _ in lists)])
     weights = np.concatenate([np.zeros((0, 4)), *(weights for _, weights in lists)])
-    return tuple(torch.from_numpy(values).to(device) for values in (points, begin, system, weights))
+    begin = np.concatenate([[0], np.cumsum([points.shape[0] for points, _ in lists])])
+    return _as_tensors(points, weights, begin, device)
+
+
+def _as_tensors(
+    points: np.ndarray, weights: np.ndarray, begin: np.ndarray, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """The results of the ops, in their order."""
+    system = np.repeat(np.arange(len(begin) - 1, dtype=np.int32), np.diff(begin).astype(np.int64))
+    values = points, begin.astype(np.int32), system, weights
+    return tuple(torch.from_numpy(value).to(device) for value in values)
 
 
 # -- public: lists of k-vectors -------------------------------------------------------------------
