@@ -1,4 +1,4 @@
-"""Cases for several ranks: the division, interactions, modules, ASE, mistakes. See `ranks.py`."""
+"""Cases for several ranks: the division, interactions, modules, ASE. See `ranks.py`."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from nvalchemiops.interactions.pair.potentials import DSF
 from nvalchemiops.launch import NotDifferentiableError
-from nvalchemiops.torch.distributed import Domain, OtherRankError, collectives
+from nvalchemiops.torch.distributed import Domain, collectives
 from nvalchemiops.torch.distributed.transform import division_of, window_spectrum, window_values
 from nvalchemiops.torch.interactions.dispersion import DFTD3, d3_dispersion, damping_parameters
 from nvalchemiops.torch.interactions.electrostatics import (
@@ -136,7 +136,7 @@ def sums_over_pairs_need_no_rows_of_ghosts(group: Any) -> None:
     x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
     options = {"cutoff": CUTOFF, "k_cutoff": 1.0, "compute_forces": True, "compute_virial": True, "domain": domain}
     without = ewald_summation(x, q, atoms.cell, 0.4, **options)
-    found = domain._owned_rows(x, CUTOFF)
+    found = domain._checked_rows(x, CUTOFF)
     assert domain.n_ghosts and found.alone.pointers is not None
     assert found.alone.pointers.diff()[domain.n_owned :].count_nonzero() == 0
     assert found._of_both is None
@@ -666,50 +666,3 @@ def a_calculator_on_ranks(group: Any) -> None:
         assert dist.get_rank(group) == 0
     else:
         assert dist.get_rank(group) > 0
-
-
-# -- mistakes -------------------------------------------------------------------------------------
-
-
-@case(3)
-def mistakes_of_one_rank_are_told_to_all(group: Any) -> None:
-    atoms, rank = Atoms(n=4), dist.get_rank(group)
-    mine = atoms.mine(group)
-    x, q = atoms.positions[mine], atoms.charges[mine]
-    here = rank == 0
-
-    def raises(call: Callable[[], Any], text: str) -> None:
-        try:
-            call()
-        except ValueError as error:
-            assert here and text in str(error), error
-        except OtherRankError as error:
-            assert not here and "rank 0" in str(error) and text in str(error), error
-        else:
-            raise AssertionError(text)
-
-    raises(lambda: Domain(x[:, :2] if here else x, atoms.cell, cutoff=3.0, group=group), "`positions`")
-    raises(lambda: Domain(x * float("nan") if here else x, atoms.cell, cutoff=3.0, group=group), "NaN")
-    domain = Domain(x, atoms.cell, cutoff=3.0, group=group)
-    own, charges = domain.distribute(x), domain.distribute(q)
-    for call in (
-        lambda y, c: ewald_summation(y, c, atoms.cell, 0.7, k_cutoff=2.0, domain=domain),
-        lambda y, c: dsf_coulomb(y, c, 3.0, 0.2, atoms.cell, domain=domain),
-    ):
-        fewer = slice(int(here), None)
-        raises(functools.partial(call, own, charges[fewer]), "`charges`")
-        raises(functools.partial(call, own[fewer], charges[fewer]), "`positions`")
-    # and then normal work
-    assert_equal(
-        domain.gather(PAIRS_OF_CHARGES(own, atoms.cell, q=charges, domain=domain)),
-        PAIRS_OF_CHARGES(atoms.positions, atoms.cell, q=atoms.charges)[mine],
-        "afterwards",
-    )
-    try:
-        Domain(x, atoms.cell * (1.0 + 0.1 * here), cutoff=3.0, group=group)
-    except ValueError as error:
-        assert "rank" in str(error)
-    else:
-        raise AssertionError("cells that differ are an error on all ranks")
-    system = System(own, charges, atoms.cell, domain=domain)
-    assert system.domain is domain

@@ -1,7 +1,8 @@
-"""Communication between ranks by torch.distributed, and errors of one rank that end the others, too.
+"""Communication between ranks by torch.distributed.
 
-A rank that cannot go on must not leave the others to wait. What it raises they learn by `together`. A rank that is
-gone, or does not come within the timeout of the group (an argument of ``init_process_group``), is named.
+A rank that cannot go on must not leave the others to wait. What it raises they learn by
+`nvalchemiops.torch.distributed.agreement`. A rank that is gone, or does not come within the timeout of the group (an
+argument of ``init_process_group``), is named.
 """
 
 import contextlib
@@ -67,29 +68,9 @@ def swap_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int],
     return rows
 
 
-def tell(text: str | None, group: Any) -> list[str | None]:
+def tell(what: Any, group: Any) -> list[Any]:
     """What each rank has to say, on all ranks."""
-    told: list[str | None] = [None] * dist.get_world_size(group)
+    told: list[Any] = [None] * dist.get_world_size(group)
     with _named(group):
-        dist.all_gather_object(told, text, group=group)
+        dist.all_gather_object(told, what, group=group)
     return told
-
-
-@contextlib.contextmanager
-def together(group: Any, device: torch.device) -> Iterator[None]:
-    """A part of a collective call in which a rank may raise; then all do. No communication inside.
-
-    The rank with the error raises it, the others an `OtherRankError` with its number and message.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    if not int(maximum(torch.tensor([error is not None], dtype=torch.int32, device=device), group)):
-        return
-    told = tell(None if error is None else f"{type(error).__name__}: {error}", group)
-    if error is not None:
-        raise error
-    rank, text = next((rank, text) for rank, text in enumerate(told) if text is not None)
-    raise OtherRankError(f"rank {dist.get_global_rank(group, rank)} could not go on: {text}")

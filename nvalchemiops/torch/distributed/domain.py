@@ -7,9 +7,10 @@ owner until the domain is made anew.
 Source of the method: S. Plimpton, J. Comput. Phys. 117, 1 (1995), doi:10.1006/jcph.1995.1039.
 """
 
+import contextlib
 import copy
-import hashlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.distributed.agreement import Agreement, described, kind_of, of_atoms, together
 from nvalchemiops.torch.distributed.bricks import Frames, Grid, make_bricks
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
-from nvalchemiops.torch.distributed.communication import add, maximum, tell, together
+from nvalchemiops.torch.distributed.communication import add, maximum
 from nvalchemiops.torch.distributed.exchange import Exchange, inverse
 from nvalchemiops.torch.distributed.neighbors import OwnedRows, sorted_numbers
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
@@ -92,7 +94,8 @@ class Domain:
         self._options: dict[str, Any] = {"cutoff": cutoff, "skin": skin, "group": group, "grid": grid}
         for name, value in (("cell", cell), ("pbc", pbc)):
             self._options[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        with self._together():
+        self._agreement: Agreement | None = None
+        with together(self.group, self.device) as agreement:
             checks.check_positions(positions)
             self.cutoff = checks.check_positive("cutoff", cutoff)
             self.skin = float(skin)
@@ -103,10 +106,11 @@ class Domain:
             found = 1 if batch_idx is None else int(batch_idx.max()) + 1 if batch_idx.numel() else 0
             if batch_idx is not None and batch_idx.numel() and int(batch_idx.min()) < 0:
                 raise ValueError("`batch_idx` must hold numbers from 0 on")
-        self.n_systems = self._agree_on_systems(n_systems, num_systems, found, batch_idx is not None)
+            agreement.largest = [n_systems or 0, num_systems or 0, found, batch_idx is not None]
+        self.n_systems = self._agreed_systems(*map(int, agreement.largest))
         self.reach = self.cutoff + self.skin
         self._options["num_systems"] = self.n_systems if self.is_batch else None
-        with self._together():
+        with together(self.group, self.device) as agreement:
             if grid is not None and (len(grid) != 3 or math.prod(grid) != self.n_ranks):
                 raise ValueError(f"`grid` = {grid} must be for as many bricks as there are ranks, {self.n_ranks}")
             if found > self.n_systems:
@@ -116,7 +120,8 @@ class Domain:
                 periodic[:] = True if pbc is None else pbc.cpu().numpy()
                 lattice = np.broadcast_to(lattice, (self.n_systems, 3, 3))
             self._frames = Frames.of(lattice, periodic)
-        self._check_same(lattice, grid, positions.dtype)
+            agreement.must_be_same(cell=lattice, pbc=periodic, cutoff=self.cutoff, skin=self.skin)
+            agreement.must_be_same(grid=None if grid is None else tuple(grid), positions=positions.dtype)
         self.pbc = torch.as_tensor(periodic, device=self.device)
         self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
         here = None
@@ -127,35 +132,34 @@ class Domain:
 
     # -- making it --------------------------------------------------------------------------------
 
-    def _together(self) -> Any:
-        """As `nvalchemiops.torch.distributed.communication.together`, for the ranks of this domain."""
-        return together(self.group, self.device)
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[Agreement]:
+        """A part of a collective call in which this rank may raise; see `agreement.together`.
 
-    def _agree_on_systems(self, by_shapes: int | None, given: int | None, found: int, several: bool) -> int:
+        Inside of another one it is a part of that, without a message of its own. At the end all ranks raise if atoms on
+        one of them have moved too far.
+        """
+        if self._agreement is not None:
+            yield self._agreement
+            return
+        try:
+            with together(self.group, self.device) as agreement:
+                self._agreement = agreement
+                yield agreement
+        finally:
+            self._agreement = None
+        moved = agreement.largest[0]
+        if not 2.0 * moved <= self.skin:
+            raise ValueError(
+                f"atoms have moved by {moved:g}, more than half of the skin of the `domain`, {self.skin}: make it anew"
+            )
+
+    def _agreed_systems(self, of_shapes: int, of_caller: int, of_atoms: int, is_batch: int) -> int:
         """The number of systems, from the cell, the caller or the numbers on all ranks."""
-        counts = torch.tensor([by_shapes or 0, given or 0, found, int(several)], device=self.device)
-        maximum(counts, self.group)
-        of_shapes, of_caller, of_atoms, is_batch = counts.tolist()
         self.is_batch = bool(is_batch)
         if of_caller:
             return of_caller
         return of_shapes if of_shapes > 1 or not is_batch else max(of_shapes, of_atoms)
-
-    def _check_same(self, lattice: np.ndarray | None, *others: Any) -> None:
-        """Raise unless all ranks have the same cell, periodicity, distances and others."""
-        parts = [
-            b"" if lattice is None else lattice.tobytes(),
-            self._frames.pbc.tobytes(),
-            repr((self.cutoff, self.skin, *others)).encode(),
-        ]
-        digest = hashlib.sha256(b"|".join(parts))
-        words = torch.tensor(np.frombuffer(digest.digest(), dtype=np.int64), device=self.device)
-        most = maximum(torch.stack([words, ~words]), self.group)  # ~ turns the order round
-        if torch.equal(most[0], ~most[1]):
-            return
-        told = tell(digest.hexdigest(), self.group)
-        rank = next(r for r, text in enumerate(told) if text != told[0])
-        raise ValueError(f"`cell`, `pbc`, `cutoff`, `skin`, `grid` or the dtype of rank {rank} are not those of rank 0")
 
     def _divide(self, positions: torch.Tensor, batch_idx: torch.Tensor | None, grid: Grid | None) -> None:
         numbers = self._numbers(positions.shape[0])
@@ -180,13 +184,14 @@ class Domain:
         found = found.index_select(0, place)
         self.global_index = found[:, 3].long()
         self.batch_idx = None if systems is None else systems.index_select(0, place)
-        self._reference = found[:, :3].to(positions.dtype).contiguous()
         inside, self._cells = self.bricks.wrapped(here.index_select(0, place), self.batch_idx)
         seen = self.bricks.seen_by(inside, self.batch_idx, self.reach)
         seen[self.rank] = seen[self.rank][:0]
         self._halo = Exchange.plan(self.group, seen)
         self.n_ghosts = self._halo.n_received
-        self.batch_idx_with_ghosts = None if self.batch_idx is None else self.with_ghosts(self.batch_idx)
+        known = self.with_ghosts(found)
+        self._known_positions, self._known_numbers = known[:, :3].to(positions.dtype).contiguous(), known[:, 3].long()
+        self.batch_idx_with_ghosts = None if self.batch_idx is None else known[:, 4].int()
         self._rows: dict[float, OwnedRows] = {}
         self.kept: dict[Any, Any] = {}
 
@@ -219,15 +224,18 @@ class Domain:
         positions, *values : tensors
             Of the atoms that this rank owns now.
         """
-        with self._together():
+        with together(self.group, self.device) as agreement:
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
                 if value.shape[:1] != (self.n_owned,):
                     raise ValueError(f"`{name}` must have {self.n_owned} rows, got shape {tuple(value.shape)}")
-        if 2.0 * self.displacement(positions) <= self.skin:
+                agreement.same[f"`{name}`"] = of_atoms(value)
+            agreement.largest[0] = self._moved(positions)
+        if 2.0 * agreement.largest[0] <= self.skin:
             return self, positions, *values
         new = Domain(positions, batch_idx=self.batch_idx, **self._options)
         moved = [new.distribute(value) for value in (positions, *values)]
         new.global_index = new.distribute(self.global_index)
+        new._known_numbers = new.with_ghosts(new.global_index)
         new._first_held, new._n_held = self._first_held, self._n_held
         new._to_owners = new._from_holders()
         return new, *moved
@@ -238,11 +246,11 @@ class Domain:
             other = copy.copy(self)
             other.cell = None if self.cell is None else self.cell / length
             other.cutoff, other.skin, other.reach = self.cutoff / length, self.skin / length, self.reach / length
-            other._reference = self._reference / length
+            other._known_positions = self._known_positions / length
             other._frames = self._frames._replace(vectors=self._frames.vectors / length)
             other.bricks = self.bricks._replace(frames=other._frames)
             other._options = {}  # it is not made anew
-            other._rows, other.kept = {}, {}
+            other._rows, other.kept, other._agreement = {}, {}, None
             self.kept["units", length] = other
         return self.kept["units", length]
 
@@ -385,7 +393,7 @@ class Domain:
         pairs : (2, n_pairs) int tensor
             Numbers among the atoms of all ranks.
         """
-        known, place = torch.sort(self.with_ghosts(self.global_index))
+        known, place = torch.sort(self._known_numbers)
         at = torch.searchsorted(known, pairs.long()).clamp_(max=max(len(known) - 1, 0))
         here = known[at] == pairs if len(known) else torch.zeros_like(pairs, dtype=torch.bool)
         found = place[at] if len(known) else pairs
@@ -406,7 +414,7 @@ class Domain:
     # -- neighbors --------------------------------------------------------------------------------
 
     def _check(self, atoms: System) -> None:
-        """Raise unless these are the atoms that this rank owns, in the cells of this domain."""
+        """Raise unless these are the atoms that this rank owns, in the cells of this domain. A part of `_together`."""
         checks.check_positions(atoms.positions, finite=False)
         if atoms.positions.shape[0] != self.n_owned:
             raise ValueError(
@@ -420,6 +428,12 @@ class Domain:
             raise ValueError("`cell` must be that of the `domain`")
         if lattice is not None and self.cell is not None and not torch.equal(lattice.expand_as(self.cell), self.cell):
             raise ValueError("`cell` has changed since the `domain` was made: make it anew")
+        assert self._agreement is not None
+        self._agreement.largest[0] = self._moved(atoms.positions)
+        same = self._agreement.same
+        for name in ("positions", "charges", "numbers", "dipoles", "quadrupoles", "widths"):
+            same[f"`{name}`"] = of_atoms(getattr(atoms, name))
+        same["`pbc`"], same["`cell`"] = described(atoms.pbc), "None" if atoms.cell is None else kind_of(atoms.cell)
 
     def _alone(self, atoms: System) -> System:
         """The atoms as a system that knows nothing of other ranks, for a sum that is periodic along all axes."""
@@ -431,12 +445,14 @@ class Domain:
         return atoms._replace(batch_idx=self.batch_idx, domain=None)
 
     def _splitting(self, alpha: Any, cutoff: float | None, neighbors: GivenNeighbors) -> tuple[Any, float]:
-        """Alpha, a tensor of which has complete gradients, and the cutoff of an Ewald sum."""
-        with self._together():
+        """Alpha, a tensor of which has complete gradients, and the cutoff of an Ewald sum, for which there are rows."""
+        with self._together() as agreement:
             if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
                 raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
-        alpha = self.replicated(alpha) if isinstance(alpha, torch.Tensor) else alpha
-        return alpha, self.cutoff if cutoff is None else cutoff
+            cutoff = self.cutoff if cutoff is None else cutoff
+            agreement.must_be_same(alpha=alpha, cutoff=cutoff)
+            self._owned_rows(cutoff)
+        return self.replicated(alpha) if isinstance(alpha, torch.Tensor) else alpha, cutoff
 
     def _agreed(self, weights: torch.Tensor | None, batch_idx: torch.Tensor | None) -> torch.Tensor | None:
         """Weights (n_systems,) of the atoms of this rank, if they are the same on all; otherwise None."""
@@ -466,11 +482,15 @@ class Domain:
         float
             Infinite if a position is NaN.
         """
-        x, y, z = (positions.detach() - self._reference).double().square_().unbind(1)
+        most = torch.tensor(self._moved(positions), dtype=torch.float64, device=self.device)
+        return float(maximum(most, self.group))
+
+    def _moved(self, positions: torch.Tensor) -> float:
+        """The largest displacement of an atom of this rank since the domain was made; infinite if one is NaN."""
+        reference = self._known_positions[: self.n_owned]
+        x, y, z = (positions.detach() - reference).double().square_().unbind(1)
         # a sum along rows of three takes four times as long
-        most = (x + y + z).amax().nan_to_num(nan=torch.inf) if len(x) else x.new_zeros(())
-        maximum(most, self.group)
-        return math.sqrt(float(most))
+        return math.sqrt(float((x + y + z).amax().nan_to_num(nan=torch.inf))) if len(x) else 0.0
 
     def neighbors(self, positions: torch.Tensor, cutoff: float) -> Rows:
         """Neighbors of owned atoms among all, and of ghosts among owned atoms, as far as ``cutoff`` and the skin.
@@ -493,33 +513,34 @@ class Domain:
         ValueError
             Atoms have moved by more than half of the skin, or the cutoff is longer than that of the domain.
         """
-        return self._owned_rows(positions, cutoff).of_both()
+        return self._checked_rows(positions, cutoff).of_both()
 
-    def _owned_rows(self, positions: torch.Tensor, cutoff: float) -> OwnedRows:
+    def _checked_rows(self, positions: torch.Tensor, cutoff: float) -> OwnedRows:
         """What `neighbors` makes its rows of. A collective call."""
-        moved = self.displacement(positions)
+        with self._together() as agreement:
+            agreement.must_be_same(cutoff=cutoff)
+            agreement.largest[0] = self._moved(positions)
+            return self._owned_rows(cutoff)
+
+    def _owned_rows(self, cutoff: float) -> OwnedRows:
+        """The same for positions that are checked; a part of `_together` where the rows are not there yet."""
         if cutoff > self.cutoff:
             raise ValueError(f"`cutoff` = {cutoff} is beyond that of the `domain`, {self.cutoff}")
-        if not 2.0 * moved <= self.skin:
-            raise ValueError(
-                f"atoms have moved by {moved:g}, more than half of the skin of the `domain`, {self.skin}: make it anew"
-            )
         if cutoff not in self._rows:
+            assert self._agreement is not None, "a search may fail on one rank only"
             self._rows[cutoff] = self._search(cutoff + self.skin)
         return self._rows[cutoff]
 
     def _search(self, cutoff: float) -> OwnedRows:
-        n, system = self.n_owned, self.batch_idx_with_ghosts
-        everywhere = self.with_ghosts(self._reference)
+        n, system, everywhere = self.n_owned, self.batch_idx_with_ghosts, self._known_positions
         targets = torch.arange(n, device=self.device, dtype=torch.int32)
         order = None
         if system is not None:
             system, order = torch.sort(system, stable=True)
             everywhere = everywhere.index_select(0, order)
             targets = inverse(order)[:n].int()
-        with self._together():
-            search = Search(everywhere, cutoff, self.cell, self.pbc, system, None, targets)
-            return OwnedRows(search, order, self._halo.rows)
+        search = Search(everywhere, cutoff, self.cell, self.pbc, system, None, targets)
+        return OwnedRows(search, order, self._halo.rows)
 
     def _list_of(self, rows: Rows) -> OwnedRows | None:
         """The list of which these are the rows of owned atoms, if it is one of this domain."""

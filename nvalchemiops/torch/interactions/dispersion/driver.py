@@ -17,7 +17,7 @@ from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_share, three_body_sum
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, sum_pairs
-from nvalchemiops.torch.interactions.pair.shares import together
+from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
@@ -99,25 +99,36 @@ def dispersion_sum(
     with together(domain):
         checks.check_positions(positions, finite=False)
         checks.check_index("numbers", numbers, positions, (positions.shape[0],))
-    assert numbers is not None
+        assert numbers is not None
+        if domain is not None:
+            must_be_same(domain, settings=settings, request=request, parameters=type(parameters).__name__)
+            if bool((numbers <= 0).any()):
+                raise ValueError("`numbers`: with a `domain` there is no padding")
+    elements = None
     if domain is not None:
-        parameters, settings = _of_all_ranks(domain, parameters, numbers, settings)
+        settings = _of_all_ranks(domain, settings)
+        if isinstance(parameters, D3Parameters):
+            elements = domain._union(numbers, parameters.rcov.shape[0])
     with together(domain):
+        if elements is not None:
+            assert isinstance(parameters, D3Parameters)
+            parameters = parameters.states(elements or parameters.elements[:1], numbers.device)
         atoms = _look_up(parameters, numbers)
         if domain is not None and atoms.states.pair_c6 is not None:
             raise ValueError("`parameters`: with a `domain` the tables must factorise, as published ones do")
-    dtype = positions.dtype
-    is_padding = numbers == 0
-    has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
-    if has_padding:
-        structure = structure._replace(positions=torch.where(is_padding.unsqueeze(1), 0.0, positions))
-    # damping parameters may differ between systems
-    apart = request.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
-    # ranks see no farther than they must
-    cutoffs = [reach.cutoff for reach in (ranges if domain is None or settings.has_triples else ranges[:2])]
-    farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
-    by_system, absent = apart or request.by_system, is_padding if has_padding else None
-    system = pair_system(structure, given, num_systems, cutoff=farthest, by_system=by_system, is_padding=absent)
+        dtype = positions.dtype
+        is_padding = numbers == 0
+        has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
+        if has_padding:
+            structure = structure._replace(positions=torch.where(is_padding.unsqueeze(1), 0.0, positions))
+        # damping parameters may differ between systems
+        several = any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
+        apart = request.virial or several
+        # ranks see no farther than they must
+        cutoffs = [reach.cutoff for reach in (ranges if domain is None or settings.has_triples else ranges[:2])]
+        farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
+        by_system, absent = apart or request.by_system, is_padding if has_padding else None
+        system = pair_system(structure, given, num_systems, cutoff=farthest, by_system=by_system, is_padding=absent)
     pairs = system
     # atoms of different systems are no neighbors: without cells, sums over pairs need not know systems
     if system.cell is None and not apart:
@@ -148,23 +159,14 @@ def dispersion_sum(
     return tuple(results)
 
 
-def _of_all_ranks(
-    domain: Domain, parameters: D3Parameters | ReferenceStates, numbers: torch.Tensor, settings: Settings
-) -> tuple[D3Parameters | ReferenceStates, Settings]:
-    """Reference states of the elements that occur on any rank, and damping parameters with complete gradients."""
-    with domain._together():
-        if bool((numbers <= 0).any()):
-            raise ValueError("`numbers`: with a `domain` there is no padding")
-    if isinstance(parameters, D3Parameters):
-        found = domain._union(numbers, parameters.rcov.shape[0])
-        with domain._together():
-            parameters = parameters.states(found or parameters.elements[:1], numbers.device)
+def _of_all_ranks(domain: Domain, settings: Settings) -> Settings:
+    """Damping parameters with complete gradients."""
     values = {
         name: domain.replicated(value) if isinstance(value, torch.Tensor) else value
         for name, value in settings.damping._asdict().items()
     }
     s9 = domain.replicated(settings.s9) if isinstance(settings.s9, torch.Tensor) else settings.s9
-    return parameters, settings._replace(damping=settings.damping._replace(**values), s9=s9)
+    return settings._replace(damping=settings.damping._replace(**values), s9=s9)
 
 
 class AtCounts(NamedTuple):

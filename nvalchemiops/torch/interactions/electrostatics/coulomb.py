@@ -13,7 +13,13 @@ from nvalchemiops.torch.interactions.electrostatics.system import check_charges
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
 from nvalchemiops.torch.interactions.pair.moments import sum_moments
 from nvalchemiops.torch.interactions.pair.parameters import parameter_arrays
-from nvalchemiops.torch.interactions.pair.shares import complete, of_all_atoms, parameters_of_share, together
+from nvalchemiops.torch.interactions.pair.shares import (
+    complete,
+    must_be_same,
+    of_all_atoms,
+    parameters_of_share,
+    together,
+)
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime.context import may_read, on_host
@@ -166,19 +172,19 @@ def _sum(
     num_systems: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Sum a formula of charges ``q`` and, optionally, damping ``alpha``."""
-    with together(atoms.domain):
+    domain = atoms.domain
+    with together(domain):
         checks.check_positions(atoms.positions, finite=False)
-        if atoms.domain is not None:
-            atoms.domain._check(atoms)
         check_charges(atoms.charges, atoms.positions)
-    cutoff, alpha = checks.check_positive("cutoff", cutoff), _damping(alpha)
-    parameters = {"q": atoms.charges} | ({"alpha": alpha} if formula.global_parameters else {})
-    if atoms.domain is not None:
-        parameters = parameters_of_share(formula, parameters, atoms.domain)
-    by_system = request.by_system or formula.global_parameters != ()
-    system = pair_system(atoms, given, num_systems, cutoff=cutoff, by_system=by_system)
+        cutoff, alpha = checks.check_positive("cutoff", cutoff), _damping(alpha)
+        parameters = {"q": atoms.charges} | ({"alpha": alpha} if formula.global_parameters else {})
+        by_system = request.by_system or formula.global_parameters != ()
+        system = pair_system(atoms, given, num_systems, cutoff=cutoff, by_system=by_system)
+        if domain is not None:
+            must_be_same(domain, request=request)
+            parameters = parameters_of_share(formula, parameters, domain)
     results = sum_pairs(formula, system, parameters, request, cutoff=cutoff)
-    return results if atoms.domain is None else complete(formula, results, request, atoms.domain)
+    return results if domain is None else complete(formula, results, request, domain)
 
 
 def _moments(
@@ -186,22 +192,21 @@ def _moments(
 ) -> tuple[torch.Tensor, ...]:
     """Energies, and forces if requested, of moments, Gaussians or several charges; without ``alpha`` bare."""
     domain = atoms.domain
-    cutoff, alpha = checks.check_positive("cutoff", cutoff), None if alpha is None else _damping(alpha)
     with together(domain):
+        cutoff, alpha = checks.check_positive("cutoff", cutoff), None if alpha is None else _damping(alpha)
         checks.check_positions(atoms.positions, finite=False)
-        if domain is not None:
-            domain._check(atoms)
         charges: Any = atoms.charges
         check_charges(charges, atoms.positions, channels=True)
         given_widths = of_all_atoms(domain, atoms.widths)
         moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, given_widths, atoms.positions)
-    system = pair_system(atoms, given, cutoff=cutoff, by_system=alpha is not None)
-    kind = potentials.moment_interaction if alpha is None else potentials.moment_short_range
-    formula = kind(widths is not None)
-    parameters: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
-    parameters |= {} if widths is None else {"s": widths}
-    if domain is not None:
-        parameters = parameters_of_share(formula, parameters, domain)
+        system = pair_system(atoms, given, cutoff=cutoff, by_system=alpha is not None)
+        kind = potentials.moment_interaction if alpha is None else potentials.moment_short_range
+        formula = kind(widths is not None)
+        parameters: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
+        parameters |= {} if widths is None else {"s": widths}
+        if domain is not None:
+            must_be_same(domain, request=request)
+            parameters = parameters_of_share(formula, parameters, domain)
     of_atoms, of_systems, _, _ = parameter_arrays(formula, parameters, system.positions, None, system.n_systems)
     found = sum_moments(formula, system, moments, of_atoms, of_systems, forces=request.forces, cutoff=cutoff)
     energies = found.energies if charges.ndim == 2 else found.energies.squeeze(1)

@@ -42,7 +42,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import excl
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import BackgroundTerm, SelfTerm, SurfaceTerm
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import MomentPairTerm, PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
-from nvalchemiops.torch.interactions.pair.shares import together
+from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
 from nvalchemiops.torch.runtime.context import is_eager, may_read
 from nvalchemiops.torch.systems import System
@@ -141,6 +141,17 @@ def check_sum(
     options: SumOptions,
 ) -> CheckedSum:
     """The arguments of `ewald_sum`; raise unless they fit together."""
+    with together(atoms.domain):
+        return _check_sum(long_range_of, atoms, neighbors, request, options)
+
+
+def _check_sum(
+    long_range_of: Callable[[ChargedSystem], LongRange],
+    atoms: System,
+    neighbors: GivenNeighbors,
+    request: SumRequest,
+    options: SumOptions,
+) -> CheckedSum:
     alpha, accuracy, cutoff, potential, *others, self_interaction, surface_dielectric = options
     system = check_system(atoms, *others)
     check_gradients(request, atoms)
@@ -161,6 +172,7 @@ def check_sum(
     if system.domain is None:
         rows = rows_of(neighbors, system.positions, periodic=True)
     else:
+        must_be_same(system.domain, request=request, method=long_range, **options._asdict())
         alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
     return CheckedSum(system, long_range, rows, alpha, accuracy, cutoff, keeps_gaussians, dielectric)
 
@@ -358,23 +370,28 @@ def _long_range_part(
     self_interaction: Any = False,
     as_graph: bool = False,
 ) -> Tensors:
-    system = check_system(atoms)
-    check_gradients(request, atoms)
-    if system.domain is not None and isinstance(alpha, torch.Tensor):
-        alpha = system.domain.replicated(alpha)
-    splitting = given_alpha(alpha, system)
-    check_potential(potential)
-    _check_coulomb(potential, system)
-    long_range = long_range_of(system)
-    if not long_range.is_given:
-        raise ValueError(f"{long_range.argument} is needed")
+    with together(atoms.domain):
+        system = check_system(atoms)
+        check_gradients(request, atoms)
+        must_be_same(system.domain, request=request, alpha=alpha, potential=potential)
+        if system.domain is not None and isinstance(alpha, torch.Tensor):
+            alpha = system.domain.replicated(alpha)
+        splitting = given_alpha(alpha, system)
+        check_potential(potential)
+        _check_coulomb(potential, system)
+        long_range = long_range_of(system)
+        must_be_same(system.domain, method=long_range)
+        if not long_range.is_given:
+            raise ValueError(f"{long_range.argument} is needed")
+        keeps_all = checks.check_flag("self_interaction", self_interaction) and system.widths is None
+        has_moments = system.moments is not None
+        keeps_gaussians = has_moments and not keeps_all and _keeps_gaussians(self_interaction, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     splitting = nan_unless(long_range.valid, splitting)
     terms = [long_range.term(system, potential, splitting)]
-    keeps_all = checks.check_flag("self_interaction", self_interaction) and system.widths is None
-    if system.moments is not None and not keeps_all:
-        terms += _own_terms(system, splitting, _keeps_gaussians(self_interaction, system))
+    if has_moments and not keeps_all:
+        terms += _own_terms(system, splitting, keeps_gaussians)
     elif not keeps_all:
         terms.append(self_term(potential, system, splitting))
     return complete(evaluate(terms, system, request, potential.is_constant, as_graph), system, request)
@@ -392,14 +409,16 @@ def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumReque
 def _short_range_part(
     atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any
 ) -> Tensors:
-    system = check_system(atoms)
-    check_gradients(request, atoms)
-    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-    if isinstance(alpha, torch.Tensor):
-        checks.check_real("alpha", alpha, system.positions)
-    if system.domain is not None:
-        alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
-    splitting = given_alpha(alpha, system)
+    with together(atoms.domain):
+        system = check_system(atoms)
+        check_gradients(request, atoms)
+        cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+        if isinstance(alpha, torch.Tensor):
+            checks.check_real("alpha", alpha, system.positions)
+        if system.domain is not None:
+            must_be_same(system.domain, request=request)
+            alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
+        splitting = given_alpha(alpha, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
     rows = None if system.domain is not None else rows_of(neighbors, system.positions, periodic=True)

@@ -50,6 +50,7 @@ from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.moments import pair_moments
 from nvalchemiops.torch.interactions.pair.shares import (
     moments_with_ghosts,
+    must_be_same,
     rows_for_derivatives,
     together,
 )
@@ -181,30 +182,34 @@ def electrostatic_potential(
         for name, value in periodic.items():
             if value is not None:
                 raise ValueError(f"`{name}` needs a `cell`")
-        system = _with_moments(open_system(atoms, exclusions, exclusion_factors))
-        receivers = _receivers(receiver_widths, system, self_interaction)
-        rows, reach = _rows_of_open(neighbors, cutoff, system)
+        with together(domain):
+            system = _with_moments(open_system(atoms, exclusions, exclusion_factors))
+            must_be_same(domain, derivatives=derivatives)
+            receivers = _receivers(receiver_widths, system, self_interaction)
+            rows, reach = _rows_of_open(neighbors, cutoff, system)
         parts = [
             _of_pairs(system, rows, None, receiver, derivatives, reach)
             + _own_part(system, None, receiver, derivatives, keeps)
             for receiver, keeps in receivers
         ]
         return _potentials(parts, system, derivatives)
-    system = _with_moments(check_system(atoms, exclusions, exclusion_factors, slab_correction))
-    receivers = _receivers(receiver_widths, system, self_interaction)
-    long_range: LongRange
-    if method == "pme":
-        precomputed = Precomputed(*(None,) * 7)
-        long_range = MeshSum.given(mesh_dimensions, None, spline_order, precomputed, None, system)
-    else:
-        long_range = KVectorSum.given(None, k_cutoff, None, None, system)
-    accuracy = check_accuracy(accuracy, positions)
-    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-    found_rows = None
-    if system.domain is None:
-        found_rows = rows_of(neighbors, system.positions, periodic=True)
-    else:
-        alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
+    with together(domain):
+        system = _with_moments(check_system(atoms, exclusions, exclusion_factors, slab_correction))
+        receivers = _receivers(receiver_widths, system, self_interaction)
+        long_range: LongRange
+        if method == "pme":
+            precomputed = Precomputed(*(None,) * 7)
+            long_range = MeshSum.given(mesh_dimensions, None, spline_order, precomputed, None, system)
+        else:
+            long_range = KVectorSum.given(None, k_cutoff, None, None, system)
+        accuracy = check_accuracy(accuracy, positions)
+        cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+        found_rows = None
+        if system.domain is None:
+            found_rows = rows_of(neighbors, system.positions, periodic=True)
+        else:
+            must_be_same(domain, method=long_range, derivatives=derivatives, accuracy=accuracy, surface=dielectric)
+            alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
     splitting = choose_splitting(_widest(system, receivers), long_range, alpha, cutoff, found_rows, accuracy)
     split = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
     if not long_range.is_given:
@@ -324,6 +329,7 @@ Receiver = torch.Tensor | None
 def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> list[tuple[Receiver, bool]]:
     """Receivers, each with whether atoms see themselves; raise unless they are Gaussians then."""
     with together(system.domain):
+        must_be_same(system.domain, receiver_widths=values, self_interaction=self_interaction)
         if isinstance(values, torch.Tensor) and system.domain is not None:
             values = system.domain.replicated(values)
         return _checked_receivers(values, system, self_interaction)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.distributed.agreement import of_atoms
 from nvalchemiops.torch.interactions.electrostatics.response_solver import (
     Operator,
     Problem,
@@ -155,7 +156,7 @@ def induced_moments(
     }
     batch = _Batch(batch_idx, n_systems)
     if domain is not None:
-        batch = _batch_of_domain(domain, batch, external_field)
+        batch = _batch_of_domain(domain, batch, given, parameters)
     with together(domain):
         problem, tensors = _check(energy, parameters, given, batch, tolerance, max_iterations)
     if domain is not None:
@@ -327,9 +328,14 @@ class _Batch(NamedTuple):
     has_field_of_systems: bool | None = None  # whether fields are those of systems, where ranks had to agree
 
 
-def _batch_of_domain(domain: "Domain", batch: _Batch, field: Any) -> _Batch:
+def _batch_of_domain(domain: "Domain", batch: _Batch, given: dict[str, Any], parameters: Any) -> _Batch:
     """The systems of a domain. A collective call."""
-    with together(domain):
+    field = given["external_field"]
+    with domain._together() as agreement:
+        for name, value in given.items():
+            agreement.same[f"`{name}`"] = of_atoms(value)
+        if isinstance(parameters, Sequence):
+            agreement.same["`parameters`"] = ", ".join(map(of_atoms, parameters))
         if batch.batch_idx is not None or batch.n_systems not in (1, domain.n_systems):
             raise ValueError("`batch_idx` and `n_systems` belong to the `domain`: leave them out")
     of_systems = None

@@ -95,9 +95,9 @@ class ChargedSystem(NamedTuple):
         return found if self.domain is None else self.domain.sum_for_shares(found)
 
     def rows_within(self, cutoff: float) -> Rows:
-        """All neighbors closer than ``cutoff``."""
+        """All neighbors closer than ``cutoff``; with a domain those that `check_sum` has found."""
         if self.domain is not None:
-            return self.domain._owned_rows(self.positions, cutoff).alone
+            return self.domain._owned_rows(cutoff).alone
         return build_rows(self.positions, cutoff, self.cell, self.batch_idx)
 
     def at_fixed_geometry(self) -> "ChargedSystem":
@@ -127,7 +127,7 @@ def check_system(
             domain._check(atoms)
             atoms = atoms._replace(widths=of_all_atoms(domain, atoms.widths))
             system = check_system(domain._alone(atoms), slab_correction=slab_correction)
-        rows = exclusions_of_share(domain, exclusions, exclusion_factors, atoms.positions)
+            rows = exclusions_of_share(domain, exclusions, exclusion_factors, atoms.positions)
         return system._replace(cell=domain.replicated(system.cell), exclusions=rows, domain=domain)
     positions: Any = atoms.positions
     charges: Any = atoms.charges

@@ -14,7 +14,13 @@ from nvalchemiops.interactions.pair.sum import Variant, source
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
 from nvalchemiops.torch.interactions.pair.exclusions import check_same_system, exclusion_rows
-from nvalchemiops.torch.interactions.pair.shares import complete, exclusions_of_share, parameters_of_share
+from nvalchemiops.torch.interactions.pair.shares import (
+    complete,
+    exclusions_of_share,
+    must_be_same,
+    parameters_of_share,
+    together,
+)
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, Results, System, named, names_beside, neighbors_beside
@@ -234,16 +240,18 @@ class PairPotential:
             atoms = System(positions, None, cell, batch_idx, pbc, None, domain)  # type: ignore[arg-type]  # checked there
         formula, cutoff = self.formula, self.cutoff
         by_system = request.by_system or formula.global_parameters != ()
-        system = pair_system(
-            atoms, given, num_systems, cutoff=cutoff, by_system=by_system, neighbor_cutoff=reach, check=check
-        )
-        if atoms.domain is None:
-            excluded = exclusion_rows(exclusions, exclusion_factors, atoms.positions)
-            if excluded is not None:
-                check_same_system(excluded, atoms.batch_idx)
-        else:
-            parameters = parameters_of_share(formula, parameters, atoms.domain)
-            excluded = exclusions_of_share(atoms.domain, exclusions, exclusion_factors, atoms.positions)
+        with together(atoms.domain):
+            system = pair_system(
+                atoms, given, num_systems, cutoff=cutoff, by_system=by_system, neighbor_cutoff=reach, check=check
+            )
+            if atoms.domain is None:
+                excluded = exclusion_rows(exclusions, exclusion_factors, atoms.positions)
+                if excluded is not None:
+                    check_same_system(excluded, atoms.batch_idx)
+            else:
+                must_be_same(atoms.domain, request=request, has_species=species is not None)
+                parameters = parameters_of_share(formula, parameters, atoms.domain)
+                excluded = exclusions_of_share(atoms.domain, exclusions, exclusion_factors, atoms.positions)
         options: Any = {"cutoff": cutoff, "r_switch": self.r_switch, "species": species, "exclusions": excluded}
         results = sum_pairs(formula, system, parameters, request, **options)
         if atoms.domain is not None:

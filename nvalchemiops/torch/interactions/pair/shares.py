@@ -13,6 +13,7 @@ import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.autograd.functorch import is_differentiated
+from nvalchemiops.torch.distributed.agreement import described, of_atoms
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
 from nvalchemiops.torch.neighbors.rows import Rows
@@ -65,22 +66,32 @@ def exclusions_of_share(domain: Domain, exclusions: Any, factors: Any, positions
     """Rows of excluded pairs among owned atoms and ghosts, given by the numbers of all atoms, the same on all ranks."""
     if exclusions is None:
         return exclusion_rows(exclusions, factors, positions)
-    with domain._together():
+    with domain._together() as agreement:
+        agreement.must_be_same(exclusions=exclusions, exclusion_factors=factors)
         everywhere = positions.new_empty((1, 3)).expand(domain.n_atoms, 3)
         exclusion_rows(exclusions, factors, everywhere)  # raises for what are no pairs
-    pairs, chosen = domain._pairs_here(exclusions)
-    factors = None if factors is None else factors.index_select(0, chosen)
-    with domain._together():
+        pairs, chosen = domain._pairs_here(exclusions)
+        factors = None if factors is None else factors.index_select(0, chosen)
         rows = exclusion_rows(pairs, factors, positions.new_empty((1, 3)).expand(domain.n_owned + domain.n_ghosts, 3))
         assert rows is not None
         check_same_system(rows, domain.batch_idx_with_ghosts)
     return rows
 
 
+def must_be_same(domain: Domain | None, **values: Any) -> None:
+    """Note values that must be the same on all ranks, by names, in a part of a call that they make `together`."""
+    if domain is not None:
+        with domain._together() as agreement:
+            agreement.must_be_same(**values)
+
+
 def parameters_of_share(formula: Formula, parameters: Mapping[str, Any], domain: Domain) -> dict[str, Any]:
     """Parameters by name, of which those that are the same on all ranks have complete gradients on each."""
     found = dict(parameters)
-    with domain._together():
+    with domain._together() as agreement:
+        agreement.must_be_same(formula=formula)
+        for name, value in found.items():
+            agreement.same[f"`{name}`"] = of_atoms(value) if name in formula.per_atom else described(value)
         for name in formula.per_atom:
             value = found.get(name)
             if isinstance(value, torch.Tensor) and value.ndim and value.shape[0] != domain.n_owned:

@@ -1,0 +1,183 @@
+"""Cases for several ranks: what they agree on, in how many messages, and mistakes of one of them. See `ranks.py`."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nvalchemiops.torch.distributed import Domain, OtherRankError
+from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
+from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
+from nvalchemiops.torch.interactions.pair import PairPotential
+from nvalchemiops.torch.systems import System
+from tests.dispersion.cases import parameters as d3_parameters
+from tests.distributed.cases import PAIRS_OF_CHARGES
+from tests.distributed.common import CUTOFF, Atoms, assert_equal, case
+
+WITH_FACTOR = PairPotential("k*q1*q2/r", per_atom=("q",), global_parameters=("k",), cutoff=3.0)
+
+
+@case(3)
+def mistakes_of_one_rank_are_told_to_all(group: Any) -> None:
+    atoms, rank = Atoms(n=4), dist.get_rank(group)
+    mine = atoms.mine(group)
+    x, q = atoms.positions[mine], atoms.charges[mine]
+    here = rank == 0
+
+    def raises(call: Callable[[], Any], text: str) -> None:
+        try:
+            call()
+        except ValueError as error:
+            assert here and text in str(error), error
+        except OtherRankError as error:
+            assert not here and "rank 0" in str(error) and text in str(error), error
+        else:
+            raise AssertionError(text)
+
+    raises(lambda: Domain(x[:, :2] if here else x, atoms.cell, cutoff=3.0, group=group), "`positions`")
+    raises(lambda: Domain(x * float("nan") if here else x, atoms.cell, cutoff=3.0, group=group), "NaN")
+    domain = Domain(x, atoms.cell, cutoff=3.0, group=group)
+    own, charges = domain.distribute(x), domain.distribute(q)
+    for call in (
+        lambda y, c: ewald_summation(y, c, atoms.cell, 0.7, k_cutoff=2.0, domain=domain),
+        lambda y, c: dsf_coulomb(y, c, 3.0, 0.2, atoms.cell, domain=domain),
+    ):
+        fewer = slice(int(here), None)
+        raises(functools.partial(call, own, charges[fewer]), "`charges`")
+        raises(functools.partial(call, own[fewer], charges[fewer]), "`positions`")
+    # and then normal work
+    assert_equal(
+        domain.gather(PAIRS_OF_CHARGES(own, atoms.cell, q=charges, domain=domain)),
+        PAIRS_OF_CHARGES(atoms.positions, atoms.cell, q=atoms.charges)[mine],
+        "afterwards",
+    )
+    try:
+        Domain(x, atoms.cell * (1.0 + 0.1 * here), cutoff=3.0, group=group)
+    except ValueError as error:
+        assert "rank" in str(error)
+    else:
+        raise AssertionError("cells that differ are an error on all ranks")
+    system = System(own, charges, atoms.cell, domain=domain)
+    assert system.domain is domain
+
+
+@case(2)
+def what_ranks_do_differently_is_named(group: Any) -> None:
+    """Other parameters, results, gradients or functions on one rank are an error on all, at once, which names them."""
+    atoms, rank = Atoms(n=4), dist.get_rank(group)
+    mine, there = atoms.mine(group), rank == 1
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=3.0, group=group)
+    x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
+    numbers = atoms.numbers[domain.global_index]
+    alphas = (torch.tensor(0.7), torch.tensor(0.8 if there else 0.7))
+
+    def tracked(values: torch.Tensor) -> torch.Tensor:
+        return values.clone().requires_grad_(there)
+
+    def mesh(*given: Any, mesh_dimensions: Any = (8, 8, 8), **more: Any) -> Any:
+        return particle_mesh_ewald(*given, mesh_dimensions=mesh_dimensions, domain=domain, **more)
+
+    def d3(numbers: torch.Tensor, **more: Any) -> Any:
+        return d3_dispersion(
+            x, numbers, damping_parameters("pbe"), d3_parameters(), atoms.cell, cutoff=2.9, domain=domain, **more
+        )
+
+    def dsf(*given: Any, **more: Any) -> Any:
+        return dsf_coulomb(*given, cell=atoms.cell, domain=domain, **more)
+
+    calls: dict[str, list[Callable[[], Any]]] = {
+        "`alpha`": [
+            lambda: dsf(x, q, 3.0, 0.2 + there),
+            lambda: mesh(x, q, atoms.cell, alphas[1]),
+            lambda: mesh(x, q, atoms.cell, alphas[0].clone().requires_grad_(there)),
+        ],
+        "`cutoff`": [lambda: dsf(x, q, 3.0 - there), lambda: mesh(x, q, atoms.cell, 0.7, cutoff=3.0 - there)],
+        "`request`": [
+            lambda: dsf(x, q, 3.0, compute_forces=there),
+            lambda: PAIRS_OF_CHARGES(x, atoms.cell, q=q, compute_virial=there, domain=domain),
+            lambda: mesh(x, q, atoms.cell, 0.7, compute_charge_gradients=there),
+            lambda: d3(numbers, compute_forces=there),
+        ],
+        "`method`": [lambda: mesh(x, q, atoms.cell, 0.7, mesh_dimensions=(8, 8 + 2 * there, 8))],
+        "`k`": [lambda: WITH_FACTOR(x, atoms.cell, q=q, k=1.0 + there, domain=domain)],
+        "`positions`": [
+            lambda: mesh(tracked(x), q, atoms.cell, 0.7),
+            lambda: PAIRS_OF_CHARGES(tracked(x), atoms.cell, q=q, domain=domain),
+        ],
+        "`charges`": [lambda: mesh(x, tracked(q), atoms.cell, 0.7), lambda: dsf(x, tracked(q), 3.0)],
+        "`q`": [lambda: PAIRS_OF_CHARGES(x, atoms.cell, q=tracked(q), domain=domain)],
+        "`cell`": [lambda: mesh(x, q, tracked(atoms.cell), 0.7)],
+        "different calls": [
+            lambda: mesh(x, q, atoms.cell, 0.7) if there else dsf(x, q, 3.0),
+            lambda: domain.neighbors(x, 3.0) if there else dsf(x, q, 3.0),
+        ],
+    }
+    for name, several in calls.items():
+        for call in several:
+            try:
+                call()
+            except ValueError as error:
+                text = str(error)
+                assert name in text and "on rank 0" in text and "on rank 1" in text, (name, text)
+            else:
+                raise AssertionError(name)
+    # no gradient is required where none is recorded
+    with torch.no_grad():
+        found = mesh(tracked(x), q, atoms.cell, 0.7)
+    assert torch.equal(found, mesh(x, q, atoms.cell, 0.7)), "and then normal work"
+
+
+@case(2)
+def a_call_agrees_once(group: Any) -> None:
+    """One message before the sums, neighbors included; a second list sends nothing more."""
+    atoms, mine = Atoms(), Atoms().mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, skin=0.5, group=group)
+    x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
+    pairs = torch.stack([torch.arange(0, 100, 7), torch.arange(0, 100, 7) + 2])
+    forces, of_mesh = {"compute_forces": True}, {"mesh_dimensions": (18, 20, 24)}
+    calls: dict[str, tuple[Callable[[], Any], list[str]]] = {
+        "neighbors": (lambda: domain.neighbors(x, 4.0), ["all_reduce"]),
+        "DSF": (
+            lambda: dsf_coulomb(x, q, 4.4, 0.2, atoms.cell, domain=domain, **forces),
+            ["all_reduce", "all_to_all_single", "all_reduce"],
+        ),
+        "pairs": (lambda: PAIRS_OF_CHARGES(x, atoms.cell, q=q, domain=domain), ["all_reduce", "all_to_all_single"]),
+        "PME": (
+            lambda: particle_mesh_ewald(x, q, atoms.cell, 0.7, cutoff=4.3, domain=domain, **of_mesh, **forces),
+            ["all_reduce", *["all_to_all_single"] * 5],
+        ),
+        "Ewald": (
+            lambda: ewald_summation(x, q, atoms.cell, 0.7, cutoff=4.2, k_cutoff=2.0, domain=domain),
+            ["all_reduce", "all_to_all_single", "all_reduce"],
+        ),
+        "excluded pairs": (
+            lambda: ewald_summation(x, q, atoms.cell, 0.7, k_cutoff=2.0, exclusions=pairs, domain=domain),
+            ["all_reduce", *["all_to_all_single"] * 3, "all_reduce"],
+        ),
+    }
+    for name, (call, expected) in calls.items():
+        assert messages(call) == expected, (name, messages(call))
+
+
+def messages(call: Callable[[], Any]) -> list[str]:
+    """The collective operations of torch.distributed in a call."""
+    sent: list[str] = []
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_object")}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def send(*given: Any, **options: Any) -> Any:
+            sent.append(name)
+            return kept[name](*given, **options)
+
+        return send
+
+    try:
+        for name in kept:
+            setattr(dist, name, counted(name))
+        call()
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
+    return sent
