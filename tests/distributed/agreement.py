@@ -9,7 +9,14 @@ import torch.distributed as dist
 
 from nvalchemiops.torch.distributed import Domain, OtherRankError
 from nvalchemiops.torch.interactions.dispersion import d3_dispersion, damping_parameters
-from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
+from nvalchemiops.torch.interactions.electrostatics import (
+    LongRangePotential,
+    dsf_coulomb,
+    ewald_reciprocal_space,
+    ewald_summation,
+    particle_mesh_ewald,
+)
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.systems import System
 from tests.dispersion.cases import parameters as d3_parameters
@@ -159,6 +166,51 @@ def a_call_agrees_once(group: Any) -> None:
     }
     for name, (call, expected) in calls.items():
         assert messages(call) == expected, (name, messages(call))
+
+
+@case(2)
+def trained_tensors_of_a_potential(group: Any) -> None:
+    """Gradients by tensors in the functions of a potential are complete if marked as replicated; else an error."""
+    atoms, mine = Atoms(), Atoms().mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
+    x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
+    strength, slope_factor = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (1.3, 0.9))
+
+    def potential(shared: Callable[[torch.Tensor], torch.Tensor]) -> LongRangePotential:
+        factor, power = shared(strength), shared(slope_factor)
+        return COULOMB._replace(
+            reciprocal=lambda k2, alpha: factor * COULOMB.reciprocal(k2, alpha),
+            at_zero=lambda alpha: power * COULOMB.at_zero(alpha),
+            slope=None,
+        )
+
+    for call, options in (
+        (ewald_summation, {"k_cutoff": 2.0}),
+        (particle_mesh_ewald, {"mesh_dimensions": (18, 20, 24)}),
+        (ewald_reciprocal_space, {"k_cutoff": 2.0, "k_vectors": None}),
+    ):
+        options = {**options, "compute_virial": True}
+
+        def loss_of(results: Any, domain: Domain | None = None) -> torch.Tensor:
+            energy = results[0].sum()
+            return (energy if domain is None else domain.sum(energy)) + (results[-1] * atoms.dyad).sum()
+
+        whole = atoms.positions, atoms.charges, atoms.cell
+        of_all = call(*whole, alpha=0.7, potential=potential(torch.clone), **options)
+        expected = torch.autograd.grad(loss_of(of_all), [strength, slope_factor])
+        given = {"alpha": 0.7, "domain": domain, **options}
+        found = call(x, q, atoms.cell, potential=potential(domain.replicated), **given)
+        gradients = torch.autograd.grad(loss_of(found, domain), [strength, slope_factor])
+        for ours, theirs in zip(gradients, expected):
+            assert_equal(ours, theirs, call.__name__)
+        try:
+            call(x, q, atoms.cell, potential=potential(torch.clone), **given)
+        except ValueError as error:
+            assert "domain.replicated" in str(error), error
+        else:
+            raise AssertionError("a share of a gradient")
+        with torch.no_grad():
+            assert_equal(call(x, q, atoms.cell, potential=potential(torch.clone), **given)[0], found[0], "no gradient")
 
 
 def messages(call: Callable[[], Any]) -> list[str]:

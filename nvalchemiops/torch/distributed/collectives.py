@@ -129,3 +129,23 @@ def sum_of_shares(values: torch.Tensor, group: int) -> torch.Tensor:
 def replicated(values: torch.Tensor, group: int) -> torch.Tensor:
     """The same values, whose gradients are summed over all ranks."""
     return values.clone()
+
+
+def has_shares_of_gradients(value: torch.Tensor) -> bool:
+    """Whether a value that meets own ones depends on tensors by which a rank has its share of the gradient alone.
+
+    These are all that require a gradient and are not marked as `replicated`, nor part of a sum that ranks go on with.
+    """
+    summed = [f"{op.op.name.replace('::', '_')}Backward" for op in (replicated, sum_on_all_ranks)]
+    if value.grad_fn is None:
+        return value.requires_grad
+    left, seen = [value.grad_fn], set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen or node.name() in summed:
+            continue
+        if hasattr(node, "variable"):  # a tensor that gradients are accumulated in
+            return True
+        seen.add(node)
+        left += [before for before, _ in node.next_functions]
+    return False

@@ -13,6 +13,7 @@ import torch
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range, moment_short_range
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.distributed.collectives import has_shares_of_gradients
 from nvalchemiops.torch.interactions.electrostatics.choice import (
     EwaldSplitting,
     LongRange,
@@ -173,6 +174,7 @@ def _check_sum(
         rows = rows_of(neighbors, system.positions, periodic=True)
     else:
         must_be_same(system.domain, request=request, method=long_range, **options._asdict())
+        _check_trained(potential, system, alpha)
         alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
     return CheckedSum(system, long_range, rows, alpha, accuracy, cutoff, keeps_gaussians, dielectric)
 
@@ -341,6 +343,21 @@ def _check_coulomb(potential: LongRangePotential, system: ChargedSystem, dielect
         raise ValueError("`surface_dielectric` is for the Coulomb potential: leave `potential` out")
 
 
+def _check_trained(potential: LongRangePotential, system: ChargedSystem, alpha: Any) -> None:
+    """Raise if functions of a potential hold tensors by which a rank has its share of the gradient alone."""
+    if system.domain is None or potential.is_constant or not torch.is_grad_enabled():
+        return
+    splitting = given_alpha(alpha, system).detach().unsqueeze(1)
+    k2 = splitting.square()
+    values = [potential.reciprocal(k2, splitting), potential.at_zero(splitting)]
+    values += [] if potential.slope is None else [potential.slope(k2, splitting)]
+    if any(map(has_shares_of_gradients, values)):
+        raise ValueError(
+            "`potential` holds a tensor that requires a gradient, of which each rank would have its share: with a "
+            "`domain` let its functions use `domain.replicated(tensor)`, or detach it"
+        )
+
+
 def long_range_part(
     long_range_of: Callable[[ChargedSystem], LongRange],
     atoms: System,
@@ -379,6 +396,7 @@ def _long_range_part(
         splitting = given_alpha(alpha, system)
         check_potential(potential)
         _check_coulomb(potential, system)
+        _check_trained(potential, system, splitting)
         long_range = long_range_of(system)
         must_be_same(system.domain, method=long_range)
         if not long_range.is_given:
