@@ -35,6 +35,10 @@ LAST = 0.05
 """Seconds at the end of a process in which threads of groups give back their last tensors."""
 
 
+SUMMED = ("nvalchemiops_replicatedBackward", "nvalchemiops_sum_on_all_ranksBackward")
+"""Names in a graph of the ops below by which gradients are added up over the ranks."""
+
+
 def number_of(group: Any) -> int:
     """The number by which ops know a group of ranks, which is the same in each call."""
     _end_in_order()
@@ -136,13 +140,13 @@ def has_shares_of_gradients(value: torch.Tensor) -> bool:
 
     These are all that require a gradient and are not marked as `replicated`, nor part of a sum that ranks go on with.
     """
-    summed = [f"{op.op.name.replace('::', '_')}Backward" for op in (replicated, sum_on_all_ranks)]
     if value.grad_fn is None:
         return value.requires_grad
-    left, seen = [value.grad_fn], set()
+    left: list[Any] = [value.grad_fn]
+    seen = set()
     while left:
         node = left.pop()
-        if node is None or node in seen or node.name() in summed:
+        if node is None or node in seen or node.name() in SUMMED:
             continue
         if hasattr(node, "variable"):  # a tensor that gradients are accumulated in
             return True
