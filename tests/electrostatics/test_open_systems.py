@@ -4,12 +4,15 @@ import pytest
 import torch
 
 from nvalchemiops.torch.interactions.electrostatics import (
+    EwaldSummation,
+    ParticleMeshEwald,
     coulomb_energy,
     electrostatic_potential,
     power_law,
     prepare_mesh,
 )
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.systems import System
 from tests.comparing import close
 from tests.electrostatics.sums import METHODS, SUMS
 
@@ -280,3 +283,41 @@ def test_transforms_refuse_molecules(batch):
     for transform in (torch.func.grad, torch.vmap):
         with pytest.raises(ValueError, match=r"`pbc`.*torch.func"):
             transform(energy)(positions if transform is torch.func.grad else positions[None])
+
+
+@pytest.mark.parametrize("module", [EwaldSummation, ParticleMeshEwald])
+def test_a_system_without_a_cell_is_open(module, batch):
+    """One molecule, and several: the sum over all pairs, with all derivatives, whatever parameters the module has."""
+    positions, charges, _, of_atom, _ = batch
+    asked = {"compute_forces": True, "compute_charge_gradients": True, "compute_virial": True}
+    for system in (System(positions, charges), System(positions, charges, batch_idx=of_atom)):
+        i, j = torch.triu_indices(len(charges), len(charges), 1)
+        is_inside = 1.0 if system.batch_idx is None else of_atom[i] == of_atom[j]
+        expected = (is_inside * charges[i] * charges[j] / (positions[i] - positions[j]).norm(dim=1)).sum()
+        for configured in (module(), module(0.7, cutoff=3.0), module(accuracy=1e-3)):
+            found = configured(system, **asked, energy_reduction="system")
+            assert found.virial.shape == (len(found.energies), 3, 3)
+            torch.testing.assert_close(found.energies.sum(), expected, rtol=1e-12, atol=0.0)
+        near = system._replace(batch_idx=None).neighbors(2.5)
+        for results in (
+            configured(system, near, **asked),
+            configured(system._replace(pbc=torch.zeros(3).bool()), **asked),
+        ):
+            torch.testing.assert_close(results.forces, found.forces, rtol=1e-12, atol=1e-12)
+        x = positions.clone().requires_grad_()
+        energies = configured(system._replace(positions=x)).energies
+        close(-torch.autograd.grad(energies.sum(), x)[0], found.forces)
+
+
+@METHODS
+def test_a_cell_is_missed_unless_no_system_is_periodic(method, batch):
+    positions, charges, cells, of_atom, pbc = batch
+    by_cell = SUMS[method](positions, charges, cells, batch_idx=of_atom, pbc=False)
+    close(SUMS[method](positions, charges, None, batch_idx=of_atom, pbc=torch.zeros(4, 3).bool()), by_cell)
+    for periodic in ({}, {"pbc": True}, {"pbc": pbc}):
+        with pytest.raises(ValueError, match=r"`cell` is required.*pbc=False"):
+            SUMS[method](positions, charges, None, batch_idx=of_atom, **periodic)
+    with pytest.raises(ValueError, match="`batch_idx` has the negative entry"):
+        SUMS[method](positions, charges, None, batch_idx=of_atom - 1, pbc=False)
+    with pytest.raises(ValueError, match="`batch_idx`"):
+        SUMS[method](positions, charges, None, batch_idx=of_atom, pbc=torch.zeros(3, 3).bool())

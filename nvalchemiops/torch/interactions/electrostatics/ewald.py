@@ -66,7 +66,7 @@ def ewald_summation(
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge
         Channels do not interact with each other; they share the work that depends on positions only.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
-        Rows are lattice vectors, in either handedness.
+        Rows are lattice vectors, in either handedness. None where ``pbc`` is False: such systems need no cell.
     alpha : float or (n_systems,) tensor, 1/length, optional
         Splitting parameter. By default chosen for ``accuracy`` (see Notes).
     k_vectors : (n_k, 3) or (n_systems, n_k, 3) tensor, 1/length, optional

@@ -92,6 +92,7 @@ class _ConfiguredSum(ExactModule):
         Parameters
         ----------
         positions : System, or (n_atoms, 3) tensor
+            A system without a cell is not periodic: its sum is over all pairs, as with ``pbc=False``.
         charges : tensor, or Neighbors with a system
         cell : tensor, without a system
         neighbors : Neighbors, optional
@@ -116,10 +117,11 @@ class _ConfiguredSum(ExactModule):
             given = {"cutoff": self.cutoff, "accuracy": self.accuracy, "potential": self.potential} | options
             return self._evaluate(positions, charges, cell, **given)  # type: ignore[arg-type]  # checked there
         system, beside = positions, (charges, cell, neighbors)
-        needed = ("charges", "cell")
+        if system.cell is None and system.pbc is None:
+            system = system._replace(pbc=torch.zeros(3, dtype=torch.bool, device="cpu"))  # as it is documented there
         cutoff = None if self.alpha is None else self.cutoff  # without alpha one is chosen that suits the neighbors
         given = long_arguments(
-            system, beside, options, needed=needed, padding="mask_value", reach="cutoff", cutoff=cutoff
+            system, beside, options, needed=("charges",), padding="mask_value", reach="cutoff", cutoff=cutoff
         )
         sources = {name: getattr(system, name) for name in SOURCES}
         given = {name: values for name, values in sources.items() if values is not None} | given

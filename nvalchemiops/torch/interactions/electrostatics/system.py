@@ -153,7 +153,8 @@ def check_periodic_cells(cell: Any, positions: torch.Tensor) -> torch.Tensor:
     """The cells (n_systems, 3, 3); raise unless there are some, of the dtype and on the device of the positions."""
     if cell is None:
         raise ValueError(
-            "`cell` is required: an Ewald sum is for periodic systems; without periodicity use coulomb_energy"
+            "`cell` is required: an Ewald sum is for periodic systems; without periodicity say pbc=False, which sums "
+            "over all pairs, or use coulomb_energy"
         )
     cell = checks.check_lattice(cell, positions).reshape(-1, 3, 3)
     if cell.shape[0] == 0:
