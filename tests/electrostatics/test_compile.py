@@ -64,7 +64,7 @@ def test_options_that_are_absent_or_there(name, options):
 
 def test_graph_breaks_before_anything_was_called_eagerly():
     """Neighbors are built inside, which breaks the graph: the host code behind the break is not for a compiler."""
-    k_vectors._within.cache_clear()
+    k_vectors._kept.clear()
     lattice._check_values.cache_clear()
     torch.compiler.reset()
 
@@ -72,7 +72,7 @@ def test_graph_breaks_before_anything_was_called_eagerly():
         return ewald(x, q, cell, cutoff=CUTOFF)
 
     expected = function(*ONE[:3])
-    k_vectors._within.cache_clear()
+    k_vectors._kept.clear()
     lattice._check_values.cache_clear()
     found = torch.compile(function, backend="aot_eager")(*ONE[:3])
     close([found], [expected])

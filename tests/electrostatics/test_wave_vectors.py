@@ -15,7 +15,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     generate_k_vectors_pme,
     k_vectors_from_miller_indices,
 )
-from nvalchemiops.torch.interactions.electrostatics.k_vectors import points_within
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import _kept, points_within
 from tests.comparing import close
 from tests.systems import ALL, batch, by_differences, csr, triclinic
 
@@ -133,17 +133,20 @@ def test_points_of_many_systems_are_those_of_each():
     cell = 6.0 * torch.eye(3).double() + torch.randn(40, 3, 3, generator=generator, dtype=torch.float64)
     lengths = 2.0 + torch.rand(40, generator=generator, dtype=torch.float64)
     lengths[7], cell[11] = 30.0, 0.2 * torch.eye(3)
+    _kept.clear()
     for nothing in (False, True):
         if nothing:
             cell[20, 0] = 0.0
-        points, begin, system, weights = points_within(cell, lengths)
+        points, begin, system, weights = points_within(cell, lengths)  # the second time some are known
         assert begin[0] == 0 and begin[-1] == len(points) and begin.diff().max() > MOST_AT_ONCE
         assert begin[12] - begin[11] == 1 and (begin[21] - begin[20] == 1) == nothing
         for number, (h, k) in enumerate(zip(cell, lengths)):
+            _kept.clear()
             here = slice(begin[number], begin[number + 1])
             alone, _, _, weights_alone = points_within(h[None], k[None])
             assert torch.equal(points[here], alone) and torch.equal(weights[here], weights_alone)
             assert not points[here][0].any() and (system[here] == number).all()
+        points_within(cell[:18], lengths[:18])
 
 
 # -- gradients, when they were made for another cell ----------------------------------------------

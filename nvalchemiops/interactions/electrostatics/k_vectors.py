@@ -47,7 +47,8 @@ def points_within(cell: np.ndarray, k_cutoff: np.ndarray) -> tuple[np.ndarray, n
     squared = k_cutoff**2 * (1.0 + 1e-12)
     sizes = bounds(cell, k_cutoff) + 1
     ends = sizes.prod(1).cumsum()
-    parts, first = [], 0
+    parts = [(np.zeros((0, 3), dtype=np.int32), np.zeros((0, 4)), np.zeros(0, dtype=np.int64))]
+    first = 0
     while first < len(sizes):
         before = ends[first - 1] if first else 0
         last = max(first + 1, int(np.searchsorted(ends, before + MOST_AT_ONCE, side="right")))

@@ -1,7 +1,10 @@
 """K-vectors of periodic systems: which ones a sum uses, and lists of them for callers."""
 
 import functools
+import itertools
 import math
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +14,7 @@ import warp as wp
 
 from nvalchemiops.interactions.electrostatics import k_vectors as core
 from nvalchemiops.kernels.lattice import dual_vectors
+from nvalchemiops.locks import fork_safe
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
@@ -110,10 +114,7 @@ def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
     lattice = on_host(cell).astype(np.float64)
     # longer ones have too many vectors, whose number must not overflow before it is checked
     lengths = on_host(k_cutoff).astype(np.float64).clip(None, 1e60)
-    if len(lengths) > 1 and _are_known(lattice, lengths):
-        points, weights, begin = core.points_within(lattice, lengths)
-        return _as_tensors(points, weights, begin, cell.device)
-    return _joined([_within(c.tobytes(), float(k)) for c, k in zip(lattice, lengths)], cell.device)
+    return _joined(_within([c.tobytes() for c in lattice], lengths.tolist()), cell.device)
 
 
 @warp_custom_op("nvalchemiops::points_of_indices", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
@@ -137,22 +138,49 @@ def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.devic
     return WaveVectors(points.repeat(n_systems, 1), systems * n_points, of_point, weights.repeat(n_systems, 1))
 
 
-def _are_known(lattice: np.ndarray, lengths: np.ndarray) -> bool:
-    """Whether all cells have an inverse, and all lengths are positive."""
+_Points = tuple[np.ndarray, np.ndarray]
+
+_kept: "OrderedDict[tuple[bytes, float], _Points]" = OrderedDict()
+_lock = fork_safe(threading.Lock())
+
+MOST_KEPT = 256
+"""Cells, with a length each, whose k-vectors are kept: in a batch, some systems stay as they are."""
+
+
+@eager
+def _within(cells: Sequence[bytes], lengths: Sequence[float]) -> list[_Points]:
+    """Points and weights of each system: those from before, and the others together."""
+    keys = list(zip(cells, lengths))
+    with _lock:
+        found = {key: _kept[key] for key in keys if key in _kept}
+    new = [key for key in dict.fromkeys(keys) if key not in found]
+    if new:
+        lattice = np.frombuffer(b"".join([cell for cell, _ in new])).reshape(-1, 3, 3)
+        found.update(zip(new, _points_of(lattice, np.array([length for _, length in new]))))
+    with _lock:
+        for key in keys[-MOST_KEPT:]:
+            _kept[key] = found[key]
+            _kept.move_to_end(key)
+        while len(_kept) > MOST_KEPT:
+            _kept.popitem(last=False)
+    return [found[key] for key in keys]
+
+
+def _points_of(lattice: np.ndarray, lengths: np.ndarray) -> list[_Points]:
+    """Points and weights of each system; only the origin where the cell or the length cannot be used."""
+    known = lengths > 0.0
     try:
         dual_vectors(lattice, np.ones(lattice.shape[:2], dtype=bool))
     except ValueError:
-        return False
-    return bool((lengths > 0.0).all())
-
-
-@functools.lru_cache(maxsize=256)
-@eager
-def _within(cell: bytes, k_cutoff: float) -> tuple[np.ndarray, np.ndarray]:
-    lattice, length = np.frombuffer(cell).reshape(1, 3, 3), np.array([k_cutoff])
-    if _are_known(lattice, length):
-        return core.points_within(lattice, length)[:2]
-    return core.points_of_indices(np.zeros((0, 3), dtype=np.int64))
+        if len(lengths) > 1:
+            return [_points_of(lattice[n : n + 1], lengths[n : n + 1])[0] for n in range(len(lengths))]
+        known[:] = False
+    points, weights, begin = core.points_within(lattice[known], lengths[known])
+    if len(begin) == 2 and known.all():
+        return [(points, weights)]
+    # copies, or each would hold the memory of all
+    each = iter([(points[i:j].copy(), weights[i:j].copy()) for i, j in itertools.pairwise(begin)])
+    return [next(each) if is_known else core.points_of_indices(np.zeros((0, 3), np.int64)) for is_known in known]
 
 
 @functools.lru_cache(maxsize=64)
@@ -161,20 +189,13 @@ def _of_indices(indices: bytes) -> tuple[np.ndarray, np.ndarray]:
     return core.points_of_indices(np.frombuffer(indices, dtype=np.int64).reshape(-1, 3))
 
 
-def _joined(lists: Sequence[tuple[np.ndarray, np.ndarray]], device: torch.device) -> tuple[torch.Tensor, ...]:
+def _joined(lists: Sequence[_Points], device: torch.device) -> tuple[torch.Tensor, ...]:
+    sizes = np.array([points.shape[0] for points, _ in lists])
+    begin = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    system = np.repeat(np.arange(len(lists), dtype=np.int32), sizes)
     points = np.concatenate([np.zeros((0, 3), dtype=np.int32), *(points for points, _ in lists)])
     weights = np.concatenate([np.zeros((0, 4)), *(weights for _, weights in lists)])
-    begin = np.concatenate([[0], np.cumsum([points.shape[0] for points, _ in lists])])
-    return _as_tensors(points, weights, begin, device)
-
-
-def _as_tensors(
-    points: np.ndarray, weights: np.ndarray, begin: np.ndarray, device: torch.device
-) -> tuple[torch.Tensor, ...]:
-    """The results of the ops, in their order."""
-    system = np.repeat(np.arange(len(begin) - 1, dtype=np.int32), np.diff(begin).astype(np.int64))
-    values = points, begin.astype(np.int32), system, weights
-    return tuple(torch.from_numpy(value).to(device) for value in values)
+    return tuple(torch.from_numpy(values).to(device) for values in (points, begin, system, weights))
 
 
 # -- public: lists of k-vectors -------------------------------------------------------------------
