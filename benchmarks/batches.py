@@ -6,7 +6,8 @@ then 64 molecules of 8, 20 and 29 atoms each; one thread, float64. All operators
 
 - the list within 6 angstrom, all neighbors or the 12 nearest, with and without boxes; Lennard-Jones of that list;
 - Coulomb energies: of all pairs of open molecules, beside the damped sum of the liquid within 10 angstrom, and
-  Ewald and PME of boxes, beside those of the liquid, at an accuracy of 1e-4;
+  Ewald and PME of boxes, beside those of the liquid, at an accuracy of 1e-4, with the same boxes in each call and with
+  others, as in training, for which nothing is kept from call to call;
 - D3 with Becke and Johnson's damping within 25 bohr, for lists given and not; and for 256 molecules, of all sizes and
   of each, and 1,024 of 8 atoms, beside ``dftd3`` of nvalchemi-toolkit-ops 0.5.0, in its own interpreter (``--peer``),
   lists given to both.
@@ -18,6 +19,7 @@ Times are processor times, minima of calls in turn. Prints the ratio for each op
 Run: ``python benchmarks/batches.py [--quick] [--csv FILE] [--peer PYTHON]``.
 """
 
+import itertools
 import json
 import sys
 import tempfile
@@ -119,11 +121,19 @@ def coulomb(atoms: Atoms) -> Call:
     return lambda: coulomb_energy_forces(x, q, atoms.cell, cutoff, alpha, batch_idx=idx, **given)
 
 
-def ewald(atoms: Atoms, name: str) -> Call:
+def ewald(atoms: Atoms, name: str, same_boxes: bool = True) -> Call:
     from nvalchemiops.torch.interactions import electrostatics
 
     call, given = getattr(electrostatics, name), (atoms.positions, atoms.charges)
-    return lambda: call(*given, **atoms.of, accuracy=ACCURACY, compute_forces=True)
+    if same_boxes:
+        return lambda: call(*given, **atoms.of, accuracy=ACCURACY, compute_forces=True)
+    scales = itertools.count(1.0, 1e-9)
+
+    def in_other_boxes() -> Any:
+        of = atoms.of | {"cell": atoms.of["cell"] * next(scales)}
+        return call(*given, **of, accuracy=ACCURACY, compute_forces=True)
+
+    return in_other_boxes
 
 
 def d3(atoms: Atoms, with_list: bool) -> Call:
@@ -150,6 +160,8 @@ OPERATORS: dict[str, tuple[bool, Callable[[Atoms], Call]]] = {
     "Coulomb, damped, in boxes": (True, coulomb),
     "Ewald, in boxes": (True, lambda atoms: ewald(atoms, "ewald_summation")),
     "PME, in boxes": (True, lambda atoms: ewald(atoms, "particle_mesh_ewald")),
+    "Ewald, other boxes": (True, lambda atoms: ewald(atoms, "ewald_summation", same_boxes=False)),
+    "PME, other boxes": (True, lambda atoms: ewald(atoms, "particle_mesh_ewald", same_boxes=False)),
     "D3, list given": (False, lambda atoms: d3(atoms, True)),
     "D3": (False, lambda atoms: d3(atoms, False)),
 }
