@@ -1,7 +1,7 @@
 """Graphs of many structures for networks: one batch of tensors from ASE's atoms."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import ase
@@ -134,6 +134,8 @@ def atoms_to_graph(
     ImportError
         ``progress=True`` without tqdm.
     """
+    if not isinstance(atoms, Iterable):
+        raise TypeError(f"`atoms`: ase.Atoms are needed, or an iterable of them, got {type(atoms).__name__}")
     structures = [atoms] if isinstance(atoms, ase.Atoms) else list(atoms)
     for number, structure in enumerate(structures):
         if not isinstance(structure, ase.Atoms):
@@ -157,31 +159,33 @@ def atoms_to_graph(
     # so many structures at once that a search has about as many atoms, or one that is larger
     part_of = (batch_ptr[1:] - 1).clip(0) // ATOMS_PER_SEARCH
     ends = np.flatnonzero(np.diff(part_of, append=-1)) + 1 if structures else np.zeros(0, dtype=np.int64)
+    options |= {"return_neighbor_list": True, "return_distances": True, "return_vectors": True}
+
+    def search(begin: int, end: int) -> tuple[torch.Tensor, ...]:
+        """The pairs of the structures from ``begin`` to ``end``, numbers of neighbors in the place of pointers."""
+        first, last = int(batch_ptr[begin]), int(batch_ptr[end])
+        of_systems = (cell[begin:end], pbc[begin:end], batch_idx[first:last] - begin)
+        pairs, ptr, *others = neighbor_list(positions[first:last], cutoff, *of_systems, **options)
+        return (pairs + first, ptr.diff(), *others)
+
+    def without_pairs() -> tuple[torch.Tensor, ...]:
+        """The same for no structure: all other arguments are checked."""
+        pairs, ptr, distances, vectors = neighbor_list(positions[:0], cutoff, **options)
+        return pairs, ptr.diff(), pairs.new_zeros(0, 3), distances, vectors
+
     found: list[tuple[torch.Tensor, ...]] = []
     with _bar(len(structures), progress) as bar:
         begin = 0
         for end in ends.tolist():
-            first, last = int(batch_ptr[begin]), int(batch_ptr[end])
-            pairs, ptr, shifts, distances, vectors = neighbor_list(
-                positions[first:last],
-                cutoff,
-                cell[begin:end],
-                pbc[begin:end],
-                batch_idx[first:last] - begin,
-                return_neighbor_list=True,
-                return_distances=True,
-                return_vectors=True,
-                **options,
-            )
-            found.append((pairs + first, ptr.diff(), shifts, distances, vectors))
+            try:
+                found.append(search(begin, end))
+            except ValueError:
+                without_pairs()
+                _name_first_bad(search, begin, end)
+                raise
             bar.update(end - begin)
             begin = end
-    if not found:
-        # arguments are checked, and there are no pairs
-        pairs, ptr, distances, vectors = neighbor_list(
-            positions, cutoff, return_neighbor_list=True, return_distances=True, return_vectors=True, **options
-        )
-        found = [(pairs, ptr.diff(), pairs.new_zeros(0, 3), distances, vectors)]
+    found = found or [without_pairs()]
     pairs = torch.cat([part[0] for part in found], 1)
     if pairs.shape[1] > torch.iinfo(torch.int32).max:
         raise ValueError(f"`cutoff`: {pairs.shape[1]} pairs are more than int32 can number; make several graphs")
@@ -190,6 +194,15 @@ def atoms_to_graph(
     pointers = torch.tensor(batch_ptr, dtype=torch.int32, device=device)
     edges = (pairs, neighbor_ptr, shifts, distances, vectors)
     return Graph(positions, numbers, cell, pbc, batch_idx, pointers, *edges)
+
+
+def _name_first_bad(search: Callable[[int, int], object], begin: int, end: int) -> None:
+    """Raise with the number of the first structure that raises by itself."""
+    for number in range(begin, end):
+        try:
+            search(number, number + 1)
+        except ValueError as error:
+            raise ValueError(f"`atoms`: number {number}: {error}") from None
 
 
 class _NoBar:

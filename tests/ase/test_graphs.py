@@ -71,6 +71,24 @@ def test_mistakes_are_named():
         atoms_to_graph([], -1.0)
     with pytest.raises(ValueError, match="positions"):
         atoms_to_graph(ase.Atoms("H", [[np.nan, 0.0, 0.0]]), 3.0)
+    with pytest.raises(TypeError, match=r"`atoms`.*got NoneType"):
+        atoms_to_graph(None, 3.0)
+
+
+@pytest.mark.parametrize("at_once", [1, 10**6])
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (ase.Atoms("H", [[0.0, np.inf, 0.0]]), "number 6: `positions`"),
+        (ase.Atoms("H", cell=[1.0, 0.0, 1.0], pbc=True), "number 6: `cell`"),
+    ],
+)
+def test_a_bad_structure_among_many_is_named(bad, message, at_once, monkeypatch):
+    monkeypatch.setattr(graphs, "ATOMS_PER_SEARCH", at_once)
+    with pytest.raises(ValueError, match=message):
+        atoms_to_graph([*structures(), bad, *structures()], 5.0)
+    with pytest.raises(ValueError, match=r"^`cutoff`"):
+        atoms_to_graph([*structures(), bad], -1.0)
 
 
 def test_progress_counts_structures(monkeypatch):
