@@ -149,7 +149,7 @@ class Electrostatics:
             raise TypeError("`widths` must be a number, a dict or an array, got a function")
         if method in LATTICE_SUMS:
             _refuse({"cutoff": cutoff, **parameters}, f"'{method}' chooses its parameters for `accuracy`")
-            self._sum = LatticeSum(method, 1e-6 if accuracy is None else accuracy, slab_correction)
+            self._sum = LatticeSum(method, 1e-6 if accuracy is None else accuracy, slab_correction, charges is None)
         else:
             unfit = {"accuracy": accuracy, "slab_correction": slab_correction or None}
             _refuse(unfit, f"'{method}' is a sum over pairs")
@@ -170,7 +170,9 @@ class Electrostatics:
                 self._of_atoms[name] = atom_values(name, values, SHAPES[name])
 
     def reach(self, atoms: ase.Atoms) -> float | None:
-        """The distance from which on pairs do not matter."""
+        """The distance from which on pairs do not matter; known ahead if no source is a function of the geometry."""
+        for name in self._functions:
+            raise ValueError(f"`{name}`: a function of the geometry is for one process")
         return self._sum.reach(atoms, {name: values(atoms) for name, values in self._of_atoms.items()})
 
     def evaluate(self, system: System) -> Contribution:
@@ -285,13 +287,17 @@ class Chosen(NamedTuple):
 
 
 class LatticeSum:
-    """Ewald's sum of charges, dipoles and quadrupoles, with or without a mesh."""
+    """Ewald's sum of charges, dipoles and quadrupoles, with or without a mesh.
+
+    ``of_initial_charges``: the charges are those of the atoms, which may have others in the next call.
+    """
 
     LOW_ORDER_ACCURACY = 1e-5
     """Below this splines of high order are faster, which need a coarser mesh."""
 
-    def __init__(self, method: str, accuracy: float, slab_correction: bool) -> None:
+    def __init__(self, method: str, accuracy: float, slab_correction: bool, of_initial_charges: bool) -> None:
         self.method = method
+        self.of_initial_charges = of_initial_charges
         self.accuracy = check_accuracy(accuracy)
         self.slab_correction = bool(slab_correction)
         self.spline_order = 5 if self.accuracy > self.LOW_ORDER_ACCURACY else 8
@@ -357,9 +363,11 @@ class LatticeSum:
         return self._parameters(atoms, device, whole).cutoff
 
     def _parameters(self, atoms: ase.Atoms, device: torch.device, whole: Sources) -> Chosen:
-        """Those that are kept, or new ones if the cell has changed, or the elements of dipoles and quadrupoles."""
-        kept = self._chosen
-        made_for = (len(atoms), device, atoms.numbers.tobytes() if len(whole) > 1 else None)
+        """Those that are kept, or new ones if the cell has changed, or beside dipoles elements or initial charges."""
+        kept, strengths = self._chosen, None
+        if len(whole) > 1:
+            strengths = (atoms.numbers.tobytes(), whole["charges"].tobytes() if self.of_initial_charges else None)
+        made_for = (len(atoms), device, strengths)
         if kept is None or kept.made_for != made_for or not np.array_equal(kept.cell, atoms.cell.array):
             self._chosen = kept = self._choose(atoms, device, whole, made_for)
         return kept

@@ -138,3 +138,23 @@ def test_charges_have_no_torques():
     atoms.calc = Calculator(Electrostatics("ewald", NACL))
     with pytest.raises(PropertyNotImplementedError, match="torques"):
         atoms.calc.get_torques(atoms)
+
+
+@pytest.mark.parametrize("method", ["ewald", "pme"])
+def test_parameters_follow_the_charges_of_the_atoms(method):
+    """With dipoles they depend on magnitudes: results are a function of the atoms, whatever was computed before."""
+    dipoles = {"Na": [0.1, 0.0, 0.2], "Cl": [0.0, 0.1, 0.0]}
+    used, fresh = (Calculator(Electrostatics(method, dipoles=dipoles, accuracy=1e-3)) for _ in range(2))
+    atoms = salt()
+    for scale in (1.0, 0.01):
+        atoms.set_initial_charges(scale * np.where(atoms.numbers == 11, 1.0, -1.0))
+        found = used.get_property("forces", atoms)
+    assert np.array_equal(found, fresh.get_property("forces", atoms))
+
+
+@pytest.mark.parametrize("name", ["charges", "dipoles"])
+def test_the_reach_of_functions_is_not_known(name):
+    """Which several processes need, whatever other sources there are."""
+    sources = {"charges": NACL, **moments(8), "widths": 0.3} | {name: lambda system: system.positions}
+    with pytest.raises(ValueError, match=f"`{name}`: a function of the geometry is for one process"):
+        Electrostatics("ewald", **sources).reach(salt())
