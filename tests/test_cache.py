@@ -7,6 +7,7 @@ import torch
 
 from nvalchemiops.layout import GPU, replaced_layout
 from nvalchemiops.torch.operators import segments
+from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.runtime import cache, context
 from nvalchemiops.torch.runtime.cache import cached_by_identity, cached_by_value
 from tests.processes import in_threads
@@ -48,6 +49,17 @@ def test_equal_values_are_computed_once(kept):
     x = numbers(1.0, 2.0, 3.0, 4.0)
     first = kept(x)
     assert kept(x.clone()) is first and kept(x.repeat_interleave(2)[::2]) is first and kept.times == 1
+
+
+def test_a_lattice_has_the_same_bits_however_its_cells_lie_in_memory():
+    """Otherwise they would depend on which of two equal cells came first."""
+    generator = torch.Generator().manual_seed(0)
+    cells = torch.eye(3, dtype=torch.float64) + 0.3 * torch.randn(32, 3, 3, generator=generator, dtype=torch.float64)
+    for other in (cells.repeat_interleave(2, 0)[::2], cells.mT.contiguous().mT):
+        cache._kept.clear()
+        found = lattice_of(other, None, 0)
+        cache._kept.clear()
+        assert all(map(torch.equal, found, lattice_of(cells, None, 0)))
 
 
 def test_changed_in_place_is_computed_anew(kept):

@@ -66,6 +66,8 @@ def lattice_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int)
 
 
 def _geometry(cell: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    # torch's determinants of several cells round by their strides, by which results are not kept
+    cell = cell.contiguous()
     # without a wait for a GPU: for a singular cell results are infinite or NaN
     if layout(cell.device.type).reads:
         inverse = torch.linalg.inv_ex(cell).inverse
