@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.neighbors.formats import check_full_list
+from nvalchemiops.torch.neighbors.formats import check_full_list, transpose_order
 from tests.neighbors.searches import rows_of, rows_of_matrix
 from tests.reference.neighbors import every_image, half_of, in_order, nearest_of, tree
 
@@ -175,7 +175,8 @@ def test_compiled_with_static_and_with_unbacked_sizes(ties):
         return neighbor_list(positions, 4.0, cell, nearest=8, ties=ties, return_distances=True, **width)
 
     def pairs(positions):
-        return neighbor_list(positions, 4.0, cell, nearest=8, ties=ties, return_neighbor_list=True, symmetric=True)
+        found = neighbor_list(positions, 4.0, cell, nearest=8, ties=ties, return_neighbor_list=True, symmetric=True)
+        return *found, *transpose_order(found[0], len(positions))
 
     for function in (matrix, pairs):
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")

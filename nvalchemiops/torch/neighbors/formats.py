@@ -287,7 +287,7 @@ def transpose_order(neighbor_list: torch.Tensor, n_atoms: int) -> tuple[torch.Te
     checks.check_index("neighbor_list", neighbor_list, None, (2, None))
     n_atoms = checks.check_count("n_atoms", n_atoms)
     j, order = torch.sort(neighbor_list[1], stable=True)
-    if j.shape[0] and may_read(j, wait=True) and (int(j[0]) < 0 or int(j[-1]) >= n_atoms):
+    if may_read(j, wait=True) and j.shape[0] and (int(j[0]) < 0 or int(j[-1]) >= n_atoms):
         raise ValueError(f"`neighbor_list`: j must be in 0 .. {n_atoms - 1}, got {int(j[0])} .. {int(j[-1])}")
     return order, row_pointers(j.to(torch.int32), n_atoms)
 
