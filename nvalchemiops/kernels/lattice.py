@@ -48,6 +48,17 @@ def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
     ValueError
         If periodic lattice vectors are zero, not finite or linearly dependent; the message names ``cell``.
     """
+    units, lengths = unit_vectors(cell, pbc)
+    dual = np.linalg.pinv(units, rcond=1e-14).transpose(0, 2, 1) / lengths[:, :, None]
+    # exactly zero along open axes: rounding there would look like a thin crystal
+    return np.ascontiguousarray(np.where(pbc[:, :, None], dual, 0.0))
+
+
+def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Directions (n_systems, 3, 3) and lengths (n_systems, 3) of the periodic lattice vectors, zero and one otherwise.
+
+    Arguments and errors as of `dual_vectors`.
+    """
     rows = np.where(pbc[:, :, None], np.asarray(cell, dtype=np.float64), 0.0)
     if not np.isfinite(rows).all():
         raise ValueError("`cell` has entries that are not finite along a periodic axis")
@@ -63,9 +74,7 @@ def dual_vectors(cell: np.ndarray, pbc: np.ndarray) -> np.ndarray:
     if (ratio < SMALLEST_VOLUME_RATIO).any():
         system = int(np.argmin(ratio))
         raise ValueError(f"`cell` is singular: the periodic lattice vectors of system {system} are linearly dependent")
-    dual = np.linalg.pinv(units, rcond=1e-14).transpose(0, 2, 1) / lengths[:, :, None]
-    # exactly zero along open axes: rounding there would look like a thin crystal
-    return np.ascontiguousarray(np.where(pbc[:, :, None], dual, 0.0))
+    return units, lengths
 
 
 MOST_STEPS = 1000

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.kernels.lattice import dual_vectors
+from nvalchemiops.kernels.lattice import unit_vectors
 from nvalchemiops.torch.distributed.communication import add, maximum
 
 BINS, FEWEST_BINS, ALL_BINS = 4096, 16, 2**18
@@ -44,7 +44,7 @@ class Frames(NamedTuple):
         """The frames of cells (n_systems, 3, 3), which are not read along open axes, or of none."""
         frame = np.tile(np.eye(3), (len(pbc), 1, 1))
         if lattice is not None:
-            dual_vectors(lattice, pbc)  # raises for what is no lattice
+            unit_vectors(lattice, pbc)  # raises for what is no lattice
             for system, periodic in enumerate(pbc):
                 vectors = lattice[system][periodic]
                 frame[system][periodic] = vectors

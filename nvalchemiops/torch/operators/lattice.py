@@ -129,7 +129,7 @@ def _check_values(cell: bytes, dtype: np.dtype, n_systems: int, may_be_open: boo
     pbc = np.ones((n_systems, 3), dtype=bool)
     if may_be_open:
         pbc = np.asarray(lattice.any(2))
-    kernels.dual_vectors(lattice, pbc)
+    kernels.unit_vectors(lattice, pbc)  # raises for what is no lattice
     return not pbc.all()
 
 

@@ -13,7 +13,7 @@ import torch
 import warp as wp
 
 from nvalchemiops.interactions.electrostatics import k_vectors as core
-from nvalchemiops.kernels.lattice import dual_vectors
+from nvalchemiops.kernels.lattice import unit_vectors
 from nvalchemiops.locks import fork_safe
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
@@ -170,7 +170,7 @@ def _points_of(lattice: np.ndarray, lengths: np.ndarray) -> list[_Points]:
     """Points and weights of each system; only the origin where the cell or the length cannot be used."""
     known = lengths > 0.0
     try:
-        dual_vectors(lattice, np.ones(lattice.shape[:2], dtype=bool))
+        unit_vectors(lattice, np.ones(lattice.shape[:2], dtype=bool))
     except ValueError:
         if len(lengths) > 1:
             return [_points_of(lattice[n : n + 1], lengths[n : n + 1])[0] for n in range(len(lengths))]
