@@ -1,20 +1,25 @@
 """The estimate of forces by near neighbors, of a sample of the atoms of a large system."""
 
+import functools
+
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import nearby_forces
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation, nearby_forces
 from nvalchemiops.torch.interactions.electrostatics.nearby_forces import force_of_neighbors, force_on_host
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of
 from nvalchemiops.torch.systems import System
-from tests.systems import crystal, disordered
+from tests.systems import batch, crystal, disordered
 
 REACH = 7.0
 
 
-def estimate(system, rows=None, measure=force_on_host):
+by_sample = functools.partial(force_on_host, sampled=True)
+
+
+def estimate(system, rows=None, measure=by_sample):
     """The estimate, with `unrounded` before it is rounded."""
     checked = check_system(System(system.positions, system.charges, system.cell))
     if rows is None:
@@ -73,3 +78,16 @@ def test_wrong_pointers_are_left_to_the_kernel(unrounded):
         rows = rows_of(GivenNeighbors(pairs, wrong, shifts), system.positions, periodic=True)
         with pytest.raises(ValueError, match="neighbor_ptr"):
             estimate(system, rows)
+
+
+def test_no_sample_where_others_have_none():
+    """Sums with a cutoff are the same in a batch, which has no sample, as with it are those with gradients by cells."""
+    system = crystal("rocksalt", 5.64, 6, 0.3, 0)
+    x, q, cell = system[:3]
+    assert estimate(system) != estimate(system, measure=force_of_neighbors)
+    given = {"cutoff": 7.0, "k_cutoff": 3.0, "accuracy": 1e-3}
+    both = batch(system, system)
+    alone, together = ewald_summation(x, q, cell, **given), ewald_summation(*both[:3], batch_idx=both[3], **given)
+    torch.testing.assert_close(together[: len(x)], alone, rtol=0.0, atol=1e-12)
+    by_sizes, tracked = (ewald_summation(x, q, h, accuracy=1e-3) for h in (cell, cell.clone().requires_grad_()))
+    torch.testing.assert_close(tracked.detach(), by_sizes, rtol=0.0, atol=1e-12)

@@ -1,5 +1,6 @@
 """The choice of parameters of an Ewald sum that are not given: alpha, the cutoff, the mesh or the k-vectors."""
 
+import functools
 from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
@@ -154,6 +155,7 @@ def _choose(
 ) -> EwaldSplitting:
     """Alpha and neighbors: by numpy, or while compiling by torch, where nothing is read and the cutoff is known."""
     compiling, device = not may_read(), system.positions.device
+    sampled = rows is None and cutoff is None and not long_range.is_given
     xp: Any = torch if compiling else np
     count: Any
     volume: Any
@@ -204,7 +206,7 @@ def _choose(
     if compiling or may_read(system.positions, system.charges, wait=True):
         near = xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing)
         near, d = (torch.as_tensor(t, device=device) for t in (near, spacing))
-        measure: Any = force_of_neighbors if compiling else force_on_host
+        measure: Any = force_of_neighbors if compiling else functools.partial(force_on_host, sampled=sampled)
         target = target._replace(force=measure(system, rows, near, d))
     if strengths is not None:
         strengths = strengths.with_force_of_charges(target.force, xp)
@@ -319,7 +321,7 @@ def _choose_by_sizes(
         choice = _choices[key] = _Choice(reach, sizes.spacing, near, distance, {})
     longest = float(choice.cutoff.max())
     rows = system.rows_within(longest)
-    force = force_on_host(system, rows, choice.near, choice.distance)
+    force = force_on_host(system, rows, choice.near, choice.distance, sampled=True)
     found = choice.splittings.get(force.tobytes())
     if found is None:
         target = core.Target(accuracy, force)

@@ -1,9 +1,10 @@
 """How large forces are, which is what an accuracy refers to: estimated from near neighbors before the sum is known.
 
 The estimate is ``FORCE_PER_NEARBY`` times the RMS of the forces from neighbors within `error_models.NEARBY` average
-distances (`error_models.force_of`). In one large system it is that of a sample of the atoms: one atom of each of m
-intervals of equal length of their order, which is random enough within an interval, and the same in each call. The
+distances (`error_models.force_of`). In one large system it may be that of a sample of the atoms: one atom of each of
+m intervals of equal length of their order, which is random enough within an interval, and the same in each call. The
 standard error of its mean square follows from the sample itself, and where it is too large all atoms are taken.
+Compiled graphs, systems of a batch and ranks have no sample, so calls that could be theirs take all atoms, too.
 """
 
 import functools
@@ -56,12 +57,17 @@ def force_of_neighbors(system: ChargedSystem, rows: Rows, reach: torch.Tensor, s
         return core.force_of(nearby, count, torch)
 
 
-def force_on_host(system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor) -> np.ndarray:
-    """`force_of_neighbors` on the host, of one large system by a sample of its atoms. Not while compiling."""
+def force_on_host(
+    system: ChargedSystem, rows: Rows, reach: torch.Tensor, spacing: torch.Tensor, sampled: bool = False
+) -> np.ndarray:
+    """`force_of_neighbors` on the host; if ``sampled``, by a sample of the atoms of one large system.
+
+    Not while compiling.
+    """
     if system.domain is not None or not layout(system.positions.device.type).reads:
         return on_host(force_of_neighbors(system, rows, reach, spacing))
     of_forces = None
-    sample = _sample(system.n_atoms) if system.batch_idx is None else None
+    sample = _sample(system.n_atoms) if sampled and system.n_systems == 1 else None
     with torch.no_grad(), np.errstate(divide="ignore", invalid="ignore"):  # without charges, for infinite positions
         in_sample = None if sample is None else _rows_of(sample, rows, system)
         if in_sample is not None:
