@@ -14,7 +14,9 @@ slowest rank. Each call is that of a step: positions where their owners have the
 Beside them two bounds, for a machine whose cores share memory and caches: *apart*, how many times as fast the ranks
 would be if nothing were divided, when each has a periodic system with its share of the atoms and no communication, all
 at once; and *alone*, the same for one rank, while the others wait. What *apart* is below *alone* is the machine's; what
-a call is below *apart* is ghosts, communication and waiting.
+a call is below *apart* is ghosts, communication and waiting. *transport* is the time of the messages of the call alone:
+of the same kinds and sizes in the same order, with nothing between. From these the *ceiling*: one rank over the time
+apart, times what ghosts and Python add to its work, and transport; what a call is below it is waiting.
 
 Then what a rank sends in a call, in bytes for each of its atoms and in messages; the share of its time in
 communication, transport and waiting for others alike; the work: processor time of all ranks together, over that of one
@@ -47,7 +49,7 @@ from nvalchemiops.torch.distributed import Domain, communication
 from nvalchemiops.torch.distributed.mesh import MeshDivision
 from nvalchemiops.torch.interactions.electrostatics import dsf_coulomb, ewald_summation, particle_mesh_ewald
 
-ROUNDS = 3
+ROUNDS = 5
 CUTOFF, ALPHA, K_CUTOFF, SPACING, ORDER = 9.0, 0.36, 0.6, 1.25, 5
 ASKED = {"matching": 1.6}
 PLANES = {20_000: 20, 46**3: 46}  # of sites along the first axis, by the number of atoms
@@ -55,10 +57,11 @@ Row = dict[str, Any]
 
 
 class Traffic:
-    """Messages, bytes and seconds of this rank's communication."""
+    """Messages, bytes and seconds of this rank's communication, and what was sent."""
 
     def __init__(self) -> None:
         self.messages, self.bytes, self.seconds = 0, 0, 0.0
+        self.sent: list[tuple[Callable[..., Any], Any, torch.dtype, tuple[Any, ...]]] = []
         for name in ("add", "maximum", "swap_rows"):
             setattr(communication, name, self._counted(getattr(communication, name), name))
         for module in [m for n, m in sys.modules.items() if n.startswith("nvalchemiops.torch.")]:
@@ -72,6 +75,7 @@ class Traffic:
             found = function(tensor, *others)
             self.seconds += time.perf_counter() - start
             self.messages += 1
+            self.sent.append((function, tensor.shape, tensor.dtype, others))
             kept = 0
             if name == "swap_rows":
                 rank = dist.get_rank(others[-1])
@@ -80,6 +84,18 @@ class Traffic:
             return found
 
         return call
+
+    def again(self, call: Callable[[], Any]) -> Callable[[], None]:
+        """A function that sends the messages of a call, and does nothing else."""
+        self.sent.clear()
+        call()
+        messages = [(send, torch.zeros(shape, dtype=dtype), others) for send, shape, dtype, others in self.sent]
+
+        def send_all() -> None:
+            for send, values, others in messages:
+                send(values, *others)
+
+        return send_all
 
 
 def calls(
@@ -174,11 +190,13 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
     others: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     apart: dict[tuple[str, int], list[float]] = {}
     alone: dict[tuple[str, int], list[float]] = {}
+    transport: dict[tuple[str, int], list[float]] = {}
+    work_of_transport: dict[tuple[str, int], list[float]] = {}
     work: dict[tuple[str, int], list[float]] = {}
     work_apart: dict[tuple[str, int], list[float]] = {}
     memory, told = {}, []
     # the largest group first: the memory of a rank is that of its largest part so far
-    made, shares = {}, {}
+    made, shares, sent = {}, {}, {}
     for size in reversed(groups):
         if rank < size:
             made[size], held = calls(groups[size], given)
@@ -192,18 +210,25 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
             for call in shares[size].values():
                 call()
         dist.barrier()
+    for size in made:  # after memory has been measured
+        sent[size] = {name: traffic.again(call) for name, call in made[size].items()}
     for _ in range(ROUNDS):
         for size in groups:
             for name in made[size] if rank < size else ():
                 dist.barrier(group=groups[size])
                 traffic.messages, traffic.bytes, traffic.seconds = 0, 0, 0.0
                 seconds, busy = spent(made[size][name])
-                sent = (traffic.bytes * size / n_atoms, traffic.messages, traffic.seconds / seconds)
+                traffic.sent.clear()
+                told_of_call = (traffic.bytes * size / n_atoms, traffic.messages, traffic.seconds / seconds)
                 work.setdefault((name, size), []).append(total(busy, groups[size]))
                 times.setdefault((name, size), []).append(slowest(seconds, groups[size]))
-                others.setdefault((name, size), []).append(sent)
+                others.setdefault((name, size), []).append(told_of_call)
                 if size == 1:
                     continue
+                dist.barrier(group=groups[size])
+                seconds, busy = spent(sent[size][name])
+                work_of_transport.setdefault((name, size), []).append(total(busy, groups[size]))
+                transport.setdefault((name, size), []).append(slowest(seconds, groups[size]))
                 dist.barrier(group=groups[size])
                 seconds, busy = spent(shares[size][name])
                 work_apart.setdefault((name, size), []).append(total(busy, groups[size]))
@@ -214,20 +239,26 @@ def run(rank: int, count: int, n_atoms: int, folder: str) -> None:
     if rank == 0:
         rows = []
         for (name, size), measured in times.items():
-            sent, messages, waits = (statistics.median(column) for column in zip(*others[name, size]))
-            seconds = statistics.median(measured)
-            ratio = statistics.median(times[name, 1]) / seconds
+            n_bytes, messages, waits = (statistics.median(column) for column in zip(*others[name, size]))
+            one, seconds = statistics.median(times[name, 1]), statistics.median(measured)
             rows.append(
-                {"call": name, "ranks": size, "seconds": seconds, "times as fast": ratio, "bytes per atom": sent,
-                 "messages": messages, "communication": waits, "memory": memory[size],
+                {"call": name, "ranks": size, "seconds": seconds, "times as fast": one / seconds,
+                 "bytes per atom": n_bytes, "messages": messages, "communication": waits, "memory": memory[size],
                  "work": min(work[name, size]) / min(work[name, 1])}
             )  # fmt: skip
-            one = statistics.median(times[name, 1])
-            rows[-1] |= {
-                "apart": one / statistics.median(apart[name, size]) if size > 1 else 1.0,
-                "alone": one / statistics.median(alone[name, size]) if size > 1 else 1.0,
-                "work apart": min(work_apart[name, size]) / min(work[name, 1]) if size > 1 else 1.0,
-            }
+            bounds = {"apart": 1.0, "alone": 1.0, "work apart": 1.0, "transport": 0.0, "ceiling": 1.0}
+            if size > 1:
+                of_messages, by_itself_apart = statistics.median(transport[name, size]), min(work_apart[name, size])
+                added = (min(work[name, size]) - min(work_of_transport[name, size])) / by_itself_apart
+                seconds_apart = statistics.median(apart[name, size])
+                bounds = {
+                    "apart": one / seconds_apart,
+                    "alone": one / statistics.median(alone[name, size]),
+                    "work apart": by_itself_apart / min(work[name, 1]),
+                    "transport": of_messages,
+                    "ceiling": one / (seconds_apart * added + of_messages),
+                }
+            rows[-1] |= bounds
         torch.save((rows, told[::-1]), f"{folder}/rows")
     dist.destroy_process_group()
 
@@ -253,6 +284,7 @@ def main() -> None:
         )
         if row["ranks"] > 1:
             line += f"   apart {row['apart']:5.2f} alone {row['alone']:5.2f} work apart {row['work apart']:4.2f}"
+            line += f"   transport {1e3 * row['transport']:4.1f} ms ceiling {row['ceiling']:5.2f}"
         print(line)
     print(*told, sep="\n")
     common.write_csv(options.csv, tuple(rows[-1]), rows)
