@@ -25,7 +25,7 @@ DENSITY, CUTOFF, SKIN, SPACING, ORDER = 1.0 / 22.4, 9.0, 1.0, 1.25, 5
 EFFICIENCY = 0.5  # of the roofline
 HOST = 1.2e-3  # s a call
 BANDWIDTH, START, PARTNER = 50e9, 5e-6, 1e-6
-COLLECTIVES = 9  # in a call, five of them all-to-all
+COLLECTIVES = 7  # in a call, five of them all-to-all
 LIST = 16  # bytes of a pair: its number and its image
 
 
