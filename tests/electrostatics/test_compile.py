@@ -18,6 +18,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     prepare_wave_vectors,
 )
 from nvalchemiops.torch.interactions.electrostatics.compiled import whole_sum
+from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.operators import lattice
 from tests.comparing import assert_compiled_equals_eager, close, compiled, leaves_of, weighted
 from tests.systems import ALL, csr, triclinic
@@ -319,6 +320,36 @@ def test_values_that_do_not_fit_are_nan():
             mesh_ewald(*ONE[:2], cell, **near)
         assert all(t.isnan().all() for t in call(cell, near))
     assert all(t.isfinite().all() for t in call(ONE.cell, NEAR))
+
+
+def test_gradients_of_values_that_do_not_fit_are_nan():
+    """Also where weights differ, so that the sum is differentiated once more."""
+
+    def loss(x, cell, weights):
+        return (weights * mesh_ewald(x, ONE.charges, cell, **NEAR)).sum()
+
+    call = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for weights in (torch.ones(5, dtype=torch.float64), torch.linspace(1.0, 2.0, 5, dtype=torch.float64)):
+        for cell, is_known in ((torch.zeros_like(ONE.cell), False), (ONE.cell, True)):
+            x = ONE.positions.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(call(x, cell, weights), x)
+            assert gradient.isfinite().all() if is_known else gradient.isnan().all()
+
+
+@pytest.mark.parametrize("form", ["list", "matrix"])
+def test_padding_by_a_value_of_the_caller(form):
+    """In a list as well, where there is none by default."""
+    x, q, cell = ONE[:3]
+    matrix, _, shifts = neighbor_list(x, CUTOFF, cell, fill_value=9, max_neighbors=80)
+    near = {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
+    if form == "list":
+        pointers = torch.arange(0, 401, 80, dtype=torch.int32)
+        pairs = torch.stack([torch.arange(5, dtype=torch.int32).repeat_interleave(80), matrix.reshape(-1)])
+        near = {"neighbor_list": pairs, "neighbor_ptr": pointers, "neighbor_shifts": shifts.reshape(-1, 3)}
+    call = functools.partial(mesh_ewald, **near, mask_value=9, compute_forces=True)
+    ops, found = ops_of(call, x, q, cell)
+    assert "ewald_sum.default" in ops
+    close(found, mesh_ewald(x, q, cell, **NEAR, compute_forces=True))
 
 
 def test_one_graph_for_any_number_of_atoms_and_any_alpha():

@@ -97,7 +97,7 @@ class _Arguments(NamedTuple):
     shifts: Optional
     matrix: Optional
     matrix_shifts: Optional
-    mask_value: int
+    mask_value: int | None
     half_list: bool
     k_vectors: Optional
     k_cutoff: Optional
@@ -112,6 +112,9 @@ class _Arguments(NamedTuple):
     spline_order: int
     energy_reduction: str
     computed: int
+
+
+_NEIGHBORS = slice(_Arguments._fields.index("pairs"), _Arguments._fields.index("k_vectors"))
 
 
 def _arguments(
@@ -158,7 +161,6 @@ def _arguments(
     driver.check_sum(functools.partial(method.given, *given), atoms, neighbors, request, options)
     alpha = per_system("alpha", alpha, 1, positions.device)
     pairs, pointers, shifts, _, matrix_shifts, mask_value, half_list, *_ = neighbors
-    mask_value = positions.shape[0] if mask_value is None else mask_value
     near = (pairs, pointers, shifts, matrix, matrix_shifts, mask_value, half_list)
     found = (positions, charges, cell, alpha, *near, *far, request.energy_reduction, computed)
     return _Arguments(*found)
@@ -210,13 +212,8 @@ def _sum_of(given: _Arguments) -> tuple[Callable[[ChargedSystem], LongRange], Gi
             of_points: tuple[Any, ...] = (miller, given.point_begin, given.point_system, given.weights)
             miller = WaveVectors(*of_points)
         far = functools.partial(KVectorSum.given, given.k_vectors, given.k_cutoff, tuple(given.sizes) or None, miller)
-    mask_value = None if given.matrix is None else given.mask_value
-    near = (given.pairs, given.pointers, given.shifts, given.matrix, given.matrix_shifts, mask_value, given.half_list)
-    return (
-        far,
-        driver.given_neighbors(*near),
-        driver.SumOptions(given.alpha, ACCURACY, None, COULOMB, None, None, False),
-    )
+    near = driver.given_neighbors(*tuple(given)[_NEIGHBORS])
+    return far, near, driver.SumOptions(given.alpha, ACCURACY, None, COULOMB, None, None, False)
 
 
 def _request_of(given: _Arguments) -> SumRequest:
@@ -348,17 +345,20 @@ def whole_sum_gradients(
 ) -> tuple[torch.Tensor, ...]:
     """Gradients by positions and charges, from those by the energies and from the first derivatives of their sum.
 
-    If all weights are the same they are products: values are read.
+    If all weights are the same they are products: values are read. NaN where values do not fit together.
     """
     given = _Arguments(*arguments)
     weights = weights_of_systems(grad_energies.unsqueeze(1), given.energy_reduction, None, 1)
     if weights is not None:
         weight = weights.to(forces.dtype)
         return forces * -weight, charge_gradients * weight
-    with autograd_inside(), torch.enable_grad():
-        leaves = _leaves(given, False)
-        inputs = [leaves["positions"], leaves["charges"]]
-        found = torch.autograd.grad(_graph(given, leaves, _energies_of(given))["energies"], inputs, grad_energies)
+    try:
+        with autograd_inside(), torch.enable_grad():
+            leaves = _leaves(given, False)
+            inputs = [leaves["positions"], leaves["charges"]]
+            found = torch.autograd.grad(_graph(given, leaves, _energies_of(given))["energies"], inputs, grad_energies)
+    except ValueError:  # values that do not fit together, as in the sum
+        return torch.full_like(forces, torch.nan), torch.full_like(charge_gradients, torch.nan)
     return tuple([g if t.numel() else torch.empty_like(t) for g, t in zip(found, (forces, charge_gradients))])
 
 
