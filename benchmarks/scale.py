@@ -117,7 +117,7 @@ def calls(
 
     def neighbors() -> None:
         domain._rows.clear()
-        domain._checked_rows(x, CUTOFF)
+        domain._owned_rows(x, CUTOFF)
 
     def both_sides() -> None:
         domain._rows.clear()
@@ -130,7 +130,7 @@ def calls(
         torch.autograd.grad(domain.sum(slope.square().sum()), charges)
 
     def held() -> str:
-        rows = domain._checked_rows(x, CUTOFF).alone
+        rows = domain._owned_rows(x, CUTOFF).alone
         of_list = sum(t.nbytes for t in (rows.pointers, rows.neighbors, rows.shifts) if t is not None)
         of_atoms = (domain.n_owned + domain.n_ghosts) * (x[0].nbytes + q[0].nbytes)
         window = MeshDivision(domain, mesh, ORDER).window

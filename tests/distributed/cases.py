@@ -18,8 +18,10 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ParticleMeshEwald,
     coulomb_energy,
     dsf_coulomb,
+    ewald_reciprocal_space,
     ewald_summation,
     particle_mesh_ewald,
+    pme_reciprocal_space,
 )
 from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.interactions.pair.op_on_ranks import pair_sum_on_ranks
@@ -136,7 +138,7 @@ def sums_over_pairs_need_no_rows_of_ghosts(group: Any) -> None:
     x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
     options = {"cutoff": CUTOFF, "k_cutoff": 1.0, "compute_forces": True, "compute_virial": True, "domain": domain}
     without = ewald_summation(x, q, atoms.cell, 0.4, **options)
-    found = domain._checked_rows(x, CUTOFF)
+    found = domain._owned_rows(x, CUTOFF)
     assert domain.n_ghosts and found.alone.pointers is not None
     assert found.alone.pointers.diff()[domain.n_owned :].count_nonzero() == 0
     assert found._of_both is None
@@ -164,12 +166,21 @@ def atoms_that_move(group: Any) -> None:
     assert_equal(domain.gather(energies), expected[mine], "moved")
     far = atoms.positions.clone()
     far[0, 0] += 0.4  # one atom, on one rank
-    try:
-        PAIRS_OF_CHARGES(domain.distribute(far[mine]), atoms.cell, q=1.0, domain=domain)
-    except ValueError as error:
-        assert "make it anew" in str(error)
-    else:
-        raise AssertionError("atoms that have moved too far are an error on all ranks")
+    x, q = domain.distribute(far[mine]), domain.distribute(atoms.charges[mine])
+    for call in (
+        lambda: PAIRS_OF_CHARGES(x, atoms.cell, q=1.0, domain=domain),
+        lambda: pme_reciprocal_space(x, q, atoms.cell, 0.7, mesh_dimensions=(16, 16, 16), domain=domain),
+    ):
+        try:
+            call()
+        except ValueError as error:
+            assert "make it anew" in str(error)
+        else:
+            raise AssertionError("atoms that have moved too far are an error on all ranks")
+    # structure factors know no places
+    found = ewald_reciprocal_space(x, q, atoms.cell, None, 0.7, k_cutoff=2.0, domain=domain)
+    expected = ewald_reciprocal_space(far, atoms.charges, atoms.cell, None, 0.7, k_cutoff=2.0)
+    assert_equal(domain.gather(found), expected[mine], "structure factors")
 
 
 @case(1, 3)

@@ -429,7 +429,6 @@ class Domain:
         if lattice is not None and self.cell is not None and not torch.equal(lattice.expand_as(self.cell), self.cell):
             raise ValueError("`cell` has changed since the `domain` was made: make it anew")
         assert self._agreement is not None
-        self._agreement.largest[0] = self._moved(atoms.positions)
         same = self._agreement.same
         for name in ("positions", "charges", "numbers", "dipoles", "quadrupoles", "widths"):
             same[f"`{name}`"] = of_atoms(getattr(atoms, name))
@@ -444,14 +443,16 @@ class Domain:
             )
         return atoms._replace(batch_idx=self.batch_idx, domain=None)
 
-    def _splitting(self, alpha: Any, cutoff: float | None, neighbors: GivenNeighbors) -> tuple[Any, float]:
+    def _splitting(
+        self, positions: torch.Tensor, alpha: Any, cutoff: float | None, neighbors: GivenNeighbors
+    ) -> tuple[Any, float]:
         """Alpha, a tensor of which has complete gradients, and the cutoff of an Ewald sum, for which there are rows."""
         with self._together() as agreement:
             if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
                 raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
             cutoff = self.cutoff if cutoff is None else cutoff
             agreement.must_be_same(alpha=alpha, cutoff=cutoff)
-            self._owned_rows(cutoff)
+            self._owned_rows(positions, cutoff)
         return self.replicated(alpha) if isinstance(alpha, torch.Tensor) else alpha, cutoff
 
     def _agreed(self, weights: torch.Tensor | None, batch_idx: torch.Tensor | None) -> torch.Tensor | None:
@@ -513,23 +514,28 @@ class Domain:
         ValueError
             Atoms have moved by more than half of the skin, or the cutoff is longer than that of the domain.
         """
-        return self._checked_rows(positions, cutoff).of_both()
+        return self._owned_rows(positions, cutoff).of_both()
 
-    def _checked_rows(self, positions: torch.Tensor, cutoff: float) -> OwnedRows:
+    def _owned_rows(self, positions: torch.Tensor, cutoff: float) -> OwnedRows:
         """What `neighbors` makes its rows of. A collective call."""
         with self._together() as agreement:
             agreement.must_be_same(cutoff=cutoff)
-            agreement.largest[0] = self._moved(positions)
-            return self._owned_rows(cutoff)
-
-    def _owned_rows(self, cutoff: float) -> OwnedRows:
-        """The same for positions that are checked; a part of `_together` where the rows are not there yet."""
-        if cutoff > self.cutoff:
-            raise ValueError(f"`cutoff` = {cutoff} is beyond that of the `domain`, {self.cutoff}")
-        if cutoff not in self._rows:
-            assert self._agreement is not None, "a search may fail on one rank only"
-            self._rows[cutoff] = self._search(cutoff + self.skin)
+            self._must_be_near(positions)
+            if cutoff > self.cutoff:
+                raise ValueError(f"`cutoff` = {cutoff} is beyond that of the `domain`, {self.cutoff}")
+            if cutoff not in self._rows:
+                self._rows[cutoff] = self._search(cutoff + self.skin)
         return self._rows[cutoff]
+
+    def _found_rows(self, cutoff: float) -> OwnedRows:
+        """The same where `_owned_rows` has been called for these positions and this cutoff."""
+        return self._rows[cutoff]
+
+    def _must_be_near(self, positions: torch.Tensor) -> None:
+        """Note how far atoms have moved, in a part of `_together`, at whose end all raise if that is too far."""
+        assert self._agreement is not None
+        if self._agreement.largest[0] < 0.0:  # not noted yet
+            self._agreement.largest[0] = self._moved(positions)
 
     def _search(self, cutoff: float) -> OwnedRows:
         n, system, everywhere = self.n_owned, self.batch_idx_with_ghosts, self._known_positions

@@ -175,7 +175,7 @@ def _check_sum(
     else:
         must_be_same(system.domain, request=request, method=long_range, **options._asdict())
         _check_trained(potential, system, alpha)
-        alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
+        alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
     return CheckedSum(system, long_range, rows, alpha, accuracy, cutoff, keeps_gaussians, dielectric)
 
 
@@ -435,7 +435,7 @@ def _short_range_part(
             checks.check_real("alpha", alpha, system.positions)
         if system.domain is not None:
             must_be_same(system.domain, request=request)
-            alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
+            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
         splitting = given_alpha(alpha, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()

@@ -209,7 +209,7 @@ def electrostatic_potential(
             found_rows = rows_of(neighbors, system.positions, periodic=True)
         else:
             must_be_same(domain, method=long_range, derivatives=derivatives, accuracy=accuracy, surface=dielectric)
-            alpha, cutoff = system.domain._splitting(alpha, cutoff, neighbors)
+            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
     splitting = choose_splitting(_widest(system, receivers), long_range, alpha, cutoff, found_rows, accuracy)
     split = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
     if not long_range.is_given:
@@ -308,7 +308,7 @@ def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem)
     if system.domain is not None:
         if cutoff is None:
             raise ValueError("`cutoff` is needed for an open system with a `domain`: neighbors are found by it")
-        system.domain._splitting(None, cutoff, neighbors)
+        system.domain._splitting(system.positions, None, cutoff, neighbors)
         return system.rows_within(cutoff), cutoff
     rows = rows_of(neighbors, system.positions, periodic=False)
     if rows is not None:

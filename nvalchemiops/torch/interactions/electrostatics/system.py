@@ -97,7 +97,7 @@ class ChargedSystem(NamedTuple):
     def rows_within(self, cutoff: float) -> Rows:
         """All neighbors closer than ``cutoff``; with a domain those that `check_sum` has found."""
         if self.domain is not None:
-            return self.domain._owned_rows(cutoff).alone
+            return self.domain._found_rows(cutoff).alone
         return build_rows(self.positions, cutoff, self.cell, self.batch_idx)
 
     def at_fixed_geometry(self) -> "ChargedSystem":

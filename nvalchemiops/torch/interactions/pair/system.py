@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
+from nvalchemiops.torch.interactions.pair.shares import together
 from nvalchemiops.torch.neighbors.rows import (
     NO_PADDING,
     GivenNeighbors,
@@ -112,8 +112,7 @@ def _of_domain(domain: "Domain", atoms: System, given: GivenNeighbors, cutoff: f
         if given.neighbor_list is not None or given.neighbor_matrix is not None:
             raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
         cell, _, _ = _batch(atoms._replace(batch_idx=domain.batch_idx, pbc=domain.pbc), domain.n_systems, True)
-        must_be_same(domain, cutoff=cutoff)
-        rows = domain._owned_rows(cutoff).alone
+        rows = domain._owned_rows(positions, cutoff).alone
     cell = None if cell is None else domain.replicated(cell)
     return PairSystem(positions, cell, domain.batch_idx, domain.n_systems, rows, domain)
 

@@ -176,6 +176,8 @@ class MeshSum(NamedTuple):
         system: ChargedSystem,
     ) -> "MeshSum":
         """The long-range part that these arguments of `particle_mesh_ewald` describe."""
+        if system.domain is not None:  # windows of the mesh are around bricks
+            system.domain._must_be_near(system.positions)
         if prepared is not None:
             valid = prepared.check_cell(system.cell)
             mesh, order = prepared.mesh_dimensions, prepared.spline_order
