@@ -134,3 +134,69 @@ def test_few_searches_are_kept():
         for _ in range(2):
             neighbor_list(x, 3.0, cell, return_neighbor_list=True)
     assert len(repeated_search._thread.searches) == repeated_search.MOST_SEARCHES
+
+
+def batch(sizes=(30, 1, 0, 12), seed=0):
+    """Positions, cells and systems of atoms."""
+    found = [system(n_atoms, seed=seed + number) for number, n_atoms in enumerate(sizes)]
+    numbers = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(sizes))
+    return torch.cat([x for x, _ in found]), torch.stack([cell for _, cell in found]), numbers
+
+
+OF_BATCHES = {
+    "periodic": {},
+    "half": {"half_fill": True},
+    "mixed": {
+        "pbc": torch.tensor([[True, True, True], [True, False, True], [False, True, True], [False, False, False]])
+    },
+    "binned": {"method": "batch_cell_list"},
+    "one cell": {"cell": system()[1][None]},
+    "clusters": {"cell": None},
+}
+
+
+@pytest.mark.parametrize("options", OF_BATCHES.values(), ids=OF_BATCHES)
+def test_lists_of_batches_are_those_of_the_ordinary_search(options, calls):
+    """Atoms, cells and cutoffs differ in each call, and the memory of all; then which atoms are in which system."""
+    _, _, numbers = batch()
+    other = numbers.clone()
+    other[25:30] = 1
+    for composition in (numbers, other, numbers.long()):
+        kept = []
+        for step in range(4):
+            x, cell, _ = batch(seed=step)
+            given = {"cell": cell, "cutoff": 3.0 + 0.1 * (step % 3), "batch_idx": composition.clone(), **options}
+
+            def call(x=x, given=given):
+                return neighbor_list(x, return_neighbor_list=True, **given)
+
+            kept.append((call(), ordinary(call)))
+        for found, expected in kept:
+            same(found, expected)
+    assert calls[:8] == [False, True, True, True] * 2 and calls[-1]
+
+
+def test_batches_in_the_same_memory_and_wrong_ones(calls):
+    x, cell, numbers = batch()
+
+    def call():
+        return neighbor_list(x, 3.0, cell, batch_idx=numbers, return_neighbor_list=True)
+
+    first = [call() for _ in range(3)][-1]
+    numbers[30:33] = 0
+    for _ in range(3):
+        same(call(), ordinary(call))
+    numbers[30:33] = torch.tensor([1, 3, 3], dtype=torch.int32)
+    same(call(), first)
+    for wrong in (numbers.flip(0), numbers + 1, numbers - 1):
+        for _ in range(3):
+            with pytest.raises(ValueError, match="batch_idx"):
+                neighbor_list(x, 3.0, cell, batch_idx=wrong, return_neighbor_list=True)
+    same(call(), first)
+    x[3] = torch.nan
+    for _ in range(2):
+        with pytest.raises(ValueError, match="finite"):
+            call()
+    for seed in range(10):
+        neighbor_list(x[4:], 3.0, cell, batch_idx=numbers[4:] + 0 * seed, return_neighbor_list=True)
+    assert len(repeated_search._thread.searches_of_batches) <= repeated_search.MOST_SEARCHES

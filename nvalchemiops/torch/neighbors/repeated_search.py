@@ -1,8 +1,8 @@
 """Searches for lists of pairs of small systems, again and again for as many atoms: memory and launches are kept.
 
 The kernels are those of `nvalchemiops.torch.neighbors.search`, and so are the bits: what differs is that bins are made
-in the same memory each time, and that the arguments of the launches are packed once. For one system on a CPU. Each
-thread has searches of its own.
+in the same memory each time, and that the arguments of the launches are packed once. On a CPU, for one system or a
+batch in which atoms stay in their systems. Each thread has searches of its own.
 """
 
 import math
@@ -20,6 +20,7 @@ from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.layout import CPU, layout
 from nvalchemiops.neighbors import grid
 from nvalchemiops.neighbors import search as kernels
+from nvalchemiops.torch import checks
 from nvalchemiops.torch.launch import describe, launch
 from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime.memory import new_empty
@@ -28,8 +29,14 @@ from nvalchemiops.types import inner_shape
 MOST_ATOMS = 1024
 """Larger searches take far longer than the Python around them."""
 
+MOST_ATOMS_OF_BATCH = kernels.SCRATCH_ROWS
+"""The same for a batch, where a search for each system finds less and Python does more."""
+
 MOST_SEARCHES = 4
-"""Kinds of searches that each thread keeps, of some hundred kilobytes each."""
+"""Kinds of searches that each thread keeps, of some hundred kilobytes each, and as many of batches."""
+
+MOST_SLOTS = 2**16
+"""Bins of all systems, at most."""
 
 Scratch = tuple[torch.Tensor, torch.Tensor]
 Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -43,36 +50,37 @@ class _Kept:
         positions: torch.Tensor,
         cell: Any,
         pbc: Any,
+        systems: tuple[torch.Tensor | None, torch.Tensor],
         cutoff: float,
         half: bool,
         method: int,
         lanes: int,
         scratch: Scratch,
     ) -> None:
-        n_atoms, cpu = positions.shape[0], wp.get_device("cpu")
+        system, first_atom = systems
+        n_atoms, n_systems, cpu = positions.shape[0], first_atom.shape[0] - 1, wp.get_device("cpu")
         self.index, self.shifts = scratch[0], None if cell is None else scratch[1]
         self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device="cpu")
-        self.begin = torch.zeros(grid.ring_slots(n_atoms, 1, method) + 2, dtype=torch.int32, device="cpu")
+        self.begin = torch.zeros(grid.ring_slots(n_atoms, n_systems, method) + 2, dtype=torch.int32, device="cpu")
         self.count = torch.empty(n_atoms, dtype=torch.int32, device="cpu")
         self.faults, self.counts = self.fault.numpy(), self.count.numpy()
-        grids = torch.empty(1, *inner_shape(grid.Grid), dtype=torch.uint8, device="cpu")
+        grids = torch.empty(n_systems, *inner_shape(grid.Grid), dtype=torch.uint8, device="cpu")
         coordinates = torch.empty(3, n_atoms + LANES, dtype=torch.float64, device="cpu")
         slot, order = torch.empty(2, n_atoms, dtype=torch.int32, device="cpu")
         entry = torch.empty(n_atoms, 4, dtype=torch.int32, device="cpu")
-        first_atom = torch.arange(2, dtype=torch.int32, device="cpu").mul_(n_atoms)
         self.width = width = kernels.scratch_width(n_atoms)
         rows = torch.arange(0, (n_atoms + 1) * width, width, dtype=torch.int32, device="cpu")
         self.per_thread = CPU.rows_per_thread(kernels.ROWS_PER_THREAD)
         self.n_threads = -(-n_atoms // self.per_thread)
-        described = [positions, cell, pbc, None, first_atom, cutoff, method]
+        described = [positions, cell, pbc, system, first_atom, cutoff, method]
         self.prepare = core.prepared(grid.prepare_search(), 1, device=cpu, lanes=0, kind=None)
         made = [grids, slot, self.begin, order, coordinates, entry, self.fault]
         self.of_bins = describe(grid.prepare_search(), [*described, *made])[1]
-        binned = [coordinates, entry, self.begin, None, grids, cutoff, int(half), None, None]
+        binned = [coordinates, entry, self.begin, system, grids, cutoff, int(half), None, None]
         searched = [*binned, rows, -1, 0, self.count, self.index, None, self.shifts, self.per_thread]
         self.of_search = describe(kernels.search_neighbors(), searched)[1]
         self.search = core.prepared(kernels.search_neighbors(), self.n_threads, device=cpu, lanes=lanes, kind="fill")
-        self.memory = [*made, rows, first_atom]  # as long as the launches
+        self.memory = [*made, rows, system, first_atom]  # as long as the launches
         # cutoff from which on rows are longer than the memory, as far as that is known
         self.too_long = math.inf if all(type(value) is bytes for value in self.of_bins[:3]) else 0.0
 
@@ -103,6 +111,23 @@ class _Kept:
         return pairs, ptr, shifts
 
 
+def _systems(
+    n_atoms: int, cell: Any, pbc: Any, numbers: np.ndarray | None, method: int
+) -> tuple[torch.Tensor | None, torch.Tensor] | None:
+    """System of each atom (None: there is one), and the first atom of each; None for the ordinary search.
+
+    ``numbers`` are those of the systems of the atoms.
+    """
+    if numbers is None:
+        return None, torch.arange(2, dtype=torch.int32, device="cpu").mul_(n_atoms)
+    n_systems = checks.systems_in_shapes((cell, 3), (pbc, 2)) or int(numbers.max()) + 1
+    is_sorted = 0 <= numbers[0] and (numbers[1:] >= numbers[:-1]).all() and numbers[-1] < n_systems
+    if not is_sorted or grid.ring_slots(n_atoms, n_systems, method) > MOST_SLOTS:
+        return None
+    first_atom = np.searchsorted(numbers, np.arange(n_systems + 1)).astype(np.int32)
+    return torch.from_numpy(numbers.astype(np.int32)), torch.from_numpy(first_atom)
+
+
 _thread = threading.local()
 
 
@@ -111,16 +136,17 @@ def repeated_pairs(
     cutoff: float,
     cell: torch.Tensor | None,
     pbc: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
     half: bool,
     method: int,
     lanes: int,
     scratch: Callable[[], Scratch],
 ) -> Pairs | None:
-    """The list of pairs, its pointers and shifts, of one system, or None if the ordinary search is to make them.
+    """The list of pairs, its pointers and shifts, or None if the ordinary search is to make them.
 
     Parameters
     ----------
-    positions, cutoff, cell, pbc, half, method
+    positions, cutoff, cell, pbc, batch_idx, half, method
         As of `search.neighbor_pairs`.
     lanes : int
         Of the search.
@@ -128,28 +154,37 @@ def repeated_pairs(
         Gives the memory of this thread for rows.
     """
     n_atoms = positions.shape[0]
-    given = [t for t in (positions, cell, pbc) if t is not None]
-    if not 0 < n_atoms <= MOST_ATOMS or not all([layout(t.device.type) is CPU for t in given]):
+    given = [t for t in (positions, cell, pbc, batch_idx) if t is not None]
+    most = MOST_ATOMS if batch_idx is None else MOST_ATOMS_OF_BATCH
+    if not 0 < n_atoms <= most or not all([layout(t.device.type) is CPU for t in given]):
         return None
     is_double = positions.dtype is torch.float64 and (cell is None or cell.dtype is torch.float64)
     if not is_double or not all([t.is_contiguous() and not t.is_neg() for t in given]):
         return None
     if plans.active() is not None or core.active_tape() is not None:
         return None
-    key: Hashable = (n_atoms, cell is None, pbc is None, half, method)
-    found: OrderedDict[Hashable, _Kept | None] | None = getattr(_thread, "searches", None)
+    cell = None if cell is None else cell.detach().reshape(-1, 3, 3)
+    pbc = None if pbc is None else pbc.reshape(-1, 3)
+    numbers = None if batch_idx is None else batch_idx.numpy()
+    of_systems = None if numbers is None else (numbers.dtype, numbers.tobytes())
+    shapes = [None if t is None else t.shape[0] for t in (cell, pbc)]
+    key: Hashable = (n_atoms, *shapes, of_systems, half, method)
+    kind = "searches" if batch_idx is None else "searches_of_batches"
+    found: OrderedDict[Hashable, _Kept | None] | None = getattr(_thread, kind, None)
     if found is None:
-        found = _thread.searches = OrderedDict()
+        found = OrderedDict()
+        setattr(_thread, kind, found)
     if key not in found:  # the first one of its kind
         found[key] = None
         while len(found) > MOST_SEARCHES:
             found.popitem(last=False)
         return None
     kept = found[key]
-    cell = None if cell is None else cell.detach().reshape(-1, 3, 3)
-    pbc = None if pbc is None else pbc.reshape(-1, 3)
     if kept is None:
         with torch.inference_mode(False):  # memory that can be changed outside of it, too
-            kept = found[key] = _Kept(positions, cell, pbc, cutoff, half, method, lanes, scratch())
+            systems = _systems(n_atoms, cell, pbc, numbers, method)
+            if systems is None:
+                return None
+            kept = found[key] = _Kept(positions, cell, pbc, systems, cutoff, half, method, lanes, scratch())
     found.move_to_end(key)
     return kept(positions, cell, pbc, cutoff) if cutoff < kept.too_long else None

@@ -383,8 +383,8 @@ def neighbor_pairs(
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The list format. Waits for the device to learn the number of pairs, and raises for faulty input."""
-    if batch_idx is None and batch_ptr is None and target_indices is None and nearest == 0:
-        found = repeated_pairs(positions, cutoff, cell, pbc, half, method, SEARCH_LANES, _scratch)
+    if batch_ptr is None and target_indices is None and nearest == 0:
+        found = repeated_pairs(positions, cutoff, cell, pbc, batch_idx, half, method, SEARCH_LANES, _scratch)
         if found is not None:
             return found
     search = Search(
