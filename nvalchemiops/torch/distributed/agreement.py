@@ -47,7 +47,7 @@ class Agreement:
 
     def conclude(self, error: Exception | None, group: Any, device: torch.device) -> None:
         """Tell the others, and raise on all ranks if one has an error or they differ. A collective call."""
-        check = float(zlib.crc32(repr(self.same).encode()))
+        check = float(zlib.crc32(repr(sorted(self.same.items())).encode()))
         found = torch.tensor([error is not None, check, -check, *self.largest], dtype=torch.float64, device=device)
         any_error, highest, lowest, *self.largest = maximum(found, group).tolist()
         if any_error:
