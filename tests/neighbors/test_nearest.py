@@ -224,6 +224,8 @@ def test_too_little_room_is_an_error():
         ({"symmetric": True}, "`symmetric` says which neighbors are the nearest"),
         ({"nearest": 3, "ties": "index", "tie_tolerance": 0.1}, "`tie_tolerance` is that of"),
         ({"nearest": 3, "tie_tolerance": -0.1}, "`tie_tolerance` must be finite and not negative"),
+        ({"nearest": 10**9, "ties": "index"}, "`nearest`: the list would have"),
+        ({"nearest": 3, "max_neighbors": 10**9}, "`max_neighbors`: the list would have"),
     ],
 )
 def test_refused_by_name(options, message):

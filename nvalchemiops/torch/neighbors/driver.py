@@ -171,7 +171,7 @@ def build(
     chosen = (0, 0.0, False) if selection is ALL else _check_selection(selection, form)
     if chosen[0] and width is None and selection.ties == "index" and not (chosen[2] or form.return_neighbor_list):
         width = chosen[0]
-        ops.check_size(n_rows * width)
+        ops.check_size(n_rows * width, "nearest")
     if rebuild_flags is not None:
         rebuild_flags = checks.check_flags(rebuild_flags, positions, n_systems, batch_idx)
         for name in ("neighbor_matrix", "num_neighbors", *(["neighbor_matrix_shifts"] if cell is not None else [])):
@@ -342,5 +342,5 @@ def _width(n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Te
             if isinstance(tensor, torch.Tensor) and tensor.ndim == ndim:
                 width, in_memory = tensor.shape[1], True
     if width is not None:
-        ops.check_size(n_rows * width)
+        ops.check_size(n_rows * width, name or f"max_neighbors{suffix}")
     return width, in_memory

@@ -342,11 +342,11 @@ def batch_idx_of(batch_ptr: torch.Tensor, n_atoms: int) -> torch.Tensor:
     return torch.searchsorted(batch_ptr[1:], atoms, right=True, out_int32=True)
 
 
-def check_size(size: int) -> None:
-    """Raise unless a list of ``size`` entries can be addressed."""
+def check_size(size: int, name: str = "cutoff") -> None:
+    """Raise unless a list of ``size`` entries can be addressed; ``name`` is the argument that it follows from."""
     if size > MAX_SLOTS:
         raise ValueError(
-            f"`cutoff`: the list would have {size} entries, more than int32 can address; split the atoms by "
+            f"`{name}`: the list would have {size} entries, more than int32 can address; split the atoms by "
             "`target_indices`"
         )
 
