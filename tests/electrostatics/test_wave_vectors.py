@@ -211,6 +211,20 @@ def test_vectors_of_another_cell_are_an_error():
     close(waves(SYSTEM._replace(cell=basis), k_vectors=k_vectors), waves(k_vectors=k_vectors), 1e-10)
 
 
+def test_vectors_that_are_made_inside_a_compiled_graph():
+    """Their number, which the graph learns when it runs, follows from the largest indices."""
+    x, q, cell = SYSTEM[:3]
+
+    def energies(cell):
+        k_vectors = generate_k_vectors_ewald_summation(cell, K_CUTOFF, (2, 3, 2))
+        return ewald_reciprocal_space(x, q, cell, k_vectors, ALPHA)
+
+    compiled = torch.compile(energies, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(cell), energies(cell))
+    nothing = ewald_reciprocal_space(x, q, cell, cell[0, :0], ALPHA)
+    assert nothing.shape == q.shape and not torch.equal(nothing, energies(cell))
+
+
 def test_gradients_of_the_vectors_themselves():
     """`k_vectors_from_miller_indices` is differentiable in the cell."""
     miller = generate_ewald_miller_indices(SYSTEM.cell, 2.0)
