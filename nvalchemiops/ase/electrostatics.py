@@ -379,6 +379,10 @@ class LatticeSum:
         order, by_mesh = self.spline_order, self.method == "pme"
         mesh, k_cutoff = None, None
         if len(whole) > 1:
+            # strengths are kept: those of a call that fails must not be
+            for name, values in {"positions": atoms.positions, **whole}.items():
+                if not np.isfinite(values).all():
+                    raise ValueError(f"`{name}` has entries that are NaN or infinite")
             sources: Tensors = {
                 name: torch.as_tensor(values, dtype=cell.dtype, device=device) for name, values in whole.items()
             }

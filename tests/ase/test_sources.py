@@ -158,3 +158,15 @@ def test_the_reach_of_functions_is_not_known(name):
     sources = {"charges": NACL, **moments(8), "widths": 0.3} | {name: lambda system: system.positions}
     with pytest.raises(ValueError, match=f"`{name}`: a function of the geometry is for one process"):
         Electrostatics("ewald", **sources).reach(salt())
+
+
+@pytest.mark.parametrize("method", ["ewald", "pme"])
+def test_a_call_that_fails_leaves_no_parameters(method):
+    term = Electrostatics(method, lambda system: torch.cos(system.positions[:, 0]), dipoles={"*": [0.1, 0.0, 0.2]})
+    used, atoms = Calculator(term), salt()
+    lost = atoms.copy()
+    lost.positions[0] = np.nan
+    with pytest.raises(ValueError, match="`positions` has entries that are NaN"):
+        used.get_property("forces", lost)
+    fresh = Calculator(Electrostatics(method, term.charges, dipoles={"*": [0.1, 0.0, 0.2]}))
+    assert np.array_equal(used.get_property("forces", atoms), fresh.get_property("forces", atoms))
