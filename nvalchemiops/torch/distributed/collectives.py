@@ -18,6 +18,7 @@ import atexit
 import functools
 import gc
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,9 +28,8 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
 from nvalchemiops.torch.distributed.communication import add, swap_rows
 
-_groups: dict[int, Any] = {}
-"""Groups of ranks by the numbers that ops know them by; a process has few."""
-
+_groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Groups of ranks by the numbers that ops know them by. They end with ``destroy_process_group``, with their threads."""
 
 LAST = 0.05
 """Seconds at the end of a process in which threads of groups give back their last tensors."""
@@ -49,7 +49,10 @@ def number_of(group: Any) -> int:
 
 def group_of(number: int) -> Any:
     """The group of ranks with this number."""
-    return _groups[number]
+    group = _groups.get(number)
+    if group is None:
+        raise RuntimeError("the ranks of this `domain` are no group any more: destroy_process_group was called")
+    return group
 
 
 @functools.cache
@@ -97,12 +100,12 @@ def all_to_all_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence
     group : int
         From `number_of`.
     """
-    return swap_rows(values, send, receive, _groups[group])
+    return swap_rows(values, send, receive, group_of(group))
 
 
 def _add(values: torch.Tensor, group: int) -> torch.Tensor:
     total = values.clone(memory_format=torch.contiguous_format)
-    return add(total, _groups[group]) if values.numel() else total  # shapes are the same on all ranks
+    return add(total, group_of(group)) if values.numel() else total  # shapes are the same on all ranks
 
 
 @warp_custom_op(

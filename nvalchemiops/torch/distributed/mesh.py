@@ -43,24 +43,26 @@ class MeshDivision:
     """
 
     def __init__(self, domain: Domain, mesh: tuple[int, int, int], order: int) -> None:
-        self.domain = domain
+        # not the domain, which keeps its divisions: a cycle would hold its lists until the garbage is collected
+        self._rank, self._group = domain.rank, domain.number
         self.axes = [0, 1, 2] if domain.grid[0] >= domain.grid[1] else [1, 0, 2]
         self.mesh = (mesh[self.axes[0]], mesh[self.axes[1]], mesh[2])
-        windows = [self._window_of(rank, order) for rank in range(domain.n_ranks)]
+        windows = [self._window_of(domain, rank, order) for rank in range(domain.n_ranks)]
         start, self.window = windows[domain.rank]
         self._windows = [number for window in windows for numbers in window for number in numbers]
         self.planes = division_of(self.mesh, self._windows, domain.rank).columns[domain.rank]
-        self._first = torch.tensor(start, dtype=torch.float64, device=domain.device)
-        self._offset = domain._cells_left()[:, self.axes] * torch.tensor(self.mesh, device=domain.device)
-        self._is_whole = torch.tensor([a == b for a, b in zip(self.window, self.mesh)], device=domain.device)
+        with torch.inference_mode(False):  # tensors made in it could not be differentiated later
+            self._first = torch.tensor(start, dtype=torch.float64, device=domain.device)
+            self._offset = domain._cells_left()[:, self.axes] * torch.tensor(self.mesh, device=domain.device)
+            self._is_whole = torch.tensor([a == b for a, b in zip(self.window, self.mesh)], device=domain.device)
 
-    def _window_of(self, rank: int, order: int) -> tuple[Grid, Grid]:
+    def _window_of(self, domain: Domain, rank: int, order: int) -> tuple[Grid, Grid]:
         """The first point and the number of points along each axis of the window of a rank."""
-        bounds = self.domain.bricks.bounds(rank, 0.5 * self.domain.skin)
+        bounds = domain.bricks.bounds(rank, 0.5 * domain.skin)
         start, size = [], []
         for axis, n in zip(self.axes, self.mesh):
             low, high = (first_point(end * n + slack, order) for end, slack in zip(bounds[axis], (-SLACK, SLACK)))
-            whole = self.domain.grid[axis] == 1 or high + order - low >= n
+            whole = domain.grid[axis] == 1 or high + order - low >= n
             start.append(0 if whole else low)
             size.append(n if whole else high + order - low)
         return (start[0], start[1], start[2]), (size[0], size[1], size[2])
@@ -80,8 +82,8 @@ class MeshDivision:
         -------
         (n_systems, n_channels, n_x, n_planes, n_z // 2 + 1, 2) tensor
         """
-        return window_spectrum(values, self.mesh, self._windows, self.domain.rank, self.domain.number)
+        return window_spectrum(values, self.mesh, self._windows, self._rank, self._group)
 
     def values(self, spectrum: torch.Tensor) -> torch.Tensor:
         """Real values on the window (n_systems, n_channels, *window), without a division by the number of points."""
-        return window_values(spectrum, self.mesh, self._windows, self.domain.rank, self.domain.number)
+        return window_values(spectrum, self.mesh, self._windows, self._rank, self._group)
