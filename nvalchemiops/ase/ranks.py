@@ -1,5 +1,6 @@
 """`on_ranks`: a calculator whose atoms are divided among the ranks of torch.distributed; rank 0 has them all."""
 
+import contextlib
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from nvalchemiops.ase.calculator import Calculator
 from nvalchemiops.ase.system import Contribution, Periodicity, SharedLists, System, Term, periodicity
 from nvalchemiops.torch.distributed import Domain, OtherRankError
+from nvalchemiops.torch.distributed.communication import tell_from
 
 Result = TypeVar("Result")
 
@@ -66,9 +68,13 @@ def on_ranks(
         calculator.serve()
         return None
     try:
-        return main(calculator)
-    finally:
-        calculator.tell(None)
+        result = main(calculator)
+    except BaseException:
+        with contextlib.suppress(OtherRankError):  # what `main` raised says more
+            calculator.tell(None)
+        raise
+    calculator.tell(None)
+    return result
 
 
 class RankCalculator(Calculator):
@@ -95,9 +101,7 @@ class RankCalculator(Calculator):
 
     def tell(self, what: dict[str, Any] | None) -> dict[str, Any] | None:
         """What rank 0 says, on all ranks: what has changed, or None at the end."""
-        said = [what]
-        dist.broadcast_object_list(said, src=self._first, group=self.group, device=self.device)
-        return said[0]
+        return tell_from(self._first, what, self.group, self.device)
 
     def serve(self) -> None:
         """Compute with rank 0 until it says that it has finished."""

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
@@ -41,6 +42,8 @@ SUMMED = ("nvalchemiops_replicatedBackward", "nvalchemiops_sum_on_all_ranksBackw
 
 def number_of(group: Any) -> int:
     """The number by which ops know a group of ranks, which is the same in each call."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to ranks that are not in it
+        raise ValueError("`group`: this rank is not in it")
     _end_in_order()
     number = id(group)
     _groups[number] = group

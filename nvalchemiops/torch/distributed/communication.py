@@ -60,6 +60,14 @@ def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     return tensor
 
 
+def tell_from(rank: int, what: Any, group: Any, device: Any) -> Any:
+    """What one rank has to say, by its number among all, on all ranks of the group."""
+    said = [what]
+    with _named(group):
+        dist.broadcast_object_list(said, src=rank, group=group, device=device)
+    return said[0]
+
+
 def swap_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> torch.Tensor:
     """Rows from all ranks; see `nvalchemiops.torch.distributed.collectives.all_to_all_rows`."""
     rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)

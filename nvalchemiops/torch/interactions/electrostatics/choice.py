@@ -166,7 +166,7 @@ def _choose(
         count, volume = sizes.n_atoms, sizes.volume
     spacing, target = core.average_distance(count, volume), core.Target(accuracy)
     lengths = None
-    if not (compiling or long_range.is_given or system.n_systems == 1 or system.domain is not None):
+    if not (compiling or long_range.is_given or system.n_systems == 1):
         lengths = sizes.lengths
     optimal_alpha = long_range.optimal_alpha(count, volume, target, core.COSTS[device.type], xp, lengths)
     strengths: Strengths | None = None
