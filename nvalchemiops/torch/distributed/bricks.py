@@ -232,6 +232,15 @@ def make_bricks(
     return Bricks(frames, grid, edges), n_atoms
 
 
+def check_grid(grid: Any, n_ranks: int) -> None:
+    """Raise unless these are numbers of bricks along three axes, for so many ranks."""
+    if grid is None:
+        return
+    is_grid = isinstance(grid, tuple | list) and len(grid) == 3 and all(isinstance(n, int) and n > 0 for n in grid)
+    if not is_grid or math.prod(grid) != n_ranks:
+        raise ValueError(f"`grid` = {grid} must be three numbers of bricks, for as many as there are ranks, {n_ranks}")
+
+
 def _grids(n_ranks: int) -> list[Grid]:
     """All grids of this many bricks, those that divide the first axes before others."""
     sizes = [n for n in range(n_ranks, 0, -1) if n_ranks % n == 0]

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import Agreement, described, kind_of, of_atoms, together
-from nvalchemiops.torch.distributed.bricks import Frames, Grid, make_bricks
+from nvalchemiops.torch.distributed.bricks import Frames, Grid, check_grid, make_bricks
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum
 from nvalchemiops.torch.distributed.exchange import Exchange, inverse
@@ -106,13 +107,21 @@ class Domain:
             found = 1 if batch_idx is None else int(batch_idx.max()) + 1 if batch_idx.numel() else 0
             if batch_idx is not None and batch_idx.numel() and int(batch_idx.min()) < 0:
                 raise ValueError("`batch_idx` must hold numbers from 0 on")
+            agreement.must_be_same(num_systems=num_systems)
             agreement.largest = [n_systems or 0, num_systems or 0, found, batch_idx is not None]
         self.n_systems = self._agreed_systems(*map(int, agreement.largest))
         self.reach = self.cutoff + self.skin
         self._options["num_systems"] = self.n_systems if self.is_batch else None
         with together(self.group, self.device) as agreement:
-            if grid is not None and (len(grid) != 3 or math.prod(grid) != self.n_ranks):
-                raise ValueError(f"`grid` = {grid} must be for as many bricks as there are ranks, {self.n_ranks}")
+            check_grid(grid, self.n_ranks)
+            if self.is_batch and batch_idx is None and len(positions):
+                raise ValueError("`batch_idx` is needed for these atoms, too: another rank has it")
+            several = 1 if lattice is None else len(lattice)
+            if several not in (1, self.n_systems) or (self.n_systems > 1 and not self.is_batch):
+                raise ValueError(
+                    f"`num_systems` = {num_systems} does not fit: {several} cells, and "
+                    f"{'a' if self.is_batch else 'no'} `batch_idx`"
+                )
             if found > self.n_systems:
                 raise ValueError(f"`batch_idx` must hold numbers in 0 .. {self.n_systems - 1}, got {found - 1}")
             periodic = np.zeros((self.n_systems, 3), dtype=bool)
@@ -122,13 +131,14 @@ class Domain:
             self._frames = Frames.of(lattice, periodic)
             agreement.must_be_same(cell=lattice, pbc=periodic, cutoff=self.cutoff, skin=self.skin)
             agreement.must_be_same(grid=None if grid is None else tuple(grid), positions=positions.dtype)
-        self.pbc = torch.as_tensor(periodic, device=self.device)
-        self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
         here = None
         if self.is_batch:  # a rank without atoms may have left it out
             here = torch.zeros(len(positions)) if batch_idx is None else batch_idx.detach()
             here = here.to(self.device, torch.int32)
-        self._divide(positions.detach(), here, grid)
+        with torch.inference_mode(False):  # tensors made in it, and kept, could not be used outside of it
+            self.pbc = torch.as_tensor(periodic, device=self.device)
+            self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
+            self._divide(positions.detach(), here, grid)
 
     # -- making it --------------------------------------------------------------------------------
 
@@ -176,7 +186,7 @@ class Domain:
         # all in one message: numbers up to 2^53 are exact
         columns = [positions.double(), numbers.unsqueeze(1)]
         columns += [] if batch_idx is None else [batch_idx.unsqueeze(1)]
-        found = self.distribute(torch.cat(columns, 1))
+        found = self._to_owners.apply(torch.cat(columns, 1))
         systems = None if batch_idx is None else found[:, 4].int()
         here = self._frames.coordinates(found[:, :3], systems)
         place = self.bricks.order(here, systems, self.reach)
@@ -189,7 +199,7 @@ class Domain:
         seen[self.rank] = seen[self.rank][:0]
         self._halo = Exchange.plan(self.group, seen)
         self.n_ghosts = self._halo.n_received
-        known = self.with_ghosts(found)
+        known = self._with_ghosts(found)
         self._known_positions, self._known_numbers = known[:, :3].to(positions.dtype).contiguous(), known[:, 3].long()
         self.batch_idx_with_ghosts = None if self.batch_idx is None else known[:, 4].int()
         self._rows: dict[float, OwnedRows] = {}
@@ -233,20 +243,22 @@ class Domain:
         if 2.0 * agreement.largest[0] <= self.skin:
             return self, positions, *values
         new = Domain(positions, batch_idx=self.batch_idx, **self._options)
-        moved = [new.distribute(value) for value in (positions, *values)]
-        new.global_index = new.distribute(self.global_index)
-        new._known_numbers = new.with_ghosts(new.global_index)
-        new._first_held, new._n_held = self._first_held, self._n_held
-        new._to_owners = new._from_holders()
+        moved = [new._to_owners.apply(value) for value in (positions, *values)]
+        with torch.inference_mode(False):
+            new.global_index = new._to_owners.apply(self.global_index)
+            new._known_numbers = new._with_ghosts(new.global_index)
+            new._first_held, new._n_held = self._first_held, self._n_held
+            new._to_owners = new._from_holders()
         return new, *moved
 
     def _in_units(self, length: float) -> "Domain":
         """The same division for positions in another unit of length, given in the present one."""
         if ("units", length) not in self.kept:
             other = copy.copy(self)
-            other.cell = None if self.cell is None else self.cell / length
+            with torch.inference_mode(False):
+                other.cell = None if self.cell is None else self.cell / length
+                other._known_positions = self._known_positions / length
             other.cutoff, other.skin, other.reach = self.cutoff / length, self.skin / length, self.reach / length
-            other._known_positions = self._known_positions / length
             other._frames = self._frames._replace(vectors=self._frames.vectors / length)
             other.bricks = self.bricks._replace(frames=other._frames)
             other._options = {}  # it is not made anew
@@ -271,6 +283,20 @@ class Domain:
 
     # -- values of atoms --------------------------------------------------------------------------
 
+    def _check_values(self, values: torch.Tensor, n_rows: int | None = None) -> None:
+        """Raise on all ranks unless values have this many rows, if they are of atoms, and are alike on all.
+
+        Transport of what differs in size ends the process, or sends rows of other atoms. In compiled code, and where
+        the host would wait for a GPU, ranks do not compare: there each checks its own rows.
+        """
+        if torch.compiler.is_compiling() or not layout(self.device.type).reads:
+            _check_rows(values, n_rows)
+            return
+        with together(self.group, self.device) as agreement:
+            _check_rows(values, n_rows)
+            told = f"{kind_of(values)} of shape {tuple(values.shape)}" if n_rows is None else of_atoms(values)
+            agreement.same["`values`"] = told
+
     def distribute(self, values: torch.Tensor) -> torch.Tensor:
         """Bring values of atoms to the ranks that own them. A collective call, differentiable to any order.
 
@@ -284,6 +310,7 @@ class Domain:
         (n_owned, ...) tensor
             Of the atoms that this rank owns.
         """
+        self._check_values(values, self._n_held)
         return self._to_owners.apply(values)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -299,6 +326,7 @@ class Domain:
         (n, ...) tensor
             Of the atoms that this rank holds, in their order.
         """
+        self._check_values(values, self.n_owned)
         return self._to_owners.transpose(values, self._n_held)
 
     def with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
@@ -314,12 +342,16 @@ class Domain:
         (n_owned + n_ghosts, ...) tensor
             Of owned atoms, then of ghosts.
         """
+        self._check_values(values, self.n_owned)
+        return self._with_ghosts(values)
+
+    def _with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cat([values, self._halo.apply(values)])
 
     def _all_with_ghosts(self, *columns: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Several times `with_ghosts` in one message, for matrices and vectors of one dtype, or None."""
+        """Several times `_with_ghosts` in one message, for matrices and vectors of one dtype, or None."""
         there = [c if c.ndim == 2 else c.unsqueeze(1) for c in columns if c is not None]
-        parts = iter(self.with_ghosts(torch.cat(there, 1)).split([c.shape[1] for c in there], 1))
+        parts = iter(self._with_ghosts(torch.cat(there, 1)).split([c.shape[1] for c in there], 1))
         return tuple(
             None if c is None else next(parts).reshape(self.n_owned + self.n_ghosts, *c.shape[1:]) for c in columns
         )
@@ -337,6 +369,7 @@ class Domain:
         (n_owned, ...) tensor
             Of owned atoms, with the shares of all ranks.
         """
+        self._check_values(values, self.n_owned + self.n_ghosts)
         owned, ghosts = values.split([self.n_owned, self.n_ghosts])
         return owned + self._halo.transpose(ghosts, self.n_owned)
 
@@ -353,6 +386,10 @@ class Domain:
         (...) tensor
             The sum, the same on all ranks. There is one loss of it: its gradient is that of each share.
         """
+        self._check_values(shares)
+        return self._sum(shares)
+
+    def _sum(self, shares: torch.Tensor) -> torch.Tensor:
         return sum_of_shares(shares, self.number)
 
     def sum_for_shares(self, values: torch.Tensor) -> torch.Tensor:
@@ -368,6 +405,10 @@ class Domain:
         (...) tensor
             The sum, whose gradients are added up over the ranks, too.
         """
+        self._check_values(values)
+        return self._sum_for_shares(values)
+
+    def _sum_for_shares(self, values: torch.Tensor) -> torch.Tensor:
         return sum_on_all_ranks(values, self.number)
 
     def replicated(self, values: torch.Tensor) -> torch.Tensor:
@@ -524,7 +565,8 @@ class Domain:
             if cutoff > self.cutoff:
                 raise ValueError(f"`cutoff` = {cutoff} is beyond that of the `domain`, {self.cutoff}")
             if cutoff not in self._rows:
-                self._rows[cutoff] = self._search(cutoff + self.skin)
+                with torch.inference_mode(False):
+                    self._rows[cutoff] = self._search(cutoff + self.skin)
         return self._rows[cutoff]
 
     def _found_rows(self, cutoff: float) -> OwnedRows:
@@ -551,3 +593,13 @@ class Domain:
     def _list_of(self, rows: Rows) -> OwnedRows | None:
         """The list of which these are the rows of owned atoms, if it is one of this domain."""
         return next((found for found in self._rows.values() if rows is found.alone), None)
+
+
+def _check_rows(values: Any, n_rows: int | None) -> None:
+    """Raise unless this is a tensor of numbers, of atoms with so many rows."""
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"`values` must be a tensor, got {type(values).__name__}")
+    if n_rows is None and values.dtype is torch.bool:
+        raise TypeError("`values` are truth values, of which there is no sum: use `values.int()`")
+    if n_rows is not None and values.shape[:1] != (n_rows,):
+        raise ValueError(f"`values` must have shape ({n_rows}, ...), a row for each atom, got {tuple(values.shape)}")

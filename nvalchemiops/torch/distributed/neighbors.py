@@ -62,7 +62,8 @@ class OwnedRows:
     def of_both(self) -> Rows:
         """Rows of owned atoms, then of ghosts among owned atoms. Pairs of ghosts are left out."""
         if self._of_both is None:
-            self._of_both = self._rows(*self._write_rows_of_ghosts())
+            with torch.inference_mode(False):  # it is kept
+                self._of_both = self._rows(*self._write_rows_of_ghosts())
         return self._of_both
 
     def _write_rows_of_ghosts(self) -> tuple[int, torch.Tensor]:

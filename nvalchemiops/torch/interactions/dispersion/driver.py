@@ -142,7 +142,7 @@ def dispersion_sum(
     energies = found.energies
     if request.energy_reduction == "system":
         energies = system_sums(energies, system.batch_idx, system.n_systems)
-        energies = energies if domain is None else domain.sum(energies)
+        energies = energies if domain is None else domain._sum(energies)
     if found.by_count is None:
         return energies, coordination
 
@@ -155,7 +155,7 @@ def dispersion_sum(
     results.append(coordination)
     if found.virial is not None:
         virial = found.virial + more.pop()
-        results.append(virial if domain is None else domain.sum(virial))
+        results.append(virial if domain is None else domain._sum(virial))
     return tuple(results)
 
 

@@ -66,7 +66,7 @@ def three_body_share(
         As for `three_body_energies`, of owned atoms; the rows are those of owned atoms, then empty ones of ghosts.
     """
     systems = None if batch_idx is None else domain.batch_idx_with_ghosts
-    constants = (domain.with_ghosts(species), pair_radii, systems, *others)
+    constants = (domain._with_ghosts(species), pair_radii, systems, *others)
     energies = _EnergiesOfShare.apply(domain, constants, positions, cell, coefficients)
     if not derivatives:
         return (energies,)

@@ -526,7 +526,7 @@ def _background(system: ChargedSystem, receiver: Receiver, derivatives: int) -> 
     charges = system.charges.to(torch.float64)
     squares = torch.zeros_like(charges) if system.widths is None else charges * _squared(system.widths)
     sums = totals(torch.stack([charges, squares], -1), system.batch_idx, system.n_systems)
-    sums = sums if system.domain is None else system.domain.sum_for_shares(sums)
+    sums = sums if system.domain is None else system.domain._sum_for_shares(sums)
     factor = (2.0 * math.pi) / system.lattice().volume
     found = spread_systems(factor[:, None, None] * sums, system.batch_idx, system.n_atoms)
     potential = found[..., 1] if receiver is None else found[..., 1] + found[..., 0] * _squared(receiver)

@@ -63,12 +63,12 @@ class Problem(NamedTuple):
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sums (n_systems, ...) of constants over the atoms of each system."""
         found = system_sums(values, self.batch_idx, self.n_systems)
-        return found if self.domain is None else self.domain.sum_for_shares(found)
+        return found if self.domain is None else self.domain._sum_for_shares(found)
 
     def results(self, values: torch.Tensor) -> torch.Tensor:
         """Sums (n_systems,) of energies over the atoms of each system, of which there is one loss."""
         found = system_sums(values, self.batch_idx, self.n_systems)
-        return found if self.domain is None else self.domain.sum(found)
+        return found if self.domain is None else self.domain._sum(found)
 
     def counts(self, like: torch.Tensor) -> torch.Tensor:
         """Numbers of atoms (n_systems,), in the dtype of a tensor."""

@@ -146,7 +146,7 @@ def complete(results: Tensors, system: ChargedSystem, request: SumRequest) -> Te
         return results
     found = list(results) if isinstance(results, tuple) else [results]
     if request.energy_reduction == "system":
-        found[0] = domain.sum(found[0])
+        found[0] = domain._sum(found[0])
     if request.derivatives.virial:
-        found[-1] = domain.sum(found[-1])
+        found[-1] = domain._sum(found[-1])
     return tuple(found) if isinstance(results, tuple) else found[0]

@@ -92,7 +92,7 @@ class ChargedSystem(NamedTuple):
     def sums(self, values: torch.Tensor) -> torch.Tensor:
         """Sums (n_systems, ...) of values (n_atoms, ...) over all atoms of each system, in a fixed order."""
         found = system_sums(values, self.batch_idx, self.n_systems)
-        return found if self.domain is None else self.domain.sum_for_shares(found)
+        return found if self.domain is None else self.domain._sum_for_shares(found)
 
     def rows_within(self, cutoff: float) -> Rows:
         """All neighbors closer than ``cutoff``; with a domain those that `check_sum` has found."""

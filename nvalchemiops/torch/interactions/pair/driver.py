@@ -82,7 +82,7 @@ def sum_pairs(
     if domain is None:
         found = pair_sum(formula.text, outputs, "", *inputs, species, n_species, *excluded, *distances)
     else:
-        there = None if species is None else domain.with_ghosts(species)
+        there = None if species is None else domain._with_ghosts(species)
         of_pairs = (there, n_species, *excluded, *distances)
         found = pair_sum_on_ranks(formula.text, outputs, "", *inputs, *of_pairs, *ghosts_of(domain, batch_idx))
     energies, position_gradients, _, parameter_gradients, global_gradients, virial = found

@@ -112,4 +112,4 @@ def complete(
     """The results of `sum_pairs`, those that are not of atoms added up over the ranks."""
     of_atoms = [request.energy_reduction == "atom"] + [True] * request.forces
     of_atoms += [name in formula.per_atom for name in request.gradients] + [False] * request.virial
-    return tuple(r if is_own else domain.sum(r) for r, is_own in zip(results, of_atoms, strict=True))
+    return tuple(r if is_own else domain._sum(r) for r, is_own in zip(results, of_atoms, strict=True))

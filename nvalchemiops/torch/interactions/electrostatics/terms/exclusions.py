@@ -43,7 +43,7 @@ def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Ten
     with torch.no_grad():
         positions, batch_idx = system.positions.detach(), system.batch_idx
         if system.domain is not None:
-            positions, batch_idx = system.domain.with_ghosts(positions), system.domain.batch_idx_with_ghosts
+            positions, batch_idx = system.domain._with_ghosts(positions), system.domain.batch_idx_with_ghosts
         positions = positions.to(torch.float64)
         cell = system.cell.detach().to(torch.float64)
         # along the shortest lattice vectors, where the nearest image is at most one further than rounding has it

@@ -199,7 +199,7 @@ class ReciprocalTerm(NamedTuple):
         moments = charges.unsqueeze(-1) if frames is None else frames.moments
         share = structure = fourier_spread(moments, coordinates, *plan, highest)
         if system.domain is not None:
-            structure = system.domain.sum_for_shares(share)
+            structure = system.domain._sum_for_shares(share)
         value, dyads = cached_by_value(
             "reciprocal factors",
             (system.cell, alpha, k_vectors.points, k_vectors.weights),
