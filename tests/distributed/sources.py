@@ -203,16 +203,20 @@ def modules_choose_for_all_sources(group: Any) -> None:
     atoms = Atoms(n=4)
     sources, mine = Sources(atoms.count), atoms.mine(group)
     sources.widths[:] = torch.where(torch.arange(atoms.count) < 5, 0.8, 0.5)
-    whole = System(atoms.positions, atoms.charges, atoms.cell, dipoles=sources.dipoles, widths=sources.widths)
-    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=CUTOFF, group=group)
-    of_atoms = {name: domain.distribute(getattr(whole, name)[mine]) for name in ("charges", "dipoles", "widths")}
-    own = System(domain.distribute(whole.positions[mine]), cell=atoms.cell, domain=domain, **of_atoms)
+    longer = torch.stack([atoms.cell, atoms.cell @ torch.diag(torch.tensor([1.0, 1.0, 2.0], dtype=F64))])
     module = ParticleMeshEwald(accuracy=1e-3, cutoff=CUTOFF)
     asked = {"compute_forces": True, "compute_dipole_gradients": True, "compute_virial": True}
-    expected, found = module(whole, **asked), module(own, **asked)
-    for name in ("energies", "forces", "dipole_gradients"):
-        assert_equal(domain.gather(getattr(found, name)), getattr(expected, name)[mine], name)
-    assert_equal(found.virial, expected.virial, "virial")
+    for cell, systems in ((atoms.cell, None), (longer, (torch.arange(atoms.count) % 2).int())):
+        values = {"dipoles": sources.dipoles, "widths": sources.widths}
+        whole = System(atoms.positions, atoms.charges, cell, systems, **values)
+        held = None if systems is None else systems[mine]
+        domain = Domain(atoms.positions[mine], cell, batch_idx=held, cutoff=CUTOFF, group=group)
+        of_atoms = {name: domain.distribute(getattr(whole, name)[mine]) for name in ("charges", *values)}
+        own = System(domain.distribute(whole.positions[mine]), cell=cell, domain=domain, **of_atoms)
+        expected, found = module(whole, **asked), module(own, **asked)
+        for name in ("energies", "forces", "dipole_gradients"):
+            assert_equal(domain.gather(getattr(found, name)), getattr(expected, name)[mine], name)
+        assert_equal(found.virial, expected.virial, "virial")
 
 
 @case(2)
