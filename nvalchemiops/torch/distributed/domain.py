@@ -23,7 +23,7 @@ from nvalchemiops.torch.distributed.agreement import Agreement, described, kind_
 from nvalchemiops.torch.distributed.bricks import Frames, Grid, check_grid, make_bricks
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum
-from nvalchemiops.torch.distributed.exchange import Exchange, inverse
+from nvalchemiops.torch.distributed.exchange import Exchange, check_rows, inverse
 from nvalchemiops.torch.distributed.neighbors import OwnedRows, sorted_numbers
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.neighbors.search import Search
@@ -290,10 +290,10 @@ class Domain:
         the host would wait for a GPU, ranks do not compare: there each checks its own rows.
         """
         if torch.compiler.is_compiling() or not layout(self.device.type).reads:
-            _check_rows(values, n_rows)
+            check_rows(values, n_rows)
             return
         with together(self.group, self.device) as agreement:
-            _check_rows(values, n_rows)
+            check_rows(values, n_rows)
             told = f"{kind_of(values)} of shape {tuple(values.shape)}" if n_rows is None else of_atoms(values)
             agreement.same["`values`"] = told
 
@@ -593,13 +593,3 @@ class Domain:
     def _list_of(self, rows: Rows) -> OwnedRows | None:
         """The list of which these are the rows of owned atoms, if it is one of this domain."""
         return next((found for found in self._rows.values() if rows is found.alone), None)
-
-
-def _check_rows(values: Any, n_rows: int | None) -> None:
-    """Raise unless this is a tensor of numbers, of atoms with so many rows."""
-    if not isinstance(values, torch.Tensor):
-        raise TypeError(f"`values` must be a tensor, got {type(values).__name__}")
-    if n_rows is None and values.dtype is torch.bool:
-        raise TypeError("`values` are truth values, of which there is no sum: use `values.int()`")
-    if n_rows is not None and values.shape[:1] != (n_rows,):
-        raise ValueError(f"`values` must have shape ({n_rows}, ...), a row for each atom, got {tuple(values.shape)}")

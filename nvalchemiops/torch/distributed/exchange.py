@@ -67,3 +67,13 @@ class Exchange(NamedTuple):
 def inverse(order: torch.Tensor) -> torch.Tensor:
     """The inverse of a permutation."""
     return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+
+
+def check_rows(values: Any, n_rows: int | None) -> None:
+    """Raise unless this is a tensor of numbers, of atoms with so many rows."""
+    if not isinstance(values, torch.Tensor):
+        raise TypeError(f"`values` must be a tensor, got {type(values).__name__}")
+    if n_rows is None and values.dtype is torch.bool:
+        raise TypeError("`values` are truth values, of which there is no sum: use `values.int()`")
+    if n_rows is not None and values.shape[:1] != (n_rows,):
+        raise ValueError(f"`values` must have shape ({n_rows}, ...), a row for each atom, got {tuple(values.shape)}")
