@@ -419,8 +419,8 @@ def record(
             return None, None  # some share memory, which others may not
         with _lock:
             _recording += 1
-        _thread.recorder = recorder
-        try:
+        try:  # an interrupt before it leaves a count that is too high, which costs time alone
+            _thread.recorder = recorder
             with recorder:
                 results = function(memory)
         except _NoPlan:
