@@ -51,11 +51,12 @@ def is_crowded() -> bool:
 # -- how many -------------------------------------------------------------------------------------
 
 
-def _available_cores() -> int:
+def available_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_count: Callable[[], int] = _available_cores
+_count: Callable[[], int] = available_cores
 
 
 def set_thread_count(source: Callable[[], int]) -> None:

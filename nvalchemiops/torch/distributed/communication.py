@@ -6,6 +6,8 @@ argument of ``init_process_group``), is named.
 """
 
 import contextlib
+import functools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,10 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nvalchemiops.threads import available_cores
 from nvalchemiops.torch.runtime.memory import new_empty
 
 PATIENCE = 2.0
 """Seconds in which ranks that are still there say so after a failure."""
+
+
+AWAKE = 0.005
+"""Seconds in which a rank looks for its messages before it sleeps until they have come."""
 
 
 class OtherRankError(RuntimeError):
@@ -46,17 +53,39 @@ def _gone(group: Any) -> list[int]:
         return []
 
 
+@functools.cache
+def _has_cores(n_ranks: int) -> bool:
+    """Whether each rank on this machine has a core, so that one that waits takes none from another."""
+    on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", n_ranks))
+    return hasattr(os, "sched_yield") and on_this_machine <= available_cores()
+
+
+def _wait(work: Any, tensor: torch.Tensor, group: Any) -> None:
+    """Wait for a message with this tensor.
+
+    A core that sleeps wakes up late, on virtual machines above all. So a rank stays awake for a while, as in other
+    libraries for messages, and gives way to threads with work.
+    """
+    if work is None:  # of a rank outside of the group
+        return
+    if tensor.device.type == "cpu" and _has_cores(dist.get_world_size(group)):
+        end = time.perf_counter() + AWAKE
+        while not work.is_completed() and time.perf_counter() < end:
+            os.sched_yield()
+    work.wait()
+
+
 def add(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The tensor, in place the sum of those of all ranks."""
     with _named(group):
-        dist.all_reduce(tensor, group=group)
+        _wait(dist.all_reduce(tensor, group=group, async_op=True), tensor, group)
     return tensor
 
 
 def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The tensor, in place the entrywise maximum of those of all ranks."""
     with _named(group):
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        _wait(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True), tensor, group)
     return tensor
 
 
@@ -72,7 +101,8 @@ def swap_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int],
     """Rows from all ranks; see `nvalchemiops.torch.distributed.collectives.all_to_all_rows`."""
     rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)
     with _named(group):
-        dist.all_to_all_single(rows, values, list(receive), list(send), group=group)
+        work = dist.all_to_all_single(rows, values, list(receive), list(send), group=group, async_op=True)
+        _wait(work, values, group)
     return rows
 
 
