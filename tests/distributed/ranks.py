@@ -26,7 +26,7 @@ def all_cases():
     return importlib.import_module("tests.distributed.common").CASES
 
 
-def run(module, folder, count, *arguments, ignore=()):
+def run(module, folder, count, *arguments, ignore=(), seconds=TIMEOUT):
     """What ``count`` ranks print that run a module; they must end well, but for those to ``ignore``."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [
@@ -41,7 +41,7 @@ def run(module, folder, count, *arguments, ignore=()):
         for rank in range(count)
     ]
     try:
-        said = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
+        said = [process.communicate(timeout=seconds)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -11,9 +11,9 @@ import pytest
 from tests.distributed.ranks import SIZES, TIMEOUT, all_cases, run
 
 
-def run_cases(folder, count, which):
+def run_cases(folder, count, which, seconds=TIMEOUT):
     try:
-        run("tests.distributed.ranks", folder, count, which)
+        run("tests.distributed.ranks", folder, count, which, seconds=seconds)
         said = "ended early"
     except AssertionError as error:
         said = str(error)
@@ -28,9 +28,9 @@ def test_what_ranks_get_equals_what_one_process_gets(tmp_path):
     run_cases(tmp_path, 4, "some")
 
 
-@pytest.mark.slow  # three minutes
+@pytest.mark.slow  # some minutes: seven ranks share the cores
 def test_on_groups_of_all_sizes(tmp_path):
-    run_cases(tmp_path, max(SIZES), "all")
+    run_cases(tmp_path, max(SIZES), "all", seconds=1800)
 
 
 def test_a_rank_that_is_gone_is_named(tmp_path):
