@@ -77,7 +77,8 @@ def values_that_do_not_fit(group: Any) -> None:
     methods = ((domain.distribute, len(x)), (domain.gather, n), (domain.with_ghosts, n), (domain.add_ghosts, both))
     for method, rows in methods:
         values = torch.zeros(rows, 3, dtype=F64)
-        for wrong in (torch.cat([values, values]), values[1:], values.float(), values[:, :2], values.numpy()):
+        more, others = (torch.zeros(n_rows, 3, dtype=F64) for n_rows in (2 * rows + 1, abs(rows - 1)))
+        for wrong in (more, others, values.float(), values[:, :2], values.numpy()):
             raises(lambda method=method, wrong=wrong, values=values: method(wrong if here else values), "`values`")
         raises(lambda method=method, rows=rows: method(torch.zeros(rows + 1)), f"({rows}, ...)")
     for method in (domain.sum, domain.sum_for_shares):
