@@ -282,7 +282,6 @@ class _Choice(NamedTuple):
     splittings: dict[bytes, tuple[torch.Tensor, core.Target]]
 
 
-_choices: dict[Hashable, _Choice] = {}
 SETTLED = 4
 """Steps after which the strength of moments and the splitting parameter, which depend on each other, do not change."""
 
@@ -291,6 +290,8 @@ MOST_CHOICES = 16
 
 MOST_SPLITTINGS = 16
 """Forces, of all systems of a batch, for which each of these is kept."""
+
+_choices: dict[Hashable, _Choice] = {}
 
 
 def _may_keep_choices(system: ChargedSystem) -> bool:
