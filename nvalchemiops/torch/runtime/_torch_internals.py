@@ -9,6 +9,7 @@ each assumption, and each way without.
 import logging
 import pkgutil
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -209,8 +210,49 @@ _modes = _find(
     "plans of repeated calls",
     "_C._len_torch_function_stack",
     "_C._autograd._top_saved_tensors_default_hooks",
-    works=lambda count, hooks: count() >= 0 and isinstance(hooks(True), (tuple, type(None))),
+    "utils._python_dispatch.TorchDispatchMode",
+    works=lambda count, hooks, _: count() >= 0 and isinstance(hooks(True), (tuple, type(None))),
 )
+
+DispatchMode: Any = _modes[2] if _modes else object
+"""Base of what sees operations below autograd."""
+
+_followers = threading.local()
+
+
+@contextmanager
+def following(mode: Any) -> Iterator[None]:
+    """Inside, ``mode`` sees operations, and `count_other_modes` does not count it."""
+    before = getattr(_followers, "count", 0)
+    _followers.count = before + 1
+    try:
+        with mode:
+            yield
+    finally:
+        _followers.count = before
+
+
+def has_other_modes() -> bool:
+    """Whether a dispatch mode is on beside those of `following`."""
+    count = count_dispatch_modes()
+    return bool(count) and count > getattr(_followers, "count", 0)
+
+
+_own_operators: set[Any] = set()
+
+
+def is_own_operator(func: Any) -> bool:
+    """Whether `define` has defined this operator."""
+    return func in _own_operators
+
+
+def draw_free(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+    """The result of an operation; None if it has drawn random numbers."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return (func(*args, **kwargs),)
+    before = torch.get_rng_state()
+    result = func(*args, **kwargs)
+    return (result,) if torch.equal(before, torch.get_rng_state()) else None
 
 
 def has_function_modes() -> bool:
@@ -258,6 +300,7 @@ def define(
         return getattr(getattr(torch.ops, library.ns), short).default
 
     overload = add(name)
+    _own_operators.add(overload)
     if not CAN_REDISPATCH:
         _second[overload] = add(f"{name}__below_autograd")
     return overload

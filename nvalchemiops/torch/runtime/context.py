@@ -13,7 +13,7 @@ import torch
 
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.runtime import _torch_internals as internals
-from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, count_dispatch_modes, derivative_asked
+from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, derivative_asked, has_other_modes
 
 
 class ValuesNeededError(ValueError):
@@ -54,7 +54,7 @@ def is_eager(*tensors: torch.Tensor | None, under_modes: bool = False) -> bool:
     the tensors are of torch's own types, no subclasses. With ``under_modes`` dispatch modes may be on: for what changes
     which operations there are, but shows them all.
     """
-    if torch.compiler.is_compiling() or derivative_asked() or (count_dispatch_modes() and not under_modes):
+    if torch.compiler.is_compiling() or derivative_asked() or (has_other_modes() and not under_modes):
         return False
     for tensor in tensors:  # a loop, since operators ask in each call
         if tensor is not None and type(tensor) not in PLAIN_TYPES:

@@ -21,61 +21,18 @@ from nvalchemiops import launch as core
 from nvalchemiops import notices
 from nvalchemiops._warp_internals import descriptor
 from nvalchemiops.locks import fork_safe
+from nvalchemiops.torch.runtime._torch_internals import DispatchMode, draw_free, following, is_own_operator
 
 Step = Callable[[], Any]
 
 MOST_BYTES = 2**24
 """Memory of a plan, at most."""
 
-_METADATA = {"shape", "dtype", "device", "layout", "ndim", "requires_grad"}
-_METADATA |= {"stride", "numel", "element_size", "data_ptr", "untyped_storage", "is_contiguous"}
-_METADATA |= {"is_neg", "_is_zerotensor"}
-"""What is read of tensors without their values."""
+_UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+"""Operations that make memory without values."""
 
-_COPIES = {"to", "contiguous", "reshape", "flatten", "clone"}
-"""Operations that return the memory that they are given, or copy it."""
-
-_VIEWS = _COPIES | {
-    "detach",
-    "view",
-    "unsqueeze",
-    "squeeze",
-    "select",
-    "split",
-    "__getitem__",
-    "expand",
-    "mT",
-    "unflatten",
-}
-_VIEWS |= {"resolve_neg", "resolve_conj", "view_as_real", "view_as_complex"}
-"""Operations that may return the memory that they are given."""
-
-_UNINITIALISED = {"empty", "empty_like", "new_empty"}
-
-_INTO: dict[str, Callable[..., torch.Tensor]] = {
-    "mul": torch.mul,
-    "__mul__": torch.mul,
-    "__rmul__": torch.mul,
-    "add": torch.add,
-    "__add__": torch.add,
-    "__radd__": torch.add,
-    "sub": torch.sub,
-    "__sub__": torch.sub,
-    "neg": torch.neg,
-    "__neg__": torch.neg,
-    "matmul": torch.matmul,
-    "__matmul__": torch.matmul,
-    "index_select": torch.index_select,
-    "square": torch.square,
-    "sum": torch.sum,
-    "stack": torch.stack,
-    "cat": torch.cat,
-    "gather": torch.gather,
-}
-"""Operations that write into memory that is there."""
-
-_OVERWRITE = {"zero_", "fill_", "copy_"}
-_IN_PLACE = _OVERWRITE | {"mul_", "add_", "sub_"}
+_READS = {"numpy", "tolist", "__array__", "__dlpack__", "to_dlpack", "tobytes"}
+"""Methods of tensors that read values, unseen below autograd."""
 
 
 class _NoPlan(BaseException):
@@ -135,12 +92,12 @@ class Plan:
             self._lock.release()
 
 
-class _Recorder(TorchFunctionMode):
+class _Recorder(DispatchMode):
     """Follows a call.
 
-    It sees what is called of torch in Python, and launches of tensors. Storages are *constant*, if their values are the
+    It sees torch's operations below autograd, and launches of tensors. Storages are *constant*, if their values are the
     same each time, or else *varying*; those of arguments that are not copied are *foreign*: only kernels may use them,
-    since their addresses differ each time. Constant arguments are *borrowed*: kernels get a copy, since the memory may
+    since their addresses differ each time. Constant arguments are *borrowed*: steps get a copy, since the memory may
     be changed or freed.
 
     Lists of any ``length``: arrays that kernels get of foreign arguments are then rows of that length, and nothing else
@@ -155,25 +112,97 @@ class _Recorder(TorchFunctionMode):
         length: int,
     ) -> None:
         super().__init__()
+        self.before: list[Step] = []
         self.steps: list[Step] = []
         self.faults: list[torch.Tensor] = []
         self.length = length
         self.addresses = [*(tensor.data_ptr() for tensor in used), length]
         self.foreign = {_storage(tensor): number for number, tensor in enumerate(used) if tensor.numel()}
-        self.varying = {_storage(tensor) for tensor in copied}
+        self.varying = {_storage(tensor) for tensor in copied if tensor.numel()}
         self.borrowed = {_storage(tensor): tensor for tensor in borrowed if tensor.numel()}
         self.copies: dict[int, torch.Tensor] = {}
         self.uninitialised: set[int] = set()
-        self.kept: dict[int, torch.Tensor] = {}  # by storage, so that no address is used twice
+        self.read: set[int] = set()  # constant storages that steps read
+        self.kept: dict[int, torch.Tensor] = {_storage(t): t for t in copied if t.numel()}  # no address is used twice
         self.paused = False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
         # an interrupt at the end of `record` may leave this mode on, which then does nothing
-        if not self.paused and active() is self:
-            self._follow(_name(func), func, args, kwargs, result)
-        return result
+        if self.paused or active() is not self:
+            return func(*args, **kwargs)
+        given = {_storage(t): t for t in _tensors((args, tuple(kwargs.values())))}
+        if is_own_operator(func) or func.namespace in _COLLECTIVES:
+            raise _NoPlan(f"{func} through the dispatcher")
+        written = [] if func.overloadpacket.__name__ == "detach_" else _written_by(func, args, kwargs)
+        if written:
+            return self._follow_write(func, args, kwargs, given, {_storage(t): t for t in written})
+        result = draw_free(func, args, kwargs)
+        if result is None:
+            raise _NoPlan(f"{func} draws random numbers")
+        self._follow(func, args, kwargs, given, result[0])
+        return result[0]
+
+    def _follow_write(self, func: Any, args: Any, kwargs: Any, given: Any, written: Any) -> Any:
+        """Before and after an operation that writes into its arguments."""
+        varies = not self.varying.isdisjoint(given) or not self.foreign.keys().isdisjoint(given)
+        if not written.keys() <= self.kept.keys():
+            raise _NoPlan(f"{func} writes into a tensor that was there before")
+        if not varies and self.read.isdisjoint(written):
+            self.uninitialised -= written.keys()
+            return func(*args, **kwargs)
+        if not self.foreign.keys().isdisjoint(given):
+            raise _NoPlan(f"{func} of an argument")
+        self._will_vary(written)
+        self.read |= given.keys()
+        self.steps.append(functools.partial(func, *self._lasting(args), **self._lasting(kwargs)))
+        return func(*args, **kwargs)
+
+    def _will_vary(self, written: dict[int, torch.Tensor]) -> None:
+        """Before a step writes into these storages: what was constant in them is restored before all steps."""
+        for storage, tensor in written.items():
+            if storage not in self.varying and storage not in self.uninitialised:
+                whole = _whole(tensor)
+                self.before.append(_restoring(whole, whole.clone()))
+            self.varying.add(storage)
+            self.kept.setdefault(storage, tensor)
+
+    def _follow(self, func: Any, args: Any, kwargs: Any, given: Any, result: Any) -> None:
+        """After an operation that makes its results."""
+        made = [t for t in _tensors((result,)) if t.numel()]
+        fresh = [t for t in made if _storage(t) not in given]
+        for tensor in fresh:
+            self.kept[_storage(tensor)] = tensor
+        if func.overloadpacket.__name__ in _UNINITIALISED:
+            self.uninitialised.update(map(_storage, fresh))
+            return
+        is_foreign = not self.foreign.keys().isdisjoint(given)
+        if not is_foreign and self.varying.isdisjoint(given):
+            return
+        if not isinstance(result, torch.Tensor) and not _tensors((result,)):
+            raise _NoPlan(f"{func} reads values")
+        if _has_unknown_shape(func, args):
+            raise _NoPlan(f"{func} has a shape that depends on values")
+        if not fresh:
+            return
+        if is_foreign:
+            raise _NoPlan(f"{func} of an argument")
+        if len(fresh) != len(made):
+            raise _NoPlan(f"{func} returns views and copies")
+        self.read |= given.keys()
+        self.steps.append(_into(func, self._lasting(args), self._lasting(kwargs), fresh))
+        self.varying.update(map(_storage, fresh))
+
+    def _lasting(self, values: Any) -> Any:
+        """Arguments with copies in the place of borrowed memory."""
+        if isinstance(values, torch.Tensor):
+            if not values.numel() or _storage(values) not in self.borrowed:
+                return values
+            whole = self._copy(values).untyped_storage()
+            return values.new_empty(0).set_(whole, values.storage_offset(), values.shape, values.stride())
+        if isinstance(values, dict):
+            return {name: self._lasting(value) for name, value in values.items()}
+        return type(values)(map(self._lasting, values)) if isinstance(values, (tuple, list)) else values
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -183,38 +212,6 @@ class _Recorder(TorchFunctionMode):
             yield
         finally:
             self.paused = False
-
-    def _follow(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        given = {_storage(t): t for t in _tensors((args, tuple(kwargs.values())))}
-        made = [t for t in _tensors((result,)) if t.numel()]
-        fresh = [t for t in made if _storage(t) not in given]
-        for tensor in fresh:
-            self.kept[_storage(tensor)] = tensor
-        if name in _UNINITIALISED:
-            self.uninitialised.update(map(_storage, fresh))
-            return
-        is_foreign, varies = not self.foreign.keys().isdisjoint(given), not self.varying.isdisjoint(given)
-        if name in _METADATA or not (is_foreign or varies):
-            return
-        if made and not fresh and name in _VIEWS:
-            return
-        if is_foreign or not self.borrowed.keys().isdisjoint(given):
-            raise _NoPlan(f"{name} of an argument")
-        if name in _IN_PLACE and (name in _OVERWRITE or _storage(args[0]) in self.varying):
-            self.steps.append(lambda: func(*args, **kwargs))
-            self.varying.add(_storage(args[0]))
-            return
-        if len(fresh) != 1 or len(made) != 1 or name not in _COPIES | _INTO.keys():
-            raise _NoPlan(name)
-        (out,) = fresh
-        if name in _COPIES:
-            self.steps.append(lambda: out.copy_(func(*args, **kwargs)))
-        else:
-            into = _INTO[name]
-            if not into(*args, **kwargs, out=torch.empty_like(out)).equal(out):
-                raise _NoPlan(name)
-            self.steps.append(lambda: into(*args, **kwargs, out=out))
-        self.varying.add(_storage(out))
 
     def compute(self, function: Callable[[], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
         """``function()``, which depends on nothing but the values of ``given``."""
@@ -271,15 +268,11 @@ class _Recorder(TorchFunctionMode):
         if not self.foreign.keys().isdisjoint(written) or not self.borrowed.keys().isdisjoint(written):
             raise _NoPlan("a kernel writes into an argument")
         reads = not self.varying.isdisjoint(found) or not self.foreign.keys().isdisjoint(found)
-        if not reads and self.varying.isdisjoint(written):
+        if not reads and self.varying.isdisjoint(written) and self.read.isdisjoint(written):
             self.uninitialised -= written.keys()
             return
-        for storage, tensor in written.items():
-            if storage not in self.varying and storage not in self.uninitialised:
-                whole = _whole(tensor)
-                self.steps.append(_restoring(whole, whole.clone()))
-            self.varying.add(storage)
-            self.kept[storage] = tensor
+        self._will_vary(written)
+        self.read |= found.keys()
         self.kept.update((s, t) for s, t in found.items() if s not in self.foreign and s not in self.borrowed)
         if self.length and self.length in (dim, *(value for value in inputs if type(value) is int)):
             raise _NoPlan("a number that is the length of a list")
@@ -340,10 +333,74 @@ def _restoring(memory: torch.Tensor, values: torch.Tensor) -> Step:
     return lambda: memory.copy_(values)
 
 
-def _name(func: Any) -> str:
-    name = getattr(func, "__name__", "")
-    # of an attribute: the getter of a descriptor
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+_COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
+
+
+@functools.cache
+def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operation writes into."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    places = _places_written(func)
+    return _tensors([args[k] if k < len(args) else kwargs.get(name) for k, name in places]) if places else []
+
+
+def _has_unknown_shape(func: Any, args: Any) -> bool:
+    """Whether shapes of results depend on values."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    masks = (torch.bool, torch.uint8)
+    return func.overloadpacket.__name__ != "index" or any(t.dtype in masks for t in _tensors(args[1:]))
+
+
+@functools.cache
+def _out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """The operation with the same arguments that writes into given memory, and the names of this memory."""
+
+    def signature(arguments: Any) -> list[tuple[str, str, bool]]:
+        return [(a.name, str(a.type), a.kwarg_only) for a in arguments]
+
+    packet, wanted = func.overloadpacket, signature(func._schema.arguments)
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        out = tuple(a.name for a in other._schema.arguments if a.is_out)
+        if len(out) == len(func._schema.returns) and out:
+            if signature(a for a in other._schema.arguments if not a.is_out) == wanted:
+                return other, out
+    return None
+
+
+def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Step:
+    """A step that writes what ``func(*args, **kwargs)`` returns into ``results``."""
+    found = _out_variant(func)
+    if found is not None and len(found[1]) == len(results):
+        into, names = found
+        scratch = [torch.empty_like(t) for t in results]
+        into(*args, **kwargs, **dict(zip(names, scratch)))
+        if all(map(_same_bits, scratch, results)):
+            return functools.partial(into._op, *args, **kwargs, **dict(zip(names, results)))
+    if func.overloadpacket.__name__ in _COPIES:
+        return functools.partial(results[0].copy_, args[0])
+
+    def step() -> None:
+        for memory, value in zip(results, _tensors((func(*args, **kwargs),)), strict=True):
+            if value.shape != memory.shape:
+                raise RuntimeError(f"{func} has results of another shape than before")
+            memory.copy_(value)
+
+    return step
+
+
+_COPIES = {"_to_copy", "clone", "contiguous", "to", "reshape", "flatten", "lift_fresh_copy"}
+"""Operations whose result has the elements of their first argument, in their order."""
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = (one == other) | ((one != one) & (other != other))
+    return one.stride() == other.stride() and bool(same.all())
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -355,17 +412,34 @@ def share_memory(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
     return not {_storage(t) for t in some if t.numel()}.isdisjoint(_storage(t) for t in others if t.numel())
 
 
+class _refusing_reads(TorchFunctionMode):
+    """What reads values in Python without an operation ends a recording."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        recorder = self.recorder
+        if getattr(func, "__name__", "") in _READS and not recorder.paused and active() is recorder:
+            if any(_storage(t) in recorder.varying or _storage(t) in recorder.foreign for t in _tensors(args)):
+                raise _NoPlan(f"{func.__name__} reads values")
+        return func(*args, **(kwargs or {}))
+
+
 def _tensors(values: Any) -> list[torch.Tensor]:
-    """All tensors in nested sequences."""
+    """All tensors with elements in nested sequences."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            if value.numel():
+                found.append(value)
         elif isinstance(value, (tuple, list)):
             found += _tensors(value)
     return found
 
 
+last_reason = ""
 _thread = threading.local()
 _recording = 0
 _lock = fork_safe(threading.Lock())
@@ -421,9 +495,11 @@ def record(
             _recording += 1
         try:  # an interrupt before it leaves a count that is too high, which costs time alone
             _thread.recorder = recorder
-            with recorder:
+            with _refusing_reads(recorder), following(recorder):
                 results = function(memory)
-        except _NoPlan:
+        except _NoPlan as reason:
+            global last_reason
+            last_reason = str(reason)
             return None, None
         finally:
             _thread.recorder = None
@@ -436,5 +512,5 @@ def record(
     if n_bytes > MOST_BYTES or not varies or notices.count() != notes:
         return None, None
     kept = list(recorder.kept.values())
-    plan = Plan(recorder.steps, memory, recorder.addresses, results, recorder.faults, kept)
+    plan = Plan([*recorder.before, *recorder.steps], memory, recorder.addresses, results, recorder.faults, kept)
     return plan, tuple(result.clone() for result in results)
