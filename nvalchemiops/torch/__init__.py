@@ -13,21 +13,29 @@ set_thread_count(torch.get_num_threads)
 set_openmp(openmp_of_torch())
 
 if TYPE_CHECKING:
+    from nvalchemiops.torch.runtime.recorded import RecordingError as RecordingError
+    from nvalchemiops.torch.runtime.recorded import record as record
     from nvalchemiops.torch.systems import Neighbors as Neighbors
     from nvalchemiops.torch.systems import System as System
 
 _SUBMODULES = frozenset(
     {"autograd", "interactions", "kernel", "neighbors", "ops", "segment_ops", "spline", "systems", "types"}
 )
+_NAMES = {
+    "Neighbors": "systems",
+    "System": "systems",
+    "record": "runtime.recorded",
+    "RecordingError": "runtime.recorded",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in ("Neighbors", "System"):
-        return getattr(importlib.import_module(f"{__name__}.systems"), name)
+    if name in _NAMES:
+        return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBMODULES, "Neighbors", "System"})
+    return sorted({*globals(), *_SUBMODULES, *_NAMES})

@@ -13,8 +13,8 @@ from nvalchemiops._warp import ensure_warp
 from nvalchemiops._warp_internals import descriptor, descriptor_type, parameters
 from nvalchemiops.torch.autograd.arrays import current_stream, outer_layout, refuse_lazy, warp_device, warp_from_torch
 from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
-from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime._torch_internals import is_zero_tensor
+from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.types import inner_shape, scalar_type
 
 _GENERIC = (torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
@@ -61,7 +61,7 @@ def launch(
         )
     device, descriptors = describe(kernel, arguments)
     place, stream = _place(device)
-    if (recorder := plans.active()) is not None:
+    if (recorder := current_recorder()) is not None:
         recorder.launch(kernel, dim, inputs, outputs, descriptors, place, lanes, kind)
     core.launch(kernel, dim, descriptors, device=place, stream=stream, lanes=lanes, record_tape=False, kind=kind)
 
@@ -73,7 +73,7 @@ def launch_adjoint(
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
     """Run the adjoint that Warp derives for ``kernel``, adding to ``gradients``, one for each argument or None."""
-    if (recorder := plans.active()) is not None:
+    if (recorder := current_recorder()) is not None:
         recorder.refuse("an adjoint")
     device, descriptors = describe(kernel, arguments, gradients)
     _, adjoints = describe(kernel, gradients)

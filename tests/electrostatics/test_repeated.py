@@ -22,7 +22,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
 )
 from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.runtime import plans
+from nvalchemiops.torch.runtime.recorder import current_recorder
 from tests.systems import triclinic
 
 F64 = torch.float64
@@ -545,12 +545,26 @@ def test_gradients_by_sources_that_are_not_there():
         ewald_summation(x, q, cell, 0.9, k_cutoff=6.0, compute_dipole_gradients=True, **near)
 
 
-@pytest.mark.filterwarnings("ignore::nvalchemiops.notices.AccuracyWarning")
-@pytest.mark.parametrize("options", [{"exclusions": torch.tensor([[0], [1]])}, {"accuracy": 1e-4, "alpha": None}])
-def test_no_plan_where_values_of_atoms_are_read(options):
+def test_exclusions_follow_the_atoms():
+    """Which image of an excluded atom is the nearest one may be another in the next call."""
     x, q, cell, near = arguments()
-    given = {"alpha": 0.9, "k_cutoff": 6.0, **options}
-    calls = [ewald_summation(x, q, cell, **given, **near) for _ in range(5)]
+    for step in range(5):
+        y, p, _ = moved(x + step * cell[0, :1] * torch.tensor([0.0, 0.4], dtype=F64).repeat(10)[:, None], q, near, step)
+        here = dict(zip(NAMES[False], neighbor_list(y, 3.0, cell, return_neighbor_list=True)))
+
+        def call(y=y, p=p, here=here):
+            return ewald_summation(
+                y, p, cell, 0.9, k_cutoff=6.0, exclusions=torch.tensor([[0, 3], [1, 7]]), compute_forces=True, **here
+            )
+
+        same_bits(call(), ordinary(call))
+    plan_of()
+
+
+@pytest.mark.filterwarnings("ignore::nvalchemiops.notices.AccuracyWarning")
+def test_no_plan_where_values_of_atoms_are_read():
+    x, q, cell, near = arguments()
+    calls = [ewald_summation(x, q, cell, k_cutoff=6.0, accuracy=1e-4, **near) for _ in range(5)]
     plan_of(count=0)
     same_bits(calls[-1], calls[0])
 
@@ -600,7 +614,7 @@ def test_threads_share_a_plan():
         worker.start()
     for worker in workers:
         worker.join()
-    assert not wrong and plans.active() is None
+    assert not wrong and current_recorder() is None
     plan_of()
 
 

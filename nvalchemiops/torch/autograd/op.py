@@ -20,6 +20,7 @@ from nvalchemiops.torch.autograd.naming import fingerprint, library_for
 from nvalchemiops.torch.autograd.specs import fill_sizes
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.runtime.recorder import current_recorder, not_repeatable
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -78,6 +79,8 @@ class WarpOp:
         self.registered = f"{library.ns}::{short}"
         schema = self.declared.schema(self.hidden, len(self.outputs) + self.n_hidden_outputs)
         self.overload = internals.define(library, short, schema, self._implementation, self._fake)
+        if self.trusted or self.n_hidden_outputs:
+            not_repeatable.add(self.overload)
         library.impl(short, self._autograd, "Autograd", with_keyset=True)
         if self.mutated and internals.CAN_REDISPATCH:
             library.impl(short, self._bump_versions, "ADInplaceOrView", with_keyset=True)
@@ -157,6 +160,8 @@ def _make({", ".join(values)}):
     def _call_eagerly(self, *args: Any) -> Any:
         """Run the op as the dispatcher does for plain tensors in eager mode, at half the cost for many arguments."""
         if internals.autocast_enabled() or internals.profiling() or internals.tracing_state():
+            return self.overload(*args)
+        if not self.trusted and current_recorder() is not None:  # a body may do what is not followed: one operation
             return self.overload(*args)
         types, keys_of, plain = internals.PLAIN_TYPES, internals.dispatch_keys, internals.plain_keys
         record, device, ready = 0, None, True

@@ -22,8 +22,8 @@ from nvalchemiops.neighbors import grid
 from nvalchemiops.neighbors import search as kernels
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.launch import describe, launch
-from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime.memory import new_empty
+from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.types import inner_shape
 
 MOST_ATOMS = 1024
@@ -161,7 +161,7 @@ def repeated_pairs(
     is_double = positions.dtype is torch.float64 and (cell is None or cell.dtype is torch.float64)
     if not is_double or not all([t.is_contiguous() and not t.is_neg() for t in given]):
         return None
-    if plans.active() is not None or core.active_tape() is not None:
+    if current_recorder() is not None or core.active_tape() is not None:
         return None
     cell = None if cell is None else cell.detach().reshape(-1, 3, 3)
     pbc = None if pbc is None else pbc.reshape(-1, 3)

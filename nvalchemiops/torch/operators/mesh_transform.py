@@ -14,8 +14,8 @@ import torch
 
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import real_of
-from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime.openmp import at_fixed_threads
+from nvalchemiops.torch.runtime.recorder import current_recorder
 
 AXES = (-3, -2, -1)
 
@@ -86,7 +86,7 @@ def mesh_values(spectrum: torch.Tensor, n: int) -> torch.Tensor:
 
 def _transformed(transform: Callable[[], torch.Tensor], given: torch.Tensor, meshes: Sequence[int]) -> torch.Tensor:
     """``transform()`` of as many meshes as the product of ``meshes``."""
-    if (recorder := plans.active()) is not None:
+    if (recorder := current_recorder()) is not None:
         return recorder.compute(lambda: _threaded(transform, given, meshes), given)
     return _threaded(transform, given, meshes)
 

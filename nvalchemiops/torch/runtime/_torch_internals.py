@@ -6,6 +6,7 @@ is none, a call that needs the group raises a RuntimeError that says so. tests/a
 each assumption, and each way without.
 """
 
+import functools
 import logging
 import pkgutil
 import sys
@@ -221,8 +222,8 @@ _followers = threading.local()
 
 
 @contextmanager
-def following(mode: Any) -> Iterator[None]:
-    """Inside, ``mode`` sees operations, and `count_other_modes` does not count it."""
+def followed_by(mode: Any) -> Iterator[None]:
+    """Inside, ``mode`` sees operations, and `has_other_modes` does not count it."""
     before = getattr(_followers, "count", 0)
     _followers.count = before + 1
     try:
@@ -233,26 +234,42 @@ def following(mode: Any) -> Iterator[None]:
 
 
 def has_other_modes() -> bool:
-    """Whether a dispatch mode is on beside those of `following`."""
+    """Whether a dispatch mode is on beside those of `followed_by`."""
     count = count_dispatch_modes()
     return bool(count) and count > getattr(_followers, "count", 0)
 
 
-_own_operators: set[Any] = set()
-
-
-def is_own_operator(func: Any) -> bool:
-    """Whether `define` has defined this operator."""
-    return func in _own_operators
-
-
-def draw_free(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
+def result_without_draw(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
     """The result of an operation; None if it has drawn random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return (func(*args, **kwargs),)
     before = torch.get_rng_state()
     result = func(*args, **kwargs)
     return (result,) if torch.equal(before, torch.get_rng_state()) else None
+
+
+@functools.cache
+def places_written(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operation writes into."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((k, a.name) for k, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+@functools.cache
+def out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """The operation with the same arguments that writes into given memory, and the names of this memory."""
+
+    def signature(arguments: Any) -> list[tuple[str, str, bool]]:
+        return [(a.name, str(a.type), a.kwarg_only) for a in arguments]
+
+    packet, wanted = func.overloadpacket, signature(func._schema.arguments)
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        out = tuple(a.name for a in other._schema.arguments if a.is_out)
+        given = signature(a for a in other._schema.arguments if not a.is_out)
+        if out and len(out) == len(func._schema.returns) and given == wanted:
+            return getattr(other, "_op", other), out
+    return None
 
 
 def has_function_modes() -> bool:
@@ -300,7 +317,6 @@ def define(
         return getattr(getattr(torch.ops, library.ns), short).default
 
     overload = add(name)
-    _own_operators.add(overload)
     if not CAN_REDISPATCH:
         _second[overload] = add(f"{name}__below_autograd")
     return overload

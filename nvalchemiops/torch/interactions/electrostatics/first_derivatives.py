@@ -23,6 +23,7 @@ from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.operators.segments import totals
 from nvalchemiops.torch.runtime.context import is_eager, is_mapped
 from nvalchemiops.torch.runtime.openmp import fairly
+from nvalchemiops.torch.runtime.recorder import current_recorder
 
 
 def evaluate(
@@ -249,6 +250,8 @@ def weights_of_systems(
     first = gradient.reshape(-1)[0]
     if all(step == 0 or size == 1 for step, size in zip(gradient.stride(), gradient.shape)):
         return first.to(torch.float64).expand(n_systems)
+    if (recorder := current_recorder()) is not None and recorder.varies(gradient):
+        return None
     one_channel = gradient[:, 0]
     if not bool((gradient == one_channel.unsqueeze(1)).all()):
         return None

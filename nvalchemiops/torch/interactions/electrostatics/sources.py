@@ -20,8 +20,8 @@ import torch
 from nvalchemiops.layout import layout
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime.context import eager, is_eager, may_read
+from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault
 
 NEGLIGIBLE = 1e-5
 """Trace or antisymmetric part of quadrupoles, relative to the largest of them, that counts as rounding."""
@@ -86,9 +86,9 @@ def _warn_of_trace(quadrupoles: torch.Tensor) -> None:
     q = quadrupoles.detach()
     if not q.numel():
         return
-    recorder = plans.active()
+    recorder = current_recorder()
     fault = _has_dropped_parts(q) if recorder is None else recorder.compute(lambda: _has_dropped_parts(q), q)
-    if not plans.read_fault(fault):
+    if not read_fault(fault):
         return
     least = NEGLIGIBLE * float(q.abs().max())
     if float(q.diagonal(dim1=-2, dim2=-1).sum(-1).abs().max()) > least:

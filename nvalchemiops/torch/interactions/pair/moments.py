@@ -28,8 +28,8 @@ from nvalchemiops.torch.interactions.pair.shares import moments_with_ghosts, row
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems, system_sums
-from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.runtime.recorder import read_fault
 
 MOST_CHANNELS = 4
 """Channels that one kernel sums at once: more would take long to compile."""
@@ -459,7 +459,7 @@ def pair_moments(
         [fault if name == "fault" else memory[name] for name in written],
         lanes=WARP,
     )
-    if fault is not None and (number := plans.read_fault(fault)):
+    if fault is not None and (number := read_fault(fault)):
         fault.zero_()
         raise ValueError(FAULTS[number])
     results = {GATHERED: memory.get("gathered")}

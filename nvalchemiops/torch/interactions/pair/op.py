@@ -24,7 +24,7 @@ from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems
-from nvalchemiops.torch.runtime import plans
+from nvalchemiops.torch.runtime.recorder import current_recorder, read_fault
 
 INPUTS = {
     POSITIONS: "positions",
@@ -106,7 +106,7 @@ _thread = threading.local()
 
 def fault_of_thread() -> torch.Tensor:
     """A zero of this thread, into which kernels on the CPU write the number of a fault."""
-    if plans.active() is not None:
+    if current_recorder() is not None:
         return torch.zeros(1, dtype=torch.int32, device="cpu")
     if not hasattr(_thread, "fault"):
         with torch.inference_mode(False):
@@ -477,7 +477,7 @@ def sum_rows_of(
         [fault if name == "fault" else memory[name] for name in written],
         lanes=WARP,
     )
-    if fault is not None and (number := plans.read_fault(fault)):
+    if fault is not None and (number := read_fault(fault)):
         fault.zero_()
         raise ValueError(FAULTS[number])
     if columns:

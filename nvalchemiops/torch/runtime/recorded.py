@@ -1,0 +1,277 @@
+"""Functions of users whose calls repeat: a plan of the whole of a step, with any torch operations in it."""
+
+import functools
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvalchemiops.layout import layout
+from nvalchemiops.torch.runtime._torch_internals import has_function_modes, is_unobserved
+from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.runtime.openmp import fairly
+from nvalchemiops.torch.runtime.plans import Plan, follow
+from nvalchemiops.torch.runtime.recorder import NoPlan, current_recorder
+
+MOST_PLANS = 4
+"""Plans of a function that are kept by default: for arguments of so many shapes."""
+
+
+class RecordingError(RuntimeError):
+    """A function cannot be recorded, or something that it was recorded with has changed."""
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By which values are compared: a NaN is equal to itself then."""
+
+
+class _Fixed(NamedTuple):
+    """A tensor that a function uses and that is no argument, as it was when the function was recorded."""
+
+    tensor: torch.Tensor
+    address: int
+    bits: torch.Tensor  # in its memory
+    before: torch.Tensor  # a copy of the bits
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Fixed":
+        bits = tensor.detach()
+        bits = torch.view_as_real(bits) if bits.is_complex() else bits
+        bits = bits.view(_INTEGERS[bits.element_size()])
+        return cls(tensor, tensor.data_ptr(), bits, bits.clone())
+
+    def is_same(self) -> bool:
+        """Whether it has the values that it had: NumPy and ``.data`` change them without a new version."""
+        return self.address == self.tensor.data_ptr() and torch.equal(self.bits, self.before)
+
+
+class _Recording(NamedTuple):
+    plan: Plan
+    fixed: list[_Fixed]
+    addresses: list[int]  # of tensors that change in place
+    results: Any  # as the function returned them, with places in the place of tensors
+
+
+class Recorded:
+    """A function whose calls are recorded and done again; made by `record`."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        changing: Sequence[torch.Tensor],
+        if_changed: str,
+        most_plans: int,
+    ) -> None:
+        functools.update_wrapper(self, function)
+        self._function, self._changing, self._if_changed = function, tuple(changing), if_changed
+        self._most = most_plans
+        self._recordings: dict[Hashable, _Recording] = {}  # without a lock: steps are single operations
+        self._counts = {"recorded": 0, "replayed": 0, "ordinary": 0}
+        self._way = "not called yet"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the function, by a plan where there is one."""
+        moving: list[torch.Tensor] = []
+        form = _taken_apart((args, kwargs), moving)
+        reason = self._obstacle(moving)
+        if reason is not None:
+            return self._ordinary(reason, args, kwargs)
+        grad = torch.is_grad_enabled()
+        key: Hashable = (form, grad, torch.get_default_dtype(), layout("cpu"), *map(_form_of, moving))
+        try:
+            found = self._recordings.get(key)
+        except TypeError as error:
+            raise TypeError(f"`{self._name}`: arguments that are no tensors must be hashable: {error}") from None
+        if found is not None and not self._is_current(found):
+            if self._if_changed == "raise":
+                raise RecordingError(
+                    f"`{self._name}` was recorded with tensors that have changed since: pass them as arguments, or "
+                    "name them in `changing`"
+                )
+            found = None
+        if found is None:
+            return self._record(key, moving, args, kwargs)
+        results = fairly(lambda *values: found.plan(values) or (), *moving) if moving else found.plan(())
+        if not results and found.plan.results:
+            return self._ordinary("the plan is in use, or the ordinary call raises", args, kwargs)
+        self._counts["replayed"] += 1
+        self._way = "replayed"
+        return _put_together(found.results, iter(results or ()))
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__name__", "the function")
+
+    def explain(self) -> str:
+        """Which way the last call took and why, and what is kept."""
+        plans = [recording.plan for recording in list(self._recordings.values())]
+        counts = ", ".join(f"{number} {what}" for what, number in self._counts.items())
+        kept = "; ".join(f"{len(plan.steps)} steps, {plan.n_bytes / 2**20:.2f} MiB" for plan in plans)
+        return f"last call: {self._way}. Calls: {counts}. Plans: {kept or 'none'}"
+
+    def clear(self) -> None:
+        """Forget all plans, and with them their memory."""
+        self._recordings.clear()
+
+    def _obstacle(self, moving: Sequence[torch.Tensor]) -> str | None:
+        """Why a call with these tensors is an ordinary one; None if it may be a plan."""
+        if not is_eager(*moving) or has_function_modes():
+            return "compilers, transforms and modes see the operations"
+        if current_recorder() is not None:
+            return "it is part of another recording"
+        if not is_unobserved(*moving, *self._changing):
+            return "autocast, a profiler or a tensor of another kind sees the operations"
+        if not all([layout(t.device.type).reads for t in (*moving, *self._changing)]):
+            return "tensors are not on a CPU"
+        return None
+
+    def _ordinary(self, reason: str, args: Any, kwargs: Any) -> Any:
+        self._way = f"ordinary, since {reason}"
+        self._counts["ordinary"] += 1
+        return self._function(*args, **kwargs)
+
+    def _is_current(self, recording: _Recording) -> bool:
+        addresses = [t.data_ptr() for t in self._changing]
+        return addresses == recording.addresses and all([fixed.is_same() for fixed in recording.fixed])
+
+    def _record(self, key: Hashable, moving: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        returned: list[Any] = []
+
+        def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            values, options = _put_together(_taken_apart((args, kwargs), []), iter(memory))
+            result = self._function(*values, **options)
+            found: list[torch.Tensor] = []
+            returned.append((_taken_apart(result, found), found))
+            return found
+
+        try:
+            plan = follow(call, moving, changing=self._changing)
+        except NoPlan as reason:
+            self._way = f"not recorded: {reason}"
+            raise RecordingError(f"`{self._name}` cannot be recorded: {reason}") from None
+        form, found = returned[0]
+        if any([t.requires_grad for t in found]):
+            raise RecordingError(
+                f"`{self._name}` returns tensors with a graph, which a plan does not have: take derivatives inside of "
+                "the function, and return them and all else detached"
+            )
+        fixed, addresses = [_Fixed.of(tensor) for tensor in plan.external], [t.data_ptr() for t in self._changing]
+        self._recordings.pop(key, None)
+        self._recordings[key] = _Recording(plan, fixed, addresses, form)
+        for oldest in list(self._recordings)[: -self._most]:
+            self._recordings.pop(oldest, None)
+        self._counts["recorded"] += 1
+        self._way = "recorded"
+        return _put_together(form, iter([result.clone() for result in plan.results]))
+
+
+def record(
+    function: Callable[..., Any] | None = None,
+    *,
+    changing: Sequence[torch.Tensor] = (),
+    if_changed: str = "record",
+    most_plans: int = MOST_PLANS,
+) -> Any:
+    """A function that records what a call of ``function`` does, and does it again for other values.
+
+    A step of a simulation or of a training loop consists of some hundred operations, and for small systems most of its
+    time is spent in Python. The first call with arguments of a shape follows the operations and launches of the
+    function below autograd, gradients that are taken inside of it included; further calls do them again, in memory that
+    is kept, without the Python between them. Results have the same bits. It is to a CPU what a CUDA graph is to a GPU.
+
+    Use it as a decorator, or call it with the function::
+
+        @record
+        def step(positions):
+            positions = positions.detach().requires_grad_()
+            energy = ewald_summation(positions, charges, cell, alpha, **near).sum() + network(positions).sum()
+            (gradient,) = torch.autograd.grad(energy, positions)
+            return energy.detach(), -gradient
+
+    Parameters
+    ----------
+    function : callable
+        Its tensor arguments (also in tuples, lists and dictionaries) may have other values in each call. All other
+        arguments must be hashable; other ones are another recording. What it does may depend on nothing else that
+        changes, but for tensors: see below. Its results are tensors without a graph, in such containers, and what is
+        always the same.
+    changing : sequence of torch.Tensor, optional
+        Tensors that ``function`` uses beside its arguments and whose values change in place between calls, such as
+        weights that are trained.
+    if_changed : {"record", "raise"}, optional
+        What happens if another tensor that is no argument has changed, which is noticed: it is recorded again, or a
+        `RecordingError`.
+    most_plans : int, optional
+        Recordings that are kept, each with all of its memory.
+
+    Returns
+    -------
+    callable
+        With the methods ``explain()``, which way the last call took and why, and ``clear()``.
+
+    Raises
+    ------
+    RecordingError
+        In a call: the function reads values of tensors, has results whose shapes depend on values (such as a list of
+        neighbors that is built inside), draws random numbers, writes into tensors that were there before, sends
+        messages to other processes, or returns tensors with a graph.
+    ValueError, TypeError
+        A bad argument, named in the message.
+
+    Notes
+    -----
+    Only on a CPU and in plain eager mode: under compilers, function transforms, modes, autocast, and for tensors on a
+    GPU, the function is called as it is. Kernels that ``wp.launch`` launches are refused; those of this library and of
+    operators are followed. Python runs only when the function is recorded: numbers that it computes are constants.
+    Energies that are differentiated with weights that vary have gradients of the same value, perhaps not the same bits.
+    """
+    if if_changed not in ("record", "raise"):
+        raise ValueError(f"`if_changed` must be 'record' or 'raise', got {if_changed!r}")
+    if isinstance(most_plans, bool) or not isinstance(most_plans, int) or most_plans < 1:
+        raise ValueError(f"`most_plans` must be a positive integer, got {most_plans!r}")
+    for tensor in changing:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"`changing` must hold tensors, got {type(tensor).__name__}")
+    if function is None:
+        return functools.partial(record, changing=changing, if_changed=if_changed, most_plans=most_plans)
+    return Recorded(function, changing, if_changed, most_plans)
+
+
+# -- containers -----------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """In the place of a tensor."""
+
+    kind: str = "tensor"
+
+
+_PLACE = _Place()
+
+
+def _taken_apart(values: Any, tensors: list[torch.Tensor]) -> Any:
+    """The form of nested containers, hashable if all else in them is; their tensors are added to ``tensors``."""
+    if isinstance(values, torch.Tensor):
+        tensors.append(values)
+        return _PLACE
+    if isinstance(values, dict):
+        return (dict, tuple(values), tuple([_taken_apart(value, tensors) for value in values.values()]))
+    if isinstance(values, (tuple, list)):
+        return (type(values), None, tuple([_taken_apart(value, tensors) for value in values]))
+    return (None, type(values), values)
+
+
+def _put_together(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if form is _PLACE:
+        return next(tensors)
+    kind, names, values = form
+    if kind is None:
+        return values
+    parts = [_put_together(value, tensors) for value in values]
+    if kind is dict:
+        return dict(zip(names, parts))
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+
+
+def _form_of(tensor: torch.Tensor) -> Hashable:
+    return tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad

@@ -1,0 +1,457 @@
+"""What a call does to memory, followed below autograd: torch's operations, and launches of tensors.
+
+`nvalchemiops.torch.runtime.plans` makes a plan of it, which does the same for other values. What cannot be done again
+for other values, such as an operation whose shapes depend on them, ends the recording with a reason.
+"""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nvalchemiops import launch as core
+from nvalchemiops._warp_internals import descriptor
+from nvalchemiops.locks import fork_safe
+from nvalchemiops.torch.runtime._torch_internals import (
+    DispatchMode,
+    followed_by,
+    out_variant,
+    places_written,
+    result_without_draw,
+)
+
+Step = Callable[[], Any]
+
+
+class NoPlan(BaseException):
+    """The call cannot be recorded, and why. No `Exception`, which code on the way might handle."""
+
+
+_UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
+"""Operations that make memory without values."""
+
+_COPIES = {"_to_copy", "to", "contiguous", "reshape", "flatten"}
+"""Operations whose result has the elements of their first argument in its order, without a form that writes it."""
+
+_READS = {"numpy", "tolist", "__array__", "__dlpack__", "storage", "typed_storage"}
+"""Methods that give values, or memory, of a tensor to code that is not followed."""
+
+_COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
+
+
+not_repeatable: set[Any] = set()
+"""Operators that cannot be done again: they keep something between calls, or are followed inside of their bodies."""
+
+
+class Recorder(DispatchMode):
+    """Follows a call.
+
+    Storages are *constant* if their values are the same each time, or else *varying*. Those of arguments that are not
+    copied are *foreign*: only kernels may use them, since their addresses differ each time. Constant arguments are
+    *borrowed*: steps get a copy, since the memory may be changed or freed. *External* storages were there before and
+    are no arguments.
+
+    Lists of any ``length``: arrays that kernels get of foreign arguments are then rows of that length, and nothing else
+    may depend on it.
+
+    Parameters
+    ----------
+    copied, used, borrowed, length, changing
+        As for `plans.record`.
+    """
+
+    def __init__(
+        self,
+        copied: Sequence[torch.Tensor],
+        used: Sequence[torch.Tensor],
+        borrowed: Sequence[torch.Tensor],
+        length: int,
+        changing: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__()
+        self.before: list[Step] = []
+        self.steps: list[Step] = []
+        self.faults: list[torch.Tensor] = []
+        self.length = length
+        self.addresses = [*(tensor.data_ptr() for tensor in used), length]
+        self.foreign = {storage_of(tensor): number for number, tensor in enumerate(used) if tensor.numel()}
+        self.arguments = {storage_of(tensor) for tensor in (*copied, *changing) if tensor.numel()}
+        self.varying = set(self.arguments)
+        self.borrowed = {storage_of(tensor): tensor for tensor in borrowed if tensor.numel()}
+        self.copies: dict[int, torch.Tensor] = {}
+        self.external: dict[int, torch.Tensor] = {}
+        self.uninitialised: set[int] = set()
+        self.read: set[int] = set()  # by steps
+        self.kept: dict[int, torch.Tensor] = {}  # by storage, so that no address is used twice
+        self.paused = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside, nothing is followed."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    def is_on(self) -> bool:
+        """Whether calls of this thread are followed: an interrupt at the end of `record` may leave this mode on."""
+        return current_recorder() is self
+
+    # -- operations of torch ----------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.is_on():
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        if func in not_repeatable or func.namespace in _COLLECTIVES:
+            raise NoPlan(f"{func} cannot be done again")
+        given = _by_storage((args, tuple(kwargs.values())))
+        places = () if name == "detach_" else places_written(func)
+        written = _by_storage([args[k] if k < len(args) else kwargs.get(label) for k, label in places])
+        self._note_external(given)
+        with self.pause():
+            if written:
+                self._write(func, args, kwargs, given, written)
+                return func(*args, **kwargs)
+            found = result_without_draw(func, args, kwargs)
+            if found is None:
+                raise NoPlan(f"{func} draws random numbers")
+            self._make(func, args, kwargs, given, found[0])
+            return found[0]
+
+    def varies(self, tensor: torch.Tensor) -> bool:
+        """Whether the values of a tensor differ in each call."""
+        return self._varies(_by_storage([tensor]))
+
+    def _varies(self, given: dict[int, torch.Tensor]) -> bool:
+        return not (self.varying.isdisjoint(given) and self.foreign.keys().isdisjoint(given))
+
+    def _note_external(self, given: dict[int, torch.Tensor]) -> None:
+        known = (self.kept, self.varying, self.foreign, self.borrowed)
+        for storage, tensor in given.items():
+            if not any(storage in some for some in known):
+                self.external.setdefault(storage, tensor)
+
+    def _refuse_unwritten(self, what: Any, given: Iterable[int]) -> None:
+        """Raise if these storages, which are read, have values that were not followed."""
+        if not self.uninitialised.isdisjoint(given):
+            raise NoPlan(f"{what} reads memory that something wrote which is not followed, or nothing")
+
+    def _write(self, func: Any, args: Any, kwargs: Any, given: Any, written: Any) -> None:
+        """Before an operation that writes into its arguments."""
+        self._refuse_outside(func, written)
+        self._refuse_unwritten(func, given.keys() - written.keys())
+        if not self._varies(given) and self.read.isdisjoint(written):
+            self.uninitialised -= written.keys()
+            return
+        if not self.foreign.keys().isdisjoint(given):
+            raise NoPlan(f"{func} of a list")
+        self._will_vary(written)
+        self.read |= given.keys()
+        self.steps.append(functools.partial(func, *self._lasting(args), **self._lasting(kwargs)))
+
+    def _refuse_outside(self, what: Any, written: dict[int, torch.Tensor]) -> None:
+        if not written.keys() <= self.kept.keys():
+            raise NoPlan(f"{what} writes into a tensor that was there before the call")
+
+    def _will_vary(self, written: dict[int, torch.Tensor]) -> None:
+        """Before a step writes into these storages: what was constant in them is restored before all steps."""
+        for storage, tensor in written.items():
+            if storage not in self.varying and storage not in self.uninitialised:
+                whole = whole_of(tensor)
+                self.before.append(_restoring(whole, whole.clone()))
+            self.varying.add(storage)
+            self.uninitialised.discard(storage)
+
+    def _make(self, func: Any, args: Any, kwargs: Any, given: Any, result: Any) -> None:
+        """After an operation that makes its results."""
+        made = tensors_in((result,))
+        fresh = [t for t in made if storage_of(t) not in given]
+        self.kept.update((storage_of(t), t) for t in fresh)
+        if func.overloadpacket.__name__ in _UNINITIALISED:
+            self.uninitialised.update(map(storage_of, fresh))
+            return
+        if fresh:
+            self._refuse_unwritten(func, given)
+        if not self._varies(given):
+            return
+        if not made and not isinstance(result, torch.Tensor):
+            raise NoPlan(f"{func} reads values")
+        if _has_unknown_shape(func, args):
+            raise NoPlan(f"{func} has results whose shapes depend on values")
+        if not fresh:
+            return
+        if not self.foreign.keys().isdisjoint(given):
+            raise NoPlan(f"{func} of a list")
+        if len(fresh) != len(made):
+            raise NoPlan(f"{func} returns views and copies")
+        self.read |= given.keys()
+        self.steps.append(_into(func, self._lasting(args), self._lasting(kwargs), fresh))
+        self.varying.update(map(storage_of, fresh))
+
+    def compute(self, function: Callable[[], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
+        """``function()``, which depends on nothing but the values of ``given``."""
+        with self.pause():
+            out = function()
+        self.kept[storage_of(out)] = out
+        if storage_of(given) in self.foreign:
+            raise NoPlan("an operation of a list")
+        self._note_external({storage_of(given): given})
+        if storage_of(given) in self.varying:
+            self.steps.append(lambda: out.copy_(function()))
+            self.varying.add(storage_of(out))
+        return out
+
+    def _lasting(self, values: Any) -> Any:
+        """Arguments with copies in the place of borrowed memory."""
+        if isinstance(values, torch.Tensor):
+            if not values.numel() or storage_of(values) not in self.borrowed:
+                return values
+            memory = self._copy(values).untyped_storage()
+            return values.new_empty(0).set_(memory, values.storage_offset(), values.shape, values.stride())
+        if isinstance(values, dict):
+            return {name: self._lasting(value) for name, value in values.items()}
+        return type(values)(map(self._lasting, values)) if isinstance(values, (tuple, list)) else values
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of the memory that a borrowed tensor is in."""
+        storage = storage_of(tensor)
+        if storage not in self.copies:
+            self.copies[storage] = whole_of(tensor).clone()
+            self.kept[storage_of(self.copies[storage])] = self.copies[storage]
+        return self.copies[storage]
+
+    def refuse(self, reason: str) -> None:
+        """There is no plan of this call."""
+        raise NoPlan(reason)
+
+    # -- launches ---------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        kernel: Any,
+        dim: Any,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        descriptors: list[Any],
+        place: Any,
+        lanes: int,
+        kind: Any,
+    ) -> None:
+        """Before a launch."""
+        with self.pause():
+            self._launch(kernel, dim, inputs, outputs, descriptors, place, lanes, kind)
+
+    def _launch(
+        self,
+        kernel: Any,
+        dim: Any,
+        inputs: Any,
+        outputs: Any,
+        descriptors: list[Any],
+        place: Any,
+        lanes: int,
+        kind: Any,
+    ) -> None:
+        found, written = _by_storage(inputs), _by_storage(outputs)
+        what = f"kernel '{kernel.key}'"
+        self._note_external(found)
+        self._refuse_unwritten(what, found)
+        self._refuse_outside(what, written)
+        if not self._varies(found) and self.varying.isdisjoint(written) and self.read.isdisjoint(written):
+            self.uninitialised -= written.keys()
+            return
+        self._will_vary(written)
+        self.read |= found.keys()
+        self.kept.update((s, t) for s, t in found.items() if s not in self.foreign and s not in self.borrowed)
+        if self.length and self.length in (dim, *(value for value in inputs if type(value) is int)):
+            raise NoPlan("a number that is the length of a list")
+        packed, patched, stretched = list(descriptors), [], []
+        for number, value in enumerate((*inputs, *outputs)):
+            if isinstance(value, torch.Tensor) and value.numel():
+                if type(packed[number]) is not bytes:
+                    raise NoPlan("an array that is no descriptor")
+                if storage_of(value) in self.borrowed:
+                    place_in_copy = self._copy(value).data_ptr() + value.data_ptr() - storage_of(value)
+                    packed[number] = place_in_copy.to_bytes(8, "little") + packed[number][8:]
+                if (argument := self.foreign.get(storage_of(value))) is not None:
+                    offset = value.data_ptr() - self.addresses[argument]
+                    if self.length and self.length in value.shape:
+                        stretched.append((number, argument, *self._row(value, offset, packed[number])))
+                    elif self.length and offset:
+                        raise NoPlan("a part of a list")
+                    else:
+                        patched.append((number, argument, offset, packed[number][8:]))
+        addresses = self.addresses
+        run = core.prepared(kernel, dim, device=place, lanes=lanes, kind=kind)
+
+        def step() -> None:
+            for number, argument, offset, rest in patched:
+                packed[number] = (addresses[argument] + offset).to_bytes(8, "little") + rest
+            for number, argument, before, shape, strides in stretched:
+                address = addresses[argument] + before * addresses[-1]
+                packed[number] = address.to_bytes(8, "little") + _layout(addresses[-1], shape, strides)
+            run(packed)
+
+        self.steps.append(step if patched or stretched else functools.partial(run, packed))
+
+    def _row(self, value: torch.Tensor, offset: int, packed: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+        """Of a list of any length, or one of its rows: bytes before it and shape and strides of it, for one entry."""
+        strides = tuple(stride * value.element_size() for stride in value.stride())
+        if value.shape[0] == self.length and not offset % self.length:
+            for ndim in (1, value.ndim):  # an array of vectors, or of numbers
+                form = tuple(value.shape[1:ndim]), strides[:ndim]
+                if packed[8:] == _layout(self.length, *form):
+                    return offset // self.length, *form
+        raise NoPlan("an array of another form than a list")
+
+
+class refuse_reads(TorchFunctionMode):  # used as a context manager, named like a function
+    """Inside, methods of tensors that give values to code that is not followed end the recording."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """As in torch."""
+        name = getattr(func, "__name__", "")
+        # addresses are used by launches, which are followed, and by other libraries
+        is_read = name in _READS or (name == "data_ptr" and not _called_here())
+        if is_read and self.recorder.is_on():
+            given = _by_storage(args)
+            self.recorder._note_external(given)
+            if self.recorder._varies(given) or not self.recorder.uninitialised.isdisjoint(given):
+                raise NoPlan(f"`{name}` gives values of a tensor to code that is not followed")
+        return func(*args, **(kwargs or {}))
+
+
+def _called_here() -> bool:
+    """Whether a function of this package has called the function of torch."""
+    return sys._getframe(2).f_globals.get("__name__", "").startswith("nvalchemiops")
+
+
+# -- operations -----------------------------------------------------------------------------------
+
+
+def _has_unknown_shape(func: Any, args: Any) -> bool:
+    """Whether shapes of results depend on values."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    masks = (torch.bool, torch.uint8)
+    return func.overloadpacket.__name__ != "index" or any(t.dtype in masks for t in tensors_in(args[1:]))
+
+
+def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> Step:
+    """A step that writes what ``func(*args, **kwargs)`` returns into ``results``."""
+    found = out_variant(func)
+    if found is not None and len(found[1]) == len(results):
+        into, names = found
+        scratch = [torch.empty_like(t) for t in results]
+        into(*args, **kwargs, **dict(zip(names, scratch)))
+        if all(map(_same_bits, scratch, results)):
+            return functools.partial(into, *args, **kwargs, **dict(zip(names, results)))
+    if func.overloadpacket.__name__ in _COPIES and args[0].shape == results[0].shape:
+        return functools.partial(results[0].copy_, args[0])
+
+    def step() -> None:
+        for memory, value in zip(results, tensors_in((func(*args, **kwargs),)), strict=True):
+            if value.shape != memory.shape:
+                raise RuntimeError(f"{func} has results of shape {tuple(value.shape)}, not {tuple(memory.shape)}")
+            memory.copy_(value)
+
+    return step
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = (one == other) | ((one != one) & (other != other))
+    return one.stride() == other.stride() and bool(same.all())
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(length: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    """The descriptor, after its address, of an array of so many entries of a shape."""
+    return descriptor((length, *shape), strides)[8:]
+
+
+def _restoring(memory: torch.Tensor, values: torch.Tensor) -> Step:
+    if not bool(values.any()):
+        return memory.zero_
+    return lambda: memory.copy_(values)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of the memory that a tensor is in."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """All of the memory that a tensor is in."""
+    return tensor.new_empty(0).set_(tensor.untyped_storage())
+
+
+def _by_storage(values: Any) -> dict[int, torch.Tensor]:
+    return {storage_of(t): t for t in tensors_in(values)}
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """All tensors with elements in nested sequences."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.numel():
+                found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += tensors_in(value)
+    return found
+
+
+# -- what records the calls of a thread -----------------------------------------------------------
+
+_thread = threading.local()
+_recording = 0
+_lock = fork_safe(threading.Lock())
+
+
+@contextmanager
+def recording(recorder: Recorder) -> Iterator[None]:
+    """Inside, ``recorder`` follows the calls of this thread."""
+    global _recording
+    with _lock:
+        _recording += 1
+    try:  # an interrupt before it leaves a count that is too high, which costs time alone
+        _thread.recorder = recorder
+        with refuse_reads(recorder), followed_by(recorder):
+            yield
+    finally:
+        _thread.recorder = None
+        with _lock:
+            _recording -= 1
+
+
+def current_recorder() -> Recorder | None:
+    """What records the calls of this thread."""
+    if not _recording:
+        return None
+    recorder = getattr(_thread, "recorder", None)
+    return None if recorder is None or recorder.paused else recorder
+
+
+def read_fault(fault: torch.Tensor) -> int:
+    """The number of a fault that kernels wrote, zero if there is none."""
+    recorder = current_recorder()
+    if recorder is not None:
+        recorder.faults.append(fault)
+        with recorder.pause():
+            return int(fault)
+    return int(fault)
