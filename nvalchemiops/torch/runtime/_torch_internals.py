@@ -463,6 +463,11 @@ def compiler_loaded() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+def compiled_as_eager() -> AbstractContextManager[Any]:
+    """Inside, functions that ``torch.compile`` has compiled run as they were written."""
+    return torch.compiler.set_stance("force_eager") if compiler_loaded() else nullcontext()
+
+
 def assume_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same as ``torch.compiler.assume_constant_result``, without importing the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # of functions mypy knows no attributes

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.layout import layout
-from nvalchemiops.torch.runtime._torch_internals import has_function_modes, is_unobserved
+from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_function_modes, is_unobserved
 from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.runtime.plans import Plan, follow
@@ -19,6 +19,12 @@ MOST_PLANS = 4
 
 class RecordingError(RuntimeError):
     """A function cannot be recorded, or something that it was recorded with has changed."""
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    return values.view(_INTEGERS[values.element_size()])
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -35,9 +41,7 @@ class _Fixed(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "_Fixed":
-        bits = tensor.detach()
-        bits = torch.view_as_real(bits) if bits.is_complex() else bits
-        bits = bits.view(_INTEGERS[bits.element_size()])
+        bits = _bits(tensor)
         return cls(tensor, tensor.data_ptr(), bits, bits.clone())
 
     def is_same(self) -> bool:
@@ -45,11 +49,27 @@ class _Fixed(NamedTuple):
         return self.address == self.tensor.data_ptr() and torch.equal(self.bits, self.before)
 
 
-class _Recording(NamedTuple):
-    plan: Plan
-    fixed: list[_Fixed]
-    addresses: list[int]  # of tensors that change in place
-    results: Any  # as the function returned them, with places in the place of tensors
+class _Recording:
+    """A plan, what else it depends on, and the form of the results, with places instead of tensors."""
+
+    def __init__(self, plan: Plan, changing: Sequence[torch.Tensor], moving: Sequence[torch.Tensor], form: Any) -> None:
+        self.plan, self.form = plan, form
+        self._fixed = [_Fixed.of(tensor) for tensor in plan.external]
+        self._changing = changing
+        self._addresses = [tensor.data_ptr() for tensor in changing]
+        self._first: list[_Fixed] | None = [_Fixed.of(tensor.detach().clone()) for tensor in moving]
+
+    def is_current(self) -> bool:
+        """Whether all that the plan depends on is as it was."""
+        addresses = [tensor.data_ptr() for tensor in self._changing]
+        return addresses == self._addresses and all([fixed.is_same() for fixed in self._fixed])
+
+    def is_new(self, moving: Sequence[torch.Tensor]) -> bool:
+        """Whether the plan was not checked yet, and these arguments differ from those that it was recorded with."""
+        if self._first is None or all([torch.equal(_bits(t), f.before) for t, f in zip(moving, self._first)]):
+            return False
+        self._first = None
+        return True
 
 
 class Recorded:
@@ -82,7 +102,7 @@ class Recorded:
             found = self._recordings.get(key)
         except TypeError as error:
             raise TypeError(f"`{self._name}`: arguments that are no tensors must be hashable: {error}") from None
-        if found is not None and not self._is_current(found):
+        if found is not None and not found.is_current():
             if self._if_changed == "raise":
                 raise RecordingError(
                     f"`{self._name}` was recorded with tensors that have changed since: pass them as arguments, or "
@@ -94,9 +114,31 @@ class Recorded:
         results = fairly(lambda *values: found.plan(values) or (), *moving) if moving else found.plan(())
         if not results and found.plan.results:
             return self._ordinary("the plan is in use, or the ordinary call raises", args, kwargs)
+        if found.is_new(moving):
+            return self._checked(results or (), args, kwargs)
         self._counts["replayed"] += 1
         self._way = "replayed"
-        return _put_together(found.results, iter(results or ()))
+        return _put_together(found.form, iter(results or ()))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method: the instance is the first argument."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __reduce__(self) -> Any:
+        return Recorded, (self._function, self._changing, self._if_changed, self._most)
+
+    def _checked(self, results: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """The results of the function, if those of the plan are the same: it may do what is not followed."""
+        expected: list[torch.Tensor] = []
+        returned = self._ordinary("the plan is compared with the function, once", args, kwargs)
+        _taken_apart(returned, expected)
+        if len(results) != len(expected) or not all(map(_is_close, results, expected)):
+            self.clear()
+            raise RecordingError(
+                f"`{self._name}` has other results than its plan: it does something that is not followed, such as code "
+                "of other libraries on the memory of tensors, threads, or Python that differs in each call"
+            )
+        return returned
 
     @property
     def _name(self) -> str:
@@ -130,10 +172,6 @@ class Recorded:
         self._counts["ordinary"] += 1
         return self._function(*args, **kwargs)
 
-    def _is_current(self, recording: _Recording) -> bool:
-        addresses = [t.data_ptr() for t in self._changing]
-        return addresses == recording.addresses and all([fixed.is_same() for fixed in recording.fixed])
-
     def _record(self, key: Hashable, moving: list[torch.Tensor], args: Any, kwargs: Any) -> Any:
         returned: list[Any] = []
 
@@ -145,7 +183,8 @@ class Recorded:
             return found
 
         try:
-            plan = follow(call, moving, changing=self._changing)
+            with compiled_as_eager():
+                plan = follow(call, moving, changing=self._changing)
         except NoPlan as reason:
             self._way = f"not recorded: {reason}"
             raise RecordingError(f"`{self._name}` cannot be recorded: {reason}") from None
@@ -155,9 +194,8 @@ class Recorded:
                 f"`{self._name}` returns tensors with a graph, which a plan does not have: take derivatives inside of "
                 "the function, and return them and all else detached"
             )
-        fixed, addresses = [_Fixed.of(tensor) for tensor in plan.external], [t.data_ptr() for t in self._changing]
         self._recordings.pop(key, None)
-        self._recordings[key] = _Recording(plan, fixed, addresses, form)
+        self._recordings[key] = _Recording(plan, self._changing, moving, form)
         for oldest in list(self._recordings)[: -self._most]:
             self._recordings.pop(oldest, None)
         self._counts["recorded"] += 1
@@ -220,6 +258,8 @@ def record(
 
     Notes
     -----
+    The second call with other values is compared with the function, once.
+
     Only on a CPU and in plain eager mode: under compilers, function transforms, modes, autocast, and for tensors on a
     GPU, the function is called as it is. Kernels that ``wp.launch`` launches are refused; those of this library and of
     operators are followed. Python runs only when the function is recorded: numbers that it computes are constants.
@@ -271,6 +311,16 @@ def _put_together(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if kind is dict:
         return dict(zip(names, parts))
     return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether results are the same, but for the rounding of sums in another order."""
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, other)
+    scale = float(other.detach().abs().nan_to_num(0.0, 0.0, 0.0).max())
+    return torch.allclose(one, other, rtol=0.0, atol=64 * torch.finfo(one.dtype).eps * scale, equal_nan=True)
 
 
 def _form_of(tensor: torch.Tensor) -> Hashable:

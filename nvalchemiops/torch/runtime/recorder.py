@@ -119,11 +119,11 @@ class Recorder(DispatchMode):
         with self.pause():
             if written:
                 self._write(func, args, kwargs, given, written)
-                return func(*args, **kwargs)
             found = result_without_draw(func, args, kwargs)
             if found is None:
                 raise NoPlan(f"{func} draws random numbers")
-            self._make(func, args, kwargs, given, found[0])
+            if not written:
+                self._make(func, args, kwargs, given, found[0])
             return found[0]
 
     def varies(self, tensor: torch.Tensor) -> bool:
@@ -409,6 +409,8 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                raise NoPlan(f"a tensor with the layout {value.layout}")
             if value.numel():
                 found.append(value)
         elif isinstance(value, (tuple, list)):
