@@ -227,6 +227,18 @@ def test_what_cannot_be_done_again_is_refused_by_name(reason):
     OUTSIDE.zero_()
 
 
+def test_what_a_kernel_reads_is_not_written(system):
+    near, charges = near_of(system), system.charges.clone()
+
+    def step(positions):
+        energies = ewald_summation(positions, charges, system.cell, 0.9, k_cutoff=5.0, **near)
+        charges.add_(0.1 * energies)
+        return energies
+
+    with pytest.raises(RecordingError, match="was there before"):
+        record(step)(system.positions)
+
+
 def test_results_with_a_graph_are_refused():
     weight = torch.ones(3, requires_grad=True)
     with pytest.raises(RecordingError, match="with a graph"):

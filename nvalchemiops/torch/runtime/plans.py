@@ -117,7 +117,7 @@ def follow(
     for tensor in (*memory, *changing, *recorder.external.values()):
         if tensor.is_leaf and tensor.grad is not None and storage_of(tensor.grad) in recorder.kept:
             raise NoPlan("a backward pass puts gradients into `.grad` of a tensor: use torch.autograd.grad")
-    if length and any(length in tensor.shape for tensor in recorder.kept.values()):
+    if length and any(length in t.shape for t in (*recorder.kept.values(), *recorder.external.values())):
         raise NoPlan("an axis that is as long as a list")
     if not all([storage_of(t) in recorder.varying or storage_of(t) in recorder.kept for t in results if t.numel()]):
         raise NoPlan("a result that was there before the call")

@@ -84,10 +84,10 @@ class Recorder(DispatchMode):
         self.varying = set(self.arguments)
         self.borrowed = {storage_of(tensor): tensor for tensor in borrowed if tensor.numel()}
         self.copies: dict[int, torch.Tensor] = {}
-        self.external: dict[int, torch.Tensor] = {}
+        self.external: dict[int, torch.Tensor] = {}  # by storage, as the next
         self.uninitialised: set[int] = set()
         self.read: set[int] = set()  # by steps
-        self.kept: dict[int, torch.Tensor] = {}  # by storage, so that no address is used twice
+        self.kept: dict[int, torch.Tensor] = {}  # made during the call; kept, so that no address is used twice
         self.paused = False
 
     @contextmanager
@@ -270,7 +270,6 @@ class Recorder(DispatchMode):
             return
         self._will_vary(written)
         self.read |= found.keys()
-        self.kept.update((s, t) for s, t in found.items() if s not in self.foreign and s not in self.borrowed)
         if self.length and self.length in (dim, *(value for value in inputs if type(value) is int)):
             raise NoPlan("a number that is the length of a list")
         packed, patched, stretched = list(descriptors), [], []

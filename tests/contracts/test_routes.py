@@ -1,0 +1,184 @@
+"""Each way in which a call may run gives what the ordinary way gives, and is the way that ran.
+
+What holds for the ordinary way (values, derivatives, symmetries, errors: the other files of this room) then holds for
+all. The ordinary way: plans off, operators one by one.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from nvalchemiops.torch import record
+from nvalchemiops.torch.interactions.electrostatics import first_derivatives, repeated
+from nvalchemiops.torch.runtime import plans
+from tests.cases import D3, EACH, MIXED, ONE, PARTS, SUMS
+from tests.comparing import close, compiled, random_like
+from tests.systems import in_form
+
+SYSTEMS = pytest.mark.parametrize("system", [ONE, MIXED], ids=["one", "batch"])
+HAS_PLAN = {case.name for case in (*SUMS, *PARTS) if case.name != "slab"}
+
+
+class Ways(NamedTuple):
+    """How often plans ran, and how often derivatives were taken along."""
+
+    plans: list[Any]
+    along: list[Any]
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """Counts which ways are taken; nothing is kept from other tests."""
+    repeated._calls.clear()
+    repeated._recent.clear()
+    repeated._patience = repeated.RECORDED
+    found = Ways([], [])
+    run, along = plans.Plan.__call__, first_derivatives.differentiable
+
+    def counted(plan, *arguments):
+        results = run(plan, *arguments)
+        if results is not None:
+            found.plans.append(plan)
+        return results
+
+    def counted_along(*arguments):
+        found.along.append(arguments[0])
+        return along(*arguments)
+
+    monkeypatch.setattr(plans.Plan, "__call__", counted)
+    monkeypatch.setattr(first_derivatives, "differentiable", counted_along)
+    return found
+
+
+@pytest.fixture
+def ordinary(monkeypatch):
+    """A function that takes the ordinary way."""
+
+    def call(function, *arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr(repeated, "enabled", False)
+            return function(*arguments)
+
+    return call
+
+
+def others(inputs, seed):
+    """Atoms somewhat elsewhere, with other parameters; the same cells and neighbors."""
+    x, a = (t + 0.02 * d for t, d in zip(inputs[:2], random_like(inputs[:2], seed)))
+    return x, a
+
+
+def results_of(case, inputs, near):
+    """All results, of positions and parameters of atoms."""
+    return lambda x, a: case.results(x, a, *inputs[2:], near)
+
+
+def gradients_of(case, inputs, near):
+    """First derivatives, with the same weight for all atoms and with different ones; second ones."""
+
+    def gradients(x, a):
+        x, a = (t.detach().requires_grad_() for t in (x, a))
+        energies = case.energies(x, a, *inputs[2:], near)
+        (weights,) = random_like([energies])
+        found = torch.autograd.grad(energies.sum(), (x, a), create_graph=True)
+        found += torch.autograd.grad((weights * energies).sum(), (x, a), retain_graph=True)
+        return tuple(t.detach() for t in (*found, *torch.autograd.grad(found[0].sin().sum(), (x, a))))
+
+    return gradients
+
+
+def first_of(case, inputs, near):
+    """First derivatives alone, which a backward pass without a graph has."""
+
+    def gradients(x, a):
+        x, a = (t.detach().requires_grad_() for t in (x, a))
+        return torch.autograd.grad(case.energies(x, a, *inputs[2:], near).sum(), (x, a))
+
+    return gradients
+
+
+FUNCTIONS = pytest.mark.parametrize("of", [results_of, first_of, gradients_of], ids=["results", "first", "gradients"])
+
+
+@EACH
+@SYSTEMS
+@FUNCTIONS
+def test_by_a_plan(case, system, of, ways, ordinary):
+    """Of calls that repeat, with other values and lists in other memory."""
+    inputs = case.inputs(system)
+    for seed in range(4):
+        near = case.near(system, **in_form(case.near(system), len(system.charges), "pointers"))
+        before, function = len(ways.plans), of(case, inputs, near)
+        given = others(inputs, seed)
+        found, expected = function(*given), ordinary(function, *given)
+        # derivatives that are taken along round in another order than those of a graph
+        close(found, expected, 0.0 if of is results_of else 1e-11)
+    has_plan = case.name in HAS_PLAN and (of is results_of or case.name != "real space")
+    assert (len(ways.plans) > before) == has_plan
+
+
+@EACH
+@SYSTEMS
+@FUNCTIONS
+def test_recorded(case, system, of, ways, ordinary):
+    """As a step of a user: derivatives are taken inside."""
+    inputs, near = case.inputs(system), case.near(system)
+    function = of(case, inputs, near)
+    again = record(function)
+    for seed in range(3):
+        given = others(inputs, seed)
+        before = len(ways.plans)
+        close(again(*given), ordinary(function, *given), 0.0 if of is not gradients_of else 1e-11)
+    assert len(ways.plans) == before + 1 and "replayed" in again.explain()
+
+
+@EACH
+@SYSTEMS
+def test_as_a_graph(case, system, ways, ordinary):
+    """Energies beside derivatives that are requested are a graph of operators, which is differentiated."""
+    inputs, near = case.inputs(system), case.near(system)
+    for seed in range(3):
+        given = others(inputs, seed)
+        x, a = (t.clone().requires_grad_() for t in given)
+        energies = case.results(x, a, *inputs[2:], near)[0]
+        assert not ways.along and not ways.plans
+        close(torch.autograd.grad(energies.sum(), (x, a)), ordinary(first_of(case, inputs, near), *given), 1e-11)
+        ways.along.clear()
+
+
+@EACH
+@SYSTEMS
+@pytest.mark.parametrize("of", [results_of, gradients_of], ids=["results", "gradients"])
+def test_compiled(case, system, of, ways, ordinary):
+    """The second call runs a graph that the first one made."""
+    if of is gradients_of and case is D3:
+        pytest.skip("kernels of third derivatives of D3 take minutes to compile")
+    inputs, near = case.inputs(system), case.near(system)
+    if of is results_of:
+        function = call = results_of(case, inputs, near)
+        call = compiled(function)
+    else:
+        energies = compiled(lambda x, a: case.energies(x, a, *inputs[2:], near))
+
+        def call(x, a):
+            x, a = (t.detach().requires_grad_() for t in (x, a))
+            return torch.autograd.grad(energies(x, a).sum(), (x, a))
+
+        function = first_of(case, inputs, near)
+    for seed in range(2):
+        given = others(inputs, seed)
+        close(call(*given), ordinary(function, *given), 1e-11)
+
+
+@EACH
+@SYSTEMS
+def test_mapped(case, system, ways, ordinary):
+    """By vmap, over positions and parameters of atoms."""
+    inputs, near = case.inputs(system), case.near(system)
+    function = results_of(case, inputs, near)
+    slices = [others(inputs, seed) for seed in range(2)]
+    found = torch.func.vmap(function)(*(torch.stack(parts) for parts in zip(*slices)))
+    assert not ways.plans
+    for number, given in enumerate(slices):
+        close([t[number] for t in found], ordinary(function, *given), 1e-11)
