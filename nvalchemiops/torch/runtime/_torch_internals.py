@@ -211,25 +211,30 @@ _modes = _find(
     "plans of repeated calls",
     "_C._len_torch_function_stack",
     "_C._autograd._top_saved_tensors_default_hooks",
-    "utils._python_dispatch.TorchDispatchMode",
-    works=lambda count, hooks, _: count() >= 0 and isinstance(hooks(True), (tuple, type(None))),
+    "_C._push_on_torch_dispatch_stack",
+    "_C._pop_torch_dispatch_stack",
+    works=lambda count, hooks, *_: count() >= 0 and isinstance(hooks(True), (tuple, type(None))),
 )
-
-DispatchMode: Any = _modes[2] if _modes else object
-"""Base of what sees operations below autograd."""
 
 _followers = threading.local()
 
 
 @contextmanager
 def followed_by(mode: Any) -> Iterator[None]:
-    """Inside, ``mode`` sees operations, and `has_other_modes` does not count it."""
+    """Inside, ``mode`` sees operations below autograd, and `has_other_modes` does not count it.
+
+    Without ``TorchDispatchMode``, which imports the compiler, and whose flags are those of all threads.
+    """
+    if _modes is None:
+        raise _impossible("a plan")
+    push, pop = _modes[2:]
     before = getattr(_followers, "count", 0)
     _followers.count = before + 1
+    push(mode)
     try:
-        with mode:
-            yield
+        yield
     finally:
+        pop(None)
         _followers.count = before
 
 

@@ -1,17 +1,22 @@
 """Functions of users whose calls repeat: a plan of the whole of a step, with any torch operations in it."""
 
 import functools
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from nvalchemiops.layout import layout
+from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_function_modes, is_unobserved
 from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.runtime.plans import Plan, follow
 from nvalchemiops.torch.runtime.recorder import NoPlan, current_recorder
+
+_records = fork_safe(threading.Lock())
+"""Held while a function is recorded: how compiled functions run meanwhile is the same for all threads."""
 
 MOST_PLANS = 4
 """Plans of a function that are kept by default: for arguments of so many shapes."""
@@ -182,12 +187,16 @@ class Recorded:
             returned.append((_taken_apart(result, found), found))
             return found
 
+        if not _records.acquire(blocking=False):
+            return self._ordinary("another thread is recording", args, kwargs)
         try:
             with compiled_as_eager():
                 plan = follow(call, moving, changing=self._changing)
         except NoPlan as reason:
             self._way = f"not recorded: {reason}"
             raise RecordingError(f"`{self._name}` cannot be recorded: {reason}") from None
+        finally:
+            _records.release()
         form, found = returned[0]
         if any([t.requires_grad for t in found]):
             raise RecordingError(

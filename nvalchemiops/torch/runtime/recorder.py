@@ -18,7 +18,6 @@ from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor
 from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.runtime._torch_internals import (
-    DispatchMode,
     followed_by,
     out_variant,
     places_written,
@@ -38,8 +37,9 @@ _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new
 _COPIES = {"_to_copy", "to", "contiguous", "reshape", "flatten"}
 """Operations whose result has the elements of their first argument in its order, without a form that writes it."""
 
-_READS = {"numpy", "tolist", "__array__", "__dlpack__", "storage", "typed_storage"}
-"""Methods that give values, or memory, of a tensor to code that is not followed."""
+_READS = ("numpy", "tolist", "__array__", "__dlpack__", "storage")
+_WATCHED = {getattr(torch.Tensor, name) for name in (*_READS, "data_ptr")}
+"""Methods that give values, or memory, of a tensor to code that is not followed; launches ask for addresses, too."""
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
 
@@ -48,7 +48,7 @@ not_repeatable: set[Any] = set()
 """Operators that cannot be done again: they keep something between calls, or are followed inside of their bodies."""
 
 
-class Recorder(DispatchMode):
+class Recorder:
     """Follows a call.
 
     Storages are *constant* if their values are the same each time, or else *varying*. Those of arguments that are not
@@ -73,7 +73,6 @@ class Recorder(DispatchMode):
         length: int,
         changing: Sequence[torch.Tensor],
     ) -> None:
-        super().__init__()
         self.before: list[Step] = []
         self.steps: list[Step] = []
         self.faults: list[torch.Tensor] = []
@@ -321,15 +320,15 @@ class refuse_reads(TorchFunctionMode):  # used as a context manager, named like 
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As in torch."""
-        name = getattr(func, "__name__", "")
-        # addresses are used by launches, which are followed, and by other libraries
-        is_read = name in _READS or (name == "data_ptr" and not _called_here())
-        if is_read and self.recorder.is_on():
-            given = _by_storage(args)
+        if func in _WATCHED and self.recorder.is_on() and not (func is _ADDRESS and _called_here()):
+            name, given = func.__name__, _by_storage(args)
             self.recorder._note_external(given)
             if self.recorder._varies(given) or not self.recorder.uninitialised.isdisjoint(given):
                 raise NoPlan(f"`{name}` gives values of a tensor to code that is not followed")
         return func(*args, **(kwargs or {}))
+
+
+_ADDRESS = torch.Tensor.data_ptr
 
 
 def _called_here() -> bool:
@@ -353,9 +352,12 @@ def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) ->
     found = out_variant(func)
     if found is not None and len(found[1]) == len(results):
         into, names = found
-        scratch = [torch.empty_like(t) for t in results]
-        into(*args, **kwargs, **dict(zip(names, scratch)))
-        if all(map(_same_bits, scratch, results)):
+        kind = (func, *((t.dtype, t.is_contiguous()) for t in results))
+        if kind not in _agree:
+            scratch = [torch.empty_like(t) for t in results]
+            into(*args, **kwargs, **dict(zip(names, scratch)))
+            _agree[kind] = all(map(_same_bits, scratch, results))
+        if _agree[kind]:
             return functools.partial(into, *args, **kwargs, **dict(zip(names, results)))
     if func.overloadpacket.__name__ in _COPIES and args[0].shape == results[0].shape:
         return functools.partial(results[0].copy_, args[0])
@@ -367,6 +369,10 @@ def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) ->
             memory.copy_(value)
 
     return step
+
+
+_agree: dict[Any, bool] = {}
+"""Whether operations, for results of a kind, have the same bits where they write into memory; tried at first use."""
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
