@@ -17,10 +17,12 @@ their part of v_k; so each derivative is again a function of scalars, and its gr
 
 import functools
 import re
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from nvalchemiops.interactions.pair.expression import Formula, pair_energy, self_energy, symbols_of, without_absolutes
+from nvalchemiops.kernels.kept_text import kept_text
 from nvalchemiops.kernels.special import FUNCTIONS
 
 POSITIONS, CELL, PARAMETERS, GLOBALS, WEIGHTS, VIRIAL = "r", "c", "p", "g", "w", "v"
@@ -77,11 +79,24 @@ class Program(NamedTuple):
     results: dict[str, str]
     functions: list[str]
 
+    def data(self) -> list[Any]:
+        """The same in lists, as a file holds it."""
+        return [sorted(self.inputs), *self[1:]]
+
+    @classmethod
+    def of(cls, data: list[Any]) -> "Program":
+        """From `data`."""
+        return cls(set(data[0]), *data[1:])
+
+
+FILES = (__file__, str(sys.modules[Formula.__module__].__file__))
+"""The code that programs depend on."""
+
 
 @functools.cache
 def program(request: Request) -> Program:
     """Statements that compute the parts of ``T_n`` asked for, for one pair."""
-    return printed(derivatives(request))
+    return Program.of(kept_text(FILES, request, lambda: printed(derivatives(request)).data()))
 
 
 def printed(results: Mapping[str, Any], definitions: Mapping[Any, Any] | None = None) -> Program:

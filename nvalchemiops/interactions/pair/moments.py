@@ -28,9 +28,10 @@ from typing import Any, NamedTuple
 import warp as wp
 
 from nvalchemiops.interactions.pair import loop, potentials
-from nvalchemiops.interactions.pair.derivatives import CELL, VIRIAL, Program, printed
+from nvalchemiops.interactions.pair.derivatives import CELL, FILES, VIRIAL, Program, printed
 from nvalchemiops.interactions.pair.expression import Formula, pair_energy, symbols_of, without_absolutes
 from nvalchemiops.interactions.pair.sum import SCALARS, Array
+from nvalchemiops.kernels.kept_text import kept_text
 from nvalchemiops.kernels.moments import Component, components, count
 from nvalchemiops.kernels.native import native_kernel, signature
 from nvalchemiops.kernels.simd import LANES
@@ -181,6 +182,12 @@ def radial(formula: Formula, by: tuple[str, ...], order: int) -> tuple[Program, 
 
     Where ``s B_(n+1) - (2n + 1) B_n`` is shorter than B_(n+1), as for functions over r, B_(n+1) follows from B_n.
     """
+    program, lines = kept_text((*FILES, __file__), (formula, by, order), lambda: _radial(formula, by, order))
+    return Program.of(program), lines
+
+
+def _radial(formula: Formula, by: tuple[str, ...], order: int) -> list[Any]:
+    """The data of `radial`."""
     import sympy
 
     symbols = symbols_of(formula)
@@ -212,9 +219,8 @@ def radial(formula: Formula, by: tuple[str, ...], order: int) -> tuple[Program, 
         parts["charge"] = sympy.Add(*(weight for weight, _ in screened))
         lines = [line.replace("const lanes B", "lanes B") for line in lines] + _overlapping(len(screened), order)
     program = printed(parts, definitions)
-    return program, [
-        line.format(**{name: f"lanes({text})" for name, text in program.results.items()}) for line in lines
-    ]
+    of_results = {name: f"lanes({text})" for name, text in program.results.items()}
+    return [program.data(), [line.format(**of_results) for line in lines]]
 
 
 def _screened(function: Any, s: Any) -> list[tuple[Any, Any]]:
