@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from nvalchemiops import notices
-from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.interactions.dispersion import dftd3
 from nvalchemiops.torch.neighbors import neighbor_list
+from tests.contracts.test_clients import AdaptiveList
 from tests.dispersion.cases import PBE, parameters
 from tests.neighbors.searches import rows_of, rows_of_matrix
 from tests.reference.neighbors import assert_pairs, every_image
@@ -145,28 +145,14 @@ class AsksAgain:
             self.width = max(most, -(-5 * self.width // 4))
 
 
-class Adapts:
-    """AIMNet: retries after an error, shrinks its width by the counts, and takes the columns that are in use."""
+class Adapts(AdaptiveList):
+    """AIMNet, which leaves the method open for periodic systems."""
 
-    def __init__(self, method: str, width: int = 16) -> None:
-        self.method, self.width = method, width
+    def __init__(self, method: str) -> None:
+        super().__init__(CUTOFF)
 
     def __call__(self, step: Step) -> tuple[torch.Tensor, ...]:
-        n = len(step.positions)
-        while True:
-            try:
-                matrix, count, *shifts = neighbor_list(
-                    **step.where, cutoff=CUTOFF, max_neighbors=self.width, half_fill=False, fill_value=n
-                )
-            except NeighborOverflowError as error:
-                self.width = -(-error.num_neighbors // 16) * 16
-                continue
-            most = int(count.max())
-            if not 0.5 * self.width <= most <= self.width:
-                self.width = max(16, -(-int(most / 0.75) // 16) * 16)
-                if most > self.width:
-                    continue
-            return matrix[:, :most], count, *(s[:, :most] for s in shifts)
+        return super().__call__(*step, fill_value=len(step.positions))
 
 
 CLIENTS = {"fairchem D3": HandsBack, "fairchem graphs": OwnMemory, "deepmd and orb": AsksAgain, "AIMNet": Adapts}
