@@ -218,7 +218,8 @@ def build(
         shifts = None  # the ops return an empty one
         if (memory := room.neighbor_matrix_shifts) is not None and method == BINNED:
             j = pairs[1] if as_list else matrix
-            results += (memory if memory.shape[:-1] == j.shape else j.new_zeros(*j.shape, 3),)
+            fits = not as_list and memory.shape[1] == matrix.shape[1]
+            results += (memory if fits else j.new_zeros(*j.shape, 3),)
     else:
         assert shifts is not None
         results += (shifts,)
