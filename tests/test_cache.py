@@ -1,11 +1,10 @@
 """Results that are kept by value: the same as computed anew."""
 
-import collections
-
 import pytest
 import torch
 
 from nvalchemiops.layout import GPU, replaced_layout
+from nvalchemiops.locks import Kept
 from nvalchemiops.torch.operators import segments
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.runtime import cache, context
@@ -16,7 +15,7 @@ from tests.processes import in_threads
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch):
     """What the tests keep, and what they find kept, is theirs."""
-    monkeypatch.setattr(cache, "_kept", collections.OrderedDict())
+    monkeypatch.setattr(cache, "_kept", Kept(cache.MOST_ENTRIES))
     monkeypatch.setattr(cache, "_captured", {})
     monkeypatch.setattr(cache, "_recognized", {})
 

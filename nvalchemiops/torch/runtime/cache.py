@@ -4,15 +4,13 @@ On a CPU keys are values, not tensors: a cell that was changed in any way is ano
 wait for a GPU, a tensor is recognized by itself, as long as torch has counted no change of it.
 """
 
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
 
-from nvalchemiops.locks import fork_safe
+from nvalchemiops.locks import Kept
 from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import is_capturing, may_keep, may_recognize
 
@@ -23,9 +21,8 @@ MOST_ENTRIES = 16
 
 Result = TypeVar("Result", bound=tuple)
 
-_kept: "OrderedDict[Hashable, tuple[int, Any]]" = OrderedDict()
+_kept: Kept[tuple[int, Any]] = Kept(MOST_ENTRIES)
 _captured: dict[Hashable, Any] = {}  # memory that captured graphs read, which must not be used for anything else
-_lock = fork_safe(threading.Lock())
 
 _recognized: dict[Hashable, tuple[Any, Hashable, Any]] = {}
 """For name, tensor, other arguments and stream: weak reference to the tensor, its state, and what followed from it."""
@@ -45,26 +42,23 @@ def cached_by_value(
     if others is None or not may_keep(*values):
         return compute()
     if not values and is_capturing():
-        with _lock:
-            found = _captured.get((name, others)) or _kept.get((name, others), (0, None))[1]
-            if found is not None:
-                _captured[name, others] = found
-        return compute() if found is None else found
+        found = _captured.get((name, others)) or _kept.get((name, others), (0, None))[1]
+        if found is None:
+            return compute()
+        _captured[name, others] = found
+        return found
     read = [v.detach().resolve_neg().numpy().tobytes() for v in values]
     key = (name, others, *((v.dtype, v.shape, content) for v, content in zip(values, read)))
-    with _lock:
-        if key in _kept:
-            _kept.move_to_end(key)
-            return _kept[key][1]
+    if (kept := _kept.find(key)) is not None:
+        return kept[1]
     with torch.inference_mode(False), torch.no_grad():
         # tensors made in inference mode could not be used outside of it
         result = _independent(compute(), values)
     n_bytes = sum(map(len, read)) + sum(t.numel() * t.element_size() for t in result if t is not None)
     if n_bytes <= MOST_BYTES:
-        with _lock:
-            _kept[key] = n_bytes, result
-            while len(_kept) > MOST_ENTRIES or sum(size for size, _ in _kept.values()) > MOST_BYTES:
-                _kept.popitem(last=False)
+        _kept.keep(key, (n_bytes, result))
+        while sum(size for size, _ in list(_kept.values())) > MOST_BYTES:
+            _kept.drop(1)
     return result
 
 

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 from nvalchemiops import launch as core
 from nvalchemiops import notices
 from nvalchemiops._warp_internals import descriptor
-from nvalchemiops.locks import fork_safe
 
 Step = Callable[[], Any]
 
@@ -78,8 +77,8 @@ _OVERWRITE = {"zero_", "fill_", "copy_"}
 _IN_PLACE = _OVERWRITE | {"mul_", "add_", "sub_"}
 
 
-class _NoPlan(BaseException):
-    """The call cannot be recorded. No `Exception`, which code on the way might handle."""
+class _NoPlan(Exception):
+    """The call cannot be recorded. Only a recorder sees it: the call goes on, and has its results."""
 
 
 class Plan:
@@ -145,6 +144,9 @@ class _Recorder(TorchFunctionMode):
 
     Lists of any ``length``: arrays that kernels get of foreign arguments are then rows of that length, and nothing else
     may depend on it.
+
+    What cannot be recorded ends the recording, not the call: in the midst of it, a signal handler may call anything. If
+    that can be recorded it becomes a part of the plan, which has no influence on its results.
     """
 
     def __init__(
@@ -172,17 +174,25 @@ class _Recorder(TorchFunctionMode):
         result = func(*args, **kwargs)
         # an interrupt at the end of `record` may leave this mode on, which then does nothing
         if not self.paused and active() is self:
-            self._follow(_name(func), func, args, kwargs, result)
+            with self.pause():
+                self._follow(_name(func), func, args, kwargs, result)
         return result
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, operations are not followed."""
-        self.paused = True
+        """Inside, operations are not followed, and what cannot be recorded ends the recording."""
+        before, self.paused = self.paused, True
         try:
             yield
+        except _NoPlan:
+            self.end()
         finally:
-            self.paused = False
+            self.paused = before
+
+    def end(self) -> None:
+        """Record nothing more."""
+        if active() is self:
+            _thread.recorder = None
 
     def _follow(self, name: str, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         given = {_storage(t): t for t in _tensors((args, tuple(kwargs.values())))}
@@ -220,12 +230,13 @@ class _Recorder(TorchFunctionMode):
         """``function()``, which depends on nothing but the values of ``given``."""
         with self.pause():
             out = function()
-        self.kept[_storage(out)] = out
-        if _storage(given) in self.foreign:
-            raise _NoPlan("an operation on an argument")
-        if _storage(given) in self.varying:
-            self.steps.append(lambda: out.copy_(function()))
-            self.varying.add(_storage(out))
+        with self.pause():
+            self.kept[_storage(out)] = out
+            if _storage(given) in self.foreign:
+                raise _NoPlan("an operation on an argument")
+            if _storage(given) in self.varying:
+                self.steps.append(lambda: out.copy_(function()))
+                self.varying.add(_storage(out))
         return out
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -235,10 +246,6 @@ class _Recorder(TorchFunctionMode):
             self.copies[storage] = _whole(tensor).clone()
             self.kept[_storage(self.copies[storage])] = self.copies[storage]
         return self.copies[storage]
-
-    def refuse(self, reason: str) -> None:
-        """There is no plan of this call."""
-        raise _NoPlan(reason)
 
     def launch(
         self,
@@ -367,13 +374,11 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 _thread = threading.local()
-_recording = 0
-_lock = fork_safe(threading.Lock())
 
 
 def active() -> _Recorder | None:
     """What records the calls of this thread."""
-    return getattr(_thread, "recorder", None) if _recording else None
+    return getattr(_thread, "recorder", None)
 
 
 def read_fault(fault: torch.Tensor) -> int:
@@ -393,7 +398,7 @@ def record(
     borrowed: Sequence[torch.Tensor],
     length: int = 0,
 ) -> tuple[Plan | None, tuple[torch.Tensor, ...] | None]:
-    """The plan of ``function(copied)``, and its results; or None for both.
+    """The plan of ``function(copied)``, or None if there is none; and its results, or None if it was not called.
 
     Parameters
     ----------
@@ -409,7 +414,8 @@ def record(
         Of lists among ``used``, which may have any other length when the plan runs: no axis of an argument that is
         not so long by its meaning may be so long. By default shapes are always the same.
     """
-    global _recording
+    if active() is not None:
+        return None, None  # in the midst of another call
     notes = notices.count()
     with torch.inference_mode(False), torch.no_grad():
         # tensors made in inference mode could not be changed outside of it
@@ -417,24 +423,19 @@ def record(
         recorder = _Recorder(memory, used, borrowed, length)
         if len(recorder.foreign) < sum(tensor.numel() > 0 for tensor in used):
             return None, None  # some share memory, which others may not
-        with _lock:
-            _recording += 1
-        try:  # an interrupt before it leaves a count that is too high, which costs time alone
+        try:
             _thread.recorder = recorder
             with recorder:
                 results = function(memory)
-        except _NoPlan:
-            return None, None
+            is_recorded = active() is recorder
         finally:
-            _thread.recorder = None
-            with _lock:
-                _recording -= 1
+            recorder.end()
     n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in recorder.kept.values())
     varies = all(_storage(result) in recorder.varying for result in results)
     if length and any(length in tensor.shape for tensor in recorder.kept.values()):
-        return None, None
-    if n_bytes > MOST_BYTES or not varies or notices.count() != notes:
-        return None, None
+        is_recorded = False
+    if not is_recorded or n_bytes > MOST_BYTES or not varies or notices.count() != notes:
+        return None, results
     kept = list(recorder.kept.values())
     plan = Plan(recorder.steps, memory, recorder.addresses, results, recorder.faults, kept)
     return plan, tuple(result.clone() for result in results)

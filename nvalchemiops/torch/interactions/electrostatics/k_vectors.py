@@ -3,8 +3,6 @@
 import functools
 import itertools
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ import warp as wp
 
 from nvalchemiops.interactions.electrostatics import k_vectors as core
 from nvalchemiops.kernels.lattice import unit_vectors
-from nvalchemiops.locks import fork_safe
+from nvalchemiops.locks import Kept
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
@@ -140,29 +138,24 @@ def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.devic
 
 _Points = tuple[np.ndarray, np.ndarray]
 
-_kept: "OrderedDict[tuple[bytes, float], _Points]" = OrderedDict()
-_lock = fork_safe(threading.Lock())
-
 MOST_KEPT = 256
 """Cells, with a length each, whose k-vectors are kept: in a batch, some systems stay as they are."""
+
+_kept: Kept[_Points] = Kept(MOST_KEPT)
 
 
 @eager
 def _within(cells: Sequence[bytes], lengths: Sequence[float]) -> list[_Points]:
     """Points and weights of each system: those from before, and the others together."""
     keys = list(zip(cells, lengths))
-    with _lock:
-        found = {key: _kept[key] for key in keys if key in _kept}
+    found = {key: points for key in keys if (points := _kept.get(key)) is not None}
     new = [key for key in dict.fromkeys(keys) if key not in found]
     if new:
         lattice = np.frombuffer(b"".join([cell for cell, _ in new])).reshape(-1, 3, 3)
         found.update(zip(new, _points_of(lattice, np.array([length for _, length in new]))))
-    with _lock:
-        for key in keys[-MOST_KEPT:]:
-            _kept[key] = found[key]
-            _kept.move_to_end(key)
-        while len(_kept) > MOST_KEPT:
-            _kept.popitem(last=False)
+    for key in keys[-MOST_KEPT:]:
+        _kept.pop(key, None)
+        _kept.keep(key, found[key])
     return [found[key] for key in keys]
 
 
