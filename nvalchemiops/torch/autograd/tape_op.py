@@ -172,8 +172,8 @@ class TapeOp(WarpOp):
         if recording is None or not is_there or not recording.is_fresh([inputs[i] for i in self.tensors], outputs):
             if self.mutated:
                 raise RuntimeError(
-                    f"{self.name}: the recorded execution is gone or in use, and an op that mutates its arguments cannot be "
-                    "run again for its backward pass"
+                    f"{self.name}: the recorded execution is gone or in use, and an op that mutates its arguments "
+                    "cannot be run again for its backward pass"
                 )
             _, recording = self._record(inputs, record, device)
         wanted = [(self.parameters[i].name, inputs[i]) for bit, i in enumerate(self.diff_inputs) if record >> bit & 1]

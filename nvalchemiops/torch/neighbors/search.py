@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import warp as wp
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Lent
@@ -309,7 +310,7 @@ def raise_faults(fault: torch.Tensor, search: Search) -> None:
     number = next(number for number in FAULTS if found[number])
     if number == grid.BAD_SYSTEM and (search.batch_ptr is None or search.batch_idx is None):
         raise ValueError(BAD_NUMBERS if search.batch_ptr is None else BAD_POINTERS)
-    raise ValueError(FAULTS[number])
+    raise ValuesError(FAULTS[number])
 
 
 def raise_overflow(count: torch.Tensor, width: int, search: Search) -> None:

@@ -203,9 +203,7 @@ class VerletList:
             result = get_neighbor_list_from_neighbor_matrix(matrix, counts, shifts[0] if shifts else None)
         return _BuiltList(systems, system, n_systems, rows, result)
 
-    def _search(
-        self, given: Systems, flags: torch.Tensor | None, old: _BuiltList | None
-    ) -> tuple[torch.Tensor, ...]:
+    def _search(self, given: Systems, flags: torch.Tensor | None, old: _BuiltList | None) -> tuple[torch.Tensor, ...]:
         """New rows for the flagged systems beside copies of the old ones, or for all. Widens the matrix as needed."""
         padding = given.positions.shape[0] if self.fill_value is None else self.fill_value
         width = ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors

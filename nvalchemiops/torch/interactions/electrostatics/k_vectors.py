@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import warp as wp
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import k_vectors as core
 from nvalchemiops.kernels.lattice import unit_vectors
 from nvalchemiops.locks import Kept
@@ -164,7 +165,7 @@ def _points_of(lattice: np.ndarray, lengths: np.ndarray) -> list[_Points]:
     known = lengths > 0.0
     try:
         unit_vectors(lattice, np.ones(lattice.shape[:2], dtype=bool))
-    except ValueError:
+    except ValuesError:
         if len(lengths) > 1:
             return [_points_of(lattice[n : n + 1], lengths[n : n + 1])[0] for n in range(len(lengths))]
         known[:] = False
@@ -373,7 +374,7 @@ def _check_number(name: str, bounds: Any) -> None:
     """Raise if a box of Miller indices holds more than `MOST_VECTORS` vectors; ``name`` is the argument to blame."""
     n_x, n_y, n_z = (2.0 * float(bound) + 1.0 for bound in bounds)
     if not 0.0 <= 0.5 * n_x * n_y * n_z <= core.MOST_VECTORS:
-        raise ValueError(f"`{name}`: there are {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it in this cell")
+        raise ValuesError(f"`{name}`: there are {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it in this cell")
 
 
 def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:
@@ -400,6 +401,6 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
     if may_read(tensor):
         numbers = on_host(tensor).ravel()
         if not all(0.0 < number < np.inf for number in numbers.tolist()):
-            raise ValueError(f"`{name}` must be positive and finite")
+            raise ValuesError(f"`{name}` must be positive and finite")
     tensor = tensor.to(torch.float64)
     return tensor if tensor.shape == (n_systems,) else tensor.expand(n_systems)

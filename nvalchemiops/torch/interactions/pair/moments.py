@@ -15,20 +15,15 @@ import torch
 from nvalchemiops.interactions.pair import moments as core
 from nvalchemiops.interactions.pair.derivatives import CELL, VIRIAL
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.interactions.pair.loop import FAULTS
 from nvalchemiops.interactions.pair.moments import GATHERED
 from nvalchemiops.kernels.moments import count, raised
-from nvalchemiops.kernels.simd import WARP
-from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import fold_systems, launch_rows, repeated_systems, unfolded
 from nvalchemiops.torch.interactions.pair.shares import moments_with_ghosts, rows_for_derivatives, without_energies
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
-from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems, system_sums
-from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime.context import is_eager
 
 MOST_CHANNELS = 4

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.pair import sum as core
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
@@ -111,7 +112,12 @@ _fault = Lent(_no_fault)
 
 
 def launch_rows(
-    kernel: Any, n_rows: int, inputs: Sequence[Any], written: Sequence[str], memory: dict[str, torch.Tensor], device: Any
+    kernel: Any,
+    n_rows: int,
+    inputs: Sequence[Any],
+    written: Sequence[str],
+    memory: dict[str, torch.Tensor],
+    device: Any,
 ) -> None:
     """Launch a kernel over rows of pairs, and raise for what it finds wrong on a CPU.
 
@@ -130,7 +136,7 @@ def launch_rows(
     if fault is None:
         return
     if number := plans.read_fault(fault):
-        raise ValueError(FAULTS[number])
+        raise ValuesError(FAULTS[number])
     if is_lent:
         _fault.give(fault)
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from nvalchemiops import notices
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
@@ -104,7 +105,7 @@ class PreparedMesh(NamedTuple):
         if not may_read(cell):
             return (cell.detach().to(torch.float64) == self.cell).flatten(1).all(1)
         if not torch.equal(values_of(cell).to(torch.float64), self.cell):
-            raise ValueError(f"`prepared` is for another `cell`: prepare again when the cell has changed. {ELSEWHERE}")
+            raise ValuesError(f"`prepared` is for another `cell`: prepare again when the cell has changed. {ELSEWHERE}")
         return None
 
 
