@@ -1,6 +1,5 @@
 """Sums of batches that are called again and again: choices that are kept, and plans, as `test_repeated` has for one."""
 
-
 import pytest
 import torch
 

@@ -120,7 +120,7 @@ def _contents(tables: Iterable[np.ndarray]) -> tuple[Hashable, ...]:
 
 def _parameters(tables: Any) -> dispersion.D3Parameters:
     names = (*_TABLES, "interp_mesh")
-    return dispersion.D3Parameters(*(getattr(tables, name) for name in names), r0ab=tables.r0ab)
+    return dispersion.D3Parameters(*(getattr(tables, name) for name in names), r0ab=tables.r0ab).to("cpu")
 
 
 @functools.wraps(dispersion.dftd3)
