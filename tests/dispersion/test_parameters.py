@@ -285,7 +285,7 @@ def test_states_are_prepared_once(monkeypatch):
     p = parameters()
     first = p.states([8, 1, 1])
     first.radii.mul_(2.0)
-    for states in (p.states((1, 8)), dispersion.D3Parameters(**tables()).states(torch.tensor([1, 8]))):
+    for states in (p.states((1, 8)), dispersion.D3Parameters.load().states(torch.tensor([1, 8]))):
         assert torch.equal(2.0 * states.radii[:2], first.radii[:2])
     assert len(made) == 1
 

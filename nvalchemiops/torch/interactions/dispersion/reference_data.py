@@ -15,7 +15,7 @@ from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.cache import stream_of
-from nvalchemiops.torch.runtime.context import may_read, on_host, values_of
+from nvalchemiops.torch.runtime.context import eager, may_read, on_host, values_of
 
 _TABLE_BOHR = 0.5291772109044924
 """Bohr in angstrom, h/(2 pi m_e c alpha) of CODATA 2018, as s-dftd3 converts radii; the eleventh digit can be seen."""
@@ -261,6 +261,7 @@ class D3Parameters:
         with torch.inference_mode(False):  # a copy, which the caller may change
             return ReferenceStates(*(part.clone() if isinstance(part, torch.Tensor) else part for part in found))
 
+    @eager
     def _states(self, elements: tuple[int, ...], device: torch.device) -> ReferenceStates:
         """The same as `states`, for callers that change nothing: those from before for the same values of the tables.
 
