@@ -119,7 +119,8 @@ class TapeRouter(wp.Tape):
 
     def is_on(self) -> bool:
         """Whether Warp has this as its tape."""
-        return wp._src.context.runtime.tape is self
+        runtime: Any = wp._src.context.runtime
+        return runtime is not None and runtime.tape is self
 
     def record_launch(
         self, kernel: wp.Kernel, dim: Any, max_blocks: int, inputs: Any, outputs: Any, *args: Any, **kwargs: Any

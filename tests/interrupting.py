@@ -23,6 +23,8 @@ class Interrupted:
     outer, inner : callable
     chosen : callable
         Whether the line with this number is one of these places.
+    within : str
+        Only lines of files whose path ends so.
     by_instruction : bool
         Instructions of Python in the place of lines.
     """
@@ -32,9 +34,10 @@ class Interrupted:
         outer: Callable[[], Any],
         inner: Callable[[], Any],
         chosen: Callable[[int], bool],
+        within: str = "",
         by_instruction: bool = False,
     ) -> None:
-        self.outer, self.inner, self.chosen = outer, inner, chosen
+        self.outer, self.inner, self.chosen, self.within = outer, inner, chosen, within
         self.event = "opcode" if by_instruction else "line"
         self.count = 0
         self.found: list[Any] = []
@@ -51,7 +54,7 @@ class Interrupted:
             sys.settrace(before)
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
+        if not (frame.f_code.co_filename.startswith(PACKAGE) and frame.f_code.co_filename.endswith(self.within)):
             return None
         frame.f_trace_opcodes = self.event == "opcode"
         return self._at

@@ -134,7 +134,12 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def check(
-    outer: Callable[[], Any], inner: Callable[[], Any], places: int, by_instruction: bool = False, fresh: bool = False
+    outer: Callable[[], Any],
+    inner: Callable[[], Any],
+    places: int,
+    within: str = "",
+    by_instruction: bool = False,
+    fresh: bool = False,
 ) -> None:
     """Interrupt ``outer`` at so many places, one each time; both calls must give what they give alone."""
     if fresh:
@@ -142,13 +147,13 @@ def check(
     expected, expected_inside = outer(), inner()
     if fresh:
         forget()
-    alone = Interrupted(outer, inner, lambda number: False, by_instruction)
+    alone = Interrupted(outer, inner, lambda number: False, within, by_instruction)
     assert same(alone(), expected) and alone.count > 20
     step = max(1, alone.count // places)
     for place in range(step // 2 if step > 1 else 0, alone.count, step):
         if fresh:
             forget()
-        run = Interrupted(outer, inner, place.__eq__, by_instruction)
+        run = Interrupted(outer, inner, place.__eq__, within, by_instruction)
         found = run()
         assert same(found, expected), f"interrupted at {run.places}"
         for inside in run.found:
@@ -181,8 +186,17 @@ def test_all_calls(name):
     check(outer, lambda: [result for other in others for result in other()], places=10)
 
 
-@pytest.mark.parametrize("name", ["list", "Ewald", "PME", "energies and forces"])
-def test_searches_and_plans_that_are_being_made(name):
+@pytest.mark.parametrize(
+    ("name", "within"),
+    [
+        ("list", "repeated_search.py"),
+        ("Ewald", "repeated.py"),
+        ("PME", "plans.py"),
+        ("energies and forces", "repeated.py"),
+        ("a graph", "cache.py"),
+    ],
+)
+def test_searches_and_plans_that_are_being_made(name, within):
     """What a call does in the midst of a recording is no part of the plan that counts."""
     call, inside = (CALLS | DIFFERENTIATED)[name], CALLS[INNER.get(name, name)]
     first, second, third = given(0), given(1), given(2)
@@ -190,7 +204,7 @@ def test_searches_and_plans_that_are_being_made(name):
     def outer() -> list[torch.Tensor]:
         return [t for g in (first, first, first, third, first) for t in call(g)]
 
-    check(outer, lambda: inside(second), places=12, fresh=True)
+    check(outer, lambda: inside(second), places=12, within=within, fresh=True)
 
 
 @pytest.mark.slow

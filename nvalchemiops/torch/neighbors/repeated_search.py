@@ -58,7 +58,9 @@ class _Search:
     ) -> None:
         system, first_atom = systems
         n_atoms, n_systems, cpu = positions.shape[0], first_atom.shape[0] - 1, wp.get_device("cpu")
-        self.is_periodic, self.index = cell is not None, None
+        self.is_periodic = cell is not None
+        self.index: torch.Tensor | None = None
+        self.shifts: torch.Tensor | None = None
         self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device="cpu")
         self.begin = torch.zeros(grid.ring_slots(n_atoms, n_systems, method) + 2, dtype=torch.int32, device="cpu")
         self.count = torch.empty(n_atoms, dtype=torch.int32, device="cpu")

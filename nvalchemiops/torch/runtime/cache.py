@@ -56,7 +56,8 @@ def cached_on_device(name: str, device: torch.device, others: Hashable, compute:
         return compute()
     key = (name, others, device)
     if is_capturing():
-        found = _captured.get(key) or next((kept[1] for k, kept in list(_kept.items()) if k[:3] == key), None)
+        of_any_stream: list[tuple[Any, Any]] = list(_kept.items())
+        found = _captured.get(key) or next((kept[1] for k, kept in of_any_stream if k[:3] == key), None)
         if found is None:
             return compute()
         _captured[key] = found

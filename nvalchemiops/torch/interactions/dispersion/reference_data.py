@@ -257,9 +257,10 @@ class D3Parameters:
             named = sorted({operator.index(number) for number in elements})
         except TypeError:
             raise TypeError(f"`elements` must be atomic numbers, got {elements!r}") from None
-        found: Any = self._states(tuple(named), torch.device(device))
+        found = self._states(tuple(named), torch.device(device))
         with torch.inference_mode(False):  # a copy, which the caller may change
-            return ReferenceStates(*(part.clone() if isinstance(part, torch.Tensor) else part for part in found))
+            copied: Any = [part.clone() if isinstance(part, torch.Tensor) else part for part in found]
+            return ReferenceStates(*copied)
 
     @eager
     def _states(self, elements: tuple[int, ...], device: torch.device) -> ReferenceStates:
