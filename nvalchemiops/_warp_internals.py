@@ -117,6 +117,11 @@ class TapeRouter(wp.Tape):
         super().__init__()
         self.active, self.check = active, check
 
+    def is_on(self) -> bool:
+        """Whether Warp has this as its tape."""
+        runtime: Any = wp._src.context.runtime
+        return runtime is not None and runtime.tape is self
+
     def record_launch(
         self, kernel: wp.Kernel, dim: Any, max_blocks: int, inputs: Any, outputs: Any, *args: Any, **kwargs: Any
     ) -> None:
@@ -182,6 +187,8 @@ _FORMATS: dict[Any, str] = {wp.int32: "i", wp.float32: "f", wp.float64: "d"}
 class Command:
     """A launch of one kernel on one device, whose grid and arguments are replaced each time; for one thread.
 
+    A launch in the midst of another one of the same command takes Warp's way, which has no memory from before.
+
     All arguments are written at once into the structure that the compiled kernel reads, on a CPU, or that CUDA copies
     them from. That takes half of the time of ``wp.launch`` for a small kernel on a CPU, and a tenth on a GPU.
 
@@ -195,6 +202,7 @@ class Command:
         self.kernel, self.grid, self.device, self.block = kernel, grid, device, block
         self.parameters = parameters(kernel)
         self.on_gpu = not device.is_cpu
+        self.in_use = False
         self.pack: Callable[..., None] | None = None
         self.recorded: Any = wp.launch(
             kernel, grid, unpacked(arguments), device=device, record_tape=False, record_cmd=True, block_dim=block
@@ -279,43 +287,57 @@ class Command:
         """Launch over ``grid`` with arrays, descriptors as bytes and numbers as arguments."""
         if len(arguments) != len(self.parameters):
             raise TypeError(f"kernel '{self.kernel.key}' takes {len(self.parameters)} arguments, got {len(arguments)}")
-        if self.pack is not None:
-            try:
-                if self.on_gpu:
-                    bounds, size = self.bounds.get(grid) or self._bounds_of(grid)
-                    self.pack(self.memory, 0, bounds, *arguments)
-                else:
-                    self.pack(self.structure, 0, *arguments)
-            except (struct.error, OverflowError):
-                pass  # what is no descriptor and no number of the right kind is left to Warp
+        is_free = not self.in_use
+        self.in_use = True
+        try:
+            if not is_free or self.pack is None or not self._launch_packed(grid, arguments, stream):
+                self._launch_by_warp(grid, arguments, stream, is_free)
+        finally:
+            if is_free:
+                self.in_use = False
+
+    def _launch_packed(self, grid: tuple[int, ...], arguments: list[Any], stream: wp.Stream | None) -> bool:
+        """Write all arguments at once and launch; False where that is left to Warp."""
+        assert self.pack is not None
+        try:
+            if self.on_gpu:
+                bounds, size = self.bounds.get(grid) or self._bounds_of(grid)
+                self.pack(self.memory, 0, bounds, *arguments)
             else:
-                if not self.on_gpu:
-                    self._set_grid(grid)
-                    self.call(ctypes.byref(self.recorded.params[0]), ctypes.byref(self.structure))
-                    return
-                # Warp itself must see a launch into a graph that it captures, and reports one that failed
-                if not self.runtime.captures:
-                    handle = ctypes.c_void_p((self.device.stream if stream is None else stream).cuda_stream)
-                    if not self.call(*self.before, size, *self.between, handle, *self.after):
-                        return
+                self.pack(self.structure, 0, *arguments)
+        except (struct.error, OverflowError):
+            return False  # what is no descriptor and no number of the right kind
+        if not self.on_gpu:
+            self._set_grid(grid)
+            self.call(ctypes.byref(self.recorded.params[0]), ctypes.byref(self.structure))
+            return True
+        # Warp itself must see a launch into a graph that it captures, and reports one that failed
+        if self.runtime.captures:
+            return False
+        handle = ctypes.c_void_p((self.device.stream if stream is None else stream).cuda_stream)
+        return not self.call(*self.before, size, *self.between, handle, *self.after)
+
+    def _launch_by_warp(
+        self, grid: tuple[int, ...], arguments: list[Any], stream: wp.Stream | None, is_free: bool
+    ) -> None:
         for parameter, value in zip(self.parameters, arguments):
             if type(value) is int and parameter.type is wp.int32 and not -(2**31) <= value < 2**31:
                 raise ValueError(f"kernel '{self.kernel.key}': `{parameter.label}` = {value} does not fit into 32 bits")
-        if self.on_gpu:
+        if self.on_gpu and is_free:
             self._set_grid(grid)
             for index, value in enumerate(unpacked(arguments)):
                 self.recorded.set_param_at_index(index, value)
             self.recorded.launch(stream)
-        else:
-            wp.launch(
-                self.kernel,
-                grid,
-                unpacked(arguments),
-                device=self.device,
-                stream=stream,
-                record_tape=False,
-                block_dim=self.block,
-            )
+            return
+        wp.launch(
+            self.kernel,
+            grid,
+            unpacked(arguments),
+            device=self.device,
+            stream=stream,
+            record_tape=False,
+            block_dim=self.block,
+        )
 
     def _set_grid(self, grid: tuple[int, ...]) -> None:
         if self.grid != grid:

@@ -7,6 +7,13 @@ from typing import Any
 import numpy as np
 
 
+class ValuesError(ValueError):
+    """Values of tensors that cannot be used, or do not fit together; nothing else of an argument is wrong.
+
+    Where they cannot be read, as in compiled graphs, results are NaN in place of this error.
+    """
+
+
 def as_float(name: str, value: Any) -> float:
     """The value as a float, infinite if none is that large; raise unless it is a number. Strings and bools are not."""
     refused = isinstance(value, (bool, str, bytes, bytearray))

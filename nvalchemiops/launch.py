@@ -116,7 +116,7 @@ def launch(
 
     rows = grid[0]
     n_threads = min(thread_count(), rows) if device.is_cpu else 1
-    if n_threads <= 1 or threads.is_worker():
+    if n_threads <= 1 or not threads.may_share():
         _launch_recorded(kernel, device, stream, block, grid, [0, *arguments])
         return
     # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole

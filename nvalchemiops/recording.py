@@ -15,7 +15,7 @@ class NotDifferentiableError(RuntimeError):
 
 
 _thread = threading.local()
-_lock = fork_safe(threading.Lock())
+_lock = fork_safe(threading.RLock())
 _recorders = 0
 """Threads that record at present."""
 
@@ -56,16 +56,17 @@ class record:  # used as a context manager, named like a function
         global _recorders
         if active_tape() is not None:
             raise RuntimeError("this thread records on a tape already; launches inside would be lost to it")
-        with _lock:
-            if _recorders == 0:
+        with _lock:  # counted first: a call in the midst of this one leaves the router as it should be
+            _recorders += 1
+            if not _router.is_on():
                 try:
                     _router.__enter__()
                 except RuntimeError as error:
+                    _recorders -= 1
                     raise RuntimeError(
                         "a wp.Tape is active around this torch operation; leave it first: torch's autograd "
                         "differentiates the operation, and Warp has room for one tape per process"
                     ) from error
-            _recorders += 1
         tape = _thread.tape = wp.Tape()
         return tape
 
@@ -74,7 +75,7 @@ class record:  # used as a context manager, named like a function
         _thread.tape = None
         with _lock:
             _recorders -= 1
-            if _recorders == 0:
+            if _recorders == 0 and _router.is_on():
                 _router.__exit__(None, None, None)
 
 

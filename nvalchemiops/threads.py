@@ -24,6 +24,11 @@ def is_worker() -> bool:
     return getattr(_thread, "is_worker", False)
 
 
+def may_share() -> bool:
+    """Whether a launch of this thread may be shared: not in the midst of another one that is."""
+    return not is_worker() and not getattr(_thread, "shares", False)
+
+
 def enter_as_worker() -> None:
     """Make this thread a worker, as long as Python knows it."""
     _thread.is_worker = True
@@ -102,11 +107,15 @@ def _has_openmp() -> bool:
 
 
 def run(task: Task, threads: int) -> None:
-    """Run ``task`` in as many threads, this one among them."""
-    if _openmp is not None and _has_openmp():
-        _openmp(task, threads)
-    else:
-        _run_in_pool(task, threads)
+    """Run ``task`` in as many threads, this one among them; only where `may_share`."""
+    _thread.shares = True
+    try:
+        if _openmp is not None and _has_openmp():
+            _openmp(task, threads)
+        else:
+            _run_in_pool(task, threads)
+    finally:
+        _thread.shares = False
 
 
 _pool: ThreadPoolExecutor | None = None

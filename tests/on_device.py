@@ -5,7 +5,7 @@ library takes it for a plain tensor there, so operators take the ways that they 
 mode. Kernels are not launched: their results are zeros, which makes no difference to a host that reads nothing. What
 waits for a GPU raises `HostReadError`: values that are read, sizes that depend on values, copies in either direction
 (torch waits for those from pageable memory, too). All operations and launches are logged, with the shapes of their
-results.
+results. A tensor that was made on a stream (`on_stream`) must not be used on another one: nobody waits for it there.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import contextvars
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,6 +38,23 @@ STREAM = types.SimpleNamespace()
 
 class HostReadError(AssertionError):
     """The host would wait for the GPU. No error that code expects, which might go on in another way."""
+
+
+class StreamError(AssertionError):
+    """A tensor may not be there yet, or its memory is used again already."""
+
+
+_stream: contextvars.ContextVar[int | None] = contextvars.ContextVar("stream", default=None)
+
+
+@contextlib.contextmanager
+def on_stream(number: int) -> Iterator[None]:
+    """Inside, this is torch's current stream. Tensors that were made outside are there on any stream."""
+    token = _stream.set(number)
+    try:
+        yield
+    finally:
+        _stream.reset(token)
 
 
 class Event(NamedTuple):
@@ -98,6 +115,7 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if masks and not (name.startswith("index_put") and args[2].numel() == 1):  # that is a masked_fill
             _refuse(f"{name} by a mask")
     given, _ = tree_flatten((args, kwargs))
+    _check_streams(name, given)
     for tensor in given:
         # A number as a tensor of the host is an argument of a CUDA kernel. A tensor that torch made inside of an
         # operation, on the device that it believes in, has no references beside those of this call.
@@ -106,14 +124,25 @@ def _check(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             _refuse(f"{name} with a tensor on the host")
 
 
+def _check_streams(name: str, given: Sequence[Any]) -> None:
+    """Raise if one of these was made on another stream."""
+    for value in given:
+        if isinstance(value, DeviceTensor) and value.stream not in (None, _stream.get()):
+            raise StreamError(f"{name} on stream {_stream.get()} with a tensor of stream {value.stream}")
+
+
 class DeviceTensor(torch.Tensor):
     """A tensor of the host that says it is on a GPU."""
+
+    stream: int | None = None
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> "DeviceTensor":
-        return torch.Tensor._make_subclass(cls, values.detach(), values.requires_grad)
+        found = torch.Tensor._make_subclass(cls, values.detach(), values.requires_grad)
+        found.stream = _stream.get()
+        return found
 
     device = property(lambda self: GPU)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
@@ -286,6 +315,14 @@ def _launch(
         )
 
 
+_describe_arguments = tensors.describe
+
+
+def _describe(kernel: wp.Kernel, arguments: Any, *others: Any) -> Any:
+    _check_streams(kernel.key, arguments)
+    return _describe_arguments(kernel, arguments, *others)
+
+
 @contextlib.contextmanager
 def pretended_gpu(capturing: bool = False) -> Iterator[None]:
     """Inside, `DeviceTensor` counts as a plain tensor on a GPU, and ``device="cuda"`` makes one.
@@ -306,7 +343,8 @@ def pretended_gpu(capturing: bool = False) -> Iterator[None]:
         patch.setattr(pair_kernels, "pair_kernel", _without_body)
         patch.setattr(torch.cuda, "device", contextlib.nullcontext)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-        patch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=0))
+        patch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=_stream.get() or 0))
+        patch.setattr(tensors, "describe", _describe)
         for name in ("Stream", "synchronize"):
             patch.setattr(torch.cuda, name, lambda *_, **__: _refuse("a new stream, or waiting for one"))
         for name in (*FACTORIES, *LIKE):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import warp as wp
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 
 SMALLEST_VOLUME_RATIO = 1e-10
@@ -61,10 +62,10 @@ def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndar
     """
     rows = np.where(pbc[:, :, None], np.asarray(cell, dtype=np.float64), 0.0)
     if not np.isfinite(rows).all():
-        raise ValueError("`cell` has entries that are not finite along a periodic axis")
+        raise ValuesError("`cell` has entries that are not finite along a periodic axis")
     lengths = np.where(pbc, np.linalg.norm(rows, axis=2), 1.0)
     if (lengths == 0.0).any():
-        raise ValueError("`cell` has a zero lattice vector along a periodic axis")
+        raise ValuesError("`cell` has a zero lattice vector along a periodic axis")
     units = rows / lengths[:, :, None]
     # The product of singular values is the volume of unit vectors along the periodic axes. For open ones 1 is taken,
     # whose singular value zero is among the last. A Gram determinant would lose half of the digits.
@@ -73,7 +74,7 @@ def unit_vectors(cell: np.ndarray, pbc: np.ndarray) -> tuple[np.ndarray, np.ndar
     ratio = np.where(np.arange(3) < n_periodic, values, 1.0).prod(1)
     if (ratio < SMALLEST_VOLUME_RATIO).any():
         system = int(np.argmin(ratio))
-        raise ValueError(f"`cell` is singular: the periodic lattice vectors of system {system} are linearly dependent")
+        raise ValuesError(f"`cell` is singular: the periodic lattice vectors of system {system} are linearly dependent")
     return units, lengths
 
 

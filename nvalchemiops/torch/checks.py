@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nvalchemiops.arguments import ValuesError, as_int
 from nvalchemiops.arguments import as_float as as_float
-from nvalchemiops.arguments import as_int
 from nvalchemiops.arguments import check_not_negative as check_not_negative
 from nvalchemiops.arguments import check_positive as check_positive
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
@@ -80,7 +80,7 @@ def check_positions(positions: Any, finite: bool = True, name: str = "positions"
     if positions.ndim != 2 or positions.shape[1] != 3:
         raise ValueError(f"`{name}` must have shape (n_atoms, 3), got {tuple(positions.shape)}")
     if finite and not bool(torch.isfinite(positions).all()):
-        raise ValueError(f"`{name}` has entries that are NaN or infinite")
+        raise ValuesError(f"`{name}` has entries that are NaN or infinite")
 
 
 def check_int(name: str, value: Any) -> int:
@@ -181,16 +181,16 @@ def check_batch(
     if may_read(batch_idx, wait=wait):
         low, high = torch.stack(torch.aminmax(batch_idx)).tolist() if batch_idx.numel() else (0, -1)
         if low < 0:
-            raise ValueError(f"`batch_idx` has the negative entry {low}")
+            raise ValuesError(f"`batch_idx` has the negative entry {low}")
         if n_systems is None:
             n_systems = high + 1
         elif high >= n_systems == 1:
-            raise ValueError(
+            raise ValuesError(
                 f"`batch_idx` has the entry {high}, but there is one `cell`: give a cell for each system, "
                 "(n_systems, 3, 3), for example by cell.expand"
             )
         elif high >= n_systems:
-            raise ValueError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
+            raise ValuesError(f"`batch_idx` has the entry {high}, but there are {n_systems} systems")
     return as_int32(batch_idx).contiguous(), n_systems
 
 

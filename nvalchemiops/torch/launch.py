@@ -74,7 +74,7 @@ def launch_adjoint(
 ) -> None:
     """Run the adjoint that Warp derives for ``kernel``, adding to ``gradients``, one for each argument or None."""
     if (recorder := current_recorder()) is not None:
-        recorder.refuse("an adjoint")
+        recorder.end(f"the adjoint of kernel '{kernel.key}'")
     device, descriptors = describe(kernel, arguments, gradients)
     _, adjoints = describe(kernel, gradients)
     place, stream = _place(device)

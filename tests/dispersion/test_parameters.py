@@ -10,7 +10,9 @@ import torch
 from dftd3 import parameters as published
 
 from nvalchemiops.interactions.dispersion import damping as module
+from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions import dispersion
+from nvalchemiops.torch.interactions.dispersion import reference_data
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.comparing import within
 from tests.dispersion.cases import F64, PBE, PROGRAM, data, molecule, parameters, program
@@ -275,9 +277,17 @@ def test_factors_of_c6_are_exact(elements):
     assert not p.c6ab[numbers][:, numbers, found.shape[2] :].any()
 
 
-def test_states_are_prepared_once():
+def test_states_are_prepared_once(monkeypatch):
+    """For the same values, whichever tables have them; each caller has a copy, which may be changed."""
+    made, factors = [], reference_data._factors
+    monkeypatch.setattr(reference_data, "_prepared", Kept(reference_data.MOST_STATES))
+    monkeypatch.setattr(reference_data, "_factors", lambda *given: made.append(given) or factors(*given))
     p = parameters()
-    assert p.states([8, 1, 1]) is p.states((1, 8)) is p.states(torch.tensor([1, 8]))
+    first = p.states([8, 1, 1])
+    first.radii.mul_(2.0)
+    for states in (p.states((1, 8)), dispersion.D3Parameters.load().states(torch.tensor([1, 8]))):
+        assert torch.equal(2.0 * states.radii[:2], first.radii[:2])
+    assert len(made) == 1
 
 
 def test_more_elements_than_needed_change_nothing():

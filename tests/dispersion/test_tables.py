@@ -5,11 +5,14 @@ molecules that are others for each partner, or that are missing for some partner
 """
 
 import dataclasses
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.dispersion import DFTD3, D3Parameters, d3_dispersion, damping_parameters
+from nvalchemiops.locks import Kept
+from nvalchemiops.torch.interactions.dispersion import DFTD3, D3Parameters, d3_dispersion, damping_parameters, dftd3
 from nvalchemiops.torch.interactions.dispersion import pair_tables as pair_tables_module
 from nvalchemiops.torch.interactions.dispersion import reference_data as parameters_module
 from nvalchemiops.torch.neighbors import neighbor_list
@@ -126,6 +129,7 @@ def test_tables_that_factorise_give_the_same_either_way(kind, smoothing, monkeyp
     expected = [d3_dispersion(**atoms.arguments(), parameters=parameters(), **options) for atoms in systems]
     assert parameters().states([6, 8]).pair_c6 is None
     monkeypatch.setattr(parameters_module, "_factors", lambda *_: None)
+    monkeypatch.setattr(parameters_module, "_prepared", Kept(parameters_module.MOST_STATES))
     general = parameters().to(dtype=F64)
     assert general.states([6, 8]).pair_c6 is not None
     for atoms, values in zip(systems, expected):
@@ -297,12 +301,47 @@ def test_parameters_as_clients_handle_them():
         D3Parameters(*given.values(), 7)
 
 
-@pytest.mark.parametrize("change", ["in place", "another tensor"])
-def test_tables_that_are_changed_after_their_use(change):
+CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda table: table.mul_(2.0),
+    "by NumPy": lambda table: np.multiply(table.numpy(), 2.0, out=table.numpy()),
+    "as data": lambda table: table.data.mul_(2.0),
+    "by dlpack": lambda table: torch.from_dlpack(table).mul_(2.0),
+    "other data": lambda table: setattr(table, "data", 2.0 * table),
+}
+EACH_CHANGE = pytest.mark.parametrize("change", CHANGES)
+
+
+@EACH_CHANGE
+@pytest.mark.parametrize("of", ["parameters", "tables"])
+def test_tables_that_are_changed_after_their_use(change, of):
     p, atoms = D3Parameters(**draw()), molecule("H2O")
-    before = d3_dispersion(*atoms[:2], PBE, p, cutoff=20.0)[0]
-    if change == "in place":
-        p.c6ab *= 2.0
-    else:
-        p.c6ab = 2.0 * p.c6ab
-    within(d3_dispersion(*atoms[:2], PBE, p, cutoff=20.0)[0], 2.0 * before, 1e-15)
+
+    def energy():
+        given = p if of == "parameters" else {n: getattr(p, n) for n in ("rcov", "r4r2", "c6ab", "cn_ref")}
+        return dftd3(*atoms[:2], 0.4289, 4.4407, 0.7875, d3_params=given, cutoff=20.0)[0]
+
+    before = energy()
+    assert torch.equal(energy(), before)
+    CHANGES[change](p.c6ab)
+    within(energy(), 2.0 * before, 1e-15)
+    p.c6ab = 0.25 * p.c6ab
+    within(energy(), 0.5 * before, 1e-15)
+
+
+@EACH_CHANGE
+@pytest.mark.parametrize("name", ["radii", "z"])
+def test_states_that_are_changed_after_their_use(change, name):
+    module, atoms = DFTD3("pbe", [1, 6, 8]), molecule("H2O")
+    before = module(*atoms[:2])[0]
+    table = getattr(module.states, name)
+    CHANGES[change](table)
+    after = module(*atoms[:2])[0]
+    assert not torch.equal(after, before)
+    copied = module.states._replace(**{name: table.clone()})
+    options = {
+        "cutoff": module.cutoff,
+        "coordination_cutoff": module.coordination_cutoff,
+        "smoothing": module.smoothing,
+    }
+    assert torch.equal(d3_dispersion(*atoms[:2], damping_parameters("pbe"), copied, **options)[0], after)
+    assert torch.equal(DFTD3("pbe", [1, 6, 8])(*atoms[:2])[0], before)

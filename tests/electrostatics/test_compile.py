@@ -18,6 +18,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     prepare_wave_vectors,
 )
 from nvalchemiops.torch.interactions.electrostatics.compiled import whole_sum
+from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.operators import lattice
 from tests.comparing import assert_compiled_equals_eager, close, compiled, leaves_of, weighted
@@ -334,6 +335,25 @@ def test_gradients_of_values_that_do_not_fit_are_nan():
             x = ONE.positions.clone().requires_grad_()
             (gradient,) = torch.autograd.grad(call(x, cell, weights), x)
             assert gradient.isfinite().all() if is_known else gradient.isnan().all()
+
+
+def test_other_errors_are_not_taken_for_wrong_values(monkeypatch):
+    """What fails inside of the library, or of torch, is an error, in the sum and in its gradient."""
+
+    def loss(x, weights):
+        return (weights * mesh_ewald(x, *ONE[1:3], **NEAR)).sum()
+
+    def fails(*_):
+        raise ValueError("on purpose")
+
+    call = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    x, weights = ONE.positions.clone().requires_grad_(), torch.linspace(1.0, 2.0, 5, dtype=torch.float64)
+    energy = call(x, weights)
+    monkeypatch.setattr(meshes.MeshTerm, "evaluate", fails)
+    with pytest.raises(ValueError, match="on purpose"):
+        energy.backward()
+    with pytest.raises(ValueError, match="on purpose"):
+        call(ONE.positions + 0.01, weights)
 
 
 @pytest.mark.parametrize("form", ["list", "matrix"])

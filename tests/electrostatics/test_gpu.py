@@ -14,6 +14,7 @@ from nvalchemiops.torch.interactions import electrostatics
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import sorted_atoms
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread
+from nvalchemiops.torch.runtime import cache
 from tests.cases import shuffled
 from tests.gpu import assert_equal, assert_replays, waiting_is_an_error, with_derivatives
 from tests.systems import ALL, batch, crystal, neighbors_of, triclinic
@@ -155,6 +156,22 @@ def test_a_side_stream(name):
         found = step()
     torch.cuda.current_stream().wait_stream(side)
     # positions went there and back
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.gpu
+def test_what_is_kept_is_not_read_before_it_is_there():
+    """By another stream, while the one on which it is made is still busy."""
+    _, step = step_on_gpu("PME")
+    expected = step()
+    torch.cuda.synchronize()
+    cache._kept.clear()
+    cache._recognized.clear()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(1_000_000_000)
+        step()
+    found = step()
+    torch.cuda.synchronize()
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 

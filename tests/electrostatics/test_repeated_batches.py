@@ -1,10 +1,9 @@
 """Sums of batches that are called again and again: choices that are kept, and plans, as `test_repeated` has for one."""
 
-from collections import OrderedDict
-
 import pytest
 import torch
 
+from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions.electrostatics import (
     choice,
     ewald_summation,
@@ -14,6 +13,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
 )
 from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.runtime.cache import MOST_ENTRIES
 from tests.electrostatics.test_repeated import F64, NAMES, REQUESTS, moved, ordinary, plan_of, same_bits
 
 
@@ -58,7 +58,7 @@ def test_choices_that_are_kept_for_batches_are_those_that_are_made(function, mon
         kept = [results_of_all() for _ in range(2)][1]
         with monkeypatch.context() as patch:
             patch.setattr(choice, "_may_keep_choices", lambda _: False)
-            patch.setattr("nvalchemiops.torch.runtime.cache._kept", OrderedDict())
+            patch.setattr("nvalchemiops.torch.runtime.cache._kept", Kept(MOST_ENTRIES))
             meshes._meshes.clear()
             same_bits(kept, results_of_all())
 

@@ -217,11 +217,10 @@ def test_a_child_forked_while_other_threads_are_busy_waits_for_none_of_them():
     """They are not there, and would never open what they hold."""
     script = """
         import json, os, threading
-        from nvalchemiops import _warp
+        from nvalchemiops import _warp, loading
         from nvalchemiops.torch import kernel
-        from nvalchemiops.torch.runtime import cache
 
-        locks = {"warp": lambda: _warp._lock, "ops": lambda: kernel._ops_lock, "recent": lambda: cache._lock}
+        locks = {"warp": lambda: _warp._lock, "ops": lambda: kernel._ops_lock, "kernels": lambda: loading._lock}
         held, leave = threading.Barrier(len(locks) + 1), threading.Event()
 
         def hold(lock):

@@ -13,7 +13,6 @@ from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, p
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
 from nvalchemiops.torch.neighbors import VerletList
 from tests.dispersion.cases import molecule, parameters
-from tests.processes import in_threads, output_of, run_python
 from tests.systems import triclinic
 
 SYSTEM = triclinic(8)
@@ -105,13 +104,6 @@ def test_dispersion(duplicate):
             for these in (given, duplicate(given))
         )
         equal(second, first)
-
-
-def test_states_of_two_processes_are_told_apart():
-    """What is kept from call to call is found by their serial, and they may meet in a third process."""
-    code = "from nvalchemiops.torch.interactions.dispersion import *; print(D3Parameters.load().states([{}]).serial)"
-    first, second = in_threads(lambda number: output_of(run_python(code.format(number))).split()[-1], (6, 8))
-    assert first != second
 
 
 @DUPLICATES

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from nvalchemiops.layout import GPU, replaced_layout
+from nvalchemiops.locks import Kept
 from nvalchemiops.torch import segment_ops, spline
 from nvalchemiops.torch.interactions import dispersion, electrostatics, lj, pair
 from nvalchemiops.torch.neighbors import VerletList, formats, neighbor_list, rebuild_detection, rows
@@ -28,7 +29,7 @@ from nvalchemiops.torch.systems import Neighbors, System
 from tests import cases
 from tests.comparing import close_to_largest, weighted
 from tests.gpu import waiting_is_an_error
-from tests.on_device import READS, HostReadError, events, on_gpu, pretended_gpu
+from tests.on_device import READS, HostReadError, events, on_gpu, on_stream, pretended_gpu
 from tests.systems import in_form, neighbors_of
 
 CUTOFF, ALPHA, MESH, WIDTH = cases.CUTOFF, 0.7, (8, 9, 10), 24
@@ -425,6 +426,21 @@ def test_half_lists_of_gpus_are_those_of_cpus(form, monkeypatch):
     # a full one: kernels find a fault, which on a GPU is NaN
     with pytest.raises(ValueError, match="an atom that does not exist"):
         found({**near, "half_list": True})
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DIFFERENTIABLE | THREE_BODY | LISTS)
+def test_what_is_kept_is_used_on_its_stream(name, monkeypatch):
+    """On another one it may not be there yet; and once it is no longer kept, its memory belongs to its own."""
+    monkeypatch.setattr(cache, "_kept", Kept(cache.MOST_ENTRIES))
+    monkeypatch.setattr(cache, "_recognized", {})
+    inputs, call = on_gpu(given(0.0)), (DIFFERENTIABLE | THREE_BODY | LISTS)[name]
+    with pretended_gpu():
+        for stream in (1, 1, 2, 1):
+            with on_stream(stream):
+                call(inputs)
 
 
 # -- compiled -------------------------------------------------------------------------------------

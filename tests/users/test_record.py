@@ -214,7 +214,7 @@ REFUSED = {
     "`.grad`": lambda x: (x * WEIGHT).sum().backward(),
     "writes into a tensor that was there": lambda x: x.mul_(2.0),
     "was there before the call": lambda x: OUTSIDE.add_(x),
-    "a result that was there": lambda x: OUTSIDE,
+    "a result was there": lambda x: OUTSIDE,
     "`data_ptr`": launched_by_warp,
 }
 

@@ -7,6 +7,8 @@ there is no point for -k; not at all where two signs are the same vector.
 
 import numpy as np
 
+from nvalchemiops.arguments import ValuesError
+
 MOST_VECTORS = 1e8
 """More than this is a mistake in the arguments rather than a system; the sum would take hours."""
 
@@ -97,7 +99,7 @@ def points_of_indices(indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     inside = np.zeros((points.shape[0], 4), dtype=bool)
     inside[place.reshape(-1), 2 * (both[:, 1] < 0) + (both[:, 2] < 0)] = True
     if points.size and points.max() > 2**20:
-        raise ValueError("`miller_indices` or `k_vectors`: the indices are too large")
+        raise ValuesError("`miller_indices` or `k_vectors`: the indices are too large")
     return points.astype(np.int32), _multiplicity(points) * inside
 
 

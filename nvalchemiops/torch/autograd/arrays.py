@@ -168,7 +168,6 @@ def warp_device(device: torch.device) -> wp.Device:
 
 # Warp's current stream belongs to the device, not to the thread: one body at a time may bind it
 _bind_locks: dict[int, threading.RLock] = {}
-_bind_locks_guard = threading.Lock()
 
 
 @functools.lru_cache(maxsize=64)
@@ -203,8 +202,7 @@ def warp_stream_from_torch(*values: Any) -> Iterator[wp.Stream | None]:
         yield None
         return
     stream = current_stream(device)
-    with _bind_locks_guard:
-        lock = _bind_locks.setdefault(stream.device.ordinal, threading.RLock())
+    lock = _bind_locks.setdefault(stream.device.ordinal, threading.RLock())
     with lock, wp.ScopedStream(stream, sync_enter=False, sync_exit=False):
         yield stream
 

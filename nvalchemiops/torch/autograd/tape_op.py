@@ -168,11 +168,12 @@ class TapeOp(WarpOp):
         cotangents = rest[self._count + len(self.outputs) : -2]
         recording = tapes.find(token)
         device = self.declared.device_of(inputs)
-        if recording is None or not recording.is_fresh([inputs[i] for i in self.tensors], outputs):
+        is_there = recording is not None and not recording.is_in_use()
+        if recording is None or not is_there or not recording.is_fresh([inputs[i] for i in self.tensors], outputs):
             if self.mutated:
                 raise RuntimeError(
-                    f"{self.name}: the recorded execution is gone, and an op that mutates its arguments cannot be "
-                    "run again for its backward pass"
+                    f"{self.name}: the recorded execution is gone or in use, and an op that mutates its arguments "
+                    "cannot be run again for its backward pass"
                 )
             _, recording = self._record(inputs, record, device)
         wanted = [(self.parameters[i].name, inputs[i]) for bit, i in enumerate(self.diff_inputs) if record >> bit & 1]

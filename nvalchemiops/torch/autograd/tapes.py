@@ -237,7 +237,12 @@ class Recording:
 
     def __post_init__(self) -> None:
         self.versions = [version_of(t) for t in self.outputs]
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
+        self.replaying: int | None = None  # the thread that replays it
+
+    def is_in_use(self) -> bool:
+        """Whether this is called in the midst of a replay, which has the gradients of all arrays."""
+        return self.replaying == threading.get_ident()
 
     def is_fresh(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> bool:
         """Whether the memory that the tape refers to still holds what it held when it was recorded.
@@ -315,5 +320,9 @@ def gradients_of(
             "the op an explicit backward: warp_custom_op(..., backward=...)"
         )
     with recording.lock:
-        replay(recording.tapes, recording.arrays, cotangents, op_name)
-        return [_gradient_like(tensor, recording.arrays.get(name)) for name, tensor in wanted]
+        recording.replaying = threading.get_ident()
+        try:
+            replay(recording.tapes, recording.arrays, cotangents, op_name)
+            return [_gradient_like(tensor, recording.arrays.get(name)) for name, tensor in wanted]
+        finally:
+            recording.replaying = None

@@ -2,13 +2,12 @@
 
 The kernels are those of `nvalchemiops.torch.neighbors.search`, and so are the bits: what differs is that bins are made
 in the same memory each time, and that the arguments of the launches are packed once. On a CPU, for one system or a
-batch in which atoms stay in their systems. Each thread has searches of its own.
+batch in which atoms stay in their systems. Each thread has searches of its own, and one call at a time has one of them.
 """
 
 import math
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ import warp as wp
 from nvalchemiops import launch as core
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.layout import CPU, layout
+from nvalchemiops.locks import Kept, Lent
 from nvalchemiops.neighbors import grid
 from nvalchemiops.neighbors import search as kernels
 from nvalchemiops.torch import checks
@@ -42,7 +42,7 @@ Scratch = tuple[torch.Tensor, torch.Tensor]
 Pairs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class _Kept:
+class _Search:
     """The memory and the launches of a search that has been there before."""
 
     def __init__(
@@ -55,11 +55,12 @@ class _Kept:
         half: bool,
         method: int,
         lanes: int,
-        scratch: Scratch,
     ) -> None:
         system, first_atom = systems
         n_atoms, n_systems, cpu = positions.shape[0], first_atom.shape[0] - 1, wp.get_device("cpu")
-        self.index, self.shifts = scratch[0], None if cell is None else scratch[1]
+        self.is_periodic = cell is not None
+        self.index: torch.Tensor | None = None
+        self.shifts: torch.Tensor | None = None
         self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device="cpu")
         self.begin = torch.zeros(grid.ring_slots(n_atoms, n_systems, method) + 2, dtype=torch.int32, device="cpu")
         self.count = torch.empty(n_atoms, dtype=torch.int32, device="cpu")
@@ -77,15 +78,18 @@ class _Kept:
         made = [grids, slot, self.begin, order, coordinates, entry, self.fault]
         self.of_bins = describe(grid.prepare_search(), [*described, *made])[1]
         binned = [coordinates, entry, self.begin, system, grids, cutoff, int(half), None, None]
-        searched = [*binned, rows, -1, 0, self.count, self.index, None, self.shifts, self.per_thread]
-        self.of_search = describe(kernels.search_neighbors(), searched)[1]
+        self.searched = [*binned, rows, -1, 0, self.count]
         self.search = core.prepared(kernels.search_neighbors(), self.n_threads, device=cpu, lanes=lanes, kind="fill")
         self.memory = [*made, rows, system, first_atom]  # as long as the launches
         # cutoff from which on rows are longer than the memory, as far as that is known
         self.too_long = math.inf if all(type(value) is bytes for value in self.of_bins[:3]) else 0.0
 
-    def __call__(self, positions: torch.Tensor, cell: Any, pbc: Any, cutoff: float) -> Pairs | None:
+    def __call__(self, positions: torch.Tensor, cell: Any, pbc: Any, cutoff: float, scratch: Scratch) -> Pairs | None:
         """The list; None if the ordinary search is needed, since it raises, or rows are long."""
+        if scratch[0] is not self.index:
+            self.index, self.shifts = scratch[0], scratch[1] if self.is_periodic else None
+            searched = [*self.searched, self.index, None, self.shifts, self.per_thread]
+            self.of_search = describe(kernels.search_neighbors(), searched)[1]
         self.begin.zero_()
         self.fault.zero_()
         for number, value in enumerate((positions, cell, pbc)):
@@ -130,6 +134,9 @@ def _systems(
 
 _thread = threading.local()
 
+ONCE = "once"
+"""In the place of a search that was there once."""
+
 
 def repeated_pairs(
     positions: torch.Tensor,
@@ -140,7 +147,7 @@ def repeated_pairs(
     half: bool,
     method: int,
     lanes: int,
-    scratch: Callable[[], Scratch],
+    scratch: Lent[Scratch],
 ) -> Pairs | None:
     """The list of pairs, its pointers and shifts, or None if the ordinary search is to make them.
 
@@ -150,8 +157,8 @@ def repeated_pairs(
         As of `search.neighbor_pairs`.
     lanes : int
         Of the search.
-    scratch : callable
-        Gives the memory of this thread for rows.
+    scratch : Lent
+        Memory of this thread for rows.
     """
     n_atoms = positions.shape[0]
     given = [t for t in (positions, cell, pbc, batch_idx) if t is not None]
@@ -170,21 +177,25 @@ def repeated_pairs(
     shapes = [None if t is None else t.shape[0] for t in (cell, pbc)]
     key: Hashable = (n_atoms, *shapes, of_systems, half, method)
     kind = "searches" if batch_idx is None else "searches_of_batches"
-    found: OrderedDict[Hashable, _Kept | None] | None = getattr(_thread, kind, None)
-    if found is None:
-        found = OrderedDict()
-        setattr(_thread, kind, found)
-    if key not in found:  # the first one of its kind
-        found[key] = None
-        while len(found) > MOST_SEARCHES:
-            found.popitem(last=False)
+    searches: Kept[_Search | str] | None = getattr(_thread, kind, None)
+    if searches is None:
+        searches = Kept(MOST_SEARCHES)
+        setattr(_thread, kind, searches)
+    search = searches.pop(key, None)  # a call in the midst of this one finds none
+    if search is None:
+        searches.keep(key, ONCE)
         return None
-    kept = found[key]
-    if kept is None:
+    if isinstance(search, str):
         with torch.inference_mode(False):  # memory that can be changed outside of it, too
             systems = _systems(n_atoms, cell, pbc, numbers, method)
             if systems is None:
+                searches.keep(key, ONCE)
                 return None
-            kept = found[key] = _Kept(positions, cell, pbc, systems, cutoff, half, method, lanes, scratch())
-    found.move_to_end(key)
-    return kept(positions, cell, pbc, cutoff) if cutoff < kept.too_long else None
+            search = _Search(positions, cell, pbc, systems, cutoff, half, method, lanes)
+    pairs = None
+    if cutoff < search.too_long:
+        rows = scratch.take()
+        pairs = search(positions, cell, pbc, cutoff, rows)
+        scratch.give(rows)
+    searches.keep(key, search)
+    return pairs

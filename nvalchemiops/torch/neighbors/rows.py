@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 import warp as wp
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.layout import layout
 from nvalchemiops.neighbors import rows as core
 from nvalchemiops.notices import NeighborListWarning, notify
@@ -351,14 +352,14 @@ def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_
     fault, balance, reach = _inspect(*wide, batch_idx, pointers, neighbors, shifts, width, padding, first)
     worst = int(fault.max()) if fault.numel() else 0
     if worst == core.OUT_OF_RANGE:
-        raise ValueError(
+        raise ValuesError(
             f"`neighbor_list` or `neighbor_matrix`: indices must be in 0 .. {batch_idx.shape[0] - 1}, or for padding "
             "of a matrix equal to `mask_value`"
         )
     if worst == core.OTHER_SYSTEM:
-        raise ValueError("`batch_idx`: the neighbor list joins atoms of different systems")
+        raise ValuesError("`batch_idx`: the neighbor list joins atoms of different systems")
     if worst == core.UNSORTED:
-        raise ValueError("`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit that row")
+        raise ValuesError("`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit that row")
     if int(balance.sum()) != 0:
         notify(
             "`neighbor_list` or `neighbor_matrix` is not full: a sum needs both (i, j, S) and (j, i, -S) of each pair "

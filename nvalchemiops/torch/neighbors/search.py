@@ -3,15 +3,16 @@
 All geometry is computed in float64, for positions of either dtype.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import warp as wp
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.layout import layout
+from nvalchemiops.locks import Lent
 from nvalchemiops.neighbors import NeighborOverflowError, grid
 from nvalchemiops.neighbors import nearest as nearest_kernels
 from nvalchemiops.neighbors import search as kernels
@@ -19,7 +20,7 @@ from nvalchemiops.neighbors.neighbor_utils import matrix_width
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.neighbors.repeated_search import repeated_pairs
+from nvalchemiops.torch.neighbors.repeated_search import Scratch, repeated_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.context import all_values_of
 from nvalchemiops.torch.runtime.memory import new_empty
@@ -108,7 +109,7 @@ class _CellList:
     def __init__(self, search: Search, may_wait: bool = True, rebuild_flags: torch.Tensor | None = None) -> None:
         self.search = search
         self.rebuild_flags = rebuild_flags
-        self.scratch: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self.scratch: Scratch | None = None
         self.bounds: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.device = search.positions.device
         self.layout = layout(self.device.type)
@@ -250,12 +251,10 @@ class _CellList:
         """
         count = self._new(self.n_rows)
         if self.layout.serial and self.n_rows <= kernels.SCRATCH_ROWS:
-            index, all_shifts = _scratch()
-            shifts = None if self.search.cell is None else all_shifts
+            self.scratch = index, shifts = _scratch.take()
             width = kernels.scratch_width(self.n_rows)
             begin = torch.arange(0, (self.n_rows + 1) * width, width, dtype=torch.int32, device=self.device)
-            self.run(count, _Destination(index, shifts, None, begin))
-            self.scratch = (index, shifts)
+            self.run(count, _Destination(index, self._images(shifts), None, begin))
         else:
             self.run(count)
         raise_faults(self.fault, self.search)
@@ -264,31 +263,36 @@ class _CellList:
     def fill(self, count: torch.Tensor, most: int, to: _Destination) -> None:
         """Write neighbors to rows, after `count`, whose largest entry is ``most``."""
         width = kernels.scratch_width(self.n_rows)
-        if self.scratch is None or most > width:
+        scratch, self.scratch = self.scratch, None
+        if scratch is None or most > width:
             self.run(None, to)
-            return
-        atoms = self.search.target_indices
-        atoms = None if atoms is None else atoms.to(torch.int32)
-        neighbors, shifts, first, *form = to
-        inputs = [count, *self.scratch, width, atoms, *form]
-        self._launch(kernels.compact_neighbors(), inputs, [neighbors, first, shifts])
+        else:
+            atoms = self.search.target_indices
+            atoms = None if atoms is None else atoms.to(torch.int32)
+            neighbors, shifts, first, *form = to
+            index, images = scratch
+            inputs = [count, index, self._images(images), width, atoms, *form]
+            self._launch(kernels.compact_neighbors(), inputs, [neighbors, first, shifts])
+        if scratch is not None:
+            _scratch.give(scratch)
+
+    def _images(self, shifts: torch.Tensor) -> torch.Tensor | None:
+        return None if self.search.cell is None else shifts
 
 
-_kept = threading.local()
+def _new_scratch() -> Scratch:
+    size = kernels.SCRATCH_ROWS * kernels.SCRATCH_WIDTH
+    # independent of the default device
+    index = torch.empty(size, dtype=torch.int32, device="cpu")
+    return index, torch.empty((size, 3), dtype=torch.int32, device="cpu")
 
 
-def _scratch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and shifts of a small search on a CPU, 4 MiB that each thread keeps.
+_scratch = Lent(_new_scratch)
+"""Indices and shifts of a small search on a CPU, 4 MiB that each thread keeps.
 
-    Memory of that size comes fresh from the system each time, or not, as the allocator sees fit: then a search of a
-    thousand atoms would spend a quarter of its time on page faults.
-    """
-    if not hasattr(_kept, "scratch"):
-        size = kernels.SCRATCH_ROWS * kernels.SCRATCH_WIDTH
-        # independent of the default device
-        index = torch.empty(size, dtype=torch.int32, device="cpu")
-        _kept.scratch = (index, torch.empty((size, 3), dtype=torch.int32, device="cpu"))
-    return _kept.scratch
+Memory of that size comes fresh from the system each time, or not, as the allocator sees fit: then a search of a
+thousand atoms would spend a quarter of its time on page faults.
+"""
 
 
 def count_systems(batch_idx: torch.Tensor) -> int | None:
@@ -306,7 +310,7 @@ def raise_faults(fault: torch.Tensor, search: Search) -> None:
     number = next(number for number in FAULTS if found[number])
     if number == grid.BAD_SYSTEM and (search.batch_ptr is None or search.batch_idx is None):
         raise ValueError(BAD_NUMBERS if search.batch_ptr is None else BAD_POINTERS)
-    raise ValueError(FAULTS[number])
+    raise ValuesError(FAULTS[number])
 
 
 def overflow(count: torch.Tensor, width: int, search: Search) -> NeighborOverflowError:

@@ -175,13 +175,13 @@ class VerletList:
                     return kept.result
                 if every or other_batch:
                     flags = None
-            self._kept = self._build(given, flags)
+            self._kept = self._build(given, flags, kept)
             self.num_builds += 1
             return self._kept.result
 
-    def _build(self, given: Systems, flags: torch.Tensor | None) -> _BuiltList:
-        """The list of the flagged systems, or of all."""
-        rows, old = self._search(given, flags), self._kept
+    def _build(self, given: Systems, flags: torch.Tensor | None, old: _BuiltList | None) -> _BuiltList:
+        """The list of the flagged systems, with that of the others as it was, or of all."""
+        rows = self._search(given, flags, old)
         if flags is None or old is None or old.system is None:  # flags are given for some systems of several
             system, n_systems = _numbering(given)
             flags = torch.ones(n_systems, dtype=torch.bool, device=given.positions.device)
@@ -198,12 +198,12 @@ class VerletList:
             result = get_neighbor_list_from_neighbor_matrix(matrix, counts, shifts[0] if shifts else None)
         return _BuiltList(systems, system, n_systems, rows, result)
 
-    def _search(self, given: Systems, flags: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    def _search(self, given: Systems, flags: torch.Tensor | None, old: _BuiltList | None) -> tuple[torch.Tensor, ...]:
         """New rows for the flagged systems beside copies of the old ones, or for all. The matrix widens as needed."""
         padding = given.positions.shape[0] if self.fill_value is None else self.fill_value
         room = Room(ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors)
-        if flags is not None and self._kept is not None:
-            matrix, counts, *shifts = (rows.clone() for rows in self._kept.rows)
+        if flags is not None and old is not None:
+            matrix, counts, *shifts = (rows.clone() for rows in old.rows)
             room = Room(None, matrix, shifts[0] if shifts else None, counts)
         form = Form(self.half_fill, padding)
         rows = build(given, self.reach, form, room, method_number(self.method), flags, silent=True)

@@ -2,6 +2,7 @@
 
 import torch
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.kernels.segments import BLOCK, rows_of_a_block, sum_rows
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.layout import layout
@@ -81,7 +82,7 @@ def _check_entries(batch_idx: torch.Tensor, n_systems: int) -> None:
         return
     low, high = (int(end) for end in torch.aminmax(batch_idx))
     if not 0 <= low <= high < n_systems:
-        raise ValueError(f"`batch_idx` must hold numbers in 0 .. {n_systems - 1}, got {low} .. {high}")
+        raise ValuesError(f"`batch_idx` must hold numbers in 0 .. {n_systems - 1}, got {low} .. {high}")
 
 
 def sorted_by_system(batch_idx: torch.Tensor, n_systems: int) -> tuple[torch.Tensor | None, torch.Tensor]:

@@ -244,13 +244,12 @@ def has_other_modes() -> bool:
     return bool(count) and count > getattr(_followers, "count", 0)
 
 
-def result_without_draw(func: Any, args: Any, kwargs: Any) -> tuple[Any] | None:
-    """The result of an operation; None if it has drawn random numbers."""
+def result_and_draw(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:
+    """The result of an operation, and whether it has drawn random numbers."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
-        return (func(*args, **kwargs),)
+        return func(*args, **kwargs), False
     before = torch.get_rng_state()
-    result = func(*args, **kwargs)
-    return (result,) if torch.equal(before, torch.get_rng_state()) else None
+    return func(*args, **kwargs), not torch.equal(before, torch.get_rng_state())
 
 
 @functools.cache

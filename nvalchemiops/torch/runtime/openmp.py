@@ -89,27 +89,29 @@ class _ThreadLimit:
 
     def enter(self, in_backward: bool = False) -> bool:
         """Use one thread from now on; False if it is so already."""
-        if getattr(self.before, "threads", None) is not None or self.most() == 1:
+        if getattr(self.before, "state", None) is not None or self.most() == 1:
             return False
-        self.before.threads, self.before.in_backward = self.most(), in_backward
+        products = self.set_products(1) if self.set_products else None
+        self.before.state = self.most(), products, in_backward
         self.set(1)
-        self.before.products = self.set_products(1) if self.set_products else None
         return True
 
     def is_in_backward(self) -> bool:
         """Whether the limit was set by a backward pass."""
-        return getattr(self.before, "in_backward", False)
+        state = getattr(self.before, "state", None)
+        return state is not None and state[2]
 
     def leave(self) -> bool:
         """Use as many threads as before; False if it is so already."""
-        threads = getattr(self.before, "threads", None)
-        if threads is None:
+        state = getattr(self.before, "state", None)
+        if state is None:
             return False
-        self.before.threads = None
+        threads, products, _ = state
+        self.before.state = None
         if self.most() == 1:  # otherwise the user has set another number meanwhile
             self.set(threads)
             if self.set_products:
-                self.set_products(self.before.products)
+                self.set_products(products)
         return True
 
 

@@ -10,12 +10,12 @@ In plain eager mode on a CPU only. Values of tensors that a call may read are pa
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from nvalchemiops import notices
-from nvalchemiops.torch.runtime.recorder import NoPlan, Recorder, Step, recording, storage_of
+from nvalchemiops.torch.runtime.recorder import Recorder, Step, recording, storage_of
 
 MOST_BYTES = 2**24
 """Memory of a plan of an operation, at most."""
@@ -79,6 +79,14 @@ def share_memory(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
     return not {storage_of(t) for t in some if t.numel()}.isdisjoint(storage_of(t) for t in others if t.numel())
 
 
+class Followed(NamedTuple):
+    """A call that was followed: its plan, or why there is none, and its results, if it was made."""
+
+    plan: Plan | None
+    results: tuple[torch.Tensor, ...] | None
+    reason: str = ""
+
+
 def follow(
     function: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
     copied: Sequence[torch.Tensor],
@@ -86,8 +94,8 @@ def follow(
     borrowed: Sequence[torch.Tensor] = (),
     length: int = 0,
     changing: Sequence[torch.Tensor] = (),
-) -> Plan:
-    """The plan of ``function(copied)``, whose results are those of this call; raise `NoPlan` if there is none.
+) -> Followed:
+    """Call ``function(copied)``, and make a plan of it.
 
     Parameters
     ----------
@@ -111,30 +119,36 @@ def follow(
         memory = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in copied]
         recorder = Recorder(memory, used, borrowed, length, changing)
         if len(recorder.foreign) < sum(tensor.numel() > 0 for tensor in used):
-            raise NoPlan("arguments share memory, which others may not")
+            return Followed(None, None, "arguments share memory, which others may not")
         with recording(recorder):
-            results = function(memory)
-    for tensor in (*memory, *changing, *recorder.external.values()):
+            results = tuple(function(memory))
+    reason = recorder.reason or _fault_of(recorder, results, (*memory, *changing))
+    if reason:
+        return Followed(None, results, reason)
+    plan = Plan(recorder, [t.detach() for t in memory], [t.detach() for t in results])
+    return Followed(plan, tuple([t.clone() for t in plan.results]))
+
+
+def _fault_of(recorder: Recorder, results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> str:
+    """Why there is no plan of a call that was followed to its end; an empty string if there is one."""
+    for tensor in (*arguments, *recorder.external.values()):
         if tensor.is_leaf and tensor.grad is not None and storage_of(tensor.grad) in recorder.kept:
-            raise NoPlan("a backward pass puts gradients into `.grad` of a tensor: use torch.autograd.grad")
+            return "a backward pass puts gradients into `.grad` of a tensor: use torch.autograd.grad"
+    length = recorder.length
     if length and any(length in t.shape for t in (*recorder.kept.values(), *recorder.external.values())):
-        raise NoPlan("an axis that is as long as a list")
-    if not all([storage_of(t) in recorder.varying or storage_of(t) in recorder.kept for t in results if t.numel()]):
-        raise NoPlan("a result that was there before the call")
-    return Plan(recorder, [t.detach() for t in memory], [t.detach() for t in results])
+        return "an axis that is as long as a list"
+    known = recorder.varying | recorder.kept.keys()
+    return "" if all([storage_of(t) in known for t in results if t.numel()]) else "a result was there before the call"
 
 
 def record(*arguments: Any) -> tuple[Plan | None, tuple[torch.Tensor, ...] | None]:
-    """The plan of a call of an operation, without gradients, and its results; None for both if there is none.
+    """The plan of a call of an operation, without gradients, or None; and its results, or None if it was not made.
 
-    Arguments are those of `follow`. All results must vary, and there must be no warning, which a plan would not repeat.
+    Arguments are those of `follow`. A call with a warning has no plan, which would not repeat it.
     """
     notes = notices.count()
-    try:
-        with torch.no_grad():
-            plan = follow(*arguments)
-    except NoPlan:
-        return None, None
-    if plan.n_bytes > MOST_BYTES or notices.count() != notes:
-        return None, None
-    return plan, tuple(result.clone() for result in plan.results)
+    with torch.no_grad():
+        plan, results, _ = follow(*arguments)
+    if plan is None or plan.n_bytes > MOST_BYTES or notices.count() != notes:
+        return None, results
+    return plan, results

@@ -13,7 +13,7 @@ from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_f
 from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.runtime.plans import Plan, follow
-from nvalchemiops.torch.runtime.recorder import NoPlan, current_recorder
+from nvalchemiops.torch.runtime.recorder import current_recorder
 
 _records = fork_safe(threading.Lock())
 """Held while a function is recorded: how compiled functions run meanwhile is the same for all threads."""
@@ -191,12 +191,12 @@ class Recorded:
             return self._ordinary("another thread is recording", args, kwargs)
         try:
             with compiled_as_eager():
-                plan = follow(call, moving, changing=self._changing)
-        except NoPlan as reason:
-            self._way = f"not recorded: {reason}"
-            raise RecordingError(f"`{self._name}` cannot be recorded: {reason}") from None
+                plan, results, reason = follow(call, moving, changing=self._changing)
         finally:
             _records.release()
+        if plan is None:
+            self._way = f"not recorded: {reason}"
+            raise RecordingError(f"`{self._name}` cannot be recorded: {reason}")
         form, found = returned[0]
         if any([t.requires_grad for t in found]):
             raise RecordingError(
@@ -209,7 +209,7 @@ class Recorded:
             self._recordings.pop(oldest, None)
         self._counts["recorded"] += 1
         self._way = "recorded"
-        return _put_together(form, iter([result.clone() for result in plan.results]))
+        return _put_together(form, iter(results or ()))
 
 
 def record(

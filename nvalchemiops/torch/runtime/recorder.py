@@ -16,19 +16,18 @@ from torch.overrides import TorchFunctionMode
 
 from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor
-from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.runtime._torch_internals import (
     followed_by,
     out_variant,
     places_written,
-    result_without_draw,
+    result_and_draw,
 )
 
 Step = Callable[[], Any]
 
 
-class NoPlan(BaseException):
-    """The call cannot be recorded, and why. No `Exception`, which code on the way might handle."""
+class NoPlan(Exception):
+    """The call cannot be recorded, and why. Only a recorder sees it: the call goes on, and has its results."""
 
 
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
@@ -59,6 +58,9 @@ class Recorder:
     Lists of any ``length``: arrays that kernels get of foreign arguments are then rows of that length, and nothing else
     may depend on it.
 
+    What cannot be recorded ends the recording, not the call: in the midst of it, a signal handler may call anything. If
+    that can be recorded it becomes a part of the plan, which has no influence on its results.
+
     Parameters
     ----------
     copied, used, borrowed, length, changing
@@ -88,15 +90,22 @@ class Recorder:
         self.read: set[int] = set()  # by steps
         self.kept: dict[int, torch.Tensor] = {}  # made during the call; kept, so that no address is used twice
         self.paused = False
+        self.reason = ""  # why the recording has ended
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, nothing is followed."""
+        """Inside, nothing is followed, and what cannot be recorded ends the recording."""
         before, self.paused = self.paused, True
         try:
             yield
+        except NoPlan as reason:
+            self.end(str(reason))
         finally:
             self.paused = before
+
+    def end(self, reason: str) -> None:
+        """Record nothing more."""
+        self.reason = self.reason or reason
 
     def is_on(self) -> bool:
         """Whether calls of this thread are followed: an interrupt at the end of `record` may leave this mode on."""
@@ -108,22 +117,33 @@ class Recorder:
         kwargs = kwargs or {}
         if not self.is_on():
             return func(*args, **kwargs)
-        name = func.overloadpacket.__name__
+        with self.pause():
+            given, written = self._before(func, args, kwargs)
+        if self.reason:
+            return func(*args, **kwargs)
+        before, self.paused = self.paused, True
+        try:
+            result, drew = result_and_draw(func, args, kwargs)
+        finally:
+            self.paused = before
+        with self.pause():
+            if drew:
+                raise NoPlan(f"{func} draws random numbers")
+            if not written:
+                self._make(func, args, kwargs, given, result)
+        return result
+
+    def _before(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """Before an operation: the tensors that it gets, and those that it writes into."""
         if func in not_repeatable or func.namespace in _COLLECTIVES:
             raise NoPlan(f"{func} cannot be done again")
         given = _by_storage((args, tuple(kwargs.values())))
-        places = () if name == "detach_" else places_written(func)
+        places = () if func.overloadpacket.__name__ == "detach_" else places_written(func)
         written = _by_storage([args[k] if k < len(args) else kwargs.get(label) for k, label in places])
         self._note_external(given)
-        with self.pause():
-            if written:
-                self._write(func, args, kwargs, given, written)
-            found = result_without_draw(func, args, kwargs)
-            if found is None:
-                raise NoPlan(f"{func} draws random numbers")
-            if not written:
-                self._make(func, args, kwargs, given, found[0])
-            return found[0]
+        if written:
+            self._write(func, args, kwargs, given, written)
+        return given, written
 
     def varies(self, tensor: torch.Tensor) -> bool:
         """Whether the values of a tensor differ in each call."""
@@ -199,13 +219,14 @@ class Recorder:
         """``function()``, which depends on nothing but the values of ``given``."""
         with self.pause():
             out = function()
-        self.kept[storage_of(out)] = out
-        if storage_of(given) in self.foreign:
-            raise NoPlan("an operation of a list")
-        self._note_external({storage_of(given): given})
-        if storage_of(given) in self.varying:
-            self.steps.append(lambda: out.copy_(function()))
-            self.varying.add(storage_of(out))
+        with self.pause():
+            self.kept[storage_of(out)] = out
+            if storage_of(given) in self.foreign:
+                raise NoPlan("an operation of a list")
+            self._note_external({storage_of(given): given})
+            if storage_of(given) in self.varying:
+                self.steps.append(lambda: out.copy_(function()))
+                self.varying.add(storage_of(out))
         return out
 
     def _lasting(self, values: Any) -> Any:
@@ -226,10 +247,6 @@ class Recorder:
             self.copies[storage] = whole_of(tensor).clone()
             self.kept[storage_of(self.copies[storage])] = self.copies[storage]
         return self.copies[storage]
-
-    def refuse(self, reason: str) -> None:
-        """There is no plan of this call."""
-        raise NoPlan(reason)
 
     # -- launches ---------------------------------------------------------------------------------
 
@@ -321,11 +338,15 @@ class refuse_reads(TorchFunctionMode):  # used as a context manager, named like 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """As in torch."""
         if func in _WATCHED and self.recorder.is_on() and not (func is _ADDRESS and _called_here()):
-            name, given = func.__name__, _by_storage(args)
-            self.recorder._note_external(given)
-            if self.recorder._varies(given) or not self.recorder.uninitialised.isdisjoint(given):
-                raise NoPlan(f"`{name}` gives values of a tensor to code that is not followed")
+            with self.recorder.pause():
+                self._read(func.__name__, _by_storage(args))
         return func(*args, **(kwargs or {}))
+
+    def _read(self, name: str, given: dict[int, torch.Tensor]) -> None:
+        recorder = self.recorder
+        recorder._note_external(given)
+        if recorder._varies(given) or not recorder.uninitialised.isdisjoint(given):
+            raise NoPlan(f"`{name}` gives values of a tensor to code that is not followed")
 
 
 _ADDRESS = torch.Tensor.data_ptr
@@ -426,39 +447,31 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
 # -- what records the calls of a thread -----------------------------------------------------------
 
 _thread = threading.local()
-_recording = 0
-_lock = fork_safe(threading.Lock())
 
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
     """Inside, ``recorder`` follows the calls of this thread."""
-    global _recording
-    with _lock:
-        _recording += 1
-    try:  # an interrupt before it leaves a count that is too high, which costs time alone
+    try:
         _thread.recorder = recorder
         with refuse_reads(recorder), followed_by(recorder):
             yield
     finally:
         _thread.recorder = None
-        with _lock:
-            _recording -= 1
 
 
 def current_recorder() -> Recorder | None:
-    """What records the calls of this thread."""
-    if not _recording:
-        return None
+    """What follows the calls of this thread, if anything does at present."""
     recorder = getattr(_thread, "recorder", None)
-    return None if recorder is None or recorder.paused else recorder
+    return None if recorder is None or recorder.paused or recorder.reason else recorder
 
 
 def read_fault(fault: torch.Tensor) -> int:
     """The number of a fault that kernels wrote, zero if there is none."""
     recorder = current_recorder()
-    if recorder is not None:
-        recorder.faults.append(fault)
-        with recorder.pause():
-            return int(fault)
-    return int(fault)
+    if recorder is None:
+        return int(fault)
+    recorder.faults.append(fault)
+    with recorder.pause():
+        number = int(fault)
+    return number

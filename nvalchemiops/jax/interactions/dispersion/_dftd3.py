@@ -4,8 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -13,7 +11,7 @@ import jax
 import numpy as np
 
 from nvalchemiops.jax.operators import Shape, is_traced, number_of_systems, operator, to_torch
-from nvalchemiops.locks import fork_safe
+from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions import dispersion
 
 _TABLES = ("rcov", "r4r2", "c6ab", "cn_ref")
@@ -65,23 +63,18 @@ class _Tables:
         self.parameters = parameters
 
 
-_kept: "OrderedDict[Hashable, tuple[Any, _Tables]]" = OrderedDict()
-
-_kept_lock = fork_safe(threading.Lock())
-
 KEPT_TABLES = 8
 """Sets of tables that are kept: to prepare them takes a second."""
 
+_kept: Kept[tuple[Any, _Tables]] = Kept(KEPT_TABLES)
+
 
 def _keep(key: Hashable, source: Any, make: Callable[[], dispersion.D3Parameters]) -> _Tables:
-    with _kept_lock:
-        found = _kept.get(key)
+    found = _kept.get(key)
     if found is None:
-        made = source, _Tables(make())  # not with the lock, since JAX may call torch meanwhile
-        with _kept_lock:
-            found = _kept.setdefault(key, made)  # all threads get the same
-            while len(_kept) > KEPT_TABLES:
-                _kept.popitem(last=False)
+        made = source, _Tables(make())
+        found = _kept.setdefault(key, made)  # all threads get the same
+        _kept.drop(len(_kept) - KEPT_TABLES)
     return found[1]
 
 
@@ -127,7 +120,7 @@ def _contents(tables: Iterable[np.ndarray]) -> tuple[Hashable, ...]:
 
 def _parameters(tables: Any) -> dispersion.D3Parameters:
     names = (*_TABLES, "interp_mesh")
-    return dispersion.D3Parameters(*(getattr(tables, name) for name in names), r0ab=tables.r0ab)
+    return dispersion.D3Parameters(*(getattr(tables, name) for name in names), r0ab=tables.r0ab).to("cpu")
 
 
 @functools.wraps(dispersion.dftd3)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping
 from nvalchemiops.torch import checks
@@ -11,7 +10,6 @@ from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, Range, Set
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates, tables_of
 from nvalchemiops.torch.interactions.pair.driver import check_pair_request
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
-from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
 
@@ -145,21 +143,8 @@ def dftd3(
     return dispersion_sum(atoms, d3_params, settings, request, given, num_systems)
 
 
-_made: Any = WeakTensorKeyDictionary()
-
-
 def _from_parts(parts: dict[str, Any]) -> D3Parameters:
-    """Parameters of these tensors; the same object for the same tensors, since making it takes longer than the sums."""
-    table, tensors = parts["c6ab"], list(parts.values())
+    """Parameters of these tensors, which are not copied where they are used at once."""
+    table = parts["c6ab"]
     mesh = table.shape[-1] if isinstance(table, torch.Tensor) and table.ndim else 0
-    # whether tensors of inference mode have changed is not known
-    plain = all(type(part) is torch.Tensor and not part.is_inference() for part in tensors)
-    if not may_read() or not plain:
-        return D3Parameters(**parts, interp_mesh=mesh)
-    # the table itself is held weakly
-    others, versions = [part for part in tensors if part is not table], [version_of(part) for part in tensors]
-    kept, known, found = _made.get(table, ([], [], None))
-    if found is None or known != versions or any(a is not b for a, b in zip(kept, others)):
-        found = D3Parameters(**parts, interp_mesh=mesh)
-        _made[table] = others, versions, found
-    return found
+    return D3Parameters._of(parts, mesh) if may_read() else D3Parameters(**parts, interp_mesh=mesh)

@@ -331,9 +331,7 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> Atoms:
     if isinstance(parameters, ReferenceStates):
         if parameters.radii.device != numbers.device:
             raise ValueError(f"`parameters` are on {parameters.radii.device}, but `numbers` on {numbers.device}")
-        states = parameters
-        kept = cached_by_value("d3 atoms", (numbers,), states.serial, lambda: _of_atoms(numbers, states))
-        return Atoms(states, *kept)
+        return _atoms_of(parameters, numbers)
     if not isinstance(parameters, D3Parameters):
         raise TypeError(f"`parameters` must be D3Parameters or ReferenceStates, got {type(parameters).__name__}")
     if not may_read(numbers, wait=True):
@@ -342,21 +340,23 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> Atoms:
             "numbers cannot be read"
         )
     # numbers beyond the table are named by `ReferenceStates.rows`
-    last = parameters.rcov.shape[0] - 1
+    last = parameters.max_z
 
-    def states_of(found: torch.Tensor) -> ReferenceStates:
-        elements = [number for number in found.tolist() if 0 < number <= last]
-        # without atoms the states of any element will do
-        return parameters.states(elements or parameters.elements[:1], numbers.device)
+    def occur() -> tuple[torch.Tensor, ...]:
+        return (values_of(numbers).clamp(0, last + 1).bincount().nonzero().flatten(),)
 
-    def look_up() -> tuple[torch.Tensor, ...]:
-        found = values_of(numbers).clamp(0, last + 1).bincount().nonzero().flatten()
-        return found, *_of_atoms(numbers, states_of(found))
-
-    found, *of_atoms = cached_by_value("d3 elements", (numbers,), parameters.token, look_up)
-    return Atoms(states_of(found), *of_atoms)
+    (found,) = cached_by_value("d3 elements", (numbers,), last, occur)
+    elements = tuple(number for number in found.tolist() if 0 < number <= last)
+    # without atoms the states of any element will do
+    return _atoms_of(parameters._states(elements or parameters.elements[:1], numbers.device), numbers)
 
 
-def _of_atoms(numbers: torch.Tensor, states: ReferenceStates) -> tuple[torch.Tensor, ...]:
-    row = states.rows(numbers)
-    return (row.to(torch.int32), states.radii.index_select(0, row), states.z.index_select(0, row))
+def _atoms_of(states: ReferenceStates, numbers: torch.Tensor) -> Atoms:
+    """The data of each atom in the reference states."""
+
+    def of_atoms() -> tuple[torch.Tensor, ...]:
+        row = states.rows(numbers)
+        return (row.to(torch.int32), states.radii.index_select(0, row), states.z.index_select(0, row))
+
+    values = (numbers, states.row_of_number, states.radii, states.z)
+    return Atoms(states, *cached_by_value("d3 atoms", values, (), of_atoms))

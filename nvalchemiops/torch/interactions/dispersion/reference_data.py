@@ -3,8 +3,7 @@
 import dataclasses
 import importlib
 import operator
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +11,11 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.dispersion.coefficients import MOST_REFERENCES
-from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms, version_of
-from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.locks import Kept
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
+from nvalchemiops.torch.runtime.cache import stream_of
+from nvalchemiops.torch.runtime.context import eager, may_read, on_host, values_of
 
 _TABLE_BOHR = 0.5291772109044924
 """Bohr in angstrom, h/(2 pi m_e c alpha) of CODATA 2018, as s-dftd3 converts radii; the eleventh digit can be seen."""
@@ -49,8 +51,6 @@ class ReferenceStates(NamedTuple):
         Coefficients that count positively; they come first.
     elements : tuple of int
         Atomic numbers.
-    serial : str
-        Different for different values, in any process.
     pair_c6, pair_coordination : (n_elements + 2, n_elements + 2, n_references, n_references) tensor or None
         ``c6ab`` and ``cn_ref`` as they are, if they do not factorise.
     """
@@ -64,7 +64,6 @@ class ReferenceStates(NamedTuple):
     pair_radii: torch.Tensor | None
     n_positive: int
     elements: tuple[int, ...]
-    serial: str
     pair_c6: torch.Tensor | None = None
     pair_coordination: torch.Tensor | None = None
 
@@ -93,13 +92,11 @@ class ReferenceStates(NamedTuple):
         return ReferenceStates(*moved)
 
 
-class _Seen(NamedTuple):
-    """Tables, their versions, and the states prepared from them."""
+MOST_STATES = 32
+"""Sets of states that are kept: to prepare those of many elements takes a second."""
 
-    tables: tuple[torch.Tensor | None, ...]
-    versions: list[Any]
-    token: object
-    states: dict[tuple[tuple[int, ...], torch.device], ReferenceStates]
+_prepared: Kept[ReferenceStates] = Kept(MOST_STATES)
+"""By the values of the tables for their elements, which may have been changed in any way since."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -145,6 +142,20 @@ class D3Parameters:
     r0ab: torch.Tensor | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
+        self._check()
+        with torch.inference_mode(False):
+            for name, value in self._given().items():
+                setattr(self, name, value.detach().clone())  # independent of changes of the caller's tensors
+
+    @classmethod
+    def _of(cls, tables: Mapping[str, Any], interp_mesh: int) -> "D3Parameters":
+        """Parameters of these tables, which are not copied: for one call."""
+        found = cls.__new__(cls)
+        found.__dict__.update(tables, interp_mesh=interp_mesh)
+        found._check()
+        return found
+
+    def _check(self) -> None:
         given = self._given()
         for name, value in given.items():
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -159,18 +170,10 @@ class D3Parameters:
                     f"`{name}` must have shape {expected} for n_numbers = {n} as in `rcov` and `interp_mesh` = {mesh}, "
                     f"got {tuple(value.shape)}"
                 )
-        with torch.inference_mode(False):
-            for name, value in given.items():
-                setattr(self, name, value.detach().clone())  # independent of changes of the caller's tensors
-        self._seen: _Seen | None = None
 
     def _given(self) -> dict[str, Any]:
         names = ("rcov", "r4r2", "c6ab", "cn_ref", "r0ab")
         return {name: getattr(self, name) for name in names if name != "r0ab" or self.r0ab is not None}
-
-    def __getstate__(self) -> dict[str, Any]:
-        # a copy may be changed, so it does not share prepared states
-        return self.__dict__ | {"_seen": None}
 
     def to(
         self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None, **options: Any
@@ -199,20 +202,6 @@ class D3Parameters:
     def max_z(self) -> int:
         """The largest atomic number in the tables."""
         return self.rcov.shape[0] - 1
-
-    @property
-    def token(self) -> object:
-        """Another object as soon as a table is replaced or changed in place."""
-        return self._look().token
-
-    def _look(self) -> _Seen:
-        tables = (self.rcov, self.r4r2, self.c6ab, self.cn_ref, self.r0ab)
-        # whether tensors of inference mode have changed is not known
-        versions = [t if t is None else version_of(t) for t in tables]
-        seen = self._seen
-        if seen is None or seen.versions != versions or any(a is not b for a, b in zip(seen.tables, tables)):
-            seen = self._seen = _Seen(tables, versions, object(), {})
-        return seen
 
     @classmethod
     def load(cls, path: str | Path | None = None) -> "D3Parameters":
@@ -247,7 +236,7 @@ class D3Parameters:
         return tuple(((there.any(0) | there.any(1)).nonzero().squeeze(1) + 1).tolist())
 
     def states(self, elements: Sequence[int], device: torch.device | str = "cpu") -> ReferenceStates:
-        """The reference data of some elements, prepared once; they can be given in the place of these parameters.
+        """The reference data of some elements, prepared; they can be given in the place of these parameters.
 
         Inside ``torch.compile`` it must be, and on a GPU it should be: otherwise atomic numbers are read back.
 
@@ -268,17 +257,41 @@ class D3Parameters:
             named = sorted({operator.index(number) for number in elements})
         except TypeError:
             raise TypeError(f"`elements` must be atomic numbers, got {elements!r}") from None
-        key, found = (tuple(named), torch.device(device)), self._look().states
-        if key not in found:
-            if not key[0]:
-                raise ValueError("`elements` is empty; name those that may occur")
-            missing = sorted(set(key[0]) - set(self.elements))
-            if missing:
-                raise ValueError(f"`numbers`: there are no D3 parameters for the elements {missing}")
-            # kept for any later call, so not made of tensors that belong to a transform or to inference mode
-            with outside_of_transforms(), torch.inference_mode(False), torch.no_grad():
-                found[key] = self._find_states(key[0]).to(device)
-        return found[key]
+        found = self._states(tuple(named), torch.device(device))
+        with torch.inference_mode(False):  # a copy, which the caller may change
+            copied: Any = [part.clone() if isinstance(part, torch.Tensor) else part for part in found]
+            return ReferenceStates(*copied)
+
+    @eager
+    def _states(self, elements: tuple[int, ...], device: torch.device) -> ReferenceStates:
+        """The same as `states`, for callers that change nothing: those from before for the same values of the tables.
+
+        Elements are in their order.
+        """
+        key: Any = None
+        if elements and elements[0] > 0 and elements[-1] <= self.max_z:
+            key = (elements, self.max_z, self.interp_mesh, device, stream_of(device), *self._contents(elements))
+            if (kept := _prepared.find(key)) is not None:
+                return kept
+        if not elements:
+            raise ValueError("`elements` is empty; name those that may occur")
+        missing = sorted(set(elements) - set(self.elements))
+        if missing:
+            raise ValueError(f"`numbers`: there are no D3 parameters for the elements {missing}")
+        # kept for any later call, so not made of tensors that belong to a transform or to inference mode
+        with outside_of_transforms(), torch.inference_mode(False), torch.no_grad():
+            found = self._find_states(elements).to(device)
+        # what an element needs that has no C6 with any of these is in the rest of the table
+        if (_entries(self.c6ab, np.array(elements), True) > 0.0).any((1, 2, 3)).all():
+            _prepared.keep(key, found)
+        return found
+
+    def _contents(self, elements: tuple[int, ...]) -> tuple[Hashable, ...]:
+        """All values of the tables for these elements, read on the host."""
+        index = np.array(elements)
+        tables = (self.rcov, self.r4r2, self.c6ab, self.cn_ref, self.r0ab)
+        of_pairs = (False, False, True, self.cn_ref.ndim == 4, True)
+        return tuple([t if t is None else (t.dtype, _entries(t, index, p).tobytes()) for t, p in zip(tables, of_pairs)])
 
     def _find_states(self, elements: tuple[int, ...]) -> ReferenceStates:
         numbers = torch.tensor(elements, dtype=torch.int64, device="cpu")
@@ -322,9 +335,18 @@ class D3Parameters:
             pair_radii,
             factors.n_positive,
             elements,
-            uuid.uuid4().hex,
             *by_pair,
         )
+
+
+def _entries(table: torch.Tensor, index: np.ndarray, of_pairs: bool) -> np.ndarray:
+    """Entries of a table for these elements, or for their pairs, read on the host."""
+    if table.dtype in checks.FLOATS and table.device.type == "cpu":
+        values = on_host(table)
+        return values[index[:, None], index] if of_pairs else values[index]
+    rows = torch.as_tensor(index, device=table.device)
+    entries = table.detach()[rows[:, None], rows] if of_pairs else table.detach()[rows]
+    return on_host(entries.to("cpu", torch.float64))
 
 
 class Factors(NamedTuple):

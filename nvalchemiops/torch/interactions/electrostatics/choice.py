@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
@@ -460,7 +461,7 @@ def mesh_of(points: np.ndarray, order: int, padding: Any) -> tuple[int, int, int
         raise ValueError(f"`fft_padding_fraction` must be in 0 .. 10, got {padding}")
     most = points.max(axis=0, initial=1.0)
     if not np.prod(most) < MOST_MESH_POINTS:
-        raise ValueError(
+        raise ValuesError(
             f"`cell` would need a mesh of {np.prod(most):.1e} points: ask for a lower `accuracy`, a coarser "
             "`mesh_spacing` or a smaller `alpha`"
         )

@@ -6,8 +6,8 @@ charges, if parameters and neighbors are given. Where its energies are different
 takes first derivatives along, and its backward is a second op, as in
 `nvalchemiops.torch.interactions.electrostatics.first_derivatives`. All other derivatives are those of the ordinary sum.
 
-Shapes are checked when the graph is made. Values that do not fit together are NaN in all results, as elsewhere in
-compiled graphs.
+Shapes are checked when the graph is made. Values that do not fit together (`ValuesError`) are NaN in all results, as
+elsewhere in compiled graphs.
 """
 
 import functools
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import real_of
@@ -357,7 +358,7 @@ def whole_sum_gradients(
             leaves = _leaves(given, False)
             inputs = [leaves["positions"], leaves["charges"]]
             found = torch.autograd.grad(_graph(given, leaves, _energies_of(given))["energies"], inputs, grad_energies)
-    except ValueError:  # values that do not fit together, as in the sum
+    except ValuesError:  # values that do not fit together, as in the sum
         return torch.full_like(forces, torch.nan), torch.full_like(charge_gradients, torch.nan)
     return tuple([g if t.numel() else torch.empty_like(t) for g, t in zip(found, (forces, charge_gradients))])
 
@@ -384,7 +385,7 @@ def whole_sum(*arguments: Any) -> tuple[torch.Tensor, ...]:
     try:
         with torch.no_grad():
             found = driver.ewald_sum(far, System(positions, given.charges, given.cell), near, request, options)
-    except ValueError:
+    except ValuesError:
         shapes = ((_n_energies(given),), *_shapes(given))
         return tuple([positions.new_full(shape, torch.nan) for shape in shapes])
     energies, *others = found if isinstance(found, tuple) else (found,)

@@ -3,8 +3,6 @@
 import functools
 import itertools
 import math
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,9 +10,10 @@ import numpy as np
 import torch
 import warp as wp
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import k_vectors as core
 from nvalchemiops.kernels.lattice import unit_vectors
-from nvalchemiops.locks import fork_safe
+from nvalchemiops.locks import Kept
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
@@ -140,29 +139,24 @@ def box_points(bounds: tuple[int, int, int], n_systems: int, device: torch.devic
 
 _Points = tuple[np.ndarray, np.ndarray]
 
-_kept: "OrderedDict[tuple[bytes, float], _Points]" = OrderedDict()
-_lock = fork_safe(threading.Lock())
-
 MOST_KEPT = 256
 """Cells, with a length each, whose k-vectors are kept: in a batch, some systems stay as they are."""
+
+_kept: Kept[_Points] = Kept(MOST_KEPT)
 
 
 @eager
 def _within(cells: Sequence[bytes], lengths: Sequence[float]) -> list[_Points]:
     """Points and weights of each system: those from before, and the others together."""
     keys = list(zip(cells, lengths))
-    with _lock:
-        found = {key: _kept[key] for key in keys if key in _kept}
+    found = {key: points for key in keys if (points := _kept.get(key)) is not None}
     new = [key for key in dict.fromkeys(keys) if key not in found]
     if new:
         lattice = np.frombuffer(b"".join([cell for cell, _ in new])).reshape(-1, 3, 3)
         found.update(zip(new, _points_of(lattice, np.array([length for _, length in new]))))
-    with _lock:
-        for key in keys[-MOST_KEPT:]:
-            _kept[key] = found[key]
-            _kept.move_to_end(key)
-        while len(_kept) > MOST_KEPT:
-            _kept.popitem(last=False)
+    for key in keys[-MOST_KEPT:]:
+        _kept.pop(key, None)
+        _kept.keep(key, found[key])
     return [found[key] for key in keys]
 
 
@@ -171,7 +165,7 @@ def _points_of(lattice: np.ndarray, lengths: np.ndarray) -> list[_Points]:
     known = lengths > 0.0
     try:
         unit_vectors(lattice, np.ones(lattice.shape[:2], dtype=bool))
-    except ValueError:
+    except ValuesError:
         if len(lengths) > 1:
             return [_points_of(lattice[n : n + 1], lengths[n : n + 1])[0] for n in range(len(lengths))]
         known[:] = False
@@ -380,7 +374,7 @@ def _check_number(name: str, bounds: Any) -> None:
     """Raise if a box of Miller indices holds more than `MOST_VECTORS` vectors; ``name`` is the argument to blame."""
     n_x, n_y, n_z = (2.0 * float(bound) + 1.0 for bound in bounds)
     if not 0.0 <= 0.5 * n_x * n_y * n_z <= core.MOST_VECTORS:
-        raise ValueError(f"`{name}`: there are {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it in this cell")
+        raise ValuesError(f"`{name}`: there are {0.5 * n_x * n_y * n_z:.1e} k-vectors up to it in this cell")
 
 
 def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> torch.Tensor:
@@ -407,6 +401,6 @@ def per_system(name: str, value: Any, n_systems: int, device: torch.device) -> t
     if may_read(tensor):
         numbers = on_host(tensor).ravel()
         if not all(0.0 < number < np.inf for number in numbers.tolist()):
-            raise ValueError(f"`{name}` must be positive and finite")
+            raise ValuesError(f"`{name}` must be positive and finite")
     tensor = tensor.to(torch.float64)
     return tensor if tensor.shape == (n_systems,) else tensor.expand(n_systems)

@@ -6,8 +6,6 @@ derivatives are taken along as in `nvalchemiops.torch.interactions.electrostatic
 ordinary way is taken.
 """
 
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from types import MethodType
 from typing import Any
@@ -16,7 +14,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.layout import layout
-from nvalchemiops.locks import fork_safe
+from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions.electrostatics import first_derivatives
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest
@@ -78,9 +76,8 @@ class _Call:
 
 
 _recent: dict[Hashable, None] = {}
-_calls: "OrderedDict[Hashable, _Call]" = OrderedDict()
+_calls: Kept[_Call] = Kept(MOST_CALLS)
 _patience = RECORDED
-_lock = fork_safe(threading.Lock())
 
 
 @eager
@@ -258,20 +255,16 @@ def _planned(
 def _noted(key: Hashable, prepared: Sequence[torch.Tensor]) -> tuple[_Call, bool]:
     """The calls of this kind, one more than before, and whether this one is to be recorded."""
     global _patience
-    with _lock:
-        call = _calls.get(key)
-        if call is None:
-            call = _calls[key] = _Call(prepared)
-            while len(_calls) > MOST_CALLS:
-                _, oldest = _calls.popitem(last=False)
-                if oldest.plan is not None:
-                    _patience = RECORDED if oldest.count >= PAID else min(2 * _patience, PAID)
-        else:
-            _calls.move_to_end(key)
-        call.count += 1
-        is_due = not call.is_tried and call.count >= _patience
-        call.is_tried |= is_due
-        return call, is_due
+    call = _calls.find(key)
+    if call is None:
+        call = _Call(prepared)
+        for oldest in _calls.keep(key, call):
+            if oldest.plan is not None:
+                _patience = RECORDED if oldest.count >= PAID else min(2 * _patience, PAID)
+    call.count += 1
+    is_due = not call.is_tried and call.count >= _patience
+    call.is_tried |= is_due
+    return call, is_due
 
 
 def _length(near: Sequence[Any], n_atoms: int) -> int:

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime.cache import cached_by_value
@@ -78,7 +79,7 @@ def check_same_system(exclusions: ExclusionRows, batch_idx: torch.Tensor | None)
     if batch_idx is not None and may_read(batch_idx):
         of_pair = batch_idx[exclusions.pairs]
         if not torch.equal(of_pair[0], of_pair[1]):
-            raise ValueError("`exclusions` joins atoms of different systems")
+            raise ValuesError("`exclusions` joins atoms of different systems")
 
 
 def _of_both(factors: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -105,12 +106,12 @@ def _sorted_by_atom(exclusions: torch.Tensor, n_atoms: int) -> tuple[torch.Tenso
     n_pairs = pairs.shape[1]
     if n_pairs and may_read(exclusions):
         if int(exclusions.min()) < 0 or int(exclusions.max()) >= n_atoms:
-            raise ValueError(f"`exclusions` must hold atoms in 0 .. {n_atoms - 1}")
+            raise ValuesError(f"`exclusions` must hold atoms in 0 .. {n_atoms - 1}")
         if bool((i == j).any()):
-            raise ValueError("`exclusions` joins an atom with itself")
+            raise ValuesError("`exclusions` joins an atom with itself")
         keys = torch.minimum(i, j) * n_atoms + torch.maximum(i, j)
         if torch.unique(keys).shape[0] != n_pairs:
-            raise ValueError("`exclusions` holds a pair twice")
+            raise ValuesError("`exclusions` holds a pair twice")
     first, order = torch.sort(torch.cat([i, j]), stable=True)
     atoms = torch.cat([j, i]).index_select(0, order).to(torch.int32)
     return row_pointers(first, n_atoms), atoms, first, order, pairs

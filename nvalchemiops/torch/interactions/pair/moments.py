@@ -15,21 +15,16 @@ import torch
 from nvalchemiops.interactions.pair import moments as core
 from nvalchemiops.interactions.pair.derivatives import CELL, VIRIAL
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.interactions.pair.loop import FAULTS
 from nvalchemiops.interactions.pair.moments import GATHERED
 from nvalchemiops.kernels.moments import count, raised
-from nvalchemiops.kernels.simd import WARP
-from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
-from nvalchemiops.torch.interactions.pair.op import fault_of_thread, fold_systems, repeated_systems, unfolded
+from nvalchemiops.torch.interactions.pair.op import fold_systems, launch_rows, repeated_systems, unfolded
 from nvalchemiops.torch.interactions.pair.shares import moments_with_ghosts, rows_for_derivatives, without_energies
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
-from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems, system_sums
 from nvalchemiops.torch.runtime.context import is_eager
-from nvalchemiops.torch.runtime.recorder import read_fault
 
 MOST_CHANNELS = 4
 """Channels that one kernel sums at once: more would take long to compile."""
@@ -445,23 +440,12 @@ def pair_moments(
     kernel, pick, written, columns = _kernel(
         formula, by, outputs, *orders, n_directions, n_channels, precision_of(positions), *flags
     )
-    # faults that are not read, which would wait for a GPU, make results NaN
-    fault = fault_of_thread() if layout(device.type).reads else None
     memory: dict[str, torch.Tensor] = {}
     if GATHERED in outputs:
         memory["gathered"] = positions.new_empty((n_atoms, n_channels, count(derivatives)))
     if columns:
         memory["sums"] = torch.empty((n_atoms, sum(columns.values())), dtype=torch.float64, device=device)
-    launch(
-        kernel,
-        n_atoms,
-        [*pick(given), width, padding, cutoff, r_switch],
-        [fault if name == "fault" else memory[name] for name in written],
-        lanes=WARP,
-    )
-    if fault is not None and (number := read_fault(fault)):
-        fault.zero_()
-        raise ValueError(FAULTS[number])
+    launch_rows(kernel, n_atoms, [*pick(given), width, padding, cutoff, r_switch], written, memory, device)
     results = {GATHERED: memory.get("gathered")}
     if columns:
         parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(columns.values()), dim=1)

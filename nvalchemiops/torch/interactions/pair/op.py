@@ -7,18 +7,19 @@ and compiled when it is first needed.
 
 import functools
 import operator
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.pair import sum as core
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.loop import FAULTS
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.layout import layout
+from nvalchemiops.locks import Lent
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.launch import launch
@@ -101,17 +102,43 @@ def _kernel(
     return core.pair_kernel(variant), pick, [a.name for a in core.outputs_of(variant)], widths
 
 
-_thread = threading.local()
-
-
-def fault_of_thread() -> torch.Tensor:
-    """A zero of this thread, into which kernels on the CPU write the number of a fault."""
-    if current_recorder() is not None:
+def _no_fault() -> torch.Tensor:
+    with torch.inference_mode(False):
         return torch.zeros(1, dtype=torch.int32, device="cpu")
-    if not hasattr(_thread, "fault"):
-        with torch.inference_mode(False):
-            _thread.fault = torch.zeros(1, dtype=torch.int32, device="cpu")
-    return _thread.fault
+
+
+_fault = Lent(_no_fault)
+"""A zero, into which kernels on the CPU write the number of a fault."""
+
+
+def launch_rows(
+    kernel: Any,
+    n_rows: int,
+    inputs: Sequence[Any],
+    written: Sequence[str],
+    memory: dict[str, torch.Tensor],
+    device: Any,
+) -> None:
+    """Launch a kernel over rows of pairs, and raise for what it finds wrong on a CPU.
+
+    Elsewhere results are NaN then, since reading a fault would wait for a GPU.
+
+    Parameters
+    ----------
+    written : sequence of str
+        Names of the outputs: those of ``memory``, and the fault.
+    """
+    fault, is_lent = None, current_recorder() is None
+    if layout(device.type).reads:
+        fault = _fault.take() if is_lent else _no_fault()  # a plan has its own
+    outputs = [fault if name == "fault" else memory[name] for name in written]
+    launch(kernel, n_rows, inputs, outputs, lanes=WARP)
+    if fault is None:
+        return
+    if number := read_fault(fault):
+        raise ValuesError(FAULTS[number])
+    if is_lent:
+        _fault.give(fault)
 
 
 # -- the derivative -------------------------------------------------------------------------------
@@ -459,8 +486,6 @@ def sum_rows_of(
     flags = (arrays[_SHIFTS] is not None, n_species, weights is not None, arrays[_EXCLUDED] is not None)
     kernel, pick, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
     device = positions.device
-    # faults that are not read, which would wait for a GPU, make results NaN
-    fault = fault_of_thread() if layout(device.type).reads else None
     memory: dict[str, torch.Tensor] = {}
     if WEIGHTS in outputs:
         memory["energies"] = positions.new_empty(n_rows)
@@ -470,16 +495,7 @@ def sum_rows_of(
         memory["parameter_gradients"] = positions.new_empty((n_rows, parameters.shape[1]))
     if columns:
         memory["sums"] = torch.empty((n_rows, sum(columns.values())), dtype=torch.float64, device=device)
-    launch(
-        kernel,
-        n_rows,
-        [*pick(arrays), *scalars],
-        [fault if name == "fault" else memory[name] for name in written],
-        lanes=WARP,
-    )
-    if fault is not None and (number := read_fault(fault)):
-        fault.zero_()
-        raise ValueError(FAULTS[number])
+    launch_rows(kernel, n_rows, [*pick(arrays), *scalars], written, memory, device)
     if columns:
         parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(columns.values()), dim=1)
         for letter, part in zip(columns, parts):

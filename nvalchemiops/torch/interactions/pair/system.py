@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.shares import together
 from nvalchemiops.torch.neighbors.rows import (
@@ -200,8 +201,8 @@ def _check_images(
         return nan_if_singular(cell, may_be_open=True)
     try:
         has_open_axes = check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # one for all systems
-    except ValueError as error:
-        raise ValueError(f"{error}; along an open axis give a vector of zeros") from None
+    except ValuesError as error:
+        raise ValuesError(f"{error}; along an open axis give a vector of zeros") from None
     if not has_open_axes or shifts is None or not may_read(shifts):
         return cell
     is_open = (values_of(cell) == 0.0).all(-1)
@@ -209,7 +210,7 @@ def _check_images(
     of_atom = is_open.expand(positions.shape[0], 3) if batch_idx is None else is_open[values_of(batch_idx).long()]
     beyond = (shifts != 0) & of_atom.repeat_interleave(width, 0, output_size=shifts.shape[0])
     if bool(beyond[rows.neighbors != rows.padding].any()):
-        raise ValueError(
+        raise ValuesError(
             "`cell`: the neighbor list joins what are no neighbors, images along an axis that is open (a zero lattice "
             "vector, or False in `pbc`)"
         )

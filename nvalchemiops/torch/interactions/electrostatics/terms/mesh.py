@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from nvalchemiops import notices
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
@@ -39,7 +40,7 @@ from nvalchemiops.torch.operators.lattice import (
 from nvalchemiops.torch.operators.mesh import mesh_columns, mesh_gather, mesh_spread, spline_transform
 from nvalchemiops.torch.operators.mesh_transform import mesh_spectrum, mesh_values
 from nvalchemiops.torch.operators.segments import totals
-from nvalchemiops.torch.runtime.cache import cached_by_value
+from nvalchemiops.torch.runtime.cache import cached_by_value, cached_on_device
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, on_host, values_of
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class PreparedMesh(NamedTuple):
         if not may_read(cell):
             return (cell.detach().to(torch.float64) == self.cell).flatten(1).all(1)
         if not torch.equal(values_of(cell).to(torch.float64), self.cell):
-            raise ValueError(f"`prepared` is for another `cell`: prepare again when the cell has changed. {ELSEWHERE}")
+            raise ValuesError(f"`prepared` is for another `cell`: prepare again when the cell has changed. {ELSEWHERE}")
         return None
 
 
@@ -364,7 +365,8 @@ def _axes_of(
     mesh: tuple[int, int, int], planes: tuple[int, int], order: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     """Tensors that depend on the mesh alone, kept from call to call; see `_axes`."""
-    return cached_by_value("mesh axes", (), (mesh, planes, order, device), lambda: _axes(mesh, planes, order, device))
+    others = (mesh, planes, order)
+    return cached_on_device("mesh axes", device, others, lambda: _axes(mesh, planes, order, device))
 
 
 def _axes(mesh: Sequence[int], planes: tuple[int, int], order: int, device: torch.device) -> tuple[torch.Tensor, ...]:

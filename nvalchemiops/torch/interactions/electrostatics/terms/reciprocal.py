@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
@@ -165,7 +166,7 @@ def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, to
     if not may_read(cell, k_vectors):
         valid = fits
     elif not bool(fits.all()):
-        raise ValueError(
+        raise ValuesError(
             "`k_vectors` are no vectors of the reciprocal lattice of `cell`: make them for this cell, or give "
             "`miller_indices`, which stay the same when the cell changes"
         )
