@@ -15,6 +15,12 @@ from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 NO_PADDING = -(2**31)
 """Padding of rows that have none: no list may hold it."""
 
+NOWHERE = 2**31 - 1
+"""Image, along each axis, of itself that is the only neighbor of an atom whose neighbors cannot be known.
+
+Where nothing is raised, a search lists it for atoms that are nowhere, and those of an unusable cell: an empty row would
+say that there is no interaction, and a vector of zeros that an axis is open. Sums over pairs give NaN for it."""
+
 OUT_OF_RANGE = 1
 OTHER_SYSTEM = 2
 UNSORTED = 3

@@ -128,7 +128,8 @@ def neighbor_list(
         False: with ``max_neighbors`` or given memory, do not read values on the host, without a wait for a
         GPU. Then ``num_neighbors`` still counts all neighbors of an atom that has more than
         ``max_neighbors``. An atom whose position is not finite, or whose cell is unusable, has a count of 2**31 - 1
-        and an empty row; other faulty values go unnoticed. The same holds inside ``torch.compile``.
+        and, with a cell, only itself in its row, in image 2**31 - 1 along each axis, for which sums over pairs are NaN;
+        other faulty values go unnoticed. The same holds inside ``torch.compile``.
     **without_effect
         Names of `nvalchemiops.compat.ignored_arguments.WITHOUT_EFFECT`: scratch memory and choices of another
         implementation, such as ``strategy`` and ``atom_to_cell_mapping``. They are ignored.
