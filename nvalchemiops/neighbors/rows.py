@@ -25,6 +25,7 @@ OUT_OF_RANGE = 1
 OTHER_SYSTEM = 2
 UNSORTED = 3
 
+_NOWHERE = wp.constant(NOWHERE)
 _OUT_OF_RANGE = wp.constant(OUT_OF_RANGE)
 _OTHER_SYSTEM = wp.constant(OTHER_SYSTEM)
 _UNSORTED = wp.constant(UNSORTED)
@@ -86,7 +87,7 @@ def inspect_rows() -> Any:
             if first.shape[0] > 0:  # noqa: SIM102
                 if first[slot] != i:
                     wrong = _UNSORTED
-            if j != padding:
+            if j != padding and shift[slot][0] != _NOWHERE and shift[slot][0] != -_NOWHERE:
                 if j < 0 or j >= system.shape[0]:
                     wrong = _OUT_OF_RANGE
                 elif system[j] != system[i]:
