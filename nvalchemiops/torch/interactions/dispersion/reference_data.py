@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.dispersion.coefficients import MOST_REFERENCES
+from nvalchemiops.layout import layout
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
@@ -341,7 +342,7 @@ class D3Parameters:
 
 def _entries(table: torch.Tensor, index: np.ndarray, of_pairs: bool) -> np.ndarray:
     """Entries of a table for these elements, or for their pairs, read on the host."""
-    if table.dtype in checks.FLOATS and table.device.type == "cpu":
+    if table.dtype in checks.FLOATS and layout(table.device.type).reads:
         values = on_host(table)
         return values[index[:, None], index] if of_pairs else values[index]
     rows = torch.as_tensor(index, device=table.device)
