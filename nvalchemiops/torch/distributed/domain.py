@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.distributed.agreement import Agreement, described, kind_of, of_atoms, together
+from nvalchemiops.torch.distributed.agreement import Agreement, described, kind_of, of_atoms
 from nvalchemiops.torch.distributed.bricks import Frames, Grid, check_grid, make_bricks
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum
@@ -96,7 +96,7 @@ class Domain:
         for name, value in (("cell", cell), ("pbc", pbc)):
             self._options[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         self._agreement: Agreement | None = None
-        with together(self.group, self.device) as agreement:
+        with Agreement(self.group, self.device) as agreement:
             checks.check_positions(positions)
             self.cutoff = checks.check_positive("cutoff", cutoff)
             self.skin = float(skin)
@@ -112,7 +112,7 @@ class Domain:
         self.n_systems = self._agreed_systems(*map(int, agreement.largest))
         self.reach = self.cutoff + self.skin
         self._options["num_systems"] = self.n_systems if self.is_batch else None
-        with together(self.group, self.device) as agreement:
+        with Agreement(self.group, self.device) as agreement:
             check_grid(grid, self.n_ranks)
             if self.is_batch and batch_idx is None and len(positions):
                 raise ValueError("`batch_idx` is needed for these atoms, too: another rank has it")
@@ -144,7 +144,7 @@ class Domain:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[Agreement]:
-        """A part of a collective call in which this rank may raise; see `agreement.together`.
+        """A part of a collective call in which this rank may raise; see `Agreement`.
 
         Inside of another one it is a part of that, without a message of its own. At the end all ranks raise if atoms on
         one of them have moved too far.
@@ -153,7 +153,7 @@ class Domain:
             yield self._agreement
             return
         try:
-            with together(self.group, self.device) as agreement:
+            with Agreement(self.group, self.device) as agreement:
                 self._agreement = agreement
                 yield agreement
         finally:
@@ -234,7 +234,7 @@ class Domain:
         positions, *values : tensors
             Of the atoms that this rank owns now.
         """
-        with together(self.group, self.device) as agreement:
+        with Agreement(self.group, self.device) as agreement:
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
                 if value.shape[:1] != (self.n_owned,):
                     raise ValueError(f"`{name}` must have {self.n_owned} rows, got shape {tuple(value.shape)}")
@@ -292,7 +292,7 @@ class Domain:
         if torch.compiler.is_compiling() or not layout(self.device.type).reads:
             check_rows(values, n_rows)
             return
-        with together(self.group, self.device) as agreement:
+        with Agreement(self.group, self.device) as agreement:
             check_rows(values, n_rows)
             told = f"{kind_of(values)} of shape {tuple(values.shape)}" if n_rows is None else of_atoms(values)
             agreement.same["`values`"] = told
