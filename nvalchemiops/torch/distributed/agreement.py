@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.torch.distributed.communication import Messages, OtherRankError, extremes, messages_of, tell
+from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.cache import cached_by_identity
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
@@ -78,7 +79,7 @@ class Agreement:
     ) -> None:
         # who interrupts a rank learns that, whatever others say
         quiet = () if error is None or isinstance(error, Exception) else (OtherRankError,)
-        with contextlib.suppress(*quiet):
+        with contextlib.suppress(*quiet), _untransformed():
             self._conclude(error)
 
     def _conclude(self, error: BaseException | None) -> None:
@@ -136,6 +137,11 @@ class Agreement:
         return f"rank {dist.get_global_rank(self._group, rank)}"
 
 
+def _untransformed() -> contextlib.AbstractContextManager[Any]:
+    """What ranks say is no part of a function that ``torch.func`` transforms."""
+    return internals.without_transforms() if internals.transforms_active() else contextlib.nullcontext()
+
+
 def _place() -> str:
     """The file and line of the caller of this library."""
     frame: Any = sys._getframe(2)
@@ -174,9 +180,10 @@ def check_sum(tensor: torch.Tensor) -> int:
         plain = values.resolve_conj().resolve_neg().contiguous()
         return plain.clone(), torch.tensor(zlib.crc32(plain.flatten().view(torch.uint8).numpy()))
 
-    of_values, found = cached_by_identity("check sum", tensor, None, compute)
-    # NumPy and `.data` change values without a new version
-    return int(found if torch.equal(of_values, values) else compute()[1])
+    with _untransformed():
+        of_values, found = cached_by_identity("check sum", tensor, None, compute)
+        # NumPy and `.data` change values without a new version
+        return int(found if torch.equal(of_values, values) else compute()[1])
 
 
 def of_atoms(value: Any) -> str:

@@ -23,10 +23,11 @@ from nvalchemiops.torch.distributed.agreement import Agreement, described, kind_
 from nvalchemiops.torch.distributed.bricks import Frames, Grid, check_grid, make_bricks
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum
-from nvalchemiops.torch.distributed.exchange import Exchange, check_rows, inverse
+from nvalchemiops.torch.distributed.exchange import Exchange, carried, check_rows, inverse
 from nvalchemiops.torch.distributed.neighbors import OwnedRows, sorted_numbers
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.neighbors.search import Search
+from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.systems import System
 
 
@@ -243,7 +244,7 @@ class Domain:
         if 2.0 * agreement.largest[0] <= self.skin:
             return self, positions, *values
         new = Domain(positions, batch_idx=self.batch_idx, **self._options)
-        moved = [new._to_owners.apply(value) for value in (positions, *values)]
+        moved = [carried(new._to_owners.apply, value) for value in (positions, *values)]
         with torch.inference_mode(False):
             new.global_index = new._to_owners.apply(self.global_index)
             new._known_numbers = new._with_ghosts(new.global_index)
@@ -255,7 +256,7 @@ class Domain:
         """The same division for positions in another unit of length, given in the present one."""
         if ("units", length) not in self.kept:
             other = copy.copy(self)
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), outside_of_transforms():
                 other.cell = None if self.cell is None else self.cell / length
                 other._known_positions = self._known_positions / length
             other.cutoff, other.skin, other.reach = self.cutoff / length, self.skin / length, self.reach / length
@@ -311,7 +312,7 @@ class Domain:
             Of the atoms that this rank owns.
         """
         self._check_values(values, self._n_held)
-        return self._to_owners.apply(values)
+        return carried(self._to_owners.apply, values)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Bring values of atoms back to the ranks that hold them. A collective call, differentiable to any order.
@@ -327,7 +328,7 @@ class Domain:
             Of the atoms that this rank holds, in their order.
         """
         self._check_values(values, self.n_owned)
-        return self._to_owners.transpose(values, self._n_held)
+        return carried(lambda rows: self._to_owners.transpose(rows, self._n_held), values)
 
     def with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         """Append values of ghosts. A collective call, differentiable to any order: gradients go to the owners.
@@ -343,7 +344,7 @@ class Domain:
             Of owned atoms, then of ghosts.
         """
         self._check_values(values, self.n_owned)
-        return self._with_ghosts(values)
+        return carried(self._with_ghosts, values)
 
     def _with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cat([values, self._halo.apply(values)])
@@ -370,8 +371,12 @@ class Domain:
             Of owned atoms, with the shares of all ranks.
         """
         self._check_values(values, self.n_owned + self.n_ghosts)
-        owned, ghosts = values.split([self.n_owned, self.n_ghosts])
-        return owned + self._halo.transpose(ghosts, self.n_owned)
+
+        def add(values: torch.Tensor) -> torch.Tensor:
+            owned, ghosts = values.split([self.n_owned, self.n_ghosts])
+            return owned + self._halo.transpose(ghosts, self.n_owned)
+
+        return carried(add, values)
 
     def sum(self, shares: torch.Tensor) -> torch.Tensor:
         """Add up shares of a result that all ranks have in common, such as the energy. A collective call.
@@ -387,7 +392,7 @@ class Domain:
             The sum, the same on all ranks. There is one loss of it: its gradient is that of each share.
         """
         self._check_values(shares)
-        return self._sum(shares)
+        return carried(self._sum, shares)
 
     def _sum(self, shares: torch.Tensor) -> torch.Tensor:
         return sum_of_shares(shares, self.number)
@@ -406,7 +411,7 @@ class Domain:
             The sum, whose gradients are added up over the ranks, too.
         """
         self._check_values(values)
-        return self._sum_for_shares(values)
+        return carried(self._sum_for_shares, values)
 
     def _sum_for_shares(self, values: torch.Tensor) -> torch.Tensor:
         return sum_on_all_ranks(values, self.number)
@@ -424,7 +429,7 @@ class Domain:
         (...) tensor
             The same values. Their gradient is added up over the ranks, in a collective call of the backward pass.
         """
-        return replicated(values, self.number)
+        return carried(lambda values: replicated(values, self.number), values)
 
     def _pairs_here(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pairs (2, n) of numbers among owned atoms and ghosts, of those with an owned atom; and which these are.
@@ -565,7 +570,7 @@ class Domain:
             if cutoff > self.cutoff:
                 raise ValueError(f"`cutoff` = {cutoff} is beyond that of the `domain`, {self.cutoff}")
             if cutoff not in self._rows:
-                with torch.inference_mode(False):
+                with torch.inference_mode(False), outside_of_transforms():
                     self._rows[cutoff] = self._search(cutoff + self.skin)
         return self._rows[cutoff]
 
