@@ -7,6 +7,7 @@ the reason.
 """
 
 import contextlib
+import math
 import os
 import sys
 import warnings
@@ -41,13 +42,15 @@ class Agreement:
 
     A context manager, without communication inside. The rank with the error raises it, also if it was interrupted, the
     others an `OtherRankError` with its number and message. Where ranks differ in what must be the same, all raise a
-    ValueError that names it. Where one has begun another number of calls than others, all raise an `OtherRankError`:
-    this message has brought them together, and they go on in step.
+    ValueError that names it. Where one has begun more calls than others, because it was interrupted, those raise an
+    `OtherRankError`, and it waits for their next one.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup
     device : torch.device
+    skin : float, optional
+        All raise if the first of the largest numbers, how far atoms have moved, is more than half of it.
 
     Attributes
     ----------
@@ -56,12 +59,14 @@ class Agreement:
         ranks.
     same : dict of str to str
         What must be the same on all ranks, by name.
+    is_over : bool
     """
 
-    def __init__(self, group: Any, device: torch.device) -> None:
+    def __init__(self, group: Any, device: torch.device, skin: float = math.inf) -> None:
         self.largest = [-float("inf")] * N_NUMBERS
         self.same: dict[str, str] = {}
-        self._group, self._device = group, device
+        self.is_over = False
+        self._group, self._device, self._skin = group, device, skin
 
     def __enter__(self) -> "Agreement":
         self._messages = messages_of(self._group)
@@ -77,6 +82,7 @@ class Agreement:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.is_over = True
         # who interrupts a rank learns that, whatever others say
         quiet = () if error is None or isinstance(error, Exception) else (OtherRankError,)
         with contextlib.suppress(*quiet), _untransformed():
@@ -86,11 +92,22 @@ class Agreement:
         """Tell the others, and raise on all ranks if one has an error or they differ. A collective call."""
         here = self._messages
         check, place = (zlib.crc32(text.encode()) for text in (repr(sorted(self.same.items())), here.place))
-        counts = (here.calls, here.count)
-        numbers = (error is not None, *counts, check, place, *self.largest)
-        highest, lowest = extremes(numbers, self._group, self._device)
-        if highest[1:3] != lowest[1:3]:
-            self._raise_out_of_step(counts)
+        while True:
+            numbers = (error is not None, here.calls, here.count, check, place, *self.largest)
+            highest, lowest = extremes(numbers, self._group, self._device)
+            if highest[1] == lowest[1]:
+                break
+            # who is ahead waits for the others, which learn that there is no such call on all ranks
+            calls = self._tell_counts()
+            if here.calls < highest[1]:
+                raise OtherRankError(
+                    f"ranks are out of step: this is {calls}. One that is ahead was interrupted, and waits for the others"
+                )
+        if highest[2] != lowest[2]:
+            raise OtherRankError(
+                f"ranks are out of step: this is {self._tell_counts()}. One of them was interrupted, or has left out a "
+                "backward pass: results since the call before may be wrong. From here on they are in step"
+            )
         self.largest = highest[5:]
         if highest[0]:
             texts = self._tell(None if error is None else f"{type(error).__name__}: {error}")
@@ -108,14 +125,20 @@ class Agreement:
                 "results are made of different ones",
                 stacklevel=4,
             )
+        if not 2.0 * self.largest[0] <= self._skin:
+            raise ValueError(
+                f"atoms have moved by {self.largest[0]:g}, more than half of the skin of the `domain`, {self._skin}: "
+                "make it anew"
+            )
 
-    def _raise_out_of_step(self, counts: tuple[int, int]) -> None:
-        told = self._tell((*counts, self._messages.place))
-        self._messages.level(*(max(column) for column in zip(*(numbers[:2] for numbers in told))))
-        calls = ", ".join(f"call {calls} ({place}) on {self._rank(r)}" for r, (calls, _, place) in enumerate(told))
-        raise OtherRankError(
-            f"ranks are out of step: this is {calls}. One of them was interrupted, or has left out a call, and results "
-            "since then may be wrong. From here on they are in step"
+    def _tell_counts(self) -> str:
+        """In which call each rank is, after how many messages; from here on they count messages alike."""
+        here = self._messages
+        told = self._tell((here.calls, here.count, here.place))
+        here.level(max(count for _, count, _ in told))
+        return ", ".join(
+            f"call {calls} ({place}) after {count} messages on {self._rank(rank)}"
+            for rank, (calls, count, place) in enumerate(told)
         )
 
     def _raise_difference(self) -> None:

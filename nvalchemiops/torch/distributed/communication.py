@@ -79,9 +79,9 @@ class Messages:
         self.count += 1
         self._recent.append((self.count, kind, self.calls, self.place))
 
-    def level(self, calls: int, count: int) -> None:
-        """Go on with these numbers, where ranks have met in one message and told each other that theirs differ."""
-        self.calls, self.count = calls, count
+    def level(self, count: int) -> None:
+        """Go on with this number of messages, where ranks have met in one and told each other theirs."""
+        self.count = count
         self._recent.clear()
 
     def leave(self, group: Any, why: str) -> None:

@@ -10,7 +10,7 @@ Source of the method: S. Plimpton, J. Comput. Phys. 117, 1 (1995), doi:10.1006/j
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+import weakref
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,7 @@ class Domain:
         self._options: dict[str, Any] = {"cutoff": cutoff, "skin": skin, "group": group, "grid": grid}
         for name, value in (("cell", cell), ("pbc", pbc)):
             self._options[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        self._agreement: Agreement | None = None
+        self._agreement: weakref.ref[Agreement] | None = None
         with Agreement(self.group, self.device) as agreement:
             checks.check_positions(positions)
             self.cutoff = checks.check_positive("cutoff", cutoff)
@@ -143,27 +143,23 @@ class Domain:
 
     # -- making it --------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[Agreement]:
+    def _together(self) -> contextlib.AbstractContextManager[Agreement]:
         """A part of a collective call in which this rank may raise; see `Agreement`.
 
         Inside of another one it is a part of that, without a message of its own. At the end all ranks raise if atoms on
         one of them have moved too far.
         """
-        if self._agreement is not None:
-            yield self._agreement
-            return
-        try:
-            with Agreement(self.group, self.device) as agreement:
-                self._agreement = agreement
-                yield agreement
-        finally:
-            self._agreement = None
-        moved = agreement.largest[0]
-        if not 2.0 * moved <= self.skin:
-            raise ValueError(
-                f"atoms have moved by {moved:g}, more than half of the skin of the `domain`, {self.skin}: make it anew"
-            )
+        agreement = self._open()
+        if agreement is not None:
+            return contextlib.nullcontext(agreement)
+        agreement = Agreement(self.group, self.device, self.skin)
+        self._agreement = weakref.ref(agreement)
+        return agreement
+
+    def _open(self) -> Agreement | None:
+        """The part of a call that this rank is in. One that an interrupt ended is gone with its frame."""
+        agreement = None if self._agreement is None else self._agreement()
+        return None if agreement is None or agreement.is_over else agreement
 
     def _agreed_systems(self, of_shapes: int, of_caller: int, of_atoms: int, is_batch: int) -> int:
         """The number of systems, from the cell, the caller or the numbers on all ranks."""
@@ -474,8 +470,9 @@ class Domain:
             raise ValueError("`cell` must be that of the `domain`")
         if lattice is not None and self.cell is not None and not torch.equal(lattice.expand_as(self.cell), self.cell):
             raise ValueError("`cell` has changed since the `domain` was made: make it anew")
-        assert self._agreement is not None
-        same = self._agreement.same
+        agreement = self._open()
+        assert agreement is not None
+        same = agreement.same
         for name in ("positions", "charges", "numbers", "dipoles", "quadrupoles", "widths"):
             same[f"`{name}`"] = of_atoms(getattr(atoms, name))
         same["`pbc`"], same["`cell`"] = described(atoms.pbc), "None" if atoms.cell is None else kind_of(atoms.cell)
@@ -580,9 +577,10 @@ class Domain:
 
     def _must_be_near(self, positions: torch.Tensor) -> None:
         """Note how far atoms have moved, in a part of `_together`, at whose end all raise if that is too far."""
-        assert self._agreement is not None
-        if self._agreement.largest[0] < 0.0:  # not noted yet
-            self._agreement.largest[0] = self._moved(positions)
+        agreement = self._open()
+        assert agreement is not None
+        if agreement.largest[0] < 0.0:  # not noted yet
+            agreement.largest[0] = self._moved(positions)
 
     def _search(self, cutoff: float) -> OwnedRows:
         n, system, everywhere = self.n_owned, self.batch_idx_with_ghosts, self._known_positions

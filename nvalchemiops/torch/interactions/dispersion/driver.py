@@ -114,6 +114,7 @@ def dispersion_sum(
             assert isinstance(parameters, D3Parameters)
             parameters = parameters.states(elements or parameters.elements[:1], numbers.device)
         atoms = _look_up(parameters, numbers)
+        must_be_same(domain, parameters=atoms.states.serial)
         if domain is not None and atoms.states.pair_c6 is not None:
             raise ValueError("`parameters`: with a `domain` the tables must factorise, as published ones do")
         dtype = positions.dtype
