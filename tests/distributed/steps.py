@@ -137,7 +137,7 @@ def calls_are_counted(group: Any) -> None:
         if dist.get_rank(group) == 1:
             stack.enter_context(interrupted(Agreement, "__exit__"))
         else:
-            stack.enter_context(pytest.raises(OtherRankError, match="out of step.*steps.py.*on rank 0.*on rank 1"))
+            stack.enter_context(pytest.raises(OtherRankError, match=r"out of step.*steps\.py.*on rank 0.*on rank 1"))
         steps(1)
     steps.check(2, steps(2))
 

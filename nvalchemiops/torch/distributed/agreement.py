@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from nvalchemiops.torch.distributed.communication import Messages, OtherRankError, extremes, messages_of, tell
+from nvalchemiops.torch.distributed.communication import OtherRankError, extremes, messages_of, tell
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.cache import cached_by_identity
 from nvalchemiops.torch.runtime.context import may_read, values_of
@@ -101,7 +101,7 @@ class Agreement:
             calls = self._tell_counts()
             if here.calls < highest[1]:
                 raise OtherRankError(
-                    f"ranks are out of step: this is {calls}. One that is ahead was interrupted, and waits for the others"
+                    f"ranks are out of step: this is {calls}. Who is ahead was interrupted, and waits for the others"
                 )
         if highest[2] != lowest[2]:
             raise OtherRankError(

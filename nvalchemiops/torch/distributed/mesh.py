@@ -52,7 +52,10 @@ class MeshDivision:
         start, self.window = windows[domain.rank]
         self._windows = [number for window in windows for numbers in window for number in numbers]
         self.planes = division_of(self.mesh, self._windows, domain.rank).columns[domain.rank]
-        with torch.inference_mode(False), outside_of_transforms():  # tensors made in them could not be differentiated later
+        with (
+            torch.inference_mode(False),
+            outside_of_transforms(),
+        ):  # tensors made in them could not be differentiated later
             self._first = torch.tensor(start, dtype=torch.float64, device=domain.device)
             self._offset = domain._cells_left()[:, self.axes] * torch.tensor(self.mesh, device=domain.device)
             self._is_whole = torch.tensor([a == b for a, b in zip(self.window, self.mesh)], device=domain.device)
