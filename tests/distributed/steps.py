@@ -7,15 +7,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import ase.build
 import pytest
 import torch
 import torch.distributed as dist
 
+from nvalchemiops.ase import Electrostatics, on_ranks
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed import Domain, OtherRankError, communication, transform
 from nvalchemiops.torch.distributed.agreement import Agreement
 from nvalchemiops.torch.distributed.communication import messages_of
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
+from nvalchemiops.torch.interactions.pair import op_on_ranks
 from tests.distributed.common import F64, Atoms, assert_equal, case
 
 SOON = 60.0
@@ -127,6 +130,29 @@ def a_backward_pass_that_one_rank_leaves_out(group: Any) -> None:
         steps.domain.sum(loss.detach())
 
     raises(step, "out of step", "a maximum in call", "what ranks agree on in call")
+
+
+@case(2)
+def a_calculation_that_is_interrupted(group: Any) -> None:
+    """Ranks that serve a calculator on rank 0 do not wait for it."""
+    group = group_like(group)
+
+    def main(calculator: Any) -> None:
+        crystal = ase.build.bulk("NaCl", "rocksalt", a=5.6)
+        crystal.calc = calculator
+        crystal.get_potential_energy()
+        with mock.patch.object(op_on_ranks, "swap_rows", side_effect=KeyboardInterrupt):
+            crystal.rattle(0.1)
+            crystal.get_potential_energy()
+
+    def call() -> None:
+        on_ranks(main, Electrostatics("dsf", {"Na": 1.0, "Cl": -1.0}, cutoff=3.0, alpha=0.2), group=group)
+
+    if dist.get_rank(group) == 0:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    else:
+        raises(call, "out of step", "what a rank tells in call", "on rank 0")
 
 
 @case(2)

@@ -201,7 +201,7 @@ def check_sum(tensor: torch.Tensor) -> int:
 
     def compute() -> tuple[torch.Tensor, torch.Tensor]:
         plain = values.resolve_conj().resolve_neg().contiguous()
-        return plain.clone(), torch.tensor(zlib.crc32(plain.flatten().view(torch.uint8).numpy()))
+        return plain.clone(), torch.tensor(zlib.crc32(plain.flatten().view(torch.uint8).numpy().data))
 
     with _untransformed():
         of_values, found = cached_by_identity("check sum", tensor, None, compute)
