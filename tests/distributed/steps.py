@@ -4,6 +4,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -71,12 +72,13 @@ def interrupted(at: Any, name: str, first: bool = True) -> Iterator[None]:
 def raises(call: Callable[[], Any], *texts: str) -> None:
     """Raise unless the call ends soon with an `OtherRankError` with these words."""
     begin = time.monotonic()
-    try:
-        call()
-    except OtherRankError as error:
-        assert all(text in str(error) for text in texts), error
-    else:
-        raise AssertionError(texts)
+    with mock.patch.object(communication, "LOOK", timedelta(seconds=0.1)):
+        try:
+            call()
+        except OtherRankError as error:
+            assert all(text in str(error) for text in texts), error
+        else:
+            raise AssertionError(texts)
     assert time.monotonic() - begin < SOON
 
 
@@ -210,7 +212,7 @@ def calls_from_one_line_or_by_the_library_are_no_mistake(group: Any) -> None:
 def ranks_that_fail_one_after_the_other_are_named(group: Any) -> None:
     group, rank = group_like(group), dist.get_rank(group)
     store, numbers = group.get_group_store(), dist.get_process_group_ranks(group)
-    with mock.patch.object(communication, "PATIENCE", 3.0):
+    with mock.patch.object(communication, "PATIENCE", 1.5):
         if rank != len(numbers) - 1:
             assert communication._gone(group) == numbers[-1:]
         if rank == 0:
