@@ -14,7 +14,7 @@ import torch.distributed as dist
 from nvalchemiops.ase.calculator import Calculator
 from nvalchemiops.ase.system import Contribution, Periodicity, SharedLists, System, Term, periodicity
 from nvalchemiops.torch.distributed import Domain, OtherRankError
-from nvalchemiops.torch.distributed.communication import tell_from
+from nvalchemiops.torch.distributed.communication import messages_of, tell_from
 
 Result = TypeVar("Result")
 
@@ -70,8 +70,9 @@ def on_ranks(
     try:
         result = main(calculator)
     except BaseException:
-        with contextlib.suppress(OtherRankError):  # what `main` raised says more
+        with contextlib.suppress(RuntimeError):  # what `main` raised says more
             calculator.tell(None)
+            messages_of(group).show(group)  # if it ended in the middle of a call, others wait there
         raise
     calculator.tell(None)
     return result

@@ -1,12 +1,15 @@
 """Every op of the library, one property after the other: opcheck, layouts, in-place changes, stored values."""
 
+import ast
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import nvalchemiops.torch.ops
 from nvalchemiops.interactions.pair.potentials import DSF, moment_short_range
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.autograd import live_recordings
@@ -130,6 +133,17 @@ def test_one_import_registers_all_ops():
     code = "import json, nvalchemiops.torch.ops; from nvalchemiops.torch.autograd import naming; "
     code += "print(json.dumps([n for n in naming._definitions if n.startswith('nvalchemiops::')]))"
     assert set(python_says(code)) == EVERY_OP
+
+
+def test_that_import_names_each_module_with_ops():
+    """Others may import a module in passing, and stop to."""
+    folder = Path(nvalchemiops.torch.ops.__file__).parent
+    named = set()
+    for node in ast.walk(ast.parse((folder / "ops.py").read_text())):
+        if isinstance(node, ast.ImportFrom):
+            named |= {f"{node.module}.{alias.name}" for alias in node.names}
+    with_ops = [path for path in folder.rglob("*.py") if re.search(r"^@warp_custom_op\(", path.read_text(), re.M)]
+    assert {".".join(path.relative_to(folder.parents[1]).with_suffix("").parts) for path in with_ops} == named
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.op.name)

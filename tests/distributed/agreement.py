@@ -1,5 +1,6 @@
 """Cases for several ranks: what they agree on, in how many messages, and mistakes of one of them. See `ranks.py`."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,11 @@ from nvalchemiops.torch.interactions.pair import PairPotential
 from nvalchemiops.torch.systems import System
 from tests.dispersion.cases import parameters as d3_parameters
 from tests.distributed.cases import PAIRS_OF_CHARGES
-from tests.distributed.common import CUTOFF, Atoms, assert_equal, case
+from tests.distributed.common import CUTOFF, F64, Atoms, assert_equal, case
 
 WITH_FACTOR = PairPotential("k*q1*q2/r", per_atom=("q",), global_parameters=("k",), cutoff=3.0)
+WITH_TABLE = PairPotential("c/r", per_pair=("c",), cutoff=3.0)
+SWITCHED = tuple(PairPotential("q1*q2/r", per_atom=("q",), cutoff=3.0, r_switch=r) for r in (2.0, 2.5))
 
 
 @case(3)
@@ -74,7 +77,7 @@ def mistakes_of_one_rank_are_told_to_all(group: Any) -> None:
 def what_ranks_do_differently_is_named(group: Any) -> None:
     """Other parameters, results, gradients or functions on one rank are an error on all, at once, which names them."""
     atoms, rank = Atoms(n=4), dist.get_rank(group)
-    mine, there = atoms.mine(group), rank == 1
+    mine, there, x_all = atoms.mine(group), rank == 1, atoms.positions
     domain = Domain(atoms.positions[mine], atoms.cell, cutoff=3.0, group=group)
     x, q = domain.distribute(atoms.positions[mine]), domain.distribute(atoms.charges[mine])
     numbers = atoms.numbers[domain.global_index]
@@ -86,10 +89,22 @@ def what_ranks_do_differently_is_named(group: Any) -> None:
     def mesh(*given: Any, mesh_dimensions: Any = (8, 8, 8), **more: Any) -> Any:
         return particle_mesh_ewald(*given, mesh_dimensions=mesh_dimensions, domain=domain, **more)
 
-    def d3(numbers: torch.Tensor, **more: Any) -> Any:
+    def d3(numbers: torch.Tensor, tables: Any = None, **more: Any) -> Any:
+        tables = tables or d3_parameters()
         return d3_dispersion(
-            x, numbers, damping_parameters("pbe"), d3_parameters(), atoms.cell, cutoff=2.9, domain=domain, **more
+            x, numbers, damping_parameters("pbe"), tables, atoms.cell, cutoff=2.9, domain=domain, **more
         )
+
+    one = d3_parameters()
+    tables = (one, dataclasses.replace(one, c6ab=1.1 * one.c6ab))
+    pairs = torch.stack([torch.arange(0, 40), torch.arange(10, 50)])
+    table, species = torch.ones(9, 9, dtype=F64), domain.distribute((torch.arange(len(x_all)) % 9).int()[mine])
+    WITH_TABLE(x, atoms.cell, c=table, species=species, domain=domain)
+
+    def changed(table: torch.Tensor) -> torch.Tensor:
+        """By NumPy, which torch does not count, after the table was used."""
+        table.numpy()[0, 1] += there
+        return table
 
     def dsf(*given: Any, **more: Any) -> Any:
         return dsf_coulomb(*given, cell=atoms.cell, domain=domain, **more)
@@ -109,6 +124,16 @@ def what_ranks_do_differently_is_named(group: Any) -> None:
         ],
         "`method`": [lambda: mesh(x, q, atoms.cell, 0.7, mesh_dimensions=(8, 8 + 2 * there, 8))],
         "`k`": [lambda: WITH_FACTOR(x, atoms.cell, q=q, k=1.0 + there, domain=domain)],
+        "`r_switch`": [lambda: SWITCHED[there](x, atoms.cell, q=q, domain=domain)],
+        "`parameters`": [lambda: d3(numbers, tables=tables[there])],
+        "`exclusions`": [
+            lambda: mesh(x, q, atoms.cell, 0.7, exclusions=pairs + there),
+            lambda: PAIRS_OF_CHARGES(x, atoms.cell, q=q, exclusions=pairs + there, domain=domain),
+        ],
+        "`c`": [
+            lambda: WITH_TABLE(x, atoms.cell, c=table + there, species=species, domain=domain),
+            lambda: WITH_TABLE(x, atoms.cell, c=changed(table), species=species, domain=domain),
+        ],
         "`positions`": [
             lambda: mesh(tracked(x), q, atoms.cell, 0.7),
             lambda: PAIRS_OF_CHARGES(tracked(x), atoms.cell, q=q, domain=domain),
@@ -145,23 +170,23 @@ def a_call_agrees_once(group: Any) -> None:
     pairs = torch.stack([torch.arange(0, 100, 7), torch.arange(0, 100, 7) + 2])
     forces, of_mesh = {"compute_forces": True}, {"mesh_dimensions": (18, 20, 24)}
     calls: dict[str, tuple[Callable[[], Any], list[str]]] = {
-        "neighbors": (lambda: domain.neighbors(x, 4.0), ["all_reduce"]),
+        "neighbors": (lambda: domain.neighbors(x, 4.0), ["all_gather"]),
         "DSF": (
             lambda: dsf_coulomb(x, q, 4.4, 0.2, atoms.cell, domain=domain, **forces),
-            ["all_reduce", "all_to_all_single", "all_reduce"],
+            ["all_gather", "all_to_all_single", "all_reduce"],
         ),
-        "pairs": (lambda: PAIRS_OF_CHARGES(x, atoms.cell, q=q, domain=domain), ["all_reduce", "all_to_all_single"]),
+        "pairs": (lambda: PAIRS_OF_CHARGES(x, atoms.cell, q=q, domain=domain), ["all_gather", "all_to_all_single"]),
         "PME": (
             lambda: particle_mesh_ewald(x, q, atoms.cell, 0.7, cutoff=4.3, domain=domain, **of_mesh, **forces),
-            ["all_reduce", *["all_to_all_single"] * 5],
+            ["all_gather", *["all_to_all_single"] * 5],
         ),
         "Ewald": (
             lambda: ewald_summation(x, q, atoms.cell, 0.7, cutoff=4.2, k_cutoff=2.0, domain=domain),
-            ["all_reduce", "all_to_all_single", "all_reduce"],
+            ["all_gather", "all_to_all_single", "all_reduce"],
         ),
         "excluded pairs": (
             lambda: ewald_summation(x, q, atoms.cell, 0.7, k_cutoff=2.0, exclusions=pairs, domain=domain),
-            ["all_reduce", *["all_to_all_single"] * 3, "all_reduce"],
+            ["all_gather", *["all_to_all_single"] * 3, "all_reduce"],
         ),
     }
     for name, (call, expected) in calls.items():
@@ -216,7 +241,7 @@ def trained_tensors_of_a_potential(group: Any) -> None:
 def messages(call: Callable[[], Any]) -> list[str]:
     """The collective operations of torch.distributed in a call."""
     sent: list[str] = []
-    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather_object")}
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "all_to_all_single", "all_gather")}
 
     def counted(name: str) -> Callable[..., Any]:
         def send(*given: Any, **options: Any) -> Any:

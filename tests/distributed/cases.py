@@ -281,6 +281,37 @@ def windows_are_transformed_as_one_mesh(group: Any) -> None:
         assert_equal(products[:1], products[1:], (mesh, "inner product"))
 
 
+@case(2)
+def values_of_all_dtypes_move(group: Any) -> None:
+    """Those that messages do not have as well: to the owners and back, to ghosts, and their sums, with gradients."""
+    atoms = Atoms(n=3)
+    mine = atoms.mine(group)
+    domain = Domain(atoms.positions[mine], atoms.cell, cutoff=3.0, group=group)
+    numbers = torch.arange(1, atoms.count + 1).reshape(-1, 1) * torch.tensor([1, 3])
+    unsigned = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+    floats = (torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.float8_e5m2)
+    for dtype in (torch.bool, torch.int8, torch.int16, torch.int32, *unsigned, *floats):
+        values = (numbers % 3).to(dtype)
+        for held in (values[mine], values[mine, 0]):
+            own = domain.distribute(held)
+            assert own.dtype is dtype
+            assert torch.equal(domain.gather(own).to(torch.complex128), held.to(torch.complex128))
+            everywhere = domain.with_ghosts(domain.global_index)
+            whole = values if held.ndim == 2 else values[:, 0]
+            expected = whole.to(torch.complex128)[everywhere]
+            assert torch.equal(domain.with_ghosts(own).to(torch.complex128), expected)
+        if dtype is not torch.bool:
+            total = domain.sum(torch.ones(3).to(dtype))
+            assert total.dtype is dtype and total.to(torch.complex128).real.tolist() == [dist.get_world_size(group)] * 3
+    z = torch.complex(atoms.charges, atoms.weights)[mine].requires_grad_()
+    share = (domain.distribute(z) * domain.distribute(z.detach()).conj()).sum().real
+    (gradient,) = torch.autograd.grad(domain.sum(share), z)
+    assert_equal(torch.view_as_real(gradient), torch.view_as_real(z), "gradient")
+    half = atoms.charges[mine].to(torch.bfloat16).requires_grad_()
+    (gradient,) = torch.autograd.grad(domain.sum((2.0 * domain.distribute(half)).sum()), half)
+    assert torch.equal(gradient, torch.full_like(half, 2.0))
+
+
 # -- interactions ---------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -203,3 +204,37 @@ def a_calculator_on_ranks(group: Any) -> None:
         assert dist.get_rank(group) == 0
     else:
         assert dist.get_rank(group) > 0
+
+
+@case(2)
+def transforms_of_functions(group: Any) -> None:
+    """torch.func with a domain: gradients, and derivatives along a direction of the atoms of all ranks; no vmap."""
+    atoms, mine = Atoms(n=3), Atoms(n=3).mine(group)
+    methods: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (ewald_summation, {"k_cutoff": 2.0, "cutoff": 3.0}),
+        (particle_mesh_ewald, {"mesh_dimensions": (8, 9, 10), "cutoff": 3.0}),
+    )
+    for method, options in methods:
+        # nothing is kept of a call before
+        domain = Domain(atoms.positions[mine], atoms.cell, cutoff=3.0, group=group)
+        q = domain.distribute(atoms.charges[mine])
+
+        def whole(x: torch.Tensor, method: Any = method, options: Any = options) -> torch.Tensor:
+            return method(x, atoms.charges, atoms.cell, 0.7, **options).sum()
+
+        def share(
+            x: torch.Tensor, domain: Domain = domain, q: torch.Tensor = q, method: Any = method, options: Any = options
+        ) -> torch.Tensor:
+            energies = method(domain.distribute(x), q, atoms.cell, 0.7, domain=domain, **options)
+            return domain.sum(energies.sum())
+
+        x, everywhere, along = atoms.positions[mine], atoms.positions, atoms.vectors
+        assert_equal(torch.func.grad(share)(x), torch.func.grad(whole)(everywhere)[mine], "gradient")
+        found = torch.func.jvp(torch.func.grad(share), (x,), (along[mine],))
+        expected = torch.func.jvp(torch.func.grad(whole), (everywhere,), (along,))
+        for ours, theirs in zip(found, expected):
+            assert_equal(ours, theirs[mine], "Hessian times a vector")
+        for transform in (torch.func.hessian, torch.func.jacfwd, torch.func.vmap):
+            with pytest.raises(NotImplementedError, match="vmap over a call with a `domain`"):
+                transform(share)(x if transform is not torch.func.vmap else torch.stack([x, x]))
+        assert_equal(share(x), whole(everywhere), "and then normal work")

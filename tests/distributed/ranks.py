@@ -15,7 +15,7 @@ SIZES = (1, 2, 3, 4, 7)
 TIMEOUT = 300
 
 
-TOPICS = ("cases", "modules", "agreement", "sources", "response", "lifetimes", "random_systems")
+TOPICS = ("cases", "modules", "agreement", "steps", "sources", "response", "lifetimes", "random_systems")
 """Files with cases."""
 
 

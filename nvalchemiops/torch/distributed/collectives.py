@@ -74,6 +74,19 @@ def _end_in_order() -> None:
     atexit.register(finish)
 
 
+def refuse_slices(*_: Any) -> Any:
+    """The rule for ``torch.func.vmap`` of an op that all ranks call.
+
+    Slices of ranks belong together where all have the same directions, but not where each has those of its own atoms,
+    as in ``jacfwd`` and ``hessian``: results would be sums of columns. The op cannot tell them apart.
+    """
+    raise NotImplementedError(
+        "torch.func.vmap over a call with a `domain`, as in jacfwd, jacrev of vectors and hessian: each rank has "
+        "directions of its own atoms, which do not belong together. Take one direction of the atoms of all ranks after "
+        "the other, by torch.func.jvp, torch.autograd.grad or torch.autograd.functional.hvp"
+    )
+
+
 def _same(values: torch.Tensor, *_: Any) -> Any:
     return tuple(values.shape)
 
@@ -90,6 +103,7 @@ def _back(send: Sequence[int], receive: Sequence[int], group: int, grad_rows: to
     "nvalchemiops::all_to_all_rows",
     outputs=[OutputSpec("rows", _dtype, lambda v, _, receive, __: (sum(receive), *v.shape[1:]))],
     backward=_back,
+    vmap=refuse_slices,
 )
 def all_to_all_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: int) -> torch.Tensor:
     """Rows from all ranks, in their order.
@@ -115,6 +129,7 @@ def _add(values: torch.Tensor, group: int) -> torch.Tensor:
     "nvalchemiops::sum_on_all_ranks",
     outputs=[OutputSpec("total", _dtype, _same)],
     backward=lambda group, grad_total: sum_on_all_ranks(grad_total, group),
+    vmap=refuse_slices,
 )
 def sum_on_all_ranks(values: torch.Tensor, group: int) -> torch.Tensor:
     """The sum over all ranks, with which each goes on to compute its own share."""
@@ -125,6 +140,7 @@ def sum_on_all_ranks(values: torch.Tensor, group: int) -> torch.Tensor:
     "nvalchemiops::sum_of_shares",
     outputs=[OutputSpec("total", _dtype, _same)],
     backward=lambda group, grad_total: replicated(grad_total, group),
+    vmap=refuse_slices,
 )
 def sum_of_shares(values: torch.Tensor, group: int) -> torch.Tensor:
     """The sum over all ranks as a result that all have, of which there is one loss."""
@@ -135,6 +151,7 @@ def sum_of_shares(values: torch.Tensor, group: int) -> torch.Tensor:
     "nvalchemiops::replicated",
     outputs=[OutputSpec("value", _dtype, _same)],
     backward=lambda group, grad_value: sum_of_shares(grad_value, group),
+    vmap=refuse_slices,
 )
 def replicated(values: torch.Tensor, group: int) -> torch.Tensor:
     """The same values, whose gradients are summed over all ranks."""

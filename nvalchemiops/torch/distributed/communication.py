@@ -2,14 +2,21 @@
 
 A rank that cannot go on must not leave the others to wait. What it raises they learn by
 `nvalchemiops.torch.distributed.agreement`. A rank that is gone, or does not come within the timeout of the group (an
-argument of ``init_process_group``), is named.
+argument of ``init_process_group``), is named. Ranks that wait in different places, because one of them was interrupted
+or has left out a call, find it by the store of the group.
 """
 
 import contextlib
+import ctypes
 import functools
+import json
 import os
+import pickle
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,30 +32,129 @@ PATIENCE = 2.0
 AWAKE = 0.005
 """Seconds in which a rank looks for its messages before it sleeps until they have come."""
 
+LOOK = timedelta(seconds=1.0)
+"""Time after which a rank that waits compares its message with those of others, and again each time it has passed."""
+
+RECENT = 16
+"""Messages of a rank that others can compare with theirs. A rank is ahead by those that it does not wait for."""
+
+_AT, _APART = "nvalchemiops/at", "nvalchemiops/out of step"
+"""Names in the store of a group: the recent messages of a rank, with its number, and how ranks are out of step."""
+
 
 class OtherRankError(RuntimeError):
     """Another rank could not do its part."""
 
 
-@contextlib.contextmanager
-def _named(group: Any) -> Iterator[None]:
-    """Name the ranks that are gone when communication fails."""
-    try:
-        yield
-    except RuntimeError as error:
-        gone = _gone(group)
-        who = f"rank {', '.join(map(str, gone))} is gone or late" if gone else "communication with other ranks failed"
-        raise OtherRankError(f"{who}: {error}") from error
+# -- which message a rank takes part in -----------------------------------------------------------
+
+
+class Messages:
+    """The messages of a group, in the order in which all its ranks must take part.
+
+    Attributes
+    ----------
+    calls, count : int
+        Calls that this rank has begun, and messages that it has taken part in.
+    place : str
+        Where its last call was made.
+    out_of_step : str
+        Why there can be no more messages; empty as long as there can.
+    places : set of (float, float)
+        Pairs of places from which ranks have called together, of which they were warned.
+    answers : list of int
+        How often each rank has answered after failures, when the last one was over.
+    """
+
+    def __init__(self) -> None:
+        self.calls, self.count, self.place, self.out_of_step = 0, 0, "", ""
+        self.places: set[tuple[float, float]] = set()
+        self.answers: list[int] = []
+        self._recent: deque[tuple[int, str, int, str]] = deque(maxlen=RECENT)
+
+    def begin(self, kind: str) -> None:
+        """Note that this rank takes part in a message."""
+        if self.out_of_step:
+            raise OtherRankError(self.out_of_step)
+        self.count += 1
+        self._recent.append((self.count, kind, self.calls, self.place))
+
+    def level(self, count: int) -> None:
+        """Go on with this number of messages, where ranks have met in one and told each other theirs."""
+        self.count = count
+        self._recent.clear()
+
+    def leave(self, group: Any, why: str) -> None:
+        """There can be no more messages; others learn it at their next look."""
+        text = f"ranks are out of step: {why}. Go on with a new group (torch.distributed.new_group) and a Domain of it"
+        with contextlib.suppress(RuntimeError, AttributeError):  # the process with the store is gone
+            group.get_group_store().set(_APART, text)
+        self._end(group, text)
+
+    def _end(self, group: Any, why: str) -> None:
+        if not self.out_of_step:
+            # threads of the group wait for messages that do not come, until its timeout, and its end waits for them:
+            # it has none, or the end of the process would wait
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self.out_of_step = why
+
+    def show(self, group: Any) -> None:
+        """Let others see the recent messages of this rank."""
+        group.get_group_store().set(f"{_AT}/{dist.get_rank(group)}", json.dumps(list(self._recent)))
+
+    def look(self, group: Any) -> None:
+        """Compare with other ranks that wait, too; raise if a message of one is another than that of this rank."""
+        try:
+            store, rank, n_ranks = group.get_group_store(), dist.get_rank(group), dist.get_world_size(group)
+            if store.check([_APART]):
+                self._end(group, store.get(_APART).decode())
+            else:
+                self.show(group)
+            # if any two differ, so do two that follow each other
+            for other in {(rank + 1) % n_ranks, (rank - 1) % n_ranks} - {rank}:
+                if not self.out_of_step and store.check([f"{_AT}/{other}"]):
+                    self._compare(group, other, json.loads(store.get(f"{_AT}/{other}")))
+        except (RuntimeError, AttributeError):  # the process with the store is gone
+            return
+        if self.out_of_step:
+            raise OtherRankError(self.out_of_step)
+
+    def _compare(self, group: Any, other: int, theirs: list[tuple[int, str, int, str]]) -> None:
+        ours = {number: what for number, *what in self._recent}
+        for number, *what in theirs:
+            if number in ours and ours[number][:2] != what[:2]:
+                ranks = sorted([(dist.get_rank(group), ours[number]), (other, what)])
+                told = " and ".join(
+                    f"{kind} in call {call} ({place}) on rank {dist.get_global_rank(group, rank)}"
+                    for rank, (kind, call, place) in ranks
+                )
+                self.leave(group, f"the same message is {told}. One of them was interrupted, or has left out a call")
+                return
+
+
+_messages: weakref.WeakKeyDictionary[Any, Messages] = weakref.WeakKeyDictionary()
+
+
+def messages_of(group: Any) -> Messages:
+    """The messages of a group."""
+    found = _messages.get(group)
+    return _messages.setdefault(group, Messages()) if found is None else found
+
+
+# -- failures -------------------------------------------------------------------------------------
 
 
 def _gone(group: Any) -> list[int]:
     """Ranks that do not answer any more, by their numbers among all."""
     try:
-        store = group.get_group_store()
-        names = [f"nvalchemiops/here/{rank}" for rank in range(dist.get_world_size(group))]
-        store.set(names[dist.get_rank(group)], "yes")
+        store, n_ranks = group.get_group_store(), dist.get_world_size(group)
+        names = [f"nvalchemiops/here/{rank}" for rank in range(n_ranks)]
+        store.add(names[dist.get_rank(group)], 1)
         time.sleep(PATIENCE)
-        return [dist.get_global_rank(group, rank) for rank, name in enumerate(names) if not store.check([name])]
+        messages, answers = messages_of(group), [store.add(name, 0) for name in names]
+        before = messages.answers or [0] * n_ranks
+        messages.answers = answers
+        return [dist.get_global_rank(group, rank) for rank in range(n_ranks) if answers[rank] == before[rank]]
     except (RuntimeError, AttributeError):  # the process with the store is gone
         return []
 
@@ -60,7 +166,7 @@ def _has_cores(n_ranks: int) -> bool:
     return hasattr(os, "sched_yield") and on_this_machine <= available_cores()
 
 
-def _wait(work: Any, tensor: torch.Tensor, group: Any) -> None:
+def _wait(work: Any, tensor: torch.Tensor, group: Any, messages: Messages) -> None:
     """Wait for a message with this tensor.
 
     A core that sleeps wakes up late, on virtual machines above all. So a rank stays awake for a while, as in other
@@ -68,47 +174,112 @@ def _wait(work: Any, tensor: torch.Tensor, group: Any) -> None:
     """
     if work is None:  # of a rank outside of the group
         return
-    if tensor.device.type == "cpu" and _has_cores(dist.get_world_size(group)):
+    if tensor.device.type != "cpu":
+        work.wait()
+        return
+    if _has_cores(dist.get_world_size(group)):
         end = time.perf_counter() + AWAKE
         while not work.is_completed() and time.perf_counter() < end:
             os.sched_yield()
-    work.wait()
+    while True:
+        try:
+            work.wait(LOOK)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+        messages.look(group)
+
+
+def _take_part(kind: str, start: Callable[[], Any], tensor: torch.Tensor, group: Any) -> None:
+    """Take part in a message of all ranks, and wait for it. Ranks that are gone are named if it fails."""
+    messages = messages_of(group)
+    messages.begin(kind)
+    try:
+        _wait(start(), tensor, group, messages)
+    except OtherRankError:
+        raise
+    except RuntimeError as error:
+        gone = _gone(group)
+        who = f"rank {', '.join(map(str, gone))} is gone or late" if gone else "communication with other ranks failed"
+        raise OtherRankError(f"{who}: {error}") from error
+    except BaseException as error:
+        where = f"call {messages.calls} ({messages.place}) on rank {dist.get_rank()}"
+        messages.leave(group, f"{type(error).__name__} ended {kind} in {where}")
+        raise
+
+
+# -- messages -------------------------------------------------------------------------------------
 
 
 def add(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The tensor, in place the sum of those of all ranks."""
-    with _named(group):
-        _wait(dist.all_reduce(tensor, group=group, async_op=True), tensor, group)
+    _take_part("a sum", lambda: dist.all_reduce(tensor, group=group, async_op=True), tensor, group)
     return tensor
 
 
 def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The tensor, in place the entrywise maximum of those of all ranks."""
-    with _named(group):
-        _wait(dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True), tensor, group)
+    _take_part(
+        "a maximum", lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True), tensor, group
+    )
     return tensor
+
+
+def extremes(numbers: Sequence[float], group: Any, device: torch.device) -> tuple[list[float], list[float]]:
+    """The largest and the smallest of each number among those of all ranks.
+
+    On a CPU the numbers of all ranks are gathered, as nothing else is. Gloo brings messages together by kind and order,
+    of whatever size: a rank that is not in step then waits, instead of taking other numbers for these.
+    """
+    here = torch.tensor(numbers, dtype=torch.float64, device=device)
+    if device.type == "cpu":
+        found = _gathered("what ranks agree on", here, group).numpy()
+        return found.max(0).tolist(), found.min(0).tolist()
+    ends = maximum(torch.stack([here, -here]), group)
+    return ends[0].tolist(), (-ends[1]).tolist()
+
+
+def _gathered(kind: str, values: torch.Tensor, group: Any) -> torch.Tensor:
+    """The values (n,) of each rank, (n_ranks, n)."""
+    found = values.new_empty((dist.get_world_size(group), len(values)))
+    parts = list(found.unbind())
+    _take_part(kind, lambda: dist.all_gather(parts, values, group=group, async_op=True), values, group)
+    return found
+
+
+def _in_bytes(what: Any, device: torch.device) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(what)), dtype=torch.uint8).to(device)
+
+
+def tell(what: Any, group: Any, device: torch.device) -> list[Any]:
+    """What each rank has to say, on all ranks."""
+    said = _in_bytes(what, device)
+    sizes = _gathered("what ranks tell", torch.tensor([len(said)], device=device), group).flatten().tolist()
+    padded = said.new_zeros(max(sizes))
+    padded[: len(said)] = said
+    told = _gathered("what ranks tell", padded, group).cpu().numpy()
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(told, sizes)]
 
 
 def tell_from(rank: int, what: Any, group: Any, device: Any) -> Any:
     """What one rank has to say, by its number among all, on all ranks of the group."""
-    said = [what]
-    with _named(group):
-        dist.broadcast_object_list(said, src=rank, group=group, device=device)
-    return said[0]
+    is_here = dist.get_rank() == rank
+    said = _in_bytes(what, device)
+    size = torch.tensor([len(said)], device=device)
+    _take_part("what a rank tells", lambda: dist.broadcast(size, rank, group=group, async_op=True), size, group)
+    if not is_here:
+        said = said.new_empty(int(size))
+    _take_part("what a rank tells", lambda: dist.broadcast(said, rank, group=group, async_op=True), said, group)
+    return what if is_here else pickle.loads(said.cpu().numpy().tobytes())
 
 
 def swap_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> torch.Tensor:
     """Rows from all ranks; see `nvalchemiops.torch.distributed.collectives.all_to_all_rows`."""
     rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)
-    with _named(group):
-        work = dist.all_to_all_single(rows, values, list(receive), list(send), group=group, async_op=True)
-        _wait(work, values, group)
+
+    def start() -> Any:
+        return dist.all_to_all_single(rows, values, list(receive), list(send), group=group, async_op=True)
+
+    _take_part("rows", start, values, group)
     return rows
-
-
-def tell(what: Any, group: Any) -> list[Any]:
-    """What each rank has to say, on all ranks."""
-    told: list[Any] = [None] * dist.get_world_size(group)
-    with _named(group):
-        dist.all_gather_object(told, what, group=group)
-    return told

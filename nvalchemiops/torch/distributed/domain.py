@@ -10,7 +10,7 @@ Source of the method: S. Plimpton, J. Comput. Phys. 117, 1 (1995), doi:10.1006/j
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
+import weakref
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,15 @@ import torch.distributed as dist
 
 from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.distributed.agreement import Agreement, described, kind_of, of_atoms, together
+from nvalchemiops.torch.distributed.agreement import Agreement, described, kind_of, of_atoms
 from nvalchemiops.torch.distributed.bricks import Frames, Grid, check_grid, make_bricks
 from nvalchemiops.torch.distributed.collectives import number_of, replicated, sum_of_shares, sum_on_all_ranks
 from nvalchemiops.torch.distributed.communication import add, maximum
-from nvalchemiops.torch.distributed.exchange import Exchange, check_rows, inverse
+from nvalchemiops.torch.distributed.exchange import Exchange, carried, check_rows, inverse
 from nvalchemiops.torch.distributed.neighbors import OwnedRows, sorted_numbers
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.neighbors.search import Search
+from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.systems import System
 
 
@@ -95,8 +96,8 @@ class Domain:
         self._options: dict[str, Any] = {"cutoff": cutoff, "skin": skin, "group": group, "grid": grid}
         for name, value in (("cell", cell), ("pbc", pbc)):
             self._options[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
-        self._agreement: Agreement | None = None
-        with together(self.group, self.device) as agreement:
+        self._agreement: weakref.ref[Agreement] | None = None
+        with Agreement(self.group, self.device) as agreement:
             checks.check_positions(positions)
             self.cutoff = checks.check_positive("cutoff", cutoff)
             self.skin = float(skin)
@@ -112,7 +113,7 @@ class Domain:
         self.n_systems = self._agreed_systems(*map(int, agreement.largest))
         self.reach = self.cutoff + self.skin
         self._options["num_systems"] = self.n_systems if self.is_batch else None
-        with together(self.group, self.device) as agreement:
+        with Agreement(self.group, self.device) as agreement:
             check_grid(grid, self.n_ranks)
             if self.is_batch and batch_idx is None and len(positions):
                 raise ValueError("`batch_idx` is needed for these atoms, too: another rank has it")
@@ -142,27 +143,23 @@ class Domain:
 
     # -- making it --------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _together(self) -> Iterator[Agreement]:
-        """A part of a collective call in which this rank may raise; see `agreement.together`.
+    def _together(self) -> contextlib.AbstractContextManager[Agreement]:
+        """A part of a collective call in which this rank may raise; see `Agreement`.
 
         Inside of another one it is a part of that, without a message of its own. At the end all ranks raise if atoms on
         one of them have moved too far.
         """
-        if self._agreement is not None:
-            yield self._agreement
-            return
-        try:
-            with together(self.group, self.device) as agreement:
-                self._agreement = agreement
-                yield agreement
-        finally:
-            self._agreement = None
-        moved = agreement.largest[0]
-        if not 2.0 * moved <= self.skin:
-            raise ValueError(
-                f"atoms have moved by {moved:g}, more than half of the skin of the `domain`, {self.skin}: make it anew"
-            )
+        agreement = self._open()
+        if agreement is not None:
+            return contextlib.nullcontext(agreement)
+        agreement = Agreement(self.group, self.device, self.skin)
+        self._agreement = weakref.ref(agreement)
+        return agreement
+
+    def _open(self) -> Agreement | None:
+        """The part of a call that this rank is in. One that an interrupt ended is gone with its frame."""
+        agreement = None if self._agreement is None else self._agreement()
+        return None if agreement is None or agreement.is_over else agreement
 
     def _agreed_systems(self, of_shapes: int, of_caller: int, of_atoms: int, is_batch: int) -> int:
         """The number of systems, from the cell, the caller or the numbers on all ranks."""
@@ -234,7 +231,7 @@ class Domain:
         positions, *values : tensors
             Of the atoms that this rank owns now.
         """
-        with together(self.group, self.device) as agreement:
+        with Agreement(self.group, self.device) as agreement:
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
                 if value.shape[:1] != (self.n_owned,):
                     raise ValueError(f"`{name}` must have {self.n_owned} rows, got shape {tuple(value.shape)}")
@@ -243,7 +240,7 @@ class Domain:
         if 2.0 * agreement.largest[0] <= self.skin:
             return self, positions, *values
         new = Domain(positions, batch_idx=self.batch_idx, **self._options)
-        moved = [new._to_owners.apply(value) for value in (positions, *values)]
+        moved = [carried(new._to_owners.apply, value) for value in (positions, *values)]
         with torch.inference_mode(False):
             new.global_index = new._to_owners.apply(self.global_index)
             new._known_numbers = new._with_ghosts(new.global_index)
@@ -255,7 +252,7 @@ class Domain:
         """The same division for positions in another unit of length, given in the present one."""
         if ("units", length) not in self.kept:
             other = copy.copy(self)
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), outside_of_transforms():
                 other.cell = None if self.cell is None else self.cell / length
                 other._known_positions = self._known_positions / length
             other.cutoff, other.skin, other.reach = self.cutoff / length, self.skin / length, self.reach / length
@@ -292,7 +289,7 @@ class Domain:
         if torch.compiler.is_compiling() or not layout(self.device.type).reads:
             check_rows(values, n_rows)
             return
-        with together(self.group, self.device) as agreement:
+        with Agreement(self.group, self.device) as agreement:
             check_rows(values, n_rows)
             told = f"{kind_of(values)} of shape {tuple(values.shape)}" if n_rows is None else of_atoms(values)
             agreement.same["`values`"] = told
@@ -311,7 +308,7 @@ class Domain:
             Of the atoms that this rank owns.
         """
         self._check_values(values, self._n_held)
-        return self._to_owners.apply(values)
+        return carried(self._to_owners.apply, values)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Bring values of atoms back to the ranks that hold them. A collective call, differentiable to any order.
@@ -327,7 +324,7 @@ class Domain:
             Of the atoms that this rank holds, in their order.
         """
         self._check_values(values, self.n_owned)
-        return self._to_owners.transpose(values, self._n_held)
+        return carried(lambda rows: self._to_owners.transpose(rows, self._n_held), values)
 
     def with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         """Append values of ghosts. A collective call, differentiable to any order: gradients go to the owners.
@@ -343,7 +340,7 @@ class Domain:
             Of owned atoms, then of ghosts.
         """
         self._check_values(values, self.n_owned)
-        return self._with_ghosts(values)
+        return carried(self._with_ghosts, values)
 
     def _with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cat([values, self._halo.apply(values)])
@@ -370,8 +367,12 @@ class Domain:
             Of owned atoms, with the shares of all ranks.
         """
         self._check_values(values, self.n_owned + self.n_ghosts)
-        owned, ghosts = values.split([self.n_owned, self.n_ghosts])
-        return owned + self._halo.transpose(ghosts, self.n_owned)
+
+        def add(values: torch.Tensor) -> torch.Tensor:
+            owned, ghosts = values.split([self.n_owned, self.n_ghosts])
+            return owned + self._halo.transpose(ghosts, self.n_owned)
+
+        return carried(add, values)
 
     def sum(self, shares: torch.Tensor) -> torch.Tensor:
         """Add up shares of a result that all ranks have in common, such as the energy. A collective call.
@@ -387,7 +388,7 @@ class Domain:
             The sum, the same on all ranks. There is one loss of it: its gradient is that of each share.
         """
         self._check_values(shares)
-        return self._sum(shares)
+        return carried(self._sum, shares)
 
     def _sum(self, shares: torch.Tensor) -> torch.Tensor:
         return sum_of_shares(shares, self.number)
@@ -406,7 +407,7 @@ class Domain:
             The sum, whose gradients are added up over the ranks, too.
         """
         self._check_values(values)
-        return self._sum_for_shares(values)
+        return carried(self._sum_for_shares, values)
 
     def _sum_for_shares(self, values: torch.Tensor) -> torch.Tensor:
         return sum_on_all_ranks(values, self.number)
@@ -424,7 +425,7 @@ class Domain:
         (...) tensor
             The same values. Their gradient is added up over the ranks, in a collective call of the backward pass.
         """
-        return replicated(values, self.number)
+        return carried(lambda values: replicated(values, self.number), values)
 
     def _pairs_here(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Pairs (2, n) of numbers among owned atoms and ghosts, of those with an owned atom; and which these are.
@@ -469,8 +470,9 @@ class Domain:
             raise ValueError("`cell` must be that of the `domain`")
         if lattice is not None and self.cell is not None and not torch.equal(lattice.expand_as(self.cell), self.cell):
             raise ValueError("`cell` has changed since the `domain` was made: make it anew")
-        assert self._agreement is not None
-        same = self._agreement.same
+        agreement = self._open()
+        assert agreement is not None
+        same = agreement.same
         for name in ("positions", "charges", "numbers", "dipoles", "quadrupoles", "widths"):
             same[f"`{name}`"] = of_atoms(getattr(atoms, name))
         same["`pbc`"], same["`cell`"] = described(atoms.pbc), "None" if atoms.cell is None else kind_of(atoms.cell)
@@ -565,7 +567,7 @@ class Domain:
             if cutoff > self.cutoff:
                 raise ValueError(f"`cutoff` = {cutoff} is beyond that of the `domain`, {self.cutoff}")
             if cutoff not in self._rows:
-                with torch.inference_mode(False):
+                with torch.inference_mode(False), outside_of_transforms():
                     self._rows[cutoff] = self._search(cutoff + self.skin)
         return self._rows[cutoff]
 
@@ -575,9 +577,10 @@ class Domain:
 
     def _must_be_near(self, positions: torch.Tensor) -> None:
         """Note how far atoms have moved, in a part of `_together`, at whose end all raise if that is too far."""
-        assert self._agreement is not None
-        if self._agreement.largest[0] < 0.0:  # not noted yet
-            self._agreement.largest[0] = self._moved(positions)
+        agreement = self._open()
+        assert agreement is not None
+        if agreement.largest[0] < 0.0:  # not noted yet
+            agreement.largest[0] = self._moved(positions)
 
     def _search(self, cutoff: float) -> OwnedRows:
         n, system, everywhere = self.n_owned, self.batch_idx_with_ghosts, self._known_positions

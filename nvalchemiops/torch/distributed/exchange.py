@@ -1,6 +1,6 @@
 """Rows of tensors that move between ranks by a fixed plan: a linear map that is differentiable to any order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +67,19 @@ class Exchange(NamedTuple):
 def inverse(order: torch.Tensor) -> torch.Tensor:
     """The inverse of a permutation."""
     return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+
+
+CARRIED = (torch.float32, torch.float64, torch.int32, torch.int64)
+"""Dtypes that messages have. Others travel as a wider one of these, and complex numbers as two."""
+
+
+def carried(move: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    """``move(values)``, a linear map of rows by messages, for values of any dtype."""
+    if values.dtype in CARRIED:
+        return move(values)
+    if values.is_complex():
+        return torch.view_as_complex(carried(move, torch.view_as_real(values.resolve_conj())))
+    return move(values.to(torch.float32 if values.is_floating_point() else torch.int64)).to(values.dtype)
 
 
 def check_rows(values: Any, n_rows: int | None) -> None:

@@ -14,6 +14,7 @@ from nvalchemiops.kernels.mesh import first_point
 from nvalchemiops.torch.distributed.bricks import Grid
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.distributed.transform import division_of, window_spectrum, window_values
+from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 
 SLACK = 1e-6
 """Mesh spacings by which windows are wider, for rounding of coordinates."""
@@ -51,7 +52,10 @@ class MeshDivision:
         start, self.window = windows[domain.rank]
         self._windows = [number for window in windows for numbers in window for number in numbers]
         self.planes = division_of(self.mesh, self._windows, domain.rank).columns[domain.rank]
-        with torch.inference_mode(False):  # tensors made in it could not be differentiated later
+        with (
+            torch.inference_mode(False),
+            outside_of_transforms(),
+        ):  # tensors made in them could not be differentiated later
             self._first = torch.tensor(start, dtype=torch.float64, device=domain.device)
             self._offset = domain._cells_left()[:, self.axes] * torch.tensor(self.mesh, device=domain.device)
             self._is_whole = torch.tensor([a == b for a, b in zip(self.window, self.mesh)], device=domain.device)

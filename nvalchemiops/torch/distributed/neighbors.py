@@ -14,6 +14,7 @@ from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 from nvalchemiops.torch.neighbors.search import Search, neighbor_rows
 from nvalchemiops.torch.operators.segments import row_pointers
+from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 
 BLOCK = 1024
 """Rows that are looked through at once for neighbors on other ranks."""
@@ -62,7 +63,7 @@ class OwnedRows:
     def of_both(self) -> Rows:
         """Rows of owned atoms, then of ghosts among owned atoms. Pairs of ghosts are left out."""
         if self._of_both is None:
-            with torch.inference_mode(False):  # it is kept
+            with torch.inference_mode(False), outside_of_transforms():  # it is kept
                 self._of_both = self._rows(*self._write_rows_of_ghosts())
         return self._of_both
 

@@ -18,7 +18,7 @@ import torch
 
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import real_of
-from nvalchemiops.torch.distributed.collectives import group_of
+from nvalchemiops.torch.distributed.collectives import group_of, refuse_slices
 from nvalchemiops.torch.distributed.communication import swap_rows
 from nvalchemiops.torch.operators.mesh_transform import weights_of_planes
 from nvalchemiops.torch.runtime.memory import new_empty
@@ -248,6 +248,7 @@ def _values_pullback(
     "nvalchemiops::window_spectrum",
     outputs=[OutputSpec("spectrum", real_of, _of_spectrum)],
     backward=_spectrum_pullback,
+    vmap=refuse_slices,
 )
 def window_spectrum(
     values: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], rank: int, group: int
@@ -282,6 +283,7 @@ def window_spectrum(
     "nvalchemiops::window_values",
     outputs=[OutputSpec("values", real_of, _of_values)],
     backward=_values_pullback,
+    vmap=refuse_slices,
 )
 def window_values(
     spectrum: torch.Tensor, mesh: Sequence[int], windows: Sequence[int], rank: int, group: int

@@ -11,6 +11,7 @@ from nvalchemiops.interactions.dispersion import formulas
 from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDamping
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.distributed.agreement import described
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
@@ -104,7 +105,7 @@ def dispersion_sum(
             must_be_same(domain, settings=settings, request=request, parameters=type(parameters).__name__)
             if bool((numbers <= 0).any()):
                 raise ValueError("`numbers`: with a `domain` there is no padding")
-    elements = None
+    elements, tables = None, parameters
     if domain is not None:
         settings = _of_all_ranks(domain, settings)
         if isinstance(parameters, D3Parameters):
@@ -114,6 +115,8 @@ def dispersion_sum(
             assert isinstance(parameters, D3Parameters)
             parameters = parameters.states(elements or parameters.elements[:1], numbers.device)
         atoms = _look_up(parameters, numbers)
+        if domain is not None:
+            must_be_same(domain, parameters=_tables(tables, atoms.states, domain))
         if domain is not None and atoms.states.pair_c6 is not None:
             raise ValueError("`parameters`: with a `domain` the tables must factorise, as published ones do")
         dtype = positions.dtype
@@ -324,6 +327,18 @@ def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smo
     if smoothing >= min(known):
         raise ValueError(f"`smoothing` = {smoothing} must be smaller than the cutoffs, of which one is {min(known)}")
     return Ranges(*(Range(c, c - smoothing) for c in known))
+
+
+def _tables(given: D3Parameters | ReferenceStates, states: ReferenceStates, domain: Domain) -> str:
+    """What tables of all ranks must have in common: their values, but no vectors, which differ by rounding."""
+    key = ("d3 tables", states.serial)
+    if key not in domain.kept:
+        tables = [states.radii, states.z, states.coordination, states.pair_radii]
+        if isinstance(given, D3Parameters):
+            there = list(states.elements)
+            tables.append(given.c6ab[there][:, there])
+        domain.kept[key] = described(tables)
+    return domain.kept[key]
 
 
 def _look_up(parameters: Any, numbers: torch.Tensor) -> Atoms:

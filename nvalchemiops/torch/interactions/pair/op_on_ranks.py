@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch.autograd import warp_custom_op
-from nvalchemiops.torch.distributed.collectives import group_of
+from nvalchemiops.torch.distributed.collectives import group_of, refuse_slices
 from nvalchemiops.torch.distributed.communication import swap_rows
 from nvalchemiops.torch.interactions.pair.op import GRAD_ARRAYS, SPECS, pullback_by, sum_rows_of
 
@@ -45,6 +45,7 @@ def _with_ghosts(
     outputs=SPECS,
     grad_arrays=GRAD_ARRAYS,
     backward=pullback_by(lambda: pair_sum_on_ranks),
+    vmap=refuse_slices,
     trusted=True,
 )
 def pair_sum_on_ranks(

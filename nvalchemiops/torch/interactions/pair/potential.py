@@ -250,7 +250,7 @@ class PairPotential:
                 if excluded is not None:
                     check_same_system(excluded, atoms.batch_idx)
             else:
-                must_be_same(atoms.domain, request=request, has_species=species is not None)
+                must_be_same(atoms.domain, request=request, has_species=species is not None, r_switch=self.r_switch)
                 parameters = parameters_of_share(formula, parameters, atoms.domain)
                 excluded = exclusions_of_share(atoms.domain, exclusions, exclusion_factors, atoms.positions)
         options: Any = {"cutoff": cutoff, "r_switch": self.r_switch, "species": species, "exclusions": excluded}
