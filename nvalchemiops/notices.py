@@ -22,7 +22,7 @@ class AccuracyWarning(NvalchemiopsWarning):
 
 
 class NeighborListWarning(NvalchemiopsWarning):
-    """A neighbor list lacks pairs: rows were filled to the width of a caller's buffer, or one direction is missing."""
+    """A neighbor list is not what was asked for: rows need more room than was given, or one direction is missing."""
 
 
 _shown: set[tuple[object, ...]] = set()

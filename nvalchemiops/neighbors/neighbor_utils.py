@@ -13,9 +13,14 @@ HIGH_DENSITY = 0.2
 LEAST_SPARE = 4
 """Least number of slots beyond the longest row in a matrix sized here, unless `estimate_max_neighbors` is less."""
 
+GROWTH = 1.2
+"""Room for a row that did not fit, relative to what it needs: density fluctuates, and each growth costs a search."""
+
 
 class NeighborOverflowError(RuntimeError):
-    """An atom has more neighbors than the given size has room for. Nothing was truncated: no list was returned.
+    """An atom has more neighbors than the given size has room for, and there is no answer with more room.
+
+    There is no memory for a wider matrix, or entries cannot be addressed; or a matrix that lacks neighbors was given.
 
     Parameters
     ----------
@@ -49,8 +54,8 @@ def estimate_max_neighbors(
     """Width of a neighbor matrix for atoms of a given density: those in a sphere of radius ``cutoff``.
 
     A guess for callers that must fix shapes before the atoms are known. `neighbor_list` needs none: without
-    ``max_neighbors`` it counts, and with one that is too small it raises `NeighborOverflowError`. Clustered atoms, or
-    a cutoff of few neighbors, exceed the mean; that is what ``safety_factor`` is for.
+    ``max_neighbors`` it counts, and with one that is too small it searches again and returns a wider matrix. Clustered
+    atoms, or a cutoff of few neighbors, exceed the mean; that is what ``safety_factor`` is for.
 
     Parameters
     ----------
@@ -99,6 +104,11 @@ def matrix_width(cutoff: float, most: int) -> int:
     if _in_sphere(cutoff) * HIGH_DENSITY < spare:  # else the estimate is no less, and perhaps not even finite
         spare = min(spare, estimate_max_neighbors(cutoff))
     return max(most, spare)
+
+
+def grown_width(most: int) -> int:
+    """Width of a matrix whose longest row, of ``most`` neighbors, did not fit into a narrower one."""
+    return ROW_MULTIPLE * math.ceil(GROWTH * most / ROW_MULTIPLE)
 
 
 def _in_sphere(radius: float) -> float:

@@ -4,6 +4,7 @@
 """
 
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.interactions import electrostatics, lj
 from nvalchemiops.torch.neighbors import rebuild_detection
@@ -83,6 +84,25 @@ def results_as_arguments(rng: np.random.Generator, n_atoms: int) -> dict[str, An
     return options
 
 
+def memory_as_arguments(
+    rng: np.random.Generator, options: dict[str, Any], n_rows: int, periodic: bool, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Memory for some of the results, of any width, that holds what was there before."""
+    width, memory = int(rng.integers(0, 60)), {}
+    for name, trailing in (("neighbor_matrix", ()), ("neighbor_matrix_shifts", (3,))):
+        if rng.random() < 0.3 and (periodic or not trailing):
+            memory[name] = torch.full((n_rows, width, *trailing), 77, dtype=torch.int32)
+    if not memory and options["max_neighbors"] is not None:
+        width = options["max_neighbors"]
+    if rng.random() < 0.3:
+        memory["num_neighbors"] = torch.full((n_rows,), 77, dtype=torch.int32)
+    slots = (width,) if options["return_neighbor_list"] else (n_rows, width)
+    for name, trailing in (("neighbor_distances", ()), ("neighbor_vectors", (3,))):
+        if rng.random() < 0.2:
+            memory[name] = torch.full((*slots, *trailing), 77.0, dtype=dtype)
+    return memory
+
+
 def pairs_found(results: list[torch.Tensor], options: dict[str, Any], rows: torch.Tensor, n_atoms: int) -> np.ndarray:
     """Rows (i, j, S) of a list or a matrix whose rows belong to these atoms; padding is looked at."""
     first, second, shifts = results
@@ -118,7 +138,8 @@ def as_set(pairs: np.ndarray) -> set[tuple[int, ...]]:
 
 @examples(60, 20_000)
 @given(SEEDS, st.sampled_from(list(SLACK)), st.sampled_from(("naive", "cell_list", None)))
-def test_lists_of_any_arguments_are_exact_or_overflow(seed, dtype, method):
+def test_lists_of_any_arguments_are_exact(seed, dtype, method):
+    """Whatever width and memory are given: what is returned has all pairs, and the memory the first columns of it."""
     rng = np.random.default_rng(seed)
     cases = members(rng)
     positions, cells, _ = together(cases, dtype)
@@ -129,15 +150,12 @@ def test_lists_of_any_arguments_are_exact_or_overflow(seed, dtype, method):
     periodic, as_list = systems["cell"] is not None, options["return_neighbor_list"]
     rows = options.get("target_indices", torch.arange(n_atoms)).long()
     certain, possible = expected_pairs(cases, dtype, periodic, options["half_fill"], rows)
-    room = math.inf if options["max_neighbors"] is None else options["max_neighbors"]
-    least, most = (np.bincount(pairs[:, 0], minlength=1).max() for pairs in (certain, possible))
+    memory = memory_as_arguments(rng, options, len(rows), periodic, dtype)
 
-    try:
-        results = list(neighbors.neighbor_list(positions, cutoff, method=method, **systems, **options))
-    except NeighborOverflowError as error:
-        assert room < error.num_neighbors <= most
-        return
-    assert least <= room
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", NeighborListWarning)
+        results = list(neighbors.neighbor_list(positions, cutoff, method=method, **systems, **options, **memory))
+    assert_filled(memory, results, options, said, periodic)
     geometry = results[2 + periodic :]
     if not periodic:
         results[2:] = [torch.zeros(*(results[0].shape[1:] if as_list else results[0].shape), 3, dtype=torch.int32)]
@@ -148,11 +166,44 @@ def test_lists_of_any_arguments_are_exact_or_overflow(seed, dtype, method):
     x, vectors = positions.double().numpy(), cells.double().numpy()[system]
     d = x[found[:, 1]] - x[found[:, 0]] + np.einsum("pa,pab->pb", found[:, 2:], vectors)
     filled = torch.arange(results[0].shape[1]) < results[1][:, None] if not as_list else slice(None)
-    wanted = [np.linalg.norm(d, axis=1)] * options["return_distances"] + [d] * options["return_vectors"]
+    has_distances = options["return_distances"] or "neighbor_distances" in memory
+    wanted = [np.linalg.norm(d, axis=1)] * has_distances
+    wanted += [d] * (options["return_vectors"] or "neighbor_vectors" in memory)
     for tensor, exact in zip(geometry, wanted, strict=True):
         assert tensor.dtype == dtype
         scale = 1.0 + np.abs(x).max(initial=0.0) + np.abs(d).max(initial=0.0)
         np.testing.assert_allclose(tensor[filled].numpy(), exact, rtol=0, atol=4.0 * torch.finfo(dtype).eps * scale)
+
+
+def assert_filled(
+    memory: dict[str, torch.Tensor], results: list[torch.Tensor], options: dict[str, Any], said: list, periodic: bool
+) -> None:
+    """The memory holds what is returned, as far as it goes; the width is that which was asked for, if all fits."""
+    as_list = options["return_neighbor_list"]
+    counts = results[1].diff() if as_list else results[1]
+    if "num_neighbors" in memory:
+        assert torch.equal(memory["num_neighbors"], counts) and (as_list or results[1] is memory["num_neighbors"])
+    columns = [t.shape[1] for t in memory.values() if t.ndim > 1 and not (as_list and t.is_floating_point())]
+    width = columns[0] if columns else options["max_neighbors"]
+    fits = width is None or max(counts.tolist(), default=0) <= width
+    assert as_list or width is None or (results[0].shape[1] == width if fits else results[0].shape[1] > width)
+
+    floats = [name for name in ("distances", "vectors") if options[f"return_{name}"] or f"neighbor_{name}" in memory]
+    names = ["neighbor_matrix", "num_neighbors", *["neighbor_matrix_shifts"] * periodic]
+    returned = dict(zip([*names, *(f"neighbor_{name}" for name in floats)], results, strict=True))
+    for name in memory.keys() - {"num_neighbors"}:
+        given, whole = memory[name], returned[name]
+        if not as_list:
+            assert (whole is given) == fits and torch.equal(given, whole[:, :width])
+        elif given.is_floating_point():
+            n = min(len(given), len(whole))
+            assert torch.equal(given[:n], whole[:n])
+            fits = fits and len(given) >= len(whole)
+        else:
+            for row, first, count in zip(given, results[1].tolist(), counts.tolist()):
+                of_row = (whole[1] if name == "neighbor_matrix" else whole)[first : first + min(count, width)]
+                assert torch.equal(row[: len(of_row)], of_row)
+    assert bool(said) != fits and all(w.filename == __file__ for w in said)
 
 
 # -- mixtures: sums over pairs, and over all distances --------------------------------------------

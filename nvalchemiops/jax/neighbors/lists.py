@@ -20,6 +20,7 @@ from nvalchemiops.jax.operators import (
     is_traced,
     to_torch,
 )
+from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.checks import check_count
 
@@ -32,8 +33,8 @@ _OUTPUTS = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts", "neigh
 def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) -> tuple[Any, ...]:
     """The lists that a function of the arguments ``given`` returns, for a caller called ``name``.
 
-    Lists of a declared width or capacity are made under ``jit``, or where ``declared`` says so: overflow is then seen
-    from counts, not raised.
+    Under ``jit``, or where ``declared`` says so, lists have the declared width or capacity, and counts tell what did not
+    fit. Elsewhere they are wide enough.
     """
     arguments: dict[str, Any] = {}
     for key, value in given.items():
@@ -49,7 +50,7 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
     arguments = _with_widths(arguments)
     if "coo_capacity" in arguments:
         _check_capacity(name, arguments)
-    if declared or "coo_capacity" in arguments or any(map(is_traced, jax.tree.leaves(arguments))):
+    if declared or any(map(is_traced, jax.tree.leaves(arguments))):
         if "cutoff2" in arguments and "max_neighbors" in arguments:
             arguments.setdefault("max_neighbors2", arguments["max_neighbors"])
         return tuple(_bridge(**arguments, check=False))
@@ -79,7 +80,7 @@ def _with_widths(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _search(check: bool = True, coo_capacity: Any = None, **arguments: Any) -> list[torch.Tensor]:
-    """The torch function; lists of a declared capacity end with padding."""
+    """The torch function; lists of a declared capacity end with padding, or are cut there without ``check``."""
     for key, value in arguments.items():
         if key.rstrip("12") in _OUTPUTS:
             arguments[key] = value.clone()  # torch fills it in place
@@ -87,7 +88,7 @@ def _search(check: bool = True, coo_capacity: Any = None, **arguments: Any) -> l
             arguments[key] = value.item()
     is_list = arguments.get("return_neighbor_list", False)
     found = list(neighbors.neighbor_list(**arguments, check=check or is_list))
-    return found if coo_capacity is None else _padded(found, coo_capacity, arguments)
+    return found if coo_capacity is None else _padded(found, coo_capacity, arguments, is_cut=not check)
 
 
 _OTHER_FORMS = ("return_neighbor_list", "return_distances", "return_vectors", "cutoff2", "rebuild_flags")
@@ -104,8 +105,8 @@ def _fill(results: list[torch.Tensor], **arguments: Any) -> bool:
     return True
 
 
-def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
-    """Lists of pairs cut or filled up to ``capacity``: list, pointers, shifts, ..., counts, whether it was exceeded."""
+def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any], is_cut: bool) -> list[torch.Tensor]:
+    """Lists of pairs filled up to ``capacity``: list, pointers, shifts, ..., counts, whether pairs were cut there."""
     n_lists = 2 if "cutoff2" in arguments else 1
     capacities = capacity if isinstance(capacity, tuple) else (capacity,) * n_lists
     padding = arguments.get("fill_value", arguments["positions"].shape[0])
@@ -113,6 +114,13 @@ def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any])
     out = []
     for number, room in enumerate(capacities):
         pairs, pointers, *others = found[number * per_list : (number + 1) * per_list]
+        if pairs.shape[1] > room and not is_cut:
+            notify(
+                f"`coo_capacity` = {room}, but there are {pairs.shape[1]} pairs: the list returned has them all",
+                NeighborListWarning,
+                kind=f"short list {number}",
+            )
+            room = pairs.shape[1]
         n = min(pairs.shape[1], room)
         rows = torch.full((2, room), padding, dtype=pairs.dtype)
         rows[:, :n] = pairs[:, :n]
@@ -185,8 +193,9 @@ def neighbor_list(
 ) -> Any:
     """Find all pairs of atoms closer than ``cutoff``, each with the image of the cell that the neighbor is in.
 
-    Outside of ``jit`` the list is exact, or the call raises. Inside of it shapes must be known: give ``max_neighbors``,
-    or for a list of pairs ``coo_capacity``, and look for overflow afterwards. A `NeighborListState` keeps track of it.
+    Outside of ``jit`` the list is exact: with ``max_neighbors`` or ``coo_capacity`` too small it is larger than that, and
+    a `NeighborListWarning` says so. Inside shapes must be known: give ``max_neighbors``, or for a list of pairs
+    ``coo_capacity``, and look for overflow afterwards. A `NeighborListState` keeps track of it.
 
     Parameters
     ----------
@@ -222,13 +231,13 @@ def neighbor_list(
     shifts : (n_atoms, width, 3) or (n_pairs, 3) int32 array
         With a cell only.
     distances, vectors
-        If requested, lists of pairs of ``coo_capacity`` then have ``num_neighbors`` and a bool that says whether there
-        were too many pairs. For two cutoffs all of these twice. With ``state`` a pair of this tuple and the new state.
+        If requested, lists of pairs of ``coo_capacity`` then have ``num_neighbors`` and a bool that says whether pairs
+        are missing, for which there was no room. For two cutoffs all of these twice. With ``state`` a pair of this tuple and the new state.
 
     Raises
     ------
     NeighborOverflowError
-        Outside of ``jit``: an atom has more than ``max_neighbors`` neighbors.
+        Outside of ``jit``: there is no memory for a matrix that is wide enough.
     ValueError, TypeError
         A bad argument, named in the message; sizes that are missing under ``jit``.
     """

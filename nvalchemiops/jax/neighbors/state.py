@@ -58,7 +58,8 @@ class NeighborListState:
 
     From `prepare_neighbor_list`; `neighbor_list` returns the next one. Attributes that begin with the names of results,
     such as ``neighbor_matrix`` and ``neighbor_list_shifts``, are those of the last search, those of two cutoffs end
-    with 1 and 2. All settings are attributes, too.
+    with 1 and 2. All settings are attributes, too. Inside of ``jit`` sizes are fixed; in a call outside of it they grow
+    as needed, and so does what the next state declares.
 
     Attributes
     ----------
@@ -307,13 +308,16 @@ def state_after(
         for number, one in enumerate(state.lists):
             suffix = str(number + 1) if two else ""
             arguments |= {name + suffix: value for name, value in zip(_names(search), one)}
-    found = find("neighbor_list", arguments, declared=True)
+    # the sizes of a state that is traced are fixed; outside of `jit` they grow
+    found = find("neighbor_list", arguments, declared=any(map(is_traced, jax.tree.leaves(state))))
     per_list = len(found) // len(search.sizes)
     lists = tuple(found[i * per_list : (i + 1) * per_list] for i in range(len(search.sizes)))
+    search = search._replace(sizes=tuple(one[0].shape[1] for one in lists))
     largest, fits = _occupancy(search, lists, arguments)
     used: dict[str, Any] = {name: arguments[name] for name in ("cell", "pbc", "batch_idx", "batch_ptr")}
     after = dataclasses.replace(
         state,
+        search=search,
         **used,
         lists=lists,
         largest=jnp.maximum(state.largest, largest),

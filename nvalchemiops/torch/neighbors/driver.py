@@ -9,6 +9,7 @@ import torch
 
 from nvalchemiops.compat.method_names import search_method
 from nvalchemiops.neighbors.grid import AUTOMATIC, BINNED, NAIVE
+from nvalchemiops.neighbors.neighbor_utils import grown_width
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.notices import NeighborListWarning, notify
@@ -18,7 +19,7 @@ from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search
 from nvalchemiops.torch.runtime.context import may_read
-from nvalchemiops.torch.runtime.memory import new_empty
+from nvalchemiops.torch.runtime.memory import is_out_of_memory, new_empty
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -150,13 +151,13 @@ def build(
     target_indices: torch.Tensor | None = None,
     suffix: str = "",
     cutoff_name: str = "cutoff",
-    may_truncate: bool = True,
+    silent: bool = False,
     selection: Selection = ALL,
 ) -> Tensors:
     """One list, as `neighbor_list` describes it, after all checks.
 
-    ``suffix`` ends the names of ``room`` in messages. Without ``may_truncate`` a row that does not fit into given
-    memory is an error, as it is for ``max_neighbors``, not a warning.
+    ``suffix`` ends the names of ``room`` in messages. ``silent`` is for a width that is a first guess: nothing is said
+    where it is too small.
     """
     for name in ("half_fill", "return_neighbor_list", "return_vectors", "return_distances", "check"):
         checks.check_flag(name, getattr(form, name))
@@ -167,7 +168,7 @@ def build(
     if target_indices is not None:
         checks.check_index("target_indices", target_indices, positions, (None,))
     n_rows = (positions if target_indices is None else target_indices).shape[0]
-    width, in_memory = _width(n_rows, form, room, suffix, positions)
+    width, in_memory = _width(n_rows, form, room, suffix, positions, cell is not None)
     chosen = (0, 0.0, False) if selection is ALL else _check_selection(selection, form)
     if chosen[0] and width is None and selection.ties == "index" and not (chosen[2] or form.return_neighbor_list):
         width = chosen[0]
@@ -188,18 +189,18 @@ def build(
         "neighbor_vectors": form.return_vectors or room.neighbor_vectors is not None,
     }
     as_list = form.return_neighbor_list
+    most = 0
     if as_list and room.neighbor_matrix is None and room.neighbor_matrix_shifts is None:
         pairs, ptr, shifts = ops.neighbor_pairs(*search)
         if width is not None and form.check and may_read():
-            ops.raise_overflow(ptr.diff(), width, search)
+            most = ops.largest_count(ptr.diff())
         if room.num_neighbors is not None:
             room.num_neighbors.copy_(ptr.diff())
     else:
         # a list waits for the device in any case
         readable = (form.check or as_list) and may_read()
-        truncated = f"num_neighbors{suffix}" if in_memory and may_truncate and not as_list else None
-        matrix, count, shifts, is_marked = _search_matrix(
-            search, width, room, rebuild_flags, fill_value, readable, truncated
+        matrix, count, shifts, is_marked, most = _search_matrix(
+            search, width, room, rebuild_flags, fill_value, readable
         )
         present = (
             torch.where(count == NOT_FINITE, 0, count) if is_marked and (as_list or any(wanted.values())) else count
@@ -211,10 +212,13 @@ def build(
             if target_indices is not None:
                 pairs = torch.stack([target_indices.to(torch.int32)[pairs[0].long()], pairs[1]])
     results: Tensors = (pairs, ptr) if as_list else (matrix, count)
+    if width is not None and most > width and not silent:
+        _say_how_wide(width, most, in_memory, suffix, None if as_list else matrix.shape[1])
     if cell is None:
         shifts = None  # the ops return an empty one
-        if method == BINNED and room.neighbor_matrix_shifts is not None:
-            results += (pairs.new_zeros(pairs.shape[1], 3) if as_list else room.neighbor_matrix_shifts,)
+        if (memory := room.neighbor_matrix_shifts) is not None and method == BINNED:
+            j = pairs[1] if as_list else matrix
+            results += (memory if memory.shape[:-1] == j.shape else j.new_zeros(*j.shape, 3),)
     else:
         assert shifts is not None
         results += (shifts,)
@@ -231,7 +235,7 @@ def build(
             slots = Pairs(lattice, system, target_indices, None, matrix, shifts, present, matrix.shape[1], NO_PADDING)
         for (name, is_wanted), tensor in zip(wanted.items(), distances_and_vectors(positions, slots)):
             if is_wanted:
-                results += (_in_memory(name, getattr(room, name), tensor),)
+                results += (_in_memory(name, getattr(room, name), tensor, None if as_list else width),)
     return results
 
 
@@ -260,12 +264,39 @@ def _check_selection(selection: Selection, form: Form) -> tuple[int, float, bool
     return nearest, tolerance, symmetric
 
 
-def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-    """The values, in ``memory`` if it is given."""
+def _say_how_wide(width: int, most: int, in_memory: bool, suffix: str, columns: int | None) -> None:
+    """Warn that an atom has more neighbors than the caller has room for; None for ``columns`` of a list."""
+    given = f"the memory given for neighbors has {width} columns" if in_memory else f"`max_neighbors{suffix}` = {width}"
+    returned = "the list has them all" if columns is None else f"the matrix returned has {columns} columns"
+    filled = "; the memory was filled to the end of its rows" if in_memory else ""
+    notify(
+        f"{given}, but an atom has {most} neighbors: {returned}{filled}, and `num_neighbors{suffix}` counts all. Go on "
+        "with what is returned, or give more room",
+        NeighborListWarning,
+        kind=f"narrow rows{suffix}",
+    )
+
+
+def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor, width: int | None) -> torch.Tensor:
+    """The values, in ``memory`` if it is given; if they are wider than it should be, it gets the first columns.
+
+    ``width`` is that of the memory; None for values of a list, for which the memory may have any length.
+    """
     if memory is None:
         return values
-    checks.check_like(name, memory, values)
-    return memory.copy_(values)
+    part = values if width is None else values[:, :width]
+    if width is None and may_read() and isinstance(memory, torch.Tensor) and memory.shape[1:] == values.shape[1:]:
+        given, needed = memory.shape[0], values.shape[0]
+        part, memory = values[:given], memory[:needed]
+        if given < needed:
+            notify(
+                f"`{name}` has room for {given} of {needed} pairs: what is returned is in new memory, with all of them",
+                NeighborListWarning,
+                kind=f"short memory, {name}",
+            )
+    checks.check_like(name, memory, part)
+    memory.copy_(part)
+    return memory if part.shape == values.shape else values
 
 
 def _search_matrix(
@@ -275,19 +306,20 @@ def _search_matrix(
     rebuild_flags: torch.Tensor | None,
     fill_value: int,
     readable: bool,
-    truncated: str | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool]:
-    """Matrix, counts, shifts, and whether a count may be the mark of a row that is empty since its atom is unusable.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, int]:
+    """Matrix, counts, shifts, whether a count may mark a row that is empty since its atom is unusable, and the largest.
 
-    Where values are ``readable``, a row that does not fit raises, or warns with the name of the counts, ``truncated``.
+    Where values are ``readable``, a matrix too narrow for a row is replaced by a wider one, and the largest count is
+    read; otherwise it is 0.
     """
     _, matrix, shifts, count, *_ = room
     if width is None:
         found, counted, images, _ = ops.neighbor_matrix(*search, fill_value, None)
         counted = counted if count is None else count.copy_(counted)
-        return found, counted, images, False
+        return found, counted, images, False, 0
     if search.cell is None and shifts is not None:
         shifts.zero_()
+        shifts = None
     if matrix is None and shifts is None and count is None:
         matrix, count, shifts, fault = ops.neighbor_matrix(*search, fill_value, width)
     else:
@@ -299,24 +331,60 @@ def _search_matrix(
         if count is None:
             count = new_empty((n_rows,), torch.int32, device)
         fault = ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
-    if readable:
-        ops.raise_faults(fault, search)
-        if truncated is None:
-            ops.raise_overflow(count, width, search)
-        elif (most := ops.largest_count(count)) > width:
-            notify(
-                f"the memory given for neighbors has {width} columns, but an atom has {most} neighbors: rows were "
-                f"filled to their end, and `{truncated}` counts all. Give wider memory to have all of them, or leave "
-                "it out",
-                NeighborListWarning,
-                kind=f"truncated rows, {truncated}",
-            )
-        return matrix, count, shifts, rebuild_flags is not None
-    # where faults are not read, an atom without a position or a cell has a special count, and its row is empty
-    return matrix, count, shifts, True
+    if not readable:
+        # where faults are not read, an atom without a position or a cell has a special count, and its row is empty
+        return matrix, count, shifts, True, 0
+    ops.raise_faults(fault, search)
+    most = ops.largest_count(count)
+    if most > width and rebuild_flags is not None:
+        # systems with rows that were cut in an earlier call, and kept since, are searched as well: their counts are old
+        rebuild_flags = ops.systems_beyond(count, width, search, rebuild_flags)
+        ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
+        most = ops.largest_count(count)
+    if most > width:
+        matrix, shifts = _wider(search, most, rebuild_flags, fill_value, matrix, count, shifts)
+    return matrix, count, shifts, rebuild_flags is not None, most
 
 
-def _width(n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Tensor) -> tuple[int | None, bool]:
+def _wider(
+    search: Search,
+    most: int,
+    rebuild_flags: torch.Tensor | None,
+    fill_value: int,
+    matrix: torch.Tensor,
+    count: torch.Tensor,
+    shifts: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Matrix and shifts with room for ``most`` neighbors, which begin with the columns of the given ones.
+
+    Rows are searched once more; those of systems without ``rebuild_flags`` fit, and are copied.
+    """
+    n_rows, width = matrix.shape
+    columns = grown_width(most)
+    if n_rows * columns > ops.MAX_SLOTS:
+        columns = most
+    try:
+        if n_rows * columns > ops.MAX_SLOTS:
+            raise MemoryError("more entries than int32 can address")
+        if rebuild_flags is None:
+            wide, _, images, _ = ops.neighbor_matrix(*search, fill_value, columns)
+            return wide, images
+        wide = new_empty((n_rows, columns), torch.int32, matrix.device)
+        images = None if shifts is None else new_empty((n_rows, columns, 3), torch.int32, matrix.device)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ops.overflow(count, width, search) from error
+    wide[:, :width], wide[:, width:] = matrix, fill_value
+    if images is not None and shifts is not None:
+        images[:, :width], images[:, width:] = shifts, 0
+    ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, wide, count, images)
+    return wide, images
+
+
+def _width(
+    n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Tensor, periodic: bool
+) -> tuple[int | None, bool]:
     """Columns of the matrix, None if no argument gives them; and whether they are those of the caller's memory."""
     if room.max_neighbors is not None:
         checks.check_count(f"max_neighbors{suffix}", room.max_neighbors)
@@ -328,9 +396,10 @@ def _width(n_rows: int, form: Form, room: Room, suffix: str, positions: torch.Te
         if tensor is None:
             continue
         checks.check_index(label, tensor, positions, (n_rows, None, *trailing), writable=True)
-        if width is not None and tensor.shape[1] != width:
+        if width is None:
+            width, name = tensor.shape[1], label
+        elif tensor.shape[1] != width and periodic:  # without a cell shifts are zero, as many as there are
             raise ValueError(f"`{label}` has {tensor.shape[1]} columns, but `{name}` has {width}")
-        width, name = tensor.shape[1], label
     if room.num_neighbors is not None:
         checks.check_index(f"num_neighbors{suffix}", room.num_neighbors, positions, (n_rows,), writable=True)
     in_memory = width is not None

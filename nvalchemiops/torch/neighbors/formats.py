@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.pairs import list_geometry, matrix_geometry, slot_mask
 from nvalchemiops.torch.operators.segments import row_pointers
@@ -117,7 +118,8 @@ def get_neighbor_matrix_from_neighbor_list(
     neighbor_list, neighbor_ptr, shifts
         As for `half_to_full`.
     max_neighbors : int, optional
-        Width of the matrix; by default that of the longest row, which waits for a GPU.
+        Width of the matrix; by default that of the longest row, which waits for a GPU. If a row is longer, the matrix
+        is as wide as that, and a `NeighborListWarning` says so.
     fill_value : int, optional
         Padding; n_atoms by default.
 
@@ -131,9 +133,8 @@ def get_neighbor_matrix_from_neighbor_list(
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; compiled also: no ``max_neighbors``.
-    NeighborOverflowError
-        A row is longer than ``max_neighbors``. (Compiled, the row is cut, and its count is not.)
+        A bad argument, named in the message; compiled also: no ``max_neighbors``. (There a row that is longer is cut,
+        and its count is not.)
     """
     n_atoms, n_pairs = _check_list(neighbor_list, neighbor_ptr, shifts)
     counts = neighbor_ptr.diff().to(torch.int32)
@@ -142,9 +143,14 @@ def get_neighbor_matrix_from_neighbor_list(
     if may_read(neighbor_list, wait=True):
         _check_rows(neighbor_list, neighbor_ptr)
         longest = int(counts.max()) if n_atoms else 0
-        width = longest if max_neighbors is None else max_neighbors
-        if longest > width:
-            raise NeighborOverflowError(width, longest)
+        width = longest if max_neighbors is None else max(longest, max_neighbors)
+        if max_neighbors is not None and longest > max_neighbors:
+            notify(
+                f"`max_neighbors` = {max_neighbors}, but an atom has {longest} neighbors: the matrix returned has "
+                f"{width} columns",
+                NeighborListWarning,
+                kind="narrow matrix of a list",
+            )
     elif max_neighbors is None:
         raise ValuesNeededError("`max_neighbors` is needed where values cannot be read: it is the width of the matrix")
     else:

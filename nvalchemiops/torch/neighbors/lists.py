@@ -93,6 +93,8 @@ def neighbor_list(
         longest row, at least 4 slots more, but no more than `estimate_max_neighbors` of the cutoff unless the longest
         row needs that; exactly the longest row if int32 could not address more. Without atoms it is 0. With
         ``ties="index"`` it is ``nearest``, unless the list is ``symmetric``, and nothing waits for a GPU but checks.
+        A width that is given holds as long as all neighbors fit. Where an atom has more, the matrix is wider, nothing
+        is cut, and a `NeighborListWarning` says so, once for a line of the caller.
     max_neighbors1, max_neighbors2 : int, optional
         The same for each of two lists; ``max_neighbors`` is another name of the first.
     return_vectors, return_distances : bool, optional
@@ -100,14 +102,16 @@ def neighbor_list(
         cell. Padding is zero, with zero gradients.
     neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances : tensors, optional
         Memory for the results, of the shapes given below, contiguous, which is filled in place and returned. The width
-        of the matrices has precedence over ``max_neighbors``. Where an atom has more neighbors, its row is filled to
-        the end, with those that come first in the row of a wider matrix (an order independent of
-        distances), ``num_neighbors`` still counts all, and a `NeighborListWarning` says so.
+        of the matrices has precedence over ``max_neighbors``. Where an atom has more neighbors, the memory gets the
+        first columns (an order independent of distances), ``num_neighbors`` counts all, *what is returned is a wider
+        matrix* in new memory, and a `NeighborListWarning` says so: go on with what is returned.
         Shifts given without a cell are filled with zeros; of the methods only the cell lists return them then.
     neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1, neighbor_matrix2, ... : tensors, optional
         The same for each of two lists.
     rebuild_flags : (n_systems,) or (1,) bool tensor, optional
-        Search only the systems with True; rows of the others stay as they are in the memory given for all results.
+        Search only the systems with True; rows of the others stay as they are in the memory given for all results, and
+        are copied where a wider matrix is returned. A system with a row that was cut in an earlier call is searched
+        in any case.
     target_indices : (n_rows,) int32 tensor, optional
         Rows for these atoms only, in this order, with neighbors among all atoms.
     nearest : int, optional
@@ -126,8 +130,7 @@ def neighbor_list(
         List (i, j, S) if j is among the nearest of i, or i among those of j, and so (j, i, -S) too.
     check : bool, optional
         False: with ``max_neighbors`` or given memory, do not read values on the host, without a wait for a
-        GPU. Then ``num_neighbors`` still counts all neighbors of an atom that has more than
-        ``max_neighbors``. An atom whose position is not finite, or whose cell is unusable, has a count of 2**31 - 1
+        GPU. Then rows are cut at that width, and ``num_neighbors`` still counts all neighbors of an atom. An atom whose position is not finite, or whose cell is unusable, has a count of 2**31 - 1
         and an empty row; other faulty values go unnoticed. The same holds inside ``torch.compile``.
     **without_effect
         Names of `nvalchemiops.compat.ignored_arguments.WITHOUT_EFFECT`: scratch memory and choices of another
@@ -158,8 +161,8 @@ def neighbor_list(
         finite, a singular cell along a periodic axis, ``pbc`` without a cell, a decreasing ``batch_idx``. An unknown
         argument.
     NeighborOverflowError
-        An atom has more than ``max_neighbors`` neighbors, or more than a list of pairs that is made in given memory has
-        room for. Rows are never truncated without an error or a warning.
+        An atom has more neighbors than there is room for, and no memory for a matrix that is wide enough, or more
+        entries than int32 can address.
 
     Notes
     -----

@@ -309,21 +309,33 @@ def raise_faults(fault: torch.Tensor, search: Search) -> None:
     raise ValueError(FAULTS[number])
 
 
-def raise_overflow(count: torch.Tensor, width: int, search: Search) -> None:
-    """Raise `NeighborOverflowError` if a row needs more than ``width`` entries. Waits for the device."""
-    values = all_values_of(count)
-    if values.numel() == 0 or (most := int(values.max())) <= width:
-        return
+def overflow(count: torch.Tensor, width: int, search: Search) -> NeighborOverflowError:
+    """The error for rows that need more than ``width`` entries, for which there is no memory. Waits for the device."""
     system = None
-    if values is count:  # else one of the slices of a vmap, and it is not known which
-        atom = int(count.argmax())
-        if search.target_indices is not None:
-            atom = int(search.target_indices[atom])
-        if search.batch_idx is not None:
-            system = int(search.batch_idx[atom])
-        elif search.batch_ptr is not None:
-            system = int(batch_idx_of(search.batch_ptr, search.positions.shape[0])[atom])
-    raise NeighborOverflowError(width, most, system)
+    if all_values_of(count) is count:  # else one of the slices of a vmap, and it is not known which
+        systems = _systems_of_rows(search)
+        system = None if systems is None else int(systems[count.argmax()])
+    return NeighborOverflowError(width, largest_count(count), system)
+
+
+def systems_beyond(count: torch.Tensor, width: int, search: Search, rebuild_flags: torch.Tensor) -> torch.Tensor:
+    """Flags, as many as ``rebuild_flags``, of the systems that have rows of more than ``width`` known entries."""
+    beyond = (count > width) & (count < kernels.NOT_FINITE)
+    systems = _systems_of_rows(search)
+    if systems is None:
+        return beyond.any().expand(rebuild_flags.shape).contiguous()
+    found = torch.zeros_like(rebuild_flags, dtype=torch.int32).index_add(0, systems.long(), beyond.int())
+    return found > 0
+
+
+def _systems_of_rows(search: Search) -> torch.Tensor | None:
+    """System of the atom of each row; None: there is one."""
+    systems = search.batch_idx
+    if systems is None and search.batch_ptr is not None:
+        systems = batch_idx_of(search.batch_ptr, search.positions.shape[0])
+    if systems is None or search.target_indices is None:
+        return systems
+    return systems.index_select(0, search.target_indices)
 
 
 def largest_count(count: torch.Tensor) -> int:

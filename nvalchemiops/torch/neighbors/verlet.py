@@ -1,13 +1,11 @@
 """`VerletList`: a neighbor list for dynamics and relaxations, searched again only when necessary."""
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from nvalchemiops.layout import layout
-from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, build, method_number
@@ -21,10 +19,6 @@ from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.context import eager, is_eager, is_mapped, values_of
 
 __all__ = ["VerletList"]
-
-GROWTH = 1.2
-"""Room for a row that did not fit, relative to what it needs: density fluctuates, and each growth copies the list."""
-
 
 class _BuiltList(NamedTuple):
     """A list, and the data that it was built from."""
@@ -204,25 +198,16 @@ class VerletList:
         return _BuiltList(systems, system, n_systems, rows, result)
 
     def _search(self, given: Systems, flags: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """New rows for the flagged systems beside copies of the old ones, or for all. Widens the matrix as needed."""
+        """New rows for the flagged systems beside copies of the old ones, or for all. The matrix widens as needed."""
         padding = given.positions.shape[0] if self.fill_value is None else self.fill_value
-        width = ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors
-        while True:
-            room = Room(width)
-            if flags is not None and self._kept is not None:
-                matrix, counts, *shifts = _widened(self._kept.rows, width, padding)
-                room = Room(width, matrix, shifts[0] if shifts else None, counts)
-            form = Form(self.half_fill, padding)
-            try:
-                rows = build(given, self.reach, form, room, method_number(self.method), flags, may_truncate=False)
-            except NeighborOverflowError as error:
-                needed = error.num_neighbors
-                if needed <= width:
-                    raise
-                width = ROW_MULTIPLE * math.ceil(GROWTH * needed / ROW_MULTIPLE)
-                continue
-            self.max_neighbors = width
-            return rows
+        room = Room(ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors)
+        if flags is not None and self._kept is not None:
+            matrix, counts, *shifts = (rows.clone() for rows in self._kept.rows)
+            room = Room(None, matrix, shifts[0] if shifts else None, counts)
+        form = Form(self.half_fill, padding)
+        rows = build(given, self.reach, form, room, method_number(self.method), flags, silent=True)
+        self.max_neighbors = rows[0].shape[1]
+        return rows
 
 
 def _is_unchanged(
@@ -288,18 +273,6 @@ def _numbering(systems: Systems) -> tuple[torch.Tensor | None, int]:
             "systems 0, 1, 2 ..., since a list is kept for each number"
         )
     return batch_idx.to(torch.int64), n_systems
-
-
-def _widened(rows: tuple[torch.Tensor, ...], width: int, padding: int) -> list[torch.Tensor]:
-    """Copies of matrix, counts and shifts with ``width`` columns."""
-    matrix, counts, *shifts = rows
-    n_rows, old = matrix.shape
-    copies = [matrix.new_full((n_rows, width), padding), counts.clone()]
-    copies[0][:, :old] = matrix
-    for shift in shifts:
-        copies.append(shift.new_zeros(n_rows, width, 3))
-        copies[-1][:, :old] = shift
-    return copies
 
 
 def _each(function: Callable[[torch.Tensor], torch.Tensor], systems: Systems) -> Systems:

@@ -27,6 +27,11 @@ def new_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     return tensor
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether there was no memory for a tensor, which on a CPU is a RuntimeError like others."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
 @functools.cache
 def _advise() -> Callable[[int, int, int], int] | None:
     if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_HUGEPAGE"):
