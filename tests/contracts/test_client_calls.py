@@ -155,7 +155,7 @@ def test_torch_sim_charges(function, mesh, several):
 
 @pytest.mark.parametrize("periodic", [False, True])
 def test_aimnet_neighbors_are_those_of_matscipy(periodic):
-    """Guess a width, catch the overflow, take the number in it; two results without a cell, three with one."""
+    """Guess a width, which is too small; two results without a cell, three with one."""
     system = batch(SYSTEMS["rocksalt"](), SYSTEMS["triclinic"](), SYSTEMS["one atom"]())
     n_atoms, cutoff = len(system.charges), 5.0
     where = {"cell": system.cell, "pbc": torch.ones(3, 3, dtype=torch.bool)} if periodic else {}

@@ -250,35 +250,31 @@ def test_aimnet_dsf_with_a_padding_atom():
 
 
 class AdaptiveList:
-    """What AIMNet does: guess a width, catch the overflow, read the number needed, grow and try again."""
+    """What AIMNet does: guess a width, ask again after an error or by the counts, take the columns that are in use."""
 
     def __init__(self, cutoff, max_neighbors=8):
-        self.cutoff, self.max_neighbors, self.attempts = cutoff, max_neighbors, 0
+        self.cutoff, self.max_neighbors = cutoff, max_neighbors
 
     def __call__(self, positions, cell=None, pbc=None, batch_idx=None, fill_value=None):
+        where = {"method": "batch_naive"} if cell is None else {"cell": cell, "pbc": pbc}
         while True:
-            self.attempts += 1
             try:
-                if cell is None:
-                    return neighbor_list(
-                        positions=positions,
-                        cutoff=self.cutoff,
-                        batch_idx=batch_idx,
-                        max_neighbors=self.max_neighbors,
-                        half_fill=False,
-                        fill_value=fill_value,
-                        method="batch_naive",
-                    )
-                return neighbor_list(
+                matrix, count, *shifts = neighbor_list(
                     positions=positions,
                     cutoff=self.cutoff,
-                    cell=cell,
-                    pbc=pbc,
                     batch_idx=batch_idx,
                     max_neighbors=self.max_neighbors,
                     half_fill=False,
                     fill_value=fill_value,
+                    **where,
                 )
             except NeighborOverflowError as error:
                 assert error.num_neighbors > self.max_neighbors
                 self.max_neighbors = (error.num_neighbors + 15) // 16 * 16
+                continue
+            most = int(count.max())
+            if not 0.5 * self.max_neighbors <= most <= self.max_neighbors:
+                self.max_neighbors = max(16, (int(most / 0.75) + 15) // 16 * 16)
+                if most > self.max_neighbors:
+                    continue
+            return matrix[:, : max(1, most)], count, *(images[:, : max(1, most)] for images in shifts)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from nvalchemiops.compat.ignored_arguments import WITHOUT_EFFECT
-from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors, matrix_width
 from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
@@ -120,7 +119,10 @@ def crowded() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("method", ["batch_cell_list", "batch_naive", None])
 def test_fairchem_buffers_narrower_than_the_neighbors(method):
-    """Filled to their width with the first of the full rows, true counts, one warning; no bit beyond them changes."""
+    """Filled to their width with the first of the full rows, true counts, one warning; no bit beyond them changes.
+
+    What is returned is new, and has all.
+    """
     near = {**crowded(), "cutoff": 5.0, "method": method}
     n = len(near["positions"])
     full, count, images = neighbor_list(**near, pbc=torch.ones(2, 3, dtype=torch.bool))
@@ -135,9 +137,12 @@ def test_fairchem_buffers_narrower_than_the_neighbors(method):
                 )
         assert len(said) in (1, 3)  # as often as filters say: `pytest.warns` asks for all
         matrix, counts, shifts, distances, vectors = found
-        assert torch.equal(matrix, full[:, :w]) and torch.equal(shifts, images[:, :w]) and torch.equal(counts, count)
+        in_memory, images_in_memory, counts_in_memory = memory.values()
+        assert torch.equal(in_memory, full[:, :w]) and torch.equal(images_in_memory, images[:, :w])
+        assert counts is counts_in_memory and torch.equal(counts, count)
         assert all((t[:100] == -9).all() and (t[-100:] == -9).all() for t in whole.values())
-        i, slot = (torch.arange(w) < count[:, None]).nonzero(as_tuple=True)
+        assert torch.equal(matrix[:, :most], full[:, :most]) and torch.equal(shifts[:, :most], images[:, :most])
+        i, slot = (torch.arange(matrix.shape[1]) < count[:, None]).nonzero(as_tuple=True)
         x, cell = near["positions"], near["cell"][near["batch_idx"][i].long()]
         r = x[matrix[i, slot].long()] - x[i] + torch.einsum("pa,pac->pc", shifts[i, slot].double(), cell)
         torch.testing.assert_close(vectors[i, slot], r, rtol=0, atol=1e-12)
@@ -154,20 +159,35 @@ def test_one_warning_for_a_line_of_the_caller():
 
 
 def test_the_width_of_memory_decides_whatever_max_neighbors_says():
+    """As long as all neighbors fit; what has no room is never left out."""
     near = {**crowded(), "cutoff": 5.0}
     n = len(near["positions"])
-    with pytest.warns(NeighborListWarning):
-        matrix, count, _ = neighbor_list(**near, max_neighbors=500, **buffers(n, 8))
-    assert matrix.shape == (n, 8) and int(count.max()) > 8
     matrix, count, _ = neighbor_list(**near, max_neighbors=2, **buffers(n, 200))
-    assert matrix.shape == (n, 200) and 8 < int(count.max()) < 200
+    most = int(count.max())
+    assert matrix.shape == (n, 200) and 8 < most < 200
+    exact = neighbor_list(**near, max_neighbors=most)[0]
+    assert exact.shape == (n, most)  # the width that was asked for: all fits
+    with pytest.warns(NeighborListWarning, match="memory given for neighbors has 8"):
+        matrix, _, _ = neighbor_list(**near, max_neighbors=500, **buffers(n, 8))
+    assert most <= matrix.shape[1] < 200 and torch.equal(matrix[:, :most], exact)
     # memory for the counts alone has no width
-    with pytest.raises(NeighborOverflowError):
-        neighbor_list(**near, max_neighbors=8, num_neighbors=torch.zeros(n, dtype=torch.int32))
-    with pytest.raises(NeighborOverflowError):
-        neighbor_list(**near, max_neighbors=8)
-    with pytest.raises(NeighborOverflowError):
-        neighbor_list(**near, **buffers(n, 8), return_neighbor_list=True)
+    counts = torch.zeros(n, dtype=torch.int32)
+    with pytest.warns(NeighborListWarning, match="`max_neighbors` = 8"):
+        matrix, found, _ = neighbor_list(**near, max_neighbors=8, num_neighbors=counts)
+    assert torch.equal(matrix[:, :most], exact) and found is counts and torch.equal(counts, count)
+
+
+def test_shifts_without_a_cell_may_have_another_width():
+    """fairchem goes on with the matrix of the last call, wider than the shifts, which that did not return."""
+    x, idx = molecules()
+    memory = buffers(len(x), 60)
+    memory["neighbor_matrix_shifts"] = torch.full((len(x), 3, 3), 7, dtype=torch.int32)
+    for method in ("batch_naive", "batch_cell_list"):
+        found = neighbor_list(x, 2.5, batch_idx=idx, method=method, **memory)
+        assert found[0] is memory["neighbor_matrix"] and not memory["neighbor_matrix_shifts"].any()
+        assert method == "batch_naive" or (found[2].shape == (len(x), 60, 3) and not found[2].any())
+    with pytest.raises(ValueError, match="`neighbor_matrix_shifts` has 3 columns, but `neighbor_matrix` has 60"):
+        neighbor_list(x, 2.5, torch.eye(3, dtype=F64), False, batch_idx=idx, **memory)
 
 
 def test_memory_for_distances_alone_has_a_width_too():
@@ -178,15 +198,18 @@ def test_memory_for_distances_alone_has_a_width_too():
 
 
 def test_cut_rows_beside_flags_and_targets():
-    """Rows of other systems stay; rows for some atoms are those of these atoms."""
+    """Rows of other systems stay; rows for some atoms are those of these atoms. What is returned is not cut."""
     near = {**crowded(), "cutoff": 5.0}
     n = len(near["positions"])
     full, count, _ = neighbor_list(**near)
     memory = buffers(n, 8)
     memory["neighbor_matrix"] -= 50
     with pytest.warns(NeighborListWarning):
-        neighbor_list(**near, **memory, rebuild_flags=torch.tensor([True, False]))
+        matrix, counts, _ = neighbor_list(**near, **memory, rebuild_flags=torch.tensor([True, False]))
     first = near["batch_idx"] == 0
+    most = int(count[first].max())
+    assert torch.equal(matrix[first][:, :most], full[first][:, :most]) and counts is memory["num_neighbors"]
+    assert (matrix[~first][:, :8] == n - 50).all() and (matrix[~first][:, 8:] == n).all()
     assert torch.equal(memory["neighbor_matrix"][first], full[first][:, :8])
     assert (memory["neighbor_matrix"][~first] == n - 50).all() and not memory["num_neighbors"][~first].any()
     assert torch.equal(memory["num_neighbors"][first], count[first])
@@ -194,8 +217,8 @@ def test_cut_rows_beside_flags_and_targets():
     with pytest.warns(NeighborListWarning):
         matrix, counts, _ = neighbor_list(**near, **buffers(3, 8), target_indices=targets)
     assert torch.equal(counts, count[targets.long()])
-    rows = [{*row[:c]} for row, c in zip(full[targets.long()].tolist(), counts.tolist(), strict=True)]
-    assert all({*row} <= all_of for row, all_of in zip(matrix.tolist(), rows, strict=True))
+    for row, exact, number in zip(matrix.tolist(), full[targets.long()].tolist(), counts.tolist(), strict=True):
+        assert sorted(row[:number]) == sorted(exact[:number])
 
 
 @pytest.mark.parametrize("method", [None, "batch_naive", "batch_cell_list"])
@@ -351,9 +374,11 @@ def test_two_cutoffs_with_a_width_each():
         neighbor_list(
             **near, cutoff=4.5, cutoff2=3.0, **{f"{name}1": t for name, t in buffers(len(short[0]), 7).items()}
         )
-    assert found[0] is first["neighbor_matrix"] and found[5] is second["neighbor_matrix_shifts"]
+    assert found[0] is first["neighbor_matrix"] and found[4] is second["num_neighbors"]
     assert torch.equal(found[1], short[1]) and torch.equal(found[4], long[1])
-    assert torch.equal(found[3], long[0][:, :7])
+    most = int(long[1].max())
+    assert torch.equal(found[3][:, :most], long[0][:, :most]) and torch.equal(found[5][:, :most], long[2][:, :most])
+    assert torch.equal(second["neighbor_matrix"], long[0][:, :7])
     dual = neighbors.batch_naive_neighbor_list_dual_cutoff(**near, cutoff1=3.0, cutoff2=4.5, max_neighbors1=90)
     assert dual[0].shape[1] == 90 and torch.equal(dual[1], short[1]) and torch.equal(dual[4], long[1])
     one = {"positions": near["positions"][-6:], "cell": near["cell"][1]}

@@ -1,23 +1,30 @@
 """What users of neighbor lists reported of memory: buffers that are given, rows that are too short, bytes in all."""
 
 import os
+import pickle
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
 from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.neighbors.neighbor_utils import grown_width
+from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors
-from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.neighbors import driver, neighbor_list
+from nvalchemiops.torch.neighbors import search as search_ops
 from nvalchemiops.torch.neighbors.neighbor_utils import get_neighbor_list_from_neighbor_matrix
 from tests.comparing import compiled
 from tests.neighbors.searches import (
     F64,
     every_search,
     points,
+    rows_of,
     two_systems,
 )
 from tests.processes import python_says
+from tests.reference.neighbors import assert_pairs, every_image
 
 
 def buffers(n_rows, width, value=77):
@@ -60,19 +67,129 @@ def test_rows_that_shrink_leave_nothing_behind(method, fill_value):
     assert all(torch.equal(a, b) for a, b in zip(kept, memory.values(), strict=True))
 
 
+def begins_with(wide, narrow):
+    """Whether the columns of ``narrow`` are the first of ``wide``."""
+    return torch.equal(wide[:, : narrow.shape[1]], narrow)
+
+
 @every_search
-@pytest.mark.parametrize("as_list", [False, True])
-def test_overfull_rows_raise(search, as_list):
-    """Rows one too short, by `max_neighbors`, or for a list that is made in given memory."""
+def test_rows_that_do_not_fit_are_returned_whole(search):
+    """Rows one too short, by `max_neighbors` and by memory: wider matrices, exact lists, one warning, true counts."""
     x, cell, pbc = points(60, 5) * 5.0, 5.0 * torch.eye(3, dtype=F64), torch.ones(3, dtype=torch.bool)
-    needed = int(search(x, 2.5, cell, pbc)[1].max())
+    geometry = {"return_distances": True, "return_vectors": True}
+    exact, count, *others = search(x, 2.5, cell, pbc, **geometry)
+    pairs = search(x, 2.5, cell, pbc, return_neighbor_list=True, **geometry)
+    needed = int(count.max())
+    assert_pairs(rows_of(pairs[0], pairs[2]), every_image(x.numpy(), 2.5, cell.numpy(), pbc.numpy()))
     for room in (0, 1, needed - 1):
-        for options in ({"max_neighbors": room}, buffers(60, room)):
-            if "neighbor_matrix" in options and not as_list:
-                continue  # filled to the end: tests/contracts/test_clients_neighbors.py
-            with pytest.raises(NeighborOverflowError) as caught:
-                search(x, 2.5, cell, pbc, return_neighbor_list=as_list, **options)
-            assert (caught.value.max_neighbors, caught.value.num_neighbors) == (room, needed)
+        floats = {"neighbor_distances": x.new_zeros(60, room), "neighbor_vectors": x.new_zeros(60, room, 3)}
+        for options in ({"max_neighbors": room}, buffers(60, room), buffers(60, room) | floats):
+            with pytest.warns(NeighborListWarning, match=f"{room}.* an atom has {needed} neighbors") as said:
+                found, counted, *rest = search(x, 2.5, cell, pbc, **geometry, **options)
+            assert len(said) == 1 and found.shape == (60, grown_width(needed)) and torch.equal(counted, count)
+            assert all(begins_with(a, b[:, :needed]) for a, b in zip((found, *rest), (exact, *others), strict=True))
+            assert (found[torch.arange(found.shape[1]) >= count[:, None]] == 60).all()
+            names = ("neighbor_matrix", "neighbor_matrix_shifts", *floats)
+            for name, whole in zip(names, (found, *rest), strict=True):
+                assert name not in options or (options[name].shape[1] == room and begins_with(whole, options[name]))
+            assert options.get("num_neighbors", counted) is counted
+            options = {name: value for name, value in options.items() if name not in floats}
+            with pytest.warns(NeighborListWarning, match=f"{room}.* an atom has {needed} neighbors") as said:
+                in_list = search(x, 2.5, cell, pbc, return_neighbor_list=True, **geometry, **options)
+            assert len(said) == 1 and all(torch.equal(a, b) for a, b in zip(in_list, pairs, strict=True))
+            assert torch.equal(options.get("num_neighbors", count), count)
+            assert begins_with(exact, options.get("neighbor_matrix", exact))
+
+
+def test_memory_for_distances_of_a_list_may_have_any_length():
+    x = points(30, 3) * 4.0
+    options = {"return_neighbor_list": True, "return_distances": True}
+    pairs, ptr, exact = neighbor_list(x, 2.0, **options)
+    n = len(exact)
+    for length in (0, n - 1, n, n + 7):
+        memory = x.new_full((length,), -1.0)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            *same, found = neighbor_list(x, 2.0, neighbor_distances=memory, **options)
+        assert len(said) == (length < n) and all(torch.equal(a, b) for a, b in zip(same, (pairs, ptr), strict=True))
+        assert torch.equal(found, exact) and torch.equal(memory[:n], exact[:length]) and (memory[n:] == -1.0).all()
+        assert length < n or found.data_ptr() == memory.data_ptr()
+
+
+def test_gradients_flow_through_what_is_returned():
+    x, cell = (points(20, 1) * 4.0).requires_grad_(), 4.0 * torch.eye(3, dtype=F64)
+    *_, exact = neighbor_list(x, 2.5, cell, return_neighbor_list=True, return_distances=True)
+    expected = torch.autograd.grad(exact.cos().sum(), x, retain_graph=True)
+    for options in ({"max_neighbors": 3}, {"neighbor_distances": torch.zeros(20, 2, dtype=F64)}):
+        with pytest.warns(NeighborListWarning):
+            _, count, _, found = neighbor_list(x, 2.5, cell, return_distances=True, **options)
+        near = torch.arange(found.shape[1]) < count[:, None]
+        torch.testing.assert_close(torch.autograd.grad(found[near].cos().sum(), x), expected)
+    energy = torch.func.grad(
+        lambda x: neighbor_list(x, 2.5, cell, max_neighbors=3, return_distances=True)[3].square().sum()
+    )
+    with pytest.warns(NeighborListWarning):
+        slope = energy(x.detach())
+    torch.testing.assert_close(slope, *torch.autograd.grad(exact.square().sum(), x))
+
+
+def test_memory_that_cannot_be_had_is_the_error(monkeypatch):
+    """More entries than int32 can address, or than there is memory for: the error says what is needed, and where."""
+    x, idx = two_systems(spread=(1.0, 0.5))
+    _, count = neighbor_list(x, 3.0, batch_idx=idx)
+    most = int(count.max())
+    monkeypatch.setattr(search_ops, "MAX_SLOTS", 60 * most)  # there is no room to spare
+    with pytest.warns(NeighborListWarning):
+        assert neighbor_list(x, 3.0, batch_idx=idx, max_neighbors=5)[0].shape[1] == most
+    monkeypatch.setattr(search_ops, "MAX_SLOTS", 60 * most - 1)
+    with pytest.raises(NeighborOverflowError) as caught:
+        neighbor_list(x, 3.0, batch_idx=idx, max_neighbors=5)
+    error = caught.value
+    assert (error.max_neighbors, error.num_neighbors, error.system_index) == (5, most, 1)
+    assert pickle.loads(pickle.dumps(error)).num_neighbors == most
+    monkeypatch.setattr(driver, "grown_width", lambda most: 2**45)
+    monkeypatch.setattr(search_ops, "MAX_SLOTS", 2**60)
+    memory = buffers(60, 5) | {"rebuild_flags": torch.ones(2, dtype=torch.bool)}
+    for options in ({"max_neighbors": 5}, memory):
+        with pytest.raises(NeighborOverflowError, match=f"an atom in system 1 has {most} neighbors") as caught:
+            neighbor_list(x, 3.0, 9.0 * torch.eye(3, dtype=F64), False, idx, **options)
+        assert "allocate memory" in str(caught.value.__cause__)
+    assert torch.equal(memory["num_neighbors"], count)
+
+
+@pytest.mark.parametrize("method", ["batch_naive", "batch_cell_list", None])
+@pytest.mark.parametrize("rows", [range(60), (7, 40, 3, 3, 59, 31)], ids=["all", "targets"])
+def test_rows_that_stay_are_whole_in_a_wider_matrix(method, rows):
+    """One of two systems condenses: the other keeps its rows, of older positions, unless they were cut before."""
+    x, idx = two_systems()
+    cell = 12.0 * torch.eye(3, dtype=F64).expand(2, 3, 3)
+    same = {"batch_idx": idx, "method": method, "target_indices": torch.tensor(rows, dtype=torch.int32)}
+    first = idx[list(rows)] == 0
+    before = neighbor_list(x, 3.0, cell, **same)
+    width = int(before[1].max())
+    memory = buffers(len(rows), width)
+    neighbor_list(x, 3.0, cell, **same, **memory)
+    dense = torch.cat([x[:30] * 0.6, x[30:] + 0.3 * points(30, 9)])  # the second moves, too
+    after = neighbor_list(dense, 3.0, cell, **same)
+    most = int(after[1].max())
+    # not even the first is flagged in the second call, but its rows in the memory are not whole
+    for flags in ([True, False], [False, False]):
+        with pytest.warns(NeighborListWarning, match=f"{width} columns, but an atom has {most} neighbors"):
+            found = neighbor_list(dense, 3.0, cell, **same, **memory, rebuild_flags=torch.tensor(flags))
+        for whole, new, old in zip(found[::2], after[::2], before[::2], strict=True):
+            assert begins_with(whole[first], new[first][:, :most])
+            assert begins_with(whole[~first], old[~first][:, :width])
+        assert torch.equal(found[1], torch.where(first, after[1], before[1]))
+        beyond = torch.arange(found[0].shape[1]) >= found[1][:, None]
+        assert found[0].shape[1] > width and (found[0][beyond] == 60).all() and not found[2][beyond].any()
+        assert begins_with(found[0], memory["neighbor_matrix"])
+        assert begins_with(found[2], memory["neighbor_matrix_shifts"])
+    # the first is thin again: its old counts are no reason for a wide matrix
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NeighborListWarning)
+        found = neighbor_list(x, 3.0, cell, **same, **memory, rebuild_flags=torch.tensor([False, False]))
+    assert found[0] is memory["neighbor_matrix"] and torch.equal(found[1], before[1])
+    assert begins_with(before[0], found[0]) and begins_with(before[2], found[2])
 
 
 def canary(shape, border=512, value=-12345):
@@ -110,8 +227,8 @@ def test_overfull_rows_without_checks_are_visible_and_stay_in_bounds(method, mod
 
 
 @pytest.mark.parametrize("name", ["naive", "batch_naive"])
-def test_dual_cutoffs_say_which_list_overflows(name):
-    """The two widths are told apart, and the needed one works."""
+def test_dual_cutoffs_say_which_list_is_wider(name):
+    """The two widths are told apart, and the other one stays as it is."""
     x = torch.as_tensor(np.random.default_rng(8).normal(size=(100, 3)))
     function = getattr(neighbors, f"{name}_neighbor_list_dual_cutoff")
     described = {"batch_idx": torch.zeros(100, dtype=torch.int32)} if name == "batch_naive" else {}
@@ -119,11 +236,12 @@ def test_dual_cutoffs_say_which_list_overflows(name):
     needed = [int(first.max()), int(second.max())]
     for which in (0, 1):
         room = {f"max_neighbors{n + 1}": most - (n == which) for n, most in enumerate(needed)}
-        with pytest.raises(NeighborOverflowError) as caught:
-            function(x, 1.0, 2.0, **described, **room)
-        assert caught.value.max_neighbors == needed[which] - 1 and caught.value.num_neighbors == needed[which]
-        room[f"max_neighbors{which + 1}"] = caught.value.num_neighbors
-        assert torch.equal(function(x, 1.0, 2.0, **described, **room)[1], first)
+        said = f"`max_neighbors{which + 1}` = {needed[which] - 1}, .*{needed[which]} neighbors"
+        with pytest.warns(NeighborListWarning, match=said):
+            found = function(x, 1.0, 2.0, **described, **room)
+        widths = [grown_width(most) if n == which else most for n, most in enumerate(needed)]
+        assert [found[0].shape[1], found[2].shape[1]] == widths
+        assert torch.equal(found[1], first) and torch.equal(found[3], second)
 
 
 # -- memory --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch.neighbors import neighbor_list
 from tests.comparing import compiled
 from tests.neighbors.searches import F64, points, two_systems
@@ -226,8 +226,9 @@ def test_lists_under_vmap_are_checked():
 
     found = torch.vmap(lambda x: matrix(x, 60))(x)
     assert torch.equal(found, torch.stack([matrix(part, 60) for part in x]))
-    with pytest.raises(NeighborOverflowError, match="max_neighbors"):
-        torch.vmap(lambda x: matrix(x, 2))(x)
+    with pytest.warns(NeighborListWarning, match="`max_neighbors` = 2") as said:
+        wide = torch.vmap(lambda x: matrix(x, 2))(x)
+    assert len(said) == 1 and 20 < wide.shape[2] <= 60 and torch.equal(wide, found[:, :, : wide.shape[2]])
     x[1, 3] = torch.nan
     with pytest.raises(ValueError, match="positions"):
         torch.vmap(lambda x: matrix(x, 60))(x)

@@ -8,6 +8,7 @@ import torch
 import torch._dynamo
 
 from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors
 from nvalchemiops.torch.neighbors import formats, neighbor_utils
 from nvalchemiops.torch.neighbors.formats import (
@@ -106,13 +107,13 @@ def test_padding_before_a_count_is_skipped_and_the_pointers_agree():
     assert pairs.tolist() == [[0, 1, 1], [2, 0, 2]] and ptr.tolist() == [0, 1, 3, 3]
 
 
-def test_too_little_room_is_an_error_and_nothing_is_cut(crystal):
+def test_too_little_room_is_widened_and_a_cut_matrix_is_an_error(crystal):
     _, full, _ = crystal
     pairs, matrix = as_list(full, 5), as_matrix(full, 5, 5, spare=0)
     most = int(matrix[1].max())
-    with pytest.raises(NeighborOverflowError) as caught:
-        get_neighbor_matrix_from_neighbor_list(*pairs, max_neighbors=most - 1)
-    assert (caught.value.max_neighbors, caught.value.num_neighbors) == (most - 1, most)
+    for width in (0, most - 1):
+        with pytest.warns(NeighborListWarning, match=f"`max_neighbors` = {width}, but an atom has {most} neighbors"):
+            assert same(get_neighbor_matrix_from_neighbor_list(*pairs, max_neighbors=width), matrix)
     with pytest.raises(NeighborOverflowError) as caught:
         get_neighbor_list_from_neighbor_matrix(matrix[0][:, :-1], matrix[1], matrix[2][:, :-1])
     assert (caught.value.max_neighbors, caught.value.num_neighbors) == (most - 1, most)

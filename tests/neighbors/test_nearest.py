@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from nvalchemiops.neighbors import NeighborOverflowError
+from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.formats import check_full_list, transpose_order
 from tests.neighbors.searches import rows_of, rows_of_matrix
@@ -206,10 +206,19 @@ def test_no_atoms_and_no_neighbors():
             assert (neighbor_list(x, 0.0, nearest=4, ties=ties)[1] == 0).all()
 
 
-def test_too_little_room_is_an_error():
+@pytest.mark.parametrize("options", [{}, {"ties": "index"}, {"symmetric": True}, {"symmetric": True, "ties": "index"}])
+def test_too_little_room_is_widened(options):
     x, cell, _ = system("random", 30, 11)
-    with pytest.raises(NeighborOverflowError):
-        neighbor_list(torch.as_tensor(x), 5.0, torch.as_tensor(cell), nearest=8, max_neighbors=7)
+    x, cell = torch.as_tensor(x), torch.as_tensor(cell)
+    exact, count, images = neighbor_list(x, 5.0, cell, nearest=8, **options)
+    most = int(count.max())
+    memory = torch.zeros(30, 5, dtype=torch.int32)
+    for room in ({"max_neighbors": 7}, {"neighbor_matrix": memory}):
+        with pytest.warns(NeighborListWarning, match=f"an atom has {most} neighbors"):
+            matrix, counts, shifts = neighbor_list(x, 5.0, cell, nearest=8, **options, **room)
+        assert torch.equal(matrix[:, :most], exact[:, :most]) and torch.equal(counts, count)
+        assert torch.equal(shifts[:, :most], images[:, :most])
+    assert torch.equal(memory, exact[:, :5])
 
 
 @pytest.mark.parametrize(
