@@ -1,4 +1,4 @@
-"""Neighbor lists in JAX: exact or an error outside of jit; of a declared size inside, where overflow stays visible."""
+"""Neighbor lists in JAX: exact outside of jit; of a declared size inside, where overflow stays visible."""
 
 import functools
 
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from nvalchemiops.jax import callback, neighbors
 from nvalchemiops.jax.interactions.electrostatics import dsf_coulomb, ewald_summation
 from nvalchemiops.jax.interactions.pair import lennard_jones
+from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch import neighbors as in_torch
 from tests.jax.precision import double_precision  # noqa: F401
 from tests.systems import batch, triclinic
@@ -136,13 +137,54 @@ def test_lists_of_systems_in_a_batch():
     same(neighbors.batch_cell_list(x, 3.0, cell, pbc, systems), expected)
 
 
-def test_overflow_is_an_error_outside_of_jit_and_a_count_inside():
-    with pytest.raises(neighbors.NeighborOverflowError, match="max_neighbors"):
-        neighbors.neighbor_list(X, 3.0, CELL, PBC, max_neighbors=2)
-    matrix, counts, _ = jax.jit(lambda x: neighbors.neighbor_list(x, 3.0, CELL, PBC, max_neighbors=2))(X)
-    exact = in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:])[1]
+@pytest.mark.parametrize("search", [neighbors.neighbor_list, neighbors.cell_list, neighbors.naive_neighbor_list])
+def test_room_grows_outside_of_jit_and_inside_counts_tell(search):
+    exact = [torch.as_tensor(np.array(a)) for a in search(X, 3.0, CELL, PBC)]
+    most = int(exact[1].max())
+    with pytest.warns(NeighborListWarning, match=f"`max_neighbors` = 2, but an atom has {most} neighbors") as said:
+        matrix, counts, shifts = search(X, 3.0, CELL, PBC, max_neighbors=2)
+    assert len(said) == 1
+    same([matrix[:, :most], counts, shifts[:, :most]], [exact[0][:, :most], exact[1], exact[2][:, :most]])
+    matrix, counts, _ = jax.jit(lambda x: search(x, 3.0, CELL, PBC, max_neighbors=2))(X)
     assert matrix.shape == (20, 2)
-    np.testing.assert_array_equal(counts, exact.numpy())
+    np.testing.assert_array_equal(counts, exact[1].numpy())
+
+
+@pytest.mark.parametrize("options", [{}, {"cutoff2": 4.0}, {"return_vectors": True}])
+def test_capacity_grows_outside_of_jit(options):
+    options |= {"return_neighbor_list": True}
+    exact = in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:], **options)
+    n_lists = 2 if "cutoff2" in options else 1
+    with pytest.warns(NeighborListWarning, match="`coo_capacity` = 5, but there are") as said:
+        found = neighbors.neighbor_list(X, 3.0, CELL, PBC, coo_capacity=5, **options)
+    assert len(said) == n_lists
+    for number in range(n_lists):
+        of_torch = exact[number * len(exact) // n_lists : (number + 1) * len(exact) // n_lists]
+        pairs, *others, counts, missing = found[number * len(found) // n_lists : (number + 1) * len(found) // n_lists]
+        n = of_torch[0].shape[1]
+        same([pairs[:, :n], others[0], *(a[:n] for a in others[1:])], of_torch)
+        assert not missing and (pairs[:, n:] == 20).all() and int(others[0][-1]) == n == int(counts.sum())
+    wide = neighbors.neighbor_list(X, 3.0, CELL, PBC, coo_capacity=900, **options)
+    assert wide[0].shape == (2, 900)  # as asked for: all fits
+
+
+def test_rows_that_are_kept_are_whole_in_a_wider_matrix():
+    x, systems = jnp.concatenate([X, X]), jnp.repeat(jnp.arange(2, dtype=jnp.int32), 20)
+    cells = jnp.concatenate([CELL, CELL])
+    before = neighbors.neighbor_list(x, 3.0, cells, batch_idx=systems)
+    names = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")
+    x, cells = x.at[20:].mul(0.6), cells.at[1].mul(0.6)
+    with pytest.warns(NeighborListWarning):
+        found = neighbors.neighbor_list(
+            0.9 * x, 3.0, cells, batch_idx=systems, rebuild_flags=jnp.array([False, True]), **dict(zip(names, before))
+        )
+    fresh = neighbors.neighbor_list(0.9 * x, 3.0, cells, batch_idx=systems)
+    n, most = before[0].shape[1], int(fresh[1][20:].max())
+    assert most > n and found[0].shape[1] >= most
+    for kept, new, old in zip(found, fresh, before, strict=True):
+        columns = (slice(None), slice(0, most)) if kept.ndim > 1 else (slice(None),)
+        np.testing.assert_array_equal(kept[20:][columns], new[20:][columns])
+        np.testing.assert_array_equal(kept[:20, :n] if kept.ndim > 1 else kept[:20], old[:20])
 
 
 def test_an_atom_that_is_nowhere_has_a_count_that_is_no_number_of_neighbors():
@@ -224,6 +266,21 @@ class TestState:
         same([found[1]], in_torch.neighbor_list(TORCH[0], 3.0, *TORCH[1:])[1:2])
         assert after.initialized.all()
 
+    @pytest.mark.parametrize("options", [{"max_neighbors": 2}, {"format": "coo", "coo_capacity": 5}])
+    def test_it_grows_outside_of_jit(self, options):
+        """The next state declares what was needed, inside of jit as well."""
+        state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC, **options)
+        with pytest.warns(NeighborListWarning):
+            found, state = neighbors.neighbor_list(X, state=state)
+        exact = neighbors.neighbor_list(X, 3.0, CELL, PBC, return_neighbor_list="format" in options)
+        n = exact[0].shape[1] if "format" in options else int(exact[1].max())
+        np.testing.assert_array_equal(found[0][:, :n], exact[0][:, :n])
+        assert state.valid.all() and state.sizes[0] == found[0].shape[1] >= n
+        again, state = jax.jit(lambda x, s: neighbors.neighbor_list(x, state=s))(X, state)
+        for a, b in zip(again, found, strict=True):
+            np.testing.assert_array_equal(a, b)
+        neighbors.check_neighbor_list_state(state)
+
     def test_a_position_that_is_no_number_is_no_overflow(self):
         state = neighbors.prepare_neighbor_list(X, 3.0, CELL, PBC)
         state = jax.jit(lambda x, s: neighbors.neighbor_list(x, state=s)[1])(X.at[4, 1].set(jnp.nan), state)
@@ -238,7 +295,8 @@ class TestState:
         states = jax.vmap(lambda x, s: neighbors.neighbor_list(x, state=s)[1])(x, states)
         with pytest.raises(neighbors.NeighborOverflowError, match="in system 1 has"):
             neighbors.check_neighbor_list_state(states)
-        state = neighbors.neighbor_list(X, state=prepare(X, cell=CELL, format="coo", coo_capacity=5))[1]
+        state = prepare(X, cell=CELL, format="coo", coo_capacity=5)
+        state = jax.jit(lambda x, s: neighbors.neighbor_list(x, state=s)[1])(X, state)
         with pytest.raises(neighbors.NeighborOverflowError, match="`coo_capacity` = 5 is too small"):
             neighbors.check_neighbor_list_state(state)
 

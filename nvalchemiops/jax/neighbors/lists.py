@@ -10,7 +10,7 @@ import torch
 
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE
 from nvalchemiops.jax.bridge import Bridge, Traits
-from nvalchemiops.jax.neighbors.state import SCRATCH, NeighborListState, state_after
+from nvalchemiops.jax.neighbors.state import SCRATCH, NeighborListState, capacity_for, state_after
 from nvalchemiops.jax.operators import (
     Shape,
     as_array,
@@ -116,11 +116,11 @@ def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any],
         pairs, pointers, *others = found[number * per_list : (number + 1) * per_list]
         if pairs.shape[1] > room and not is_cut:
             notify(
-                f"`coo_capacity` = {room}, but there are {pairs.shape[1]} pairs: the list returned has them all",
+                f"`coo_capacity` = {room}, but there are {pairs.shape[1]} pairs: the list returned has room for all",
                 NeighborListWarning,
                 kind=f"short list {number}",
             )
-            room = pairs.shape[1]
+            room = capacity_for(pairs.shape[1])
         n = min(pairs.shape[1], room)
         rows = torch.full((2, room), padding, dtype=pairs.dtype)
         rows[:, :n] = pairs[:, :n]

@@ -256,8 +256,13 @@ def _sizes(
             **given,
         )
         n = found[0].shape[1]
-        sizes.append(n + max(n // 4, 4) if return_neighbor_list else n)
+        sizes.append(capacity_for(n) if return_neighbor_list else n)
     return tuple(sizes)
+
+
+def capacity_for(n_pairs: int) -> int:
+    """Capacity of a list of so many pairs, with room to spare."""
+    return n_pairs + max(n_pairs // 4, 4)
 
 
 def _names(search: _Search) -> list[str]:
