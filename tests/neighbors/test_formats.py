@@ -8,8 +8,8 @@ import torch
 import torch._dynamo
 
 from nvalchemiops.neighbors import NeighborOverflowError
-from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.neighbors.neighbor_utils import estimate_max_neighbors
+from nvalchemiops.notices import NeighborListWarning
 from nvalchemiops.torch.neighbors import formats, neighbor_utils
 from nvalchemiops.torch.neighbors.formats import (
     check_full_list,

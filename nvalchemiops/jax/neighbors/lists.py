@@ -33,8 +33,8 @@ _OUTPUTS = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts", "neigh
 def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) -> tuple[Any, ...]:
     """The lists that a function of the arguments ``given`` returns, for a caller called ``name``.
 
-    Under ``jit``, or where ``declared`` says so, lists have the declared width or capacity, and counts tell what did not
-    fit. Elsewhere they are wide enough.
+    Under ``jit``, or where ``declared`` says so, lists have the declared width or capacity, and counts tell what did
+    not fit. Elsewhere they are wide enough.
     """
     arguments: dict[str, Any] = {}
     for key, value in given.items():
@@ -193,8 +193,8 @@ def neighbor_list(
 ) -> Any:
     """Find all pairs of atoms closer than ``cutoff``, each with the image of the cell that the neighbor is in.
 
-    Outside of ``jit`` the list is exact: with ``max_neighbors`` or ``coo_capacity`` too small it is larger than that, and
-    a `NeighborListWarning` says so. Inside shapes must be known: give ``max_neighbors``, or for a list of pairs
+    Outside of ``jit`` the list is exact: with ``max_neighbors`` or ``coo_capacity`` too small it is larger than that,
+    and a `NeighborListWarning` says so. Inside shapes must be known: give ``max_neighbors``, or for a list of pairs
     ``coo_capacity``, and look for overflow afterwards. A `NeighborListState` keeps track of it.
 
     Parameters
@@ -232,7 +232,8 @@ def neighbor_list(
         With a cell only.
     distances, vectors
         If requested, lists of pairs of ``coo_capacity`` then have ``num_neighbors`` and a bool that says whether pairs
-        are missing, for which there was no room. For two cutoffs all of these twice. With ``state`` a pair of this tuple and the new state.
+        are missing, for which there was no room. For two cutoffs all of these twice. With ``state`` a pair of this
+        tuple and the new state.
 
     Raises
     ------

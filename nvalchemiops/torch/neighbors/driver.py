@@ -189,7 +189,7 @@ def build(
         "neighbor_vectors": form.return_vectors or room.neighbor_vectors is not None,
     }
     as_list = form.return_neighbor_list
-    most = 0
+    most: int | None = None  # the largest count, where it is read
     if as_list and room.neighbor_matrix is None and room.neighbor_matrix_shifts is None:
         pairs, ptr, shifts = ops.neighbor_pairs(*search)
         if width is not None and form.check and may_read():
@@ -212,13 +212,14 @@ def build(
             if target_indices is not None:
                 pairs = torch.stack([target_indices.to(torch.int32)[pairs[0].long()], pairs[1]])
     results: Tensors = (pairs, ptr) if as_list else (matrix, count)
-    if width is not None and most > width and not silent:
+    if most is not None and width is not None and most > width and not silent:
         _say_how_wide(width, most, in_memory, suffix, None if as_list else matrix.shape[1])
     if cell is None:
         shifts = None  # the ops return an empty one
         if (memory := room.neighbor_matrix_shifts) is not None and method == BINNED:
             j = pairs[1] if as_list else matrix
-            results += (memory if memory.shape[:-1] == j.shape else j.new_zeros(*j.shape, 3),)
+            fits = not as_list and memory.shape[1] == matrix.shape[1]
+            results += (memory if fits else j.new_zeros(*j.shape, 3),)
     else:
         assert shifts is not None
         results += (shifts,)
@@ -284,11 +285,14 @@ def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor, wid
     """
     if memory is None:
         return values
-    part = values if width is None else values[:, :width]
-    if width is None and may_read() and isinstance(memory, torch.Tensor) and memory.shape[1:] == values.shape[1:]:
+    part = values
+    if may_read() and width is not None and values.shape[1] > width:
+        part = values[:, :width]
+    elif may_read() and width is None and isinstance(memory, torch.Tensor) and memory.shape[1:] == values.shape[1:]:
         given, needed = memory.shape[0], values.shape[0]
-        part, memory = values[:given], memory[:needed]
+        memory = memory[:needed]
         if given < needed:
+            part = values[:given]
             notify(
                 f"`{name}` has room for {given} of {needed} pairs: what is returned is in new memory, with all of them",
                 NeighborListWarning,
@@ -296,7 +300,7 @@ def _in_memory(name: str, memory: torch.Tensor | None, values: torch.Tensor, wid
             )
     checks.check_like(name, memory, part)
     memory.copy_(part)
-    return memory if part.shape == values.shape else values
+    return memory if part is values else values
 
 
 def _search_matrix(
@@ -306,17 +310,17 @@ def _search_matrix(
     rebuild_flags: torch.Tensor | None,
     fill_value: int,
     readable: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, int]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, bool, int | None]:
     """Matrix, counts, shifts, whether a count may mark a row that is empty since its atom is unusable, and the largest.
 
     Where values are ``readable``, a matrix too narrow for a row is replaced by a wider one, and the largest count is
-    read; otherwise it is 0.
+    read.
     """
     _, matrix, shifts, count, *_ = room
     if width is None:
         found, counted, images, _ = ops.neighbor_matrix(*search, fill_value, None)
         counted = counted if count is None else count.copy_(counted)
-        return found, counted, images, False, 0
+        return found, counted, images, False, None
     if search.cell is None and shifts is not None:
         shifts.zero_()
         shifts = None
@@ -333,7 +337,7 @@ def _search_matrix(
         fault = ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
     if not readable:
         # where faults are not read, an atom without a position or a cell has a special count, and its row is empty
-        return matrix, count, shifts, True, 0
+        return matrix, count, shifts, True, None
     ops.raise_faults(fault, search)
     most = ops.largest_count(count)
     if most > width and rebuild_flags is not None:

@@ -130,8 +130,9 @@ def neighbor_list(
         List (i, j, S) if j is among the nearest of i, or i among those of j, and so (j, i, -S) too.
     check : bool, optional
         False: with ``max_neighbors`` or given memory, do not read values on the host, without a wait for a
-        GPU. Then rows are cut at that width, and ``num_neighbors`` still counts all neighbors of an atom. An atom whose position is not finite, or whose cell is unusable, has a count of 2**31 - 1
-        and an empty row; other faulty values go unnoticed. The same holds inside ``torch.compile``.
+        GPU. Then rows are cut at that width, and ``num_neighbors`` still counts all neighbors of an atom. An atom whose
+        position is not finite, or whose cell is unusable, has a count of 2**31 - 1 and an empty row; other faulty
+        values go unnoticed. The same holds inside ``torch.compile``.
     **without_effect
         Names of `nvalchemiops.compat.ignored_arguments.WITHOUT_EFFECT`: scratch memory and choices of another
         implementation, such as ``strategy`` and ``atom_to_cell_mapping``. They are ignored.

@@ -20,6 +20,7 @@ from nvalchemiops.torch.runtime.context import eager, is_eager, is_mapped, value
 
 __all__ = ["VerletList"]
 
+
 class _BuiltList(NamedTuple):
     """A list, and the data that it was built from."""
 
