@@ -21,7 +21,6 @@ from nvalchemiops.torch.interactions.electrostatics import (
     estimate_pme_parameters,
     ewald_summation,
     particle_mesh_ewald,
-    prepare_wave_vectors,
 )
 from nvalchemiops.torch.interactions.electrostatics.choice import (
     LongRange,
@@ -30,6 +29,7 @@ from nvalchemiops.torch.interactions.electrostatics.choice import (
 )
 from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
 from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, chosen_points
 from nvalchemiops.torch.interactions.electrostatics.results import check_request
 from nvalchemiops.torch.interactions.electrostatics.sizes import sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
@@ -406,9 +406,11 @@ class LatticeSum:
             on_ranks = functools.partial(particle_mesh_ewald, mesh_dimensions=mesh, spline_order=order)
         else:
             assert k_cutoff is not None
-            k_vectors = prepare_wave_vectors(cell, k_cutoff)
+            # as the sums choose them, so that they stay while the cell changes a little
+            length = torch.as_tensor(k_cutoff, dtype=torch.float64, device=device).reshape(1)
+            k_vectors = WaveVectors(*chosen_points(cell.reshape(1, 3, 3), length))
             long_range = functools.partial(KVectorSum.given, None, None, None, k_vectors)
-            on_ranks = functools.partial(ewald_summation, k_cutoff=float(k_cutoff))
+            on_ranks = functools.partial(ewald_summation, miller_indices=k_vectors)
         return Chosen(made_for, shape, device, float(alpha), float(cutoff), long_range, on_ranks)
 
 

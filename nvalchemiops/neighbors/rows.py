@@ -15,10 +15,17 @@ from nvalchemiops.launch import gather_only, kernel_module, kernel_variants
 NO_PADDING = -(2**31)
 """Padding of rows that have none: no list may hold it."""
 
+NOWHERE = 2**31 - 1
+"""Image, along each axis, of itself that is the only neighbor of an atom whose neighbors cannot be known.
+
+Where nothing is raised, a search lists it for atoms that are nowhere, and those of an unusable cell: an empty row would
+say that there is no interaction, and a vector of zeros that an axis is open. Sums over pairs give NaN for it."""
+
 OUT_OF_RANGE = 1
 OTHER_SYSTEM = 2
 UNSORTED = 3
 
+_NOWHERE = wp.constant(NOWHERE)
 _OUT_OF_RANGE = wp.constant(OUT_OF_RANGE)
 _OTHER_SYSTEM = wp.constant(OTHER_SYSTEM)
 _UNSORTED = wp.constant(UNSORTED)
@@ -80,7 +87,7 @@ def inspect_rows() -> Any:
             if first.shape[0] > 0:  # noqa: SIM102
                 if first[slot] != i:
                     wrong = _UNSORTED
-            if j != padding:
+            if j != padding and shift[slot][0] != _NOWHERE and shift[slot][0] != -_NOWHERE:
                 if j < 0 or j >= system.shape[0]:
                     wrong = _OUT_OF_RANGE
                 elif system[j] != system[i]:

@@ -18,9 +18,12 @@ from nvalchemiops.kernels.native import native_kernel
 from nvalchemiops.kernels.simd import LANES, lanes_of_masks
 from nvalchemiops.launch import kernel_variants
 from nvalchemiops.neighbors.grid import FARTHEST_BIN, Grid
+from nvalchemiops.neighbors.rows import NOWHERE
 
 NOT_FINITE = 2**31 - 1
-"""Count of an atom without known neighbors: its position is not finite or too far away, or its cell unusable."""
+"""Count of an atom without known neighbors: its position is not finite or too far away, or its cell unusable.
+
+Where there are images, its row holds the atom itself in the image `NOWHERE`."""
 
 ROWS_PER_THREAD = 64
 """Rows that one task on a CPU goes through: several bins full of atoms that share their candidates."""
@@ -134,7 +137,16 @@ def search_text(addition: Addition) -> str:
     }};
     const auto finish = [&](const Row &r, int found, int lane, int lanes) {{
         if (width > 0) {{
-            const int written = found < width ? found : width;
+            int written = found < width ? found : width;
+            const auto has_images = [&](const int *bins) {{ return shifts.shape[0] > 0 && (bins[0] | bins[1] | bins[2]); }};
+            if (!r.known && r.k >= 0 && has_images(&grids.data[r.system].bins[0])) {{  // what is not known has a mark
+                if (lane == 0) {{
+                    index.data[r.start] = atoms[4 * r.k];
+                    int *image = reinterpret_cast<int *>(shifts.data) + 3 * r.start;
+                    image[0] = image[1] = image[2] = {NOWHERE};
+                }}
+                written = 1;
+            }}
             for (int slot = written + lane; slot < width; slot += lanes) index.data[r.start + slot] = fill_value;
             if (shifts.shape[0] > 0) {{
                 int *components = reinterpret_cast<int *>(shifts.data) + 3 * r.start;

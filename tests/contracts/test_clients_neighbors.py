@@ -480,7 +480,7 @@ UNUSABLE = {
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("cell", UNUSABLE.values(), ids=UNUSABLE)
 def test_counts_of_an_unusable_cell_are_poisoned(cell, compiled, memory):
-    """Every atom of that system has the count of what cannot be told and an empty row; the others keep theirs."""
+    """Every atom of that system has the count of what cannot be told, and only itself; the others keep their rows."""
     systems = [triclinic(6), triclinic(40), triclinic(6)]
     good = batch(*systems)
     cells = good.cell.clone()
@@ -499,8 +499,9 @@ def test_counts_of_an_unusable_cell_are_poisoned(cell, compiled, memory):
         expected = neighbor_list(
             good.positions, 4.0, good.cell, batch_idx=good.batch_idx, max_neighbors=400, method=method
         )
-        assert (count[rows] == UNKNOWN).all() and (matrix[rows] == 52).all()
-        assert not shifts[rows].any() and not distances[rows].any()
+        assert (count[rows] == UNKNOWN).all() and not distances[rows].any()
+        assert torch.equal(matrix[rows, 0], rows.nonzero().squeeze(1).int()) and (shifts[rows, 0] == UNKNOWN).all()
+        assert (matrix[rows, 1:] == 52).all() and not shifts[rows, 1:].any()
         for found, wanted in zip((matrix, count, shifts), expected, strict=True):
             assert torch.equal(found[~rows], wanted[~rows])
     # along an open axis the cell never matters, whatever it holds

@@ -99,6 +99,7 @@ def op_calls(system: System):
         whole_sum: whole,
         whole_sum_gradients: (q[:n], x[:n].clone(), q[:n].clone(), *whole),
         k_vectors.points_within: (cell, torch.full((n_systems,), 2.0, dtype=torch.float64)),
+        k_vectors.chosen_points: (cell, torch.full((n_systems,), 2.0, dtype=torch.float64)),
         k_vectors.points_of_indices: (cell, torch.tensor([[1, -2, 0], [0, 0, 3]])),
     }
 

@@ -454,25 +454,30 @@ def test_crystals_are_those_of_openmm(name):
 
 
 def test_latent_ewald_is_a_reciprocal_sum():
-    """Gaussians of standard deviation σ that keep their self energy: alpha = 1/(√2 σ), as latent Ewald sums have it."""
+    """Gaussians of standard deviation σ/√2 that keep their self energy: alpha = 1/(√2 σ), as latent Ewald sums have it.
+
+    Their charges have a sum, for which there is no background.
+    """
     positions, given, cell = system(channels=3)
     sigma, k_cutoff = 1.0, 2.0 * torch.pi / 1.2
+    charges = given.charges + 0.3
     found = ewald_reciprocal_space(
         positions,
-        given.charges,
+        charges,
         cell,
         None,
         alpha=2.0**-0.5 / sigma,
         k_cutoff=k_cutoff,
         energy_reduction="system",
         self_interaction=True,
+        widths=sigma / 2.0**0.5,
     )
     miller = torch.cartesian_prod(*[torch.arange(-8.0, 9.0, dtype=torch.float64)] * 3)
     k = 2.0 * torch.pi * miller @ torch.linalg.inv(cell).mT
     k = k[(k.norm(dim=1) > 1e-9) & (k.norm(dim=1) <= k_cutoff)]
     k2 = k.square().sum(1)
     phase = positions @ k.mT
-    power = (phase.cos().mT @ given.charges).square() + (phase.sin().mT @ given.charges).square()
+    power = (phase.cos().mT @ charges).square() + (phase.sin().mT @ charges).square()
     volume = torch.linalg.det(cell).abs()
     exact = 2.0 * torch.pi / volume * ((torch.exp(-0.5 * sigma**2 * k2) / k2)[:, None] * power).sum(0)
     close([found[0]], [exact], 1e-11)

@@ -10,6 +10,12 @@ import pytest
 import torch
 
 from nvalchemiops.torch.interactions import electrostatics
+from nvalchemiops.torch.interactions.dispersion import (
+    D3Parameters,
+    ReferenceStates,
+    d3_dispersion,
+    damping_parameters,
+)
 from nvalchemiops.torch.interactions.lj import lj_energy_forces
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
@@ -128,6 +134,94 @@ def test_an_unusable_cell_that_is_not_read_gives_nan_in_its_system_only(op):
 def test_an_unusable_cell_that_is_read_is_named(op, how):
     with pytest.raises(ValueError, match="`cell`"):
         OPS[op](POSITIONS, unusable(how))
+
+
+def dispersion(x: torch.Tensor, cell: torch.Tensor, near: dict[str, Any], tables: ReferenceStates) -> Any:
+    numbers = 6 + torch.arange(len(x)) % 3
+    return d3_dispersion(x, numbers, DAMPING, tables, cell, BATCH, cutoff=CUTOFF, **near, **ALL)[0]
+
+
+def tables(factorise: bool) -> ReferenceStates:
+    """Of random tables, which factorise or not."""
+    n, generator = 9, torch.Generator().manual_seed(0)
+    counts, c6 = torch.rand(2, n, n, 5, 5, generator=generator, dtype=torch.float64)
+    counts = 3.0 * counts[:, :1, :, :1].expand(n, n, 5, 5)
+    c6 = c6[:, :1, :, :1] * c6[:, :1, :, :1].permute(1, 0, 3, 2) if factorise else c6 + c6.permute(1, 0, 3, 2)
+    return D3Parameters(torch.full((n,), 1.5), torch.full((n,), 3.0), 9.0 * c6, counts).states([6, 7, 8])
+
+
+DAMPING, FACTORISED, BY_PAIR = damping_parameters("pbe", "bj"), tables(True), tables(False)
+
+
+BY_MATRIX: dict[str, Callable[..., Any]] = {
+    "potential": lambda x, cell, near: lennard_jones(CUTOFF)(x, cell, **LJ, **near, batch_idx=BATCH, **ALL),
+    "Coulomb": lambda x, cell, near: electrostatics.coulomb_energy(x, CHARGES, cell, CUTOFF, **near, batch_idx=BATCH),
+    "DSF": lambda x, cell, near: electrostatics.dsf_coulomb(
+        x, CHARGES, CUTOFF, 0.2, cell, BATCH, **near, compute_virial=True
+    ),
+    "D3": lambda x, cell, near: dispersion(x, cell, near, FACTORISED),
+    "D3 by pairs": lambda x, cell, near: dispersion(x, cell, near, BY_PAIR),
+    "real space": lambda x, cell, near: electrostatics.ewald_real_space(
+        x, CHARGES, cell, ALPHA, **near, batch_idx=BATCH, **ALL
+    ),
+    "dipoles": lambda x, cell, near: electrostatics.ewald_real_space(
+        x, CHARGES, cell, ALPHA, **near, batch_idx=BATCH, dipoles=torch.sin(x), **ALL
+    ),
+}
+
+
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("op", BY_MATRIX)
+def test_what_a_search_could_not_know_is_no_sum_without_neighbors(op, read):
+    """A list of a cell that was not looked at: it is not that of a system whose axes are open.
+
+    So for one with more images than a list can hold, and an atom too far away to tell its image, which no sum can see.
+    """
+    call = BY_MATRIX[op] if read else compiled(BY_MATRIX[op])
+
+    def listed(x, cell):
+        matrix, _, shifts = neighbor_list(x, CUTOFF, cell, batch_idx=BATCH, max_neighbors=100, check=False)
+        return {"neighbor_matrix": matrix, "neighbor_matrix_shifts": shifts}
+
+    right = call(POSITIONS, CELL, listed(POSITIONS, CELL))
+    assert all(result.isfinite().all() for result in as_tuple(right))
+    for how in HOWS:
+        cell = unusable(how)
+        near = listed(POSITIONS, cell)
+        if read:
+            with pytest.raises(ValueError, match="`cell`"):
+                call(POSITIONS, cell, near)
+        else:
+            assert_nan_in_the_second_only(call(POSITIONS, cell, near), right)
+    cell = torch.stack([CELL[0], 1e-9 * CELL[1]])
+    assert_nan_in_the_second_only(call(POSITIONS, cell, listed(POSITIONS, cell)), right)
+    x = POSITIONS.clone()
+    x[-1, 0] = 1e200
+    well, broken = split_in_two(as_tuple(call(x, CELL, listed(x, CELL)))[0])
+    torch.testing.assert_close(well, split_in_two(as_tuple(right)[0])[0], rtol=1e-12, atol=1e-12)
+    assert broken[-1].isnan()
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_an_axis_that_is_said_to_be_periodic_has_a_lattice_vector(read):
+    """Without a word a vector of zeros is an open axis, and a list may have no images along it."""
+    pairs, ptr = neighbor_list(POSITIONS, CUTOFF, batch_idx=BATCH, return_neighbor_list=True)
+    near = {"neighbor_list": pairs, "neighbor_ptr": ptr, "neighbor_shifts": pairs.new_zeros(pairs.shape[1], 3)}
+
+    def energies(cell, **options):
+        return lennard_jones(CUTOFF)(POSITIONS, cell, **LJ, **near, batch_idx=BATCH, **options)
+
+    call = energies if read else compiled(energies)
+    cell, pbc = unusable("zero vector"), torch.ones(2, 3, dtype=torch.bool)
+    right = call(cell)
+    assert right.isfinite().all()
+    if read:
+        with pytest.raises(ValueError, match="`cell`"):
+            call(cell, pbc=pbc)
+    else:
+        assert_nan_in_the_second_only(call(cell, pbc=pbc), right)
+    pbc[1, 2] = False
+    torch.testing.assert_close(call(cell, pbc=pbc), right, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("read", [True, False])

@@ -16,6 +16,9 @@ the error, the mesh a smaller one: its size comes in steps, so that its error is
 costs little. Where mesh or k-vectors are given, and too coarse for their share, the splitting parameter shrinks
 until both parts exceed their shares by the same factor (`balanced_alpha`).
 
+What is chosen moves in steps (`in_steps`), so that it stays the same while a cell changes a little: energies are then
+continuous but for jumps of the size of the error, and virials are their derivatives.
+
 The best splitting parameter balances the work in real space, `COSTS.pair` for each pair, with that for each point of
 the mesh, or for each atom and group of eight k-vectors.
 
@@ -112,24 +115,6 @@ class Target(NamedTuple):
         return self.accuracy * self.force
 
 
-def force_of(nearby: Any, n_atoms: Any, xp: Any = np) -> Any:
-    """RMS of the forces from those of near neighbors, both in units of (Σq²/N)/d².
-
-    In steps of √2, so that parameters stay the same when atoms move a little, and energies are continuous. What is no
-    number, as without any charge, is taken for typical.
-    """
-    force = FORCE_PER_NEARBY * nearby
-    force = xp.where(xp.isfinite(force), force, TYPICAL_FORCE)
-    largest = (FORCE_PER_ROOT * n_atoms**0.5).clip(TYPICAL_FORCE, LARGEST_FORCE)
-    # the root of a whole power: the same by numpy and torch, to the last bit, for any number of systems
-    return xp.sqrt(xp.exp2((2.0 * xp.log2(xp.minimum(force, largest).clip(LEAST_FORCE, None))).round()))
-
-
-def average_distance(n_atoms: Any, volume: Any) -> Any:
-    """``(V/N)^(1/3)``, the spacing of what follows; by numpy or torch. No atom counts as one."""
-    return (volume / n_atoms.clip(1.0, None)) ** (1.0 / 3.0)
-
-
 MOST_REMEMBERED = 512
 """Results that each of the functions below keeps for one system: each takes ten to a hundred microseconds."""
 
@@ -163,6 +148,54 @@ def _number(value: Any) -> Hashable:
         parts = tuple(map(_number, value))
         return None if None in parts else parts
     return value if value is np or isinstance(value, (float, int)) else None
+
+
+# -- steps ----------------------------------------------------------------------------------------
+
+STEPS = 2**6
+"""Steps of lengths and their inverses in a factor of two."""
+
+STEP = 2.0 ** (1.0 / STEPS)
+"""Factor of one of these steps: 1.1 %."""
+
+STEPS_OF_FORCES = 2
+"""The same of forces, of which the logarithm counts."""
+
+
+def in_steps(value: Any, kind: str = "nearest", steps: int = STEPS, xp: Any = np) -> Any:
+    """A positive value as one of ``steps`` powers of two in each factor of two, by numpy or torch.
+
+    ``kind`` says which: the "nearest", that "down" or that "up"; what is a step but for rounding stays.
+    """
+    number = steps * xp.log2(value.clip(1e-290, 1e290))
+    if kind == "nearest":
+        number = number.round()
+    else:
+        number = xp.floor(number + 1e-6) if kind == "down" else xp.ceil(number - 1e-6)
+    return xp.exp2(number * (1.0 / steps))
+
+
+def force_of(nearby: Any, n_atoms: Any, xp: Any = np) -> Any:
+    """RMS of the forces from those of near neighbors, both in units of (Σq²/N)/d², in steps.
+
+    What is no number, as without any charge, is taken for typical.
+    """
+    force = FORCE_PER_NEARBY * nearby
+    force = xp.where(xp.isfinite(force), force, TYPICAL_FORCE)
+    largest = (FORCE_PER_ROOT * n_atoms**0.5).clip(TYPICAL_FORCE, LARGEST_FORCE)
+    return in_steps(xp.minimum(force, largest).clip(LEAST_FORCE, None), "nearest", STEPS_OF_FORCES, xp)
+
+
+@_remembered
+def average_distance(n_atoms: Any, volume: Any, xp: Any = np) -> Any:
+    """``d = (V/N)^(1/3)``, in steps; by numpy or torch. No atom counts as one.
+
+    Less than it is, rather than more: for the higher density, errors are larger.
+    """
+    return in_steps((volume / n_atoms.clip(1.0, None)) ** (1.0 / 3.0), "down", STEPS, xp)
+
+
+# -- errors ---------------------------------------------------------------------------------------
 
 
 def _solve(prefactor: Any, error: Any, xp: Any = np) -> Any:
@@ -319,22 +352,28 @@ def expected_errors(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, ta
 
 
 def balanced_alpha(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, target: Target, xp: Any = np) -> Any:
-    """The splitting parameter ``alpha`` (n_systems,), or a smaller one if the given reciprocal part needs it.
+    """The splitting parameter ``alpha`` (n_systems,), or a smaller one, in steps, if the given reciprocal part needs it.
 
     Then that for which the reciprocal part and the pairs up to ``cutoff`` exceed their shares of the error by the same
-    factor, or stay below by the same.
+    factor, or stay below by the same; of the steps on both sides the one that exceeds less.
     """
     # estimated parameters meet their share but for rounding
-    if xp is np and (model.log_error(alpha, spacing) <= np.log(model.share * target.error) + 0.01).all():
+    suffices = model.log_error(alpha, spacing, xp) <= xp.log(model.share * target.error) + 0.01
+    if xp is np and suffices.all():
         return alpha
 
-    def excess(trial: Any) -> Any:
-        both = log_real_error(trial, cutoff, spacing, xp) - model.log_error(trial, spacing, xp)
+    def excess(low: Any, high: Any) -> Any:
+        """Logarithm of the excess of pairs at one alpha, relative to that of the reciprocal part at another."""
+        both = log_real_error(low, cutoff, spacing, xp) - model.log_error(high, spacing, xp)
         return both - math.log(REAL_SHARE / model.share)
 
-    return xp.minimum(
-        alpha, _root(alpha, excess, lambda trial: 2.0 * (trial * cutoff) ** 2 + model.steepness(trial), xp)
-    )
+    def steepness(trial: Any) -> Any:
+        return 2.0 * (trial * cutoff) ** 2 + model.steepness(trial)
+
+    low = in_steps(_root(alpha, lambda trial: excess(trial, trial), steepness, xp), "down", STEPS, xp)
+    high = in_steps(low * STEP, "nearest", STEPS, xp)
+    balanced = xp.where(excess(low, high) <= 0.0, low, high)
+    return xp.where(suffices, alpha, xp.minimum(alpha, balanced))
 
 
 def alpha_for_reciprocal(alpha: np.ndarray, spacing: np.ndarray, model: Reciprocal, target: Target) -> np.ndarray:
@@ -353,8 +392,10 @@ def _root(alpha: Any, excess: Callable[[Any], Any], derivative: Callable[[Any], 
 @_remembered
 def ewald_alpha(n_atoms: Any, volume: Any, target: Target, costs: Costs, xp: Any = np) -> Any:
     """Splitting parameter for which real and reciprocal space take the same time."""
-    spacing = average_distance(n_atoms, volume)
-    alpha = 3.0 / spacing / n_atoms.clip(1.0, None) ** (1.0 / 6.0)
+    spacing = average_distance(n_atoms, volume, xp)
+    n_atoms = n_atoms.clip(1.0, None)
+    volume = n_atoms * spacing**3  # in steps
+    alpha = 3.0 / spacing / n_atoms ** (1.0 / 6.0)
     for _ in range(3):
         x = real_cutoff(alpha, spacing, target, xp) * alpha
         y = reciprocal_cutoff(alpha, spacing, target, xp) / (2.0 * alpha)
@@ -368,7 +409,7 @@ def ewald_alpha(n_atoms: Any, volume: Any, target: Target, costs: Costs, xp: Any
 @_remembered
 def mesh_alpha(n_atoms: Any, volume: Any, target: Target, order: int, costs: Costs, xp: Any = np) -> Any:
     """Splitting parameter for which pairs and the mesh take the same time."""
-    spacing = average_distance(n_atoms, volume)
+    spacing = average_distance(n_atoms, volume, xp)
     alpha = 0.8 / spacing
     for _ in range(3):
         x = real_cutoff(alpha, spacing, target, xp) * alpha
@@ -404,7 +445,7 @@ def batch_mesh_cutoff(
         pairs = SEARCH * costs.pair * within
         points = costs.mesh * len(n_atoms) * (lengths.max(0) / h).prod()
         cutoff = cutoff * (points / pairs) ** (1.0 / 6.0)
-    return cutoff
+    return in_steps(cutoff)
 
 
 @functools.lru_cache(maxsize=MOST_REMEMBERED)

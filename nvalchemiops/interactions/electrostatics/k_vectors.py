@@ -7,6 +7,8 @@ there is no point for -k; not at all where two signs are the same vector.
 
 import numpy as np
 
+from nvalchemiops.interactions.electrostatics import error_models
+
 MOST_VECTORS = 1e8
 """More than this is a mistake in the arguments rather than a system; the sum would take hours."""
 
@@ -20,6 +22,21 @@ def bounds(cell: np.ndarray, k_cutoff: np.ndarray) -> np.ndarray:
     """Largest Miller indices (n_systems, 3) of k-vectors up to ``k_cutoff``: ``k . cell[a]`` is 2π n_a."""
     reach = np.asarray(k_cutoff)[:, None] * np.linalg.norm(cell, axis=2) / (2.0 * np.pi)
     return np.floor(reach * (1.0 + 1e-12)).astype(np.int64)
+
+
+def in_steps(cell: np.ndarray) -> np.ndarray:
+    """Cells (n_systems, 3, 3) of which those that differ little have the same: with lengths and shears in steps.
+
+    The cell is turned so that it is a lower triangular matrix. Its diagonal is one of `error_models.STEPS`, and what a
+    vector is sheared along another one is a multiple of a part of that, so that no length is off by more than about a
+    step. Singular cells stay as they are.
+    """
+    triangle = np.linalg.qr(cell.transpose(0, 2, 1), mode="r").transpose(0, 2, 1)
+    lengths = np.diagonal(triangle, axis1=1, axis2=2)
+    usable = np.isfinite(triangle).all((1, 2)) & (lengths != 0.0).all(1)
+    shears = triangle / np.where(usable[:, None], lengths, 1.0)[:, None, :]
+    found = (shears * error_models.STEPS).round() / error_models.STEPS * error_models.in_steps(np.abs(lengths))[:, None, :]
+    return np.where(usable[:, None, None], found, cell)
 
 
 def half_box(bound: tuple[int, int, int]) -> np.ndarray:

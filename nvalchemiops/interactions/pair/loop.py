@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from nvalchemiops.kernels.simd import LANES, WARP, lanes_of_masks
 from nvalchemiops.kernels.special import scalar_functions, vector_functions
-from nvalchemiops.neighbors.rows import NO_PADDING
+from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
 
 BLOCK = 64
 """Neighbors that are collected before they are evaluated, at most; a multiple of `LANES`."""
@@ -29,7 +29,7 @@ It reads nothing that they point to, and the results of the atom are NaN.
 
 NO_NUMBER = 5
 """Not a fault to raise for, but results that are NaN: a position that is not finite, a cell that is NaN, an image along
-a lattice vector of zeros, which is an open axis."""
+a lattice vector of zeros, which is an open axis, neighbors that a search could not know."""
 
 SKELETON = """
     typedef @real@ real;
@@ -210,6 +210,8 @@ bool is_open[3], any_open = false;
     }}
     if (sum != sum) broken = {NO_NUMBER};
 }}
+if (!broken && begin < end && neighbors.data[begin] == i && (shifts.data[3 * begin] == {NOWHERE}
+    || shifts.data[3 * begin] == -{NOWHERE})) broken = {NO_NUMBER};
 const auto points_nowhere = [&](const int *shift) {{
     return (is_open[0] && shift[0]) || (is_open[1] && shift[1]) || (is_open[2] && shift[2]);
 }};

@@ -131,8 +131,9 @@ def neighbor_list(
     check : bool, optional
         False: with ``max_neighbors`` or given memory, do not read values on the host, without a wait for a
         GPU. Then rows are cut at that width, and ``num_neighbors`` still counts all neighbors of an atom. An atom whose
-        position is not finite, or whose cell is unusable, has a count of 2**31 - 1 and an empty row; other faulty
-        values go unnoticed. The same holds inside ``torch.compile``.
+        position is not finite, or whose cell is unusable, has a count of 2**31 - 1 and, with a cell, only itself in its
+        row, in image 2**31 - 1 along each axis, for which sums over pairs are NaN; other faulty values go unnoticed.
+        The same holds inside ``torch.compile``.
     **without_effect
         Names of `nvalchemiops.compat.ignored_arguments.WITHOUT_EFFECT`: scratch memory and choices of another
         implementation, such as ``strategy`` and ``atom_to_cell_mapping``. They are ignored.

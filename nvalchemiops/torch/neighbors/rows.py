@@ -15,7 +15,7 @@ from nvalchemiops.torch.neighbors.formats import check_full_list, direction_of, 
 from nvalchemiops.torch.neighbors.pairs import Pairs, distances_and_vectors
 from nvalchemiops.torch.neighbors.search import Search, neighbor_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
-from nvalchemiops.torch.runtime.context import may_read, values_of
+from nvalchemiops.torch.runtime.context import may_read, slices_of, values_of
 
 NO_PADDING = core.NO_PADDING
 
@@ -336,7 +336,9 @@ def _inspect(
 
 
 def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_idx: torch.Tensor) -> torch.Tensor:
-    """Largest distance (n_atoms,) in each row of a periodic list. Reads values on the host.
+    """Largest distance (n_slices, n_atoms) in each row of a periodic list. Reads values on the host.
+
+    Under vmap there are several slices.
 
     Warns if the list does not hold both directions of each pair.
 
@@ -349,6 +351,7 @@ def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_
     assert rows.shifts is not None
     pointers, neighbors, shifts, width, padding, first = rows
     fault, balance, reach = _inspect(*wide, batch_idx, pointers, neighbors, shifts, width, padding, first)
+    fault, balance, reach = (slices_of(report) for report in (fault, balance, reach))
     worst = int(fault.max()) if fault.numel() else 0
     if worst == core.OUT_OF_RANGE:
         raise ValueError(
@@ -359,7 +362,7 @@ def inspect_rows(rows: Rows, positions: torch.Tensor, cell: torch.Tensor, batch_
         raise ValueError("`batch_idx`: the neighbor list joins atoms of different systems")
     if worst == core.UNSORTED:
         raise ValueError("`neighbor_list` must be sorted by its first row, and `neighbor_ptr` must fit that row")
-    if int(balance.sum()) != 0:
+    if bool((balance.sum(1) != 0).any()):
         notify(
             "`neighbor_list` or `neighbor_matrix` is not full: a sum needs both (i, j, S) and (j, i, -S) of each pair "
             "(half_fill=False, and enough columns), but takes the pairs that are there; if it holds each pair once, "

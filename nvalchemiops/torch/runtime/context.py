@@ -111,6 +111,14 @@ def all_values_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def slices_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The values (n_slices, ...) of a tensor with an axis or more, of all slices under vmap, otherwise of one."""
+    if not is_mapped(tensor):
+        return values_of(tensor).unsqueeze(0)
+    # a concatenation has the dimensions of slices in front
+    return all_values_of(torch.cat([tensor])).flatten(0, -1 - tensor.ndim)
+
+
 def on_host(tensor: torch.Tensor) -> np.ndarray:
     """The values of a tensor as a numpy array, also under ``torch.func.grad`` and its like."""
     if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not internals.transforms_active():

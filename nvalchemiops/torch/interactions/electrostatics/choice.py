@@ -31,6 +31,7 @@ from nvalchemiops.torch.operators.lattice import check_mesh
 from nvalchemiops.torch.runtime.context import (
     ValuesNeededError,
     is_eager,
+    is_mapped,
     may_keep,
     may_read,
     on_host,
@@ -138,7 +139,10 @@ def choose_splitting(
         _warn_of_widths(system, on_host(chosen.detach()), on_host(limit), rows, cutoff, accuracy)
     is_open = rows is None or not long_range.is_given
     if is_open and not compiling and has_known_moments(system):
-        target = strengths_of(system, np).target(accuracy, on_host(chosen.detach()))
+        strengths = strengths_of(system, np)
+        target = strengths.target(accuracy, on_host(chosen.detach()))
+        if limit is not None:
+            _warn_of_overlap(on_host(limit), strengths.spacing, accuracy)
     if rows is not None:
         return EwaldSplitting(chosen, rows, target)
     if cutoff is None:
@@ -164,7 +168,7 @@ def _choose(
     else:
         sizes = sizes_of_system(system)
         count, volume = sizes.n_atoms, sizes.volume
-    spacing, target = core.average_distance(count, volume), core.Target(accuracy)
+    spacing, target = core.average_distance(count, volume, xp), core.Target(accuracy)
     lengths = None
     if not (compiling or long_range.is_given or system.n_systems == 1):
         lengths = sizes.lengths
@@ -173,7 +177,9 @@ def _choose(
     limit: Any = None
     if has_known_moments(system) or (compiling and system.moments is not None):
         strengths, limit = strengths_of(system, xp), widest_alpha(system)
-        limit = limit if limit is None or compiling else on_host(limit)
+        if limit is not None and not compiling:
+            limit = on_host(limit)
+            _warn_of_overlap(limit, spacing, accuracy)
         sizes_known = (count, volume, lengths)
         target, optimal_alpha = _settled(long_range, strengths, limit, accuracy, optimal_alpha, sizes_known, device, xp)
     r_c = core.real_cutoff(optimal_alpha, spacing, target, xp)
@@ -197,7 +203,7 @@ def _choose(
         reach = r_c
         if model is not None:
             sufficient = core.alpha_for_reciprocal(core.alpha_for_cutoff(r_c, spacing, target), spacing, model, target)
-            reach = core.real_cutoff(sufficient, spacing, target).clip(r_c, core.WIDEST * r_c)
+            reach = core.in_steps(core.real_cutoff(sufficient, spacing, target), "up").clip(r_c, core.WIDEST * r_c)
     longest = None
     if rows is None:
         longest = float(np.max(reach, initial=0.0)) if cutoff is None else cutoff
@@ -257,6 +263,8 @@ def splitting_by_sizes(
     known = sizes.n_atoms, sizes.volume, None
     widest = widest_alpha(system)
     limit = None if widest is None else on_host(widest)
+    if limit is not None:
+        _warn_of_overlap(limit, sizes.spacing, accuracy)
     alpha = long_range.optimal_alpha(*known[:2], core.Target(accuracy), core.COSTS[device.type], np)
     target, alpha = _settled(long_range, strengths_of(system, np), limit, accuracy, alpha, known, device, np)
     return alpha, core.real_cutoff(alpha, sizes.spacing, target), target
@@ -341,27 +349,32 @@ def _on_host(model: core.Reciprocal) -> core.Reciprocal:
 
 
 def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray:
-    """Largest distance in the list, for each system; infinite where there is no atom.
+    """Largest distance in the list, for each system, in steps; infinite where there is no atom.
 
-    A system without pairs has the reach of its shortest distance, or ``optimal`` if that is less.
+    A system without pairs has the reach of its shortest distance, or ``optimal`` if that is less. Where ``vmap`` maps
+    over positions it is the least of all slices.
     """
     batch_idx = system.batch_idx
     if batch_idx is None:
         batch_idx = torch.zeros(system.n_atoms, dtype=torch.int32, device=system.positions.device)
     farthest = inspect_rows(rows, system.positions, system.cell, batch_idx)
-    reach = np.zeros(system.n_systems)
     number = on_host(batch_idx)
-    np.maximum.at(reach, number, on_host(farthest))
+    of_slices = np.zeros((farthest.shape[0], system.n_systems))
+    for of_slice, distances in zip(of_slices, on_host(farthest)):
+        np.maximum.at(of_slice, number, distances)
+    reach = of_slices.min(0)
     empty = np.bincount(number, minlength=system.n_systems) == 0
     unknown = (reach == 0.0) & ~empty
-    if unknown.any():
+    if unknown.any() and is_mapped(system.positions):
+        reach = np.where(unknown, optimal, reach)
+    elif unknown.any():
         found = build_rows(system.positions, float(optimal[unknown].max()), system.cell, system.batch_idx)
         with torch.no_grad():
             first, distances = pair_distances(found, system.positions, system.cell, batch_idx)
         nearest = optimal.copy()
         np.minimum.at(nearest, number[on_host(first)], on_host(distances))
         reach = np.where(unknown, nearest, reach)
-    return np.where(empty, np.inf, reach)
+    return np.where(empty, np.inf, np.where(reach > 0.0, core.in_steps(reach, "down"), reach))
 
 
 # -- Gaussians --------------------------------------------------------------------------------------
@@ -386,6 +399,22 @@ def _warn_of_widths(
     errors = np.exp(core.log_real_error(limit, reach, sizes.spacing)) / core.TYPICAL_FORCE
     errors = np.where(alpha >= 0.999 * limit, errors, 0.0)  # a smaller alpha is not limited by them
     warn_of_errors(accuracy, errors, "Gaussians of these `widths` and this reach of the neighbor list", least=10.0)
+
+
+def _warn_of_overlap(limit: np.ndarray, spacing: np.ndarray, accuracy: float) -> None:
+    """Warn if Gaussians are wider than half the average distance of atoms, by their `widest_alpha` (n_systems,)."""
+    widest, distance = 0.5 / limit, np.broadcast_to(spacing, limit.shape)
+    if not (widest > 0.5 * distance).any():
+        return
+    at = int(np.argmax(widest / distance))
+    notify(
+        f"`accuracy` = {accuracy:g} refers to forces between narrow charges: Gaussians with `widths` up to about "
+        f"{widest[at]:.2g}, where atoms are {distance[at]:.2g} apart, overlap, and their forces may be so small that "
+        "relative errors are larger by orders of magnitude; ask for more, or sum over k-vectors alone, up to a length "
+        "that you choose",
+        AccuracyWarning,
+        kind="Gaussians that overlap",
+    )
 
 
 # -- meshes ---------------------------------------------------------------------------------------

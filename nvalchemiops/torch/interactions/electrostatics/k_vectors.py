@@ -111,10 +111,19 @@ def points_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Ten
 
     Only the origin for a system whose cell is singular or whose length is not positive: its results are NaN.
     """
-    lattice = on_host(cell).astype(np.float64)
+    return _points_within(on_host(cell).astype(np.float64), k_cutoff)
+
+
+@warp_custom_op("nvalchemiops::chosen_points", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)
+def chosen_points(cell: torch.Tensor, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """`points_within` for cells in steps: the k-vectors stay the same while the cell changes a little."""
+    return _points_within(core.in_steps(on_host(cell).astype(np.float64)), k_cutoff)
+
+
+def _points_within(lattice: np.ndarray, k_cutoff: torch.Tensor) -> tuple[torch.Tensor, ...]:
     # longer ones have too many vectors, whose number must not overflow before it is checked
     lengths = on_host(k_cutoff).astype(np.float64).clip(None, 1e60)
-    return _joined(_within([c.tobytes() for c in lattice], lengths.tolist()), cell.device)
+    return _joined(_within([c.tobytes() for c in lattice], lengths.tolist()), k_cutoff.device)
 
 
 @warp_custom_op("nvalchemiops::points_of_indices", outputs=_POINTS, grad_arrays=[], backward="none", trusted=True)

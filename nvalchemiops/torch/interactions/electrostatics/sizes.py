@@ -19,7 +19,7 @@ MOST_SYSTEMS = 512
 
 
 class Sizes(NamedTuple):
-    """Cells (n_systems, 3, 3), atoms (n_systems,) and average distance (V/N)^(1/3) of each system, on the host."""
+    """Cells (n_systems, 3, 3), atoms (n_systems,) and average distance of each system, on the host."""
 
     cell: np.ndarray
     n_atoms: np.ndarray
@@ -91,8 +91,8 @@ def sizes_of_system(system: ChargedSystem) -> Sizes:
 
 
 def spacing_of(system: ChargedSystem) -> torch.Tensor:
-    """Average distance (V/N)^(1/3) of each system, without reading anything."""
-    return core.average_distance(*count_and_volume(system))
+    """Average distance of each system, without reading anything."""
+    return core.average_distance(*count_and_volume(system), torch)
 
 
 def count_and_volume(system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor]:

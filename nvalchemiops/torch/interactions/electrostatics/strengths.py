@@ -9,7 +9,7 @@ import torch
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch.interactions.electrostatics.sizes import spacing_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.runtime.context import all_values_of, is_mapped, may_read, on_host
+from nvalchemiops.torch.runtime.context import is_mapped, may_read, on_host, slices_of
 
 NEAR_MOMENTS = 4.0
 """Wave number, in units of 1/d, at which moments have the strength that makes the forces between neighbors. Measured:
@@ -53,6 +53,7 @@ class Strengths(NamedTuple):
         left_out = self.left_out(accuracy, alpha)
         force = self.force / xp.where(left_out > 0.0, left_out, 1.0)  # NumPy warns of 0 / 0 where all sources are zero
         is_known = (left_out > 0.0) & xp.isfinite(force)
+        force = core.in_steps(force, "nearest", core.STEPS_OF_FORCES, xp)
         return core.Target(accuracy, xp.where(is_known, force, core.TYPICAL_FORCE))
 
     def of_mesh(self, accuracy: float, alpha: Any, spacing: Any) -> Any:
@@ -92,7 +93,8 @@ def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
         else:
             columns.append(torch.zeros_like(columns[0]))
         count = system.atoms_in_systems().clamp_min(1.0)
-        means: Any = system.sums(torch.stack(columns, 1)) / count.unsqueeze(1)
+        # what is no number makes results NaN, not the parameters
+        means: Any = (system.sums(torch.stack(columns, 1)) / count.unsqueeze(1)).nan_to_num(0.0, 0.0)
         spacing: Any = spacing_of(system)
         if xp is np:
             means, spacing = on_host(means), on_host(spacing)
@@ -102,14 +104,14 @@ def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
 
 def _largest(values: torch.Tensor) -> torch.Tensor:
     """The values, or where ``vmap`` maps over them the largest of all slices."""
-    if not (may_read() and is_mapped(values)):
-        return values
-    # a concatenation has the dimensions of slices in front
-    return all_values_of(torch.cat([values])).flatten(0, -1 - values.ndim).amax(0)
+    return slices_of(values).amax(0) if may_read() and is_mapped(values) else values
 
 
 def widest_alpha(system: ChargedSystem) -> torch.Tensor | None:
-    """The splitting parameter (n_systems,) of the widest Gaussians, beyond which their sum over pairs is no shorter."""
+    """The splitting parameter (n_systems,) of the widest Gaussians, beyond which their sum over pairs is no shorter.
+
+    In steps, rather more than that.
+    """
     if system.widths is None:
         return None
     widths = _largest(system.widths.detach().to(torch.float64))
@@ -121,4 +123,5 @@ def widest_alpha(system: ChargedSystem) -> torch.Tensor | None:
         most = most.scatter_reduce(0, numbers.long(), widths, "amax")
     if system.domain is not None:
         most = system.domain._maximum(most)
-    return 0.5 / most
+    limit = 0.5 / most
+    return torch.where(most > 0.0, core.in_steps(limit, "up", core.STEPS, torch), limit)

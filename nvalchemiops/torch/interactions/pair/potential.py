@@ -152,7 +152,8 @@ class PairPotential:
         positions : (n_atoms, 3) tensor, float32 or float64, length
             Inside the cell or not.
         cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
-            Rows are lattice vectors. A vector of zeros is an open axis. Without it nothing is periodic.
+            Rows are lattice vectors. A vector of zeros is an open axis, unless ``pbc`` says otherwise. Without it
+            nothing is periodic.
         neighbors : Neighbors, optional
             With a `System` only.
         neighbor_list, neighbor_ptr, neighbor_shifts : tensors, optional

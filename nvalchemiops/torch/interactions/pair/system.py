@@ -164,14 +164,18 @@ def _batch(
 
 
 def _without_open_axes(cell: torch.Tensor, pbc: Any) -> torch.Tensor:
-    """The cell with zeros along open axes, so that its vectors there have no effect."""
+    """The cell with zeros along open axes, so that its vectors there have no effect.
+
+    A vector of zeros is an open axis, unless ``pbc`` says otherwise: then it becomes NaN.
+    """
     if pbc is None:
         return cell
     pbc = checks.pbc_tensor(pbc, cell.device)
     fits = pbc.ndim == 0 or pbc.shape in ((3,), (1, 3), (cell.shape[0], 3))
     if not fits and (cell.shape[0] != 1 or pbc.ndim != 2 or pbc.shape[1] != 3):
         raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")
-    return torch.where(pbc.unsqueeze(-1), cell, 0.0)
+    is_nowhere = (cell.detach() == 0.0).all(-1, keepdim=True)
+    return torch.where(pbc.unsqueeze(-1), torch.where(is_nowhere, torch.nan, cell), 0.0)
 
 
 def _without(is_padding: torch.Tensor, rows: Rows) -> Rows:

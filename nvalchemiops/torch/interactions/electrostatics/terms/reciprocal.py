@@ -25,6 +25,7 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     WaveVectors,
     box_points,
     check_bounds,
+    chosen_points,
     per_system,
     points_of_indices,
     points_within,
@@ -117,7 +118,9 @@ class KVectorSum(NamedTuple):
         def vectors() -> tuple[Any, ...]:
             force = torch.as_tensor(target.force, device=alpha.device)
             k_cutoff = core.reciprocal_cutoff(splitting, spacing_of(system), target._replace(force=force), torch)
-            return _vectors_within(cell, k_cutoff) if others is None else points_within(cell, k_cutoff)
+            if others is not None:
+                return chosen_points(cell, k_cutoff)
+            return cached_by_value("k-vectors in steps", (cell, k_cutoff), (), lambda: chosen_points(cell, k_cutoff))
 
         others: Any = None
         if isinstance(target.force, np.ndarray) and may_keep(cell, splitting):
