@@ -101,6 +101,21 @@ def test_rows_that_do_not_fit_are_returned_whole(search):
             assert begins_with(exact, options.get("neighbor_matrix", exact))
 
 
+def test_one_search_where_all_neighbors_fit(monkeypatch):
+    x, idx = two_systems()
+    _, count = neighbor_list(x, 3.0, batch_idx=idx)
+    most, searches = int(count.max()), []
+    for name in ("neighbor_matrix", "fill_neighbor_matrix"):
+        search = getattr(search_ops, name)
+        monkeypatch.setattr(search_ops, name, lambda *a, search=search: (searches.append(0), search(*a))[1])
+    memory = buffers(60, most)
+    flags = {"rebuild_flags": torch.tensor([True, False])}
+    for options in ({"max_neighbors": most}, memory, memory | flags):
+        searches.clear()
+        matrix, counts = neighbor_list(x, 3.0, batch_idx=idx, **options)
+        assert len(searches) == 1 and matrix.shape[1] == most and torch.equal(counts, count)
+
+
 def test_memory_for_distances_of_a_list_may_have_any_length():
     x = points(30, 3) * 4.0
     options = {"return_neighbor_list": True, "return_distances": True}
