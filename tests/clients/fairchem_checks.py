@@ -150,7 +150,7 @@ def molecules_that_fall_together():
 
 
 def many_steps():
-    """Of a box that breathes, with a slab and other numbers of atoms in between: the memory is handed back each time."""
+    """Of a box that breathes, with a slab of other atoms in between: the memory is handed back each time."""
     atoms = SYSTEMS["copper"].repeat((2, 2, 1))
     cell = atoms.cell.array.copy()
     for n in range(60):
@@ -159,8 +159,11 @@ def many_steps():
         yield SYSTEMS["graphene"] if n % 20 == 19 else atoms
 
 
-@pytest.mark.parametrize("steps", [gas_that_condenses, cell_that_shrinks_twice, molecules_that_fall_together, many_steps])
-@pytest.mark.filterwarnings("ignore:.*(room|wide|width):UserWarning")
+SEQUENCES = [gas_that_condenses, cell_that_shrinks_twice, molecules_that_fall_together, many_steps]
+
+
+@pytest.mark.parametrize("steps", SEQUENCES)
+@pytest.mark.filterwarnings("ignore::nvalchemiops.NeighborListWarning")
 def test_dispersion_in_a_sequence(table, steps):
     """At each step, energy and forces are those of a calculator that has never seen another one."""
 
