@@ -320,7 +320,9 @@ def import_all(package: ModuleType) -> Iterator[ModuleType]:
         if found.name.endswith(".__main__"):
             continue
         try:
-            module = importlib.import_module(found.name)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # of paths of older releases
+                module = importlib.import_module(found.name)
         except ImportError as error:
             if error.name in OPTIONAL_PACKAGES:
                 continue

@@ -1,8 +1,6 @@
 """The examples in docstrings run, with a small crystal of sodium chloride at hand."""
 
 import doctest
-import importlib
-import pkgutil
 
 import pytest
 import torch
@@ -11,15 +9,14 @@ from ase.build import bulk
 
 import nvalchemiops
 from nvalchemiops.ase import Calculator, Dispersion, Electrostatics, Pair
+from nvalchemiops.cli import import_all
 from nvalchemiops.torch import System
 from nvalchemiops.torch.interactions.pair import PairPotential
 
 
 def with_examples():
-    for found in pkgutil.walk_packages(nvalchemiops.__path__, "nvalchemiops."):
-        if not found.name.endswith("__main__"):
-            module = importlib.import_module(found.name)
-            yield from (test for test in doctest.DocTestFinder(exclude_empty=True).find(module) if test.examples)
+    for module in import_all(nvalchemiops):
+        yield from (test for test in doctest.DocTestFinder(exclude_empty=True).find(module) if test.examples)
 
 
 EXAMPLES = list(with_examples())

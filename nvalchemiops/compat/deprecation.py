@@ -7,6 +7,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
+def warn_of_path(module: str, home: str) -> None:
+    """Warn whoever imports ``module``, a path that only older releases have, of its new ``home``; once in a process.
+
+    Called while the module is loaded. Paths that lead to something else today warn of their old names alone (`moved`).
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _LOADERS:
+        frame = frame.f_back
+    message = f"`{module}` is the path of an older release: import its names from `{home}`"
+    place = (frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", "<unknown>"))
+    warnings.warn_explicit(message, DeprecationWarning, *place)
+
+
+_LOADERS = ("nvalchemiops", "importlib", "_frozen_importlib", "_frozen_importlib_external")
+"""Packages between an import and the module that is loaded."""
+
+
 def moved(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """The ``__getattr__`` of a module whose names are defined elsewhere now.
 

@@ -1,6 +1,6 @@
 """Neighbor lists, under the path of an older release: see `nvalchemiops.torch.neighbors`."""
 
-from nvalchemiops.compat.deprecation import moved
+from nvalchemiops.compat.deprecation import moved, warn_of_path
 
 _LISTS = "nvalchemiops.torch.neighbors"
 _SIZES = "nvalchemiops.neighbors"
@@ -18,6 +18,8 @@ _HOMES = {
     "naive_neighbor_list_dual_cutoff": _LISTS,
     "neighbor_list": _LISTS,
 }
+
+warn_of_path(__name__, _LISTS)
 
 __all__ = list(_HOMES)
 __getattr__ = moved(__name__, _HOMES)

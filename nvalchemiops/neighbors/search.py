@@ -138,9 +138,9 @@ def search_text(addition: Addition) -> str:
     const auto finish = [&](const Row &r, int found, int lane, int lanes) {{
         if (width > 0) {{
             int written = found < width ? found : width;
-            const auto has_images = [&](const int *bins) {{ return shifts.shape[0] > 0 && (bins[0] | bins[1] | bins[2]); }};
-            if (!r.known && r.k >= 0 && has_images(&grids.data[r.system].bins[0])) {{  // what is not known has a mark
-                if (lane == 0) {{
+            const auto &bins = grids.data[r.system].bins;
+            if (!r.known && r.k >= 0 && shifts.shape[0] > 0 && (bins[0] | bins[1] | bins[2])) {{
+                if (lane == 0) {{  // the mark of what is not known
                     index.data[r.start] = atoms[4 * r.k];
                     int *image = reinterpret_cast<int *>(shifts.data) + 3 * r.start;
                     image[0] = image[1] = image[2] = {NOWHERE};

@@ -1,6 +1,7 @@
 """The import paths that clients use lead to the objects of this package, in whatever order they are imported."""
 
 import importlib
+import warnings
 
 import pytest
 import torch
@@ -194,7 +195,9 @@ def test_errors_that_were_pickled():
 
 @pytest.mark.parametrize("path", MOVED)
 def test_moved_names(path):
-    module = importlib.import_module(path)
+    with warnings.catch_warnings():  # the first import of a path that is nothing else warns
+        warnings.simplefilter("ignore", DeprecationWarning)
+        module = importlib.import_module(path)
     for home, names in MOVED[path].items():
         for name in names:
             with pytest.warns(DeprecationWarning) as caught:
@@ -208,7 +211,7 @@ def test_moved_names(path):
 
 
 def test_clients_that_import_the_old_paths():
-    """As matgl writes it; each name is warned of once, with the line of the import."""
+    """As matgl writes it; the path, and each name, is warned of once, with the line of the import."""
     lines = [
         "from nvalchemiops.neighborlist import estimate_max_neighbors, neighbor_list",
         "from nvalchemiops.neighborlist.neighbor_utils import NeighborOverflowError",
@@ -220,7 +223,25 @@ def test_clients_that_import_the_old_paths():
         *(f"    {line}" for line in lines),
         "print(json.dumps([[w.lineno, w.filename] for w in caught if 'older' in str(w.message)]))",
     ]
-    assert python_says("\n".join(code)) == [[4, "<string>"], [4, "<string>"], [5, "<string>"]]
+    assert python_says("\n".join(code)) == [[4, "<string>"]] * 3 + [[5, "<string>"]]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["import nvalchemiops.neighborlist", "import nvalchemiops; nvalchemiops.neighborlist", "import {}.neighbor_utils"],
+)
+def test_an_old_path_warns_when_it_is_first_imported(line):
+    """Once, and whoever imports it; the modules of today that have old names do not."""
+    code = [
+        "import json, warnings",
+        "with warnings.catch_warnings(record=True) as caught:",
+        "    warnings.simplefilter('always')",
+        "    import nvalchemiops.interactions.dispersion, nvalchemiops.interactions.electrostatics",
+        f"    {line.format('nvalchemiops.neighborlist')}",
+        "    import nvalchemiops.neighborlist",
+        "print(json.dumps([[w.lineno, w.filename, w.category.__name__] for w in caught if 'older' in str(w.message)]))",
+    ]
+    assert python_says("\n".join(code)) == [[5, "<string>", "DeprecationWarning"]]
 
 
 def test_submodules_are_attributes():

@@ -35,7 +35,8 @@ def in_steps(cell: np.ndarray) -> np.ndarray:
     lengths = np.diagonal(triangle, axis1=1, axis2=2)
     usable = np.isfinite(triangle).all((1, 2)) & (lengths != 0.0).all(1)
     shears = triangle / np.where(usable[:, None], lengths, 1.0)[:, None, :]
-    found = (shears * error_models.STEPS).round() / error_models.STEPS * error_models.in_steps(np.abs(lengths))[:, None, :]
+    steps = error_models.STEPS
+    found = (shears * steps).round() / steps * error_models.in_steps(np.abs(lengths))[:, None, :]
     return np.where(usable[:, None, None], found, cell)
 
 
