@@ -408,7 +408,7 @@ class LatticeSum:
             assert k_cutoff is not None
             # as the sums choose them, so that they stay while the cell changes a little
             length = torch.as_tensor(k_cutoff, dtype=torch.float64, device=device).reshape(1)
-            k_vectors = WaveVectors(*chosen_points(cell.reshape(1, 3, 3), length))
+            k_vectors: Any = WaveVectors(*chosen_points(cell.reshape(1, 3, 3), length))
             long_range = functools.partial(KVectorSum.given, None, None, None, k_vectors)
             on_ranks = functools.partial(ewald_summation, miller_indices=k_vectors)
         return Chosen(made_for, shape, device, float(alpha), float(cutoff), long_range, on_ranks)

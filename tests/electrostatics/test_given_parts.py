@@ -94,7 +94,7 @@ def test_no_other_alpha_is_much_better(name, case):
 
 @METHODS
 def test_parts_that_suffice_change_nothing(method):
-    """Bit by bit: neither alpha nor anything else."""
+    """Neither alpha nor anything else, but for k-vectors, which are chosen for the cell in steps."""
     system = disordered("ionic liquid")
     x, q, cell = system[:3]
     if method == "ewald":
@@ -107,7 +107,8 @@ def test_parts_that_suffice_change_nothing(method):
     plain, none = forces_and_warnings(method, system, accuracy=1e-5, **neighbors)
     forces, also_none = forces_and_warnings(method, system, accuracy=1e-5, **neighbors, **given)
     assert not none and not also_none
-    torch.testing.assert_close(forces, plain, rtol=0.0, atol=1e-12 * plain.abs().max().item())
+    tolerance = 1e-12 if method == "pme" else 1e-5
+    torch.testing.assert_close(forces, plain, rtol=0.0, atol=tolerance * plain.abs().max().item())
 
 
 @NAMES

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.systems import System
 from tests.electrostatics import multipole_references as dense
 from tests.electrostatics.multipole_references import Field, added, everything, random_sources, scaled, traceless
-from tests.systems import crystal, triclinic
+from tests.systems import crystal, csr, disordered, triclinic
 
 ALPHA, K_CUTOFF = 0.55, 7.0
 ALL = {
@@ -374,6 +375,67 @@ def test_wide_gaussians_limit_alpha():
     torch.testing.assert_close(found, exact.squeeze(1), rtol=1e-6, atol=1e-6)
     with pytest.warns(AccuracyWarning, match="widths"):
         ewald_summation(positions, cell=cell, **values, cutoff=5.0, alpha=1.0)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ewald_summation,
+        functools.partial(ewald_summation, cutoff=9.0),
+        functools.partial(ewald_summation, alpha=0.5),
+        functools.partial(particle_mesh_ewald, alpha=0.5, cutoff=9.0),
+    ],
+    ids=["free", "cutoff", "alpha", "mesh"],
+)
+def test_gaussians_that_overlap_are_told(call):
+    """Forces of wide ones are far smaller than those between neighbors, by which the accuracy is understood."""
+    atoms = disordered("water")
+    given = {"positions": atoms.positions, "charges": atoms.charges, "cell": atoms.cell, "accuracy": 1e-6}
+    with pytest.warns(AccuracyWarning, match="`widths`.*overlap"):
+        wide = call(**given, widths=4.0, compute_forces=True)[1]
+    # alone over k-vectors: the pairs of equal Gaussians have no short-range part at this alpha
+    exact = ewald_reciprocal_space(
+        atoms.positions, atoms.charges, atoms.cell, None, 0.125, k_cutoff=3.0, compute_forces=True, widths=4.0
+    )[1]
+    assert (wide - exact).norm() > 2e-6 * exact.norm()  # the warning is right
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", AccuracyWarning)
+        call(**given, widths=0.3)
+
+
+@pytest.mark.parametrize("name", ["charges", "dipoles", "quadrupoles"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_sources_that_are_no_numbers_give_nan(name, value):
+    """Whatever is chosen for them; the cell has nothing to do with it."""
+    positions, cell = geometry()
+    values = random_sources(5, seed=3, neutral=False)
+    values[name].view(-1)[7 % values[name].numel()] = value
+    near = {"cutoff": 4.0, "accuracy": 1e-3}
+    for options in ({}, near, {"alpha": 0.6, **near}):
+        for method in (ewald_summation, functools.partial(particle_mesh_ewald, spline_order=6)):
+            for result in method(positions, cell=cell, **values, **ALL, **options):
+                assert result.isnan().all() or not result.isfinite().all()
+            assert method(positions, cell=cell, **values, **options).isnan().all()
+
+
+@pytest.mark.parametrize("with_dipoles", [False, True])
+def test_vmap_over_positions_with_a_list(with_dipoles):
+    """It has the reach of the slice in which it is shortest; widths are limits in each of them."""
+    atoms = disordered("water")
+    n = len(atoms.positions)
+    near = csr(atoms, 6.0)
+    sources = {"dipoles": 0.1 * torch.sin(atoms.positions)} if with_dipoles else {}
+    widths = torch.linspace(0.2, 0.4, n, dtype=torch.float64)
+
+    def energy(x, **options):
+        given = {"accuracy": 1e-4, "widths": widths, **sources, **near, **options}
+        return ewald_summation(x, atoms.charges, atoms.cell, **given, energy_reduction="system")
+
+    x = torch.stack([atoms.positions, atoms.positions + 0.02 * torch.cos(atoms.positions), 0.999 * atoms.positions])
+    for options in ({}, {"alpha": 1.5}, {"cutoff": 6.0}):
+        found = torch.func.vmap(functools.partial(energy, **options))(x)
+        exact = torch.stack([energy(one, alpha=0.6, k_cutoff=5.0) for one in x])
+        torch.testing.assert_close(found, exact, rtol=1e-4, atol=0.0)
 
 
 def test_hybrid_forces_pass_gradients_through_all_sources():

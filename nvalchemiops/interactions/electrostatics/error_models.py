@@ -354,8 +354,8 @@ def expected_errors(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, ta
 def balanced_alpha(alpha: Any, cutoff: Any, spacing: Any, model: Reciprocal, target: Target, xp: Any = np) -> Any:
     """The splitting parameter ``alpha`` (n_systems,), or a smaller one if the given reciprocal part needs it.
 
-    Then, in steps, that for which the reciprocal part and the pairs up to ``cutoff`` exceed their shares of the error by the same
-    factor, or stay below by the same; of the steps on both sides the one that exceeds less.
+    Then that for which the reciprocal part and the pairs up to ``cutoff`` exceed their shares of the error by the same
+    factor, or stay below by the same: of the steps on both sides of it the one that exceeds less.
     """
     # estimated parameters meet their share but for rounding
     suffices = model.log_error(alpha, spacing, xp) <= xp.log(model.share * target.error) + 0.01

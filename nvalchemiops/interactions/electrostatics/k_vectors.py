@@ -31,7 +31,7 @@ def in_steps(cell: np.ndarray) -> np.ndarray:
     vector is sheared along another one is a multiple of a part of that, so that no length is off by more than about a
     step. Singular cells stay as they are.
     """
-    triangle = np.linalg.qr(cell.transpose(0, 2, 1), mode="r").transpose(0, 2, 1)
+    triangle = np.asarray(np.linalg.qr(cell.transpose(0, 2, 1), mode="r")).transpose(0, 2, 1)
     lengths = np.diagonal(triangle, axis1=1, axis2=2)
     usable = np.isfinite(triangle).all((1, 2)) & (lengths != 0.0).all(1)
     shears = triangle / np.where(usable[:, None], lengths, 1.0)[:, None, :]

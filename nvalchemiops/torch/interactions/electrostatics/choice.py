@@ -199,6 +199,8 @@ def _choose(
     reach: Any = cutoff
     if reach is None and rows is not None:
         reach = _reach(rows, system, r_c)
+        # in steps from the optimal one, to which a list that was made for it reaches but for its last distance
+        reach = np.where(reach > 0.0, r_c * core.in_steps(reach / r_c), reach)
     if reach is None:
         reach = r_c
         if model is not None:
@@ -349,7 +351,7 @@ def _on_host(model: core.Reciprocal) -> core.Reciprocal:
 
 
 def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray:
-    """Largest distance in the list, for each system, in steps; infinite where there is no atom.
+    """Largest distance in the list, for each system; infinite where there is no atom.
 
     A system without pairs has the reach of its shortest distance, or ``optimal`` if that is less. Where ``vmap`` maps
     over positions it is the least of all slices.
@@ -374,7 +376,7 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
         nearest = optimal.copy()
         np.minimum.at(nearest, number[on_host(first)], on_host(distances))
         reach = np.where(unknown, nearest, reach)
-    return np.where(empty, np.inf, np.where(reach > 0.0, core.in_steps(reach, "down"), reach))
+    return np.where(empty, np.inf, reach)
 
 
 # -- Gaussians --------------------------------------------------------------------------------------
