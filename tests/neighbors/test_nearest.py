@@ -185,6 +185,19 @@ def test_compiled_with_static_and_with_unbacked_sizes(ties):
                 assert torch.equal(a, b)
 
 
+@pytest.mark.slow  # half a minute: behind its graph break the compiler follows the call itself
+def test_compiled_with_graph_breaks():
+    """Without capture of dynamic sizes, for any number of atoms."""
+    torch._dynamo.reset()
+    x, cell, _ = system("random", 20, 10)
+    x, cell = torch.as_tensor(x), torch.as_tensor(cell)
+    options = {"nearest": 5, "ties": "index", "symmetric": True, "return_neighbor_list": True}
+    compiled = torch.compile(neighbor_list, backend="aot_eager", dynamic=True)
+    for n in (12, 20):
+        found, expected = (function(x[:n], 4.0, cell, **options) for function in (compiled, neighbor_list))
+        assert all(map(torch.equal, found, expected))
+
+
 def test_an_atom_without_a_position_has_no_neighbors_and_is_none():
     """Unread faults, as with ``check=False``: the count is the mark, and rows of others have k neighbors without it."""
     x, cell, _ = system("random", 12, 10)

@@ -21,7 +21,7 @@ from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.repeated_search import repeated_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
-from nvalchemiops.torch.runtime.context import all_values_of
+from nvalchemiops.torch.runtime.context import all_values_of, eager
 from nvalchemiops.torch.runtime.memory import new_empty
 from nvalchemiops.types import inner_shape
 
@@ -191,6 +191,7 @@ class _CellList:
         rank[order.long()] = torch.arange(n_atoms, dtype=torch.int32, device=self.device)
         return torch.where(known, rank[torch.where(known, atoms, n_atoms).long()], -1)
 
+    @eager  # behind a graph break the compiler would follow it, into the numbers of a launch
     def run(self, count: torch.Tensor | None, to: _Destination = _NOWHERE) -> None:
         """Count neighbors, and write them to rows if there are rows."""
         neighbors, shifts, first, *form = to
