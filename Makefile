@@ -63,15 +63,13 @@ stand-in: $(STAMP)  ## a wheel without files for what requires nvalchemi-toolkit
 	@$(BIN)/python -m nvalchemiops stand-in $(if $(RELEASE),--release $(RELEASE))
 
 # Their requirements on each other and on GPU packages do not fit together, so they come without, but for what is run.
-clients:  ## install real clients into .venv-clients and run their code on this package (torch-sim: Python 3.12)
+clients:  ## install real clients into .venv-clients and run their code on this package (two of them: Python 3.12)
 	@test -x $(CLIENTS)/python || $(PYTHON) -m venv .venv-clients
 	@$(CLIENTS)/python -m pip install -qq "$$(grep '^torch==' constraints.txt)"
 	@$(CLIENTS)/python -m pip install -qq -c constraints.txt -e .
-	@$(CLIENTS)/python -m nvalchemiops stand-in
-	@$(CLIENTS)/python -m pip install -qq --no-deps dist/nvalchemi_toolkit_ops-*+nvalchemiops-*.whl
 	@$(CLIENTS)/python -m pip install -qq --no-deps --ignore-requires-python -r tests/clients/clients.txt
 	@$(CLIENTS)/python -m pip install -qq -r tests/clients/requirements.txt
-	cd tests/clients && ../../$(CLIENTS)/python -m pytest -q -c pytest.ini *_checks.py
+	$(CLIENTS)/python tests/clients/run.py
 
 clean:  ## remove what the targets above made, except environments and Warp's kernel cache
 	rm -rf demo.png build dist docs/_build docs/gallery.md benchmarks/results examples/output .hypothesis .mypy_cache .pytest_cache .ruff_cache

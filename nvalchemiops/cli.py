@@ -93,7 +93,9 @@ def _parser() -> argparse.ArgumentParser:
         help="write a wheel without files that satisfies requirements of nvalchemi-toolkit-ops",
         epilog="Install it with pip install --no-deps; docs/coming_from.md says more.",
     )
-    stand_in.add_argument("--release", default=RELEASE, help=f"the release that it claims to be ({RELEASE})")
+    stand_in.add_argument(
+        "--release", default=RELEASE, help=f"which it claims to be ({RELEASE}), such as 0.3.1 for orb-models"
+    )
     stand_in.add_argument("--folder", type=Path, default=Path("dist"), help="where to write it (dist)")
     stand_in.set_defaults(run=_stand_in)
     return parser

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import nvalchemiops
 from nvalchemiops.compat.stand_in import write_stand_in
@@ -128,8 +129,40 @@ def test_stand_in(tmp_path, ours):
     assert sorted(p.name for p in place.site.iterdir() if "toolkit" in p.name) == [
         "nvalchemi_toolkit_ops-0.5.0+nvalchemiops.dist-info"
     ]
+    place.install(write_stand_in(tmp_path / "dist", "0.3.1"))
+    assert place.says(version) == "0.3.1+nvalchemiops" and place.says(VERSION) == nvalchemiops.__version__
+    said = place.pip("install", "--no-index", "nvalchemi-toolkit-ops[torch]<0.4,>=0.3.1")
+    assert "already satisfied" in said and "extra" not in said
     place.pip("uninstall", "-q", "-y", "nvalchemi-toolkit-ops")
     assert place.says(VERSION) == nvalchemiops.__version__
+
+
+def unpacked(wheel, folder):
+    """The distribution in a wheel, as an environment has it."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    (found,) = importlib.metadata.distributions(path=[str(folder)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("client", "requirement", "release"),
+    [
+        ("aimnet 0.2.5, fairchem-core 2.24.0", "nvalchemi-toolkit-ops>=0.4.1", "0.5.0"),
+        ("torch-sim-atomistic 0.6.2", "nvalchemi-toolkit-ops[torch]>=0.4.0", "0.5.0"),
+        ("deepmd-kit 3.2.0", "nvalchemi-toolkit-ops>=0.3.1", "0.5.0"),
+        ("matgl[ops] 4.1.2", "nvalchemi-toolkit-ops", "0.5.0"),
+        ("orb-models 0.7.0", "nvalchemi-toolkit-ops[torch]<0.4,>=0.3.1", "0.3.1"),
+        ("matgl[alchmtk] 4.1.2", "nvalchemi-toolkit-ops<0.4.0", "0.3.1"),
+        ("programs with JAX", "nvalchemi-toolkit-ops[jax-cu13,torch-cu13]>=0.5", "0.5.0"),
+    ],
+)
+def test_stand_in_is_what_a_client_requires(tmp_path, client, requirement, release):
+    """Of the release that docs/coming_from.md names for it, with the extras that it asks for."""
+    found, asked = unpacked(write_stand_in(tmp_path / "dist", release), tmp_path / "site"), Requirement(requirement)
+    assert found.name == asked.name and asked.specifier.contains(found.version), client
+    assert asked.extras <= set(found.metadata.get_all("Provides-Extra"))
+    assert found.requires is None
 
 
 def test_stand_in_by_command(tmp_path):
@@ -138,9 +171,7 @@ def test_stand_in_by_command(tmp_path):
     assert finished.returncode == 0, finished.stderr
     path = Path(finished.stdout.strip())
     assert path.name == "nvalchemi_toolkit_ops-0.3.1+nvalchemiops-py3-none-any.whl"
-    with zipfile.ZipFile(path) as archive:
-        archive.extractall(tmp_path / "site")
-    (found,) = importlib.metadata.distributions(path=[str(tmp_path / "site")])
+    found = unpacked(path, tmp_path / "site")
     assert (found.name, found.version, found.requires) == ("nvalchemi-toolkit-ops", "0.3.1+nvalchemiops", None)
     assert all("dist-info" in str(file) for file in found.files)
     assert path.read_bytes() == write_stand_in(tmp_path / "again", "0.3.1").read_bytes()

@@ -19,6 +19,9 @@ Metadata-Version: 2.1
 Name: nvalchemi-toolkit-ops
 Version: {version}
 Summary: Stands in for nvalchemi-toolkit-ops {release}: it has no files, and nvalchemiops is used
+Provides-Extra: jax
+Provides-Extra: jax-cu12
+Provides-Extra: jax-cu13
 Provides-Extra: torch
 Provides-Extra: torch-cu12
 Provides-Extra: torch-cu13
@@ -40,7 +43,8 @@ def write_stand_in(folder: Path, release: str = RELEASE) -> Path:
     folder : Path
         Made if it does not exist.
     release : str, optional
-        The release that the wheel claims to be, for clients that require another one; digits and points.
+        The release that the wheel claims to be, for clients that require another one, such as 0.3.1 for orb-models;
+        digits and points.
 
     Raises
     ------

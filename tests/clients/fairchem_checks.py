@@ -7,6 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("fairchem.core.graph.radius_graph_pbc_nvidia")
+from ase.build import bulk, molecule
 from ase.calculators.lj import LennardJones
 from common import as_set, pairs, slopes, stress, structures
 from dftd3.interface import DispersionModel, RationalDampingParam
@@ -119,3 +120,63 @@ def test_dispersion_of_a_crystal_that_moves(table, name):
     np.testing.assert_allclose(found["forces"][:2], slopes(energy, atoms, 0.005), atol=4e-4)  # in float32
     voigt = stress(energy, atoms, 0.01).flat[[0, 4, 8, 5, 2, 1]]
     np.testing.assert_allclose(found["stress"], voigt, atol=1e-4)
+
+
+def gas_that_condenses():
+    gas = bulk("Ar", "fcc", a=8.0, cubic=True).repeat(2)
+    gas.rattle(0.5, seed=1)
+    for _ in range(8):
+        yield gas
+        gas.set_cell(gas.cell.array * 0.25 ** (1 / 21), scale_atoms=True)
+
+
+def cell_that_shrinks_twice():
+    atoms = SYSTEMS["salt"].repeat((2, 1, 1))
+    for _ in range(3):
+        yield atoms
+        atoms.set_cell(0.9 * atoms.cell.array, scale_atoms=True)
+
+
+def molecules_that_fall_together():
+    water = molecule("H2O")
+    places = np.array(list(np.ndindex(3, 3, 3)))
+    for distance in (9.0, 7.0, 5.5, 4.5, 3.7, 3.0, 6.0):
+        atoms = water.copy()
+        for place in places[1:]:
+            moved = water.copy()
+            moved.translate(distance * place)
+            atoms += moved
+        yield atoms
+
+
+def many_steps():
+    """Of a box that breathes, with a slab of other atoms in between: the memory is handed back each time."""
+    atoms = SYSTEMS["copper"].repeat((2, 2, 1))
+    cell = atoms.cell.array.copy()
+    for n in range(60):
+        atoms.rattle(0.02, seed=n)
+        atoms.set_cell(cell * (1.0 - 0.15 * np.sin(0.4 * n)), scale_atoms=True)
+        yield SYSTEMS["graphene"] if n % 20 == 19 else atoms
+
+
+SEQUENCES = [gas_that_condenses, cell_that_shrinks_twice, molecules_that_fall_together, many_steps]
+
+
+@pytest.mark.parametrize("steps", SEQUENCES)
+@pytest.mark.filterwarnings("ignore::nvalchemiops.NeighborListWarning")
+def test_dispersion_in_a_sequence(table, steps):
+    """At each step, energy and forces are those of a calculator that has never seen another one."""
+
+    def make():
+        made = DFTD3Calculator(LennardJones(), "pbe", param_file=table, cutoff=9.0, device="cpu")
+        return made.dispersion_calculator
+
+    one, energies = make(), []
+    for atoms in steps():
+        one.calculate(atoms)
+        fresh = make()
+        fresh.calculate(atoms)
+        np.testing.assert_allclose(one.results["energy"], fresh.results["energy"], rtol=1e-6)
+        np.testing.assert_allclose(one.results["forces"], fresh.results["forces"], atol=2e-6)
+        energies.append(one.results["energy"])
+    assert min(energies) < 1.3 * max(energies) < 0.0, "it has to feel the density"

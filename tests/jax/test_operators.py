@@ -344,6 +344,15 @@ def test_energies_of_a_batch_and_their_gradients_take_one_call(name):
     np.testing.assert_allclose(tangent, expected, rtol=1e-11)
 
 
+def test_gradients_by_the_cell_of_what_is_divided_by_squares_of_wave_vectors():
+    cell = SYSTEM.cell[0].clone().requires_grad_()
+    squares = torch_electrostatics.generate_k_squared_pme(cell, (3, 4, 5))
+    (expected,) = torch.autograd.grad((1.0 / squares).sum(), cell)
+    found = jax.jit(jax.grad(lambda c: (1.0 / electrostatics.generate_k_squared_pme(c, (3, 4, 5))).sum()))
+    np.testing.assert_allclose(found(to_jax(SYSTEM.cell[0])), expected.numpy(), rtol=1e-12)
+    assert torch.isfinite(expected).all()
+
+
 FOLDED = {
     "ewald_summation": {"alpha": 0.5, "miller_bounds": (2, 3, 2)},
     "particle_mesh_ewald": {"alpha": 0.5, "mesh_dimensions": (8, 8, 9)},

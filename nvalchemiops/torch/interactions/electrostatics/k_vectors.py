@@ -274,6 +274,10 @@ def generate_k_vectors_ewald_summation(
     return k_vectors_from_miller_indices(cell, generate_ewald_miller_indices(cell, k_cutoff, miller_bounds))
 
 
+_SQUARE_AT_ORIGIN = 1e-12
+"""In 1/length², where 0 would make NaN of what callers divide by it, and of their gradients: as clients know it."""
+
+
 def generate_k_vectors_pme(
     cell: torch.Tensor, mesh_dimensions: Sequence[int], reciprocal_cell: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -290,7 +294,7 @@ def generate_k_vectors_pme(
     -------
     k_vectors : ([n_systems,] n_x, n_y, n_z // 2 + 1, 3) tensor, 1/length
     k_squared : ([n_systems,] n_x, n_y, n_z // 2 + 1) tensor, 1/length²
-        The first one is zero.
+        Not zero but 1e-12 at the origin, so that callers may divide by it.
     """
     lattice = check_cells_alone(cell)
     dimensions = check_mesh(mesh_dimensions)
@@ -305,6 +309,7 @@ def generate_k_vectors_pme(
     ]
     k_vectors = x * columns[0] + y * columns[1] + z * columns[2]
     k_squared = k_vectors.square().sum(-1)
+    k_squared = torch.where(k_squared == 0.0, _SQUARE_AT_ORIGIN, k_squared)
     if cell.ndim == 2 or cell.shape[0] == 1:
         k_vectors, k_squared = k_vectors[0], k_squared[0]
     return k_vectors.to(cell.dtype), k_squared.to(cell.dtype)
