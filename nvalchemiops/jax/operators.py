@@ -95,7 +95,7 @@ def operator(
         return [energies], [-by_name[name] if name == "positions" else by_name[name] for name in names]
 
     traits = Traits(at_once=fold.is_possible if fold else False, gradients=gradients if len(derivatives) == 2 else None)
-    bridge = Bridge(call, shapes, name=name, contract=contract, writes=frozenset(), traits=traits)
+    bridge = Bridge(call, shapes, name=name, contract=contract, only_reads=True, traits=traits)
 
     def checked(key: str, value: Any) -> Any:
         kind = kinds.get(key)

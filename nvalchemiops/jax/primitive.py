@@ -167,12 +167,13 @@ def _lower(context: Any, *operands: Any, request: Request) -> Any:
 
 
 def _takes_all(request: Request, operands: Sequence[Any]) -> bool:
-    """Whether the function takes all slices in one call."""
-    if not request.sizes or 0 in request.sizes or request.function.takes_all is None:
+    """Whether the function takes all slices that are not for one call of it otherwise."""
+    sizes = tuple(itertools.compress(request.sizes, request.of_calls))
+    if not sizes or 0 in request.sizes or request.function.takes_all is None:
         return False
     inputs = zip(operands[: request.inputs], request.operand_flags)
     types = tuple(jax.ShapeDtypeStruct(x.shape[sum(flags) :], x.dtype) for x, flags in inputs)
-    return request.function.takes_all(request.sizes, types)
+    return request.function.takes_all(sizes, types)
 
 
 mlir.register_lowering(torch_call_p, _lower)

@@ -162,7 +162,7 @@ def _checked(**arguments: Any) -> Any:
     return checked_shapes(_search, lambda **_: declared, arguments)
 
 
-_bridge = Bridge(_search, _checked, name="neighbor_list", writes=frozenset(), traits=Traits(fill=_fill))
+_bridge = Bridge(_search, _checked, name="neighbor_list", only_reads=True, traits=Traits(fill=_fill))
 
 
 def neighbor_list(
