@@ -61,7 +61,7 @@ def from_torch(
         ``scalar=True`` and another output than one real number.
     jax.errors.JaxRuntimeError, ValueError
         When the compiled program runs: what the function raises, or an output with another shape or dtype than was
-        declared. JAX raises the one or the other, with the text of the cause last.
+        declared. JAX raises the one or the other, with the text of the cause in its third line.
 
     Notes
     -----
@@ -140,6 +140,8 @@ class Traits(NamedTuple):
     fill : callable, optional
         ``fill(results, ...)``, then the same arguments: write the outputs into the tensors ``results``, in the order
         of the leaves of the outputs; False if it cannot.
+    constants : frozenset of str, optional
+        Arguments, by name, by which the function has no derivatives: to ask for one is a NotImplementedError.
     device : callable
         The device of tensors without data.
     """
@@ -150,6 +152,7 @@ class Traits(NamedTuple):
     for_shapes: Callable[..., Any] | None = None
     gradients: Callable[..., Any] | None = None
     fill: Callable[..., bool] | None = None
+    constants: frozenset[str] = frozenset()
     device: Callable[[], torch.device] = lambda: torch.device("cpu")
 
 
@@ -243,6 +246,7 @@ class _Variant:
             gradients=self._gradients(traits.gradients) if traits.gradients else None,
             fill=self._filling(traits.fill) if traits.fill else None,
             takes_all=functools.cache(self._takes_all) if traits.at_once else None,
+            constants=self._constants(traits.constants) if traits.constants else {},
             only_reads=bridge.only_reads,
             folds=callable(traits.at_once),
             batches_gradients=traits.at_once is True,
@@ -257,6 +261,13 @@ class _Variant:
 
     def _flat(self, function: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
         return lambda *tensors: jax.tree.leaves(self._call(function, tensors))
+
+    def _constants(self, constants: frozenset[str]) -> dict[int, str]:
+        """Numbers of the arrays of ``constants``, and how a caller writes them, such as ``d3_params.rcov``."""
+        operands = self._call(lambda **arguments: arguments, [Operand(i) for i in range(len(self._places))])
+        paths, _ = jax.tree_util.tree_flatten_with_path(operands)
+        found = [(i, path) for path, i in paths if isinstance(i, Operand) and path[0].key in constants]
+        return {int(i): path[0].key + jax.tree_util.keystr(path[1:]) for i, path in found}
 
     def _gradients(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
         operands = self._call(lambda **arguments: arguments, [Operand(i) for i in range(len(self._places))])

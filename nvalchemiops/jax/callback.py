@@ -70,6 +70,8 @@ class TorchFunction:
     takes_all : callable, optional
         ``takes_all(sizes, types)``: whether one call takes all slices of ``vmap``, along leading axes; the types are
         those of the inputs of one slice.
+    constants : mapping of int to str, optional
+        Numbers and names of inputs by which it has no derivatives, though its outputs may depend on them.
     only_reads : bool
         It neither changes its inputs nor keeps them, and gets JAX's memory. Others get copies: what NumPy or
         `torch.Tensor.data` write cannot be seen.
@@ -89,6 +91,7 @@ class TorchFunction:
     gradients: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None] | None = None
     fill: Callable[..., bool] | None = None
     takes_all: Callable[[tuple[int, ...], tuple[jax.ShapeDtypeStruct, ...]], bool] | None = None
+    constants: Mapping[int, str] = field(default_factory=dict)
     only_reads: bool = False
     folds: bool = False
     batches_gradients: bool = False
@@ -514,7 +517,7 @@ def _gradients(
             stacklevel=2,
         )
     lead = () if count is None else (count,)
-    return [x.new_zeros(*lead, *x.shape) if gradient is None else gradient for x, gradient in zip(inputs, found)]
+    return [x.new_zeros((*lead, *x.shape)) if gradient is None else gradient for x, gradient in zip(inputs, found)]
 
 
 def _outputs(request: Request, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -20,7 +20,8 @@ from nvalchemiops.launch import kernel_variants
 from nvalchemiops.neighbors.grid import FARTHEST_BIN, Grid
 
 NOT_FINITE = 2**31 - 1
-"""Count of an atom without known neighbors: its position is not finite or too far away, or its cell unusable."""
+"""Count of an atom without known neighbors: its position is not finite or too far away, its cell unusable, or its
+system does not exist."""
 
 ROWS_PER_THREAD = 64
 """Rows that one task on a CPU goes through: several bins full of atoms that share their candidates."""

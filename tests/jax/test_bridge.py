@@ -423,6 +423,19 @@ def test_errors_in_a_call(name):
     assert_same(evaluate(X), 2 * X)
 
 
+def test_the_text_of_an_error_comes_before_where_it_was_raised():
+    """After two lines of JAX."""
+
+    def deep(x):
+        raise ValueError(f"`x` must be longer than {len(x)}")
+
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.block_until_ready(jax.jit(from_torch(deep, DECLARED))(X))
+    lines = str(caught.value).splitlines()
+    assert lines[2] == "ValueError: `x` must be longer than 3"
+    assert any("test_bridge.py" in line and line.endswith("in deep") for line in lines[3:])
+
+
 def test_errors_when_traced():
     with pytest.raises(ValueError, match="scalar=True needs one real number as output"):
         jax.jit(from_torch(lambda x: x, scalar=True))(X)
@@ -582,12 +595,16 @@ def test_launches_are_prepared_once_in_threads_of_xla(monkeypatch):
 
 
 def test_two_devices():
-    """`jax.shard_map`: each device calls with its own shard; also gradients, which are summed over shards."""
+    """`jax.shard_map`: each device calls with its own shard; also gradients, which are summed over shards.
+
+    Functions that need values get those of all shards.
+    """
     code = """
         import json
         import jax, jax.numpy as jnp, numpy as np, torch
         from jax.sharding import Mesh, PartitionSpec as P
         from nvalchemiops.jax.bridge import from_torch
+        from nvalchemiops.jax.neighbors import neighbor_list
 
         jax.config.update("jax_enable_x64", True)
         mesh = Mesh(np.array(jax.devices()), ("shards",))
@@ -615,7 +632,11 @@ def test_two_devices():
                 found, expected = evaluated(from_torch(of_torch, scalar=scalar)), evaluated(of_jax)
                 pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected))
                 errors.append(max(float(jnp.abs(a - b).max()) for a, b in pairs))
-        print(json.dumps([len(jax.devices()), sorted(set(sizes)), max(errors)]))
+        positions = jnp.arange(24.0).reshape(8, 3) ** 1.1
+        sharded = jax.device_put(positions, jax.sharding.NamedSharding(mesh, P("shards")))
+        lists = [neighbor_list(y, 3.0, 20 * jnp.eye(3)) for y in (positions, sharded)]
+        errors.append(max(float(jnp.abs(a - b).max()) for a, b in zip(*lists)) + (lists[0][1].max() == 0))
+        print(json.dumps([len(jax.devices()), sorted(set(sizes)), float(max(errors))]))
     """
     devices, sizes, error = python_says(code, XLA_FLAGS="--xla_force_host_platform_device_count=2", timeout=120)
     assert devices == 2 and sizes == [4] and error < 1e-14

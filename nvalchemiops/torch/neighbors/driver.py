@@ -300,7 +300,7 @@ def _search_matrix(
             count = new_empty((n_rows,), torch.int32, device)
         fault = ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
     if readable:
-        ops.raise_faults(fault, search)
+        ops.raise_faults(fault, search, rebuild_flags)
         if truncated is None:
             ops.raise_overflow(count, width, search)
         elif (most := ops.largest_count(count)) > width:
