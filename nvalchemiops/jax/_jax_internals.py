@@ -1,6 +1,8 @@
 """Names of jax that are not in its documentation, each with what it is for."""
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -42,3 +44,21 @@ def is_for_export(context: Any) -> bool:
 def zero_tangent(primal: Any) -> ad.Zero:
     """The tangent of a result that does not move."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
+
+
+def with_text_first(error: Exception, name: str) -> Exception:
+    """An error of the torch function ``name`` for `jax.experimental.buffer_callback`, which makes one text of it.
+
+    That text is a traceback, beginning with the caller's own frames, and only then what is wrong. It lists the frame
+    where the error was raised and those that called it: here a generator's, which nothing has called. Where torch
+    raised the error follows what is wrong.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    text = f"{error}\n\nraised by `{name}`, called by JAX:\n" + "".join(traceback.format_list(frames)).rstrip()
+    found = type(type(error).__name__, (Exception,), {})(text)
+    frame = _torch_function().gi_frame  # type: ignore[attr-defined]  # of generators
+    return found.with_traceback(TracebackType(None, frame, frame.f_lasti, frame.f_lineno))
+
+
+def _torch_function() -> Iterator[None]:
+    yield

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import torch
 
-from nvalchemiops.jax.callback import Arrays, Contraction, Request, Shapes, TorchFunction
+from nvalchemiops.jax.callback import Arrays, Contraction, Request, Shapes, TorchFunction, plain_state
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
 from nvalchemiops.jax.primitive import bind
-from nvalchemiops.torch.runtime._torch_internals import NEEDS_DATA, version_of, without_data
+from nvalchemiops.torch.runtime._torch_internals import NEEDS_DATA, without_data
 
 Types = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
@@ -24,7 +24,7 @@ def from_torch(
     scalar: bool = False,
     requires_grad: bool = False,
 ) -> Callable[..., Any]:
-    """A JAX function that calls a torch function on JAX's own memory, with derivatives of every order.
+    """A JAX function that calls a torch function, with derivatives of every order.
 
     It works under ``jit``, ``grad``, ``jvp``, ``hessian`` and their compositions, ``vmap`` (all slices in one call from
     JAX, one after the other), ``scan``, ``checkpoint`` and ``shard_map``, on a CPU and on an NVIDIA GPU. Derivatives
@@ -61,7 +61,7 @@ def from_torch(
         ``scalar=True`` and another output than one real number.
     jax.errors.JaxRuntimeError, ValueError
         When the compiled program runs: what the function raises, or an output with another shape or dtype than was
-        declared. JAX raises the one or the other, with the text of the cause last.
+        declared. JAX raises the one or the other, with the text of the cause in its third line.
 
     Notes
     -----
@@ -127,8 +127,9 @@ class Traits(NamedTuple):
     ----------
     differentiable : bool
     at_once : bool or callable
-        Slices of ``vmap`` go into one call along leading axes, if the shapes of its outputs show that it takes them; or
-        if a function of its arguments, with a `jax.ShapeDtypeStruct` for each array of one slice, says so.
+        Slices of ``vmap`` go into one call along leading axes, if the shapes of its outputs show that it takes them,
+        and two slices that it is also given alone; or if a function of its arguments, with a `jax.ShapeDtypeStruct` for
+        each array of one slice, says so.
     first_order : callable, optional
         The same function, called where no derivatives beyond the first are taken.
     for_shapes : callable, optional
@@ -139,6 +140,8 @@ class Traits(NamedTuple):
     fill : callable, optional
         ``fill(results, ...)``, then the same arguments: write the outputs into the tensors ``results``, in the order
         of the leaves of the outputs; False if it cannot.
+    constants : frozenset of str, optional
+        Arguments, by name, by which the function has no derivatives: to ask for one is a NotImplementedError.
     device : callable
         The device of tensors without data.
     """
@@ -149,6 +152,7 @@ class Traits(NamedTuple):
     for_shapes: Callable[..., Any] | None = None
     gradients: Callable[..., Any] | None = None
     fill: Callable[..., bool] | None = None
+    constants: frozenset[str] = frozenset()
     device: Callable[[], torch.device] = lambda: torch.device("cpu")
 
 
@@ -164,8 +168,8 @@ class Bridge:
     contract : Contraction, or callable, optional
         For energies; or a function of the arguments, with an `Operand` for each array, that returns it or None.
     with_gradients : bool
-    writes : frozenset of int, optional
-        Numbers of the arrays that the function changes in place, if that is known.
+    only_reads : bool
+        The function neither changes arrays nor keeps them, so that it gets JAX's memory, and no copies.
     traits : Traits
     """
 
@@ -177,12 +181,12 @@ class Bridge:
         name: str = "",
         contract: Contraction | Callable[..., Contraction | None] | None = None,
         with_gradients: bool = False,
-        writes: frozenset[int] | None = None,
+        only_reads: bool = False,
         traits: Traits = Traits(),  # noqa: B008  # immutable
     ):
         self.function, self.out_shapes = function, out_shapes
         self.name = name or getattr(function, "__name__", type(function).__name__)
-        self.contract, self.with_gradients, self.writes = contract, with_gradients, writes
+        self.contract, self.with_gradients, self.only_reads = contract, with_gradients, only_reads
         self.traits = traits
         self._variants: dict[Hashable, _Variant] = {}
 
@@ -242,7 +246,10 @@ class _Variant:
             gradients=self._gradients(traits.gradients) if traits.gradients else None,
             fill=self._filling(traits.fill) if traits.fill else None,
             takes_all=functools.cache(self._takes_all) if traits.at_once else None,
-            writes=bridge.writes,
+            constants=self._constants(traits.constants) if traits.constants else {},
+            only_reads=bridge.only_reads,
+            folds=callable(traits.at_once),
+            batches_gradients=traits.at_once is True,
         )
 
     def _call(self, function: Callable[..., Any], arrays: Sequence[Any]) -> Any:
@@ -254,6 +261,13 @@ class _Variant:
 
     def _flat(self, function: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
         return lambda *tensors: jax.tree.leaves(self._call(function, tensors))
+
+    def _constants(self, constants: frozenset[str]) -> dict[int, str]:
+        """Numbers of the arrays of ``constants``, and how a caller writes them, such as ``d3_params.rcov``."""
+        operands = self._call(lambda **arguments: arguments, [Operand(i) for i in range(len(self._places))])
+        paths, _ = jax.tree_util.tree_flatten_with_path(operands)
+        found = [(i, path) for path, i in paths if isinstance(i, Operand) and path[0].key in constants]
+        return {int(i): path[0].key + jax.tree_util.keystr(path[1:]) for i, path in found}
 
     def _gradients(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
         operands = self._call(lambda **arguments: arguments, [Operand(i) for i in range(len(self._places))])
@@ -272,10 +286,11 @@ class _Variant:
         found = self._known.get(types)
         if found is None:
             rule = self._bridge.out_shapes
-            if rule is None:
-                declared = self._traced(types)
-            else:
-                declared = self._call(rule, types) if callable(rule) else rule
+            with plain_state():  # as in calls
+                if rule is None:
+                    declared = self._traced(types)
+                else:
+                    declared = self._call(rule, types) if callable(rule) else rule
             found = self._declared(declared)
             if self.function.contract is SCALAR and not is_energy(found.types):
                 raise ValueError(
@@ -299,12 +314,11 @@ class _Variant:
         return _Outputs(tree, tuple(shapes))
 
     def _traced(self, types: Sequence[jax.ShapeDtypeStruct]) -> Types:
-        """Outputs of the function for tensors without data; what it changes in place is learned, too."""
+        """Outputs of the function for tensors without data."""
         function, traits = self.function, self._bridge.traits
         device = traits.device()
         with without_data(), torch.set_grad_enabled(function.with_gradients):
             tensors = [torch.empty(x.shape, dtype=torch_dtype(x.dtype), device=device) for x in types]
-            versions = [version_of(x) for x in tensors]
             try:
                 outputs = self._call(traits.for_shapes or self._bridge.function, tensors)
             except NEEDS_DATA as error:
@@ -312,8 +326,6 @@ class _Variant:
                     f"`{function.name}`: the shapes of its outputs cannot be found without data ({error}): declare "
                     "them as `out_shapes` of from_torch"
                 ) from error
-            written = {i for i, (x, version) in enumerate(zip(tensors, versions)) if version_of(x) != version}
-        function.writes = frozenset(written | (function.writes or frozenset()))
 
         def type_of(output: Any) -> Any:
             if not isinstance(output, torch.Tensor):

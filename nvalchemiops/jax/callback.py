@@ -1,10 +1,12 @@
 """The torch side of a call from JAX: buffers as tensors, derivatives by reverse mode, results into JAX's buffers."""
 
 import contextlib
+import functools
 import itertools
+import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +16,6 @@ import torch
 from nvalchemiops import threads
 from nvalchemiops.jax.dtypes import WIDER, torch_dtype
 from nvalchemiops.layout import layout
-from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.openmp import at_fixed_threads
 
 Flags = tuple[bool, ...]
@@ -69,6 +70,15 @@ class TorchFunction:
     takes_all : callable, optional
         ``takes_all(sizes, types)``: whether one call takes all slices of ``vmap``, along leading axes; the types are
         those of the inputs of one slice.
+    constants : mapping of int to str, optional
+        Numbers and names of inputs by which it has no derivatives, though its outputs may depend on them.
+    only_reads : bool
+        It neither changes its inputs nor keeps them, and gets JAX's memory. Others get copies: what NumPy or
+        `torch.Tensor.data` write cannot be seen.
+    folds : bool
+        What takes all slices gives the results of each. Otherwise that is tried, with those whose inputs differ.
+    batches_gradients : bool
+        Rows of a Jacobian come from one backward pass, by `torch.vmap`; switched off where that fails.
     """
 
     evaluate: Callable[..., Sequence[torch.Tensor]]
@@ -81,7 +91,12 @@ class TorchFunction:
     gradients: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None] | None = None
     fill: Callable[..., bool] | None = None
     takes_all: Callable[[tuple[int, ...], tuple[jax.ShapeDtypeStruct, ...]], bool] | None = None
-    writes: frozenset[int] | None = None  # inputs that it changes in place; None: not known yet
+    constants: Mapping[int, str] = field(default_factory=dict)
+    only_reads: bool = False
+    folds: bool = False
+    batches_gradients: bool = False
+    verdicts: dict[Hashable, bool] = field(default_factory=dict, repr=False)
+    """Whether it computes the slices of a stack apart, by their number and shapes, as calls have shown."""
     jitted: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
 
 
@@ -132,6 +147,20 @@ class Request:
         """Flags of the results that are gradients."""
         return dict(zip(self.gradient, self.result_flags[len(self.values) :]))
 
+    @property
+    def of_calls(self) -> Flags:
+        """The levels whose slices are not for one call of the function, unless it takes several at once.
+
+        Slices of weights and directions alone are for one call: inputs that are repeated for them are no batch.
+        """
+        inputs = self.operand_flags[: self.inputs]
+        return tuple(self.function.folds or any(flags[i] for flags in inputs) for i in range(len(self.sizes)))
+
+    @property
+    def vectors_of_pass(self) -> int:
+        """The number of weights and directions by which the last backward pass begins; they come last."""
+        return len(self.directions[-1]) if self.directions else len(self.weights)
+
     def only(self, used: Sequence[bool]) -> "Request":
         """The same with some of the results."""
         count = len(self.values)
@@ -166,28 +195,23 @@ def evaluate(
 ) -> None:
     """Evaluate ``request`` on JAX's buffers, writing into those of the results.
 
-    All slices of ``vmap`` go into one call of the function if ``at_once``.
+    All slices of ``vmap`` whose inputs differ go into one call of the function if ``at_once``.
 
     Raises
     ------
     TypeError, ValueError
         The function returns other tensors than it declared.
-    RuntimeError
-        It changed an input in place that it left alone at its first call.
     """
-    with _plain_state(), threads.as_main_thread():
+    with plain_state(), threads.as_main_thread():
         tensors = [_tensor(buffer) for buffer in operands]
         targets = [_tensor(buffer) for buffer in results]
         with _stream_of([*targets, *tensors], context):
-            if not request.sizes:
-                if _fill(request, targets, tensors):
-                    return
-                for target, result in zip(targets, _results(request, tensors)):
+            if request.sizes:
+                _evaluate_slices(request, targets, tensors, at_once and _is_batch_of_slices(request, tensors))
+            elif not _fill(request, targets, tensors):
+                point = _Point(request, tensors[: request.inputs])
+                for target, result in zip(targets, point.results(tensors[request.inputs :])):
                     _copy(target, result)
-            elif at_once:
-                _evaluate_at_once(request, targets, tensors)
-            else:
-                _evaluate_slices(request, targets, tensors)
 
 
 def _fill(request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
@@ -211,34 +235,132 @@ def _copy(target: torch.Tensor, result: torch.Tensor) -> None:
         target.copy_(result)
 
 
-def _evaluate_slices(request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Evaluate one slice after the other."""
-    sums = [not all(flags) for flags in request.result_flags]
-    for target in itertools.compress(targets, sums):
-        target.zero_()
-    for place in itertools.product(*(range(size) for size in request.sizes)):
-        slices = [_at(place, tensor, flags) for tensor, flags in zip(tensors, request.operand_flags)]
-        places = [_at(place, target, flags) for target, flags in zip(targets, request.result_flags)]
-        for target, result, is_sum in zip(places, _results(request, slices), sums):
-            target.add_(result) if is_sum else target.copy_(result)
+def _evaluate_slices(
+    request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], at_once: bool
+) -> None:
+    """Call the function for one slice of the inputs after the other, or once for all of them.
+
+    Slices of weights and directions at the same inputs, such as the rows of a Jacobian, share a call. So levels of
+    ``vmap`` are of four kinds: those of several calls, those of several backward passes of a call, those of one such
+    pass, and those inside of a call.
+    """
+    function = request.function
+    kinds = _kinds(request, at_once)
+    order = sorted(range(len(kinds)), key=kinds.__getitem__)
+    of_calls, of_passes, together, inside = (
+        tuple(request.sizes[level] for level in order if kinds[level] == kind) for kind in range(4)
+    )
+    n_calls, n_passes, n_looped = len(of_calls), len(of_passes), len(of_calls) + len(of_passes)
+    declared = tuple(jax.ShapeDtypeStruct((*inside, *output.shape), output.dtype) for output in request.outputs)
+    operands = [_ordered(x, flags, order) for x, flags in zip(tensors, request.operand_flags)]
+    results = [_ordered(x, flags, order) for x, flags in zip(targets, request.result_flags)]
+    for target, flags in results:
+        if not all(flags[:n_looped]):
+            target.zero_()
+    first_of_pass = len(operands) - request.vectors_of_pass
+
+    def part(number: int, x: torch.Tensor, flags: Flags) -> torch.Tensor:
+        """An operand for one pass, whose ``flags`` are those of levels that are not looped over."""
+        if number < first_of_pass or not together:
+            return _along_all(inside, x, flags[len(together) :])
+        return _along_all(together + inside, x, flags).flatten(0, len(together) - 1)
+
+    for call in itertools.product(*map(range, of_calls)):
+        parts = [(i, _at(call, x, flags), flags[n_calls:]) for i, (x, flags) in enumerate(operands)]
+        inputs = [part(i, x, flags[n_passes:]) for i, x, flags in parts[: request.inputs]]
+        vectors = parts[request.inputs :]
+        known = {i: part(i, x, flags[n_passes:]) for i, x, flags in vectors if not any(flags[:n_passes])}
+        point = _Point(replace(request, outputs=declared), inputs, is_shared=bool(of_passes or together))
+        for place in itertools.product(*map(range, of_passes)):
+            given = [
+                known[i] if i in known else part(i, _at(place, x, flags), flags[n_passes:]) for i, x, flags in vectors
+            ]
+            try:
+                found = point.results(given, math.prod(together) if together else None)
+            except Exception:  # of memory, or of an operation that torch.vmap does not have
+                if not together:
+                    raise
+                function.batches_gradients = False
+                return _evaluate_slices(request, targets, tensors, at_once)
+            for (target, flags), result in zip(results, found):
+                result = result.unflatten(0, together) if together else result
+                axes = [axis for axis, flag in enumerate(flags[n_looped:]) if not flag]
+                total, there = result.sum(axes) if axes else result, _at((*call, *place), target, flags)
+                there.copy_(total) if all(flags[:n_looped]) else there.add_(total)
 
 
-def _evaluate_at_once(request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Evaluate a function that takes slices along leading axes."""
-    sizes = request.sizes
-    stacked = tuple(jax.ShapeDtypeStruct((*sizes, *output.shape), output.dtype) for output in request.outputs)
-    operands = [_along_all(sizes, tensor, flags) for tensor, flags in zip(tensors, request.operand_flags)]
-    results = _results(replace(request, outputs=stacked), operands)
-    for target, result, flags in zip(targets, results, request.result_flags):
-        summed = [axis for axis, flag in enumerate(flags) if not flag]
-        target.copy_(result.sum(summed) if summed else result)
+def _kinds(request: Request, at_once: bool) -> list[int]:
+    """The kind of each level, in the order in which `_evaluate_slices` names them."""
+    early = request.operand_flags[request.inputs : len(request.operand_flags) - request.vectors_of_pass]
+    batches = request.function.batches_gradients and 0 not in request.sizes
+
+    def kind(level: int, is_of_calls: bool) -> int:
+        if is_of_calls:
+            return 3 if at_once else 0
+        return 2 if batches and not any(flags[level] for flags in early) else 1
+
+    return [kind(level, is_of_calls) for level, is_of_calls in enumerate(request.of_calls)]
+
+
+def _ordered(tensor: torch.Tensor, flags: Flags, order: Sequence[int]) -> tuple[torch.Tensor, Flags]:
+    """``tensor`` and its flags with another order of the levels."""
+    own = [level for level, flag in enumerate(flags) if flag]
+    axes = [own.index(level) for level in order if flags[level]]
+    return tensor.permute([*axes, *range(len(own), tensor.ndim)]), tuple(flags[level] for level in order)
 
 
 def _along_all(sizes: tuple[int, ...], tensor: torch.Tensor, flags: Flags) -> torch.Tensor:
-    """``tensor`` with an axis for each level, repeated along those that it lacked."""
+    """``tensor`` with an axis for each of ``sizes``, repeated along those that it lacked."""
+    if not sizes:
+        return tensor
     shape = tensor.shape[sum(flags) :]
     aligned = tensor.reshape([*(size if flag else 1 for size, flag in zip(sizes, flags)), *shape])
     return aligned.expand(*sizes, *shape).contiguous()
+
+
+def _is_batch_of_slices(request: Request, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the function gives the first and the last slice of a stack what it gives each of them alone."""
+    function, levels = request.function, request.of_calls
+    if function.folds:
+        return True
+    lead = tuple(itertools.compress(request.sizes, levels))
+    inputs = [(x, tuple(itertools.compress(flags, levels))) for x, flags in zip(tensors, request.operand_flags)]
+    inputs = inputs[: request.inputs]
+    key = (lead, *((x.shape, flags) for x, flags in inputs))
+    found = function.verdicts.get(key)
+    if found is not None:
+        return found
+    stacks = [_along_all(lead, x, flags) for x, flags in inputs]
+    declared = tuple(jax.ShapeDtypeStruct((*lead, *output.shape), output.dtype) for output in request.outputs)
+    with torch.set_grad_enabled(function.with_gradients):
+        try:
+            of_all = _outputs(replace(request, outputs=declared), stacks)
+        except Exception:  # it may take slices; what is wrong with these is raised there
+            of_all = []
+        found = bool(of_all)
+        for place in ((0,) * len(lead), (-1,) * len(lead)):
+            alone = _outputs(request, [x[place] for x in stacks]) if found else []
+            found = found and all(_is_close(x[place], y) for x, y in zip(of_all, alone))
+    if not found:
+        warnings.warn(
+            f"`{function.name}` does not take leading axes as those of a batch: vmap calls it slice by slice, as with "
+            'vmap_method="sequential"',
+            UserWarning,
+            stacklevel=2,
+        )
+    if not found or any(bool((x != x.flatten()[0]).any()) for x in of_all if x.numel()):
+        function.verdicts[key] = found  # equal numbers everywhere, as of zeros, show nothing
+    return found
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors are equal to half of their digits, relative to the largest."""
+    if not expected.is_floating_point() and not expected.is_complex():
+        return torch.equal(found, expected)
+    digits = torch.finfo(expected.dtype).eps ** 0.5
+    finite = expected.detach().abs().nan_to_num(0.0, 0.0, 0.0)
+    scale = float(finite.max()) if expected.numel() else 0.0
+    return torch.allclose(found, expected, digits, digits * scale, equal_nan=True)
 
 
 def _tensor(buffer: Any) -> torch.Tensor:
@@ -250,7 +372,7 @@ def _at(place: Sequence[int], tensor: torch.Tensor, flags: Flags) -> torch.Tenso
     return tensor[tuple(itertools.compress(place, flags))]
 
 
-def _plain_state() -> contextlib.AbstractContextManager[Any]:
+def plain_state() -> contextlib.AbstractContextManager[Any]:
     """Torch's state of this thread as a new thread has it: the caller may have set inference mode or autocast."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if not kinds and not torch.is_inference_mode_enabled():
@@ -269,33 +391,72 @@ def _stream_of(tensors: Sequence[torch.Tensor], context: Any) -> contextlib.Abst
     return torch.cuda.stream(torch.cuda.ExternalStream(context.stream, tensors[0].device))
 
 
-def _results(request: Request, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Values and gradients for one slice."""
-    given = iter(operands)
-    inputs = [next(given) for _ in range(request.inputs)]
-    weights = {j: next(given) for j in request.weights}
-    directions = [{i: next(given) for i in direction} for direction in request.directions]
-    if (by_value := _by_value(request, inputs, list(weights.values()))) is not None:
-        return by_value
-    moving = {*request.gradient, *itertools.chain(*request.directions)}
-    with torch.set_grad_enabled(bool(moving) or request.function.with_gradients):
-        for i in moving:
-            inputs[i].requires_grad_()
-        outputs = _outputs(request, inputs)
-        results = [] if request.directions else [outputs[j].detach() for j in request.values]
-        if not moving:
-            return results
-        if request.directions and request.values:
-            weights = {j: torch.ones_like(outputs[j], requires_grad=True) for j in request.values}
-        elif not weights:
-            weights = {j: torch.ones_like(y) for j, y in enumerate(outputs) if y.is_floating_point()}
-        roots = [(outputs[j], weight) for j, weight in weights.items()]
-        first: str | None = request.function.name
-        for direction in directions:
-            slopes = _gradients(roots, [inputs[i] for i in direction], create_graph=True, warn=first)
-            roots, first = list(zip(slopes, direction.values())), None
-        last = list(weights.values()) if request.directions and request.values else []
-        return results + _gradients(roots, [*last, *(inputs[i] for i in request.gradient)], warn=first)
+_Root = tuple[torch.Tensor, torch.Tensor]
+"""A tensor, and the weight of it."""
+
+
+class _Point:
+    """The function at one set of inputs. Values and derivatives are those of one call, whose graph is kept if shared.
+
+    Parameters
+    ----------
+    request : Request
+    inputs : list of torch.Tensor
+    is_shared : bool
+        There are several sets of weights and directions.
+    """
+
+    def __init__(self, request: Request, inputs: list[torch.Tensor], is_shared: bool = False):
+        self.request, self._inputs, self._is_shared = request, inputs, is_shared
+        self._slopes: dict[int, tuple[list[_Root], list[torch.Tensor]]] = {}
+
+    def results(self, vectors: Sequence[torch.Tensor], count: int | None = None) -> list[torch.Tensor]:
+        """Values and gradients for weights and directions ``vectors``; for ``count`` of those that come last."""
+        request, inputs = self.request, self._inputs
+        given = iter(vectors)
+        weights = {j: next(given) for j in request.weights}
+        directions = [{i: next(given) for i in direction} for direction in request.directions]
+        if (by_value := _by_value(request, inputs, list(weights.values()))) is not None:
+            return by_value
+        moving = bool(request.gradient or request.directions)
+        with torch.set_grad_enabled(moving or request.function.with_gradients):
+            outputs = self._outputs
+            results = [] if request.directions else [outputs[j].detach() for j in request.values]
+            if count is not None:
+                results = [x.expand(count, *x.shape) for x in results]
+            if not moving:
+                return results
+            by_weight = bool(request.directions and request.values)
+            weights = self._ones if by_weight or not weights else weights
+            roots = [(outputs[j], weight) for j, weight in weights.items()]
+            for number, direction in enumerate(directions):
+                roots = list(zip(self._along(number, roots, list(direction)), direction.values()))
+            last = list(weights.values()) if by_weight else []
+            name = None if request.directions else request.function.name
+            wanted = [*last, *(inputs[i] for i in request.gradient)]
+            return results + _gradients(roots, wanted, retain_graph=self._is_shared, count=count, warn=name)
+
+    @functools.cached_property
+    def _outputs(self) -> Sequence[torch.Tensor]:
+        for i in {*self.request.gradient, *itertools.chain(*self.request.directions)}:
+            self._inputs[i].requires_grad_()
+        return _outputs(self.request, self._inputs)
+
+    @functools.cached_property
+    def _ones(self) -> dict[int, torch.Tensor]:
+        """Weights where none are given: of the values, to differentiate by them, or of all outputs."""
+        if self.request.directions and self.request.values:
+            return {j: torch.ones_like(self._outputs[j], requires_grad=True) for j in self.request.values}
+        return {j: torch.ones_like(y) for j, y in enumerate(self._outputs) if y.is_floating_point()}
+
+    def _along(self, number: int, roots: list[_Root], wanted: Sequence[int]) -> list[torch.Tensor]:
+        """Gradients that direction ``number`` is multiplied with; those of before where nothing else led to them."""
+        known, slopes = self._slopes.get(number, ([], []))
+        if not known or any(a is not b for a, b in zip(itertools.chain(*known), itertools.chain(*roots))):
+            name = self.request.function.name if number == 0 else None
+            slopes = _gradients(roots, [self._inputs[i] for i in wanted], create_graph=True, warn=name)
+            self._slopes[number] = roots, slopes
+        return slopes
 
 
 def _by_value(
@@ -323,20 +484,31 @@ def _by_value(
 
 
 def _gradients(
-    roots: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    roots: Sequence[_Root],
     inputs: Sequence[torch.Tensor],
     create_graph: bool = False,
+    retain_graph: bool = False,
+    count: int | None = None,
     warn: str | None = None,
 ) -> list[torch.Tensor]:
     """Gradients of the sum of products of the pairs in ``roots``, zeros where there is no dependence.
 
-    Without any dependence, there is a warning about the function ``warn``.
+    For ``count`` weights along leading axes, as many gradients. Without any dependence, there is a warning about the
+    function ``warn``.
     """
     roots = [(y, weight) for y, weight in roots if y.requires_grad]
     found: Sequence[torch.Tensor | None] = [None] * len(inputs)
     if roots:
         outputs, weights = zip(*roots)
-        found = torch.autograd.grad(outputs, inputs, weights, create_graph=create_graph, allow_unused=True)
+        found = torch.autograd.grad(
+            outputs,
+            inputs,
+            weights,
+            retain_graph=retain_graph or create_graph,
+            create_graph=create_graph,
+            allow_unused=True,
+            is_grads_batched=count is not None,
+        )
     if warn is not None and all(gradient is None for gradient in found):
         warnings.warn(
             f"`{warn}`: its outputs do not depend on its inputs by torch's graph of operations, so the gradients are "
@@ -344,25 +516,15 @@ def _gradients(
             UserWarning,
             stacklevel=2,
         )
-    return [torch.zeros_like(x) if gradient is None else gradient for x, gradient in zip(inputs, found)]
+    lead = () if count is None else (count,)
+    return [x.new_zeros((*lead, *x.shape)) if gradient is None else gradient for x, gradient in zip(inputs, found)]
 
 
-def _outputs(request: Request, inputs: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Outputs of the function, checked; its inputs are JAX's memory, which it must not change."""
+def _outputs(request: Request, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Outputs of the function, checked."""
     function = request.function
-    arguments = [x.clone() if function.writes is None or i in function.writes else x for i, x in enumerate(inputs)]
-    versions = [version_of(x) for x in arguments]
     evaluate = function.evaluate if request.directions or function.first_order is None else function.first_order
-    outputs = evaluate(*arguments)
-    written = frozenset(i for i, (x, version) in enumerate(zip(arguments, versions)) if version_of(x) != version)
-    if function.writes is None:
-        function.writes = written
-    elif not written <= function.writes:
-        function.writes |= written
-        raise RuntimeError(
-            f"`{function.name}` changed inputs {sorted(written)} in place, which it did not do at its first call; "
-            "JAX's arrays are immutable: work on a copy"
-        )
+    outputs = evaluate(*(inputs if function.only_reads else [x.clone() for x in inputs]))
     _check_outputs(request, outputs)
     return outputs
 

@@ -48,6 +48,7 @@ def operator(
     fold: Folding | None = None,
     extra: Mapping[str, str] | None = None,
     without: Sequence[str] = ("device", "domain"),
+    constants: Sequence[str] = (),
 ) -> Callable[..., Any]:
     """A torch function as a function of JAX, with the same parameters.
 
@@ -68,6 +69,8 @@ def operator(
         Names of further parameters that have no effect, each with the name of the one that it comes after.
     without : sequence of str, optional
         Parameters that JAX has no use for.
+    constants : sequence of str, optional
+        Parameters by which there are no derivatives, beside those that are numbers in torch.
     """
     name, kinds = function.__name__, {n: _kind(p) for n, p in inspect.signature(function).parameters.items()}
     signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})
@@ -94,8 +97,12 @@ def operator(
         by_name = dict(zip([name for name in derivatives if name in names], found))
         return [energies], [-by_name[name] if name == "positions" else by_name[name] for name in names]
 
-    traits = Traits(at_once=fold.is_possible if fold else False, gradients=gradients if len(derivatives) == 2 else None)
-    bridge = Bridge(call, shapes, name=name, contract=contract, writes=frozenset(), traits=traits)
+    traits = Traits(
+        at_once=fold.is_possible if fold else False,
+        gradients=gradients if len(derivatives) == 2 else None,
+        constants=frozenset(constants).union(key for key, kind in kinds.items() if kind == _NUMBERS),
+    )
+    bridge = Bridge(call, shapes, name=name, contract=contract, only_reads=True, traits=traits)
 
     def checked(key: str, value: Any) -> Any:
         kind = kinds.get(key)
@@ -151,14 +158,27 @@ def without_padding(arguments: dict[str, Any]) -> dict[str, Any]:
     A list of a declared capacity ends with slots of no atom, which the functions of torch do not take.
     """
     pairs, pointers = arguments.get("neighbor_list"), arguments.get("neighbor_ptr")
-    if pairs is None or pointers is None or not may_read(pairs, pointers, wait=True):
+    if pairs is None or pairs.ndim != 2 or not may_read(pairs, wait=True):
         return arguments
-    count = int(pointers[-1]) if pointers.numel() else 0
-    if pairs.ndim != 2 or not 0 <= count < pairs.shape[1] or 0 <= int(pairs[0, count]) < len(arguments["positions"]):
+    n_atoms = len(arguments["positions"])
+    if pointers is None:
+        count = _pairs_before_padding(pairs[0], n_atoms)
+    else:
+        count = int(pointers[-1]) if pointers.numel() else 0
+    if not 0 <= count < pairs.shape[1] or 0 <= int(pairs[0, count]) < n_atoms:
         return arguments  # without padding, or wrong
     cut = {"neighbor_list": pairs[:, :count]}
     cut |= {name: arguments[name][:count] for name in _SHIFTS if arguments.get(name) is not None}
     return {**arguments, **cut}
+
+
+def _pairs_before_padding(rows: torch.Tensor, n_atoms: int) -> int:
+    """How many pairs come before slots of no atom; all where the last slot is a pair."""
+    if not rows.numel() or 0 <= int(rows[-1]) < n_atoms:
+        return rows.numel()
+    is_atom = (rows >= 0) & (rows < n_atoms)
+    count = int(is_atom.sum())
+    return count if bool(is_atom[:count].all()) else rows.numel()
 
 
 _SHIFTS = ("neighbor_shifts", "unit_shifts")
@@ -405,10 +425,13 @@ def eager(
 
 
 def to_torch(value: Any) -> Any:
-    """A tensor with the values of an array; anything else as it is."""
+    """A tensor with the values of an array, also of one that is spread over devices; anything else as it is."""
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return value
-    return torch.from_dlpack(jnp.asarray(value)).clone()
+    array = jnp.asarray(value)
+    if len(array.sharding.device_set) > 1:
+        array = jax.device_put(array, array.addressable_shards[0].device)
+    return torch.from_dlpack(array).clone()
 
 
 def from_torch_values(results: Any) -> Any:

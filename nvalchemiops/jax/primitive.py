@@ -38,7 +38,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
-from nvalchemiops.jax._jax_internals import aval_like, is_for_export, vary_alike, zero_tangent
+from nvalchemiops.jax._jax_internals import aval_like, is_for_export, vary_alike, with_text_first, zero_tangent
 from nvalchemiops.jax.callback import Flags, Request, TorchFunction, evaluate
 
 torch_call_p = Primitive("torch_call")
@@ -161,18 +161,22 @@ def _lower(context: Any, *operands: Any, request: Request) -> Any:
     at_once = _takes_all(request, context.avals_in)
 
     def callback(context: Any, results: Any, *operands: Any) -> None:
-        evaluate(request, context, results, operands, at_once)
+        try:
+            evaluate(request, context, results, operands, at_once)
+        except Exception as error:
+            raise with_text_first(error, request.function.name) from None
 
     return mlir.lower_fun(buffer_callback(callback, types), multiple_results=True)(context, *operands)
 
 
 def _takes_all(request: Request, operands: Sequence[Any]) -> bool:
-    """Whether the function takes all slices in one call."""
-    if not request.sizes or 0 in request.sizes or request.function.takes_all is None:
+    """Whether the function takes all slices that are not for one call of it otherwise."""
+    sizes = tuple(itertools.compress(request.sizes, request.of_calls))
+    if not sizes or 0 in request.sizes or request.function.takes_all is None:
         return False
     inputs = zip(operands[: request.inputs], request.operand_flags)
     types = tuple(jax.ShapeDtypeStruct(x.shape[sum(flags) :], x.dtype) for x, flags in inputs)
-    return request.function.takes_all(request.sizes, types)
+    return request.function.takes_all(sizes, types)
 
 
 mlir.register_lowering(torch_call_p, _lower)
@@ -195,6 +199,10 @@ partial_eval.dce_rules[torch_call_p] = _drop_unused
 
 def _is_zero(tangent: Any) -> bool:
     return isinstance(tangent, ad.Zero) or tangent.dtype == float0
+
+
+def _is_smooth(output: jax.ShapeDtypeStruct) -> bool:
+    return bool(jnp.issubdtype(output.dtype, jnp.inexact))
 
 
 def _present(parts: Mapping[int, Part]) -> dict[int, Part]:
@@ -224,6 +232,12 @@ def _check_differentiable(request: Request, moved: Mapping[int, Part]) -> None:
     name = request.function.name
     if not request.function.differentiable:
         raise ValueError(f"`{name}` is not to be differentiated: enable_vjp=True allows it")
+    constants = [name for i, name in request.function.constants.items() if i in moved]
+    if constants and (request.gradient or any(_is_smooth(request.outputs[j]) for j in request.values)):
+        named = " and ".join(f"`{constant}`" for constant in constants)
+        raise NotImplementedError(
+            f"{name}: there is no derivative by {named}: where it is meant to be zero, apply jax.lax.stop_gradient"
+        )
     kinds = [(f"by input {i}", part.array.dtype) for i, part in moved.items()]
     kinds += [(f"of output {j}", request.outputs[j].dtype) for j in request.values if moved]
     for what, dtype in kinds:
@@ -241,7 +255,7 @@ def _tangents(
     form: Form, moving: Form, moved: Mapping[int, Part], values: Mapping[int, Flags], gradient: Mapping[int, Flags]
 ) -> list[Any]:
     """Tangents of the results; None where they are zero."""
-    smooth = {j: flags for j, flags in values.items() if jnp.issubdtype(form.outputs[j].dtype, jnp.inexact)}
+    smooth = {j: flags for j, flags in values.items() if _is_smooth(form.outputs[j])}
     if not smooth and not gradient:
         return [None] * len(values)
     terms = [form.along(moved)] if moved else []

@@ -61,7 +61,7 @@ InputSpec = TorchDtypeSpec | ScalarSpec | None
 @jax.tree_util.register_static
 @dataclass(frozen=True, eq=False)
 class TorchModuleWrapper:
-    """A torch module as a function of JAX arrays, on JAX's own memory.
+    """A torch module as a function of JAX arrays.
 
     It takes JAX arrays, pytrees of them and Python numbers, by position or name, and returns the module's outputs with
     JAX arrays in the place of tensors. It works under ``jit``, ``vmap`` and ``scan``, and, with ``enable_vjp``, under
@@ -77,7 +77,10 @@ class TorchModuleWrapper:
         One entry for each leaf of the arguments: a dtype to cast to, a Python number, or None for an array as it is.
     vmap_method : {"broadcast_all", "sequential"}
         How ``vmap`` calls the module: once, with all slices along leading axes, for modules that treat leading axes as
-        a batch; or slice by slice. Where the outputs have no such axes then, it is slice by slice, too.
+        a batch; or slice by slice. Where the outputs have no such axes then, or those of the first and the last slice
+        are not what the module gives for them alone, it is slice by slice, too, the latter with a warning. That is
+        found in the first call with each number of slices. Rows of Jacobians and Hessians have one set of inputs: the
+        module gets it as it is, once, and torch differentiates for all rows together, or "sequential" for each.
     requires_grad : bool
         Torch records operations in the module, which computes derivatives itself.
     enable_vjp : bool
@@ -98,6 +101,7 @@ class TorchModuleWrapper:
     -----
     UserWarning
         A derivative is taken of outputs that do not depend on the inputs by torch's graph of operations. It is zero.
+        The module does not treat leading axes as a batch, though its outputs have them.
 
     Examples
     --------

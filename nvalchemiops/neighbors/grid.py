@@ -410,11 +410,15 @@ def put(
 ):
     """Wrap the k-th atom in the order of slots, and write it there."""
     i = order[k]
-    grid = grids[system_of(i, system, grids.shape[0])]
+    s = system_of(i, system, grids.shape[0])
+    is_of_system = bool(True)
+    if system.shape[0] > 0:
+        is_of_system = system[i] == s
+    grid = grids[s]
     x = positions[i]
     cells = fold(x, grid)
     m = wp.vec3i()
-    if wp.isfinite(x) and few(cells):
+    if is_of_system and wp.isfinite(x) and few(cells):
         m = wp.vec3i(wp.int32(cells[0]), wp.int32(cells[1]), wp.int32(cells[2]))
         x = x - cells_to_vector(cells, grid.lattice)
     else:

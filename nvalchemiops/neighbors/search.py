@@ -21,7 +21,8 @@ from nvalchemiops.neighbors.grid import FARTHEST_BIN, Grid
 from nvalchemiops.neighbors.rows import NOWHERE
 
 NOT_FINITE = 2**31 - 1
-"""Count of an atom without known neighbors: its position is not finite or too far away, or its cell unusable.
+"""Count of an atom without known neighbors: its position is not finite or too far away, its cell unusable, or its
+system does not exist.
 
 Where there are images, its row holds the atom itself in the image `NOWHERE`."""
 

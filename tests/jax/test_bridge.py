@@ -14,10 +14,10 @@ import torch
 
 from nvalchemiops import launch, threads
 from nvalchemiops.jax import primitive
-from nvalchemiops.jax.bridge import from_torch
+from nvalchemiops.jax.bridge import SCALAR, Bridge, from_torch
 from nvalchemiops.jax.dtypes import torch_dtype
 from nvalchemiops.torch.segment_ops import segmented_sum
-from tests.jax.precision import double_precision  # noqa: F401
+from tests.jax.precision import QUICKLY, double_precision  # noqa: F401
 from tests.processes import python_says
 
 X, V, T = np.array([[0.3, 0.7, 1.1], [0.1, -0.5, 0.3], [1.0, 0.5, -0.3]])
@@ -134,9 +134,6 @@ EAGER = {
     "several": ["value", "grad by both", "vmap of grad"],
 }
 
-QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""For compilation; what runs is tiny."""
-
 
 def assert_same(found, expected, rtol=1e-14):
     """Relative to the largest number of each array."""
@@ -240,49 +237,75 @@ def test_complex_values_have_no_derivative_here():
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def test_inputs_are_not_copied():
+def test_operators_get_the_memory_of_jax():
+    """Of functions that are known to change nothing and to keep nothing, inputs are not copied."""
     counter = Counter(lambda x, w: (x * w).sum())
     x, w = jnp.asarray(X), jnp.asarray(W)
-    evaluate = jax.jit(jax.value_and_grad(from_torch(counter, scalar=True)))
+    evaluate = jax.jit(jax.value_and_grad(Bridge(counter, None, contract=SCALAR, only_reads=True)))
     for _ in range(2):
         jax.block_until_ready(evaluate(x, w))
     assert counter.pointers == [[x.unsafe_buffer_pointer(), w.unsafe_buffer_pointer()]] * 2
 
 
-@pytest.mark.parametrize("declared", [False, True])
-def test_inputs_are_never_changed(declared):
-    """A function that writes into its argument gets a copy: at its first call, and later; also one of each slice."""
+def in_place(x):
+    x *= 2
+    return x
 
-    def in_place(x, w):
-        x *= 2
-        return (x**2 * w).sum()
+
+def by_data(x):
+    x.data.mul_(2)
+    return x
+
+
+def by_numpy(x):
+    if type(x) is torch.Tensor:  # without data there are no shapes to be found
+        x.detach().numpy()[...] *= 2
+    return x
+
+
+def by_dlpack(x):
+    if type(x) is torch.Tensor:
+        np.from_dlpack(x.detach())[...] *= 2
+    return x
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("change", [in_place, by_data, by_numpy, by_dlpack])
+def test_inputs_are_never_changed(change, declared):
+    """By whatever way a function writes into its argument; also one of each slice, and from the second call on."""
+    is_on = [True]
+
+    def changing(x, w):
+        return ((change(x) if is_on[0] else 2 * x) ** 2 * w).sum()
 
     types = jax.ShapeDtypeStruct((), "float64") if declared else None
-    energy = from_torch(in_place, types, scalar=True)
+    energy = from_torch(changing, types, scalar=True)
     x, w = jnp.asarray(X), jnp.asarray(W)
-    for _ in range(2):
-        value, gradient = jax.jit(jax.value_and_grad(energy))(x, w)
-        assert_same((value, gradient), ((4 * X**2 * W).sum(), 8 * X * W))
-        assert_same(jax.jit(jax.vmap(energy, (None, 0)))(x, jnp.stack([w, w])), jnp.full(2, value))
-        assert_same(energy(x, w), value)
+    expected = (4 * X**2 * W).sum()
+    evaluate = jax.jit(energy)
+    for is_on[0] in (False, True, True):
+        assert_same(evaluate(x, w), expected)
+        assert_same(jax.jit(jax.vmap(energy, (None, 0)))(x, jnp.stack([w, w])), jnp.full(2, expected))
+        assert_same(energy(x, w), expected)
+        assert_same(jax.jit(jax.grad(energy, 1))(x, w), 4 * X**2)
         assert np.array_equal(x, X) and np.array_equal(w, W)
+    if change is in_place:  # which torch differentiates
+        assert_same(jax.jit(jax.grad(energy))(x, w), 8 * X * W)
+        assert np.array_equal(x, X)
 
 
-def test_a_function_that_begins_to_write():
-    """It cannot be undone, but it is said; afterwards there are copies."""
-    writes = [False]
+def test_tensors_may_be_kept():
+    """They are no memory of JAX, which takes it back."""
+    kept = []
 
-    def sometimes(x):
-        return x.add_(1.0) if writes[0] else x + 1.0
+    def keeps(x):
+        kept.append(x)
+        return x.sum()
 
-    evaluate = jax.jit(from_torch(sometimes))
-    assert_same(evaluate(X), X + 1)
-    writes[0] = True
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"changed inputs \[0\] in place, which it did not"):
-        jax.block_until_ready(evaluate(jnp.array(X)))
-    x = jnp.array(X)
-    assert_same(evaluate(x), X + 1)
-    assert np.array_equal(x, X)
+    step = jax.jit(from_torch(keeps, jax.ShapeDtypeStruct((), "float64")))
+    for number in range(20):
+        jax.block_until_ready(step(jnp.full(1000, float(number))))
+    assert [float(x.max()) for x in kept] == [float(x.min()) for x in kept] == list(range(20))
 
 
 def test_donated_arguments():
@@ -400,6 +423,19 @@ def test_errors_in_a_call(name):
     assert_same(evaluate(X), 2 * X)
 
 
+def test_the_text_of_an_error_comes_before_where_it_was_raised():
+    """After two lines of JAX."""
+
+    def deep(x):
+        raise ValueError(f"`x` must be longer than {len(x)}")
+
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.block_until_ready(jax.jit(from_torch(deep, DECLARED))(X))
+    lines = str(caught.value).splitlines()
+    assert lines[2] == "ValueError: `x` must be longer than 3"
+    assert any("test_bridge.py" in line and line.endswith("in deep") for line in lines[3:])
+
+
 def test_errors_when_traced():
     with pytest.raises(ValueError, match="scalar=True needs one real number as output"):
         jax.jit(from_torch(lambda x: x, scalar=True))(X)
@@ -463,11 +499,17 @@ def test_a_function_is_freed():
     "context", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)]
 )
 def test_modes_of_the_caller_do_not_matter(context):
-    product = from_torch(lambda x: (x.float() @ x.float().T).sum(), scalar=True)
-    evaluate, x = jax.jit(jax.grad(product)), np.random.default_rng(0).random((3, 3))
-    expected = evaluate(x)
+    """In a first call and in later ones."""
+    x = np.random.default_rng(0).random((3, 3))
+
+    def gradient():
+        return jax.jit(jax.grad(lambda x: from_torch(lambda x: x.float() @ x.float().T)(x).sum()))
+
+    expected, first_inside = gradient(), gradient()
     with context():
-        assert np.array_equal(jax.jit(jax.grad(product))(x), expected)
+        assert np.array_equal(first_inside(x), gradient()(x))
+        assert np.array_equal(expected(x), first_inside(x))
+    assert np.array_equal(expected(x), first_inside(x))
 
 
 # -- many calls at once ---------------------------------------------------------------------------
@@ -553,12 +595,16 @@ def test_launches_are_prepared_once_in_threads_of_xla(monkeypatch):
 
 
 def test_two_devices():
-    """`jax.shard_map`: each device calls with its own shard; also gradients, which are summed over shards."""
+    """`jax.shard_map`: each device calls with its own shard; also gradients, which are summed over shards.
+
+    Functions that need values get those of all shards.
+    """
     code = """
         import json
         import jax, jax.numpy as jnp, numpy as np, torch
         from jax.sharding import Mesh, PartitionSpec as P
         from nvalchemiops.jax.bridge import from_torch
+        from nvalchemiops.jax.neighbors import neighbor_list
 
         jax.config.update("jax_enable_x64", True)
         mesh = Mesh(np.array(jax.devices()), ("shards",))
@@ -586,7 +632,11 @@ def test_two_devices():
                 found, expected = evaluated(from_torch(of_torch, scalar=scalar)), evaluated(of_jax)
                 pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected))
                 errors.append(max(float(jnp.abs(a - b).max()) for a, b in pairs))
-        print(json.dumps([len(jax.devices()), sorted(set(sizes)), max(errors)]))
+        positions = jnp.arange(24.0).reshape(8, 3) ** 1.1
+        sharded = jax.device_put(positions, jax.sharding.NamedSharding(mesh, P("shards")))
+        lists = [neighbor_list(y, 3.0, 20 * jnp.eye(3)) for y in (positions, sharded)]
+        errors.append(max(float(jnp.abs(a - b).max()) for a, b in zip(*lists)) + (lists[0][1].max() == 0))
+        print(json.dumps([len(jax.devices()), sorted(set(sizes)), float(max(errors))]))
     """
     devices, sizes, error = python_says(code, XLA_FLAGS="--xla_force_host_platform_device_count=2", timeout=120)
     assert devices == 2 and sizes == [4] and error < 1e-14

@@ -100,8 +100,9 @@ def test_operators_take_lists_of_a_declared_capacity():
     near = {"cutoff": 3.0, "cell": CELL.astype(float), "return_neighbor_list": True}
     x, cell, q = X.astype(float), near["cell"], jnp.cos(jnp.arange(20.0))
 
-    def energies(x, **room):
+    def energies(x, with_pointers=True, **room):
         pairs, pointers, shifts = neighbors.neighbor_list(x, **near, **room)[:3]
+        pointers = pointers if with_pointers else None
         given = {"neighbor_list": pairs, "neighbor_ptr": pointers, "neighbor_shifts": shifts}
         return (
             ewald_summation(x, q, cell, 0.5, k_cutoff=2.0, energy_reduction="system", **given)[0],
@@ -112,6 +113,8 @@ def test_operators_take_lists_of_a_declared_capacity():
     n_pairs = neighbors.neighbor_list(x, **near)[0].shape[1]
     for room in (n_pairs + 9, n_pairs):
         found = jax.jit(lambda x, room=room: energies(x, coo_capacity=room))(x)
+        np.testing.assert_array_equal(found, energies(x))
+        found = jax.jit(lambda x, room=room: energies(x, False, coo_capacity=room))(x)
         np.testing.assert_array_equal(found, energies(x))
     gradient = jax.jit(jax.grad(lambda x: sum(energies(x, coo_capacity=n_pairs + 9))))(x)
     assert jnp.isfinite(gradient).all() and jnp.abs(gradient).max() > 0.1
@@ -135,6 +138,37 @@ def test_lists_of_systems_in_a_batch():
     same(found, in_torch.batch_naive_neighbor_list(given[0], 3.0, given[2], None, torch.ones(2, 3).bool(), given[1]))
     expected = in_torch.batch_cell_list(given[0], 3.0, given[1], torch.ones(2, 3).bool(), given[2])
     same(neighbors.batch_cell_list(x, 3.0, cell, pbc, systems), expected)
+
+
+def test_systems_in_any_order_and_systems_that_do_not_exist():
+    """In `jit` an atom of no system has no neighbors, and a count that says so; elsewhere it is an error."""
+    x = jnp.array([[0.0, 0, 0], [0.5, 0, 0], [0.6, 0, 0], [0.8, 0, 0]])
+    cell = jnp.stack([3 * jnp.eye(3)] * 2)
+
+    def count(idx, cell):
+        return neighbors.neighbor_list(x, 1.0, cell, batch_idx=idx, max_neighbors=4)[1]
+
+    lost = 2**31 - 1
+    for idx, counts in (([0, 0, 1, 1], [1] * 4), ([1, 0, 0, 0], [0, 2, 2, 2]), ([1, 0, 1, 0], [1] * 4)):
+        for cells in (cell, None):
+            assert count(jnp.array(idx), cells).tolist() == counts
+            assert jax.jit(count)(jnp.array(idx), cells).tolist() == counts
+    for idx, counts in (([0, 0, 2, 2], [1, 1, lost, lost]), ([0, 0, -1, 0], [2, 2, lost, 2])):
+        with pytest.raises(ValueError, match="`batch_idx` must hold the numbers of systems"):
+            count(jnp.array(idx), cell)
+        assert jax.jit(count)(jnp.array(idx), cell).tolist() == counts
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_cutoff_may_be_traced_and_has_no_part_in_derivatives():
+    """Distances are those of a list that stays: a small change of the cutoff lets them be."""
+
+    def total(cutoff, x):
+        return neighbors.neighbor_list(x, cutoff, CELL, max_neighbors=60, return_distances=True)[3].sum()
+
+    by_cutoff, by_x = jax.jit(jax.grad(total, (0, 1)))(jnp.float32(3.0), X)
+    assert by_cutoff == 0 and jnp.abs(by_x).max() > 0.1
+    assert jax.jit(jax.grad(total))(jnp.float32(3.0), X) == 0
 
 
 @pytest.mark.parametrize("search", [neighbors.neighbor_list, neighbors.cell_list, neighbors.naive_neighbor_list])

@@ -584,11 +584,57 @@ def test_tables_of_d3_have_no_derivative():
     def energy(x, tables):
         return dispersion.dftd3(x, numbers, 0.4, 4.0, 1.9, d3_params=tables, cutoff=8.0)[0][0]
 
-    with pytest.raises(NotImplementedError, match="tables"):
+    with pytest.raises(NotImplementedError, match=r"dftd3: there is no derivative by `d3_params\.rcov` and `d3_params"):
         jax.grad(energy, 1)(x, JAX_TABLES)
     closed = jax.jit(jax.grad(lambda x: energy(x, JAX_TABLES)))(x)
     np.testing.assert_array_equal(jax.jit(jax.grad(energy))(x, JAX_TABLES), closed)
     np.testing.assert_array_equal(jax.grad(jax.jit(energy))(x, JAX_TABLES), closed)
+
+
+NUMBERS_OF_TORCH = {
+    "coulomb_energy": (
+        "cutoff",
+        3.0,
+        lambda c, x, q: electrostatics.coulomb_energy(x, q, to_jax(SYSTEM.cell), c, **_NEAR),
+    ),
+    "dsf_coulomb": ("cutoff", 3.0, lambda c, x, q: electrostatics.dsf_coulomb(x, q, c, 0.2, **_MATRIX)[0]),
+    "ewald_summation": (
+        "surface_dielectric",
+        2.0,
+        lambda c, x, q: electrostatics.ewald_summation(x, q, to_jax(SYSTEM.cell), surface_dielectric=c),
+    ),
+    "particle_mesh_ewald": (
+        "accuracy",
+        1e-4,
+        lambda c, x, q: electrostatics.particle_mesh_ewald(x, q, to_jax(SYSTEM.cell), accuracy=c),
+    ),
+    "dftd3": (
+        "k1",
+        16.0,
+        lambda c, x, q: dispersion.dftd3(x, to_jax(NUMBERS), 0.4, 4.0, 1.9, k1=c, d3_params=JAX_TABLES, cutoff=6.0)[0],
+    ),
+}
+_NEAR = to_jax(NEAR)
+_MATRIX = {"neighbor_list": _NEAR["neighbor_list"], "neighbor_ptr": _NEAR["neighbor_ptr"]}
+
+
+@pytest.mark.parametrize("name", NUMBERS_OF_TORCH)
+def test_numbers_of_torch_have_no_derivative(name):
+    """Alone and beside positions; they may be traced, and `stop_gradient` lets others be differentiated."""
+    argument, value, call = NUMBERS_OF_TORCH[name]
+    x, q = to_jax([SYSTEM.positions, SYSTEM.charges])
+
+    def energy(number, x):
+        return call(number, x, q).sum()
+
+    for wrt in (0, (0, 1)):
+        with pytest.raises(NotImplementedError, match=f"{name}: there is no derivative by `{argument}`"):
+            jax.make_jaxpr(jax.grad(energy, wrt))(jnp.asarray(value), x)
+    with pytest.raises(NotImplementedError, match=f"`{argument}`"):
+        jax.make_jaxpr(jax.jacfwd(energy))(jnp.asarray(value), x)
+    constant = jax.jit(jax.grad(lambda c, x: energy(jax.lax.stop_gradient(c), x), (0, 1)))(jnp.asarray(value), x)
+    assert constant[0] == 0
+    np.testing.assert_array_equal(constant[1], jax.jit(jax.grad(lambda x: energy(jnp.asarray(value), x)))(x))
 
 
 def test_tables_of_d3_are_prepared_for_all_threads_alike(monkeypatch):

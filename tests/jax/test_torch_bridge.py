@@ -15,7 +15,7 @@ import torch
 
 from nvalchemiops.jax import torch_bridge
 from nvalchemiops.jax.torch_bridge import ScalarSpec, TorchDtypeSpec, TorchModuleWrapper
-from tests.jax.precision import double_precision  # noqa: F401
+from tests.jax.precision import QUICKLY, double_precision  # noqa: F401
 
 
 class Springs(torch.nn.Module):
@@ -80,6 +80,142 @@ def test_derivatives(name, vmap_method):
     found = jax.jit(lambda x: DERIVATIVES[name](wrapper, x))(POSITIONS)
     assert_same(found, jax.jit(lambda x: DERIVATIVES[name](springs_of_jax, x))(POSITIONS))
     assert module.stiffness.grad is None and module.stiffness.requires_grad
+
+
+def attention(x, w):
+    """Of atoms, along the first axis: leading axes of a batch are no batch to it, though all shapes fit."""
+    return torch.softmax(x[:, 0] * w[:, 0], 0)[:, None] * torch.sin(x)
+
+
+def attention_of_jax(x, w):
+    return jax.nn.softmax(x[:, 0] * w[:, 0], 0)[:, None] * jnp.sin(x)
+
+
+def message(x, w):
+    """The same for any leading axes."""
+    distances = ((x[..., None, :, :] - x[..., :, None, :]) ** 2).sum(-1)
+    return torch.softmax(-w[..., None, :, 0] * distances, -1) @ x**2
+
+
+def message_of_jax(x, w):
+    distances = ((x[..., None, :, :] - x[..., :, None, :]) ** 2).sum(-1)
+    return jax.nn.softmax(-w[..., None, :, 0] * distances, -1) @ x**2
+
+
+def batched(x):
+    """Four slices, as many as there are atoms."""
+    return jnp.stack([x, 0.5 * x, x[::-1], x**2])
+
+
+def vjp(f, x, w, u):
+    return jax.vjp(f, x, w)[1](u)
+
+
+def jvp(f, x, w, t):
+    return jax.jvp(lambda x: f(x, w), (x,), (t,))
+
+
+def energy_of(f):
+    return lambda x, w: (f(x, w) ** 3).sum()
+
+
+JACOBIANS = {
+    "jacrev": lambda f, x, w: jax.jacrev(f, (0, 1))(x, w),
+    "jacfwd": lambda f, x, w: jax.jacfwd(f, (0, 1))(x, w),
+    "hessian": lambda f, x, w: jax.hessian(energy_of(f), (0, 1))(x, w),
+    "hessian of a field": lambda f, x, w: jax.hessian(f)(x, w),
+    "jacrev of jacrev": lambda f, x, w: jax.jacrev(jax.jacrev(f), 1)(x, w),
+    "jacrev of jacfwd": lambda f, x, w: jax.jacrev(jax.jacfwd(f, 1))(x, w),
+    "third order": lambda f, x, w: jax.jacfwd(jax.jacfwd(jax.grad(energy_of(f), 1)))(x, w),
+    "linearize": lambda f, x, w: jax.vmap(jax.linearize(lambda x: f(x, w), x)[1])(batched(x)),
+    "vmap of cotangents": lambda f, x, w: jax.vmap(lambda u: vjp(f, x, w, u))(batched(x)),
+    "vmap of tangents": lambda f, x, w: jax.vmap(lambda t: jvp(f, x, w, t))(batched(x)),
+    "vmap": lambda f, x, w: jax.vmap(f, (0, None))(batched(x), w),
+    "vmap of another input": lambda f, x, w: jax.vmap(f, (None, 0))(x, jnp.stack([w, 2 * w, -w, w**2])),
+    "vmap of inputs and cotangents": lambda f, x, w: jax.vmap(lambda x, u: vjp(f, x, w, u))(batched(x), batched(x**2)),
+    "vmap of inputs, then cotangents": lambda f, x, w: jax.vmap(
+        lambda x: jax.vmap(lambda u: vjp(f, x, w, u), out_axes=1)(batched(x)[:3])
+    )(batched(x)),
+    "vmap of tangents, then inputs": lambda f, x, w: jax.vmap(
+        lambda t: jax.vmap(lambda x: jvp(f, x, w, t))(batched(x))
+    )(batched(x)[:3]),
+    "vmap of vmap": lambda f, x, w: jax.vmap(jax.vmap(f, (0, None), 1), (None, 0))(batched(x), jnp.stack([w, 3 * w])),
+    "vmap of hessian": lambda f, x, w: jax.vmap(jax.hessian(energy_of(f)), (0, None))(batched(x), w),
+    "vmap of jacrev of another input": lambda f, x, w: jax.vmap(jax.jacrev(f), (None, 0))(x, jnp.stack([w, 2 * w])),
+    "jacrev of vmap": lambda f, x, w: jax.jacrev(lambda x, w: jax.vmap(f, (0, None))(batched(x), w), (0, 1))(x, w),
+    "jacfwd of vmap": lambda f, x, w: jax.jacfwd(lambda x, w: jax.vmap(f, (0, None))(batched(x), w), (0, 1))(x, w),
+    "gradient summed over slices": lambda f, x, w: jax.grad(
+        lambda w: (jax.vmap(jax.jacrev(f), (0, None))(batched(x), w) ** 2).sum()
+    )(w),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not take leading axes as those of a batch")
+@pytest.mark.parametrize(
+    ("forward", "of_jax", "vmap_method"),
+    [
+        (attention, attention_of_jax, "broadcast_all"),
+        (attention, attention_of_jax, "sequential"),
+        (message, message_of_jax, "broadcast_all"),
+    ],
+)
+def test_modules_that_couple_atoms(forward, of_jax, vmap_method):
+    """Slices of weights and directions are no batch of inputs; nor are those of inputs to a module without a batch."""
+    wrapper = wrap(forward, enable_vjp=True, vmap_method=vmap_method)
+    x, w = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 3)))
+
+    def evaluated(f):
+        return jax.jit(
+            lambda: {name: transform(f, x, w) for name, transform in JACOBIANS.items()}, compiler_options=QUICKLY
+        )()
+
+    of_torch, expected = evaluated(wrapper), evaluated(of_jax)
+    for name in JACOBIANS:
+        assert_same(of_torch[name], expected[name], 1e-11)
+
+
+def test_rows_of_a_jacobian_share_a_call():
+    """One forward pass for all; where one backward pass for all fails, there are several."""
+    calls = []
+
+    class Cube(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x**3
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            calls.append("backward")
+            return torch.from_numpy(gradient.numpy() * 3 * ctx.saved_tensors[0].numpy() ** 2)
+
+    def cubes(x):
+        calls.append("forward")
+        return Cube.apply(x) * x.sum()
+
+    wrapper, x = wrap(cubes, enable_vjp=True), jnp.arange(1.0, 5.0)
+    evaluate = jax.jit(jax.jacrev(wrapper))
+    expected = jax.jacrev(lambda x: x**3 * x.sum())(x)
+    assert_same(evaluate(x), expected)
+    calls.clear()
+    assert_same(evaluate(x), expected)
+    assert calls == ["forward"] + 4 * ["backward"]
+
+
+def test_a_module_that_does_not_batch_says_so_once():
+    wrapper = wrap(lambda x: torch.softmax(x, 0) * x, enable_vjp=True)
+    evaluate = jax.jit(jax.vmap(wrapper))
+    zeros, x = np.zeros((3, 3)), np.arange(9.0).reshape(3, 3) / 9
+    assert not evaluate(zeros).any()  # which tells nothing
+    with pytest.warns(UserWarning, match="`Module` does not take leading axes as those of a batch"):
+        found = jax.block_until_ready(evaluate(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(jax.block_until_ready(evaluate(x)), found)
+    assert_same(found, jax.vmap(lambda x: jax.nn.softmax(x) * x)(x))
 
 
 def test_eager_and_by_name():

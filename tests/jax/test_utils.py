@@ -101,6 +101,23 @@ def test_static_fields_choose_the_program():
     assert tree_structure(Molecule(1.0, name="a")) != tree_structure(Molecule(1.0, name="b"))
 
 
+def test_a_dataclass_is_marked_and_decorated_once():
+    """By an attribute of its own, which its subclasses do not have before they are decorated."""
+
+    class Ion(Molecule):
+        pass
+
+    assert vars(Molecule)["_jax_dataclass"] is True and "_jax_dataclass" not in vars(Ion)
+    assert dataclass(Molecule) is Molecule and dataclass(kw_only=True)(Molecule) is Molecule
+    assert vars(dataclass(Ion))["_jax_dataclass"] is True and len(jax.tree.leaves(Ion(1.0, 2.0))) == 2
+
+    @dataclass(slots=True)
+    class Slotted:
+        x: Any
+
+    assert Slotted._jax_dataclass is True
+
+
 def test_options_are_those_of_the_standard_dataclass():
     @dataclass(order=True, kw_only=True, slots=True, weakref_slot=True, repr=False)
     class Level:

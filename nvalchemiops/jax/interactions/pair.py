@@ -83,7 +83,7 @@ class PairPotential:
             lambda **arguments: checked_shapes(call, self._shapes, arguments),
             name=repr(potential),
             contract=contract,
-            writes=frozenset(),
+            only_reads=True,
         )
 
     def __call__(self, positions: jax.Array, cell: jax.Array | None = None, **arguments: Any) -> Any:

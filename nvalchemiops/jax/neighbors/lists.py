@@ -45,8 +45,10 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
                 )
             continue
         is_array = key in _ARRAYS or key.rstrip("12") in _OUTPUTS
-        is_number = key.startswith("cutoff") and is_traced(value)
-        arguments[key] = as_array(key, value) if is_array or is_number else as_static(f"{name}: `{key}`", value)
+        if key.startswith("cutoff") and is_traced(value):
+            arguments[key] = jax.lax.stop_gradient(value)  # by which lists do not change, but for whole neighbors
+        else:
+            arguments[key] = as_array(key, value) if is_array else as_static(f"{name}: `{key}`", value)
     arguments = _with_widths(arguments)
     if "coo_capacity" in arguments:
         _check_capacity(name, arguments)
@@ -170,7 +172,7 @@ def _checked(**arguments: Any) -> Any:
     return checked_shapes(_search, lambda **_: declared, arguments)
 
 
-_bridge = Bridge(_search, _checked, name="neighbor_list", writes=frozenset(), traits=Traits(fill=_fill))
+_bridge = Bridge(_search, _checked, name="neighbor_list", only_reads=True, traits=Traits(fill=_fill))
 
 
 def neighbor_list(
@@ -206,7 +208,7 @@ def neighbor_list(
     pbc : (3,) or (n_systems, 3) bool array, optional
         True along all axes by default.
     batch_idx : (n_atoms,) int32 array, optional
-        System of each atom, non-decreasing.
+        System of each atom, in any order.
     batch_ptr : (n_systems + 1,) int32 array, optional
     cutoff2, half_fill, fill_value, return_neighbor_list, method
         As in `nvalchemiops.torch.neighbors.neighbor_list`, to which all conventions are common.
@@ -226,8 +228,8 @@ def neighbor_list(
     neighbor_matrix : (n_atoms, width) int32 array
         Padded with ``fill_value``. With ``return_neighbor_list`` instead ``neighbor_list`` (2, n_pairs).
     num_neighbors : (n_atoms,) int32 array
-        All neighbors are counted, also those without room; 2**31 - 1 where the position or cell is unusable. Instead
-        ``neighbor_ptr`` (n_atoms + 1,) with a list of pairs.
+        All neighbors are counted, also those without room; 2**31 - 1 where the position or cell is unusable, or the
+        system does not exist. Instead ``neighbor_ptr`` (n_atoms + 1,) with a list of pairs.
     shifts : (n_atoms, width, 3) or (n_pairs, 3) int32 array
         With a cell only.
     distances, vectors

@@ -238,7 +238,8 @@ def dataclass(cls: type[T] | None = None, /, *, frozen: bool = True, **options: 
     Returns
     -------
     type
-        The class, or a decorator if options are given alone. A subclass is decorated for itself.
+        The class, or a decorator if options are given alone. A subclass is decorated for itself. A class that was
+        decorated before is returned as it is: its own attribute ``_jax_dataclass`` is True.
 
     Raises
     ------
@@ -265,6 +266,10 @@ def dataclass(cls: type[T] | None = None, /, *, frozen: bool = True, **options: 
     """
 
     def decorate(plain: type[T]) -> type[T]:
-        return _register(dataclasses.dataclass(frozen=frozen, **options)(plain))
+        if "_jax_dataclass" in vars(plain):
+            return plain
+        made = _register(dataclasses.dataclass(frozen=frozen, **options)(plain))
+        made._jax_dataclass = True  # type: ignore[attr-defined]  # a mark that other libraries look for
+        return made
 
     return decorate if cls is None else decorate(cls)

@@ -338,7 +338,7 @@ def _search_matrix(
     if not readable:
         # where faults are not read, an atom without a position or a cell has a special count, and its row is empty
         return matrix, count, shifts, True, None
-    ops.raise_faults(fault, search)
+    ops.raise_faults(fault, search, rebuild_flags)
     most = ops.largest_count(count)
     if most > width and rebuild_flags is not None:
         # systems with rows that were cut in an earlier call, and kept since, are searched as well: their counts are old

@@ -68,7 +68,8 @@ def neighbor_list(
         Periodicity along each lattice vector; along a False axis the cell never matters. With a cell the default is
         True along all axes.
     batch_idx : (n_atoms,) int32 tensor, optional
-        System of each atom, non-decreasing. Atoms of different systems are never neighbors.
+        System of each atom, in any order; fastest where the atoms of a system follow each other. Atoms of different
+        systems are never neighbors.
     batch_ptr : (n_systems + 1,) int32 tensor, optional
         First atom of each system, then n_atoms. Either or both of the two may be given.
     cutoff2 : float, length, optional
@@ -131,9 +132,9 @@ def neighbor_list(
     check : bool, optional
         False: with ``max_neighbors`` or given memory, do not read values on the host, without a wait for a
         GPU. Then rows are cut at that width, and ``num_neighbors`` still counts all neighbors of an atom. An atom whose
-        position is not finite, or whose cell is unusable, has a count of 2**31 - 1 and, with a cell, only itself in its
-        row, in image 2**31 - 1 along each axis, for which sums over pairs are NaN; other faulty values go unnoticed.
-        The same holds inside ``torch.compile``.
+        position is not finite, whose cell is unusable, or whose system does not exist, has a count of 2**31 - 1 and,
+        with a cell, only itself in its row, in image 2**31 - 1 along each axis, for which sums over pairs are NaN;
+        other faulty values go unnoticed. The same holds inside ``torch.compile``.
     **without_effect
         Names of `nvalchemiops.compat.ignored_arguments.WITHOUT_EFFECT`: scratch memory and choices of another
         implementation, such as ``strategy`` and ``atom_to_cell_mapping``. They are ignored.
@@ -160,8 +161,8 @@ def neighbor_list(
     ------
     ValueError, TypeError
         A bad argument, named in the message: shapes, dtypes, devices, a negative cutoff, positions that are not
-        finite, a singular cell along a periodic axis, ``pbc`` without a cell, a decreasing ``batch_idx``. An unknown
-        argument.
+        finite, a singular cell along a periodic axis, ``pbc`` without a cell, a ``batch_idx`` that names no
+        system. An unknown argument.
     NeighborOverflowError
         An atom has more neighbors than there is room for, and no memory for a matrix that is wide enough, or more
         entries than int32 can address.

@@ -49,10 +49,7 @@ FAULTS = {
     grid.BAD_TARGET: "`target_indices` has entries that are no atoms",
 }
 
-BAD_NUMBERS = (
-    "`batch_idx` must hold the numbers of systems, from 0 to one less than there are, without decreasing: the atoms of "
-    "a system follow each other"
-)
+BAD_NUMBERS = "`batch_idx` must hold the numbers of systems, from 0 to one less than there are"
 BAD_POINTERS = "`batch_ptr` must rise from 0 to the number of atoms"
 """Faults where one of the two is given."""
 
@@ -138,11 +135,13 @@ class _CellList:
             n_systems = count_systems(batch_idx)
         system = checks.as_int32(batch_idx)
         if n_systems is None:
-            # numbered anew: there are no more systems with atoms than atoms. Negative numbers and steps down stay,
-            # and are found
+            # numbered anew: there are no more systems with atoms than atoms. Negative numbers stay, and are found
             n_systems = max(n_atoms, 1)
-            steps = torch.diff(batch_idx, prepend=batch_idx[:1]).sign()
-            system = torch.where(system < 0, system, steps.cumsum(0, dtype=torch.int32))
+            numbers, order = torch.sort(batch_idx)
+            steps = torch.diff(numbers, prepend=numbers[:1]).sign()
+            system = torch.where(system < 0, system, steps.cumsum(0, dtype=torch.int32)[torch.argsort(order)])
+        # in another order the pointers still rise from 0 to the number of atoms, so that each system has bins of its
+        # own, only not as many as fit its atoms
         return system, row_pointers(system, n_systems)
 
     def _bin(self, system: torch.Tensor | None, first_atom: torch.Tensor) -> list[Any]:
@@ -258,7 +257,7 @@ class _CellList:
             self.run(count, _Destination(index, self._images(shifts), None, begin))
         else:
             self.run(count)
-        raise_faults(self.fault, self.search)
+        raise_faults(self.fault, self.search, self.rebuild_flags)
         return count
 
     def fill(self, count: torch.Tensor, most: int, to: _Destination) -> None:
@@ -303,15 +302,24 @@ def count_systems(batch_idx: torch.Tensor) -> int | None:
     return n_systems if 1 <= n_systems <= 2 * n_atoms + 1000 else None
 
 
-def raise_faults(fault: torch.Tensor, search: Search) -> None:
-    """Raise ValueError for the first fault that kernels noticed, if any. Waits for the device."""
+def raise_faults(fault: torch.Tensor, search: Search, rebuild_flags: torch.Tensor | None = None) -> None:
+    """Raise ValueError for the first fault that kernels noticed, if any. Waits for the device.
+
+    That atoms of a system do not follow each other is none, unless pointers say so.
+    """
     found = all_values_of(fault).reshape(-1, grid.N_FAULTS).any(0).tolist()
     if not any(found):
         return
-    number = next(number for number in FAULTS if found[number])
-    if number == grid.BAD_SYSTEM and (search.batch_ptr is None or search.batch_idx is None):
-        raise ValueError(BAD_NUMBERS if search.batch_ptr is None else BAD_POINTERS)
-    raise ValuesError(FAULTS[number])
+    for number in [number for number in FAULTS if found[number]]:
+        if number != grid.BAD_SYSTEM or (search.batch_ptr is not None and search.batch_idx is not None):
+            raise ValuesError(FAULTS[number])
+        if search.batch_ptr is not None:
+            raise ValueError(BAD_POINTERS)
+        assert search.batch_idx is not None
+        numbers = all_values_of(search.batch_idx)
+        n_systems = checks.systems_in_shapes((search.cell, 3), (search.pbc, 2), (rebuild_flags, 1))
+        if bool((numbers < 0).any()) or (n_systems is not None and bool((numbers >= n_systems).any())):
+            raise ValueError(BAD_NUMBERS)
 
 
 def overflow(count: torch.Tensor, width: int, search: Search) -> NeighborOverflowError:

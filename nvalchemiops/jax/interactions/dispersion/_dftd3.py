@@ -78,18 +78,6 @@ def _keep(key: Hashable, source: Any, make: Callable[[], dispersion.D3Parameters
     return found[1]
 
 
-@jax.custom_jvp
-def _constant(table: jax.Array) -> jax.Array:
-    return table
-
-
-@_constant.defjvp
-def _raise_when_differentiated(primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "dftd3: there are no derivatives by the tables of reference data: apply jax.lax.stop_gradient to them"
-    )
-
-
 def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with tables that are known as static ones."""
     given = arguments.get("d3_params")
@@ -97,18 +85,13 @@ def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:
         given = arguments["d3_params"] = D3Parameters(**given)
     if isinstance(given, D3Parameters):
         leaves = jax.tree.leaves(given)
-        if any(map(is_traced, leaves)):
-            arguments["d3_params"] = jax.tree.map(_constant, given)
-        else:
+        if not any(map(is_traced, leaves)):
             # JAX arrays are immutable, so they are as good a key as their values, as long as they exist
             of_jax = all(isinstance(leaf, jax.Array) for leaf in leaves)
             key = (*map(id, leaves),) if of_jax else _contents(map(np.asarray, leaves))
             arguments["d3_params"] = _keep(
                 (*key, given.interp_mesh), leaves, lambda: _parameters(jax.tree.map(to_torch, given))
             )
-    for name in _PARTS:
-        if is_traced(arguments.get(name)):
-            arguments[name] = _constant(arguments[name])
     return arguments
 
 
@@ -143,4 +126,4 @@ def _shapes(positions: Any, compute_virial: bool = False, **others: Any) -> Any:
     return (*results, *[Shape((n_systems, 3, 3), dtype)] * compute_virial)
 
 
-dftd3: Any = operator(_dftd3, _shapes, prepare=_prepare)
+dftd3: Any = operator(_dftd3, _shapes, prepare=_prepare, constants=("d3_params", *_PARTS))

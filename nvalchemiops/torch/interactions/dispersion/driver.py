@@ -331,14 +331,11 @@ def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smo
 
 def _tables(given: D3Parameters | ReferenceStates, states: ReferenceStates, domain: Domain) -> str:
     """What tables of all ranks must have in common: their values, but no vectors, which differ by rounding."""
-    key = ("d3 tables", states.serial)
-    if key not in domain.kept:
-        tables = [states.radii, states.z, states.coordination, states.pair_radii]
-        if isinstance(given, D3Parameters):
-            there = list(states.elements)
-            tables.append(given.c6ab[there][:, there])
-        domain.kept[key] = described(tables)
-    return domain.kept[key]
+    tables = [states.radii, states.z, states.coordination, states.pair_radii]
+    if isinstance(given, D3Parameters):
+        there = list(states.elements)
+        tables.append(given.c6ab[there][:, there])
+    return described(tables)
 
 
 def _look_up(parameters: Any, numbers: torch.Tensor) -> Atoms:
