@@ -11,7 +11,7 @@ NEWEST := .venv-newest/bin
 # where pip finds torch for a CPU; the one of PyPI may come with several GB of GPU libraries
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # pairs of an interpreter and a release of torch, each in an environment of its own; pip finds torch where it is set up to
-MATRIX ?= python3.11:2.10.0 python3.12:2.11.0 python3.13:2.12.1 python3.12:2.13.0
+MATRIX ?= python3.12:2.11.0 python3.13:2.12.1 python3.12:2.13.0
 # a package to add to all of these, as numpy==1.26.4
 MATRIX_WITH ?=
 # what another torch or Python would break: registration of ops, derivatives, compiled and exported graphs, transforms,

@@ -94,7 +94,7 @@ def assert_same_step(found, expected, tolerance=ROUNDING):
 
 # -- all ways are one -----------------------------------------------------------------------------
 
-NEEDS_LEAVES_INSIDE = pytest.mark.since_torch("2.13", "tensors that require a gradient cannot be made inside a graph")
+NEEDS_LEAVES_INSIDE = pytest.mark.since_torch("2.12", "tensors that require a gradient cannot be made inside a graph")
 WAYS = (
     "explicit forces",
     "torch.func",
