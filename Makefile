@@ -10,10 +10,23 @@ CLIENTS := .venv-clients/bin
 NEWEST := .venv-newest/bin
 # where pip finds torch for a CPU; the one of PyPI may come with several GB of GPU libraries
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# pairs of an interpreter and a release of torch, each in an environment of its own; pip finds torch where it is set up to
+MATRIX ?= python3.12:2.11.0 python3.13:2.12.1 python3.12:2.13.0
+# a package to add to all of these, as numpy==1.26.4
+MATRIX_WITH ?=
+# what another torch or Python would break: registration of ops, derivatives, compiled and exported graphs, transforms,
+# private names of torch, plans, copies, the bridge to JAX, imports and the package
+MATRIX_TESTS := $(addprefix tests/,\
+	autograd contracts/test_compiled.py contracts/test_clients_sums.py contracts/test_import_paths.py \
+	contracts/test_library_ops.py dispersion/test_clients.py electrostatics/test_compile.py \
+	electrostatics/test_repeated.py electrostatics/test_response.py jax/test_bridge.py jax/test_torch_bridge.py \
+	neighbors/test_neighbor_list.py neighbors/test_verlet.py pair/test_gradients.py robustness/test_copies.py \
+	robustness/test_default_device.py robustness/test_optional_imports.py test_cache.py test_launch.py \
+	test_openmp.py test_package.py users/test_training.py)
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-newest lint format docs bench stand-in clients clean
+.PHONY: help demo test test-all test-newest test-matrix lint format docs bench stand-in clients clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## */  \1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-12s%s\n", $$1, $$2 }'
@@ -43,6 +56,21 @@ test-newest:  ## the tests with the newest torch and Warp there are, whatever co
 	@$(NEWEST)/python -m pip install -qq --no-build-isolation -c .venv-newest/constraints.txt -e '.[ase,test]'
 	@$(NEWEST)/python -c 'import torch, warp; print("torch", torch.__version__, "warp", warp.__version__)'
 	$(NEWEST)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-matrix:  ## a part of the tests with other releases of torch and Python, in .venv-matrix-* (MATRIX="python3.12:2.11.0")
+	@for pair in $(MATRIX); do \
+		python=$${pair%%:*} torch=$${pair##*:}; environment=.venv-matrix-$$(basename $$python)-$$torch; \
+		command -v $$python > /dev/null || { echo "$$pair: left out, there is no $$python"; continue; }; \
+		test -x $$environment/bin/python || $$python -m venv $$environment || exit 1; \
+		pip="$$environment/bin/python -m pip --disable-pip-version-check install -qq"; \
+		grep -viE '^(torch|sympy|networkx|setuptools)==$(if $(MATRIX_WITH),|^$(firstword $(subst =, ,$(MATRIX_WITH)))==)' \
+			constraints.txt > $$environment/constraints.txt; \
+		$$pip torch==$$torch "$$(grep '^hatchling==' constraints.txt)" $(MATRIX_WITH) || exit 1; \
+		$$pip --no-build-isolation -c $$environment/constraints.txt -e '.[ase,test]' || exit 1; \
+		$$environment/bin/python -c 'import sys, numpy, torch; \
+			print("Python", sys.version.split()[0], "torch", torch.__version__, "numpy", numpy.__version__)'; \
+		$$environment/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow" $(MATRIX_TESTS) || exit 1; \
+	done
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check

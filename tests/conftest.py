@@ -21,6 +21,7 @@ hypothesis.settings.register_profile("long", deadline=None, max_examples=500, pr
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 NO_GPU = "no GPU: torch.cuda.is_available() is False"
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,6 +34,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpu and not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+    for item in items:
+        for marker in item.iter_markers("since_torch"):
+            needed, reason = marker.args
+            if TORCH < tuple(map(int, needed.split("."))):
+                item.add_marker(pytest.mark.skip(reason=f"torch {needed} is needed: {reason}"))
 
 
 @pytest.fixture(params=["cpu", "lanes", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -21,7 +21,7 @@ from nvalchemiops.torch.autograd.declaration import declare
 from nvalchemiops.torch.autograd.naming import value_identity
 from nvalchemiops.torch.autograd.op import unpack
 from nvalchemiops.torch.launch import launch, launch_adjoint
-from nvalchemiops.torch.runtime._torch_internals import assume_constant
+from nvalchemiops.torch.runtime._torch_internals import CONSTANTS_FROM_OBJECTS, assume_constant
 from nvalchemiops.types import SCALARS, inner_shape, is_warp_dtype, scalar_type
 
 Dim = int | Sequence[int] | Callable[..., Any] | None
@@ -124,8 +124,13 @@ def call_kernel_via_torch_compile(
     """Launch ``kernel`` from inside ``torch.compile(fullgraph=True)``, differentiable by its Warp adjoint.
 
     Arguments as for `call_kernel`; ``outputs`` and a callable ``dim`` must live outside of the compiled function
-    (at module level, say), because the op is looked up while tracing.
+    (at module level, say), because the op is looked up while tracing, which needs torch 2.12 or newer.
     """
+    if torch.compiler.is_compiling() and not CONSTANTS_FROM_OBJECTS:
+        raise RuntimeError(
+            "call_kernel_via_torch_compile needs torch 2.12 or newer inside of torch.compile: call the op that "
+            "get_or_register_torch_op returns outside of it"
+        )
     name, identity = _op_while_tracing(kernel, dim, *outputs).split()
     op = getattr(torch.ops.nvalchemiops_kernels, name).default
     result: torch.Tensor | tuple[torch.Tensor, ...] = op(*inputs, int(identity))

@@ -17,6 +17,7 @@ from nvalchemiops.torch.kernel import (
     get_or_register_torch_op,
     is_torch_tensor,
 )
+from nvalchemiops.torch.runtime._torch_internals import CONSTANTS_FROM_OBJECTS
 
 from .ops import leaf, product_kernel, reals, weighted_square_kernel
 
@@ -247,9 +248,21 @@ def test_the_two_entries_for_eager_and_compiled_code():
 
     expected = torch.autograd.grad((2 * torch.sin(x) ** 2 * w * w).sum(), (x, w))
     torch.testing.assert_close(torch.autograd.grad(loss(call_kernel_via_torch)(x, w), (x, w)), expected)
-    compiled = torch.compile(loss(call_kernel_via_torch_compile), fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(torch.autograd.grad(compiled(x, w), (x, w)), expected)
     torch.testing.assert_close(torch.autograd.grad(loss(call_kernel_via_torch_compile)(x, w), (x, w)), expected)
+    compiled = torch.compile(loss(call_kernel_via_torch_compile), fullgraph=True, backend="aot_eager")
+    if CONSTANTS_FROM_OBJECTS:
+        torch.testing.assert_close(torch.autograd.grad(compiled(x, w), (x, w)), expected)
+
+
+def test_the_entry_for_compiled_code_names_the_torch_that_it_needs(monkeypatch):
+    monkeypatch.setattr("nvalchemiops.torch.kernel.CONSTANTS_FROM_OBJECTS", False)
+
+    def call(x, w):
+        return call_kernel_via_torch_compile(weighted_square_kernel, x, w, 2.0, outputs=SPECS)
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=r"needs torch 2\.12 .* get_or_register_torch_op"):
+        compiled(leaf(5), leaf(5, seed=1))
 
 
 def test_helpers():

@@ -154,6 +154,20 @@ def test_marks_and_modules_of_the_compiler():
     assert internals.compiler_loaded()
 
 
+def test_compiled_code_is_told_from_exported_code():
+    """Inside of compiled code torch 2.11 answers its own question by a constant."""
+
+    class Asking(torch.nn.Module):
+        def forward(self, x):
+            return 2.0 * x if internals.is_exporting() else x
+
+    x = torch.ones(3)
+    assert torch.equal(Asking()(x), x)
+    assert torch.equal(torch.compile(Asking(), backend="eager", fullgraph=True)(x), x)
+    for strict in (False, True):
+        assert torch.equal(torch.export.export(Asking(), (x,), strict=strict).module()(x), 2.0 * x)
+
+
 # -- without each name ----------------------------------------------------------------------------
 
 WITHOUT = """

@@ -59,6 +59,19 @@ def test_forms_of_neighbors(case, form):
 
 
 @EACH_WHOLE
+def test_neighbors_built_behind_a_graph_break(case):
+    """Host code that reads values there is not for a compiler, which looks at each function that Python calls."""
+    near = {name: value for name, value in case.near(ONE).items() if not name.startswith("neighbor")}
+
+    def function(*inputs):
+        torch._dynamo.graph_break()
+        return case.results(*inputs, near)
+
+    inputs = case.inputs(ONE)
+    same_bits(torch.compile(function, backend="aot_eager")(*inputs), function(*inputs))
+
+
+@EACH_WHOLE
 def test_inputs_computed_inside_the_graph(case):
     """Positions, cell and parameters are intermediates of one parameter."""
     inputs, near = case.inputs(ONE), case.near(ONE)

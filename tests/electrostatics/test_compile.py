@@ -64,20 +64,22 @@ def test_options_that_are_absent_or_there(name, options):
     assert_compiled_equals_eager(lambda *i: SUMS[name](*i, **NEAR, **OPTIONS[options]), ONE[:3])
 
 
-def test_graph_breaks_before_anything_was_called_eagerly():
-    """Neighbors are built inside, which breaks the graph: the host code behind the break is not for a compiler."""
-    k_vectors._kept.clear()
-    lattice._check_values.cache_clear()
-    torch.compiler.reset()
+BREAKS: dict[str, Callable] = {
+    "neighbors built inside": functools.partial(ewald, cutoff=CUTOFF),
+    "Ewald, nothing given": ewald_summation,
+    "PME, nothing given": particle_mesh_ewald,
+}
 
-    def function(x, q, cell):
-        return ewald(x, q, cell, cutoff=CUTOFF)
 
-    expected = function(*ONE[:3])
-    k_vectors._kept.clear()
-    lattice._check_values.cache_clear()
-    found = torch.compile(function, backend="aot_eager")(*ONE[:3])
-    close([found], [expected])
+@pytest.mark.parametrize("name", BREAKS)
+def test_graph_breaks_before_anything_was_called_eagerly(name):
+    """Values are read inside, which breaks the graph: the host code behind the break is not for a compiler."""
+    function, found = BREAKS[name], []
+    for call in (function, torch.compile(function, backend="aot_eager")):
+        k_vectors._kept.clear()
+        lattice._check_values.cache_clear()
+        found.append(call(*ONE[:3]))
+    close([found[1]], [found[0]])
 
 
 @EACH_SUM

@@ -27,6 +27,8 @@ EDGE = 1e-5
 class GivenNeighbors(NamedTuple):
     """Neighbors as arguments of a public function: a list of pairs, a matrix, or neither.
 
+    Public functions make it by its name, not by ``_replace``: torch 2.11 loses what that returns at graph breaks.
+
     Attributes
     ----------
     half_list : bool

@@ -462,6 +462,27 @@ def after_backward_pass(function: Callable[[], None]) -> None:
         _passes[1](function)
 
 
+_exporting = _find(
+    "telling compiled from exported graphs",
+    "compiler._is_exporting_flag",
+    works=lambda flag: isinstance(flag, bool),
+)
+
+
+def is_exporting() -> bool:
+    """Whether a graph is exported; inside of compiled code torch 2.11 and older answer True where it is not."""
+    return torch.compiler.is_exporting() if _exporting is None else torch.compiler._is_exporting_flag
+
+
+def _release() -> tuple[int, ...]:
+    """Major and minor number of torch's release."""
+    return tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
+CONSTANTS_FROM_OBJECTS = _release() >= (2, 12)
+"""Whether functions that `assume_constant` marks can be called with objects inside of compiled code."""
+
+
 def compiler_loaded() -> bool:
     """Whether torch's compiler has been imported, which takes a second."""
     return "torch._dynamo" in sys.modules
@@ -488,13 +509,14 @@ _frames = _find(
 )
 
 
-def only_inlined(function: Function) -> Function:
+def only_inlined(function: Function, *, with_calls: bool = False) -> Function:
     """The same function, which ``torch.compile`` follows inside of what it compiles, but never compiles by itself.
 
     Behind a graph break, Python calls functions one by one, and the compiler looks at each. One that asks whether it is
-    being compiled would become the constant True there, for a caller that is not compiled.
+    being compiled would become the constant True there, for a caller that is not compiled. With ``with_calls`` what the
+    function calls is not compiled either: host code that reads values, which a compiler knows in part.
     """
     if _frames is not None:
         set_strategy, strategy, skip, default = _frames
-        set_strategy(function.__code__, strategy(skip, default))
+        set_strategy(function.__code__, strategy(skip, skip if with_calls else default))
     return function

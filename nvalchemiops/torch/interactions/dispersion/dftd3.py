@@ -6,7 +6,15 @@ import torch
 
 from nvalchemiops.interactions.dispersion.damping import RationalDamping
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.dispersion.driver import K1, K3, Range, Settings, dispersion_sum, ranges_of
+from nvalchemiops.torch.interactions.dispersion.driver import (
+    K1,
+    K3,
+    Range,
+    Ranges,
+    Settings,
+    dispersion_sum,
+    ranges_of,
+)
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates, tables_of
 from nvalchemiops.torch.interactions.pair.driver import check_pair_request
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
@@ -133,10 +141,9 @@ def dftd3(
     if off < NO_SMOOTHING:
         if cutoff is not None and cutoff < off:
             raise ValueError(f"`cutoff` = {cutoff} must not be smaller than `s5_smoothing_off` = {off}")
-        ranges = ranges._replace(pairs=Range(off, on if on < off else None))
-    given = GivenNeighbors(
-        neighbor_list, neighbor_ptr, unit_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
-    )._replace(shifts_name="unit_shifts")
+        ranges = Ranges(Range(off, on if on < off else None), *ranges[1:])
+    of_list, of_matrix = (neighbor_list, neighbor_ptr, unit_shifts), (neighbor_matrix, neighbor_matrix_shifts)
+    given = GivenNeighbors(*of_list, *of_matrix, fill_value, half_list, shifts_name="unit_shifts")
     settings = Settings(RationalDamping(a1, a2, s8, s6), ranges, k1, k3, s9)
     request = check_pair_request(True, compute_virial, "system")
     atoms = System(positions, None, cell, batch_idx, None, numbers)

@@ -3,6 +3,7 @@
 Formulas and sources: `nvalchemiops.interactions.dispersion.formulas`. Everything is in atomic units.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, values_of
 from nvalchemiops.torch.systems import System
@@ -83,6 +85,7 @@ class Settings(NamedTuple):
         return isinstance(self.s9, torch.Tensor) or self.s9 != 0.0
 
 
+@functools.partial(only_inlined, with_calls=True)
 def dispersion_sum(
     structure: System,
     parameters: D3Parameters | ReferenceStates,
@@ -154,10 +157,10 @@ def dispersion_sum(
     _, *more = sum_pairs(counting, pairs, radii, through, **ranges.counted._asdict(), weights=weights)
     results = [energies]
     if found.forces is not None:
-        results.append(found.forces + more.pop(0))
+        results.append(found.forces + more[0])
     results.append(coordination)
     if found.virial is not None:
-        virial = found.virial + more.pop()
+        virial = found.virial + more[-1]
         results.append(virial if domain is None else domain._sum(virial))
     return tuple(results)
 
@@ -207,9 +210,9 @@ def _factorised(
     names = formula.per_atom[:n_coefficients]
     first = request._replace(gradients=(names,) if derivatives else (), energy_reduction="atom")
     energies, *found = sum_pairs(formula, pairs, of_pair, first, **settings.ranges.pairs._asdict(), species=species)
-    forces = found.pop(0) if request.forces else None
-    virial = found.pop() if request.virial else None
-    by_coefficient = found[0] if derivatives else None
+    forces = found[0] if request.forces else None
+    virial = found[-1] if request.virial else None
+    by_coefficient = found[int(request.forces)] if derivatives else None
 
     if settings.has_triples:
         s9 = settings.s9

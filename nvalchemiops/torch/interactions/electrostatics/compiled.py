@@ -32,7 +32,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.mesh import Influence,
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
-from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, autograd_inside
+from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, autograd_inside, is_exporting, only_inlined
 from nvalchemiops.torch.systems import System
 
 Optional = torch.Tensor | None
@@ -41,6 +41,7 @@ ACCURACY = 1e-6
 """Of sums whose parameters are all given: it does not matter."""
 
 
+@functools.partial(only_inlined, with_calls=True)
 def ewald_sum(
     method: type[KVectorSum] | type[MeshSum],
     given: tuple[Any, ...],
@@ -50,7 +51,7 @@ def ewald_sum(
     options: driver.SumOptions,
 ) -> Tensors:
     """`driver.ewald_sum` with ``method.given(*given, system)``, in compiled graphs by one op where that is possible."""
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    if torch.compiler.is_compiling() and not is_exporting():
         arguments = _arguments(method, given, atoms, neighbors, request, options)
         if arguments is not None:
             energies, *others = whole_sum(*arguments)

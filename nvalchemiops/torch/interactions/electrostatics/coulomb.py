@@ -1,5 +1,6 @@
 """Coulomb energies within a cutoff: bare or damped, damped shifted forces, and the short-range part of Ewald's sum."""
 
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from nvalchemiops.torch.interactions.pair.shares import (
 )
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import may_read, on_host
 from nvalchemiops.torch.systems import System
 
@@ -150,6 +152,7 @@ def coulomb_energy_forces(
     return energies, forces
 
 
+@functools.partial(only_inlined, with_calls=True)
 def _coulomb(
     atoms: System, cutoff: float, alpha: float | torch.Tensor, given: GivenNeighbors, request: PairRequest
 ) -> tuple[torch.Tensor, ...]:
@@ -162,6 +165,7 @@ def _coulomb(
     return _sum(potentials.COULOMB if bare else potentials.EWALD_REAL_SPACE, atoms, cutoff, alpha, given, request)
 
 
+@functools.partial(only_inlined, with_calls=True)
 def _sum(
     formula: Formula,
     atoms: System,
@@ -323,9 +327,8 @@ def dsf_coulomb(
     """
     checks.check_positions(positions, finite=False)
     checks.check_same_device(device, positions)
-    given = GivenNeighbors(
-        neighbor_list, neighbor_ptr, unit_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
-    )._replace(shifts_name="unit_shifts")
+    of_list, of_matrix = (neighbor_list, neighbor_ptr, unit_shifts), (neighbor_matrix, neighbor_matrix_shifts)
+    given = GivenNeighbors(*of_list, *of_matrix, fill_value, half_list, shifts_name="unit_shifts")
     request = check_pair_request(compute_forces, compute_virial, "system")
     atoms = System(positions, charges, cell, batch_idx, domain=domain)
     return _sum(potentials.DSF, atoms, cutoff, alpha, given, request, num_systems)

@@ -49,7 +49,8 @@ class SumRequest(NamedTuple):
         if not (by_dipoles or by_quadrupoles):
             return self
         of_sources = (self.of_sources[0], by_dipoles, by_quadrupoles)
-        return self._replace(derivatives=self.derivatives._replace(charge_gradients=True), of_sources=of_sources)
+        derivatives = Derivatives(self.derivatives.forces, True, self.derivatives.virial)
+        return SumRequest(derivatives, self.energy_reduction, self.hybrid, of_sources)
 
 
 def check_request(

@@ -124,7 +124,9 @@ class Precomputed(NamedTuple):
         """Raise unless the shapes fit."""
         half = (mesh[0], mesh[1], mesh[2] // 2 + 1)
         of_systems = {"k_vectors": (*half, 3), "k_squared": half, "cell_inv_t": (3, 3), "volume": ()}
-        allowed = {name: [(n_systems, *shape)] + [shape] * (n_systems == 1) for name, shape in of_systems.items()}
+        allowed: dict[str, list[tuple[Any, ...]]] = {name: [(n_systems, *shape)] for name, shape in of_systems.items()}
+        if n_systems == 1:
+            allowed = {name: [*shapes, of_systems[name]] for name, shapes in allowed.items()}
         allowed |= {"moduli_x": [(mesh[0],)], "moduli_y": [(mesh[1],)], "moduli_z": [(half[2],), (mesh[2],)]}
         for name, value in zip(self._fields, self):
             if value is None:
