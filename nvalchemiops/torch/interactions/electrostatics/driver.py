@@ -486,4 +486,5 @@ def _pairs_alone(n_charges: int) -> Formula:
 
 def given_neighbors(*values: Any) -> GivenNeighbors:
     """List or matrix as the public sums take them: the fields up to ``half_list``, in their order."""
-    return GivenNeighbors(*values, fill_name="mask_value")
+    fields: Any = (*values, "neighbor_shifts", "mask_value")
+    return GivenNeighbors(*fields)
