@@ -486,4 +486,4 @@ def _pairs_alone(n_charges: int) -> Formula:
 
 def given_neighbors(*values: Any) -> GivenNeighbors:
     """List or matrix as the public sums take them: the fields up to ``half_list``, in their order."""
-    return GivenNeighbors(*values, "neighbor_shifts", "mask_value")
+    return GivenNeighbors(*values, fill_name="mask_value")  # type: ignore[misc]  # the values end before it
