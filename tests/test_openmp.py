@@ -96,6 +96,7 @@ def test_only_the_main_thread_takes_openmp(monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")  # Python 3.12 warns of what is tested
 def test_a_forked_child_has_no_openmp():
     """Its threads of OpenMP did not come along."""
     child = os.fork()

@@ -24,6 +24,7 @@ def example(name: str) -> ModuleType:
 
 def said_by(name: str, *options: str) -> str:
     """What the example prints when it runs as users run it; it must end well and say nothing else."""
-    run = run_interpreter(EXAMPLES / f"{name}.py", *options)
+    # torch's warning of Python 3.13.0
+    run = run_interpreter(EXAMPLES / f"{name}.py", *options, PYTHONWARNINGS="ignore:Guards may run slower")
     assert run.returncode == 0 and not run.stderr.strip(), run.stdout + run.stderr
     return run.stdout
