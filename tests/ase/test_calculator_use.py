@@ -278,9 +278,9 @@ def test_a_slab_and_a_pair_potential_see_different_images():
     assert atoms.get_potential_energy() == pytest.approx(energies[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("method", ["ewald", "pme"])
-def test_energies_are_smooth_in_the_size_of_the_cell(method):
-    """Far below the accuracy that is asked for: all parameters scale with the cell."""
+@pytest.mark.parametrize(("method", "error"), [("ewald", 2e-6), ("pme", 1e-4)])
+def test_energies_are_smooth_in_the_size_of_the_cell(method, error):
+    """Far below the accuracy asked for: parameters follow the cell in steps, which change a sum by its error."""
     atoms = salt()
     cell = atoms.cell.array.copy()
     atoms.calc = Calculator(Electrostatics(method, NACL, accuracy=1e-3))
@@ -288,7 +288,7 @@ def test_energies_are_smooth_in_the_size_of_the_cell(method):
     for scale in np.linspace(0.9, 1.1, 21):
         atoms.set_cell(cell * scale, scale_atoms=True)
         energies.append(scale * atoms.get_potential_energy())
-    np.testing.assert_allclose(energies, energies[0], rtol=1e-12)
+    np.testing.assert_allclose(energies, energies[0], rtol=error)
 
 
 @pytest.mark.parametrize("with_stress", [False, True])

@@ -7,7 +7,6 @@ import importlib
 import inspect
 import pickle
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -21,6 +20,7 @@ import torch
 from nvalchemiops.jax import callback, neighbors, spline
 from nvalchemiops.jax.interactions import dispersion, electrostatics, pair
 from nvalchemiops.jax.interactions.electrostatics._shapes import sum_operator
+from nvalchemiops.locks import Kept
 from nvalchemiops.torch import neighbors as torch_neighbors
 from nvalchemiops.torch import spline as torch_spline
 from nvalchemiops.torch.interactions import dispersion as torch_dispersion
@@ -639,7 +639,7 @@ def test_numbers_of_torch_have_no_derivative(name):
 
 def test_tables_of_d3_are_prepared_for_all_threads_alike(monkeypatch):
     module = importlib.import_module("nvalchemiops.jax.interactions.dispersion._dftd3")
-    monkeypatch.setattr(module, "_kept", OrderedDict())
+    monkeypatch.setattr(module, "_kept", Kept(2))
     monkeypatch.setattr(module, "KEPT_TABLES", 2)
     barrier = threading.Barrier(4)
 

@@ -314,12 +314,14 @@ def test_a_wild_system_number_costs_no_memory():
 
 
 def test_an_atom_of_no_system_is_lost_where_nobody_looks():
-    """It is in no list, and its count says so; unread, in a system of the last cell it would have neighbors."""
+    """It is in no list but its own, where sums make NaN of it, and its count says so."""
     unread = {"max_neighbors": 4, "check": False}
     for idx in ([0, 0, 2, 2], [0, 0, -1, -1]):
-        matrix, count, _ = neighbors.neighbor_list(X, 1.0, CELL.expand(2, 3, 3), batch_idx=torch.tensor(idx), **unread)
-        assert count.tolist() == [1, 1, 2**31 - 1, 2**31 - 1] and (matrix[2:] == 4).all()
-        assert matrix[:2].tolist() == [[1, 4, 4, 4], [0, 4, 4, 4]]
+        found = neighbors.neighbor_list(X, 1.0, CELL.expand(2, 3, 3), batch_idx=torch.tensor(idx), **unread)
+        matrix, count, shifts = found
+        assert count.tolist() == [1, 1, 2**31 - 1, 2**31 - 1]
+        assert matrix.tolist() == [[1, 4, 4, 4], [0, 4, 4, 4], [2, 4, 4, 4], [3, 4, 4, 4]]
+        assert (shifts[2:, 0] == 2**31 - 1).all()
 
 
 @pytest.mark.parametrize("cell", [None, CELL.expand(3, 3, 3)])
