@@ -13,6 +13,12 @@ CASES: dict[str, tuple[Callable[..., None], tuple[int, ...]]] = {}
 """Cases by name, with the sizes of groups on which they run; the files of topics fill it."""
 
 chosen = {"which": "some"}
+
+SPARE = 7
+"""Groups of each size beside the one that all cases share."""
+
+spare: dict[int, list[Any]] = {}
+"""Made by all ranks at the start: some of them alone do not give a group the same name."""
 """Set by `ranks`: whether there is time for all."""
 
 CUTOFF = 4.5

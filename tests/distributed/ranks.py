@@ -63,7 +63,7 @@ if __name__ == "__main__":
     import torch
     import torch.distributed as dist
 
-    from tests.distributed.common import chosen
+    from tests.distributed.common import SPARE, chosen, spare
 
     rank, count, folder, which = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     chosen["which"] = which
@@ -71,6 +71,8 @@ if __name__ == "__main__":
     start(rank, count, folder)
     timeout = datetime.timedelta(seconds=TIMEOUT)
     groups = {size: dist.new_group(range(size), timeout=timeout) for size in SIZES if size <= count}
+    for size in groups:
+        spare[size] = [dist.new_group(range(size), timeout=timeout) for _ in range(SPARE)]
     for name, (case, sizes) in all_cases().items():
         for size in sizes if which == "some" else SIZES[min(sizes) > 1 :]:
             if rank < size:

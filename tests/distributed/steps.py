@@ -20,7 +20,7 @@ from nvalchemiops.torch.distributed.agreement import Agreement
 from nvalchemiops.torch.distributed.communication import messages_of
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
 from nvalchemiops.torch.interactions.pair import op_on_ranks
-from tests.distributed.common import F64, Atoms, assert_equal, case
+from tests.distributed.common import F64, Atoms, assert_equal, case, spare
 
 SOON = 60.0
 """Seconds in which ranks learn that they are out of step: some, and more where many processes share a core."""
@@ -28,7 +28,7 @@ SOON = 60.0
 
 def group_like(group: Any) -> Any:
     """Another group of the same ranks, which may be left without order."""
-    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+    return spare[dist.get_world_size(group)].pop()
 
 
 class Steps:
