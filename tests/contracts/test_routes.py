@@ -12,7 +12,7 @@ import torch
 from nvalchemiops.torch import record
 from nvalchemiops.torch.interactions.electrostatics import first_derivatives, repeated
 from nvalchemiops.torch.runtime import plans
-from tests.cases import D3, EACH, MIXED, ONE, PARTS, SUMS
+from tests.cases import EACH, MIXED, ONE, PARTS, SUMS
 from tests.comparing import close, compiled, random_like
 from tests.systems import in_form
 
@@ -149,11 +149,9 @@ def test_as_a_graph(case, system, ways, ordinary):
 
 @EACH
 @SYSTEMS
-@pytest.mark.parametrize("of", [results_of, gradients_of], ids=["results", "gradients"])
+@pytest.mark.parametrize("of", [results_of, first_of], ids=["results", "first"])
 def test_compiled(case, system, of, ways, ordinary):
     """The second call runs a graph that the first one made."""
-    if of is gradients_of and case is D3:
-        pytest.skip("kernels of third derivatives of D3 take minutes to compile")
     inputs, near = case.inputs(system), case.near(system)
     if of is results_of:
         function = call = results_of(case, inputs, near)
