@@ -12,7 +12,7 @@ NEWEST := .venv-newest/bin
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # pairs of an interpreter and a release of torch, each in an environment of its own; pip finds torch where it is set up to
 MATRIX ?= python3.12:2.11.0 python3.13:2.12.1 python3.12:2.13.0
-# a package to add to all of these, as numpy==1.26.4
+# another release of a package for all of these, as numpy==1.26.4; then without JAX, which needs NumPy 2
 MATRIX_WITH ?=
 # what another torch or Python would break: registration of ops, derivatives, compiled and exported graphs, transforms,
 # private names of torch, plans, copies, the bridge to JAX, imports and the package
@@ -63,10 +63,11 @@ test-matrix:  ## a part of the tests with other releases of torch and Python, in
 		command -v $$python > /dev/null || { echo "$$pair: left out, there is no $$python"; continue; }; \
 		test -x $$environment/bin/python || $$python -m venv $$environment || exit 1; \
 		pip="$$environment/bin/python -m pip --disable-pip-version-check install -qq"; \
-		grep -viE '^(torch|sympy|networkx|setuptools)==$(if $(MATRIX_WITH),|^$(firstword $(subst =, ,$(MATRIX_WITH)))==)' \
-			constraints.txt > $$environment/constraints.txt; \
-		$$pip torch==$$torch "$$(grep '^hatchling==' constraints.txt)" $(MATRIX_WITH) || exit 1; \
+		grep -viE '^(torch|sympy|networkx|setuptools)==' constraints.txt > $$environment/constraints.txt; \
+		$$pip torch==$$torch "$$(grep '^hatchling==' constraints.txt)" || exit 1; \
 		$$pip --no-build-isolation -c $$environment/constraints.txt -e '.[ase,test]' || exit 1; \
+		$(if $(MATRIX_WITH),$$pip --no-deps $(MATRIX_WITH) || exit 1; \
+		$$environment/bin/python -m pip uninstall -qqy jax jaxlib;) \
 		$$environment/bin/python -c 'import sys, numpy, torch; \
 			print("Python", sys.version.split()[0], "torch", torch.__version__, "numpy", numpy.__version__)'; \
 		$$environment/bin/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow" $(MATRIX_TESTS) || exit 1; \

@@ -17,10 +17,9 @@ machine changes least.
 Run: ``python benchmarks/small.py [--quick] [--only SECTION ...] [--threads N] [--csv FILE]``.
 """
 
-import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -31,8 +30,8 @@ from charges import SPACING, rock_salt, tensors
 from nvalchemiops import launch
 from nvalchemiops.constants import BOHR_IN_ANGSTROM
 from nvalchemiops.torch.interactions import dispersion, electrostatics, pair
-from nvalchemiops.torch.interactions.electrostatics import repeated
 from nvalchemiops.torch.neighbors import VerletList, neighbor_list
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
 
 ACCURACY = 1e-5
@@ -49,20 +48,11 @@ Call = Callable[[int], Any]
 Row = dict[str, Any]
 
 
-@contextlib.contextmanager
-def without_plans() -> Iterator[None]:
-    repeated.enabled = False
-    try:
-        yield
-    finally:
-        repeated.enabled = True
-
-
 def ordinary(call: Call) -> Call:
     """The same without plans."""
 
     def other(n: int) -> Any:
-        with without_plans():
+        with engine.off():
             return call(n)
 
     return other
@@ -130,10 +120,10 @@ def sums(system: str) -> dict[str, Call]:
 
 def floor_of(call: Call) -> Call:
     """The launches and operations of the plan of this call."""
-    repeated._calls.clear()
+    engine.everywhere.clear()
     for n in range(4):
         call(n)
-    (plan,) = [found.plan for found in repeated._calls.values() if found.plan is not None]
+    (plan,) = [entry.plan for entry in engine.everywhere.entries.values() if entry.plan is not None]
 
     def steps(_: int) -> None:
         # the lists of the last call are still where they were
@@ -146,7 +136,6 @@ def floor_of(call: Call) -> Call:
 
 def given(size: str, rounds: int) -> list[Row]:
     rows = []
-    repeated._patience = repeated.RECORDED
     for name, call in sums(size).items():
         contenders = {"ordinary": ordinary(call), "plan": call, "floor": floor_of(call)}
         note = f"asked: {ASKED[name]:.2f}" if name in ASKED and size == "64" else ""

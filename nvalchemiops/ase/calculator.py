@@ -12,6 +12,7 @@ from ase.stress import full_3x3_to_voigt_6_stress
 
 from nvalchemiops.ase.elements import number
 from nvalchemiops.ase.system import Contribution, SharedLists, System, Term
+from nvalchemiops.torch.runtime import engine
 
 
 class Calculator(base.Calculator):
@@ -92,6 +93,7 @@ class Calculator(base.Calculator):
             raise base.PropertyNotImplementedError("no term has dipoles or quadrupoles, on which torques act")
         return self._torques.copy()
 
+    @engine.with_own_plans
     def _evaluate(self, atoms: ase.Atoms, wants_virial: bool) -> list[Contribution]:
         """The contributions of all terms."""
         system = System.of(atoms, wants_virial, self._lists, self.device)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nvalchemiops.torch.systems import System as System
 
 _SUBMODULES = frozenset(
-    {"autograd", "interactions", "kernel", "neighbors", "ops", "segment_ops", "spline", "systems", "types"}
+    {"autograd", "interactions", "kernel", "neighbors", "ops", "plans", "segment_ops", "spline", "systems", "types"}
 )
 _NAMES = {
     "Neighbors": "systems",

@@ -21,6 +21,7 @@ import torch
 from nvalchemiops.arguments import check_positive
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.operators.lattice import volumes_of
 from nvalchemiops.torch.runtime.context import may_read
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class System(NamedTuple):
         """Volume of the cell, or (n_systems,) of the cells: the stress is ``-virial / volume``."""
         if self.cell is None:
             raise ValueError("a system without `cell` has no volume")
-        return torch.linalg.det(self.cell).abs()
+        return volumes_of(self.cell)
 
     def neighbors(self, cutoff: float, *, as_matrix: bool = False, half: bool = False) -> "Neighbors":
         """All pairs of atoms closer than ``cutoff``, see `nvalchemiops.torch.neighbors.neighbor_list`.

@@ -14,8 +14,8 @@ from ase.constraints import FixAtoms
 
 from nvalchemiops.ase import Calculator, Electrostatics, Pair
 from nvalchemiops.constants import COULOMB_EV_ANGSTROM
-from nvalchemiops.torch.interactions.electrostatics import driver, repeated
 from tests.ase.cases import NACL, PROPERTIES, REPULSION, argon, assert_same, rigid_ions, salt
+from tests.plans import forget, ordinary, plans_of_calls
 
 # -- one calculator under everything that ASE does ------------------------------------------------
 
@@ -293,10 +293,9 @@ def test_energies_are_smooth_in_the_size_of_the_cell(method, error):
 
 @pytest.mark.parametrize("with_stress", [False, True])
 @pytest.mark.parametrize("method", ["ewald", "pme"])
-def test_steps_by_a_plan_have_the_same_bits(method, with_stress, monkeypatch):
+def test_steps_by_a_plan_have_the_same_bits(method, with_stress):
     """Also after a search, with other charges and in another cell."""
-    repeated._calls.clear()
-    monkeypatch.setattr(repeated, "_patience", repeated.RECORDED)
+    forget()
     quick, slow = salt(), salt()
     for atoms in (quick, slow):
         atoms.calc = Calculator(Electrostatics(method, accuracy=1e-5), skin=0.3)
@@ -312,9 +311,7 @@ def test_steps_by_a_plan_have_the_same_bits(method, with_stress, monkeypatch):
                 atoms.set_cell(1.01 * atoms.cell.array)
         asked = ("forces", "energies", *(["stress"] if with_stress else []))
         found = [quick.calc.get_property(name, quick) for name in asked]
-        plans = max(plans, sum(call.plan is not None for call in repeated._calls.values()))
-        with monkeypatch.context() as patch:
-            patch.setattr(driver, "repeated_sum", lambda *_, **__: None)
-            expected = [slow.calc.get_property(name, slow) for name in asked]
+        plans = max(plans, len(plans_of_calls(quick.calc)))
+        expected = ordinary(lambda asked=asked: [slow.calc.get_property(name, slow) for name in asked])
         assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
     assert plans and quick.calc.searches == slow.calc.searches > 1

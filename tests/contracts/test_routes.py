@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from nvalchemiops.torch import record
-from nvalchemiops.torch.interactions.electrostatics import first_derivatives, repeated
-from nvalchemiops.torch.runtime import plans
-from tests.cases import EACH, MIXED, ONE, PARTS, SUMS
+from nvalchemiops.torch.runtime import engine, plans
+from tests.cases import D3, EACH, MIXED, ONE, PAIRS, PARTS, SUMS
 from tests.comparing import close, compiled, random_like
+from tests.plans import forget
 from tests.systems import in_form
 
 SYSTEMS = pytest.mark.parametrize("system", [ONE, MIXED], ids=["one", "batch"])
-HAS_PLAN = {case.name for case in (*SUMS, *PARTS) if case.name != "slab"}
+HAS_PLAN = {case.name for case in (*SUMS, *PARTS, *PAIRS, D3) if case.name != "slab"}
 
 
 class Ways(NamedTuple):
@@ -30,11 +30,9 @@ class Ways(NamedTuple):
 @pytest.fixture
 def ways(monkeypatch):
     """Counts which ways are taken; nothing is kept from other tests."""
-    repeated._calls.clear()
-    repeated._recent.clear()
-    repeated._patience = repeated.RECORDED
+    forget()
     found = Ways([], [])
-    run, along = plans.Plan.__call__, first_derivatives.differentiable
+    run, along = plans.Plan.__call__, engine._Differentiable.apply
 
     def counted(plan, *arguments):
         results = run(plan, *arguments)
@@ -43,21 +41,20 @@ def ways(monkeypatch):
         return results
 
     def counted_along(*arguments):
-        found.along.append(arguments[0])
+        found.along.append(arguments[1])
         return along(*arguments)
 
     monkeypatch.setattr(plans.Plan, "__call__", counted)
-    monkeypatch.setattr(first_derivatives, "differentiable", counted_along)
+    monkeypatch.setattr(engine._Differentiable, "apply", counted_along)
     return found
 
 
 @pytest.fixture
-def ordinary(monkeypatch):
+def ordinary():
     """A function that takes the ordinary way."""
 
     def call(function, *arguments):
-        with monkeypatch.context() as patch:
-            patch.setattr(repeated, "enabled", False)
+        with engine.off():
             return function(*arguments)
 
     return call
@@ -114,8 +111,7 @@ def test_by_a_plan(case, system, of, ways, ordinary):
         found, expected = function(*given), ordinary(function, *given)
         # derivatives that are taken along round in another order than those of a graph
         close(found, expected, 0.0 if of is results_of else 1e-11)
-    has_plan = case.name in HAS_PLAN and (of is results_of or case.name != "real space")
-    assert (len(ways.plans) > before) == has_plan
+    assert (len(ways.plans) > before) == (case.name in HAS_PLAN), engine.explain()
 
 
 @EACH
@@ -135,16 +131,21 @@ def test_recorded(case, system, of, ways, ordinary):
 
 @EACH
 @SYSTEMS
-def test_as_a_graph(case, system, ways, ordinary):
-    """Energies beside derivatives that are requested are a graph of operators, which is differentiated."""
+def test_derivatives_of_requested_derivatives(case, system, ways, ordinary):
+    """By a graph of operators, and by plans of functions of a backward pass."""
     inputs, near = case.inputs(system), case.near(system)
-    for seed in range(3):
-        given = others(inputs, seed)
-        x, a = (t.clone().requires_grad_() for t in given)
-        energies = case.results(x, a, *inputs[2:], near)[0]
-        assert not ways.along and not ways.plans
-        close(torch.autograd.grad(energies.sum(), (x, a)), ordinary(first_of(case, inputs, near), *given), 1e-11)
-        ways.along.clear()
+
+    def gradients(x, a):
+        x, a = (t.detach().requires_grad_() for t in (x, a))
+        results = case.results(x, a, *inputs[2:], near)
+        loss = sum((t * w).sum() for t, w in zip(results, random_like(results)))
+        return torch.autograd.grad(loss, (x, a), allow_unused=True, materialize_grads=True)
+
+    for seed in range(4):
+        before, given = len(ways.plans), others(inputs, seed)
+        close(gradients(*given), ordinary(gradients, *given), 1e-11)
+        assert not any(ways.along), "first derivatives along with derivatives"
+    assert (len(ways.plans) > before) == (case.name in HAS_PLAN), engine.explain()
 
 
 @EACH

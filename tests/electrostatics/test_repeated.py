@@ -9,20 +9,19 @@ from torch.utils.checkpoint import checkpoint
 from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions.electrostatics import (
     choice,
-    driver,
     ewald_real_space,
     ewald_reciprocal_space,
     ewald_summation,
     generate_k_vectors_ewald_summation,
-    nearby_forces,
     particle_mesh_ewald,
     pme_reciprocal_space,
     prepare_wave_vectors,
-    repeated,
 )
 from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.recorder import current_recorder
+from tests.plans import forget, ordinary, plan_of, plans_of_calls
 from tests.systems import triclinic
 
 F64 = torch.float64
@@ -41,9 +40,7 @@ REQUESTS = {
 
 @pytest.fixture(autouse=True)
 def _forget():
-    repeated._calls.clear()
-    repeated._recent.clear()
-    repeated._patience = repeated.RECORDED
+    forget()
 
 
 def arguments(dtype=F64, as_matrix=False, n_atoms=20):
@@ -62,20 +59,6 @@ def moved(x, q, near, step):
 
 def results(found):
     return found if isinstance(found, tuple) else (found,)
-
-
-def ordinary(call):
-    """The results of ``call()`` without a plan."""
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (driver, nearby_forces):
-            patch.setattr(module, "repeated_sum", lambda *_, **__: None)
-        return call()
-
-
-def plan_of(*, count=1):
-    found = [call.plan for call in repeated._calls.values() if call.plan is not None]
-    assert len(found) == count
-    return found[-1] if found else None
 
 
 def same_bits(found, expected):
@@ -155,18 +138,26 @@ def test_one_plan_for_lists_of_any_length(name):
     plan_of()
 
 
-def test_no_plan_that_depends_on_the_length_of_a_list():
-    """Pointers that are left out follow from all pairs."""
+@pytest.mark.parametrize("half_list", [False, True])
+def test_lists_without_pointers(half_list):
+    """These follow from all pairs: a plan is for one length."""
     x, q, cell, _ = arguments()
     for step in range(6):
-        pairs, _, shifts = neighbor_list(x, 2.7 + 0.1 * step, cell, return_neighbor_list=True)
+        pairs, _, shifts = neighbor_list(
+            x, 2.7 + 0.2 * (step % 2), cell, return_neighbor_list=True, half_fill=half_list
+        )
+        y, p, _ = moved(x, q, {}, step)
 
-        def call(pairs=pairs, shifts=shifts):
-            listed = {"neighbor_list": pairs, "neighbor_shifts": shifts}
-            return ewald_summation(x, q, cell, 0.9, **listed, k_cutoff=6.0, compute_forces=True)
+        def call(y=y, p=p, pairs=pairs, shifts=shifts):
+            listed = {"neighbor_list": pairs, "neighbor_shifts": shifts, "half_list": half_list}
+            return ewald_summation(y, p, cell, 0.9, **listed, k_cutoff=6.0, compute_forces=True)
 
         same_bits(call(), ordinary(call))
-    plan_of(count=0)
+        pairs.zero_(), shifts.zero_()
+    plan_of(count=0 if half_list else 2)  # how many pairs are expanded is read
+    pairs[1, 0] = 100
+    with pytest.raises(ValueError, match="neighbor"):
+        call()
 
 
 def real_space(x, q, cell, near, **asked):
@@ -618,23 +609,40 @@ def test_threads_share_a_plan():
     plan_of()
 
 
-def test_few_plans_are_kept():
-    sizes = range(10, 10 + 2 * repeated.MOST_CALLS)
-    for n_atoms in sizes:
-        x, q, cell, near = arguments(n_atoms=n_atoms)
-        for _ in range(repeated.PAID + 1):  # the first one makes the shapes known
-            ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
-    assert len(repeated._calls) == repeated.MOST_CALLS
-    assert all(call.plan is not None for call in repeated._calls.values())
+def test_plans_are_kept_up_to_a_limit_of_memory():
+    """Those that ran longest ago go first; the last one always stays."""
+    x, q, cell, near = arguments()
+    table = engine.Plans(most_bytes=0)
+    with engine.kept_in(table):
+        for n_atoms in (20, 12, 14, 12):
+            x, q, cell, near = arguments(n_atoms=n_atoms)
+            for _ in range(3):
+                ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
+    assert table.recorded == 4 and len(table.entries) == 1
+    table.most_bytes = engine.MOST_BYTES
+    with engine.kept_in(table):
+        for _ in range(2):
+            for n_atoms in range(10, 30):
+                x, q, cell, near = arguments(n_atoms=n_atoms)
+                for _ in range(engine.PAID):
+                    ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
+    assert table.recorded == 4 + 19 and len(table.entries) == 20 and not plans_of_calls()
 
 
-def test_no_plans_where_they_do_not_pay():
+def test_few_plans_where_they_do_not_pay():
     """Each cell is used twice: after some plans for nothing there are no more. A cell that stays gets one."""
     x, q, cell, near = arguments()
-    for step in range(4 * repeated.MOST_CALLS):
+
+    def call(scale):
+        ewald_summation(x, q, scale * cell, 0.9, miller_bounds=(2, 2, 2), **near)
+
+    for step in range(30):
         for _ in range(2):
-            ewald_summation(x, q, (1.0 + 1e-3 * step) * cell, 0.9, miller_bounds=(2, 2, 2), **near)
-    plan_of(count=0)
-    for _ in range(repeated.PAID + 2):
-        ewald_summation(x, q, cell, 0.9, miller_bounds=(2, 2, 2), **near)
-    plan_of()
+            call(1.0 + 1e-3 * step)
+    assert engine.everywhere.recorded == 8 and not engine.everywhere.replayed
+    for _ in range(engine.PAID + 1):
+        call(1.0)
+    assert engine.everywhere.replayed == engine.PAID + 1
+    for _ in range(engine.PAID + 2):
+        call(2.0)
+    assert engine.everywhere.recorded == 9

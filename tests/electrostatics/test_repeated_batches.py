@@ -9,19 +9,17 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
     particle_mesh_ewald,
     pme_reciprocal_space,
-    repeated,
 )
 from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.cache import MOST_ENTRIES
-from tests.electrostatics.test_repeated import F64, NAMES, REQUESTS, moved, ordinary, plan_of, same_bits
+from tests.electrostatics.test_repeated import F64, NAMES, REQUESTS, moved, same_bits
+from tests.plans import forget, ordinary, plan_of
 
 
 @pytest.fixture(autouse=True)
 def _forget():
-    repeated._calls.clear()
-    repeated._recent.clear()
-    repeated._patience = repeated.RECORDED
+    forget()
 
 
 def a_batch(sizes=(8, 12, 5), seed=0):

@@ -26,9 +26,10 @@ from nvalchemiops.torch import spline as torch_spline
 from nvalchemiops.torch.interactions import dispersion as torch_dispersion
 from nvalchemiops.torch.interactions import electrostatics as torch_electrostatics
 from nvalchemiops.torch.interactions import pair as torch_pair
-from nvalchemiops.torch.interactions.electrostatics import driver, repeated
+from nvalchemiops.torch.runtime import engine
 from tests.jax.precision import double_precision  # noqa: F401
 from tests.jax.signatures import SIGNATURES
+from tests.plans import forget, plan_of
 from tests.systems import batch, csr, triclinic
 
 SYSTEM = triclinic(6, charged=True)
@@ -284,18 +285,17 @@ def test_repeated_calls_have_torchs_bits(name):
     """Plans of torch's sums run in buffers of JAX, which come and go: another cell now and then, other positions."""
     operator, x = OPERATORS[name], SYSTEM.positions
     evaluate = jax.jit(jax.value_and_grad(operator.in_jax))
-    repeated._calls.clear()
+    forget()
     for step in range(10):
         cell = SYSTEM.cell * (1.0 + 0.1 * (step // 5))
         y = x + 0.01 * step
         value, by_x = evaluate(*to_jax([y, SYSTEM.charges, cell]))
         y = y.clone().requires_grad_()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(driver, "repeated_sum", lambda *_: None)
+        with engine.off():
             energy = operator.in_torch(y, SYSTEM.charges, cell)
             (gradient,) = torch.autograd.grad(energy, y)
         assert float(value) == energy.item() and np.array_equal(by_x, gradient.numpy())
-    assert sum(call.plan is not None for call in repeated._calls.values()) == 2
+    plan_of(count=2)
 
 
 def calls_from_jax(function, *arguments):

@@ -19,11 +19,11 @@ from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDam
 from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
     particle_mesh_ewald,
-    repeated,
 )
 from nvalchemiops.torch.interactions.lj import lj_energy_forces_virial
 from nvalchemiops.torch.neighbors import VerletList, neighbor_list, repeated_search
 from nvalchemiops.torch.spline import spline_gather, spline_spread
+from tests import plans
 from tests.autograd.ops import leaf, square_and_cube
 from tests.interrupting import Interrupted
 from tests.systems import System, batch, crystal, triclinic
@@ -124,8 +124,7 @@ def in_time() -> Iterator[None]:
 
 def forget() -> None:
     """As in a new process: no search and no plan is kept."""
-    repeated._calls.clear()
-    repeated._recent.clear()
+    plans.forget()
     repeated_search._thread.__dict__.clear()
 
 
@@ -190,9 +189,9 @@ def test_all_calls(name):
     ("name", "within"),
     [
         ("list", "repeated_search.py"),
-        ("Ewald", "repeated.py"),
+        ("Ewald", "engine.py"),
         ("PME", "plans.py"),
-        ("energies and forces", "repeated.py"),
+        ("energies and forces", "engine.py"),
         ("a graph", "cache.py"),
     ],
 )

@@ -14,10 +14,11 @@ from nvalchemiops.layout import layout
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
+from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import spread_systems
 from nvalchemiops.torch.runtime.cache import cached_by_value
-from nvalchemiops.torch.runtime.context import eager, may_read, on_host
+from nvalchemiops.torch.runtime.context import eager, is_eager, may_read, on_host
 
 
 class Lattice(NamedTuple):
@@ -69,15 +70,31 @@ def _geometry(cell: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     # torch's determinants of several cells round by their strides, by which results are not kept
     cell = cell.contiguous()
     # without a wait for a GPU: for a singular cell results are infinite or NaN
+    volume = _determinants(cell)
     if layout(cell.device.type).reads:
         inverse = torch.linalg.inv_ex(cell).inverse
-        volume = torch.linalg.det(cell)
     else:
-        # torch decides on the host how to differentiate the derivative of a determinant
-        faces = torch.linalg.cross(cell.roll(-1, 1), cell.roll(-2, 1))
-        volume = (cell[:, 0] * faces[:, 0]).sum(-1)
-        inverse = (faces / volume[:, None, None]).mT
+        inverse = (torch.linalg.cross(cell.roll(-1, -2), cell.roll(-2, -2)) / volume[:, None, None]).mT
     return inverse, volume.abs(), (inverse.mT @ inverse) * (2.0 * math.pi) ** 2
+
+
+def volumes_of(cell: torch.Tensor) -> torch.Tensor:
+    """Volumes (...) of cells (..., 3, 3)."""
+    return _determinants(cell).abs()
+
+
+def _determinants(cell: torch.Tensor) -> torch.Tensor:
+    """Determinants (...) of (..., 3, 3), with their derivatives by products.
+
+    Torch differentiates the derivative of a determinant by singular values where a mode or a transform sees it: wrong
+    where two of them are equal, as those of a cubic cell. Elsewhere it reads values to decide how.
+    """
+    # what is traced here may be differentiated later on
+    values = torch.linalg.det(cell.detach()) if layout(cell.device.type).reads and is_eager(cell) else None
+    if values is not None and not is_differentiated(cell):
+        return values
+    products = (cell[..., 0, :] * torch.linalg.cross(cell[..., 1, :], cell[..., 2, :])).sum(-1)
+    return products if values is None else values + (products - products.detach())
 
 
 @warp_custom_op(

@@ -204,7 +204,10 @@ def is_unobserved(*tensors: torch.Tensor | None) -> bool:
     if not EAGER_SHORTCUT or count_dispatch_modes() or autocast_enabled() or profiling() or tracing_state():
         return False
     learn_plain_keys()
-    return all(t is None or (type(t) in PLAIN_TYPES and dispatch_keys(t).raw_repr() in plain_keys) for t in tensors)
+    for t in tensors:  # a loop, since each call asks
+        if t is not None and (type(t) not in PLAIN_TYPES or dispatch_keys(t).raw_repr() not in plain_keys):
+            return False
+    return True
 
 
 _modes = _find(

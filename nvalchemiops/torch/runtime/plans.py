@@ -31,6 +31,8 @@ class Plan:
     copied : sequence of torch.Tensor
         Memory of the plan for arguments that are copied.
     results : sequence of torch.Tensor
+    raises : bool
+        Whether it looks for what the ordinary call raises; otherwise another call has done so for the same values.
 
     Attributes
     ----------
@@ -41,11 +43,14 @@ class Plan:
         Memory, that of external tensors included.
     """
 
-    def __init__(self, recorder: Recorder, copied: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-        self.steps: list[Step] = [*recorder.before, *recorder.steps]
+    def __init__(
+        self, recorder: Recorder, copied: Sequence[torch.Tensor], results: Sequence[torch.Tensor], raises: bool
+    ) -> None:
+        # numbers that kernels write: not zero where the ordinary call would raise
+        self.faults = recorder.faults if raises else []
+        self.steps: list[Step] = recorder.needed((*results, *self.faults))
         self.copied, self.results = copied, results
         self.addresses = recorder.addresses  # of the other arguments; steps read them. The last number is a length
-        self.faults = recorder.faults  # numbers that kernels write: not zero where the ordinary call would raise
         self.external = list(recorder.external.values())
         self.kept = {**{storage_of(t): t for t in copied if t.numel()}, **recorder.kept}
         self.n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values())
@@ -94,6 +99,7 @@ def follow(
     borrowed: Sequence[torch.Tensor] = (),
     length: int = 0,
     changing: Sequence[torch.Tensor] = (),
+    raises: bool = True,
 ) -> Followed:
     """Call ``function(copied)``, and make a plan of it.
 
@@ -112,6 +118,8 @@ def follow(
         not so long by its meaning may be so long. By default shapes are always the same.
     changing : sequence of torch.Tensor, optional
         Other tensors whose values change in the same memory.
+    raises : bool, optional
+        As for `Plan`.
     """
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -125,7 +133,7 @@ def follow(
     reason = recorder.reason or _fault_of(recorder, results, (*memory, *changing))
     if reason:
         return Followed(None, results, reason)
-    plan = Plan(recorder, [t.detach() for t in memory], [t.detach() for t in results])
+    plan = Plan(recorder, [t.detach() for t in memory], [t.detach() for t in results], raises)
     return Followed(plan, tuple([t.clone() for t in plan.results]))
 
 
@@ -141,14 +149,16 @@ def _fault_of(recorder: Recorder, results: Sequence[torch.Tensor], arguments: Se
     return "" if all([storage_of(t) in known for t in results if t.numel()]) else "a result was there before the call"
 
 
-def record(*arguments: Any) -> tuple[Plan | None, tuple[torch.Tensor, ...] | None]:
-    """The plan of a call of an operation, without gradients, or None; and its results, or None if it was not made.
+def record(*arguments: Any, **options: Any) -> Followed:
+    """The plan of a call of an operation, without gradients. Arguments are those of `follow`.
 
-    Arguments are those of `follow`. A call with a warning has no plan, which would not repeat it.
+    A call with a warning has no plan, which would not repeat it.
     """
     notes = notices.count()
     with torch.no_grad():
-        plan, results, _ = follow(*arguments)
-    if plan is None or plan.n_bytes > MOST_BYTES or notices.count() != notes:
-        return None, results
-    return plan, results
+        plan, results, reason = follow(*arguments, **options)
+    if plan is not None and plan.n_bytes > MOST_BYTES:
+        plan, reason = None, f"its memory is more than {MOST_BYTES} bytes"
+    if notices.count() != notes:
+        plan, reason = None, "there was a warning"
+    return Followed(plan, results, reason)

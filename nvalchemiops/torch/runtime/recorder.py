@@ -18,6 +18,7 @@ from nvalchemiops import launch as core
 from nvalchemiops._warp_internals import descriptor
 from nvalchemiops.torch.runtime._torch_internals import (
     followed_by,
+    is_zero_tensor,
     out_variant,
     places_written,
     result_and_draw,
@@ -75,8 +76,8 @@ class Recorder:
         length: int,
         changing: Sequence[torch.Tensor],
     ) -> None:
-        self.before: list[Step] = []
-        self.steps: list[Step] = []
+        self.before: list[tuple[Step, set[int]]] = []  # with the storages that they write
+        self.steps: list[tuple[Step, set[int], set[int]]] = []  # with the storages that they read and write
         self.faults: list[torch.Tensor] = []
         self.length = length
         self.addresses = [*(tensor.data_ptr() for tensor in used), length]
@@ -174,7 +175,7 @@ class Recorder:
             raise NoPlan(f"{func} of a list")
         self._will_vary(written)
         self.read |= given.keys()
-        self.steps.append(functools.partial(func, *self._lasting(args), **self._lasting(kwargs)))
+        self._add(functools.partial(func, *self._lasting(args), **self._lasting(kwargs)), given, written)
 
     def _refuse_outside(self, what: Any, written: dict[int, torch.Tensor]) -> None:
         if not written.keys() <= self.kept.keys():
@@ -185,7 +186,7 @@ class Recorder:
         for storage, tensor in written.items():
             if storage not in self.varying and storage not in self.uninitialised:
                 whole = whole_of(tensor)
-                self.before.append(_restoring(whole, whole.clone()))
+                self.before.append((_restoring(whole, whole.clone()), {storage}))
             self.varying.add(storage)
             self.uninitialised.discard(storage)
 
@@ -212,7 +213,7 @@ class Recorder:
         if len(fresh) != len(made):
             raise NoPlan(f"{func} returns views and copies")
         self.read |= given.keys()
-        self.steps.append(_into(func, self._lasting(args), self._lasting(kwargs), fresh))
+        self._add(_into(func, self._lasting(args), self._lasting(kwargs), fresh), given, map(storage_of, fresh))
         self.varying.update(map(storage_of, fresh))
 
     def compute(self, function: Callable[[], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
@@ -225,14 +226,28 @@ class Recorder:
                 raise NoPlan("an operation of a list")
             self._note_external({storage_of(given): given})
             if storage_of(given) in self.varying:
-                self.steps.append(lambda: out.copy_(function()))
+                self._add(lambda: out.copy_(function()), [storage_of(given)], [storage_of(out)])
                 self.varying.add(storage_of(out))
         return out
+
+    def _add(self, step: Step, reads: Iterable[int], writes: Iterable[int]) -> None:
+        self.steps.append((step, set(reads), set(writes)))
+
+    def needed(self, results: Iterable[torch.Tensor]) -> list[Step]:
+        """The steps on which these results depend."""
+        live = set(map(storage_of, results))
+        found: list[Step] = []
+        for step, reads, writes in reversed(self.steps):
+            if not live.isdisjoint(writes):
+                live |= reads | writes
+                found.append(step)
+        found += [step for step, writes in self.before if not live.isdisjoint(writes)]
+        return found[::-1]
 
     def _lasting(self, values: Any) -> Any:
         """Arguments with copies in the place of borrowed memory."""
         if isinstance(values, torch.Tensor):
-            if not values.numel() or storage_of(values) not in self.borrowed:
+            if not tensors_in((values,)) or storage_of(values) not in self.borrowed:
                 return values
             memory = self._copy(values).untyped_storage()
             return values.new_empty(0).set_(memory, values.storage_offset(), values.shape, values.stride())
@@ -315,7 +330,7 @@ class Recorder:
                 packed[number] = address.to_bytes(8, "little") + _layout(addresses[-1], shape, strides)
             run(packed)
 
-        self.steps.append(step if patched or stretched else functools.partial(run, packed))
+        self._add(step if patched or stretched else functools.partial(run, packed), found, written)
 
     def _row(self, value: torch.Tensor, offset: int, packed: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """Of a list of any length, or one of its rows: bytes before it and shape and strides of it, for one entry."""
@@ -372,14 +387,19 @@ def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) ->
     """A step that writes what ``func(*args, **kwargs)`` returns into ``results``."""
     found = out_variant(func)
     if found is not None and len(found[1]) == len(results):
-        into, names = found
-        kind = (func, *((t.dtype, t.is_contiguous()) for t in results))
+        overload, names = found
+        kind = (func, *((t.dtype, t.is_contiguous()) for t in results), *map(type, args), *kwargs)
         if kind not in _agree:
-            scratch = [torch.empty_like(t) for t in results]
-            into(*args, **kwargs, **dict(zip(names, scratch)))
-            _agree[kind] = all(map(_same_bits, scratch, results))
-        if _agree[kind]:
-            return functools.partial(into, *args, **kwargs, **dict(zip(names, results)))
+            _agree[kind] = None
+            # functions of Python take half the time of overloads
+            for into in (getattr(torch, func.overloadpacket.__name__, None), overload):
+                memory = [torch.empty_like(t) for t in results]
+                out = _out(into is overload, names, memory)
+                if into is not None and _gives(results, memory, into, args, kwargs | out):
+                    _agree[kind] = into
+                    break
+        if (into := _agree[kind]) is not None:
+            return functools.partial(into, *args, **kwargs, **_out(into is overload, names, results))
     if func.overloadpacket.__name__ in _COPIES and args[0].shape == results[0].shape:
         return functools.partial(results[0].copy_, args[0])
 
@@ -392,8 +412,23 @@ def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) ->
     return step
 
 
-_agree: dict[Any, bool] = {}
-"""Whether operations, for results of a kind, have the same bits where they write into memory; tried at first use."""
+_agree: dict[Any, Step | None] = {}
+"""What has the same bits as an operation, for results of a kind, and writes into memory; tried at first use."""
+
+
+def _out(by_name: bool, names: Sequence[str], memory: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """The arguments that say where results are written."""
+    return dict(zip(names, memory)) if by_name else {"out": memory[0] if len(memory) == 1 else tuple(memory)}
+
+
+def _gives(results: Any, memory: Sequence[torch.Tensor], into: Step, args: Any, kwargs: Any) -> bool:
+    """Whether this writes these results into memory."""
+    before = [t.data_ptr() for t in memory]
+    try:
+        into(*args, **kwargs)
+    except Exception:  # another signature
+        return False
+    return before == [t.data_ptr() for t in memory] and all(map(_same_bits, memory, results))
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -431,13 +466,13 @@ def _by_storage(values: Any) -> dict[int, torch.Tensor]:
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """All tensors with elements in nested sequences."""
+    """All tensors with elements in memory, in nested sequences."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided:
                 raise NoPlan(f"a tensor with the layout {value.layout}")
-            if value.numel():
+            if value.numel() and not is_zero_tensor(value):
                 found.append(value)
         elif isinstance(value, (tuple, list)):
             found += tensors_in(value)

@@ -18,14 +18,15 @@ from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficie
 from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_share, three_body_sum
-from nvalchemiops.torch.interactions.pair.driver import PairRequest, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import PairRequest, options_if, sum_pairs
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.cache import cached_by_value
-from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read, values_of
+from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, values_of
 from nvalchemiops.torch.systems import System
 
 K1, K3 = 16.0, -4.0
@@ -98,11 +99,43 @@ def dispersion_sum(
 
     Atoms that are padding are at the origin, wherever they were, without neighbors.
     """
-    settings, domain = settings.checked(), structure.domain
+    settings = settings.checked()
+    damping, others = settings.damping, (type(settings.damping).__name__, settings.ranges, settings.k1, settings.k3)
+    options = options_if(given, structure.domain, False, (request, num_systems, *others))
+    if isinstance(options, tuple) and is_eager():
+        _check_numbers(structure)
+        if isinstance(parameters, D3Parameters) and structure.numbers is not None and may_read(structure.numbers):
+            parameters = _states_of(parameters, structure.numbers)
+        options = (*options, parameters)
+
+    def evaluate(near: GivenNeighbors, positions: Any, cell: Any, s9: Any, **values: Any) -> tuple[torch.Tensor, ...]:
+        here = structure._replace(positions=positions, cell=cell)
+        damped = damping._replace(**{name: values[name] for name in damping._fields})
+        return _dispersion_sum(here, parameters, settings._replace(damping=damped, s9=s9), request, near, num_systems)
+
+    moving = {"positions": structure.positions, **damping._asdict(), "s9": settings.s9}
+    fixed = {"cell": structure.cell, **{name: getattr(structure, name) for name in ("numbers", "batch_idx", "pbc")}}
+    return engine.run_function("D3", evaluate, moving, given, fixed, options)
+
+
+def _check_numbers(structure: System) -> None:
+    positions, numbers = structure.positions, structure.numbers
+    checks.check_positions(positions, finite=False)
+    checks.check_index("numbers", numbers, positions, (positions.shape[0],))
+
+
+def _dispersion_sum(
+    structure: System,
+    parameters: D3Parameters | ReferenceStates,
+    settings: Settings,
+    request: PairRequest,
+    given: GivenNeighbors,
+    num_systems: int | None,
+) -> tuple[torch.Tensor, ...]:
+    domain = structure.domain
     ranges, positions, numbers = settings.ranges, structure.positions, structure.numbers
     with together(domain):
-        checks.check_positions(positions, finite=False)
-        checks.check_index("numbers", numbers, positions, (positions.shape[0],))
+        _check_numbers(structure)
         assert numbers is not None
         if domain is not None:
             must_be_same(domain, settings=settings, request=request, parameters=type(parameters).__name__)
@@ -354,6 +387,11 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> Atoms:
             "`parameters`: prepare them with D3Parameters.states(elements) before torch.compile or vmap, where atomic "
             "numbers cannot be read"
         )
+    return _atoms_of(_states_of(parameters, numbers), numbers)
+
+
+def _states_of(parameters: D3Parameters, numbers: torch.Tensor) -> ReferenceStates:
+    """The states of the elements that occur."""
     # numbers beyond the table are named by `ReferenceStates.rows`
     last = parameters.max_z
 
@@ -363,7 +401,7 @@ def _look_up(parameters: Any, numbers: torch.Tensor) -> Atoms:
     (found,) = cached_by_value("d3 elements", (numbers,), last, occur)
     elements = tuple(number for number in found.tolist() if 0 < number <= last)
     # without atoms the states of any element will do
-    return _atoms_of(parameters._states(elements or parameters.elements[:1], numbers.device), numbers)
+    return parameters._states(elements or parameters.elements[:1], numbers.device)
 
 
 def _atoms_of(states: ReferenceStates, numbers: torch.Tensor) -> Atoms:

@@ -10,6 +10,7 @@ from nvalchemiops.interactions.dispersion.damping import RationalDamping, ZeroDa
 from nvalchemiops.torch.interactions.dispersion.d3 import d3_dispersion
 from nvalchemiops.torch.interactions.dispersion.driver import ranges_of
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, given_or_published
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.modules import ExactModule
 from nvalchemiops.torch.systems import Neighbors, System, long_arguments, named
 
@@ -111,6 +112,7 @@ class DFTD3(ExactModule):
             raise ValueError("`parameters` have other values for these elements than those of the state dict")
         return {name: settings[name] for name in (*self.kind._fields, *_NUMBERS)}
 
+    @engine.with_own_plans
     def forward(
         self,
         positions: torch.Tensor | System,

@@ -23,7 +23,6 @@ from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import real_of
 from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.choice import LongRange
-from nvalchemiops.torch.interactions.electrostatics.first_derivatives import weights_of_systems
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, check_bounds, per_system
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest, Tensors
@@ -33,6 +32,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVec
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
 from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, autograd_inside, is_exporting, only_inlined
+from nvalchemiops.torch.runtime.engine import weights_of_systems
 from nvalchemiops.torch.systems import System
 
 Optional = torch.Tensor | None
@@ -350,7 +350,7 @@ def whole_sum_gradients(
     If all weights are the same they are products: values are read. NaN where values do not fit together.
     """
     given = _Arguments(*arguments)
-    weights = weights_of_systems(grad_energies.unsqueeze(1), given.energy_reduction, None, 1)
+    weights = weights_of_systems(grad_energies, given.energy_reduction == "system", None, 1)
     if weights is not None:
         weight = weights.to(forces.dtype)
         return forces * -weight, charge_gradients * weight

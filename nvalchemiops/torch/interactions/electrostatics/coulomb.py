@@ -11,7 +11,7 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources, quadrupole_gradients
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
-from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, options_if, sum_pairs
 from nvalchemiops.torch.interactions.pair.moments import sum_moments
 from nvalchemiops.torch.interactions.pair.parameters import parameter_arrays
 from nvalchemiops.torch.interactions.pair.shares import (
@@ -23,6 +23,7 @@ from nvalchemiops.torch.interactions.pair.shares import (
 )
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import may_read, on_host
 from nvalchemiops.torch.systems import System
@@ -175,7 +176,28 @@ def _sum(
     request: PairRequest,
     num_systems: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """Sum a formula of charges ``q`` and, optionally, damping ``alpha``."""
+    """Sum a formula of charges ``q`` and, optionally, damping ``alpha``; by a plan where it repeats."""
+
+    def evaluate(near: GivenNeighbors, positions: Any, charges: Any, cell: Any, alpha: Any, **_: Any) -> Any:
+        here = atoms._replace(positions=positions, charges=charges, cell=cell)
+        return _sum_once(formula, here, cutoff, alpha, near, request, num_systems)
+
+    moving = {"positions": atoms.positions, "charges": atoms.charges, "alpha": alpha}
+    fixed = {"cell": atoms.cell, "batch_idx": atoms.batch_idx}
+    options = options_if(given, atoms.domain, False, (formula, cutoff, request, num_systems))
+    return engine.run_function("Coulomb sum", evaluate, moving, given, fixed, options)
+
+
+@functools.partial(only_inlined, with_calls=True)
+def _sum_once(
+    formula: Formula,
+    atoms: System,
+    cutoff: float,
+    alpha: float | torch.Tensor,
+    given: GivenNeighbors,
+    request: PairRequest,
+    num_systems: int | None,
+) -> tuple[torch.Tensor, ...]:
     domain = atoms.domain
     with together(domain):
         checks.check_positions(atoms.positions, finite=False)
@@ -195,6 +217,21 @@ def _moments(
     atoms: System, cutoff: float, alpha: float | torch.Tensor | None, given: GivenNeighbors, request: PairRequest
 ) -> tuple[torch.Tensor, ...]:
     """Energies, and forces if requested, of moments, Gaussians or several charges; without ``alpha`` bare."""
+
+    def evaluate(near: GivenNeighbors, positions: Any, cell: Any, alpha: Any, batch_idx: Any, **sources: Any) -> Any:
+        here = atoms._replace(positions=positions, cell=cell, **sources)
+        return _moments_once(here, cutoff, alpha, near, request)
+
+    moving = {"positions": atoms.positions, "alpha": alpha}
+    moving |= {name: getattr(atoms, name) for name in ("charges", "dipoles", "quadrupoles", "widths")}
+    fixed = {"cell": atoms.cell, "batch_idx": atoms.batch_idx}
+    options = options_if(given, atoms.domain, False, (cutoff, request))
+    return engine.run_function("Coulomb sum of moments", evaluate, moving, given, fixed, options)
+
+
+def _moments_once(
+    atoms: System, cutoff: float, alpha: float | torch.Tensor | None, given: GivenNeighbors, request: PairRequest
+) -> tuple[torch.Tensor, ...]:
     domain = atoms.domain
     with together(domain):
         cutoff, alpha = checks.check_positive("cutoff", cutoff), None if alpha is None else _damping(alpha)

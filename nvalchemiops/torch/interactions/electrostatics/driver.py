@@ -5,7 +5,7 @@ The long-range part is an argument: a `LongRange`, made of the arguments of a pu
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,10 @@ from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_sh
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.collectives import has_shares_of_gradients
 from nvalchemiops.torch.interactions.electrostatics.choice import (
-    EwaldSplitting,
     LongRange,
     check_accuracy,
     choose_splitting,
 )
-from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
 from nvalchemiops.torch.interactions.electrostatics.open_systems import (
     Part,
     all_pairs,
@@ -30,13 +28,17 @@ from nvalchemiops.torch.interactions.electrostatics.open_systems import (
     open_systems,
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
-from nvalchemiops.torch.interactions.electrostatics.repeated import repeated_sum
 from nvalchemiops.torch.interactions.electrostatics.results import (
     SumRequest,
     Tensors,
     Term,
     check_gradients,
-    complete,
+)
+from nvalchemiops.torch.interactions.electrostatics.sums import (
+    body_of,
+    evaluate,
+    has_first_derivatives,
+    one_or_several,
 )
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term, moment_exclusion_term
@@ -45,7 +47,8 @@ from nvalchemiops.torch.interactions.electrostatics.terms.pairs import MomentPai
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
-from nvalchemiops.torch.runtime.context import is_eager, may_read
+from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
 
 
@@ -76,38 +79,86 @@ def ewald_sum(
         if is_open is not None:
             return _with_open_systems(long_range_of, atoms, neighbors, request, options, is_open)
 
-    def ordinary(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
-        return _ewald_sum(long_range_of, atoms, neighbors, request, options, as_graph)
+    options_of_plan = _constants(long_range_of, options.potential, options)
+    if options_of_plan is not None and (neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None):
 
-    constants = None
-    if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
-        constants = _constants(long_range_of, options.potential, options)
-    return _by_plan(ordinary, atoms, neighbors, request, constants)
+        def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
+            checked = check_sum(long_range_of, atoms, neighbors, request, options)
+            return body_of(*_terms(checked, request, options)[:2], request, atoms)
+
+        call = described("sum", prepare, atoms, neighbors, request, options_of_plan)
+        if call is not None:
+            return one_or_several(engine.run(call))
+    checked = check_sum(long_range_of, atoms, neighbors, request, options)
+    terms, system, rows, chosen = _terms(checked, request, options)
+    potential = options.potential
+    if checked.rows is not None or not potential.is_constant:
+        return evaluate(terms, system, request, potential.is_constant)
+    return evaluate(terms, system, request, True, rows, ("chosen", *chosen, options, request))
 
 
-def _constants(
-    long_range_of: Callable[[ChargedSystem], LongRange], potential: Any, *others: Any
-) -> tuple[Any, ...] | None:
+Prepared = tuple[Sequence[Term], ChargedSystem]
+"""Terms of a sum, and the system that was checked."""
+
+
+def _constants(long_range_of: Any, potential: Any, *others: Any) -> tuple[Any, ...] | None:
     """What a plan of a sum depends on beside its system; None where that cannot be told."""
     if not isinstance(long_range_of, functools.partial) or not getattr(potential, "is_constant", False):
         return None
     return (long_range_of.func, long_range_of.args, *others)
 
 
-def _by_plan(
-    ordinary: Callable[[System, SumRequest, bool], Tensors],
+SOURCES = ("charges", "dipoles", "quadrupoles")
+
+
+def described(
+    name: str,
+    prepare: Callable[[System, Any], engine.Body],
     atoms: System,
     neighbors: Any,
     request: SumRequest,
-    constants: tuple[Any, ...] | None,
-    **options: Any,
-) -> Tensors:
-    """The results of a sum, by a plan where it repeats; see `repeated_sum`. Without constants there is no plan."""
-    if constants is not None and is_eager():
-        results = repeated_sum(ordinary, atoms, neighbors, request, constants, **options)
-        if results is not None:
-            return results
-    return ordinary(atoms, request, False)
+    options: tuple[Any, ...] | None,
+    is_constant: bool = True,
+) -> engine.Call | None:
+    """The call of a sum, whose arguments are checked by ``prepare``; None if they are to be checked before.
+
+    Neighbors are given, or none are needed.
+    """
+    if atoms.domain is not None or options is None:
+        return None
+    names: tuple[str, ...] = ("positions", "charges", "cell")
+    inputs: Any = (atoms.positions, atoms.charges, atoms.cell)
+    if atoms.dipoles is not None or atoms.quadrupoles is not None:
+        names = ("positions", *[name for name in SOURCES if getattr(atoms, name) is not None], "cell")
+        inputs = tuple([getattr(atoms, name) for name in names])
+    for value in inputs:
+        # what is wrong raises there
+        if not isinstance(value, torch.Tensor) or value.dtype is not inputs[0].dtype or value.ndim == 0:
+            return None
+        if value is not inputs[-1] and value.shape[0] != inputs[0].shape[0]:
+            return None
+    cell = inputs[-1]
+    if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
+        return None
+    if request.hybrid:
+        inputs = (inputs[0].detach(), *inputs[1:-1], cell.detach())
+
+    def body(inputs: Sequence[torch.Tensor], near: Any) -> engine.Body:
+        return prepare(atoms._replace(**dict(zip(names, inputs))), near)  # type: ignore[arg-type]
+
+    return engine.Call(
+        name,
+        body,
+        inputs,
+        len(inputs) - 1,
+        () if neighbors is None else neighbors,
+        (atoms.batch_idx, atoms.pbc),
+        (request, atoms.widths, *options),
+        along=is_constant and has_first_derivatives(request),
+        batch_idx=atoms.batch_idx,
+        n_systems=1 if cell.ndim == 2 else cell.shape[0],
+        by_system=request.energy_reduction == "system",
+    )
 
 
 def sum_as_graph(
@@ -118,7 +169,9 @@ def sum_as_graph(
     options: SumOptions,
 ) -> Tensors:
     """`ewald_sum` as a graph of ops."""
-    return _ewald_sum(long_range_of, atoms, neighbors, request, options, True)
+    checked = check_sum(long_range_of, atoms, neighbors, request, options)
+    terms, system, *_ = _terms(checked, request, options)
+    return one_or_several(body_of(terms, system, request)(None, ()))
 
 
 class CheckedSum(NamedTuple):
@@ -179,34 +232,16 @@ def _check_sum(
     return CheckedSum(system, long_range, rows, alpha, accuracy, cutoff, keeps_gaussians, dielectric)
 
 
-def _ewald_sum(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-    as_graph: bool,
-    chosen: EwaldSplitting | None = None,
-) -> Tensors:
-    checked = check_sum(long_range_of, atoms, neighbors, request, options)
+def _terms(
+    checked: CheckedSum, request: SumRequest, options: SumOptions
+) -> tuple[list[Term], ChargedSystem, Rows, tuple[Any, ...]]:
+    """The terms, the system, its neighbors, and what was chosen."""
     system, long_range, rows, alpha, accuracy, cutoff, keeps_gaussians, dielectric = checked
     potential = options.potential
-    splitting = chosen
-    if splitting is None:
-        splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
+    splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
     if not long_range.is_given:
         long_range = long_range.chosen(system, alpha, splitting.target)
-    if chosen is None and rows is None and potential.is_constant and not as_graph and is_eager():
-
-        def again(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
-            return _ewald_sum(lambda _: long_range, atoms, neighbors, request, options, as_graph, splitting)
-
-        constants = ("chosen", long_range, alpha, options)
-        results = repeated_sum(again, atoms, splitting.rows, request, constants)
-        if results is not None:
-            return results
-
     # the list of a domain goes further, by a skin
     pair_cutoff = None if system.domain is None else splitting.cutoff
     terms: list[Term]
@@ -225,7 +260,7 @@ def _ewald_sum(
         else:
             terms.append(moment_exclusion_term(system, alpha))
     terms.append(long_range.term(system, potential, alpha))
-    return complete(evaluate(terms, system, request, potential.is_constant, as_graph), system, request)
+    return terms, system, splitting.rows, (long_range, alpha)
 
 
 def _with_open_systems(
@@ -370,23 +405,26 @@ def long_range_part(
 
     With ``self_interaction`` and without widths, that of the long-range part is kept.
     """
+    given = (long_range_of, request, alpha, potential, self_interaction)
 
-    def ordinary(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
-        return _long_range_part(long_range_of, atoms, request, alpha, potential, self_interaction, as_graph)
+    def prepare(atoms: System, _: Any) -> engine.Body:
+        return body_of(*_long_range_terms(atoms, *given), request, atoms)
 
-    constants = _constants(long_range_of, potential, "long range", alpha, potential, self_interaction)
-    return _by_plan(ordinary, atoms, None, request, constants)
+    constants = _constants(long_range_of, potential, alpha, potential, self_interaction)
+    call = described("long-range part", prepare, atoms, None, request, constants)
+    if call is not None:
+        return one_or_several(engine.run(call))
+    return evaluate(*_long_range_terms(atoms, *given), request, potential.is_constant)
 
 
-def _long_range_part(
-    long_range_of: Callable[[ChargedSystem], LongRange],
+def _long_range_terms(
     atoms: System,
+    long_range_of: Callable[[ChargedSystem], LongRange],
     request: SumRequest,
     alpha: Any,
     potential: Any,
     self_interaction: Any = False,
-    as_graph: bool = False,
-) -> Tensors:
+) -> Prepared:
     with together(atoms.domain):
         system = check_system(atoms)
         check_gradients(request, atoms)
@@ -412,21 +450,26 @@ def _long_range_part(
         terms += _own_terms(system, splitting, keeps_gaussians)
     elif not keeps_all:
         terms.append(self_term(potential, system, splitting))
-    return complete(evaluate(terms, system, request, potential.is_constant, as_graph), system, request)
+    return terms, system
 
 
 def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any) -> Tensors:
     """The sum over neighbors, without self energies; arguments as of `ewald_sum`."""
 
-    def ordinary(atoms: System, request: SumRequest, _: bool) -> Tensors:
-        return _short_range_part(atoms, neighbors, request, alpha, cutoff)
+    def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
+        return body_of(*_short_range_terms(atoms, neighbors, request, alpha, cutoff), request, atoms)
 
-    return _by_plan(ordinary, atoms, neighbors, request, ("short range", alpha, cutoff), with_gradients=False)
+    call = None
+    if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
+        call = described("short-range part", prepare, atoms, neighbors, request, (alpha, cutoff), is_constant=False)
+    if call is not None:
+        return one_or_several(engine.run(call))
+    return evaluate(*_short_range_terms(atoms, neighbors, request, alpha, cutoff), request, is_constant=False)
 
 
-def _short_range_part(
+def _short_range_terms(
     atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any
-) -> Tensors:
+) -> Prepared:
     with together(atoms.domain):
         system = check_system(atoms)
         check_gradients(request, atoms)
@@ -445,10 +488,8 @@ def _short_range_part(
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
         rows = system.rows_within(cutoff)
     if system.moments is not None:
-        pairs = MomentPairTerm(moment_short_range, splitting, rows, cutoff=cutoff)
-        return complete(evaluate([pairs], system, request, is_constant=True), system, request)
-    terms = [PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)]
-    return complete(evaluate(terms, system, request, is_constant=False), system, request)
+        return [MomentPairTerm(moment_short_range, splitting, rows, cutoff=cutoff)], system
+    return [PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)], system
 
 
 def sum_of_parts(
@@ -464,19 +505,16 @@ def sum_of_parts(
     Results do not depend on how far the list reaches beyond the cutoff.
     """
 
-    def ordinary(atoms: System, request: SumRequest, as_graph: bool) -> Tensors:
-        near = _short_range_part(atoms, neighbors, request, alpha, cutoff)
-        far = _long_range_part(long_range_of, atoms, request, alpha, COULOMB, as_graph=as_graph)
-        both = zip(*(part if isinstance(part, tuple) else (part,) for part in (near, far)))
-        return tuple(one + other for one, other in both)
+    def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
+        near = body_of(*_short_range_terms(atoms, neighbors, request, alpha, cutoff), request, atoms)
+        far = body_of(*_long_range_terms(atoms, long_range_of, request, alpha, COULOMB), request, atoms)
+        return lambda at, needed: tuple([one + other for one, other in zip(near(at, needed), far(at, needed))])
 
-    results = None
-    if is_eager() and isinstance(long_range_of, functools.partial):
-        others = ("both", long_range_of.func, long_range_of.args, alpha, cutoff)
-        results = repeated_sum(ordinary, atoms, neighbors, request, others, with_gradients=False)
-    if results is None:
-        results = ordinary(atoms, request, False)
-    return results if isinstance(results, tuple) else (results,)
+    options = _constants(long_range_of, COULOMB, alpha, cutoff)
+    call = described("sum of parts", prepare, atoms, neighbors, request, options, is_constant=False)
+    if call is None:
+        raise TypeError("positions, charges and cell must be tensors of one dtype")
+    return engine.run(call)
 
 
 def _pairs_alone(n_charges: int) -> Formula:

@@ -13,6 +13,7 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import estimate_e
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald, prepare_mesh
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.operators.lattice import check_spline_order, mesh_and_order
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import may_read, values_of
 from nvalchemiops.torch.runtime.modules import ExactModule
 from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, System, long_arguments, named
@@ -78,6 +79,7 @@ class _ConfiguredSum(ExactModule):
         """The sum of tensors, by the function that the module configures."""
         raise NotImplementedError
 
+    @engine.with_own_plans
     def forward(
         self,
         positions: torch.Tensor | System,

@@ -8,6 +8,7 @@ Compiled graphs, systems of a batch and ranks have no sample, so calls that coul
 """
 
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -15,14 +16,13 @@ import torch
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.interactions.pair.potentials import coulomb_nearby
 from nvalchemiops.layout import layout
-from nvalchemiops.torch.interactions.electrostatics.repeated import repeated_sum
-from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumRequest
+from nvalchemiops.torch.interactions.electrostatics.results import Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows
 from nvalchemiops.torch.operators.lattice import lattice_of
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import is_eager, on_host
-from nvalchemiops.torch.systems import System
 
 LEAST_SAMPLE = 64
 """Atoms of a sample, at least: of independent forces with normal components the RMS is then known within 5 %, one
@@ -98,22 +98,15 @@ def _nearby_forces(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> to
 
 def _by_plan(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
     """`_nearby_forces`, by a plan where there is one."""
-    found = None
-    if system.exclusions is None and system.moments is None and not system.has_channels and is_eager():
+    if system.exclusions is not None or system.moments is not None:
+        return _nearby_forces(system, rows, reach)
 
-        def ordinary(atoms: System, _: SumRequest, __: bool) -> torch.Tensor:
-            assert atoms.charges is not None and atoms.cell is not None
-            charges = atoms.charges.unsqueeze(1)
-            here = system._replace(positions=atoms.positions, charges=charges, cell=atoms.cell)
-            return _nearby_forces(here._replace(batch_idx=atoms.batch_idx), rows, reach)
+    def prepare(_: Sequence[torch.Tensor], rows: Rows) -> engine.Body:
+        return lambda at, _: (_nearby_forces(system if at is None else system.of(*at), rows, reach),)
 
-        atoms = System(system.positions, system.charges.squeeze(1), system.cell, system.batch_idx)
-        request = SumRequest(Derivatives(), "atom")
-        found = repeated_sum(ordinary, atoms, rows, request, ("forces nearby", reach), with_gradients=False)
-    if found is None:
-        found = _nearby_forces(system, rows, reach)
-    assert isinstance(found, torch.Tensor)
-    return found
+    inputs = (system.positions, system.charges, system.cell)
+    (forces,) = engine.run(engine.Call("forces nearby", prepare, inputs, 2, rows, (system.batch_idx,), (reach,)))
+    return forces
 
 
 def _sums_of_squares(vectors: torch.Tensor, system: ChargedSystem) -> np.ndarray:

@@ -9,10 +9,12 @@ import torch
 
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.torch.runtime import engine
 
 Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+@engine.immutable
 class LongRangePotential(NamedTuple):
     """An interaction ``q_i q_j v(r)``, split at the inverse length alpha.
 
@@ -55,6 +57,7 @@ class LongRangePotential(NamedTuple):
         return torch.func.jvp(lambda k2: self.reciprocal(k2, alpha), (k2,), (torch.ones_like(k2),))[1]
 
 
+@engine.immutable
 class _PowerLaw(LongRangePotential):
     """A potential made by `power_law`; copying and unpickling return the same object.
 

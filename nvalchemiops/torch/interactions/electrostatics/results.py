@@ -9,6 +9,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
@@ -23,6 +24,7 @@ class Derivatives(NamedTuple):
     virial: bool = False
 
 
+@engine.immutable
 class SumRequest(NamedTuple):
     """What a call of a sum returns.
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics.first_derivatives import evaluate
 from nvalchemiops.torch.interactions.electrostatics.results import check_gradients, check_request
+from nvalchemiops.torch.interactions.electrostatics.sums import evaluate
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.systems import System

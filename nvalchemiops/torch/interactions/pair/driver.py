@@ -13,9 +13,12 @@ from nvalchemiops.torch.interactions.pair.op_on_ranks import pair_sum_on_ranks
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
 from nvalchemiops.torch.interactions.pair.shares import ghosts_of
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
+from nvalchemiops.torch.runtime import engine
 
 
+@engine.immutable
 class PairRequest(NamedTuple):
     """Results of a call in addition to the energies, and whether energies are per atom or per system."""
 
@@ -41,6 +44,15 @@ def check_pair_request(
     checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
     forces = checks.check_flag("compute_forces", compute_forces)
     return PairRequest(forces, names, checks.check_flag("compute_virial", compute_virial), energy_reduction)
+
+
+def options_if(given: GivenNeighbors, domain: Any, check: Any, options: tuple[Any, ...]) -> tuple[Any, ...] | str:
+    """The options of a call of the engine, or why it has no plan."""
+    if domain is not None:
+        return "ranks share it"
+    if given.neighbor_list is None and given.neighbor_matrix is None:
+        return "it searches for neighbors"
+    return options if check is False else "`check` is for debugging"
 
 
 def sum_pairs(

@@ -12,7 +12,7 @@ from nvalchemiops.interactions.pair.derivatives import POSITIONS, WEIGHTS, Reque
 from nvalchemiops.interactions.pair.expression import Formula, check_formula
 from nvalchemiops.interactions.pair.sum import Variant, source
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, options_if, sum_pairs
 from nvalchemiops.torch.interactions.pair.exclusions import check_same_system, exclusion_rows
 from nvalchemiops.torch.interactions.pair.shares import (
     complete,
@@ -23,10 +23,13 @@ from nvalchemiops.torch.interactions.pair.shares import (
 )
 from nvalchemiops.torch.interactions.pair.system import pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, Results, System, named, names_beside, neighbors_beside
 
 if TYPE_CHECKING:
     from nvalchemiops.torch.distributed.domain import Domain
+
+engine.immutable(Formula)
 
 
 class PairPotential:
@@ -114,6 +117,7 @@ class PairPotential:
         self.cutoff, self.r_switch = check_distances(self.formula, cutoff, r_switch)
         check_formula(self.formula)
 
+    @engine.with_own_plans
     def __call__(
         self,
         positions: torch.Tensor | System,
@@ -239,24 +243,33 @@ class PairPotential:
                 raise TypeError(BESIDE_TENSORS)
             reach = neighbor_cutoff
             atoms = System(positions, None, cell, batch_idx, pbc, None, domain)  # type: ignore[arg-type]  # checked there
+        domain = atoms.domain
         formula, cutoff = self.formula, self.cutoff
         by_system = request.by_system or formula.global_parameters != ()
-        with together(atoms.domain):
-            system = pair_system(
-                atoms, given, num_systems, cutoff=cutoff, by_system=by_system, neighbor_cutoff=reach, check=check
-            )
-            if atoms.domain is None:
-                excluded = exclusion_rows(exclusions, exclusion_factors, atoms.positions)
-                if excluded is not None:
-                    check_same_system(excluded, atoms.batch_idx)
-            else:
-                must_be_same(atoms.domain, request=request, has_species=species is not None, r_switch=self.r_switch)
-                parameters = parameters_of_share(formula, parameters, atoms.domain)
-                excluded = exclusions_of_share(atoms.domain, exclusions, exclusion_factors, atoms.positions)
-        options: Any = {"cutoff": cutoff, "r_switch": self.r_switch, "species": species, "exclusions": excluded}
-        results = sum_pairs(formula, system, parameters, request, **options)
-        if atoms.domain is not None:
-            results = complete(formula, results, request, atoms.domain)
+
+        def evaluate(near: GivenNeighbors, positions: Any, cell: Any, **values: Any) -> tuple[torch.Tensor, ...]:
+            here, named = atoms._replace(positions=positions, cell=cell), {name: values[name] for name in parameters}
+            with together(domain):
+                system = pair_system(
+                    here, near, num_systems, cutoff=cutoff, by_system=by_system, neighbor_cutoff=reach, check=check
+                )
+                if domain is None:
+                    excluded = exclusion_rows(exclusions, exclusion_factors, positions)
+                    if excluded is not None:
+                        check_same_system(excluded, atoms.batch_idx)
+                else:
+                    must_be_same(domain, request=request, has_species=species is not None, r_switch=self.r_switch)
+                    named = parameters_of_share(formula, named, domain)
+                    excluded = exclusions_of_share(domain, exclusions, exclusion_factors, positions)
+            distances: Any = {"cutoff": cutoff, "r_switch": self.r_switch}
+            results = sum_pairs(formula, system, named, request, **distances, species=species, exclusions=excluded)
+            return results if domain is None else complete(formula, results, request, domain)
+
+        options: Any = (formula, cutoff, self.r_switch, request, num_systems, reach, exclusions, exclusion_factors)
+        moving, fixed = {"positions": atoms.positions, **parameters}, {"cell": atoms.cell}
+        fixed |= {"batch_idx": atoms.batch_idx, "pbc": atoms.pbc, "species": species}
+        options = options_if(given, domain, check, options)
+        results = engine.run_function("pair potential", evaluate, moving, given, fixed, options)
         if isinstance(positions, System):
             return _named(results, request)
         return results if len(results) > 1 else results[0]

@@ -1,0 +1,180 @@
+"""Sums of terms as calls of the engine: energies, with first derivatives where they are requested or needed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from nvalchemiops.torch.interactions.electrostatics import results as sums
+from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, SumRequest, Tensors
+from nvalchemiops.torch.interactions.electrostatics.sources import check_sources, quadrupole_gradients
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.operators.lattice import lattice_of
+from nvalchemiops.torch.operators.segments import totals
+from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.systems import System
+
+
+def evaluate(
+    terms: Sequence[sums.Term],
+    system: ChargedSystem,
+    request: SumRequest,
+    is_constant: bool,
+    near: Sequence[Any] = (),
+    options: tuple[Any, ...] | str = engine.UNKNOWN,
+) -> Tensors:
+    """The results of a sum: energies, then the derivatives that were requested.
+
+    Parameters
+    ----------
+    terms : sequence of Term
+        Their tensors must not change until the backward pass.
+    system : ChargedSystem
+    request : SumRequest
+    is_constant : bool
+        Whether the terms are known to depend on no tensors but their own and those of the system.
+    near, options
+        As of `engine.Call`, for a plan.
+    """
+    body = body_of(terms, system, request)
+    inputs = (system.positions, system.sources, system.cell)
+    own = (*terms, system.widths)
+    call = engine.Call(
+        "sum",
+        lambda *_: body,
+        inputs,
+        2,
+        near,
+        (system.batch_idx, system.widths, system.slab_axes),
+        options if system.domain is None else "ranks share it",
+        along=is_constant and has_first_derivatives(request),
+        others=own,
+        batch_idx=system.batch_idx,
+        n_systems=system.n_systems,
+        by_system=request.energy_reduction == "system",
+        domain=system.domain,
+    )
+    return sums.complete(one_or_several(engine.run(call)), system, request)
+
+
+def one_or_several(results: tuple[torch.Tensor, ...]) -> Tensors:
+    """Results as public functions return them."""
+    return results if len(results) > 1 else results[0]
+
+
+def has_first_derivatives(request: SumRequest) -> bool:
+    """Whether gradients of the energies by inputs are first derivatives, which the terms can give beside the results.
+
+    In hybrid form those by charges are, unless they are among the results and so in the graph.
+    """
+    return not any(request.derivatives) or (request.hybrid and not request.derivatives.charge_gradients)
+
+
+def body_of(
+    terms: Sequence[sums.Term], system: ChargedSystem, request: SumRequest, given: System | None = None
+) -> engine.Body:
+    """The sum as a function of its inputs.
+
+    These are positions, sources and cell of ``system``; or, with the atoms as they were ``given``, positions, charges,
+    further sources, and the cell.
+    """
+
+    def body(inputs: Sequence[torch.Tensor] | None, needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+        here = system
+        if inputs is not None:
+            here = system.of(*inputs) if given is None else _of_given(system, given, inputs)
+        by_positions, *by_sources, by_cell = needed or (False, False, False)
+        asked = request.derivatives
+        computed = Derivatives(
+            asked.forces or by_positions or by_cell,
+            asked.charge_gradients or any(by_sources),
+            asked.virial or by_cell,
+        )
+        contributions = [term.evaluate(here, computed) for term in terms]
+        found = sums.total(contributions, here, request.energy_reduction)
+        values = found if isinstance(found, tuple) else (found,)
+        named = dict(zip(["energies", *[name for name, there in zip(Derivatives._fields, computed) if there]], values))
+        energies = named["energies"]
+        results = [energies if here.has_channels else energies.squeeze(1)]
+        if asked.forces:
+            results.append(named["forces"])
+        if asked.charge_gradients:
+            results += _by_source(named["charge_gradients"], here, request.of_sources)
+        if asked.virial:
+            results.append(named["virial"])
+        if by_positions:
+            results.append(-named["forces"])
+        if any(by_sources):
+            gradients = named["charge_gradients"]
+            # in separate memory, since callers may change results
+            gradients = gradients.clone() if asked.charge_gradients else gradients
+            if given is None:
+                results.append(gradients)
+            else:
+                there = (True, given.dipoles is not None, given.quadrupoles is not None)
+                each = _by_source(gradients, here, there)
+                results += [gradient for gradient, is_needed in zip(each, by_sources) if is_needed]
+        if by_cell:
+            results.append(_by_cell(contributions, here, named))
+        return tuple(results)
+
+    return body
+
+
+def _of_given(system: ChargedSystem, given: System, inputs: Sequence[torch.Tensor]) -> ChargedSystem:
+    """The system at other positions, charges, further sources and cell."""
+    positions, charges, *others, cell = inputs
+    cells = cell.reshape(-1, 3, 3)
+    if system.moments is None:
+        return system.of(positions, charges if system.has_channels else charges.unsqueeze(1), cells)
+    waiting = iter(others)
+    dipoles = None if given.dipoles is None else next(waiting)
+    quadrupoles = None if given.quadrupoles is None else next(waiting)
+    return system.of(positions, check_sources(charges, dipoles, quadrupoles, None, positions)[0], cells)
+
+
+def _by_source(
+    gradients: torch.Tensor, system: ChargedSystem, of_sources: tuple[bool, bool, bool]
+) -> list[torch.Tensor]:
+    """Gradients by each source, from those by charges or moments, without channels if there are none."""
+    if not system.has_channels:
+        gradients = gradients.squeeze(1)
+    if system.moments is None:
+        return [gradients]
+    by_charges, by_dipoles, by_quadrupoles = of_sources
+    found = [gradients[..., 0]] * by_charges + [gradients[..., 1:4]] * by_dipoles
+    return [*found, quadrupole_gradients(gradients[..., 4:])] if by_quadrupoles else found
+
+
+def _by_cell(
+    contributions: Sequence[Contribution], system: ChargedSystem, found: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """The gradient by the cells (n_systems, 3, 3) in float64: the virial is ``Σ x_i F_i^T - h^T dE/dh``."""
+    positions = system.positions
+    if positions.dtype is torch.float32:
+        dyads = _dyads(contributions, system)
+    else:
+        dyads = totals(positions.unsqueeze(-1) * found["forces"].unsqueeze(-2), system.batch_idx, system.n_systems)
+    return lattice_of(system.cell.detach(), None, 0).inverse.mT @ (dyads - found["virial"])
+
+
+def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torch.Tensor:
+    """``Σ x F^T`` (n_systems, 3, 3) for positions in float32, which may be far from the origin.
+
+    Terms over pairs have forces in float32, whose rounding errors would be multiplied by large positions. Such forces
+    add up to zero, so the origin does not matter: positions are taken relative to the middle of the system. The
+    long-range term has forces in float64, which need no such care; on a mesh they add up to zero only to its accuracy,
+    so their origin must be that of the cell, corner 0, 0, 0.
+    """
+    x, batch_idx, n_systems = system.positions.to(torch.float64), system.batch_idx, system.n_systems
+    middle = totals(torch.cat([x, torch.ones_like(x[:, :1])], 1), batch_idx, n_systems)
+    if system.domain is not None:
+        middle = system.domain._sum_for_shares(middle)
+    middle = middle[:, :3] / middle[:, 3:].clamp(min=1.0)
+    near = x - (middle if batch_idx is None else middle.index_select(0, batch_idx))
+    sums = [
+        (near if forces.dtype is torch.float32 else x).unsqueeze(-1) * forces.to(torch.float64).unsqueeze(-2)
+        for forces in (contribution.forces for contribution in contributions)
+        if forces is not None
+    ]
+    return totals(torch.stack(sums).sum(0), batch_idx, n_systems)

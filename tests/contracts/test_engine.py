@@ -1,0 +1,196 @@
+"""What decides how calls run: which calls are of one kind, whose plans are whose, and what is said about it."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from nvalchemiops.torch import plans
+from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
+from nvalchemiops.torch.interactions.electrostatics import EwaldSummation, coulomb_energy, ewald_summation
+from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.runtime import engine
+from tests.comparing import close
+from tests.plans import forget, ordinary, plans_of_calls
+from tests.processes import python_says
+from tests.systems import triclinic
+
+F64 = torch.float64
+SYSTEM = triclinic(12, charged=True)
+X, Q, CELL = (t.to(F64) for t in (SYSTEM.positions, SYSTEM.charges, SYSTEM.cell))
+NEAR = dict(
+    zip(("neighbor_list", "neighbor_ptr", "neighbor_shifts"), neighbor_list(X, 3.0, CELL, return_neighbor_list=True))
+)
+EWALD = {"alpha": 0.8, "k_cutoff": 4.0, **NEAR}
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    forget()
+
+
+def several(call, count=4):
+    for _ in range(count):
+        found = call()
+    return found
+
+
+def way_of(name):
+    """Which way the last call of an operation went, as users are told."""
+    (line,) = [line for line in plans.explain().splitlines() if line.startswith(f"{name}: ")]
+    return line.removeprefix(f"{name}: ")
+
+
+def test_numbers_and_tensors_are_told_apart():
+    """A parameter as a tensor and another as a number, and the other way round."""
+    potential, ones = lennard_jones(3.0), torch.ones(12, dtype=F64)
+    for sigma, epsilon in ((1.0, ones), (ones, 1.0), (1.1, ones), (ones, 1.1), (1.0, 1.1), (1.1, 1.0)):
+
+        def call(sigma=sigma, epsilon=epsilon):
+            return potential(X, CELL, sigma=sigma, epsilon=epsilon, compute_forces=True, **NEAR)
+
+        close(several(call), ordinary(call), 0.0)
+    assert len(plans_of_calls(potential)) == 6
+
+
+def test_what_changes_in_place_is_noticed():
+    """Parameters, cells, numbers and tables, by torch, NumPy and ``.data``."""
+    sigma, cell, numbers = torch.ones(12, dtype=F64), CELL.clone(), torch.tensor([6, 8] * 6)
+    tables = D3Parameters.load()
+    potential = lennard_jones(3.0)
+
+    def call():
+        dispersion = d3_dispersion(X, numbers, RationalDamping(0.4, 4.4, 0.8), tables, cell, **NEAR)
+        return (*dispersion, *potential(X, cell, sigma=sigma, epsilon=0.3, compute_forces=True, **NEAR))
+
+    changes = [
+        lambda: sigma.mul_(1.1),
+        lambda: sigma.data.mul_(1.1),
+        lambda: cell.numpy().__imul__(1.01),
+        lambda: numbers.numpy().__setitem__(slice(0, 3), 8),
+        lambda: tables.c6ab.data.mul_(1.1),
+        lambda: tables.rcov.numpy().__imul__(1.01),
+    ]
+    before = several(call)
+    for change in changes:
+        change()
+        found = call()
+        assert not all(map(torch.equal, found, before))
+        close(found, ordinary(call), 0.0)
+        before = several(call)
+
+
+def test_widths_belong_to_a_sum_whose_parameters_are_chosen():
+    mu = 0.1 * X.sin()
+    for sigma in (0.2, 0.3, 0.2):
+        widths = torch.full((12,), sigma, dtype=F64)
+
+        def call(widths=widths):
+            return ewald_summation(X, Q, CELL, accuracy=1e-3, dipoles=mu, widths=widths, compute_forces=True)
+
+        close(several(call), ordinary(call), 0.0)
+
+
+def test_modules_own_their_plans():
+    """Many of them do not push each other out; copies begin with none."""
+    modules = [EwaldSummation(alpha=0.7 + 0.01 * k, k_cutoff=4.0) for k in range(12)]
+    for _ in range(3):
+        for module in modules:
+            module(X, Q, CELL, **NEAR)
+    assert all(len(plans_of_calls(module)) == 1 for module in modules) and not plans_of_calls()
+    assert "replayed 1 times" in plans.explain(modules[0])
+    for twin in (copy.deepcopy(modules[0]), pickle.loads(pickle.dumps(modules[0]))):
+        assert not plans_of_calls(twin)
+        close(several(lambda twin=twin: twin(X, Q, CELL, **NEAR)), modules[0](X, Q, CELL, **NEAR), 0.0)
+    file = io.BytesIO()
+    torch.save(modules[0].state_dict(), file)
+    file.seek(0)
+    modules[1].load_state_dict(torch.load(file))
+    close(modules[1](X, Q, CELL, **NEAR), modules[0](X, Q, CELL, **NEAR), 0.0)
+
+
+def test_derivatives_of_a_module_have_its_plans():
+    module = EwaldSummation(alpha=0.7, k_cutoff=4.0)
+    for _ in range(5):
+        x, q = X.clone().requires_grad_(), Q.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(module(x, q, CELL, **NEAR).sum(), x, create_graph=True)
+        torch.autograd.grad(slope.square().sum(), q)
+    assert len(plans_of_calls(module, of_derivatives=True)) == 2 and not plans_of_calls(of_derivatives=True)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_inputs_that_change_before_the_backward_pass(order):
+    """An error of torch, as for its own operations."""
+    for _ in range(4):
+        x, q = X.clone().requires_grad_(), Q.clone()
+        energies = ewald_summation(x, q, CELL, **EWALD)
+        if order == 2:
+            (energies,) = torch.autograd.grad(energies.sum(), x, create_graph=True)
+        q.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            energies.square().sum().backward()
+
+
+def test_a_graph_that_is_kept_is_differentiated_again():
+    for _ in range(4):
+        x = X.clone().requires_grad_()
+        energy = ewald_summation(x, Q, CELL, **EWALD).sum()
+        found = [torch.autograd.grad(energy, x, retain_graph=True)[0] for _ in range(2)]
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        found += [torch.autograd.grad(slope.square().sum(), x, retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[2], found[3])
+
+
+def test_which_way_and_why():
+    """The reasons that users read."""
+
+    def call(x=X, **options):
+        return ewald_summation(x, Q, CELL, **{**EWALD, **options})
+
+    for expected in ("once (calls are recorded", "plan (recorded", "plan (replayed"):
+        call()
+        assert way_of("sum").startswith(expected)
+    with plans.off():
+        call()
+        assert way_of("sum") == "once (plans are switched off)"
+    with torch.device("cpu"):
+        call()
+        assert "a mode" in way_of("sum")
+    torch.func.vmap(call)(X.unsqueeze(0))
+    assert way_of("sum").startswith("graph (compilers, transforms")
+    call(alpha=torch.tensor([0.8], dtype=F64, requires_grad=True))
+    assert "what is fixed" in way_of("sum")
+    potential = PairPotential("exp(-r)", cutoff=3.0)
+    potential(X, CELL)
+    assert "searches for neighbors" in way_of("pair potential")
+    many = torch.zeros(engine.MOST_ATOMS + 1, 3, dtype=F64)
+    none = {
+        "neighbor_list": torch.zeros(2, 0, dtype=torch.int32),
+        "neighbor_shifts": torch.zeros(0, 3, dtype=torch.int32),
+    }
+    coulomb_energy(many, many[:, 0].contiguous(), CELL, 3.0, **none)
+    assert "more than 2048 atoms" in way_of("Coulomb sum")
+    plans.clear()
+    assert "plans: 0" in plans.explain()
+
+
+def test_plans_are_limited_and_switched_off(monkeypatch):
+    call = {f"{k}": k for k in range(3)}
+    for k in call.values():
+        several(lambda k=k: ewald_summation(X, Q, CELL, **{**EWALD, "alpha": 0.5 + 0.1 * k}))
+    assert len(plans_of_calls()) == 3
+    monkeypatch.setattr(engine.everywhere, "most_bytes", engine.MOST_BYTES)
+    plans.limit(0)
+    assert len(plans_of_calls()) == 1
+    with pytest.raises(ValueError, match="n_bytes"):
+        plans.limit(-1)
+    script = """
+        import json
+        from tests.contracts.test_engine import *
+        several(lambda: ewald_summation(X, Q, CELL, **EWALD))
+        print(json.dumps(plans.explain().splitlines()[0]))
+    """
+    assert "switched off" in python_says(script, NVALCHEMIOPS_PLANS="0")
