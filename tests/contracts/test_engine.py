@@ -9,7 +9,13 @@ import torch
 
 from nvalchemiops.torch import plans
 from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDamping, d3_dispersion
-from nvalchemiops.torch.interactions.electrostatics import EwaldSummation, coulomb_energy, ewald_summation
+from nvalchemiops.torch.interactions.electrostatics import (
+    EwaldSummation,
+    coulomb_energy,
+    electrostatic_potential,
+    ewald_summation,
+)
+from nvalchemiops.torch.interactions.electrostatics.features import reciprocal_potential
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import engine
@@ -92,6 +98,34 @@ def test_widths_belong_to_a_sum_whose_parameters_are_chosen():
             return ewald_summation(X, Q, CELL, accuracy=1e-3, dipoles=mu, widths=widths, compute_forces=True)
 
         close(several(call), ordinary(call), 0.0)
+
+
+@pytest.mark.parametrize("method", ["ewald", "pme", "k-vectors"])
+def test_potentials_at_atoms(method):
+    """Other receivers, widths and derivatives are other plans; second derivatives by positions and charges."""
+
+    def potential(x, q, receivers, derivatives):
+        if method == "k-vectors":
+            options = {"widths": 0.3, "receiver_widths": receivers, "derivatives": derivatives, "k_cutoff": 4.0}
+            return reciprocal_potential(x, q, CELL, **options)
+        options = {"k_cutoff": 4.0} if method == "ewald" else {"mesh_dimensions": (10, 9, 8)}
+        given = {"receiver_widths": receivers, "derivatives": derivatives, "method": method, "alpha": 0.8}
+        return electrostatic_potential(x, q, CELL, widths=0.2, **given, **options, **NEAR)
+
+    for receivers in ((0.4, 0.5), [0.5, 0.4]):
+        for derivatives in (0, 2):
+
+            def call(x=X, q=Q, receivers=receivers, derivatives=derivatives):
+                return [t for t in potential(x, q, receivers, derivatives) if t is not None]
+
+            def gradients(call=call):
+                x, q = X.clone().requires_grad_(), Q.clone().requires_grad_()
+                first = torch.autograd.grad(call(x, q)[0].sin().sum(), (x, q), create_graph=True)
+                return [t.detach() for t in (*first, *torch.autograd.grad(first[0].square().sum(), (x, q)))]
+
+            close(several(call), ordinary(call), 0.0)
+            close(several(gradients), ordinary(gradients), 1e-11)
+    assert len(plans_of_calls()) == 4
 
 
 def test_modules_own_their_plans():

@@ -129,7 +129,7 @@ def run_function(
     name : str
     function : callable
     moving : dict
-        Tensors whose values differ in each call; numbers and None among them are fixed.
+        Tensors whose values differ in each call, ``positions`` first; numbers and None among them are fixed.
     listed : named tuple
         Neighbors.
     fixed : dict

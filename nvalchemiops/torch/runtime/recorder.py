@@ -34,6 +34,9 @@ class NoPlan(Exception):
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
 """Operations that make memory without values."""
 
+_OF_SHAPES = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
+"""Operations whose results do not depend on the values of their argument."""
+
 _COPIES = {"_to_copy", "to", "contiguous", "reshape", "flatten"}
 """Operations whose result has the elements of their first argument in its order, without a form that writes it."""
 
@@ -197,6 +200,8 @@ class Recorder:
         self.kept.update((storage_of(t), t) for t in fresh)
         if func.overloadpacket.__name__ in _UNINITIALISED:
             self.uninitialised.update(map(storage_of, fresh))
+            return
+        if func.overloadpacket.__name__ in _OF_SHAPES:
             return
         if fresh:
             self._refuse_unwritten(func, given)

@@ -15,7 +15,7 @@ sees ``s²/2`` times the second derivative besides.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, P
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import SurfaceTerm, second_moments
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
+from nvalchemiops.torch.interactions.pair.driver import options_if
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.moments import pair_moments
 from nvalchemiops.torch.interactions.pair.shares import (
@@ -57,6 +58,7 @@ from nvalchemiops.torch.interactions.pair.shares import (
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
 from nvalchemiops.torch.operators.segments import spread_systems, totals
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
 
@@ -177,13 +179,68 @@ def electrostatic_potential(
             **{"slab_correction": slab_correction, "surface_dielectric": surface_dielectric},
         }
         return _of_mixed(atoms, is_open, neighbors, (exclusions, exclusion_factors), of_all, of_periodic)
-    if cell is None:
-        periodic = {"pbc": pbc, "slab_correction": slab_correction or None, "surface_dielectric": dielectric}
+    seen = tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths
+    given = _Given(
+        *(method, alpha, k_cutoff, mesh_dimensions, spline_order, accuracy, cutoff, exclusions, exclusion_factors),
+        *(seen, derivatives, self_interaction, slab_correction, dielectric),
+    )
+
+    def evaluate(near: GivenNeighbors, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
+        return _present(_at_atoms(atoms._replace(**values), near, given._replace(alpha=alpha)))
+
+    options = options_if(neighbors, domain, False, given._replace(alpha=None))
+    return Potentials(*_run("potential at atoms", evaluate, atoms, neighbors, options, alpha=alpha))
+
+
+class _Given(NamedTuple):
+    """Arguments of `electrostatic_potential` beside atoms and neighbors."""
+
+    method: Any
+    alpha: Any
+    k_cutoff: Any
+    mesh_dimensions: Any
+    spline_order: Any
+    accuracy: Any
+    cutoff: Any
+    exclusions: Any
+    exclusion_factors: Any
+    receiver_widths: Any
+    derivatives: Any
+    self_interaction: Any
+    slab_correction: Any
+    surface_dielectric: Any
+
+
+def _run(
+    name: str,
+    evaluate: Callable[..., tuple[torch.Tensor, ...]],
+    atoms: System,
+    neighbors: Any,
+    options: tuple[Any, ...] | str,
+    **moving: Any,
+) -> tuple[torch.Tensor, ...]:
+    """`engine.run_function` for these atoms."""
+    moving = {key: getattr(atoms, key) for key in ("positions", "charges", "dipoles", "quadrupoles")} | moving
+    fixed = {key: getattr(atoms, key) for key in ("cell", "batch_idx", "pbc", "widths")}
+    return engine.run_function(name, evaluate, moving, neighbors, fixed, options)
+
+
+def _present(found: Potentials) -> tuple[torch.Tensor, ...]:
+    return tuple([value for value in found if value is not None])
+
+
+def _at_atoms(atoms: System, neighbors: GivenNeighbors, given: _Given) -> Potentials:
+    """The potentials in systems that are all periodic, or without cells."""
+    method, alpha, k_cutoff, mesh_dimensions, spline_order, accuracy, cutoff, exclusions, factors = given[:9]
+    receiver_widths, derivatives, self_interaction, slab_correction, dielectric = given[9:]
+    domain = atoms.domain
+    if atoms.cell is None:
+        periodic = {"pbc": atoms.pbc, "slab_correction": slab_correction or None, "surface_dielectric": dielectric}
         for name, value in periodic.items():
             if value is not None:
                 raise ValueError(f"`{name}` needs a `cell`")
         with together(domain):
-            system = _with_moments(open_system(atoms, exclusions, exclusion_factors))
+            system = _with_moments(open_system(atoms, exclusions, factors))
             must_be_same(domain, derivatives=derivatives)
             receivers = _receivers(receiver_widths, system, self_interaction)
             rows, reach = _rows_of_open(neighbors, cutoff, system)
@@ -194,7 +251,7 @@ def electrostatic_potential(
         ]
         return _potentials(parts, system, derivatives)
     with together(domain):
-        system = _with_moments(check_system(atoms, exclusions, exclusion_factors, slab_correction))
+        system = _with_moments(check_system(atoms, exclusions, factors, slab_correction))
         receivers = _receivers(receiver_widths, system, self_interaction)
         long_range: LongRange
         if method == "pme":
@@ -202,7 +259,7 @@ def electrostatic_potential(
             long_range = MeshSum.given(mesh_dimensions, None, spline_order, precomputed, None, system)
         else:
             long_range = KVectorSum.given(None, k_cutoff, None, None, system)
-        accuracy = check_accuracy(accuracy, positions)
+        accuracy = check_accuracy(accuracy, system.positions)
         cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
         found_rows = None
         if system.domain is None:
@@ -247,6 +304,19 @@ def reciprocal_potential(
 ) -> Potentials:
     """The same as a sum over k-vectors alone, for Gaussians of one width: pairs of a receiver have one alpha."""
     atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
+    seen = tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths
+    options = (seen, k_cutoff, k_vectors, derivatives, self_interaction)
+
+    def evaluate(_: Any, **values: Any) -> tuple[torch.Tensor, ...]:
+        return _present(_by_k_vectors(atoms._replace(**values), *options))
+
+    return Potentials(*_run("potential by k-vectors", evaluate, atoms, (), options))
+
+
+def _by_k_vectors(
+    atoms: System, receiver_widths: Any, k_cutoff: Any, k_vectors: Any, derivatives: int, self_interaction: bool
+) -> Potentials:
+    widths: Any = atoms.widths
     system = _with_moments(check_system(atoms))
     long_range = KVectorSum.given(k_vectors, k_cutoff, None, None, system)
     if not long_range.is_given:
@@ -254,7 +324,7 @@ def reciprocal_potential(
     parts = []
     for (receiver, _), number in zip(_receivers(receiver_widths, system, True), receiver_widths):
         inverse = 1.0 / math.sqrt(2.0 * (number**2 + widths**2))
-        alpha = torch.full((system.n_systems,), inverse, dtype=torch.float64, device=positions.device)
+        alpha = torch.full((system.n_systems,), inverse, dtype=torch.float64, device=system.positions.device)
         found = _of_long_range(system, long_range, nan_unless(long_range.valid, alpha), derivatives)
         found = found + _background(system, receiver, derivatives)
         if not self_interaction:
