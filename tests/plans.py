@@ -3,8 +3,10 @@
 from nvalchemiops.torch.runtime import engine
 
 
-def forget():
-    """Nothing is kept from earlier calls."""
+def forget(*owners):
+    """Nothing is kept from earlier calls, those of these modules or potentials included."""
+    for owner in owners:
+        vars(owner).pop(engine.OWN, None)
     engine.everywhere.clear()
     engine.everywhere.recorded = engine.everywhere.replayed = 0
 

@@ -11,7 +11,7 @@ import torch
 
 from nvalchemiops.torch import record
 from nvalchemiops.torch.runtime import engine, plans
-from tests.cases import D3, EACH, MIXED, ONE, PAIRS, PARTS, SUMS
+from tests.cases import D3, DAMPED_SHIFTED_FORCE, EACH, LENNARD_JONES, MIXED, ONE, PAIRS, PARTS, SUMS
 from tests.comparing import close, compiled, random_like
 from tests.plans import forget
 from tests.systems import in_form
@@ -30,7 +30,7 @@ class Ways(NamedTuple):
 @pytest.fixture
 def ways(monkeypatch):
     """Counts which ways are taken; nothing is kept from other tests."""
-    forget()
+    forget(LENNARD_JONES, DAMPED_SHIFTED_FORCE)
     found = Ways([], [])
     run, along = plans.Plan.__call__, engine._Differentiable.apply
 
