@@ -123,9 +123,9 @@ def test_an_open_cutoff_grows_until_the_accuracy_is_met(name, method, given):
 
 def test_a_cutoff_does_not_grow_without_end():
     """The list for this mesh would have to be as long as a hundred cells."""
-    forces, (warning,) = forces_and_warnings("pme", disordered("water"), mesh_dimensions=(6, 6, 6), spline_order=4)
+    forces, (warning,) = forces_and_warnings("pme", disordered("water"), mesh_dimensions=(5, 5, 5), spline_order=4)
     error = relative_error(forces, exact_forces("water"))
-    assert error / 3.0 < expected(warning) < 3.0 * error
+    assert error / 3.0 < expected(warning) < 4.0 * error  # which is said with one digit
 
 
 @pytest.mark.parametrize("case", ["sphere", "box", "mesh", "indices"])
