@@ -1,7 +1,8 @@
 """Each way in which a call may run gives what the ordinary way gives, and is the way that ran.
 
 What holds for the ordinary way (values, derivatives, symmetries, errors: the other files of this room) then holds for
-all. The ordinary way: plans off, operators one by one.
+all. The ordinary way: plans off, operators one by one. A domain of one rank is among the groups of tests/distributed,
+and JAX has tests/jax/test_operators.py.
 """
 
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from nvalchemiops.torch import record
 from nvalchemiops.torch.runtime import engine, plans
 from tests.cases import D3, DAMPED_SHIFTED_FORCE, EACH, LENNARD_JONES, MIXED, ONE, PAIRS, PARTS, SUMS
 from tests.comparing import close, compiled, random_like
+from tests.lanes.fibers import gpu_layout
 from tests.plans import forget
 from tests.systems import in_form
 
@@ -168,6 +170,23 @@ def test_compiled(case, system, of, ways, ordinary):
     for seed in range(2):
         given = others(inputs, seed)
         close(call(*given), ordinary(function, *given), 1e-11)
+
+
+@EACH
+@SYSTEMS
+@FUNCTIONS
+def test_in_lanes(case, system, of, ways, ordinary):
+    """In the layout of a GPU: a graph of operators each time."""
+    inputs, near = case.inputs(system), case.near(system)
+    function = of(case, inputs, near)
+    for seed in range(2):
+        given = others(inputs, seed)
+        with gpu_layout():
+            found = function(*given)
+            assert "GPU" in engine.explain() or case.name not in HAS_PLAN
+        assert not ways.plans and not ways.along
+        close(found, ordinary(function, *given), 1e-10)
+        ways.along.clear()
 
 
 @EACH
