@@ -126,7 +126,7 @@ def test_one_plan_for_lists_of_any_length(name):
             return function(y, p, cell, 0.9, **near, **options, compute_forces=True)
 
         same_bits(call(), ordinary(call))
-    assert plan_of().steps and len(lengths) == 8
+    assert plan_of().steps and len(lengths) == 8 and engine.everywhere.replayed == 6
     for wrong in (near["neighbor_shifts"][:-1], near["neighbor_shifts"][:, :2].contiguous()):
         with pytest.raises(ValueError, match="neighbor_shifts"):
             function(y, p, cell, 0.9, **{**near, "neighbor_shifts": wrong}, **options)
