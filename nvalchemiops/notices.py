@@ -7,7 +7,10 @@ Each is shown once for a line of the caller's code. One line silences them all::
 
 import itertools
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _NOT_CALLERS = ("nvalchemiops", "torch")
 """Packages whose code is not the caller's; torch calls modules."""
@@ -38,6 +41,20 @@ def count() -> int:
     return _counted
 
 
+_thread = threading.local()
+
+
+@contextmanager
+def unsaid() -> Iterator[None]:
+    """Inside, this thread warns of nothing: a call before has done so."""
+    before = getattr(_thread, "is_unsaid", False)
+    _thread.is_unsaid = True
+    try:
+        yield
+    finally:
+        _thread.is_unsaid = before
+
+
 def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None = None) -> None:
     """Warn the caller of this package, once for a line of their code, or as often as their filters say.
 
@@ -52,6 +69,8 @@ def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None =
     """
     global _counted
     _counted = next(_count) + 1
+    if getattr(_thread, "is_unsaid", False):
+        return
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_CALLERS:
         frame = frame.f_back

@@ -16,6 +16,7 @@ the backward pass of a plain sum of energies is a product.
 `explain` says which way the last calls went, and why not by a plan.
 """
 
+import contextlib
 import functools
 import os
 import threading
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from nvalchemiops import notices
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch.runtime import plans
@@ -36,11 +38,12 @@ from nvalchemiops.torch.runtime._torch_internals import (
     has_other_modes,
     has_saved_tensor_hooks,
     is_unobserved,
+    no_view,
     version_of,
 )
 from nvalchemiops.torch.runtime.context import is_eager, is_mapped
 from nvalchemiops.torch.runtime.openmp import fairly
-from nvalchemiops.torch.runtime.recorder import current_recorder
+from nvalchemiops.torch.runtime.recorder import OF_LENGTH, current_recorder
 
 MOST_ATOMS = 2048
 """Atoms up to which calls become plans; larger ones take far longer than the Python around them."""
@@ -151,7 +154,7 @@ def run_function(
 
         return body
 
-    others = (" ".join(names), *[value for key, value in both.items() if key not in names])
+    others = (" ".join(names), " ".join(both), *[value for key, value in both.items() if key not in names])
     return run(Call(name, prepare, inputs, n_moving, listed, others, options))
 
 
@@ -181,19 +184,25 @@ def run(call: Call) -> Tensors:
     if not tracked:
         found = _planned(call, kind, (), (), inputs)
         return _here(call, call.prepare(inputs, call.near)) if found is None else found
-    needed = tuple([t.requires_grad for t in inputs]) if call.along else ()
-    found, body = _planned(call, kind, (), needed, inputs), None
+    by = tuple([t.requires_grad for t in inputs])
+    needed, body = by if call.along else (), None
+    results_by: tuple[bool, ...] | None = None  # which results these inputs have gradients of
+    if not call.along and not isinstance(kind, str):
+        results_by = kind.table.tracked.get((kind.key, by))
+    found = None if results_by is None and not call.along else _planned(call, kind, (), needed, inputs)
     if found is None:
         body = call.prepare(inputs, call.near)
         if not call.along:
-            return _here(call, body)
+            results = _here(call, body)
+            if not isinstance(kind, str):
+                kind.table.tracked.keep((kind.key, by), tuple([t.requires_grad for t in results]))
+            return results
         with torch.no_grad():
-            found = fairly(lambda *at: body(at, needed), *inputs)
+            found = tuple(map(no_view, fairly(lambda *at: body(at, needed), *inputs)))
     n_results = len(found) - sum(needed)
     first = dict(zip([k for k, is_needed in enumerate(needed) if is_needed], found[n_results:]))
-    state = _State(call, kind, (), body)
-    results = _Differentiable.apply(state, first, found[:n_results], *inputs, *others)
-    return results
+    state = _State(call, kind, (), body, results_by or (True,) * n_results)
+    return _apply(state, first, found[:n_results], *inputs, *others)
 
 
 def _graph(call: Call) -> Tensors:
@@ -256,15 +265,21 @@ def _full(body: Body, levels: Levels, needed: Sequence[bool], tensors: Sequence[
 
 
 class _State(NamedTuple):
-    """What a backward pass needs beside tensors: ``body`` if it was made."""
+    """What a backward pass needs beside tensors: ``body`` if it was made, and which results are ``tracked``."""
 
     call: Call
     kind: "_Kind | str"
     levels: Levels
     body: Body | None
+    tracked: tuple[bool, ...]
 
     def made(self) -> Body:
         return self.call.prepare(self.call.inputs, self.call.near) if self.body is None else self.body
+
+
+def _apply(state: "_State", first: Any, results: Tensors, *tensors: torch.Tensor) -> Tensors:
+    found = _Differentiable.apply(state, first, results, *tensors)
+    return found
 
 
 class _Differentiable(torch.autograd.Function):
@@ -276,11 +291,12 @@ class _Differentiable(torch.autograd.Function):
         # all tensors on which the call depends, so that torch notices if they change before the backward pass
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[t for t, is_tracked in zip(results, state.tracked) if not is_tracked])
         return results
 
     @staticmethod
     def backward(ctx: Any, *incoming: torch.Tensor | None) -> Any:
-        call, kind, levels, _ = state = ctx.state
+        call, kind, levels, *_ = state = ctx.state
         count = len(call.inputs) + sum([len(given) for given, _ in levels])
         saved = ctx.saved_tensors
         tensors, rest = saved[:count], (None,) * (len(saved) - count)
@@ -298,11 +314,12 @@ class _Differentiable(torch.autograd.Function):
         wanted = tuple([k for k, is_needed in enumerate(needed) if is_needed])
         next_levels: Levels = (*levels, (given, wanted))
         points = (*tensors, *[g for g in incoming if g is not None])
-        found: Any = _planned(call, kind, next_levels, (), points)
+        found: Any = _planned(call, _kind_here(kind, points[count:]), next_levels, (), points)
         if found is None:
             found = _value(state.made(), next_levels, (), points)
         elif higher:
-            found = _Differentiable.apply(state._replace(levels=next_levels), None, found, *points, *saved[count:])
+            state = state._replace(levels=next_levels, tracked=(True,) * len(wanted))
+            found = _Differentiable.apply(state, None, found, *points, *saved[count:])
         by = dict(zip(wanted, found))
         return (None,) * 3 + tuple([by.get(k) for k in range(count)]) + rest
 
@@ -370,6 +387,7 @@ class _Kind(NamedTuple):
     length: int
     small: list[torch.Tensor]
     large: list[torch.Tensor]
+    contents: list[bytes]  # of the small ones
     table: "Plans"
 
 
@@ -380,6 +398,10 @@ class _Entry:
         self.plan, self.reason = plan, reason
         self.prepared = prepared  # kept, so that no other tensor gets their identity
         self.values = [t.detach().clone() for t in prepared]
+        self.n_bytes = 0
+        if plan is not None:
+            beside = [t.untyped_storage().nbytes() for t in (*prepared, *self.values, *plan.external)]
+            self.n_bytes = plan.n_bytes + sum(beside)
 
     def is_as_recorded(self) -> bool:
         """Whether prepared data have the values that they had when the plan was made."""
@@ -401,6 +423,8 @@ class Plans:
         self.most_bytes = most_bytes
         self.entries: Kept[_Entry] = Kept(MOST_KINDS)
         self.counts: dict[Hashable, int] = {}
+        self.tracked: Kept[tuple[bool, ...]] = Kept(MOST_KINDS)
+        """By kinds of calls and inputs that require gradients: which results do."""
         self.credit = 8 * PAID
         self.recorded = self.replayed = 0
 
@@ -429,12 +453,13 @@ class Plans:
     @property
     def n_bytes(self) -> int:
         """Memory of all plans."""
-        return sum([entry.plan.n_bytes for entry in list(self.entries.values()) if entry.plan is not None])
+        return sum([entry.n_bytes for entry in list(self.entries.values())])
 
     def clear(self) -> None:
         """Forget all plans."""
         self.entries.clear()
         self.counts.clear()
+        self.tracked.clear()
         self.credit = 8 * PAID
 
     def __reduce__(self) -> Any:
@@ -509,11 +534,12 @@ def _kind_of(call: Call, tracked: bool) -> _Kind | str:
     length = _length(near, n_atoms)
     small: list[torch.Tensor] = []
     large: list[torch.Tensor] = []
+    contents: list[bytes] = []
     try:
         forms = [_form(t) for t in inputs[:n_moving]]
         forms += [_form(value, length) for value in near]
-        fixed = _fixed((*inputs[n_moving:], *call.systems), small, large, 9 * MOST_ATOMS)
-        fixed += _fixed(call.options, small, large)
+        fixed = _fixed((*inputs[n_moving:], *call.systems), small, large, contents, 9 * MOST_ATOMS)
+        fixed += _fixed(call.options, small, large, contents)
     except _Unknown as reason:
         return str(reason)
     listed = [value for value in near if isinstance(value, torch.Tensor)]
@@ -521,11 +547,30 @@ def _kind_of(call: Call, tracked: bool) -> _Kind | str:
     used, copied = (listed, []) if of_rows and not getattr(near, "half_list", False) else ([], listed)
     tensors = (*inputs[:n_moving], *listed, *small, *large)
     table = getattr(_thread, "table", None) or everywhere
+    if not all([layout(t.device.type).reads for t in listed]):
+        return "lists are on a GPU"
     if not is_unobserved(*tensors):
         return "autocast, a profiler or a tensor of another kind sees the operations"
     if tracked and has_saved_tensor_hooks():  # checkpoints count what is saved, which is not the same with a plan
         return "hooks see the tensors that are saved for the backward pass"
-    return _Kind((call.name, tuple(forms), tuple(fixed), layout("cpu")), used, copied, length, small, large, table)
+    return _Kind(
+        (call.name, tuple(forms), tuple(fixed), layout("cpu")), used, copied, length, small, large, contents, table
+    )
+
+
+def _kind_here(kind: _Kind | str, incoming: Sequence[torch.Tensor]) -> _Kind | str:
+    """The kind of a call for a derivative of it, with these incoming gradients; or why that has no plan."""
+    if isinstance(kind, str):
+        return kind
+    if current_recorder() is not None:
+        return "it is part of a recording"
+    if has_function_modes() or not is_eager(*incoming) or not is_unobserved(*incoming) or has_saved_tensor_hooks():
+        return "transforms, modes or hooks see the backward pass"
+    if not all([t.layout is torch.strided and layout(t.device.type).reads for t in incoming]):
+        return "an incoming gradient is of another layout or elsewhere"
+    if kind.contents != [_bytes_of(t) for t in kind.small]:
+        return "what is fixed has changed since the call"
+    return kind
 
 
 def _planned(
@@ -555,7 +600,7 @@ def _planned(
         return _noted(call, "once", "calls are recorded when they come again", None)
 
     def function(memory: Sequence[torch.Tensor]) -> Tensors:
-        constants = [t.detach() for t in tensors[n_moving:n_inputs]]
+        constants = [t.detach().clone() for t in tensors[n_moving:n_inputs]]
         here = [*memory[:n_moving], *constants, *memory[n_moving : len(memory) - len(kind.copied)]]
         near, waiting = call.near, iter(memory[len(memory) - len(kind.copied) :])
         if kind.copied:
@@ -565,8 +610,10 @@ def _planned(
     if plans.share_memory(kind.used, [*kind.small, *kind.large]):
         return _noted(call, "once", "lists and prepared data share memory", None)
     detached = [t.detach() for t in moving]
-    made, found, reason = plans.record(function, detached, kind.used, kind.small, kind.length, raises=not levels)
-    table.keep(key, _Entry(made, reason, kind.large))
+    with notices.unsaid() if levels else contextlib.nullcontext():  # the call has warned
+        made, found, reason = plans.record(function, detached, kind.used, kind.small, kind.length, raises=not levels)
+    if found is not None and not reason.startswith(OF_LENGTH):  # otherwise it is a matter of this call
+        table.keep(key, _Entry(made, reason, kind.large if made else []))
     return _noted(call, "plan" if made else "once", "recorded" if made else reason, found)
 
 
@@ -603,32 +650,37 @@ class _Unknown(Exception):
 
 
 def _fixed(
-    values: tuple[Any, ...], small: list[torch.Tensor], large: list[torch.Tensor], most: int = SMALL
+    values: tuple[Any, ...],
+    small: list[torch.Tensor],
+    large: list[torch.Tensor],
+    contents: list[bytes],
+    most: int = SMALL,
 ) -> list[Any]:
     """What tells ``values`` apart.
 
-    Tensors among them are added to ``small`` if their values are part of it, which have up to so many elements, and to
-    ``large`` if they are recognized by themselves.
+    Tensors among them are added to ``small`` if their values are part of it, which have up to so many elements, with
+    their ``contents``, and to ``large`` if they are recognized by themselves.
     """
     found: list[Any] = []
     for value in values:
         kind = type(value)
         found.append(kind)
         if kind in _IMMUTABLE or isinstance(value, np.generic):
-            found.append(value)
+            found.append(value if value or kind is not float else str(value))  # zero and minus zero are equal
         elif isinstance(value, torch.Tensor):
             if kind not in PLAIN_TYPES or value.layout is not torch.strided or not layout(value.device.type).reads:
                 raise _Unknown(f"a tensor is {kind.__name__} with layout {value.layout} on {value.device}")
             if value.numel() <= most:
                 small.append(value)
-                found += (value.dtype, value.shape, _bytes_of(value))
+                contents.append(_bytes_of(value))
+                found += (value.dtype, value.shape, contents[-1])
             else:
                 large.append(value)
                 place = (id(value), version_of(value), value.data_ptr())
                 found += (*place, value.dtype, value.shape, value.stride())
         elif isinstance(value, tuple):
             found.append(len(value))
-            found += _fixed(value, small, large, most)
+            found += _fixed(value, small, large, contents, most)
         else:
             raise _Unknown(f"an argument is a {kind.__name__}, which may change")
     return found

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops import notices
-from nvalchemiops.torch.runtime.recorder import Recorder, Step, recording, storage_of
+from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, storage_of
 
 MOST_BYTES = 2**24
 """Memory of a plan of an operation, at most."""
@@ -40,7 +40,7 @@ class Plan:
     external : list of torch.Tensor
         On which results depend, beside arguments.
     n_bytes : int
-        Memory, that of external tensors included.
+        Memory of its own.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ def _fault_of(recorder: Recorder, results: Sequence[torch.Tensor], arguments: Se
             return "a backward pass puts gradients into `.grad` of a tensor: use torch.autograd.grad"
     length = recorder.length
     if length and any(length in t.shape for t in (*recorder.kept.values(), *recorder.external.values())):
-        return "an axis that is as long as a list"
+        return OF_LENGTH + "an axis is as long"
     known = recorder.varying | recorder.kept.keys()
     return "" if all([storage_of(t) in known for t in results if t.numel()]) else "a result was there before the call"
 

@@ -27,6 +27,10 @@ from nvalchemiops.torch.runtime._torch_internals import (
 Step = Callable[[], Any]
 
 
+OF_LENGTH = "a list of this length: "
+"""With this begin reasons that may not hold for a list of another length."""
+
+
 class NoPlan(Exception):
     """The call cannot be recorded, and why. Only a recorder sees it: the call goes on, and has its results."""
 
@@ -307,7 +311,7 @@ class Recorder:
         self._will_vary(written)
         self.read |= found.keys()
         if self.length and self.length in (dim, *(value for value in inputs if type(value) is int)):
-            raise NoPlan("a number that is the length of a list")
+            raise NoPlan(OF_LENGTH + "a number is the same")
         packed, patched, stretched = list(descriptors), [], []
         for number, value in enumerate((*inputs, *outputs)):
             if isinstance(value, torch.Tensor) and value.numel():

@@ -108,7 +108,9 @@ def dispersion_sum(
             parameters = _states_of(parameters, structure.numbers)
         options = (*options, parameters)
 
-    def evaluate(near: GivenNeighbors, positions: Any, cell: Any, s9: Any, **values: Any) -> tuple[torch.Tensor, ...]:
+    def evaluate(
+        near: GivenNeighbors, /, positions: Any, cell: Any, s9: Any, **values: Any
+    ) -> tuple[torch.Tensor, ...]:
         here = structure._replace(positions=positions, cell=cell)
         damped = damping._replace(**{name: values[name] for name in damping._fields})
         return _dispersion_sum(here, parameters, settings._replace(damping=damped, s9=s9), request, near, num_systems)

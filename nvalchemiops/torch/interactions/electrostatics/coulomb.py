@@ -178,7 +178,7 @@ def _sum(
 ) -> tuple[torch.Tensor, ...]:
     """Sum a formula of charges ``q`` and, optionally, damping ``alpha``; by a plan where it repeats."""
 
-    def evaluate(near: GivenNeighbors, positions: Any, charges: Any, cell: Any, alpha: Any, **_: Any) -> Any:
+    def evaluate(near: GivenNeighbors, /, positions: Any, charges: Any, cell: Any, alpha: Any, **_: Any) -> Any:
         here = atoms._replace(positions=positions, charges=charges, cell=cell)
         return _sum_once(formula, here, cutoff, alpha, near, request, num_systems)
 
@@ -218,7 +218,7 @@ def _moments(
 ) -> tuple[torch.Tensor, ...]:
     """Energies, and forces if requested, of moments, Gaussians or several charges; without ``alpha`` bare."""
 
-    def evaluate(near: GivenNeighbors, positions: Any, cell: Any, alpha: Any, batch_idx: Any, **sources: Any) -> Any:
+    def evaluate(near: GivenNeighbors, /, positions: Any, cell: Any, alpha: Any, batch_idx: Any, **sources: Any) -> Any:
         here = atoms._replace(positions=positions, cell=cell, **sources)
         return _moments_once(here, cutoff, alpha, near, request)
 

@@ -153,7 +153,7 @@ def described(
         len(inputs) - 1,
         () if neighbors is None else neighbors,
         (atoms.batch_idx, atoms.pbc),
-        (request, atoms.widths, *options),
+        (" ".join(names), request, atoms.widths, *options),
         along=is_constant and has_first_derivatives(request),
         batch_idx=atoms.batch_idx,
         n_systems=1 if cell.ndim == 2 else cell.shape[0],

@@ -185,7 +185,7 @@ def electrostatic_potential(
         *(seen, derivatives, self_interaction, slab_correction, dielectric),
     )
 
-    def evaluate(near: GivenNeighbors, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
+    def evaluate(near: GivenNeighbors, /, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
         return _present(_at_atoms(atoms._replace(**values), near, given._replace(alpha=alpha)))
 
     options = options_if(neighbors, domain, False, given._replace(alpha=None))

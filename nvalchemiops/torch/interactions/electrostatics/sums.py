@@ -45,7 +45,7 @@ def evaluate(
         inputs,
         2,
         near,
-        (system.batch_idx, system.widths, system.slab_axes),
+        (system.batch_idx, system.widths, system.slab_axes, system.has_channels, system.moments is None),
         options if system.domain is None else "ranks share it",
         along=is_constant and has_first_derivatives(request),
         others=own,

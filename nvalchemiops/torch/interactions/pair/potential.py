@@ -247,7 +247,7 @@ class PairPotential:
         formula, cutoff = self.formula, self.cutoff
         by_system = request.by_system or formula.global_parameters != ()
 
-        def evaluate(near: GivenNeighbors, positions: Any, cell: Any, **values: Any) -> tuple[torch.Tensor, ...]:
+        def evaluate(near: GivenNeighbors, /, positions: Any, cell: Any, **values: Any) -> tuple[torch.Tensor, ...]:
             here, named = atoms._replace(positions=positions, cell=cell), {name: values[name] for name in parameters}
             with together(domain):
                 system = pair_system(
