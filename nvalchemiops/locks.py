@@ -15,7 +15,8 @@ A forked process has only the thread that forked, and another one may have held 
 
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
@@ -76,6 +77,17 @@ class Kept(dict[Hashable, Value]):
         """Keep so many of the oldest values no longer; these values."""
         oldest = [self.pop(key, None) for key in list(self)[:count]] if count > 0 else []
         return [value for value in oldest if value is not None]
+
+
+@contextmanager
+def set_within(thread: threading.local, name: str, value: Any) -> Iterator[None]:
+    """Inside, what this thread keeps by this name is ``value``."""
+    before = getattr(thread, name, None)
+    setattr(thread, name, value)
+    try:
+        yield
+    finally:
+        setattr(thread, name, before)
 
 
 def after_fork(action: Callable[[], None]) -> Callable[[], None]:

@@ -9,8 +9,9 @@ import itertools
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+
+from nvalchemiops.locks import set_within
 
 _NOT_CALLERS = ("nvalchemiops", "torch")
 """Packages whose code is not the caller's; torch calls modules."""
@@ -44,15 +45,9 @@ def count() -> int:
 _thread = threading.local()
 
 
-@contextmanager
-def unsaid() -> Iterator[None]:
+def unsaid() -> AbstractContextManager[None]:
     """Inside, this thread warns of nothing: a call before has done so."""
-    before = getattr(_thread, "is_unsaid", False)
-    _thread.is_unsaid = True
-    try:
-        yield
-    finally:
-        _thread.is_unsaid = before
+    return set_within(_thread, "is_unsaid", True)
 
 
 def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None = None) -> None:
@@ -69,7 +64,7 @@ def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None =
     """
     global _counted
     _counted = next(_count) + 1
-    if getattr(_thread, "is_unsaid", False):
+    if getattr(_thread, "is_unsaid", None):
         return
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_CALLERS:

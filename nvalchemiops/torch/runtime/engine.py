@@ -20,8 +20,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from types import MethodType
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,7 +29,7 @@ import torch
 
 from nvalchemiops import notices
 from nvalchemiops.layout import layout
-from nvalchemiops.locks import Kept
+from nvalchemiops.locks import Kept, set_within
 from nvalchemiops.torch.runtime import plans
 from nvalchemiops.torch.runtime._torch_internals import (
     PLAIN_TYPES,
@@ -202,7 +201,8 @@ def run(call: Call) -> Tensors:
     n_results = len(found) - sum(needed)
     first = dict(zip([k for k, is_needed in enumerate(needed) if is_needed], found[n_results:]))
     state = _State(call, kind, (), body, results_by or (True,) * n_results)
-    return _apply(state, first, found[:n_results], *inputs, *others)
+    tracked_results: Tensors = _Differentiable.apply(state, first, found[:n_results], *inputs, *others)
+    return tracked_results
 
 
 def _graph(call: Call) -> Tensors:
@@ -210,7 +210,7 @@ def _graph(call: Call) -> Tensors:
 
 
 def _here(call: Call, body: Body) -> Tensors:
-    results = fairly(lambda *at: body(at, ()), *call.inputs)
+    results: Tensors = fairly(lambda *at: body(at, ()), *call.inputs)
     return results
 
 
@@ -275,11 +275,6 @@ class _State(NamedTuple):
 
     def made(self) -> Body:
         return self.call.prepare(self.call.inputs, self.call.near) if self.body is None else self.body
-
-
-def _apply(state: "_State", first: Any, results: Tensors, *tensors: torch.Tensor) -> Tensors:
-    found = _Differentiable.apply(state, first, results, *tensors)
-    return found
 
 
 class _Differentiable(torch.autograd.Function):
@@ -475,15 +470,9 @@ enabled = os.environ.get("NVALCHEMIOPS_PLANS", "1") != "0"
 _thread = threading.local()
 
 
-@contextmanager
-def kept_in(table: Plans) -> Iterator[None]:
+def kept_in(table: Plans) -> contextlib.AbstractContextManager[None]:
     """Inside, plans of calls of this thread are those of ``table``, and of derivatives of these calls."""
-    before = getattr(_thread, "table", None)
-    _thread.table = table
-    try:
-        yield
-    finally:
-        _thread.table = before
+    return set_within(_thread, "table", table)
 
 
 def with_own_plans(method: Method) -> Method:
@@ -499,29 +488,23 @@ def with_own_plans(method: Method) -> Method:
         with kept_in(table):
             return method(self, *args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    return call  # type: ignore[return-value]  # it is called like the method
 
 
 OWN = "_plans"
 """The attribute of an object with its plans."""
 
 
-@contextmanager
-def off() -> Iterator[None]:
+def off() -> contextlib.AbstractContextManager[None]:
     """Inside, calls of this thread have no plans."""
-    before = getattr(_thread, "is_off", False)
-    _thread.is_off = True
-    try:
-        yield
-    finally:
-        _thread.is_off = before
+    return set_within(_thread, "is_off", True)
 
 
 def _kind_of(call: Call, tracked: bool) -> _Kind | str:
     """The kind of a call, or why it has no plan."""
     inputs, n_moving, near = call.inputs, call.n_moving, call.near
     n_atoms = inputs[0].shape[0] if inputs[0].ndim else 0
-    if not enabled or getattr(_thread, "is_off", False):
+    if not enabled or getattr(_thread, "is_off", None):
         return "plans are switched off"
     if isinstance(call.options, str):
         return call.options

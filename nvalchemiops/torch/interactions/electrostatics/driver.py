@@ -144,7 +144,7 @@ def described(
         inputs = (inputs[0].detach(), *inputs[1:-1], cell.detach())
 
     def body(inputs: Sequence[torch.Tensor], near: Any) -> engine.Body:
-        return prepare(atoms._replace(**dict(zip(names, inputs))), near)  # type: ignore[arg-type]
+        return prepare(atoms._replace(**dict(zip(names, inputs))), near)  # type: ignore[arg-type]  # fields by name
 
     return engine.Call(
         name,
