@@ -4,6 +4,7 @@ Cells are skewed, atoms lie outside of them, systems carry net charge, and those
 no order.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ SLAB = torch.tensor([True, False, True])
 LENNARD_JONES = lennard_jones(CUTOFF, r_switch=2.2)
 DAMPED_SHIFTED_FORCE = damped_shifted_force(CUTOFF)
 STATES = D3Parameters.load().states([6, 8])
+STATES_ON_GPU = functools.cache(lambda: D3Parameters.load().states([6, 8], "cuda"))
 D3_CUTOFFS = {"cutoff": CUTOFF, "coordination_cutoff": CUTOFF, "smoothing": 1.0}
 # dispersion energies are small: in this unit they are of order one, and so are tolerances
 D3_UNIT = 1e3
@@ -120,7 +122,8 @@ def pairs_of_charges(x, q, cell, alpha, near, **options):
 def dispersion(x, a, cell, b, near, **options):
     near = dict(near)
     damping = RationalDamping(*a.unbind(), *b.unbind())
-    found = d3_dispersion(x, near.pop("numbers"), damping, STATES, cell, **near, **D3_CUTOFFS, **options)
+    states = STATES if x.device.type == "cpu" else STATES_ON_GPU()
+    found = d3_dispersion(x, near.pop("numbers"), damping, states, cell, **near, **D3_CUTOFFS, **options)
     # the coordination numbers are before the virial
     return tuple(D3_UNIT * t for k, t in enumerate(found) if k != (2 if options.get("compute_forces") else 1))
 

@@ -31,7 +31,8 @@ def same_bits(found, expected):
 
 def random_like(tensors, seed=0):
     """Numbers without order, also inside of a compiled graph or a transform."""
-    return [torch.sin(77.7 * (torch.arange(t.numel(), dtype=t.dtype) + seed + 1.3)).view(t.shape) for t in tensors]
+    orders = [torch.arange(t.numel(), dtype=t.dtype, device=t.device) for t in tensors]
+    return [torch.sin(77.7 * (order + seed + 1.3)).view(t.shape) for order, t in zip(orders, tensors)]
 
 
 def weighted(results, seed=0):

@@ -28,7 +28,7 @@ from nvalchemiops.torch.autograd import op as ops
 from nvalchemiops.torch.autograd.op import WarpOp
 from nvalchemiops.torch.interactions.pair import op as pair_op
 from nvalchemiops.torch.runtime import _torch_internals as internals
-from nvalchemiops.torch.runtime import context
+from nvalchemiops.torch.runtime import context, graphs
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")
 
@@ -327,7 +327,7 @@ def _describe(kernel: wp.Kernel, arguments: Any, *others: Any) -> Any:
 def pretended_gpu(capturing: bool = False) -> Iterator[None]:
     """Inside, `DeviceTensor` counts as a plain tensor on a GPU, and ``device="cuda"`` makes one.
 
-    With ``capturing``, as while a CUDA graph is captured.
+    With ``capturing``, as while a CUDA graph is captured. Calls are not captured by the engine, so that each is seen.
     """
     with pytest.MonkeyPatch.context() as patch:
         plain = (*internals.PLAIN_TYPES, DeviceTensor)
@@ -336,6 +336,7 @@ def pretended_gpu(capturing: bool = False) -> Iterator[None]:
         internals.learn_plain_keys()
         keys = internals.dispatch_keys(DeviceTensor(torch.zeros(1))).raw_repr()
         patch.setattr(internals, "plain_keys", internals.plain_keys | {keys})
+        patch.setattr(graphs, "obstacle", lambda device: "it is a pretended one")
         patch.setattr(core, "launch", _launch)
         patch.setattr(tensors, "_place", lambda device: (GPU, STREAM) if device == GPU else _host_launch(device))
         patch.setattr(ops, "warp_stream_from_torch", contextlib.nullcontext)

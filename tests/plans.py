@@ -1,6 +1,12 @@
 """Plans of repeated calls in tests: none from other tests, calls without them, and which there are."""
 
-from nvalchemiops.torch.runtime import engine
+import contextlib
+
+import torch
+
+from nvalchemiops.layout import CPU, replaced_layout
+from nvalchemiops.torch.runtime import engine, graphs
+from tests.lanes.fibers import gpu_layout
 
 
 def forget(*owners):
@@ -29,3 +35,60 @@ def plan_of(*, count=1):
     found = plans_of_calls()
     assert len(found) == count, engine.explain()
     return found[-1] if found else None
+
+
+class CountedGraph(graphs.Graph):
+    """A graph that counts its replays."""
+
+    n_replays = 0
+
+    def replay(self):
+        super().replay()
+        self.n_replays += 1
+
+
+class StandInGraph:
+    """In the place of a CUDA graph: a replay calls the function once more, with the same memory."""
+
+    n_bytes = 0
+
+    def __init__(self, device):
+        self.device, self.n_replays = device, 0
+
+    def captured(self, function, memory):
+        self.call = lambda: function(memory)
+        self.results = self.call()
+        return self.results
+
+    def replay(self):
+        self.n_replays += 1
+        with torch.no_grad():
+            for result, value in zip(self.results, self.call()):
+                result.copy_(value)
+
+
+@contextlib.contextmanager
+def counted_graphs(monkeypatch, on_gpu=None):
+    """Inside, calls that repeat are captured; the graphs, which count their replays.
+
+    Without a GPU (``on_gpu`` is a `tests.gpu.OnGpu`), a CPU is taken for one: values are not read, and with ``on_gpu``
+    its branches of kernels run.
+    """
+    made = []
+    kind = CountedGraph if on_gpu is not None and on_gpu.is_real else StandInGraph
+
+    def graph(device):
+        made.append(kind(device))
+        return made[-1]
+
+    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(graphs, "Graph", graph)
+        if kind is StandInGraph:
+            patch.setattr(graphs, "obstacle", lambda device: "")
+            stack.enter_context(replaced_layout("cpu", CPU._replace(reads=False)) if on_gpu is None else gpu_layout())
+        yield made
+
+
+def n_replays(made):
+    """How often these graphs were replayed."""
+    return sum(graph.n_replays for graph in made)

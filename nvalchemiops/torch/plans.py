@@ -1,7 +1,8 @@
 """Plans of calls that repeat: which way the last calls went, and how to limit plans or do without them.
 
-On a CPU, calls for small systems are recorded when they come again, and further calls do again what was recorded, for
-other values (`nvalchemiops.torch.runtime.engine`). Results have the bits of the ordinary way.
+Calls for small systems are recorded when they come again, and further calls do again what was recorded, for other
+values (`nvalchemiops.torch.runtime.engine`); on a GPU they are captured as CUDA graphs. Results have the bits of the
+ordinary way.
 
 >>> from nvalchemiops.torch import plans
 >>> from nvalchemiops.torch.interactions.pair import lennard_jones
@@ -26,12 +27,20 @@ def clear() -> None:
     engine.everywhere.clear()
 
 
-def limit(n_bytes: int) -> None:
-    """Let plans of functions have this much memory, at most, beside the last one; 256 MiB by default.
+def limit(n_bytes: int, device: str = "cpu") -> None:
+    """Let plans of functions have this much memory, at most, beside the last one; 256 MiB by default, 2 GiB on GPUs.
 
     Those that ran longest ago are forgotten first.
+
+    Parameters
+    ----------
+    n_bytes : int
+    device : {"cpu", "cuda"}, optional
+        Where the memory is: of plans for a CPU, or of those for all GPUs.
     """
     if check_int("n_bytes", n_bytes) < 0:
         raise ValueError(f"`n_bytes` must not be negative, got {n_bytes}")
-    engine.everywhere.most_bytes = n_bytes
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"`device` must be 'cpu' or 'cuda', got {device!r}")
+    setattr(engine.everywhere, "most_bytes" if device == "cpu" else "most_bytes_on_gpu", n_bytes)
     engine.everywhere.fit()

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from nvalchemiops.torch import record
 from nvalchemiops.torch.runtime import engine, plans
 from tests.cases import D3, DAMPED_SHIFTED_FORCE, EACH, LENNARD_JONES, MIXED, ONE, PAIRS, PARTS, SUMS
 from tests.comparing import close, compiled, random_like
 from tests.lanes.fibers import gpu_layout
-from tests.plans import forget
+from tests.plans import counted_graphs, forget, n_replays
 from tests.systems import in_form
 
 SYSTEMS = pytest.mark.parametrize("system", [ONE, MIXED], ids=["one", "batch"])
@@ -179,17 +180,53 @@ def test_compiled(case, system, of, ways, ordinary):
 @SYSTEMS
 @FUNCTIONS
 def test_in_lanes(case, system, of, ways, ordinary):
-    """In the layout of a GPU: a graph of operators each time."""
+    """In the layout of a GPU, where graphs cannot be captured: operators one by one each time."""
     inputs, near = case.inputs(system), case.near(system)
     function = of(case, inputs, near)
     for seed in range(2):
         given = others(inputs, seed)
         with gpu_layout():
             found = function(*given)
-            assert "GPU" in engine.explain() or case.name not in HAS_PLAN
+            assert "cannot be captured" in engine.explain() or case.name not in HAS_PLAN
         assert not ways.plans and not ways.along
         close(found, ordinary(function, *given), 1e-10)
         ways.along.clear()
+
+
+@EACH
+@SYSTEMS
+@FUNCTIONS
+def test_captured(case, system, of, ways, ordinary, monkeypatch, gpu):
+    """On a GPU: all values are others in each call, and lists have other lengths.
+
+    Those of D3 have one length, since operations of torch read them, too.
+    """
+    inputs = case.inputs(system)
+    n_lists = 1 if case.name == "D3" else 3
+    every = [of(case, inputs, near) for near in lists(case, system)]
+    there = [of(case, *on(gpu.device, (inputs, near))) for near in lists(case, system)]
+    with counted_graphs(monkeypatch, gpu) as made:
+        for seed in range(5):
+            before, given = n_replays(made), others(inputs, seed)
+            found = there[seed % n_lists](*on(gpu.device, given))
+            close(on(torch.device("cpu"), found), ordinary(every[seed % n_lists], *given), 1e-10)
+    assert (n_replays(made) > before) == (case.name in HAS_PLAN), engine.explain()
+    if of is results_of:
+        assert len(made) <= 1, "one graph for all lengths"
+
+
+def on(device, values):
+    """The same on another device."""
+    return tree_map_only(torch.Tensor, lambda t: t.to(device), values)
+
+
+def lists(case, system):
+    """Lists with pointers: of all pairs, and without the last ones."""
+    near = case.near(system)
+    n_pairs = near["neighbor_list"].shape[1]
+    for n in (n_pairs - 3, n_pairs, n_pairs - 7):
+        some = {"neighbor_list": near["neighbor_list"][:, :n], "neighbor_shifts": near["neighbor_shifts"][:n]}
+        yield case.near(system, **in_form(some, len(system.charges), "pointers"))
 
 
 @EACH

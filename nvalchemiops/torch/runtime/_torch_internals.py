@@ -11,7 +11,7 @@ import logging
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -365,8 +365,10 @@ _inside = _find(
     "_C._dispatch_tls_local_include_set",
     "_C._dispatch_tls_local_exclude_set",
     "_C._ForceDispatchKeyGuard",
-    *(f"_C.DispatchKey.{key}" for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")),
     *(f"_C.DispatchKey.{key}" for key in ("AutocastCPU", "AutocastCUDA")),
+    *(f"_C.DispatchKey.{key}" for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")),
+    # without these torch reads the memory of tensors that are zero by a flag, which they do not have
+    *(f"_C.DispatchKey.{key}" for key in ("ZeroTensor", "Negative", "Conjugate")),
     works=lambda include, exclude, guard, key, *_: isinstance(exclude().remove(key).add(key).raw_repr(), int),
 )
 _excluded_inside: dict[int, Any] = {}
@@ -383,10 +385,10 @@ def autograd_inside() -> AbstractContextManager[Any]:
     excluded = exclude()
     bits = excluded.raw_repr()
     if bits not in _excluded_inside:
-        for key in keys[:4]:
-            excluded = excluded.remove(key)
-        for key in keys[4:]:
+        for key in keys[:2]:
             excluded = excluded.add(key)
+        for key in keys[2:]:
+            excluded = excluded.remove(key)
         _excluded_inside[bits] = excluded
     return guard(include(), _excluded_inside[bits])
 
@@ -402,6 +404,20 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
 
 is_zero_tensor: Callable[[torch.Tensor], bool] = _zero[0] if _zero else _has_no_memory
 """Whether a tensor is zero by a flag only, as torch's derivatives of complex tensors make them: it has no memory."""
+
+_copies = _find("copying several tensors at once", "_foreach_copy_")
+
+
+def _copy_each(memory: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for into, value in zip(memory, values):
+        into.copy_(value)
+
+
+def copy_all(memory: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Copy values into memory, by one launch for those of one dtype."""
+    if memory:
+        (_copy_each if _copies is None else _copies[0])(memory, values)
+
 
 _COUNTS_VERSIONS = _find("telling whether a tensor has changed", "Tensor._version") is not None
 

@@ -3,10 +3,10 @@
 An operation describes its call (`Call`): how to evaluate it, and what its results depend on. Then `run` takes one of
 these ways:
 
-- *graph*: operator by operator, differentiated by torch. Under compilers and transforms, on a GPU, and for tensors
-  whose derivatives the engine does not know.
-- *plan*: what an earlier call of the same kind did to memory, done again (`nvalchemiops.torch.runtime.plans`). On a
-  CPU, for small systems, from the second call of a kind on.
+- *graph*: operator by operator, differentiated by torch. Under compilers and transforms, on a GPU where there is no
+  plan, and for tensors whose derivatives the engine does not know.
+- *plan*: what an earlier call of the same kind did to memory, done again (`nvalchemiops.torch.runtime.plans`). For
+  small systems, from the second call of a kind on; on a GPU it is a captured graph.
 - *once*: the ordinary evaluation, with first derivatives along where energies will be differentiated.
 
 Derivatives of any order are functions of the inputs and of incoming gradients, so each has plans, too. First
@@ -30,7 +30,7 @@ import torch
 from nvalchemiops import notices
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Kept, set_within
-from nvalchemiops.torch.runtime import plans
+from nvalchemiops.torch.runtime import graphs, plans
 from nvalchemiops.torch.runtime._torch_internals import (
     PLAIN_TYPES,
     has_function_modes,
@@ -40,15 +40,18 @@ from nvalchemiops.torch.runtime._torch_internals import (
     no_view,
     version_of,
 )
-from nvalchemiops.torch.runtime.context import is_eager, is_mapped
+from nvalchemiops.torch.runtime.context import is_capturing, is_eager, is_mapped
 from nvalchemiops.torch.runtime.openmp import fairly
 from nvalchemiops.torch.runtime.recorder import OF_LENGTH, current_recorder
 
 MOST_ATOMS = 2048
 """Atoms up to which calls become plans; larger ones take far longer than the Python around them."""
 
-MOST_BYTES = 2**28
-"""Memory of all plans of a table; those that ran longest ago go first."""
+MOST_ATOMS_ON_GPU = 2**17
+"""The same on a GPU, where a launch takes as long for many atoms as for few."""
+
+MOST_BYTES, MOST_BYTES_ON_GPU = 2**28, 2**31
+"""Memory of all plans of a table, on a CPU and on a GPU; those that ran longest ago go first."""
 
 MOST_KINDS = 256
 """Kinds of calls that a table counts."""
@@ -164,8 +167,7 @@ def run(call: Call) -> Tensors:
     inputs = call.inputs
     if not is_eager(*inputs, under_modes=True):
         return _noted(call, "graph", "compilers, transforms or subclasses of tensors see the operations", _graph(call))
-    if not all([layout(t.device.type).reads for t in inputs]):
-        return _noted(call, "graph", "tensors are on a GPU", _graph(call))
+    reads = layout(inputs[0].device.type).reads
     with_gradients = torch.is_grad_enabled()
     tracked = with_gradients and any([t.requires_grad for t in inputs])
     kind = _kind_of(call, tracked)
@@ -174,7 +176,7 @@ def run(call: Call) -> Tensors:
         if isinstance(kind, str):
             others = _tensors_in((call.near, call.systems, call.options, call.others))
         else:
-            others = [*kind.used, *kind.copied, *kind.small[len(inputs) - call.n_moving :], *kind.large]
+            others = [*kind.used, *kind.copied, *kind.small[len(inputs) - kind.n_copied :], *kind.large]
             others += _tensors_in(call.others)
         if any([t.requires_grad for t in others]):
             return _noted(
@@ -191,9 +193,9 @@ def run(call: Call) -> Tensors:
     found = None if results_by is None and not call.along else _planned(call, kind, (), needed, inputs)
     if found is None:
         body = call.prepare(inputs, call.near)
-        if not call.along:
+        if not call.along or not reads:
             results = _here(call, body)
-            if not isinstance(kind, str):
+            if not isinstance(kind, str) and not call.along:
                 kind.table.tracked.keep((kind.key, by), tuple([t.requires_grad for t in results]))
             return results
         with torch.no_grad():
@@ -256,7 +258,7 @@ def _value(body: Body, levels: Levels, needed: Sequence[bool], tensors: Sequence
         return torch.autograd.grad(outputs, asked, weights, create_graph=higher, allow_unused=True)
 
 
-def _full(body: Body, levels: Levels, needed: Sequence[bool], tensors: Sequence[torch.Tensor]) -> Tensors:
+def full(body: Body, levels: Levels, needed: Sequence[bool], tensors: Sequence[torch.Tensor]) -> Tensors:
     """`_value` with zeros in the place of None."""
     found = _value(body, levels, needed, tensors)
     if levels:
@@ -329,8 +331,9 @@ def weights_of_systems(
     if gradient is None or gradient.numel() == 0 or is_mapped(gradient):
         return None
     first = gradient.reshape(-1)[0]
-    if all([step == 0 or size == 1 for step, size in zip(gradient.stride(), gradient.shape)]):
-        return first.to(torch.float64).expand(n_systems)
+    is_one = all([step == 0 or size == 1 for step, size in zip(gradient.stride(), gradient.shape)])
+    if is_one or not layout(gradient.device.type).reads:
+        return first.to(torch.float64).expand(n_systems) if is_one else None
     if (recorder := current_recorder()) is not None and recorder.varies(gradient):
         return None
     one_channel = gradient if gradient.ndim == 1 else gradient[:, 0]
@@ -367,16 +370,29 @@ def _products(
     return tuple(found)
 
 
+def first_derivatives(result: torch.Tensor, by: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Gradients of the sum of ``result``, the first of a call, by these inputs, where they came with it."""
+    first = getattr(result.grad_fn, "first", None)
+    if not first:
+        return None
+    inputs = result.grad_fn.state.call.inputs  # type: ignore[union-attr]  # of `_Differentiable`
+    numbers = [[k for k in first if inputs[k] is t] for t in by]
+    return [first[k].reshape(t.shape).to(t.dtype) for t, (k,) in zip(by, numbers)] if all(numbers) else None
+
+
 # -- plans ----------------------------------------------------------------------------------------
 
 
 class _Kind(NamedTuple):
     """What tells calls apart whose results differ by the values of moving tensors and lists alone.
 
-    Lists are ``used`` where they are, by kernels, or ``copied``, if other operations read them.
+    Lists are ``used`` by kernels, or ``copied``, if other operations read them. On a GPU, ``place``, all of the inputs
+    are copied, as many as ``n_copied``; on a CPU those that are moving, since values of the others are read.
     """
 
     key: Hashable
+    place: tuple[torch.device, int] | None
+    n_copied: int
     used: list[torch.Tensor]
     copied: list[torch.Tensor]
     length: int
@@ -392,15 +408,18 @@ class _Entry:
     def __init__(self, plan: plans.Plan | None, reason: str, prepared: Sequence[torch.Tensor]) -> None:
         self.plan, self.reason = plan, reason
         self.prepared = prepared  # kept, so that no other tensor gets their identity
-        self.values = [t.detach().clone() for t in prepared]
+        # a graph uses them where they are, with the values that they have then
+        self.compared = [t for t in prepared if layout(t.device.type).reads]
+        self.values = [t.detach().clone() for t in self.compared]
         self.n_bytes = 0
+        self.is_graph = plan is not None and plan.is_graph
         if plan is not None:
             beside = [t.untyped_storage().nbytes() for t in (*prepared, *self.values, *plan.external)]
             self.n_bytes = plan.n_bytes + sum(beside)
 
     def is_as_recorded(self) -> bool:
         """Whether prepared data have the values that they had when the plan was made."""
-        return all(map(torch.equal, self.prepared, self.values))
+        return all(map(torch.equal, self.compared, self.values))
 
 
 class Plans:
@@ -411,11 +430,11 @@ class Plans:
 
     Parameters
     ----------
-    most_bytes : int, optional
+    most_bytes, most_bytes_on_gpu : int, optional
     """
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self, most_bytes: int = MOST_BYTES, most_bytes_on_gpu: int = MOST_BYTES_ON_GPU) -> None:
+        self.most_bytes, self.most_bytes_on_gpu = most_bytes, most_bytes_on_gpu
         self.entries: Kept[_Entry] = Kept(MOST_KINDS)
         self.counts: dict[Hashable, int] = {}
         self.tracked: Kept[tuple[bool, ...]] = Kept(MOST_KINDS)
@@ -442,13 +461,13 @@ class Plans:
 
     def fit(self) -> None:
         """Forget plans until they have no more memory than they may."""
-        while len(self.entries) > 1 and self.n_bytes > self.most_bytes:
+        most = {False: self.most_bytes, True: self.most_bytes_on_gpu}
+        while len(self.entries) > 1 and any([self.n_bytes(on_gpu) > limit for on_gpu, limit in most.items()]):
             self.entries.drop(1)
 
-    @property
-    def n_bytes(self) -> int:
-        """Memory of all plans."""
-        return sum([entry.n_bytes for entry in list(self.entries.values())])
+    def n_bytes(self, on_gpu: bool) -> int:
+        """Memory of all plans, on a GPU or elsewhere."""
+        return sum([entry.n_bytes for entry in list(self.entries.values()) if entry.is_graph is on_gpu])
 
     def clear(self) -> None:
         """Forget all plans."""
@@ -458,7 +477,7 @@ class Plans:
         self.credit = 8 * PAID
 
     def __reduce__(self) -> Any:
-        return Plans, (self.most_bytes,)
+        return Plans, (self.most_bytes, self.most_bytes_on_gpu)
 
 
 everywhere = Plans()
@@ -508,37 +527,43 @@ def _kind_of(call: Call, tracked: bool) -> _Kind | str:
         return "plans are switched off"
     if isinstance(call.options, str):
         return call.options
-    if not 0 < n_atoms <= MOST_ATOMS:
-        return f"there are more than {MOST_ATOMS} atoms" if n_atoms else "there are no atoms"
-    if current_recorder() is not None:
+    device = inputs[0].device
+    place = None if layout(device.type).reads else graphs.place_of(device)
+    most = MOST_ATOMS if place is None else MOST_ATOMS_ON_GPU
+    if not 0 < n_atoms <= most:
+        return f"there are more than {most} atoms" if n_atoms else "there are no atoms"
+    if current_recorder() is not None or is_capturing():
         return "it is part of a recording"
     if has_function_modes() or has_other_modes():
         return "a mode, such as a default device, sees the operations"
-    length = _length(near, n_atoms)
+    listed = [value for value in near if isinstance(value, torch.Tensor)]
+    if any([t.device != device for t in (*inputs, *listed)]):
+        return "tensors are on several devices"
+    if place is not None and (obstacle := graphs.obstacle(device)):
+        return obstacle
+    is_half = getattr(near, "half_list", False) is not False
+    length = 0 if is_half else _length(near, n_atoms)
+    n_copied = n_moving if place is None else len(inputs)
     small: list[torch.Tensor] = []
     large: list[torch.Tensor] = []
     contents: list[bytes] = []
     try:
-        forms = [_form(t) for t in inputs[:n_moving]]
+        forms = [_form(t) for t in inputs[:n_copied]]
         forms += [_form(value, length) for value in near]
-        fixed = _fixed((*inputs[n_moving:], *call.systems), small, large, contents, 9 * MOST_ATOMS)
+        fixed = _fixed((*inputs[n_copied:], *call.systems), small, large, contents, 9 * MOST_ATOMS)
         fixed += _fixed(call.options, small, large, contents)
     except _Unknown as reason:
         return str(reason)
-    listed = [value for value in near if isinstance(value, torch.Tensor)]
     of_rows = length or getattr(near, "neighbor_list", None) is None
-    used, copied = (listed, []) if of_rows and not getattr(near, "half_list", False) else ([], listed)
-    tensors = (*inputs[:n_moving], *listed, *small, *large)
+    used, copied = (listed, []) if (of_rows and not is_half) or place is not None else ([], listed)
+    tensors = (*inputs[:n_copied], *listed, *small, *large)
     table = getattr(_thread, "table", None) or everywhere
-    if not all([layout(t.device.type).reads for t in listed]):
-        return "lists are on a GPU"
     if not is_unobserved(*tensors):
         return "autocast, a profiler or a tensor of another kind sees the operations"
     if tracked and has_saved_tensor_hooks():  # checkpoints count what is saved, which is not the same with a plan
         return "hooks see the tensors that are saved for the backward pass"
-    return _Kind(
-        (call.name, tuple(forms), tuple(fixed), layout("cpu")), used, copied, length, small, large, contents, table
-    )
+    key = (call.name, tuple(forms), tuple(fixed), layout(device.type), place)
+    return _Kind(key, place, n_copied, used, copied, length, small, large, contents, table)
 
 
 def _kind_here(kind: _Kind | str, incoming: Sequence[torch.Tensor]) -> _Kind | str:
@@ -549,8 +574,12 @@ def _kind_here(kind: _Kind | str, incoming: Sequence[torch.Tensor]) -> _Kind | s
         return "it is part of a recording"
     if has_function_modes() or not is_eager(*incoming) or not is_unobserved(*incoming) or has_saved_tensor_hooks():
         return "transforms, modes or hooks see the backward pass"
-    if not all([t.layout is torch.strided and layout(t.device.type).reads for t in incoming]):
-        return "an incoming gradient is of another layout or elsewhere"
+    here = None if kind.place is None else kind.place[0]
+    for t in incoming:
+        if t.layout is not torch.strided or (t.device != here if here else not layout(t.device.type).reads):
+            return "an incoming gradient is of another layout or elsewhere"
+    if here and (graphs.place_of(here) != kind.place or is_capturing()):
+        return "the backward pass is on another stream, or part of a recording"
     if kind.contents != [_bytes_of(t) for t in kind.small]:
         return "what is fixed has changed since the call"
     return kind
@@ -559,14 +588,17 @@ def _kind_here(kind: _Kind | str, incoming: Sequence[torch.Tensor]) -> _Kind | s
 def _planned(
     call: Call, kind: _Kind | str, levels: Levels, needed: Sequence[bool], tensors: Sequence[torch.Tensor]
 ) -> Tensors | None:
-    """`_full` by a plan, which is recorded if it is due; None if there is none. ``tensors`` as for `_value`."""
+    """`full` by a plan, which is recorded if it is due; None if there is none. ``tensors`` as for `_value`."""
     if isinstance(kind, str):
         return _noted(call, "once", kind, None)
-    n_moving, n_inputs = call.n_moving, len(call.inputs)
+    n_moving, n_inputs = kind.n_copied, len(call.inputs)
     moving = (*tensors[:n_moving], *tensors[n_inputs:], *kind.copied)
     table = kind.table
     key = (kind.key, levels, needed, *map(_form, tensors[n_inputs:]))
     entry = table.entries.find(key)
+    if entry is not None and entry.plan is not None and not entry.plan.takes(kind.length):
+        table.entries.pop(key, None)
+        entry = None
     if entry is not None:
         plan = entry.plan
         if plan is None:
@@ -581,20 +613,24 @@ def _planned(
         table.entries.pop(key, None)
     if not table.is_due(key):
         return _noted(call, "once", "calls are recorded when they come again", None)
+    graph = None if kind.place is None else graphs.Graph(kind.place[0])
+    lists = kind.copied if graph is None else kind.used  # in memory of the plan
 
     def function(memory: Sequence[torch.Tensor]) -> Tensors:
         constants = [t.detach().clone() for t in tensors[n_moving:n_inputs]]
-        here = [*memory[:n_moving], *constants, *memory[n_moving : len(memory) - len(kind.copied)]]
-        near, waiting = call.near, iter(memory[len(memory) - len(kind.copied) :])
-        if kind.copied:
+        here = [*memory[:n_moving], *constants, *memory[n_moving : len(memory) - len(lists)]]
+        near, waiting = call.near, iter(memory[len(memory) - len(lists) :])
+        if lists:
             near = type(near)(*[next(waiting) if isinstance(value, torch.Tensor) else value for value in near])
-        return _full(call.prepare(here[:n_inputs], near), levels, needed, here)
+        return full(call.prepare(here[:n_inputs], near), levels, needed, here)
 
-    if plans.share_memory(kind.used, [*kind.small, *kind.large]):
+    if graph is None and plans.share_memory(kind.used, [*kind.small, *kind.large]):
         return _noted(call, "once", "lists and prepared data share memory", None)
     detached = [t.detach() for t in moving]
     with notices.unsaid() if levels else contextlib.nullcontext():  # the call has warned
-        made, found, reason = plans.record(function, detached, kind.used, kind.small, kind.length, raises=not levels)
+        made, found, reason = plans.record(
+            function, detached, kind.used, kind.small, kind.length, raises=not levels, graph=graph
+        )
     if found is not None and not reason.startswith(OF_LENGTH):  # otherwise it is a matter of this call
         table.keep(key, _Entry(made, reason, kind.large if made else []))
     return _noted(call, "plan" if made else "once", "recorded" if made else reason, found)
@@ -608,7 +644,9 @@ def _length(near: Sequence[Any], n_atoms: int) -> int:
         return 0
     tensors = [value for value in near if isinstance(value, torch.Tensor)]
     # an axis of another meaning is never so long
-    is_known = pairs.shape[-1] > n_atoms + 1 and all([t.is_contiguous() and t.dtype is torch.int32 for t in tensors])
+    is_known = pairs.shape[-1] > max(n_atoms + 1, 3) and all([t.dtype is torch.int32 for t in tensors])
+    if layout(pairs.device.type).reads:  # where the lists are used as they are
+        is_known = is_known and all([t.is_contiguous() for t in tensors])
     return pairs.shape[-1] if is_known else 0
 
 
@@ -651,9 +689,12 @@ def _fixed(
         if kind in _IMMUTABLE or isinstance(value, np.generic):
             found.append(value if value or kind is not float else str(value))  # zero and minus zero are equal
         elif isinstance(value, torch.Tensor):
-            if kind not in PLAIN_TYPES or value.layout is not torch.strided or not layout(value.device.type).reads:
-                raise _Unknown(f"a tensor is {kind.__name__} with layout {value.layout} on {value.device}")
-            if value.numel() <= most:
+            if kind not in PLAIN_TYPES or value.layout is not torch.strided:
+                raise _Unknown(f"a tensor is {kind.__name__} with layout {value.layout}")
+            if not layout(value.device.type).reads:
+                large.append(value)
+                found += (id(value), value.data_ptr(), value.dtype, value.shape, value.stride())
+            elif value.numel() <= most:
                 small.append(value)
                 contents.append(_bytes_of(value))
                 found += (value.dtype, value.shape, contents[-1])
@@ -709,4 +750,5 @@ def explain(owner: Any = None) -> str:
     refused = {entry.reason for entry in list(table.entries.values()) if entry.plan is None}
     lines += [f"not recorded: {reason}" for reason in sorted(refused)]
     counts = f"recorded {table.recorded} times, replayed {table.replayed} times"
-    return "\n".join([*lines, f"plans: {len(table.entries)}, {table.n_bytes / 2**20:.1f} MiB, {counts}"])
+    n_bytes = table.n_bytes(False) + table.n_bytes(True)
+    return "\n".join([*lines, f"plans: {len(table.entries)}, {n_bytes / 2**20:.1f} MiB, {counts}"])

@@ -5,7 +5,8 @@ Most of the time of a small sum is spent in Python: arguments are checked, memor
 memory; it is run with one call. So there is no second implementation: the steps are those of the ordinary way, and so
 are the bits. What `recorder` cannot follow makes no plan.
 
-In plain eager mode on a CPU only. Values of tensors that a call may read are part of the key of its plan.
+In plain eager mode only. On a CPU values of tensors that a call may read are part of the key of its plan. On a GPU,
+where values are not read, a CUDA graph is captured, and all that differs between calls is copied into its memory.
 """
 
 import threading
@@ -15,9 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops import notices
+from nvalchemiops.neighbors.rows import NO_PADDING
+from nvalchemiops.torch.runtime._torch_internals import copy_all
+from nvalchemiops.torch.runtime.graphs import Graph, obstacle
 from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, storage_of
 
-MOST_BYTES = 2**24
+MOST_BYTES, MOST_BYTES_ON_GPU = 2**24, 2**30
 """Memory of a plan of an operation, at most."""
 
 
@@ -43,33 +47,43 @@ class Plan:
         Memory of its own.
     """
 
+    is_graph = False
+
     def __init__(
         self, recorder: Recorder, copied: Sequence[torch.Tensor], results: Sequence[torch.Tensor], raises: bool
     ) -> None:
         # numbers that kernels write: not zero where the ordinary call would raise
         self.faults = recorder.faults if raises else []
-        self.steps: list[Step] = recorder.needed((*results, *self.faults))
+        self.steps = self._steps(recorder, results)
         self.copied, self.results = copied, results
         self.addresses = recorder.addresses  # of the other arguments; steps read them. The last number is a length
         self.external = list(recorder.external.values())
-        self.kept = {**{storage_of(t): t for t in copied if t.numel()}, **recorder.kept}
+        self.kept = {storage_of(t): t for t in copied if t.numel()} | self._memory(recorder, results)
         self.n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values())
         self._lock = threading.Lock()  # held in a forked child, it is held for ever: then calls are ordinary ones
+
+    def _steps(self, recorder: Recorder, results: Sequence[torch.Tensor]) -> list[Step]:
+        return recorder.needed((*results, *self.faults))
+
+    def _memory(self, recorder: Recorder, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        return recorder.kept
+
+    def takes(self, length: int) -> bool:
+        """Whether lists may have this length."""
+        return True
 
     def __call__(
         self, copied: Sequence[torch.Tensor], used: Sequence[torch.Tensor] = (), length: int = 0
     ) -> tuple[torch.Tensor, ...] | None:
         """The results for these arguments, or None if the ordinary call is needed: it raises, or the plan is in use.
 
-        ``length`` is that of lists among ``used``, if the plan is for any length.
+        ``length`` is that of lists among ``used``, if the plan is for any length, and `takes` this one.
         """
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            self.addresses[:] = [*(tensor.data_ptr() for tensor in used), length]
             with torch.no_grad():
-                for memory, value in zip(self.copied, copied):
-                    memory.copy_(value)
+                self._take(copied, used, length)
                 for step in self.steps:
                     step()
             if any(map(int, self.faults)):
@@ -77,6 +91,65 @@ class Plan:
             return tuple(result.clone() for result in self.results)
         finally:
             self._lock.release()
+
+    def _take(self, copied: Sequence[torch.Tensor], used: Sequence[torch.Tensor], length: int) -> None:
+        """Let the steps have these arguments."""
+        self.addresses[:] = [*(tensor.data_ptr() for tensor in used), length]
+        copy_all(self.copied, copied)
+
+
+class GraphPlan(Plan):
+    """What a call enqueues on a GPU, with a copy of all that differs between calls.
+
+    Parameters
+    ----------
+    graph : Graph
+    recorder : Recorder
+        What has followed the capture.
+    memory : sequence of torch.Tensor
+        For copies: of arguments, then of lists.
+    results : sequence of torch.Tensor
+    n_lists : int
+        How many of ``memory`` are lists.
+    length, room : int
+        Of lists now, and at most; 0 if they have no length that may differ.
+    """
+
+    is_graph = True
+
+    def __init__(
+        self,
+        graph: Graph,
+        recorder: Recorder,
+        memory: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        n_lists: int,
+        length: int,
+        room: int,
+    ) -> None:
+        self._graph, self._length, self._room = graph, length, room
+        super().__init__(recorder, memory, results, False)
+        self._lists = memory[len(memory) - n_lists :] if room > length else ()
+        self.n_bytes += graph.n_bytes
+
+    def _steps(self, recorder: Recorder, results: Sequence[torch.Tensor]) -> list[Step]:
+        return [self._graph.replay]
+
+    def _memory(self, recorder: Recorder, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        return {storage_of(t): t for t in results if t.numel()}  # the graph has what is between
+
+    def takes(self, length: int) -> bool:
+        """Whether there is memory for lists of this length."""
+        return length == self._length or (length <= self._room and bool(self._lists))
+
+    def _take(self, copied: Sequence[torch.Tensor], used: Sequence[torch.Tensor], length: int) -> None:
+        values = (*copied, *used)
+        copy_all([_part_like(memory, value) for memory, value in zip(self.copied, values)], values)
+        if length != self._length:
+            for memory in self._lists:  # the entry after the last one says that the list ends
+                if length < self._room in memory.shape:
+                    memory.select(memory.shape.index(self._room), length).fill_(NO_PADDING)
+            self._length = length
 
 
 def share_memory(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
@@ -100,6 +173,7 @@ def follow(
     length: int = 0,
     changing: Sequence[torch.Tensor] = (),
     raises: bool = True,
+    graph: Graph | None = None,
 ) -> Followed:
     """Call ``function(copied)``, and make a plan of it.
 
@@ -120,7 +194,11 @@ def follow(
         Other tensors whose values change in the same memory.
     raises : bool, optional
         As for `Plan`.
+    graph : Graph, optional
+        By which the call is captured on a GPU. Then ``function`` gets copies of ``used`` after those of ``copied``.
     """
+    if graph is not None:
+        return _captured(function, copied, used, length, graph)
     grad = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(grad):
         # tensors made in inference mode could not be changed outside of it
@@ -135,6 +213,54 @@ def follow(
         return Followed(None, results, reason)
     plan = Plan(recorder, [t.detach() for t in memory], [t.detach() for t in results], raises)
     return Followed(plan, tuple([t.clone() for t in plan.results]))
+
+
+def _captured(
+    function: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    copied: Sequence[torch.Tensor],
+    used: Sequence[torch.Tensor],
+    length: int,
+    graph: Graph,
+) -> Followed:
+    """As `follow`, on a GPU.
+
+    The call runs once before it is captured: kernels are loaded then, and what cannot be done again is known. Lists get
+    memory with room for more entries, if kernels alone read them.
+    """
+    with torch.inference_mode(False):
+        memory = [t.detach().clone() for t in (*copied, *used)]
+        seen = Recorder(memory, (), (), length, (), memory[len(copied) :] if length else (), makes_steps=False)
+        with recording(seen):
+            results = tuple([t.detach() for t in function(memory)])
+        if seen.reason:
+            return Followed(None, results, seen.reason)
+        room = length
+        if length and not seen.needs_length and not any(length in t.shape for t in seen.kept.values()):
+            room = (length + length // 4) // 64 * 64 + 64
+            memory[len(copied) :] = [_with_room(t, length, room) for t in memory[len(copied) :]]
+        recorder = Recorder(memory, (), (), 0, (), makes_steps=False)  # of what was there before, which must stay
+
+        def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            with recording(recorder):
+                return [t.detach() for t in function(memory)]
+
+        captured = graph.captured(call, memory)
+        if captured is None or recorder.reason:
+            return Followed(None, results, recorder.reason or obstacle(graph.device))
+        return Followed(GraphPlan(graph, recorder, memory, captured, len(used), length, room), results)
+
+
+def _with_room(tensor: torch.Tensor, length: int, room: int) -> torch.Tensor:
+    """A copy, in which axes of this length have room for more, which is marked."""
+    shape = [room if length and size == length else size for size in tensor.shape]
+    memory = torch.full(shape, NO_PADDING, dtype=tensor.dtype, device=tensor.device)
+    _part_like(memory, tensor).copy_(tensor)
+    return memory
+
+
+def _part_like(memory: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The part of ``memory`` for ``value``, from the beginning of each axis."""
+    return memory if memory.shape == value.shape else memory[tuple([slice(size) for size in value.shape])]
 
 
 def _fault_of(recorder: Recorder, results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> str:
@@ -157,8 +283,9 @@ def record(*arguments: Any, **options: Any) -> Followed:
     notes = notices.count()
     with torch.no_grad():
         plan, results, reason = follow(*arguments, **options)
-    if plan is not None and plan.n_bytes > MOST_BYTES:
-        plan, reason = None, f"its memory is more than {MOST_BYTES} bytes"
+    most = MOST_BYTES_ON_GPU if plan is not None and plan.is_graph else MOST_BYTES
+    if plan is not None and plan.n_bytes > most:
+        plan, reason = None, f"its memory is more than {most} bytes"
     if notices.count() != notes:
         plan, reason = None, "there was a warning"
     return Followed(plan, results, reason)

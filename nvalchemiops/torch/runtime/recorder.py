@@ -73,6 +73,15 @@ class Recorder:
     ----------
     copied, used, borrowed, length, changing
         As for `plans.record`.
+    lists : sequence of torch.Tensor, optional
+        Those of ``copied`` that are lists; whether anything but kernels depends on their ``length`` is noted.
+    makes_steps : bool, optional
+        Otherwise the recorder only refuses what cannot be done again.
+
+    Attributes
+    ----------
+    needs_length : bool
+        Whether something but kernels depends on the length of ``lists``.
     """
 
     def __init__(
@@ -82,7 +91,11 @@ class Recorder:
         borrowed: Sequence[torch.Tensor],
         length: int,
         changing: Sequence[torch.Tensor],
+        lists: Sequence[torch.Tensor] = (),
+        makes_steps: bool = True,
     ) -> None:
+        self.makes_steps, self.needs_length = makes_steps, False
+        self._lists = {storage_of(tensor) for tensor in lists if tensor.numel()}
         self.before: list[tuple[Step, set[int]]] = []  # with the storages that they write
         self.steps: list[tuple[Step, set[int], set[int]]] = []  # with the storages that they read and write
         self.faults: list[torch.Tensor] = []
@@ -171,6 +184,12 @@ class Recorder:
         if not self.uninitialised.isdisjoint(given):
             raise NoPlan(f"{what} reads memory that something wrote which is not followed, or nothing")
 
+    def _refuse_lists(self, what: str, given: Iterable[int]) -> None:
+        """Note, or raise, if lists are used by something else than kernels."""
+        if not self.foreign.keys().isdisjoint(given):
+            raise NoPlan(f"{what} of a list")
+        self.needs_length = self.needs_length or not self._lists.isdisjoint(given)
+
     def _write(self, func: Any, args: Any, kwargs: Any, given: Any, written: Any) -> None:
         """Before an operation that writes into its arguments."""
         self._refuse_outside(func, written)
@@ -178,10 +197,11 @@ class Recorder:
         if not self._varies(given) and self.read.isdisjoint(written):
             self.uninitialised -= written.keys()
             return
-        if not self.foreign.keys().isdisjoint(given):
-            raise NoPlan(f"{func} of a list")
+        self._refuse_lists(f"{func}", given)
         self._will_vary(written)
         self.read |= given.keys()
+        if not self.makes_steps:
+            return
         self._add(functools.partial(func, *self._lasting(args), **self._lasting(kwargs)), given, written)
 
     def _refuse_outside(self, what: Any, written: dict[int, torch.Tensor]) -> None:
@@ -191,7 +211,7 @@ class Recorder:
     def _will_vary(self, written: dict[int, torch.Tensor]) -> None:
         """Before a step writes into these storages: what was constant in them is restored before all steps."""
         for storage, tensor in written.items():
-            if storage not in self.varying and storage not in self.uninitialised:
+            if self.makes_steps and storage not in self.varying and storage not in self.uninitialised:
                 whole = whole_of(tensor)
                 self.before.append((_restoring(whole, whole.clone()), {storage}))
             self.varying.add(storage)
@@ -213,16 +233,17 @@ class Recorder:
             return
         if not made and not isinstance(result, torch.Tensor):
             raise NoPlan(f"{func} reads values")
-        if _has_unknown_shape(func, args):
+        if _has_unknown_shape(func, args, kwargs):
             raise NoPlan(f"{func} has results whose shapes depend on values")
         if not fresh:
             return
-        if not self.foreign.keys().isdisjoint(given):
-            raise NoPlan(f"{func} of a list")
+        self._refuse_lists(f"{func}", given)
         if len(fresh) != len(made):
             raise NoPlan(f"{func} returns views and copies")
         self.read |= given.keys()
-        self._add(_into(func, self._lasting(args), self._lasting(kwargs), fresh), given, map(storage_of, fresh))
+        if self.makes_steps:
+            step = _into(func, self._lasting(args), self._lasting(kwargs), fresh)
+            self._add(step, given, map(storage_of, fresh))
         self.varying.update(map(storage_of, fresh))
 
     def compute(self, function: Callable[[], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
@@ -231,8 +252,7 @@ class Recorder:
             out = function()
         with self.pause():
             self.kept[storage_of(out)] = out
-            if storage_of(given) in self.foreign:
-                raise NoPlan("an operation of a list")
+            self._refuse_lists("an operation", [storage_of(given)])
             self._note_external({storage_of(given): given})
             if storage_of(given) in self.varying:
                 self._add(lambda: out.copy_(function()), [storage_of(given)], [storage_of(out)])
@@ -311,7 +331,11 @@ class Recorder:
         self._will_vary(written)
         self.read |= found.keys()
         if self.length and self.length in (dim, *(value for value in inputs if type(value) is int)):
-            raise NoPlan(OF_LENGTH + "a number is the same")
+            if not self._lists:
+                raise NoPlan(OF_LENGTH + "a number is the same")
+            self.needs_length = True
+        if not self.makes_steps:
+            return
         packed, patched, stretched = list(descriptors), [], []
         for number, value in enumerate((*inputs, *outputs)):
             if isinstance(value, torch.Tensor) and value.numel():
@@ -384,9 +408,9 @@ def _called_here() -> bool:
 # -- operations -----------------------------------------------------------------------------------
 
 
-def _has_unknown_shape(func: Any, args: Any) -> bool:
+def _has_unknown_shape(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether shapes of results depend on values."""
-    if torch.Tag.dynamic_output_shape not in func.tags:
+    if torch.Tag.dynamic_output_shape not in func.tags or kwargs.get("output_size") is not None:
         return False
     masks = (torch.bool, torch.uint8)
     return func.overloadpacket.__name__ != "index" or any(t.dtype in masks for t in tensors_in(args[1:]))
