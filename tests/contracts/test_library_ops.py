@@ -16,7 +16,6 @@ from nvalchemiops.torch.autograd import live_recordings
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives, three_body_energies
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, k_vectors
-from nvalchemiops.torch.interactions.electrostatics.compiled import whole_sum, whole_sum_gradients
 from nvalchemiops.torch.interactions.electrostatics.terms import reciprocal
 from nvalchemiops.torch.interactions.pair.moments import pair_moments
 from nvalchemiops.torch.interactions.pair.op import pair_sum
@@ -59,11 +58,6 @@ def op_calls(system: System):
     structure = fourier.fourier_spread(moments, x, *plan, 1)
     sizes = (system_of, n_systems)
     columns = mesh.mesh_columns(x, *sizes, (6, 5, 7), 5)
-    # of one system: all that both are alike
-    n = int((system_of == 0).sum()) if len(system_of) else 0
-    one = (x[:n].contiguous(), q[:n].contiguous(), cell[:1].contiguous())
-    listed = neighbors.neighbor_list(one[0], 4.0, one[2], return_neighbor_list=True)
-    whole = (*one, alpha[:1].clone(), *listed, None, None, n, False, *(None,) * 9, (2, 2, 2), 0, "atom", 3)
     stencils = (*sizes, *columns, (6, 5, 7), 5)
     return {
         search.neighbor_pairs: query,
@@ -99,8 +93,6 @@ def op_calls(system: System):
         mesh.mesh_gather: (mesh.mesh_spread(moments, x, *stencils, 1), x, *stencils, 1),
         mesh_transform.mesh_spectrum: (torch.randn(n_systems, 1, 6, 5, 7, dtype=torch.float64),),
         mesh_transform.mesh_values: (torch.randn(n_systems, 1, 6, 5, 4, 2, dtype=torch.float64), 7),
-        whole_sum: whole,
-        whole_sum_gradients: (q[:n], x[:n].clone(), q[:n].clone(), *whole),
         k_vectors.points_within: (cell, torch.full((n_systems,), 2.0, dtype=torch.float64)),
         k_vectors.chosen_points: (cell, torch.full((n_systems,), 2.0, dtype=torch.float64)),
         k_vectors.points_of_indices: (cell, torch.tensor([[1, -2, 0], [0, 0, 3]])),
@@ -117,7 +109,10 @@ COLLECTIVES = {
 }
 """Ops that need a group of ranks: `tests.distributed.cases` has their checks."""
 
-EVERY_OP = {op.op.name for op in OPS} | {f"nvalchemiops::{name}" for name in COLLECTIVES}
+WHOLE_CALLS = {"call"}
+"""The op of compiled graphs: `tests.electrostatics.test_compile` has its checks."""
+
+EVERY_OP = {op.op.name for op in OPS} | {f"nvalchemiops::{name}" for name in COLLECTIVES | WHOLE_CALLS}
 
 
 def test_no_op_is_forgotten():
@@ -142,7 +137,9 @@ def test_that_import_names_each_module_with_ops():
     for node in ast.walk(ast.parse((folder / "ops.py").read_text())):
         if isinstance(node, ast.ImportFrom):
             named |= {f"{node.module}.{alias.name}" for alias in node.names}
-    with_ops = [path for path in folder.rglob("*.py") if re.search(r"^@warp_custom_op\(", path.read_text(), re.M)]
+    with_ops = [
+        path for path in folder.rglob("*.py") if re.search(r"^(@warp_custom_op\(|one_op = )", path.read_text(), re.M)
+    ]
     assert {".".join(path.relative_to(folder.parents[1]).with_suffix("").parts) for path in with_ops} == named
 
 

@@ -12,17 +12,17 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
     generate_k_vectors_ewald_summation,
     generate_k_vectors_pme,
-    k_vectors,
     particle_mesh_ewald,
+    power_law,
     prepare_mesh,
     prepare_wave_vectors,
 )
-from nvalchemiops.torch.interactions.electrostatics.compiled import whole_sum
 from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.operators import lattice
+from nvalchemiops.torch.runtime.compiled import one_op
+from nvalchemiops.torch.runtime.context import ValuesNeededError
 from tests.comparing import assert_compiled_equals_eager, close, compiled, leaves_of, weighted
-from tests.systems import ALL, csr, triclinic
+from tests.systems import ALL, batch, csr, triclinic
 
 CUTOFF, ALPHA, MESH = 4.0, 0.8, (8, 9, 10)
 
@@ -62,24 +62,6 @@ OPTIONS: dict[str, Dict] = {
 def test_options_that_are_absent_or_there(name, options):
     """Each combination is a graph of its own; those that the sums share are tried with one of them."""
     assert_compiled_equals_eager(lambda *i: SUMS[name](*i, **NEAR, **OPTIONS[options]), ONE[:3])
-
-
-BREAKS: dict[str, Callable] = {
-    "neighbors built inside": functools.partial(ewald, cutoff=CUTOFF),
-    "Ewald, nothing given": ewald_summation,
-    "PME, nothing given": particle_mesh_ewald,
-}
-
-
-@pytest.mark.parametrize("name", BREAKS)
-def test_graph_breaks_before_anything_was_called_eagerly(name):
-    """Values are read inside, which breaks the graph: the host code behind the break is not for a compiler."""
-    function, found = BREAKS[name], []
-    for call in (function, torch.compile(function, backend="aot_eager")):
-        k_vectors._kept.clear()
-        lattice._check_values.cache_clear()
-        found.append(call(*ONE[:3]))
-    close([found[1]], [found[0]])
 
 
 @EACH_SUM
@@ -179,9 +161,15 @@ def test_a_mesh_in_single_precision_with_reduced_overhead():
     ],
 )
 def test_what_cannot_be_measured_inside_a_graph_is_asked_for(name, options, message):
+    """In an exported graph, and in a compiled one on a GPU; on a CPU the op reads values when it runs."""
     function = {"Ewald": ewald_summation, "PME": particle_mesh_ewald}[name]
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=message):
-        compiled(lambda x: function(x, ONE.charges, ONE.cell, **options))(ONE.positions)
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return function(x, ONE.charges, ONE.cell, **options)
+
+    with pytest.raises(ValuesNeededError, match=message):
+        torch.export.export(Model(), (ONE.positions,), strict=False)
 
 
 # -- export ---------------------------------------------------------------------------------------
@@ -232,7 +220,7 @@ def ops_of(function, *arguments):
 def test_a_sum_is_one_op_with_the_bits_of_eager_mode(name):
     call = functools.partial(WHOLE[name], **NEAR, **ALL)
     ops, found = ops_of(call, *ONE[:3])
-    assert "ewald_sum.default" in ops and "pair_sum.default" not in ops
+    assert ops == ["call.default"]
     assert all(torch.equal(a, b) for a, b in zip(found, call(*ONE[:3]), strict=True))
 
 
@@ -260,22 +248,35 @@ def test_first_derivatives_come_with_the_energies(name, by, weights):
     close(found[1], found[0])
 
 
+def op_arguments(function, *arguments):
+    """What the op gets from the graph that a call is compiled to."""
+    found = []
+
+    class Watch(torch.fx.Interpreter):
+        def call_function(self, target, args, kwargs):
+            if target is one_op:
+                found.append(args)
+            return super().call_function(target, args, kwargs)
+
+    torch.compile(function, backend=lambda module, _: Watch(module).run, fullgraph=True)(*arguments)
+    return found[-1]
+
+
 @pytest.mark.parametrize("outputs", [(), ("forces", "virial")])
-@pytest.mark.parametrize("mesh", [False, True])
-def test_derivatives_of_both_orders_of_the_op(mesh, outputs):
-    """Which no graph asks it for that is made here: it is a graph of its own there."""
-    near = (NEAR["neighbor_list"], NEAR["neighbor_ptr"], NEAR["neighbor_shifts"], None, None, 5, False)
-    computed = 5 if outputs else 3
+@pytest.mark.parametrize("name", ["mesh", "miller_bounds"])
+def test_derivatives_of_both_orders_of_the_op(name, outputs):
+    """The op by itself, for any weights and by any inputs: its derivatives are those of the sum."""
+    options = {f"compute_{name}": True for name in outputs}
+    (x, q, cell, *rest), *others = op_arguments(
+        lambda *i: WHOLE[name](*i, **NEAR, **options), ONE.positions.clone().requires_grad_(), *ONE[1:3]
+    )
+    assert (others[-2] == [0]) != bool(outputs)
 
     def op(x, q, cell):
-        sizes = (MESH, 5) if mesh else ((2, 2, 2), 0)
-        alpha, vectors = torch.tensor([ALPHA], dtype=torch.float64), (None,) * 9
-        energies, forces, _, virial = whole_sum(x, q, cell, alpha, *near, *vectors, *sizes, "atom", computed)
-        return (energies, forces, virial) if outputs else (energies,)
+        return one_op([x, q, cell, *rest], *others)[: 1 + len(outputs)]
 
     def public(x, q, cell):
-        options = {f"compute_{name}": True for name in outputs}
-        found = WHOLE["mesh" if mesh else "miller_bounds"](x, q, cell, **NEAR, **options)
+        found = WHOLE[name](x, q, cell, **NEAR, **options)
         return found if outputs else (found,)
 
     for with_cell in (False, True):
@@ -284,35 +285,90 @@ def test_derivatives_of_both_orders_of_the_op(mesh, outputs):
             x, q, cell = (t.clone().requires_grad_() for t in ONE[:3])
             leaves = (x, q, cell) if with_cell else (x, q)
             results = function(x, q, cell if with_cell else cell.detach())
-            first = torch.autograd.grad(weighted(results), leaves, create_graph=True)
-            second = torch.autograd.grad(weighted(first), leaves)
-            found.append([t.detach() for t in (*results, *first, *second)])
+            slopes = torch.autograd.grad(weighted(results), leaves, create_graph=True)
+            second = torch.autograd.grad(weighted(slopes), leaves)
+            found.append([t.detach() for t in (*results, *slopes, *second)])
         close(*found)
+
+
+def test_the_op_fulfils_its_contract():
+    """For fake tensors, under autograd, traced; with results, and of a derivative."""
+    x, q, cell = ONE[:3]
+    args = op_arguments(lambda *i: mesh_ewald(*i, **NEAR), x.clone().requires_grad_(), q, cell)
+    torch.library.opcheck(one_op, args)
+    (*leaves, _, _, text, _, _), weights = args, torch.linspace(1.0, 2.0, 5, dtype=torch.float64)
+    torch.library.opcheck(one_op, (*leaves, [weights], [], text, [], [1, 2, 0, 0, 1]))
+    torch.library.opcheck(one_op, (*leaves, [weights], [x.clone()], text, [], [1, 1, 0, 0]))
+
+
+PAIRS = torch.tensor([[0], [1]])
+TWO = batch(triclinic(4, charged=True), triclinic(5, charged=True))
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"exclusions": torch.tensor([[0], [1]])},
-        {"batch_idx": torch.zeros(5, dtype=torch.int32)},
+        {"exclusions": PAIRS, "exclusion_factors": torch.tensor([0.5], dtype=torch.float64)},
+        {"pbc": torch.tensor([True, True, False]), "slab_correction": True},
+        {"dipoles": torch.linspace(-1.0, 1.0, 15, dtype=torch.float64).reshape(5, 3), "widths": 0.3},
+        {"hybrid_forces": True},
+        {"potential": power_law(6)},
+        {"pbc": torch.tensor([False, False, False])},
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_other_sums_are_graphs_of_their_parts(options):
-    ops, _ = ops_of(lambda *i: mesh_ewald(*i, **NEAR, **options), *ONE[:3])
-    assert "pair_sum.default" in ops and "ewald_sum.default" not in ops
+def test_other_sums_are_one_op_as_well(options):
+    near = {} if torch.equal(options.get("pbc", PAIRS), torch.tensor([False] * 3)) else NEAR
+    call = functools.partial(mesh_ewald, **near, **options, compute_forces=True)
+    ops, found = ops_of(call, *ONE[:3])
+    assert ops == ["call.default"]
+    assert all(torch.equal(a, b) for a, b in zip(found, call(*ONE[:3]), strict=True))
 
 
-def test_derivatives_that_the_op_does_not_take_along_are_traced():
+def test_a_batch_is_one_op():
+    x, q, cell, batch_idx = TWO
+    pairs, pointers, shifts = neighbor_list(x, CUTOFF, cell, batch_idx=batch_idx, return_neighbor_list=True)
+    near = {"neighbor_list": pairs, "neighbor_ptr": pointers, "neighbor_shifts": shifts, "batch_idx": batch_idx}
+    call = functools.partial(mesh_ewald, **near, **ALL, energy_reduction="system")
+    ops, found = ops_of(call, x, q, cell)
+    assert ops == ["call.default"]
+    assert all(torch.equal(a, b) for a, b in zip(found, call(x, q, cell), strict=True))
+    assert_compiled_equals_eager(call, (x, q, cell))
+
+
+def test_parameters_and_neighbors_that_are_left_open():
+    """They are chosen when the graph runs."""
+    for function in (ewald_summation, particle_mesh_ewald):
+        assert torch.equal(compiled(function)(*ONE[:3]), function(*ONE[:3]))
+
+
+@pytest.mark.parametrize("leaf", ["positions of forces", "cell", "alpha"])
+def test_derivatives_that_do_not_come_along(leaf):
     def forces(x):
         return mesh_ewald(x, *ONE[1:3], **NEAR, compute_forces=True)[1]
 
     def of_cell(cell):
         return mesh_ewald(*ONE[:2], cell, **NEAR)
 
-    for function, leaf in ((forces, ONE.positions), (of_cell, ONE.cell)):
-        ops, _ = ops_of(function, leaf.clone().requires_grad_())
-        assert "ewald_sum.default" not in ops
+    def of_alpha(alpha):
+        return mesh_ewald(*ONE[:3], alpha, **NEAR)
+
+    alpha = torch.tensor([ALPHA], dtype=torch.float64)
+    function, leaf = {
+        "positions of forces": (forces, ONE.positions),
+        "cell": (of_cell, ONE.cell),
+        "alpha": (of_alpha, alpha),
+    }[leaf]
+    ops, _ = ops_of(function, leaf.clone().requires_grad_())
+    assert ops == ["call.default"]
+    assert_compiled_equals_eager(function, (leaf,))
+
+
+def test_functions_of_a_user_are_traced():
+    """Their code is part of the graph."""
+    potential = power_law(6)._replace(slope=None)
+    ops, _ = ops_of(lambda *i: mesh_ewald(*i, **NEAR, potential=potential), *ONE[:3])
+    assert "pair_sum.default" in ops and "call.default" not in ops
 
 
 def test_values_that_do_not_fit_are_nan():
@@ -370,7 +426,7 @@ def test_padding_by_a_value_of_the_caller(form):
         near = {"neighbor_list": pairs, "neighbor_ptr": pointers, "neighbor_shifts": shifts.reshape(-1, 3)}
     call = functools.partial(mesh_ewald, **near, mask_value=9, compute_forces=True)
     ops, found = ops_of(call, x, q, cell)
-    assert "ewald_sum.default" in ops
+    assert ops == ["call.default"]
     close(found, mesh_ewald(x, q, cell, **NEAR, compute_forces=True))
 
 

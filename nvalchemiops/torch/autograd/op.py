@@ -4,9 +4,10 @@ An op's derivative is here another op or a function of ops (`Formula`), or there
 recorded tape is the subclass `nvalchemiops.torch.autograd.tape_op.TapeOp`.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -277,11 +278,7 @@ def _make({", ".join(values)}):
         return sum(1 << bit for i, bit in self._bits.items() if inputs[i] is not None and inputs[i].is_floating_point())
 
     def _autograd(self, keyset: Any, *args: Any) -> Any:
-        if internals.DERIVATIVES_KNOWN and internals.transforms_active():
-            raise RuntimeError(
-                f"{self.name}: torch.func transforms of this op work in eager mode only. Inside torch.compile use "
-                "torch.autograd.grad (docs/custom_ops.md), or leave the transform outside of the compiled function"
-            )
+        refuse_transforms(self.name)
         args = self._complete(args)
         if torch.is_grad_enabled():
             for i in self.mutated:
@@ -370,16 +367,36 @@ def _make({", ".join(values)}):
 
     def _autocast(self, device: str, *args: Any) -> Any:
         """Under autocast the op computes as without: half precision inputs widen, the rest stays."""
-        half = (torch.float16, torch.bfloat16)
-        widened = [
-            a.to(torch.float32) if isinstance(a, torch.Tensor) and a.dtype in half and i not in self.mutated else a
-            for i, a in enumerate(self._complete(args))
-        ]
-        torch.set_autocast_enabled(device, False)
-        try:
-            return self.overload(*widened)
-        finally:
-            torch.set_autocast_enabled(device, True)
+        args = self._complete(args)
+        with without_autocast(device):
+            return self.overload(*[a if i in self.mutated else widened(a) for i, a in enumerate(args)])
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise under transforms of torch.func, in an implementation for autograd."""
+    if internals.DERIVATIVES_KNOWN and internals.transforms_active():
+        raise RuntimeError(
+            f"{name}: torch.func transforms of this op work in eager mode only. Inside torch.compile use "
+            "torch.autograd.grad (docs/custom_ops.md), or leave the transform outside of the compiled function"
+        )
+
+
+def widened(value: Any) -> Any:
+    """Tensors of half precision as float32, in lists, too; all else as it is."""
+    if isinstance(value, (list, tuple)):
+        return [widened(entry) for entry in value]
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
+    return value.to(torch.float32) if is_half else value
+
+
+@contextlib.contextmanager
+def without_autocast(device: str) -> Iterator[None]:
+    """Autocast off inside, and on afterwards."""
+    torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, True)
 
 
 def unpack(results: Sequence[torch.Tensor]) -> Any:

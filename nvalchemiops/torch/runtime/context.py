@@ -5,13 +5,16 @@ without wrappers, and functions that a compiler does not trace.
 """
 
 import functools
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
 from nvalchemiops.layout import layout
+from nvalchemiops.locks import set_within
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, derivative_asked, has_other_modes
 
@@ -25,7 +28,8 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
     """Whether values of these tensors may be read on the host, to check them or to choose shapes by them.
 
     Not inside a compiler or of fake tensors, where there are none; not under vmap, where they differ between slices;
-    not on a GPU, for which the host would wait, unless ``wait`` allows it and no graph is captured. Without tensors:
+    not on a GPU, for which the host would wait, unless ``wait`` allows it and no graph is captured; and not inside of
+    `hidden_values`. Without tensors:
     whether this is not inside a compiler. Arguments that are no tensors may be read.
     """
     if torch.compiler.is_compiling():
@@ -33,12 +37,20 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             continue
-        waits = not layout(tensor.device.type).reads
+        waits = getattr(_thread, "hides_values", False) or not layout(tensor.device.type).reads
         if waits and (not wait or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())):
             return False
         if is_mapped(tensor) or (type(tensor) not in PLAIN_TYPES and internals.has_no_data(tensor)):
             return False
     return True
+
+
+_thread = threading.local()
+
+
+def hidden_values() -> AbstractContextManager[None]:
+    """Inside, this thread reads values only where it would wait for a GPU to do so."""
+    return set_within(_thread, "hides_values", True)
 
 
 def is_capturing() -> bool:

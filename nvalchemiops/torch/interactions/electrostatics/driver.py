@@ -19,6 +19,7 @@ from nvalchemiops.torch.interactions.electrostatics.choice import (
     check_accuracy,
     choose_splitting,
 )
+from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.open_systems import (
     Part,
     all_pairs,
@@ -47,7 +48,8 @@ from nvalchemiops.torch.interactions.electrostatics.terms.pairs import MomentPai
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
-from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime import compiled, engine
+from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
 
@@ -66,14 +68,71 @@ class SumOptions(NamedTuple):
     surface_dielectric: Any = None
 
 
+def _shapes(
+    method: Any, given: Any, atoms: System, neighbors: GivenNeighbors, request: SumRequest, options: SumOptions
+) -> list[Sequence[int]] | None:
+    """The shapes of the results of a sum; None without a cell, where it is over all pairs."""
+    if atoms.cell is None:
+        return None
+    system = check_system(atoms._replace(pbc=None))
+    check_gradients(request, atoms)
+    n_atoms, *channels = atoms.charges.shape  # type: ignore[union-attr]  # it was checked
+    forces, charge_gradients, virial = request.derivatives
+    shapes: list[Sequence[int]] = [(n_atoms if request.energy_reduction == "atom" else system.n_systems, *channels)]
+    shapes += [(n_atoms, 3)] * forces
+    if charge_gradients:
+        which = (True, False, False) if system.moments is None else request.of_sources
+        shapes += [(n_atoms, *channels, *rest) for rest, is_asked in zip(((), (3,), (3, 3)), which) if is_asked]
+    return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
+
+
+def _along(
+    method: Any, given: Any, atoms: System, neighbors: GivenNeighbors, request: SumRequest, options: SumOptions
+) -> Sequence[Any]:
+    """By what first derivatives come with the energies."""
+    inputs = (atoms.positions, atoms.charges, atoms.dipoles, atoms.quadrupoles, atoms.cell)
+    return inputs if has_first_derivatives(request) else ()
+
+
+@functools.partial(only_inlined, with_calls=True)
 def ewald_sum(
+    method: Any,
+    given: tuple[Any, ...],
+    atoms: System,
+    neighbors: GivenNeighbors,
+    request: SumRequest,
+    options: SumOptions,
+) -> Tensors:
+    """The sum of all terms, with ``method.given(*given, system)``; over all pairs if there is no periodic axis."""
+    if torch.compiler.is_compiling() and isinstance(atoms.cell, torch.Tensor):
+        if isinstance(options.alpha, float):  # a tensor, since each number would be another graph
+            alpha = per_system("alpha", options.alpha, atoms.cell.reshape(-1, 3, 3).shape[0], atoms.cell.device)
+            options = options._replace(alpha=alpha)
+        if request.hybrid:
+            atoms = atoms._replace(positions=atoms.positions.detach(), cell=atoms.cell.detach())
+    return one_or_several(_ewald_sum(method, given, atoms, neighbors, request, options))
+
+
+@compiled.whole(_shapes, _along)
+def _ewald_sum(
+    method: Any,
+    given: tuple[Any, ...],
+    atoms: System,
+    neighbors: GivenNeighbors,
+    request: SumRequest,
+    options: SumOptions,
+) -> tuple[torch.Tensor, ...]:
+    found = _sum(functools.partial(method.given, *given), atoms, neighbors, request, options)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _sum(
     long_range_of: Callable[[ChargedSystem], LongRange],
     atoms: System,
     neighbors: GivenNeighbors,
     request: SumRequest,
     options: SumOptions,
 ) -> Tensors:
-    """The sum of all terms; of systems without a periodic axis that over all pairs."""
     if atoms.pbc is not None:
         is_open = open_systems(atoms)
         if is_open is not None:
@@ -159,19 +218,6 @@ def described(
         n_systems=1 if cell.ndim == 2 else cell.shape[0],
         by_system=request.energy_reduction == "system",
     )
-
-
-def sum_as_graph(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-) -> Tensors:
-    """`ewald_sum` as a graph of ops."""
-    checked = check_sum(long_range_of, atoms, neighbors, request, options)
-    terms, system, *_ = _terms(checked, request, options)
-    return one_or_several(body_of(terms, system, request)(None, ()))
 
 
 class CheckedSum(NamedTuple):
@@ -291,7 +337,7 @@ def _with_open_systems(
 
     def periodic(part: Part, atoms: System) -> Tensors:
         long_range = _of_systems(long_range_of, part, n_systems)
-        return ewald_sum(long_range, atoms, part.of_neighbors(neighbors), request, of(part))
+        return _sum(long_range, atoms, part.of_neighbors(neighbors), request, of(part))
 
     def over_all_pairs(part: Part, atoms: System) -> Tensors:
         return _open_sum(atoms, part.systems.shape[0], request, of(part))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import compiled, driver
+from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
@@ -179,7 +179,7 @@ def ewald_summation(
     request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
     options = driver.SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
-    return compiled.ewald_sum(KVectorSum, vectors, atoms, driver.given_neighbors(*near), request, options)
+    return driver.ewald_sum(KVectorSum, vectors, atoms, driver.given_neighbors(*near), request, options)
 
 
 def ewald_real_space(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import compiled, driver
+from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_cells_alone, per_system
 from nvalchemiops.torch.interactions.electrostatics.parameters import (
     compute_bspline_moduli_1d as compute_bspline_moduli_1d,
@@ -171,7 +171,7 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
     options = driver.SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
-    return compiled.ewald_sum(MeshSum, mesh, atoms, driver.given_neighbors(*near), request, options)
+    return driver.ewald_sum(MeshSum, mesh, atoms, driver.given_neighbors(*near), request, options)
 
 
 def pme_reciprocal_space(

@@ -69,6 +69,11 @@ class _PowerLaw(LongRangePotential):
     def __reduce__(self) -> tuple[Any, ...]:
         return power_law, (self.exponent,)
 
+    @property
+    def as_call(self) -> tuple[str, tuple[Any, ...]]:
+        """The function that makes it, by name, and its arguments."""
+        return f"{__name__}:power_law", (self.exponent,)
+
     def _replace(self, **changes: Any) -> LongRangePotential:  # type: ignore[override]
         """Another potential, of unknown functions."""
         return LongRangePotential(**self._asdict() | {"is_constant": False, "exponent": None} | changes)
