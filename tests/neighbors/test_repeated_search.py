@@ -1,11 +1,14 @@
-"""Searches of small systems that repeat: kept memory and launches give what the ordinary search gives."""
+"""Searches of small systems that repeat, which are run by a plan: the same bits and errors as without."""
 
 import threading
 
 import pytest
 import torch
 
-from nvalchemiops.torch.neighbors import neighbor_list, repeated_search, search
+from nvalchemiops.torch import plans
+from nvalchemiops.torch.neighbors import neighbor_list
+from nvalchemiops.torch.runtime import engine
+from tests.plans import forget, ordinary
 
 F64 = torch.float64
 
@@ -16,97 +19,135 @@ def system(n_atoms=60, length=8.0, seed=0):
     return (2.0 * torch.rand((n_atoms, 3), generator=generator, dtype=F64) - 0.5) @ cell, cell
 
 
-def ordinary(call):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "repeated_pairs", lambda *_: None)
-        return call()
+def batch(sizes=(30, 1, 0, 12), seed=0):
+    """Positions, cells and systems of atoms."""
+    found = [system(n_atoms, seed=seed + number) for number, n_atoms in enumerate(sizes)]
+    numbers = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(sizes))
+    return torch.cat([x for x, _ in found]), torch.stack([cell for _, cell in found]), numbers
 
 
 def same(found, expected):
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
 
 
+def way():
+    """Which way the last search went."""
+    return engine.explain().partition("search: ")[2].partition("\n")[0]
+
+
+REPLAYED = "plan (replayed)"
+
+
 @pytest.fixture(autouse=True)
-def calls(monkeypatch):
-    """Which of the calls were made by kept searches."""
-    made = []
-    monkeypatch.setattr(repeated_search, "_thread", threading.local())
-    original = search.repeated_pairs
-
-    def noted(*arguments):
-        found = original(*arguments)
-        made.append(found is not None)
-        return found
-
-    monkeypatch.setattr(search, "repeated_pairs", noted)
-    return made
+def _forget():
+    forget()
 
 
+AXES = [[True, True, True], [True, False, True], [False, True, True], [False, False, False]]
 OPTIONS = {
     "periodic": {},
+    "matrix": {"return_neighbor_list": False},
     "half": {"half_fill": True},
-    "open axis": {"pbc": torch.tensor([True, False, True])},
+    "half matrix": {"half_fill": True, "return_neighbor_list": False},
     "naive": {"method": "naive"},
     "binned": {"method": "cell_list"},
     "vectors": {"return_vectors": True, "return_distances": True},
-    "one cell of many": {"as_batch": True},
     "cluster": {"cell": None},
+    "nearest": {"nearest": 5},
+    "nearest by index": {"nearest": 5, "ties": "index"},
+    "nearest of both": {"nearest": 5, "symmetric": True, "return_neighbor_list": False},
+    "targets": {"target_indices": torch.tensor([3, 0, 4])},
+    "axes": {"pbc": torch.tensor(AXES)},
 }
 
 
-@pytest.mark.parametrize("n_atoms", [1, 7, 60, 900])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_lists_are_those_of_the_ordinary_search(options, n_atoms, calls):
-    """Positions, cells and cutoffs differ in each call; results are the caller's."""
-    options = dict(options)
-    as_batch, kept = options.pop("as_batch", False), []
-    for step in range(6):
-        x, cell = system(n_atoms, 8.0 + 0.1 * step, step)
-        if as_batch:
-            cell = cell.unsqueeze(0)
-        given = {"cell": cell, "cutoff": 3.0 + 0.1 * (step % 3), **options}
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("form", ["one", "long", "as a batch", "batch", "int64", "pointers", "unsorted"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_lists_are_those_of_the_ordinary_search(options, form, dtype):
+    """Atoms, cells, cutoffs and all memory differ in each call; results are the caller's."""
+    given, kept, in_batch = OPTIONS[options], [], form in ("batch", "int64", "pointers", "unsorted")
+    options = {"return_neighbor_list": True, **given}
+    if not in_batch and "pbc" in options:
+        options["pbc"] = options["pbc"][1]
+    if options.get("method"):
+        options["method"] = "batch_" * in_batch + options["method"]
+    for step in range(5):
+        x, cell, numbers = batch(seed=step) if in_batch else (*system(900 if form == "long" else 60, seed=step), None)
+        cell = cell[None] if form == "as a batch" else cell
+        here = {"cutoff": 3.0 + 0.5 * (step == 3), "cell": cell.to(dtype), **options}
+        if in_batch:
+            numbers = numbers.flip(0) if form == "unsorted" else numbers.long() if form == "int64" else numbers
+            ptr = torch.tensor([0, 30, 31, 31, 43], dtype=torch.int32)
+            here |= {"batch_ptr": ptr} if form == "pointers" else {"batch_idx": numbers}
 
-        def call(x=x, given=given):
-            return neighbor_list(x, return_neighbor_list=True, **given)
+        def call(x=x.to(dtype), here=here):
+            return neighbor_list(x, **{key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in here.items()})
 
-        kept.append((call(), ordinary(call)))
-    assert calls == [False] + [True] * 5
+        found = call()
+        replayed = way() == REPLAYED
+        assert replayed == (step in (2, 4)), engine.explain()
+        kept.append((found, ordinary(call)))
     for found, expected in kept:
         same(found, expected)
 
 
-def test_long_rows_and_faults_are_left_to_the_ordinary_search(calls):
+def test_long_rows_and_faults():
+    """Rows that are longer than the memory for them are searched again; a fault is raised each time."""
     x, cell = system()
-    for cutoff in (3.0, 3.0, 16.0, 3.0):
-        same(*(function() for function in (lambda c=cutoff: neighbor_list(x, c, cell, return_neighbor_list=True),) * 2))
-    # once in vain, then not even tried
-    assert not any(calls[4:6]) and all(calls[6:]) and repeated_search._thread.searches.popitem()[1].too_long == 16.0
+
+    def call(x=x, cutoff=16.0, cell=cell, **options):
+        return neighbor_list(x, cutoff, cell, return_neighbor_list=True, **options)
+
+    expected = ordinary(call), ordinary(lambda: call(0.9 * x))
+    for _ in range(3):
+        same(call(), expected[0]), same(call(0.9 * x), expected[1])
+    assert way() == REPLAYED
     lost = x.clone()
     lost[3, 1] = float("nan")
-    with pytest.raises(ValueError, match="NaN"):
-        neighbor_list(lost, 3.0, cell, return_neighbor_list=True)
-    with pytest.raises(ValueError, match="singular"):
-        neighbor_list(x, 3.0, 0.0 * cell, return_neighbor_list=True)
-    expected = ordinary(lambda: neighbor_list(x, 3.0, cell, return_neighbor_list=True))
-    same(neighbor_list(x, 3.0, cell, return_neighbor_list=True), expected)
-    assert calls[-1]
+    for wrong, what in (((lost,), "NaN"), ((x, 16.0, 0.0 * cell), "singular")) * 2:
+        with pytest.raises(ValueError, match=what):
+            call(*wrong)
+        assert way() == REPLAYED
+        same(call(), expected[0])
 
 
-def test_memory_of_the_caller_is_not_kept(calls):
+def test_systems_of_atoms_that_change():
+    x, cell, numbers = batch()
+
+    def call(numbers=numbers):
+        return neighbor_list(x, 3.0, cell, batch_idx=numbers, return_neighbor_list=True)
+
+    first = [call() for _ in range(3)][-1]
+    numbers[30:33] = 0
+    for _ in range(3):
+        same(call(), ordinary(call))
+    numbers[30:33] = torch.tensor([1, 3, 3], dtype=torch.int32)
+    same(call(), first)
+    assert way() == REPLAYED
+    for wrong in (numbers + 1, numbers - 1):
+        for _ in range(3):
+            with pytest.raises(ValueError, match="batch_idx"):
+                call(wrong)
+    same(call(), first)
+
+
+def test_memory_of_the_caller_is_not_kept():
     x, cell = system()
     expected = neighbor_list(x, 3.0, cell, return_neighbor_list=True)
-    for _ in range(4):
+    for step in range(4):
         here, box = x.clone(), cell.clone()
         found = neighbor_list(here, 3.0, box, return_neighbor_list=True)
         same(found, expected)
         here.zero_(), box.zero_(), [t.zero_() for t in found]
-    assert calls[1:] == [True] * 4
+        assert (way() == REPLAYED) == (step > 0)
 
 
-def test_inference_mode_and_threads(calls):
-    """What was made in inference mode is used outside of it; each thread has a search of its own."""
+def test_inference_mode_and_threads():
+    """What was made in inference mode is used outside of it; one thread at a time has a plan, others do without."""
     inputs = [system(seed=seed) for seed in range(4)]
-    expected = [ordinary(lambda x=x, h=h: neighbor_list(x, 3.0, h, return_neighbor_list=True)) for x, h in inputs]
+    with plans.off():
+        expected = [neighbor_list(x, 3.0, cell, return_neighbor_list=True) for x, cell in inputs]
     with torch.inference_mode():
         for _ in range(3):
             same(neighbor_list(inputs[0][0], 3.0, inputs[0][1], return_neighbor_list=True), expected[0])
@@ -125,82 +166,4 @@ def test_inference_mode_and_threads(calls):
     work(1)
     for worker in workers:
         worker.join()
-    assert not wrong and calls.count(True) > 200
-
-
-def test_few_searches_are_kept():
-    for n_atoms in range(20, 40):
-        x, cell = system(n_atoms)
-        for _ in range(2):
-            neighbor_list(x, 3.0, cell, return_neighbor_list=True)
-    assert len(repeated_search._thread.searches) == repeated_search.MOST_SEARCHES
-
-
-def batch(sizes=(30, 1, 0, 12), seed=0):
-    """Positions, cells and systems of atoms."""
-    found = [system(n_atoms, seed=seed + number) for number, n_atoms in enumerate(sizes)]
-    numbers = torch.arange(len(sizes), dtype=torch.int32).repeat_interleave(torch.tensor(sizes))
-    return torch.cat([x for x, _ in found]), torch.stack([cell for _, cell in found]), numbers
-
-
-OF_BATCHES = {
-    "periodic": {},
-    "half": {"half_fill": True},
-    "mixed": {
-        "pbc": torch.tensor([[True, True, True], [True, False, True], [False, True, True], [False, False, False]])
-    },
-    "binned": {"method": "batch_cell_list"},
-    "one cell": {"cell": system()[1][None]},
-    "clusters": {"cell": None},
-}
-
-
-@pytest.mark.parametrize("options", OF_BATCHES.values(), ids=OF_BATCHES)
-def test_lists_of_batches_are_those_of_the_ordinary_search(options, calls):
-    """Atoms, cells and cutoffs differ in each call, and the memory of all; then which atoms are in which system."""
-    _, _, numbers = batch()
-    other = numbers.clone()
-    other[25:30] = 1
-    for composition in (numbers, other, numbers.long()):
-        kept = []
-        for step in range(4):
-            x, cell, _ = batch(seed=step)
-            given = {"cell": cell, "cutoff": 3.0 + 0.1 * (step % 3), "batch_idx": composition.clone(), **options}
-
-            def call(x=x, given=given):
-                return neighbor_list(x, return_neighbor_list=True, **given)
-
-            kept.append((call(), ordinary(call)))
-        for found, expected in kept:
-            same(found, expected)
-    assert calls[:8] == [False, True, True, True] * 2 and calls[-1]
-
-
-def test_batches_in_the_same_memory_and_wrong_ones(calls):
-    x, cell, numbers = batch()
-
-    def call():
-        return neighbor_list(x, 3.0, cell, batch_idx=numbers, return_neighbor_list=True)
-
-    first = [call() for _ in range(3)][-1]
-    numbers[30:33] = 0
-    for _ in range(3):
-        same(call(), ordinary(call))
-    numbers[30:33] = torch.tensor([1, 3, 3], dtype=torch.int32)
-    same(call(), first)
-    other = numbers.flip(0)
-    for _ in range(3):
-        found = neighbor_list(x, 3.0, cell, batch_idx=other, return_neighbor_list=True)
-        same(found, ordinary(lambda: neighbor_list(x, 3.0, cell, batch_idx=other.clone(), return_neighbor_list=True)))
-    for wrong in (numbers + 1, numbers - 1):
-        for _ in range(3):
-            with pytest.raises(ValueError, match="batch_idx"):
-                neighbor_list(x, 3.0, cell, batch_idx=wrong, return_neighbor_list=True)
-    same(call(), first)
-    x[3] = torch.nan
-    for _ in range(2):
-        with pytest.raises(ValueError, match="finite"):
-            call()
-    for seed in range(10):
-        neighbor_list(x[4:], 3.0, cell, batch_idx=numbers[4:] + 0 * seed, return_neighbor_list=True)
-    assert len(repeated_search._thread.searches_of_batches) <= repeated_search.MOST_SEARCHES
+    assert not wrong and engine.everywhere.replayed > 50

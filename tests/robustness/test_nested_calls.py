@@ -21,7 +21,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     particle_mesh_ewald,
 )
 from nvalchemiops.torch.interactions.lj import lj_energy_forces_virial
-from nvalchemiops.torch.neighbors import VerletList, neighbor_list, repeated_search
+from nvalchemiops.torch.neighbors import VerletList, neighbor_list
 from nvalchemiops.torch.spline import spline_gather, spline_spread
 from tests import plans
 from tests.autograd.ops import leaf, square_and_cube
@@ -122,12 +122,6 @@ def in_time() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def forget() -> None:
-    """As in a new process: no search and no plan is kept."""
-    plans.forget()
-    repeated_search._thread.__dict__.clear()
-
-
 def same(found: Any, expected: Any) -> bool:
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
@@ -142,16 +136,16 @@ def check(
 ) -> None:
     """Interrupt ``outer`` at so many places, one each time; both calls must give what they give alone."""
     if fresh:
-        forget()
+        plans.forget()
     expected, expected_inside = outer(), inner()
     if fresh:
-        forget()
+        plans.forget()
     alone = Interrupted(outer, inner, lambda number: False, within, by_instruction)
     assert same(alone(), expected) and alone.count > 20
     step = max(1, alone.count // places)
     for place in range(step // 2 if step > 1 else 0, alone.count, step):
         if fresh:
-            forget()
+            plans.forget()
         run = Interrupted(outer, inner, place.__eq__, within, by_instruction)
         found = run()
         assert same(found, expected), f"interrupted at {run.places}"
@@ -165,7 +159,7 @@ def repeated_call(name: str, in_batch: bool = False) -> tuple[Callable[[], Any],
     """A call and another one with other values, both of which have been there."""
     call, inside = (CALLS | DIFFERENTIATED)[name], CALLS[INNER.get(name, name)]
     first, second = given(0, in_batch), given(1, in_batch)
-    forget()
+    plans.forget()
     for _ in range(4):
         call(first), inside(second)
     return lambda: call(first), lambda: inside(second)
@@ -188,7 +182,7 @@ def test_all_calls(name):
 @pytest.mark.parametrize(
     ("name", "within"),
     [
-        ("list", "repeated_search.py"),
+        ("list", "search.py"),
         ("Ewald", "engine.py"),
         ("PME", "plans.py"),
         ("energies and forces", "engine.py"),

@@ -3,7 +3,7 @@
 All geometry is computed in float64, for positions of either dtype.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +20,11 @@ from nvalchemiops.neighbors.neighbor_utils import matrix_width
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd import DynamicSize, OutputSpec, warp_custom_op
 from nvalchemiops.torch.launch import launch
-from nvalchemiops.torch.neighbors.repeated_search import Scratch, repeated_pairs
 from nvalchemiops.torch.operators.segments import row_pointers
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import all_values_of, eager
 from nvalchemiops.torch.runtime.memory import new_empty
+from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.types import inner_shape
 
 MAX_SLOTS = 2**31 - 1
@@ -99,9 +100,18 @@ _NOWHERE = _Destination()
 _HALF, _TARGET = 6, 7
 """Places of arguments in `_CellList.binned`."""
 
+Scratch = tuple[torch.Tensor, torch.Tensor]
+
 
 class _CellList:
-    """Atoms sorted into bins; one search counts neighbors, another one writes them."""
+    """Atoms sorted into bins; one search counts neighbors, another one writes them.
+
+    Parameters
+    ----------
+    search : Search
+    may_wait : bool, optional
+    rebuild_flags : tensor, optional
+    """
 
     def __init__(self, search: Search, may_wait: bool = True, rebuild_flags: torch.Tensor | None = None) -> None:
         self.search = search
@@ -110,8 +120,8 @@ class _CellList:
         self.bounds: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.device = search.positions.device
         self.layout = layout(self.device.type)
-        self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device=self.device)
         self.n_rows = search.n_rows
+        self.fault = torch.zeros(grid.N_FAULTS, dtype=torch.int32, device=self.device)
         self.binned = self._bin(*self._systems(may_wait))
 
     def _new(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -231,9 +241,8 @@ class _CellList:
         level = self._new(n_atoms, dtype=torch.float64)
         heap_key, key = (self._new(n, 4) if by_index else None for n in (size, n_atoms))
         tolerance = 0.0 if by_index else search.tie_tolerance
-        selection = [search.nearest, self._steps, tolerance, 0, heaps, heap_level, heap_key, level, key]
-        inputs = [*binned, None, -1, 0, *selection]
-        outputs = [None, None, None, None, rows_per_thread]
+        inputs = [*binned, None, -1, 0, search.nearest, self._steps, tolerance, 0, heaps]
+        outputs = [heap_level, heap_key, level, key, None, None, None, None, rows_per_thread]
         launch(nearest_kernels.search_nearest(), n_threads, inputs, outputs, lanes=SEARCH_LANES, kind="nearest")
         return level, key
 
@@ -244,44 +253,44 @@ class _CellList:
         n_threads = -(-self.n_rows // rows_per_thread)
         launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], lanes=lanes, kind=kind)
 
-    def count(self) -> torch.Tensor:
-        """Neighbors of the atom of each row. Waits for the device and raises for faulty input.
+    def count(self, scratch: Callable[[int], Scratch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Neighbors of the atom of each row; and the largest of these counts, their sum, and a fault, if any.
 
-        In a small search on a CPU they are written at the same time, to memory that `fill` copies from.
+        In a small search on a CPU they are written at the same time, to memory of ``scratch`` that `fill` copies from.
         """
         count = self._new(self.n_rows)
         if self.layout.serial and self.n_rows <= kernels.SCRATCH_ROWS:
-            self.scratch = index, shifts = _scratch.take()
             width = kernels.scratch_width(self.n_rows)
+            self.scratch = index, shifts = scratch(self.n_rows * width)
             begin = torch.arange(0, (self.n_rows + 1) * width, width, dtype=torch.int32, device=self.device)
             self.run(count, _Destination(index, self._images(shifts), None, begin))
         else:
             self.run(count)
-        raise_faults(self.fault, self.search, self.rebuild_flags)
-        return count
+        return count, torch.stack([torch.cat([count, count.new_zeros(1)]).max().long(), count.sum(), self.fault.max()])
 
-    def fill(self, count: torch.Tensor, most: int, to: _Destination) -> None:
-        """Write neighbors to rows, after `count`, whose largest entry is ``most``."""
+    def pointers(self, count: torch.Tensor) -> torch.Tensor:
+        """Where the rows begin, and where the last one ends."""
+        ptr = torch.zeros(self.n_rows + 1, dtype=torch.int32, device=self.device)
+        torch.cumsum(count, 0, dtype=torch.int32, out=ptr[1:])
+        return ptr
+
+    def fill(self, count: torch.Tensor, most: int, atoms: torch.Tensor | None, to: _Destination) -> None:
+        """Write neighbors to rows of ``atoms``, after `count`, whose largest entry is ``most``."""
         width = kernels.scratch_width(self.n_rows)
-        scratch, self.scratch = self.scratch, None
-        if scratch is None or most > width:
+        if self.scratch is None or most > width:
             self.run(None, to)
         else:
-            atoms = self.search.target_indices
-            atoms = None if atoms is None else atoms.to(torch.int32)
             neighbors, shifts, first, *form = to
-            index, images = scratch
+            index, images = self.scratch
+            atoms = None if atoms is None else atoms.to(torch.int32)
             inputs = [count, index, self._images(images), width, atoms, *form]
             self._launch(kernels.compact_neighbors(), inputs, [neighbors, first, shifts])
-        if scratch is not None:
-            _scratch.give(scratch)
 
     def _images(self, shifts: torch.Tensor) -> torch.Tensor | None:
         return None if self.search.cell is None else shifts
 
 
-def _new_scratch() -> Scratch:
-    size = kernels.SCRATCH_ROWS * kernels.SCRATCH_WIDTH
+def _new_scratch(size: int = kernels.SCRATCH_ROWS * kernels.SCRATCH_WIDTH) -> Scratch:
     # independent of the default device
     index = torch.empty(size, dtype=torch.int32, device="cpu")
     return index, torch.empty((size, 3), dtype=torch.int32, device="cpu")
@@ -408,10 +417,6 @@ def neighbor_pairs(
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The list format. Waits for the device to learn the number of pairs, and raises for faulty input."""
-    if batch_ptr is None and target_indices is None and nearest == 0:
-        found = repeated_pairs(positions, cutoff, cell, pbc, batch_idx, half, method, SEARCH_LANES, _scratch)
-        if found is not None:
-            return found
     search = Search(
         positions,
         cutoff,
@@ -426,13 +431,8 @@ def neighbor_pairs(
         tie_tolerance,
         symmetric,
     )
-    bins = _CellList(search)
-    count, most, ptr, size = _counted(bins)
-    check_size(size)
-    pairs = new_empty((2, size), torch.int32, bins.device)
-    shifts = new_empty((0 if cell is None else size, 3), torch.int32, bins.device)
-    bins.fill(count, most, _Destination(pairs[1], shifts, pairs[0], ptr))
-    return pairs, ptr, shifts
+
+    return _listed(search, lambda count: 0, with_first=True)
 
 
 def neighbor_rows(
@@ -445,26 +445,77 @@ def neighbor_rows(
     spare : callable
         Entries to leave, from the counts (n_rows,) of neighbors.
     """
-    bins = _CellList(search)
-    count, most, ptr, size = _counted(bins)
-    room = size + spare(count)
-    check_size(room)
-    neighbors = new_empty((room,), torch.int32, bins.device)
-    shifts = new_empty((0 if search.cell is None else room, 3), torch.int32, bins.device)
-    bins.fill(count, most, _Destination(neighbors, shifts, None, ptr))
-    return neighbors, ptr, shifts
+
+    return _listed(search, spare, with_first=False)
 
 
-def _counted(bins: _CellList) -> tuple[torch.Tensor, int, torch.Tensor, int]:
-    """Counts of neighbors and the largest, pointers, and the number of pairs."""
-    count = bins.count()
-    most = int(count.max()) if bins.n_rows else 0
-    ends = count.cumsum(0)
-    size = int(ends[-1]) if bins.n_rows else 0
-    ptr = bins._new(bins.n_rows + 1)
-    ptr[:1] = 0
-    ptr[1:] = ends
-    return count, most, ptr, size
+def _listed(
+    search: Search, spare: Callable[[torch.Tensor], int], with_first: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def filled(bins: _CellList, count: torch.Tensor, most: int, size: int) -> tuple[torch.Tensor, ...]:
+        room = size + spare(count)
+        check_size(room)
+        neighbors = new_empty((2, room) if with_first else (room,), torch.int32, bins.device)
+        shifts = new_empty((0 if search.cell is None else room, 3), torch.int32, bins.device)
+        first, second = neighbors if with_first else (None, neighbors)
+        ptr = bins.pointers(count)
+        bins.fill(count, most, search.target_indices, _Destination(second, shifts, first, ptr))
+        return neighbors, ptr, shifts
+
+    return _searched(search, filled)
+
+
+def _searched(search: Search, filled: Callable[[_CellList, torch.Tensor, int, int], tuple[torch.Tensor, ...]]) -> Any:
+    """A list or a matrix, by a plan where searches repeat. Waits for the device and raises for faulty input.
+
+    Parameters
+    ----------
+    search : Search
+    filled : callable
+        ``filled(bins, count, most, size)`` makes it of what was counted: the counts, the largest, and their sum.
+    """
+    lent: list[Scratch] = []
+
+    def lend(size: int) -> Scratch:
+        if current_recorder() is not None:
+            return _new_scratch(size)
+        lent.append(_scratch.take())
+        return lent[0]
+
+    def prepare(inputs: Sequence[torch.Tensor], near: Any) -> engine.Body:
+        # the bins are kept, so what they use must not change
+        batch_idx = None if search.batch_idx is None else search.batch_idx.clone()
+        return _Counting(_at(search._replace(batch_idx=batch_idx), inputs), lend)
+
+    def end(results: Sequence[torch.Tensor], body: Any) -> tuple[torch.Tensor, ...]:
+        count, (most, size, is_faulty) = results[0], results[1].tolist()
+        if is_faulty:
+            raise_faults(body.bins.fault, search)
+        found = filled(body.bins, count, most, size)
+        if lent:
+            _scratch.give(lent.pop())
+        return found
+
+    inputs = (search.positions,) if search.cell is None else (search.positions, search.cell)
+    systems, options = search[3:7], (search.cutoff, *search[7:])
+    return engine.run(engine.Call("search", prepare, inputs, len(inputs), (), systems, options, end=end))
+
+
+class _Counting:
+    """The body of a search, which keeps the bins."""
+
+    def __init__(self, search: Search, lend: Callable[[int], Scratch]) -> None:
+        self.search, self.lend = search, lend
+
+    def __call__(self, at: Sequence[torch.Tensor] | None, needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+        """Counts, and what is read of them."""
+        self.bins = _CellList(self.search if at is None else _at(self.search, at))
+        return self.bins.count(self.lend)
+
+
+def _at(search: Search, inputs: Sequence[torch.Tensor]) -> Search:
+    """The search at other positions, and in other cells."""
+    return search._replace(**dict(zip(("positions", "cell"), inputs)))  # type: ignore[arg-type]  # by these names
 
 
 _WIDTH = DynamicSize("width")
@@ -524,24 +575,28 @@ def neighbor_matrix(
         tie_tolerance,
         symmetric,
     )
-    bins = _CellList(search, may_wait=width is None)
-    n_rows, columns, most = bins.n_rows, width, 0
-    if columns is None:
-        count = bins.count()
-        most = int(count.max()) if n_rows else 0
+    n_rows = search.n_rows
+
+    def matrix_of(columns: int) -> tuple[torch.Tensor, torch.Tensor, _Destination]:
+        matrix = new_empty((n_rows, columns), torch.int32, positions.device)
+        shifts = new_empty((0 if cell is None else n_rows, columns, 3), torch.int32, positions.device)
+        return matrix, shifts, _Destination(matrix.view(-1), shifts.view(-1, 3), None, None, columns, fill_value)
+
+    def filled(bins: _CellList, count: torch.Tensor, most: int, size: int) -> tuple[torch.Tensor, ...]:
         columns = matrix_width(cutoff, most) if n_rows else 0
         if n_rows * columns > MAX_SLOTS:
             columns = most
         check_size(n_rows * columns)
-    else:
-        count = new_empty((n_rows,), torch.int32, bins.device)
-    matrix = new_empty((n_rows, columns), torch.int32, bins.device)
-    shifts = new_empty((0 if cell is None else n_rows, columns, 3), torch.int32, bins.device)
-    to = _Destination(matrix.view(-1), shifts.view(-1, 3), None, None, columns, fill_value)
+        matrix, shifts, to = matrix_of(columns)
+        bins.fill(count, most, target_indices, to)
+        return matrix, count.clone(), shifts, bins.fault.clone()
+
     if width is None:
-        bins.fill(count, most, to)
-    else:
-        bins.run(count, to)
+        return _searched(search, filled)
+    bins = _CellList(search, may_wait=False)
+    matrix, shifts, to = matrix_of(width)
+    count = new_empty((n_rows,), torch.int32, bins.device)
+    bins.run(count, to)
     return matrix, count, shifts, bins.fault
 
 

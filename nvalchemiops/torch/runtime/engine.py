@@ -102,6 +102,9 @@ class Call(NamedTuple):
     by_system : bool
         Whether energies are those of systems.
     domain : Domain, optional
+    end : callable, optional
+        ``end(results, body)`` is what the call returns, in memory of its own: for what is outside of plans, since it
+        reads results. Only for calls without derivatives.
     """
 
     name: str
@@ -117,6 +120,7 @@ class Call(NamedTuple):
     n_systems: int = 1
     by_system: bool = False
     domain: Any = None
+    end: Callable[[Tensors, Body], Tensors] | None = None
 
 
 def run_function(
@@ -208,12 +212,17 @@ def run(call: Call) -> Tensors:
 
 
 def _graph(call: Call) -> Tensors:
-    return call.prepare(call.inputs, call.near)(None, ())
+    return _ended(call, call.prepare(call.inputs, call.near), None)
 
 
 def _here(call: Call, body: Body) -> Tensors:
-    results: Tensors = fairly(lambda *at: body(at, ()), *call.inputs)
+    results: Tensors = fairly(lambda *at: _ended(call, body, at), *call.inputs)
     return results
+
+
+def _ended(call: Call, body: Body, at: Sequence[torch.Tensor] | None) -> Tensors:
+    results = body(at, ())
+    return results if call.end is None else call.end(results, body)
 
 
 def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -405,8 +414,11 @@ class _Kind(NamedTuple):
 class _Entry:
     """The plan of a kind of calls, or why there is none."""
 
-    def __init__(self, plan: plans.Plan | None, reason: str, prepared: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, plan: plans.Plan | None, reason: str, prepared: Sequence[torch.Tensor], body: Body | None
+    ) -> None:
         self.plan, self.reason = plan, reason
+        self.body: Any = body  # which the end of the call uses
         self.prepared = prepared  # kept, so that no other tensor gets their identity
         # a graph uses them where they are, with the values that they have then
         self.compared = [t for t in prepared if layout(t.device.type).reads]
@@ -604,7 +616,8 @@ def _planned(
         if plan is None:
             return _noted(call, "once", entry.reason, None)
         if entry.is_as_recorded():
-            found = fairly(lambda *moving: plan(moving, kind.used, kind.length) or (), *moving)
+            end = call.end and functools.partial(call.end, body=entry.body)
+            found = fairly(lambda *moving: plan(moving, kind.used, kind.length, end) or (), *moving)
             if not found:
                 return _noted(call, "once", "the plan is in use, or the ordinary call raises", None)
             table.replayed += 1
@@ -615,14 +628,17 @@ def _planned(
         return _noted(call, "once", "calls are recorded when they come again", None)
     graph = None if kind.place is None else graphs.Graph(kind.place[0])
     lists = kind.copied if graph is None else kind.used  # in memory of the plan
+    body: Any = None
 
     def function(memory: Sequence[torch.Tensor]) -> Tensors:
+        nonlocal body
         constants = [t.detach().clone() for t in tensors[n_moving:n_inputs]]
         here = [*memory[:n_moving], *constants, *memory[n_moving : len(memory) - len(lists)]]
         near, waiting = call.near, iter(memory[len(memory) - len(lists) :])
         if lists:
             near = type(near)(*[next(waiting) if isinstance(value, torch.Tensor) else value for value in near])
-        return full(call.prepare(here[:n_inputs], near), levels, needed, here)
+        body = call.prepare(here[:n_inputs], near)
+        return full(body, levels, needed, here)
 
     if graph is None and plans.share_memory(kind.used, [*kind.small, *kind.large]):
         return _noted(call, "once", "lists and prepared data share memory", None)
@@ -632,7 +648,9 @@ def _planned(
             function, detached, kind.used, kind.small, kind.length, raises=not levels, graph=graph
         )
     if found is not None and not reason.startswith(OF_LENGTH):  # otherwise it is a matter of this call
-        table.keep(key, _Entry(made, reason, kind.large if made else []))
+        table.keep(key, _Entry(made, reason, kind.large if made else [], body if made and call.end else None))
+    if found is not None and call.end is not None:
+        found = call.end(found, body)
     return _noted(call, "plan" if made else "once", "recorded" if made else reason, found)
 
 

@@ -73,11 +73,16 @@ class Plan:
         return True
 
     def __call__(
-        self, copied: Sequence[torch.Tensor], used: Sequence[torch.Tensor] = (), length: int = 0
+        self,
+        copied: Sequence[torch.Tensor],
+        used: Sequence[torch.Tensor] = (),
+        length: int = 0,
+        end: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]] | None = None,
     ) -> tuple[torch.Tensor, ...] | None:
         """The results for these arguments, or None if the ordinary call is needed: it raises, or the plan is in use.
 
-        ``length`` is that of lists among ``used``, if the plan is for any length, and `takes` this one.
+        ``length`` is that of lists among ``used``, if the plan is for any length, and `takes` this one. ``end`` makes
+        other results, in memory of their own, of those of the steps.
         """
         if not self._lock.acquire(blocking=False):
             return None
@@ -88,7 +93,7 @@ class Plan:
                     step()
             if any(map(int, self.faults)):
                 return None
-            return tuple(result.clone() for result in self.results)
+            return tuple([t.clone() for t in self.results]) if end is None else end(self.results)
         finally:
             self._lock.release()
 

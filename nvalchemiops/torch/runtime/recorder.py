@@ -76,7 +76,7 @@ class Recorder:
     lists : sequence of torch.Tensor, optional
         Those of ``copied`` that are lists; whether anything but kernels depends on their ``length`` is noted.
     makes_steps : bool, optional
-        Otherwise the recorder only refuses what cannot be done again.
+        Otherwise the recorder only refuses what cannot be captured, such as reads of values, even of constant ones.
 
     Attributes
     ----------
@@ -95,6 +95,7 @@ class Recorder:
         makes_steps: bool = True,
     ) -> None:
         self.makes_steps, self.needs_length = makes_steps, False
+        self.device = copied[0].device if copied else None
         self._lists = {storage_of(tensor) for tensor in lists if tensor.numel()}
         self.before: list[tuple[Step, set[int]]] = []  # with the storages that they write
         self.steps: list[tuple[Step, set[int], set[int]]] = []  # with the storages that they read and write
@@ -173,6 +174,10 @@ class Recorder:
     def _varies(self, given: dict[int, torch.Tensor]) -> bool:
         return not (self.varying.isdisjoint(given) and self.foreign.keys().isdisjoint(given))
 
+    def _is_captured(self, given: dict[int, torch.Tensor]) -> bool:
+        """Whether an operation of these is to be captured: then even constants cannot be read."""
+        return not self.makes_steps and any([t.device == self.device for t in given.values()])
+
     def _note_external(self, given: dict[int, torch.Tensor]) -> None:
         known = (self.kept, self.varying, self.foreign, self.borrowed)
         for storage, tensor in given.items():
@@ -229,12 +234,17 @@ class Recorder:
             return
         if fresh:
             self._refuse_unwritten(func, given)
-        if not self._varies(given):
+        varies = self._varies(given)
+        if not (varies or self._is_captured(given)):
             return
         if not made and not isinstance(result, torch.Tensor):
             raise NoPlan(f"{func} reads values")
         if _has_unknown_shape(func, args, kwargs):
             raise NoPlan(f"{func} has results whose shapes depend on values")
+        if len({t.device for t in (*given.values(), *made) if t.ndim}) > 1:
+            raise NoPlan(f"{func} copies from one device to another")
+        if not varies:
+            return
         if not fresh:
             return
         self._refuse_lists(f"{func}", given)
@@ -393,7 +403,8 @@ class refuse_reads(TorchFunctionMode):  # used as a context manager, named like 
     def _read(self, name: str, given: dict[int, torch.Tensor]) -> None:
         recorder = self.recorder
         recorder._note_external(given)
-        if recorder._varies(given) or not recorder.uninitialised.isdisjoint(given):
+        is_read = name != _ADDRESS.__name__ and recorder._is_captured(given)
+        if is_read or recorder._varies(given) or not recorder.uninitialised.isdisjoint(given):
             raise NoPlan(f"`{name}` gives values of a tensor to code that is not followed")
 
 
