@@ -170,20 +170,21 @@ def prepared(
     def ordinary(arguments: list[Any]) -> None:
         launch(kernel, dim, arguments, device=device, lanes=lanes, record_tape=False, kind=kind)
 
-    if not device.is_cpu or not is_gather_only(kernel):
+    if not device.is_cpu or kernel.is_generic:
         return ordinary
     how, rows = layout("cpu"), tuple(dim) if isinstance(dim, Sequence) else (operator.index(dim),)
     grid = (*rows, 1) if lanes else rows
     key, cost_key, calls = (kernel, device.alias, how.block_of(lanes)), (kernel, kind), itertools.count(1)
     if how.warps or 0 in grid:
         return ordinary
+    offset = [0] if is_gather_only(kernel) else []
 
     def whole(arguments: list[Any]) -> None:
-        is_short = grid[0] * _row_cost.get(cost_key, 1.0) < MINIMUM_CHUNK or thread_count() == 1
-        if is_short and next(calls) % MEASURED and active_tape() is None:
+        is_short = not offset or grid[0] * _row_cost.get(cost_key, 1.0) < MINIMUM_CHUNK or thread_count() == 1
+        if is_short and (not offset or next(calls) % MEASURED) and active_tape() is None:
             command = threads.commands().get(key)
             if command is not None:
-                command.launch(grid, [0, *arguments], None)
+                command.launch(grid, [*offset, *arguments], None)
                 return
         ordinary(arguments)
 

@@ -42,7 +42,13 @@ def count() -> int:
     return _counted
 
 
-_thread = threading.local()
+class _OfThread(threading.local):
+    """Whether notices of this thread are said."""
+
+    is_unsaid = False
+
+
+_thread = _OfThread()
 
 
 def unsaid() -> AbstractContextManager[None]:
@@ -64,7 +70,7 @@ def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None =
     """
     global _counted
     _counted = next(_count) + 1
-    if getattr(_thread, "is_unsaid", None):
+    if _thread.is_unsaid:
         return
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _NOT_CALLERS:

@@ -14,7 +14,13 @@ class NotDifferentiableError(RuntimeError):
     """A derivative was asked for that does not exist, or would silently be incomplete."""
 
 
-_thread = threading.local()
+class _OfThread(threading.local):
+    """What this thread records."""
+
+    tape: wp.Tape | None = None
+
+
+_thread = _OfThread()
 _lock = fork_safe(threading.RLock())
 _recorders = 0
 """Threads that record at present."""
@@ -22,7 +28,7 @@ _recorders = 0
 
 def active_tape() -> wp.Tape | None:
     """The tape that records this thread's launches, or None."""
-    return getattr(_thread, "tape", None)
+    return _thread.tape
 
 
 def refuse_tracked(kernel: wp.Kernel, arguments: Sequence[Any]) -> None:

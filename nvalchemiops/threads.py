@@ -16,17 +16,26 @@ Task = Callable[[], None]
 crowding = Crowding()
 """Whether threads gain anything at present."""
 
-_thread = threading.local()
+
+class _OfThread(threading.local):
+    """What is known of this thread."""
+
+    is_worker = False
+    shares = False
+    has_openmp = False
+
+
+_thread = _OfThread()
 
 
 def is_worker() -> bool:
     """Whether this thread runs pieces of a launch of another thread."""
-    return getattr(_thread, "is_worker", False)
+    return _thread.is_worker
 
 
 def may_share() -> bool:
     """Whether a launch of this thread may be shared: not in the midst of another one that is."""
-    return not is_worker() and not getattr(_thread, "shares", False)
+    return not is_worker() and not _thread.shares
 
 
 def enter_as_worker() -> None:
@@ -95,7 +104,7 @@ def as_main_thread() -> Iterator[None]:
 
     As those of the main thread do. For threads of a runtime that call one at a time; others share the pool.
     """
-    before, _thread.has_openmp = getattr(_thread, "has_openmp", False), True
+    before, _thread.has_openmp = _thread.has_openmp, True
     try:
         yield
     finally:
@@ -103,7 +112,7 @@ def as_main_thread() -> Iterator[None]:
 
 
 def _has_openmp() -> bool:
-    return getattr(_thread, "has_openmp", False) or threading.get_ident() == threading.main_thread().ident
+    return _thread.has_openmp or threading.get_ident() == threading.main_thread().ident
 
 
 def run(task: Task, threads: int) -> None:

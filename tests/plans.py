@@ -24,10 +24,10 @@ def ordinary(call):
 
 
 def plans_of_calls(owner=None, *, of_derivatives=False):
-    """Plans of calls, or of functions of a backward pass; those of a module, a potential or a calculator."""
+    """Plans of calls beside searches, or of backward passes; those of a module, a potential or a calculator."""
     table = engine.everywhere if owner is None else vars(owner)[engine.OWN]
-    entries = list(table.entries.items())
-    return [entry.plan for key, entry in entries if entry.plan is not None and bool(key[1]) == of_derivatives]
+    entries = [(*key[:2], entry.plan) for key, entry in table.entries.items() if entry.plan is not None]
+    return [plan for (name, *_), levels, plan in entries if name != "search" and bool(levels) == of_derivatives]
 
 
 def plan_of(*, count=1):

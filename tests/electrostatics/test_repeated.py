@@ -611,19 +611,18 @@ def test_threads_share_a_plan():
 
 def test_plans_are_kept_up_to_a_limit_of_memory():
     """Those that ran longest ago go first; the last one always stays."""
-    x, q, cell, near = arguments()
+    given = {n_atoms: arguments(n_atoms=n_atoms) for n_atoms in range(10, 30)}
     table = engine.Plans(most_bytes=0)
     with engine.kept_in(table):
         for n_atoms in (20, 12, 14, 12):
-            x, q, cell, near = arguments(n_atoms=n_atoms)
+            x, q, cell, near = given[n_atoms]
             for _ in range(3):
                 ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
     assert table.recorded == 4 and len(table.entries) == 1
     table.most_bytes = engine.MOST_BYTES
     with engine.kept_in(table):
         for _ in range(2):
-            for n_atoms in range(10, 30):
-                x, q, cell, near = arguments(n_atoms=n_atoms)
+            for x, q, cell, near in given.values():
                 for _ in range(engine.PAID):
                     ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
     assert table.recorded == 4 + 19 and len(table.entries) == 20 and not plans_of_calls()

@@ -445,7 +445,6 @@ def neighbor_rows(
     spare : callable
         Entries to leave, from the counts (n_rows,) of neighbors.
     """
-
     return _listed(search, spare, with_first=False)
 
 

@@ -219,7 +219,14 @@ _modes = _find(
     works=lambda count, hooks, *_: count() >= 0 and isinstance(hooks(True), (tuple, type(None))),
 )
 
-_followers = threading.local()
+
+class _OfThread(threading.local):
+    """Modes of `followed_by` that are on in this thread."""
+
+    n_followers = 0
+
+
+_thread = _OfThread()
 
 
 @contextmanager
@@ -231,20 +238,20 @@ def followed_by(mode: Any) -> Iterator[None]:
     if _modes is None:
         raise _impossible("a plan")
     push, pop = _modes[2:]
-    before = getattr(_followers, "count", 0)
-    _followers.count = before + 1
+    before = _thread.n_followers
+    _thread.n_followers = before + 1
     push(mode)
     try:
         yield
     finally:
         pop(None)
-        _followers.count = before
+        _thread.n_followers = before
 
 
 def has_other_modes() -> bool:
     """Whether a dispatch mode is on beside those of `followed_by`."""
     count = count_dispatch_modes()
-    return bool(count) and count > getattr(_followers, "count", 0)
+    return bool(count) and count > _thread.n_followers
 
 
 def result_and_draw(func: Any, args: Any, kwargs: Any) -> tuple[Any, bool]:

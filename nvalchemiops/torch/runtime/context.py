@@ -37,7 +37,7 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             continue
-        waits = getattr(_thread, "hides_values", False) or not layout(tensor.device.type).reads
+        waits = _thread.hides_values or not layout(tensor.device.type).reads
         if waits and (not wait or (tensor.is_cuda and torch.cuda.is_current_stream_capturing())):
             return False
         if is_mapped(tensor) or (type(tensor) not in PLAIN_TYPES and internals.has_no_data(tensor)):
@@ -45,7 +45,13 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
     return True
 
 
-_thread = threading.local()
+class _OfThread(threading.local):
+    """What this thread does not read."""
+
+    hides_values = False
+
+
+_thread = _OfThread()
 
 
 def hidden_values() -> AbstractContextManager[None]:

@@ -32,7 +32,6 @@ from nvalchemiops.layout import layout
 from nvalchemiops.locks import Kept, set_within
 from nvalchemiops.torch.runtime import graphs, plans
 from nvalchemiops.torch.runtime._torch_internals import (
-    PLAIN_TYPES,
     has_function_modes,
     has_other_modes,
     has_saved_tensor_hooks,
@@ -498,7 +497,15 @@ everywhere = Plans()
 enabled = os.environ.get("NVALCHEMIOPS_PLANS", "1") != "0"
 """Whether there are plans, in all threads."""
 
-_thread = threading.local()
+
+class _OfThread(threading.local):
+    """Plans of calls of this thread."""
+
+    table: Plans | None = None
+    is_off = False
+
+
+_thread = _OfThread()
 
 
 def kept_in(table: Plans) -> contextlib.AbstractContextManager[None]:
@@ -533,14 +540,15 @@ def off() -> contextlib.AbstractContextManager[None]:
 
 def _kind_of(call: Call, tracked: bool) -> _Kind | str:
     """The kind of a call, or why it has no plan."""
-    inputs, n_moving, near = call.inputs, call.n_moving, call.near
+    inputs, near = call.inputs, call.near
     n_atoms = inputs[0].shape[0] if inputs[0].ndim else 0
-    if not enabled or getattr(_thread, "is_off", None):
+    if not enabled or _thread.is_off:
         return "plans are switched off"
     if isinstance(call.options, str):
         return call.options
     device = inputs[0].device
-    place = None if layout(device.type).reads else graphs.place_of(device)
+    how = layout(device.type)
+    place = None if how.reads else graphs.place_of(device)
     most = MOST_ATOMS if place is None else MOST_ATOMS_ON_GPU
     if not 0 < n_atoms <= most:
         return f"there are more than {most} atoms" if n_atoms else "there are no atoms"
@@ -549,33 +557,39 @@ def _kind_of(call: Call, tracked: bool) -> _Kind | str:
     if has_function_modes() or has_other_modes():
         return "a mode, such as a default device, sees the operations"
     listed = [value for value in near if isinstance(value, torch.Tensor)]
-    if any([t.device != device for t in (*inputs, *listed)]):
+    tensors = (*inputs, *listed)
+    if not is_unobserved(*tensors):
+        return "autocast, a profiler or a tensor of another kind sees the operations"
+    if any([t.device != device for t in tensors]):
         return "tensors are on several devices"
     if place is not None and (obstacle := graphs.obstacle(device)):
         return obstacle
-    is_half = getattr(near, "half_list", False) is not False
-    length = 0 if is_half else _length(near, n_atoms)
-    n_copied = n_moving if place is None else len(inputs)
+    if tracked and has_saved_tensor_hooks():  # checkpoints count what is saved, which is not the same with a plan
+        return "hooks see the tensors that are saved for the backward pass"
+    length, is_used = _length(near, listed, n_atoms, how.reads)
+    n_copied = call.n_moving if place is None else len(inputs)
+    key: list[Hashable] = [call.name, how, place]
     small: list[torch.Tensor] = []
     large: list[torch.Tensor] = []
     contents: list[bytes] = []
+    for t in inputs[:n_copied]:
+        key += (t.shape, t.dtype, t.stride())
+    for t in listed:
+        if length and length in (shape := t.shape):  # types and strides are known then
+            key.append(tuple([-1 if size == length else size for size in shape]))
+        else:
+            key += (t.shape, t.dtype, t.stride())
+    others = tuple([None if isinstance(value, torch.Tensor) else value for value in near])
     try:
-        forms = [_form(t) for t in inputs[:n_copied]]
-        forms += [_form(value, length) for value in near]
-        fixed = _fixed((*inputs[n_copied:], *call.systems), small, large, contents, 9 * MOST_ATOMS)
-        fixed += _fixed(call.options, small, large, contents)
+        _add_fixed((*inputs[n_copied:], *call.systems), key, small, large, contents, 9 * MOST_ATOMS)
+        _add_fixed((*others, *call.options), key, small, large, contents, SMALL)
     except _Unknown as reason:
         return str(reason)
-    of_rows = length or getattr(near, "neighbor_list", None) is None
-    used, copied = (listed, []) if (of_rows and not is_half) or place is not None else ([], listed)
-    tensors = (*inputs[:n_copied], *listed, *small, *large)
-    table = getattr(_thread, "table", None) or everywhere
-    if not is_unobserved(*tensors):
-        return "autocast, a profiler or a tensor of another kind sees the operations"
-    if tracked and has_saved_tensor_hooks():  # checkpoints count what is saved, which is not the same with a plan
-        return "hooks see the tensors that are saved for the backward pass"
-    key = (call.name, tuple(forms), tuple(fixed), layout(device.type), place)
-    return _Kind(key, place, n_copied, used, copied, length, small, large, contents, table)
+    if len(small) + len(large) > len(inputs) - n_copied and not is_unobserved(*small, *large):
+        return "a tensor of another kind is part of what is fixed"
+    used, copied = (listed, []) if is_used or place is not None else ([], listed)
+    table = _thread.table or everywhere
+    return _Kind(tuple(key), place, n_copied, used, copied, length, small, large, contents, table)
 
 
 def _kind_here(kind: _Kind | str, incoming: Sequence[torch.Tensor]) -> _Kind | str:
@@ -647,90 +661,95 @@ def _planned(
         made, found, reason = plans.record(
             function, detached, kind.used, kind.small, kind.length, raises=not levels, graph=graph
         )
+    if found is not None and call.end is not None:
+        found = call.end(found, body)  # before others may use the plan, and its memory
     if found is not None and not reason.startswith(OF_LENGTH):  # otherwise it is a matter of this call
         table.keep(key, _Entry(made, reason, kind.large if made else [], body if made and call.end else None))
-    if found is not None and call.end is not None:
-        found = call.end(found, body)
     return _noted(call, "plan" if made else "once", "recorded" if made else reason, found)
 
 
-def _length(near: Sequence[Any], n_atoms: int) -> int:
-    """Pairs of a list with pointers, of which a plan may have any number; 0 for a matrix, or where shapes are fixed."""
-    pairs = getattr(near, "neighbor_list", getattr(near, "neighbors", None))
-    pointers = getattr(near, "neighbor_ptr", getattr(near, "pointers", None))
-    if not isinstance(pairs, torch.Tensor) or not isinstance(pointers, torch.Tensor) or pairs.ndim not in (1, 2):
-        return 0
-    tensors = [value for value in near if isinstance(value, torch.Tensor)]
-    # an axis of another meaning is never so long
-    is_known = pairs.shape[-1] > max(n_atoms + 1, 3) and all([t.dtype is torch.int32 for t in tensors])
-    if layout(pairs.device.type).reads:  # where the lists are used as they are
-        is_known = is_known and all([t.is_contiguous() for t in tensors])
-    return pairs.shape[-1] if is_known else 0
+def _length(near: Any, listed: Sequence[torch.Tensor], n_atoms: int, reads: bool) -> tuple[int, bool]:
+    """Pairs of a list with pointers, of which a plan may have any number; 0 for a matrix, or where shapes are fixed.
 
-
-def _form(value: Any, length: int = 0) -> Hashable:
-    """What tells two calls apart whose results differ by the values of this tensor alone.
-
-    Axes with ``length`` may have any.
+    And whether kernels alone read the lists.
     """
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided:
-            raise _Unknown(f"a tensor has the layout {value.layout}")
-        if length and length in value.shape:
-            return tuple([-1 if size == length else size for size in value.shape])
-        return value.shape, value.dtype, value.stride()
-    if type(value) not in _IMMUTABLE:
-        raise _Unknown(f"an argument is a {type(value).__name__}, which may change")
-    return type(value), value
+    if not near:
+        return 0, True
+    of_pairs, of_pointers, of_half = _places(type(near))
+    if of_half is not None and near[of_half] is not False:
+        return 0, False
+    pairs, pointers = near[of_pairs], near[of_pointers]
+    is_list = isinstance(pairs, torch.Tensor) and isinstance(pointers, torch.Tensor) and pairs.ndim in (1, 2)
+    length = pairs.shape[-1] if is_list else 0
+    # an axis of another meaning is never so long; and where lists are used as they are, they must be contiguous
+    if length > max(n_atoms + 1, 3) and all(
+        [t.dtype is torch.int32 and (not reads or t.is_contiguous()) for t in listed]
+    ):
+        return length, True
+    return 0, of_half is None or pairs is None
+
+
+@functools.cache
+def _places(kind: Any) -> tuple[int, int, int | None]:
+    """Of pairs, pointers, and whether the list is half of one, among the entries of this kind of neighbors."""
+    names = kind._fields
+    if "half_list" in names:
+        return names.index("neighbor_list"), names.index("neighbor_ptr"), names.index("half_list")
+    return names.index("neighbors"), names.index("pointers"), None
+
+
+def _form(t: torch.Tensor) -> Hashable:
+    """What tells two calls apart whose results differ by the values of this tensor alone."""
+    return t.shape, t.dtype, t.stride()
 
 
 class _Unknown(Exception):
     """A value that cannot be compared."""
 
 
-def _fixed(
+def _add_fixed(
     values: tuple[Any, ...],
+    key: list[Hashable],
     small: list[torch.Tensor],
     large: list[torch.Tensor],
     contents: list[bytes],
-    most: int = SMALL,
-) -> list[Any]:
-    """What tells ``values`` apart.
+    most: int,
+) -> None:
+    """Add what tells ``values`` apart to ``key``.
 
-    Tensors among them are added to ``small`` if their values are part of it, which have up to so many elements, with
+    Tensors among them are added to ``small`` if their values are part of it, which have up to ``most`` elements, with
     their ``contents``, and to ``large`` if they are recognized by themselves.
     """
-    found: list[Any] = []
     for value in values:
         kind = type(value)
-        found.append(kind)
-        if kind in _IMMUTABLE or isinstance(value, np.generic):
-            found.append(value if value or kind is not float else str(value))  # zero and minus zero are equal
+        if kind in _IMMUTABLE:  # most are
+            key += (kind, value if value or kind is not float else str(value))  # zero and minus zero are equal
         elif isinstance(value, torch.Tensor):
-            if kind not in PLAIN_TYPES or value.layout is not torch.strided:
-                raise _Unknown(f"a tensor is {kind.__name__} with layout {value.layout}")
+            if value.layout is not torch.strided:
+                raise _Unknown(f"a tensor has the layout {value.layout}")
             if not layout(value.device.type).reads:
                 large.append(value)
-                found += (id(value), value.data_ptr(), value.dtype, value.shape, value.stride())
+                key += (id(value), value.data_ptr(), value.dtype, value.shape, value.stride())
             elif value.numel() <= most:
                 small.append(value)
                 contents.append(_bytes_of(value))
-                found += (value.dtype, value.shape, contents[-1])
+                key += (value.dtype, value.shape, contents[-1])
             else:
                 large.append(value)
                 place = (id(value), version_of(value), value.data_ptr())
-                found += (*place, value.dtype, value.shape, value.stride())
+                key += (*place, value.dtype, value.shape, value.stride())
         elif isinstance(value, tuple):
-            found.append(len(value))
-            found += _fixed(value, small, large, contents, most)
+            key += (kind, len(value))
+            _add_fixed(value, key, small, large, contents, most)
+        elif isinstance(value, np.generic):
+            key += (kind, value.tobytes())
         else:
             raise _Unknown(f"an argument is a {kind.__name__}, which may change")
-    return found
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
     try:
-        return tensor.detach().resolve_neg().numpy().tobytes()
+        return (tensor.detach() if tensor.requires_grad else tensor).numpy().tobytes()
     except (TypeError, RuntimeError) as error:
         raise _Unknown(f"values of a tensor cannot be read: {error}") from None
 
