@@ -456,7 +456,7 @@ def _listed(
         check_size(room)
         neighbors = new_empty((2, room) if with_first else (room,), torch.int32, bins.device)
         shifts = new_empty((0 if search.cell is None else room, 3), torch.int32, bins.device)
-        first, second = neighbors if with_first else (None, neighbors)
+        first, second = neighbors.unbind() if with_first else (None, neighbors)
         ptr = bins.pointers(count)
         bins.fill(count, most, search.target_indices, _Destination(second, shifts, first, ptr))
         return neighbors, ptr, shifts
