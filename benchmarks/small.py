@@ -31,7 +31,7 @@ from nvalchemiops import launch
 from nvalchemiops.constants import BOHR_IN_ANGSTROM
 from nvalchemiops.torch.interactions import dispersion, electrostatics, pair
 from nvalchemiops.torch.neighbors import VerletList, neighbor_list
-from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime import engine, tables
 from nvalchemiops.torch.systems import System
 
 ACCURACY = 1e-5
@@ -120,10 +120,10 @@ def sums(system: str) -> dict[str, Call]:
 
 def floor_of(call: Call) -> Call:
     """The launches and operations of the plan of this call."""
-    engine.everywhere.clear()
+    tables.everywhere.clear()
     for n in range(4):
         call(n)
-    (plan,) = [entry.plan for entry in engine.everywhere.entries.values() if entry.plan is not None]
+    (plan,) = [entry.plan for entry in tables.everywhere.entries.values() if entry.plan is not None]
 
     def steps(_: int) -> None:
         # the lists of the last call are still where they were

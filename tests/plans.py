@@ -5,16 +5,16 @@ import contextlib
 import torch
 
 from nvalchemiops.layout import CPU, replaced_layout
-from nvalchemiops.torch.runtime import engine, graphs
+from nvalchemiops.torch.runtime import engine, graphs, tables
 from tests.lanes.fibers import gpu_layout
 
 
 def forget(*owners):
     """Nothing is kept from earlier calls, those of these modules or potentials included."""
     for owner in owners:
-        vars(owner).pop(engine.OWN, None)
-    engine.everywhere.clear()
-    engine.everywhere.recorded = engine.everywhere.replayed = 0
+        vars(owner).pop(tables.OWN, None)
+    tables.everywhere.clear()
+    tables.everywhere.recorded = tables.everywhere.replayed = 0
 
 
 def ordinary(call):
@@ -25,7 +25,7 @@ def ordinary(call):
 
 def plans_of_calls(owner=None, *, of_derivatives=False):
     """Plans of calls beside searches, or of backward passes; those of a module, a potential or a calculator."""
-    table = engine.everywhere if owner is None else vars(owner)[engine.OWN]
+    table = tables.everywhere if owner is None else vars(owner)[tables.OWN]
     entries = [(*key[:2], entry.plan) for key, entry in table.entries.items() if entry.plan is not None]
     return [plan for (name, *_), levels, plan in entries if name != "search" and bool(levels) == of_derivatives]
 

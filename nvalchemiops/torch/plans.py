@@ -17,14 +17,14 @@ The environment variable ``NVALCHEMIOPS_PLANS=0`` switches them off in all threa
 """
 
 from nvalchemiops.torch.checks import check_int
-from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime import tables
 from nvalchemiops.torch.runtime.engine import explain as explain
 from nvalchemiops.torch.runtime.engine import off as off
 
 
 def clear() -> None:
     """Forget all plans of functions, and with them their memory."""
-    engine.everywhere.clear()
+    tables.everywhere.clear()
 
 
 def limit(n_bytes: int, device: str = "cpu") -> None:
@@ -42,5 +42,5 @@ def limit(n_bytes: int, device: str = "cpu") -> None:
         raise ValueError(f"`n_bytes` must not be negative, got {n_bytes}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"`device` must be 'cpu' or 'cuda', got {device!r}")
-    setattr(engine.everywhere, "most_bytes" if device == "cpu" else "most_bytes_on_gpu", n_bytes)
-    engine.everywhere.fit()
+    setattr(tables.everywhere, "most_bytes" if device == "cpu" else "most_bytes_on_gpu", n_bytes)
+    tables.everywhere.fit()

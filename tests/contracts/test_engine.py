@@ -21,7 +21,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
 from nvalchemiops.torch.interactions.electrostatics.features import reciprocal_potential
 from nvalchemiops.torch.interactions.pair import PairPotential, lennard_jones
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime import calls, tables
 from tests.comparing import close
 from tests.plans import forget, ordinary, plans_of_calls
 from tests.processes import python_says
@@ -329,7 +329,7 @@ def test_which_way_and_why():
     potential = PairPotential("exp(-r)", cutoff=3.0)
     potential(X, CELL)
     assert "searches for neighbors" in way_of("pair potential")
-    many = torch.zeros(engine.MOST_ATOMS + 1, 3, dtype=F64)
+    many = torch.zeros(calls.MOST_ATOMS + 1, 3, dtype=F64)
     none = {
         "neighbor_list": torch.zeros(2, 0, dtype=torch.int32),
         "neighbor_shifts": torch.zeros(0, 3, dtype=torch.int32),
@@ -345,7 +345,7 @@ def test_plans_are_limited_and_switched_off(monkeypatch):
     for k in call.values():
         several(lambda k=k: ewald_summation(X, Q, CELL, **{**EWALD, "alpha": 0.5 + 0.1 * k}))
     assert len(plans_of_calls()) == 3
-    monkeypatch.setattr(engine.everywhere, "most_bytes", engine.MOST_BYTES)
+    monkeypatch.setattr(tables.everywhere, "most_bytes", tables.MOST_BYTES)
     plans.limit(0)
     assert len(plans_of_calls()) == 1
     with pytest.raises(ValueError, match="n_bytes"):

@@ -19,7 +19,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
 )
 from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime import tables
 from nvalchemiops.torch.runtime.recorder import current_recorder
 from tests.plans import forget, ordinary, plan_of, plans_of_calls
 from tests.systems import triclinic
@@ -126,7 +126,7 @@ def test_one_plan_for_lists_of_any_length(name):
             return function(y, p, cell, 0.9, **near, **options, compute_forces=True)
 
         same_bits(call(), ordinary(call))
-    assert plan_of().steps and len(lengths) == 8 and engine.everywhere.replayed == 6
+    assert plan_of().steps and len(lengths) == 8 and tables.everywhere.replayed == 6
     for wrong in (near["neighbor_shifts"][:-1], near["neighbor_shifts"][:, :2].contiguous()):
         with pytest.raises(ValueError, match="neighbor_shifts"):
             function(y, p, cell, 0.9, **{**near, "neighbor_shifts": wrong}, **options)
@@ -612,18 +612,18 @@ def test_threads_share_a_plan():
 def test_plans_are_kept_up_to_a_limit_of_memory():
     """Those that ran longest ago go first; the last one always stays."""
     given = {n_atoms: arguments(n_atoms=n_atoms) for n_atoms in range(10, 30)}
-    table = engine.Plans(most_bytes=0)
-    with engine.kept_in(table):
+    table = tables.Plans(most_bytes=0)
+    with tables.kept_in(table):
         for n_atoms in (20, 12, 14, 12):
             x, q, cell, near = given[n_atoms]
             for _ in range(3):
                 ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
     assert table.recorded == 4 and len(table.entries) == 1
-    table.most_bytes = engine.MOST_BYTES
-    with engine.kept_in(table):
+    table.most_bytes = tables.MOST_BYTES
+    with tables.kept_in(table):
         for _ in range(2):
             for x, q, cell, near in given.values():
-                for _ in range(engine.PAID):
+                for _ in range(tables.PAID):
                     ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
     assert table.recorded == 4 + 19 and len(table.entries) == 20 and not plans_of_calls()
 
@@ -638,10 +638,10 @@ def test_few_plans_where_they_do_not_pay():
     for step in range(30):
         for _ in range(2):
             call(1.0 + 1e-3 * step)
-    assert engine.everywhere.recorded == 8 and not engine.everywhere.replayed
-    for _ in range(engine.PAID + 1):
+    assert tables.everywhere.recorded == 8 and not tables.everywhere.replayed
+    for _ in range(tables.PAID + 1):
         call(1.0)
-    assert engine.everywhere.replayed == engine.PAID + 1
-    for _ in range(engine.PAID + 2):
+    assert tables.everywhere.replayed == tables.PAID + 1
+    for _ in range(tables.PAID + 2):
         call(2.0)
-    assert engine.everywhere.recorded == 9
+    assert tables.everywhere.recorded == 9

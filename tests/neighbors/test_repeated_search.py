@@ -7,7 +7,7 @@ import torch
 
 from nvalchemiops.torch import plans
 from nvalchemiops.torch.neighbors import neighbor_list
-from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime import engine, tables
 from tests.plans import forget, ordinary
 
 F64 = torch.float64
@@ -81,8 +81,10 @@ def test_lists_are_those_of_the_ordinary_search(options, form, dtype):
             ptr = torch.tensor([0, 30, 31, 31, 43], dtype=torch.int32)
             here |= {"batch_ptr": ptr} if form == "pointers" else {"batch_idx": numbers}
 
-        def call(x=x.to(dtype), here=here):
-            return neighbor_list(x, **{key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in here.items()})
+        def call(x=x, here=here):
+            return neighbor_list(
+                x.to(dtype), **{key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in here.items()}
+            )
 
         found = call()
         replayed = way() == REPLAYED
@@ -166,4 +168,4 @@ def test_inference_mode_and_threads():
     work(1)
     for worker in workers:
         worker.join()
-    assert not wrong and engine.everywhere.replayed > 50
+    assert not wrong and tables.everywhere.replayed > 50

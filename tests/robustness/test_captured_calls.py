@@ -12,7 +12,7 @@ import torch
 from nvalchemiops.torch import plans
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation
 from nvalchemiops.torch.interactions.pair import lennard_jones
-from nvalchemiops.torch.runtime import engine, graphs
+from nvalchemiops.torch.runtime import graphs, tables
 from tests.cases import BOUNDS, MIXED, ONE
 from tests.comparing import close, random_like
 from tests.plans import CountedGraph, StandInGraph, counted_graphs, forget, n_replays
@@ -171,7 +171,7 @@ def test_a_capture_that_fails(made, calls, gpu, monkeypatch):
 def test_graphs_that_need_too_much_memory(made, gpu, monkeypatch):
     """Those that ran longest ago go first."""
     x, q, cell = (t.to(gpu.device) for t in (ONE.positions, ONE.charges, ONE.cell))
-    near, table = pointers(gpu.device), engine.everywhere
+    near, table = pointers(gpu.device), tables.everywhere
 
     def twice(alpha):
         for _ in range(2):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from nvalchemiops.torch.interactions.pair.library import lennard_jones
-from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime import tables
 
 
 def lj_energy(
@@ -48,7 +48,7 @@ def lj_energy(
         A bad argument, named in the message.
     """
     potential = lennard_jones(cutoff, mixing=mixing, shifted=shifted, r_switch=r_switch)
-    vars(potential)[engine.OWN] = engine.everywhere  # the potential is there for one call only
+    vars(potential)[tables.OWN] = tables.everywhere  # the potential is there for one call only
     return potential(positions, cell, sigma=sigma, epsilon=epsilon, **options)
 
 

@@ -1,0 +1,279 @@
+"""What a call of an operation is, and which calls have the same plan.
+
+The kind of a call is a key: of tensors that move their shapes, of what is fixed the values.
+"""
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from types import MethodType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from nvalchemiops.layout import layout
+from nvalchemiops.torch.runtime import graphs, tables
+from nvalchemiops.torch.runtime._torch_internals import (
+    has_function_modes,
+    has_other_modes,
+    has_saved_tensor_hooks,
+    is_unobserved,
+    version_of,
+)
+from nvalchemiops.torch.runtime.context import is_capturing, is_eager
+from nvalchemiops.torch.runtime.recorder import current_recorder
+
+MOST_ATOMS = 2048
+"""Atoms up to which calls become plans; larger ones take far longer than the Python around them."""
+
+MOST_ATOMS_ON_GPU = 2**17
+"""The same on a GPU, where a launch takes as long for many atoms as for few."""
+
+SMALL = 256
+"""Elements up to which the values of tensors are part of a key. Larger ones, of prepared data, are recognized by
+themselves and then compared with the values that they had: NumPy and ``.data`` change them without a new version."""
+
+Tensors = tuple[torch.Tensor, ...]
+
+Body = Callable[[Sequence[torch.Tensor] | None, Sequence[bool]], Tensors]
+"""``body(inputs, needed)``: the results at ``inputs`` (None: at those that were checked), a graph of operators if
+gradients are enabled; then the gradients of the sum of the first result by the inputs that are ``needed``."""
+
+
+UNKNOWN = "it depends on what cannot be compared"
+
+
+class Call(NamedTuple):
+    """A call of an operation.
+
+    Attributes
+    ----------
+    name : str
+    prepare : callable
+        ``prepare(inputs, near)`` checks the arguments and returns a `Body`.
+    inputs : tuple of torch.Tensor
+        By which results may be differentiated. The first ones are *moving*: their values differ in each call.
+    n_moving : int
+    near : named tuple or ()
+        *Listed*: neighbors, of any length and at any address.
+    systems : tuple
+        *Fixed*: cells and systems of atoms, by value; callers make them anew.
+    options : tuple or str
+        *Fixed*: all else on which results depend; or why there is no plan.
+    along : bool
+        Whether the body gives gradients by all inputs.
+    others : tuple
+        What else holds tensors, which follow from those above.
+    batch_idx : tensor, optional
+        System of each atom, for weights of energies.
+    n_systems : int
+    by_system : bool
+        Whether energies are those of systems.
+    domain : Domain, optional
+    end : callable, optional
+        ``end(results, body)`` is what the call returns, in memory of its own: for what is outside of plans, since it
+        reads results. Only for calls without derivatives.
+    """
+
+    name: str
+    prepare: Callable[[Sequence[torch.Tensor], Any], Body]
+    inputs: Tensors
+    n_moving: int
+    near: Any = ()
+    systems: tuple[Any, ...] = ()
+    options: tuple[Any, ...] | str = UNKNOWN
+    along: bool = False
+    others: tuple[Any, ...] = ()
+    batch_idx: torch.Tensor | None = None
+    n_systems: int = 1
+    by_system: bool = False
+    domain: Any = None
+    end: Callable[[Tensors, Body], Tensors] | None = None
+
+
+class Kind(NamedTuple):
+    """What tells calls apart whose results differ by the values of moving tensors and lists alone.
+
+    Lists are ``used`` by kernels, or ``copied``, if other operations read them. On a GPU, ``place``, all of the inputs
+    are copied, as many as ``n_copied``; on a CPU those that are moving, since values of the others are read.
+    """
+
+    key: Hashable
+    place: tuple[torch.device, int] | None
+    n_copied: int
+    used: list[torch.Tensor]
+    copied: list[torch.Tensor]
+    length: int
+    small: list[torch.Tensor]
+    large: list[torch.Tensor]
+    contents: list[bytes]  # of the small ones
+    table: tables.Plans
+
+
+def kind_of(call: Call, tracked: bool) -> Kind | str:
+    """The kind of a call, or why it has no plan."""
+    inputs, near = call.inputs, call.near
+    n_atoms = inputs[0].shape[0] if inputs[0].ndim else 0
+    if tables.are_off():
+        return "plans are switched off"
+    if isinstance(call.options, str):
+        return call.options
+    device = inputs[0].device
+    how = layout(device.type)
+    place = None if how.reads else graphs.place_of(device)
+    most = MOST_ATOMS if place is None else MOST_ATOMS_ON_GPU
+    if not 0 < n_atoms <= most:
+        return f"there are more than {most} atoms" if n_atoms else "there are no atoms"
+    if current_recorder() is not None or is_capturing():
+        return "it is part of a recording"
+    if has_function_modes() or has_other_modes():
+        return "a mode, such as a default device, sees the operations"
+    listed = [value for value in near if isinstance(value, torch.Tensor)]
+    tensors = (*inputs, *listed)
+    if not is_unobserved(*tensors):
+        return "autocast, a profiler or a tensor of another kind sees the operations"
+    if any([t.device != device for t in tensors]):
+        return "tensors are on several devices"
+    if place is not None and (obstacle := graphs.obstacle(device)):
+        return obstacle
+    if tracked and has_saved_tensor_hooks():  # checkpoints count what is saved, which is not the same with a plan
+        return "hooks see the tensors that are saved for the backward pass"
+    length, is_used = _length(near, listed, n_atoms, how.reads)
+    n_copied = call.n_moving if place is None else len(inputs)
+    key: list[Any] = [call.name, how, place]
+    small: list[torch.Tensor] = []
+    large: list[torch.Tensor] = []
+    contents: list[bytes] = []
+    for t in inputs[:n_copied]:
+        key += (t.shape, t.dtype, t.stride())
+    for t in listed:
+        if length and length in (shape := t.shape):  # types and strides are known then
+            key.append(tuple([-1 if size == length else size for size in shape]))
+        else:
+            key += (t.shape, t.dtype, t.stride())
+    others = tuple([None if isinstance(value, torch.Tensor) else value for value in near])
+    try:
+        _add_fixed((*inputs[n_copied:], *call.systems), key, small, large, contents, 9 * MOST_ATOMS)
+        _add_fixed((*others, *call.options), key, small, large, contents, SMALL)
+    except _Unknown as reason:
+        return str(reason)
+    if len(small) + len(large) > len(inputs) - n_copied and not is_unobserved(*small, *large):
+        return "a tensor of another kind is part of what is fixed"
+    used, copied = (listed, []) if is_used or place is not None else ([], listed)
+    table = tables.current()
+    return Kind(tuple(key), place, n_copied, used, copied, length, small, large, contents, table)
+
+
+def kind_here(kind: Kind | str, incoming: Sequence[torch.Tensor]) -> Kind | str:
+    """The kind of a call for a derivative of it, with these incoming gradients; or why that has no plan."""
+    if isinstance(kind, str):
+        return kind
+    if current_recorder() is not None:
+        return "it is part of a recording"
+    if has_function_modes() or not is_eager(*incoming) or not is_unobserved(*incoming) or has_saved_tensor_hooks():
+        return "transforms, modes or hooks see the backward pass"
+    here = None if kind.place is None else kind.place[0]
+    for t in incoming:
+        if t.layout is not torch.strided or (t.device != here if here else not layout(t.device.type).reads):
+            return "an incoming gradient is of another layout or elsewhere"
+    if here and (graphs.place_of(here) != kind.place or is_capturing()):
+        return "the backward pass is on another stream, or part of a recording"
+    if kind.contents != [_bytes_of(t) for t in kind.small]:
+        return "what is fixed has changed since the call"
+    return kind
+
+
+def _length(near: Any, listed: Sequence[torch.Tensor], n_atoms: int, reads: bool) -> tuple[int, bool]:
+    """Pairs of a list with pointers, of which a plan may have any number; 0 for a matrix, or where shapes are fixed.
+
+    And whether kernels alone read the lists.
+    """
+    if not near:
+        return 0, True
+    of_pairs, of_pointers, of_half = _places(near.__class__)
+    if of_half is not None and near[of_half] is not False:
+        return 0, False
+    pairs, pointers = near[of_pairs], near[of_pointers]
+    is_list = isinstance(pairs, torch.Tensor) and isinstance(pointers, torch.Tensor) and pairs.ndim in (1, 2)
+    length = pairs.shape[-1] if is_list else 0
+    # an axis of another meaning is never so long; and where lists are used as they are, they must be contiguous
+    if length > max(n_atoms + 1, 3) and all(
+        [t.dtype is torch.int32 and (not reads or t.is_contiguous()) for t in listed]
+    ):
+        return length, True
+    return 0, of_half is None or pairs is None
+
+
+@functools.cache
+def _places(kind: Any) -> tuple[int, int, int | None]:
+    """Of pairs, pointers, and whether the list is half of one, among the entries of this kind of neighbors."""
+    names = kind._fields
+    if "half_list" in names:
+        return names.index("neighbor_list"), names.index("neighbor_ptr"), names.index("half_list")
+    return names.index("neighbors"), names.index("pointers"), None
+
+
+def form_of(t: torch.Tensor) -> Hashable:
+    """What tells two calls apart whose results differ by the values of this tensor alone."""
+    return t.shape, t.dtype, t.stride()
+
+
+class _Unknown(Exception):
+    """A value that cannot be compared."""
+
+
+def _add_fixed(
+    values: tuple[Any, ...],
+    key: list[Any],
+    small: list[torch.Tensor],
+    large: list[torch.Tensor],
+    contents: list[bytes],
+    most: int,
+) -> None:
+    """Add what tells ``values`` apart to ``key``.
+
+    Tensors among them are added to ``small`` if their values are part of it, which have up to ``most`` elements, with
+    their ``contents``, and to ``large`` if they are recognized by themselves.
+    """
+    for value in values:
+        kind = type(value)
+        if kind in _IMMUTABLE:  # most are
+            key += (kind, value if value or kind is not float else str(value))  # zero and minus zero are equal
+        elif isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                raise _Unknown(f"a tensor has the layout {value.layout}")
+            if not layout(value.device.type).reads:
+                large.append(value)
+                key += (id(value), value.data_ptr(), value.dtype, value.shape, value.stride())
+            elif value.numel() <= most:
+                small.append(value)
+                contents.append(_bytes_of(value))
+                key += (value.dtype, value.shape, contents[-1])
+            else:
+                large.append(value)
+                place = (id(value), version_of(value), value.data_ptr())
+                key += (*place, value.dtype, value.shape, value.stride())
+        elif isinstance(value, tuple):
+            key += (kind, len(value))
+            _add_fixed(value, key, small, large, contents, most)
+        elif isinstance(value, np.generic):
+            key += (kind, value.tobytes())
+        else:
+            raise _Unknown(f"an argument is a {kind.__name__}, which may change")
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    try:
+        return (tensor.detach() if tensor.requires_grad else tensor).numpy().tobytes()
+    except (TypeError, RuntimeError) as error:
+        raise _Unknown(f"values of a tensor cannot be read: {error}") from None
+
+
+_IMMUTABLE = {type(None), bool, int, float, str, torch.dtype, MethodType}
+"""Types whose objects do not change. Others may convert to another number in each call."""
+
+
+def immutable(kind: type) -> type:
+    """A type whose objects do not change, hold no tensors, and are equal if they mean the same. A decorator."""
+    _IMMUTABLE.add(kind)
+    return kind
