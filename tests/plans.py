@@ -56,14 +56,16 @@ class StandInGraph:
         self.device, self.n_replays = device, 0
 
     def captured(self, function, memory):
-        self.call = lambda: function(memory)
+        self.call, self.grad = lambda: function(memory), torch.is_grad_enabled()
         self.results = self.call()
         return self.results
 
     def replay(self):
         self.n_replays += 1
+        with torch.set_grad_enabled(self.grad):
+            values = self.call()
         with torch.no_grad():
-            for result, value in zip(self.results, self.call()):
+            for result, value in zip(self.results, values):
                 result.copy_(value)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import pytest
 import torch
 
-from nvalchemiops.torch import plans
+from nvalchemiops.torch import RecordingError, plans, record
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation
 from nvalchemiops.torch.interactions.pair import lennard_jones
 from nvalchemiops.torch.runtime import graphs, tables
@@ -183,3 +183,57 @@ def test_graphs_that_need_too_much_memory(made, gpu, monkeypatch):
     plans.limit(table.n_bytes(True), "cuda")
     twice(0.7)
     assert len(made) == 2 and len(table.entries) == 1
+
+
+# -- steps of users -------------------------------------------------------------------------------
+
+
+def step_of(calls, near, weights):
+    """Energies and forces of a pair potential and a small network; the derivative is taken inside."""
+
+    def step(positions):
+        x = positions.detach().requires_grad_()
+        energies = calls.potential(x, **calls.fixed, **near) + (x @ weights).sin()
+        (gradient,) = torch.autograd.grad(energies.sum(), x)
+        return {"energies": energies.detach(), "forces": -gradient, "name": "both"}
+
+    return step
+
+
+def test_a_step_is_one_graph(made, calls, gpu):
+    """For any positions, and for weights as they are at that time, whether they are named or not."""
+    weights, near = torch.ones(3, dtype=torch.float64, device=gpu.device), pointers(gpu.device)
+    for changing in ((), (weights,)):
+        step = step_of(calls, near, weights)
+        recorded = record(step, changing=changing)
+        before = len(made)
+        for count in range(5):
+            weights.mul_(1.1)
+            x = calls.positions()
+            found = recorded(x)
+            with plans.off():
+                expected = step(x)
+            close([found["energies"], found["forces"]], [expected["energies"], expected["forces"]], 1e-12)
+            assert found["name"] == "both" and recorded._counts["recorded"] == 1
+            assert made[-1].n_replays == count
+        assert len(made) == before + 1
+
+
+def test_steps_that_cannot_be_captured(made, calls, gpu, monkeypatch):
+    """What reads values is refused by name; a capture that fails leaves the results."""
+    near, x = pointers(gpu.device), calls.positions()
+    with pytest.raises(RecordingError, match="reads values"):
+        record(lambda x: x * float(x.sum()))(x)
+    weights = torch.ones(3, dtype=torch.float64, device=gpu.device)
+    with pytest.raises(RecordingError, match="reads values"):
+        record(lambda x: x * float(weights.sum()))(x)
+    step = record(step_of(calls, near, weights))
+    failed = {}
+    for kind in (CountedGraph, StandInGraph):
+        monkeypatch.setattr(kind, "captured", lambda graph, *_: failed.update({graph.device: "it failed"}))
+    monkeypatch.setattr(graphs, "obstacle", lambda device: failed.get(device, ""))
+    expected = step_of(calls, near, weights)(x)
+    for reason in ("it failed", "ordinary, since it failed"):
+        found = step(x)
+        close([found["energies"], found["forces"]], [expected["energies"], expected["forces"]], 1e-12)
+        assert reason in step.explain()

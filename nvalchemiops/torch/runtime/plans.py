@@ -18,8 +18,8 @@ import torch
 
 from nvalchemiops import notices
 from nvalchemiops.neighbors.rows import NO_PADDING
+from nvalchemiops.torch.runtime import graphs
 from nvalchemiops.torch.runtime._torch_internals import copy_all
-from nvalchemiops.torch.runtime.graphs import Graph, obstacle
 from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, storage_of
 
 MOST_BYTES, MOST_BYTES_ON_GPU = 2**24, 2**30
@@ -127,7 +127,7 @@ class GraphPlan(Plan):
 
     def __init__(
         self,
-        graph: Graph,
+        graph: graphs.Graph,
         recorder: Recorder,
         memory: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor],
@@ -181,7 +181,7 @@ def follow(
     length: int = 0,
     changing: Sequence[torch.Tensor] = (),
     raises: bool = True,
-    graph: Graph | None = None,
+    graph: graphs.Graph | None = None,
 ) -> Followed:
     """Call ``function(copied)``, and make a plan of it.
 
@@ -228,7 +228,7 @@ def _captured(
     copied: Sequence[torch.Tensor],
     used: Sequence[torch.Tensor],
     length: int,
-    graph: Graph,
+    graph: graphs.Graph,
 ) -> Followed:
     """As `follow`, on a GPU.
 
@@ -236,7 +236,7 @@ def _captured(
     memory with room for more entries, if kernels alone read them.
     """
     with torch.inference_mode(False):
-        memory = [t.detach().clone() for t in (*copied, *used)]
+        memory = [t.detach().clone().requires_grad_(t.requires_grad) for t in (*copied, *used)]
         seen = Recorder(memory, (), (), length, (), memory[len(copied) :] if length else (), makes_steps=False)
         with recording(seen):
             results = tuple([t.detach() for t in function(memory)])
@@ -254,7 +254,7 @@ def _captured(
 
         captured = graph.captured(call, memory)
         if captured is None or recorder.reason:
-            return Followed(None, results, recorder.reason or obstacle(graph.device))
+            return Followed(None, results, recorder.reason or graphs.obstacle(graph.device))
         return Followed(GraphPlan(graph, recorder, memory, captured, len(used), length, room), results)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import fork_safe
+from nvalchemiops.torch.runtime import graphs
 from nvalchemiops.torch.runtime._torch_internals import compiled_as_eager, has_function_modes, is_unobserved
 from nvalchemiops.torch.runtime.context import is_eager
 from nvalchemiops.torch.runtime.openmp import fairly
@@ -42,16 +43,17 @@ class _Fixed(NamedTuple):
     tensor: torch.Tensor
     address: int
     bits: torch.Tensor  # in its memory
-    before: torch.Tensor  # a copy of the bits
+    before: torch.Tensor | None  # a copy of the bits, where they may be read; a graph uses those that are there
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "_Fixed":
         bits = _bits(tensor)
-        return cls(tensor, tensor.data_ptr(), bits, bits.clone())
+        return cls(tensor, tensor.data_ptr(), bits, bits.clone() if layout(tensor.device.type).reads else None)
 
     def is_same(self) -> bool:
         """Whether it has the values that it had: NumPy and ``.data`` change them without a new version."""
-        return self.address == self.tensor.data_ptr() and torch.equal(self.bits, self.before)
+        is_there = self.address == self.tensor.data_ptr()
+        return is_there and (self.before is None or torch.equal(self.bits, self.before))
 
 
 class _Recording:
@@ -62,7 +64,7 @@ class _Recording:
         self._fixed = [_Fixed.of(tensor) for tensor in plan.external]
         self._changing = changing
         self._addresses = [tensor.data_ptr() for tensor in changing]
-        self._first: list[_Fixed] | None = [_Fixed.of(tensor.detach().clone()) for tensor in moving]
+        self._first: list[torch.Tensor] | None = [_bits(tensor).clone() for tensor in moving]
 
     def is_current(self) -> bool:
         """Whether all that the plan depends on is as it was."""
@@ -71,7 +73,7 @@ class _Recording:
 
     def is_new(self, moving: Sequence[torch.Tensor]) -> bool:
         """Whether the plan was not checked yet, and these arguments differ from those that it was recorded with."""
-        if self._first is None or all([torch.equal(_bits(t), f.before) for t, f in zip(moving, self._first)]):
+        if self._first is None or all(map(torch.equal, map(_bits, moving), self._first)):
             return False
         self._first = None
         return True
@@ -102,7 +104,10 @@ class Recorded:
         if reason is not None:
             return self._ordinary(reason, args, kwargs)
         grad = torch.is_grad_enabled()
-        key: Hashable = (form, grad, torch.get_default_dtype(), layout("cpu"), *map(_form_of, moving))
+        device = self._device(moving)
+        how = layout(device.type)
+        place = None if how.reads else graphs.place_of(device)
+        key: Hashable = (form, grad, torch.get_default_dtype(), how, place, *map(_form_of, moving))
         try:
             found = self._recordings.get(key)
         except TypeError as error:
@@ -168,9 +173,14 @@ class Recorded:
             return "it is part of another recording"
         if not is_unobserved(*moving, *self._changing):
             return "autocast, a profiler or a tensor of another kind sees the operations"
-        if not all([layout(t.device.type).reads for t in (*moving, *self._changing)]):
-            return "tensors are not on a CPU"
-        return None
+        device = self._device(moving)
+        if any([t.device != device for t in (*moving, *self._changing)]):
+            return "tensors are on several devices"
+        return None if layout(device.type).reads else graphs.obstacle(device) or None
+
+    def _device(self, moving: Sequence[torch.Tensor]) -> torch.device:
+        tensors = (*moving, *self._changing)
+        return tensors[0].device if tensors else torch.device("cpu")
 
     def _ordinary(self, reason: str, args: Any, kwargs: Any) -> Any:
         self._way = f"ordinary, since {reason}"
@@ -190,14 +200,19 @@ class Recorded:
         if not _records.acquire(blocking=False):
             return self._ordinary("another thread is recording", args, kwargs)
         try:
+            device = self._device(moving)
+            graph = None if layout(device.type).reads else graphs.Graph(device)
             with compiled_as_eager():
-                plan, results, reason = follow(call, moving, changing=self._changing)
+                plan, results, reason = follow(call, moving, changing=self._changing, graph=graph)
         finally:
             _records.release()
+        form, found = returned[0]
+        if plan is None and graph is not None and graphs.obstacle(device):  # which is no fault of the function
+            self._way = f"ordinary, since {reason}"
+            return _put_together(form, iter(found))
         if plan is None:
             self._way = f"not recorded: {reason}"
             raise RecordingError(f"`{self._name}` cannot be recorded: {reason}")
-        form, found = returned[0]
         if any([t.requires_grad for t in found]):
             raise RecordingError(
                 f"`{self._name}` returns tensors with a graph, which a plan does not have: take derivatives inside of "
@@ -224,7 +239,8 @@ def record(
     A step of a simulation or of a training loop consists of some hundred operations, and for small systems most of its
     time is spent in Python. The first call with arguments of a shape follows the operations and launches of the
     function below autograd, gradients that are taken inside of it included; further calls do them again, in memory that
-    is kept, without the Python between them. Results have the same bits. It is to a CPU what a CUDA graph is to a GPU.
+    is kept, without the Python between them. Results have the same bits. It is to a CPU what a CUDA graph is to a GPU,
+    where it is one.
 
     Use it as a decorator, or call it with the function::
 
@@ -269,8 +285,9 @@ def record(
     -----
     The second call with other values is compared with the function, once.
 
-    Only on a CPU and in plain eager mode: under compilers, function transforms, modes, autocast, and for tensors on a
-    GPU, the function is called as it is. Kernels that ``wp.launch`` launches are refused; those of this library and of
+    Only in plain eager mode: under compilers, function transforms, modes and autocast the function is called as it is.
+    On a GPU a graph is captured for each stream; other tensors are used where they are, with the values that they have
+    then. Kernels that ``wp.launch`` launches are refused; those of this library and of
     operators are followed. Python runs only when the function is recorded: numbers that it computes are constants.
     Energies that are differentiated with weights that vary have gradients of the same value, perhaps not the same bits.
     """
