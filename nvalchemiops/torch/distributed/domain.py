@@ -111,7 +111,10 @@ class Domain:
                 raise ValueError("`batch_idx` must hold numbers from 0 on")
             agreement.must_be_same(num_systems=num_systems)
             agreement.largest = [n_systems or 0, num_systems or 0, found, batch_idx is not None]
-        self.n_systems = self._agreed_systems(*map(int, agreement.largest))
+        of_shapes, of_caller, of_numbers = map(int, agreement.largest[:3])
+        self.is_batch = bool(agreement.largest[3])
+        by_numbers = self.is_batch and of_shapes <= 1
+        self.n_systems = of_caller or (max(of_shapes, of_numbers) if by_numbers else of_shapes)
         self.reach = self.cutoff + self.skin
         self._options["num_systems"] = self.n_systems if self.is_batch else None
         with Agreement(self.group, self.device) as agreement:
@@ -161,13 +164,6 @@ class Domain:
         """The part of a call that this rank is in. One that an interrupt ended is gone with its frame."""
         agreement = None if self._agreement is None else self._agreement()
         return None if agreement is None or agreement.is_over else agreement
-
-    def _agreed_systems(self, of_shapes: int, of_caller: int, of_atoms: int, is_batch: int) -> int:
-        """The number of systems, from the cell, the caller or the numbers on all ranks."""
-        self.is_batch = bool(is_batch)
-        if of_caller:
-            return of_caller
-        return of_shapes if of_shapes > 1 or not is_batch else max(of_shapes, of_atoms)
 
     def _divide(self, positions: torch.Tensor, batch_idx: torch.Tensor | None, grid: Grid | None) -> None:
         numbers = self._numbers(positions.shape[0])
