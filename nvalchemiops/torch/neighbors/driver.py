@@ -71,8 +71,6 @@ class Room(NamedTuple):
     neighbor_distances: torch.Tensor | None = None
 
 
-NO_ROOM = Room()
-
 ZERO_CUTOFF = 1e-200
 """Replaces a cutoff of zero in a search: its square is zero, and no distance is less, not even of equal positions."""
 
@@ -140,8 +138,8 @@ def build(
     systems: Systems,
     cutoff: float,
     form: Form,
-    room: Room = NO_ROOM,
-    method: int = AUTOMATIC,
+    room: Room,
+    method: int,
     suffix: str = "",
     cutoff_name: str = "cutoff",
     silent: bool = False,
