@@ -17,7 +17,7 @@ def nothing_kept(monkeypatch):
     """What the tests keep, and what they find kept, is theirs."""
     monkeypatch.setattr(cache, "_kept", Kept(cache.MOST_ENTRIES))
     monkeypatch.setattr(cache, "_captured", {})
-    monkeypatch.setattr(cache, "_recognized", {})
+    monkeypatch.setattr(cache, "_recognized", Kept(cache.MOST_ENTRIES))
 
 
 class Counted:
@@ -299,7 +299,7 @@ def test_nothing_is_kept_of_a_tensor_that_has_ended(recognized):
 
 
 def test_no_more_tensors_than_the_limit(recognized, monkeypatch):
-    monkeypatch.setattr(cache, "MOST_ENTRIES", 3)
+    monkeypatch.setattr(cache, "_recognized", Kept(3))
     tensors = [numbers(float(n)) for n in range(5)]
     for x in tensors:
         recognized(x)

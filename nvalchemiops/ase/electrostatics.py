@@ -133,15 +133,10 @@ class Electrostatics:
         if not isinstance(method, str) or method not in (*LATTICE_SUMS, *WITHIN_CUTOFF):
             raise ValueError(f"`method` must be one of {names((*LATTICE_SUMS, *WITHIN_CUTOFF))}, got {method!r}")
         self.method = method
-        self._arguments: dict[str, Any] = {
-            "cutoff": cutoff,
-            "accuracy": accuracy,
-            "slab_correction": slab_correction or None,
-        }
-        self._arguments |= parameters
+        of_lattice_sums = {"accuracy": accuracy, "slab_correction": slab_correction or None}
         others: dict[str, Any] = {"dipoles": dipoles, "quadrupoles": quadrupoles, "widths": widths}
         others = {name: values for name, values in others.items() if values is not None}
-        self._arguments |= others
+        self._arguments: dict[str, Any] = {"cutoff": cutoff, **of_lattice_sums, **parameters, **others}
         self._sum: LatticeSum | PairSum | SourceSum
         if others and method not in (*LATTICE_SUMS, "coulomb"):
             _refuse(others, f"'{method}' is for charges; 'ewald', 'pme' and 'coulomb' have them")
@@ -151,8 +146,7 @@ class Electrostatics:
             _refuse({"cutoff": cutoff, **parameters}, f"'{method}' chooses its parameters for `accuracy`")
             self._sum = LatticeSum(method, 1e-6 if accuracy is None else accuracy, slab_correction, charges is None)
         else:
-            unfit = {"accuracy": accuracy, "slab_correction": slab_correction or None}
-            _refuse(unfit, f"'{method}' is a sum over pairs")
+            _refuse(of_lattice_sums, f"'{method}' is a sum over pairs")
             if others:
                 _refuse(parameters, "it is for charges without dipoles, quadrupoles and widths")
                 self._sum = SourceSum(cutoff)

@@ -1,5 +1,6 @@
 """Graphs of many structures for networks: one batch of tensors from ASE's atoms."""
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -183,7 +184,8 @@ def atoms_to_graph(
                 without_pairs()
                 _name_first_bad(search, begin, end)
                 raise
-            bar.update(end - begin)
+            if bar is not None:
+                bar.update(end - begin)
             begin = end
     found = found or [without_pairs()]
     pairs = torch.cat([part[0] for part in found], 1)
@@ -205,27 +207,14 @@ def _name_first_bad(search: Callable[[int, int], object], begin: int, end: int) 
             raise ValueError(f"`atoms`: number {number}: {error}") from None
 
 
-class _NoBar:
-    """A bar that shows nothing."""
-
-    def __enter__(self) -> "_NoBar":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, _: int) -> None:
-        """Show nothing."""
-
-
 def _bar(total: int, progress: bool | None) -> Any:
-    """A bar for so many structures, or none."""
+    """A context with a bar for so many structures, or with None."""
     if progress is False or (progress is None and (total < MANY or not sys.stderr.isatty())):
-        return _NoBar()
+        return contextlib.nullcontext()
     try:
         from tqdm import tqdm
     except ImportError as error:
         if progress is None:
-            return _NoBar()
+            return contextlib.nullcontext()
         raise ImportError(f"`progress` needs tqdm ({error}): pip install tqdm") from error
     return tqdm(total=total, unit="structure")

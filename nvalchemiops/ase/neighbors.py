@@ -1,6 +1,6 @@
 """ASE's neighbor list, by the search of this library."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ase
@@ -54,8 +54,8 @@ def neighbor_list(
     for quantity in quantities:
         if quantity not in QUANTITIES:
             raise ValueError(f"`quantities` may contain '{QUANTITIES}', got {quantity!r}")
-    cutoffs = _Cutoffs(cutoff, a)
-    i, j, shifts = _pairs(a, cutoffs.largest)
+    largest, of_pairs = _cutoffs(cutoff, a)
+    i, j, shifts = _pairs(a, largest)
     if self_interaction:
         atoms = np.arange(len(a))
         i, j = np.concatenate([atoms, i]), np.concatenate([atoms, j])
@@ -64,8 +64,8 @@ def neighbor_list(
         i, j, shifts = i[order], j[order], shifts[order]
     vectors = a.positions.take(j, axis=0) - a.positions.take(i, axis=0) + shifts @ a.cell.array
     distances = np.sqrt(np.einsum("pa,pa->p", vectors, vectors))
-    if self_interaction or not cutoffs.is_one:
-        near = distances < cutoffs.of(i, j)
+    if self_interaction or of_pairs is not None:
+        near = distances < (largest if of_pairs is None else of_pairs(i, j))
         i, j, shifts, vectors, distances = (values[near] for values in (i, j, shifts, vectors, distances))
     found = {"i": i, "j": j, "d": distances, "D": vectors, "S": shifts}
     results = tuple(found[quantity] for quantity in quantities)
@@ -83,30 +83,17 @@ def _pairs(atoms: ase.Atoms, cutoff: float) -> tuple[np.ndarray, np.ndarray, np.
     return i, j, shifts.numpy().astype(np.int64)
 
 
-class _Cutoffs:
-    """Cutoffs of pairs in any of the three forms."""
-
-    def __init__(self, cutoff: Any, atoms: ase.Atoms) -> None:
-        self.is_one = False
-        self._radii = self._by_number = None
-        self._numbers = atoms.numbers
-        if isinstance(cutoff, Mapping):
-            self._by_number = pair_table("cutoff", {OTHERS: 0.0, **cutoff})
-            present = np.unique(self._numbers)
-            self.largest = float(self._by_number[np.ix_(present, present)].max(initial=0.0))
-        elif np.ndim(cutoff) == 0:
-            self.is_one = True
-            self.largest = number("cutoff", cutoff)
-        else:
-            self._radii = np.asarray(cutoff, dtype=np.float64)
-            if self._radii.shape != (len(atoms),):
-                raise ValueError(f"`cutoff`: radii must have shape ({len(atoms)},), got {self._radii.shape}")
-            self.largest = number("cutoff", 2.0 * self._radii.max(initial=0.0))
-
-    def of(self, i: np.ndarray, j: np.ndarray) -> np.ndarray | float:
-        """Cutoffs (n_pairs,) of pairs."""
-        if self._radii is not None:
-            return self._radii[i] + self._radii[j]
-        if self._by_number is not None:
-            return self._by_number[self._numbers[i], self._numbers[j]]
-        return self.largest
+def _cutoffs(cutoff: Any, atoms: ase.Atoms) -> tuple[float, Callable[[np.ndarray, np.ndarray], np.ndarray] | None]:
+    """The largest cutoff; and where they differ, the function of i and j that gives those of pairs (n_pairs,)."""
+    numbers = atoms.numbers
+    if isinstance(cutoff, Mapping):
+        table = pair_table("cutoff", {OTHERS: 0.0, **cutoff})
+        present = np.unique(numbers)
+        largest = float(table[np.ix_(present, present)].max(initial=0.0))
+        return largest, lambda i, j: table[numbers[i], numbers[j]]
+    if np.ndim(cutoff) == 0:
+        return number("cutoff", cutoff), None
+    radii = np.asarray(cutoff, dtype=np.float64)
+    if radii.shape != (len(atoms),):
+        raise ValueError(f"`cutoff`: radii must have shape ({len(atoms)},), got {radii.shape}")
+    return number("cutoff", 2.0 * radii.max(initial=0.0)), lambda i, j: radii[i] + radii[j]

@@ -116,16 +116,12 @@ class RankCalculator(Calculator):
     def _evaluate(self, atoms: ase.Atoms, wants_virial: bool) -> list[Contribution]:
         now = {"numbers": atoms.numbers, "cell": atoms.cell.array, "pbc": atoms.pbc}
         now["charges"] = atoms.get_initial_charges() if atoms.has("initial_charges") else None
-        told = {name: copy.copy(value) for name, value in now.items() if not self._knows(name, value)}
+        known = self._told
+        changed = (name for name in now if name not in known or not np.array_equal(known[name], now[name]))
+        told = {name: copy.copy(now[name]) for name in changed}
         told["wants_virial"] = wants_virial
         self.tell(told)
         return self._share(told, atoms.positions)
-
-    def _knows(self, name: str, value: np.ndarray | None) -> bool:
-        before = self._told.get(name)
-        if name not in self._told or before is None or value is None:
-            return name in self._told and before is value
-        return np.array_equal(before, value)
 
     def _share(self, told: dict[str, Any], positions: np.ndarray | None) -> list[Contribution]:
         """The contributions to all atoms on rank 0, to none on others."""

@@ -70,14 +70,6 @@ BAD_CUTOFF, BAD_POSITIONS, BAD_CELL, BAD_SYSTEM, FAR_AWAY, BAD_TARGET, N_FAULTS 
 SERIAL = 4096
 """Atoms up to which one launch on one CPU thread prepares a search: more launches would cost more than they save."""
 
-_BAD_CUTOFF = wp.constant(BAD_CUTOFF)
-_BAD_POSITIONS = wp.constant(BAD_POSITIONS)
-_BAD_CELL = wp.constant(BAD_CELL)
-_BAD_SYSTEM = wp.constant(BAD_SYSTEM)
-_FAR_AWAY = wp.constant(FAR_AWAY)
-_NAIVE = wp.constant(NAIVE)
-_AUTOMATIC = wp.constant(AUTOMATIC)
-
 
 def ring_slots(n_atoms: int, n_systems: int, method: int) -> int:
     """Slots that the rings of all systems take, at most; see `ring_offset`."""
@@ -232,11 +224,11 @@ def describe(
     last = wp.clamp(first_atom[s + 1], first, n_atoms)
     atoms = last - first
     if first_atom[s] != first or first_atom[s + 1] != last:
-        fault[_BAD_SYSTEM] = 1
+        fault[BAD_SYSTEM] = 1
     if s == 0 and first != 0:
-        fault[_BAD_SYSTEM] = 1
+        fault[BAD_SYSTEM] = 1
     if s == grids.shape[0] - 1 and last != n_atoms:
-        fault[_BAD_SYSTEM] = 1
+        fault[BAD_SYSTEM] = 1
 
     periodic = wp.vec3i(0, 0, 0)
     rows = wp.identity(n=3, dtype=wp.float64)
@@ -260,7 +252,7 @@ def describe(
     determinant = wp.dot(complete[0], wp.cross(complete[1], complete[2]))
     usable = usable and wp.abs(determinant) >= wp.float64(wp.static(SMALLEST_VOLUME_RATIO))
     if not usable:
-        fault[_BAD_CELL] = 1
+        fault[BAD_CELL] = 1
         given = wp.mat33d()
         complete = wp.identity(n=3, dtype=wp.float64)
         determinant = wp.float64(1.0)
@@ -284,7 +276,7 @@ def describe(
         if periodic[a] != 0:
             fraction = cutoff * wp.length(dual[a])
             n_bins[a] = 1
-            if method != _NAIVE and (method != _AUTOMATIC or atoms > wp.static(ONE_BIN_PERIODIC)):
+            if method != NAIVE and (method != AUTOMATIC or atoms > wp.static(ONE_BIN_PERIODIC)):
                 # a cell that is a whole number of cutoffs but for rounding is one
                 fit = wp.floor(wp.float64(1.0) / fraction + wp.float64(1e-6))
                 if fit >= wp.float64(1.0) and fit * fraction * wp.float64(wp.static(ROUNDED_UP)) < wp.float64(1.0):
@@ -303,7 +295,7 @@ def describe(
             n_total *= wp.float64(n_bins[a])
             n_images *= wp.float64(2.0) * fraction + wp.float64(1.0)
         else:
-            if method != _NAIVE and (method != _AUTOMATIC or atoms > wp.static(ONE_BIN_OPEN)):
+            if method != NAIVE and (method != AUTOMATIC or atoms > wp.static(ONE_BIN_OPEN)):
                 dual[a] = dual[a] / cutoff
                 far[a] = wp.float64(1.0) + wp.float64(2.0) * wp.float64(wp.static(SLACK))  # literals add in float32
                 in_one = False
@@ -312,7 +304,7 @@ def describe(
                 dual[a] = wp.vec3d()
     # also for NaN and infinity
     if not (n_images * wp.float64(wp.max(atoms, 1)) < wp.float64(wp.static(MOST_NEIGHBORS))):
-        fault[_BAD_CUTOFF] = 1
+        fault[BAD_CUTOFF] = 1
         usable = False
     if not usable:
         # coordinates that are NaN: `fold` takes all atoms of the system for too far away
@@ -365,7 +357,7 @@ def locate(
     s = system_of(i, system, grids.shape[0])
     if system.shape[0] > 0:  # noqa: SIM102 (Warp evaluates both sides of `and`)
         if system[i] != s or i < first_atom[s] or i >= first_atom[s + 1]:
-            fault[_BAD_SYSTEM] = 1
+            fault[BAD_SYSTEM] = 1
     x = positions[i]
     grid = grids[s]
     place = int(0)
@@ -376,9 +368,9 @@ def locate(
             line = slot_on_ring(bin_number(u[1], grid.bins[1]), bin_number(u[2], grid.bins[2]), grid.ring)
             place = (line + bin_number(u[0], grid.bins[0])) & (grid.ring[1] - 1)
         else:
-            fault[_FAR_AWAY] = 1
+            fault[FAR_AWAY] = 1
     else:
-        fault[_BAD_POSITIONS] = 1
+        fault[BAD_POSITIONS] = 1
     slot[i] = grid.ring[0] + place
 
 

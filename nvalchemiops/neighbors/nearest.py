@@ -13,11 +13,10 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops.kernels.native import filled, native_kernel
+from nvalchemiops.kernels.native import filled, native_kernel, signature
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.launch import kernel_variants
-from nvalchemiops.neighbors.grid import Grid
-from nvalchemiops.neighbors.search import BLOCK, GROUP, Addition, search_text
+from nvalchemiops.neighbors.search import BINS, BLOCK, COUNT, FORM, GROUP, LISTED, Addition, search_text
 
 STEPS = 2.0**30
 """Steps of the squared distance up to that of the cutoff, in the order by index.
@@ -103,12 +102,6 @@ _DECLARATIONS = f"""
 """
 
 _CANDIDATE = """
-                    const auto squared = [&](int c) {
-                        const double dx = (x[c] - x_i) + moved[0];
-                        const double dy = (y[c] - y_i) + moved[1];
-                        const double dz = (z[c] - z_i) + moved[2];
-                        return fma(dz, dz, fma(dy, dy, dx * dx));
-                    };
                     const auto name = [&](int c, int *key) {
                         key[0] = atoms[4 * c];
                         for (int a = 0; a < 3; ++a) key[1 + a] = (image[a] + own[1 + a]) - atoms[4 * c + 1 + a];
@@ -221,37 +214,16 @@ def search_nearest() -> Any:
 
     The arguments are those of `search.search_neighbors`, and more.
     """
-
-    @native_kernel("nearest_search", _SEARCH, lanes=True)
-    def kernel(
-        thread: wp.int32,
-        coordinates: wp.array2d(dtype=wp.float64),
-        entry: wp.array(dtype=wp.vec4i),
-        begin: wp.array(dtype=wp.int32),
-        system: wp.array(dtype=wp.int32),
-        grids: wp.array(dtype=Grid),
-        cutoff: wp.float64,
-        half: wp.int32,
-        target: wp.array(dtype=wp.int32),
-        active: wp.array(dtype=wp.bool),
-        row_begin: wp.array(dtype=wp.int32),
-        width: wp.int32,
-        fill_value: wp.int32,
-        nearest: wp.int32,  # find the bounds of this many; 0: find neighbors
-        steps: wp.float64,  # of the squared distance, in one of its units; 0: the squared distance itself
-        tolerance: wp.float64,  # squared length, added to the bounds
-        symmetric: wp.int32,  # whether the bound of either atom counts, or that of the row
-        heaps: wp.int32,  # of a thread
-        heap_level: wp.array(dtype=wp.float64),  # (threads * heaps * nearest,)
-        heap_key: wp.array(dtype=wp.vec4i),  # the same length; or none
-        bound_level: wp.array(dtype=wp.float64),  # (n_atoms,)
-        bound_key: wp.array(dtype=wp.vec4i),  # (n_atoms,), or none: the levels alone decide
-        count: wp.array(dtype=wp.int32),
-        index: wp.array(dtype=wp.int32),
-        first: wp.array(dtype=wp.int32),
-        shifts: wp.array(dtype=wp.vec3i),
-        rows_per_thread: wp.int32,
-    ):
-        """Find the bounds or the neighbors of the atoms of some rows."""
-
-    return kernel
+    selection: dict[str, Any] = {
+        "nearest": wp.int32,  # find the bounds of this many; 0: find neighbors
+        "steps": wp.float64,  # of the squared distance, in one of its units; 0: the squared distance itself
+        "tolerance": wp.float64,  # squared length, added to the bounds
+        "symmetric": wp.int32,  # whether the bound of either atom counts, or that of the row
+        "heaps": wp.int32,  # of a thread
+        "heap_level": wp.array(dtype=wp.float64),  # (threads * heaps * nearest,)
+        "heap_key": wp.array(dtype=wp.vec4i),  # the same length; or none
+        "bound_level": wp.array(dtype=wp.float64),  # (n_atoms,)
+        "bound_key": wp.array(dtype=wp.vec4i),  # (n_atoms,), or none: the levels alone decide
+    }
+    parameters = signature(**BINS, **FORM, **selection, **COUNT, **LISTED)
+    return native_kernel("nearest_search", _SEARCH, lanes=True)(parameters)

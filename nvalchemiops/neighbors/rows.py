@@ -25,11 +25,6 @@ OUT_OF_RANGE = 1
 OTHER_SYSTEM = 2
 UNSORTED = 3
 
-_NOWHERE = wp.constant(NOWHERE)
-_OUT_OF_RANGE = wp.constant(OUT_OF_RANGE)
-_OTHER_SYSTEM = wp.constant(OTHER_SYSTEM)
-_UNSORTED = wp.constant(UNSORTED)
-
 
 @wp.func
 def direction(i: wp.int32, j: wp.int32, shift: wp.vec3i):
@@ -78,7 +73,7 @@ def inspect_rows() -> Any:
             low = wp.int64(row_begin[i])
             high = wp.int64(row_begin[i + 1])
         if low < wp.int64(0) or high < low or high > wp.int64(index.shape[0]):
-            wrong = _UNSORTED
+            wrong = UNSORTED
             low = high
         slot = low
         while slot < high:
@@ -86,12 +81,12 @@ def inspect_rows() -> Any:
             # nested: Warp evaluates both sides of `and`
             if first.shape[0] > 0:  # noqa: SIM102
                 if first[slot] != i:
-                    wrong = _UNSORTED
-            if j != padding and shift[slot][0] != _NOWHERE and shift[slot][0] != -_NOWHERE:
+                    wrong = UNSORTED
+            if j != padding and shift[slot][0] != NOWHERE and shift[slot][0] != -NOWHERE:
                 if j < 0 or j >= system.shape[0]:
-                    wrong = _OUT_OF_RANGE
+                    wrong = OUT_OF_RANGE
                 elif system[j] != system[i]:
-                    wrong = _OTHER_SYSTEM
+                    wrong = OTHER_SYSTEM
                 else:
                     sum += direction(i, j, shift[slot])
                     d = separation(positions[i], positions[j], shift[slot], cell[system[i]])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import warp as wp
 
-from nvalchemiops.kernels.native import native_kernel
+from nvalchemiops.kernels.native import native_kernel, signature
 from nvalchemiops.kernels.simd import LANES, lanes_of_masks
 from nvalchemiops.launch import kernel_variants
 from nvalchemiops.neighbors.grid import FARTHEST_BIN, Grid
@@ -203,14 +203,17 @@ def search_text(addition: Addition) -> str:
                 [&](int from, int to, const int *image, const double *moved) {{
                 const int sign = image[0] ? image[0] : image[1] ? image[1] : image[2];
                 const int lowest = half ? own[0] + (sign <= 0) : 0;
+                const auto squared = [&](int c) {{
+                    const double dx = (x[c] - x_i) + moved[0];
+                    const double dy = (y[c] - y_i) + moved[1];
+                    const double dz = (z[c] - z_i) + moved[2];
+                    return fma(dz, dz, fma(dy, dy, dx * dx));
+                }};
                 for (int base = from; base < to; base += 32) {{
                     const int k = base + lane;
                     bool hit = false;{addition.candidate}
                     if (k < to && (sign || k != r.k) && atoms[4 * k] >= lowest) {{
-                        const double dx = (x[k] - x_i) + moved[0];
-                        const double dy = (y[k] - y_i) + moved[1];
-                        const double dz = (z[k] - z_i) + moved[2];
-                        hit = fma(dz, dz, fma(dy, dy, dx * dx)) < cutoff_squared;{addition.hit}
+                        hit = squared(k) < cutoff_squared;{addition.hit}
                     }}
                     const unsigned hits = __ballot_sync(0xffffffffu, hit);{addition.hits}
                     const int slot = found + __popc(hits & ((1u << lane) - 1u));
@@ -399,34 +402,37 @@ def search_text(addition: Addition) -> str:
 _SEARCH = search_text(Addition())
 
 
+# parameters of kernels, in the order in which callers give them
+BINS: dict[str, Any] = {
+    "thread": wp.int32,
+    "coordinates": wp.array2d(dtype=wp.float64),  # see grid.place_atoms
+    "entry": wp.array(dtype=wp.vec4i),
+    "begin": wp.array(dtype=wp.int32),  # (n_slots + 1 or more,), where the atoms of each slot begin
+    "system": wp.array(dtype=wp.int32),  # (n_atoms,), or none: one system
+    "grids": wp.array(dtype=Grid),  # (n_systems,)
+    "cutoff": wp.float64,
+    "half": wp.int32,
+    "target": wp.array(dtype=wp.int32),  # (n_rows,), place in the order of the atom of each row; or none: all atoms
+    "active": wp.array(dtype=wp.bool),  # (n_systems,), systems to search; or none: all
+}
+FORM: dict[str, Any] = {
+    "row_begin": wp.array(dtype=wp.int32),  # (n_rows + 1,), or none: rows of equal width
+    "width": wp.int32,  # -1: count only
+    "fill_value": wp.int32,
+}
+COUNT: dict[str, Any] = {"count": wp.array(dtype=wp.int32)}  # (n_rows,), also beyond the width; or none
+LISTED: dict[str, Any] = {
+    "index": wp.array(dtype=wp.int32),  # flat rows
+    "first": wp.array(dtype=wp.int32),  # the same length, gets the atom of the row; or none
+    "shifts": wp.array(dtype=wp.vec3i),  # the same length; or none
+    "rows_per_thread": wp.int32,
+}
+
+
 @kernel_variants(())
 def search_neighbors() -> Any:
     """Kernel that counts the neighbors of each atom and, given room, writes them."""
-
-    @native_kernel("neighbor_search", _SEARCH, lanes=True)
-    def kernel(
-        thread: wp.int32,
-        coordinates: wp.array2d(dtype=wp.float64),  # see grid.place_atoms
-        entry: wp.array(dtype=wp.vec4i),
-        begin: wp.array(dtype=wp.int32),  # (n_slots + 1 or more,), where the atoms of each slot begin
-        system: wp.array(dtype=wp.int32),  # (n_atoms,), or none: one system
-        grids: wp.array(dtype=Grid),  # (n_systems,)
-        cutoff: wp.float64,
-        half: wp.int32,
-        target: wp.array(dtype=wp.int32),  # (n_rows,), place in the order of the atom of each row; or none: all atoms
-        active: wp.array(dtype=wp.bool),  # (n_systems,), systems to search; or none: all
-        row_begin: wp.array(dtype=wp.int32),  # (n_rows + 1,), or none: rows of equal width
-        width: wp.int32,  # -1: count only
-        fill_value: wp.int32,
-        count: wp.array(dtype=wp.int32),  # (n_rows,), how many there are, also beyond the width; or none
-        index: wp.array(dtype=wp.int32),  # flat rows
-        first: wp.array(dtype=wp.int32),  # the same length, gets the atom of the row; or none
-        shifts: wp.array(dtype=wp.vec3i),  # the same length; or none
-        rows_per_thread: wp.int32,
-    ):
-        """Find the neighbors of the atoms of some rows."""
-
-    return kernel
+    return native_kernel("neighbor_search", _SEARCH, lanes=True)(signature(**BINS, **FORM, **COUNT, **LISTED))
 
 
 _COPY = """
@@ -459,23 +465,11 @@ _COPY = """
 @kernel_variants(())
 def compact_neighbors() -> Any:
     """Kernel for a CPU that moves rows of neighbors from a wide matrix to a list or a matrix of another width."""
-
-    @native_kernel("neighbor_compaction", _COPY)
-    def kernel(
-        thread: wp.int32,
-        count: wp.array(dtype=wp.int32),  # (n_rows,)
-        scratch: wp.array(dtype=wp.int32),  # flat rows of scratch_width, each filled up to its count
-        scratch_shifts: wp.array(dtype=wp.vec3i),
-        scratch_width: wp.int32,
-        atom: wp.array(dtype=wp.int32),  # (n_rows,), the atom of each row; or none: all atoms in their order
-        row_begin: wp.array(dtype=wp.int32),  # as in search_neighbors, like all that follow
-        width: wp.int32,
-        fill_value: wp.int32,
-        index: wp.array(dtype=wp.int32),
-        first: wp.array(dtype=wp.int32),
-        shifts: wp.array(dtype=wp.vec3i),
-        rows_per_thread: wp.int32,
-    ):
-        """Copy rows of neighbors."""
-
-    return kernel
+    scratch: dict[str, Any] = {
+        "scratch": wp.array(dtype=wp.int32),  # flat rows of scratch_width, each filled up to its count
+        "scratch_shifts": wp.array(dtype=wp.vec3i),
+        "scratch_width": wp.int32,
+        "atom": wp.array(dtype=wp.int32),  # (n_rows,), the atom of each row; or none: all atoms in their order
+    }
+    parameters = signature(thread=wp.int32, **COUNT, **scratch, **FORM, **LISTED)
+    return native_kernel("neighbor_compaction", _COPY)(parameters)

@@ -435,7 +435,7 @@ def test_half_lists_of_gpus_are_those_of_cpus(form, monkeypatch):
 def test_what_is_kept_is_used_on_its_stream(name, monkeypatch):
     """On another one it may not be there yet; and once it is no longer kept, its memory belongs to its own."""
     monkeypatch.setattr(cache, "_kept", Kept(cache.MOST_ENTRIES))
-    monkeypatch.setattr(cache, "_recognized", {})
+    monkeypatch.setattr(cache, "_recognized", Kept(cache.MOST_ENTRIES))
     inputs, call = on_gpu(given(0.0)), (DIFFERENTIABLE | THREE_BODY | LISTS)[name]
     with pretended_gpu():
         for stream in (1, 1, 2, 1):

@@ -24,9 +24,27 @@ from nvalchemiops.launch import kernel_variants
 MOST_REFERENCES = 32
 """Reference molecules of an element that there is room for, one for each lane of a warp; D3 has five, or seven."""
 
+_COMMON = """
+    const int n_references = places.shape[1], n_coefficients = vectors.shape[1], absent = vectors.shape[0] - 1;
+    const auto find_h = [&](double s, double *h) {
+        h[0] = 1.0;
+        for (int n = 0; n < @order@; ++n) h[n + 1] = s * h[n] + (n > 0 ? 2.0 * k3 * n * h[n - 1] : 0.0);
+    };
+    // derivatives of a normalised weight, which is the first of them already
+    const auto find_w = [](const double *h, const double *z, double *w) {
+        for (int n = 1; n <= @order@; ++n) {
+            double binomial = 1.0;
+            w[n] = w[0] * h[n];
+            for (int k = 1; k <= n; ++k) {
+                binomial = binomial * (n - k + 1) / k;
+                w[n] -= binomial * z[k] * w[n - k];
+            }
+        }
+    };
+"""
+
 _CPU = """
     typedef double lanes __attribute__((ext_vector_type(@lanes@)));
-    const int n_references = places.shape[1], n_coefficients = vectors.shape[1], absent = vectors.shape[0] - 1;
     const long long first = static_cast<long long>(row.data[i]) * n_references;
     const double *reference = references.data + first, cn = coordination.data[i];
     const int *place = places.data + first;
@@ -40,33 +58,21 @@ _CPU = """
     int n_states = 0, state[@room@];
     double weight[@room@], value[@room@], change[@room@], z[@order@ + 1] = {}, h[@order@ + 1], w[@order@ + 1];
     const double *vector[@room@];
-    const auto find_h = [&](int a) {
-        const double s = 2.0 * k3 * (cn - reference[a]);
-        h[0] = 1.0;
-        for (int n = 0; n < @order@; ++n) h[n + 1] = s * h[n] + (n > 0 ? 2.0 * k3 * n * h[n - 1] : 0.0);
-    };
     for (int a = 0; a < n_references; ++a) {
         if (place[a] == absent) continue;
         const double x = cn - reference[a];
         weight[n_states] = exp(k3 * x * x - highest);  // right also where the exponentials themselves would vanish
         vector[n_states] = vectors.data + static_cast<long long>(place[a]) * n_coefficients;
         state[n_states] = a;
-        find_h(a);
+        find_h(2.0 * k3 * x, h);
         for (int n = 0; n <= @order@; ++n) z[n] += weight[n_states] * h[n];
         ++n_states;
     }
     for (int n = 1; n <= @order@; ++n) z[n] /= z[0];
     for (int s = 0; s < n_states; ++s) {
-        find_h(state[s]);
+        find_h(2.0 * k3 * (cn - reference[state[s]]), h);
         w[0] = weight[s] / z[0];
-        for (int n = 1; n <= @order@; ++n) {
-            double binomial = 1.0;
-            w[n] = w[0] * h[n];
-            for (int k = 1; k <= n; ++k) {
-                binomial = binomial * (n - k + 1) / k;
-                w[n] -= binomial * z[k] * w[n - k];
-            }
-        }
+        find_w(h, z, w);
         value[s] = w[@order@ - 1];
         change[s] = w[@order@];
     }
@@ -93,7 +99,6 @@ _CPU = """
 """
 
 _GPU = """
-    const int n_references = places.shape[1], n_coefficients = vectors.shape[1], absent = vectors.shape[0] - 1;
     const int lane = threadIdx.x & (@warp@ - 1);
     const auto add_up = [](double sum) {
         for (int step = @warp@ / 2; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
@@ -104,7 +109,7 @@ _GPU = """
     const double cn = coordination.data[i], reference = lane < n_references ? references.data[at] : 0.0;
     const int place = lane < n_references ? places.data[at] : absent;
     const double nothing = 0.0 * cn + add_up(0.0 * reference);  // NaN for elements that are not known
-    const double x = cn - reference, exponent = k3 * x * x, slope = 2.0 * k3 * x;
+    const double x = cn - reference, exponent = k3 * x * x;
     double highest = place == absent ? -INFINITY : exponent;
     for (int step = @warp@ / 2; step > 0; step /= 2) {
         const double other = __shfl_xor_sync(0xffffffffu, highest, step);
@@ -112,19 +117,11 @@ _GPU = """
     }
     const double weight = place == absent ? 0.0 : exp(exponent - highest);
     double z[@order@ + 1], h[@order@ + 1], w[@order@ + 1];
-    h[0] = 1.0;
-    for (int n = 0; n < @order@; ++n) h[n + 1] = slope * h[n] + (n > 0 ? 2.0 * k3 * n * h[n - 1] : 0.0);
+    find_h(2.0 * k3 * x, h);
     for (int n = 0; n <= @order@; ++n) z[n] = add_up(weight * h[n]);
     for (int n = 1; n <= @order@; ++n) z[n] /= z[0];
     w[0] = weight / z[0];
-    for (int n = 1; n <= @order@; ++n) {
-        double binomial = 1.0;
-        w[n] = w[0] * h[n];
-        for (int k = 1; k <= n; ++k) {
-            binomial = binomial * (n - k + 1) / k;
-            w[n] -= binomial * z[k] * w[n - k];
-        }
-    }
+    find_w(h, z, w);
     for (int first = 0; first < n_coefficients; first += @warp@) {
         const int q = first + lane;
         double sum = nothing, derivative = nothing;
@@ -148,7 +145,7 @@ _GPU = """
 def coefficients(derivative: int) -> Any:
     """Kernel of the derivatives of this order and of the next one."""
     numbers = {"order": derivative + 1, "room": MOST_REFERENCES, "lanes": LANES, "warp": WARP}
-    body = by_device(filled(_CPU, **numbers), filled(_GPU, **numbers))
+    body = filled(_COMMON + by_device(_CPU, _GPU), **numbers)
 
     @native_kernel(f"d3_coefficients_{derivative}", body, lanes=True)
     def kernel(

@@ -19,7 +19,7 @@ import functools
 import gc
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -87,10 +87,6 @@ def refuse_slices(*_: Any) -> Any:
     )
 
 
-def _same(values: torch.Tensor, *_: Any) -> Any:
-    return tuple(values.shape)
-
-
 def _dtype(values: torch.Tensor, *_: Any) -> Any:
     return next(kind for kind, dtype in TORCH_DTYPES.items() if dtype is values.dtype)
 
@@ -120,39 +116,30 @@ def all_to_all_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence
     return swap_rows(values, send, receive, group_of(group))
 
 
+def _like_values(name: str, result: str, backward: Callable[..., torch.Tensor]) -> Any:
+    """The decorator of an op whose result has the shape and the dtype of the values."""
+    outputs = [OutputSpec(result, _dtype, lambda values, _: tuple(values.shape))]
+    return warp_custom_op(f"nvalchemiops::{name}", outputs=outputs, backward=backward, vmap=refuse_slices)
+
+
 def _add(values: torch.Tensor, group: int) -> torch.Tensor:
     total = values.clone(memory_format=torch.contiguous_format)
     return add(total, group_of(group)) if values.numel() else total  # shapes are the same on all ranks
 
 
-@warp_custom_op(
-    "nvalchemiops::sum_on_all_ranks",
-    outputs=[OutputSpec("total", _dtype, _same)],
-    backward=lambda group, grad_total: sum_on_all_ranks(grad_total, group),
-    vmap=refuse_slices,
-)
+@_like_values("sum_on_all_ranks", "total", lambda group, grad_total: sum_on_all_ranks(grad_total, group))
 def sum_on_all_ranks(values: torch.Tensor, group: int) -> torch.Tensor:
     """The sum over all ranks, with which each goes on to compute its own share."""
     return _add(values, group)
 
 
-@warp_custom_op(
-    "nvalchemiops::sum_of_shares",
-    outputs=[OutputSpec("total", _dtype, _same)],
-    backward=lambda group, grad_total: replicated(grad_total, group),
-    vmap=refuse_slices,
-)
+@_like_values("sum_of_shares", "total", lambda group, grad_total: replicated(grad_total, group))
 def sum_of_shares(values: torch.Tensor, group: int) -> torch.Tensor:
     """The sum over all ranks as a result that all have, of which there is one loss."""
     return _add(values, group)
 
 
-@warp_custom_op(
-    "nvalchemiops::replicated",
-    outputs=[OutputSpec("value", _dtype, _same)],
-    backward=lambda group, grad_value: sum_of_shares(grad_value, group),
-    vmap=refuse_slices,
-)
+@_like_values("replicated", "value", lambda group, grad_value: sum_of_shares(grad_value, group))
 def replicated(values: torch.Tensor, group: int) -> torch.Tensor:
     """The same values, whose gradients are summed over all ranks."""
     return values.clone()

@@ -191,12 +191,15 @@ def _wait(work: Any, tensor: torch.Tensor, group: Any, messages: Messages) -> No
         messages.look(group)
 
 
-def _take_part(kind: str, start: Callable[[], Any], tensor: torch.Tensor, group: Any) -> None:
-    """Take part in a message of all ranks, and wait for it. Ranks that are gone are named if it fails."""
+def _take_part(kind: str, operation: Callable[..., Any], tensor: torch.Tensor, group: Any, **options: Any) -> None:
+    """Take part in a message of all ranks, an operation of torch.distributed with this tensor, and wait for it.
+
+    Ranks that are gone are named if it fails.
+    """
     messages = messages_of(group)
     messages.begin(kind)
     try:
-        _wait(start(), tensor, group, messages)
+        _wait(operation(tensor, group=group, async_op=True, **options), tensor, group, messages)
     except OtherRankError:
         raise
     except RuntimeError as error:
@@ -214,15 +217,13 @@ def _take_part(kind: str, start: Callable[[], Any], tensor: torch.Tensor, group:
 
 def add(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The tensor, in place the sum of those of all ranks."""
-    _take_part("a sum", lambda: dist.all_reduce(tensor, group=group, async_op=True), tensor, group)
+    _take_part("a sum", dist.all_reduce, tensor, group)
     return tensor
 
 
 def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """The tensor, in place the entrywise maximum of those of all ranks."""
-    _take_part(
-        "a maximum", lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True), tensor, group
-    )
+    _take_part("a maximum", dist.all_reduce, tensor, group, op=dist.ReduceOp.MAX)
     return tensor
 
 
@@ -243,8 +244,7 @@ def extremes(numbers: Sequence[float], group: Any, device: torch.device) -> tupl
 def _gathered(kind: str, values: torch.Tensor, group: Any) -> torch.Tensor:
     """The values (n,) of each rank, (n_ranks, n)."""
     found = values.new_empty((dist.get_world_size(group), len(values)))
-    parts = list(found.unbind())
-    _take_part(kind, lambda: dist.all_gather(parts, values, group=group, async_op=True), values, group)
+    _take_part(kind, functools.partial(dist.all_gather, list(found.unbind())), values, group)
     return found
 
 
@@ -267,19 +267,16 @@ def tell_from(rank: int, what: Any, group: Any, device: Any) -> Any:
     is_here = dist.get_rank() == rank
     said = _in_bytes(what, device)
     size = torch.tensor([len(said)], device=device)
-    _take_part("what a rank tells", lambda: dist.broadcast(size, rank, group=group, async_op=True), size, group)
+    _take_part("what a rank tells", dist.broadcast, size, group, src=rank)
     if not is_here:
         said = said.new_empty(int(size))
-    _take_part("what a rank tells", lambda: dist.broadcast(said, rank, group=group, async_op=True), said, group)
+    _take_part("what a rank tells", dist.broadcast, said, group, src=rank)
     return what if is_here else pickle.loads(said.cpu().numpy().tobytes())
 
 
 def swap_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> torch.Tensor:
     """Rows from all ranks; see `nvalchemiops.torch.distributed.collectives.all_to_all_rows`."""
     rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)
-
-    def start() -> Any:
-        return dist.all_to_all_single(rows, values, list(receive), list(send), group=group, async_op=True)
-
-    _take_part("rows", start, values, group)
+    sizes = {"output_split_sizes": list(receive), "input_split_sizes": list(send)}
+    _take_part("rows", functools.partial(dist.all_to_all_single, rows), values, group, **sizes)
     return rows

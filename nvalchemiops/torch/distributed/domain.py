@@ -11,6 +11,7 @@ import contextlib
 import copy
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,10 @@ class Domain:
                 raise ValueError("`batch_idx` must hold numbers from 0 on")
             agreement.must_be_same(num_systems=num_systems)
             agreement.largest = [n_systems or 0, num_systems or 0, found, batch_idx is not None]
-        self.n_systems = self._agreed_systems(*map(int, agreement.largest))
+        of_shapes, of_caller, of_numbers = map(int, agreement.largest[:3])
+        self.is_batch = bool(agreement.largest[3])
+        by_numbers = self.is_batch and of_shapes <= 1
+        self.n_systems = of_caller or (max(of_shapes, of_numbers) if by_numbers else of_shapes)
         self.reach = self.cutoff + self.skin
         self._options["num_systems"] = self.n_systems if self.is_batch else None
         with Agreement(self.group, self.device) as agreement:
@@ -161,13 +165,6 @@ class Domain:
         agreement = None if self._agreement is None else self._agreement()
         return None if agreement is None or agreement.is_over else agreement
 
-    def _agreed_systems(self, of_shapes: int, of_caller: int, of_atoms: int, is_batch: int) -> int:
-        """The number of systems, from the cell, the caller or the numbers on all ranks."""
-        self.is_batch = bool(is_batch)
-        if of_caller:
-            return of_caller
-        return of_shapes if of_shapes > 1 or not is_batch else max(of_shapes, of_atoms)
-
     def _divide(self, positions: torch.Tensor, batch_idx: torch.Tensor | None, grid: Grid | None) -> None:
         numbers = self._numbers(positions.shape[0])
         coordinates = self._frames.coordinates(positions, batch_idx)
@@ -191,7 +188,8 @@ class Domain:
         found = found.index_select(0, place)
         self.global_index = found[:, 3].long()
         self.batch_idx = None if systems is None else systems.index_select(0, place)
-        inside, self._cells = self.bricks.wrapped(here.index_select(0, place), self.batch_idx)
+        # whole cells (n_owned, 3) to take off the fractional coordinates of owned atoms to be in their brick
+        inside, self.cells_left = self.bricks.wrapped(here.index_select(0, place), self.batch_idx)
         seen = self.bricks.seen_by(inside, self.batch_idx, self.reach)
         seen[self.rank] = seen[self.rank][:0]
         self._halo = Exchange.plan(self.group, seen)
@@ -270,29 +268,27 @@ class Domain:
         back = Exchange.plan(self.group, order.split(torch.bincount(holder, minlength=self.n_ranks).tolist()))
         rows = back.apply(self.global_index) - self._first_held[self.rank]
         there = Exchange(self.number, rows, back.receive, back.send)
-        return there.in_order(
-            torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=self.device))
-        )
-
-    def _cells_left(self) -> torch.Tensor:
-        """Whole cells (n_owned, 3) to take off the fractional coordinates of owned atoms to be in their brick."""
-        return self._cells
+        return there.in_order(inverse(order))
 
     # -- values of atoms --------------------------------------------------------------------------
 
-    def _check_values(self, values: torch.Tensor, n_rows: int | None = None) -> None:
-        """Raise on all ranks unless values have this many rows, if they are of atoms, and are alike on all.
+    def _carried(
+        self, move: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, n_rows: int | None = None
+    ) -> torch.Tensor:
+        """``move(values)``, a collective call; raise on all ranks unless values are alike on all.
 
-        Transport of what differs in size ends the process, or sends rows of other atoms. In compiled code, and where
-        the host would wait for a GPU, ranks do not compare: there each checks its own rows.
+        With ``n_rows`` they are of atoms, and must have this many rows. Transport of what differs in size ends the
+        process, or sends rows of other atoms. In compiled code, and where the host would wait for a GPU, ranks do not
+        compare: there each checks its own rows.
         """
         if torch.compiler.is_compiling() or not layout(self.device.type).reads:
             check_rows(values, n_rows)
-            return
-        with Agreement(self.group, self.device) as agreement:
-            check_rows(values, n_rows)
-            told = f"{kind_of(values)} of shape {tuple(values.shape)}" if n_rows is None else of_atoms(values)
-            agreement.same["`values`"] = told
+        else:
+            with Agreement(self.group, self.device) as agreement:
+                check_rows(values, n_rows)
+                told = f"{kind_of(values)} of shape {tuple(values.shape)}" if n_rows is None else of_atoms(values)
+                agreement.same["`values`"] = told
+        return carried(move, values)
 
     def distribute(self, values: torch.Tensor) -> torch.Tensor:
         """Bring values of atoms to the ranks that own them. A collective call, differentiable to any order.
@@ -307,8 +303,7 @@ class Domain:
         (n_owned, ...) tensor
             Of the atoms that this rank owns.
         """
-        self._check_values(values, self._n_held)
-        return carried(self._to_owners.apply, values)
+        return self._carried(self._to_owners.apply, values, self._n_held)
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
         """Bring values of atoms back to the ranks that hold them. A collective call, differentiable to any order.
@@ -323,8 +318,7 @@ class Domain:
         (n, ...) tensor
             Of the atoms that this rank holds, in their order.
         """
-        self._check_values(values, self.n_owned)
-        return carried(lambda rows: self._to_owners.transpose(rows, self._n_held), values)
+        return self._carried(lambda rows: self._to_owners.transpose(rows, self._n_held), values, self.n_owned)
 
     def with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         """Append values of ghosts. A collective call, differentiable to any order: gradients go to the owners.
@@ -339,8 +333,7 @@ class Domain:
         (n_owned + n_ghosts, ...) tensor
             Of owned atoms, then of ghosts.
         """
-        self._check_values(values, self.n_owned)
-        return carried(self._with_ghosts, values)
+        return self._carried(self._with_ghosts, values, self.n_owned)
 
     def _with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cat([values, self._halo.apply(values)])
@@ -366,13 +359,12 @@ class Domain:
         (n_owned, ...) tensor
             Of owned atoms, with the shares of all ranks.
         """
-        self._check_values(values, self.n_owned + self.n_ghosts)
 
         def add(values: torch.Tensor) -> torch.Tensor:
             owned, ghosts = values.split([self.n_owned, self.n_ghosts])
             return owned + self._halo.transpose(ghosts, self.n_owned)
 
-        return carried(add, values)
+        return self._carried(add, values, self.n_owned + self.n_ghosts)
 
     def sum(self, shares: torch.Tensor) -> torch.Tensor:
         """Add up shares of a result that all ranks have in common, such as the energy. A collective call.
@@ -387,8 +379,7 @@ class Domain:
         (...) tensor
             The sum, the same on all ranks. There is one loss of it: its gradient is that of each share.
         """
-        self._check_values(shares)
-        return carried(self._sum, shares)
+        return self._carried(self._sum, shares)
 
     def _sum(self, shares: torch.Tensor) -> torch.Tensor:
         return sum_of_shares(shares, self.number)
@@ -406,8 +397,7 @@ class Domain:
         (...) tensor
             The sum, whose gradients are added up over the ranks, too.
         """
-        self._check_values(values)
-        return carried(self._sum_for_shares, values)
+        return self._carried(self._sum_for_shares, values)
 
     def _sum_for_shares(self, values: torch.Tensor) -> torch.Tensor:
         return sum_on_all_ranks(values, self.number)

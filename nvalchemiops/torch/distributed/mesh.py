@@ -57,7 +57,7 @@ class MeshDivision:
             outside_of_transforms(),
         ):  # tensors made in them could not be differentiated later
             self._first = torch.tensor(start, dtype=torch.float64, device=domain.device)
-            self._offset = domain._cells_left()[:, self.axes] * torch.tensor(self.mesh, device=domain.device)
+            self._offset = domain.cells_left[:, self.axes] * torch.tensor(self.mesh, device=domain.device)
             self._is_whole = torch.tensor([a == b for a, b in zip(self.window, self.mesh)], device=domain.device)
 
     def _window_of(self, domain: Domain, rank: int, order: int) -> tuple[Grid, Grid]:

@@ -25,17 +25,31 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class Systems(NamedTuple):
-    """Atoms and the data of their systems, as in `neighbor_list`."""
+    """Atoms, the data of their systems, and which of them have rows, as in `neighbor_list`."""
 
     positions: torch.Tensor
     cell: torch.Tensor | None = None
     pbc: torch.Tensor | None = None
     batch_idx: torch.Tensor | None = None
     batch_ptr: torch.Tensor | None = None
+    target_indices: torch.Tensor | None = None
+    rebuild_flags: torch.Tensor | None = None
+
+
+class Selection(NamedTuple):
+    """Which of the neighbors within the cutoff are listed, as in `neighbor_list`."""
+
+    nearest: int | None = None
+    ties: str = "keep"
+    tie_tolerance: float | None = None
+    symmetric: bool = False
+
+
+ALL = Selection()
 
 
 class Form(NamedTuple):
-    """Form of the results, as in `neighbor_list`."""
+    """Form of the results, and which neighbors they list, as in `neighbor_list`."""
 
     half_fill: bool = False
     fill_value: int | None = None
@@ -43,6 +57,7 @@ class Form(NamedTuple):
     return_vectors: bool = False
     return_distances: bool = False
     check: bool = True
+    selection: Selection = ALL
 
 
 class Room(NamedTuple):
@@ -55,18 +70,6 @@ class Room(NamedTuple):
     neighbor_vectors: torch.Tensor | None = None
     neighbor_distances: torch.Tensor | None = None
 
-
-class Selection(NamedTuple):
-    """Which of the neighbors within the cutoff are listed, as in `neighbor_list`."""
-
-    nearest: int | None = None
-    ties: str = "keep"
-    tie_tolerance: float | None = None
-    symmetric: bool = False
-
-
-NO_ROOM = Room()
-ALL = Selection()
 
 ZERO_CUTOFF = 1e-200
 """Replaces a cutoff of zero in a search: its square is zero, and no distance is less, not even of equal positions."""
@@ -93,9 +96,6 @@ def build_lists(
     room1: Room,
     room2: Room,
     method: str | None,
-    rebuild_flags: torch.Tensor | None,
-    target_indices: torch.Tensor | None,
-    selection: Selection = ALL,
 ) -> Tensors:
     """One list, or two with ``cutoff2``; raise if memory for the other case is given."""
     number = method_number(method)
@@ -108,8 +108,8 @@ def build_lists(
             for name, value in zip(Room._fields, numbered):
                 if value is not None:
                     raise ValueError(f"`{name}{suffix}` is for one of two lists: give `cutoff2`")
-        return build(systems, cutoff, form, room, number, rebuild_flags, target_indices, selection=selection)
-    if selection.nearest is not None:
+        return build(systems, cutoff, form, room, number)
+    if form.selection.nearest is not None:
         raise ValueError("`nearest` is for one list: leave out `cutoff2`, and ask for the other list in another call")
     for name, value in zip(Room._fields, room):
         if value is not None and name != "max_neighbors":
@@ -121,23 +121,16 @@ def build_lists(
             raise ValueError("`max_neighbors` and `max_neighbors1` are two names of one number: give one of them")
         room1 = room1._replace(max_neighbors=checks.check_count("max_neighbors", room.max_neighbors))
     cutoffs = {"cutoff": cutoff, "cutoff2": cutoff2}
-    return build_two(systems, cutoffs, form, room1, room2, number, rebuild_flags, target_indices)
+    return build_two(systems, cutoffs, form, room1, room2, number)
 
 
 def build_two(
-    systems: Systems,
-    cutoffs: dict[str, float],
-    form: Form,
-    room1: Room,
-    room2: Room,
-    method: int,
-    rebuild_flags: torch.Tensor | None = None,
-    target_indices: torch.Tensor | None = None,
+    systems: Systems, cutoffs: dict[str, float], form: Form, room1: Room, room2: Room, method: int
 ) -> Tensors:
     """The results of `build` for each of two cutoffs in turn, with their names for messages."""
     results: Tensors = ()
     for suffix, room, (name, cutoff) in zip("12", (room1, room2), cutoffs.items()):
-        results += build(systems, cutoff, form, room, method, rebuild_flags, target_indices, suffix, name)
+        results += build(systems, cutoff, form, room, method, suffix, name)
     return results
 
 
@@ -145,14 +138,11 @@ def build(
     systems: Systems,
     cutoff: float,
     form: Form,
-    room: Room = NO_ROOM,
-    method: int = AUTOMATIC,
-    rebuild_flags: torch.Tensor | None = None,
-    target_indices: torch.Tensor | None = None,
+    room: Room,
+    method: int,
     suffix: str = "",
     cutoff_name: str = "cutoff",
     silent: bool = False,
-    selection: Selection = ALL,
 ) -> Tensors:
     """One list, as `neighbor_list` describes it, after all checks.
 
@@ -161,16 +151,16 @@ def build(
     """
     for name in ("half_fill", "return_neighbor_list", "return_vectors", "return_distances", "check"):
         checks.check_flag(name, getattr(form, name))
-    positions, _, _, batch_idx, batch_ptr = systems
+    positions, cell, pbc, batch_idx, batch_ptr, target_indices, rebuild_flags = systems
     checks.check_positions(positions, finite=False)
     cutoff = checks.check_not_negative(cutoff_name, cutoff) or ZERO_CUTOFF
-    cell, pbc, n_systems = checks.check_systems(*systems)
+    cell, pbc, n_systems = checks.check_systems(positions, cell, pbc, batch_idx, batch_ptr)
     if target_indices is not None:
         checks.check_index("target_indices", target_indices, positions, (None,))
     n_rows = (positions if target_indices is None else target_indices).shape[0]
     width, in_memory = _width(n_rows, form, room, suffix, positions, cell is not None)
-    chosen = (0, 0.0, False) if selection is ALL else _check_selection(selection, form)
-    if chosen[0] and width is None and selection.ties == "index" and not (chosen[2] or form.return_neighbor_list):
+    chosen = (0, 0.0, False) if form.selection is ALL else _check_selection(form)
+    if chosen[0] and width is None and form.selection.ties == "index" and not (chosen[2] or form.return_neighbor_list):
         width = chosen[0]
         ops.check_size(n_rows * width, "nearest")
     if rebuild_flags is not None:
@@ -240,14 +230,14 @@ def build(
     return results
 
 
-def _check_selection(selection: Selection, form: Form) -> tuple[int, float, bool]:
+def _check_selection(form: Form) -> tuple[int, float, bool]:
     """The last fields of a `Search`; raise for a bad argument."""
-    nearest, ties, tolerance, symmetric = selection
+    nearest, ties, tolerance, symmetric = form.selection
     checks.check_choice("ties", ties, ("keep", "index"))
     symmetric = checks.check_flag("symmetric", symmetric)
     if nearest is None:
         for name in ("ties", "tie_tolerance", "symmetric"):
-            if getattr(selection, name) != getattr(ALL, name):
+            if getattr(form.selection, name) != getattr(ALL, name):
                 raise ValueError(f"`{name}` says which neighbors are the nearest: give `nearest` as well")
         return 0, 0.0, False
     if checks.check_count("nearest", nearest) == 0:

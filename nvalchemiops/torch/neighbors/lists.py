@@ -173,16 +173,14 @@ def neighbor_list(
     under ``torch.compile`` they are unbacked sizes. With ``max_neighbors`` and ``check=False`` there is no wait.
     """
     ignore("neighbor_list", without_effect)
-    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
-    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check)
+    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr, target_indices, rebuild_flags)
+    selection = ALL
+    if nearest is not None or ties != "keep" or tie_tolerance is not None or symmetric is not False:
+        selection = Selection(nearest, ties, tie_tolerance, symmetric)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check, selection)
     out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
     out1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
     out2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
-    selection = ALL
-    if nearest is not None or ties != "keep" or tie_tolerance is not None or symmetric is not False:
-        selection = Selection(nearest, ties, tie_tolerance, symmetric)
-    return build_lists(
-        systems, cutoff, cutoff2, form, out, out1, out2, method, rebuild_flags, target_indices, selection
-    )
+    return build_lists(systems, cutoff, cutoff2, form, out, out1, out2, method)

@@ -31,12 +31,12 @@ def cell_list(
 ) -> Tensors:
     """Neighbor list of one system, its atoms sorted into bins. Arguments and results as in `neighbor_list`."""
     ignore("cell_list", without_effect)
-    systems = Systems(positions, cell, pbc)
+    systems = Systems(positions, cell, pbc, None, None, target_indices, rebuild_flags)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
     out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
-    return build(systems, cutoff, form, out, BINNED, rebuild_flags, target_indices)
+    return build(systems, cutoff, form, out, BINNED)
 
 
 def batch_cell_list(
@@ -63,12 +63,12 @@ def batch_cell_list(
 ) -> Tensors:
     """Neighbor lists of a batch, atoms sorted into bins. Arguments and results as in `neighbor_list`."""
     ignore("batch_cell_list", without_effect)
-    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
+    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr, target_indices, rebuild_flags)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
     out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
-    return build(systems, cutoff, form, out, BINNED, rebuild_flags, target_indices)
+    return build(systems, cutoff, form, out, BINNED)
 
 
 def naive_neighbor_list(
@@ -95,12 +95,12 @@ def naive_neighbor_list(
 ) -> Tensors:
     """Neighbor list of one system by tests of all pairs. Arguments and results as in `neighbor_list`."""
     ignore("naive_neighbor_list", without_effect)
-    systems = Systems(positions, cell, pbc)
+    systems = Systems(positions, cell, pbc, None, None, target_indices, rebuild_flags)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
     out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
-    return build(systems, cutoff, form, out, NAIVE, rebuild_flags, target_indices)
+    return build(systems, cutoff, form, out, NAIVE)
 
 
 def batch_naive_neighbor_list(
@@ -129,12 +129,12 @@ def batch_naive_neighbor_list(
 ) -> Tensors:
     """Neighbor lists of a batch by tests of all pairs. Arguments and results as in `neighbor_list`."""
     ignore("batch_naive_neighbor_list", without_effect)
-    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
+    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr, target_indices, rebuild_flags)
     form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances)
     out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
-    return build(systems, cutoff, form, out, NAIVE, rebuild_flags, target_indices)
+    return build(systems, cutoff, form, out, NAIVE)
 
 
 def naive_neighbor_list_dual_cutoff(
@@ -160,12 +160,12 @@ def naive_neighbor_list_dual_cutoff(
 ) -> Tensors:
     """Two neighbor lists of one system by tests of all pairs: the results of `neighbor_list` for each cutoff."""
     ignore("naive_neighbor_list_dual_cutoff", without_effect)
-    systems = Systems(positions, cell, pbc)
+    systems = Systems(positions, cell, pbc, rebuild_flags=rebuild_flags)
     form = Form(half_fill, fill_value, return_neighbor_list)
     out1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
     out2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
     cutoffs = {"cutoff1": cutoff1, "cutoff2": cutoff2}
-    return build_two(systems, cutoffs, form, out1, out2, NAIVE, rebuild_flags)
+    return build_two(systems, cutoffs, form, out1, out2, NAIVE)
 
 
 def batch_naive_neighbor_list_dual_cutoff(
@@ -193,9 +193,9 @@ def batch_naive_neighbor_list_dual_cutoff(
 ) -> Tensors:
     """Two neighbor lists of a batch by tests of all pairs: the results of `neighbor_list` for each cutoff in turn."""
     ignore("batch_naive_neighbor_list_dual_cutoff", without_effect)
-    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr)
+    systems = Systems(positions, cell, pbc, batch_idx, batch_ptr, None, rebuild_flags)
     form = Form(half_fill, fill_value, return_neighbor_list)
     out1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
     out2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
     cutoffs = {"cutoff1": cutoff1, "cutoff2": cutoff2}
-    return build_two(systems, cutoffs, form, out1, out2, NAIVE, rebuild_flags)
+    return build_two(systems, cutoffs, form, out1, out2, NAIVE)

@@ -206,7 +206,8 @@ class VerletList:
             matrix, counts, *shifts = (rows.clone() for rows in old.rows)
             room = Room(None, matrix, shifts[0] if shifts else None, counts)
         form = Form(self.half_fill, padding)
-        rows = build(given, self.reach, form, room, method_number(self.method), flags, silent=True)
+        asked = given._replace(rebuild_flags=flags)
+        rows = build(asked, self.reach, form, room, method_number(self.method), silent=True)
         self.max_neighbors = rows[0].shape[1]
         return rows
 
@@ -260,7 +261,7 @@ def _other_batch(kept: _BuiltList, given: Systems) -> torch.Tensor:
 
 def _numbering(systems: Systems) -> tuple[torch.Tensor | None, int]:
     """System of each atom, None if there is one, and the number of systems; of arguments that were checked."""
-    positions, cell, pbc, batch_idx, batch_ptr = systems
+    positions, cell, pbc, batch_idx, batch_ptr, *_ = systems
     if batch_ptr is not None:
         return batch_idx_of(batch_ptr, positions.shape[0]).to(torch.int64), batch_ptr.shape[0] - 1
     if batch_idx is None:

@@ -24,7 +24,7 @@ Result = TypeVar("Result", bound=tuple)
 _kept: Kept[tuple[int, Any]] = Kept(MOST_ENTRIES)
 _captured: dict[Hashable, Any] = {}  # memory that captured graphs read, which must not be used for anything else
 
-_recognized: dict[Hashable, tuple[Any, Hashable, Any]] = {}
+_recognized: Kept[tuple[Any, Hashable, Any]] = Kept(MOST_ENTRIES)
 """For name, tensor, other arguments and stream: weak reference to the tensor, its state, and what followed from it."""
 
 
@@ -109,10 +109,7 @@ def cached_by_identity(name: str, tensor: torch.Tensor, others: Hashable, comput
             if (entry := _recognized.get(key)) is not None and entry[0] is reference:
                 _recognized.pop(key, None)
 
-        # without a lock: each step is one operation of a dictionary, and tensors may end at any place
-        _recognized[key] = weakref.ref(tensor, forget), state, result
-        for oldest in list(_recognized)[:-MOST_ENTRIES]:
-            _recognized.pop(oldest, None)
+        _recognized.keep(key, (weakref.ref(tensor, forget), state, result))
     return result
 
 

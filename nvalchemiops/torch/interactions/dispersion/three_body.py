@@ -70,18 +70,18 @@ def three_body_share(
     energies = _EnergiesOfShare.apply(domain, constants, positions, cell, coefficients)
     if not derivatives:
         return (energies,)
-    return (energies, *_derivatives_of_share(domain, constants, positions, cell, coefficients)[1:])
+    return (energies, *_derivatives_of_share(domain, constants, (positions, cell, coefficients))[1:])
+
+
+Moving = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+"""Positions, cell and coefficients."""
 
 
 def _derivatives_of_share(
-    domain: "Domain",
-    constants: tuple[Any, ...],
-    positions: torch.Tensor,
-    cell: torch.Tensor | None,
-    coefficients: torch.Tensor,
-    weights: torch.Tensor | None = None,
+    domain: "Domain", constants: tuple[Any, ...], moving: Moving, weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, ...]:
     """Results of `three_body_derivatives` for owned atoms."""
+    positions, cell, coefficients = moving
     x, c, w = domain._all_with_ghosts(positions, coefficients, weights)
     assert x is not None and c is not None
     found = three_body_derivatives(x.contiguous(), cell, c.contiguous(), *constants, w)
@@ -92,25 +92,16 @@ class _EnergiesOfShare(torch.autograd.Function):
     """Energies of owned atoms. Gradients are complete where they are computed, on the ranks that own the atoms."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        domain: "Domain",
-        constants: tuple[Any, ...],
-        positions: torch.Tensor,
-        cell: torch.Tensor | None,
-        coefficients: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, domain: "Domain", constants: tuple[Any, ...], *moving: Any) -> torch.Tensor:
         ctx.domain, ctx.constants = domain, constants
-        ctx.save_for_backward(positions, cell, coefficients)
-        return _derivatives_of_share(domain, constants, positions, cell, coefficients)[0].clone()
+        ctx.save_for_backward(*moving)
+        return _derivatives_of_share(domain, constants, moving)[0].clone()
 
     @staticmethod
     def backward(ctx: Any, weights: torch.Tensor) -> Any:
-        positions, cell, coefficients = ctx.saved_tensors
-        _, by_positions, by_coefficients, by_cell, _ = _derivatives_of_share(
-            ctx.domain, ctx.constants, positions, cell, coefficients, weights
-        )
-        return None, None, by_positions, None if cell is None else by_cell, by_coefficients
+        moving = ctx.saved_tensors
+        _, by_positions, by_coefficients, by_cell, _ = _derivatives_of_share(ctx.domain, ctx.constants, moving, weights)
+        return None, None, by_positions, None if moving[1] is None else by_cell, by_coefficients
 
 
 def _real(name: str, shape: Any) -> OutputSpec:
