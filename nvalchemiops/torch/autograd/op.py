@@ -74,8 +74,7 @@ class WarpOp:
 
     # -- registration -----------------------------------------------------------------------------
 
-    def _register(self) -> tuple[torch.library.Library, str]:
-        """Define the op; the library that it is in, and its name there."""
+    def _register(self) -> None:
         library, short = library_for(self.name, self.body)
         self.registered = f"{library.ns}::{short}"
         schema = self.declared.schema(self.hidden, len(self.outputs) + self.n_hidden_outputs)
@@ -88,7 +87,6 @@ class WarpOp:
         for device in ("CPU", "CUDA"):
             library.impl(short, functools.partial(self._autocast, device.lower()), f"Autocast{device}")
         self._function = self._make_function()
-        return library, short
 
     @property
     def orders(self) -> float:
@@ -98,8 +96,8 @@ class WarpOp:
         backward = getattr(self.backward, "op", None)
         return 1 + backward.orders if isinstance(backward, WarpOp) else math.inf
 
-    def _hidden_values(self) -> tuple[int, ...]:
-        """Hidden arguments of an eager call, before it is known which gradients it needs."""
+    def _hidden_values(self, record: int = 0) -> tuple[int, ...]:
+        """Hidden arguments of a call that needs gradients by the inputs in ``record`` (one bit each)."""
         return (self.identity,)
 
     def _visible(self, result: str) -> str:
@@ -156,7 +154,8 @@ def _make({", ".join(values)}):
         )
 
     def _call_for_transforms(self, *args: Any) -> Any:
-        return self.overload(*args, self.identity)
+        # the gradient of every differentiable input may be needed, at some level
+        return self.overload(*args, *self._hidden_values(self._record_everything(args)))
 
     def _call_eagerly(self, *args: Any) -> Any:
         """Run the op as the dispatcher does for plain tensors in eager mode, at half the cost for many arguments."""

@@ -233,7 +233,6 @@ class Recording:
     inputs: Sequence[torch.Tensor | None]
     outputs: Sequence[torch.Tensor]
     owns_data: bool
-    guard: Any = None
 
     def __post_init__(self) -> None:
         self.versions = [version_of(t) for t in self.outputs]
@@ -265,7 +264,8 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-_recordings: dict[int, Recording] = {}
+_recordings: weakref.WeakKeyDictionary[torch.UntypedStorage, Recording] = weakref.WeakKeyDictionary()
+"""By the memory of their tokens."""
 
 
 def live_recordings() -> int:
@@ -288,21 +288,13 @@ def keep(recording: Recording) -> torch.Tensor:
     every run for compilers to trust the op; its storage is what lives as long as the graph.
     """
     token = new_token()
-    address = token.data_ptr()
-
-    def drop(guard: Any) -> None:
-        # the address may be another token's by now
-        if (kept := _recordings.get(address)) is not None and kept.guard is guard:
-            del _recordings[address]
-
-    recording.guard = weakref.ref(token.untyped_storage(), drop)
-    _recordings[address] = recording
+    _recordings[token.untyped_storage()] = recording
     return token
 
 
 def find(token: torch.Tensor) -> Recording | None:
     """The recording to which a token leads; None if it recorded nothing, or is a copy of one that did."""
-    return _recordings.get(token.data_ptr())
+    return _recordings.get(token.untyped_storage())
 
 
 def gradients_of(
