@@ -107,13 +107,11 @@ class WarpOp:
     def _make_public(self, vmap: Callable[..., Any] | None) -> Callable[..., Any]:
         transformed: Callable[..., Any]
         if not self.mutated:
-            name = self.name.replace("::", "_")
-            call = self._call_for_transforms
-            transformed = transformable(name, call, self._pullback, self.diff_outputs, vmap, self.orders)
+            transformed = transformable(self, vmap)
         elif internals.DERIVATIVES_KNOWN:
             transformed = self._refuse_transforms
         else:
-            transformed = self._call_for_transforms
+            transformed = self.call_for_transforms
         names = [p.name for p in self.parameters]
         signature = [p.name if p.required else f"{p.name}=_default_{p.name}" for p in self.parameters]
         values = {f"_default_{p.name}": p.default for p in self.parameters if not p.required}
@@ -153,7 +151,8 @@ def _make({", ".join(values)}):
             "it outside of them"
         )
 
-    def _call_for_transforms(self, *args: Any) -> Any:
+    def call_for_transforms(self, *args: Any) -> Any:
+        """Call the op where a transform may ask for any derivative."""
         # the gradient of every differentiable input may be needed, at some level
         return self.overload(*args, *self._hidden_values(self._record_everything(args)))
 
@@ -298,10 +297,7 @@ def _make({", ".join(values)}):
             result = op._continue_below_autograd(keyset, record, args)
             result = tuple(map(internals.no_view, result)) if isinstance(result, tuple) else internals.no_view(result)
             outputs = result if isinstance(result, tuple) else (result,)
-            ctx.set_materialize_grads(False)
-            fixed = [o for i, o in enumerate(outputs) if i not in op.diff_outputs or not o.is_floating_point()]
-            if fixed:
-                ctx.mark_non_differentiable(*fixed)
+            op.mark_differentiable(ctx, outputs)
             ctx.record = record
             op._save(ctx, args, outputs)
             return result
@@ -317,6 +313,14 @@ def _make({", ".join(values)}):
             (torch.autograd.Function,),
             {"forward": staticmethod(forward), "backward": staticmethod(backward)},
         )
+
+    def mark_differentiable(self, ctx: Any, outputs: Sequence[torch.Tensor]) -> list[int]:
+        """Tell an ``autograd.Function`` which outputs have gradients, and return them; gradients may be None."""
+        differentiable = [i for i in self.diff_outputs if outputs[i].is_floating_point()]
+        if len(differentiable) < len(outputs):
+            ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in differentiable))
+        ctx.set_materialize_grads(False)
+        return differentiable
 
     def _continue_below_autograd(self, keyset: Any, record: int, args: tuple[Any, ...]) -> Any:
         """Continue below autograd, in a call whose gradients by the inputs in ``record`` (one bit each) are needed."""
@@ -336,7 +340,7 @@ def _make({", ".join(values)}):
         inputs, outputs, shapes = self._formula.restore(ctx)
         return self._formula(inputs, outputs, cotangents, shapes, ctx.record)
 
-    def _pullback(
+    def pullback(
         self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], cotangents: Gradients, needed: Sequence[bool]
     ) -> tuple[Any, ...]:
         """The vector-Jacobian product under function transforms."""

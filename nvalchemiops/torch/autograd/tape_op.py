@@ -111,9 +111,10 @@ class TapeOp(WarpOp):
     def _saved_pullback(self, ctx: Any, cotangents: Gradients) -> Gradients:
         return self._replayed(restore(ctx), cotangents, ctx.record)
 
-    def _pullback(
+    def pullback(
         self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], cotangents: Gradients, needed: Sequence[bool]
     ) -> tuple[Any, ...]:
+        """The vector-Jacobian product under function transforms."""
         kept = [outputs[-1], *inputs, *[None] * len(self.outputs)]
         return tuple(self._replayed(kept, cotangents, self._record_everything(inputs)))
 
