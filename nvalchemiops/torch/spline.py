@@ -153,13 +153,16 @@ def _given_number(num_systems: Any) -> int | None:
     return number
 
 
-def _spread(moments: torch.Tensor, plan: _Plan) -> torch.Tensor:
-    """The mesh of values of atoms; NaN for a system whose cell is singular, where that could not be read."""
-    mesh = mesh_spread(moments, plan.coordinates, *plan.geometry, 0)
+def _spread(atoms: _Atoms, values: Any, channels: tuple[int | None, ...], mesh_dims: Any, n: Any) -> torch.Tensor:
+    """Meshes of values (n_atoms, *channels); NaN for a system whose cell is singular, where that could not be read."""
+    checks.check_positions(atoms.positions, finite=False)
+    _check_values("values", values, atoms.positions, (atoms.positions.shape[0], *channels))
+    plan = _plan(atoms, mesh_dims, n_systems=_given_number(n))
+    mesh = mesh_spread(values.reshape(*values.shape, *[1] * (3 - values.ndim)), plan.coordinates, *plan.geometry, 0)
     volume = plan.lattice.volume.detach()
-    if may_read(volume):
-        return mesh
-    return mesh * (volume / volume).to(mesh.dtype)[:, None, None, None, None]
+    if not may_read(volume):
+        mesh = mesh * (volume / volume).to(mesh.dtype)[:, None, None, None, None]
+    return mesh if atoms.batch_idx is not None else mesh.squeeze(0)
 
 
 def spline_spread(
@@ -202,12 +205,8 @@ def spline_spread(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    checks.check_positions(positions, finite=False)
-    _check_values("values", values, positions, (positions.shape[0],))
     atoms = _Atoms(positions, cell, spline_order, batch_idx, cell_inv_t)
-    plan = _plan(atoms, mesh_dims, n_systems=_given_number(num_systems))
-    mesh = _spread(values[:, None, None], plan).squeeze(1)
-    return mesh if batch_idx is not None else mesh.squeeze(0)
+    return _spread(atoms, values, (), mesh_dims, num_systems).squeeze(-4)
 
 
 def spline_spread_channels(
@@ -232,12 +231,7 @@ def spline_spread_channels(
     -------
     (n_channels, n_x, n_y, n_z) tensor, or (n_systems, n_channels, n_x, n_y, n_z) with ``batch_idx``
     """
-    checks.check_positions(positions, finite=False)
-    _check_values("values", values, positions, (positions.shape[0], None))
-    atoms = _Atoms(positions, cell, spline_order, batch_idx)
-    plan = _plan(atoms, mesh_dims, n_systems=_given_number(num_systems))
-    mesh = _spread(values.unsqueeze(-1), plan)
-    return mesh if batch_idx is not None else mesh.squeeze(0)
+    return _spread(_Atoms(positions, cell, spline_order, batch_idx), values, (None,), mesh_dims, num_systems)
 
 
 def _gathered(
