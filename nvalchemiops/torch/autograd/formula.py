@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvalchemiops.torch.autograd.saved import restore, save
-
 if TYPE_CHECKING:
     from nvalchemiops.torch.autograd.op import WarpOp
 
@@ -58,26 +56,26 @@ class Formula:
         self.spared = {*op.tensors, *range(len(inputs), self.first_gradient)} - asked
         """Places of the tensors that need not be saved."""
 
-    def save(self, ctx: Any, inputs: Sequence[Any], outputs: Sequence[torch.Tensor]) -> None:
-        """Save on ``ctx`` the inputs and outputs that the backward takes."""
-        save(ctx, [None if place in self.spared else value for place, value in enumerate((*inputs, *outputs))])
-        ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs] if self.filled else []
-
-    def restore(self, ctx: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Inputs and outputs as `save` kept them, None for the rest; and shapes, dtypes and devices of the outputs."""
-        values = restore(ctx)
-        return values[: self.op._count], values[self.op._count :], ctx.shapes
-
     def __call__(
         self,
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
+        kept: Sequence[Any],
         cotangents: Sequence[torch.Tensor | None],
         shapes: Sequence[tuple[Any, torch.dtype, torch.device]],
         record: int = -1,
     ) -> list[torch.Tensor | None]:
-        """One gradient or None per declared input; ``record`` has a bit for each differentiable one."""
-        values = [*inputs, *outputs, *cotangents]
+        """One gradient or None per declared input.
+
+        Parameters
+        ----------
+        kept : sequence
+            All inputs, then all outputs; those in ``spared`` may be None.
+        cotangents : sequence of torch.Tensor or None
+        shapes : sequence
+            Shapes, dtypes and devices of the outputs, if ``filled``.
+        record : int, optional
+            A bit for each differentiable input: whether its gradient will be read.
+        """
+        values = [*kept, *cotangents]
         for place in self.filled:
             if values[place] is None:
                 shape, dtype, device = shapes[place - self.first_gradient]
@@ -87,7 +85,7 @@ class Formula:
             if isinstance(place, int):
                 arguments.append(values[place])
             elif place == INPUTS:
-                arguments.append({p.name: value for p, value in zip(self.op.parameters, inputs)})
+                arguments.append({p.name: value for p, value in zip(self.op.parameters, kept)})
             elif place == GRADIENTS:
                 arguments.append({self.op.outputs[k].name: cotangents[k] for k in self.op.diff_outputs})
             else:

@@ -18,6 +18,7 @@ from nvalchemiops.torch.autograd.declaration import Declaration
 from nvalchemiops.torch.autograd.formula import Formula
 from nvalchemiops.torch.autograd.functorch import transformable
 from nvalchemiops.torch.autograd.naming import fingerprint, library_for
+from nvalchemiops.torch.autograd.saved import restore, save
 from nvalchemiops.torch.autograd.specs import fill_sizes
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.context import is_eager
@@ -305,7 +306,8 @@ def _make({", ".join(values)}):
         def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
             if all(c is None for c in cotangents):
                 return (None,) * (2 + len(op._defaults))
-            return (None, None, *op._saved_pullback(ctx, cotangents), *(None,) * len(op.hidden))
+            gradients = op._gradients(restore(ctx), cotangents, ctx.shapes, ctx.record)
+            return (None, None, *gradients, *(None,) * len(op.hidden))
 
         name = self.name.replace("::", "_")
         return type(
@@ -330,25 +332,25 @@ def _make({", ".join(values)}):
         return internals.below_autograd(self.overload, self._implementation, keyset, args)
 
     def _save(self, ctx: Any, args: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
-        if self._formula is not None:
-            self._formula.save(ctx, args[: self._count], outputs)
-
-    def _saved_pullback(self, ctx: Any, cotangents: Gradients) -> Gradients:
-        """The vector-Jacobian product, from what `_save` kept."""
-        if self._formula is None:
-            raise self._no_derivative()
-        inputs, outputs, shapes = self._formula.restore(ctx)
-        return self._formula(inputs, outputs, cotangents, shapes, ctx.record)
+        """Save what `_gradients` takes."""
+        formula = self._formula
+        values = () if formula is None else (*args[: self._count], *outputs)
+        save(ctx, [None if formula and place in formula.spared else value for place, value in enumerate(values)])
+        ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs] if formula and formula.filled else []
 
     def pullback(
         self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], cotangents: Gradients, needed: Sequence[bool]
     ) -> tuple[Any, ...]:
         """The vector-Jacobian product under function transforms."""
-        if self._formula is None:
-            raise self._no_derivative()
         shapes = [(o.shape, o.dtype, o.device) for o in outputs]
         record = self._record_everything(inputs) & sum(1 << bit for i, bit in self._bits.items() if needed[i])
-        return tuple(self._formula(inputs, outputs, cotangents, shapes, record))
+        return tuple(self._gradients([*inputs, *outputs], cotangents, shapes, record))
+
+    def _gradients(self, kept: Sequence[Any], cotangents: Gradients, shapes: Sequence[Any], record: int) -> Gradients:
+        """The vector-Jacobian product: a gradient or None for each input; arguments as for a `Formula`."""
+        if self._formula is None:
+            raise self._no_derivative()
+        return self._formula(kept, cotangents, shapes, record)
 
     def _no_derivative(self) -> NotDifferentiableError:
         return NotDifferentiableError(

@@ -13,7 +13,7 @@ from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.autograd import tapes
 from nvalchemiops.torch.autograd.declaration import Declaration, Parameter
 from nvalchemiops.torch.autograd.op import Gradients, WarpOp, unpack
-from nvalchemiops.torch.autograd.saved import restore, save
+from nvalchemiops.torch.autograd.saved import save
 from nvalchemiops.torch.autograd.specs import like
 from nvalchemiops.torch.runtime import _torch_internals as internals
 
@@ -106,20 +106,12 @@ class TapeOp(WarpOp):
         # the tape reads, must be inputs of the backward op too.
         traced = type(outputs[0]) is not torch.Tensor
         inputs = (None if i in self.mutated else a for i, a in enumerate(args[: self._count]))
-        save(ctx, [outputs[-1], *inputs, *(o if traced else None for o in outputs[:-1])])
+        save(ctx, [*inputs, *(o if traced else None for o in outputs[:-1]), outputs[-1]])
+        ctx.shapes = []
 
-    def _saved_pullback(self, ctx: Any, cotangents: Gradients) -> Gradients:
-        return self._replayed(restore(ctx), cotangents, ctx.record)
-
-    def pullback(
-        self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], cotangents: Gradients, needed: Sequence[bool]
-    ) -> tuple[Any, ...]:
-        """The vector-Jacobian product under function transforms."""
-        kept = [outputs[-1], *inputs, *[None] * len(self.outputs)]
-        return tuple(self._replayed(kept, cotangents, self._record_everything(inputs)))
-
-    def _replayed(self, kept: Sequence[Any], cotangents: Gradients, record: int) -> list[torch.Tensor | None]:
-        found = self.replay.public(*kept, *(cotangents[i] for i in self.diff_outputs), record)
+    def _gradients(self, kept: Sequence[Any], cotangents: Gradients, shapes: Sequence[Any], record: int) -> Gradients:
+        *values, token = kept
+        found = self.replay.public(token, *values, *(cotangents[i] for i in self.diff_outputs), record)
         found = found if isinstance(found, tuple) else (found,)
         gradients: list[torch.Tensor | None] = [None] * self._count
         for i, bit in self._bits.items():
