@@ -132,31 +132,25 @@ def standard_backward(
         If counts do not match, several outputs come without ``output_dtypes``, or gradients of several
         outputs are no tuple.
     """
-    if isinstance(output_names, str):
-        names: list[str] = [output_names]
-        dtypes = None if output_dtypes is None else _as_list(output_dtypes)
-        grads: list[Any] = list(grad_outputs) if isinstance(grad_outputs, (tuple, list)) else [grad_outputs]
-    else:
-        names = list(output_names)
-        if output_dtypes is None:
-            raise ValueError("`output_dtypes` is required with a sequence of `output_names`, one Warp dtype for each")
-        if not isinstance(grad_outputs, (tuple, list)):
-            raise ValueError(
-                f"`grad_outputs` must be a tuple for a sequence of outputs, got {type(grad_outputs).__name__}"
-            )
-        dtypes, grads = _as_list(output_dtypes), list(grad_outputs)
+    is_one = isinstance(output_names, str)
+    if not is_one and output_dtypes is None:
+        raise ValueError("`output_dtypes` is required with a sequence of `output_names`, one Warp dtype for each")
+    if not is_one and not isinstance(grad_outputs, (tuple, list)):
+        raise ValueError(f"`grad_outputs` must be a tuple for a sequence of outputs, got {type(grad_outputs).__name__}")
+    names = [output_names] if isinstance(output_names, str) else list(output_names)
+    dtypes, grads = [] if output_dtypes is None else _as_list(output_dtypes), _as_list(grad_outputs)
     if len(grads) != len(names):
         raise ValueError(f"`grad_outputs` has {len(grads)} entries for {len(names)} `output_names`")
-    if dtypes is not None and len(dtypes) != len(names):
+    if output_dtypes is not None and len(dtypes) != len(names):
         raise ValueError(f"`output_dtypes` has {len(dtypes)} entries for {len(names)} `output_names`")
 
-    tape, arrays = retrieve_for_backward(getattr(ctx, names[0]), *{*names, *array_names, *input_names})
-    for name in names[1:]:
-        for key, array in retrieve_for_backward(getattr(ctx, name), *{*names, *array_names, *input_names})[1].items():
-            arrays.setdefault(key, array)
+    arrays: dict[str, wp.array] = {}
+    for name in reversed(names):  # what the first one holds counts
+        tape, found = retrieve_for_backward(getattr(ctx, name), *names, *array_names, *input_names)
+        arrays |= found
     if tape is None:
         raise ValueError(f"output `{names[0]}` holds no tape: was attach_for_backward called with one?")
-    for name, dtype in zip(names, dtypes or (), strict=False):
+    for name, dtype in zip(names, dtypes):
         if name in arrays and arrays[name].dtype is not dtype:
             raise ValueError(
                 f"output `{name}` was attached with dtype {arrays[name].dtype.__name__}, not {dtype.__name__}"
