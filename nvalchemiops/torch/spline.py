@@ -144,12 +144,10 @@ def _mesh_shape(mesh: Any, cell: Any, batched: bool, before: int, after: int) ->
     return (x, y, z), (*([cell.shape[0] if several else None] * batched), *([None] * before), x, y, z, *([3] * after))
 
 
-def _given_number(num_systems: Any) -> int | None:
-    if num_systems is None:
-        return None
-    number = checks.check_int("num_systems", num_systems)
+def _positive(name: str, value: Any) -> int:
+    number = checks.check_int(name, value)
     if number < 1:
-        raise ValueError(f"`num_systems` must be positive, got {number}")
+        raise ValueError(f"`{name}` must be positive, got {number}")
     return number
 
 
@@ -157,7 +155,7 @@ def _spread(atoms: _Atoms, values: Any, channels: tuple[int | None, ...], mesh_d
     """Meshes of values (n_atoms, *channels); NaN for a system whose cell is singular, where that could not be read."""
     checks.check_positions(atoms.positions, finite=False)
     _check_values("values", values, atoms.positions, (atoms.positions.shape[0], *channels))
-    plan = _plan(atoms, mesh_dims, n_systems=_given_number(n))
+    plan = _plan(atoms, mesh_dims, n_systems=None if n is None else _positive("num_systems", n))
     mesh = mesh_spread(values.reshape(*values.shape, *[1] * (3 - values.ndim)), plan.coordinates, *plan.geometry, 0)
     volume = plan.lattice.volume.detach()
     if not may_read(volume):
@@ -393,9 +391,7 @@ def compute_bspline_deconvolution_1d(
         function on the mesh this makes interpolation exact at mesh points (Essmann et al. 1995, with centred splines,
         which have no zero of b).
     """
-    n = checks.check_int("n", n)
-    if n < 1:
-        raise ValueError(f"`n` must be positive, got {n}")
+    n = _positive("n", n)
     order = check_spline_order(spline_order, 1)
     place = torch.device("cpu") if device is None else checks.check_device("device", device)
     return spline_transform(n, order, False, place).pow(-2)

@@ -101,10 +101,6 @@ class WarpOp:
         """Hidden arguments of a call that needs gradients by the inputs in ``record`` (one bit each)."""
         return (self.identity,)
 
-    def _visible(self, result: str) -> str:
-        """The expression for the visible ones among the outputs that the variable ``result`` holds."""
-        return result
-
     def _make_public(self, vmap: Callable[..., Any] | None) -> Callable[..., Any]:
         transformed: Callable[..., Any]
         if not self.mutated:
@@ -125,6 +121,8 @@ class WarpOp:
             "_eager": self._call_eagerly,
         }
         function = self.body.__name__ if self.body.__name__.isidentifier() else "op"
+        # without hidden outputs
+        visible = "" if not self.n_hidden_outputs else "[0]" if len(self.outputs) == 1 else f"[:{len(self.outputs)}]"
         arguments = ", ".join([*names, *map(str, self._hidden_values())])
         source = f"""
 def _make({", ".join(values)}):
@@ -135,7 +133,7 @@ def _make({", ".join(values)}):
             _result = _op({arguments})
         else:
             _result = _transformed({", ".join(names)})
-        return {self._visible("_result")}
+        return _result{visible}
     return {function}
 """
         scope: dict[str, Any] = {}

@@ -52,10 +52,6 @@ class TapeOp(WarpOp):
     def _hidden_values(self, record: int = 0) -> tuple[int, ...]:
         return record, self.identity
 
-    def _visible(self, result: str) -> str:
-        count = len(self.outputs)
-        return f"{result}[0]" if count == 1 else f"{result}[:{count}]"
-
     # -- forward ----------------------------------------------------------------------------------
 
     def _continue_below_autograd(self, keyset: Any, record: int, args: tuple[Any, ...]) -> Any:
