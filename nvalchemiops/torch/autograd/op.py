@@ -92,10 +92,10 @@ class WarpOp:
     @property
     def orders(self) -> float:
         """Order of derivatives of the op, as far as is known: a backward that is a function may have any."""
-        if self._formula is None:
-            return 0
         backward = getattr(self.backward, "op", None)
-        return 1 + backward.orders if isinstance(backward, WarpOp) else math.inf
+        if isinstance(backward, WarpOp):
+            return 1 + backward.orders
+        return math.inf if callable(self.backward) else 0
 
     def _hidden_values(self, record: int = 0) -> tuple[int, ...]:
         """Hidden arguments of a call that needs gradients by the inputs in ``record`` (one bit each)."""

@@ -23,8 +23,10 @@ class TapeOp(WarpOp):
 
     Attributes
     ----------
-    replay : WarpOp
-        The op of the backward pass.
+    backward : callable
+        Another op, which replays the tape.
+    backward_overload : torch.ops overload
+        The same, as registered.
 
     Notes
     -----
@@ -37,17 +39,8 @@ class TapeOp(WarpOp):
 
     def _register(self) -> None:
         super()._register()
-        self.replay = _Replay(self)
-
-    @property
-    def backward_overload(self) -> Any:
-        """The registered op of the backward pass."""
-        return self.replay.overload
-
-    @property
-    def orders(self) -> float:
-        """How many derivatives the op has."""
-        return 1
+        replay = _Replay(self)
+        self.backward, self.backward_overload = replay.public, replay.overload
 
     def _hidden_values(self, record: int = 0) -> tuple[int, ...]:
         return record, self.identity
@@ -107,7 +100,7 @@ class TapeOp(WarpOp):
 
     def _gradients(self, kept: Sequence[Any], cotangents: Gradients, shapes: Sequence[Any], record: int) -> Gradients:
         *values, token = kept
-        found = self.replay.public(token, *values, *(cotangents[i] for i in self.diff_outputs), record)
+        found = self.backward(token, *values, *(cotangents[i] for i in self.diff_outputs), record)
         found = found if isinstance(found, tuple) else (found,)
         gradients: list[torch.Tensor | None] = [None] * self._count
         for i, bit in self._bits.items():
@@ -148,10 +141,9 @@ class _Replay(WarpOp):
         token, *rest = args[: self._count]
         inputs, outputs = rest[: op._count], rest[op._count : op._count + len(op.outputs)]
         cotangents, record = rest[op._count + len(op.outputs) : -1], rest[-1]
-        recording = tapes.find(token)
+        recording = tapes.find(token, [inputs[i] for i in op.tensors], outputs)
         device = op.declared.device_of(inputs)
-        is_there = recording is not None and not recording.is_in_use()
-        if recording is None or not is_there or not recording.is_fresh([inputs[i] for i in op.tensors], outputs):
+        if recording is None:
             if op.mutated:
                 raise RuntimeError(
                     f"{op.name}: the recorded execution is gone or in use, and an op that mutates its arguments "

@@ -233,25 +233,20 @@ class Recording:
         self.lock = threading.RLock()
         self.replaying: int | None = None  # the thread that replays it
 
-    def is_in_use(self) -> bool:
-        """Whether this is called in the midst of a replay, which has the gradients of all arrays."""
-        return self.replaying == threading.get_ident()
-
-    def is_fresh(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> bool:
-        """Whether the memory that the tape refers to still holds what it held when it was recorded.
+    def is_usable(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> bool:
+        """Whether this thread may replay it, and the memory that the tape refers to still holds what it held.
 
         The arguments are those of the backward pass; outputs are None where their version is sufficient.
 
-        It does not when a compiled graph recomputed an input (its first copy may have been overwritten), when
+        The memory does not when a compiled graph recomputed an input (its first copy may have been overwritten), when
         a saved tensor went through a hook that moved it, or when an output was changed in place.
         """
+        if self.replaying == threading.get_ident():  # in the midst of a replay, which has the gradients of all arrays
+            return False
         if any(version_of(t) != v for t, v in zip(self.outputs, self.versions)):
             return False
-        if not all(new is None or _same_memory(old, new) for old, new in zip(self.outputs, outputs)):
-            return False
-        return self.owns_data or all(
-            new is None or old is None or _same_memory(old, new) for old, new in zip(self.inputs, inputs)
-        )
+        read = [*zip(self.outputs, outputs), *(() if self.owns_data else zip(self.inputs, inputs))]
+        return all(new is None or old is None or _same_memory(old, new) for old, new in read)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -286,9 +281,12 @@ def keep(recording: Recording) -> torch.Tensor:
     return token
 
 
-def find(token: torch.Tensor) -> Recording | None:
-    """The recording to which a token leads; None if it recorded nothing, or is a copy of one that did."""
-    return _recordings.get(token.untyped_storage())
+def find(
+    token: torch.Tensor, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]
+) -> Recording | None:
+    """The recording to which a token leads, if it is usable; a copy of a token leads to none."""
+    found = _recordings.get(token.untyped_storage())
+    return found if found is not None and found.is_usable(inputs, outputs) else None
 
 
 def gradients_of(
