@@ -57,15 +57,12 @@ def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Calla
             outputs = output if isinstance(output, tuple) else (output,)
             ctx.differentiable = op.mark_differentiable(ctx, outputs)
             save(ctx, (*inputs, *outputs), forward_mode=True)
-            ctx.n_inputs = len(inputs)
 
         @staticmethod
         def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-            values = restore(ctx)
-            inputs, outputs = values[: ctx.n_inputs], values[ctx.n_inputs :]
             if all(c is None for c in cotangents):
-                return (None,) * len(inputs)
-            return op.pullback(inputs, outputs, cotangents, ctx.needs_input_grad)
+                return (None,) * len(op.parameters)
+            return op.pullback(restore(ctx), cotangents, ctx.needs_input_grad)
 
         @staticmethod
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
@@ -78,7 +75,7 @@ def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Calla
                 )
             # without their own tangents, or the pullback would push them forward again, without end
             primals = [_primal(value) for value in restore(ctx)]
-            inputs, outputs = primals[: ctx.n_inputs], primals[ctx.n_inputs :]
+            outputs = primals[len(op.parameters) :]
             needed = [isinstance(t, torch.Tensor) for t in tangents]
             moved = [i for i, is_needed in enumerate(needed) if is_needed]
             result: list[torch.Tensor | None] = [None] * len(outputs)
@@ -87,8 +84,8 @@ def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Calla
                 given: list[torch.Tensor | None] = [None] * len(outputs)
                 for i, c in zip(ctx.differentiable, cotangents, strict=True):
                     given[i] = c
-                gradients = op.pullback(inputs, outputs, given, needed)
-                return tuple(torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in moved)
+                gradients = op.pullback(primals, given, needed)
+                return tuple(torch.zeros_like(primals[i]) if gradients[i] is None else gradients[i] for i in moved)
 
             like = [outputs[i] for i in ctx.differentiable]
             # differentiating the pullback uses one more order than the columns of its matrix do

@@ -336,13 +336,11 @@ def _make({", ".join(values)}):
         save(ctx, [None if formula and place in formula.spared else value for place, value in enumerate(values)])
         ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs] if formula and formula.filled else []
 
-    def pullback(
-        self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], cotangents: Gradients, needed: Sequence[bool]
-    ) -> tuple[Any, ...]:
-        """The vector-Jacobian product under function transforms."""
-        shapes = [(o.shape, o.dtype, o.device) for o in outputs]
-        record = self._record_everything(inputs) & sum(1 << bit for i, bit in self._bits.items() if needed[i])
-        return tuple(self._gradients([*inputs, *outputs], cotangents, shapes, record))
+    def pullback(self, values: Sequence[Any], cotangents: Gradients, needed: Sequence[bool]) -> tuple[Any, ...]:
+        """The vector-Jacobian product under function transforms, from all inputs and outputs."""
+        shapes = [(o.shape, o.dtype, o.device) for o in values[self._count :]]
+        record = self._record_everything(values) & sum(1 << bit for i, bit in self._bits.items() if needed[i])
+        return tuple(self._gradients(values, cotangents, shapes, record))
 
     def _gradients(self, kept: Sequence[Any], cotangents: Gradients, shapes: Sequence[Any], record: int) -> Gradients:
         """The vector-Jacobian product: a gradient or None for each input; arguments as for a `Formula`."""

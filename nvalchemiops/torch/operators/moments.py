@@ -104,17 +104,15 @@ def fold(
                 raise NotImplementedError(f"vmap over `{name}`: map coordinates and values over one set of systems")
             given[name] = given[name].movedim(dims[name], 0)
         if mapped == {first}:
-            values = given[first].movedim(0, channel[0])
-            n_channels = values.shape[channel[0] + 1]
-            given[first] = values.flatten(channel[0], channel[0] + 1)
-            result = public(**given)
-            return result.unflatten(channel[1], (size, n_channels)), channel[1]
-        for name in ("coordinates", first):
-            if name not in mapped:
-                given[name] = given[name].unsqueeze(0).expand(size, *given[name].shape)
-        axis, result_axis = 1 - channel[0], 1 - channel[1]
-        given["coordinates"] = given["coordinates"].flatten(0, 1)
+            axis, result_axis = channel
+        else:
+            axis, result_axis = 1 - channel[0], 1 - channel[1]
+            for name in ("coordinates", first):
+                if name not in mapped:
+                    given[name] = given[name].unsqueeze(0).expand(size, *given[name].shape)
+            given["coordinates"] = given["coordinates"].flatten(0, 1)
         given[first] = given[first].movedim(0, axis).flatten(axis, axis + 1)
-        return public(**repeat(given, size)).unflatten(result_axis, (size, -1)), result_axis
+        result = public(**(given if mapped == {first} else repeat(given, size)))
+        return result.unflatten(result_axis, (size, -1)), result_axis
 
     return rule
