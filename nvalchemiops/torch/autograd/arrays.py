@@ -100,7 +100,8 @@ def _view(tensor: torch.Tensor, warp_dtype: Any) -> wp.array:
     refuse_lazy(tensor)
     shape, strides = outer_layout(tensor, inner, warp_dtype)
     place = warp_device(tensor.device)
-    array = wp.array(ptr=tensor.data_ptr(), copy=False, dtype=warp_dtype, shape=shape, strides=strides, device=place)
+    address = tensor.data_ptr()
+    array: Any = wp.array(ptr=address, copy=False, dtype=warp_dtype, shape=shape, strides=strides, device=place)
     setattr(array, _TENSOR, tensor)
     return array
 

@@ -76,10 +76,10 @@ class Formula:
             A bit for each differentiable input: whether its gradient will be read.
         """
         values = [*kept, *cotangents]
-        for place in self.filled:
-            if values[place] is None:
-                shape, dtype, device = shapes[place - self.first_gradient]
-                values[place] = torch.zeros(shape, dtype=dtype, device=device)
+        for k in self.filled:
+            if values[k] is None:
+                shape, dtype, device = shapes[k - self.first_gradient]
+                values[k] = torch.zeros(shape, dtype=dtype, device=device)
         arguments: list[Any] = []
         for place in self.places:
             if isinstance(place, int):

@@ -40,7 +40,8 @@ class TapeOp(WarpOp):
     def _register(self) -> None:
         super()._register()
         replay = _Replay(self)
-        self.backward, self.backward_overload = replay.public, replay.overload
+        self.backward = self._replay = replay.public
+        self.backward_overload = replay.overload
 
     def _hidden_values(self, record: int = 0) -> tuple[int, ...]:
         return record, self.identity
@@ -100,7 +101,7 @@ class TapeOp(WarpOp):
 
     def _gradients(self, kept: Sequence[Any], cotangents: Gradients, shapes: Sequence[Any], record: int) -> Gradients:
         *values, token = kept
-        found = self.backward(token, *values, *(cotangents[i] for i in self.diff_outputs), record)
+        found = self._replay(token, *values, *(cotangents[i] for i in self.diff_outputs), record)
         found = found if isinstance(found, tuple) else (found,)
         gradients: list[torch.Tensor | None] = [None] * self._count
         for i, bit in self._bits.items():
