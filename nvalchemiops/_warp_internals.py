@@ -209,24 +209,27 @@ class Command:
         )
         try:
             self.recorded.fwd_args = None  # or it would keep the arrays of each launch alive until the next one
-            if self.on_gpu:
-                self._prepare_on_gpu()
-            else:
-                self._prepare()
+            self._prepare()
         except Exception as error:
             self.pack = None
             _switched_off("launches that write all arguments at once", repr(error))
 
     def _prepare(self) -> None:
+        """Make the structure for all arguments, and find out how it reaches the kernel."""
+        # the first parameter that Warp gives to each kernel is the grid
+        named = [Parameter("", None), *self.parameters] if self.on_gpu else self.parameters
+        values = self.recorded.params if self.on_gpu else self.recorded.params[1:]
+        fields = [(p.label, type(value)) for p, value in zip(named, values, strict=True)]
+        self.structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})()
+        pack = _packer(type(self.structure), [p.type for p in named])
+        if pack is not None:
+            pack(self.structure, 0, *map(_written, values))
+            (self._find_call_on_gpu if self.on_gpu else self._find_call)()
+            self.pack = pack
+
+    def _find_call(self) -> None:
         """Find out how the compiled kernel is called, by a launch that calls a function of ours in its place."""
         recorded = self.recorded
-        values = recorded.params[1:]
-        fields = [(p.label, type(value)) for p, value in zip(self.parameters, values, strict=True)]
-        self.structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})()
-        pack = _packer(type(self.structure), [p.type for p in self.parameters])
-        if pack is None:
-            return
-        pack(self.structure, 0, *map(_written, values))
         seen: list[bytes] = []
         replaced = types.SimpleNamespace(forward=lambda *called: seen.extend(bytes(c._obj) for c in called))
         hooks, recorded.hooks = recorded.hooks, replaced
@@ -236,20 +239,12 @@ class Command:
             recorded.hooks = hooks
         if seen != [bytes(recorded.params[0]), bytes(self.structure)]:
             raise TypeError(f"kernel '{self.kernel.key}' gets its arguments in another form")
-        self.call, self.pack = hooks.forward, pack
+        self.call = hooks.forward
 
-    def _prepare_on_gpu(self) -> None:
+    def _find_call_on_gpu(self) -> None:
         """Find out how Warp calls CUDA for this launch, by a launch whose call is kept instead of made."""
         recorded = self.recorded
-        bounds, *values = recorded.params
-        # the first parameter that Warp gives to each kernel is the grid
-        fields = [("", type(bounds)), *((p.label, type(v)) for p, v in zip(self.parameters, values, strict=True))]
-        self.structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})()
-        pack = _packer(type(self.structure), [None, *(p.type for p in self.parameters)])
-        if pack is None:
-            return
-        pack(self.structure, 0, *map(_written, (bounds, *values)))
-        places = [getattr(type(self.structure), name) for name, _ in fields]
+        places = [getattr(type(self.structure), name) for name, _ in self.structure._fields_]
         start = ctypes.addressof(self.structure)
         addresses: Any = (ctypes.c_void_p * len(places))(*(start + place.offset for place in places))
 
@@ -277,11 +272,11 @@ class Command:
         self.between = (*constants[size + 1 : packed], ctypes.cast(addresses, ctypes.c_void_p))
         self.after = constants[handle + 1 :]
         self.addresses = addresses  # which must live as long as the command
-        self.bounds = {self.grid: (bytes(bounds), ctypes.c_size_t(given[size]))}
+        self.bounds = {self.grid: (bytes(recorded.params[0]), ctypes.c_size_t(given[size]))}
         address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
         self.call = ctypes.CFUNCTYPE(function.restype)(address)
-        self.memory, self.pack = memoryview(self.structure), pack
+        self.memory = memoryview(self.structure)
 
     def launch(self, grid: tuple[int, ...], arguments: list[Any], stream: wp.Stream | None) -> None:
         """Launch over ``grid`` with arrays, descriptors as bytes and numbers as arguments."""

@@ -2,13 +2,13 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from nvalchemiops.crowding import Crowding
-from nvalchemiops.locks import after_fork, fork_safe
+from nvalchemiops.locks import after_fork, fork_safe, set_within
 
 Task = Callable[[], None]
 """A share of a launch; several threads run the same task, which deals out pieces."""
@@ -98,17 +98,12 @@ def set_openmp(run: Callable[[Task, int], None] | None) -> None:
     _openmp = run
 
 
-@contextmanager
-def as_main_thread() -> Iterator[None]:
+def as_main_thread() -> AbstractContextManager[None]:
     """Inside, tasks of this thread run on the threads of OpenMP that torch's operations in it have, too.
 
     As those of the main thread do. For threads of a runtime that call one at a time; others share the pool.
     """
-    before, _thread.has_openmp = _thread.has_openmp, True
-    try:
-        yield
-    finally:
-        _thread.has_openmp = before
+    return set_within(_thread, "has_openmp", True)
 
 
 def _has_openmp() -> bool:

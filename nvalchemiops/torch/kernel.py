@@ -7,7 +7,7 @@ For code that has a kernel and needs a tensor. An op that launches several kerne
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +17,10 @@ from nvalchemiops._warp_internals import parameters as parameters_of
 from nvalchemiops.launch import has_adjoint, is_gather_only
 from nvalchemiops.locks import fork_safe
 from nvalchemiops.torch.autograd import OutputSpec, WarpOp
-from nvalchemiops.torch.autograd.declaration import declare
+from nvalchemiops.torch.autograd.declaration import Backward, declare
 from nvalchemiops.torch.autograd.naming import value_identity
 from nvalchemiops.torch.autograd.op import unpack
+from nvalchemiops.torch.autograd.specs import like
 from nvalchemiops.torch.launch import launch, launch_adjoint
 from nvalchemiops.torch.runtime._torch_internals import CONSTANTS_FROM_OBJECTS, assume_constant
 from nvalchemiops.types import SCALARS, inner_shape, is_warp_dtype, scalar_type
@@ -194,7 +195,7 @@ def differentiable_kernel(
         saved = None if save_for_backward is None else tuple(save_for_backward)
         call = _Call(forward_kernel, outputs, dim)
         key = ("pair", *call.key, backward_kernel, saved, num_grad_inputs)
-        return _registered(key, lambda: _paired_op(call, backward_kernel, saved, num_grad_inputs)).public
+        return _registered(key, lambda: _op_by_pair(call, backward_kernel, saved, num_grad_inputs)).public
 
     def function(*inputs: Any, outputs: Sequence[OutputSpec], dim: Dim = None) -> Any:
         return op(outputs, dim)(*inputs)
@@ -251,10 +252,16 @@ class _Call(NamedTuple):
         launch(self.kernel, self.grid(inputs), inputs, results)
         return unpack(results)
 
-    def body(self, inputs: Sequence[tuple[str, Any]]) -> Callable[..., Any]:
+    def body(self) -> Callable[..., Any]:
         """The body of an op that makes this call."""
-        return _body(lambda values: self.run(values), inputs, self.kernel.key)
+        return _body(lambda values: self.run(values), self.inputs, self.kernel.key)
 
+    @property
+    def floats(self) -> list[OutputSpec]:
+        """The outputs that may have gradients."""
+        return [o for o in self.outputs if o.may_be_float]
+
+    @property
     def inputs(self) -> list[tuple[str, Any]]:
         """Names and annotations of the inputs; raise unless the other parameters may be called like the outputs.
 
@@ -316,26 +323,40 @@ def _body(function: Callable[..., Any], parameters: Sequence[tuple[str, Any]], n
     return body
 
 
+def _tensors(names: Iterable[str]) -> list[tuple[str, Any]]:
+    return [(name, torch.Tensor) for name in names]
+
+
 def _single_op(call: _Call, differentiable: bool) -> WarpOp:
-    return _registered(("kernel", *call.key, differentiable), lambda: _forward_op(call, differentiable))
+    key = ("kernel", *call.key, differentiable)
+    return _registered(key, lambda: _op_by_adjoint(call) if differentiable else _new_op(call, "none"))
 
 
-def _forward_op(call: _Call, differentiable: bool) -> WarpOp:
-    inputs = call.inputs()
-    identity = call.identity("adjoint" if differentiable else "none")
+def _new_op(
+    call: _Call,
+    extra: str,
+    tracked: Sequence[int] | None = None,
+    derivative: Callable[[str], Backward] = lambda name: "none",
+) -> WarpOp:
+    """Register an op; its backward for the inputs ``tracked`` is that which ``derivative`` makes, given its name."""
+    identity = call.identity(extra)
     name = _op_name(call.kernel, identity)
-    if not differentiable:
-        return WarpOp(declare(call.body(inputs), name, call.outputs, backward="none"), identity=identity)
-    arrays = zip(_arguments(call.kernel), inputs)
-    tracked = [i for i, (a, (_, kind)) in enumerate(arrays) if kind is torch.Tensor and _is_float(a.type.dtype)]
-    named = [o.name for o in call.outputs if o.may_be_float] + [inputs[i][0] for i in tracked]
-    formula = _adjoint_op(call, inputs, tracked, name).public
-    return WarpOp(declare(call.body(inputs), name, call.outputs, named, backward=formula), identity=identity)
+    named = None if tracked is None else [o.name for o in call.floats] + [call.inputs[i][0] for i in tracked]
+    return WarpOp(declare(call.body(), name, call.outputs, named, backward=derivative(name)), identity=identity)
 
 
-def _adjoint_op(call: _Call, parameters: list[tuple[str, Any]], tracked: Sequence[int], name: str) -> WarpOp:
-    """The op that launches Warp's adjoint of the kernel: a gradient for each of the inputs ``tracked``."""
-    outputs, count = call.outputs, len(parameters)
+def _last_op(
+    name: str, run: Callable[..., Any], inputs: Sequence[tuple[str, Any]], outputs: Sequence[OutputSpec]
+) -> Any:
+    body = _body(run, inputs, name.partition("::")[2])
+    return WarpOp(declare(body, name, outputs, backward="none")).public
+
+
+def _op_by_adjoint(call: _Call) -> WarpOp:
+    """An op with one derivative: a launch of Warp's adjoint of the kernel."""
+    outputs, count = call.outputs, len(call.inputs)
+    arrays = enumerate(zip(_arguments(call.kernel), call.inputs))
+    tracked = [i for i, (a, (_, kind)) in arrays if kind is torch.Tensor and _is_float(a.type.dtype)]
 
     def run(values: Sequence[Any]) -> Any:
         inputs, results = values[:count], values[count : count + len(outputs)]
@@ -348,27 +369,16 @@ def _adjoint_op(call: _Call, parameters: list[tuple[str, Any]], tracked: Sequenc
         launch_adjoint(call.kernel, call.grid(inputs), [*inputs, *results], [*gradients, *cotangents])
         return tuple(gradients[i] for i in tracked)
 
-    names = [
-        *parameters,
-        *((o.name, torch.Tensor) for o in outputs),
-        *((f"grad_{o.name}", torch.Tensor) for o in outputs if o.may_be_float),
-    ]
-    specs = [
-        OutputSpec(
-            f"grad_{parameters[i][0]}",
-            lambda *values, i=i: wp.dtype_from_torch(values[i].dtype),
-            lambda *values, i=i: values[i].shape,
-        )
-        for i in tracked
-    ]
-    body = _body(run, names, f"{call.kernel.key}_adjoint")
-    return WarpOp(declare(body, f"{name}_adjoint", specs, backward="none"))
+    parameters = [*call.inputs, *_tensors(o.name for o in outputs), *_tensors(f"grad_{o.name}" for o in call.floats)]
+    specs = [like(f"grad_{call.inputs[i][0]}", i) for i in tracked]
+    return _new_op(call, "adjoint", tracked, lambda name: _last_op(f"{name}_adjoint", run, parameters, specs))
 
 
-def _paired_op(
+def _op_by_pair(
     call: _Call, backward_kernel: wp.Kernel, saved: tuple[int, ...] | None, num_grad_inputs: int | None
 ) -> WarpOp:
-    kernel, parameters = call.kernel, call.inputs()
+    """An op with one derivative: a launch of another kernel."""
+    kernel, parameters = call.kernel, call.inputs
     count = len(parameters)
     saved = tuple(range(count)) if saved is None else saved
     n_grads = count if num_grad_inputs is None else num_grad_inputs
@@ -381,15 +391,13 @@ def _paired_op(
             raise ValueError(
                 f"`num_grad_inputs` covers `{label}`, which is no floating-point array: put it behind the others"
             )
-    with_gradient = [o for o in call.outputs if o.may_be_float]
-    expected = len(saved) + len(with_gradient) + n_grads
+    expected = len(saved) + len(call.floats) + n_grads
     given = _arguments(backward_kernel)
     if len(given) != expected:
         raise ValueError(
             f"`backward_kernel`: '{backward_kernel.key}' has {len(given)} parameters, but {len(saved)} saved inputs, "
-            f"{len(with_gradient)} output gradients and {n_grads} input gradients make {expected}"
+            f"{len(call.floats)} output gradients and {n_grads} input gradients make {expected}"
         )
-    identity = call.identity(_Call(backward_kernel, (), saved).identity(str(n_grads)))
 
     def run(values: Sequence[Any]) -> Any:
         gradients = [_zeros(spec, values) for spec in specs]
@@ -400,7 +408,7 @@ def _paired_op(
     names: list[tuple[str, Any]] = [("launch_grid", list[int])]
     names += [(f"shape_{i}", list[int]) for i in range(n_grads)]
     names += [(f"saved_{i}", parameters[i][1]) for i in saved]
-    names += [(f"cotangent_{o.name}", torch.Tensor) for o in with_gradient]
+    names += _tensors(f"cotangent_{o.name}" for o in call.floats)
     first = 1 + n_grads + len(saved)
     elements = [a.type.dtype for a in given[-n_grads:]]
     specs = [
@@ -411,23 +419,19 @@ def _paired_op(
         )
         for i in range(n_grads)
     ]
-    name = _op_name(kernel, identity)
-    backward_body = _body(run, names, f"{backward_kernel.key}_backward")
-    backward_op = WarpOp(declare(backward_body, f"{name}_backward", specs, backward="none"))
 
-    def formula(values: Sequence[Any]) -> Any:
-        inputs, cotangents = values[:count], values[count:]
-        grid = list(call.grid(inputs))
-        shapes = [list(inputs[i].shape) for i in range(n_grads)]
-        found = backward_op.public(grid, *shapes, *(inputs[i] for i in saved), *cotangents)
-        found = found if isinstance(found, tuple) else (found,)
-        return {parameters[i][0]: found[i] for i in range(n_grads)}
+    def derivative(name: str) -> Callable[..., Any]:
+        backward_op = _last_op(f"{name}_backward", run, names, specs)
 
-    binding = [*parameters, *((f"grad_{o.name}", torch.Tensor) for o in with_gradient)]
-    tracked = [o.name for o in with_gradient] + [p[0] for p in parameters[:n_grads]]
-    backward = _body(formula, binding, "backward")
-    declared = declare(call.body(parameters), name, call.outputs, tracked, backward=backward)
-    return WarpOp(declared, identity=identity)
+        def formula(values: Sequence[Any]) -> Any:
+            inputs, cotangents = values[:count], values[count:]
+            shapes = [list(inputs[i].shape) for i in range(n_grads)]
+            return backward_op(list(call.grid(inputs)), *shapes, *(inputs[i] for i in saved), *cotangents)
+
+        return _body(formula, [*parameters, *_tensors(f"grad_{o.name}" for o in call.floats)], "backward")
+
+    extra = _Call(backward_kernel, (), saved).identity(str(n_grads))
+    return _new_op(call, extra, range(n_grads), derivative)
 
 
 def _is_float(dtype: Any) -> bool:

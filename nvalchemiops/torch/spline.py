@@ -144,22 +144,23 @@ def _mesh_shape(mesh: Any, cell: Any, batched: bool, before: int, after: int) ->
     return (x, y, z), (*([cell.shape[0] if several else None] * batched), *([None] * before), x, y, z, *([3] * after))
 
 
-def _given_number(num_systems: Any) -> int | None:
-    if num_systems is None:
-        return None
-    number = checks.check_int("num_systems", num_systems)
+def _positive(name: str, value: Any) -> int:
+    number = checks.check_int(name, value)
     if number < 1:
-        raise ValueError(f"`num_systems` must be positive, got {number}")
+        raise ValueError(f"`{name}` must be positive, got {number}")
     return number
 
 
-def _spread(moments: torch.Tensor, plan: _Plan) -> torch.Tensor:
-    """The mesh of values of atoms; NaN for a system whose cell is singular, where that could not be read."""
-    mesh = mesh_spread(moments, plan.coordinates, *plan.geometry, 0)
+def _spread(atoms: _Atoms, values: Any, channels: tuple[int | None, ...], mesh_dims: Any, n: Any) -> torch.Tensor:
+    """Meshes of values (n_atoms, *channels); NaN for a system whose cell is singular, where that could not be read."""
+    checks.check_positions(atoms.positions, finite=False)
+    _check_values("values", values, atoms.positions, (atoms.positions.shape[0], *channels))
+    plan = _plan(atoms, mesh_dims, n_systems=None if n is None else _positive("num_systems", n))
+    mesh = mesh_spread(values.reshape(*values.shape, *[1] * (3 - values.ndim)), plan.coordinates, *plan.geometry, 0)
     volume = plan.lattice.volume.detach()
-    if may_read(volume):
-        return mesh
-    return mesh * (volume / volume).to(mesh.dtype)[:, None, None, None, None]
+    if not may_read(volume):
+        mesh = mesh * (volume / volume).to(mesh.dtype)[:, None, None, None, None]
+    return mesh if atoms.batch_idx is not None else mesh.squeeze(0)
 
 
 def spline_spread(
@@ -202,12 +203,8 @@ def spline_spread(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    checks.check_positions(positions, finite=False)
-    _check_values("values", values, positions, (positions.shape[0],))
     atoms = _Atoms(positions, cell, spline_order, batch_idx, cell_inv_t)
-    plan = _plan(atoms, mesh_dims, n_systems=_given_number(num_systems))
-    mesh = _spread(values[:, None, None], plan).squeeze(1)
-    return mesh if batch_idx is not None else mesh.squeeze(0)
+    return _spread(atoms, values, (), mesh_dims, num_systems).squeeze(-4)
 
 
 def spline_spread_channels(
@@ -232,12 +229,7 @@ def spline_spread_channels(
     -------
     (n_channels, n_x, n_y, n_z) tensor, or (n_systems, n_channels, n_x, n_y, n_z) with ``batch_idx``
     """
-    checks.check_positions(positions, finite=False)
-    _check_values("values", values, positions, (positions.shape[0], None))
-    atoms = _Atoms(positions, cell, spline_order, batch_idx)
-    plan = _plan(atoms, mesh_dims, n_systems=_given_number(num_systems))
-    mesh = _spread(values.unsqueeze(-1), plan)
-    return mesh if batch_idx is not None else mesh.squeeze(0)
+    return _spread(_Atoms(positions, cell, spline_order, batch_idx), values, (None,), mesh_dims, num_systems)
 
 
 def _gathered(
@@ -399,9 +391,7 @@ def compute_bspline_deconvolution_1d(
         function on the mesh this makes interpolation exact at mesh points (Essmann et al. 1995, with centred splines,
         which have no zero of b).
     """
-    n = checks.check_int("n", n)
-    if n < 1:
-        raise ValueError(f"`n` must be positive, got {n}")
+    n = _positive("n", n)
     order = check_spline_order(spline_order, 1)
     place = torch.device("cpu") if device is None else checks.check_device("device", device)
     return spline_transform(n, order, False, place).pow(-2)

@@ -15,7 +15,7 @@ from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
 from nvalchemiops.torch.runtime._torch_internals import is_zero_tensor
 from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
 
-_GRADIENT = "_nvalchemiops_gradient"
+_TENSOR = "_nvalchemiops_tensor"
 
 
 def needs_grad(*tensors: Any) -> bool:
@@ -56,15 +56,11 @@ def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool |
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"`tensor` must be a torch.Tensor, got {type(tensor).__name__}")
     track = tensor.requires_grad if requires_grad is None else bool(requires_grad)
-    layout = _array_layout(tensor, warp_dtype)
-    gradient = None
+    array = _view(tensor, warp_dtype)
     if track:
         if not tensor.dtype.is_floating_point:
             raise TypeError(f"`requires_grad`: a tensor of dtype {tensor.dtype} has no gradient")
-        gradient = _zeros_laid_out_like(tensor)
-        layout |= {"grad": _array(gradient, layout), "requires_grad": True}
-    array = _array(tensor, layout)
-    setattr(array, _GRADIENT, gradient)
+        array.grad = _view(_zeros_laid_out_like(tensor), warp_dtype)
     return array
 
 
@@ -85,7 +81,7 @@ def _zeros_laid_out_like(tensor: torch.Tensor) -> torch.Tensor:
 
 def gradient_tensor(array: wp.array) -> torch.Tensor:
     """The gradient buffer of a Warp array as a tensor (a view)."""
-    tensor = getattr(array, _GRADIENT, None)
+    tensor = getattr(array.grad, _TENSOR, None)
     return wp.to_torch(array.grad, requires_grad=False) if tensor is None else tensor
 
 
@@ -96,19 +92,17 @@ def _layout(warp_dtype: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     return TORCH_DTYPES[scalar_type(warp_dtype)], inner_shape(warp_dtype)
 
 
-def _array_layout(tensor: torch.Tensor, warp_dtype: Any) -> dict[str, Any]:
-    """Arguments of `wp.array` for a view of the tensor, without the address."""
+def _view(tensor: torch.Tensor, warp_dtype: Any) -> wp.array:
+    """The tensor as an array without a gradient, which keeps it alive."""
     dtype, inner = _layout(warp_dtype)
     if tensor.dtype is not dtype:
         raise TypeError(f"`tensor` has dtype {tensor.dtype}, but {warp_dtype.__name__} needs {dtype}")
     refuse_lazy(tensor)
     shape, strides = outer_layout(tensor, inner, warp_dtype)
-    return {"dtype": warp_dtype, "shape": shape, "strides": strides, "device": warp_device(tensor.device)}
-
-
-def _array(tensor: torch.Tensor, layout: dict[str, Any]) -> wp.array:
-    array: Any = wp.array(ptr=tensor.data_ptr(), copy=False, **layout)
-    array._tensor = tensor
+    place = warp_device(tensor.device)
+    address = tensor.data_ptr()
+    array: Any = wp.array(ptr=address, copy=False, dtype=warp_dtype, shape=shape, strides=strides, device=place)
+    setattr(array, _TENSOR, tensor)
     return array
 
 

@@ -61,20 +61,18 @@ class Parameter:
     @property
     def has_literal(self) -> bool:
         """Whether it has a default that a torch schema can express; the public function fills in the others."""
-        return not self.required and _has_literal(self.default)
+        default = self.default
+        if isinstance(default, str):
+            return default.isprintable() and not set(default) & set('"\\')
+        return not self.required and (not isinstance(default, float) or math.isfinite(default))
 
     def declaration(self, mutated: bool = False, alias: str = "a", with_default: bool = True) -> str:
         """How the parameter reads in a torch schema."""
         kind = self.schema_type.replace("Tensor", f"Tensor({alias}!)", 1) if mutated else self.schema_type
-        default = self.default
         if not (with_default and self.has_literal):
             return f"{kind} {self.name}"
-        if isinstance(default, str):
-            text = f'"{default}"'
-        elif isinstance(default, (list, tuple)):
-            text = "[" + ", ".join(map(str, default)) + "]"
-        else:
-            text = repr(default)
+        default = list(self.default) if isinstance(self.default, tuple) else self.default
+        text = f'"{default}"' if isinstance(default, str) else repr(default)
         return f"{kind} {self.name}={text}"
 
 
@@ -118,7 +116,8 @@ class Declaration:
         declared = [
             p.declaration(i in self.mutated, f"a{i}", with_default=i > required) for i, p in enumerate(self.parameters)
         ]
-        return f"({', '.join([*declared, *(f'int {name}=0' for name in hidden)])}) -> {returns(n_outputs)}"
+        returns = "Tensor" if n_outputs == 1 else f"({', '.join(['Tensor'] * n_outputs)})"
+        return f"({', '.join([*declared, *(f'int {name}=0' for name in hidden)])}) -> {returns}"
 
     # -- checks of a call -------------------------------------------------------------------------
 
@@ -273,21 +272,12 @@ def _check_names(
             raise TypeError(f"{op_name}: `mutates_args` names '{name}', which is no tensor")
 
 
-def _has_literal(default: Any) -> bool:
-    if isinstance(default, float):
-        return math.isfinite(default)
-    return not isinstance(default, str) or (default.isprintable() and not set(default) & set('"\\'))
-
-
 def schema_type(annotation: Any) -> str | None:
     """The torch schema type for a Python annotation, or None if torch has none that ops here support."""
     if typing.get_origin(annotation) in (Union, types.UnionType):
         options = typing.get_args(annotation)
-        inner = [o for o in options if o is not type(None)]
-        if len(inner) == 1 and len(options) == 2:
-            kind = schema_type(inner[0])
-            return None if kind is None or kind.endswith("?") else kind + "?"
-        return None
+        inner = [schema_type(o) for o in options if o is not type(None)]
+        return f"{inner[0]}?" if len(inner) == 1 and len(options) == 2 and inner[0] else None
     try:
         return _SCHEMA_TYPES.get(annotation)
     except TypeError:  # unhashable: no supported annotation
@@ -380,11 +370,6 @@ def split_grad_arrays(
     if differentiable_inputs and not differentiable_outputs:
         raise ValueError(f"{op_name}: `grad_arrays` names inputs {list(seen)}, but no output")
     return differentiable_outputs, differentiable_inputs
-
-
-def returns(n_outputs: int) -> str:
-    """How a torch schema says that so many tensors are returned."""
-    return "Tensor" if n_outputs == 1 else f"({', '.join(['Tensor'] * n_outputs)})"
 
 
 def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:

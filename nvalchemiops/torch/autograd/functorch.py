@@ -5,9 +5,8 @@ The derivative formula is registered on the op. Transforms do not use it: they n
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
@@ -17,6 +16,9 @@ from nvalchemiops.torch.autograd.saved import restore, save
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime._torch_internals import derivative_asked
 from nvalchemiops.torch.runtime.context import may_read
+
+if TYPE_CHECKING:
+    from nvalchemiops.torch.autograd.op import WarpOp
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
@@ -30,37 +32,17 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         tensor = internals.unwrapped(tensor)
 
 
-Pullback = Callable[
-    [Sequence[Any], Sequence[torch.Tensor], Sequence[torch.Tensor | None], Sequence[bool]], tuple[Any, ...]
-]
-"""Maps inputs, outputs, output gradients, and whether an input's gradient is needed, to a gradient or None for each."""
-
-
-def transformable(
-    name: str,
-    call: Callable[..., Any],
-    pullback: Pullback,
-    differentiable_outputs: Sequence[int],
-    fold: Callable[..., Any] | None = None,
-    orders: float = math.inf,
-) -> Callable[..., Any]:
-    """A callable like ``call`` that function transforms can enter.
+def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A function of the op's arguments that function transforms can enter, and differentiate by the op's pullback.
 
     Parameters
     ----------
-    name : str
-        For messages and graph nodes.
-    call : callable
-        The op; takes positional arguments, returns a tensor or a tuple of tensors.
-    pullback : callable
-        The vector-Jacobian product, built from callables that are themselves transformable.
-    differentiable_outputs : sequence of int
+    op : WarpOp
     fold : callable, optional
         The vmap rule ``fold(info, in_dims, *args) -> (outputs, out_dims)``; by default slices are evaluated one
         after the other and stacked.
-    orders : float, optional
-        Order of derivatives that the chain of pullbacks provides, as far as is known.
     """
+    name, call = op.name.replace("::", "_"), op.call_for_transforms
 
     def enter(*args: Any) -> Any:
         return Transformable.apply(*args) if derivative_asked() else call(*args)
@@ -73,20 +55,14 @@ def transformable(
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             outputs = output if isinstance(output, tuple) else (output,)
-            ctx.differentiable = [i for i in differentiable_outputs if outputs[i].is_floating_point()]
-            fixed = [o for i, o in enumerate(outputs) if i not in ctx.differentiable]
-            ctx.mark_non_differentiable(*fixed)
-            ctx.set_materialize_grads(False)
+            ctx.differentiable = op.mark_differentiable(ctx, outputs)
             save(ctx, (*inputs, *outputs), forward_mode=True)
-            ctx.n_inputs = len(inputs)
 
         @staticmethod
         def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
-            values = restore(ctx)
-            inputs, outputs = values[: ctx.n_inputs], values[ctx.n_inputs :]
             if all(c is None for c in cotangents):
-                return (None,) * len(inputs)
-            return pullback(inputs, outputs, cotangents, ctx.needs_input_grad)
+                return (None,) * len(op.parameters)
+            return op.pullback(restore(ctx), cotangents, ctx.needs_input_grad)
 
         @staticmethod
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
@@ -99,24 +75,22 @@ def transformable(
                 )
             # without their own tangents, or the pullback would push them forward again, without end
             primals = [_primal(value) for value in restore(ctx)]
-            inputs, outputs = primals[: ctx.n_inputs], primals[ctx.n_inputs :]
-            moved = [i for i, t in enumerate(tangents) if isinstance(t, torch.Tensor)]
-            result: list[torch.Tensor | None] = [None] * len(outputs)
+            outputs = primals[len(op.parameters) :]
             needed = [isinstance(t, torch.Tensor) for t in tangents]
+            moved = [i for i, is_needed in enumerate(needed) if is_needed]
+            result: list[torch.Tensor | None] = [None] * len(outputs)
 
             def pull(*cotangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 given: list[torch.Tensor | None] = [None] * len(outputs)
                 for i, c in zip(ctx.differentiable, cotangents, strict=True):
                     given[i] = c
-                gradients = pullback(inputs, outputs, given, needed)
-                return tuple(torch.zeros_like(inputs[i]) if gradients[i] is None else gradients[i] for i in moved)
+                gradients = op.pullback(primals, given, needed)
+                return tuple(torch.zeros_like(primals[i]) if gradients[i] is None else gradients[i] for i in moved)
 
             like = [outputs[i] for i in ctx.differentiable]
-            if not like:
-                return tuple(result) if len(result) > 1 else result[0]
             # differentiating the pullback uses one more order than the columns of its matrix do
-            spare = orders >= 2 + reverse_levels
-            pushed = transpose(pull, like, [tangents[i] for i in moved], differentiate=spare)
+            spare = op.orders >= 2 + reverse_levels
+            pushed = transpose(pull, like, [tangents[i] for i in moved], differentiate=spare) if like else []
             for i, t in zip(ctx.differentiable, pushed, strict=True):
                 result[i] = t
             return tuple(result) if len(result) > 1 else result[0]

@@ -18,6 +18,7 @@ from nvalchemiops.torch.autograd.declaration import Declaration
 from nvalchemiops.torch.autograd.formula import Formula
 from nvalchemiops.torch.autograd.functorch import transformable
 from nvalchemiops.torch.autograd.naming import fingerprint, library_for
+from nvalchemiops.torch.autograd.saved import restore, save
 from nvalchemiops.torch.autograd.specs import fill_sizes
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.context import is_eager
@@ -74,8 +75,7 @@ class WarpOp:
 
     # -- registration -----------------------------------------------------------------------------
 
-    def _register(self) -> tuple[torch.library.Library, str]:
-        """Define the op; the library that it is in, and its name there."""
+    def _register(self) -> None:
         library, short = library_for(self.name, self.body)
         self.registered = f"{library.ns}::{short}"
         schema = self.declared.schema(self.hidden, len(self.outputs) + self.n_hidden_outputs)
@@ -88,34 +88,27 @@ class WarpOp:
         for device in ("CPU", "CUDA"):
             library.impl(short, functools.partial(self._autocast, device.lower()), f"Autocast{device}")
         self._function = self._make_function()
-        return library, short
 
     @property
     def orders(self) -> float:
         """Order of derivatives of the op, as far as is known: a backward that is a function may have any."""
-        if self._formula is None:
-            return 0
         backward = getattr(self.backward, "op", None)
-        return 1 + backward.orders if isinstance(backward, WarpOp) else math.inf
+        if isinstance(backward, WarpOp):
+            return 1 + backward.orders
+        return math.inf if callable(self.backward) else 0
 
-    def _hidden_values(self) -> tuple[int, ...]:
-        """Hidden arguments of an eager call, before it is known which gradients it needs."""
+    def _hidden_values(self, record: int = 0) -> tuple[int, ...]:
+        """Hidden arguments of a call that needs gradients by the inputs in ``record`` (one bit each)."""
         return (self.identity,)
-
-    def _visible(self, result: str) -> str:
-        """The expression for the visible ones among the outputs that the variable ``result`` holds."""
-        return result
 
     def _make_public(self, vmap: Callable[..., Any] | None) -> Callable[..., Any]:
         transformed: Callable[..., Any]
         if not self.mutated:
-            name = self.name.replace("::", "_")
-            call = self._call_for_transforms
-            transformed = transformable(name, call, self._pullback, self.diff_outputs, vmap, self.orders)
+            transformed = transformable(self, vmap)
         elif internals.DERIVATIVES_KNOWN:
             transformed = self._refuse_transforms
         else:
-            transformed = self._call_for_transforms
+            transformed = self.call_for_transforms
         names = [p.name for p in self.parameters]
         signature = [p.name if p.required else f"{p.name}=_default_{p.name}" for p in self.parameters]
         values = {f"_default_{p.name}": p.default for p in self.parameters if not p.required}
@@ -128,6 +121,8 @@ class WarpOp:
             "_eager": self._call_eagerly,
         }
         function = self.body.__name__ if self.body.__name__.isidentifier() else "op"
+        # without hidden outputs
+        visible = "" if not self.n_hidden_outputs else "[0]" if len(self.outputs) == 1 else f"[:{len(self.outputs)}]"
         arguments = ", ".join([*names, *map(str, self._hidden_values())])
         source = f"""
 def _make({", ".join(values)}):
@@ -138,7 +133,7 @@ def _make({", ".join(values)}):
             _result = _op({arguments})
         else:
             _result = _transformed({", ".join(names)})
-        return {self._visible("_result")}
+        return _result{visible}
     return {function}
 """
         scope: dict[str, Any] = {}
@@ -155,8 +150,10 @@ def _make({", ".join(values)}):
             "it outside of them"
         )
 
-    def _call_for_transforms(self, *args: Any) -> Any:
-        return self.overload(*args, self.identity)
+    def call_for_transforms(self, *args: Any) -> Any:
+        """Call the op where a transform may ask for any derivative."""
+        # the gradient of every differentiable input may be needed, at some level
+        return self.overload(*args, *self._hidden_values(self._record_everything(args)))
 
     def _call_eagerly(self, *args: Any) -> Any:
         """Run the op as the dispatcher does for plain tensors in eager mode, at half the cost for many arguments."""
@@ -299,10 +296,7 @@ def _make({", ".join(values)}):
             result = op._continue_below_autograd(keyset, record, args)
             result = tuple(map(internals.no_view, result)) if isinstance(result, tuple) else internals.no_view(result)
             outputs = result if isinstance(result, tuple) else (result,)
-            ctx.set_materialize_grads(False)
-            fixed = [o for i, o in enumerate(outputs) if i not in op.diff_outputs or not o.is_floating_point()]
-            if fixed:
-                ctx.mark_non_differentiable(*fixed)
+            op.mark_differentiable(ctx, outputs)
             ctx.record = record
             op._save(ctx, args, outputs)
             return result
@@ -310,7 +304,8 @@ def _make({", ".join(values)}):
         def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
             if all(c is None for c in cotangents):
                 return (None,) * (2 + len(op._defaults))
-            return (None, None, *op._saved_pullback(ctx, cotangents), *(None,) * len(op.hidden))
+            gradients = op._gradients(restore(ctx), cotangents, ctx.shapes, ctx.record)
+            return (None, None, *gradients, *(None,) * len(op.hidden))
 
         name = self.name.replace("::", "_")
         return type(
@@ -318,6 +313,14 @@ def _make({", ".join(values)}):
             (torch.autograd.Function,),
             {"forward": staticmethod(forward), "backward": staticmethod(backward)},
         )
+
+    def mark_differentiable(self, ctx: Any, outputs: Sequence[torch.Tensor]) -> list[int]:
+        """Tell an ``autograd.Function`` which outputs have gradients, and return them; gradients may be None."""
+        differentiable = [i for i in self.diff_outputs if outputs[i].is_floating_point()]
+        if len(differentiable) < len(outputs):
+            ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in differentiable))
+        ctx.set_materialize_grads(False)
+        return differentiable
 
     def _continue_below_autograd(self, keyset: Any, record: int, args: tuple[Any, ...]) -> Any:
         """Continue below autograd, in a call whose gradients by the inputs in ``record`` (one bit each) are needed."""
@@ -327,25 +330,23 @@ def _make({", ".join(values)}):
         return internals.below_autograd(self.overload, self._implementation, keyset, args)
 
     def _save(self, ctx: Any, args: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
-        if self._formula is not None:
-            self._formula.save(ctx, args[: self._count], outputs)
+        """Save what `_gradients` takes."""
+        formula = self._formula
+        values = () if formula is None else (*args[: self._count], *outputs)
+        save(ctx, [None if formula and place in formula.spared else value for place, value in enumerate(values)])
+        ctx.shapes = [(o.shape, o.dtype, o.device) for o in outputs] if formula and formula.filled else []
 
-    def _saved_pullback(self, ctx: Any, cotangents: Gradients) -> Gradients:
-        """The vector-Jacobian product, from what `_save` kept."""
+    def pullback(self, values: Sequence[Any], cotangents: Gradients, needed: Sequence[bool]) -> tuple[Any, ...]:
+        """The vector-Jacobian product under function transforms, from all inputs and outputs."""
+        shapes = [(o.shape, o.dtype, o.device) for o in values[self._count :]]
+        record = self._record_everything(values) & sum(1 << bit for i, bit in self._bits.items() if needed[i])
+        return tuple(self._gradients(values, cotangents, shapes, record))
+
+    def _gradients(self, kept: Sequence[Any], cotangents: Gradients, shapes: Sequence[Any], record: int) -> Gradients:
+        """The vector-Jacobian product: a gradient or None for each input; arguments as for a `Formula`."""
         if self._formula is None:
             raise self._no_derivative()
-        inputs, outputs, shapes = self._formula.restore(ctx)
-        return self._formula(inputs, outputs, cotangents, shapes, ctx.record)
-
-    def _pullback(
-        self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], cotangents: Gradients, needed: Sequence[bool]
-    ) -> tuple[Any, ...]:
-        """The vector-Jacobian product under function transforms."""
-        if self._formula is None:
-            raise self._no_derivative()
-        shapes = [(o.shape, o.dtype, o.device) for o in outputs]
-        record = self._record_everything(inputs) & sum(1 << bit for i, bit in self._bits.items() if needed[i])
-        return tuple(self._formula(inputs, outputs, cotangents, shapes, record))
+        return self._formula(kept, cotangents, shapes, record)
 
     def _no_derivative(self) -> NotDifferentiableError:
         return NotDifferentiableError(

@@ -108,6 +108,11 @@ class OutputSpec:
         return TORCH_DTYPES[scalar_type(self.dtype)] if is_warp_dtype(self.dtype) else None
 
 
+def like(name: str, i: int) -> OutputSpec:
+    """An output with the shape and the dtype of the input at position ``i``."""
+    return OutputSpec(name, lambda *inputs: wp.dtype_from_torch(inputs[i].dtype), lambda *inputs: inputs[i].shape)
+
+
 @functools.cache
 def _torch_dtype(dtype: Any) -> torch.dtype | None:
     """The torch dtype for a Warp type, or None if it is none."""

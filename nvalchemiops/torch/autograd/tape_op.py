@@ -1,10 +1,9 @@
 """Ops that differentiate by a tape: the body records its Warp launches, the backward pass replays them backwards.
 
-A second registered op takes the backward pass, so that compilers see it as one node. The recording of
-an execution is found by a hidden output, the token, whose memory exists as long as the graph.
+A second op takes the backward pass, so that compilers see it as one node. The recording of an execution is found by a
+hidden output, the token, whose memory exists as long as the graph.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +11,11 @@ import torch
 
 from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.autograd import tapes
-from nvalchemiops.torch.autograd.declaration import returns
-from nvalchemiops.torch.autograd.functorch import transformable
+from nvalchemiops.torch.autograd.declaration import Declaration, Parameter
 from nvalchemiops.torch.autograd.op import Gradients, WarpOp, unpack
-from nvalchemiops.torch.autograd.saved import restore, save
+from nvalchemiops.torch.autograd.saved import save
+from nvalchemiops.torch.autograd.specs import like
 from nvalchemiops.torch.runtime import _torch_internals as internals
-from nvalchemiops.torch.runtime.context import is_eager
 
 
 class TapeOp(WarpOp):
@@ -25,8 +23,10 @@ class TapeOp(WarpOp):
 
     Attributes
     ----------
+    backward : callable
+        Another op, which replays the tape.
     backward_overload : torch.ops overload
-        The registered op of the backward pass.
+        The same, as registered.
 
     Notes
     -----
@@ -37,42 +37,14 @@ class TapeOp(WarpOp):
     hidden = ("_record", "_identity")
     n_hidden_outputs = 1
 
-    def _register(self) -> tuple[torch.library.Library, str]:
-        library, short = super()._register()
-        self._diff_names = [self.outputs[i].name for i in self.diff_outputs]
-        declared = ["Tensor _token"]
-        for i, p in enumerate(self.parameters):
-            kind = "Tensor?" if i in self.mutated else p.schema_type
-            declared.append(f"{kind} {p.name}")
-        declared += [f"Tensor? _output_{o.name}" for o in self.outputs]
-        declared += [f"Tensor? _grad_{name}" for name in self._diff_names]
-        declared += ["int _record", "int _identity"]
-        schema = f"({', '.join(declared)}) -> {returns(len(self.diff_inputs))}"
-        short = f"{short}__tape_backward"  # two underscores, so that it is no other op's name
-        self.backward_overload = internals.define(
-            library, short, schema, self._backward_implementation, self._fake_backward
-        )
-        library.impl(short, self._autograd_backward, "Autograd", with_keyset=True)
-        pullback = self._refuse_second_order
-        gradients = range(len(self.diff_inputs))
-        self._call_backward = transformable(short, self.backward_overload, pullback, gradients, orders=0)
-        return library, short
+    def _register(self) -> None:
+        super()._register()
+        replay = _Replay(self)
+        self.backward = self._replay = replay.public
+        self.backward_overload = replay.overload
 
-    @property
-    def orders(self) -> float:
-        """How many derivatives the op has."""
-        return 1
-
-    def _hidden_values(self) -> tuple[int, ...]:
-        return 0, self.identity
-
-    def _visible(self, result: str) -> str:
-        count = len(self.outputs)
-        return f"{result}[0]" if count == 1 else f"{result}[:{count}]"
-
-    def _call_for_transforms(self, *args: Any) -> Any:
-        # under a transform the gradient of every differentiable input may be needed, at some level
-        return self.overload(*args, self._record_everything(args), self.identity)
+    def _hidden_values(self, record: int = 0) -> tuple[int, ...]:
+        return record, self.identity
 
     # -- forward ----------------------------------------------------------------------------------
 
@@ -83,12 +55,13 @@ class TapeOp(WarpOp):
         record = hidden[0]
         if not record:
             return (*self._results(inputs, device), tapes.new_token())
-        results, recording = self._record(inputs, record, device)
+        results, recording = self.record(inputs, record, device)
         return (*results, tapes.keep(recording))
 
-    def _record(
+    def record(
         self, inputs: Sequence[Any], record: int, device: torch.device
     ) -> tuple[list[torch.Tensor], tapes.Recording]:
+        """Run the body and keep what it records, for gradients by the inputs in ``record`` (one bit each)."""
         # Aliases, because one tensor passed in two places needs two gradients; or copies, for a body that mutates its
         # arguments and may overwrite what its own tape reads.
         own = bool(self.mutated)
@@ -123,99 +96,78 @@ class TapeOp(WarpOp):
         # the tape reads, must be inputs of the backward op too.
         traced = type(outputs[0]) is not torch.Tensor
         inputs = (None if i in self.mutated else a for i, a in enumerate(args[: self._count]))
-        save(ctx, [outputs[-1], *inputs, *(o if traced else None for o in outputs[:-1])])
-        ctx.identity = args[-1]
+        save(ctx, [*inputs, *(o if traced else None for o in outputs[:-1]), outputs[-1]])
+        ctx.shapes = []
 
-    def _saved_pullback(self, ctx: Any, cotangents: Gradients) -> Gradients:
-        token, *values = restore(ctx)
-        inputs, outputs = values[: self._count], values[self._count :]
-        return self._replayed(token, inputs, outputs, cotangents, ctx.record, ctx.identity)
-
-    def _pullback(
-        self, inputs: Sequence[Any], outputs: Sequence[torch.Tensor], cotangents: Gradients, needed: Sequence[bool]
-    ) -> tuple[Any, ...]:
-        unsaved = [None] * len(self.outputs)
-        record = self._record_everything(inputs)
-        return tuple(self._replayed(outputs[-1], inputs, unsaved, cotangents, record, self.identity))
-
-    def _replayed(
-        self,
-        token: torch.Tensor,
-        inputs: Sequence[Any],
-        outputs: Sequence[torch.Tensor | None],
-        cotangents: Gradients,
-        record: int,
-        identity: int,
-    ) -> list[torch.Tensor | None]:
-        given = [cotangents[i] for i in self.diff_outputs]
-        seen = (token, *given, *(inputs[i] for i in self.tensors))
-        call: Callable[..., Any] = self._call_backward
-        if torch.compiler.is_compiling():
-            call = self.backward_overload
-        elif is_eager() and not torch.is_grad_enabled() and internals.is_unobserved(*seen):
-            call = self._backward_implementation
-        found = call(token, *inputs, *outputs, *given, record, identity)
+    def _gradients(self, kept: Sequence[Any], cotangents: Gradients, shapes: Sequence[Any], record: int) -> Gradients:
+        *values, token = kept
+        found = self._replay(token, *values, *(cotangents[i] for i in self.diff_outputs), record)
         found = found if isinstance(found, tuple) else (found,)
         gradients: list[torch.Tensor | None] = [None] * self._count
-        for bit, i in enumerate(self.diff_inputs):
+        for i, bit in self._bits.items():
             if record >> bit & 1:
                 gradients[i] = found[bit]
         return gradients
 
-    def _backward_implementation(self, *args: Any) -> Any:
-        token, rest, record = args[0], args[1:], args[-2]
-        inputs, outputs = list(rest[: self._count]), rest[self._count : self._count + len(self.outputs)]
-        cotangents = rest[self._count + len(self.outputs) : -2]
-        recording = tapes.find(token)
-        device = self.declared.device_of(inputs)
-        is_there = recording is not None and not recording.is_in_use()
-        if recording is None or not is_there or not recording.is_fresh([inputs[i] for i in self.tensors], outputs):
-            if self.mutated:
+
+class _Replay(WarpOp):
+    """The op of the backward pass of a tape op: of its token, inputs, outputs, their gradients, and ``_record``.
+
+    It has no derivative.
+    """
+
+    def __init__(self, op: TapeOp) -> None:
+        self.op = op
+        self.named = [op.outputs[i].name for i in op.diff_outputs]
+        inputs = enumerate(op.parameters)
+        given = (Parameter(p.name, "Tensor?" if i in op.mutated else p.schema_type) for i, p in inputs)
+        optional = [f"_output_{o.name}" for o in op.outputs] + [f"_grad_{name}" for name in self.named]
+        maybe = (Parameter(name, "Tensor?") for name in optional)
+        parameters = (Parameter("_token", "Tensor"), *given, *maybe, Parameter("_record", "int"))
+        outputs = tuple(like(f"grad_{op.parameters[i].name}", 1 + i) for i in op.diff_inputs)
+        declared = Declaration(
+            name=f"{op.registered}__tape_backward",  # two underscores, so that it is no other op's name
+            body=op.body,
+            parameters=parameters,
+            outputs=outputs,
+            mutated=(),
+            diff_outputs=tuple(range(len(outputs))),
+            diff_inputs=tuple(i for i, p in enumerate(parameters) if i and p.is_tensor),
+            backward="none",
+        )
+        super().__init__(declared, identity=str(op.identity))
+
+    def _implementation(self, *args: Any) -> Any:
+        op = self.op
+        token, *rest = args[: self._count]
+        inputs, outputs = rest[: op._count], rest[op._count : op._count + len(op.outputs)]
+        cotangents, record = rest[op._count + len(op.outputs) : -1], rest[-1]
+        recording = tapes.find(token, [inputs[i] for i in op.tensors], outputs)
+        device = op.declared.device_of(inputs)
+        if recording is None:
+            if op.mutated:
                 raise RuntimeError(
-                    f"{self.name}: the recorded execution is gone or in use, and an op that mutates its arguments "
+                    f"{op.name}: the recorded execution is gone or in use, and an op that mutates its arguments "
                     "cannot be run again for its backward pass"
                 )
-            _, recording = self._record(inputs, record, device)
-        wanted = [(self.parameters[i].name, inputs[i]) for bit, i in enumerate(self.diff_inputs) if record >> bit & 1]
-        found = iter(tapes.gradients_of(recording, dict(zip(self._diff_names, cotangents)), wanted, self.name))
-        bits = range(len(self.diff_inputs))
-        return unpack([next(found) if record >> bit & 1 else torch.empty(0, device=device) for bit in bits])
+            _, recording = op.record(inputs, record, device)
+        wanted = [(op.parameters[i].name, inputs[i]) for i, bit in op._bits.items() if record >> bit & 1]
+        found = iter(tapes.gradients_of(recording, dict(zip(self.named, cotangents)), wanted, op.name))
+        return self._one_each(record, device, lambda _: next(found))
 
-    def _fake_backward(self, *args: Any) -> Any:
-        inputs, record = args[1:], args[-2]
-        device = self.declared.device_of(inputs)
-        results = []
-        for bit, i in enumerate(self.diff_inputs):
-            shape, dtype = (inputs[i].shape, inputs[i].dtype) if record >> bit & 1 else ((0,), None)
-            results.append(torch.empty(shape, dtype=dtype, device=device))
-        return unpack(results)
+    def _fake(self, *args: Any) -> Any:
+        inputs = args[1 : 1 + self.op._count]
+        device = self.op.declared.device_of(inputs)
+        return self._one_each(args[self._count - 1], device, lambda i: inputs[i].new_empty(inputs[i].shape))
 
-    def _autograd_backward(self, keyset: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
-            return self._second_order.apply(keyset, *args)
-        return internals.below_autograd(self.backward_overload, self._backward_implementation, keyset, args)
+    def _one_each(self, record: int, device: torch.device, make: Callable[[int], torch.Tensor]) -> Any:
+        """``make(i)`` for each differentiable input i that is in ``record``, an empty tensor for each other one."""
+        bits = self.op._bits.items()
+        return unpack([make(i) if record >> bit & 1 else torch.empty(0, device=device) for i, bit in bits])
 
-    # -- a second order is an error ---------------------------------------------------------------
-
-    @functools.cached_property
-    def _second_order(self) -> Any:
-        op = self
-
-        class SecondOrder(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-                return internals.below_autograd(op.backward_overload, op._backward_implementation, keyset, args)
-
-            @staticmethod
-            def backward(ctx: Any, *cotangents: Any) -> Any:
-                return op._refuse_second_order()
-
-        SecondOrder.__name__ = self.name.replace("::", "_") + "_backward"
-        return SecondOrder
-
-    def _refuse_second_order(self, *_: Any) -> Any:
-        raise NotDifferentiableError(
-            f"{self.name}: a second derivative was asked for, but this op differentiates through a Warp tape, which "
+    def _no_derivative(self) -> NotDifferentiableError:
+        return NotDifferentiableError(
+            f"{self.op.name}: a second derivative was asked for, but this op differentiates through a Warp tape, which "
             "gives one order. Ways out: return the first derivative (forces, dE/dq) as an output of the op and "
             "differentiate that, or give the op an explicit backward: warp_custom_op(..., backward=...)"
         )

@@ -132,31 +132,25 @@ def standard_backward(
         If counts do not match, several outputs come without ``output_dtypes``, or gradients of several
         outputs are no tuple.
     """
-    if isinstance(output_names, str):
-        names: list[str] = [output_names]
-        dtypes = None if output_dtypes is None else _as_list(output_dtypes)
-        grads: list[Any] = list(grad_outputs) if isinstance(grad_outputs, (tuple, list)) else [grad_outputs]
-    else:
-        names = list(output_names)
-        if output_dtypes is None:
-            raise ValueError("`output_dtypes` is required with a sequence of `output_names`, one Warp dtype for each")
-        if not isinstance(grad_outputs, (tuple, list)):
-            raise ValueError(
-                f"`grad_outputs` must be a tuple for a sequence of outputs, got {type(grad_outputs).__name__}"
-            )
-        dtypes, grads = _as_list(output_dtypes), list(grad_outputs)
+    is_one = isinstance(output_names, str)
+    if not is_one and output_dtypes is None:
+        raise ValueError("`output_dtypes` is required with a sequence of `output_names`, one Warp dtype for each")
+    if not is_one and not isinstance(grad_outputs, (tuple, list)):
+        raise ValueError(f"`grad_outputs` must be a tuple for a sequence of outputs, got {type(grad_outputs).__name__}")
+    names = [output_names] if isinstance(output_names, str) else list(output_names)
+    dtypes, grads = [] if output_dtypes is None else _as_list(output_dtypes), _as_list(grad_outputs)
     if len(grads) != len(names):
         raise ValueError(f"`grad_outputs` has {len(grads)} entries for {len(names)} `output_names`")
-    if dtypes is not None and len(dtypes) != len(names):
+    if output_dtypes is not None and len(dtypes) != len(names):
         raise ValueError(f"`output_dtypes` has {len(dtypes)} entries for {len(names)} `output_names`")
 
-    tape, arrays = retrieve_for_backward(getattr(ctx, names[0]), *{*names, *array_names, *input_names})
-    for name in names[1:]:
-        for key, array in retrieve_for_backward(getattr(ctx, name), *{*names, *array_names, *input_names})[1].items():
-            arrays.setdefault(key, array)
+    arrays: dict[str, wp.array] = {}
+    for name in reversed(names):  # what the first one holds counts
+        tape, found = retrieve_for_backward(getattr(ctx, name), *names, *array_names, *input_names)
+        arrays |= found
     if tape is None:
         raise ValueError(f"output `{names[0]}` holds no tape: was attach_for_backward called with one?")
-    for name, dtype in zip(names, dtypes or (), strict=False):
+    for name, dtype in zip(names, dtypes):
         if name in arrays and arrays[name].dtype is not dtype:
             raise ValueError(
                 f"output `{name}` was attached with dtype {arrays[name].dtype.__name__}, not {dtype.__name__}"
@@ -233,39 +227,34 @@ class Recording:
     inputs: Sequence[torch.Tensor | None]
     outputs: Sequence[torch.Tensor]
     owns_data: bool
-    guard: Any = None
 
     def __post_init__(self) -> None:
         self.versions = [version_of(t) for t in self.outputs]
         self.lock = threading.RLock()
         self.replaying: int | None = None  # the thread that replays it
 
-    def is_in_use(self) -> bool:
-        """Whether this is called in the midst of a replay, which has the gradients of all arrays."""
-        return self.replaying == threading.get_ident()
-
-    def is_fresh(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> bool:
-        """Whether the memory that the tape refers to still holds what it held when it was recorded.
+    def is_usable(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> bool:
+        """Whether this thread may replay it, and the memory that the tape refers to still holds what it held.
 
         The arguments are those of the backward pass; outputs are None where their version is sufficient.
 
-        It does not when a compiled graph recomputed an input (its first copy may have been overwritten), when
+        The memory does not when a compiled graph recomputed an input (its first copy may have been overwritten), when
         a saved tensor went through a hook that moved it, or when an output was changed in place.
         """
+        if self.replaying == threading.get_ident():  # in the midst of a replay, which has the gradients of all arrays
+            return False
         if any(version_of(t) != v for t, v in zip(self.outputs, self.versions)):
             return False
-        if not all(new is None or _same_memory(old, new) for old, new in zip(self.outputs, outputs)):
-            return False
-        return self.owns_data or all(
-            new is None or old is None or _same_memory(old, new) for old, new in zip(self.inputs, inputs)
-        )
+        read = [*zip(self.outputs, outputs), *(() if self.owns_data else zip(self.inputs, inputs))]
+        return all(new is None or old is None or _same_memory(old, new) for old, new in read)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
-_recordings: dict[int, Recording] = {}
+_recordings: weakref.WeakKeyDictionary[torch.UntypedStorage, Recording] = weakref.WeakKeyDictionary()
+"""By the memory of their tokens."""
 
 
 def live_recordings() -> int:
@@ -288,21 +277,16 @@ def keep(recording: Recording) -> torch.Tensor:
     every run for compilers to trust the op; its storage is what lives as long as the graph.
     """
     token = new_token()
-    address = token.data_ptr()
-
-    def drop(guard: Any) -> None:
-        # the address may be another token's by now
-        if (kept := _recordings.get(address)) is not None and kept.guard is guard:
-            del _recordings[address]
-
-    recording.guard = weakref.ref(token.untyped_storage(), drop)
-    _recordings[address] = recording
+    _recordings[token.untyped_storage()] = recording
     return token
 
 
-def find(token: torch.Tensor) -> Recording | None:
-    """The recording to which a token leads; None if it recorded nothing, or is a copy of one that did."""
-    return _recordings.get(token.data_ptr())
+def find(
+    token: torch.Tensor, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]
+) -> Recording | None:
+    """The recording to which a token leads, if it is usable; a copy of a token leads to none."""
+    found = _recordings.get(token.untyped_storage())
+    return found if found is not None and found.is_usable(inputs, outputs) else None
 
 
 def gradients_of(

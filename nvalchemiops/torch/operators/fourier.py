@@ -46,8 +46,7 @@ def _tables(
 
 def _copies(inputs: Arguments, n_copies: int) -> Arguments:
     """Arguments of as many copies of all systems."""
-    n_atoms = inputs["coordinates"].shape[1]
-    inputs = dict(inputs, coordinates=inputs["coordinates"].flatten(0, 1))
+    n_atoms = inputs["coordinates"].shape[0] // n_copies
 
     def numbered(values: torch.Tensor, step: int) -> torch.Tensor:
         return values + step * torch.arange(n_copies, dtype=values.dtype, device=values.device).unsqueeze(1)
@@ -58,10 +57,6 @@ def _copies(inputs: Arguments, n_copies: int) -> Arguments:
         pointers = numbered(inputs[name], entries)
         inputs[name] = torch.cat([pointers[:, :-1].flatten(), pointers[-1, -1:]])
     inputs["points"] = inputs["points"].repeat(n_copies, 1)
-    if "moments" in inputs:
-        inputs["moments"] = inputs["moments"].flatten(0, 1)
-    else:
-        inputs["field"] = inputs["field"].movedim(0, 1).flatten(1, 2)
     return inputs
 
 
@@ -70,7 +65,7 @@ def _copies(inputs: Arguments, n_copies: int) -> Arguments:
     outputs=[OutputSpec("field", wp.float64, lambda m, _, __, ___, points, *____: (m.shape[1], points.shape[0], 4, 2))],
     grad_arrays=["field", "moments", "coordinates"],
     backward=spread_pullback(lambda: fourier_gather),
-    vmap=fold(lambda: fourier_spread, (1, 0), _copies, lambda field, n: field.unflatten(1, (n, -1)).movedim(1, 0)),
+    vmap=fold(lambda: fourier_spread, (1, 0), _copies),
     trusted=True,
 )
 def fourier_spread(
@@ -128,7 +123,7 @@ def fourier_spread(
     outputs=[OutputSpec("moments", wp.float64, lambda f, s, *rest: (s.shape[0], f.shape[0], count(rest[-1])))],
     grad_arrays=["moments", "field", "coordinates"],
     backward=gather_pullback(lambda: fourier_spread, lambda: fourier_gather),
-    vmap=fold(lambda: fourier_gather, (0, 1), _copies, lambda moments, n: moments.unflatten(0, (n, -1))),
+    vmap=fold(lambda: fourier_gather, (0, 1), _copies),
     trusted=True,
 )
 def fourier_gather(

@@ -72,10 +72,6 @@ def mesh_columns(
 
 def _copies(inputs: Arguments, n_copies: int) -> Arguments:
     """Arguments of as many copies of all systems."""
-    inputs = dict(inputs, coordinates=inputs["coordinates"].flatten(0, 1))
-    for name in ("moments", "field"):
-        if name in inputs:
-            inputs[name] = inputs[name].flatten(0, 1)
     n_atoms, batch_idx = inputs["coordinates"].shape[0] // n_copies, inputs["batch_idx"]
     if batch_idx is None:
         batch_idx = torch.zeros(n_atoms, dtype=torch.int32, device=inputs["coordinates"].device)
@@ -85,10 +81,6 @@ def _copies(inputs: Arguments, n_copies: int) -> Arguments:
     sorted_by = ("coordinates", "batch_idx", "n_systems", "mesh_dimensions", "spline_order")
     inputs["order"], inputs["column_begin"] = mesh_columns(*(inputs[name] for name in sorted_by))
     return inputs
-
-
-def _split(result: torch.Tensor, n_copies: int) -> torch.Tensor:
-    return result.unflatten(0, (n_copies, -1))
 
 
 def _check(spline_order: int, derivatives: int) -> None:
@@ -104,7 +96,7 @@ def _check(spline_order: int, derivatives: int) -> None:
     outputs=[OutputSpec("field", real_of, lambda m, *rest: (rest[2], m.shape[1], *rest[5]))],
     grad_arrays=["field", "moments", "coordinates"],
     backward=spread_pullback(lambda: mesh_gather),
-    vmap=fold(lambda: mesh_spread, (1, 1), _copies, _split, ("order", "column_begin")),
+    vmap=fold(lambda: mesh_spread, (1, 1), _copies, ("order", "column_begin")),
     trusted=True,
 )
 def mesh_spread(
@@ -158,7 +150,7 @@ def mesh_spread(
     outputs=[OutputSpec("moments", real_of, lambda f, u, *rest: (u.shape[0], f.shape[1], count(rest[-1])))],
     grad_arrays=["moments", "field", "coordinates"],
     backward=gather_pullback(lambda: mesh_spread, lambda: mesh_gather),
-    vmap=fold(lambda: mesh_gather, (1, 1), _copies, _split, ("order", "column_begin")),
+    vmap=fold(lambda: mesh_gather, (1, 1), _copies, ("order", "column_begin")),
     trusted=True,
 )
 def mesh_gather(

@@ -8,7 +8,6 @@ operations inside a sum. Either transform is the derivative of the other one, up
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -38,14 +37,9 @@ def _values_pullback(n: int, grad_values: torch.Tensor) -> torch.Tensor:
     return mesh_spectrum(grad_values) * weights_of_planes(n, grad_values)
 
 
-def _spectrum_of_slices(info: Any, in_dims: tuple[int | None, ...], values: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return mesh_spectrum(values.movedim(in_dims[0] or 0, 0)), 0
-
-
-def _values_of_slices(
-    info: Any, in_dims: tuple[int | None, ...], spectrum: torch.Tensor, n: int
-) -> tuple[torch.Tensor, int]:
-    return mesh_values(spectrum.movedim(in_dims[0] or 0, 0), n), 0
+def _of_slices(op: Callable[[], Callable[..., torch.Tensor]]) -> Callable[..., tuple[torch.Tensor, int]]:
+    """The rule for ``vmap``: slices are more meshes."""
+    return lambda info, in_dims, given, *n: (op()(given.movedim(in_dims[0] or 0, 0), *n), 0)
 
 
 @warp_custom_op(
@@ -54,7 +48,7 @@ def _values_of_slices(
         OutputSpec("spectrum", real_of, lambda values: (*values.shape[:-1], values.shape[-1] // 2 + 1, 2)),
     ],
     backward=_spectrum_pullback,
-    vmap=_spectrum_of_slices,
+    vmap=_of_slices(lambda: mesh_spectrum),
     trusted=True,
 )
 def mesh_spectrum(values: torch.Tensor) -> torch.Tensor:
@@ -69,7 +63,7 @@ def mesh_spectrum(values: torch.Tensor) -> torch.Tensor:
     "nvalchemiops::mesh_values",
     outputs=[OutputSpec("values", real_of, lambda spectrum, n: (*spectrum.shape[:-2], n))],
     backward=_values_pullback,
-    vmap=_values_of_slices,
+    vmap=_of_slices(lambda: mesh_values),
     trusted=True,
 )
 def mesh_values(spectrum: torch.Tensor, n: int) -> torch.Tensor:

@@ -75,7 +75,6 @@ def fold(
     op: Callable[[], Op],
     channel: tuple[int, int],
     repeat: Callable[[Arguments, int], Arguments],
-    split: Callable[[torch.Tensor, int], torch.Tensor],
     derived: tuple[str, ...] = (),
 ) -> Callable[..., tuple[torch.Tensor, int]]:
     """The rule for ``vmap``: slices of values become channels, slices of coordinates systems.
@@ -85,12 +84,11 @@ def fold(
     op : callable
         Returns the op.
     channel : (int, int)
-        Dimension of the channels in the first argument, and in the result.
+        Dimension of the channels in the first argument, and in the result: 0 or 1. The other one of these two is that
+        of atoms, points or systems.
     repeat : callable
         Maps the arguments by name, and a number of slices, to the arguments for as many copies of all systems;
         coordinates and the first argument are repeated already.
-    split : callable
-        Splits a result of as many copies into them, along a new first dimension.
     derived : tuple of str, optional
         Arguments that follow from the coordinates: ``repeat`` finds them again.
     """
@@ -106,14 +104,15 @@ def fold(
                 raise NotImplementedError(f"vmap over `{name}`: map coordinates and values over one set of systems")
             given[name] = given[name].movedim(dims[name], 0)
         if mapped == {first}:
-            values = given[first].movedim(0, channel[0])
-            n_channels = values.shape[channel[0] + 1]
-            given[first] = values.flatten(channel[0], channel[0] + 1)
-            result = public(**given)
-            return result.unflatten(channel[1], (size, n_channels)), channel[1]
-        for name in ("coordinates", first):
-            if name not in mapped:
-                given[name] = given[name].unsqueeze(0).expand(size, *given[name].shape)
-        return split(public(**repeat(given, size)), size), 0
+            axis, result_axis = channel
+        else:
+            axis, result_axis = 1 - channel[0], 1 - channel[1]
+            for name in ("coordinates", first):
+                if name not in mapped:
+                    given[name] = given[name].unsqueeze(0).expand(size, *given[name].shape)
+            given["coordinates"] = given["coordinates"].flatten(0, 1)
+        given[first] = given[first].movedim(0, axis).flatten(axis, axis + 1)
+        result = public(**(given if mapped == {first} else repeat(given, size)))
+        return result.unflatten(result_axis, (size, -1)), result_axis
 
     return rule

@@ -21,49 +21,32 @@ def add_systems(values: torch.Tensor, batch_idx: torch.Tensor | None, n_systems:
     result = torch.empty((n_systems, n_columns), dtype=torch.float64, device=values.device)
     if n_atoms == 0 or result.numel() == 0:
         return result.zero_()
-    order = begin = block_begin = None
-    n_blocks = -(-n_atoms // BLOCK)
+    order = begin = None
     if n_systems > 1:
         if batch_idx is None:
             raise ValueError(f"`batch_idx` is needed to tell {n_systems} systems apart")
         order, begin = sorted_by_system(batch_idx, n_systems)
     elif batch_idx is not None:
         check_system_numbers(batch_idx, n_systems)
-    kernel = sum_rows(precision_of(values))
-    if layout(values.device.type).warps:
-        return _add_by_warps(values, order, begin, result)
-    if n_atoms <= FEW:
-        launch(kernel, n_systems, [values, order, begin, None, 0, 0, 0], [result], lanes=WARP, kind="systems")
-        return result
-    if begin is not None:
-        # how many blocks there are is not read back; each system has at most one that is not full
-        n_blocks += n_systems
-        block_begin = torch.zeros_like(begin)
-        block_begin[1:] = ((begin.diff() + (BLOCK - 1)) // BLOCK).cumsum(0)
-    partial = torch.empty((n_blocks, n_columns), dtype=torch.float64, device=values.device)
-    launch(kernel, n_blocks, [values, order, begin, block_begin, 1, 0, 0], [partial], lanes=WARP, kind="blocks")
-    blocks = [partial, None, block_begin, None, 0, 0, 0]
-    launch(sum_rows("float64"), n_systems, blocks, [result], lanes=WARP, kind="systems")
-    return result
-
-
-def _add_by_warps(
-    values: torch.Tensor, order: torch.Tensor | None, begin: torch.Tensor | None, result: torch.Tensor
-) -> torch.Tensor:
-    """Sums on a GPU: blocks of rows, blocks of these blocks, until the largest system that there may be is one."""
-    n_atoms, n_columns = values.shape
-    n_systems, block = result.shape[0], rows_of_a_block(n_columns)
+    warps = layout(values.device.type).warps
+    # Blocks of rows, for many atoms on a CPU; on a GPU blocks of these blocks as well, until the largest system that
+    # there may be is one.
+    block = rows_of_a_block(n_columns) if warps else BLOCK
     most, n_rows, level = n_atoms, n_atoms, 0
-    while most > block:
-        most = -(-most // block)
-        # each system has at most one block that is not full; one system alone has no numbers without a block
-        n_rows = n_rows // block + n_systems if begin is not None else most
+    while most > (block if warps else FEW):
+        most = -(-most // block) if warps else 0
+        # each system has at most one block that is not full, and a number for it; one system alone needs no numbers
+        n_rows = -(-n_rows // block) if begin is None else n_rows // block + n_systems
+        first = None
+        if begin is not None and not warps:
+            first = begin // block + torch.arange(n_systems + 1, dtype=begin.dtype, device=begin.device)
         partial = torch.empty((n_rows, n_columns), dtype=torch.float64, device=values.device)
-        inputs = [values, order, begin, None, 1, level, n_atoms]
-        launch(sum_rows(precision_of(values)), n_rows, inputs, [partial], lanes=WARP)
+        inputs = [values, order, begin, first, 1, level, n_atoms]
+        launch(sum_rows(precision_of(values)), n_rows, inputs, [partial], lanes=WARP, kind="blocks")
         values, order, level = partial, None, level + 1
+        begin = begin if warps else first
     inputs = [values, order, begin, None, 0, level, n_atoms]
-    launch(sum_rows(precision_of(values)), n_systems, inputs, [result], lanes=WARP)
+    launch(sum_rows(precision_of(values)), n_systems, inputs, [result], lanes=WARP, kind="systems")
     return result
 
 
