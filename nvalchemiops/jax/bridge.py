@@ -134,9 +134,6 @@ class Traits(NamedTuple):
         The same function, called where no derivatives beyond the first are taken.
     for_shapes : callable, optional
         The same function, called with tensors without data.
-    gradients : callable, optional
-        ``gradients(names, ...)``, then the arguments, all by name: the outputs, and the gradients of their sum by the
-        arguments with these names; or None. For functions whose arrays are arguments themselves.
     fill : callable, optional
         ``fill(results, ...)``, then the same arguments: write the outputs into the tensors ``results``, in the order
         of the leaves of the outputs; False if it cannot.
@@ -150,7 +147,6 @@ class Traits(NamedTuple):
     at_once: bool | Callable[..., bool] = False
     first_order: Callable[..., Any] | None = None
     for_shapes: Callable[..., Any] | None = None
-    gradients: Callable[..., Any] | None = None
     fill: Callable[..., bool] | None = None
     constants: frozenset[str] = frozenset()
     device: Callable[[], torch.device] = lambda: torch.device("cpu")
@@ -243,7 +239,6 @@ class _Variant:
             rounds=rounds,
             differentiable=traits.differentiable,
             first_order=self._flat(traits.first_order) if traits.first_order else None,
-            gradients=self._gradients(traits.gradients) if traits.gradients else None,
             fill=self._filling(traits.fill) if traits.fill else None,
             takes_all=functools.cache(self._takes_all) if traits.at_once else None,
             constants=self._constants(traits.constants) if traits.constants else {},
@@ -268,15 +263,6 @@ class _Variant:
         paths, _ = jax.tree_util.tree_flatten_with_path(operands)
         found = [(i, path) for path, i in paths if isinstance(i, Operand) and path[0].key in constants]
         return {int(i): path[0].key + jax.tree_util.keystr(path[1:]) for i, path in found}
-
-    def _gradients(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
-        operands = self._call(lambda **arguments: arguments, [Operand(i) for i in range(len(self._places))])
-        names = {int(value): name for name, value in operands.items() if isinstance(value, Operand)}
-
-        def call(wanted: Sequence[int], *tensors: torch.Tensor) -> Any:
-            return self._call(functools.partial(gradients, [names[i] for i in wanted]), tensors)
-
-        return call
 
     def _filling(self, fill: Callable[..., bool]) -> Callable[..., bool]:
         return lambda results, *tensors: self._call(functools.partial(fill, results), tensors)

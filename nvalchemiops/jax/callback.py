@@ -16,6 +16,7 @@ import torch
 from nvalchemiops import threads
 from nvalchemiops.jax.dtypes import WIDER, torch_dtype
 from nvalchemiops.layout import layout
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.openmp import at_fixed_threads
 
 Flags = tuple[bool, ...]
@@ -62,9 +63,6 @@ class TorchFunction:
     differentiable : bool
     first_order : callable, optional
         The same as ``evaluate``, for values and first derivatives.
-    gradients : callable, optional
-        ``gradients(wanted, *inputs)``: the outputs, and the gradients of their sum by the inputs with these numbers; or
-        None. Cheaper than torch's reverse mode.
     fill : callable, optional
         ``fill(results, *inputs)``: write the values of all outputs into the tensors ``results``; False if it cannot.
     takes_all : callable, optional
@@ -88,7 +86,6 @@ class TorchFunction:
     rounds: bool = True
     differentiable: bool = True
     first_order: Callable[..., Sequence[torch.Tensor]] | None = None
-    gradients: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None] | None = None
     fill: Callable[..., bool] | None = None
     takes_all: Callable[[tuple[int, ...], tuple[jax.ShapeDtypeStruct, ...]], bool] | None = None
     constants: Mapping[int, str] = field(default_factory=dict)
@@ -416,8 +413,6 @@ class _Point:
         given = iter(vectors)
         weights = {j: next(given) for j in request.weights}
         directions = [{i: next(given) for i in direction} for direction in request.directions]
-        if (by_value := _by_value(request, inputs, list(weights.values()))) is not None:
-            return by_value
         moving = bool(request.gradient or request.directions)
         with torch.set_grad_enabled(moving or request.function.with_gradients):
             outputs = self._outputs
@@ -426,6 +421,8 @@ class _Point:
                 results = [x.expand(count, *x.shape) for x in results]
             if not moving:
                 return results
+            if not directions and count is None and (along := self._along_with(weights)) is not None:
+                return [*results, *along]
             by_weight = bool(request.directions and request.values)
             weights = self._ones if by_weight or not weights else weights
             roots = [(outputs[j], weight) for j, weight in weights.items()]
@@ -449,6 +446,19 @@ class _Point:
             return {j: torch.ones_like(self._outputs[j], requires_grad=True) for j in self.request.values}
         return {j: torch.ones_like(y) for j, y in enumerate(self._outputs) if y.is_floating_point()}
 
+    def _along_with(self, weights: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """Gradients that came with an energy, if all of it has one weight; otherwise None."""
+        if len(self._outputs) != 1:
+            return None
+        found = engine.first_derivatives(self._outputs[0], [self._inputs[i] for i in self.request.gradient])
+        if found is None or not weights:
+            return found
+        weight = weights[0]
+        if not layout(weight.device.type).reads or not weight.numel():
+            return None
+        scale = weight.reshape(-1)[0]
+        return [gradient * scale for gradient in found] if bool((weight == scale).all()) else None
+
     def _along(self, number: int, roots: list[_Root], wanted: Sequence[int]) -> list[torch.Tensor]:
         """Gradients that direction ``number`` is multiplied with; those of before where nothing else led to them."""
         known, slopes = self._slopes.get(number, ([], []))
@@ -457,30 +467,6 @@ class _Point:
             slopes = _gradients(roots, [self._inputs[i] for i in wanted], create_graph=True, warn=name)
             self._slopes[number] = roots, slopes
         return slopes
-
-
-def _by_value(
-    request: Request, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
-) -> list[torch.Tensor] | None:
-    """Values and gradients where the function has them by value, for outputs of equal weights; otherwise None."""
-    gradients = request.function.gradients
-    if gradients is None or not request.gradient or request.directions or len(weights) > 1:
-        return None
-    scale = None
-    if weights:
-        (weight,) = weights
-        if not layout(weight.device.type).reads or not weight.numel():
-            return None
-        scale = weight.reshape(-1)[0]
-        if not bool((weight == scale).all()):
-            return None
-    with torch.no_grad():
-        both = gradients(request.gradient, *inputs)
-        if both is None:
-            return None
-        outputs, found = both
-        _check_outputs(request, outputs)
-        return [*(outputs[j] for j in request.values), *(g if scale is None else g * scale for g in found)]
 
 
 def _gradients(

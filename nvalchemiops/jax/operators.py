@@ -74,11 +74,11 @@ def operator(
     """
     name, kinds = function.__name__, {n: _kind(p) for n, p in inspect.signature(function).parameters.items()}
     signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})
-    parameters = signature.parameters
+    parameters, numbers = signature.parameters, [key for key, kind in kinds.items() if kind == _NUMBERS]
 
     def call(**arguments: Any) -> Any:
-        for key, value in arguments.items():
-            if kinds.get(key) == _NUMBERS and isinstance(value, torch.Tensor):
+        for key in numbers:
+            if isinstance(value := arguments.get(key), torch.Tensor):
                 arguments[key] = value.item()
         if fold is not None and arguments["positions"].ndim > 2:
             return fold.call(function, arguments)
@@ -87,20 +87,9 @@ def operator(
     def shapes(**arguments: Any) -> Any:
         return checked_shapes(call, out_shapes, arguments)
 
-    derivatives = {key: option for key, option in _BY_VALUE.items() if option in kinds}
-
-    def gradients(names: list[str], **arguments: Any) -> Any:
-        known = all(name in derivatives for name in names) and arguments["positions"].ndim == 2
-        if not known or any(arguments.get(option) for option in _OTHER_RESULTS):
-            return None
-        energies, *found = call(**{**arguments, **{derivatives[name]: True for name in names}})
-        by_name = dict(zip([name for name in derivatives if name in names], found))
-        return [energies], [-by_name[name] if name == "positions" else by_name[name] for name in names]
-
     traits = Traits(
         at_once=fold.is_possible if fold else False,
-        gradients=gradients if len(derivatives) == 2 else None,
-        constants=frozenset(constants).union(key for key, kind in kinds.items() if kind == _NUMBERS),
+        constants=frozenset(constants).union(numbers),
     )
     bridge = Bridge(call, shapes, name=name, contract=contract, only_reads=True, traits=traits)
 
@@ -132,18 +121,6 @@ def _check_positions(positions: Any) -> None:
         raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
 
 
-_BY_VALUE = {"positions": "compute_forces", "charges": "compute_charge_gradients"}
-"""Arguments by which functions of energies return first derivatives by value, in the order in which they do."""
-
-_OTHER_RESULTS = (
-    *_BY_VALUE.values(),
-    "compute_dipole_gradients",
-    "compute_quadrupole_gradients",
-    "compute_virial",
-    "hybrid_forces",
-)
-
-
 def _named(of_arrays: Callable[..., Any], function: Callable[..., Any], signature: inspect.Signature) -> Any:
     """``of_arrays`` with the name and the documentation of a torch function."""
     of_arrays.__name__ = of_arrays.__qualname__ = function.__name__
@@ -160,11 +137,11 @@ def without_padding(arguments: dict[str, Any]) -> dict[str, Any]:
     pairs, pointers = arguments.get("neighbor_list"), arguments.get("neighbor_ptr")
     if pairs is None or pairs.ndim != 2 or not may_read(pairs, wait=True):
         return arguments
-    n_atoms = len(arguments["positions"])
+    n_atoms = arguments["positions"].shape[0]
     if pointers is None:
         count = _pairs_before_padding(pairs[0], n_atoms)
     else:
-        count = int(pointers[-1]) if pointers.numel() else 0
+        count = int(pointers.select(0, -1)) if pointers.numel() else 0
     if not 0 <= count < pairs.shape[1] or 0 <= int(pairs[0, count]) < n_atoms:
         return arguments  # without padding, or wrong
     cut = {"neighbor_list": pairs[:, :count]}
