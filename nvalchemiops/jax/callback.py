@@ -48,6 +48,9 @@ class Contraction(ABC):
 class TorchFunction:
     """A torch function of tensors, as the primitive calls it. Compared by identity.
 
+    A `Bridge` has one of whatever arguments its callers give; the functions among the fields then take these, and
+    results are what callers get.
+
     Parameters
     ----------
     evaluate : callable
@@ -55,7 +58,8 @@ class TorchFunction:
     name : str
         For messages.
     contract : Contraction, optional
-        For energies, whose gradient then comes with their values.
+        For energies, whose gradient then comes with their values. Of a bridge also a function of the arguments, with an
+        `Operand` for each array, that returns it or None.
     with_gradients : bool
         Torch records operations also where no derivative is requested: for functions that call `torch.autograd.grad`.
     rounds : bool
@@ -69,7 +73,8 @@ class TorchFunction:
         ``takes_all(sizes, types)``: whether one call takes all slices of ``vmap``, along leading axes; the types are
         those of the inputs of one slice.
     constants : mapping of int to str, optional
-        Numbers and names of inputs by which it has no derivatives, though its outputs may depend on them.
+        Numbers and names of inputs by which it has no derivatives, though its outputs may depend on them: to ask for
+        one is a NotImplementedError. Of a bridge the names of arguments.
     only_reads : bool
         It neither changes its inputs nor keeps them, and gets JAX's memory. Others get copies: what NumPy or
         `torch.Tensor.data` write cannot be seen.
@@ -79,22 +84,22 @@ class TorchFunction:
         Rows of a Jacobian come from one backward pass, by `torch.vmap`; switched off where that fails.
     """
 
-    evaluate: Callable[..., Sequence[torch.Tensor]]
+    evaluate: Callable[..., Any]
     name: str
-    contract: Contraction | None = None
+    contract: Any = None
     with_gradients: bool = False
     rounds: bool = True
     differentiable: bool = True
-    first_order: Callable[..., Sequence[torch.Tensor]] | None = None
+    first_order: Callable[..., Any] | None = None
     fill: Callable[..., bool] | None = None
     takes_all: Callable[[tuple[int, ...], tuple[jax.ShapeDtypeStruct, ...]], bool] | None = None
-    constants: Mapping[int, str] = field(default_factory=dict)
+    constants: Any = frozenset()
     only_reads: bool = False
     folds: bool = False
     batches_gradients: bool = False
-    verdicts: dict[Hashable, bool] = field(default_factory=dict, repr=False)
+    verdicts: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False)
     """Whether it computes the slices of a stack apart, by their number and shapes, as calls have shown."""
-    jitted: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
+    jitted: dict[Any, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True)

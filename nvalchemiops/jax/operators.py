@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from nvalchemiops.jax.bridge import Bridge, Operand, Traits
+from nvalchemiops.jax.bridge import Bridge, Operand
 from nvalchemiops.jax.callback import Arrays, Contraction, Shapes
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
 from nvalchemiops.torch.runtime._torch_internals import without_data
@@ -87,11 +87,15 @@ def operator(
     def shapes(**arguments: Any) -> Any:
         return checked_shapes(call, out_shapes, arguments)
 
-    traits = Traits(
+    bridge = Bridge(
+        call,
+        shapes,
+        name=name,
+        contract=contract,
+        only_reads=True,
         at_once=fold.is_possible if fold else False,
         constants=frozenset(constants).union(numbers),
     )
-    bridge = Bridge(call, shapes, name=name, contract=contract, only_reads=True, traits=traits)
 
     def checked(key: str, value: Any) -> Any:
         kind = kinds.get(key)

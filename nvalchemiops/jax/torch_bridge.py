@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import torch
 
-from nvalchemiops.jax.bridge import SCALAR_IF_ANY, Bridge, Traits
+from nvalchemiops.jax.bridge import SCALAR_IF_ANY, Bridge
 from nvalchemiops.locks import fork_safe
 
 VmapMethod = Literal["broadcast_all", "sequential"]
@@ -171,20 +171,17 @@ class _Function:
     def __init__(self, wrapper: TorchModuleWrapper):
         self._module, self._spec = wrapper.module, tuple(wrapper.input_spec or ())
         self._compiled: dict[torch.device, _Compiled] = {}
-        traits = Traits(
-            differentiable=wrapper.enable_vjp,
-            at_once=wrapper.vmap_method == "broadcast_all",
-            first_order=self._run_compiled if wrapper._compile else None,
-            for_shapes=self._run_scratch,
-            device=lambda: device_of(self._module) or torch.device("cpu"),
-        )
         self._bridge = Bridge(
             self._run,
             None,
             name=type(wrapper.module).__name__,
             contract=SCALAR_IF_ANY,
             with_gradients=wrapper.requires_grad,
-            traits=traits,
+            differentiable=wrapper.enable_vjp,
+            at_once=wrapper.vmap_method == "broadcast_all",
+            first_order=self._run_compiled if wrapper._compile else None,
+            for_shapes=self._run_scratch,
+            device=lambda: device_of(self._module) or torch.device("cpu"),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

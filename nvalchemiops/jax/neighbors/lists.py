@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE
-from nvalchemiops.jax.bridge import Bridge, Traits
+from nvalchemiops.jax.bridge import Bridge
 from nvalchemiops.jax.neighbors.state import SCRATCH, NeighborListState, capacity_for, state_after
 from nvalchemiops.jax.operators import (
     Shape,
@@ -172,7 +172,7 @@ def _checked(**arguments: Any) -> Any:
     return checked_shapes(_search, lambda **_: declared, arguments)
 
 
-_bridge = Bridge(_search, _checked, name="neighbor_list", only_reads=True, traits=Traits(fill=_fill))
+_bridge = Bridge(_search, _checked, name="neighbor_list", only_reads=True, fill=_fill)
 
 
 def neighbor_list(
