@@ -295,8 +295,8 @@ class SystemEnergies(Contraction):
         return () if self.batch_idx is None else (self.batch_idx,)
 
     def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
-        """Whether there are no channels, and each array has rows for atoms or systems, or there is one system."""
-        if len(outputs[0].shape) != 1:
+        """Whether they are all results and without channels, and each array has such rows, or there is one system."""
+        if len(outputs) != 1 or len(outputs[0].shape) != 1:
             return False
         (n_systems,) = outputs[0].shape
         roles = dict(self.roles)
@@ -327,33 +327,20 @@ class SystemEnergies(Contraction):
         return [total]
 
 
-def system_energies(is_alone: Callable[..., bool], roles: Mapping[str, str]) -> Callable[..., Contraction | None]:
-    """The contraction of an operator whose only result, if ``is_alone(**arguments)``, is the energy of each system.
+def system_energies(roles: Mapping[str, str], reduction: str = "atom") -> Callable[..., Contraction | None]:
+    """The contraction of an operator, for calls whose results are energies of systems.
 
-    ``roles`` says of arrays, by name, whether they have rows for atoms or for systems.
+    ``roles`` says of arrays, by name, whether they have rows for atoms or for systems; ``reduction`` is what
+    ``energy_reduction`` is where it is left out.
     """
 
-    def contract(**arguments: Any) -> Contraction | None:
-        if not is_alone(**arguments):
+    def contract(energy_reduction: str = reduction, **arguments: Any) -> Contraction | None:
+        if energy_reduction != "system":
             return None
-        found = {name: arguments.get(name) for name in (*roles, "batch_idx")}
-        numbers = {name: int(value) for name, value in found.items() if isinstance(value, Operand)}
+        numbers = {name: int(value) for name, value in arguments.items() if isinstance(value, Operand)}
         return SystemEnergies(tuple((numbers[n], roles[n]) for n in roles if n in numbers), numbers.get("batch_idx"))
 
     return contract
-
-
-def only_of_systems(
-    energy_reduction: str = "atom",
-    compute_forces: bool = False,
-    compute_charge_gradients: bool = False,
-    compute_virial: bool = False,
-    compute_gradients: Sequence[str] = (),
-    **others: Any,
-) -> bool:
-    """Whether these arguments ask for the energies of systems alone."""
-    parts = (compute_forces, compute_charge_gradients, compute_virial, compute_gradients)
-    return energy_reduction == "system" and not any(parts)
 
 
 def number_of_systems(
