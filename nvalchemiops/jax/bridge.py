@@ -144,8 +144,8 @@ class Bridge:
         self.out_shapes, self.at_once, self.device = out_shapes, at_once, device
         self.for_shapes = for_shapes or function
         self.name = name or getattr(function, "__name__", type(function).__name__)
-        at_leading_axes = {"folds": callable(at_once), "batches_gradients": at_once is True}
-        self.function = TorchFunction(function, self.name, **at_leading_axes, **options)
+        options |= {"folds": callable(at_once), "batches_gradients": at_once is True}
+        self.function = TorchFunction(function, self.name, **options)
         self._variants: dict[Hashable, _Variant] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -258,23 +258,15 @@ class _Variant:
 
     def _traced(self, types: Sequence[jax.ShapeDtypeStruct]) -> Types:
         """Outputs of the function for tensors without data."""
-        function, device = self.function, self._bridge.device()
-        with without_data(), torch.set_grad_enabled(function.with_gradients):
-            tensors = [torch.empty(x.shape, dtype=torch_dtype(x.dtype), device=device) for x in types]
+        function, bridge = self.function, self._bridge
+        with torch.set_grad_enabled(function.with_gradients):
             try:
-                outputs = self._call(self._bridge.for_shapes, tensors)
+                return types_without_data(lambda *x: self._call(bridge.for_shapes, x), types, bridge.device())
             except NEEDS_DATA as error:
                 raise ValueError(
                     f"`{function.name}`: the shapes of its outputs cannot be found without data ({error}): declare "
                     "them as `out_shapes` of from_torch"
                 ) from error
-
-        def type_of(output: Any) -> Any:
-            if not isinstance(output, torch.Tensor):
-                return output
-            return jax.ShapeDtypeStruct(tuple(output.shape), jax_dtype(output.dtype))
-
-        return jax.tree.map(type_of, outputs)
 
     def _takes_all(self, sizes: tuple[int, ...], types: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
         """Whether the function, given slices along leading axes, returns outputs along leading axes."""
@@ -291,6 +283,23 @@ class _Variant:
             return False
         outputs = self.outputs(types)
         return found == _Outputs(outputs.tree, stacked(outputs.types))
+
+
+def types_without_data(function: Callable[..., Any], arguments: Sequence[Any], device: torch.device) -> Types:
+    """Shapes and dtypes of what a torch function returns, called with tensors without data."""
+
+    def tensor(x: Any) -> Any:
+        is_type = isinstance(x, jax.ShapeDtypeStruct)
+        return torch.empty(x.shape, dtype=torch_dtype(x.dtype), device=device) if is_type else x
+
+    def type_of(output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            return output
+        return jax.ShapeDtypeStruct(tuple(output.shape), jax_dtype(output.dtype))
+
+    with without_data():
+        outputs = function(*jax.tree.map(tensor, list(arguments)))
+    return jax.tree.map(type_of, outputs)
 
 
 def is_energy(outputs: Sequence[jax.ShapeDtypeStruct]) -> bool:

@@ -516,25 +516,15 @@ def _outputs(request: Request, inputs: Sequence[torch.Tensor]) -> Sequence[torch
     function = request.function
     evaluate = function.evaluate if request.directions or function.first_order is None else function.first_order
     outputs = evaluate(*(inputs if function.only_reads else [x.clone() for x in inputs]))
-    _check_outputs(request, outputs)
-    return outputs
-
-
-def _check_outputs(request: Request, outputs: Sequence[torch.Tensor]) -> None:
-    function = request.function
     if len(outputs) != len(request.outputs):
         raise ValueError(f"`{function.name}` returned {len(outputs)} tensors, {len(request.outputs)} were declared")
     for number, (output, declared) in enumerate(zip(outputs, request.outputs)):
-        _check_output(function, number, output, declared)
-
-
-def _check_output(function: TorchFunction, number: int, output: Any, declared: jax.ShapeDtypeStruct) -> None:
-    if not isinstance(output, torch.Tensor):
-        raise TypeError(f"`{function.name}`: output {number} is no tensor but {type(output).__name__}")
-    if tuple(output.shape) != tuple(declared.shape):
-        raise ValueError(
-            f"`{function.name}`: output {number} has shape {tuple(output.shape)}, declared was {tuple(declared.shape)}"
-        )
-    expected = torch_dtype(declared.dtype)
-    if output.dtype != expected and not (function.rounds and output.dtype == WIDER.get(expected)):
-        raise TypeError(f"`{function.name}`: output {number} has dtype {output.dtype}, declared was {expected}")
+        where = f"`{function.name}`: output {number}"
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(f"{where} is no tensor but {type(output).__name__}")
+        if tuple(output.shape) != tuple(declared.shape):
+            raise ValueError(f"{where} has shape {tuple(output.shape)}, declared was {tuple(declared.shape)}")
+        expected = torch_dtype(declared.dtype)
+        if output.dtype != expected and not (function.rounds and output.dtype == WIDER.get(expected)):
+            raise TypeError(f"{where} has dtype {output.dtype}, declared was {expected}")
+    return outputs

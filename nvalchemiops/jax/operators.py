@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from nvalchemiops.jax.bridge import Bridge, Operand
+from nvalchemiops.jax.bridge import Bridge, Operand, types_without_data
 from nvalchemiops.jax.callback import Arrays, Contraction, Shapes
-from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
-from nvalchemiops.torch.runtime._torch_internals import without_data
+from nvalchemiops.jax.dtypes import jax_dtype
+from nvalchemiops.jax.utils.transformations import is_traced
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 
 Shape = jax.ShapeDtypeStruct
@@ -114,7 +114,7 @@ def operator(
             _check_positions(arguments["positions"])
         return bridge(**(arguments if prepare is None else prepare(arguments)))
 
-    return _named(of_arrays, function, signature)
+    return named(of_arrays, name, _for_jax(function), signature)
 
 
 def _check_positions(positions: Any) -> None:
@@ -125,12 +125,12 @@ def _check_positions(positions: Any) -> None:
         raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
 
 
-def _named(of_arrays: Callable[..., Any], function: Callable[..., Any], signature: inspect.Signature) -> Any:
-    """``of_arrays`` with the name and the documentation of a torch function."""
-    of_arrays.__name__ = of_arrays.__qualname__ = function.__name__
-    of_arrays.__doc__ = _for_jax(inspect.getdoc(function) or "")
-    of_arrays.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks there
-    return of_arrays
+def named(call: Callable[..., Any], name: str, doc: str, signature: inspect.Signature) -> Any:
+    """``call`` with this name, documentation and signature."""
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = doc
+    call.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks there
+    return call
 
 
 def without_padding(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def without_padding(arguments: dict[str, Any]) -> dict[str, Any]:
     if pointers is None:
         count = _pairs_before_padding(pairs[0], n_atoms)
     else:
-        count = int(pointers.select(0, -1)) if pointers.numel() else 0
+        count = int(pointers[-1]) if pointers.numel() else 0
     if not 0 <= count < pairs.shape[1] or 0 <= int(pairs[0, count]) < n_atoms:
         return arguments  # without padding, or wrong
     cut = {"neighbor_list": pairs[:, :count]}
@@ -165,18 +165,14 @@ def _pairs_before_padding(rows: torch.Tensor, n_atoms: int) -> int:
 _SHIFTS = ("neighbor_shifts", "unit_shifts")
 
 
-def _tensor_without_data(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype)) if isinstance(leaf, Shape) else leaf
-
-
 def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None, arguments: Mapping[str, Any]) -> Any:
     """Shapes of the results of a torch function, whose arguments are checked as far as they can be without values.
 
     Where the function cannot do without values, the shapes are those that ``rule`` gives.
     """
     try:
-        with without_data(), torch.no_grad():
-            found = function(**jax.tree.map(_tensor_without_data, dict(arguments)))
+        with torch.no_grad():
+            return types_without_data(lambda given: function(**given), [dict(arguments)], torch.device("cpu"))
     except ValuesNeededError:
         if rule is None:
             raise
@@ -188,20 +184,13 @@ def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None
     except Exception:  # of torch: values are read, or sizes depend on them
         if rule is None:
             raise
-    else:
-        return jax.tree.map(lambda t: Shape(tuple(t.shape), jax_dtype(t.dtype)), found)
     return rule(**arguments)
-
-
-def is_traced(value: Any) -> bool:
-    """Whether ``value`` is known only when a compiled program runs."""
-    return isinstance(value, jax.core.Tracer)
 
 
 def as_array(name: str, value: Any) -> Any:
     """``value`` as an array, if it is not a number or some other object; floats of numpy get the precision of JAX."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        value = jnp.asarray(value) if any(map(is_traced, jax.tree.leaves(value))) else np.asarray(value)
+        value = jnp.asarray(value) if is_traced(value) else np.asarray(value)
     if isinstance(value, torch.Tensor):
         raise TypeError(
             f"`{name}` is a torch tensor: pass a JAX or numpy array, or call the function of nvalchemiops.torch"
@@ -217,8 +206,7 @@ def as_static(name: str, value: Any) -> Any:
     TypeError
         The value is traced.
     """
-    parts = jax.tree.leaves(value) if type(value) in (list, tuple) else [value]
-    if any(map(is_traced, parts)):
+    if (type(value) in (list, tuple) or isinstance(value, jax.core.Tracer)) and is_traced(value):
         raise TypeError(
             f"{name} must be known when the function is traced, since shapes of results may depend on it: "
             "close over it, or name it in `static_argnames`"
@@ -261,8 +249,9 @@ def _for_jax_arrays(text: str) -> str:
     return re.sub(r"\btorch\.(?=(float|int|uint|bfloat|complex|bool)\d*\b)", "", text).replace(".to(", ".astype(")
 
 
-def _for_jax(text: str) -> str:
-    """A docstring of a torch function, for JAX."""
+def _for_jax(function: Callable[..., Any]) -> str:
+    """The docstring of a torch function, for JAX."""
+    text = inspect.getdoc(function) or ""
     # inside of jit the functions of torch run with values, so what a compiler of torch needs is not needed
     text = re.sub(r"\s*Inside ``torch\.compile``[^.]*\.", "", text)
     text = re.sub(r"``torch\.compile``", "``jax.jit``", text)
@@ -380,7 +369,7 @@ def eager(
         for name, value in bound.arguments.items():
             if kinds.get(name) == _ARRAYS:
                 bound.arguments[name] = as_array(name, value)
-        if any(map(is_traced, jax.tree.leaves(bound.arguments))):
+        if is_traced(bound.arguments):
             raise TypeError(f"{function.__name__} needs values: call it outside of jit, and pass its results")
         result = function(*map(to_torch, bound.args), **{k: to_torch(v) for k, v in bound.kwargs.items()})
         if dataclasses.is_dataclass(result) or hasattr(result, "_asdict"):
@@ -389,7 +378,7 @@ def eager(
             return (into or type(result))(**from_torch_values(result))
         return from_torch_values(result)
 
-    return _named(call, function, signature)
+    return named(call, function.__name__, _for_jax(function), signature)
 
 
 def to_torch(value: Any) -> Any:

@@ -24,9 +24,10 @@ from nvalchemiops.jax.operators import (
     as_static,
     checked_shapes,
     from_torch_values,
-    is_traced,
+    named,
     to_torch,
 )
+from nvalchemiops.jax.utils.transformations import is_traced
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.checks import check_count
@@ -59,7 +60,7 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
     arguments = _with_widths(arguments)
     if "coo_capacity" in arguments:
         _check_capacity(name, arguments)
-    if declared or any(map(is_traced, jax.tree.leaves(arguments))):
+    if declared or is_traced(arguments):
         if "cutoff2" in arguments and "max_neighbors" in arguments:
             arguments.setdefault("max_neighbors2", arguments["max_neighbors"])
         return tuple(_bridge(**arguments, check=False))
@@ -289,10 +290,8 @@ def _by_method(name: str, doc: str, parameters: str) -> Any:
         method = "naive" if "naive" in name else "cell_list"
         return find_neighbors(name, {**signature.bind(*args, **kwargs).arguments, "method": method})
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{doc}\n\nArguments and results as in `nvalchemiops.jax.neighbors.neighbor_list`."
-    call.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks there
-    return call
+    doc = f"{doc}\n\nArguments and results as in `nvalchemiops.jax.neighbors.neighbor_list`."
+    return named(call, name, doc, signature)
 
 
 naive_neighbor_list = _by_method(

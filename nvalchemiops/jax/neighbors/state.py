@@ -1,7 +1,6 @@
 """Neighbor lists of a fixed size inside of ``jit`` and ``scan``: `NeighborListState`."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,9 @@ import numpy as np
 
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE, WITHOUT_EFFECT
 from nvalchemiops.jax._jax_internals import vary_alike
-from nvalchemiops.jax.operators import Shape, as_array, as_static, is_traced, to_torch
+from nvalchemiops.jax.operators import Shape, as_array, as_static, to_torch
+from nvalchemiops.jax.utils.dataclasses import dataclass, field
+from nvalchemiops.jax.utils.transformations import is_traced
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.torch import neighbors
@@ -86,12 +87,7 @@ _FIXED = _Search._fields[:8]
 """Arguments of `neighbor_list` among them."""
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["cell", "pbc", "batch_idx", "batch_ptr", "lists", "largest", "initialized", "valid"],
-    meta_fields=["search"],
-)
-@dataclasses.dataclass(frozen=True)
+@dataclass
 class NeighborListState:
     """Sizes of neighbor lists, the lists of the last search, and whether all had room: a pytree.
 
@@ -112,7 +108,7 @@ class NeighborListState:
         The most neighbors of an atom in any search; with a list of pairs, the most pairs.
     """
 
-    search: _Search
+    search: _Search = field(static=True)
     cell: Any
     pbc: Any
     batch_idx: Any
@@ -227,12 +223,13 @@ def prepare_neighbor_list(
     rooms = rooms_of(n_lists, return_neighbor_list, coo_capacity, max_neighbors, max_neighbors1, max_neighbors2)
     size = "coo_capacity" if return_neighbor_list else "max_neighbors"
     if None in rooms:
-        if any(map(is_traced, (positions, *arrays.values()))):
+        if is_traced((positions, arrays)):
             raise ValueError(f"`{size}` is needed under jit, where the neighbors of these positions are not known")
-        tensors = {name: to_torch(value) for name, value in {"positions": jnp.asarray(positions), **arrays}.items()}
-        options = {"half_fill": half_fill, "return_neighbor_list": return_neighbor_list, "method": method}
+        given: dict[str, Any] = {name: to_torch(value) for name, value in arrays.items()}
+        given["positions"] = to_torch(jnp.asarray(positions))
+        given |= {"half_fill": half_fill, "return_neighbor_list": return_neighbor_list, "method": method}
         reaches = (cutoff, cutoff2)[:n_lists]
-        longest = [neighbors.neighbor_list(cutoff=reach, **tensors, **options)[0].shape[1] for reach in reaches]
+        longest = [neighbors.neighbor_list(cutoff=reach, **given)[0].shape[1] for reach in reaches]
         rooms = tuple(capacity_for(n) if return_neighbor_list else n for n in longest)
     rooms = tuple(check_count(size, room) for room in rooms)
     n_atoms = positions.shape[0]
@@ -309,7 +306,7 @@ def state_after(
             suffix = str(number + 1) if two else ""
             arguments |= {name + suffix: value for name, value in zip(search.types(), one)}
     # the sizes of a state that is traced are fixed; outside of `jit` they grow
-    found = find("neighbor_list", arguments, declared=any(map(is_traced, jax.tree.leaves(state))))
+    found = find("neighbor_list", arguments, declared=is_traced(state))
     per_list = len(found) // len(search.sizes)
     lists = tuple(found[i * per_list : (i + 1) * per_list] for i in range(len(search.sizes)))
     search = search._replace(sizes=tuple(one[0].shape[1] for one in lists))
