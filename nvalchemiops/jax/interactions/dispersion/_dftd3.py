@@ -1,10 +1,12 @@
 """DFT-D3 for JAX arrays; see `nvalchemiops.torch.interactions.dispersion`."""
 
 import functools
-from collections.abc import Callable, Hashable
+import hashlib
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
+import numpy as np
 
 from nvalchemiops.jax.operators import Shape, number_of_systems, operator, to_torch
 from nvalchemiops.jax.utils.dataclasses import dataclass, field
@@ -82,11 +84,20 @@ def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:
         given = arguments["d3_params"] = D3Parameters(**given)
     if isinstance(given, D3Parameters):
         leaves = jax.tree.leaves(given)
-        # JAX arrays are immutable, so they are as good a key as their values, as long as they exist
-        if all(isinstance(leaf, jax.Array) for leaf in leaves) and not is_traced(given):
-            key = (*map(id, leaves), given.interp_mesh)
-            arguments["d3_params"] = _keep(key, leaves, lambda: _parameters(jax.tree.map(to_torch, given)))
+        if not is_traced(given):
+            # JAX arrays are immutable, so they are as good a key as their values, as long as they exist
+            of_jax = all(isinstance(leaf, jax.Array) for leaf in leaves)
+            key = (*map(id, leaves),) if of_jax else _contents(map(np.asarray, leaves))
+            arguments["d3_params"] = _keep(
+                (*key, given.interp_mesh), leaves, lambda: _parameters(jax.tree.map(to_torch, given))
+            )
     return arguments
+
+
+def _contents(tables: Iterable[np.ndarray]) -> tuple[Hashable, ...]:
+    """A key for the values of tables."""
+    arrays = [np.ascontiguousarray(x) for x in tables]
+    return (hashlib.sha256(b"".join(x.tobytes() for x in arrays)).digest(), *((x.shape, str(x.dtype)) for x in arrays))
 
 
 def _parameters(tables: Any) -> dispersion.D3Parameters:
