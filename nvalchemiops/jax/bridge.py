@@ -2,15 +2,16 @@
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
 
-from nvalchemiops.jax.callback import Arrays, Contraction, Request, Shapes, TorchFunction, plain_state
+from nvalchemiops.jax.callback import Arrays, Contraction, Shapes, TorchFunction, plain_state
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
-from nvalchemiops.jax.primitive import bind
+from nvalchemiops.jax.primitive import Form, Part
 from nvalchemiops.torch.runtime._torch_internals import NEEDS_DATA, without_data
 
 Types = Any
@@ -90,20 +91,8 @@ KEPT_VARIANTS = 256
 
 def call_flat(function: TorchFunction, arrays: Sequence[Any], outputs: tuple[jax.ShapeDtypeStruct, ...]) -> list[Any]:
     """Outputs of ``function``, whose shapes and dtypes are known."""
-    operands = [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in arrays]
-    request = Request(
-        function=function,
-        outputs=outputs,
-        inputs=len(operands),
-        values=tuple(range(len(outputs))),
-        gradient=(),
-        weights=(),
-        directions=(),
-        sizes=(),
-        operand_flags=((),) * len(operands),
-        result_flags=((),) * len(outputs),
-    )
-    return bind(request, operands)
+    inputs = [Part(x if isinstance(x, jax.Array) else jax.numpy.asarray(x), ()) for x in arrays]
+    return Form(function, outputs, (), inputs, {}, ()).bind(dict.fromkeys(range(len(outputs)), ()), {})
 
 
 def _is_array(leaf: Any) -> bool:
@@ -120,42 +109,6 @@ class _Outputs(NamedTuple):
     types: tuple[jax.ShapeDtypeStruct, ...]
 
 
-class Traits(NamedTuple):
-    """What modules and operators know about their function, beside its results.
-
-    Parameters
-    ----------
-    differentiable : bool
-    at_once : bool or callable
-        Slices of ``vmap`` go into one call along leading axes, if the shapes of its outputs show that it takes them,
-        and two slices that it is also given alone; or if a function of its arguments, with a `jax.ShapeDtypeStruct` for
-        each array of one slice, says so.
-    first_order : callable, optional
-        The same function, called where no derivatives beyond the first are taken.
-    for_shapes : callable, optional
-        The same function, called with tensors without data.
-    gradients : callable, optional
-        ``gradients(names, ...)``, then the arguments, all by name: the outputs, and the gradients of their sum by the
-        arguments with these names; or None. For functions whose arrays are arguments themselves.
-    fill : callable, optional
-        ``fill(results, ...)``, then the same arguments: write the outputs into the tensors ``results``, in the order
-        of the leaves of the outputs; False if it cannot.
-    constants : frozenset of str, optional
-        Arguments, by name, by which the function has no derivatives: to ask for one is a NotImplementedError.
-    device : callable
-        The device of tensors without data.
-    """
-
-    differentiable: bool = True
-    at_once: bool | Callable[..., bool] = False
-    first_order: Callable[..., Any] | None = None
-    for_shapes: Callable[..., Any] | None = None
-    gradients: Callable[..., Any] | None = None
-    fill: Callable[..., bool] | None = None
-    constants: frozenset[str] = frozenset()
-    device: Callable[[], torch.device] = lambda: torch.device("cpu")
-
-
 class Bridge:
     """A torch function as JAX calls it; see `from_torch`.
 
@@ -165,12 +118,16 @@ class Bridge:
     out_shapes : pytree, callable or None
     name : str, optional
         For messages.
-    contract : Contraction, or callable, optional
-        For energies; or a function of the arguments, with an `Operand` for each array, that returns it or None.
-    with_gradients : bool
-    only_reads : bool
-        The function neither changes arrays nor keeps them, so that it gets JAX's memory, and no copies.
-    traits : Traits
+    at_once : bool or callable
+        Slices of ``vmap`` go into one call along leading axes, if the shapes of its outputs show that it takes them,
+        and two slices that it is also given alone; or if a function of its arguments, with a `jax.ShapeDtypeStruct` for
+        each array of one slice, says so.
+    for_shapes : callable, optional
+        The same function, called with tensors without data.
+    device : callable
+        The device of tensors without data.
+    **options
+        What else is known about the function: fields of `TorchFunction`.
     """
 
     def __init__(
@@ -179,15 +136,16 @@ class Bridge:
         out_shapes: Types | Callable[..., Types] | None,
         *,
         name: str = "",
-        contract: Contraction | Callable[..., Contraction | None] | None = None,
-        with_gradients: bool = False,
-        only_reads: bool = False,
-        traits: Traits = Traits(),  # noqa: B008  # immutable
+        at_once: bool | Callable[..., bool] = False,
+        for_shapes: Callable[..., Any] | None = None,
+        device: Callable[[], torch.device] = lambda: torch.device("cpu"),
+        **options: Any,
     ):
-        self.function, self.out_shapes = function, out_shapes
+        self.out_shapes, self.at_once, self.device = out_shapes, at_once, device
+        self.for_shapes = for_shapes or function
         self.name = name or getattr(function, "__name__", type(function).__name__)
-        self.contract, self.with_gradients, self.only_reads = contract, with_gradients, only_reads
-        self.traits = traits
+        options |= {"folds": callable(at_once), "batches_gradients": at_once is True}
+        self.function = TorchFunction(function, self.name, **options)
         self._variants: dict[Hashable, _Variant] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -231,25 +189,19 @@ class _Variant:
         self._places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
         self._bridge = bridge
         self._known: dict[tuple[jax.ShapeDtypeStruct, ...], _Outputs] = {}
-        contract: Any = bridge.contract
+        function = bridge.function
+        contract = function.contract
         if callable(contract) and not isinstance(contract, Contraction):
             contract = self._call(contract, [Operand(i) for i in range(len(self._places))])
-        traits = bridge.traits
-        self.function = TorchFunction(
-            self._flat(bridge.function),
-            bridge.name,
-            contract,
-            with_gradients=bridge.with_gradients,
+        self.function = replace(
+            function,
+            evaluate=self._flat(function.evaluate),
+            contract=contract,
             rounds=rounds,
-            differentiable=traits.differentiable,
-            first_order=self._flat(traits.first_order) if traits.first_order else None,
-            gradients=self._gradients(traits.gradients) if traits.gradients else None,
-            fill=self._filling(traits.fill) if traits.fill else None,
-            takes_all=functools.cache(self._takes_all) if traits.at_once else None,
-            constants=self._constants(traits.constants) if traits.constants else {},
-            only_reads=bridge.only_reads,
-            folds=callable(traits.at_once),
-            batches_gradients=traits.at_once is True,
+            first_order=self._flat(function.first_order) if function.first_order else None,
+            fill=self._filling(function.fill) if function.fill else None,
+            takes_all=functools.cache(self._takes_all) if bridge.at_once else None,
+            constants=self._constants(function.constants) if function.constants else {},
         )
 
     def _call(self, function: Callable[..., Any], arrays: Sequence[Any]) -> Any:
@@ -268,15 +220,6 @@ class _Variant:
         paths, _ = jax.tree_util.tree_flatten_with_path(operands)
         found = [(i, path) for path, i in paths if isinstance(i, Operand) and path[0].key in constants]
         return {int(i): path[0].key + jax.tree_util.keystr(path[1:]) for i, path in found}
-
-    def _gradients(self, gradients: Callable[..., Any]) -> Callable[..., Any]:
-        operands = self._call(lambda **arguments: arguments, [Operand(i) for i in range(len(self._places))])
-        names = {int(value): name for name, value in operands.items() if isinstance(value, Operand)}
-
-        def call(wanted: Sequence[int], *tensors: torch.Tensor) -> Any:
-            return self._call(functools.partial(gradients, [names[i] for i in wanted]), tensors)
-
-        return call
 
     def _filling(self, fill: Callable[..., bool]) -> Callable[..., bool]:
         return lambda results, *tensors: self._call(functools.partial(fill, results), tensors)
@@ -315,28 +258,19 @@ class _Variant:
 
     def _traced(self, types: Sequence[jax.ShapeDtypeStruct]) -> Types:
         """Outputs of the function for tensors without data."""
-        function, traits = self.function, self._bridge.traits
-        device = traits.device()
-        with without_data(), torch.set_grad_enabled(function.with_gradients):
-            tensors = [torch.empty(x.shape, dtype=torch_dtype(x.dtype), device=device) for x in types]
+        function, bridge = self.function, self._bridge
+        with torch.set_grad_enabled(function.with_gradients):
             try:
-                outputs = self._call(traits.for_shapes or self._bridge.function, tensors)
+                return types_without_data(lambda *x: self._call(bridge.for_shapes, x), types, bridge.device())
             except NEEDS_DATA as error:
                 raise ValueError(
                     f"`{function.name}`: the shapes of its outputs cannot be found without data ({error}): declare "
                     "them as `out_shapes` of from_torch"
                 ) from error
 
-        def type_of(output: Any) -> Any:
-            if not isinstance(output, torch.Tensor):
-                return output
-            return jax.ShapeDtypeStruct(tuple(output.shape), jax_dtype(output.dtype))
-
-        return jax.tree.map(type_of, outputs)
-
     def _takes_all(self, sizes: tuple[int, ...], types: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
         """Whether the function, given slices along leading axes, returns outputs along leading axes."""
-        says = self._bridge.traits.at_once
+        says = self._bridge.at_once
         if callable(says):
             return bool(self._call(says, types))
 
@@ -349,6 +283,23 @@ class _Variant:
             return False
         outputs = self.outputs(types)
         return found == _Outputs(outputs.tree, stacked(outputs.types))
+
+
+def types_without_data(function: Callable[..., Any], arguments: Sequence[Any], device: torch.device) -> Types:
+    """Shapes and dtypes of what a torch function returns, called with tensors without data."""
+
+    def tensor(x: Any) -> Any:
+        is_type = isinstance(x, jax.ShapeDtypeStruct)
+        return torch.empty(x.shape, dtype=torch_dtype(x.dtype), device=device) if is_type else x
+
+    def type_of(output: Any) -> Any:
+        if not isinstance(output, torch.Tensor):
+            return output
+        return jax.ShapeDtypeStruct(tuple(output.shape), jax_dtype(output.dtype))
+
+    with without_data():
+        outputs = function(*jax.tree.map(tensor, list(arguments)))
+    return jax.tree.map(type_of, outputs)
 
 
 def is_energy(outputs: Sequence[jax.ShapeDtypeStruct]) -> bool:

@@ -16,6 +16,7 @@ import torch
 from nvalchemiops import threads
 from nvalchemiops.jax.dtypes import WIDER, torch_dtype
 from nvalchemiops.layout import layout
+from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.openmp import at_fixed_threads
 
 Flags = tuple[bool, ...]
@@ -47,6 +48,9 @@ class Contraction(ABC):
 class TorchFunction:
     """A torch function of tensors, as the primitive calls it. Compared by identity.
 
+    A `Bridge` has one of whatever arguments its callers give; the functions among the fields then take these, and
+    results are what callers get.
+
     Parameters
     ----------
     evaluate : callable
@@ -54,7 +58,8 @@ class TorchFunction:
     name : str
         For messages.
     contract : Contraction, optional
-        For energies, whose gradient then comes with their values.
+        For energies, whose gradient then comes with their values. Of a bridge also a function of the arguments, with an
+        `Operand` for each array, that returns it or None.
     with_gradients : bool
         Torch records operations also where no derivative is requested: for functions that call `torch.autograd.grad`.
     rounds : bool
@@ -62,16 +67,14 @@ class TorchFunction:
     differentiable : bool
     first_order : callable, optional
         The same as ``evaluate``, for values and first derivatives.
-    gradients : callable, optional
-        ``gradients(wanted, *inputs)``: the outputs, and the gradients of their sum by the inputs with these numbers; or
-        None. Cheaper than torch's reverse mode.
     fill : callable, optional
         ``fill(results, *inputs)``: write the values of all outputs into the tensors ``results``; False if it cannot.
     takes_all : callable, optional
         ``takes_all(sizes, types)``: whether one call takes all slices of ``vmap``, along leading axes; the types are
         those of the inputs of one slice.
     constants : mapping of int to str, optional
-        Numbers and names of inputs by which it has no derivatives, though its outputs may depend on them.
+        Numbers and names of inputs by which it has no derivatives, though its outputs may depend on them: to ask for
+        one is a NotImplementedError. Of a bridge the names of arguments.
     only_reads : bool
         It neither changes its inputs nor keeps them, and gets JAX's memory. Others get copies: what NumPy or
         `torch.Tensor.data` write cannot be seen.
@@ -81,23 +84,22 @@ class TorchFunction:
         Rows of a Jacobian come from one backward pass, by `torch.vmap`; switched off where that fails.
     """
 
-    evaluate: Callable[..., Sequence[torch.Tensor]]
+    evaluate: Callable[..., Any]
     name: str
-    contract: Contraction | None = None
+    contract: Any = None
     with_gradients: bool = False
     rounds: bool = True
     differentiable: bool = True
-    first_order: Callable[..., Sequence[torch.Tensor]] | None = None
-    gradients: Callable[..., tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None] | None = None
+    first_order: Callable[..., Any] | None = None
     fill: Callable[..., bool] | None = None
     takes_all: Callable[[tuple[int, ...], tuple[jax.ShapeDtypeStruct, ...]], bool] | None = None
-    constants: Mapping[int, str] = field(default_factory=dict)
+    constants: Any = frozenset()
     only_reads: bool = False
     folds: bool = False
     batches_gradients: bool = False
-    verdicts: dict[Hashable, bool] = field(default_factory=dict, repr=False)
+    verdicts: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False)
     """Whether it computes the slices of a stack apart, by their number and shapes, as calls have shown."""
-    jitted: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
+    jitted: dict[Any, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -416,8 +418,6 @@ class _Point:
         given = iter(vectors)
         weights = {j: next(given) for j in request.weights}
         directions = [{i: next(given) for i in direction} for direction in request.directions]
-        if (by_value := _by_value(request, inputs, list(weights.values()))) is not None:
-            return by_value
         moving = bool(request.gradient or request.directions)
         with torch.set_grad_enabled(moving or request.function.with_gradients):
             outputs = self._outputs
@@ -426,6 +426,8 @@ class _Point:
                 results = [x.expand(count, *x.shape) for x in results]
             if not moving:
                 return results
+            if not directions and count is None and (along := self._along_with(weights)) is not None:
+                return [*results, *along]
             by_weight = bool(request.directions and request.values)
             weights = self._ones if by_weight or not weights else weights
             roots = [(outputs[j], weight) for j, weight in weights.items()]
@@ -449,6 +451,19 @@ class _Point:
             return {j: torch.ones_like(self._outputs[j], requires_grad=True) for j in self.request.values}
         return {j: torch.ones_like(y) for j, y in enumerate(self._outputs) if y.is_floating_point()}
 
+    def _along_with(self, weights: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor] | None:
+        """Gradients that came with an energy, if all of it has one weight; otherwise None."""
+        if len(self._outputs) != 1:
+            return None
+        found = engine.first_derivatives(self._outputs[0], [self._inputs[i] for i in self.request.gradient])
+        if found is None or not weights:
+            return found
+        weight = weights[0]
+        if not layout(weight.device.type).reads or not weight.numel():
+            return None
+        scale = weight.reshape(-1)[0]
+        return [gradient * scale for gradient in found] if bool((weight == scale).all()) else None
+
     def _along(self, number: int, roots: list[_Root], wanted: Sequence[int]) -> list[torch.Tensor]:
         """Gradients that direction ``number`` is multiplied with; those of before where nothing else led to them."""
         known, slopes = self._slopes.get(number, ([], []))
@@ -457,30 +472,6 @@ class _Point:
             slopes = _gradients(roots, [self._inputs[i] for i in wanted], create_graph=True, warn=name)
             self._slopes[number] = roots, slopes
         return slopes
-
-
-def _by_value(
-    request: Request, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
-) -> list[torch.Tensor] | None:
-    """Values and gradients where the function has them by value, for outputs of equal weights; otherwise None."""
-    gradients = request.function.gradients
-    if gradients is None or not request.gradient or request.directions or len(weights) > 1:
-        return None
-    scale = None
-    if weights:
-        (weight,) = weights
-        if not layout(weight.device.type).reads or not weight.numel():
-            return None
-        scale = weight.reshape(-1)[0]
-        if not bool((weight == scale).all()):
-            return None
-    with torch.no_grad():
-        both = gradients(request.gradient, *inputs)
-        if both is None:
-            return None
-        outputs, found = both
-        _check_outputs(request, outputs)
-        return [*(outputs[j] for j in request.values), *(g if scale is None else g * scale for g in found)]
 
 
 def _gradients(
@@ -525,25 +516,15 @@ def _outputs(request: Request, inputs: Sequence[torch.Tensor]) -> Sequence[torch
     function = request.function
     evaluate = function.evaluate if request.directions or function.first_order is None else function.first_order
     outputs = evaluate(*(inputs if function.only_reads else [x.clone() for x in inputs]))
-    _check_outputs(request, outputs)
-    return outputs
-
-
-def _check_outputs(request: Request, outputs: Sequence[torch.Tensor]) -> None:
-    function = request.function
     if len(outputs) != len(request.outputs):
         raise ValueError(f"`{function.name}` returned {len(outputs)} tensors, {len(request.outputs)} were declared")
     for number, (output, declared) in enumerate(zip(outputs, request.outputs)):
-        _check_output(function, number, output, declared)
-
-
-def _check_output(function: TorchFunction, number: int, output: Any, declared: jax.ShapeDtypeStruct) -> None:
-    if not isinstance(output, torch.Tensor):
-        raise TypeError(f"`{function.name}`: output {number} is no tensor but {type(output).__name__}")
-    if tuple(output.shape) != tuple(declared.shape):
-        raise ValueError(
-            f"`{function.name}`: output {number} has shape {tuple(output.shape)}, declared was {tuple(declared.shape)}"
-        )
-    expected = torch_dtype(declared.dtype)
-    if output.dtype != expected and not (function.rounds and output.dtype == WIDER.get(expected)):
-        raise TypeError(f"`{function.name}`: output {number} has dtype {output.dtype}, declared was {expected}")
+        where = f"`{function.name}`: output {number}"
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(f"{where} is no tensor but {type(output).__name__}")
+        if tuple(output.shape) != tuple(declared.shape):
+            raise ValueError(f"{where} has shape {tuple(output.shape)}, declared was {tuple(declared.shape)}")
+        expected = torch_dtype(declared.dtype)
+        if output.dtype != expected and not (function.rounds and output.dtype == WIDER.get(expected)):
+            raise TypeError(f"{where} has dtype {output.dtype}, declared was {expected}")
+    return outputs

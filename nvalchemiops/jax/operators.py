@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from nvalchemiops.jax.bridge import Bridge, Operand, Traits
+from nvalchemiops.jax.bridge import Bridge, Operand, types_without_data
 from nvalchemiops.jax.callback import Arrays, Contraction, Shapes
-from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
-from nvalchemiops.torch.runtime._torch_internals import without_data
+from nvalchemiops.jax.dtypes import jax_dtype
+from nvalchemiops.jax.utils.transformations import is_traced
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 
 Shape = jax.ShapeDtypeStruct
@@ -74,11 +74,11 @@ def operator(
     """
     name, kinds = function.__name__, {n: _kind(p) for n, p in inspect.signature(function).parameters.items()}
     signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})
-    parameters = signature.parameters
+    parameters, numbers = signature.parameters, [key for key, kind in kinds.items() if kind == _NUMBERS]
 
     def call(**arguments: Any) -> Any:
-        for key, value in arguments.items():
-            if kinds.get(key) == _NUMBERS and isinstance(value, torch.Tensor):
+        for key in numbers:
+            if isinstance(value := arguments.get(key), torch.Tensor):
                 arguments[key] = value.item()
         if fold is not None and arguments["positions"].ndim > 2:
             return fold.call(function, arguments)
@@ -87,22 +87,15 @@ def operator(
     def shapes(**arguments: Any) -> Any:
         return checked_shapes(call, out_shapes, arguments)
 
-    derivatives = {key: option for key, option in _BY_VALUE.items() if option in kinds}
-
-    def gradients(names: list[str], **arguments: Any) -> Any:
-        known = all(name in derivatives for name in names) and arguments["positions"].ndim == 2
-        if not known or any(arguments.get(option) for option in _OTHER_RESULTS):
-            return None
-        energies, *found = call(**{**arguments, **{derivatives[name]: True for name in names}})
-        by_name = dict(zip([name for name in derivatives if name in names], found))
-        return [energies], [-by_name[name] if name == "positions" else by_name[name] for name in names]
-
-    traits = Traits(
+    bridge = Bridge(
+        call,
+        shapes,
+        name=name,
+        contract=contract,
+        only_reads=True,
         at_once=fold.is_possible if fold else False,
-        gradients=gradients if len(derivatives) == 2 else None,
-        constants=frozenset(constants).union(key for key, kind in kinds.items() if kind == _NUMBERS),
+        constants=frozenset(constants).union(numbers),
     )
-    bridge = Bridge(call, shapes, name=name, contract=contract, only_reads=True, traits=traits)
 
     def checked(key: str, value: Any) -> Any:
         kind = kinds.get(key)
@@ -121,7 +114,7 @@ def operator(
             _check_positions(arguments["positions"])
         return bridge(**(arguments if prepare is None else prepare(arguments)))
 
-    return _named(of_arrays, function, signature)
+    return named(of_arrays, name, _for_jax(function), signature)
 
 
 def _check_positions(positions: Any) -> None:
@@ -132,24 +125,12 @@ def _check_positions(positions: Any) -> None:
         raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
 
 
-_BY_VALUE = {"positions": "compute_forces", "charges": "compute_charge_gradients"}
-"""Arguments by which functions of energies return first derivatives by value, in the order in which they do."""
-
-_OTHER_RESULTS = (
-    *_BY_VALUE.values(),
-    "compute_dipole_gradients",
-    "compute_quadrupole_gradients",
-    "compute_virial",
-    "hybrid_forces",
-)
-
-
-def _named(of_arrays: Callable[..., Any], function: Callable[..., Any], signature: inspect.Signature) -> Any:
-    """``of_arrays`` with the name and the documentation of a torch function."""
-    of_arrays.__name__ = of_arrays.__qualname__ = function.__name__
-    of_arrays.__doc__ = _for_jax(inspect.getdoc(function) or "")
-    of_arrays.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks there
-    return of_arrays
+def named(call: Callable[..., Any], name: str, doc: str, signature: inspect.Signature) -> Any:
+    """``call`` with this name, documentation and signature."""
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = doc
+    call.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks there
+    return call
 
 
 def without_padding(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +141,7 @@ def without_padding(arguments: dict[str, Any]) -> dict[str, Any]:
     pairs, pointers = arguments.get("neighbor_list"), arguments.get("neighbor_ptr")
     if pairs is None or pairs.ndim != 2 or not may_read(pairs, wait=True):
         return arguments
-    n_atoms = len(arguments["positions"])
+    n_atoms = arguments["positions"].shape[0]
     if pointers is None:
         count = _pairs_before_padding(pairs[0], n_atoms)
     else:
@@ -184,18 +165,14 @@ def _pairs_before_padding(rows: torch.Tensor, n_atoms: int) -> int:
 _SHIFTS = ("neighbor_shifts", "unit_shifts")
 
 
-def _tensor_without_data(leaf: Any) -> Any:
-    return torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype)) if isinstance(leaf, Shape) else leaf
-
-
 def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None, arguments: Mapping[str, Any]) -> Any:
     """Shapes of the results of a torch function, whose arguments are checked as far as they can be without values.
 
     Where the function cannot do without values, the shapes are those that ``rule`` gives.
     """
     try:
-        with without_data(), torch.no_grad():
-            found = function(**jax.tree.map(_tensor_without_data, dict(arguments)))
+        with torch.no_grad():
+            return types_without_data(lambda given: function(**given), [dict(arguments)], torch.device("cpu"))
     except ValuesNeededError:
         if rule is None:
             raise
@@ -207,20 +184,13 @@ def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None
     except Exception:  # of torch: values are read, or sizes depend on them
         if rule is None:
             raise
-    else:
-        return jax.tree.map(lambda t: Shape(tuple(t.shape), jax_dtype(t.dtype)), found)
     return rule(**arguments)
-
-
-def is_traced(value: Any) -> bool:
-    """Whether ``value`` is known only when a compiled program runs."""
-    return isinstance(value, jax.core.Tracer)
 
 
 def as_array(name: str, value: Any) -> Any:
     """``value`` as an array, if it is not a number or some other object; floats of numpy get the precision of JAX."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        value = jnp.asarray(value) if any(map(is_traced, jax.tree.leaves(value))) else np.asarray(value)
+        value = jnp.asarray(value) if is_traced(value) else np.asarray(value)
     if isinstance(value, torch.Tensor):
         raise TypeError(
             f"`{name}` is a torch tensor: pass a JAX or numpy array, or call the function of nvalchemiops.torch"
@@ -236,8 +206,7 @@ def as_static(name: str, value: Any) -> Any:
     TypeError
         The value is traced.
     """
-    parts = jax.tree.leaves(value) if type(value) in (list, tuple) else [value]
-    if any(map(is_traced, parts)):
+    if (type(value) in (list, tuple) or isinstance(value, jax.core.Tracer)) and is_traced(value):
         raise TypeError(
             f"{name} must be known when the function is traced, since shapes of results may depend on it: "
             "close over it, or name it in `static_argnames`"
@@ -280,8 +249,9 @@ def _for_jax_arrays(text: str) -> str:
     return re.sub(r"\btorch\.(?=(float|int|uint|bfloat|complex|bool)\d*\b)", "", text).replace(".to(", ".astype(")
 
 
-def _for_jax(text: str) -> str:
-    """A docstring of a torch function, for JAX."""
+def _for_jax(function: Callable[..., Any]) -> str:
+    """The docstring of a torch function, for JAX."""
+    text = inspect.getdoc(function) or ""
     # inside of jit the functions of torch run with values, so what a compiler of torch needs is not needed
     text = re.sub(r"\s*Inside ``torch\.compile``[^.]*\.", "", text)
     text = re.sub(r"``torch\.compile``", "``jax.jit``", text)
@@ -314,8 +284,8 @@ class SystemEnergies(Contraction):
         return () if self.batch_idx is None else (self.batch_idx,)
 
     def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
-        """Whether there are no channels, and each array has rows for atoms or systems, or there is one system."""
-        if len(outputs[0].shape) != 1:
+        """Whether they are all results and without channels, and each array has such rows, or there is one system."""
+        if len(outputs) != 1 or len(outputs[0].shape) != 1:
             return False
         (n_systems,) = outputs[0].shape
         roles = dict(self.roles)
@@ -346,33 +316,20 @@ class SystemEnergies(Contraction):
         return [total]
 
 
-def system_energies(is_alone: Callable[..., bool], roles: Mapping[str, str]) -> Callable[..., Contraction | None]:
-    """The contraction of an operator whose only result, if ``is_alone(**arguments)``, is the energy of each system.
+def system_energies(roles: Mapping[str, str], reduction: str = "atom") -> Callable[..., Contraction | None]:
+    """The contraction of an operator, for calls whose results are energies of systems.
 
-    ``roles`` says of arrays, by name, whether they have rows for atoms or for systems.
+    ``roles`` says of arrays, by name, whether they have rows for atoms or for systems; ``reduction`` is what
+    ``energy_reduction`` is where it is left out.
     """
 
-    def contract(**arguments: Any) -> Contraction | None:
-        if not is_alone(**arguments):
+    def contract(energy_reduction: str = reduction, **arguments: Any) -> Contraction | None:
+        if energy_reduction != "system":
             return None
-        found = {name: arguments.get(name) for name in (*roles, "batch_idx")}
-        numbers = {name: int(value) for name, value in found.items() if isinstance(value, Operand)}
+        numbers = {name: int(value) for name, value in arguments.items() if isinstance(value, Operand)}
         return SystemEnergies(tuple((numbers[n], roles[n]) for n in roles if n in numbers), numbers.get("batch_idx"))
 
     return contract
-
-
-def only_of_systems(
-    energy_reduction: str = "atom",
-    compute_forces: bool = False,
-    compute_charge_gradients: bool = False,
-    compute_virial: bool = False,
-    compute_gradients: Sequence[str] = (),
-    **others: Any,
-) -> bool:
-    """Whether these arguments ask for the energies of systems alone."""
-    parts = (compute_forces, compute_charge_gradients, compute_virial, compute_gradients)
-    return energy_reduction == "system" and not any(parts)
 
 
 def number_of_systems(
@@ -412,7 +369,7 @@ def eager(
         for name, value in bound.arguments.items():
             if kinds.get(name) == _ARRAYS:
                 bound.arguments[name] = as_array(name, value)
-        if any(map(is_traced, jax.tree.leaves(bound.arguments))):
+        if is_traced(bound.arguments):
             raise TypeError(f"{function.__name__} needs values: call it outside of jit, and pass its results")
         result = function(*map(to_torch, bound.args), **{k: to_torch(v) for k, v in bound.kwargs.items()})
         if dataclasses.is_dataclass(result) or hasattr(result, "_asdict"):
@@ -421,7 +378,7 @@ def eager(
             return (into or type(result))(**from_torch_values(result))
         return from_torch_values(result)
 
-    return _named(call, function, signature)
+    return named(call, function.__name__, _for_jax(function), signature)
 
 
 def to_torch(value: Any) -> Any:

@@ -28,7 +28,6 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -52,14 +51,13 @@ class Part(NamedTuple):
     flags: Flags
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """The arguments of L: arrays or tracers."""
 
     function: TorchFunction
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     sizes: tuple[int, ...]
-    inputs: tuple[Part, ...]
+    inputs: Sequence[Part]
     weights: Mapping[int, Part]
     directions: tuple[Mapping[int, Part], ...]
 
@@ -78,19 +76,15 @@ class Form:
 
     def weighted(self, weights: Mapping[int, Part]) -> "Form":
         """L with other weights; outputs without one do not count."""
-        return Form(self.function, self.outputs, self.sizes, self.inputs, weights, self.directions)
+        return self._replace(weights=weights)
 
     def along(self, *directions: Mapping[int, Part]) -> "Form":
         """The derivative of L along more directions."""
-        return self.directed((*self.directions, *directions))
-
-    def directed(self, directions: Sequence[Mapping[int, Part]]) -> "Form":
-        """L with other directions."""
-        return Form(self.function, self.outputs, self.sizes, self.inputs, self.weights, tuple(directions))
+        return self._replace(directions=(*self.directions, *directions))
 
     def without(self, number: int) -> "Form":
         """L without one of its directions."""
-        return self.directed(self.directions[:number] + self.directions[number + 1 :])
+        return self._replace(directions=self.directions[:number] + self.directions[number + 1 :])
 
     def bind(self, values: Mapping[int, Flags], gradient: Mapping[int, Flags]) -> list[Any]:
         """Derivatives of L by the weights of ``values`` and by a further direction along the inputs of ``gradient``."""

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import torch
 
-from nvalchemiops.jax.bridge import SCALAR_IF_ANY, Bridge, Traits
+from nvalchemiops.jax.bridge import SCALAR_IF_ANY, Bridge
 from nvalchemiops.locks import fork_safe
 
 VmapMethod = Literal["broadcast_all", "sequential"]
@@ -153,10 +153,10 @@ class TorchModuleWrapper:
         """Outputs of the module."""
         paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
         _check_arguments(self.module, paths, self.input_spec)
-        return self._function(*args, **kwargs)
+        return self._function.bridge(*args, **kwargs)
 
     @functools.cached_property
-    def _function(self) -> Callable[..., Any]:
+    def _function(self) -> "_Function":
         """The function of this wrapper and of all that are equal."""
         key = self._key()
         found = _functions.get(key)
@@ -171,42 +171,36 @@ class _Function:
     def __init__(self, wrapper: TorchModuleWrapper):
         self._module, self._spec = wrapper.module, tuple(wrapper.input_spec or ())
         self._compiled: dict[torch.device, _Compiled] = {}
-        traits = Traits(
-            differentiable=wrapper.enable_vjp,
-            at_once=wrapper.vmap_method == "broadcast_all",
-            first_order=self._run_compiled if wrapper._compile else None,
-            for_shapes=self._run_scratch,
-            device=lambda: device_of(self._module) or torch.device("cpu"),
-        )
-        self._bridge = Bridge(
-            self._run,
+        self.bridge = Bridge(
+            self._calling(lambda device: module_on(self._module, device)),
             None,
             name=type(wrapper.module).__name__,
             contract=SCALAR_IF_ANY,
             with_gradients=wrapper.requires_grad,
-            traits=traits,
+            differentiable=wrapper.enable_vjp,
+            at_once=wrapper.vmap_method == "broadcast_all",
+            first_order=self._calling(self._compiled_on) if wrapper._compile else None,
+            for_shapes=self._calling(lambda _: _scratch(self._module)),
+            device=lambda: device_of(self._module) or torch.device("cpu"),
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._bridge(*args, **kwargs)
+    def _calling(self, module_for: Callable[[torch.device | None], Callable[..., Any]]) -> Callable[..., Any]:
+        """The function that calls the module for the device of its arguments."""
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs, device = self._prepared(args, kwargs)
-        return module_on(self._module, device)(*args, **kwargs)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs, device = self._prepared(args, kwargs)
+            return module_for(device)(*args, **kwargs)
 
-    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs, device = self._prepared(args, kwargs)
+        return run
+
+    def _compiled_on(self, device: torch.device | None) -> Callable[..., Any]:
         module = module_on(self._module, device)
         if device is None or device.type not in COMPILED_DEVICES:
-            return module(*args, **kwargs)
+            return module
         compiled = self._compiled.get(device)
         if compiled is None or compiled.module is not module:
             compiled = self._compiled[device] = _Compiled(module)
-        return compiled(*args, **kwargs)
-
-    def _run_scratch(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs, _ = self._prepared(args, kwargs)
-        return _scratch(self._module)(*args, **kwargs)
+        return compiled
 
     def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, Any, torch.device | None]:
         """Arguments cast as specified, and the device that they are on."""
@@ -243,8 +237,8 @@ class _Compiled:
 
 # -- modules and devices --------------------------------------------------------------------------
 
-_copies: dict[int, tuple[weakref.ref[torch.nn.Module], dict[torch.device, torch.nn.Module]]] = {}
-"""Copies of modules on other devices, by ``id``, which is that of the module as long as the reference has it."""
+_copies: dict[int, dict[torch.device, torch.nn.Module]] = {}
+"""Copies of modules on other devices, by ``id``; they are forgotten when it is free for another module."""
 
 _copies_lock = fork_safe(threading.RLock())
 
@@ -261,19 +255,12 @@ def module_on(module: torch.nn.Module, device: torch.device | None) -> torch.nn.
     if own is None or device is None or own == device:
         return module
     with _copies_lock:
-        reference, copies = _copies.get(id(module), (None, {}))
-        if reference is None or reference() is not module:
-            copies = {}
-            _copies[id(module)] = (weakref.ref(module, functools.partial(_forget, id(module))), copies)
+        if id(module) not in _copies:
+            weakref.finalize(module, _copies.pop, id(module), None)
+        copies = _copies.setdefault(id(module), {})
         if device not in copies:
             copies[device] = copy.deepcopy(module).to(device)
         return copies[device]
-
-
-def _forget(key: int, reference: weakref.ref[torch.nn.Module]) -> None:
-    with _copies_lock:
-        if _copies.get(key, (None,))[0] is reference:
-            del _copies[key]
 
 
 def _scratch(module: torch.nn.Module) -> torch.nn.Module:

@@ -16,7 +16,6 @@ from nvalchemiops.jax.operators import (
     as_static,
     checked_shapes,
     number_of_systems,
-    only_of_systems,
     system_energies,
     without_padding,
 )
@@ -73,7 +72,7 @@ class PairPotential:
         self.potential = potential
         formula = potential.formula
         roles = dict.fromkeys(formula.per_atom, ATOMS) | dict.fromkeys(formula.global_parameters, SYSTEMS)
-        contract = system_energies(only_of_systems, {"positions": ATOMS, "cell": SYSTEMS, **roles})
+        contract = system_energies({"positions": ATOMS, "cell": SYSTEMS, **roles})
 
         def call(**arguments: Any) -> Any:
             return potential(**without_padding(arguments))

@@ -1,25 +1,33 @@
 """Neighbor lists of JAX arrays: exact outside of ``jit``, of a declared width inside of it."""
 
 import inspect
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import torch
 
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE
-from nvalchemiops.jax.bridge import Bridge, Traits
-from nvalchemiops.jax.neighbors.state import SCRATCH, NeighborListState, capacity_for, state_after
+from nvalchemiops.jax.bridge import Bridge
+from nvalchemiops.jax.neighbors.state import (
+    SCRATCH,
+    NeighborListState,
+    capacity_for,
+    rooms_of,
+    state_after,
+    types_of_list,
+)
 from nvalchemiops.jax.operators import (
     Shape,
     as_array,
     as_static,
     checked_shapes,
     from_torch_values,
-    is_traced,
+    named,
     to_torch,
 )
+from nvalchemiops.jax.utils.transformations import is_traced
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.checks import check_count
@@ -52,7 +60,7 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
     arguments = _with_widths(arguments)
     if "coo_capacity" in arguments:
         _check_capacity(name, arguments)
-    if declared or any(map(is_traced, jax.tree.leaves(arguments))):
+    if declared or is_traced(arguments):
         if "cutoff2" in arguments and "max_neighbors" in arguments:
             arguments.setdefault("max_neighbors2", arguments["max_neighbors"])
         return tuple(_bridge(**arguments, check=False))
@@ -110,11 +118,10 @@ def _fill(results: list[torch.Tensor], **arguments: Any) -> bool:
 def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any], is_cut: bool) -> list[torch.Tensor]:
     """Lists of pairs filled up to ``capacity``: list, pointers, shifts, ..., counts, whether pairs were cut there."""
     n_lists = 2 if "cutoff2" in arguments else 1
-    capacities = capacity if isinstance(capacity, tuple) else (capacity,) * n_lists
     padding = arguments.get("fill_value", arguments["positions"].shape[0])
     per_list = len(found) // n_lists
     out = []
-    for number, room in enumerate(capacities):
+    for number, room in enumerate(rooms_of(n_lists, True, capacity)):
         pairs, pointers, *others = found[number * per_list : (number + 1) * per_list]
         if pairs.shape[1] > room and not is_cut:
             notify(
@@ -133,38 +140,18 @@ def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any],
 
 
 def _shapes(
-    positions: Any,
-    cell: Any = None,
-    cutoff2: Any = None,
-    return_neighbor_list: bool = False,
-    return_distances: bool = False,
-    return_vectors: bool = False,
-    target_indices: Any = None,
-    coo_capacity: Any = None,
-    **others: Any,
+    positions: Any, cell: Any = None, cutoff2: Any = None, target_indices: Any = None, **options: Any
 ) -> list[Shape]:
-    n = positions.shape[0] if target_indices is None else target_indices.shape[0]
-    n_lists = 1 if cutoff2 is None else 2
-    if return_neighbor_list:
-        rooms = coo_capacity if isinstance(coo_capacity, tuple) else (coo_capacity,) * n_lists
-    else:
-        rooms = (others.get("max_neighbors1", others.get("max_neighbors")), others.get("max_neighbors2"))[:n_lists]
+    n = (positions if target_indices is None else target_indices).shape[0]
+    rooms = rooms_of(1 if cutoff2 is None else 2, **options)
     if None in rooms:
-        needed = "coo_capacity" if return_neighbor_list else "max_neighbors"
+        needed = "coo_capacity" if options.get("return_neighbor_list") else "max_neighbors"
         raise ValueError(
             f"`{needed}` is needed under jit, where shapes must be known; then look for overflow: `num_neighbors` "
             "counts all neighbors, also those without room"
         )
-    out = []
-    for room in rooms:
-        slots = (room,) if return_neighbor_list else (n, room)
-        out.append(Shape((2, room) if return_neighbor_list else slots, jnp.int32))
-        out.append(Shape((n + return_neighbor_list,), jnp.int32))
-        out += [Shape((*slots, 3), jnp.int32)] * (cell is not None)
-        out += [Shape(slots, positions.dtype)] * return_distances
-        out += [Shape((*slots, 3), positions.dtype)] * return_vectors
-        out += [Shape((n,), jnp.int32), Shape((), jnp.bool_)] * return_neighbor_list
-    return out
+    of_lists = [types_of_list(n, room, positions.dtype, cell is not None, options).values() for room in rooms]
+    return list(itertools.chain(*of_lists))
 
 
 def _checked(**arguments: Any) -> Any:
@@ -172,7 +159,7 @@ def _checked(**arguments: Any) -> Any:
     return checked_shapes(_search, lambda **_: declared, arguments)
 
 
-_bridge = Bridge(_search, _checked, name="neighbor_list", only_reads=True, traits=Traits(fill=_fill))
+_bridge = Bridge(_search, _checked, name="neighbor_list", only_reads=True, fill=_fill)
 
 
 def neighbor_list(
@@ -265,97 +252,86 @@ def neighbor_list(
     return find_neighbors("neighbor_list", given)
 
 
-def _front(name: str, parameters: str, doc: str, **fixed: Any) -> Callable[..., Any]:
-    """A function called ``name`` with ``parameters`` that finds neighbors, ``fixed`` arguments among them."""
-    signature = inspect.signature(eval(f"lambda {parameters}: None"))
+# the parameters of nvalchemi-toolkit-ops 0.5.0, in its order; those after the star by keyword only
+_OUT = "neighbor_matrix neighbor_matrix_shifts num_neighbors"
+_OUT_TWO = (
+    "max_neighbors1 max_neighbors2 half_fill fill_value return_neighbor_list neighbor_matrix1 neighbor_matrix2 "
+    "neighbor_matrix_shifts1 neighbor_matrix_shifts2 num_neighbors1 num_neighbors2"
+)
+_IMAGES = "shift_range_per_dimension num_shifts_per_system max_shifts_per_system"
+_SCRATCH = "positions_wrapped_buffer per_atom_cell_offsets_buffer"
+_FURTHER = (
+    "coo_capacity return_distances return_vectors neighbor_vectors neighbor_distances target_indices pair_fn "
+    "pair_params pair_energies pair_forces"
+)
+_FURTHER_OF_BINS = (
+    "target_indices return_vectors return_distances pair_fn pair_params neighbor_vectors neighbor_distances "
+    "pair_energies pair_forces coo_capacity"
+)
+_FLAGS = ("half_fill", "return_neighbor_list", "return_distances", "return_vectors")
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(("positions", "cutoff", "cutoff1", "cutoff2"), inspect.Parameter.empty),
+    **dict.fromkeys(_FLAGS, False),
+    **{"wrap_positions": True, "strategy": "auto", "atom_centric_path": "auto"},
+    **{"graph_mode": "none", "grid_policy": "configured"},
+}
+"""Where it is not None."""
+
+
+def _by_method(name: str, doc: str, parameters: str) -> Any:
+    """The function ``name``, which finds neighbors by the method that is in its name."""
+    by_position, _, by_keyword = parameters.partition("*")
+    kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD: by_position, inspect.Parameter.KEYWORD_ONLY: by_keyword}
+    signature = inspect.Signature(
+        [inspect.Parameter(n, kind, default=_DEFAULTS.get(n)) for kind, names in kinds.items() for n in names.split()]
+    )
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        return find_neighbors(name, {**signature.bind(*args, **kwargs).arguments, **fixed})
+        method = "naive" if "naive" in name else "cell_list"
+        return find_neighbors(name, {**signature.bind(*args, **kwargs).arguments, "method": method})
 
-    call.__name__ = call.__qualname__ = name
-    call.__doc__ = f"{doc}\n\nArguments and results as in `nvalchemiops.jax.neighbors.neighbor_list`."
-    call.__signature__ = signature  # type: ignore[attr-defined]  # `inspect` looks there
-    return call
+    doc = f"{doc}\n\nArguments and results as in `nvalchemiops.jax.neighbors.neighbor_list`."
+    return named(call, name, doc, signature)
 
 
-# the parameters of nvalchemi-toolkit-ops 0.5.0, in its order
-_SINGLE = (
-    "positions, cutoff, cell=None, pbc=None, max_neighbors=None, half_fill=False, fill_value=None, "
-    "return_neighbor_list=False, neighbor_matrix=None, neighbor_matrix_shifts=None, num_neighbors=None, "
-    "shift_range_per_dimension=None, num_shifts_per_system=None, max_shifts_per_system=None, rebuild_flags=None, "
-    "wrap_positions=True, inv_cell_buffer=None, positions_wrapped_buffer=None, per_atom_cell_offsets_buffer=None, "
-    "strategy='auto', *, "
-)
-_FURTHER = (
-    "coo_capacity=None, return_distances=False, return_vectors=False, neighbor_vectors=None, neighbor_distances=None, "
-    "target_indices=None, pair_fn=None, pair_params=None, pair_energies=None, pair_forces=None"
-)
-_BATCH = (
-    "positions, cutoff, batch_idx=None, batch_ptr=None, pbc=None, cell=None, max_neighbors=None, half_fill=False, "
-    "fill_value=None, return_neighbor_list=False, neighbor_matrix=None, neighbor_matrix_shifts=None, "
-    "num_neighbors=None, shift_range_per_dimension=None, num_shifts_per_system=None, max_shifts_per_system=None, "
-    "max_atoms_per_system=None, rebuild_flags=None, wrap_positions=True, positions_wrapped_buffer=None, "
-    "per_atom_cell_offsets_buffer=None, inv_cell_buffer=None, strategy='auto', *, "
-)
-_DUAL = (
-    "max_neighbors1=None, max_neighbors2=None, half_fill=False, fill_value=None, return_neighbor_list=False, "
-    "neighbor_matrix1=None, neighbor_matrix2=None, neighbor_matrix_shifts1=None, neighbor_matrix_shifts2=None, "
-    "num_neighbors1=None, num_neighbors2=None, shift_range_per_dimension=None, num_shifts_per_system=None, "
-    "max_shifts_per_system=None, "
-)
-_DUAL_END = (
-    "rebuild_flags=None, wrap_positions=True, positions_wrapped_buffer=None, per_atom_cell_offsets_buffer=None, "
-    "inv_cell_buffer=None, coo_capacity=None"
-)
-_BINS = (
-    "cells_per_dimension=None, neighbor_search_radius=None, atom_periodic_shifts=None, atom_to_cell_mapping=None, "
-    "atoms_per_cell_count=None, cell_atom_start_indices=None, cell_atom_list=None, sorted_positions=None, "
-    "sorted_atom_periodic_shifts=None, neighbor_matrix=None, neighbor_matrix_shifts=None, num_neighbors=None, "
-    "graph_mode='none', "
-)
-_PAIRS = (
-    "target_indices=None, return_vectors=False, return_distances=False, pair_fn=None, pair_params=None, "
-    "neighbor_vectors=None, neighbor_distances=None, pair_energies=None, pair_forces=None, coo_capacity=None, "
-)
-naive_neighbor_list: Any = _front(
+naive_neighbor_list = _by_method(
     "naive_neighbor_list",
-    f"{_SINGLE}{_FURTHER}, inv_cell=None, positions_wrapped=None, per_atom_cell_offsets=None, graph_mode='none'",
     "Neighbor list of one system, found by testing all pairs.",
-    method="naive",
+    f"positions cutoff cell pbc max_neighbors half_fill fill_value return_neighbor_list {_OUT} {_IMAGES} "
+    f"rebuild_flags wrap_positions inv_cell_buffer {_SCRATCH} strategy * {_FURTHER} inv_cell positions_wrapped "
+    "per_atom_cell_offsets graph_mode",
 )
-batch_naive_neighbor_list: Any = _front(
+batch_naive_neighbor_list = _by_method(
     "batch_naive_neighbor_list",
-    f"{_BATCH}{_FURTHER}",
     "Neighbor list of several systems, found by testing all pairs of each.",
-    method="naive",
+    "positions cutoff batch_idx batch_ptr pbc cell max_neighbors half_fill fill_value return_neighbor_list "
+    f"{_OUT} {_IMAGES} max_atoms_per_system rebuild_flags wrap_positions {_SCRATCH} inv_cell_buffer strategy "
+    f"* {_FURTHER}",
 )
-naive_neighbor_list_dual_cutoff: Any = _front(
+naive_neighbor_list_dual_cutoff = _by_method(
     "naive_neighbor_list_dual_cutoff",
-    f"positions, cutoff1, cutoff2, pbc=None, cell=None, {_DUAL}{_DUAL_END}",
     "Two neighbor lists of one system, found by testing all pairs.",
-    method="naive",
+    f"positions cutoff1 cutoff2 pbc cell {_OUT_TWO} {_IMAGES} rebuild_flags wrap_positions {_SCRATCH} "
+    "inv_cell_buffer coo_capacity",
 )
-batch_naive_neighbor_list_dual_cutoff: Any = _front(
+batch_naive_neighbor_list_dual_cutoff = _by_method(
     "batch_naive_neighbor_list_dual_cutoff",
-    f"positions, cutoff1, cutoff2, batch_idx=None, batch_ptr=None, pbc=None, cell=None, {_DUAL}"
-    f"max_atoms_per_system=None, {_DUAL_END}",
     "Two neighbor lists of several systems, found by testing all pairs of each.",
-    method="naive",
+    f"positions cutoff1 cutoff2 batch_idx batch_ptr pbc cell {_OUT_TWO} {_IMAGES} max_atoms_per_system "
+    f"rebuild_flags wrap_positions {_SCRATCH} inv_cell_buffer coo_capacity",
 )
-cell_list: Any = _front(
+cell_list = _by_method(
     "cell_list",
-    "positions, cutoff, cell=None, pbc=None, max_neighbors=None, max_total_cells=None, return_neighbor_list=False, "
-    f"half_fill=False, fill_value=None, strategy='auto', atom_centric_path='auto', {_BINS}{_PAIRS}"
-    "pair_centric_n_outer=None, *, grid_policy='configured'",
     "Neighbor list of one system, its atoms sorted into bins.",
-    method="cell_list",
+    "positions cutoff cell pbc max_neighbors max_total_cells return_neighbor_list half_fill fill_value strategy "
+    "atom_centric_path cells_per_dimension neighbor_search_radius atom_periodic_shifts atom_to_cell_mapping "
+    "atoms_per_cell_count cell_atom_start_indices cell_atom_list sorted_positions sorted_atom_periodic_shifts "
+    f"{_OUT} graph_mode {_FURTHER_OF_BINS} pair_centric_n_outer * grid_policy",
 )
-batch_cell_list: Any = _front(
+batch_cell_list = _by_method(
     "batch_cell_list",
-    "positions, cutoff, cell=None, pbc=None, batch_idx=None, batch_ptr=None, max_neighbors=None, "
-    "max_total_cells=None, neighbor_matrix_shifts=None, return_neighbor_list=False, half_fill=False, fill_value=None, "
-    f"strategy='auto', atom_centric_path='auto', {_PAIRS}pair_centric_total_cells=None, pair_centric_n_outer=None, "
-    "pair_centric_r_max=None, *, grid_policy='configured'",
     "Neighbor list of several systems, their atoms sorted into bins.",
-    method="cell_list",
+    "positions cutoff cell pbc batch_idx batch_ptr max_neighbors max_total_cells neighbor_matrix_shifts "
+    f"return_neighbor_list half_fill fill_value strategy atom_centric_path {_FURTHER_OF_BINS} "
+    "pair_centric_total_cells pair_centric_n_outer pair_centric_r_max * grid_policy",
 )

@@ -1,7 +1,6 @@
 """Neighbor lists of a fixed size inside of ``jit`` and ``scan``: `NeighborListState`."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,9 @@ import numpy as np
 
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE, WITHOUT_EFFECT
 from nvalchemiops.jax._jax_internals import vary_alike
-from nvalchemiops.jax.operators import as_array, as_static, is_traced, to_torch
+from nvalchemiops.jax.operators import Shape, as_array, as_static, to_torch
+from nvalchemiops.jax.utils.dataclasses import dataclass, field
+from nvalchemiops.jax.utils.transformations import is_traced
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.torch import neighbors
@@ -25,8 +26,39 @@ SCRATCH = (
 )
 """Parameters that JAX clients know and that change no result; of those that would, only None is accepted."""
 
-_LISTS = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts")
-_PAIRS = ("neighbor_list", "neighbor_ptr", "neighbor_list_shifts")
+_SYSTEMS = ("cell", "pbc", "batch_idx", "batch_ptr")
+
+
+def rooms_of(
+    n_lists: int,
+    return_neighbor_list: bool = False,
+    coo_capacity: Any = None,
+    max_neighbors: int | None = None,
+    max_neighbors1: int | None = None,
+    max_neighbors2: int | None = None,
+    **others: Any,
+) -> tuple[Any, ...]:
+    """The declared width of each matrix, or capacity of each list; None where it is missing."""
+    if return_neighbor_list:
+        return coo_capacity if isinstance(coo_capacity, tuple) else (coo_capacity,) * n_lists
+    return tuple(max_neighbors if room is None else room for room in (max_neighbors1, max_neighbors2)[:n_lists])
+
+
+def types_of_list(n: int, room: int, dtype: Any, has_shifts: bool, options: Mapping[str, Any]) -> dict[str, Shape]:
+    """The arrays of one list of ``n`` atoms with this width or capacity, in the order in which torch returns them."""
+    if pairs := bool(options.get("return_neighbor_list")):
+        slots: tuple[int, ...] = (room,)
+        types = {"neighbor_list": Shape((2, room), jnp.int32), "neighbor_ptr": Shape((n + 1,), jnp.int32)}
+    else:
+        slots = (n, room)
+        types = {"neighbor_matrix": Shape(slots, jnp.int32), "num_neighbors": Shape((n,), jnp.int32)}
+    if has_shifts:
+        types["neighbor_list_shifts" if pairs else "neighbor_matrix_shifts"] = Shape((*slots, 3), jnp.int32)
+    if options.get("return_distances"):
+        types["neighbor_distances"] = Shape(slots, dtype)
+    if options.get("return_vectors"):
+        types["neighbor_vectors"] = Shape((*slots, 3), dtype)
+    return {**types, "num_neighbors": Shape((n,), jnp.int32), "overflow": Shape((), jnp.bool_)} if pairs else types
 
 
 class _Search(NamedTuple):
@@ -46,13 +78,16 @@ class _Search(NamedTuple):
     num_systems: int
     has_shifts: bool
 
+    def types(self, room: int = 0, dtype: Any = jnp.float32) -> dict[str, Shape]:
+        """The arrays of one list."""
+        return types_of_list(self.num_atoms, room, dtype, self.has_shifts, self._asdict())
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["cell", "pbc", "batch_idx", "batch_ptr", "lists", "largest", "initialized", "valid"],
-    meta_fields=["search"],
-)
-@dataclasses.dataclass(frozen=True)
+
+_FIXED = _Search._fields[:8]
+"""Arguments of `neighbor_list` among them."""
+
+
+@dataclass
 class NeighborListState:
     """Sizes of neighbor lists, the lists of the last search, and whether all had room: a pytree.
 
@@ -73,7 +108,7 @@ class NeighborListState:
         The most neighbors of an atom in any search; with a list of pairs, the most pairs.
     """
 
-    search: _Search
+    search: _Search = field(static=True)
     cell: Any
     pbc: Any
     batch_idx: Any
@@ -91,7 +126,7 @@ class NeighborListState:
         number = name[-1] if name[-1] in "12" else ""
         stem = name[: len(name) - len(number)]
         index = int(number or 1) - 1
-        names = _names(self.search)
+        names = list(self.search.types())
         if index < len(self.lists) and stem in names:
             return self.lists[index][names.index(stem)]
         raise AttributeError(f"a NeighborListState has no attribute '{name}'")
@@ -185,17 +220,18 @@ def prepare_neighbor_list(
     n_lists = 1 if cutoff2 is None else 2
     arrays = {"cell": cell, "pbc": pbc, "batch_idx": batch_idx, "batch_ptr": batch_ptr}
     arrays = {name: as_array(name, value) for name, value in arrays.items() if value is not None}
-    if return_neighbor_list:
-        given: Any = coo_capacity if isinstance(coo_capacity, tuple) else (coo_capacity,) * n_lists
-    else:
-        given = (max_neighbors if max_neighbors1 is None else max_neighbors1, max_neighbors2)[:n_lists]
-        given = tuple(max_neighbors if room is None else room for room in given)
-    if None in given:
-        if any(map(is_traced, (positions, *arrays.values()))):
-            needed = "coo_capacity" if return_neighbor_list else "max_neighbors"
-            raise ValueError(f"`{needed}` is needed under jit, where the neighbors of these positions are not known")
-        given = _sizes(positions, cutoff, cutoff2, half_fill, return_neighbor_list, method, arrays)
-    given = tuple(check_count("coo_capacity" if return_neighbor_list else "max_neighbors", room) for room in given)
+    rooms = rooms_of(n_lists, return_neighbor_list, coo_capacity, max_neighbors, max_neighbors1, max_neighbors2)
+    size = "coo_capacity" if return_neighbor_list else "max_neighbors"
+    if None in rooms:
+        if is_traced((positions, arrays)):
+            raise ValueError(f"`{size}` is needed under jit, where the neighbors of these positions are not known")
+        given: dict[str, Any] = {name: to_torch(value) for name, value in arrays.items()}
+        given["positions"] = to_torch(jnp.asarray(positions))
+        given |= {"half_fill": half_fill, "return_neighbor_list": return_neighbor_list, "method": method}
+        reaches = (cutoff, cutoff2)[:n_lists]
+        longest = [neighbors.neighbor_list(cutoff=reach, **given)[0].shape[1] for reach in reaches]
+        rooms = tuple(capacity_for(n) if return_neighbor_list else n for n in longest)
+    rooms = tuple(check_count(size, room) for room in rooms)
     n_atoms = positions.shape[0]
     search = _Search(
         float(cutoff),
@@ -207,15 +243,15 @@ def prepare_neighbor_list(
         return_distances,
         return_vectors,
         selective,
-        given,
+        rooms,
         n_atoms,
         _number_of_systems(arrays),
         cell is not None,
     )
-    lists = tuple(_empty(search, room, jnp.asarray(positions).dtype) for room in search.sizes)
+    lists = tuple(_empty(search, room, jnp.asarray(positions).dtype) for room in rooms)
     flags = jnp.zeros(search.num_systems, bool)
     largest = jnp.zeros(search.num_systems, jnp.int32)
-    found: dict[str, Any] = {name: arrays.get(name) for name in ("cell", "pbc", "batch_idx", "batch_ptr")}
+    found: dict[str, Any] = {name: arrays.get(name) for name in _SYSTEMS}
     state = NeighborListState(search, lists=lists, largest=largest, initialized=flags, valid=~flags, **found)
     # inside of shard_map the next state varies over the axes of the positions, and `scan` needs equal types
     leaves, tree = jax.tree.flatten(state)
@@ -235,52 +271,14 @@ def _number_of_systems(arrays: Mapping[str, Any]) -> int:
     return int(np.asarray(batch_idx).max(initial=-1)) + 1
 
 
-def _sizes(
-    positions: Any,
-    cutoff: float,
-    cutoff2: float | None,
-    half_fill: bool,
-    return_neighbor_list: bool,
-    method: str | None,
-    arrays: Mapping[str, Any],
-) -> tuple[int, ...]:
-    given = {name: to_torch(value) for name, value in arrays.items()}
-    sizes = []
-    for reach in (cutoff,) if cutoff2 is None else (cutoff, cutoff2):
-        found = neighbors.neighbor_list(
-            to_torch(jnp.asarray(positions)),
-            reach,
-            half_fill=half_fill,
-            return_neighbor_list=return_neighbor_list,
-            method=method,
-            **given,
-        )
-        n = found[0].shape[1]
-        sizes.append(capacity_for(n) if return_neighbor_list else n)
-    return tuple(sizes)
-
-
 def capacity_for(n_pairs: int) -> int:
     """Capacity of a list of so many pairs, with room to spare."""
     return n_pairs + max(n_pairs // 4, 4)
 
 
-def _names(search: _Search) -> list[str]:
-    """Names of the arrays of one list, in the order in which `neighbor_list` returns them."""
-    pairs = search.return_neighbor_list
-    names = list(_PAIRS if pairs else _LISTS)[: 3 if search.has_shifts else 2]
-    names += ["neighbor_distances"] * search.return_distances + ["neighbor_vectors"] * search.return_vectors
-    return names + ["num_neighbors", "overflow"] * pairs
-
-
 def _empty(search: _Search, room: int, dtype: Any) -> tuple[Any, ...]:
-    n, pairs = search.num_atoms, search.return_neighbor_list
-    slots = (room,) if pairs else (n, room)
-    values = [jnp.full((2, room) if pairs else slots, search.fill_value, jnp.int32), jnp.zeros(n + pairs, jnp.int32)]
-    values += [jnp.zeros((*slots, 3), jnp.int32)] * search.has_shifts
-    values += [jnp.zeros(slots, dtype)] * search.return_distances
-    values += [jnp.zeros((*slots, 3), dtype)] * search.return_vectors
-    return (*values, *([jnp.zeros(n, jnp.int32), jnp.zeros((), bool)] * pairs))
+    first, *others = search.types(room, dtype).values()
+    return (jnp.full(first.shape, search.fill_value, first.dtype), *[jnp.zeros(t.shape, t.dtype) for t in others])
 
 
 def state_after(
@@ -293,14 +291,8 @@ def state_after(
     _check_against(search, given)
     if (given["cell"] is not None) != search.has_shifts and given["cell"] is not None:
         raise ValueError("`cell` is given, but `state` was prepared without one")
-    arguments = {name: given.get(name) for name in ("positions", "cell", "pbc", "batch_idx", "batch_ptr")}
-    for name in ("cell", "pbc", "batch_idx", "batch_ptr"):
-        if arguments[name] is None:
-            arguments[name] = getattr(state, name)
-    arguments |= {"cutoff": search.cutoff, "cutoff2": search.cutoff2, "half_fill": search.half_fill}
-    arguments |= {"fill_value": search.fill_value, "method": search.method}
-    arguments |= {"return_distances": search.return_distances, "return_vectors": search.return_vectors}
-    arguments["return_neighbor_list"] = search.return_neighbor_list
+    arguments = {name: getattr(state, name) if given.get(name) is None else given[name] for name in _SYSTEMS}
+    arguments |= {"positions": given["positions"], **{name: getattr(search, name) for name in _FIXED}}
     two = len(search.sizes) == 2
     if search.return_neighbor_list:
         arguments["coo_capacity"] = search.sizes if two else search.sizes[0]
@@ -312,14 +304,14 @@ def state_after(
         arguments["rebuild_flags"] = as_array("rebuild_flags", given["rebuild_flags"]) | ~state.initialized
         for number, one in enumerate(state.lists):
             suffix = str(number + 1) if two else ""
-            arguments |= {name + suffix: value for name, value in zip(_names(search), one)}
+            arguments |= {name + suffix: value for name, value in zip(search.types(), one)}
     # the sizes of a state that is traced are fixed; outside of `jit` they grow
-    found = find("neighbor_list", arguments, declared=any(map(is_traced, jax.tree.leaves(state))))
+    found = find("neighbor_list", arguments, declared=is_traced(state))
     per_list = len(found) // len(search.sizes)
     lists = tuple(found[i * per_list : (i + 1) * per_list] for i in range(len(search.sizes)))
     search = search._replace(sizes=tuple(one[0].shape[1] for one in lists))
     largest, fits = _occupancy(search, lists, arguments)
-    used: dict[str, Any] = {name: arguments[name] for name in ("cell", "pbc", "batch_idx", "batch_ptr")}
+    used: dict[str, Any] = {name: arguments[name] for name in _SYSTEMS}
     after = dataclasses.replace(
         state,
         search=search,
@@ -332,10 +324,7 @@ def state_after(
     return found, after
 
 
-_WITH_STATE = frozenset(
-    {"positions", "cell", "pbc", "batch_idx", "batch_ptr", "cutoff", "cutoff2", "half_fill", "fill_value", "method"}
-    | {"return_neighbor_list", "return_distances", "return_vectors", "rebuild_flags"}
-)
+_WITH_STATE = frozenset({"positions", "rebuild_flags", *_SYSTEMS, *_FIXED})
 """Arguments of `neighbor_list` that a call with a state may have."""
 
 
@@ -365,7 +354,7 @@ def _occupancy(search: _Search, lists: tuple[tuple[Any, ...], ...], arguments: M
     n_systems = search.num_systems
     largest, fits = jnp.zeros(n_systems, jnp.int32), jnp.ones(n_systems, bool)
     for room, one in zip(search.sizes, lists):
-        counts = one[_names(search).index("num_neighbors")]
+        counts = one[list(search.types()).index("num_neighbors")]
         if search.return_neighbor_list:
             # pairs of all systems share the room
             most = jnp.broadcast_to(jnp.sum(counts), (n_systems,)).astype(jnp.int32)

@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import (
     Any,
     ParamSpec,
+    TypedDict,
     TypeVar,
+    Unpack,
     dataclass_transform,
     overload,
 )
@@ -52,45 +54,31 @@ def skip_post_init_if_disabled(post_init: Callable[P, None]) -> Callable[P, None
     return run
 
 
-@overload
-def field(
-    *,
-    default: T,
-    init: bool = ...,
-    repr: bool = ...,
-    hash: bool | None = ...,
-    compare: bool = ...,
-    metadata: Mapping[Any, Any] | None = ...,
-    kw_only: bool = ...,
-    static: bool = ...,
-) -> T: ...
+class _Options(TypedDict, total=False):
+    init: bool
+    repr: bool
+    hash: bool | None
+    compare: bool
+    metadata: Mapping[Any, Any] | None
+    kw_only: bool
+    static: bool
+
+
+class _AllOptions(_Options, total=False):
+    default: Any
+    default_factory: Any
 
 
 @overload
-def field(
-    *,
-    default_factory: Callable[[], T],
-    init: bool = ...,
-    repr: bool = ...,
-    hash: bool | None = ...,
-    compare: bool = ...,
-    metadata: Mapping[Any, Any] | None = ...,
-    kw_only: bool = ...,
-    static: bool = ...,
-) -> T: ...
+def field(*, default: T, **options: Unpack[_Options]) -> T: ...
 
 
 @overload
-def field(
-    *,
-    init: bool = ...,
-    repr: bool = ...,
-    hash: bool | None = ...,
-    compare: bool = ...,
-    metadata: Mapping[Any, Any] | None = ...,
-    kw_only: bool = ...,
-    static: bool = ...,
-) -> Any: ...
+def field(*, default_factory: Callable[[], T], **options: Unpack[_Options]) -> T: ...
+
+
+@overload
+def field(**options: Unpack[_Options]) -> Any: ...
 
 
 def field(
@@ -133,18 +121,7 @@ def field(
     return dataclasses.field(**options)
 
 
-def lens_field(
-    *,
-    default: Any = dataclasses.MISSING,
-    default_factory: Any = dataclasses.MISSING,
-    init: bool = True,
-    repr: bool = True,
-    hash: bool | None = None,
-    compare: bool = True,
-    metadata: Mapping[Any, Any] | None = None,
-    kw_only: Any = dataclasses.MISSING,
-    static: bool = False,
-) -> Any:
+def lens_field(**options: Unpack[_AllOptions]) -> Any:
     """Describe a field of a `dataclass` whose type is a lens, or another generic protocol of functions.
 
     The same as `field`, but that a type checker takes any default: the parameters of a generic lens cannot be inferred
@@ -152,17 +129,10 @@ def lens_field(
     say ``static=True``.
     """
     of_anything: Callable[..., Any] = field
-    return of_anything(
-        default=default,
-        default_factory=default_factory,
-        init=init,
-        repr=repr,
-        hash=hash,
-        compare=compare,
-        metadata=metadata,
-        kw_only=kw_only,
-        static=static,
-    )
+    return of_anything(**options)
+
+
+lens_field.__signature__ = inspect.signature(field)  # type: ignore[attr-defined]  # `inspect` looks there
 
 
 def _rebuild(cls: type[T], names: tuple[str, ...], values: Iterable[Any]) -> T:

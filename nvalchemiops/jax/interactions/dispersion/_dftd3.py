@@ -1,16 +1,16 @@
 """DFT-D3 for JAX arrays; see `nvalchemiops.torch.interactions.dispersion`."""
 
-import dataclasses
 import functools
 import hashlib
-import inspect
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
-from nvalchemiops.jax.operators import Shape, is_traced, number_of_systems, operator, to_torch
+from nvalchemiops.jax.operators import Shape, number_of_systems, operator, to_torch
+from nvalchemiops.jax.utils.dataclasses import dataclass, field
+from nvalchemiops.jax.utils.transformations import is_traced
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions import dispersion
 
@@ -20,8 +20,7 @@ _PARTS = ("covalent_radii", "r4r2", "c6_reference", "coord_num_ref")
 """The same as arguments."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[*_TABLES, "r0ab"], meta_fields=["interp_mesh"])
-@dataclasses.dataclass
+@dataclass(frozen=False)
 class D3Parameters:
     """Reference data of DFT-D3 for many elements, in atomic units (bohr, hartree): a pytree.
 
@@ -47,8 +46,8 @@ class D3Parameters:
     r4r2: jax.Array
     c6ab: jax.Array
     cn_ref: jax.Array
-    interp_mesh: int = 5
-    r0ab: jax.Array | None = dataclasses.field(default=None, kw_only=True)
+    interp_mesh: int = field(default=5, static=True)
+    r0ab: jax.Array | None = field(default=None, kw_only=True)
 
     @property
     def max_z(self) -> int:
@@ -85,7 +84,7 @@ def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:
         given = arguments["d3_params"] = D3Parameters(**given)
     if isinstance(given, D3Parameters):
         leaves = jax.tree.leaves(given)
-        if not any(map(is_traced, leaves)):
+        if not is_traced(given):
             # JAX arrays are immutable, so they are as good a key as their values, as long as they exist
             of_jax = all(isinstance(leaf, jax.Array) for leaf in leaves)
             key = (*map(id, leaves),) if of_jax else _contents(map(np.asarray, leaves))
@@ -109,15 +108,10 @@ def _parameters(tables: Any) -> dispersion.D3Parameters:
 @functools.wraps(dispersion.dftd3)
 def _dftd3(*, d3_params: Any = None, **arguments: Any) -> Any:
     if isinstance(d3_params, D3Parameters):
-        key = (*_contents(x.numpy(force=True) for x in jax.tree.leaves(d3_params)), d3_params.interp_mesh)
-        tables = d3_params
-        d3_params = _keep(key, None, lambda: _parameters(tables))
-    return dispersion.dftd3(
-        d3_params=d3_params.parameters if isinstance(d3_params, _Tables) else d3_params, **arguments
-    )
-
-
-_dftd3.__signature__ = inspect.signature(dispersion.dftd3)  # type: ignore[attr-defined]  # `inspect` looks there
+        d3_params = _parameters(d3_params)
+    elif isinstance(d3_params, _Tables):
+        d3_params = d3_params.parameters
+    return dispersion.dftd3(d3_params=d3_params, **arguments)
 
 
 def _shapes(positions: Any, compute_virial: bool = False, **others: Any) -> Any:

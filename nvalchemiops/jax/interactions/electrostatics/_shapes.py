@@ -5,15 +5,16 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 
-from nvalchemiops.jax.operators import ATOMS, SYSTEMS, Folding, Shape, only_of_systems, operator, system_energies
+from nvalchemiops.jax.operators import ATOMS, SYSTEMS, Folding, Shape, operator, system_energies
 
 
 def of_sum(
     positions: Any,
     charges: Any,
-    cell: Any,
+    cell: Any = None,
     energy_reduction: str = "atom",
     compute_forces: bool = False,
     compute_charge_gradients: bool = False,
@@ -23,7 +24,7 @@ def of_sum(
     **others: Any,
 ) -> Any:
     """Energies, and forces, gradients by sources and virial, where requested."""
-    n_systems = cell.shape[0] if len(cell.shape) == 3 else 1
+    n_systems = cell.shape[0] if cell is not None and len(cell.shape) == 3 else 1
     rows = positions.shape[:1] if energy_reduction == "atom" else (n_systems,)
     results = [Shape(rows + charges.shape[1:], positions.dtype)]
     results += [Shape(positions.shape, positions.dtype)] * compute_forces
@@ -38,10 +39,9 @@ OF_CHARGES = {"positions": ATOMS, "charges": ATOMS, "cell": SYSTEMS, "alpha": SY
 """Arrays with rows for atoms or systems."""
 
 
-_OF_ONE_SYSTEM = frozenset(
-    {"positions", "charges", "cell", "alpha", "pbc", "neighbor_matrix", "neighbor_matrix_shifts"}
-)
-"""Arrays that may have slices."""
+_OF_ATOMS = ("positions", "charges", "neighbor_matrix", "neighbor_matrix_shifts")
+_OF_SYSTEMS = {"cell": (3, 3), "pbc": (3,), "alpha": ()}
+"""Arrays that may have slices, with the shape for one system."""
 
 
 def _is_foldable(cell: Any, **others: Any) -> bool:
@@ -53,7 +53,7 @@ def _is_foldable(cell: Any, **others: Any) -> bool:
     in_space = "neighbor_matrix" in given or "cutoff" in given
     in_waves = not given.isdisjoint({"miller_bounds", "k_cutoff", "mesh_dimensions"})
     needed = {"real": in_space, "waves": in_waves, "both": in_space and in_waves}
-    return "alpha" in given and arrays <= _OF_ONE_SYSTEM and needed[others.get("part", "both")]
+    return "alpha" in given and arrays <= {*_OF_ATOMS, *_OF_SYSTEMS} and needed[others.get("part", "both")]
 
 
 def _folded(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
@@ -61,36 +61,19 @@ def _folded(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     positions = arguments["positions"]
     lead, n = positions.shape[:-2], positions.shape[-2]
     count = math.prod(lead)
-    given = dict(arguments)
-    given["batch_idx"] = torch.arange(count, dtype=torch.int32, device=positions.device).repeat_interleave(n)
-    for name, shape in (
-        ("positions", (count * n, 3)),
-        ("cell", (count, 3, 3)),
-        ("pbc", (count, 3)),
-        ("alpha", (count,)),
-    ):
+    systems = torch.arange(count, dtype=torch.int32, device=positions.device).repeat_interleave(n)
+    given = {**arguments, "batch_idx": systems}
+    given |= {name: arguments[name].flatten(0, len(lead)) for name in _OF_ATOMS if name in arguments}
+    for name, shape in _OF_SYSTEMS.items():
         if isinstance(given.get(name), torch.Tensor):
-            given[name] = given[name].reshape(shape)
-    given["charges"] = arguments["charges"].flatten(0, len(lead))
+            given[name] = given[name].reshape(count, *shape)
     if "neighbor_matrix" in given:
-        width = given["neighbor_matrix"].shape[-1]
-        matrix = given["neighbor_matrix"].reshape(count, n, width)
-        first = n * torch.arange(count, dtype=matrix.dtype, device=matrix.device).reshape(-1, 1, 1)
+        matrix = given["neighbor_matrix"]
         is_padding, is_atom = matrix == given.pop("mask_value", n), (matrix >= 0) & (matrix < n)
-        of_batch = torch.where(is_atom, matrix + first, -1)  # an atom that does not exist is none of another slice
-        given["neighbor_matrix"] = torch.where(is_padding, count * n, of_batch).reshape(count * n, width)
-    if "neighbor_matrix_shifts" in given:
-        given["neighbor_matrix_shifts"] = given["neighbor_matrix_shifts"].flatten(0, len(lead))
-    found = function(**given)
-    unfolded = [
-        t.reshape(*lead, t.shape[0] // count, *t.shape[1:]) for t in (found if isinstance(found, tuple) else [found])
-    ]
-    return tuple(unfolded) if isinstance(found, tuple) else unfolded[0]
-
-
-def _is_alone(**arguments: Any) -> bool:
-    """Whether these arguments ask for the energies of systems alone, of charges of points."""
-    return only_of_systems(**arguments) and arguments.keys().isdisjoint({"dipoles", "quadrupoles", "widths"})
+        of_batch = matrix + n * systems.to(matrix.dtype).unsqueeze(1)
+        of_batch = of_batch.where(is_atom, -1)  # an atom that does not exist is none of another slice
+        given["neighbor_matrix"] = of_batch.where(~is_padding, count * n)
+    return jax.tree.map(lambda t: t.reshape(*lead, t.shape[0] // count, *t.shape[1:]), function(**given))
 
 
 def sum_operator(function: Callable[..., Any], part: str = "both", **options: Any) -> Callable[..., Any]:
@@ -98,7 +81,7 @@ def sum_operator(function: Callable[..., Any], part: str = "both", **options: An
     return operator(
         function,
         of_sum,
-        contract=system_energies(_is_alone, OF_CHARGES),
+        contract=system_energies(OF_CHARGES),
         fold=Folding(functools.partial(_is_foldable, part=part), _folded),
         **options,
     )

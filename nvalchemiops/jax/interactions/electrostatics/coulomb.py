@@ -1,22 +1,11 @@
 """Coulomb energies within a cutoff for JAX arrays; see `nvalchemiops.torch.interactions.electrostatics.coulomb`."""
 
+import functools
 from typing import Any
 
-from nvalchemiops.jax.interactions.electrostatics._shapes import OF_CHARGES
+from nvalchemiops.jax.interactions.electrostatics._shapes import OF_CHARGES, of_sum
 from nvalchemiops.jax.operators import Shape, number_of_systems, operator, system_energies
 from nvalchemiops.torch.interactions.electrostatics import coulomb
-
-
-def _energies(positions: Any, charges: Any, **others: Any) -> Any:
-    return Shape(charges.shape, positions.dtype)  # with channels, if there are any
-
-
-def _forces(positions: Any, **others: Any) -> Any:
-    return Shape(positions.shape, positions.dtype)
-
-
-def _both(positions: Any, charges: Any, **others: Any) -> Any:
-    return _energies(positions, charges), _forces(positions)
 
 
 def _of_dsf(positions: Any, compute_forces: bool = True, compute_virial: bool = False, **others: Any) -> Any:
@@ -26,15 +15,7 @@ def _of_dsf(positions: Any, compute_forces: bool = True, compute_virial: bool = 
     return (*results, *[Shape((n_systems, 3, 3), positions.dtype)] * compute_virial)
 
 
-def _energies_alone(compute_forces: bool = True, compute_virial: bool = False, **others: Any) -> bool:
-    return not (compute_forces or compute_virial)
-
-
-coulomb_energy: Any = operator(coulomb.coulomb_energy, _energies)
-coulomb_forces: Any = operator(coulomb.coulomb_forces, _forces)
-coulomb_energy_forces: Any = operator(coulomb.coulomb_energy_forces, _both)
-dsf_coulomb: Any = operator(
-    coulomb.dsf_coulomb,
-    _of_dsf,
-    contract=system_energies(_energies_alone, OF_CHARGES),
-)
+coulomb_energy: Any = operator(coulomb.coulomb_energy, of_sum)
+coulomb_forces: Any = operator(coulomb.coulomb_forces, lambda positions, **_: Shape(positions.shape, positions.dtype))
+coulomb_energy_forces: Any = operator(coulomb.coulomb_energy_forces, functools.partial(of_sum, compute_forces=True))
+dsf_coulomb: Any = operator(coulomb.dsf_coulomb, _of_dsf, contract=system_energies(OF_CHARGES, "system"))

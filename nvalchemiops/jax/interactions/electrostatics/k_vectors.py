@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nvalchemiops.jax.operators import eager, is_traced, operator
+from nvalchemiops.jax.operators import eager, operator
+from nvalchemiops.jax.utils.transformations import is_traced
 from nvalchemiops.torch.interactions.electrostatics import k_vectors
 
 k_vectors_from_miller_indices: Any = operator(k_vectors.k_vectors_from_miller_indices)
@@ -32,7 +33,7 @@ def generate_ewald_miller_indices(cell: Any, k_cutoff: Any, miller_bounds: Any =
     TypeError
         Under ``jit`` without ``miller_bounds``.
     """
-    if miller_bounds is not None and (is_traced(cell) or is_traced(k_cutoff)):
+    if miller_bounds is not None and is_traced((cell, k_cutoff)):
         return _miller_indices_within_bounds(cell, k_cutoff, miller_bounds)
     return _miller_indices(cell, k_cutoff, miller_bounds)
 

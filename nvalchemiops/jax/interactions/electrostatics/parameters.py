@@ -1,17 +1,15 @@
 """Choice of parameters for JAX arrays, outside of ``jit``: they decide about shapes."""
 
-import dataclasses
-import functools
 from typing import Any
 
 import jax
 
 from nvalchemiops.jax.operators import eager
+from nvalchemiops.jax.utils.dataclasses import dataclass, field
 from nvalchemiops.torch.interactions.electrostatics import parameters
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
+@dataclass(frozen=False)
 class EwaldParameters:
     """Parameters of an Ewald sum: a pytree.
 
@@ -27,12 +25,7 @@ class EwaldParameters:
     reciprocal_space_cutoff: jax.Array
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["alpha", "mesh_spacing", "real_space_cutoff"],
-    meta_fields=["mesh_dimensions"],
-)
-@dataclasses.dataclass
+@dataclass(frozen=False)
 class PMEParameters:
     """Parameters of a particle-mesh Ewald sum: a pytree, whose ``mesh_dimensions`` are static.
 
@@ -45,7 +38,7 @@ class PMEParameters:
     """
 
     alpha: jax.Array
-    mesh_dimensions: tuple[int, int, int]
+    mesh_dimensions: tuple[int, int, int] = field(static=True)
     mesh_spacing: jax.Array
     real_space_cutoff: jax.Array
 
