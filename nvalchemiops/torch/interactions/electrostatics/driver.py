@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range, moment_short_range
+from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.collectives import has_shares_of_gradients
 from nvalchemiops.torch.interactions.electrostatics.choice import (
@@ -42,9 +42,9 @@ from nvalchemiops.torch.interactions.electrostatics.sums import (
     one_or_several,
 )
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
-from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term, moment_exclusion_term
+from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import BackgroundTerm, SelfTerm, SurfaceTerm
-from nvalchemiops.torch.interactions.electrostatics.terms.pairs import MomentPairTerm, PairTerm, self_term
+from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
@@ -290,21 +290,15 @@ def _terms(
         long_range = long_range.chosen(system, alpha, splitting.target)
     # the list of a domain goes further, by a skin
     pair_cutoff = None if system.domain is None else splitting.cutoff
-    terms: list[Term]
-    if system.moments is None:
-        terms = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
-    else:
-        terms = [MomentPairTerm(moment_short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
+    terms: list[Term] = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
+    if system.moments is not None:
         terms += _own_terms(system, alpha, keeps_gaussians)
     if system.slab_axes is not None:
         terms.append(SlabTerm())
     if dielectric is not None:
         terms.append(SurfaceTerm(dielectric))
     if system.exclusions is not None:
-        if system.moments is None:
-            terms.append(exclusion_term(potential, system, alpha))
-        else:
-            terms.append(moment_exclusion_term(system, alpha))
+        terms.append(exclusion_term(potential, system, alpha))
     terms.append(long_range.term(system, potential, alpha))
     return terms, system, splitting.rows, (long_range, alpha)
 
@@ -382,11 +376,9 @@ def _open_sum(atoms: System, n_systems: int, request: SumRequest, options: SumOp
         system = system.at_fixed_geometry()
     rows = all_pairs(system)
     alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
-    terms: list[Term]
-    if system.moments is None:
-        terms = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
-    else:
-        terms = [MomentPairTerm(moment_short_range, alpha, rows, system.exclusions), SelfTerm(alpha, keeps_gaussians)]
+    terms: list[Term] = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
+    if system.moments is not None:
+        terms.append(SelfTerm(alpha, keeps_gaussians))
     return evaluate(terms, system, request, is_constant=True)
 
 
@@ -533,8 +525,6 @@ def _short_range_terms(
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
         rows = system.rows_within(cutoff)
-    if system.moments is not None:
-        return [MomentPairTerm(moment_short_range, splitting, rows, cutoff=cutoff)], system
     return [PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)], system
 
 

@@ -41,7 +41,7 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     check_system,
     nan_unless,
 )
-from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import moment_exclusion_term
+from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import SurfaceTerm, second_moments
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
@@ -490,8 +490,8 @@ def _of_slab(system: ChargedSystem, receiver: Receiver, derivatives: int) -> tor
 
 def _of_exclusions(system: ChargedSystem, alpha: torch.Tensor, derivatives: int) -> torch.Tensor:
     """What the long-range part has of excluded pairs, taken off."""
-    term = moment_exclusion_term(system, alpha)
-    return _of_rows(system, term.rows, term.exclusions, term.formula(False), alpha, None, None, derivatives)
+    term = exclusion_term(COULOMB, system, alpha)
+    return _of_rows(system, term.rows, term.exclusions, term.radial(False), alpha, None, None, derivatives)
 
 
 def _of_pairs(
