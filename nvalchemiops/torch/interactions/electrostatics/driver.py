@@ -68,96 +68,109 @@ class SumOptions(NamedTuple):
     surface_dielectric: Any = None
 
 
-def _shapes(
-    method: Any, given: Any, atoms: System, neighbors: GivenNeighbors, request: SumRequest, options: SumOptions
-) -> list[Sequence[int]] | None:
-    """The shapes of the results of a sum; None without a cell, where it is over all pairs."""
-    if atoms.cell is None:
-        return None
-    system = check_system(atoms._replace(pbc=None))
-    check_gradients(request, atoms)
-    n_atoms, *channels = atoms.charges.shape  # type: ignore[union-attr]  # it was checked
-    forces, charge_gradients, virial = request.derivatives
-    shapes: list[Sequence[int]] = [(n_atoms if request.energy_reduction == "atom" else system.n_systems, *channels)]
-    shapes += [(n_atoms, 3)] * forces
-    if charge_gradients:
-        which = (True, False, False) if system.moments is None else request.of_sources
-        shapes += [(n_atoms, *channels, *rest) for rest, is_asked in zip(((), (3,), (3, 3)), which) if is_asked]
-    return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
+class EwaldSum(NamedTuple):
+    """A sum of all terms, as the arguments of a public function describe it.
 
+    Attributes
+    ----------
+    method : type
+        The long-range part is ``method.given(*given, system)``.
+    given : tuple
+    atoms : System
+    neighbors : GivenNeighbors
+    request : SumRequest
+    options : SumOptions
+    """
 
-def _along(
-    method: Any, given: Any, atoms: System, neighbors: GivenNeighbors, request: SumRequest, options: SumOptions
-) -> Sequence[Any]:
-    """By what first derivatives come with the energies."""
-    inputs = (atoms.positions, atoms.charges, atoms.dipoles, atoms.quadrupoles, atoms.cell)
-    return inputs if has_first_derivatives(request) else ()
+    method: Any
+    given: tuple[Any, ...]
+    atoms: System
+    neighbors: GivenNeighbors
+    request: SumRequest
+    options: SumOptions
+
+    def shapes(self) -> list[Sequence[int]] | None:
+        """The shapes of the results; None without a cell, where the sum is over all pairs."""
+        atoms, request = self.atoms, self.request
+        if atoms.cell is None:
+            return None
+        system = check_system(atoms._replace(pbc=None))
+        check_gradients(request, atoms)
+        n_atoms, *channels = atoms.charges.shape  # type: ignore[union-attr]  # it was checked
+        forces, charge_gradients, virial = request.derivatives
+        shapes: list[Sequence[int]] = [(n_atoms if request.energy_reduction == "atom" else system.n_systems, *channels)]
+        shapes += [(n_atoms, 3)] * forces
+        if charge_gradients:
+            which = (True, False, False) if system.moments is None else request.of_sources
+            shapes += [(n_atoms, *channels, *rest) for rest, is_asked in zip(((), (3,), (3, 3)), which) if is_asked]
+        return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
+
+    def along(self) -> Sequence[Any]:
+        """By what first derivatives come with the energies."""
+        atoms = self.atoms
+        inputs = (atoms.positions, atoms.charges, atoms.dipoles, atoms.quadrupoles, atoms.cell)
+        return inputs if has_first_derivatives(self.request) else ()
 
 
 @functools.partial(only_inlined, with_calls=True)
-def ewald_sum(
-    method: Any,
-    given: tuple[Any, ...],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-) -> Tensors:
-    """The sum of all terms, with ``method.given(*given, system)``; over all pairs if there is no periodic axis."""
+def ewald_sum(asked: EwaldSum) -> Tensors:
+    """The sum of all terms; over all pairs if there is no periodic axis."""
+    atoms, options = asked.atoms, asked.options
     if torch.compiler.is_compiling() and isinstance(atoms.cell, torch.Tensor):
         if isinstance(options.alpha, float):  # a tensor, since each number would be another graph
             alpha = per_system("alpha", options.alpha, atoms.cell.reshape(-1, 3, 3).shape[0], atoms.cell.device)
-            options = options._replace(alpha=alpha)
-        if request.hybrid:
-            atoms = atoms._replace(positions=atoms.positions.detach(), cell=atoms.cell.detach())
-    return one_or_several(_ewald_sum(method, given, atoms, neighbors, request, options))
+            asked = asked._replace(options=options._replace(alpha=alpha))
+        if asked.request.hybrid:
+            fixed = atoms._replace(positions=atoms.positions.detach(), cell=atoms.cell.detach())
+            asked = asked._replace(atoms=fixed)
+    return one_or_several(_ewald_sum(asked))
 
 
-@compiled.whole(_shapes, _along)
-def _ewald_sum(
-    method: Any,
-    given: tuple[Any, ...],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-) -> tuple[torch.Tensor, ...]:
-    found = _sum(functools.partial(method.given, *given), atoms, neighbors, request, options)
-    return found if isinstance(found, tuple) else (found,)
-
-
-def _sum(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-) -> Tensors:
+@compiled.whole(EwaldSum.shapes, EwaldSum.along)
+def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
+    method, given, atoms, neighbors, request, options = asked
     if atoms.pbc is not None:
         is_open = open_systems(atoms)
         if is_open is not None:
-            return _with_open_systems(long_range_of, atoms, neighbors, request, options, is_open)
+            return _with_open_systems(asked, is_open)
+    is_constant = getattr(options.potential, "is_constant", False)
+    if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
 
-    options_of_plan = _constants(long_range_of, options.potential, options)
-    if options_of_plan is not None and (neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None):
+        def terms_of(atoms: System, neighbors: GivenNeighbors) -> Prepared:
+            return _terms(asked._replace(atoms=atoms, neighbors=neighbors))[:2]
 
-        def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
-            checked = check_sum(long_range_of, atoms, neighbors, request, options)
-            return body_of(*_terms(checked, request, options)[:2], request, atoms)
-
-        call = described("sum", prepare, atoms, neighbors, request, options_of_plan)
-        if call is not None:
-            return one_or_several(engine.run(call))
-    checked = check_sum(long_range_of, atoms, neighbors, request, options)
-    terms, system, rows, chosen = _terms(checked, request, options)
-    potential = options.potential
-    if checked.rows is not None or not potential.is_constant:
-        return evaluate(terms, system, request, potential.is_constant)
-    return evaluate(terms, system, request, True, rows, ("chosen", *chosen, options, request))
+        constants = (method.given, given, options) if is_constant else None
+        return _sum("sum", terms_of, atoms, neighbors, request, constants, is_constant)
+    terms, system, rows, chosen = _terms(asked)
+    known = ("chosen", *chosen, options, request) if is_constant else engine.UNKNOWN
+    return evaluate(terms, system, request, is_constant, rows, known)
 
 
 Prepared = tuple[Sequence[Term], ChargedSystem]
 """Terms of a sum, and the system that was checked."""
+
+
+def _sum(
+    name: str,
+    terms_of: Callable[[System, Any], Prepared],
+    atoms: System,
+    neighbors: Any,
+    request: SumRequest,
+    constants: tuple[Any, ...] | None,
+    is_constant: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The sum of terms, by a plan where it repeats; ``terms_of`` checks atoms and neighbors.
+
+    ``constants`` are on what it depends beside these; None where that cannot be told.
+    """
+
+    def prepare(atoms: System, neighbors: Any) -> engine.Body:
+        return body_of(*terms_of(atoms, neighbors), request, atoms)
+
+    call = _described(name, prepare, atoms, neighbors, request, constants, is_constant)
+    if call is not None:
+        return engine.run(call)
+    return evaluate(*terms_of(atoms, neighbors), request, is_constant)
 
 
 def _constants(long_range_of: Any, potential: Any, *others: Any) -> tuple[Any, ...] | None:
@@ -170,14 +183,14 @@ def _constants(long_range_of: Any, potential: Any, *others: Any) -> tuple[Any, .
 SOURCES = ("charges", "dipoles", "quadrupoles")
 
 
-def described(
+def _described(
     name: str,
     prepare: Callable[[System, Any], engine.Body],
     atoms: System,
     neighbors: Any,
     request: SumRequest,
     options: tuple[Any, ...] | None,
-    is_constant: bool = True,
+    is_constant: bool,
 ) -> engine.Call | None:
     """The call of a sum, whose arguments are checked by ``prepare``; None if they are to be checked before.
 
@@ -220,70 +233,33 @@ def described(
     )
 
 
-class CheckedSum(NamedTuple):
-    """Arguments of a sum that fit together; ``rows`` is None where neighbors are not given."""
-
-    system: ChargedSystem
-    long_range: LongRange
-    rows: Rows | None
-    alpha: Any
-    accuracy: float
-    cutoff: float | None
-    keeps_gaussians: bool
-    dielectric: float | None
-
-
-def check_sum(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-) -> CheckedSum:
-    """The arguments of `ewald_sum`; raise unless they fit together."""
-    with together(atoms.domain):
-        return _check_sum(long_range_of, atoms, neighbors, request, options)
-
-
-def _check_sum(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-) -> CheckedSum:
+def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, tuple[Any, ...]]:
+    """The terms, the system, its neighbors, and what was chosen; raise unless the arguments fit together."""
+    method, given, atoms, neighbors, request, options = asked
     alpha, accuracy, cutoff, potential, *others, self_interaction, surface_dielectric = options
-    system = check_system(atoms, *others)
-    check_gradients(request, atoms)
-    keeps_gaussians = _keeps_gaussians(self_interaction, system)
-    dielectric = check_dielectric(surface_dielectric)
-    accuracy = check_accuracy(accuracy, system.positions)
-    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-    check_potential(potential)
-    _check_coulomb(potential, system, dielectric)
-    long_range = long_range_of(system)
-    for name, is_given in (("`alpha`", alpha is not None), (long_range.argument, long_range.is_given)):
-        if potential is not COULOMB and not is_given:
-            raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
-    if request.hybrid:
-        system = system.at_fixed_geometry()
-        alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
-    rows = None
-    if system.domain is None:
-        rows = rows_of(neighbors, system.positions, periodic=True)
-    else:
-        must_be_same(system.domain, request=request, method=long_range, **options._asdict())
-        _check_trained(potential, system, alpha)
-        alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
-    return CheckedSum(system, long_range, rows, alpha, accuracy, cutoff, keeps_gaussians, dielectric)
-
-
-def _terms(
-    checked: CheckedSum, request: SumRequest, options: SumOptions
-) -> tuple[list[Term], ChargedSystem, Rows, tuple[Any, ...]]:
-    """The terms, the system, its neighbors, and what was chosen."""
-    system, long_range, rows, alpha, accuracy, cutoff, keeps_gaussians, dielectric = checked
-    potential = options.potential
+    with together(atoms.domain):
+        system = check_system(atoms, *others)
+        check_gradients(request, atoms)
+        keeps_gaussians = _keeps_gaussians(self_interaction, system)
+        dielectric = check_dielectric(surface_dielectric)
+        accuracy = check_accuracy(accuracy, system.positions)
+        cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+        check_potential(potential)
+        _check_coulomb(potential, system, dielectric)
+        long_range: LongRange = method.given(*given, system)
+        for name, is_given in (("`alpha`", alpha is not None), (long_range.argument, long_range.is_given)):
+            if potential is not COULOMB and not is_given:
+                raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
+        if request.hybrid:
+            system = system.at_fixed_geometry()
+            alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
+        rows = None
+        if system.domain is None:
+            rows = rows_of(neighbors, system.positions, periodic=True)
+        else:
+            must_be_same(system.domain, request=request, method=long_range, **options._asdict())
+            _check_trained(potential, system, alpha)
+            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
     splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
     if not long_range.is_given:
@@ -303,15 +279,9 @@ def _terms(
     return terms, system, splitting.rows, (long_range, alpha)
 
 
-def _with_open_systems(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-    is_open: torch.Tensor,
-) -> Tensors:
+def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The sum where these systems (n_systems,) are open, and the others periodic."""
+    method, given, atoms, neighbors, request, options = asked
     check_gradients(request, atoms)
     n_systems = is_open.shape[0]
     if atoms.domain is not None:
@@ -329,32 +299,40 @@ def _with_open_systems(
         alpha = part.of_systems("alpha", options.alpha, n_systems)
         return options._replace(alpha=alpha, exclusions=pairs, exclusion_factors=factors)
 
-    def periodic(part: Part, atoms: System) -> Tensors:
-        long_range = _of_systems(long_range_of, part, n_systems)
-        return _sum(long_range, atoms, part.of_neighbors(neighbors), request, of(part))
+    def periodic(part: Part, atoms: System) -> tuple[torch.Tensor, ...]:
+        there = _of_systems(method, given, part, n_systems)
+        return _ewald_sum(EwaldSum(method, there, atoms, part.of_neighbors(neighbors), request, of(part)))
 
-    def over_all_pairs(part: Part, atoms: System) -> Tensors:
-        return _open_sum(atoms, part.systems.shape[0], request, of(part))
+    def over_all_pairs(part: Part, atoms: System) -> tuple[torch.Tensor, ...]:
+        here = of(part)
+        system = open_system(atoms, here.exclusions, here.exclusion_factors, part.systems.shape[0])
+        keeps_gaussians = _keeps_gaussians(here.self_interaction, system)
+        if request.hybrid:
+            system = system.at_fixed_geometry()
+        rows = all_pairs(system)
+        alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
+        terms: list[Term] = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
+        if system.moments is not None:
+            terms.append(SelfTerm(alpha, keeps_gaussians))
+        return evaluate(terms, system, request, is_constant=True)
 
     results = mixed_sum((periodic, over_all_pairs), atoms, is_open, request)
     if request.hybrid:
         return results
-    energies, *others = results if isinstance(results, tuple) else (results,)
-    for given in (atoms.cell, options.alpha):
+    energies, *others = results
+    for value in (atoms.cell, options.alpha):
         # also where no system is periodic, energies have derivatives by these, of zero
-        if isinstance(given, torch.Tensor) and given.requires_grad:
-            energies = energies + given.reshape(-1)[:0].sum().to(energies)
-    return (energies, *others) if others else energies
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            energies = energies + value.reshape(-1)[:0].sum().to(energies)
+    return (energies, *others)
 
 
-def _of_systems(
-    long_range_of: Callable[[ChargedSystem], LongRange], part: Part, n_systems: int
-) -> Callable[[ChargedSystem], LongRange]:
-    """The long-range part of some of the systems for which it is given."""
-    if part.systems.shape[0] == n_systems or not isinstance(long_range_of, functools.partial):
-        return long_range_of
-    given = []
-    for name, value in zip(inspect.signature(long_range_of.func).parameters, long_range_of.args):
+def _of_systems(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) -> tuple[Any, ...]:
+    """Arguments of a long-range part of all systems, for those of a part."""
+    if part.systems.shape[0] == n_systems:
+        return given
+    found = []
+    for name, value in zip(inspect.signature(method.given).parameters, given):
         if name in ("k_cutoff", "mesh_spacing"):
             value = part.of_systems(name, value, n_systems)
         elif name == "k_vectors" and isinstance(value, torch.Tensor) and value.ndim == 3:
@@ -364,22 +342,8 @@ def _of_systems(
         # what is prepared for a batch is a tuple of tensors
         elif isinstance(value, tuple) and any([isinstance(field, torch.Tensor) for field in value]):
             raise ValueError("`pbc` has three open axes: leave out what is prepared for all systems of the batch")
-        given.append(value)
-    return functools.partial(long_range_of.func, *given)
-
-
-def _open_sum(atoms: System, n_systems: int, request: SumRequest, options: SumOptions) -> Tensors:
-    """The sum over all pairs of systems without periodicity."""
-    system = open_system(atoms, options.exclusions, options.exclusion_factors, n_systems)
-    keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
-    if request.hybrid:
-        system = system.at_fixed_geometry()
-    rows = all_pairs(system)
-    alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
-    terms: list[Term] = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
-    if system.moments is not None:
-        terms.append(SelfTerm(alpha, keeps_gaussians))
-    return evaluate(terms, system, request, is_constant=True)
+        found.append(value)
+    return tuple(found)
 
 
 def _own_terms(system: ChargedSystem, alpha: torch.Tensor, keeps_gaussians: bool) -> list[Term]:
@@ -443,25 +407,20 @@ def long_range_part(
 
     With ``self_interaction`` and without widths, that of the long-range part is kept.
     """
-    given = (long_range_of, request, alpha, potential, self_interaction)
-
-    def prepare(atoms: System, _: Any) -> engine.Body:
-        return body_of(*_long_range_terms(atoms, *given), request, atoms)
-
+    terms_of = functools.partial(_long_range_terms, long_range_of, request, alpha, potential, self_interaction)
     constants = _constants(long_range_of, potential, alpha, potential, self_interaction)
-    call = described("long-range part", prepare, atoms, None, request, constants)
-    if call is not None:
-        return one_or_several(engine.run(call))
-    return evaluate(*_long_range_terms(atoms, *given), request, potential.is_constant)
+    is_constant = getattr(potential, "is_constant", False)
+    return one_or_several(_sum("long-range part", terms_of, atoms, None, request, constants, is_constant))
 
 
 def _long_range_terms(
-    atoms: System,
     long_range_of: Callable[[ChargedSystem], LongRange],
     request: SumRequest,
     alpha: Any,
     potential: Any,
-    self_interaction: Any = False,
+    self_interaction: Any,
+    atoms: System,
+    _: Any,
 ) -> Prepared:
     with together(atoms.domain):
         system = check_system(atoms)
@@ -493,20 +452,14 @@ def _long_range_terms(
 
 def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any) -> Tensors:
     """The sum over neighbors, without self energies; arguments as of `ewald_sum`."""
-
-    def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
-        return body_of(*_short_range_terms(atoms, neighbors, request, alpha, cutoff), request, atoms)
-
-    call = None
-    if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
-        call = described("short-range part", prepare, atoms, neighbors, request, (alpha, cutoff), is_constant=False)
-    if call is not None:
-        return one_or_several(engine.run(call))
-    return evaluate(*_short_range_terms(atoms, neighbors, request, alpha, cutoff), request, is_constant=False)
+    terms_of = functools.partial(_short_range_terms, request, alpha, cutoff)
+    is_listed = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
+    constants = (alpha, cutoff) if is_listed else None
+    return one_or_several(_sum("short-range part", terms_of, atoms, neighbors, request, constants, is_constant=False))
 
 
 def _short_range_terms(
-    atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any
+    request: SumRequest, alpha: Any, cutoff: Any, atoms: System, neighbors: GivenNeighbors
 ) -> Prepared:
     with together(atoms.domain):
         system = check_system(atoms)
@@ -540,14 +493,17 @@ def sum_of_parts(
 
     Results do not depend on how far the list reaches beyond the cutoff.
     """
+    parts: Any = (
+        functools.partial(_short_range_terms, request, alpha, cutoff),
+        functools.partial(_long_range_terms, long_range_of, request, alpha, COULOMB, False),
+    )
 
     def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
-        near = body_of(*_short_range_terms(atoms, neighbors, request, alpha, cutoff), request, atoms)
-        far = body_of(*_long_range_terms(atoms, long_range_of, request, alpha, COULOMB), request, atoms)
+        near, far = [body_of(*terms_of(atoms, neighbors), request, atoms) for terms_of in parts]
         return lambda at, needed: tuple([one + other for one, other in zip(near(at, needed), far(at, needed))])
 
     options = _constants(long_range_of, COULOMB, alpha, cutoff)
-    call = described("sum of parts", prepare, atoms, neighbors, request, options, is_constant=False)
+    call = _described("sum of parts", prepare, atoms, neighbors, request, options, is_constant=False)
     if call is None:
         raise TypeError("positions, charges and cell must be tensors of one dtype")
     return engine.run(call)

@@ -14,7 +14,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
-from nvalchemiops.torch.interactions.electrostatics.results import SumRequest, Tensors
+from nvalchemiops.torch.interactions.electrostatics.results import SumRequest
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
@@ -30,6 +30,9 @@ from nvalchemiops.torch.systems import System
 
 ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
 """What a system has of each atom."""
+
+Results = tuple[Any, ...]
+"""Tensors, or None."""
 
 
 def open_systems(atoms: System) -> torch.Tensor | None:
@@ -222,11 +225,11 @@ def joined(parts: Sequence[Part], values: Sequence[torch.Tensor], of_systems: bo
 
 
 def by_parts(
-    functions: tuple[Callable[[Part, System], Tensors], Callable[[Part, System], Tensors]],
+    functions: tuple[Callable[[Part, System], Results], Callable[[Part, System], Results]],
     atoms: System,
     is_open: torch.Tensor,
     of_systems: Sequence[bool] = (),
-) -> tuple[torch.Tensor | None, ...]:
+) -> Results:
     """Results for all systems: by the first function for the periodic ones, by the second for the open ones.
 
     ``of_systems`` says which results belong to systems; by default they belong to atoms.
@@ -234,7 +237,7 @@ def by_parts(
     parts, n_systems = parts_of(atoms, is_open), is_open.shape[0]
     used = [(part, function) for part, function in zip(parts, functions) if part.systems.shape[0]]
     results = [function(part, system_of(part, atoms, n_systems)) for part, function in used]
-    columns = list(zip(*(result if isinstance(result, tuple) else (result,) for result in results)))
+    columns: list[Any] = list(zip(*results))
     kinds = of_systems or [False] * len(columns)
     return tuple(
         None if values[0] is None else joined([part for part, _ in used], values, kind)
@@ -243,17 +246,16 @@ def by_parts(
 
 
 def mixed_sum(
-    sums: tuple[Callable[[Part, System], Tensors], Callable[[Part, System], Tensors]],
+    sums: tuple[Callable[[Part, System], Results], Callable[[Part, System], Results]],
     atoms: System,
     is_open: torch.Tensor,
     request: SumRequest,
-) -> Tensors:
+) -> Results:
     """Results of the periodic systems, by the first of ``sums``, and of the open ones by the second, in one batch."""
     n_gradients = int(request.derivatives.forces) + sum(request.of_sources)
     of_systems = [request.energy_reduction == "system", *[False] * n_gradients]
     of_systems += [True] * request.derivatives.virial
-    found: Any = by_parts(sums, atoms, is_open, of_systems)
-    return found if len(found) > 1 else found[0]
+    return by_parts(sums, atoms, is_open, of_systems)
 
 
 def open_system(

@@ -126,30 +126,28 @@ def from_potential(
     return Contribution(energies, forces, potential if derivatives.charge_gradients else None)
 
 
-def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_reduction: str) -> Tensors:
-    """Sums of contributions in the dtype of the positions, with channels: `Tensors`."""
-    results = []
+def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_reduction: str) -> Contribution:
+    """The sum of contributions, in the dtype of the positions; its energies may be those of systems."""
+    results: list[Any] = []
     for name, values in zip(Contribution._fields, zip(*contributions)):
         present = [value for value in values if value is not None]
-        if not present:
-            continue
-        result = present[0]
+        result = present[0] if present else None
         for value in present[1:]:
             result = result + value
         if name == "energies" and energy_reduction == "system":
             result = system_sums(result, system.batch_idx, system.n_systems)
-        results.append(result.to(system.positions.dtype))
-    return results[0] if len(results) == 1 else tuple(results)
+        results.append(None if result is None else result.to(system.positions.dtype))
+    return Contribution(*results)
 
 
-def complete(results: Tensors, system: ChargedSystem, request: SumRequest) -> Tensors:
+def complete(results: tuple[torch.Tensor, ...], system: ChargedSystem, request: SumRequest) -> tuple[torch.Tensor, ...]:
     """The results of a sum, those of systems added up over the ranks among which the atoms are divided."""
     domain = system.domain
     if domain is None:
         return results
-    found = list(results) if isinstance(results, tuple) else [results]
+    found = list(results)
     if request.energy_reduction == "system":
         found[0] = domain._sum(found[0])
     if request.derivatives.virial:
         found[-1] = domain._sum(found[-1])
-    return tuple(found) if isinstance(results, tuple) else found[0]
+    return tuple(found)

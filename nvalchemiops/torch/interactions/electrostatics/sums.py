@@ -5,8 +5,15 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import results as sums
-from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, SumRequest, Tensors
+from nvalchemiops.torch.interactions.electrostatics.results import (
+    Contribution,
+    Derivatives,
+    SumRequest,
+    Tensors,
+    Term,
+    complete,
+    total,
+)
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources, quadrupole_gradients
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import lattice_of
@@ -16,13 +23,13 @@ from nvalchemiops.torch.systems import System
 
 
 def evaluate(
-    terms: Sequence[sums.Term],
+    terms: Sequence[Term],
     system: ChargedSystem,
     request: SumRequest,
     is_constant: bool,
     near: Sequence[Any] = (),
     options: tuple[Any, ...] | str = engine.UNKNOWN,
-) -> Tensors:
+) -> tuple[torch.Tensor, ...]:
     """The results of a sum: energies, then the derivatives that were requested.
 
     Parameters
@@ -54,7 +61,7 @@ def evaluate(
         by_system=request.energy_reduction == "system",
         domain=system.domain,
     )
-    return sums.complete(one_or_several(engine.run(call)), system, request)
+    return complete(engine.run(call), system, request)
 
 
 def one_or_several(results: tuple[torch.Tensor, ...]) -> Tensors:
@@ -71,7 +78,7 @@ def has_first_derivatives(request: SumRequest) -> bool:
 
 
 def body_of(
-    terms: Sequence[sums.Term], system: ChargedSystem, request: SumRequest, given: System | None = None
+    terms: Sequence[Term], system: ChargedSystem, request: SumRequest, given: System | None = None
 ) -> engine.Body:
     """The sum as a function of its inputs.
 
@@ -91,21 +98,18 @@ def body_of(
             asked.virial or by_cell,
         )
         contributions = [term.evaluate(here, computed) for term in terms]
-        found = sums.total(contributions, here, request.energy_reduction)
-        values = found if isinstance(found, tuple) else (found,)
-        named = dict(zip(["energies", *[name for name, there in zip(Derivatives._fields, computed) if there]], values))
-        energies = named["energies"]
-        results = [energies if here.has_channels else energies.squeeze(1)]
+        found: Any = total(contributions, here, request.energy_reduction)
+        results = [found.energies if here.has_channels else found.energies.squeeze(1)]
         if asked.forces:
-            results.append(named["forces"])
+            results.append(found.forces)
         if asked.charge_gradients:
-            results += _by_source(named["charge_gradients"], here, request.of_sources)
+            results += _by_source(found.charge_gradients, here, request.of_sources)
         if asked.virial:
-            results.append(named["virial"])
+            results.append(found.virial)
         if by_positions:
-            results.append(-named["forces"])
+            results.append(-found.forces)
         if any(by_sources):
-            gradients = named["charge_gradients"]
+            gradients = found.charge_gradients
             # in separate memory, since callers may change results
             gradients = gradients.clone() if asked.charge_gradients else gradients
             if given is None:
@@ -115,7 +119,7 @@ def body_of(
                 each = _by_source(gradients, here, there)
                 results += [gradient for gradient, is_needed in zip(each, by_sources) if is_needed]
         if by_cell:
-            results.append(_by_cell(contributions, here, named))
+            results.append(_by_cell(contributions, here, found))
         return tuple(results)
 
     return body
@@ -146,16 +150,14 @@ def _by_source(
     return [*found, quadrupole_gradients(gradients[..., 4:])] if by_quadrupoles else found
 
 
-def _by_cell(
-    contributions: Sequence[Contribution], system: ChargedSystem, found: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def _by_cell(contributions: Sequence[Contribution], system: ChargedSystem, found: Any) -> torch.Tensor:
     """The gradient by the cells (n_systems, 3, 3) in float64: the virial is ``Σ x_i F_i^T - h^T dE/dh``."""
     positions = system.positions
     if positions.dtype is torch.float32:
         dyads = _dyads(contributions, system)
     else:
-        dyads = totals(positions.unsqueeze(-1) * found["forces"].unsqueeze(-2), system.batch_idx, system.n_systems)
-    return lattice_of(system.cell.detach(), None, 0).inverse.mT @ (dyads - found["virial"])
+        dyads = totals(positions.unsqueeze(-1) * found.forces.unsqueeze(-2), system.batch_idx, system.n_systems)
+    return lattice_of(system.cell.detach(), None, 0).inverse.mT @ (dyads - found.virial)
 
 
 def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torch.Tensor:
@@ -172,9 +174,9 @@ def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torc
         middle = system.domain._sum_for_shares(middle)
     middle = middle[:, :3] / middle[:, 3:].clamp(min=1.0)
     near = x - (middle if batch_idx is None else middle.index_select(0, batch_idx))
-    sums = [
+    dyads = [
         (near if forces.dtype is torch.float32 else x).unsqueeze(-1) * forces.to(torch.float64).unsqueeze(-2)
         for forces in (contribution.forces for contribution in contributions)
         if forces is not None
     ]
-    return totals(torch.stack(sums).sum(0), batch_idx, n_systems)
+    return totals(torch.stack(dyads).sum(0), batch_idx, n_systems)

@@ -95,7 +95,7 @@ class ChargedSystem(NamedTuple):
         return found if self.domain is None else self.domain._sum_for_shares(found)
 
     def rows_within(self, cutoff: float) -> Rows:
-        """All neighbors closer than ``cutoff``; with a domain those that `check_sum` has found."""
+        """All neighbors closer than ``cutoff``; with a domain those that were found with its arguments."""
         if self.domain is not None:
             return self.domain._found_rows(cutoff).alone
         return build_rows(self.positions, cutoff, self.cell, self.batch_idx)
