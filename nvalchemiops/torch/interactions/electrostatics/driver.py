@@ -23,8 +23,8 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.open_systems import (
     Part,
     all_pairs,
+    by_parts,
     check_mixed,
-    mixed_sum,
     open_system,
     open_systems,
 )
@@ -101,8 +101,8 @@ class EwaldSum(NamedTuple):
         shapes: list[Sequence[int]] = [(n_atoms if request.energy_reduction == "atom" else system.n_systems, *channels)]
         shapes += [(n_atoms, 3)] * forces
         if charge_gradients:
-            which = (True, False, False) if system.moments is None else request.of_sources
-            shapes += [(n_atoms, *channels, *rest) for rest, is_asked in zip(((), (3,), (3, 3)), which) if is_asked]
+            by_source = zip(((), (3,), (3, 3)), request.of_sources)
+            shapes += [(n_atoms, *channels, *rest) for rest, is_asked in by_source if is_asked]
         return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
 
     def along(self) -> Sequence[Any]:
@@ -267,7 +267,7 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, tuple[Any,
     # the list of a domain goes further, by a skin
     pair_cutoff = None if system.domain is None else splitting.cutoff
     terms: list[Term] = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
-    if system.moments is not None:
+    if not system.of_points:
         terms += _own_terms(system, alpha, keeps_gaussians)
     if system.slab_axes is not None:
         terms.append(SlabTerm())
@@ -312,11 +312,13 @@ def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Te
         rows = all_pairs(system)
         alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
         terms: list[Term] = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
-        if system.moments is not None:
+        if not system.of_points:
             terms.append(SelfTerm(alpha, keeps_gaussians))
         return evaluate(terms, system, request, is_constant=True)
 
-    results = mixed_sum((periodic, over_all_pairs), atoms, is_open, request)
+    n_gradients = int(request.derivatives.forces) + sum(request.of_sources)
+    of_systems = [request.energy_reduction == "system", *[False] * n_gradients, *[True] * request.derivatives.virial]
+    results = by_parts((periodic, over_all_pairs), atoms, is_open, of_systems)
     if request.hybrid:
         return results
     energies, *others = results
@@ -374,7 +376,7 @@ def _check_coulomb(potential: LongRangePotential, system: ChargedSystem, dielect
     """Raise for another potential with sources beside charges, or with a surface."""
     if potential is COULOMB:
         return
-    if system.moments is not None:
+    if not system.of_points:
         raise ValueError("`dipoles`, `quadrupoles` and `widths` are for the Coulomb potential: leave `potential` out")
     if dielectric is not None:
         raise ValueError("`surface_dielectric` is for the Coulomb potential: leave `potential` out")
@@ -437,7 +439,7 @@ def _long_range_terms(
         if not long_range.is_given:
             raise ValueError(f"{long_range.argument} is needed")
         keeps_all = checks.check_flag("self_interaction", self_interaction) and system.widths is None
-        has_moments = system.moments is not None
+        has_moments = not system.of_points
         keeps_gaussians = has_moments and not keeps_all and _keeps_gaussians(self_interaction, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()

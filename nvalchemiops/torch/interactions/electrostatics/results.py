@@ -7,7 +7,6 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
@@ -88,9 +87,10 @@ class Contribution(NamedTuple):
 
     Attributes
     ----------
-    energies, charge_gradients : (n_atoms, n_channels) tensor
-        For a system with moments gradients by these, (n_atoms, n_channels, n_moments).
+    energies : (n_atoms, n_channels) tensor
     forces : (n_atoms, 3) tensor
+    charge_gradients : (n_atoms, n_channels, n_moments) tensor
+        By all moments.
     virial : (n_systems, 3, 3) tensor
     """
 
@@ -106,24 +106,6 @@ class Term(Protocol):
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """The contribution of this term to the results for a system."""
         ...
-
-
-def from_potential(
-    gathered: torch.Tensor, charges: torch.Tensor, lattice: Lattice, derivatives: Derivatives
-) -> Contribution:
-    """The contribution, but for the virial, of charges (n_atoms, n_channels) in a potential that is linear in them.
-
-    ``gathered`` (n_atoms, n_channels, 1 or 4) holds the potential and its derivatives by the coordinates that the frame
-    of the lattice makes.
-    """
-    potential = gathered[..., 0]
-    energies = 0.5 * charges * potential
-    forces = None
-    if derivatives.forces:
-        by_coordinates = charges.unsqueeze(-1) * gathered[..., 1:4]
-        by_coordinates = by_coordinates.sum(1) if charges.shape[1] > 1 else by_coordinates.squeeze(1)
-        forces = -lattice.cartesian(by_coordinates)
-    return Contribution(energies, forces, potential if derivatives.charge_gradients else None)
 
 
 def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_reduction: str) -> Contribution:

@@ -44,7 +44,7 @@ def evaluate(
         As of `engine.Call`, for a plan.
     """
     body = body_of(terms, system, request)
-    inputs = (system.positions, system.sources, system.cell)
+    inputs = (system.positions, system.moments, system.cell)
     own = (*terms, system.widths)
     call = engine.Call(
         "sum",
@@ -52,7 +52,7 @@ def evaluate(
         inputs,
         2,
         near,
-        (system.batch_idx, system.widths, system.slab_axes, system.has_channels, system.moments is None),
+        (system.batch_idx, system.widths, system.slab_axes, system.has_channels),
         options if system.domain is None else "ranks share it",
         along=is_constant and has_first_derivatives(request),
         others=own,
@@ -82,14 +82,16 @@ def body_of(
 ) -> engine.Body:
     """The sum as a function of its inputs.
 
-    These are positions, sources and cell of ``system``; or, with the atoms as they were ``given``, positions, charges,
+    These are positions, moments and cell of ``system``; or, with the atoms as they were ``given``, positions, charges,
     further sources, and the cell.
     """
 
     def body(inputs: Sequence[torch.Tensor] | None, needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         here = system
         if inputs is not None:
-            here = system.of(*inputs) if given is None else _of_given(system, given, inputs)
+            if given is not None:
+                inputs = _of_given(given, inputs)
+            here = system.of(*inputs)
         by_positions, *by_sources, by_cell = needed or (False, False, False)
         asked = request.derivatives
         computed = Derivatives(
@@ -125,26 +127,22 @@ def body_of(
     return body
 
 
-def _of_given(system: ChargedSystem, given: System, inputs: Sequence[torch.Tensor]) -> ChargedSystem:
-    """The system at other positions, charges, further sources and cell."""
+def _of_given(given: System, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Positions, moments and cells (n_systems, 3, 3) from positions, charges, further sources and cell."""
     positions, charges, *others, cell = inputs
-    cells = cell.reshape(-1, 3, 3)
-    if system.moments is None:
-        return system.of(positions, charges if system.has_channels else charges.unsqueeze(1), cells)
     waiting = iter(others)
     dipoles = None if given.dipoles is None else next(waiting)
     quadrupoles = None if given.quadrupoles is None else next(waiting)
-    return system.of(positions, check_sources(charges, dipoles, quadrupoles, None, positions)[0], cells)
+    moments, _ = check_sources(charges, dipoles, quadrupoles, None, positions)
+    return positions, moments, cell.reshape(-1, 3, 3)
 
 
 def _by_source(
     gradients: torch.Tensor, system: ChargedSystem, of_sources: tuple[bool, bool, bool]
 ) -> list[torch.Tensor]:
-    """Gradients by each source, from those by charges or moments, without channels if there are none."""
+    """Gradients by each source, from those by moments, without channels if there are none."""
     if not system.has_channels:
         gradients = gradients.squeeze(1)
-    if system.moments is None:
-        return [gradients]
     by_charges, by_dipoles, by_quadrupoles = of_sources
     found = [gradients[..., 0]] * by_charges + [gradients[..., 1:4]] * by_dipoles
     return [*found, quadrupole_gradients(gradients[..., 4:])] if by_quadrupoles else found

@@ -433,6 +433,42 @@ def pair_moments(
     )
 
 
+def gather_moments(
+    formula: Formula,
+    system: PairSystem,
+    moments: torch.Tensor,
+    derivatives: int,
+    parameters: torch.Tensor | None = None,
+    row_parameters: torch.Tensor | None = None,
+    global_parameters: torch.Tensor | None = None,
+    *,
+    virial: bool = False,
+    cutoff: float | None = None,
+    r_switch: float | None = None,
+    exclusions: ExclusionRows | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Derivatives (n_atoms, n_channels, count) of the potential of moments; and twice their virial, if it is requested.
+
+    ``row_parameters`` are those of atoms as receivers, if they differ. Others are as for `sum_moments`.
+    """
+    positions, cell, batch_idx, n_systems, rows, domain = system
+    of_neighbors, of_rows = moments, moments if virial else None
+    if domain is not None:
+        inputs = (positions, cell, moments, parameters, row_parameters, global_parameters)
+        rows = rows_for_derivatives(domain, rows, inputs)
+        positions, of_neighbors, parameters, batch_idx = moments_with_ghosts(domain, positions, moments, parameters)
+        of_rows = without_energies(domain, moments) if virial else None
+        if row_parameters is not None:  # what ghosts receive counts on other ranks
+            row_parameters = torch.cat([row_parameters, row_parameters.new_ones((domain.n_ghosts, 1))])
+    excluded = (None, None, None) if exclusions is None else exclusions[:3]
+    given = (of_neighbors, of_rows, positions, cell, parameters, row_parameters, global_parameters, None)
+    distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)
+    others = (batch_idx, n_systems, *rows, *excluded, *distances)
+    outputs = GATHERED + VIRIAL * virial
+    found, _, by_strain = pair_moments(formula.text, "", outputs, derivatives, *given, *others)
+    return found if domain is None else found[: domain.n_owned], by_strain
+
+
 class MomentSums(NamedTuple):
     """Results of `sum_moments`; those that were not requested are None."""
 
@@ -480,35 +516,19 @@ def sum_moments(
         Energies (n_atoms, n_channels), forces (n_atoms, 3), gradients by the moments (n_atoms, n_channels, n_moments),
         virial (n_systems, 3, 3). All are differentiable to any order in all tensors.
     """
-    positions, cell, batch_idx, n_systems, rows, domain = system
-    order = order_of(moments.shape[-1])
-    of_neighbors, of_rows = moments, moments if virial else None
-    if domain is not None:
-        rows = rows_for_derivatives(domain, rows, (positions, cell, moments, parameters, global_parameters))
-        positions, of_neighbors, parameters, batch_idx = moments_with_ghosts(domain, positions, moments, parameters)
-        of_rows = without_energies(domain, moments) if virial else None
-    excluded = (None, None, None) if exclusions is None else exclusions[:3]
-    found, _, by_strain = pair_moments(
-        formula.text,
-        "",
-        GATHERED + VIRIAL * virial,
-        order + forces,
-        of_neighbors,
-        of_rows,
-        positions,
-        cell,
+    found, by_strain = gather_moments(
+        formula,
+        system,
+        moments,
+        order_of(moments.shape[-1]) + forces,
         parameters,
         None,
         global_parameters,
-        None,
-        batch_idx,
-        n_systems,
-        *rows,
-        *excluded,
-        NO_CUTOFF if cutoff is None else cutoff,
-        0.0 if r_switch is None else r_switch,
+        virial=virial,
+        cutoff=cutoff,
+        r_switch=r_switch,
+        exclusions=exclusions,
     )
-    found = found if domain is None else found[: domain.n_owned]
     potential = found[..., : moments.shape[-1]]
     return MomentSums(
         0.5 * (moments * potential).sum(-1),

