@@ -9,7 +9,7 @@ import torch
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.sources import check_sources, quadrupole_gradients
+from nvalchemiops.torch.interactions.electrostatics.sources import by_source, check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, options_if, sum_pairs
 from nvalchemiops.torch.interactions.pair.moments import sum_moments
@@ -21,7 +21,7 @@ from nvalchemiops.torch.interactions.pair.shares import (
     parameters_of_share,
     together,
 )
-from nvalchemiops.torch.interactions.pair.system import pair_system
+from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
@@ -203,7 +203,7 @@ def _sum(
 def _moments(
     atoms: System, cutoff: float, alpha: float | torch.Tensor | None, given: GivenNeighbors, request: PairRequest
 ) -> tuple[torch.Tensor, ...]:
-    """Energies, and forces if requested, of moments, Gaussians or several charges; without ``alpha`` bare."""
+    """Energies of moments, Gaussians or several charges, and what is requested; without ``alpha`` bare."""
     domain = atoms.domain
 
     def evaluate(near: GivenNeighbors, /, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
@@ -224,9 +224,17 @@ def _moments(
                 must_be_same(domain, request=request)
                 parameters = parameters_of_share(formula, parameters, domain)
         of_atoms, of_systems, _, _ = parameter_arrays(formula, parameters, positions, None, system.n_systems)
-        found = sum_moments(formula, system, moments, of_atoms, of_systems, forces=request.forces, cutoff=reach)
-        energies = found.energies if charges.ndim == 2 else found.energies.squeeze(1)
-        return (energies,) if found.forces is None else (energies, found.forces)
+        asked = {"forces": request.forces, "gradients": bool(request.gradients), "virial": request.virial}
+        found = sum_moments(formula, system, moments, of_atoms, of_systems, **asked, cutoff=reach)
+
+        def one_channel(values: torch.Tensor) -> torch.Tensor:
+            return values if charges.ndim == 2 else values.squeeze(1)
+
+        results = [one_channel(found.energies)] + [found.forces] * request.forces
+        if request.gradients:
+            there = [getattr(here, name) is not None for name in request.gradients]
+            results += by_source(one_channel(found.gradients), there)
+        return (*results, found.virial) if request.virial else tuple(results)
 
     moving = {"positions": atoms.positions, "alpha": alpha}
     moving |= {name: getattr(atoms, name) for name in ("charges", "dipoles", "quadrupoles", "widths")}
@@ -245,29 +253,8 @@ def coulomb_of_sources(
     energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
         Gradients by the sources that there are; the virial if requested, as from `ewald_summation`.
     """
-    charges: Any = atoms.charges
-    checks.check_positions(atoms.positions, finite=False)
-    check_charges(charges, atoms.positions)
-    moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, atoms.positions)
-    system = pair_system(atoms, given, cutoff=cutoff, by_system=False)
-    found = sum_moments(
-        potentials.moment_interaction(widths is not None),
-        system,
-        moments,
-        None if widths is None else widths.unsqueeze(1).contiguous(),
-        forces=True,
-        gradients=True,
-        virial=compute_virial,
-        cutoff=cutoff,
-    )
-    assert found.forces is not None and found.gradients is not None
-    of_moments = found.gradients.squeeze(1)
-    results = [found.energies.squeeze(1), found.forces, of_moments[:, 0]]
-    if atoms.dipoles is not None:
-        results.append(of_moments[:, 1:4])
-    if atoms.quadrupoles is not None:
-        results.append(quadrupole_gradients(of_moments[:, 4:]))
-    return (*results, found.virial) if found.virial is not None else tuple(results)
+    request = PairRequest(True, ("charges", "dipoles", "quadrupoles"), compute_virial)
+    return _moments(atoms, NO_CUTOFF if cutoff is None else cutoff, None, given, request)
 
 
 def _damping(alpha: Any) -> Any:

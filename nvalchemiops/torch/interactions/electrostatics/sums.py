@@ -14,7 +14,7 @@ from nvalchemiops.torch.interactions.electrostatics.results import (
     complete,
     total,
 )
-from nvalchemiops.torch.interactions.electrostatics.sources import check_sources, quadrupole_gradients
+from nvalchemiops.torch.interactions.electrostatics.sources import by_source, check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.operators.segments import totals
@@ -101,11 +101,15 @@ def body_of(
         )
         contributions = [term.evaluate(here, computed) for term in terms]
         found: Any = total(contributions, here, request.energy_reduction)
-        results = [found.energies if here.has_channels else found.energies.squeeze(1)]
+
+        def one_channel(values: torch.Tensor) -> torch.Tensor:
+            return values if here.has_channels else values.squeeze(1)
+
+        results = [one_channel(found.energies)]
         if asked.forces:
             results.append(found.forces)
         if asked.charge_gradients:
-            results += _by_source(found.charge_gradients, here, request.of_sources)
+            results += by_source(one_channel(found.charge_gradients), request.of_sources)
         if asked.virial:
             results.append(found.virial)
         if by_positions:
@@ -118,7 +122,7 @@ def body_of(
                 results.append(gradients)
             else:
                 there = (True, given.dipoles is not None, given.quadrupoles is not None)
-                each = _by_source(gradients, here, there)
+                each = by_source(one_channel(gradients), there)
                 results += [gradient for gradient, is_needed in zip(each, by_sources) if is_needed]
         if by_cell:
             results.append(_by_cell(contributions, here, found))
@@ -135,17 +139,6 @@ def _of_given(given: System, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tens
     quadrupoles = None if given.quadrupoles is None else next(waiting)
     moments, _ = check_sources(charges, dipoles, quadrupoles, None, positions)
     return positions, moments, cell.reshape(-1, 3, 3)
-
-
-def _by_source(
-    gradients: torch.Tensor, system: ChargedSystem, of_sources: tuple[bool, bool, bool]
-) -> list[torch.Tensor]:
-    """Gradients by each source, from those by moments, without channels if there are none."""
-    if not system.has_channels:
-        gradients = gradients.squeeze(1)
-    by_charges, by_dipoles, by_quadrupoles = of_sources
-    found = [gradients[..., 0]] * by_charges + [gradients[..., 1:4]] * by_dipoles
-    return [*found, quadrupole_gradients(gradients[..., 4:])] if by_quadrupoles else found
 
 
 def _by_cell(contributions: Sequence[Contribution], system: ChargedSystem, found: Any) -> torch.Tensor:
