@@ -207,7 +207,7 @@ def _moments(
     domain = atoms.domain
 
     def evaluate(near: GivenNeighbors, /, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
-        here = atoms._replace(**values)
+        here: Any = atoms._replace(**values)
         positions, charges = here.positions, here.charges
         with together(domain):
             reach, alpha = checks.check_positive("cutoff", cutoff), None if alpha is None else _damping(alpha)
@@ -224,15 +224,15 @@ def _moments(
                 must_be_same(domain, request=request)
                 parameters = parameters_of_share(formula, parameters, domain)
         of_atoms, of_systems, _, _ = parameter_arrays(formula, parameters, positions, None, system.n_systems)
-        asked = {"forces": request.forces, "gradients": bool(request.gradients), "virial": request.virial}
-        found = sum_moments(formula, system, moments, of_atoms, of_systems, **asked, cutoff=reach)
+        asked: Any = {"forces": request.forces, "gradients": bool(request.gradients), "virial": request.virial}
+        found: Any = sum_moments(formula, system, moments, of_atoms, of_systems, **asked, cutoff=reach)
 
         def one_channel(values: torch.Tensor) -> torch.Tensor:
             return values if charges.ndim == 2 else values.squeeze(1)
 
         results = [one_channel(found.energies)] + [found.forces] * request.forces
         if request.gradients:
-            there = [getattr(here, name) is not None for name in request.gradients]
+            there = [value is not None for value in (charges, here.dipoles, here.quadrupoles)]
             results += by_source(one_channel(found.gradients), there)
         return (*results, found.virial) if request.virial else tuple(results)
 

@@ -495,7 +495,7 @@ def sum_of_parts(
 
     Results do not depend on how far the list reaches beyond the cutoff.
     """
-    parts: Any = (
+    parts: tuple[Callable[[System, Any], Prepared], ...] = (
         functools.partial(_short_range_terms, request, alpha, cutoff),
         functools.partial(_long_range_terms, long_range_of, request, alpha, COULOMB, False),
     )

@@ -102,7 +102,10 @@ class ChargeFrames(NamedTuple):
     lattice: Lattice
     charges: torch.Tensor
 
-    highest = 0
+    @property
+    def highest(self) -> int:
+        """Highest order of derivative among the moments."""
+        return 0
 
     @property
     def moments(self) -> torch.Tensor:

@@ -52,7 +52,7 @@ class PairTerm(NamedTuple):
         parameter = self.parameter.to(system.positions.dtype)
         if not system.of_points:
             radial, widths = self.radial(system.widths is not None), system.widths
-            found = sum_moments(
+            sums = sum_moments(
                 radial,
                 pairs,
                 system.moments,
@@ -64,7 +64,7 @@ class PairTerm(NamedTuple):
                 cutoff=self.cutoff,
                 exclusions=self.exclusions,
             )
-            return Contribution(*found)
+            return Contribution(*sums)
         n_channels = system.charges.shape[1]
         if n_channels > MOST_CHANNELS:
             blocks = [
