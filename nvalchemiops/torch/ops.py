@@ -8,7 +8,7 @@ them have been imported.
 from nvalchemiops.torch.distributed import collectives, transform  # noqa: F401
 from nvalchemiops.torch.interactions.dispersion import coefficients, three_body  # noqa: F401
 from nvalchemiops.torch.interactions.electrostatics import k_vectors  # noqa: F401
-from nvalchemiops.torch.interactions.pair import moments, op, op_on_ranks  # noqa: F401
+from nvalchemiops.torch.interactions.pair import moments, op  # noqa: F401
 from nvalchemiops.torch.neighbors import pairs, rows, search  # noqa: F401
 from nvalchemiops.torch.operators import fourier, lattice, mesh, mesh_transform, segments  # noqa: F401
 from nvalchemiops.torch.runtime import compiled  # noqa: F401

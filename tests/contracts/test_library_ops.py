@@ -105,7 +105,7 @@ OPS = list(op_calls(TWO))
 
 COLLECTIVES = {
     *("all_to_all_rows", "sum_on_all_ranks", "sum_of_shares", "replicated"),
-    *("window_spectrum", "window_values", "pair_sum_on_ranks"),
+    *("window_spectrum", "window_values"),
 }
 """Ops that need a group of ranks: `tests.distributed.cases` has their checks."""
 

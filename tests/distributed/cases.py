@@ -22,7 +22,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     pme_reciprocal_space,
 )
 from nvalchemiops.torch.interactions.pair import PairPotential
-from nvalchemiops.torch.interactions.pair.op_on_ranks import pair_sum_on_ranks
+from nvalchemiops.torch.interactions.pair.op import pair_sum
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import build_rows
 from tests.dispersion.cases import parameters as d3_parameters
@@ -229,7 +229,7 @@ def ops_are_as_they_say(group: Any) -> None:
             rows = build_rows(given[0], 4.0, given[1], None)
             others = (None, 1, *rows, None, 0, None, None, None, 4.0, 0.0, None, torch.arange(0), [0], [0], number)
             arguments = (DSF.text, "wrcpg", "rcpgw", *given, *directions, *others)
-            torch.library.opcheck(pair_sum_on_ranks.op.overload, arguments)
+            torch.library.opcheck(pair_sum.op.overload, arguments)
             mesh, window = (6, 5, 4), (-1, 0, 0, 5, 5, 4)
             values = torch.randn(2, 1, *window[3:], dtype=F64, requires_grad=True)
             torch.library.opcheck(window_spectrum.op.overload, (values, mesh, window, 0, number))

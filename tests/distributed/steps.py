@@ -19,7 +19,7 @@ from nvalchemiops.torch.distributed import Domain, OtherRankError, communication
 from nvalchemiops.torch.distributed.agreement import Agreement
 from nvalchemiops.torch.distributed.communication import messages_of
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, particle_mesh_ewald
-from nvalchemiops.torch.interactions.pair import op_on_ranks
+from nvalchemiops.torch.interactions.pair import shares
 from tests.distributed.common import F64, Atoms, assert_equal, case, spare
 
 SOON = 60.0
@@ -143,7 +143,7 @@ def a_calculation_that_is_interrupted(group: Any) -> None:
         crystal = ase.build.bulk("NaCl", "rocksalt", a=5.6)
         crystal.calc = calculator
         crystal.get_potential_energy()
-        with mock.patch.object(op_on_ranks, "swap_rows", side_effect=KeyboardInterrupt):
+        with mock.patch.object(shares, "swap_rows", side_effect=KeyboardInterrupt):
             crystal.rattle(0.1)
             crystal.get_potential_energy()
 

@@ -9,6 +9,7 @@ import torch
 
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.locks import Kept
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.nearby_forces import force_of_neighbors, force_on_host
@@ -176,7 +177,7 @@ def _choose(
     optimal_alpha = long_range.optimal_alpha(count, volume, target, core.COSTS[device.type], xp, lengths)
     strengths: Strengths | None = None
     limit: Any = None
-    if has_known_moments(system) or (compiling and system.moments is not None):
+    if has_known_moments(system) or (compiling and not system.of_points):
         strengths, limit = strengths_of(system, xp), widest_alpha(system)
         if limit is not None and not compiling:
             limit = on_host(limit)
@@ -212,7 +213,7 @@ def _choose(
         longest = float(np.max(reach, initial=0.0)) if cutoff is None else cutoff
         rows = system.rows_within(longest)
     # values of tensors that vmap maps over cannot be read
-    if compiling or may_read(system.positions, system.charges, wait=True):
+    if compiling or may_read(system.positions, system.moments, wait=True):
         near = xp.minimum(r_c.clip(None, reach), core.NEARBY * spacing)
         near, d = (torch.as_tensor(t, device=device) for t in (near, spacing))
         measure: Any = force_of_neighbors if compiling else functools.partial(force_on_host, sampled=sampled)
@@ -282,7 +283,7 @@ class _Choice(NamedTuple):
         Optimal reach of the list; d.
     near, distance : tensor
         Arguments of `force_on_host`.
-    splittings : dict
+    splittings : Kept
         Alpha, a tensor, and the target for forces, by their bytes: few for one system, since they are rounded.
     """
 
@@ -290,7 +291,7 @@ class _Choice(NamedTuple):
     spacing: np.ndarray
     near: torch.Tensor
     distance: torch.Tensor
-    splittings: dict[bytes, tuple[torch.Tensor, core.Target]]
+    splittings: Kept[tuple[torch.Tensor, core.Target]]
 
 
 SETTLED = 4
@@ -302,14 +303,13 @@ MOST_CHOICES = 16
 MOST_SPLITTINGS = 16
 """Forces, of all systems of a batch, for which each of these is kept."""
 
-_choices: dict[Hashable, _Choice] = {}
+_choices: Kept[_Choice] = Kept(MOST_CHOICES)
 
 
 def _may_keep_choices(system: ChargedSystem) -> bool:
     """Whether choices for this system may be kept: of charges alone, in plain eager mode on a CPU."""
-    if system.moments is not None:
-        return False
-    return may_keep(system.cell) and is_eager(system.positions, system.charges, system.batch_idx)
+    is_known = system.of_points and may_keep(system.cell)
+    return is_known and is_eager(system.positions, system.moments, system.batch_idx)
 
 
 def _choose_by_sizes(
@@ -328,9 +328,8 @@ def _choose_by_sizes(
         with torch.inference_mode(False):
             values = (np.minimum(reach, core.NEARBY * sizes.spacing), sizes.spacing)
             near, distance = (torch.as_tensor(t, device=device) for t in values)
-        if len(_choices) >= MOST_CHOICES:
-            _choices.clear()
-        choice = _choices[key] = _Choice(reach, sizes.spacing, near, distance, {})
+        choice = _Choice(reach, sizes.spacing, near, distance, Kept(MOST_SPLITTINGS))
+        _choices.keep(key, choice)
     longest = float(choice.cutoff.max())
     rows = system.rows_within(longest)
     force = force_on_host(system, rows, choice.near, choice.distance, sampled=True)
@@ -339,9 +338,8 @@ def _choose_by_sizes(
         target = core.Target(accuracy, force)
         with torch.inference_mode(False):
             alpha = torch.as_tensor(core.alpha_for_cutoff(choice.cutoff, choice.spacing, target), device=device)
-            if len(choice.splittings) >= MOST_SPLITTINGS:
-                choice.splittings.clear()
-            found = choice.splittings[force.tobytes()] = given_alpha(alpha, system), target
+            found = given_alpha(alpha, system), target
+        choice.splittings.keep(force.tobytes(), found)
     return EwaldSplitting(found[0], rows, found[1], longest)
 
 

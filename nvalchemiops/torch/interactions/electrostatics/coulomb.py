@@ -9,7 +9,7 @@ import torch
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.sources import check_sources, quadrupole_gradients
+from nvalchemiops.torch.interactions.electrostatics.sources import by_source, check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, options_if, sum_pairs
 from nvalchemiops.torch.interactions.pair.moments import sum_moments
@@ -21,7 +21,7 @@ from nvalchemiops.torch.interactions.pair.shares import (
     parameters_of_share,
     together,
 )
-from nvalchemiops.torch.interactions.pair.system import pair_system
+from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
@@ -177,81 +177,70 @@ def _sum(
     num_systems: int | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Sum a formula of charges ``q`` and, optionally, damping ``alpha``; by a plan where it repeats."""
+    domain = atoms.domain
 
     def evaluate(near: GivenNeighbors, /, positions: Any, charges: Any, cell: Any, alpha: Any, **_: Any) -> Any:
-        here = atoms._replace(positions=positions, charges=charges, cell=cell)
-        return _sum_once(formula, here, cutoff, alpha, near, request, num_systems)
+        with together(domain):
+            checks.check_positions(positions, finite=False)
+            check_charges(charges, positions)
+            reach, alpha = checks.check_positive("cutoff", cutoff), _damping(alpha)
+            parameters = {"q": charges} | ({"alpha": alpha} if formula.global_parameters else {})
+            by_system = request.by_system or formula.global_parameters != ()
+            here = atoms._replace(positions=positions, charges=charges, cell=cell)
+            system = pair_system(here, near, num_systems, cutoff=reach, by_system=by_system)
+            if domain is not None:
+                must_be_same(domain, request=request)
+                parameters = parameters_of_share(formula, parameters, domain)
+        results = sum_pairs(formula, system, parameters, request, cutoff=reach)
+        return results if domain is None else complete(formula, results, request, domain)
 
     moving = {"positions": atoms.positions, "charges": atoms.charges, "alpha": alpha}
     fixed = {"cell": atoms.cell, "batch_idx": atoms.batch_idx}
-    options = options_if(given, atoms.domain, False, (formula, cutoff, request, num_systems))
+    options = options_if(given, domain, False, (formula, cutoff, request, num_systems))
     return engine.run_function("Coulomb sum", evaluate, moving, given, fixed, options)
-
-
-@functools.partial(only_inlined, with_calls=True)
-def _sum_once(
-    formula: Formula,
-    atoms: System,
-    cutoff: float,
-    alpha: float | torch.Tensor,
-    given: GivenNeighbors,
-    request: PairRequest,
-    num_systems: int | None,
-) -> tuple[torch.Tensor, ...]:
-    domain = atoms.domain
-    with together(domain):
-        checks.check_positions(atoms.positions, finite=False)
-        check_charges(atoms.charges, atoms.positions)
-        cutoff, alpha = checks.check_positive("cutoff", cutoff), _damping(alpha)
-        parameters = {"q": atoms.charges} | ({"alpha": alpha} if formula.global_parameters else {})
-        by_system = request.by_system or formula.global_parameters != ()
-        system = pair_system(atoms, given, num_systems, cutoff=cutoff, by_system=by_system)
-        if domain is not None:
-            must_be_same(domain, request=request)
-            parameters = parameters_of_share(formula, parameters, domain)
-    results = sum_pairs(formula, system, parameters, request, cutoff=cutoff)
-    return results if domain is None else complete(formula, results, request, domain)
 
 
 def _moments(
     atoms: System, cutoff: float, alpha: float | torch.Tensor | None, given: GivenNeighbors, request: PairRequest
 ) -> tuple[torch.Tensor, ...]:
-    """Energies, and forces if requested, of moments, Gaussians or several charges; without ``alpha`` bare."""
+    """Energies of moments, Gaussians or several charges, and what is requested; without ``alpha`` bare."""
+    domain = atoms.domain
 
-    def evaluate(near: GivenNeighbors, /, positions: Any, cell: Any, alpha: Any, batch_idx: Any, **sources: Any) -> Any:
-        here = atoms._replace(positions=positions, cell=cell, **sources)
-        return _moments_once(here, cutoff, alpha, near, request)
+    def evaluate(near: GivenNeighbors, /, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
+        here: Any = atoms._replace(**values)
+        positions, charges = here.positions, here.charges
+        with together(domain):
+            reach, alpha = checks.check_positive("cutoff", cutoff), None if alpha is None else _damping(alpha)
+            checks.check_positions(positions, finite=False)
+            check_charges(charges, positions, channels=True)
+            widths = of_all_atoms(domain, here.widths)
+            moments, widths = check_sources(charges, here.dipoles, here.quadrupoles, widths, positions)
+            system = pair_system(here, near, cutoff=reach, by_system=alpha is not None)
+            kind = potentials.moment_interaction if alpha is None else potentials.moment_short_range
+            formula = kind(widths is not None)
+            parameters: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
+            parameters |= {} if widths is None else {"s": widths}
+            if domain is not None:
+                must_be_same(domain, request=request)
+                parameters = parameters_of_share(formula, parameters, domain)
+        of_atoms, of_systems, _, _ = parameter_arrays(formula, parameters, positions, None, system.n_systems)
+        asked: Any = {"forces": request.forces, "gradients": bool(request.gradients), "virial": request.virial}
+        found: Any = sum_moments(formula, system, moments, of_atoms, of_systems, **asked, cutoff=reach)
+
+        def one_channel(values: torch.Tensor) -> torch.Tensor:
+            return values if charges.ndim == 2 else values.squeeze(1)
+
+        results = [one_channel(found.energies)] + [found.forces] * request.forces
+        if request.gradients:
+            there = [value is not None for value in (charges, here.dipoles, here.quadrupoles)]
+            results += by_source(one_channel(found.gradients), there)
+        return (*results, found.virial) if request.virial else tuple(results)
 
     moving = {"positions": atoms.positions, "alpha": alpha}
     moving |= {name: getattr(atoms, name) for name in ("charges", "dipoles", "quadrupoles", "widths")}
     fixed = {"cell": atoms.cell, "batch_idx": atoms.batch_idx}
-    options = options_if(given, atoms.domain, False, (cutoff, request))
+    options = options_if(given, domain, False, (cutoff, request))
     return engine.run_function("Coulomb sum of moments", evaluate, moving, given, fixed, options)
-
-
-def _moments_once(
-    atoms: System, cutoff: float, alpha: float | torch.Tensor | None, given: GivenNeighbors, request: PairRequest
-) -> tuple[torch.Tensor, ...]:
-    domain = atoms.domain
-    with together(domain):
-        cutoff, alpha = checks.check_positive("cutoff", cutoff), None if alpha is None else _damping(alpha)
-        checks.check_positions(atoms.positions, finite=False)
-        charges: Any = atoms.charges
-        check_charges(charges, atoms.positions, channels=True)
-        given_widths = of_all_atoms(domain, atoms.widths)
-        moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, given_widths, atoms.positions)
-        system = pair_system(atoms, given, cutoff=cutoff, by_system=alpha is not None)
-        kind = potentials.moment_interaction if alpha is None else potentials.moment_short_range
-        formula = kind(widths is not None)
-        parameters: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
-        parameters |= {} if widths is None else {"s": widths}
-        if domain is not None:
-            must_be_same(domain, request=request)
-            parameters = parameters_of_share(formula, parameters, domain)
-    of_atoms, of_systems, _, _ = parameter_arrays(formula, parameters, system.positions, None, system.n_systems)
-    found = sum_moments(formula, system, moments, of_atoms, of_systems, forces=request.forces, cutoff=cutoff)
-    energies = found.energies if charges.ndim == 2 else found.energies.squeeze(1)
-    return (energies,) if found.forces is None else (energies, found.forces)
 
 
 def coulomb_of_sources(
@@ -264,29 +253,8 @@ def coulomb_of_sources(
     energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
         Gradients by the sources that there are; the virial if requested, as from `ewald_summation`.
     """
-    charges: Any = atoms.charges
-    checks.check_positions(atoms.positions, finite=False)
-    check_charges(charges, atoms.positions)
-    moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, atoms.positions)
-    system = pair_system(atoms, given, cutoff=cutoff, by_system=False)
-    found = sum_moments(
-        potentials.moment_interaction(widths is not None),
-        system,
-        moments,
-        None if widths is None else widths.unsqueeze(1).contiguous(),
-        forces=True,
-        gradients=True,
-        virial=compute_virial,
-        cutoff=cutoff,
-    )
-    assert found.forces is not None and found.gradients is not None
-    of_moments = found.gradients.squeeze(1)
-    results = [found.energies.squeeze(1), found.forces, of_moments[:, 0]]
-    if atoms.dipoles is not None:
-        results.append(of_moments[:, 1:4])
-    if atoms.quadrupoles is not None:
-        results.append(quadrupole_gradients(of_moments[:, 4:]))
-    return (*results, found.virial) if found.virial is not None else tuple(results)
+    request = PairRequest(True, ("charges", "dipoles", "quadrupoles"), compute_virial)
+    return _moments(atoms, NO_CUTOFF if cutoff is None else cutoff, None, given, request)
 
 
 def _damping(alpha: Any) -> Any:

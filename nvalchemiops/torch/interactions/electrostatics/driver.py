@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range, moment_short_range
+from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.collectives import has_shares_of_gradients
 from nvalchemiops.torch.interactions.electrostatics.choice import (
@@ -23,8 +23,8 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.open_systems import (
     Part,
     all_pairs,
+    by_parts,
     check_mixed,
-    mixed_sum,
     open_system,
     open_systems,
 )
@@ -42,9 +42,9 @@ from nvalchemiops.torch.interactions.electrostatics.sums import (
     one_or_several,
 )
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
-from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term, moment_exclusion_term
+from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import BackgroundTerm, SelfTerm, SurfaceTerm
-from nvalchemiops.torch.interactions.electrostatics.terms.pairs import MomentPairTerm, PairTerm, self_term
+from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm, self_term
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
@@ -68,96 +68,109 @@ class SumOptions(NamedTuple):
     surface_dielectric: Any = None
 
 
-def _shapes(
-    method: Any, given: Any, atoms: System, neighbors: GivenNeighbors, request: SumRequest, options: SumOptions
-) -> list[Sequence[int]] | None:
-    """The shapes of the results of a sum; None without a cell, where it is over all pairs."""
-    if atoms.cell is None:
-        return None
-    system = check_system(atoms._replace(pbc=None))
-    check_gradients(request, atoms)
-    n_atoms, *channels = atoms.charges.shape  # type: ignore[union-attr]  # it was checked
-    forces, charge_gradients, virial = request.derivatives
-    shapes: list[Sequence[int]] = [(n_atoms if request.energy_reduction == "atom" else system.n_systems, *channels)]
-    shapes += [(n_atoms, 3)] * forces
-    if charge_gradients:
-        which = (True, False, False) if system.moments is None else request.of_sources
-        shapes += [(n_atoms, *channels, *rest) for rest, is_asked in zip(((), (3,), (3, 3)), which) if is_asked]
-    return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
+class EwaldSum(NamedTuple):
+    """A sum of all terms, as the arguments of a public function describe it.
 
+    Attributes
+    ----------
+    method : type
+        The long-range part is ``method.given(*given, system)``.
+    given : tuple
+    atoms : System
+    neighbors : GivenNeighbors
+    request : SumRequest
+    options : SumOptions
+    """
 
-def _along(
-    method: Any, given: Any, atoms: System, neighbors: GivenNeighbors, request: SumRequest, options: SumOptions
-) -> Sequence[Any]:
-    """By what first derivatives come with the energies."""
-    inputs = (atoms.positions, atoms.charges, atoms.dipoles, atoms.quadrupoles, atoms.cell)
-    return inputs if has_first_derivatives(request) else ()
+    method: Any
+    given: tuple[Any, ...]
+    atoms: System
+    neighbors: GivenNeighbors
+    request: SumRequest
+    options: SumOptions
+
+    def shapes(self) -> list[Sequence[int]] | None:
+        """The shapes of the results; None without a cell, where the sum is over all pairs."""
+        atoms, request = self.atoms, self.request
+        if atoms.cell is None:
+            return None
+        system = check_system(atoms._replace(pbc=None))
+        check_gradients(request, atoms)
+        n_atoms, *channels = atoms.charges.shape  # type: ignore[union-attr]  # it was checked
+        forces, charge_gradients, virial = request.derivatives
+        shapes: list[Sequence[int]] = [(n_atoms if request.energy_reduction == "atom" else system.n_systems, *channels)]
+        shapes += [(n_atoms, 3)] * forces
+        if charge_gradients:
+            by_source = zip(((), (3,), (3, 3)), request.of_sources)
+            shapes += [(n_atoms, *channels, *rest) for rest, is_asked in by_source if is_asked]
+        return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
+
+    def along(self) -> Sequence[Any]:
+        """By what first derivatives come with the energies."""
+        atoms = self.atoms
+        inputs = (atoms.positions, atoms.charges, atoms.dipoles, atoms.quadrupoles, atoms.cell)
+        return inputs if has_first_derivatives(self.request) else ()
 
 
 @functools.partial(only_inlined, with_calls=True)
-def ewald_sum(
-    method: Any,
-    given: tuple[Any, ...],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-) -> Tensors:
-    """The sum of all terms, with ``method.given(*given, system)``; over all pairs if there is no periodic axis."""
+def ewald_sum(asked: EwaldSum) -> Tensors:
+    """The sum of all terms; over all pairs if there is no periodic axis."""
+    atoms, options = asked.atoms, asked.options
     if torch.compiler.is_compiling() and isinstance(atoms.cell, torch.Tensor):
         if isinstance(options.alpha, float):  # a tensor, since each number would be another graph
             alpha = per_system("alpha", options.alpha, atoms.cell.reshape(-1, 3, 3).shape[0], atoms.cell.device)
-            options = options._replace(alpha=alpha)
-        if request.hybrid:
-            atoms = atoms._replace(positions=atoms.positions.detach(), cell=atoms.cell.detach())
-    return one_or_several(_ewald_sum(method, given, atoms, neighbors, request, options))
+            asked = asked._replace(options=options._replace(alpha=alpha))
+        if asked.request.hybrid:
+            fixed = atoms._replace(positions=atoms.positions.detach(), cell=atoms.cell.detach())
+            asked = asked._replace(atoms=fixed)
+    return one_or_several(_ewald_sum(asked))
 
 
-@compiled.whole(_shapes, _along)
-def _ewald_sum(
-    method: Any,
-    given: tuple[Any, ...],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-) -> tuple[torch.Tensor, ...]:
-    found = _sum(functools.partial(method.given, *given), atoms, neighbors, request, options)
-    return found if isinstance(found, tuple) else (found,)
-
-
-def _sum(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-) -> Tensors:
+@compiled.whole(EwaldSum.shapes, EwaldSum.along)
+def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
+    method, given, atoms, neighbors, request, options = asked
     if atoms.pbc is not None:
         is_open = open_systems(atoms)
         if is_open is not None:
-            return _with_open_systems(long_range_of, atoms, neighbors, request, options, is_open)
+            return _with_open_systems(asked, is_open)
+    is_constant = getattr(options.potential, "is_constant", False)
+    if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
 
-    options_of_plan = _constants(long_range_of, options.potential, options)
-    if options_of_plan is not None and (neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None):
+        def terms_of(atoms: System, neighbors: GivenNeighbors) -> Prepared:
+            return _terms(asked._replace(atoms=atoms, neighbors=neighbors))[:2]
 
-        def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
-            checked = check_sum(long_range_of, atoms, neighbors, request, options)
-            return body_of(*_terms(checked, request, options)[:2], request, atoms)
-
-        call = described("sum", prepare, atoms, neighbors, request, options_of_plan)
-        if call is not None:
-            return one_or_several(engine.run(call))
-    checked = check_sum(long_range_of, atoms, neighbors, request, options)
-    terms, system, rows, chosen = _terms(checked, request, options)
-    potential = options.potential
-    if checked.rows is not None or not potential.is_constant:
-        return evaluate(terms, system, request, potential.is_constant)
-    return evaluate(terms, system, request, True, rows, ("chosen", *chosen, options, request))
+        constants = (method.given, given, options) if is_constant else None
+        return _sum("sum", terms_of, atoms, neighbors, request, constants, is_constant)
+    terms, system, rows, chosen = _terms(asked)
+    known = ("chosen", *chosen, options, request) if is_constant else engine.UNKNOWN
+    return evaluate(terms, system, request, is_constant, rows, known)
 
 
 Prepared = tuple[Sequence[Term], ChargedSystem]
 """Terms of a sum, and the system that was checked."""
+
+
+def _sum(
+    name: str,
+    terms_of: Callable[[System, Any], Prepared],
+    atoms: System,
+    neighbors: Any,
+    request: SumRequest,
+    constants: tuple[Any, ...] | None,
+    is_constant: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The sum of terms, by a plan where it repeats; ``terms_of`` checks atoms and neighbors.
+
+    ``constants`` are on what it depends beside these; None where that cannot be told.
+    """
+
+    def prepare(atoms: System, neighbors: Any) -> engine.Body:
+        return body_of(*terms_of(atoms, neighbors), request, atoms)
+
+    call = _described(name, prepare, atoms, neighbors, request, constants, is_constant)
+    if call is not None:
+        return engine.run(call)
+    return evaluate(*terms_of(atoms, neighbors), request, is_constant)
 
 
 def _constants(long_range_of: Any, potential: Any, *others: Any) -> tuple[Any, ...] | None:
@@ -170,14 +183,14 @@ def _constants(long_range_of: Any, potential: Any, *others: Any) -> tuple[Any, .
 SOURCES = ("charges", "dipoles", "quadrupoles")
 
 
-def described(
+def _described(
     name: str,
     prepare: Callable[[System, Any], engine.Body],
     atoms: System,
     neighbors: Any,
     request: SumRequest,
     options: tuple[Any, ...] | None,
-    is_constant: bool = True,
+    is_constant: bool,
 ) -> engine.Call | None:
     """The call of a sum, whose arguments are checked by ``prepare``; None if they are to be checked before.
 
@@ -220,104 +233,55 @@ def described(
     )
 
 
-class CheckedSum(NamedTuple):
-    """Arguments of a sum that fit together; ``rows`` is None where neighbors are not given."""
-
-    system: ChargedSystem
-    long_range: LongRange
-    rows: Rows | None
-    alpha: Any
-    accuracy: float
-    cutoff: float | None
-    keeps_gaussians: bool
-    dielectric: float | None
-
-
-def check_sum(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-) -> CheckedSum:
-    """The arguments of `ewald_sum`; raise unless they fit together."""
-    with together(atoms.domain):
-        return _check_sum(long_range_of, atoms, neighbors, request, options)
-
-
-def _check_sum(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-) -> CheckedSum:
+def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, tuple[Any, ...]]:
+    """The terms, the system, its neighbors, and what was chosen; raise unless the arguments fit together."""
+    method, given, atoms, neighbors, request, options = asked
     alpha, accuracy, cutoff, potential, *others, self_interaction, surface_dielectric = options
-    system = check_system(atoms, *others)
-    check_gradients(request, atoms)
-    keeps_gaussians = _keeps_gaussians(self_interaction, system)
-    dielectric = check_dielectric(surface_dielectric)
-    accuracy = check_accuracy(accuracy, system.positions)
-    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-    check_potential(potential)
-    _check_coulomb(potential, system, dielectric)
-    long_range = long_range_of(system)
-    for name, is_given in (("`alpha`", alpha is not None), (long_range.argument, long_range.is_given)):
-        if potential is not COULOMB and not is_given:
-            raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
-    if request.hybrid:
-        system = system.at_fixed_geometry()
-        alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
-    rows = None
-    if system.domain is None:
-        rows = rows_of(neighbors, system.positions, periodic=True)
-    else:
-        must_be_same(system.domain, request=request, method=long_range, **options._asdict())
-        _check_trained(potential, system, alpha)
-        alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
-    return CheckedSum(system, long_range, rows, alpha, accuracy, cutoff, keeps_gaussians, dielectric)
-
-
-def _terms(
-    checked: CheckedSum, request: SumRequest, options: SumOptions
-) -> tuple[list[Term], ChargedSystem, Rows, tuple[Any, ...]]:
-    """The terms, the system, its neighbors, and what was chosen."""
-    system, long_range, rows, alpha, accuracy, cutoff, keeps_gaussians, dielectric = checked
-    potential = options.potential
+    with together(atoms.domain):
+        system = check_system(atoms, *others)
+        check_gradients(request, atoms)
+        keeps_gaussians = _keeps_gaussians(self_interaction, system)
+        dielectric = check_dielectric(surface_dielectric)
+        accuracy = check_accuracy(accuracy, system.positions)
+        cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+        check_potential(potential)
+        _check_coulomb(potential, system, dielectric)
+        long_range: LongRange = method.given(*given, system)
+        for name, is_given in (("`alpha`", alpha is not None), (long_range.argument, long_range.is_given)):
+            if potential is not COULOMB and not is_given:
+                raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
+        if request.hybrid:
+            system = system.at_fixed_geometry()
+            alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
+        rows = None
+        if system.domain is None:
+            rows = rows_of(neighbors, system.positions, periodic=True)
+        else:
+            must_be_same(system.domain, request=request, method=long_range, **options._asdict())
+            _check_trained(potential, system, alpha)
+            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
     splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
     if not long_range.is_given:
         long_range = long_range.chosen(system, alpha, splitting.target)
     # the list of a domain goes further, by a skin
     pair_cutoff = None if system.domain is None else splitting.cutoff
-    terms: list[Term]
-    if system.moments is None:
-        terms = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
-    else:
-        terms = [MomentPairTerm(moment_short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
+    terms: list[Term] = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
+    if not system.of_points:
         terms += _own_terms(system, alpha, keeps_gaussians)
     if system.slab_axes is not None:
         terms.append(SlabTerm())
     if dielectric is not None:
         terms.append(SurfaceTerm(dielectric))
     if system.exclusions is not None:
-        if system.moments is None:
-            terms.append(exclusion_term(potential, system, alpha))
-        else:
-            terms.append(moment_exclusion_term(system, alpha))
+        terms.append(exclusion_term(potential, system, alpha))
     terms.append(long_range.term(system, potential, alpha))
     return terms, system, splitting.rows, (long_range, alpha)
 
 
-def _with_open_systems(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    options: SumOptions,
-    is_open: torch.Tensor,
-) -> Tensors:
+def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The sum where these systems (n_systems,) are open, and the others periodic."""
+    method, given, atoms, neighbors, request, options = asked
     check_gradients(request, atoms)
     n_systems = is_open.shape[0]
     if atoms.domain is not None:
@@ -335,32 +299,42 @@ def _with_open_systems(
         alpha = part.of_systems("alpha", options.alpha, n_systems)
         return options._replace(alpha=alpha, exclusions=pairs, exclusion_factors=factors)
 
-    def periodic(part: Part, atoms: System) -> Tensors:
-        long_range = _of_systems(long_range_of, part, n_systems)
-        return _sum(long_range, atoms, part.of_neighbors(neighbors), request, of(part))
+    def periodic(part: Part, atoms: System) -> tuple[torch.Tensor, ...]:
+        there = _of_systems(method, given, part, n_systems)
+        return _ewald_sum(EwaldSum(method, there, atoms, part.of_neighbors(neighbors), request, of(part)))
 
-    def over_all_pairs(part: Part, atoms: System) -> Tensors:
-        return _open_sum(atoms, part.systems.shape[0], request, of(part))
+    def over_all_pairs(part: Part, atoms: System) -> tuple[torch.Tensor, ...]:
+        here = of(part)
+        system = open_system(atoms, here.exclusions, here.exclusion_factors, part.systems.shape[0])
+        keeps_gaussians = _keeps_gaussians(here.self_interaction, system)
+        if request.hybrid:
+            system = system.at_fixed_geometry()
+        rows = all_pairs(system)
+        alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
+        terms: list[Term] = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
+        if not system.of_points:
+            terms.append(SelfTerm(alpha, keeps_gaussians))
+        return evaluate(terms, system, request, is_constant=True)
 
-    results = mixed_sum((periodic, over_all_pairs), atoms, is_open, request)
+    n_gradients = int(request.derivatives.forces) + sum(request.of_sources)
+    of_systems = [request.energy_reduction == "system", *[False] * n_gradients, *[True] * request.derivatives.virial]
+    results = by_parts((periodic, over_all_pairs), atoms, is_open, of_systems)
     if request.hybrid:
         return results
-    energies, *others = results if isinstance(results, tuple) else (results,)
-    for given in (atoms.cell, options.alpha):
+    energies, *others = results
+    for value in (atoms.cell, options.alpha):
         # also where no system is periodic, energies have derivatives by these, of zero
-        if isinstance(given, torch.Tensor) and given.requires_grad:
-            energies = energies + given.reshape(-1)[:0].sum().to(energies)
-    return (energies, *others) if others else energies
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            energies = energies + value.reshape(-1)[:0].sum().to(energies)
+    return (energies, *others)
 
 
-def _of_systems(
-    long_range_of: Callable[[ChargedSystem], LongRange], part: Part, n_systems: int
-) -> Callable[[ChargedSystem], LongRange]:
-    """The long-range part of some of the systems for which it is given."""
-    if part.systems.shape[0] == n_systems or not isinstance(long_range_of, functools.partial):
-        return long_range_of
-    given = []
-    for name, value in zip(inspect.signature(long_range_of.func).parameters, long_range_of.args):
+def _of_systems(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) -> tuple[Any, ...]:
+    """Arguments of a long-range part of all systems, for those of a part."""
+    if part.systems.shape[0] == n_systems:
+        return given
+    found = []
+    for name, value in zip(inspect.signature(method.given).parameters, given):
         if name in ("k_cutoff", "mesh_spacing"):
             value = part.of_systems(name, value, n_systems)
         elif name == "k_vectors" and isinstance(value, torch.Tensor) and value.ndim == 3:
@@ -370,24 +344,8 @@ def _of_systems(
         # what is prepared for a batch is a tuple of tensors
         elif isinstance(value, tuple) and any([isinstance(field, torch.Tensor) for field in value]):
             raise ValueError("`pbc` has three open axes: leave out what is prepared for all systems of the batch")
-        given.append(value)
-    return functools.partial(long_range_of.func, *given)
-
-
-def _open_sum(atoms: System, n_systems: int, request: SumRequest, options: SumOptions) -> Tensors:
-    """The sum over all pairs of systems without periodicity."""
-    system = open_system(atoms, options.exclusions, options.exclusion_factors, n_systems)
-    keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
-    if request.hybrid:
-        system = system.at_fixed_geometry()
-    rows = all_pairs(system)
-    alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
-    terms: list[Term]
-    if system.moments is None:
-        terms = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
-    else:
-        terms = [MomentPairTerm(moment_short_range, alpha, rows, system.exclusions), SelfTerm(alpha, keeps_gaussians)]
-    return evaluate(terms, system, request, is_constant=True)
+        found.append(value)
+    return tuple(found)
 
 
 def _own_terms(system: ChargedSystem, alpha: torch.Tensor, keeps_gaussians: bool) -> list[Term]:
@@ -418,7 +376,7 @@ def _check_coulomb(potential: LongRangePotential, system: ChargedSystem, dielect
     """Raise for another potential with sources beside charges, or with a surface."""
     if potential is COULOMB:
         return
-    if system.moments is not None:
+    if not system.of_points:
         raise ValueError("`dipoles`, `quadrupoles` and `widths` are for the Coulomb potential: leave `potential` out")
     if dielectric is not None:
         raise ValueError("`surface_dielectric` is for the Coulomb potential: leave `potential` out")
@@ -451,25 +409,20 @@ def long_range_part(
 
     With ``self_interaction`` and without widths, that of the long-range part is kept.
     """
-    given = (long_range_of, request, alpha, potential, self_interaction)
-
-    def prepare(atoms: System, _: Any) -> engine.Body:
-        return body_of(*_long_range_terms(atoms, *given), request, atoms)
-
+    terms_of = functools.partial(_long_range_terms, long_range_of, request, alpha, potential, self_interaction)
     constants = _constants(long_range_of, potential, alpha, potential, self_interaction)
-    call = described("long-range part", prepare, atoms, None, request, constants)
-    if call is not None:
-        return one_or_several(engine.run(call))
-    return evaluate(*_long_range_terms(atoms, *given), request, potential.is_constant)
+    is_constant = getattr(potential, "is_constant", False)
+    return one_or_several(_sum("long-range part", terms_of, atoms, None, request, constants, is_constant))
 
 
 def _long_range_terms(
-    atoms: System,
     long_range_of: Callable[[ChargedSystem], LongRange],
     request: SumRequest,
     alpha: Any,
     potential: Any,
-    self_interaction: Any = False,
+    self_interaction: Any,
+    atoms: System,
+    _: Any,
 ) -> Prepared:
     with together(atoms.domain):
         system = check_system(atoms)
@@ -486,7 +439,7 @@ def _long_range_terms(
         if not long_range.is_given:
             raise ValueError(f"{long_range.argument} is needed")
         keeps_all = checks.check_flag("self_interaction", self_interaction) and system.widths is None
-        has_moments = system.moments is not None
+        has_moments = not system.of_points
         keeps_gaussians = has_moments and not keeps_all and _keeps_gaussians(self_interaction, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
@@ -501,20 +454,14 @@ def _long_range_terms(
 
 def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any) -> Tensors:
     """The sum over neighbors, without self energies; arguments as of `ewald_sum`."""
-
-    def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
-        return body_of(*_short_range_terms(atoms, neighbors, request, alpha, cutoff), request, atoms)
-
-    call = None
-    if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
-        call = described("short-range part", prepare, atoms, neighbors, request, (alpha, cutoff), is_constant=False)
-    if call is not None:
-        return one_or_several(engine.run(call))
-    return evaluate(*_short_range_terms(atoms, neighbors, request, alpha, cutoff), request, is_constant=False)
+    terms_of = functools.partial(_short_range_terms, request, alpha, cutoff)
+    is_listed = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
+    constants = (alpha, cutoff) if is_listed else None
+    return one_or_several(_sum("short-range part", terms_of, atoms, neighbors, request, constants, is_constant=False))
 
 
 def _short_range_terms(
-    atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any
+    request: SumRequest, alpha: Any, cutoff: Any, atoms: System, neighbors: GivenNeighbors
 ) -> Prepared:
     with together(atoms.domain):
         system = check_system(atoms)
@@ -533,8 +480,6 @@ def _short_range_terms(
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
         rows = system.rows_within(cutoff)
-    if system.moments is not None:
-        return [MomentPairTerm(moment_short_range, splitting, rows, cutoff=cutoff)], system
     return [PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)], system
 
 
@@ -550,14 +495,17 @@ def sum_of_parts(
 
     Results do not depend on how far the list reaches beyond the cutoff.
     """
+    parts: tuple[Callable[[System, Any], Prepared], ...] = (
+        functools.partial(_short_range_terms, request, alpha, cutoff),
+        functools.partial(_long_range_terms, long_range_of, request, alpha, COULOMB, False),
+    )
 
     def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
-        near = body_of(*_short_range_terms(atoms, neighbors, request, alpha, cutoff), request, atoms)
-        far = body_of(*_long_range_terms(atoms, long_range_of, request, alpha, COULOMB), request, atoms)
+        near, far = [body_of(*terms_of(atoms, neighbors), request, atoms) for terms_of in parts]
         return lambda at, needed: tuple([one + other for one, other in zip(near(at, needed), far(at, needed))])
 
     options = _constants(long_range_of, COULOMB, alpha, cutoff)
-    call = described("sum of parts", prepare, atoms, neighbors, request, options, is_constant=False)
+    call = _described("sum of parts", prepare, atoms, neighbors, request, options, is_constant=False)
     if call is None:
         raise TypeError("positions, charges and cell must be tensors of one dtype")
     return engine.run(call)

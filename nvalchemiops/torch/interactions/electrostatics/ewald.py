@@ -179,7 +179,8 @@ def ewald_summation(
     request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
     options = driver.SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
-    return driver.ewald_sum(KVectorSum, vectors, atoms, driver.given_neighbors(*near), request, options)
+    neighbors = driver.given_neighbors(*near)
+    return driver.ewald_sum(driver.EwaldSum(KVectorSum, vectors, atoms, neighbors, request, options))
 
 
 def ewald_real_space(

@@ -41,21 +41,16 @@ from nvalchemiops.torch.interactions.electrostatics.system import (
     check_system,
     nan_unless,
 )
-from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import moment_exclusion_term
+from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import SurfaceTerm, second_moments
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.interactions.pair.driver import options_if
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
-from nvalchemiops.torch.interactions.pair.moments import pair_moments
-from nvalchemiops.torch.interactions.pair.shares import (
-    moments_with_ghosts,
-    must_be_same,
-    rows_for_derivatives,
-    together,
-)
-from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF
+from nvalchemiops.torch.interactions.pair.moments import gather_moments
+from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
+from nvalchemiops.torch.interactions.pair.system import PairSystem
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
 from nvalchemiops.torch.operators.segments import spread_systems, totals
 from nvalchemiops.torch.runtime import engine
@@ -170,26 +165,15 @@ def electrostatic_potential(
     )
     dielectric = check_dielectric(surface_dielectric)
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
-    is_open = None if cell is None or domain is not None else open_systems(atoms)
-    if is_open is not None:
-        of_all = {"receiver_widths": receiver_widths, "derivatives": derivatives, "self_interaction": self_interaction}
-        of_periodic = {
-            **{"method": method, "alpha": alpha, "k_cutoff": k_cutoff, "mesh_dimensions": mesh_dimensions},
-            **{"spline_order": spline_order, "accuracy": accuracy, "cutoff": cutoff},
-            **{"slab_correction": slab_correction, "surface_dielectric": surface_dielectric},
-        }
-        return _of_mixed(atoms, is_open, neighbors, (exclusions, exclusion_factors), of_all, of_periodic)
     seen = tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths
     given = _Given(
         *(method, alpha, k_cutoff, mesh_dimensions, spline_order, accuracy, cutoff, exclusions, exclusion_factors),
         *(seen, derivatives, self_interaction, slab_correction, dielectric),
     )
-
-    def evaluate(near: GivenNeighbors, /, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
-        return _present(_at_atoms(atoms._replace(**values), near, given._replace(alpha=alpha)))
-
-    options = options_if(neighbors, domain, False, given._replace(alpha=None))
-    return Potentials(*_run("potential at atoms", evaluate, atoms, neighbors, options, alpha=alpha))
+    is_open = None if cell is None or domain is not None else open_systems(atoms)
+    if is_open is None:
+        return Potentials(*_of_one_kind(atoms, neighbors, given))
+    return Potentials(*_of_mixed(atoms, is_open, neighbors, given))
 
 
 class _Given(NamedTuple):
@@ -225,12 +209,18 @@ def _run(
     return engine.run_function(name, evaluate, moving, neighbors, fixed, options)
 
 
-def _present(found: Potentials) -> tuple[torch.Tensor, ...]:
-    return tuple([value for value in found if value is not None])
-
-
-def _at_atoms(atoms: System, neighbors: GivenNeighbors, given: _Given) -> Potentials:
+def _of_one_kind(atoms: System, neighbors: GivenNeighbors, given: _Given) -> tuple[torch.Tensor, ...]:
     """The potentials in systems that are all periodic, or without cells."""
+
+    def evaluate(near: GivenNeighbors, /, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
+        return _at_atoms(atoms._replace(**values), near, given._replace(alpha=alpha))
+
+    options = options_if(neighbors, atoms.domain, False, given._replace(alpha=None))
+    return _run("potential at atoms", evaluate, atoms, neighbors, options, alpha=given.alpha)
+
+
+def _at_atoms(atoms: System, neighbors: GivenNeighbors, given: _Given) -> tuple[torch.Tensor, ...]:
+    """The same as operators."""
     method, alpha, k_cutoff, mesh_dimensions, spline_order, accuracy, cutoff, exclusions, factors = given[:9]
     receiver_widths, derivatives, self_interaction, slab_correction, dielectric = given[9:]
     domain = atoms.domain
@@ -240,7 +230,7 @@ def _at_atoms(atoms: System, neighbors: GivenNeighbors, given: _Given) -> Potent
             if value is not None:
                 raise ValueError(f"`{name}` needs a `cell`")
         with together(domain):
-            system = _with_moments(open_system(atoms, exclusions, factors))
+            system = open_system(atoms, exclusions, factors)._replace(of_points=False)
             must_be_same(domain, derivatives=derivatives)
             receivers = _receivers(receiver_widths, system, self_interaction)
             rows, reach = _rows_of_open(neighbors, cutoff, system)
@@ -251,7 +241,7 @@ def _at_atoms(atoms: System, neighbors: GivenNeighbors, given: _Given) -> Potent
         ]
         return _potentials(parts, system, derivatives)
     with together(domain):
-        system = _with_moments(check_system(atoms, exclusions, factors, slab_correction))
+        system = check_system(atoms, exclusions, factors, slab_correction)._replace(of_points=False)
         receivers = _receivers(receiver_widths, system, self_interaction)
         long_range: LongRange
         if method == "pme":
@@ -305,71 +295,56 @@ def reciprocal_potential(
     """The same as a sum over k-vectors alone, for Gaussians of one width: pairs of a receiver have one alpha."""
     atoms = System(positions, charges, cell, batch_idx, None, None, None, dipoles, quadrupoles, widths)
     seen = tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths
-    options = (seen, k_cutoff, k_vectors, derivatives, self_interaction)
 
     def evaluate(_: Any, **values: Any) -> tuple[torch.Tensor, ...]:
-        return _present(_by_k_vectors(atoms._replace(**values), *options))
+        system = check_system(atoms._replace(**values))._replace(of_points=False)
+        long_range = KVectorSum.given(k_vectors, k_cutoff, None, None, system)
+        if not long_range.is_given:
+            raise ValueError("`k_cutoff` or `k_vectors` is needed")
+        parts = []
+        for (receiver, _), number in zip(_receivers(seen, system, True), seen):
+            inverse = 1.0 / math.sqrt(2.0 * (number**2 + widths**2))
+            alpha = torch.full((system.n_systems,), inverse, dtype=torch.float64, device=system.positions.device)
+            found = _of_long_range(system, long_range, nan_unless(long_range.valid, alpha), derivatives)
+            found = found + _background(system, receiver, derivatives)
+            if not self_interaction:
+                own = spread_systems(alpha, system.batch_idx, system.n_atoms)
+                found = found - _own_potential(system, own, derivatives)
+            parts.append(found)
+        return _potentials(parts, system, derivatives)
 
+    options = (seen, k_cutoff, k_vectors, derivatives, self_interaction)
     return Potentials(*_run("potential by k-vectors", evaluate, atoms, (), options))
-
-
-def _by_k_vectors(
-    atoms: System, receiver_widths: Any, k_cutoff: Any, k_vectors: Any, derivatives: int, self_interaction: bool
-) -> Potentials:
-    widths: Any = atoms.widths
-    system = _with_moments(check_system(atoms))
-    long_range = KVectorSum.given(k_vectors, k_cutoff, None, None, system)
-    if not long_range.is_given:
-        raise ValueError("`k_cutoff` or `k_vectors` is needed")
-    parts = []
-    for (receiver, _), number in zip(_receivers(receiver_widths, system, True), receiver_widths):
-        inverse = 1.0 / math.sqrt(2.0 * (number**2 + widths**2))
-        alpha = torch.full((system.n_systems,), inverse, dtype=torch.float64, device=system.positions.device)
-        found = _of_long_range(system, long_range, nan_unless(long_range.valid, alpha), derivatives)
-        found = found + _background(system, receiver, derivatives)
-        if not self_interaction:
-            found = found - _own_potential(system, spread_systems(alpha, system.batch_idx, system.n_atoms), derivatives)
-        parts.append(found)
-    return _potentials(parts, system, derivatives)
 
 
 # -- arguments -------------------------------------------------------------------------------------
 
 
 def _of_mixed(
-    atoms: System,
-    is_open: torch.Tensor,
-    neighbors: GivenNeighbors,
-    excluded: tuple[Any, Any],
-    of_all: dict[str, Any],
-    of_periodic: dict[str, Any],
-) -> Potentials:
+    atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors, given: _Given
+) -> tuple[torch.Tensor, ...]:
     """The potentials where these systems (n_systems,) are open, and the others periodic."""
-    numbers = {name: of_periodic[name] for name in ("alpha", "accuracy", "cutoff", "slab_correction")}
+    excluded = given.exclusions, given.exclusion_factors
+    numbers = {name: getattr(given, name) for name in ("alpha", "accuracy", "cutoff", "slab_correction")}
     check_mixed(atoms, is_open, neighbors, *excluded, **numbers)
 
-    def of_part(part: Part, system: System, **options: Any) -> Any:
+    def of_part(part: Part, system: System, near: GivenNeighbors, **changes: Any) -> tuple[torch.Tensor, ...]:
         pairs, factors = part.of_exclusions(*excluded)
-        sources = {name: getattr(system, name) for name in ("charges", "dipoles", "quadrupoles", "widths")}
-        given = {"exclusions": pairs, "exclusion_factors": factors, **sources, **of_all, **options}
-        return electrostatic_potential(system.positions, batch_idx=system.batch_idx, **given)
+        return _of_one_kind(system, near, given._replace(exclusions=pairs, exclusion_factors=factors, **changes))
 
-    def periodic(part: Part, system: System) -> Any:
-        near = dict(zip(NEIGHBOR_ARGUMENTS, part.of_neighbors(neighbors)))
-        options = dict(of_periodic)
-        for name in ("alpha", "k_cutoff"):
-            options[name] = part.of_systems(name, options[name], is_open.shape[0])
-        return of_part(part, system, cell=system.cell, pbc=system.pbc, **near, **options)
+    def periodic(part: Part, system: System) -> tuple[torch.Tensor, ...]:
+        of_systems = {
+            name: part.of_systems(name, getattr(given, name), is_open.shape[0]) for name in ("alpha", "k_cutoff")
+        }
+        return of_part(part, system, part.of_neighbors(neighbors), **of_systems)
 
-    found: Any = by_parts((periodic, of_part), atoms, is_open)
-    return Potentials(*found)
+    def over_all_pairs(part: Part, system: System) -> tuple[torch.Tensor, ...]:
+        no_cell: dict[str, Any] = dict.fromkeys(
+            ("alpha", "k_cutoff", "cutoff", "slab_correction", "surface_dielectric")
+        )
+        return of_part(part, system._replace(cell=None, pbc=None), GivenNeighbors(), **no_cell)
 
-
-def _with_moments(system: ChargedSystem) -> ChargedSystem:
-    """The system with moments, also where there are only charges."""
-    if system.moments is not None:
-        return system
-    return system._replace(moments=system.charges.unsqueeze(-1))
+    return by_parts((periodic, over_all_pairs), atoms, is_open)
 
 
 def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem) -> tuple[Rows, float | None]:
@@ -386,12 +361,6 @@ def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem)
     return all_pairs(system, cutoff), None
 
 
-NEIGHBOR_ARGUMENTS = (
-    *("neighbor_list", "neighbor_ptr", "neighbor_shifts", "neighbor_matrix", "neighbor_matrix_shifts", "mask_value"),
-    "half_list",
-)
-"""What the fields of `GivenNeighbors` are called here."""
-
 Receiver = torch.Tensor | None
 """Widths (n_atoms,) of receivers; None for points."""
 
@@ -402,44 +371,40 @@ def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> lis
         must_be_same(system.domain, receiver_widths=values, self_interaction=self_interaction)
         if isinstance(values, torch.Tensor) and system.domain is not None:
             values = system.domain.replicated(values)
-        return _checked_receivers(values, system, self_interaction)
-
-
-def _checked_receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> list[tuple[Receiver, bool]]:
-    keeps = checks.check_flag("self_interaction", self_interaction)
-    positions, widths = system.positions, system.widths
-    found: list[Receiver]
-    if values is None:
-        found = [widths]
-    else:
-        if isinstance(values, torch.Tensor):
-            checks.check_real("receiver_widths", values, positions)
-            if values.ndim != 1:
-                raise ValueError(f"`receiver_widths` must have shape (n_receivers,), got {tuple(values.shape)}")
-            numbers: list[Any] = list(values.unbind(0))
-            negative = may_read(values) and bool((values < 0.0).any())
+        keeps = checks.check_flag("self_interaction", self_interaction)
+        positions, widths = system.positions, system.widths
+        found: list[Receiver]
+        if values is None:
+            found = [widths]
         else:
-            numbers = [checks.as_float("receiver_widths", value) for value in values]
-            negative = any(not 0.0 <= number < math.inf for number in numbers)
-        if not numbers or negative:
-            raise ValueError("`receiver_widths` must not be empty, nor negative, and finite")
-        found = []
-        for number in numbers:
-            if isinstance(number, torch.Tensor):
-                found.append(number.expand(system.n_atoms))
-            elif number == 0.0 and widths is None:
-                found.append(None)
+            if isinstance(values, torch.Tensor):
+                checks.check_real("receiver_widths", values, positions)
+                if values.ndim != 1:
+                    raise ValueError(f"`receiver_widths` must have shape (n_receivers,), got {tuple(values.shape)}")
+                numbers: list[Any] = list(values.unbind(0))
+                negative = may_read(values) and bool((values < 0.0).any())
             else:
-                found.append(torch.full_like(positions[:, 0], number))
-    for receiver in found:
-        if not keeps:
-            break
-        square = _square(receiver, system)
-        if square is None or (may_read(square) and not bool((square > 0.0).all())):
-            raise ValueError(
-                "`self_interaction` is infinite for points: it needs positive widths of sources or receivers"
-            )
-    return [(receiver, keeps) for receiver in found]
+                numbers = [checks.as_float("receiver_widths", value) for value in values]
+                negative = any(not 0.0 <= number < math.inf for number in numbers)
+            if not numbers or negative:
+                raise ValueError("`receiver_widths` must not be empty, nor negative, and finite")
+            found = []
+            for number in numbers:
+                if isinstance(number, torch.Tensor):
+                    found.append(number.expand(system.n_atoms))
+                elif number == 0.0 and widths is None:
+                    found.append(None)
+                else:
+                    found.append(torch.full_like(positions[:, 0], number))
+        for receiver in found:
+            if not keeps:
+                break
+            square = _square(receiver, system)
+            if square is None or (may_read(square) and not bool((square > 0.0).all())):
+                raise ValueError(
+                    "`self_interaction` is infinite for points: it needs positive widths of sources or receivers"
+                )
+        return [(receiver, keeps) for receiver in found]
 
 
 def _square(receiver: Receiver, system: ChargedSystem) -> torch.Tensor | None:
@@ -465,7 +430,6 @@ def _of_long_range(system: ChargedSystem, long_range: LongRange, alpha: torch.Te
 
 def _padded(system: ChargedSystem, derivatives: int) -> ChargedSystem:
     """The system with moments of this order at least."""
-    assert system.moments is not None
     missing = max(count(derivatives) - system.moments.shape[-1], 0)
     return system._replace(moments=torch.nn.functional.pad(system.moments, (0, missing)))
 
@@ -490,8 +454,8 @@ def _of_slab(system: ChargedSystem, receiver: Receiver, derivatives: int) -> tor
 
 def _of_exclusions(system: ChargedSystem, alpha: torch.Tensor, derivatives: int) -> torch.Tensor:
     """What the long-range part has of excluded pairs, taken off."""
-    term = moment_exclusion_term(system, alpha)
-    return _of_rows(system, term.rows, term.exclusions, term.formula(False), alpha, None, None, derivatives)
+    term = exclusion_term(COULOMB, system, alpha)
+    return _of_rows(system, term.rows, term.exclusions, term.radial(False), alpha, None, None, derivatives)
 
 
 def _of_pairs(
@@ -525,44 +489,17 @@ def _of_rows(
     cutoff: float | None = None,
 ) -> torch.Tensor:
     """Derivatives of a radial function of neighbors, whose parameters as sources and as receivers may differ."""
-    positions, batch_idx, domain = system.positions, system.batch_idx, system.domain
-    assert system.moments is not None
-    moments = system.moments.contiguous()
-    if domain is not None:
-        inputs = (positions, system.cell, moments, of_sources, of_rows, alpha)
-        rows = rows_for_derivatives(domain, rows, inputs)
-        positions, moments, of_sources, batch_idx = moments_with_ghosts(domain, positions, moments, of_sources)
-        if of_rows is not None:  # what ghosts receive counts on other ranks
-            of_rows = torch.cat([of_rows, of_rows.new_ones((domain.n_ghosts, 1))])
-    excluded = (None, None, None) if exclusions is None else exclusions[:3]
-    found = pair_moments(
-        formula.text,
-        "",
-        "m",
-        derivatives,
-        moments,
-        None,
-        positions,
-        None if alpha is None else system.cell,
-        of_sources,
-        of_rows,
-        None if alpha is None else alpha.to(positions.dtype).unsqueeze(1),
-        None,
-        batch_idx,
-        system.n_systems,
-        *rows,
-        *excluded,
-        NO_CUTOFF if cutoff is None else cutoff,
-        0.0,
-    )[0]
-    return (found if domain is None else found[: domain.n_owned]).to(torch.float64)
+    cell = None if alpha is None else system.cell
+    pairs = PairSystem(system.positions, cell, system.batch_idx, system.n_systems, rows, system.domain)
+    splitting = None if alpha is None else alpha.to(system.positions.dtype).unsqueeze(1)
+    given = (system.moments.contiguous(), derivatives, of_sources, of_rows, splitting)
+    return gather_moments(formula, pairs, *given, cutoff=cutoff, exclusions=exclusions)[0].to(torch.float64)
 
 
 def _own_part(
     system: ChargedSystem, alpha: torch.Tensor | None, receiver: Receiver, derivatives: int, keeps: bool
 ) -> torch.Tensor:
     """What an atom sees of itself, if it does, without what the long-range part has of it."""
-    assert system.moments is not None
     found = system.moments.new_zeros((*system.moments.shape[:2], count(derivatives)), dtype=torch.float64)
     if keeps:
         square = _square(receiver, system)
@@ -575,7 +512,6 @@ def _own_part(
 
 def _own_potential(system: ChargedSystem, a: torch.Tensor, derivatives: int) -> torch.Tensor:
     """Derivatives (n_atoms, n_channels, count) of the potential ``erf(a r)/r`` of an atom at its place."""
-    assert system.moments is not None
     moments = system.moments.to(torch.float64)
     b0, b1, b2 = ((2.0 / math.sqrt(math.pi) * a * (2.0 * a.square()) ** n / (2 * n + 1)) for n in range(3))
     columns = [b0[:, None, None] * moments[..., :1]]
@@ -610,12 +546,13 @@ def _squared(widths: torch.Tensor) -> torch.Tensor:
 # -- results ---------------------------------------------------------------------------------------
 
 
-def _potentials(parts: list[torch.Tensor], system: ChargedSystem, derivatives: int) -> Potentials:
-    """Results of receivers (n_atoms, n_channels, count) with names."""
+def _potentials(parts: list[torch.Tensor], system: ChargedSystem, derivatives: int) -> tuple[torch.Tensor, ...]:
+    """The fields of `Potentials` that there are, from results of receivers (n_atoms, n_channels, count)."""
     found = torch.stack(parts, 1).to(system.positions.dtype)
     found = found if system.has_channels else found.squeeze(2)
-    return Potentials(
-        found[..., 0],
-        found[..., 1:4] if derivatives > 0 else None,
-        second_moments(found[..., 4:], 1.0) if derivatives > 1 else None,
-    )
+    results = [found[..., 0]]
+    if derivatives > 0:
+        results.append(found[..., 1:4])
+    if derivatives > 1:
+        results.append(second_moments(found[..., 4:], 1.0))
+    return tuple(results)

@@ -8,7 +8,7 @@ Compiled graphs, systems of a batch and ranks have no sample, so calls that coul
 """
 
 import functools
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,7 +89,8 @@ def force_on_host(
 
 def _nearby_forces(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
     """Forces (n_atoms, 3) between charges from the neighbors in these rows."""
-    fixed = system.at_fixed_geometry()._replace(charges=system.charges.detach(), moments=None, widths=None)
+    charges = system.moments[..., :1].detach()
+    fixed = system.of(system.positions.detach(), charges, system.cell.detach())._replace(widths=None, of_points=True)
     pairs = PairTerm(coulomb_nearby, reach, rows, system.exclusions)
     forces = pairs.evaluate(fixed, Derivatives(forces=True)).forces
     assert forces is not None
@@ -98,14 +99,15 @@ def _nearby_forces(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> to
 
 def _by_plan(system: ChargedSystem, rows: Rows, reach: torch.Tensor) -> torch.Tensor:
     """`_nearby_forces`, by a plan where there is one."""
-    if system.exclusions is not None or system.moments is not None:
+    if system.exclusions is not None or not system.of_points:
         return _nearby_forces(system, rows, reach)
 
-    def prepare(_: Sequence[torch.Tensor], rows: Rows) -> engine.Body:
-        return lambda at, _: (_nearby_forces(system if at is None else system.of(*at), rows, reach),)
+    def evaluate(rows: Rows, /, **values: Any) -> tuple[torch.Tensor, ...]:
+        return (_nearby_forces(system._replace(**values), rows, reach),)
 
-    inputs = (system.positions, system.charges, system.cell)
-    (forces,) = engine.run(engine.Call("forces nearby", prepare, inputs, 2, rows, (system.batch_idx,), (reach,)))
+    moving = {"positions": system.positions, "moments": system.moments}
+    fixed = {"cell": system.cell, "batch_idx": system.batch_idx}
+    (forces,) = engine.run_function("forces nearby", evaluate, moving, rows, fixed, (reach,))
     return forces
 
 

@@ -14,7 +14,6 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
-from nvalchemiops.torch.interactions.electrostatics.results import SumRequest, Tensors
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
@@ -30,6 +29,8 @@ from nvalchemiops.torch.systems import System
 
 ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
 """What a system has of each atom."""
+
+Results = tuple[torch.Tensor, ...]
 
 
 def open_systems(atoms: System) -> torch.Tensor | None:
@@ -222,11 +223,11 @@ def joined(parts: Sequence[Part], values: Sequence[torch.Tensor], of_systems: bo
 
 
 def by_parts(
-    functions: tuple[Callable[[Part, System], Tensors], Callable[[Part, System], Tensors]],
+    functions: tuple[Callable[[Part, System], Results], Callable[[Part, System], Results]],
     atoms: System,
     is_open: torch.Tensor,
     of_systems: Sequence[bool] = (),
-) -> tuple[torch.Tensor | None, ...]:
+) -> Results:
     """Results for all systems: by the first function for the periodic ones, by the second for the open ones.
 
     ``of_systems`` says which results belong to systems; by default they belong to atoms.
@@ -234,26 +235,9 @@ def by_parts(
     parts, n_systems = parts_of(atoms, is_open), is_open.shape[0]
     used = [(part, function) for part, function in zip(parts, functions) if part.systems.shape[0]]
     results = [function(part, system_of(part, atoms, n_systems)) for part, function in used]
-    columns = list(zip(*(result if isinstance(result, tuple) else (result,) for result in results)))
+    columns: list[Any] = list(zip(*results))
     kinds = of_systems or [False] * len(columns)
-    return tuple(
-        None if values[0] is None else joined([part for part, _ in used], values, kind)
-        for values, kind in zip(columns, kinds)
-    )
-
-
-def mixed_sum(
-    sums: tuple[Callable[[Part, System], Tensors], Callable[[Part, System], Tensors]],
-    atoms: System,
-    is_open: torch.Tensor,
-    request: SumRequest,
-) -> Tensors:
-    """Results of the periodic systems, by the first of ``sums``, and of the open ones by the second, in one batch."""
-    n_gradients = int(request.derivatives.forces) + sum(request.of_sources)
-    of_systems = [request.energy_reduction == "system", *[False] * n_gradients]
-    of_systems += [True] * request.derivatives.virial
-    found: Any = by_parts(sums, atoms, is_open, of_systems)
-    return found if len(found) > 1 else found[0]
+    return tuple(joined([part for part, _ in used], values, kind) for values, kind in zip(columns, kinds))
 
 
 def open_system(
@@ -262,8 +246,6 @@ def open_system(
     """Checked systems without cells, as many as there are in ``batch_idx`` by default."""
     positions, charges, domain = atoms.positions, atoms.charges, atoms.domain
     assert charges is not None
-    has_sources = atoms.dipoles is not None or atoms.quadrupoles is not None or atoms.widths is not None
-    moments = widths = None
     with together(domain):
         checks.check_positions(positions, finite=False)
         check_charges(charges, positions, channels=True)
@@ -272,19 +254,17 @@ def open_system(
         else:
             domain._check(atoms)
             batch_idx, n_systems = domain.batch_idx, domain.n_systems
-        if has_sources:
-            given_widths = of_all_atoms(domain, atoms.widths)
-            moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, given_widths, positions)
+        widths = of_all_atoms(domain, atoms.widths)
+        moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, widths, positions)
     if domain is not None:
         rows = exclusions_of_share(domain, exclusions, exclusion_factors, positions)
     else:
         rows = exclusion_rows(exclusions, exclusion_factors, positions)
         if rows is not None:
             check_same_system(rows, batch_idx)
-    columns = charges if charges.ndim == 2 else charges.unsqueeze(1)
     cell = positions.new_zeros(1 if n_systems is None else n_systems, 3, 3)
-    system = ChargedSystem(positions, columns, charges.ndim == 2, cell, batch_idx, rows, domain=domain)
-    return system._replace(moments=moments, widths=widths)
+    system = ChargedSystem(positions, moments[..., 0], moments, charges.ndim == 2, cell, batch_idx, rows)
+    return system._replace(domain=domain, widths=widths, of_points=widths is None and moments.shape[-1] == 1)
 
 
 def all_pairs(system: ChargedSystem, cutoff: float | None = None) -> Rows:

@@ -171,7 +171,8 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
     options = driver.SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
-    return driver.ewald_sum(MeshSum, mesh, atoms, driver.given_neighbors(*near), request, options)
+    neighbors = driver.given_neighbors(*near)
+    return driver.ewald_sum(driver.EwaldSum(MeshSum, mesh, atoms, neighbors, request, options))
 
 
 def pme_reciprocal_space(

@@ -7,7 +7,6 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
@@ -88,9 +87,10 @@ class Contribution(NamedTuple):
 
     Attributes
     ----------
-    energies, charge_gradients : (n_atoms, n_channels) tensor
-        For a system with moments gradients by these, (n_atoms, n_channels, n_moments).
+    energies : (n_atoms, n_channels) tensor
     forces : (n_atoms, 3) tensor
+    charge_gradients : (n_atoms, n_channels, n_moments) tensor
+        By all moments.
     virial : (n_systems, 3, 3) tensor
     """
 
@@ -108,48 +108,28 @@ class Term(Protocol):
         ...
 
 
-def from_potential(
-    gathered: torch.Tensor, charges: torch.Tensor, lattice: Lattice, derivatives: Derivatives
-) -> Contribution:
-    """The contribution, but for the virial, of charges (n_atoms, n_channels) in a potential that is linear in them.
-
-    ``gathered`` (n_atoms, n_channels, 1 or 4) holds the potential and its derivatives by the coordinates that the frame
-    of the lattice makes.
-    """
-    potential = gathered[..., 0]
-    energies = 0.5 * charges * potential
-    forces = None
-    if derivatives.forces:
-        by_coordinates = charges.unsqueeze(-1) * gathered[..., 1:4]
-        by_coordinates = by_coordinates.sum(1) if charges.shape[1] > 1 else by_coordinates.squeeze(1)
-        forces = -lattice.cartesian(by_coordinates)
-    return Contribution(energies, forces, potential if derivatives.charge_gradients else None)
-
-
-def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_reduction: str) -> Tensors:
-    """Sums of contributions in the dtype of the positions, with channels: `Tensors`."""
-    results = []
+def total(contributions: Sequence[Contribution], system: ChargedSystem, energy_reduction: str) -> Contribution:
+    """The sum of contributions, in the dtype of the positions; its energies may be those of systems."""
+    results: list[Any] = []
     for name, values in zip(Contribution._fields, zip(*contributions)):
         present = [value for value in values if value is not None]
-        if not present:
-            continue
-        result = present[0]
+        result = present[0] if present else None
         for value in present[1:]:
             result = result + value
         if name == "energies" and energy_reduction == "system":
             result = system_sums(result, system.batch_idx, system.n_systems)
-        results.append(result.to(system.positions.dtype))
-    return results[0] if len(results) == 1 else tuple(results)
+        results.append(None if result is None else result.to(system.positions.dtype))
+    return Contribution(*results)
 
 
-def complete(results: Tensors, system: ChargedSystem, request: SumRequest) -> Tensors:
+def complete(results: tuple[torch.Tensor, ...], system: ChargedSystem, request: SumRequest) -> tuple[torch.Tensor, ...]:
     """The results of a sum, those of systems added up over the ranks among which the atoms are divided."""
     domain = system.domain
     if domain is None:
         return results
-    found = list(results) if isinstance(results, tuple) else [results]
+    found = list(results)
     if request.energy_reduction == "system":
         found[0] = domain._sum(found[0])
     if request.derivatives.virial:
         found[-1] = domain._sum(found[-1])
-    return tuple(found) if isinstance(results, tuple) else found[0]
+    return tuple(found)

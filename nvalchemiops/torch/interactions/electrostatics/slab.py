@@ -3,7 +3,7 @@
 import torch
 
 from nvalchemiops.torch.interactions.electrostatics.results import check_gradients, check_request
-from nvalchemiops.torch.interactions.electrostatics.sums import evaluate
+from nvalchemiops.torch.interactions.electrostatics.sums import evaluate, one_or_several
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
 from nvalchemiops.torch.systems import System
@@ -66,4 +66,4 @@ def compute_slab_correction(
     atoms = System(positions, charges, cell, batch_idx, pbc, None, None, dipoles, quadrupoles, widths)
     check_gradients(request, atoms)
     system = check_system(atoms, slab_correction=True)
-    return evaluate([SlabTerm()], system, request, is_constant=False)
+    return one_or_several(evaluate([SlabTerm()], system, request, is_constant=False))

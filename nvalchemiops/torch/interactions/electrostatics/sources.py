@@ -12,7 +12,7 @@ Source: A. J. Stone, The Theory of Intermolecular Forces, 2nd ed., Oxford 2013, 
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,13 @@ def quadrupole_gradients(gradients: torch.Tensor) -> torch.Tensor:
     else:
         found = _of_second_moments(gradients)
     return found.view(*found.shape[:-1], 3, 3)
+
+
+def by_source(gradients: torch.Tensor, of_sources: Sequence[bool]) -> list[torch.Tensor]:
+    """Gradients by charges, dipoles and quadrupoles, as far as they are asked for, from those by moments."""
+    by_charges, by_dipoles, by_quadrupoles = of_sources
+    found = [gradients[..., 0]] * by_charges + [gradients[..., 1:4]] * by_dipoles
+    return [*found, quadrupole_gradients(gradients[..., 4:])] if by_quadrupoles else found
 
 
 def _of_second_moments(gradients: torch.Tensor) -> torch.Tensor:

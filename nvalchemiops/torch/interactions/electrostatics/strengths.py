@@ -76,15 +76,13 @@ class Strengths(NamedTuple):
 def has_known_moments(system: ChargedSystem) -> bool:
     """Whether there are moments whose values may be read, of all slices where ``vmap`` maps over them."""
     moments = system.moments
-    return moments is not None and (may_read(moments, wait=True) or (may_read() and is_mapped(moments)))
+    return not system.of_points and (may_read(moments, wait=True) or (may_read() and is_mapped(moments)))
 
 
 def strengths_of(system: ChargedSystem, xp: Any) -> Strengths:
     """Strengths of the moments of each system, by numpy or torch; forces without a look at neighbors."""
-    moments = system.moments
-    assert moments is not None
     with torch.no_grad():
-        squares = _largest(moments.detach().to(torch.float64).square())
+        squares = _largest(system.moments.detach().to(torch.float64).square())
         columns = [squares[..., 0].sum(1), squares[..., 1:4].sum((1, 2))]
         of_quadrupoles = squares[..., 4:]
         if of_quadrupoles.shape[-1]:

@@ -5,9 +5,16 @@ from typing import Any
 
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import results as sums
-from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, SumRequest, Tensors
-from nvalchemiops.torch.interactions.electrostatics.sources import check_sources, quadrupole_gradients
+from nvalchemiops.torch.interactions.electrostatics.results import (
+    Contribution,
+    Derivatives,
+    SumRequest,
+    Tensors,
+    Term,
+    complete,
+    total,
+)
+from nvalchemiops.torch.interactions.electrostatics.sources import by_source, check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.lattice import lattice_of
 from nvalchemiops.torch.operators.segments import totals
@@ -16,13 +23,13 @@ from nvalchemiops.torch.systems import System
 
 
 def evaluate(
-    terms: Sequence[sums.Term],
+    terms: Sequence[Term],
     system: ChargedSystem,
     request: SumRequest,
     is_constant: bool,
     near: Sequence[Any] = (),
     options: tuple[Any, ...] | str = engine.UNKNOWN,
-) -> Tensors:
+) -> tuple[torch.Tensor, ...]:
     """The results of a sum: energies, then the derivatives that were requested.
 
     Parameters
@@ -37,7 +44,7 @@ def evaluate(
         As of `engine.Call`, for a plan.
     """
     body = body_of(terms, system, request)
-    inputs = (system.positions, system.sources, system.cell)
+    inputs = (system.positions, system.moments, system.cell)
     own = (*terms, system.widths)
     call = engine.Call(
         "sum",
@@ -45,7 +52,7 @@ def evaluate(
         inputs,
         2,
         near,
-        (system.batch_idx, system.widths, system.slab_axes, system.has_channels, system.moments is None),
+        (system.batch_idx, system.widths, system.slab_axes, system.has_channels),
         options if system.domain is None else "ranks share it",
         along=is_constant and has_first_derivatives(request),
         others=own,
@@ -54,7 +61,7 @@ def evaluate(
         by_system=request.energy_reduction == "system",
         domain=system.domain,
     )
-    return sums.complete(one_or_several(engine.run(call)), system, request)
+    return complete(engine.run(call), system, request)
 
 
 def one_or_several(results: tuple[torch.Tensor, ...]) -> Tensors:
@@ -71,18 +78,20 @@ def has_first_derivatives(request: SumRequest) -> bool:
 
 
 def body_of(
-    terms: Sequence[sums.Term], system: ChargedSystem, request: SumRequest, given: System | None = None
+    terms: Sequence[Term], system: ChargedSystem, request: SumRequest, given: System | None = None
 ) -> engine.Body:
     """The sum as a function of its inputs.
 
-    These are positions, sources and cell of ``system``; or, with the atoms as they were ``given``, positions, charges,
+    These are positions, moments and cell of ``system``; or, with the atoms as they were ``given``, positions, charges,
     further sources, and the cell.
     """
 
     def body(inputs: Sequence[torch.Tensor] | None, needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         here = system
         if inputs is not None:
-            here = system.of(*inputs) if given is None else _of_given(system, given, inputs)
+            if given is not None:
+                inputs = _of_given(given, inputs)
+            here = system.of(*inputs)
         by_positions, *by_sources, by_cell = needed or (False, False, False)
         asked = request.derivatives
         computed = Derivatives(
@@ -91,71 +100,55 @@ def body_of(
             asked.virial or by_cell,
         )
         contributions = [term.evaluate(here, computed) for term in terms]
-        found = sums.total(contributions, here, request.energy_reduction)
-        values = found if isinstance(found, tuple) else (found,)
-        named = dict(zip(["energies", *[name for name, there in zip(Derivatives._fields, computed) if there]], values))
-        energies = named["energies"]
-        results = [energies if here.has_channels else energies.squeeze(1)]
+        found: Any = total(contributions, here, request.energy_reduction)
+
+        def one_channel(values: torch.Tensor) -> torch.Tensor:
+            return values if here.has_channels else values.squeeze(1)
+
+        results = [one_channel(found.energies)]
         if asked.forces:
-            results.append(named["forces"])
+            results.append(found.forces)
         if asked.charge_gradients:
-            results += _by_source(named["charge_gradients"], here, request.of_sources)
+            results += by_source(one_channel(found.charge_gradients), request.of_sources)
         if asked.virial:
-            results.append(named["virial"])
+            results.append(found.virial)
         if by_positions:
-            results.append(-named["forces"])
+            results.append(-found.forces)
         if any(by_sources):
-            gradients = named["charge_gradients"]
+            gradients = found.charge_gradients
             # in separate memory, since callers may change results
             gradients = gradients.clone() if asked.charge_gradients else gradients
             if given is None:
                 results.append(gradients)
             else:
                 there = (True, given.dipoles is not None, given.quadrupoles is not None)
-                each = _by_source(gradients, here, there)
+                each = by_source(one_channel(gradients), there)
                 results += [gradient for gradient, is_needed in zip(each, by_sources) if is_needed]
         if by_cell:
-            results.append(_by_cell(contributions, here, named))
+            results.append(_by_cell(contributions, here, found))
         return tuple(results)
 
     return body
 
 
-def _of_given(system: ChargedSystem, given: System, inputs: Sequence[torch.Tensor]) -> ChargedSystem:
-    """The system at other positions, charges, further sources and cell."""
+def _of_given(given: System, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Positions, moments and cells (n_systems, 3, 3) from positions, charges, further sources and cell."""
     positions, charges, *others, cell = inputs
-    cells = cell.reshape(-1, 3, 3)
-    if system.moments is None:
-        return system.of(positions, charges if system.has_channels else charges.unsqueeze(1), cells)
     waiting = iter(others)
     dipoles = None if given.dipoles is None else next(waiting)
     quadrupoles = None if given.quadrupoles is None else next(waiting)
-    return system.of(positions, check_sources(charges, dipoles, quadrupoles, None, positions)[0], cells)
+    moments, _ = check_sources(charges, dipoles, quadrupoles, None, positions)
+    return positions, moments, cell.reshape(-1, 3, 3)
 
 
-def _by_source(
-    gradients: torch.Tensor, system: ChargedSystem, of_sources: tuple[bool, bool, bool]
-) -> list[torch.Tensor]:
-    """Gradients by each source, from those by charges or moments, without channels if there are none."""
-    if not system.has_channels:
-        gradients = gradients.squeeze(1)
-    if system.moments is None:
-        return [gradients]
-    by_charges, by_dipoles, by_quadrupoles = of_sources
-    found = [gradients[..., 0]] * by_charges + [gradients[..., 1:4]] * by_dipoles
-    return [*found, quadrupole_gradients(gradients[..., 4:])] if by_quadrupoles else found
-
-
-def _by_cell(
-    contributions: Sequence[Contribution], system: ChargedSystem, found: dict[str, torch.Tensor]
-) -> torch.Tensor:
+def _by_cell(contributions: Sequence[Contribution], system: ChargedSystem, found: Any) -> torch.Tensor:
     """The gradient by the cells (n_systems, 3, 3) in float64: the virial is ``Σ x_i F_i^T - h^T dE/dh``."""
     positions = system.positions
     if positions.dtype is torch.float32:
         dyads = _dyads(contributions, system)
     else:
-        dyads = totals(positions.unsqueeze(-1) * found["forces"].unsqueeze(-2), system.batch_idx, system.n_systems)
-    return lattice_of(system.cell.detach(), None, 0).inverse.mT @ (dyads - found["virial"])
+        dyads = totals(positions.unsqueeze(-1) * found.forces.unsqueeze(-2), system.batch_idx, system.n_systems)
+    return lattice_of(system.cell.detach(), None, 0).inverse.mT @ (dyads - found.virial)
 
 
 def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torch.Tensor:
@@ -172,9 +165,9 @@ def _dyads(contributions: Sequence[Contribution], system: ChargedSystem) -> torc
         middle = system.domain._sum_for_shares(middle)
     middle = middle[:, :3] / middle[:, 3:].clamp(min=1.0)
     near = x - (middle if batch_idx is None else middle.index_select(0, batch_idx))
-    sums = [
+    dyads = [
         (near if forces.dtype is torch.float32 else x).unsqueeze(-1) * forces.to(torch.float64).unsqueeze(-2)
         for forces in (contribution.forces for contribution in contributions)
         if forces is not None
     ]
-    return totals(torch.stack(sums).sum(0), batch_idx, n_systems)
+    return totals(torch.stack(dyads).sum(0), batch_idx, n_systems)

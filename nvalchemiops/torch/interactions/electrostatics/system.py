@@ -26,6 +26,8 @@ class ChargedSystem(NamedTuple):
     ----------
     positions : (n_atoms, 3) tensor
     charges : (n_atoms, n_channels) tensor
+    moments : (n_atoms, n_channels, 1, 4 or 10) tensor
+        All sources, `nvalchemiops.torch.interactions.electrostatics.sources`: charges are moments of order zero.
     has_channels : bool
         Whether the caller gave channels; otherwise there is one.
     cell : (n_systems, 3, 3) tensor
@@ -39,14 +41,15 @@ class ChargedSystem(NamedTuple):
         False where a sum over the periodic images would be wrong, if values could not be read.
     domain : Domain or None
         The atoms are those that this rank owns, and results of systems are its shares.
-    moments : (n_atoms, n_channels, 1, 4 or 10) tensor or None
-        All sources, `nvalchemiops.torch.interactions.electrostatics.sources`; None for charges of points alone.
     widths : (n_atoms,) tensor or None
         Standard deviations of Gaussians; None for points.
+    of_points : bool
+        Whether they are summed as charges of points alone, of any potential; otherwise as moments, of Coulomb's.
     """
 
     positions: torch.Tensor
     charges: torch.Tensor
+    moments: torch.Tensor
     has_channels: bool
     cell: torch.Tensor
     batch_idx: torch.Tensor | None
@@ -54,19 +57,12 @@ class ChargedSystem(NamedTuple):
     slab_axes: torch.Tensor | None = None
     valid: torch.Tensor | None = None
     domain: "Domain | None" = None
-    moments: torch.Tensor | None = None
     widths: torch.Tensor | None = None
+    of_points: bool = False
 
-    @property
-    def sources(self) -> torch.Tensor:
-        """Charges (n_atoms, n_channels), or with other sources moments (n_atoms, n_channels, n_moments)."""
-        return self.charges if self.moments is None else self.moments
-
-    def of(self, positions: torch.Tensor, sources: torch.Tensor, cell: torch.Tensor) -> "ChargedSystem":
-        """The same with these positions, `sources` and cells."""
-        if self.moments is None:
-            return self._replace(positions=positions, charges=sources, cell=cell)
-        return self._replace(positions=positions, charges=sources[..., 0], moments=sources, cell=cell)
+    def of(self, positions: torch.Tensor, moments: torch.Tensor, cell: torch.Tensor) -> "ChargedSystem":
+        """The same with these positions, moments and cells."""
+        return self._replace(positions=positions, charges=moments[..., 0], moments=moments, cell=cell)
 
     @property
     def n_systems(self) -> int:
@@ -95,7 +91,7 @@ class ChargedSystem(NamedTuple):
         return found if self.domain is None else self.domain._sum_for_shares(found)
 
     def rows_within(self, cutoff: float) -> Rows:
-        """All neighbors closer than ``cutoff``; with a domain those that `check_sum` has found."""
+        """All neighbors closer than ``cutoff``; with a domain those that were found with its arguments."""
         if self.domain is not None:
             return self.domain._found_rows(cutoff).alone
         return build_rows(self.positions, cutoff, self.cell, self.batch_idx)
@@ -121,7 +117,6 @@ def check_system(
 ) -> ChargedSystem:
     """The system; raise unless its parts fit together. Values are read on a CPU only, and not while compiling."""
     domain = atoms.domain
-    has_sources = atoms.dipoles is not None or atoms.quadrupoles is not None or atoms.widths is not None
     if domain is not None:
         with together(domain):
             domain._check(atoms)
@@ -140,13 +135,10 @@ def check_system(
     cell = nan_if_singular(cell)
     batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0])
     rows = exclusion_rows(exclusions, exclusion_factors, positions)
-    several = charges.ndim == 2
-    columns = charges if several else charges.unsqueeze(1)
-    system = ChargedSystem(positions, columns, several, cell, batch_idx, rows, slab_axes, valid)
-    if not has_sources:
-        return system
     moments, widths = check_sources(charges, atoms.dipoles, atoms.quadrupoles, atoms.widths, positions)
-    return system._replace(charges=moments[..., 0], moments=moments, widths=widths)
+    system = ChargedSystem(positions, moments[..., 0], moments, charges.ndim == 2, cell, batch_idx, rows)
+    of_points = widths is None and moments.shape[-1] == 1
+    return system._replace(slab_axes=slab_axes, valid=valid, widths=widths, of_points=of_points)
 
 
 def check_periodic_cells(cell: Any, positions: torch.Tensor) -> torch.Tensor:

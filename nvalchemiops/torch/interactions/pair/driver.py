@@ -9,7 +9,6 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import NO_DIRECTIONS, pair_sum
-from nvalchemiops.torch.interactions.pair.op_on_ranks import pair_sum_on_ranks
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
 from nvalchemiops.torch.interactions.pair.shares import ghosts_of
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
@@ -91,12 +90,10 @@ def sum_pairs(
     outputs += "v" * bool(request.virial)
     inputs = (positions, cell, of_atoms, of_systems, weights, *NO_DIRECTIONS, batch_idx, n_systems, *rows)
     distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)
-    if domain is None:
-        found = pair_sum(formula.text, outputs, "", *inputs, species, n_species, *excluded, *distances)
-    else:
-        there = None if species is None else domain._with_ghosts(species)
-        of_pairs = (there, n_species, *excluded, *distances)
-        found = pair_sum_on_ranks(formula.text, outputs, "", *inputs, *of_pairs, *ghosts_of(domain, batch_idx))
+    there, ghosts = species, ()
+    if domain is not None:
+        there, ghosts = None if species is None else domain._with_ghosts(species), ghosts_of(domain, batch_idx)
+    found = pair_sum(formula.text, outputs, "", *inputs, there, n_species, *excluded, *distances, *ghosts)
     energies, position_gradients, _, parameter_gradients, global_gradients, virial = found
     if request.energy_reduction == "system":
         energies = system_sums(energies, batch_idx, n_systems)

@@ -20,7 +20,7 @@ from nvalchemiops.kernels.moments import count, raised
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
-from nvalchemiops.torch.interactions.pair.op import fold_systems, launch_rows, repeated_systems, unfolded
+from nvalchemiops.torch.interactions.pair.op import fold_systems, launch_rows, product, repeated_systems, unfolded
 from nvalchemiops.torch.interactions.pair.shares import moments_with_ghosts, rows_for_derivatives, without_energies
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems, system_sums
@@ -90,14 +90,14 @@ def _pullback(
     if VIRIAL in inputs["outputs"] and by_strain is not None:
         # The virial is -Σ x_i^T dB/dx_i - h^T dB/dh of the sum B; a derivative along positions raises moments.
         change = spread_systems(-by_strain, inputs["batch_idx"], positions.shape[0])
-        moved = _product(positions.unsqueeze(-2), change).squeeze(-2)
+        moved = product(positions.unsqueeze(-2), change).squeeze(-2)
 
         def lowered(name: str, gradient: torch.Tensor) -> None:
             by_moments, by_moved = _lower(gradient, inputs[name], moved)
             if name in wanted:
                 add(name, by_moments)
             if "positions" in wanted:
-                add("positions", _product(by_moved.unsqueeze(-2), change.mT).squeeze(-2))
+                add("positions", product(by_moved.unsqueeze(-2), change.mT).squeeze(-2))
 
         lowers = "positions" in wanted
         to_row, to_source = dict(to_both), dict(to_both)
@@ -109,8 +109,8 @@ def _pullback(
         differentiate(_Form(row_moments, _raise(moments, moved), old), to_source)
         if cell is not None:
             if "cell" in wanted:
-                to_both["last"] = lambda gradient: add("cell", _product(gradient, -by_strain.mT))
-            differentiate(_Form(row_moments, moments, [*old, _product(cell, -by_strain)]), to_both)
+                to_both["last"] = lambda gradient: add("cell", product(gradient, -by_strain.mT))
+            differentiate(_Form(row_moments, moments, [*old, product(cell, -by_strain)]), to_both)
     if "direction_cell" in wanted:
         found["direction_cell"] = torch.stack([found.pop(f"direction {k}") for k in range(len(old))])
     return found
@@ -252,11 +252,6 @@ def _lower(gradient: torch.Tensor, moments: torch.Tensor, moved: torch.Tensor) -
     return (parts * moved[:, None, :, None]).sum(-2), (parts * moments.unsqueeze(-2)).sum((1, 3))
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Products of small matrices, which autocast leaves alone."""
-    return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
-
-
 _OF_ATOMS = ("moments", "row_moments", "positions", "parameters", "row_parameters", "batch_idx")
 _OF_SYSTEMS = ("cell", "global_parameters")
 
@@ -280,13 +275,7 @@ def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.T
 
 
 def _in_blocks(
-    formula: str,
-    by: str,
-    outputs: str,
-    derivatives: int,
-    moments: torch.Tensor,
-    row_moments: torch.Tensor | None,
-    *others: Any,
+    moments: torch.Tensor, row_moments: torch.Tensor | None, outputs: str, **others: Any
 ) -> tuple[torch.Tensor, ...]:
     """The op for many channels."""
     blocks = moments.split(MOST_CHANNELS, 1)
@@ -294,7 +283,7 @@ def _in_blocks(
     found = []
     for block, row in zip(blocks, rows):
         row = None if row is None else row.contiguous()
-        found.append(pair_moments(formula, by, outputs, derivatives, block.contiguous(), row, *others))
+        found.append(pair_moments(moments=block.contiguous(), row_moments=row, outputs=outputs, **others))
     gathered, *sums = zip(*found)
     if GATHERED in outputs:
         gathered = (torch.cat(gathered, 1),)
@@ -303,22 +292,15 @@ def _in_blocks(
 
 # -- the op ---------------------------------------------------------------------------------------
 
-_ARRAYS = (
-    *("moments", "row_moments", "positions", "cell", "parameters", "row_parameters", "global_parameters"),
-    *("direction_cell", "batch_idx", "row_begin", "neighbors", "shifts", "first"),
-    *("excluded_begin", "excluded", "excluded_factors"),
-)
-"""Arguments of the op that are arrays of its kernels."""
-
 
 @functools.cache
 def _kernel(
     formula: str, by: str, outputs: str, source: int, derivatives: int, row: int, *others: Any
-) -> tuple[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]], list[str], dict[str, int]]:
-    """The kernel, a function that picks its inputs from `_ARRAYS`, names of its outputs, and columns of its sums."""
+) -> tuple[Any, Callable[[dict[str, Any]], tuple[Any, ...]], list[str], dict[str, int]]:
+    """The kernel, a function that picks its inputs by name, names of its outputs, and columns of its sums."""
     names = tuple(by.split(",")) if by else ()
     variant = core.Variant(Formula.read(formula), names, source, derivatives, row, outputs, *others)
-    pick = operator.itemgetter(*(_ARRAYS.index(a.name) for a in core.inputs_of(variant)))
+    pick = operator.itemgetter(*(a.name for a in core.inputs_of(variant)))
     return core.moment_kernel(variant), pick, [a.name for a in core.outputs_of(variant)], core.width_of_sums(outputs)
 
 
@@ -424,16 +406,10 @@ def pair_moments(
     cutoff, r_switch : float
         Distances.
     """
+    given = locals()
     n_atoms, n_channels, n_moments = moments.shape
-    device = positions.device
     if n_channels > MOST_CHANNELS:
-        others: tuple[Any, ...] = (positions, cell, parameters, row_parameters, global_parameters, direction_cell)
-        others += (batch_idx, n_systems)
-        others += (row_begin, neighbors, shifts, width, padding, first, excluded_begin, excluded, excluded_factors)
-        return _in_blocks(formula, by, outputs, derivatives, moments, row_moments, *others, cutoff, r_switch)
-    given: tuple[Any, ...] = (moments, row_moments, positions, cell, parameters, row_parameters, global_parameters)
-    given += (direction_cell, batch_idx, row_begin, neighbors, shifts, first, excluded_begin, excluded)
-    given += (excluded_factors,)
+        return _in_blocks(**given)
     orders = (order_of(n_moments), derivatives, -1 if row_moments is None else order_of(row_moments.shape[-1]))
     n_directions = 0 if direction_cell is None else direction_cell.shape[0]
     flags = (shifts is not None, excluded is not None, row_parameters is not None)
@@ -444,8 +420,8 @@ def pair_moments(
     if GATHERED in outputs:
         memory["gathered"] = positions.new_empty((n_atoms, n_channels, count(derivatives)))
     if columns:
-        memory["sums"] = torch.empty((n_atoms, sum(columns.values())), dtype=torch.float64, device=device)
-    launch_rows(kernel, n_atoms, [*pick(given), width, padding, cutoff, r_switch], written, memory, device)
+        memory["sums"] = torch.empty((n_atoms, sum(columns.values())), dtype=torch.float64, device=positions.device)
+    launch_rows(kernel, n_atoms, [*pick(given), width, padding, cutoff, r_switch], written, memory, positions.device)
     results = {GATHERED: memory.get("gathered")}
     if columns:
         parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(columns.values()), dim=1)
@@ -455,6 +431,42 @@ def pair_moments(
     return tuple(
         positions.new_empty(0) if found is None else found for found in map(results.get, (GATHERED, CELL, VIRIAL))
     )
+
+
+def gather_moments(
+    formula: Formula,
+    system: PairSystem,
+    moments: torch.Tensor,
+    derivatives: int,
+    parameters: torch.Tensor | None = None,
+    row_parameters: torch.Tensor | None = None,
+    global_parameters: torch.Tensor | None = None,
+    *,
+    virial: bool = False,
+    cutoff: float | None = None,
+    r_switch: float | None = None,
+    exclusions: ExclusionRows | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Derivatives (n_atoms, n_channels, count) of the potential of moments; and twice their virial, if it is requested.
+
+    ``row_parameters`` are those of atoms as receivers, if they differ. Others are as for `sum_moments`.
+    """
+    positions, cell, batch_idx, n_systems, rows, domain = system
+    of_neighbors, of_rows = moments, moments if virial else None
+    if domain is not None:
+        inputs = (positions, cell, moments, parameters, row_parameters, global_parameters)
+        rows = rows_for_derivatives(domain, rows, inputs)
+        positions, of_neighbors, parameters, batch_idx = moments_with_ghosts(domain, positions, moments, parameters)
+        of_rows = without_energies(domain, moments) if virial else None
+        if row_parameters is not None:  # what ghosts receive counts on other ranks
+            row_parameters = torch.cat([row_parameters, row_parameters.new_ones((domain.n_ghosts, 1))])
+    excluded = (None, None, None) if exclusions is None else exclusions[:3]
+    given = (of_neighbors, of_rows, positions, cell, parameters, row_parameters, global_parameters, None)
+    distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)
+    others = (batch_idx, n_systems, *rows, *excluded, *distances)
+    outputs = GATHERED + VIRIAL * virial
+    found, _, by_strain = pair_moments(formula.text, "", outputs, derivatives, *given, *others)
+    return found if domain is None else found[: domain.n_owned], by_strain
 
 
 class MomentSums(NamedTuple):
@@ -504,35 +516,19 @@ def sum_moments(
         Energies (n_atoms, n_channels), forces (n_atoms, 3), gradients by the moments (n_atoms, n_channels, n_moments),
         virial (n_systems, 3, 3). All are differentiable to any order in all tensors.
     """
-    positions, cell, batch_idx, n_systems, rows, domain = system
-    order = order_of(moments.shape[-1])
-    of_neighbors, of_rows = moments, moments if virial else None
-    if domain is not None:
-        rows = rows_for_derivatives(domain, rows, (positions, cell, moments, parameters, global_parameters))
-        positions, of_neighbors, parameters, batch_idx = moments_with_ghosts(domain, positions, moments, parameters)
-        of_rows = without_energies(domain, moments) if virial else None
-    excluded = (None, None, None) if exclusions is None else exclusions[:3]
-    found, _, by_strain = pair_moments(
-        formula.text,
-        "",
-        GATHERED + VIRIAL * virial,
-        order + forces,
-        of_neighbors,
-        of_rows,
-        positions,
-        cell,
+    found, by_strain = gather_moments(
+        formula,
+        system,
+        moments,
+        order_of(moments.shape[-1]) + forces,
         parameters,
         None,
         global_parameters,
-        None,
-        batch_idx,
-        n_systems,
-        *rows,
-        *excluded,
-        NO_CUTOFF if cutoff is None else cutoff,
-        0.0 if r_switch is None else r_switch,
+        virial=virial,
+        cutoff=cutoff,
+        r_switch=r_switch,
+        exclusions=exclusions,
     )
-    found = found if domain is None else found[: domain.n_owned]
     potential = found[..., : moments.shape[-1]]
     return MomentSums(
         0.5 * (moments * potential).sum(-1),

@@ -22,6 +22,8 @@ from nvalchemiops.layout import layout
 from nvalchemiops.locks import Lent
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
+from nvalchemiops.torch.distributed.collectives import refuse_slices
+from nvalchemiops.torch.interactions.pair.shares import with_ghosts
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.operators.segments import add_systems, spread_systems
@@ -73,31 +75,16 @@ _SPECS = {
 OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
 """Outputs of the op, in order, by letter."""
 
-SPECS = list(_SPECS.values())
-GRAD_ARRAYS = [*OUTPUTS.values(), *INPUTS.values(), *(f"direction_{name}" for name in INPUTS.values())]
-"""How the op is declared."""
-
-
-_ARRAYS = (
-    *INPUTS.values(),
-    *(f"direction_{name}" for name in INPUTS.values()),
-    *("batch_idx", "row_begin", "neighbors", "shifts", "first", "species"),
-    *("excluded_begin", "excluded", "excluded_factors"),
-)
-"""Arguments of the op that are arrays of its kernels."""
-
-_SHIFTS, _EXCLUDED = _ARRAYS.index("shifts"), _ARRAYS.index("excluded")
-
 
 @functools.cache
 def _kernel(
     formula: str, directions: str, outputs: str, precision: str, periodic: bool, n_species: int, *flags: bool
-) -> tuple[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]], list[str], dict[str, int]]:
-    """The kernel, a function that picks its inputs from `_ARRAYS`, names of its outputs, and columns of its sums."""
+) -> tuple[Any, Callable[[dict[str, Any]], tuple[Any, ...]], list[str], dict[str, int]]:
+    """The kernel, a function that picks its inputs by name, names of its outputs, and columns of its sums."""
     parts = tuple(directions.split("|")) if directions else ()
     request = Request(Formula.read(formula), parts, outputs, *flags)
     variant = core.Variant(request, precision, periodic, n_species)
-    pick = operator.itemgetter(*(_ARRAYS.index(a.name) for a in core.inputs_of(variant)))
+    pick = operator.itemgetter(*(a.name for a in core.inputs_of(variant)))
     widths = core.width_of_sums(outputs, len(request.formula.global_parameters))
     return core.pair_kernel(variant), pick, [a.name for a in core.outputs_of(variant)], widths
 
@@ -144,28 +131,8 @@ def launch_rows(
 # -- the derivative -------------------------------------------------------------------------------
 
 
-def pullback_by(op: Callable[[], Callable[..., tuple[torch.Tensor, ...]]]) -> Callable[..., dict[str, torch.Tensor]]:
-    """The derivative of `pair_sum`, or of an op with its arguments and others, by the same op.
-
-    Parameters
-    ----------
-    op : callable
-        Returns the op, which is made after its derivative.
-    """
-
-    def pullback(
-        inputs: dict[str, Any], gradients: dict[str, torch.Tensor | None], wanted: frozenset[str]
-    ) -> dict[str, torch.Tensor]:
-        return _pullback(op(), inputs, gradients, wanted)
-
-    return pullback
-
-
 def _pullback(
-    op: Callable[..., tuple[torch.Tensor, ...]],
-    inputs: dict[str, Any],
-    gradients: dict[str, torch.Tensor | None],
-    wanted: frozenset[str],
+    inputs: dict[str, Any], gradients: dict[str, torch.Tensor | None], wanted: frozenset[str]
 ) -> dict[str, torch.Tensor]:
     outputs, directions = inputs["outputs"], inputs["directions"]
     positions, cell, batch_idx = inputs["positions"], inputs["cell"], inputs["batch_idx"]
@@ -178,7 +145,7 @@ def _pullback(
     found: dict[str, torch.Tensor] = {}
 
     def evaluate(along: Sequence[Direction], letters: str) -> dict[str, torch.Tensor]:
-        return _evaluate(op, inputs, letters, values, along)
+        return _evaluate(inputs, letters, values, along)
 
     def add(letter: str, gradient: torch.Tensor) -> None:
         name = INPUTS[letter]
@@ -188,16 +155,15 @@ def _pullback(
         # the virial is -Σ x_i (dE/dx_i)^T - h^T dE/dh, a function of other outputs as far as derivatives go
         change = -0.5 * (grad_virial + grad_virial.mT)
         per_atom = spread_systems(change, batch_idx, positions.shape[0])
-        # by products and sums, which autocast leaves alone
         moved = {POSITIONS: (positions.unsqueeze(-1) * per_atom).sum(-2)}
         if cell is not None:
-            moved[CELL] = _product(cell, change)
+            moved[CELL] = product(cell, change)
         direct = [letter for letter in moved if INPUTS[letter] in wanted]
         derivatives = evaluate(old, "".join(direct)) if direct else {}
         if POSITIONS in direct:
             add(POSITIONS, (per_atom * derivatives[POSITIONS].unsqueeze(-2)).sum(-1))
         if CELL in direct:
-            add(CELL, _product(derivatives[CELL], change))
+            add(CELL, product(derivatives[CELL], change))
         for letter, part in moved.items():
             new[letter] = new[letter] + part if letter in new else part
     if not new:
@@ -224,8 +190,8 @@ def _pullback(
     return found
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Products of small matrices."""
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Products of small matrices, which autocast leaves alone."""
     return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
 
 
@@ -244,7 +210,6 @@ def _unstack(directions: str, stacked: dict[str, torch.Tensor | None]) -> list[D
 
 
 def _evaluate(
-    op: Callable[..., tuple[torch.Tensor, ...]],
     inputs: dict[str, Any],
     outputs: str,
     values: dict[str, torch.Tensor | None],
@@ -267,7 +232,7 @@ def _evaluate(
         parts = [d[letter] for d in directions if letter in d]
         changed[f"direction_{name}"] = torch.stack(parts) if parts else None
     text = "|".join("".join(letter for letter in INPUTS if letter in d) for d in directions)
-    found = op(**{**inputs, **changed, "outputs": outputs, "directions": text})
+    found = pair_sum(**{**inputs, **changed, "outputs": outputs, "directions": text})
     return {letter: result for letter, result in zip(OUTPUTS, found) if letter in outputs}
 
 
@@ -286,7 +251,10 @@ _BY_SYSTEM = ("cell", "global_parameters")
 def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     """The rule for ``vmap``: slices become systems of one call."""
     names = [p.name for p in pair_sum.op.parameters]  # type: ignore[attr-defined]
-    return fold_systems(info, dict(zip(names, args)), dict(zip(names, in_dims)), _folded)
+    given = dict(zip(names, args))
+    if given["sent"] is not None:
+        refuse_slices()
+    return fold_systems(info, given, dict(zip(names, in_dims)), _folded)
 
 
 def fold_systems(
@@ -384,9 +352,9 @@ def repeated_systems(
 
 @warp_custom_op(
     "nvalchemiops::pair_sum",
-    outputs=SPECS,
-    grad_arrays=GRAD_ARRAYS,
-    backward=pullback_by(lambda: pair_sum),
+    outputs=list(_SPECS.values()),
+    grad_arrays=[*OUTPUTS.values(), *INPUTS.values(), *(f"direction_{name}" for name in INPUTS.values())],
+    backward=_pullback,
     vmap=_fold,
     trusted=True,
 )
@@ -419,6 +387,11 @@ def pair_sum(
     excluded_factors: torch.Tensor | None,
     cutoff: float,
     r_switch: float,
+    system_of_all: torch.Tensor | None = None,
+    sent: torch.Tensor | None = None,
+    send: Sequence[int] = (),
+    receive: Sequence[int] = (),
+    group: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """Gradient of the n-fold directional derivative of the weighted energy; parts that are not requested are empty.
 
@@ -451,51 +424,29 @@ def pair_sum(
         Rows of pairs whose nearest image has a factor: (n_atoms + 1,) int32, (n,) int32, (n,) float64.
     cutoff, r_switch : float
         Distances.
+    system_of_all, sent, send, receive, group : optional
+        Where ranks share the sum, as of `nvalchemiops.torch.interactions.pair.shares.with_ghosts`. Then all that is
+        given of atoms, and all results, are those of the atoms that this rank owns; but neighbors, excluded atoms and
+        ``species`` are among owned atoms and ghosts. Rows after those of owned atoms are not read. Gradients by what
+        is the same on all ranks, and results of systems, are shares.
     """
-    given: tuple[Any, ...] = (positions, cell, parameters, global_parameters, weights)
-    given += (direction_positions, direction_cell, direction_parameters, direction_global_parameters, direction_weights)
-    others = (batch_idx, row_begin, neighbors, shifts, first, species, excluded_begin, excluded, excluded_factors)
-    of_rows = (positions.shape[0], batch_idx, n_systems)
-    return sum_rows_of(
-        formula, outputs, directions, given + others, of_rows, n_species, width, padding, cutoff, r_switch
-    )
-
-
-def sum_rows_of(
-    formula: str,
-    outputs: str,
-    directions: str,
-    arrays: tuple[Any, ...],
-    of_rows: tuple[int, torch.Tensor | None, int],
-    n_species: int,
-    *scalars: float,
-) -> tuple[torch.Tensor, ...]:
-    """The outputs of `pair_sum` for some atoms, the first ones of all.
-
-    Parameters
-    ----------
-    arrays : tuple
-        Arguments in the order of `_ARRAYS`, of all atoms.
-    of_rows : tuple
-        How many atoms have results, the system of each, or None, and the number of systems.
-    *scalars
-        As of `nvalchemiops.interactions.pair.sum.SCALARS`.
-    """
-    positions, _, parameters, _, weights, *_ = arrays
-    n_rows, batch_idx, n_systems = of_rows
-    flags = (arrays[_SHIFTS] is not None, n_species, weights is not None, arrays[_EXCLUDED] is not None)
+    given = locals()
+    if sent is not None:
+        given = with_ghosts(given)
+    flags = (shifts is not None, n_species, weights is not None, excluded is not None)
     kernel, pick, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
-    device = positions.device
+    n_rows, device = positions.shape[0], positions.device
     memory: dict[str, torch.Tensor] = {}
     if WEIGHTS in outputs:
         memory["energies"] = positions.new_empty(n_rows)
     if POSITIONS in outputs:
         memory["position_gradients"] = positions.new_empty((n_rows, 3))
     if PARAMETERS in outputs:
+        assert parameters is not None
         memory["parameter_gradients"] = positions.new_empty((n_rows, parameters.shape[1]))
     if columns:
         memory["sums"] = torch.empty((n_rows, sum(columns.values())), dtype=torch.float64, device=device)
-    launch_rows(kernel, n_rows, [*pick(arrays), *scalars], written, memory, device)
+    launch_rows(kernel, n_rows, [*pick(given), width, padding, cutoff, r_switch], written, memory, device)
     if columns:
         parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(columns.values()), dim=1)
         for letter, part in zip(columns, parts):

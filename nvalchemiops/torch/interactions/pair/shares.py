@@ -2,7 +2,12 @@
 
 A pair of an owned atom and a ghost is in the rows of both, on the ranks of both. Each owned atom has half of the energy
 of its pairs, so energies of ghosts are left to their owners; then the energies of all ranks add up, and so do their
-derivatives. Sums over pairs fetch values of ghosts inside of their op (`op_on_ranks`), sums of moments before it.
+derivatives. Sums of moments fetch values of ghosts before their op.
+
+Sums over pairs fetch them inside of theirs (`with_ghosts`), whose rows are those of owned atoms. With values of all
+neighbors, and the weights of their energies among these, a row has all that a derivative of the sum over the atoms of
+all ranks by a value of this atom depends on. So the op is closed under differentiation there, too: gradients of owned
+atoms are complete, no gradients of ghosts are computed or sent back, and there are no rows of ghosts.
 """
 
 import contextlib
@@ -14,15 +19,62 @@ import torch
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.agreement import described, of_atoms
+from nvalchemiops.torch.distributed.collectives import group_of
+from nvalchemiops.torch.distributed.communication import swap_rows
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
 from nvalchemiops.torch.neighbors.rows import Rows
 
 
 def ghosts_of(domain: Domain, batch_idx: torch.Tensor | None) -> tuple[Any, ...]:
-    """What `pair_sum_on_ranks` needs to know about ghosts; with ``batch_idx`` if the sum tells systems apart."""
+    """What `pair_sum` needs to know about ghosts; with ``batch_idx`` if the sum tells systems apart."""
     halo, systems = domain._halo, None if batch_idx is None else domain.batch_idx_with_ghosts
     return systems, halo.rows, halo.send, halo.receive, halo.group
+
+
+def with_ghosts(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `pair_sum` by name, with values of ghosts after those of owned atoms.
+
+    Among them are
+
+    system_of_all : (n_owned + n_ghosts,) int32 tensor, optional
+    sent : (n_sent,) int64 tensor
+        Owned atoms whose values are sent, those for rank 0 first.
+    send, receive : sequence of int
+        How many of them go to each rank, and how many ghosts come from each.
+    group : int
+        As of `nvalchemiops.torch.distributed.collectives.number_of`.
+    """
+    names = [f"{kind}{name}" for kind in ("", "direction_") for name in ("positions", "parameters", "weights")]
+    values = [given[name] for name in names]
+    along = given["direction_weights"]
+    values[-1] = None if along is None else along.unsqueeze(2)
+    found = _swapped(values, given["sent"], given["send"], given["receive"], given["group"])
+    found[-1] = None if along is None else found[-1].squeeze(2)  # type: ignore[union-attr]  # it is one of them
+    return {**given, **dict(zip(names, found)), "batch_idx": given["system_of_all"]}
+
+
+def _swapped(
+    values: Sequence[torch.Tensor | None], rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: int
+) -> list[torch.Tensor | None]:
+    """Values of owned atoms and ghosts, from those (n_owned,), (n_owned, n) or (n_directions, n_owned, n), or None."""
+    columns = []
+    for value in values:
+        if value is not None:
+            chosen = value.index_select(int(value.ndim == 3), rows)
+            flat = chosen.unsqueeze(1) if value.ndim == 1 else chosen
+            columns.append(flat if value.ndim < 3 else flat.movedim(1, 0).flatten(1))
+    arrived = swap_rows(torch.cat(columns, 1), send, receive, group_of(group)).split([c.shape[1] for c in columns], 1)
+    of_ghosts = iter(arrived)
+    found: list[torch.Tensor | None] = []
+    for value in values:
+        if value is None:
+            found.append(None)
+        elif value.ndim == 3:
+            found.append(torch.cat([value, next(of_ghosts).unflatten(1, value.shape[::2]).movedim(0, 1)], 1))
+        else:
+            found.append(torch.cat([value, next(of_ghosts).reshape(-1, *value.shape[1:])]))
+    return found
 
 
 def rows_for_derivatives(domain: Domain, rows: Rows, inputs: Sequence[torch.Tensor | None]) -> Rows:

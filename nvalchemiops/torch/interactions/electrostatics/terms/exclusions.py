@@ -8,26 +8,14 @@ import torch
 from nvalchemiops.interactions.pair.potentials import moment_excluded
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.interactions.electrostatics.terms.pairs import MomentPairTerm, PairTerm
-from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system
+from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
+from nvalchemiops.torch.interactions.pair.exclusions import check_same_system
 from nvalchemiops.torch.neighbors.rows import NO_PADDING, Rows
 from nvalchemiops.torch.operators.lattice import lattice_of, shortest_vectors
 
 
 def exclusion_term(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor) -> PairTerm:
     """The term of the exclusions of a system."""
-    rows, factors = _rows(system)
-    return PairTerm(potential.excluded, alpha, rows, factors)
-
-
-def moment_exclusion_term(system: ChargedSystem, alpha: torch.Tensor) -> MomentPairTerm:
-    """The same for the moments of a system."""
-    rows, factors = _rows(system)
-    return MomentPairTerm(moment_excluded, alpha, rows, factors)
-
-
-def _rows(system: ChargedSystem) -> tuple[Rows, ExclusionRows | None]:
-    """Excluded pairs as rows, and what is left of them."""
     exclusions = system.exclusions
     assert exclusions is not None
     if system.domain is None:  # or it has been checked on all ranks together
@@ -35,7 +23,7 @@ def _rows(system: ChargedSystem) -> tuple[Rows, ExclusionRows | None]:
     shifts = nearest_images(system, *exclusions.pairs)
     shifts = torch.cat([shifts, -shifts]).index_select(0, exclusions.order)
     rows = Rows(exclusions.pointers, exclusions.atoms, shifts, 0, NO_PADDING, exclusions.first.to(torch.int32))
-    return rows, exclusions.remainder()
+    return PairTerm(potential.excluded, alpha, rows, exclusions.remainder(), radial=moment_excluded)
 
 
 def nearest_images(system: ChargedSystem, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

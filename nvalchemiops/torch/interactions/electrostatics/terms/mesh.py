@@ -9,7 +9,7 @@ Sources: T. Darden, D. York and L. Pedersen, J. Chem. Phys. 98, 10089 (1993), do
 J. Chem. Phys. 103, 8577 (1995), doi:10.1063/1.470117. A spline of odd order has no zero of b when it is centred.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from nvalchemiops import notices
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
+from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.mesh import MeshDivision
@@ -25,11 +26,11 @@ from nvalchemiops.torch.interactions.electrostatics.choice import mesh_for
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, from_potential
+from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.sizes import key_of_sizes, sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.strengths import has_known_moments, strengths_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.interactions.electrostatics.terms.moments import HIGHEST, moments_along
+from nvalchemiops.torch.interactions.electrostatics.terms.moments import HIGHEST, frames_of
 from nvalchemiops.torch.operators.lattice import (
     Lattice,
     check_spline_order,
@@ -137,9 +138,10 @@ class Precomputed(NamedTuple):
                 raise ValueError(f"`{name}` must have shape {shapes}, got {tuple(value.shape)}")
 
 
-_meshes: dict[Hashable, tuple[tuple[int, int, int], torch.Tensor | None]] = {}
 MOST_MESHES = 64
 """Meshes that were chosen, with their `MeshSum.axes`, and are remembered."""
+
+_meshes: Kept[tuple[tuple[int, int, int], torch.Tensor | None]] = Kept(MOST_MESHES)
 
 
 class MeshSum(NamedTuple):
@@ -225,7 +227,7 @@ class MeshSum(NamedTuple):
         """As of `LongRange`. Reads values on the host."""
         values = on_host(alpha.detach()).astype(np.float64)
         key: Any = None
-        sizes_known = key_of_sizes(system) if system.moments is None else None
+        sizes_known = key_of_sizes(system) if system.of_points else None
         if sizes_known is not None:
             force = np.asarray(target.force)
             key = (sizes_known, values.tobytes(), target.accuracy, force.tobytes(), self.spline_order)
@@ -239,9 +241,7 @@ class MeshSum(NamedTuple):
                 axes = None if order is None else torch.as_tensor(order, device=alpha.device)
         mesh = mesh_for(sizes, values, target, self.spline_order, strengths=strengths)
         if key is not None and notices.count() == notes:  # what warns does so in each call
-            if len(_meshes) >= MOST_MESHES:
-                _meshes.clear()
-            _meshes[key] = mesh, axes
+            _meshes.keep(key, (mesh, axes))
         return self._replace(mesh=mesh, axes=axes)
 
     def term(self, system: ChargedSystem, potential: LongRangePotential, alpha: torch.Tensor) -> "MeshTerm":
@@ -254,8 +254,6 @@ class MeshSum(NamedTuple):
 
 def check_order_for_moments(spline_order: int, system: ChargedSystem) -> None:
     """Raise unless splines of this order have continuous forces on the moments of a system."""
-    if system.moments is None:
-        return
     lowest = HIGHEST[system.moments.shape[-1]] + 3
     if spline_order < lowest and lowest > 3:
         name = "dipoles" if lowest == 4 else "quadrupoles"
@@ -280,13 +278,13 @@ class MeshTerm(NamedTuple):
         potential, alpha, mesh, spline_order, prepared, axes = self
         if axes is not None:
             system = system._replace(cell=system.cell.gather(1, axes.unsqueeze(2).expand(-1, -1, 3)))
-        charges, batch_idx, n_systems = system.charges, system.batch_idx, system.n_systems
+        dtype, batch_idx, n_systems = system.moments.dtype, system.batch_idx, system.n_systems
         with_virial = derivatives.virial
         division = None if system.domain is None else division_of(system.domain, mesh, spline_order)
         if division is not None:
             system, mesh, prepared = system._replace(cell=system.cell[:, division.axes]), division.mesh, None
         planes = (0, mesh[1]) if division is None else division.planes
-        *_, powers_of_z, dyads, n, identity = _axes_of(mesh, planes, spline_order, charges.device)
+        *_, powers_of_z, dyads, n, identity = _axes_of(mesh, planes, spline_order, alpha.device)
         lattice = system.lattice()
         in_spacings = lattice._replace(frame=lattice.frame * n)
         coordinates = in_spacings.fractional(system.positions)
@@ -294,10 +292,8 @@ class MeshTerm(NamedTuple):
         coordinates = coordinates if division is None else division.in_window(coordinates)
         order, column_begin = mesh_columns(coordinates, batch_idx, n_systems, window, spline_order)
         plan = (batch_idx, n_systems, order, column_begin, window, spline_order)
-        frames = None if system.moments is None else moments_along(system, in_spacings, n)
-        highest = 0 if frames is None else frames.highest
-        moments = charges.unsqueeze(-1) if frames is None else frames.moments.to(charges.dtype)
-        spread = mesh_spread(moments, coordinates, *plan, highest)
+        frames = frames_of(system, in_spacings, dtype, n)
+        spread = mesh_spread(frames.moments.to(dtype), coordinates, *plan, frames.highest)
         density = mesh_spectrum(spread) if division is None else division.spectrum(spread)
         if prepared is None:
             value, derivative = cached_by_value(
@@ -309,16 +305,13 @@ class MeshTerm(NamedTuple):
         else:
             value, derivative = prepared.value, prepared.derivative if with_virial else None
         power = None if derivative is None else density.to(torch.float64).square() * derivative
-        factor = value.to(charges.dtype)
+        factor = value.to(dtype)
         # in place where nothing is recorded: fresh memory costs more than the product
         recorded = density.requires_grad or factor.requires_grad or not is_eager()
         product = density * factor if recorded else density.mul_(factor)
         field = mesh_values(product, mesh[2]) if division is None else division.values(product)
-        gathered = mesh_gather(field, coordinates, *plan, highest + int(derivatives.forces))
-        if frames is None:
-            contribution = from_potential(gathered, charges, in_spacings, derivatives)
-        else:
-            contribution = frames.contribution(gathered, system, derivatives)
+        gathered = mesh_gather(field, coordinates, *plan, frames.highest + int(derivatives.forces))
+        contribution = frames.contribution(gathered, system, derivatives)
         if power is None:
             return contribution
         sums = (power.flatten(4) @ powers_of_z).sum(1).flatten(1) @ dyads

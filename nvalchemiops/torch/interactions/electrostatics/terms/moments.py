@@ -96,6 +96,34 @@ class MomentFrames(NamedTuple):
         return Contribution(energies, forces, gradients if derivatives.charge_gradients else None, virial)
 
 
+class ChargeFrames(NamedTuple):
+    """The same of charges (n_atoms, n_channels) of points, which no coordinates change, in their dtype."""
+
+    lattice: Lattice
+    charges: torch.Tensor
+
+    @property
+    def highest(self) -> int:
+        """Highest order of derivative among the moments."""
+        return 0
+
+    @property
+    def moments(self) -> torch.Tensor:
+        """The charges as moments."""
+        return self.charges.unsqueeze(-1)
+
+    def contribution(self, gathered: torch.Tensor, _: ChargedSystem, derivatives: Derivatives) -> Contribution:
+        """The contribution, but for the virial, of a potential that is linear in the charges."""
+        charges = self.charges
+        energies = 0.5 * charges * gathered[..., 0]
+        forces = None
+        if derivatives.forces:
+            by_coordinates = charges.unsqueeze(-1) * gathered[..., 1:4]
+            by_coordinates = by_coordinates.sum(1) if charges.shape[1] > 1 else by_coordinates.squeeze(1)
+            forces = -self.lattice.cartesian(by_coordinates)
+        return Contribution(energies, forces, gathered[..., :1] if derivatives.charge_gradients else None)
+
+
 def _by_coordinates(moments: torch.Tensor, gathered: torch.Tensor) -> torch.Tensor:
     """Derivatives (n_atoms, 3) by coordinates of ``Σ moments * gathered``."""
     n_atoms, n_channels, n_moments = moments.shape
@@ -119,10 +147,16 @@ def _places(n_moments: int, n_channels: int, n_gathered: int, device: torch.devi
     return (raised_by_axis + n_gathered * torch.arange(n_channels, device=device).unsqueeze(1)).flatten()
 
 
-def moments_along(system: ChargedSystem, lattice: Lattice, n: torch.Tensor | None = None) -> MomentFrames:
-    """The moments of a system along the coordinates of a lattice, or along these times numbers (3,) of mesh points."""
+def frames_of(
+    system: ChargedSystem, lattice: Lattice, dtype: torch.dtype, n: torch.Tensor | None = None
+) -> MomentFrames | ChargeFrames:
+    """The moments of a system along the coordinates of a lattice, or along these times numbers (3,) of mesh points.
+
+    Charges of points have the ``dtype``.
+    """
+    if system.of_points:
+        return ChargeFrames(lattice, system.charges.to(dtype))
     moments = system.moments
-    assert moments is not None
     n_moments = moments.shape[-1]
     frame = lattice.inverse if n is None else lattice.inverse * n
     (matrix,) = cached_by_value(
@@ -163,9 +197,7 @@ def second_moments(packed: torch.Tensor, diagonal: float) -> torch.Tensor:
 
 def virial_of_frames(gradients: torch.Tensor, system: ChargedSystem) -> torch.Tensor:
     """``Σ μ_a ∂_b φ + Q_ac ∂_b ∂_c φ`` (n_systems, 3, 3), from gradients by the moments, Cartesian as these."""
-    moments = system.moments
-    assert moments is not None
-    moments, gradients = moments.to(torch.float64), gradients.to(torch.float64)
+    moments, gradients = system.moments.to(torch.float64), gradients.to(torch.float64)
     if moments.shape[-1] == 1:
         return moments.new_zeros((system.n_systems, 3, 3))
     of_atom = moments[..., 1:4].mT @ gradients[..., 1:4]
@@ -194,7 +226,6 @@ class SelfTerm(NamedTuple):
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
-        assert system.moments is not None
         moments = system.moments.to(torch.float64)
         alpha = self.alpha
         if system.batch_idx is not None:
@@ -213,7 +244,7 @@ class BackgroundTerm(NamedTuple):
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
-        assert system.moments is not None and system.widths is not None
+        assert system.widths is not None
         moments, batch_idx, n_systems = system.moments.to(torch.float64), system.batch_idx, system.n_systems
         charges, squares = moments[..., 0], system.widths.to(torch.float64).square().unsqueeze(-1)
         sums = totals(torch.stack([charges, charges * squares], -1), batch_idx, n_systems)
@@ -239,7 +270,7 @@ class SurfaceTerm(NamedTuple):
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
-        sources = system.charges.unsqueeze(-1) if system.moments is None else system.moments
+        sources = system.charges.unsqueeze(-1) if system.of_points else system.moments
         moments, n_systems, batch_idx = sources.to(torch.float64), system.n_systems, system.batch_idx
         n_atoms, n_moments = system.n_atoms, moments.shape[-1]
         x = system.positions.to(torch.float64).unsqueeze(1)
@@ -262,9 +293,7 @@ class SurfaceTerm(NamedTuple):
             energy = system_sums(energies.sum(1), batch_idx, n_systems)
             identity = torch.eye(3, dtype=torch.float64, device=energy.device)
             virial = energy[:, None, None] * identity - of_volume[:, None, None] * of_channel
-        if not derivatives.charge_gradients:
-            return Contribution(energies, forces, None, virial)
-        return Contribution(energies, forces, gradients[..., 0] if system.moments is None else gradients, virial)
+        return Contribution(energies, forces, gradients if derivatives.charge_gradients else None, virial)
 
 
 def _without_geometry(energies: torch.Tensor, gradients: torch.Tensor, derivatives: Derivatives) -> Contribution:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
+from nvalchemiops.interactions.pair.potentials import moment_short_range
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
@@ -20,7 +21,10 @@ MOST_CHANNELS = 16
 
 
 class PairTerm(NamedTuple):
-    """A sum over pairs, and the self energies of its formula.
+    """A sum over pairs of charges, with the self energies of its formula; or of moments, without any.
+
+    Charges have a kernel of their own, which is for any potential. As moments of order zero they would take 12.0 ms for
+    all first derivatives of 1728 ions with 65 neighbors, where it takes 9.2 ms.
 
     Attributes
     ----------
@@ -31,6 +35,8 @@ class PairTerm(NamedTuple):
     rows : Rows
     exclusions : ExclusionRows or None
     cutoff : float or None
+    radial : callable
+        Gives the radial function for moments, of points or of Gaussians, with the same parameter.
     """
 
     formula: Callable[[int], Formula]
@@ -38,9 +44,27 @@ class PairTerm(NamedTuple):
     rows: Rows
     exclusions: ExclusionRows | None = None
     cutoff: float | None = None
+    radial: Callable[[bool], Formula] = moment_short_range
 
     def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
         """As for `Term`."""
+        pairs = PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows, system.domain)
+        parameter = self.parameter.to(system.positions.dtype)
+        if not system.of_points:
+            radial, widths = self.radial(system.widths is not None), system.widths
+            sums = sum_moments(
+                radial,
+                pairs,
+                system.moments,
+                widths.unsqueeze(1) if widths is not None and radial.per_atom else None,
+                parameter.unsqueeze(1),
+                forces=derivatives.forces,
+                gradients=derivatives.charge_gradients,
+                virial=derivatives.virial,
+                cutoff=self.cutoff,
+                exclusions=self.exclusions,
+            )
+            return Contribution(*sums)
         n_channels = system.charges.shape[1]
         if n_channels > MOST_CHANNELS:
             blocks = [
@@ -59,8 +83,8 @@ class PairTerm(NamedTuple):
         gradients = (names,) if n_channels > 1 or derivatives.charge_gradients else ()
         results = sum_pairs(
             of_pair,
-            PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows, system.domain),
-            {names: system.charges, of_pair.global_parameters[0]: self.parameter.to(system.positions.dtype)},
+            pairs,
+            {names: system.charges, of_pair.global_parameters[0]: parameter},
             PairRequest(derivatives.forces, gradients, derivatives.virial),
             cutoff=self.cutoff,
             exclusions=self.exclusions,
@@ -73,48 +97,10 @@ class PairTerm(NamedTuple):
         if n_channels > 1 and by_charges is not None:
             # of a quadratic form: the energy of each channel is half its charge times the derivative
             energies = 0.5 * system.charges * by_charges
-        return Contribution(energies, forces, by_charges if derivatives.charge_gradients else None, virial)
-
-
-class MomentPairTerm(NamedTuple):
-    """A sum over pairs of the moments of a system, without self energies.
-
-    Attributes
-    ----------
-    formula : callable
-        Gives the radial function, of points or of Gaussians, with one global parameter.
-    parameter : (n_systems,) tensor
-        That parameter.
-    rows : Rows
-    exclusions : ExclusionRows or None
-    cutoff : float or None
-    """
-
-    formula: Callable[[bool], Formula]
-    parameter: torch.Tensor
-    rows: Rows
-    exclusions: ExclusionRows | None = None
-    cutoff: float | None = None
-
-    def evaluate(self, system: ChargedSystem, derivatives: Derivatives) -> Contribution:
-        """As for `Term`; energies (n_atoms, n_channels), gradients (n_atoms, n_channels, n_moments)."""
-        widths = system.widths
-        assert system.moments is not None
-        radial = self.formula(widths is not None)
-        dtype = system.positions.dtype
-        found = sum_moments(
-            radial,
-            PairSystem(system.positions, system.cell, system.batch_idx, system.n_systems, self.rows, system.domain),
-            system.moments,
-            widths.unsqueeze(1) if widths is not None and radial.per_atom else None,
-            self.parameter.to(dtype).unsqueeze(1),
-            forces=derivatives.forces,
-            gradients=derivatives.charge_gradients,
-            virial=derivatives.virial,
-            cutoff=self.cutoff,
-            exclusions=self.exclusions,
-        )
-        return Contribution(*found)
+        by_moments = None
+        if by_charges is not None and derivatives.charge_gradients:
+            by_moments = by_charges.unsqueeze(-1)
+        return Contribution(energies, forces, by_moments, virial)
 
 
 def self_term(potential: LongRangePotential, system: ChargedSystem, alpha: torch.Tensor) -> PairTerm:

@@ -32,10 +32,10 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     points_within,
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives, from_potential
+from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
 from nvalchemiops.torch.interactions.electrostatics.sizes import key_of_sizes, spacing_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
-from nvalchemiops.torch.interactions.electrostatics.terms.moments import moments_along
+from nvalchemiops.torch.interactions.electrostatics.terms.moments import frames_of
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread
 from nvalchemiops.torch.operators.lattice import Lattice
 from nvalchemiops.torch.operators.segments import sort_by_system, sorted_by_system, spread_systems, totals
@@ -191,17 +191,14 @@ class ReciprocalTerm(NamedTuple):
         potential, alpha, k_vectors = self
         n_systems, batch_idx, with_virial = system.n_systems, system.batch_idx, derivatives.virial
         lattice = system.lattice()
-        frames = None if system.moments is None else moments_along(system, lattice)
-        charges = system.charges.to(torch.float64)
+        frames = frames_of(system, lattice, torch.float64)
         coordinates = lattice.fractional(system.positions)
         plan = (
             *sorted_atoms(batch_idx, n_systems, system.n_atoms, alpha.device),
             k_vectors.points,
             k_vectors.point_begin,
         )
-        highest = 0 if frames is None else frames.highest
-        moments = charges.unsqueeze(-1) if frames is None else frames.moments
-        share = structure = fourier_spread(moments, coordinates, *plan, highest)
+        share = structure = fourier_spread(frames.moments, coordinates, *plan, frames.highest)
         if system.domain is not None:
             structure = system.domain._sum_for_shares(share)
         value, dyads = cached_by_value(
@@ -210,12 +207,9 @@ class ReciprocalTerm(NamedTuple):
             (potential, with_virial) if potential.is_constant else None,
             lambda: reciprocal_factors(potential, lattice, alpha, k_vectors, with_virial),
         )
-        highest = highest + int(derivatives.forces)
+        highest = frames.highest + int(derivatives.forces)
         gathered = fourier_gather(value.unsqueeze(-1) * structure, coordinates, *plan, highest)
-        if frames is None:
-            contribution = from_potential(gathered, charges, lattice, derivatives)
-        else:
-            contribution = frames.contribution(gathered, system, derivatives)
+        contribution = frames.contribution(gathered, system, derivatives)
         if dyads is None:
             return contribution
         power = (share * structure).sum((0, 3))

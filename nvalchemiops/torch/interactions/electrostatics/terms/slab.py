@@ -32,7 +32,7 @@ class SlabTerm(NamedTuple):
         """As for `Term`."""
         pbc = system.slab_axes
         assert pbc is not None
-        sources = None if system.moments is None else system.moments.to(torch.float64)
+        sources = None if system.of_points else system.moments.to(torch.float64)
         positions, charges, cell = (t.to(torch.float64) for t in (system.positions, system.charges, system.cell))
         batch_idx, n_atoms, n_systems = system.batch_idx, system.n_atoms, system.n_systems
         vectors = [cell[:, a] for a in range(3)]
@@ -76,7 +76,7 @@ class SlabTerm(NamedTuple):
             energy = system_sums(energies.sum(1), batch_idx, n_systems)[:, None, None]
             identity = torch.eye(3, dtype=torch.float64, device=cell.device)
             virial = energy * (identity - 2.0 * normal.unsqueeze(-1) * normal.unsqueeze(-2))
-        return Contribution(energies, forces, potential if derivatives.charge_gradients else None, virial)
+        return Contribution(energies, forces, potential.unsqueeze(-1) if derivatives.charge_gradients else None, virial)
 
 
 def _moments_of_slab(
