@@ -220,7 +220,7 @@ def _of_one_kind(atoms: System, neighbors: GivenNeighbors, given: _Given) -> tup
 
 
 def _at_atoms(atoms: System, neighbors: GivenNeighbors, given: _Given) -> tuple[torch.Tensor, ...]:
-    """The same as operators."""
+    """The same, each time anew."""
     method, alpha, k_cutoff, mesh_dimensions, spline_order, accuracy, cutoff, exclusions, factors = given[:9]
     receiver_widths, derivatives, self_interaction, slab_correction, dielectric = given[9:]
     domain = atoms.domain
