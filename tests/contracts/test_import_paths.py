@@ -111,6 +111,7 @@ def test_sizes_and_overflow():
 
 
 def test_warp_types():
+    wp.init()
     assert [f(torch.float32) for f in (get_wp_dtype, get_wp_vec_dtype, get_wp_mat_dtype)] == [
         wp.float32,
         wp.vec3f,

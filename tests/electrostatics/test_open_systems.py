@@ -321,3 +321,26 @@ def test_a_cell_is_missed_unless_no_system_is_periodic(method, batch):
         SUMS[method](positions, charges, None, batch_idx=of_atom - 1, pbc=False)
     with pytest.raises(ValueError, match="`batch_idx`"):
         SUMS[method](positions, charges, None, batch_idx=of_atom, pbc=torch.zeros(3, 3).bool())
+
+
+@METHODS
+def test_virials_of_a_molecule_are_differentiated(method, batch):
+    """By positions and charges to second order, by finite differences; a cell along open axes has no effect."""
+    positions, charges, _, of_atom, _ = batch
+    own = of_atom == 1
+    x, q = positions[own].requires_grad_(), charges[own].requires_grad_()
+    cell = 8.0 * torch.eye(3, dtype=torch.float64)
+
+    def results(x, q):
+        options = {"pbc": torch.tensor([False] * 3), "compute_virial": True, **SPLIT[method]}
+        return SUMS[method](x, q, cell.requires_grad_(), 0.7, **options)
+
+    def virial(x, q):
+        return results(x, q)[1]
+
+    i, j = torch.triu_indices(len(x), len(x), 1)
+    d = x[i] - x[j]
+    close([virial(x, q)[0]], [torch.einsum("p,pa,pb->ab", q[i] * q[j] / d.norm(dim=1) ** 3, d, d)], 1e-12)
+    assert torch.autograd.gradcheck(virial, (x, q))
+    assert torch.autograd.gradgradcheck(virial, (x, q))
+    assert not torch.autograd.grad(sum(t.square().sum() for t in results(x, q)), cell)[0].any()

@@ -216,6 +216,10 @@ def _evaluate(
     directions: Sequence[Direction],
 ) -> dict[str, torch.Tensor]:
     """The outputs with these letters for the derivative in ``directions``; one that vanishes is left out."""
+    if inputs["shifts"] is None:  # then nothing depends on the cell
+        directions = [{letter: v for letter, v in d.items() if letter != CELL} for d in directions]
+        if not all(directions):
+            return {}
     for k, direction in enumerate(directions):
         if set(direction) == {WEIGHTS}:
             # The energy is linear in the weights: this direction takes their place, and nothing depends on them, or
