@@ -300,7 +300,10 @@ def first_derivatives(result: torch.Tensor, by: Sequence[torch.Tensor]) -> list[
         return None
     inputs = result.grad_fn.state.call.inputs  # type: ignore[union-attr]  # of `_Differentiable`
     numbers = [[k for k in first if inputs[k] is t] for t in by]
-    return [first[k].reshape(t.shape).to(t.dtype) for t, (k,) in zip(by, numbers)] if all(numbers) else None
+    if not all(numbers):
+        return None
+    found = [(first[k], t) for t, (k,) in zip(by, numbers)]
+    return [g if g.shape == t.shape and g.dtype is t.dtype else g.reshape(t.shape).to(t.dtype) for g, t in found]
 
 
 # -- plans ----------------------------------------------------------------------------------------
