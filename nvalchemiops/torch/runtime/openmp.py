@@ -77,6 +77,12 @@ def _loaded(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(mine[0])
 
 
+class _Before(threading.local):
+    """Numbers of threads before the limit of a thread, and whether a backward pass has set it; None without a limit."""
+
+    state: tuple[int, Any, bool] | None = None
+
+
 class _ThreadLimit:
     """The number of threads that the calling thread has for torch's operations; other threads keep theirs."""
 
@@ -85,11 +91,11 @@ class _ThreadLimit:
         self.most, self.set = openmp.omp_get_max_threads, openmp.omp_set_num_threads
         # Intel's library, where torch has it, has a number besides
         self.set_products = getattr(_loaded("libtorch_cpu"), "MKL_Set_Num_Threads_Local", None)
-        self.before = threading.local()
+        self.before = _Before()
 
     def enter(self, in_backward: bool = False) -> bool:
         """Use one thread from now on; False if it is so already."""
-        if getattr(self.before, "state", None) is not None or self.most() == 1:
+        if self.before.state is not None or self.most() == 1:
             return False
         products = self.set_products(1) if self.set_products else None
         self.before.state = self.most(), products, in_backward
@@ -98,12 +104,12 @@ class _ThreadLimit:
 
     def is_in_backward(self) -> bool:
         """Whether the limit was set by a backward pass."""
-        state = getattr(self.before, "state", None)
+        state = self.before.state
         return state is not None and state[2]
 
     def leave(self) -> bool:
         """Use as many threads as before; False if it is so already."""
-        state = getattr(self.before, "state", None)
+        state = self.before.state
         if state is None:
             return False
         threads, products, _ = state
