@@ -83,10 +83,11 @@ def counted_graphs(monkeypatch, on_gpu=None):
         made.append(kind(device))
         return made[-1]
 
-    with monkeypatch.context() as patch, contextlib.ExitStack() as stack:
-        patch.setattr(graphs, "Graph", graph)
+    # undone at the end of the test, after what the test itself replaces in the same places
+    monkeypatch.setattr(graphs, "Graph", graph)
+    with contextlib.ExitStack() as stack:
         if kind is StandInGraph:
-            patch.setattr(graphs, "obstacle", lambda device: "")
+            monkeypatch.setattr(graphs, "obstacle", lambda device: "")
             stack.enter_context(replaced_layout("cpu", CPU._replace(reads=False)) if on_gpu is None else gpu_layout())
         yield made
 
