@@ -1,10 +1,13 @@
 """Searches of small systems that repeat, which are run by a plan: the same bits and errors as without."""
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
 
+from nvalchemiops import launch
 from nvalchemiops.torch import plans
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import engine, tables
@@ -145,14 +148,64 @@ def test_memory_of_the_caller_is_not_kept():
         assert (way() == REPLAYED) == (step > 0)
 
 
-def test_inference_mode_and_threads():
-    """What was made in inference mode is used outside of it; one thread at a time has a plan, others do without."""
+def test_inference_mode():
+    """What was made in inference mode is used outside of it, and the other way round."""
+    inputs = [system(seed=seed) for seed in range(3)]
+    with torch.inference_mode():
+        inputs += [(x.clone(), cell.clone()) for x, cell in inputs]
+    for modes in ((True, False), (False, True)):
+        forget()
+        for count, ((x, cell), inside) in enumerate((pair, inside) for inside in modes for pair in inputs):
+            with torch.inference_mode(inside):
+                found = neighbor_list(x, 3.0, cell, return_neighbor_list=True)
+                assert (way() == REPLAYED) == (count > 1) and found[0].is_inference() == inside
+                same(found, ordinary(lambda x=x, cell=cell: neighbor_list(x, 3.0, cell, return_neighbor_list=True)))
+
+
+def test_plans_keep_nothing_of_the_caller():
+    """Neither tensors nor, by views of them, the memory that they are in."""
+    x, cell, _ = batch()
+    kept = []
+    for _ in range(3):
+        given = {
+            "cell": cell.clone(),
+            "pbc": torch.ones(4, 3, dtype=torch.bool),
+            "batch_ptr": torch.tensor([0, 30, 31, 31, 43], dtype=torch.int32),
+            "target_indices": torch.tensor([3, 0, 40]),
+        }
+        y = x.clone()
+        neighbor_list(y, 3.0, return_neighbor_list=True, **given)
+        kept += [weakref.ref(t) for t in (y, *given.values())]
+    assert way() == REPLAYED
+    del y, given
+    gc.collect()
+    assert not any(one() is not None for one in kept)
+
+
+def test_a_tape_sees_launches():
+    """A recording of launches on tensors is refused in any case."""
+    x, cell = system()
+    for _ in range(3):
+        neighbor_list(x, 3.0, cell, return_neighbor_list=True)
+    assert way() == REPLAYED
+    with launch.record(), pytest.raises(launch.NotDifferentiableError):
+        neighbor_list(x, 3.0, cell, return_neighbor_list=True)
+
+
+def test_calls_that_raise_cost_no_credit():
+    x, cell = system()
+    x[3] = torch.nan
+    for _ in range(20):
+        with pytest.raises(ValueError, match="finite"):
+            neighbor_list(x, 3.0, cell, return_neighbor_list=True)
+    assert way() == REPLAYED and tables.everywhere.recorded == 1
+
+
+def test_threads():
+    """One thread at a time has a plan, others do without."""
     inputs = [system(seed=seed) for seed in range(4)]
     with plans.off():
         expected = [neighbor_list(x, 3.0, cell, return_neighbor_list=True) for x, cell in inputs]
-    with torch.inference_mode():
-        for _ in range(3):
-            same(neighbor_list(inputs[0][0], 3.0, inputs[0][1], return_neighbor_list=True), expected[0])
     wrong = []
 
     def work(number):

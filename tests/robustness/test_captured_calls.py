@@ -12,6 +12,7 @@ import torch
 from nvalchemiops.torch import RecordingError, plans, record
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation
 from nvalchemiops.torch.interactions.pair import lennard_jones
+from nvalchemiops.torch.neighbors import neighbor_list, search
 from nvalchemiops.torch.runtime import graphs, tables
 from tests.cases import BOUNDS, MIXED, ONE
 from tests.comparing import close, random_like
@@ -183,6 +184,68 @@ def test_graphs_that_need_too_much_memory(made, gpu, monkeypatch):
     plans.limit(table.n_bytes(True), "cuda")
     twice(0.7)
     assert len(made) == 2 and len(table.entries) == 1
+
+
+# -- searches -------------------------------------------------------------------------------------
+
+
+def _memory_of(bins):
+    """All that a search keeps for its end."""
+    values = [*bins.binned, bins.fault, *(bins.bounds or ())]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+class _GraphOfSearch(StandInGraph):
+    """Nothing that is captured has run: its memory holds anything, until a replay has written it."""
+
+    bins: list
+
+    def captured(self, function, memory):
+        results = super().captured(function, memory)
+        self.mine = self.bins[-1]
+        for t in (*results, *_memory_of(self.mine)):
+            t.fill_(torch.nan) if t.is_floating_point() else t.fill_(-7 if t.dtype != torch.uint8 else 7)
+        return results
+
+    def replay(self):
+        super().replay()
+        for mine, value in zip(_memory_of(self.mine), _memory_of(self.bins[-1]), strict=True):
+            mine.copy_(value)
+
+
+SEARCHES = [{}, {"half_fill": True}, {"nearest": 4}, {"nearest": 4, "ties": "index"}]
+
+
+# a matrix of exactly four neighbors has a known width, so nothing is read, and the engine has no part in it
+@pytest.mark.parametrize("options", [{"return_neighbor_list": True, **o} for o in SEARCHES] + SEARCHES[:3], ids=str)
+def test_searches(made, gpu, monkeypatch, options):
+    """A list has as many pairs as there are, read after the graph; positions and cells differ each time."""
+    if not gpu.is_real:
+        bins = []
+
+        class Noted(search._CellList):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                bins.append(self)
+
+        def graph(device):
+            made.append(type("Graph", (_GraphOfSearch,), {"bins": bins})(device))
+            return made[-1]
+
+        monkeypatch.setattr(search, "_CellList", Noted)
+        monkeypatch.setattr(graphs, "Graph", graph)
+    for step in range(5):
+        x = (ONE.positions + 0.1 * random_like([ONE.positions], step)[0]).to(gpu.device)
+        cell = ((1.0 + 0.01 * step) * ONE.cell).to(gpu.device)
+
+        def call(x=x, cell=cell):
+            return neighbor_list(x, CUTOFF, cell, **options)
+
+        found = call()
+        with plans.off():
+            expected = call()
+        assert all(map(torch.equal, found, expected))
+    assert len(made) == 1 and n_replays(made) == 3
 
 
 # -- steps of users -------------------------------------------------------------------------------

@@ -375,3 +375,27 @@ def test_arguments_of_record():
         record(torch.sin, changing=[1.0])
     with pytest.raises(TypeError, match="hashable"):
         record(lambda x, options: x.sin())(torch.rand(2), np.ones(2))
+
+
+def test_zero_and_minus_zero_are_two_recordings():
+    divide = record(lambda x, by: x / by)
+    for shift in range(3):
+        x = torch.arange(1.0, 4.0) + shift
+        for by in (0.0, -0.0, np.float64(0.0), np.float64(-0.0)):
+            assert torch.equal(divide(x, by), x / float(by))
+
+
+def test_gradients_that_are_required_later():
+    """Of what is no argument, inside of ``no_grad``."""
+    weights = torch.randn(3, 3)
+
+    def step(x):
+        with torch.no_grad():
+            return x @ weights
+
+    recorded = record(step)
+    for count in range(6):
+        x = torch.randn(5, 3)
+        assert torch.equal(recorded(x), step(x))
+        weights.requires_grad_(count > 2)
+    assert "replayed" in recorded.explain()

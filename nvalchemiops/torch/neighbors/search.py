@@ -508,8 +508,12 @@ class _Counting:
 
     def __call__(self, at: Sequence[torch.Tensor] | None, needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
         """Counts, and what is read of them."""
-        self.bins = _CellList(self.search if at is None else _at(self.search, at))
-        return self.bins.count(self.lend)
+        bins = _CellList(self.search if at is None else _at(self.search, at))
+        found = bins.count(self.lend)
+        # a plan keeps the bins, but no tensors of the caller
+        self.search = bins.search = bins.search._replace(pbc=None, batch_idx=None, batch_ptr=None, target_indices=None)
+        self.bins = bins
+        return found
 
 
 def _at(search: Search, inputs: Sequence[torch.Tensor]) -> Search:

@@ -186,6 +186,9 @@ autocast_enabled, profiling, tracing_state, dispatch_keys, autograd_excluded = _
 plain_keys: set[int] = set()
 """Dispatch keys of plain tensors, by device; `learn_plain_keys` fills it at first use."""
 
+keys_with_inference: set[int] = set()
+"""These, and those of tensors that were made in inference mode."""
+
 
 def learn_plain_keys() -> None:
     """Record the dispatch keys of an ordinary tensor on each kind of device in use."""
@@ -193,19 +196,23 @@ def learn_plain_keys() -> None:
         devices = ["cpu"] + ["cuda"] * torch.cuda.is_initialized()
         with torch.inference_mode(False):  # whose tensors are not plain
             plain_keys.update(dispatch_keys(torch.empty(0, device=device)).raw_repr() for device in devices)
+        with torch.inference_mode():
+            keys_with_inference.update(dispatch_keys(torch.empty(0, device=device)).raw_repr() for device in devices)
+        keys_with_inference.update(plain_keys)
 
 
-def is_unobserved(*tensors: torch.Tensor | None) -> bool:
+def is_unobserved(*tensors: torch.Tensor | None, of_inference: bool = False) -> bool:
     """Whether an operation on these may go around the dispatcher: they are plain and no mode, tracer or profiler is on.
 
     Plain are strided tensors on a CPU or CUDA device, of torch's own types, not negated, conjugated or zero by a flag,
-    and not wrapped by a transform.
+    and not wrapped by a transform; made in inference mode only if ``of_inference``.
     """
     if not EAGER_SHORTCUT or count_dispatch_modes() or autocast_enabled() or profiling() or tracing_state():
         return False
     learn_plain_keys()
+    known = keys_with_inference if of_inference else plain_keys
     for t in tensors:  # a loop, since each call asks
-        if t is not None and (type(t) not in PLAIN_TYPES or dispatch_keys(t).raw_repr() not in plain_keys):
+        if t is not None and (type(t) not in PLAIN_TYPES or dispatch_keys(t).raw_repr() not in known):
             return False
     return True
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from nvalchemiops.launch import active_tape
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.runtime import graphs, tables
 from nvalchemiops.torch.runtime._torch_internals import (
@@ -124,13 +125,13 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
     most = MOST_ATOMS if place is None else MOST_ATOMS_ON_GPU
     if not 0 < n_atoms <= most:
         return f"there are more than {most} atoms" if n_atoms else "there are no atoms"
-    if current_recorder() is not None or is_capturing():
+    if current_recorder() is not None or is_capturing() or active_tape() is not None:
         return "it is part of a recording"
     if has_function_modes() or has_other_modes():
         return "a mode, such as a default device, sees the operations"
     listed = [value for value in near if isinstance(value, torch.Tensor)]
     tensors = (*inputs, *listed)
-    if not is_unobserved(*tensors):
+    if not is_unobserved(*tensors, of_inference=True):
         return "autocast, a profiler or a tensor of another kind sees the operations"
     if any([t.device != device for t in tensors]):
         return "tensors are on several devices"
@@ -157,7 +158,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         _add_fixed((*others, *call.options), key, small, large, contents, SMALL)
     except _Unknown as reason:
         return str(reason)
-    if len(small) + len(large) > len(inputs) - n_copied and not is_unobserved(*small, *large):
+    if len(small) + len(large) > len(inputs) - n_copied and not is_unobserved(*small, *large, of_inference=True):
         return "a tensor of another kind is part of what is fixed"
     used, copied = (listed, []) if is_used or place is not None else ([], listed)
     table = tables.current()

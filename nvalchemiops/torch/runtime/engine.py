@@ -329,27 +329,27 @@ def _planned(
             return _noted(call, "once", entry.reason, None)
         if entry.is_as_recorded():
             end = None if call.end is None else functools.partial(_finished, call, entry.body)
+            _noted(call, "plan", "replayed", None)
             found = fairly(lambda *moving: plan(moving, kind.used, kind.length, end) or (), *moving)
             if not found:
                 return _noted(call, "once", "the plan is in use, or the ordinary call raises", None)
             table.earn()
-            return _noted(call, "plan", "replayed", found)
+            return found
         table.entries.pop(key, None)
     if not table.is_due(key):
         return _noted(call, "once", "calls are recorded when they come again", None)
     graph = None if kind.place is None else graphs.Graph(kind.place[0])
     lists = kind.copied if graph is None else kind.used  # in memory of the plan
-    body: Any = None
+    bodies: list[Body] = []
 
     def function(memory: Sequence[torch.Tensor]) -> Tensors:
-        nonlocal body
         constants = [t.detach().clone() for t in tensors[n_moving:n_inputs]]
         here = [*memory[:n_moving], *constants, *memory[n_moving : len(memory) - len(lists)]]
         near, waiting = call.near, iter(memory[len(memory) - len(lists) :])
         if lists:
             near = type(near)(*[next(waiting) if isinstance(value, torch.Tensor) else value for value in near])
-        body = call.prepare(here[:n_inputs], near)
-        return full(body, levels, needed, here)
+        bodies.append(call.prepare(here[:n_inputs], near))
+        return full(bodies[-1], levels, needed, here)
 
     if graph is None and plans.share_memory(kind.used, [*kind.small, *kind.large]):
         return _noted(call, "once", "lists and prepared data share memory", None)
@@ -358,10 +358,14 @@ def _planned(
         made, found, reason = plans.record(
             function, detached, kind.used, kind.small, kind.length, raises=not levels, graph=graph
         )
-    if found is not None:
-        found = _finished(call, body, found)  # before others may use the plan, and its memory
-    if found is not None and not reason.startswith(OF_LENGTH):  # otherwise it is a matter of this call
-        table.keep(key, tables.Entry(made, reason, kind.large if made else [], body if made and call.end else None))
+    try:
+        if found is not None:
+            # before others may use the plan and its memory; on a GPU the first body has run, the captured one has not
+            found = _finished(call, bodies[0], found)
+    finally:
+        if found is not None and not reason.startswith(OF_LENGTH):  # otherwise it is a matter of this call
+            kept = bodies[-1] if made and call.end else None
+            table.keep(key, tables.Entry(made, reason, kind.large if made else [], kept))
     return _noted(call, "plan" if made else "once", "recorded" if made else reason, found)
 
 

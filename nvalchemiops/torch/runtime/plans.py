@@ -9,7 +9,6 @@ In plain eager mode only. On a CPU values of tensors that a call may read are pa
 where values are not read, a CUDA graph is captured, and all that differs between calls is copied into its memory.
 """
 
-import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -60,7 +59,6 @@ class Plan:
         self.addresses = recorder.addresses  # of the other arguments; steps read them. The last number is a length
         self.external = list(recorder.external.values())
         self.kept = {storage_of(t): t for t in copied if t.numel()} | self._memory(recorder, results)
-        self._tracks = recorder.tracks or any([t.requires_grad for t in recorder.kept.values()])
         self.n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values())
         self._lock = threading.Lock()  # held in a forked child, it is held for ever: then calls are ordinary ones
 
@@ -89,8 +87,7 @@ class Plan:
         if not self._lock.acquire(blocking=False):
             return None
         try:
-            is_free = not (self._tracks or any([t.requires_grad for t in copied]))  # of gradients: entering takes time
-            with contextlib.nullcontext() if is_free else torch.no_grad():
+            with torch.no_grad():
                 self._take(copied, used, length)
                 for step in self.steps:
                     step()

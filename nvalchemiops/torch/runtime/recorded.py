@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nvalchemiops.layout import layout
@@ -324,13 +325,14 @@ def _taken_apart(values: Any, tensors: list[torch.Tensor]) -> Any:
         return (dict, tuple(values), tuple([_taken_apart(value, tensors) for value in values.values()]))
     if isinstance(values, (tuple, list)):
         return (type(values), None, tuple([_taken_apart(value, tensors) for value in values]))
-    return (None, type(values), values)
+    is_zero = isinstance(values, (float, complex, np.generic)) and not values
+    return (None, type(values), values, str(values) if is_zero else "")  # zero and minus zero are equal
 
 
 def _put_together(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
     if form is _PLACE:
         return next(tensors)
-    kind, names, values = form
+    kind, names, values, *_ = form
     if kind is None:
         return values
     parts = [_put_together(value, tensors) for value in values]

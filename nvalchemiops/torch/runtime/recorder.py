@@ -82,8 +82,6 @@ class Recorder:
     ----------
     needs_length : bool
         Whether something but kernels depends on the length of ``lists``.
-    tracks : bool
-        Whether tensors that require gradients were among the arguments of operations.
     """
 
     def __init__(
@@ -113,7 +111,6 @@ class Recorder:
         self.uninitialised: set[int] = set()
         self.read: set[int] = set()  # by steps
         self.kept: dict[int, torch.Tensor] = {}  # made during the call; kept, so that no address is used twice
-        self.tracks = False
         self.paused = False
         self.reason = ""  # why the recording has ended
 
@@ -163,7 +160,6 @@ class Recorder:
         if func in not_repeatable or func.namespace in _COLLECTIVES:
             raise NoPlan(f"{func} cannot be done again")
         given = _by_storage((args, tuple(kwargs.values())))
-        self.tracks = self.tracks or any([t.requires_grad for t in given.values()])
         places = () if func.overloadpacket.__name__ == "detach_" else places_written(func)
         written = _by_storage([args[k] if k < len(args) else kwargs.get(label) for k, label in places])
         self._note_external(given)
