@@ -107,7 +107,7 @@ def _pullback(
             to_source["source"] = functools.partial(lowered, "moments")
         differentiate(_Form(_raise(row_moments, moved), moments, old), to_row)
         differentiate(_Form(row_moments, _raise(moments, moved), old), to_source)
-        if cell is not None:
+        if cell is not None and inputs["shifts"] is not None:  # otherwise nothing depends on it
             if "cell" in wanted:
                 to_both["last"] = lambda gradient: add("cell", product(gradient, -by_strain.mT))
             differentiate(_Form(row_moments, moments, [*old, product(cell, -by_strain)]), to_both)
@@ -406,7 +406,7 @@ def pair_moments(
     cutoff, r_switch : float
         Distances.
     """
-    given = locals()
+    given = dict(locals())  # a copy, to which debuggers add nothing
     n_atoms, n_channels, n_moments = moments.shape
     if n_channels > MOST_CHANNELS:
         return _in_blocks(**given)

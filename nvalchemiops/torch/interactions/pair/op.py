@@ -434,7 +434,7 @@ def pair_sum(
         ``species`` are among owned atoms and ghosts. Rows after those of owned atoms are not read. Gradients by what
         is the same on all ranks, and results of systems, are shares.
     """
-    given = locals()
+    given = dict(locals())  # a copy, to which debuggers add nothing
     if sent is not None:
         given = with_ghosts(given)
     flags = (shifts is not None, n_species, weights is not None, excluded is not None)
