@@ -462,12 +462,34 @@ def _kernels() -> dict[str, wp.Kernel]:
         for k in range(n_atoms):
             put(k, positions, system, grids, order, coordinates, entry)
 
+    @wp.kernel(module=module, enable_backward=False)
+    def end(
+        count: wp.array(dtype=wp.int32),
+        fault: wp.array(dtype=wp.int32),
+        pointers: wp.array(dtype=wp.int32),
+        found: wp.array(dtype=wp.int64),
+    ):
+        most = wp.int32(0)
+        total = wp.int64(0)
+        pointers[0] = wp.int32(0)
+        for row in range(count.shape[0]):
+            most = wp.max(most, count[row])
+            total += wp.int64(count[row])
+            pointers[row + 1] = wp.int32(total)
+        number = wp.int32(0)
+        for k in range(fault.shape[0]):
+            number = wp.max(number, fault[k])
+        found[0] = wp.int64(most)
+        found[1] = total
+        found[2] = wp.int64(number)
+
     return {
         "describe_systems": row_kernel("describe_systems", describe, module),
         "locate_atoms": row_kernel("locate_atoms", locate, module),
         "sort_atoms": sort,
         "place_atoms": row_kernel("place_atoms", put, module),
         "prepare_search": prepare,
+        "end_rows": end,
     }
 
 
@@ -493,3 +515,7 @@ place_atoms = _factory("place_atoms")
 
 prepare_search = _factory("prepare_search")
 """Kernel for one CPU thread that does what the other four do."""
+
+end_rows = _factory("end_rows")
+"""Kernel for one CPU thread: pointers to rows (n_rows + 1,) from their counts, and the largest count, the sum of them,
+and whether there is a fault (3,)."""

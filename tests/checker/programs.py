@@ -21,7 +21,7 @@ from nvalchemiops.kernels.moments import count
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import registered_kernels
 from nvalchemiops.layout import GPU, replaced_layout
-from nvalchemiops.neighbors.grid import sort_atoms
+from nvalchemiops.neighbors.grid import end_rows, sort_atoms
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch import neighbors, ops  # noqa: F401  # all kernels are registered
 from nvalchemiops.torch.interactions import electrostatics
@@ -47,7 +47,7 @@ RADIUS = 1.2
 CUTOFF = 3.0
 """More than clusters are wide."""
 
-CPU_ONLY = (sort_atoms, phase_tables, fourier_coefficients)
+CPU_ONLY = (sort_atoms, end_rows, phase_tables, fourier_coefficients)
 """Factories of kernels that are launched on a CPU only."""
 
 

@@ -35,7 +35,7 @@ from tests.pair.test_gpu import VARIANTS
 LENGTHS = (0, 1, 31, 32, 33, 64, 65)
 """Of rows, and atoms of systems."""
 
-CPU_ONLY = {"prepare_search", "sort_atoms", "compact_neighbors", "phase_tables", "fourier_coefficients"}
+CPU_ONLY = {"prepare_search", "sort_atoms", "end_rows", "compact_neighbors", "phase_tables", "fourier_coefficients"}
 """Kernels for the layout of a CPU, which on a GPU nothing launches."""
 
 F64 = torch.float64

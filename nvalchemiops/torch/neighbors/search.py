@@ -253,10 +253,10 @@ class _CellList:
         n_threads = -(-self.n_rows // rows_per_thread)
         launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], lanes=lanes, kind=kind)
 
-    def count(self, scratch: Callable[[int], Scratch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Neighbors of the atom of each row; and the largest of these counts, their sum, and a fault, if any.
+    def count(self, scratch: Callable[[int], Scratch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Counts of rows, pointers to rows of that length, and the largest count, their sum, and a fault, if any.
 
-        In a small search on a CPU they are written at the same time, to memory of ``scratch`` that `fill` copies from.
+        In a small search on a CPU neighbors are written as well, to memory of ``scratch`` that `fill` copies from.
         """
         count = self._new(self.n_rows)
         if self.layout.serial and self.n_rows <= kernels.SCRATCH_ROWS:
@@ -266,13 +266,13 @@ class _CellList:
             self.run(count, _Destination(index, self._images(shifts), None, begin))
         else:
             self.run(count)
-        return count, torch.stack([torch.cat([count, count.new_zeros(1)]).max().long(), count.sum(), self.fault.max()])
-
-    def pointers(self, count: torch.Tensor) -> torch.Tensor:
-        """Where the rows begin, and where the last one ends."""
-        ptr = torch.zeros(self.n_rows + 1, dtype=torch.int32, device=self.device)
-        torch.cumsum(count, 0, dtype=torch.int32, out=ptr[1:])
-        return ptr
+        if self.layout.serial:
+            pointers, found = self._new(self.n_rows + 1), self._new(3, dtype=torch.int64)
+            launch(grid.end_rows(), 1, [count, self.fault], [pointers, found])
+            return count, pointers, found
+        pointers = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
+        most = torch.cat([count, count.new_zeros(1)]).max()
+        return count, pointers, torch.stack([most.long(), count.sum(), self.fault.max()])
 
     def fill(self, count: torch.Tensor, most: int, atoms: torch.Tensor | None, to: _Destination) -> None:
         """Write neighbors to rows of ``atoms``, after `count`, whose largest entry is ``most``."""
@@ -451,27 +451,29 @@ def neighbor_rows(
 def _listed(
     search: Search, spare: Callable[[torch.Tensor], int], with_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    def filled(bins: _CellList, count: torch.Tensor, most: int, size: int) -> tuple[torch.Tensor, ...]:
+    def filled(
+        bins: _CellList, count: torch.Tensor, pointers: torch.Tensor, most: int, size: int
+    ) -> tuple[torch.Tensor, ...]:
         room = size + spare(count)
         check_size(room)
         neighbors = new_empty((2, room) if with_first else (room,), torch.int32, bins.device)
         shifts = new_empty((0 if search.cell is None else room, 3), torch.int32, bins.device)
         first, second = neighbors.unbind() if with_first else (None, neighbors)
-        ptr = bins.pointers(count)
+        ptr = pointers.clone()
         bins.fill(count, most, search.target_indices, _Destination(second, shifts, first, ptr))
         return neighbors, ptr, shifts
 
     return _searched(search, filled)
 
 
-def _searched(search: Search, filled: Callable[[_CellList, torch.Tensor, int, int], tuple[torch.Tensor, ...]]) -> Any:
+def _searched(search: Search, filled: Callable[..., tuple[torch.Tensor, ...]]) -> Any:
     """A list or a matrix, by a plan where searches repeat. Waits for the device and raises for faulty input.
 
     Parameters
     ----------
     search : Search
     filled : callable
-        ``filled(bins, count, most, size)`` makes it of what was counted: the counts, the largest, and their sum.
+        ``filled(bins, count, pointers, most, size)`` makes it of what `_CellList.count` has found.
     """
     lent: list[Scratch] = []
 
@@ -487,13 +489,14 @@ def _searched(search: Search, filled: Callable[[_CellList, torch.Tensor, int, in
         return _Counting(_at(search._replace(batch_idx=batch_idx), inputs), lend)
 
     def end(results: Sequence[torch.Tensor], body: Any) -> tuple[torch.Tensor, ...]:
-        count, (most, size, is_faulty) = results[0], results[1].tolist()
+        count, pointers, found = results
+        most, size, is_faulty = found.tolist()
         if is_faulty:
             raise_faults(body.bins.fault, search)
-        found = filled(body.bins, count, most, size)
+        made = filled(body.bins, count, pointers, most, size)
         if lent:
             _scratch.give(lent.pop())
-        return found
+        return made
 
     inputs = (search.positions,) if search.cell is None else (search.positions, search.cell)
     systems, options = search[3:7], (search.cutoff, *search[7:])
@@ -585,7 +588,7 @@ def neighbor_matrix(
         shifts = new_empty((0 if cell is None else n_rows, columns, 3), torch.int32, positions.device)
         return matrix, shifts, _Destination(matrix.view(-1), shifts.view(-1, 3), None, None, columns, fill_value)
 
-    def filled(bins: _CellList, count: torch.Tensor, most: int, size: int) -> tuple[torch.Tensor, ...]:
+    def filled(bins: _CellList, count: torch.Tensor, _: Any, most: int, size: int) -> tuple[torch.Tensor, ...]:
         columns = matrix_width(cutoff, most) if n_rows else 0
         if n_rows * columns > MAX_SLOTS:
             columns = most
