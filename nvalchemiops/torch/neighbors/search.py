@@ -484,7 +484,7 @@ def _searched(search: Search, filled: Callable[..., tuple[torch.Tensor, ...]]) -
         return lent[0]
 
     def prepare(inputs: Sequence[torch.Tensor], near: Any) -> engine.Body:
-        # the bins are kept, so what they use must not change
+        # a plan keeps the bins, which refer to the system of each atom: the caller may change `batch_idx`
         batch_idx = None if search.batch_idx is None else search.batch_idx.clone()
         return _Counting(_at(search._replace(batch_idx=batch_idx), inputs), lend)
 

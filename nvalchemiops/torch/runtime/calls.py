@@ -34,6 +34,9 @@ SMALL = 256
 """Elements up to which the values of tensors are part of a key. Larger ones, of prepared data, are recognized by
 themselves and then compared with the values that they had: NumPy and ``.data`` change them without a new version."""
 
+MOST_OF_SYSTEMS = 9 * MOST_ATOMS
+"""The same for cells and what tells the systems of atoms, which callers often make anew for each call."""
+
 Tensors = tuple[torch.Tensor, ...]
 
 Body = Callable[[Sequence[torch.Tensor] | None, Sequence[bool]], Tensors]
@@ -93,10 +96,26 @@ class Call(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What tells calls apart whose results differ by the values of moving tensors and lists alone.
+    """The cache key of a call, and the tensors that its plan needs.
 
-    Lists are ``used`` by kernels, or ``copied``, if other operations read them. On a GPU, ``place``, all of the inputs
-    are copied, as many as ``n_copied``; on a CPU those that are moving, since values of the others are read.
+    Calls with the same key differ by the values of moving tensors and lists alone.
+
+    Attributes
+    ----------
+    key : hashable
+    place : tuple of torch.device and int, or None
+        Device and stream of a captured graph; None on a CPU.
+    n_copied : int
+        How many inputs a plan copies: the moving ones on a CPU, where values of the others are read; all on a GPU.
+    used, copied : list of torch.Tensor
+        Lists of neighbors that kernels alone read, which are used where they are; or those that a plan copies.
+    length : int
+        Pairs of the lists, if a plan may have any number of them; otherwise 0.
+    small, large : list of torch.Tensor
+        Fixed tensors whose values are part of the key, and those that are recognized by themselves.
+    contents : list of bytes
+        Values of the small ones.
+    table : Plans
     """
 
     key: Hashable
@@ -107,7 +126,7 @@ class Kind(NamedTuple):
     length: int
     small: list[torch.Tensor]
     large: list[torch.Tensor]
-    contents: list[bytes]  # of the small ones
+    contents: list[bytes]
     table: tables.Plans
 
 
@@ -154,7 +173,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
             key += (t.shape, t.dtype, t.stride())
     others = tuple([None if isinstance(value, torch.Tensor) else value for value in near])
     try:
-        _add_fixed((*inputs[n_copied:], *call.systems), key, small, large, contents, 9 * MOST_ATOMS)
+        _add_fixed((*inputs[n_copied:], *call.systems), key, small, large, contents, MOST_OF_SYSTEMS)
         _add_fixed((*others, *call.options), key, small, large, contents, SMALL)
     except _Unknown as reason:
         return str(reason)
@@ -197,7 +216,7 @@ def _length(near: Any, listed: Sequence[torch.Tensor], n_atoms: int, reads: bool
     pairs, pointers = near[of_pairs], near[of_pointers]
     is_list = isinstance(pairs, torch.Tensor) and isinstance(pointers, torch.Tensor) and pairs.ndim in (1, 2)
     length = pairs.shape[-1] if is_list else 0
-    # an axis of another meaning is never so long; and where lists are used as they are, they must be contiguous
+    # only pairs have an axis as long; on a CPU kernels read the lists where they are, so they must be contiguous
     if length > max(n_atoms + 1, 3) and all(
         [t.dtype is torch.int32 and (not reads or t.is_contiguous()) for t in listed]
     ):

@@ -336,8 +336,8 @@ def _planned(
             table.earn()
             return found
         table.entries.pop(key, None)
-    if not table.is_due(key):
-        return _noted(call, "once", "calls are recorded when they come again", None)
+    if why := table.obstacle(key):
+        return _noted(call, "once", why, None)
     graph = None if kind.place is None else graphs.Graph(kind.place[0])
     lists = kind.copied if graph is None else kind.used  # in memory of the plan
     bodies: list[Body] = []

@@ -81,8 +81,8 @@ class Plan:
     ) -> tuple[torch.Tensor, ...] | None:
         """The results for these arguments, or None if the ordinary call is needed: it raises, or the plan is in use.
 
-        ``length`` is that of lists among ``used``, if the plan is for any length, and `takes` this one. ``end`` makes
-        other results, in memory of their own, of those of the steps.
+        ``length`` is that of lists among ``used``, if the plan is for any length, and `takes` this one. Results are
+        copies; with ``end`` they are what that makes of the plan's own memory, and it may keep none of it.
         """
         if not self._lock.acquire(blocking=False):
             return None

@@ -66,16 +66,18 @@ class Plans:
         self.credit = 8 * PAID
         self.recorded = self.replayed = 0
 
-    def is_due(self, key: Hashable) -> bool:
-        """Whether a call of this kind, which has no plan, is to be recorded; counts it."""
+    def obstacle(self, key: Hashable) -> str:
+        """Why a call of this kind, which has no plan, is not recorded; an empty string if it is. Counts the call."""
         count = self.counts.pop(key, 0) + 1
         if count == 1 or (count < PAID and self.credit < PAID):
             if len(self.counts) >= MOST_KINDS:
                 self.counts.clear()
             self.counts[key] = count
-            return False
+            if count == 1:
+                return "calls are recorded when they come again"
+            return f"recordings have not paid off lately: calls are recorded when they come for the {PAID}th time"
         self.credit = max(self.credit - PAID, 0)
-        return True
+        return ""
 
     def earn(self) -> None:
         """Count a plan that was replayed."""
