@@ -356,3 +356,21 @@ def test_identity_changes_with_the_backward():
 
 def _double(x: torch.Tensor) -> torch.Tensor:
     return x * 2
+
+
+IDENTITY_OF_A_KERNEL = """
+import sys
+import warp as wp
+from nvalchemiops.torch.autograd import OutputSpec
+from nvalchemiops.torch.autograd.naming import value_identity
+
+n_rows = int(sys.argv[1])
+print(value_identity([OutputSpec("y", wp.float64, lambda x: (n_rows, x.shape[0]))]))
+"""
+
+
+def test_outputs_have_the_same_identity_in_every_process(tmp_path):
+    """By which caches of compiled graphs find ops of kernels; another shape has another one."""
+    (tmp_path / "identity.py").write_text(IDENTITY_OF_A_KERNEL)
+    one, same, other = (output_of(run_interpreter(str(tmp_path / "identity.py"), n)).split()[-1] for n in "225")
+    assert one == same != other

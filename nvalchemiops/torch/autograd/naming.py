@@ -75,6 +75,8 @@ def value_identity(value: Any, _inside: tuple[Any, ...] = ()) -> str:
         return f"{scalar_type(value).__name__}{inner_shape(value)}"
     if type(value) in SCALARS:  # a Warp number, whose repr is an address
         return f"{type(value).__name__}({value.value})"
+    if isinstance(value, OutputSpec):
+        return _digest([value_identity(v, inside) for v in (value.name, value.dtype, value.shape, value.torch_dtype)])
     return repr(value)
 
 
