@@ -14,6 +14,8 @@ from nvalchemiops.torch.interactions.dispersion import D3Parameters, RationalDam
 from nvalchemiops.torch.interactions.electrostatics import (
     EwaldSummation,
     coulomb_energy,
+    coulomb_energy_forces,
+    dsf_coulomb,
     electrostatic_potential,
     ewald_summation,
     particle_mesh_ewald,
@@ -29,6 +31,7 @@ from tests.systems import triclinic
 
 F64 = torch.float64
 SYSTEM = triclinic(12, charged=True)
+lennard_jones_ = lennard_jones
 X, Q, CELL = (t.to(F64) for t in (SYSTEM.positions, SYSTEM.charges, SYSTEM.cell))
 NEAR = dict(
     zip(("neighbor_list", "neighbor_ptr", "neighbor_shifts"), neighbor_list(X, 3.0, CELL, return_neighbor_list=True))
@@ -102,6 +105,46 @@ def test_numbers_belong_to_their_names():
         potential(X, CELL, a=1.0, c=2.0, **NEAR)
     near = PairPotential("near*exp(-r)", global_parameters=("near",), cutoff=3.0)
     assert torch.isfinite(near(X, CELL, near=2.0, **NEAR)).all()
+
+
+ELEMENTS = torch.tensor([6, 8, 0] * 4)
+FINDING = {
+    "pair potential": lambda x: lennard_jones(3.0)(x, CELL, sigma=1.0, epsilon=0.3, compute_forces=True),
+    "pair potential, open": lambda x: lennard_jones(3.0)(x, sigma=1.0, epsilon=0.3, compute_virial=True),
+    "D3": lambda x: d3_dispersion(
+        x, ELEMENTS, RationalDamping(0.4, 4.4, 0.8), D3Parameters.load(), CELL, cutoff=3.0, compute_forces=True
+    ),
+    "Coulomb sum": lambda x: dsf_coulomb(x, Q, 3.0, 0.2, CELL, compute_virial=True),
+    "Coulomb sum of moments": lambda x: coulomb_energy_forces(x, Q, CELL, 3.0, 0.4, dipoles=X),
+    "batch": lambda x: dsf_coulomb(x, Q, 3.0, 0.2, batch_idx=torch.tensor([0, 1, 1, 2] * 3, dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("name", FINDING)
+def test_sums_that_find_their_neighbors_have_plans(name, monkeypatch):
+    """One for any number of pairs, with the bits of ordinary calls, and derivatives; errors as before."""
+    potentials = {}  # one object, which owns its plans
+    monkeypatch.setitem(
+        globals(), "lennard_jones", lambda cutoff: potentials.setdefault(cutoff, lennard_jones_(cutoff))
+    )
+    call, weights = FINDING[name], torch.linspace(0.5, 1.5, 12, dtype=F64)
+
+    def both(x):
+        leaf = x.clone().requires_grad_()
+        energies, forces, *_ = call(leaf)
+        wanted = (energies.sin() * weights[: len(energies)]).sum() + forces.sin().sum()
+        return (*call(x), torch.autograd.grad(wanted, leaf)[0])
+
+    for step in range(7):  # from dense to dilute
+        x = X * (1.0 + 0.06 * step)
+        close(both(x), ordinary(lambda x=x: both(x)), 0.0)
+    owner = potentials.get(3.0)
+    assert plans_of_calls(owner) and plans_of_calls(owner, of_derivatives=True), plans.explain()
+    broken = X.clone()
+    broken[1] = torch.nan
+    for wrong, message in ((broken, "NaN"), (X[:, :2], "shape"), (X.int(), "float")):
+        with pytest.raises((ValueError, TypeError), match=message):
+            call(wrong)
 
 
 def test_zero_has_a_sign():
@@ -327,8 +370,13 @@ def test_which_way_and_why():
     call(alpha=torch.tensor([0.8], dtype=F64, requires_grad=True))
     assert "what is fixed" in way_of("sum")
     potential = PairPotential("exp(-r)", cutoff=3.0)
-    potential(X, CELL)
-    assert "searches for neighbors" in way_of("pair potential")
+    for expected in ("once (calls are recorded when they come again", "plan (recorded)", "plan (replayed)"):
+        potential(X, CELL)
+        assert way_of("pair potential").startswith(expected)
+    for changed, part in (({"cell": 1.1 * CELL}, "cells or systems of atoms"), ({"compute_forces": True}, "options")):
+        potential(X, **{"cell": CELL} | changed)
+        assert way_of("pair potential").endswith(f"; the call before had other {part})")
+        potential(X, CELL)
     many = torch.zeros(calls.MOST_ATOMS + 1, 3, dtype=F64)
     none = {
         "neighbor_list": torch.zeros(2, 0, dtype=torch.int32),

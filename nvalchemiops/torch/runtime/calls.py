@@ -102,7 +102,8 @@ class Kind(NamedTuple):
 
     Attributes
     ----------
-    key : hashable
+    key : tuple
+        Of parts, see `PARTS`.
     place : tuple of torch.device and int, or None
         Device and stream of a captured graph; None on a CPU.
     n_copied : int
@@ -118,7 +119,7 @@ class Kind(NamedTuple):
     table : Plans
     """
 
-    key: Hashable
+    key: tuple[Any, ...]
     place: tuple[torch.device, int] | None
     n_copied: int
     used: list[torch.Tensor]
@@ -128,6 +129,10 @@ class Kind(NamedTuple):
     large: list[torch.Tensor]
     contents: list[bytes]
     table: tables.Plans
+
+
+PARTS = ("name", "layout", "device or stream", "tensors", "neighbors", "cells or systems of atoms", "options")
+"""What the parts of a key are about."""
 
 
 def kind_of(call: Call, tracked: bool) -> Kind | str:
@@ -160,28 +165,30 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         return "hooks see the tensors that are saved for the backward pass"
     length, is_used = _length(near, listed, n_atoms, how.reads)
     n_copied = call.n_moving if place is None else len(inputs)
-    key: list[Any] = [call.name, how, place]
     small: list[torch.Tensor] = []
     large: list[torch.Tensor] = []
     contents: list[bytes] = []
+    parts: list[list[Any]] = [[], [], [], []]
+    forms, of_lists, of_systems, of_options = parts
     for t in inputs[:n_copied]:
-        key += (t.shape, t.dtype, t.stride())
+        forms += (t.shape, t.dtype, t.stride())
     for t in listed:
         if length and length in (shape := t.shape):  # types and strides are known then
-            key.append(tuple([-1 if size == length else size for size in shape]))
+            of_lists.append(tuple([-1 if size == length else size for size in shape]))
         else:
-            key += (t.shape, t.dtype, t.stride())
+            of_lists += (t.shape, t.dtype, t.stride())
     others = tuple([None if isinstance(value, torch.Tensor) else value for value in near])
     try:
-        _add_fixed((*inputs[n_copied:], *call.systems), key, small, large, contents, MOST_OF_SYSTEMS)
-        _add_fixed((*others, *call.options), key, small, large, contents, SMALL)
+        _add_fixed((*inputs[n_copied:], *call.systems), of_systems, small, large, contents, MOST_OF_SYSTEMS)
+        _add_fixed((*others, *call.options), of_options, small, large, contents, SMALL)
     except _Unknown as reason:
         return str(reason)
     if len(small) + len(large) > len(inputs) - n_copied and not is_unobserved(*small, *large, of_inference=True):
         return "a tensor of another kind is part of what is fixed"
     used, copied = (listed, []) if is_used or place is not None else ([], listed)
     table = tables.current()
-    return Kind(tuple(key), place, n_copied, used, copied, length, small, large, contents, table)
+    key = (call.name, how, place, *map(tuple, parts))
+    return Kind(key, place, n_copied, used, copied, length, small, large, contents, table)
 
 
 def kind_here(kind: Kind | str, incoming: Sequence[torch.Tensor]) -> Kind | str:

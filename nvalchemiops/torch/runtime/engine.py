@@ -27,8 +27,8 @@ from nvalchemiops import notices
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.runtime import graphs, plans, tables
 from nvalchemiops.torch.runtime._torch_internals import no_view
+from nvalchemiops.torch.runtime.calls import PARTS, Body, Call, Kind, Tensors, form_of, kind_here, kind_of
 from nvalchemiops.torch.runtime.calls import UNKNOWN as UNKNOWN
-from nvalchemiops.torch.runtime.calls import Body, Call, Kind, Tensors, form_of, kind_here, kind_of
 from nvalchemiops.torch.runtime.calls import immutable as immutable
 from nvalchemiops.torch.runtime.context import is_eager, is_mapped
 from nvalchemiops.torch.runtime.openmp import fairly
@@ -319,6 +319,8 @@ def _planned(
     moving = (*tensors[:n_moving], *tensors[n_inputs:], *kind.copied)
     table = kind.table
     key = (kind.key, levels, needed, *map(form_of, tensors[n_inputs:]))
+    before = _keys.get(call.name, kind.key)
+    _keys[call.name] = kind.key
     entry = table.entries.find(key)
     if entry is not None and entry.plan is not None and not entry.plan.takes(kind.length):
         table.entries.pop(key, None)
@@ -337,7 +339,9 @@ def _planned(
             return found
         table.entries.pop(key, None)
     if why := table.obstacle(key):
-        return _noted(call, "once", why, None)
+        differing = [part for part, now, then in zip(PARTS, kind.key, before) if now != then]
+        beside = f"; the call before had other {', other '.join(differing)}" if differing else ""
+        return _noted(call, "once", why + beside, None)
     graph = None if kind.place is None else graphs.Graph(kind.place[0])
     lists = kind.copied if graph is None else kind.used  # in memory of the plan
     bodies: list[Body] = []
@@ -372,6 +376,9 @@ def _planned(
 # -- which way was taken --------------------------------------------------------------------------
 
 _last: dict[str, tuple[str, str]] = {}
+
+_keys: dict[str, tuple[Any, ...]] = {}
+"""Of the last call of each operation that a plan was looked for."""
 
 
 def _noted(call: Call, way: str, reason: str, results: Any) -> Any:

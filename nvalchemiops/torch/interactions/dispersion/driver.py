@@ -18,12 +18,11 @@ from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficie
 from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
 from nvalchemiops.torch.interactions.dispersion.three_body import three_body_share, three_body_sum
-from nvalchemiops.torch.interactions.pair.driver import PairRequest, options_if, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import PairRequest, run, sum_pairs
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
-from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.cache import cached_by_value
 from nvalchemiops.torch.runtime.context import ValuesNeededError, is_eager, may_read, values_of
@@ -101,12 +100,15 @@ def dispersion_sum(
     """
     settings = settings.checked()
     damping, others = settings.damping, (type(settings.damping).__name__, settings.ranges, settings.k1, settings.k3)
-    options = options_if(given, structure.domain, False, (request, num_systems, *others))
-    if isinstance(options, tuple) and is_eager():
+    options: tuple[Any, ...] = (request, num_systems, *others)
+    if structure.domain is None and is_eager():
         _check_numbers(structure)
         if isinstance(parameters, D3Parameters) and structure.numbers is not None and may_read(structure.numbers):
             parameters = _states_of(parameters, structure.numbers)
         options = (*options, parameters)
+
+    def system_of(here: System, near: GivenNeighbors) -> PairSystem:
+        return _system(here, settings, request, near, num_systems)
 
     def evaluate(
         near: GivenNeighbors, /, positions: Any, cell: Any, s9: Any, **values: Any
@@ -115,9 +117,8 @@ def dispersion_sum(
         damped = damping._replace(**{name: values[name] for name in damping._fields})
         return _dispersion_sum(here, parameters, settings._replace(damping=damped, s9=s9), request, near, num_systems)
 
-    moving = {"positions": structure.positions, **damping._asdict(), "s9": settings.s9}
-    fixed = {"cell": structure.cell, **{name: getattr(structure, name) for name in ("numbers", "batch_idx", "pbc")}}
-    return engine.run_function("D3", evaluate, moving, given, fixed, options)
+    call = "D3", evaluate, structure, given, system_of
+    return run(*call, {**damping._asdict(), "s9": settings.s9}, {"numbers": structure.numbers}, options)
 
 
 def _check_numbers(structure: System) -> None:
@@ -158,21 +159,10 @@ def _dispersion_sum(
         if domain is not None and atoms.states.pair_c6 is not None:
             raise ValueError("`parameters`: with a `domain` the tables must factorise, as published ones do")
         dtype = positions.dtype
-        is_padding = numbers == 0
-        has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
-        if has_padding:
-            structure = structure._replace(positions=torch.where(is_padding.unsqueeze(1), 0.0, positions))
-        # damping parameters may differ between systems
-        several = any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
-        apart = request.virial or several
-        # ranks see no farther than they must
-        cutoffs = [reach.cutoff for reach in (ranges if domain is None or settings.has_triples else ranges[:2])]
-        farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
-        by_system, absent = apart or request.by_system, is_padding if has_padding else None
-        system = pair_system(structure, given, num_systems, cutoff=farthest, by_system=by_system, is_padding=absent)
+        system = _system(structure, settings, request, given, num_systems)
     pairs = system
     # atoms of different systems are no neighbors: without cells, sums over pairs need not know systems
-    if system.cell is None and not apart:
+    if system.cell is None and not _are_apart(settings, request):
         pairs = system._replace(batch_idx=None, n_systems=1)
 
     counting = formulas.COORDINATION if ranges.counted.r_switch is None else formulas.COORDINATION_SWITCHED
@@ -198,6 +188,28 @@ def _dispersion_sum(
         virial = found.virial + more[-1]
         results.append(virial if domain is None else domain._sum(virial))
     return tuple(results)
+
+
+def _are_apart(settings: Settings, request: PairRequest) -> bool:
+    """Whether sums over pairs must tell systems apart: there is a result, or a damping parameter, for each."""
+    return request.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
+
+
+def _system(
+    structure: System, settings: Settings, request: PairRequest, given: GivenNeighbors, num_systems: int | None
+) -> PairSystem:
+    """The atoms with their neighbors within the largest of the ranges."""
+    numbers, domain, ranges = structure.numbers, structure.domain, settings.ranges
+    assert numbers is not None
+    is_padding = numbers == 0
+    has_padding = not may_read(numbers) or bool(values_of(is_padding).any())
+    if has_padding:
+        structure = structure._replace(positions=torch.where(is_padding.unsqueeze(1), 0.0, structure.positions))
+    # ranks see no farther than they must
+    cutoffs = [reach.cutoff for reach in (ranges if domain is None or settings.has_triples else ranges[:2])]
+    farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
+    by_system, absent = _are_apart(settings, request) or request.by_system, is_padding if has_padding else None
+    return pair_system(structure, given, num_systems, cutoff=farthest, by_system=by_system, is_padding=absent)
 
 
 def _of_all_ranks(domain: Domain, settings: Settings) -> Settings:

@@ -11,7 +11,7 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.sources import by_source, check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import check_charges
-from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, options_if, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, run, sum_pairs
 from nvalchemiops.torch.interactions.pair.moments import sum_moments
 from nvalchemiops.torch.interactions.pair.parameters import parameter_arrays
 from nvalchemiops.torch.interactions.pair.shares import (
@@ -21,9 +21,8 @@ from nvalchemiops.torch.interactions.pair.shares import (
     parameters_of_share,
     together,
 )
-from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, pair_system
+from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
-from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import may_read, on_host
 from nvalchemiops.torch.systems import System
@@ -178,26 +177,25 @@ def _sum(
 ) -> tuple[torch.Tensor, ...]:
     """Sum a formula of charges ``q`` and, optionally, damping ``alpha``; by a plan where it repeats."""
     domain = atoms.domain
+    by_system = request.by_system or formula.global_parameters != ()
+
+    def system_of(here: System, near: GivenNeighbors) -> PairSystem:
+        checks.check_positions(here.positions, finite=False)
+        check_charges(here.charges, here.positions)
+        return pair_system(here, near, num_systems, cutoff=_reach(cutoff), by_system=by_system)
 
     def evaluate(near: GivenNeighbors, /, positions: Any, charges: Any, cell: Any, alpha: Any, **_: Any) -> Any:
         with together(domain):
-            checks.check_positions(positions, finite=False)
-            check_charges(charges, positions)
-            reach, alpha = checks.check_positive("cutoff", cutoff), _damping(alpha)
-            parameters = {"q": charges} | ({"alpha": alpha} if formula.global_parameters else {})
-            by_system = request.by_system or formula.global_parameters != ()
-            here = atoms._replace(positions=positions, charges=charges, cell=cell)
-            system = pair_system(here, near, num_systems, cutoff=reach, by_system=by_system)
+            system = system_of(atoms._replace(positions=positions, charges=charges, cell=cell), near)
+            parameters = {"q": charges} | ({"alpha": _damping(alpha)} if formula.global_parameters else {})
             if domain is not None:
                 must_be_same(domain, request=request)
                 parameters = parameters_of_share(formula, parameters, domain)
-        results = sum_pairs(formula, system, parameters, request, cutoff=reach)
+        results = sum_pairs(formula, system, parameters, request, cutoff=_reach(cutoff))
         return results if domain is None else complete(formula, results, request, domain)
 
-    moving = {"positions": atoms.positions, "charges": atoms.charges, "alpha": alpha}
-    fixed = {"cell": atoms.cell, "batch_idx": atoms.batch_idx}
-    options = options_if(given, domain, False, (formula, cutoff, request, num_systems))
-    return engine.run_function("Coulomb sum", evaluate, moving, given, fixed, options)
+    call = "Coulomb sum", evaluate, atoms, given, system_of
+    return run(*call, {"charges": atoms.charges, "alpha": alpha}, {}, (formula, cutoff, request, num_systems))
 
 
 def _moments(
@@ -206,16 +204,18 @@ def _moments(
     """Energies of moments, Gaussians or several charges, and what is requested; without ``alpha`` bare."""
     domain = atoms.domain
 
+    def system_of(here: System, near: GivenNeighbors) -> PairSystem:
+        checks.check_positions(here.positions, finite=False)
+        check_charges(here.charges, here.positions, channels=True)
+        return pair_system(here, near, cutoff=_reach(cutoff), by_system=alpha is not None)
+
     def evaluate(near: GivenNeighbors, /, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
         here: Any = atoms._replace(**values)
         positions, charges = here.positions, here.charges
         with together(domain):
-            reach, alpha = checks.check_positive("cutoff", cutoff), None if alpha is None else _damping(alpha)
-            checks.check_positions(positions, finite=False)
-            check_charges(charges, positions, channels=True)
+            system, alpha = system_of(here, near), None if alpha is None else _damping(alpha)
             widths = of_all_atoms(domain, here.widths)
             moments, widths = check_sources(charges, here.dipoles, here.quadrupoles, widths, positions)
-            system = pair_system(here, near, cutoff=reach, by_system=alpha is not None)
             kind = potentials.moment_interaction if alpha is None else potentials.moment_short_range
             formula = kind(widths is not None)
             parameters: dict[str, Any] = {} if alpha is None else {"alpha": alpha}
@@ -225,7 +225,7 @@ def _moments(
                 parameters = parameters_of_share(formula, parameters, domain)
         of_atoms, of_systems, _, _ = parameter_arrays(formula, parameters, positions, None, system.n_systems)
         asked: Any = {"forces": request.forces, "gradients": bool(request.gradients), "virial": request.virial}
-        found: Any = sum_moments(formula, system, moments, of_atoms, of_systems, **asked, cutoff=reach)
+        found: Any = sum_moments(formula, system, moments, of_atoms, of_systems, **asked, cutoff=_reach(cutoff))
 
         def one_channel(values: torch.Tensor) -> torch.Tensor:
             return values if charges.ndim == 2 else values.squeeze(1)
@@ -236,11 +236,9 @@ def _moments(
             results += by_source(one_channel(found.gradients), there)
         return (*results, found.virial) if request.virial else tuple(results)
 
-    moving = {"positions": atoms.positions, "alpha": alpha}
-    moving |= {name: getattr(atoms, name) for name in ("charges", "dipoles", "quadrupoles", "widths")}
-    fixed = {"cell": atoms.cell, "batch_idx": atoms.batch_idx}
-    options = options_if(given, domain, False, (cutoff, request))
-    return engine.run_function("Coulomb sum of moments", evaluate, moving, given, fixed, options)
+    moving = {name: getattr(atoms, name) for name in ("charges", "dipoles", "quadrupoles", "widths")}
+    call = "Coulomb sum of moments", evaluate, atoms, given, system_of
+    return run(*call, moving | {"alpha": alpha}, {}, (cutoff, request))
 
 
 def coulomb_of_sources(
@@ -255,6 +253,9 @@ def coulomb_of_sources(
     """
     request = PairRequest(True, ("charges", "dipoles", "quadrupoles"), compute_virial)
     return _moments(atoms, NO_CUTOFF if cutoff is None else cutoff, None, given, request)
+
+
+_reach = functools.partial(checks.check_positive, "cutoff")
 
 
 def _damping(alpha: Any) -> Any:

@@ -1,6 +1,6 @@
 """The driver of all sums over pairs: what is requested, the arguments of the op, and its results in order."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,11 @@ from nvalchemiops.torch.interactions.pair.op import NO_DIRECTIONS, pair_sum
 from nvalchemiops.torch.interactions.pair.parameters import Parameters, parameter_arrays
 from nvalchemiops.torch.interactions.pair.shares import ghosts_of
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
-from nvalchemiops.torch.neighbors.rows import GivenNeighbors
+from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
+from nvalchemiops.torch.runtime.context import is_eager
+from nvalchemiops.torch.systems import System
 
 
 @engine.immutable
@@ -43,6 +45,35 @@ def check_pair_request(
     checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
     forces = checks.check_flag("compute_forces", compute_forces)
     return PairRequest(forces, names, checks.check_flag("compute_virial", compute_virial), energy_reduction)
+
+
+def run(
+    name: str,
+    evaluate: Callable[..., tuple[torch.Tensor, ...]],
+    atoms: System,
+    given: GivenNeighbors,
+    system_of: Callable[[System, GivenNeighbors], PairSystem],
+    moving: dict[str, Any],
+    fixed: dict[str, Any],
+    options: tuple[Any, ...],
+    *,
+    check: Any = False,
+) -> tuple[torch.Tensor, ...]:
+    """``evaluate(neighbors, positions, cell, batch_idx, pbc, **moving, **fixed)``, by a plan where it repeats.
+
+    Neighbors that are not given are found first, as those of ``system_of(atoms, given)``: then the plan is for any
+    number of them.
+    """
+    near: GivenNeighbors | Rows = given
+    ways: tuple[Any, ...] | str = options
+    if atoms.domain is not None:
+        ways = "ranks share it"
+    elif check is not False:
+        ways = "`check` is for debugging"
+    elif given.neighbor_list is None and given.neighbor_matrix is None and is_eager(atoms.positions):
+        near = system_of(atoms, given).rows
+    fixed = {"cell": atoms.cell, "batch_idx": atoms.batch_idx, "pbc": atoms.pbc, **fixed}
+    return engine.run_function(name, evaluate, {"positions": atoms.positions, **moving}, near, fixed, ways)
 
 
 def options_if(given: GivenNeighbors, domain: Any, check: Any, options: tuple[Any, ...]) -> tuple[Any, ...] | str:

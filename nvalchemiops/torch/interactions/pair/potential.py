@@ -12,7 +12,7 @@ from nvalchemiops.interactions.pair.derivatives import POSITIONS, WEIGHTS, Reque
 from nvalchemiops.interactions.pair.expression import Formula, check_formula
 from nvalchemiops.interactions.pair.sum import Variant, source
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, options_if, sum_pairs
+from nvalchemiops.torch.interactions.pair.driver import PairRequest, check_pair_request, run, sum_pairs
 from nvalchemiops.torch.interactions.pair.exclusions import check_same_system, exclusion_rows
 from nvalchemiops.torch.interactions.pair.shares import (
     complete,
@@ -21,7 +21,7 @@ from nvalchemiops.torch.interactions.pair.shares import (
     parameters_of_share,
     together,
 )
-from nvalchemiops.torch.interactions.pair.system import pair_system
+from nvalchemiops.torch.interactions.pair.system import PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import BESIDE_TENSORS, Neighbors, Results, System, named, names_beside, neighbors_beside
@@ -247,12 +247,14 @@ class PairPotential:
         formula, cutoff = self.formula, self.cutoff
         by_system = request.by_system or formula.global_parameters != ()
 
+        def system_of(here: System, near: GivenNeighbors) -> PairSystem:
+            more: Any = {"neighbor_cutoff": reach, "check": check}
+            return pair_system(here, near, num_systems, cutoff=cutoff, by_system=by_system, **more)
+
         def evaluate(near: GivenNeighbors, /, positions: Any, cell: Any, **values: Any) -> tuple[torch.Tensor, ...]:
             here, named = atoms._replace(positions=positions, cell=cell), {name: values[name] for name in parameters}
             with together(domain):
-                system = pair_system(
-                    here, near, num_systems, cutoff=cutoff, by_system=by_system, neighbor_cutoff=reach, check=check
-                )
+                system = system_of(here, near)
                 if domain is None:
                     excluded = exclusion_rows(exclusions, exclusion_factors, positions)
                     if excluded is not None:
@@ -266,10 +268,8 @@ class PairPotential:
             return results if domain is None else complete(formula, results, request, domain)
 
         options: Any = (formula, cutoff, self.r_switch, request, num_systems, reach, exclusions, exclusion_factors)
-        moving, fixed = {"positions": atoms.positions, **parameters}, {"cell": atoms.cell}
-        fixed |= {"batch_idx": atoms.batch_idx, "pbc": atoms.pbc, "species": species}
-        options = options_if(given, domain, check, options)
-        results = engine.run_function("pair potential", evaluate, moving, given, fixed, options)
+        call = "pair potential", evaluate, atoms, given, system_of
+        results = run(*call, parameters, {"species": species}, options, check=check)
         if isinstance(positions, System):
             return _named(results, request)
         return results if len(results) > 1 else results[0]

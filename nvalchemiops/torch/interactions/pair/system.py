@@ -55,7 +55,7 @@ class PairSystem(NamedTuple):
 
 def pair_system(
     atoms: System,
-    given: GivenNeighbors,
+    given: GivenNeighbors | Rows,
     num_systems: int | None = None,
     *,
     cutoff: float | None,
@@ -68,12 +68,15 @@ def pair_system(
 
     Parameters
     ----------
+    given : GivenNeighbors or Rows
+        Rows are those of an earlier call, without pairs of padding.
     by_system : bool
         Whether the systems of a batch must be told apart; otherwise, without a cell, all atoms are one system.
     is_padding : (n_atoms,) bool tensor, optional
         Atoms that are neighbors of none and have none, independent of the list.
     """
     if atoms.domain is not None:
+        assert isinstance(given, GivenNeighbors)
         return _of_domain(atoms.domain, atoms, given, cutoff)
     positions, pbc = atoms.positions, atoms.pbc
     checks.check_positions(positions, finite=False)
@@ -85,17 +88,17 @@ def pair_system(
         reach = checks.check_positive("neighbor_cutoff", neighbor_cutoff)
         if cutoff is not None and reach < cutoff:
             raise ValueError(f"`cutoff` = {cutoff} is beyond the list's reach, `neighbor_cutoff` = {reach}")
-    rows = rows_of(given, positions, cell is not None, check)
+    rows = given if isinstance(given, Rows) else rows_of(given, positions, cell is not None, check)
     if rows is None:
         if neighbor_cutoff is not None:
             raise ValueError("`neighbor_cutoff` describes a list, but none is given")
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without a cutoff no list can be built")
         rows = build_rows(positions, cutoff, cell, searched, pbc)
-    elif check and cutoff is not None and may_read(positions, wait=True):
+    elif check and isinstance(given, GivenNeighbors) and cutoff is not None and may_read(positions, wait=True):
         name = "neighbor_matrix" if given.neighbor_list is None else "neighbor_list"
         check_reach(name, rows, positions, cutoff, cell, searched, pbc)
-    if is_padding is not None:
+    if is_padding is not None and not isinstance(given, Rows):
         rows = _without(is_padding, rows)
     cell = _check_images(rows, cell, of_atoms, positions, n_systems)
     return PairSystem(positions, cell, of_atoms, n_systems, rows)
