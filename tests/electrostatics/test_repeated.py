@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from nvalchemiops.locks import set_within
 from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions.electrostatics import (
     choice,
@@ -613,14 +614,14 @@ def test_plans_are_kept_up_to_a_limit_of_memory():
     """Those that ran longest ago go first; the last one always stays."""
     given = {n_atoms: arguments(n_atoms=n_atoms) for n_atoms in range(10, 30)}
     table = tables.Plans(most_bytes=0)
-    with tables.kept_in(table):
+    with set_within(tables._thread, "table", table):
         for n_atoms in (20, 12, 14, 12):
             x, q, cell, near = given[n_atoms]
             for _ in range(3):
                 ewald_summation(x, q, cell, 0.9, k_cutoff=3.0, **near)
     assert table.recorded == 4 and len(table.entries) == 1
     table.most_bytes = tables.MOST_BYTES
-    with tables.kept_in(table):
+    with set_within(tables._thread, "table", table):
         for _ in range(2):
             for x, q, cell, near in given.values():
                 for _ in range(tables.PAID):

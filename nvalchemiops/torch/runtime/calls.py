@@ -153,7 +153,13 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         return "it is part of a recording"
     if has_function_modes() or has_other_modes():
         return "a mode, such as a default device, sees the operations"
-    listed = [value for value in near if isinstance(value, torch.Tensor)]
+    listed: list[torch.Tensor] = []
+    of_near: list[Any] = []  # in the place of tensors None
+    for value in near:
+        is_tensor = isinstance(value, torch.Tensor)
+        of_near.append(None if is_tensor else value)
+        if is_tensor:
+            listed.append(value)
     tensors = (*inputs, *listed)
     if not is_unobserved(*tensors, of_inference=True):
         return "autocast, a profiler or a tensor of another kind sees the operations"
@@ -177,10 +183,9 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
             of_lists.append(tuple([-1 if size == length else size for size in shape]))
         else:
             of_lists += (t.shape, t.dtype, t.stride())
-    others = tuple([None if isinstance(value, torch.Tensor) else value for value in near])
     try:
         _add_fixed((*inputs[n_copied:], *call.systems), of_systems, small, large, contents, MOST_OF_SYSTEMS)
-        _add_fixed((*others, *call.options), of_options, small, large, contents, SMALL)
+        _add_fixed((*of_near, *call.options), of_options, small, large, contents, SMALL)
     except _Unknown as reason:
         return str(reason)
     if len(small) + len(large) > len(inputs) - n_copied and not is_unobserved(*small, *large, of_inference=True):

@@ -83,6 +83,9 @@ class _Before(threading.local):
     state: tuple[int, Any, bool] | None = None
 
 
+_before = _Before()
+
+
 class _ThreadLimit:
     """The number of threads that the calling thread has for torch's operations; other threads keep theirs."""
 
@@ -91,29 +94,28 @@ class _ThreadLimit:
         self.most, self.set = openmp.omp_get_max_threads, openmp.omp_set_num_threads
         # Intel's library, where torch has it, has a number besides
         self.set_products = getattr(_loaded("libtorch_cpu"), "MKL_Set_Num_Threads_Local", None)
-        self.before = _Before()
 
     def enter(self, in_backward: bool = False) -> bool:
         """Use one thread from now on; False if it is so already."""
-        if self.before.state is not None or self.most() == 1:
+        if _before.state is not None or self.most() == 1:
             return False
         products = self.set_products(1) if self.set_products else None
-        self.before.state = self.most(), products, in_backward
+        _before.state = self.most(), products, in_backward
         self.set(1)
         return True
 
     def is_in_backward(self) -> bool:
         """Whether the limit was set by a backward pass."""
-        state = self.before.state
+        state = _before.state
         return state is not None and state[2]
 
     def leave(self) -> bool:
         """Use as many threads as before; False if it is so already."""
-        state = self.before.state
+        state = _before.state
         if state is None:
             return False
         threads, products, _ = state
-        self.before.state = None
+        _before.state = None
         if self.most() == 1:  # otherwise the user has set another number meanwhile
             self.set(threads)
             if self.set_products:
@@ -175,6 +177,8 @@ def fairly(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
 
     For eager calls on a CPU. All that ``function`` has from elsewhere is a constant.
     """
+    if _before.state is None and not core.is_crowded():  # as in most calls
+        return function(*tensors)
     limit = _limit() if is_eager() else None
     if limit is None:
         return function(*tensors)

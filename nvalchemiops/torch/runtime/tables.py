@@ -138,11 +138,6 @@ def current() -> Plans:
     return _thread.table or everywhere
 
 
-def kept_in(table: Plans) -> contextlib.AbstractContextManager[None]:
-    """Inside, plans of calls of this thread are those of ``table``, and of derivatives of these calls."""
-    return set_within(_thread, "table", table)
-
-
 def with_own_plans(method: Method) -> Method:
     """A method that is called by users, of an object whose plans go with it. A decorator."""
 
@@ -153,8 +148,11 @@ def with_own_plans(method: Method) -> Method:
         table = self.__dict__.get(OWN)
         if table is None:
             table = self.__dict__[OWN] = Plans()
-        with kept_in(table):
+        before, _thread.table = _thread.table, table
+        try:
             return method(self, *args, **kwargs)
+        finally:
+            _thread.table = before
 
     return call  # type: ignore[return-value]  # it is called like the method
 

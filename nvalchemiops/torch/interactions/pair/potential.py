@@ -336,7 +336,8 @@ def check_distances(formula: Formula, cutoff: Any, r_switch: Any) -> tuple[float
         r_switch = checks.check_positive("r_switch", r_switch)
         if r_switch >= cutoff:
             raise ValueError(f"`r_switch` = {r_switch} must be smaller than `cutoff` = {cutoff}")
+    text = f"{formula.expression};{formula.self_energy}"
     for name, value in (("cutoff", cutoff), ("r_switch", r_switch)):
-        if value is None and re.search(rf"\b{name}\b", formula.expression + ";" + formula.self_energy):
+        if value is None and name in text and re.search(rf"\b{name}\b", text):
             raise ValueError(f"`{name}` is needed: the expression contains it")
     return cutoff, r_switch
