@@ -317,63 +317,50 @@ class Recorder:
     ) -> None:
         """Before a launch."""
         with self.pause():
-            self._launch(kernel, dim, inputs, outputs, descriptors, place, lanes, kind)
+            found, written = _by_storage(inputs), _by_storage(outputs)
+            what = f"kernel '{kernel.key}'"
+            self._note_external(found)
+            self._refuse_unwritten(what, found)
+            self._refuse_outside(what, written)
+            if not self._varies(found) and self.varying.isdisjoint(written) and self.read.isdisjoint(written):
+                self.uninitialised -= written.keys()
+                return
+            self._will_vary(written)
+            self.read |= found.keys()
+            if self.length and self.length in (dim, *(value for value in inputs if type(value) is int)):
+                if not self._lists:
+                    raise NoPlan(OF_LENGTH + "a number is the same")
+                self.needs_length = True
+            if not self.makes_steps:
+                return
+            packed, patched, stretched = list(descriptors), [], []
+            for number, value in enumerate((*inputs, *outputs)):
+                if isinstance(value, torch.Tensor) and value.numel():
+                    if type(packed[number]) is not bytes:
+                        raise NoPlan("an array that is no descriptor")
+                    if storage_of(value) in self.borrowed:
+                        place_in_copy = self._copy(value).data_ptr() + value.data_ptr() - storage_of(value)
+                        packed[number] = place_in_copy.to_bytes(8, "little") + packed[number][8:]
+                    if (argument := self.foreign.get(storage_of(value))) is not None:
+                        offset = value.data_ptr() - self.addresses[argument]
+                        if self.length and self.length in value.shape:
+                            stretched.append((number, argument, *self._row(value, offset, packed[number])))
+                        elif self.length and offset:
+                            raise NoPlan("a part of a list")
+                        else:
+                            patched.append((number, argument, offset, packed[number][8:]))
+            addresses = self.addresses
+            run = core.prepared(kernel, dim, device=place, lanes=lanes, kind=kind)
 
-    def _launch(
-        self,
-        kernel: Any,
-        dim: Any,
-        inputs: Any,
-        outputs: Any,
-        descriptors: list[Any],
-        place: Any,
-        lanes: int,
-        kind: Any,
-    ) -> None:
-        found, written = _by_storage(inputs), _by_storage(outputs)
-        what = f"kernel '{kernel.key}'"
-        self._note_external(found)
-        self._refuse_unwritten(what, found)
-        self._refuse_outside(what, written)
-        if not self._varies(found) and self.varying.isdisjoint(written) and self.read.isdisjoint(written):
-            self.uninitialised -= written.keys()
-            return
-        self._will_vary(written)
-        self.read |= found.keys()
-        if self.length and self.length in (dim, *(value for value in inputs if type(value) is int)):
-            if not self._lists:
-                raise NoPlan(OF_LENGTH + "a number is the same")
-            self.needs_length = True
-        if not self.makes_steps:
-            return
-        packed, patched, stretched = list(descriptors), [], []
-        for number, value in enumerate((*inputs, *outputs)):
-            if isinstance(value, torch.Tensor) and value.numel():
-                if type(packed[number]) is not bytes:
-                    raise NoPlan("an array that is no descriptor")
-                if storage_of(value) in self.borrowed:
-                    place_in_copy = self._copy(value).data_ptr() + value.data_ptr() - storage_of(value)
-                    packed[number] = place_in_copy.to_bytes(8, "little") + packed[number][8:]
-                if (argument := self.foreign.get(storage_of(value))) is not None:
-                    offset = value.data_ptr() - self.addresses[argument]
-                    if self.length and self.length in value.shape:
-                        stretched.append((number, argument, *self._row(value, offset, packed[number])))
-                    elif self.length and offset:
-                        raise NoPlan("a part of a list")
-                    else:
-                        patched.append((number, argument, offset, packed[number][8:]))
-        addresses = self.addresses
-        run = core.prepared(kernel, dim, device=place, lanes=lanes, kind=kind)
+            def step() -> None:
+                for number, argument, offset, rest in patched:
+                    packed[number] = (addresses[argument] + offset).to_bytes(8, "little") + rest
+                for number, argument, before, shape, strides in stretched:
+                    address = addresses[argument] + before * addresses[-1]
+                    packed[number] = address.to_bytes(8, "little") + _layout(addresses[-1], shape, strides)
+                run(packed)
 
-        def step() -> None:
-            for number, argument, offset, rest in patched:
-                packed[number] = (addresses[argument] + offset).to_bytes(8, "little") + rest
-            for number, argument, before, shape, strides in stretched:
-                address = addresses[argument] + before * addresses[-1]
-                packed[number] = address.to_bytes(8, "little") + _layout(addresses[-1], shape, strides)
-            run(packed)
-
-        self._add(step if patched or stretched else functools.partial(run, packed), found, written)
+            self._add(step if patched or stretched else functools.partial(run, packed), found, written)
 
     def _row(self, value: torch.Tensor, offset: int, packed: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """Of a list of any length, or one of its rows: bytes before it and shape and strides of it, for one entry."""

@@ -89,6 +89,7 @@ def pair_system(
         if cutoff is not None and reach < cutoff:
             raise ValueError(f"`cutoff` = {cutoff} is beyond the list's reach, `neighbor_cutoff` = {reach}")
     rows = given if isinstance(given, Rows) else rows_of(given, positions, cell is not None, check)
+    is_own = rows is None or rows is given  # found by a search for these atoms
     if rows is None:
         if neighbor_cutoff is not None:
             raise ValueError("`neighbor_cutoff` describes a list, but none is given")
@@ -100,7 +101,7 @@ def pair_system(
         check_reach(name, rows, positions, cutoff, cell, searched, pbc)
     if is_padding is not None and not isinstance(given, Rows):
         rows = _without(is_padding, rows)
-    cell = _check_images(rows, cell, of_atoms, positions, n_systems)
+    cell = _check_images(rows, is_own, cell, of_atoms, positions, n_systems)
     return PairSystem(positions, cell, of_atoms, n_systems, rows)
 
 
@@ -194,11 +195,17 @@ def _without(is_padding: torch.Tensor, rows: Rows) -> Rows:
 
 
 def _check_images(
-    rows: Rows, cell: torch.Tensor | None, batch_idx: torch.Tensor | None, positions: torch.Tensor, n_systems: int
+    rows: Rows,
+    is_own: bool,
+    cell: torch.Tensor | None,
+    batch_idx: torch.Tensor | None,
+    positions: torch.Tensor,
+    n_systems: int,
 ) -> torch.Tensor | None:
     """The cell that goes with the shifts of ``rows``.
 
-    Raises for one that is singular, or is zero along an axis along which there are images, if values can be read.
+    Raises for one that is singular, or is zero along an axis along which a list that was given has images, if values
+    can be read.
     Elsewhere such a cell becomes NaN, and the kernels give NaN for such images.
     """
     if cell is None:
@@ -210,7 +217,7 @@ def _check_images(
         has_open_axes = check_vectors(cell[:1] if cell.stride(0) == 0 else cell)  # one for all systems
     except ValuesError as error:
         raise ValuesError(f"{error}; along an open axis give a vector of zeros") from None
-    if not has_open_axes or shifts is None or not may_read(shifts):
+    if is_own or not has_open_axes or shifts is None or not may_read(shifts):
         return cell
     is_open = (values_of(cell) == 0.0).all(-1)
     width = rows.width if rows.pointers is None else rows.pointers.diff()
