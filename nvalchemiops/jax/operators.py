@@ -15,7 +15,7 @@ import torch
 from nvalchemiops.jax.bridge import Bridge, Operand, types_without_data
 from nvalchemiops.jax.callback import Arrays, Contraction, Shapes
 from nvalchemiops.jax.dtypes import jax_dtype
-from nvalchemiops.jax.utils.transformations import is_traced
+from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 
 Shape = jax.ShapeDtypeStruct

@@ -27,7 +27,7 @@ from nvalchemiops.jax.operators import (
     named,
     to_torch,
 )
-from nvalchemiops.jax.utils.transformations import is_traced
+from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.notices import NeighborListWarning, notify
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.checks import check_count

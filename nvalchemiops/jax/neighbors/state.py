@@ -11,8 +11,7 @@ import numpy as np
 from nvalchemiops.compat.ignored_arguments import OPTIONAL_ELSEWHERE, WITHOUT_EFFECT
 from nvalchemiops.jax._jax_internals import vary_alike
 from nvalchemiops.jax.operators import Shape, as_array, as_static, to_torch
-from nvalchemiops.jax.utils.dataclasses import dataclass, field
-from nvalchemiops.jax.utils.transformations import is_traced
+from nvalchemiops.jax.utils import dataclass, field, is_traced
 from nvalchemiops.neighbors import NeighborOverflowError
 from nvalchemiops.neighbors.search import NOT_FINITE
 from nvalchemiops.torch import neighbors

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 
 from nvalchemiops.jax.operators import Shape, number_of_systems, operator, to_torch
-from nvalchemiops.jax.utils.dataclasses import dataclass, field
-from nvalchemiops.jax.utils.transformations import is_traced
+from nvalchemiops.jax.utils import dataclass, field, is_traced
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions import dispersion
 
