@@ -1,21 +1,27 @@
 """Torch functions as functions of JAX: `from_torch`."""
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
 
-from nvalchemiops.jax.callback import Arrays, Contraction, Shapes, TorchFunction, plain_state
+from nvalchemiops.jax.callback import TorchFunction, plain_state
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
 from nvalchemiops.jax.primitive import Form, Part
 from nvalchemiops.torch.runtime._torch_internals import NEEDS_DATA, without_data
 
 Types = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
+
+Arrays = Mapping[int, jax.Array]
+"""Arrays by the number of their input."""
+
+Shapes = Sequence[jax.ShapeDtypeStruct]
 
 
 def from_torch(
@@ -191,7 +197,7 @@ class _Variant:
         self._known: dict[tuple[jax.ShapeDtypeStruct, ...], _Outputs] = {}
         function = bridge.function
         contract = function.contract
-        if callable(contract) and not isinstance(contract, Contraction):
+        if callable(contract):
             contract = self._call(contract, [Operand(i) for i in range(len(self._places))])
         self.function = replace(
             function,
@@ -307,20 +313,67 @@ def is_energy(outputs: Sequence[jax.ShapeDtypeStruct]) -> bool:
     return len(outputs) == 1 and not outputs[0].shape and jax.numpy.issubdtype(outputs[0].dtype, np.floating)
 
 
-class _Scalar(Contraction):
-    """One energy: its tangent is the sum of the products of gradients and tangents."""
-
-    def __call__(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
-        """The tangent of the energy."""
-        total = sum(jax.numpy.sum(gradients[i] * tangents[i]) for i in gradients)
-        return [jax.numpy.reshape(total, outputs[0].shape).astype(outputs[0].dtype)]
+ATOMS, SYSTEMS = "atoms", "systems"
 
 
-class _ScalarIfAny(_Scalar):
-    """The same where the output is one energy."""
+@dataclass(frozen=True)
+class Energies:
+    """How the tangents of energies follow from the gradients of their sum.
+
+    There is one energy, or each gradient belongs to a system: that of its atom, or of its row.
+
+    Parameters
+    ----------
+    roles : tuple of (int, str)
+        For the arrays that have a row for each atom, or each system; none where there is one energy.
+    batch_idx : int, optional
+        The array that has the system of each atom.
+    """
+
+    roles: tuple[tuple[int, str], ...] = ()
+    batch_idx: int | None = None
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Numbers of the inputs that it needs beside gradients and tangents."""
+        return () if self.batch_idx is None else (self.batch_idx,)
 
     def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
-        return is_energy(outputs)
+        """Whether it can, for inputs of these shapes that move.
+
+        The outputs are energies without channels, and each array has such rows, or there is one energy.
+        """
+        if not self.roles:
+            return is_energy(outputs)
+        if len(outputs) != 1 or len(outputs[0].shape) != 1:
+            return False
+        (n_systems,) = outputs[0].shape
+        roles = dict(self.roles)
+        of_atoms = self.batch_idx is not None
+
+        def has_rows(i: int, shape: tuple[int, ...]) -> bool:
+            if roles.get(i) == ATOMS:
+                return of_atoms and shape[:1] not in ((), (1,))  # one number may be that of all atoms
+            # a cell (3, 3) of all systems has no rows, also where there are three
+            return roles.get(i) == SYSTEMS and shape[:1] == (n_systems,) and len(shape) != 2
+
+        return n_systems == 1 or all(has_rows(i, shape) for i, shape in shapes.items())
+
+    def tangents(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
+        """Tangents of the energies."""
+        n_systems = math.prod(outputs[0].shape)
+        roles, total = dict(self.roles), jax.numpy.zeros(outputs[0].shape, outputs[0].dtype)
+        for i, gradient in gradients.items():
+            products = gradient * tangents[i]
+            if n_systems == 1:
+                total += jax.numpy.sum(products).astype(total.dtype)
+                continue
+            rows = jax.numpy.sum(jax.numpy.reshape(products, (products.shape[0], -1)), axis=1)
+            if roles[i] == ATOMS:
+                assert self.batch_idx is not None
+                rows = jax.ops.segment_sum(rows, inputs[self.batch_idx], n_systems)
+            total += rows.astype(total.dtype)
+        return [total]
 
 
-SCALAR, SCALAR_IF_ANY = _Scalar(), _ScalarIfAny()
+SCALAR, SCALAR_IF_ANY = Energies(), Energies()

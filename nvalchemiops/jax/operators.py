@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from nvalchemiops.jax.bridge import Bridge, Operand, types_without_data
-from nvalchemiops.jax.callback import Arrays, Contraction, Shapes
+from nvalchemiops.jax.bridge import Bridge, Energies, Operand, types_without_data
 from nvalchemiops.jax.dtypes import jax_dtype
 from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
@@ -43,7 +41,8 @@ def operator(
     function: Callable[..., Any],
     out_shapes: Callable[..., Any] | None = None,
     *,
-    contract: Callable[..., Contraction | None] | None = None,
+    name: str = "",
+    contract: Callable[..., Energies | None] | None = None,
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     fold: Folding | None = None,
     extra: Mapping[str, str] | None = None,
@@ -59,6 +58,8 @@ def operator(
     out_shapes : callable, optional
         Shapes and dtypes of the results, from the arguments by keyword; those left at their default are left out.
         Without it the function is traced with tensors without data.
+    name : str, optional
+        For messages, of what is no function.
     contract : callable, optional
         As for `Bridge`, from the same arguments.
     prepare : callable, optional
@@ -72,7 +73,7 @@ def operator(
     constants : sequence of str, optional
         Parameters by which there are no derivatives, beside those that are numbers in torch.
     """
-    name, kinds = function.__name__, {n: _kind(p) for n, p in inspect.signature(function).parameters.items()}
+    name, kinds = name or function.__name__, {n: _kind(p) for n, p in inspect.signature(function).parameters.items()}
     signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})
     parameters, numbers = signature.parameters, [key for key, kind in kinds.items() if kind == _NUMBERS]
 
@@ -104,10 +105,10 @@ def operator(
         return value if kind == _NUMBERS and is_traced(value) else as_static(f"{name}: `{key}`", value)
 
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
-        arguments = {}
+        arguments: dict[str, Any] = {}
         for key, value in signature.bind(*args, **kwargs).arguments.items():
             if parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
-                arguments.update(value)
+                arguments |= {added: as_array(added, number) for added, number in value.items()}
             elif key not in ignored and value is not parameters[key].default:
                 arguments[key] = checked(key, value)
         if fold is not None:  # leading axes are those of vmap
@@ -260,74 +261,19 @@ def _for_jax(function: Callable[..., Any]) -> str:
 
 # -- energies of systems --------------------------------------------------------------------------
 
-ATOMS, SYSTEMS = "atoms", "systems"
 
-
-@dataclass(frozen=True)
-class SystemEnergies(Contraction):
-    """Energies of systems from the gradients of their sum: each belongs to the system of its atom, or of its row.
-
-    Parameters
-    ----------
-    roles : tuple of (int, str)
-        For the arrays that have a row for each atom, or each system.
-    batch_idx : int or None
-        The array that has the system of each atom.
-    """
-
-    roles: tuple[tuple[int, str], ...]
-    batch_idx: int | None
-
-    @property
-    def inputs(self) -> tuple[int, ...]:  # type: ignore[override]  # computed, where others have a constant
-        """The array of systems, where there is one."""
-        return () if self.batch_idx is None else (self.batch_idx,)
-
-    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
-        """Whether they are all results and without channels, and each array has such rows, or there is one system."""
-        if len(outputs) != 1 or len(outputs[0].shape) != 1:
-            return False
-        (n_systems,) = outputs[0].shape
-        roles = dict(self.roles)
-        of_atoms = self.batch_idx is not None
-
-        def has_rows(i: int, shape: tuple[int, ...]) -> bool:
-            if roles.get(i) == ATOMS:
-                return of_atoms and shape[:1] not in ((), (1,))  # one number may be that of all atoms
-            # a cell (3, 3) of all systems has no rows, also where there are three
-            return roles.get(i) == SYSTEMS and shape[:1] == (n_systems,) and len(shape) != 2
-
-        return n_systems == 1 or all(has_rows(i, shape) for i, shape in shapes.items())
-
-    def __call__(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
-        """Tangents of the energies."""
-        (n_systems,) = outputs[0].shape
-        roles, total = dict(self.roles), jnp.zeros(outputs[0].shape, outputs[0].dtype)
-        for i, gradient in gradients.items():
-            products = gradient * tangents[i]
-            if n_systems == 1:
-                total += jnp.sum(products).astype(total.dtype)
-                continue
-            rows = jnp.sum(jnp.reshape(products, (products.shape[0], -1)), axis=1)
-            if roles[i] == ATOMS:
-                assert self.batch_idx is not None
-                rows = jax.ops.segment_sum(rows, inputs[self.batch_idx], n_systems)
-            total += rows.astype(total.dtype)
-        return [total]
-
-
-def system_energies(roles: Mapping[str, str], reduction: str = "atom") -> Callable[..., Contraction | None]:
+def system_energies(roles: Mapping[str, str], reduction: str = "atom") -> Callable[..., Energies | None]:
     """The contraction of an operator, for calls whose results are energies of systems.
 
     ``roles`` says of arrays, by name, whether they have rows for atoms or for systems; ``reduction`` is what
     ``energy_reduction`` is where it is left out.
     """
 
-    def contract(energy_reduction: str = reduction, **arguments: Any) -> Contraction | None:
+    def contract(energy_reduction: str = reduction, **arguments: Any) -> Energies | None:
         if energy_reduction != "system":
             return None
         numbers = {name: int(value) for name, value in arguments.items() if isinstance(value, Operand)}
-        return SystemEnergies(tuple((numbers[n], roles[n]) for n in roles if n in numbers), numbers.get("batch_idx"))
+        return Energies(tuple((numbers[n], roles[n]) for n in roles if n in numbers), numbers.get("batch_idx"))
 
     return contract
 
@@ -385,7 +331,8 @@ def to_torch(value: Any) -> Any:
     """A tensor with the values of an array, also of one that is spread over devices; anything else as it is."""
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return value
-    array = jnp.asarray(value)
+    with jax.ensure_compile_time_eval():  # also in a function that JAX is tracing
+        array = jnp.asarray(value)
     if len(array.sharding.device_set) > 1:
         array = jax.device_put(array, array.addressable_shards[0].device)
     return torch.from_dlpack(array).clone()

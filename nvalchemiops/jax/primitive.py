@@ -121,22 +121,19 @@ def _evaluate(*operands: Any, request: Request) -> list[Any]:
 KEPT_REQUESTS = 256
 """Compiled calls outside of ``jit`` that are kept, of all functions: each takes more than a megabyte."""
 
-_kept: "deque[tuple[weakref.ref[TorchFunction], weakref.ref[Any]]]" = deque()
-"""Those that are kept, oldest first. They are dropped here since they and their functions hold each other."""
+_kept: "deque[weakref.ref[Request]]" = deque()
+"""The requests of those that are kept, oldest first."""
 
 
 def _compiled(request: Request) -> Callable[..., list[Any]]:
     """The compiled call for ``request``, which its function keeps."""
-    jitted: Any = jax.jit(functools.partial(torch_call_p.bind, request=request))
-    request.function.jitted[request] = jitted
-    _kept.append((weakref.ref(request.function), weakref.ref(jitted)))
+    new: Any = jax.jit(functools.partial(torch_call_p.bind, request=request))
+    jitted = request.function.jitted.setdefault(request, new)  # all threads get the same
+    _kept.append(weakref.ref(request))
     while len(_kept) > KEPT_REQUESTS:
-        of_function, of_jitted = _kept.popleft()
-        function, oldest = of_function(), of_jitted()
-        if function is not None and oldest is not None:
-            for key in [key for key, value in list(function.jitted.items()) if value is oldest]:
-                function.jitted.pop(key, None)
-            oldest.clear_cache()
+        oldest = _kept.popleft()()
+        if oldest is not None and (dropped := oldest.function.jitted.pop(oldest, None)) is not None:
+            dropped.clear_cache()  # JAX and the function hold each other
     return jitted
 
 
@@ -275,7 +272,7 @@ def _contract(form: Form, gradients: Mapping[int, Any], moved: Mapping[int, Part
     """Tangents of energies whose gradients are known, slice by slice."""
     found = form.function.contract
     assert found is not None
-    contract: Callable[..., Any] = functools.partial(found, outputs=form.outputs)
+    contract: Callable[..., Any] = functools.partial(found.tangents, outputs=form.outputs)
     others = {i: form.inputs[i] for i in found.inputs}
     for level in reversed(range(len(form.sizes))):
         axes = (

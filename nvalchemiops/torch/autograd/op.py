@@ -4,10 +4,9 @@ An op's derivative is here another op or a function of ops (`Formula`), or there
 recorded tape is the subclass `nvalchemiops.torch.autograd.tape_op.TapeOp`.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from nvalchemiops.torch.runtime.recorder import current_recorder, not_repeatable
 Gradients = Sequence[torch.Tensor | None]
 
 _CPU, _READY = torch.device("cpu"), object()
+"""The second stands for a keyset in calls of a trusted op on the CPU whose arguments need no preparation."""
 
 
 class WarpOp:
@@ -189,11 +189,7 @@ def _make({", ".join(values)}):
         elif record and torch.is_grad_enabled():
             return self._function.apply(_READY if ready else None, record, *args)
         with internals.autograd_excluded():
-            return self._short_way(*args) if ready else self._implementation(*args)
-
-    def _short_way(self, *args: Any) -> Any:
-        """The implementation for a trusted op on the CPU whose arguments need no preparation."""
-        return self._call_body(args[: self._count], _CPU, False)
+            return self._call_body(args[: self._count], _CPU, False) if ready else self._implementation(*args)
 
     def _complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if len(args) == len(self._defaults) else args + self._defaults[len(args) :]
@@ -326,7 +322,7 @@ def _make({", ".join(values)}):
         """Continue below autograd, in a call whose gradients by the inputs in ``record`` (one bit each) are needed."""
         if keyset is _READY:
             with internals.autograd_excluded():
-                return self._short_way(*args)
+                return self._call_body(args[: self._count], _CPU, False)
         return internals.below_autograd(self.overload, self._implementation, keyset, args)
 
     def _save(self, ctx: Any, args: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
@@ -369,7 +365,7 @@ def _make({", ".join(values)}):
     def _autocast(self, device: str, *args: Any) -> Any:
         """Under autocast the op computes as without: half precision inputs widen, the rest stays."""
         args = self._complete(args)
-        with without_autocast(device):
+        with torch.autocast(device, enabled=False):
             return self.overload(*[a if i in self.mutated else widened(a) for i, a in enumerate(args)])
 
 
@@ -388,16 +384,6 @@ def widened(value: Any) -> Any:
         return [widened(entry) for entry in value]
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.to(torch.float32) if is_half else value
-
-
-@contextlib.contextmanager
-def without_autocast(device: str) -> Iterator[None]:
-    """Autocast off inside, and on afterwards."""
-    torch.set_autocast_enabled(device, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, True)
 
 
 def unpack(results: Sequence[torch.Tensor]) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import torch
 
-from nvalchemiops.jax.operators import ATOMS, SYSTEMS, Folding, Shape, operator, system_energies
+from nvalchemiops.jax.bridge import ATOMS, SYSTEMS
+from nvalchemiops.jax.operators import Folding, Shape, operator, system_energies
 
 
 def of_sum(
