@@ -95,12 +95,6 @@ KEPT_VARIANTS = 256
 """Combinations of static arguments that are kept for a function."""
 
 
-def call_flat(function: TorchFunction, arrays: Sequence[Any], outputs: tuple[jax.ShapeDtypeStruct, ...]) -> list[Any]:
-    """Outputs of ``function``, whose shapes and dtypes are known."""
-    inputs = [Part(x if isinstance(x, jax.Array) else jax.numpy.asarray(x), ()) for x in arrays]
-    return Form(function, outputs, (), inputs, {}, ()).bind(dict.fromkeys(range(len(outputs)), ()), {})
-
-
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
 
@@ -174,7 +168,9 @@ class Bridge:
         if not is_x64:  # arrays that were made with x64 on are narrowed as other functions of JAX do
             arrays = [jax.numpy.asarray(x, t.dtype) for x, t in zip(arrays, types)]
         outputs = variant.outputs(types)
-        return jax.tree.unflatten(outputs.tree, call_flat(variant.function, arrays, outputs.types))
+        inputs = [Part(x if isinstance(x, jax.Array) else jax.numpy.asarray(x), ()) for x in arrays]
+        form = Form(variant.function, outputs.types, (), inputs, {}, ())
+        return jax.tree.unflatten(outputs.tree, form.bind(dict.fromkeys(range(len(outputs.types)), ()), {}))
 
 
 def _static(leaf: Any) -> Hashable:

@@ -118,16 +118,6 @@ class Request:
     result_flags: tuple[Flags, ...]
 
     @property
-    def value_flags(self) -> dict[int, Flags]:
-        """Flags of the results that are values."""
-        return dict(zip(self.values, self.result_flags))
-
-    @property
-    def gradient_flags(self) -> dict[int, Flags]:
-        """Flags of the results that are gradients."""
-        return dict(zip(self.gradient, self.result_flags[len(self.values) :]))
-
-    @property
     def of_calls(self) -> Flags:
         """The levels whose slices are not for one call of the function, unless it takes several at once.
 

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,21 +22,6 @@ _ARRAYS, _NUMBERS = "Tensor", "float"
 """What annotations say of parameters: arrays, or numbers that may be arrays without axes; all else is static."""
 
 
-class Folding(NamedTuple):
-    """How a function of one system takes many of them, as systems of a batch.
-
-    Parameters
-    ----------
-    is_possible : callable
-        Whether these arguments of one system allow it, with the same results; arrays are `jax.ShapeDtypeStruct`.
-    call : callable
-        ``call(function, arguments)``: the results along leading axes, for arguments with leading axes.
-    """
-
-    is_possible: Callable[..., bool]
-    call: Callable[[Callable[..., Any], dict[str, Any]], Any]
-
-
 def operator(
     function: Callable[..., Any],
     out_shapes: Callable[..., Any] | None = None,
@@ -44,7 +29,8 @@ def operator(
     name: str = "",
     contract: Callable[..., Energies | None] | None = None,
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    fold: Folding | None = None,
+    fold: Callable[[Callable[..., Any], dict[str, Any]], Any] | None = None,
+    folds: Callable[..., bool] | None = None,
     extra: Mapping[str, str] | None = None,
     without: Sequence[str] = ("device", "domain"),
     constants: Sequence[str] = (),
@@ -64,8 +50,10 @@ def operator(
         As for `Bridge`, from the same arguments.
     prepare : callable, optional
         ``prepare(arguments)``: changes of the arguments, before the call.
-    fold : Folding, optional
-        How one call takes all slices of ``vmap``.
+    fold : callable, optional
+        ``fold(function, arguments)``: the results for all slices of ``vmap`` along leading axes, as systems of a batch.
+    folds : callable, optional
+        Whether these arguments of one slice allow it, with the same results; arrays are `jax.ShapeDtypeStruct`.
     extra : dict, optional
         Names of further parameters that have no effect, each with the name of the one that it comes after.
     without : sequence of str, optional
@@ -82,7 +70,7 @@ def operator(
             if isinstance(value := arguments.get(key), torch.Tensor):
                 arguments[key] = value.item()
         if fold is not None and arguments["positions"].ndim > 2:
-            return fold.call(function, arguments)
+            return fold(function, arguments)
         return function(**without_padding(arguments))
 
     def shapes(**arguments: Any) -> Any:
@@ -94,7 +82,7 @@ def operator(
         name=name,
         contract=contract,
         only_reads=True,
-        at_once=fold.is_possible if fold else False,
+        at_once=folds or False,
         constants=frozenset(constants).union(numbers),
     )
 
@@ -174,16 +162,13 @@ def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None
     try:
         with torch.no_grad():
             return types_without_data(lambda given: function(**given), [dict(arguments)], torch.device("cpu"))
-    except ValuesNeededError:
-        if rule is None:
-            raise
-    except (TypeError, ValueError) as error:
-        text = _for_jax_arrays(str(error))
-        if type(error) not in (TypeError, ValueError) or text == str(error):
-            raise
-        raise type(error)(text) from None
-    except Exception:  # of torch: values are read, or sizes depend on them
-        if rule is None:
+    except Exception as error:
+        if isinstance(error, (TypeError, ValueError)) and not isinstance(error, ValuesNeededError):
+            text = _for_jax_arrays(str(error))
+            if type(error) not in (TypeError, ValueError) or text == str(error):
+                raise
+            raise type(error)(text) from None
+        if rule is None:  # values are read, or sizes depend on them
             raise
     return rule(**arguments)
 

@@ -74,10 +74,6 @@ class Form(NamedTuple):
             tuple({i: next(parts) for i in direction} for direction in request.directions),
         )
 
-    def weighted(self, weights: Mapping[int, Part]) -> "Form":
-        """L with other weights; outputs without one do not count."""
-        return self._replace(weights=weights)
-
     def along(self, *directions: Mapping[int, Part]) -> "Form":
         """The derivative of L along more directions."""
         return self._replace(directions=(*self.directions, *directions))
@@ -204,7 +200,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -
     form, moving = Form.of(request, primals), Form.of(request, tangents)
     moved = _present(dict(enumerate(moving.inputs)))
     _check_differentiable(request, moved)
-    values, gradient = request.value_flags, request.gradient_flags
+    values = dict(zip(request.values, request.result_flags))
+    gradient = dict(zip(request.gradient, request.result_flags[len(values) :]))
     if not values or not moved or form.directions or not _contracts(form, moved):
         results = bind(request, primals)
         return results, _instantiated(results, _tangents(form, moving, moved, values, gradient))
@@ -251,7 +248,7 @@ def _tangents(
         return [None] * len(values)
     terms = [form.along(moved)] if moved else []
     if weights := _present(moving.weights):
-        terms.append(form.weighted(weights))
+        terms.append(form._replace(weights=weights))
     for number, direction in enumerate(moving.directions):
         if present := _present(direction):
             terms.append(form.without(number).along(present))
@@ -311,10 +308,10 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request) -> l
     for number, direction in enumerate(form.directions):
         if gradient := unknown(direction):
             rest = form.without(number)
-            terms += [rest.weighted(by_value).bind({}, gradient)] if by_value else []
+            terms += [rest._replace(weights=by_value).bind({}, gradient)] if by_value else []
             terms += [rest.along(by_input).bind({}, gradient)] if by_input else []
     if values := unknown(form.weights):
-        terms += [form.weighted({}).along(by_input).bind(values, {})] if by_input else []
+        terms += [form._replace(weights={}).along(by_input).bind(values, {})] if by_input else []
     sums = iter([functools.reduce(jnp.add, term) for term in zip(*terms)])
     return [None if not ad.is_undefined_primal(o) else next(sums) if terms else ad.Zero(o.aval) for o in operands]
 
