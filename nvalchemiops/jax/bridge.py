@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import torch
 
-from nvalchemiops.jax.callback import TorchFunction, plain_state
+from nvalchemiops.jax.callback import Request, TorchFunction, plain_state
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
-from nvalchemiops.jax.primitive import Form, Part
+from nvalchemiops.jax.primitive import bind
 from nvalchemiops.torch.runtime._torch_internals import NEEDS_DATA, without_data
 
 Types = Any
@@ -168,9 +168,17 @@ class Bridge:
         if not is_x64:  # arrays that were made with x64 on are narrowed as other functions of JAX do
             arrays = [jax.numpy.asarray(x, t.dtype) for x, t in zip(arrays, types)]
         outputs = variant.outputs(types)
-        inputs = [Part(x if isinstance(x, jax.Array) else jax.numpy.asarray(x), ()) for x in arrays]
-        form = Form(variant.function, outputs.types, (), inputs, {}, ())
-        return jax.tree.unflatten(outputs.tree, form.bind(dict.fromkeys(range(len(outputs.types)), ()), {}))
+        n_inputs, n_outputs = len(arrays), len(outputs.types)
+        request = Request(
+            variant.function,
+            outputs.types,
+            n_inputs,
+            values=tuple(range(n_outputs)),
+            operand_flags=((),) * n_inputs,
+            result_flags=((),) * n_outputs,
+        )
+        found = bind(request, [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in arrays])
+        return jax.tree.unflatten(outputs.tree, found)
 
 
 def _static(leaf: Any) -> Hashable:
@@ -328,11 +336,6 @@ class Energies:
 
     roles: tuple[tuple[int, str], ...] = ()
     batch_idx: int | None = None
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        """Numbers of the inputs that it needs beside gradients and tangents."""
-        return () if self.batch_idx is None else (self.batch_idx,)
 
     def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
         """Whether it can, for inputs of these shapes that move.

@@ -109,13 +109,13 @@ class Request:
     function: TorchFunction
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     inputs: int
-    values: tuple[int, ...]
-    gradient: tuple[int, ...]
-    weights: tuple[int, ...]
-    directions: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-    operand_flags: tuple[Flags, ...]
-    result_flags: tuple[Flags, ...]
+    values: tuple[int, ...] = ()
+    gradient: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+    directions: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[int, ...] = ()
+    operand_flags: tuple[Flags, ...] = ()
+    result_flags: tuple[Flags, ...] = ()
 
     @property
     def of_calls(self) -> Flags:

@@ -1,6 +1,7 @@
 """JAX functions from the functions of `nvalchemiops.torch`: one definition, two front doors."""
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +62,7 @@ def operator(
     constants : sequence of str, optional
         Parameters by which there are no derivatives, beside those that are numbers in torch.
     """
-    name, kinds = name or function.__name__, {n: _kind(p) for n, p in inspect.signature(function).parameters.items()}
+    name, kinds = name or function.__name__, _kinds(function)
     signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})
     parameters, numbers = signature.parameters, [key for key, kind in kinds.items() if kind == _NUMBERS]
 
@@ -73,12 +74,9 @@ def operator(
             return fold(function, arguments)
         return function(**without_padding(arguments))
 
-    def shapes(**arguments: Any) -> Any:
-        return checked_shapes(call, out_shapes, arguments)
-
     bridge = Bridge(
         call,
-        shapes,
+        functools.partial(checked_shapes, call, out_shapes),
         name=name,
         contract=contract,
         only_reads=True,
@@ -86,32 +84,26 @@ def operator(
         constants=frozenset(constants).union(numbers),
     )
 
-    def checked(key: str, value: Any) -> Any:
-        kind = kinds.get(key)
-        if kind == _ARRAYS:
-            return as_array(key, value)
-        return value if kind == _NUMBERS and is_traced(value) else as_static(f"{name}: `{key}`", value)
-
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
         arguments: dict[str, Any] = {}
         for key, value in signature.bind(*args, **kwargs).arguments.items():
             if parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
                 arguments |= {added: as_array(added, number) for added, number in value.items()}
             elif key not in ignored and value is not parameters[key].default:
-                arguments[key] = checked(key, value)
-        if fold is not None:  # leading axes are those of vmap
-            _check_positions(arguments["positions"])
+                if kinds.get(key) == _ARRAYS:
+                    value = as_array(key, value)
+                elif kinds.get(key) != _NUMBERS or not is_traced(value):
+                    value = as_static(f"{name}: `{key}`", value)
+                arguments[key] = value
+        positions: Any = arguments.get("positions")
+        if fold is not None and not hasattr(positions, "ndim"):
+            raise TypeError(f"`positions` must be an array, got {type(positions).__name__}")
+        if fold is not None and positions.ndim != 2:  # leading axes are those of vmap
+            shape = tuple(positions.shape)
+            raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
         return bridge(**(arguments if prepare is None else prepare(arguments)))
 
     return named(of_arrays, name, _for_jax(function), signature)
-
-
-def _check_positions(positions: Any) -> None:
-    if not hasattr(positions, "ndim"):
-        raise TypeError(f"`positions` must be an array, got {type(positions).__name__}")
-    if positions.ndim != 2:
-        shape = tuple(positions.shape)
-        raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
 
 
 def named(call: Callable[..., Any], name: str, doc: str, signature: inspect.Signature) -> Any:
@@ -154,14 +146,14 @@ def _pairs_before_padding(rows: torch.Tensor, n_atoms: int) -> int:
 _SHIFTS = ("neighbor_shifts", "unit_shifts")
 
 
-def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None, arguments: Mapping[str, Any]) -> Any:
+def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None, /, **arguments: Any) -> Any:
     """Shapes of the results of a torch function, whose arguments are checked as far as they can be without values.
 
     Where the function cannot do without values, the shapes are those that ``rule`` gives.
     """
     try:
         with torch.no_grad():
-            return types_without_data(lambda given: function(**given), [dict(arguments)], torch.device("cpu"))
+            return types_without_data(lambda given: function(**given), [arguments], torch.device("cpu"))
     except Exception as error:
         if isinstance(error, (TypeError, ValueError)) and not isinstance(error, ValuesNeededError):
             text = _for_jax_arrays(str(error))
@@ -207,9 +199,9 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
-def _kind(parameter: inspect.Parameter) -> str:
-    text = str(parameter.annotation)
-    return next((kind for kind in (_ARRAYS, _NUMBERS) if kind in text), "")
+def _kinds(function: Callable[..., Any]) -> dict[str, str]:
+    texts = {name: str(parameter.annotation) for name, parameter in inspect.signature(function).parameters.items()}
+    return {name: next((kind for kind in (_ARRAYS, _NUMBERS) if kind in text), "") for name, text in texts.items()}
 
 
 def _signature(function: Callable[..., Any], extra: Mapping[str, str], without: Sequence[str]) -> inspect.Signature:
@@ -292,8 +284,7 @@ def eager(
 
     A result that is a dataclass becomes one of the class ``into``.
     """
-    signature = _signature(function, {}, without)
-    kinds = {name: _kind(parameter) for name, parameter in inspect.signature(function).parameters.items()}
+    signature, kinds = _signature(function, {}, without), _kinds(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)

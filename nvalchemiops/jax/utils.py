@@ -188,11 +188,8 @@ lens_field.__signature__ = inspect.signature(field)  # type: ignore[attr-defined
 
 
 def _rebuild(cls: type[T], names: tuple[str, ...], values: Iterable[Any]) -> T:
-    token = _post_init_is_off.set(True)
-    try:
+    with no_post_init():
         return cls(**dict(zip(names, values)))
-    finally:
-        _post_init_is_off.reset(token)
 
 
 def _register(cls: type[T]) -> type[T]:

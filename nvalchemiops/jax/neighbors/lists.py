@@ -196,7 +196,7 @@ def _shapes(
 
 def _checked(**arguments: Any) -> Any:
     declared = _shapes(**arguments)  # first, since it names the sizes that are missing
-    return checked_shapes(_search, lambda **_: declared, arguments)
+    return checked_shapes(_search, lambda **_: declared, **arguments)
 
 
 _bridge = Bridge(_search, _checked, name="neighbor_list", only_reads=True, fill=_fill)
