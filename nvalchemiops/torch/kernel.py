@@ -233,8 +233,8 @@ class _Call(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """By this calls are distinguished: callables count as the same if their code and closures are."""
-        dim = list(self.dim) if isinstance(self.dim, Sequence) else self.dim
-        return self.kernel, value_identity(self.outputs), value_identity(dim)
+        specs = tuple(value_identity(v) for o in self.outputs for v in (o.name, o.dtype, o.shape, o.torch_dtype))
+        return self.kernel, specs, value_identity(list(self.dim) if isinstance(self.dim, Sequence) else self.dim)
 
     def grid(self, inputs: Sequence[Any]) -> tuple[int, ...]:
         """The launch grid for these inputs."""
