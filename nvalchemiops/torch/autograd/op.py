@@ -26,7 +26,6 @@ from nvalchemiops.torch.runtime.recorder import current_recorder, not_repeatable
 Gradients = Sequence[torch.Tensor | None]
 
 _CPU, _READY = torch.device("cpu"), object()
-"""The second stands for a keyset in calls of a trusted op on the CPU whose arguments need no preparation."""
 
 
 class WarpOp:
@@ -189,7 +188,11 @@ def _make({", ".join(values)}):
         elif record and torch.is_grad_enabled():
             return self._function.apply(_READY if ready else None, record, *args)
         with internals.autograd_excluded():
-            return self._call_body(args[: self._count], _CPU, False) if ready else self._implementation(*args)
+            return self._short_way(*args) if ready else self._implementation(*args)
+
+    def _short_way(self, *args: Any) -> Any:
+        """The implementation for a trusted op on the CPU whose arguments need no preparation."""
+        return self._call_body(args[: self._count], _CPU, False)
 
     def _complete(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args if len(args) == len(self._defaults) else args + self._defaults[len(args) :]
@@ -322,7 +325,7 @@ def _make({", ".join(values)}):
         """Continue below autograd, in a call whose gradients by the inputs in ``record`` (one bit each) are needed."""
         if keyset is _READY:
             with internals.autograd_excluded():
-                return self._call_body(args[: self._count], _CPU, False)
+                return self._short_way(*args)
         return internals.below_autograd(self.overload, self._implementation, keyset, args)
 
     def _save(self, ctx: Any, args: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
