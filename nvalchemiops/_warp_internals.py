@@ -109,13 +109,15 @@ class TapeRouter(wp.Tape):
     ----------
     active : callable
         Gives the tape of this thread, or None.
-    check : callable
-        Gets the kernel and the arguments of a launch before it is recorded; may raise.
+    refuse : callable
+        Gets a kernel without an adjoint, and the arguments, before a launch is recorded; may raise.
     """
 
-    def __init__(self, active: Callable[[], wp.Tape | None], check: Callable[[wp.Kernel, Sequence[Any]], None]) -> None:
+    def __init__(
+        self, active: Callable[[], wp.Tape | None], refuse: Callable[[wp.Kernel, Sequence[Any]], None]
+    ) -> None:
         super().__init__()
-        self.active, self.check = active, check
+        self.active, self.refuse = active, refuse
 
     def is_on(self) -> bool:
         """Whether Warp has this as its tape."""
@@ -127,7 +129,8 @@ class TapeRouter(wp.Tape):
     ) -> None:
         """As in Warp."""
         if (tape := self.active()) is not None:
-            self.check(kernel, [*inputs, *outputs])
+            if not has_adjoint(kernel):
+                self.refuse(kernel, [*inputs, *outputs])
             tape.record_launch(kernel, dim, max_blocks, inputs, outputs, *args, **kwargs)
 
     def record_func(self, *args: Any, **kwargs: Any) -> None:

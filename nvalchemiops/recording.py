@@ -6,7 +6,7 @@ from typing import Any
 
 import warp as wp
 
-from nvalchemiops._warp_internals import TapeRouter, has_adjoint
+from nvalchemiops._warp_internals import TapeRouter
 from nvalchemiops.locks import after_fork, fork_safe
 
 
@@ -40,12 +40,7 @@ def refuse_tracked(kernel: wp.Kernel, arguments: Sequence[Any]) -> None:
         )
 
 
-def _check_recorded(kernel: wp.Kernel, arguments: Sequence[Any]) -> None:
-    if not has_adjoint(kernel):
-        refuse_tracked(kernel, arguments)
-
-
-_router = TapeRouter(active_tape, _check_recorded)
+_router = TapeRouter(active_tape, refuse_tracked)
 """Warp's tape while any thread records."""
 
 

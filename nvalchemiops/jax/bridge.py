@@ -1,21 +1,27 @@
 """Torch functions as functions of JAX: `from_torch`."""
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import torch
 
-from nvalchemiops.jax.callback import Arrays, Contraction, Shapes, TorchFunction, plain_state
+from nvalchemiops.jax.callback import Request, TorchFunction, plain_state
 from nvalchemiops.jax.dtypes import jax_dtype, torch_dtype
-from nvalchemiops.jax.primitive import Form, Part
+from nvalchemiops.jax.primitive import bind
 from nvalchemiops.torch.runtime._torch_internals import NEEDS_DATA, without_data
 
 Types = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
+
+Arrays = Mapping[int, jax.Array]
+"""Arrays by the number of their input."""
+
+Shapes = Sequence[jax.ShapeDtypeStruct]
 
 
 def from_torch(
@@ -87,12 +93,6 @@ def from_torch(
 
 KEPT_VARIANTS = 256
 """Combinations of static arguments that are kept for a function."""
-
-
-def call_flat(function: TorchFunction, arrays: Sequence[Any], outputs: tuple[jax.ShapeDtypeStruct, ...]) -> list[Any]:
-    """Outputs of ``function``, whose shapes and dtypes are known."""
-    inputs = [Part(x if isinstance(x, jax.Array) else jax.numpy.asarray(x), ()) for x in arrays]
-    return Form(function, outputs, (), inputs, {}, ()).bind(dict.fromkeys(range(len(outputs)), ()), {})
 
 
 def _is_array(leaf: Any) -> bool:
@@ -168,7 +168,17 @@ class Bridge:
         if not is_x64:  # arrays that were made with x64 on are narrowed as other functions of JAX do
             arrays = [jax.numpy.asarray(x, t.dtype) for x, t in zip(arrays, types)]
         outputs = variant.outputs(types)
-        return jax.tree.unflatten(outputs.tree, call_flat(variant.function, arrays, outputs.types))
+        n_inputs, n_outputs = len(arrays), len(outputs.types)
+        request = Request(
+            variant.function,
+            outputs.types,
+            n_inputs,
+            values=tuple(range(n_outputs)),
+            operand_flags=((),) * n_inputs,
+            result_flags=((),) * n_outputs,
+        )
+        found = bind(request, [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in arrays])
+        return jax.tree.unflatten(outputs.tree, found)
 
 
 def _static(leaf: Any) -> Hashable:
@@ -191,7 +201,7 @@ class _Variant:
         self._known: dict[tuple[jax.ShapeDtypeStruct, ...], _Outputs] = {}
         function = bridge.function
         contract = function.contract
-        if callable(contract) and not isinstance(contract, Contraction):
+        if callable(contract):
             contract = self._call(contract, [Operand(i) for i in range(len(self._places))])
         self.function = replace(
             function,
@@ -307,20 +317,62 @@ def is_energy(outputs: Sequence[jax.ShapeDtypeStruct]) -> bool:
     return len(outputs) == 1 and not outputs[0].shape and jax.numpy.issubdtype(outputs[0].dtype, np.floating)
 
 
-class _Scalar(Contraction):
-    """One energy: its tangent is the sum of the products of gradients and tangents."""
-
-    def __call__(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
-        """The tangent of the energy."""
-        total = sum(jax.numpy.sum(gradients[i] * tangents[i]) for i in gradients)
-        return [jax.numpy.reshape(total, outputs[0].shape).astype(outputs[0].dtype)]
+ATOMS, SYSTEMS = "atoms", "systems"
 
 
-class _ScalarIfAny(_Scalar):
-    """The same where the output is one energy."""
+@dataclass(frozen=True)
+class Energies:
+    """How the tangents of energies follow from the gradients of their sum.
+
+    There is one energy, or each gradient belongs to a system: that of its atom, or of its row.
+
+    Parameters
+    ----------
+    roles : tuple of (int, str)
+        For the arrays that have a row for each atom, or each system; none where there is one energy.
+    batch_idx : int, optional
+        The array that has the system of each atom.
+    """
+
+    roles: tuple[tuple[int, str], ...] = ()
+    batch_idx: int | None = None
 
     def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
-        return is_energy(outputs)
+        """Whether it can, for inputs of these shapes that move.
+
+        The outputs are energies without channels, and each array has such rows, or there is one energy.
+        """
+        if not self.roles:
+            return is_energy(outputs)
+        if len(outputs) != 1 or len(outputs[0].shape) != 1:
+            return False
+        (n_systems,) = outputs[0].shape
+        roles = dict(self.roles)
+        of_atoms = self.batch_idx is not None
+
+        def has_rows(i: int, shape: tuple[int, ...]) -> bool:
+            if roles.get(i) == ATOMS:
+                return of_atoms and shape[:1] not in ((), (1,))  # one number may be that of all atoms
+            # a cell (3, 3) of all systems has no rows, also where there are three
+            return roles.get(i) == SYSTEMS and shape[:1] == (n_systems,) and len(shape) != 2
+
+        return n_systems == 1 or all(has_rows(i, shape) for i, shape in shapes.items())
+
+    def tangents(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
+        """Tangents of the energies."""
+        n_systems = math.prod(outputs[0].shape)
+        roles, total = dict(self.roles), jax.numpy.zeros(outputs[0].shape, outputs[0].dtype)
+        for i, gradient in gradients.items():
+            products = gradient * tangents[i]
+            if n_systems == 1:
+                total += jax.numpy.sum(products).astype(total.dtype)
+                continue
+            rows = jax.numpy.sum(jax.numpy.reshape(products, (products.shape[0], -1)), axis=1)
+            if roles[i] == ATOMS:
+                assert self.batch_idx is not None
+                rows = jax.ops.segment_sum(rows, inputs[self.batch_idx], n_systems)
+            total += rows.astype(total.dtype)
+        return [total]
 
 
-SCALAR, SCALAR_IF_ANY = _Scalar(), _ScalarIfAny()
+SCALAR, SCALAR_IF_ANY = Energies(), Energies()

@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,27 +22,6 @@ Flags = tuple[bool, ...]
 """Whether an operand or a result has an axis at each level of ``vmap``, outermost first."""
 
 
-Arrays = Mapping[int, jax.Array]
-"""Arrays by the number of their input."""
-
-Shapes = Sequence[jax.ShapeDtypeStruct]
-
-
-class Contraction(ABC):
-    """How the tangents of energies follow from the gradients of their sum, in JAX."""
-
-    inputs: tuple[int, ...] = ()
-    """Numbers of the inputs that it needs beside gradients and tangents."""
-
-    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
-        """Whether it can, for inputs of these shapes that move."""
-        return True
-
-    @abstractmethod
-    def __call__(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
-        """Tangents of the outputs."""
-
-
 @dataclass(eq=False)
 class TorchFunction:
     """A torch function of tensors, as the primitive calls it. Compared by identity.
@@ -57,7 +35,7 @@ class TorchFunction:
         Takes a tensor for each input, returns a sequence of tensors.
     name : str
         For messages.
-    contract : Contraction, optional
+    contract : Energies, optional
         For energies, whose gradient then comes with their values. Of a bridge also a function of the arguments, with an
         `Operand` for each array, that returns it or None.
     with_gradients : bool
@@ -99,7 +77,7 @@ class TorchFunction:
     batches_gradients: bool = False
     verdicts: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False)
     """Whether it computes the slices of a stack apart, by their number and shapes, as calls have shown."""
-    jitted: dict[Any, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False)
+    jitted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -131,23 +109,13 @@ class Request:
     function: TorchFunction
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     inputs: int
-    values: tuple[int, ...]
-    gradient: tuple[int, ...]
-    weights: tuple[int, ...]
-    directions: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-    operand_flags: tuple[Flags, ...]
-    result_flags: tuple[Flags, ...]
-
-    @property
-    def value_flags(self) -> dict[int, Flags]:
-        """Flags of the results that are values."""
-        return dict(zip(self.values, self.result_flags))
-
-    @property
-    def gradient_flags(self) -> dict[int, Flags]:
-        """Flags of the results that are gradients."""
-        return dict(zip(self.gradient, self.result_flags[len(self.values) :]))
+    values: tuple[int, ...] = ()
+    gradient: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
+    directions: tuple[tuple[int, ...], ...] = ()
+    sizes: tuple[int, ...] = ()
+    operand_flags: tuple[Flags, ...] = ()
+    result_flags: tuple[Flags, ...] = ()
 
     @property
     def of_calls(self) -> Flags:

@@ -39,8 +39,8 @@ def torch_dtype(dtype: Any, name: str = "array") -> torch.dtype:
     return found
 
 
-def jax_dtype(dtype: torch.dtype, name: str = "tensor") -> Any:
+def jax_dtype(dtype: torch.dtype) -> Any:
     """The dtype of JAX for one of torch, as narrow as ``jax_enable_x64`` makes it."""
     if dtype not in _JAX:
-        raise TypeError(f"`{name}` has dtype {dtype}, which JAX does not have")
+        raise TypeError(f"`tensor` has dtype {dtype}, which JAX does not have")
     return jax.dtypes.canonicalize_dtype(_JAX[dtype])

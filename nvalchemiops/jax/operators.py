@@ -1,21 +1,20 @@
 """JAX functions from the functions of `nvalchemiops.torch`: one definition, two front doors."""
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
-from nvalchemiops.jax.bridge import Bridge, Operand, types_without_data
-from nvalchemiops.jax.callback import Arrays, Contraction, Shapes
+from nvalchemiops.jax.bridge import Bridge, Energies, Operand, types_without_data
 from nvalchemiops.jax.dtypes import jax_dtype
-from nvalchemiops.jax.utils.transformations import is_traced
+from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 
 Shape = jax.ShapeDtypeStruct
@@ -24,28 +23,15 @@ _ARRAYS, _NUMBERS = "Tensor", "float"
 """What annotations say of parameters: arrays, or numbers that may be arrays without axes; all else is static."""
 
 
-class Folding(NamedTuple):
-    """How a function of one system takes many of them, as systems of a batch.
-
-    Parameters
-    ----------
-    is_possible : callable
-        Whether these arguments of one system allow it, with the same results; arrays are `jax.ShapeDtypeStruct`.
-    call : callable
-        ``call(function, arguments)``: the results along leading axes, for arguments with leading axes.
-    """
-
-    is_possible: Callable[..., bool]
-    call: Callable[[Callable[..., Any], dict[str, Any]], Any]
-
-
 def operator(
     function: Callable[..., Any],
     out_shapes: Callable[..., Any] | None = None,
     *,
-    contract: Callable[..., Contraction | None] | None = None,
+    name: str = "",
+    contract: Callable[..., Energies | None] | None = None,
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
-    fold: Folding | None = None,
+    fold: Callable[[Callable[..., Any], dict[str, Any]], Any] | None = None,
+    folds: Callable[..., bool] | None = None,
     extra: Mapping[str, str] | None = None,
     without: Sequence[str] = ("device", "domain"),
     constants: Sequence[str] = (),
@@ -59,12 +45,16 @@ def operator(
     out_shapes : callable, optional
         Shapes and dtypes of the results, from the arguments by keyword; those left at their default are left out.
         Without it the function is traced with tensors without data.
+    name : str, optional
+        For messages, of what is no function.
     contract : callable, optional
         As for `Bridge`, from the same arguments.
     prepare : callable, optional
         ``prepare(arguments)``: changes of the arguments, before the call.
-    fold : Folding, optional
-        How one call takes all slices of ``vmap``.
+    fold : callable, optional
+        ``fold(function, arguments)``: the results for all slices of ``vmap`` along leading axes, as systems of a batch.
+    folds : callable, optional
+        Whether these arguments of one slice allow it, with the same results; arrays are `jax.ShapeDtypeStruct`.
     extra : dict, optional
         Names of further parameters that have no effect, each with the name of the one that it comes after.
     without : sequence of str, optional
@@ -72,7 +62,7 @@ def operator(
     constants : sequence of str, optional
         Parameters by which there are no derivatives, beside those that are numbers in torch.
     """
-    name, kinds = function.__name__, {n: _kind(p) for n, p in inspect.signature(function).parameters.items()}
+    name, kinds = name or function.__name__, _kinds(function)
     signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})
     parameters, numbers = signature.parameters, [key for key, kind in kinds.items() if kind == _NUMBERS]
 
@@ -81,48 +71,39 @@ def operator(
             if isinstance(value := arguments.get(key), torch.Tensor):
                 arguments[key] = value.item()
         if fold is not None and arguments["positions"].ndim > 2:
-            return fold.call(function, arguments)
+            return fold(function, arguments)
         return function(**without_padding(arguments))
-
-    def shapes(**arguments: Any) -> Any:
-        return checked_shapes(call, out_shapes, arguments)
 
     bridge = Bridge(
         call,
-        shapes,
+        functools.partial(checked_shapes, call, out_shapes),
         name=name,
         contract=contract,
         only_reads=True,
-        at_once=fold.is_possible if fold else False,
+        at_once=folds or False,
         constants=frozenset(constants).union(numbers),
     )
 
-    def checked(key: str, value: Any) -> Any:
-        kind = kinds.get(key)
-        if kind == _ARRAYS:
-            return as_array(key, value)
-        return value if kind == _NUMBERS and is_traced(value) else as_static(f"{name}: `{key}`", value)
-
     def of_arrays(*args: Any, **kwargs: Any) -> Any:
-        arguments = {}
+        arguments: dict[str, Any] = {}
         for key, value in signature.bind(*args, **kwargs).arguments.items():
             if parameters[key].kind is inspect.Parameter.VAR_KEYWORD:
-                arguments.update(value)
+                arguments |= {added: as_array(added, number) for added, number in value.items()}
             elif key not in ignored and value is not parameters[key].default:
-                arguments[key] = checked(key, value)
-        if fold is not None:  # leading axes are those of vmap
-            _check_positions(arguments["positions"])
+                if kinds.get(key) == _ARRAYS:
+                    value = as_array(key, value)
+                elif kinds.get(key) != _NUMBERS or not is_traced(value):
+                    value = as_static(f"{name}: `{key}`", value)
+                arguments[key] = value
+        positions: Any = arguments.get("positions")
+        if fold is not None and not hasattr(positions, "ndim"):
+            raise TypeError(f"`positions` must be an array, got {type(positions).__name__}")
+        if fold is not None and positions.ndim != 2:  # leading axes are those of vmap
+            shape = tuple(positions.shape)
+            raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
         return bridge(**(arguments if prepare is None else prepare(arguments)))
 
     return named(of_arrays, name, _for_jax(function), signature)
-
-
-def _check_positions(positions: Any) -> None:
-    if not hasattr(positions, "ndim"):
-        raise TypeError(f"`positions` must be an array, got {type(positions).__name__}")
-    if positions.ndim != 2:
-        shape = tuple(positions.shape)
-        raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
 
 
 def named(call: Callable[..., Any], name: str, doc: str, signature: inspect.Signature) -> Any:
@@ -165,24 +146,21 @@ def _pairs_before_padding(rows: torch.Tensor, n_atoms: int) -> int:
 _SHIFTS = ("neighbor_shifts", "unit_shifts")
 
 
-def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None, arguments: Mapping[str, Any]) -> Any:
+def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None, /, **arguments: Any) -> Any:
     """Shapes of the results of a torch function, whose arguments are checked as far as they can be without values.
 
     Where the function cannot do without values, the shapes are those that ``rule`` gives.
     """
     try:
         with torch.no_grad():
-            return types_without_data(lambda given: function(**given), [dict(arguments)], torch.device("cpu"))
-    except ValuesNeededError:
-        if rule is None:
-            raise
-    except (TypeError, ValueError) as error:
-        text = _for_jax_arrays(str(error))
-        if type(error) not in (TypeError, ValueError) or text == str(error):
-            raise
-        raise type(error)(text) from None
-    except Exception:  # of torch: values are read, or sizes depend on them
-        if rule is None:
+            return types_without_data(lambda given: function(**given), [arguments], torch.device("cpu"))
+    except Exception as error:
+        if isinstance(error, (TypeError, ValueError)) and not isinstance(error, ValuesNeededError):
+            text = _for_jax_arrays(str(error))
+            if type(error) not in (TypeError, ValueError) or text == str(error):
+                raise
+            raise type(error)(text) from None
+        if rule is None:  # values are read, or sizes depend on them
             raise
     return rule(**arguments)
 
@@ -221,9 +199,9 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
-def _kind(parameter: inspect.Parameter) -> str:
-    text = str(parameter.annotation)
-    return next((kind for kind in (_ARRAYS, _NUMBERS) if kind in text), "")
+def _kinds(function: Callable[..., Any]) -> dict[str, str]:
+    texts = {name: str(parameter.annotation) for name, parameter in inspect.signature(function).parameters.items()}
+    return {name: next((kind for kind in (_ARRAYS, _NUMBERS) if kind in text), "") for name, text in texts.items()}
 
 
 def _signature(function: Callable[..., Any], extra: Mapping[str, str], without: Sequence[str]) -> inspect.Signature:
@@ -260,74 +238,19 @@ def _for_jax(function: Callable[..., Any]) -> str:
 
 # -- energies of systems --------------------------------------------------------------------------
 
-ATOMS, SYSTEMS = "atoms", "systems"
 
-
-@dataclass(frozen=True)
-class SystemEnergies(Contraction):
-    """Energies of systems from the gradients of their sum: each belongs to the system of its atom, or of its row.
-
-    Parameters
-    ----------
-    roles : tuple of (int, str)
-        For the arrays that have a row for each atom, or each system.
-    batch_idx : int or None
-        The array that has the system of each atom.
-    """
-
-    roles: tuple[tuple[int, str], ...]
-    batch_idx: int | None
-
-    @property
-    def inputs(self) -> tuple[int, ...]:  # type: ignore[override]  # computed, where others have a constant
-        """The array of systems, where there is one."""
-        return () if self.batch_idx is None else (self.batch_idx,)
-
-    def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
-        """Whether they are all results and without channels, and each array has such rows, or there is one system."""
-        if len(outputs) != 1 or len(outputs[0].shape) != 1:
-            return False
-        (n_systems,) = outputs[0].shape
-        roles = dict(self.roles)
-        of_atoms = self.batch_idx is not None
-
-        def has_rows(i: int, shape: tuple[int, ...]) -> bool:
-            if roles.get(i) == ATOMS:
-                return of_atoms and shape[:1] not in ((), (1,))  # one number may be that of all atoms
-            # a cell (3, 3) of all systems has no rows, also where there are three
-            return roles.get(i) == SYSTEMS and shape[:1] == (n_systems,) and len(shape) != 2
-
-        return n_systems == 1 or all(has_rows(i, shape) for i, shape in shapes.items())
-
-    def __call__(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
-        """Tangents of the energies."""
-        (n_systems,) = outputs[0].shape
-        roles, total = dict(self.roles), jnp.zeros(outputs[0].shape, outputs[0].dtype)
-        for i, gradient in gradients.items():
-            products = gradient * tangents[i]
-            if n_systems == 1:
-                total += jnp.sum(products).astype(total.dtype)
-                continue
-            rows = jnp.sum(jnp.reshape(products, (products.shape[0], -1)), axis=1)
-            if roles[i] == ATOMS:
-                assert self.batch_idx is not None
-                rows = jax.ops.segment_sum(rows, inputs[self.batch_idx], n_systems)
-            total += rows.astype(total.dtype)
-        return [total]
-
-
-def system_energies(roles: Mapping[str, str], reduction: str = "atom") -> Callable[..., Contraction | None]:
+def system_energies(roles: Mapping[str, str], reduction: str = "atom") -> Callable[..., Energies | None]:
     """The contraction of an operator, for calls whose results are energies of systems.
 
     ``roles`` says of arrays, by name, whether they have rows for atoms or for systems; ``reduction`` is what
     ``energy_reduction`` is where it is left out.
     """
 
-    def contract(energy_reduction: str = reduction, **arguments: Any) -> Contraction | None:
+    def contract(energy_reduction: str = reduction, **arguments: Any) -> Energies | None:
         if energy_reduction != "system":
             return None
         numbers = {name: int(value) for name, value in arguments.items() if isinstance(value, Operand)}
-        return SystemEnergies(tuple((numbers[n], roles[n]) for n in roles if n in numbers), numbers.get("batch_idx"))
+        return Energies(tuple((numbers[n], roles[n]) for n in roles if n in numbers), numbers.get("batch_idx"))
 
     return contract
 
@@ -361,8 +284,7 @@ def eager(
 
     A result that is a dataclass becomes one of the class ``into``.
     """
-    signature = _signature(function, {}, without)
-    kinds = {name: _kind(parameter) for name, parameter in inspect.signature(function).parameters.items()}
+    signature, kinds = _signature(function, {}, without), _kinds(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
@@ -385,7 +307,8 @@ def to_torch(value: Any) -> Any:
     """A tensor with the values of an array, also of one that is spread over devices; anything else as it is."""
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return value
-    array = jnp.asarray(value)
+    with jax.ensure_compile_time_eval():  # also in a function that JAX is tracing
+        array = jnp.asarray(value)
     if len(array.sharding.device_set) > 1:
         array = jax.device_put(array, array.addressable_shards[0].device)
     return torch.from_dlpack(array).clone()

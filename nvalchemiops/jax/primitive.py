@@ -28,6 +28,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +39,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from nvalchemiops.jax._jax_internals import aval_like, is_for_export, vary_alike, with_text_first, zero_tangent
-from nvalchemiops.jax.callback import Flags, Request, TorchFunction, evaluate
+from nvalchemiops.jax.callback import Flags, Request, evaluate
 
 torch_call_p = Primitive("torch_call")
 torch_call_p.multiple_results = True
@@ -52,11 +53,9 @@ class Part(NamedTuple):
 
 
 class Form(NamedTuple):
-    """The arguments of L: arrays or tracers."""
+    """The arguments of L: arrays or tracers, and a request with the same function, outputs, inputs and sizes."""
 
-    function: TorchFunction
-    outputs: tuple[jax.ShapeDtypeStruct, ...]
-    sizes: tuple[int, ...]
+    request: Request
     inputs: Sequence[Part]
     weights: Mapping[int, Part]
     directions: tuple[Mapping[int, Part], ...]
@@ -66,17 +65,11 @@ class Form(NamedTuple):
         """The arguments of ``request`` when its operands are ``operands``."""
         parts = iter([Part(array, flags) for array, flags in zip(operands, request.operand_flags)])
         return cls(
-            request.function,
-            request.outputs,
-            request.sizes,
+            request,
             tuple(next(parts) for _ in range(request.inputs)),
             {j: next(parts) for j in request.weights},
             tuple({i: next(parts) for i in direction} for direction in request.directions),
         )
-
-    def weighted(self, weights: Mapping[int, Part]) -> "Form":
-        """L with other weights; outputs without one do not count."""
-        return self._replace(weights=weights)
 
     def along(self, *directions: Mapping[int, Part]) -> "Form":
         """The derivative of L along more directions."""
@@ -89,15 +82,12 @@ class Form(NamedTuple):
     def bind(self, values: Mapping[int, Flags], gradient: Mapping[int, Flags]) -> list[Any]:
         """Derivatives of L by the weights of ``values`` and by a further direction along the inputs of ``gradient``."""
         parts = [*self.inputs, *self.weights.values(), *(p for d in self.directions for p in d.values())]
-        request = Request(
-            function=self.function,
-            outputs=self.outputs,
-            inputs=len(self.inputs),
+        request = replace(
+            self.request,
             values=tuple(values),
             gradient=tuple(gradient),
             weights=tuple(self.weights),
             directions=tuple(tuple(direction) for direction in self.directions),
-            sizes=self.sizes,
             operand_flags=tuple(part.flags for part in parts),
             result_flags=(*values.values(), *gradient.values()),
         )
@@ -121,22 +111,19 @@ def _evaluate(*operands: Any, request: Request) -> list[Any]:
 KEPT_REQUESTS = 256
 """Compiled calls outside of ``jit`` that are kept, of all functions: each takes more than a megabyte."""
 
-_kept: "deque[tuple[weakref.ref[TorchFunction], weakref.ref[Any]]]" = deque()
-"""Those that are kept, oldest first. They are dropped here since they and their functions hold each other."""
+_kept: "deque[weakref.ref[Request]]" = deque()
+"""The requests of those that are kept, oldest first."""
 
 
 def _compiled(request: Request) -> Callable[..., list[Any]]:
     """The compiled call for ``request``, which its function keeps."""
-    jitted: Any = jax.jit(functools.partial(torch_call_p.bind, request=request))
-    request.function.jitted[request] = jitted
-    _kept.append((weakref.ref(request.function), weakref.ref(jitted)))
+    new: Any = jax.jit(functools.partial(torch_call_p.bind, request=request))
+    jitted = request.function.jitted.setdefault(request, new)  # all threads get the same
+    _kept.append(weakref.ref(request))
     while len(_kept) > KEPT_REQUESTS:
-        of_function, of_jitted = _kept.popleft()
-        function, oldest = of_function(), of_jitted()
-        if function is not None and oldest is not None:
-            for key in [key for key, value in list(function.jitted.items()) if value is oldest]:
-                function.jitted.pop(key, None)
-            oldest.clear_cache()
+        oldest = _kept.popleft()()
+        if oldest is not None and (dropped := oldest.function.jitted.pop(oldest, None)) is not None:
+            dropped.clear_cache()  # JAX and the function hold each other
     return jitted
 
 
@@ -207,12 +194,15 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -
     form, moving = Form.of(request, primals), Form.of(request, tangents)
     moved = _present(dict(enumerate(moving.inputs)))
     _check_differentiable(request, moved)
-    values, gradient = request.value_flags, request.gradient_flags
-    if not values or not moved or form.directions or not _contracts(form, moved):
+    values = dict(zip(request.values, request.result_flags))
+    gradient = dict(zip(request.gradient, request.result_flags[len(values) :]))
+    contract = request.function.contract
+    shapes = {i: tuple(part.array.shape[sum(part.flags) :]) for i, part in moved.items()}
+    if not values or not moved or form.directions or contract is None or not contract.covers(shapes, request.outputs):
         results = bind(request, primals)
         return results, _instantiated(results, _tangents(form, moving, moved, values, gradient))
     # an energy: the gradients by all inputs that move come from the same callback
-    everywhere = (True,) * len(form.sizes)
+    everywhere = (True,) * len(request.sizes)
     wanted = {**dict.fromkeys(moved, everywhere), **gradient}
     results = form.bind(values, wanted)
     gradients = dict(zip(wanted, results[len(values) :]))
@@ -249,12 +239,12 @@ def _tangents(
     form: Form, moving: Form, moved: Mapping[int, Part], values: Mapping[int, Flags], gradient: Mapping[int, Flags]
 ) -> list[Any]:
     """Tangents of the results; None where they are zero."""
-    smooth = {j: flags for j, flags in values.items() if _is_smooth(form.outputs[j])}
+    smooth = {j: flags for j, flags in values.items() if _is_smooth(form.request.outputs[j])}
     if not smooth and not gradient:
         return [None] * len(values)
     terms = [form.along(moved)] if moved else []
     if weights := _present(moving.weights):
-        terms.append(form.weighted(weights))
+        terms.append(form._replace(weights=weights))
     for number, direction in enumerate(moving.directions):
         if present := _present(direction):
             terms.append(form.without(number).along(present))
@@ -265,28 +255,15 @@ def _tangents(
     return [by_value.get(j) for j in values] + sums[len(smooth) :]
 
 
-def _contracts(form: Form, moved: Mapping[int, Part]) -> bool:
-    contract = form.function.contract
-    shapes = {i: tuple(part.array.shape[sum(part.flags) :]) for i, part in moved.items()}
-    return contract is not None and contract.covers(shapes, form.outputs)
-
-
 def _contract(form: Form, gradients: Mapping[int, Any], moved: Mapping[int, Part]) -> list[Any]:
     """Tangents of energies whose gradients are known, slice by slice."""
-    found = form.function.contract
-    assert found is not None
-    contract: Callable[..., Any] = functools.partial(found, outputs=form.outputs)
-    others = {i: form.inputs[i] for i in found.inputs}
-    for level in reversed(range(len(form.sizes))):
-        axes = (
-            dict.fromkeys(gradients, 0),
-            {i: 0 if part.flags[level] else None for i, part in moved.items()},
-            {i: 0 if part.flags[level] else None for i, part in others.items()},
-        )
-        contract = jax.vmap(contract, in_axes=axes, axis_size=form.sizes[level])
-    return list(
-        contract(gradients, {i: part.array for i, part in moved.items()}, {i: p.array for i, p in others.items()})
-    )
+    inputs, request = dict(enumerate(form.inputs)), form.request
+    contract: Callable[..., Any] = functools.partial(request.function.contract.tangents, outputs=request.outputs)
+    for level in reversed(range(len(request.sizes))):
+        of_moved, of_inputs = ({i: 0 if p.flags[level] else None for i, p in x.items()} for x in (moved, inputs))
+        axes = (dict.fromkeys(gradients, 0), of_moved, of_inputs)
+        contract = jax.vmap(contract, in_axes=axes, axis_size=request.sizes[level])
+    return list(contract(gradients, *({i: p.array for i, p in x.items()} for x in (moved, inputs))))
 
 
 ad.primitive_jvps[torch_call_p] = _jvp
@@ -314,10 +291,10 @@ def _transpose(cotangents: Sequence[Any], *operands: Any, request: Request) -> l
     for number, direction in enumerate(form.directions):
         if gradient := unknown(direction):
             rest = form.without(number)
-            terms += [rest.weighted(by_value).bind({}, gradient)] if by_value else []
+            terms += [rest._replace(weights=by_value).bind({}, gradient)] if by_value else []
             terms += [rest.along(by_input).bind({}, gradient)] if by_input else []
     if values := unknown(form.weights):
-        terms += [form.weighted({}).along(by_input).bind(values, {})] if by_input else []
+        terms += [form._replace(weights={}).along(by_input).bind(values, {})] if by_input else []
     sums = iter([functools.reduce(jnp.add, term) for term in zip(*terms)])
     return [None if not ad.is_undefined_primal(o) else next(sums) if terms else ad.Zero(o.aval) for o in operands]
 

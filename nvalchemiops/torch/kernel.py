@@ -7,7 +7,7 @@ For code that has a kernel and needs a tensor. An op that launches several kerne
 import hashlib
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -252,10 +252,6 @@ class _Call(NamedTuple):
         launch(self.kernel, self.grid(inputs), inputs, results)
         return unpack(results)
 
-    def body(self) -> Callable[..., Any]:
-        """The body of an op that makes this call."""
-        return _body(lambda values: self.run(values), self.inputs, self.kernel.key)
-
     @property
     def floats(self) -> list[OutputSpec]:
         """The outputs that may have gradients."""
@@ -323,10 +319,6 @@ def _body(function: Callable[..., Any], parameters: Sequence[tuple[str, Any]], n
     return body
 
 
-def _tensors(names: Iterable[str]) -> list[tuple[str, Any]]:
-    return [(name, torch.Tensor) for name in names]
-
-
 def _single_op(call: _Call, differentiable: bool) -> WarpOp:
     key = ("kernel", *call.key, differentiable)
     return _registered(key, lambda: _op_by_adjoint(call) if differentiable else _new_op(call, "none"))
@@ -335,21 +327,26 @@ def _single_op(call: _Call, differentiable: bool) -> WarpOp:
 def _new_op(
     call: _Call,
     extra: str,
-    tracked: Sequence[int] | None = None,
-    derivative: Callable[[str], Backward] = lambda name: "none",
+    read: Sequence[OutputSpec] = (),
+    gradients: Sequence[OutputSpec] = (),
+    derivative: Callable[[Sequence[Any]], Any] | None = None,
 ) -> WarpOp:
-    """Register an op; its backward for the inputs ``tracked`` is that which ``derivative`` makes, given its name."""
+    """Register an op.
+
+    Its ``derivative``, if there is one, gives the ``gradients`` of inputs for all inputs, the outputs that it is to
+    ``read``, and the gradients of the outputs that may have some.
+    """
     identity = call.identity(extra)
-    name = _op_name(call.kernel, identity)
-    named = None if tracked is None else [o.name for o in call.floats] + [call.inputs[i][0] for i in tracked]
-    return WarpOp(declare(call.body(), name, call.outputs, named, backward=derivative(name)), identity=identity)
-
-
-def _last_op(
-    name: str, run: Callable[..., Any], inputs: Sequence[tuple[str, Any]], outputs: Sequence[OutputSpec]
-) -> Any:
-    body = _body(run, inputs, name.partition("::")[2])
-    return WarpOp(declare(body, name, outputs, backward="none")).public
+    name, key, floats = f"{NAMESPACE}::{call.kernel.key}_{identity}", call.kernel.key, call.floats
+    backward: Backward = "none"
+    named = None
+    if derivative is not None:
+        tensors = [*(o.name for o in read), *(f"grad_{o.name}" for o in floats)]
+        body = _body(derivative, [*call.inputs, *((name, torch.Tensor) for name in tensors)], f"{key}_backward")
+        backward = WarpOp(declare(body, f"{name}_backward", gradients, backward="none")).public
+        named = [*(o.name for o in floats), *(o.name.removeprefix("grad_") for o in gradients)]
+    body = _body(lambda values: call.run(values), call.inputs, key)
+    return WarpOp(declare(body, name, call.outputs, named, backward=backward), identity=identity)
 
 
 def _op_by_adjoint(call: _Call) -> WarpOp:
@@ -369,9 +366,7 @@ def _op_by_adjoint(call: _Call) -> WarpOp:
         launch_adjoint(call.kernel, call.grid(inputs), [*inputs, *results], [*gradients, *cotangents])
         return tuple(gradients[i] for i in tracked)
 
-    parameters = [*call.inputs, *_tensors(o.name for o in outputs), *_tensors(f"grad_{o.name}" for o in call.floats)]
-    specs = [like(f"grad_{call.inputs[i][0]}", i) for i in tracked]
-    return _new_op(call, "adjoint", tracked, lambda name: _last_op(f"{name}_adjoint", run, parameters, specs))
+    return _new_op(call, "adjoint", outputs, [like(f"grad_{call.inputs[i][0]}", i) for i in tracked], run)
 
 
 def _op_by_pair(
@@ -398,51 +393,24 @@ def _op_by_pair(
             f"`backward_kernel`: '{backward_kernel.key}' has {len(given)} parameters, but {len(saved)} saved inputs, "
             f"{len(call.floats)} output gradients and {n_grads} input gradients make {expected}"
         )
-
-    def run(values: Sequence[Any]) -> Any:
-        gradients = [_zeros(spec, values) for spec in specs]
-        launch(backward_kernel, values[0], values[1 + n_grads :], gradients)
-        return tuple(gradients)
-
-    # shapes of inputs are arguments, so that an input is not saved only for the shape of its gradient
-    names: list[tuple[str, Any]] = [("launch_grid", list[int])]
-    names += [(f"shape_{i}", list[int]) for i in range(n_grads)]
-    names += [(f"saved_{i}", parameters[i][1]) for i in saved]
-    names += _tensors(f"cotangent_{o.name}" for o in call.floats)
-    first = 1 + n_grads + len(saved)
     elements = [a.type.dtype for a in given[-n_grads:]]
     specs = [
         OutputSpec(
             f"grad_{parameters[i][0]}",
-            (lambda *values: wp.dtype_from_torch(values[first].dtype)) if elements[i] is Any else elements[i],
-            lambda *values, i=i: tuple(values[1 + i]),
+            (lambda *values: wp.dtype_from_torch(values[count].dtype)) if elements[i] is Any else elements[i],
+            lambda *values, i=i: values[i].shape,
         )
         for i in range(n_grads)
     ]
 
-    def derivative(name: str) -> Callable[..., Any]:
-        backward_op = _last_op(f"{name}_backward", run, names, specs)
-
-        def formula(values: Sequence[Any]) -> Any:
-            inputs, cotangents = values[:count], values[count:]
-            shapes = [list(inputs[i].shape) for i in range(n_grads)]
-            return backward_op(list(call.grid(inputs)), *shapes, *(inputs[i] for i in saved), *cotangents)
-
-        return _body(formula, [*parameters, *_tensors(f"grad_{o.name}" for o in call.floats)], "backward")
+    def run(values: Sequence[Any]) -> Any:
+        gradients = [_zeros(spec, values) for spec in specs]
+        launch(backward_kernel, call.grid(values[:count]), [*(values[i] for i in saved), *values[count:]], gradients)
+        return tuple(gradients)
 
     extra = _Call(backward_kernel, (), saved).identity(str(n_grads))
-    return _new_op(call, extra, range(n_grads), derivative)
+    return _new_op(call, extra, (), specs, run)
 
 
 def _is_float(dtype: Any) -> bool:
     return dtype is Any or scalar_type(dtype) in (wp.float16, wp.float32, wp.float64)
-
-
-def _op_name(kernel: wp.Kernel, identity: str) -> str:
-    """A new name, also for two kernels with the same identity."""
-    name = f"{NAMESPACE}::{kernel.key}_{identity}"
-    count = _names_given[name] = _names_given.get(name, 0) + 1
-    return name if count == 1 else f"{name}_{count}"
-
-
-_names_given: dict[str, int] = {}

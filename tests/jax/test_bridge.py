@@ -461,8 +461,8 @@ def test_outside_of_jit_a_bounded_number_of_calls_stays_compiled(monkeypatch):
     for number in range(8):
         assert_same(scaled[number % 2](X, float(number)), number * X)
     assert len(primitive._kept) == 3
-    kept = [reference() for _, reference in primitive._kept]
-    assert sum(jitted._cache_size() for jitted in kept) == 3
+    kept = [reference() for reference in primitive._kept]
+    assert sum(request.function.jitted[request]._cache_size() for request in kept) == 3
     assert_same(scaled[0](X, 0.0), 0 * X)
 
 

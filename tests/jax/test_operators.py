@@ -637,19 +637,31 @@ def test_numbers_of_torch_have_no_derivative(name):
     np.testing.assert_array_equal(constant[1], jax.jit(jax.grad(lambda x: energy(jnp.asarray(value), x)))(x))
 
 
+def test_tables_of_d3_of_numpy_may_be_closed_over():
+    x, numbers = to_jax([SYSTEM.positions * 1.5, NUMBERS])
+    tables = jax.tree.map(lambda table: 1.5 * np.array(table), JAX_TABLES)
+
+    def energy(x):
+        return dispersion.dftd3(x, numbers, 0.4, 4.0, 1.9, d3_params=tables, cutoff=8.0)[0]
+
+    np.testing.assert_array_equal(jax.jit(energy)(x), energy(x))
+
+
 def test_tables_of_d3_are_prepared_for_all_threads_alike(monkeypatch):
     module = importlib.import_module("nvalchemiops.jax.interactions.dispersion._dftd3")
     monkeypatch.setattr(module, "_kept", Kept(2))
-    monkeypatch.setattr(module, "KEPT_TABLES", 2)
     barrier = threading.Barrier(4)
+    several = [jax.tree.map(lambda table, n=n: n * table, JAX_TABLES) for n in (1.0, 2.0, 3.0)]
 
-    def make(number):
+    def prepare(number):
         barrier.wait()
-        return [module._keep(key, None, lambda key=key: key) for key in (number % 2, 2, 3)]
+        return [module._prepare({"d3_params": tables})["d3_params"] for tables in several[number % 2 :]]
 
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(make, range(4)))
-    assert [[tables.parameters for tables in row] for row in found] == [[i % 2, 2, 3] for i in range(4)]
+        found = list(pool.map(prepare, range(4)))
+    for row in found:
+        for tables, given in zip(reversed(row), reversed(several)):
+            np.testing.assert_array_equal(tables.c6ab.numpy(), given.c6ab)
     assert len(module._kept) == 2
 
 

@@ -7,24 +7,9 @@ from typing import Any
 
 import jax
 
-from nvalchemiops.jax.bridge import Bridge
-from nvalchemiops.jax.operators import (
-    ATOMS,
-    SYSTEMS,
-    Shape,
-    as_array,
-    as_static,
-    checked_shapes,
-    number_of_systems,
-    system_energies,
-    without_padding,
-)
+from nvalchemiops.jax.bridge import ATOMS, SYSTEMS
+from nvalchemiops.jax.operators import Shape, number_of_systems, operator, system_energies
 from nvalchemiops.torch.interactions import pair
-
-_STATIC = frozenset(
-    {"fill_value", "half_list", "neighbor_cutoff", "num_systems", "compute_forces", "compute_gradients"}
-    | {"compute_virial", "energy_reduction", "check"}
-)
 
 
 class PairPotential:
@@ -74,27 +59,11 @@ class PairPotential:
         roles = dict.fromkeys(formula.per_atom, ATOMS) | dict.fromkeys(formula.global_parameters, SYSTEMS)
         contract = system_energies({"positions": ATOMS, "cell": SYSTEMS, **roles})
 
-        def call(**arguments: Any) -> Any:
-            return potential(**without_padding(arguments))
-
-        self._bridge = Bridge(
-            call,
-            lambda **arguments: checked_shapes(call, self._shapes, arguments),
-            name=repr(potential),
-            contract=contract,
-            only_reads=True,
-        )
+        self._call = operator(potential, self._shapes, name=repr(potential), contract=contract)
 
     def __call__(self, positions: jax.Array, cell: jax.Array | None = None, **arguments: Any) -> Any:
         """Energies and, if requested, forces, gradients by parameters and virial; arguments as in torch."""
-        given = {"positions": positions, "cell": cell, **arguments}
-        found = {}
-        for name, value in given.items():
-            if name in _STATIC:
-                found[name] = as_static(f"`{name}`", value)
-            elif value is not None:
-                found[name] = as_array(name, value)
-        return self._bridge(**found)
+        return self._call(positions, cell, **arguments)
 
     def _shapes(
         self,

@@ -42,8 +42,7 @@ def library_for(name: str, body: Callable[..., Any]) -> tuple[Any, str]:
 def fingerprint(body: Callable[..., Any], backward: Any, outputs: Sequence[OutputSpec], extra: str) -> int:
     """A number that changes with the release, the body, the backward and the specs (positive, below 2^56)."""
     versions = [__version__, torch.__version__, wp.__version__, np.__version__]
-    parts = [*versions, extra, value_identity(body), value_identity(backward)]
-    parts += [value_identity(v) for o in outputs for v in (o.name, o.shape, o.dtype, o.torch_dtype)]
+    parts = [*versions, extra, value_identity(body), value_identity(backward), *map(value_identity, outputs)]
     return int(_digest(parts)[:14], 16) | 1
 
 

@@ -4,10 +4,9 @@ An op's derivative is here another op or a function of ops (`Formula`), or there
 recorded tape is the subclass `nvalchemiops.torch.autograd.tape_op.TapeOp`.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -369,7 +368,7 @@ def _make({", ".join(values)}):
     def _autocast(self, device: str, *args: Any) -> Any:
         """Under autocast the op computes as without: half precision inputs widen, the rest stays."""
         args = self._complete(args)
-        with without_autocast(device):
+        with torch.autocast(device, enabled=False):
             return self.overload(*[a if i in self.mutated else widened(a) for i, a in enumerate(args)])
 
 
@@ -388,16 +387,6 @@ def widened(value: Any) -> Any:
         return [widened(entry) for entry in value]
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
     return value.to(torch.float32) if is_half else value
-
-
-@contextlib.contextmanager
-def without_autocast(device: str) -> Iterator[None]:
-    """Autocast off inside, and on afterwards."""
-    torch.set_autocast_enabled(device, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device, True)
 
 
 def unpack(results: Sequence[torch.Tensor]) -> Any:

@@ -52,11 +52,11 @@ class TapeOp(WarpOp):
         return super()._continue_below_autograd(keyset, record, (*args[: self._count], record, args[-1]))
 
     def _execute(self, inputs: Sequence[Any], hidden: Sequence[int], device: torch.device) -> Any:
-        record = hidden[0]
-        if not record:
-            return (*self._results(inputs, device), tapes.new_token())
-        results, recording = self.record(inputs, record, device)
-        return (*results, tapes.keep(recording))
+        token = torch.zeros(1, dtype=torch.int64, device="cpu")  # so that looking it up never waits for a GPU
+        if not hidden[0]:
+            return (*self._results(inputs, device), token)
+        results, tapes.recordings[token.untyped_storage()] = self.record(inputs, hidden[0], device)
+        return (*results, token)
 
     def record(
         self, inputs: Sequence[Any], record: int, device: torch.device
@@ -142,9 +142,9 @@ class _Replay(WarpOp):
         token, *rest = args[: self._count]
         inputs, outputs = rest[: op._count], rest[op._count : op._count + len(op.outputs)]
         cotangents, record = rest[op._count + len(op.outputs) : -1], rest[-1]
-        recording = tapes.find(token, [inputs[i] for i in op.tensors], outputs)
+        recording = tapes.recordings.get(token.untyped_storage())
         device = op.declared.device_of(inputs)
-        if recording is None:
+        if recording is None or not recording.is_usable([inputs[i] for i in op.tensors], outputs):
             if op.mutated:
                 raise RuntimeError(
                     f"{op.name}: the recorded execution is gone or in use, and an op that mutates its arguments "
@@ -152,7 +152,7 @@ class _Replay(WarpOp):
                 )
             _, recording = op.record(inputs, record, device)
         wanted = [(op.parameters[i].name, inputs[i]) for i, bit in op._bits.items() if record >> bit & 1]
-        found = iter(tapes.gradients_of(recording, dict(zip(self.named, cotangents)), wanted, op.name))
+        found = iter(recording.gradients(dict(zip(self.named, cotangents)), wanted, op.name))
         return self._one_each(record, device, lambda _: next(found))
 
     def _fake(self, *args: Any) -> Any:

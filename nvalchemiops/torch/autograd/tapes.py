@@ -246,67 +246,37 @@ class Recording:
         if any(version_of(t) != v for t, v in zip(self.outputs, self.versions)):
             return False
         read = [*zip(self.outputs, outputs), *(() if self.owns_data else zip(self.inputs, inputs))]
-        return all(new is None or old is None or _same_memory(old, new) for old, new in read)
+        there = [(old, new) for old, new in read if old is not None and new is not None]
+        return all(a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() for a, b in there)
+
+    def gradients(
+        self, cotangents: Mapping[str, torch.Tensor | None], wanted: Sequence[tuple[str, torch.Tensor]], op_name: str
+    ) -> list[torch.Tensor]:
+        """Gradients of the ``wanted`` inputs, in fresh memory."""
+        recorded = any(tape.launches for tape in self.tapes)
+        if not recorded and any(tensor.numel() for _, tensor in wanted):
+            raise NotDifferentiableError(
+                f"{op_name}: a gradient was asked for, but the body recorded no launch. Record the launches with "
+                "WarpAutogradContextManager(needs_grad(...)) and hand the tape over with attach_for_backward, or give "
+                "the op an explicit backward: warp_custom_op(..., backward=...)"
+            )
+        with self.lock:
+            self.replaying = threading.get_ident()
+            try:
+                replay(self.tapes, self.arrays, cotangents, op_name)
+                return [_gradient_like(tensor, self.arrays.get(name)) for name, tensor in wanted]
+            finally:
+                self.replaying = None
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+recordings: weakref.WeakKeyDictionary[torch.UntypedStorage, Recording] = weakref.WeakKeyDictionary()
+"""By the memory of their tokens.
 
-
-_recordings: weakref.WeakKeyDictionary[torch.UntypedStorage, Recording] = weakref.WeakKeyDictionary()
-"""By the memory of their tokens."""
+A token's Python object comes and goes as autograd saves and wraps it, and its content must be the same in every run for
+compilers to trust the op; its storage is what lives as long as the graph. A copy of a token leads to no recording.
+"""
 
 
 def live_recordings() -> int:
     """How many recorded executions are kept for a backward pass that may still come."""
-    return len(_recordings)
-
-
-def new_token() -> torch.Tensor:
-    """The hidden output of one execution, in fresh memory; `keep` returns one that leads to a recording.
-
-    It lies on the CPU, so that looking it up never waits for a GPU.
-    """
-    return torch.zeros(1, dtype=torch.int64, device="cpu")
-
-
-def keep(recording: Recording) -> torch.Tensor:
-    """Keep a recording exactly as long as the memory of the returned token lives.
-
-    The token's Python object comes and goes as autograd saves and wraps it, and its content must be the same in
-    every run for compilers to trust the op; its storage is what lives as long as the graph.
-    """
-    token = new_token()
-    _recordings[token.untyped_storage()] = recording
-    return token
-
-
-def find(
-    token: torch.Tensor, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]
-) -> Recording | None:
-    """The recording to which a token leads, if it is usable; a copy of a token leads to none."""
-    found = _recordings.get(token.untyped_storage())
-    return found if found is not None and found.is_usable(inputs, outputs) else None
-
-
-def gradients_of(
-    recording: Recording,
-    cotangents: Mapping[str, torch.Tensor | None],
-    wanted: Sequence[tuple[str, torch.Tensor]],
-    op_name: str,
-) -> list[torch.Tensor]:
-    """Gradients of the ``wanted`` inputs, in fresh memory."""
-    recorded = any(tape.launches for tape in recording.tapes)
-    if not recorded and any(tensor.numel() for _, tensor in wanted):
-        raise NotDifferentiableError(
-            f"{op_name}: a gradient was asked for, but the body recorded no launch. Record the launches with "
-            "WarpAutogradContextManager(needs_grad(...)) and hand the tape over with attach_for_backward, or give "
-            "the op an explicit backward: warp_custom_op(..., backward=...)"
-        )
-    with recording.lock:
-        recording.replaying = threading.get_ident()
-        try:
-            replay(recording.tapes, recording.arrays, cotangents, op_name)
-            return [_gradient_like(tensor, recording.arrays.get(name)) for name, tensor in wanted]
-        finally:
-            recording.replaying = None
+    return len(recordings)

@@ -23,7 +23,7 @@ from nvalchemiops import __version__, notices
 from nvalchemiops.arguments import ValuesError
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.autograd.naming import library_for
-from nvalchemiops.torch.autograd.op import refuse_transforms, widened, without_autocast
+from nvalchemiops.torch.autograd.op import refuse_transforms, widened
 from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.runtime.context import hidden_values
@@ -315,7 +315,7 @@ def _autograd(keyset: Any, *args: Any) -> list[torch.Tensor]:
 
 
 def _autocast(device: str, *args: Any) -> Any:
-    with without_autocast(device):
+    with torch.autocast(device, enabled=False):
         return one_op(*map(widened, args))
 
 

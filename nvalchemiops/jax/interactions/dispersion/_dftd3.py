@@ -2,22 +2,16 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import numpy as np
 
 from nvalchemiops.jax.operators import Shape, number_of_systems, operator, to_torch
-from nvalchemiops.jax.utils.dataclasses import dataclass, field
-from nvalchemiops.jax.utils.transformations import is_traced
+from nvalchemiops.jax.utils import dataclass, field, is_traced
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions import dispersion
-
-_TABLES = ("rcov", "r4r2", "c6ab", "cn_ref")
-
-_PARTS = ("covalent_radii", "r4r2", "c6_reference", "coord_num_ref")
-"""The same as arguments."""
 
 
 @dataclass(frozen=False)
@@ -55,26 +49,8 @@ class D3Parameters:
         return self.rcov.shape[0] - 1
 
 
-class _Tables:
-    """Tables of torch as a static argument: compared by identity, since they are made once for the same arrays."""
-
-    def __init__(self, parameters: dispersion.D3Parameters) -> None:
-        self.parameters = parameters
-
-
-KEPT_TABLES = 8
-"""Sets of tables that are kept: to prepare them takes a second."""
-
-_kept: Kept[tuple[Any, _Tables]] = Kept(KEPT_TABLES)
-
-
-def _keep(key: Hashable, source: Any, make: Callable[[], dispersion.D3Parameters]) -> _Tables:
-    found = _kept.get(key)
-    if found is None:
-        made = source, _Tables(make())
-        found = _kept.setdefault(key, made)  # all threads get the same
-        _kept.drop(len(_kept) - KEPT_TABLES)
-    return found[1]
+_kept: Kept[tuple[Any, dispersion.D3Parameters]] = Kept(8)
+"""Tables of JAX and the same of torch, which are static arguments, compared by identity: no call reads them again."""
 
 
 def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -82,35 +58,33 @@ def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:
     given = arguments.get("d3_params")
     if isinstance(given, dict):
         given = arguments["d3_params"] = D3Parameters(**given)
-    if isinstance(given, D3Parameters):
+    if isinstance(given, D3Parameters) and not is_traced(given):
         leaves = jax.tree.leaves(given)
-        if not is_traced(given):
-            # JAX arrays are immutable, so they are as good a key as their values, as long as they exist
-            of_jax = all(isinstance(leaf, jax.Array) for leaf in leaves)
-            key = (*map(id, leaves),) if of_jax else _contents(map(np.asarray, leaves))
-            arguments["d3_params"] = _keep(
-                (*key, given.interp_mesh), leaves, lambda: _parameters(jax.tree.map(to_torch, given))
-            )
+        key = (given.interp_mesh, *map(_key_of, leaves))
+        made = _kept.get(key) or (leaves, _parameters(jax.tree.map(to_torch, given)))
+        _, arguments["d3_params"] = _kept.setdefault(key, made)  # all threads get the same
+        _kept.drop(len(_kept) - _kept.most)
     return arguments
 
 
-def _contents(tables: Iterable[np.ndarray]) -> tuple[Hashable, ...]:
-    """A key for the values of tables."""
-    arrays = [np.ascontiguousarray(x) for x in tables]
-    return (hashlib.sha256(b"".join(x.tobytes() for x in arrays)).digest(), *((x.shape, str(x.dtype)) for x in arrays))
+def _key_of(table: Any) -> Hashable:
+    """JAX arrays are immutable, so they are as good a key as their values, as long as they exist."""
+    if isinstance(table, jax.Array):
+        return id(table)
+    values = np.asarray(table)
+    return values.shape, str(values.dtype), hashlib.sha256(values.tobytes()).digest()
 
 
 def _parameters(tables: Any) -> dispersion.D3Parameters:
-    names = (*_TABLES, "interp_mesh")
-    return dispersion.D3Parameters(*(getattr(tables, name) for name in names), r0ab=tables.r0ab).to("cpu")
+    """Parameters of these tensors, which are not copied."""
+    given = {name: getattr(tables, name) for name in ("rcov", "r4r2", "c6ab", "cn_ref", "r0ab")}
+    return dispersion.D3Parameters._of(jax.tree.map(lambda x: x.to("cpu"), given), tables.interp_mesh)
 
 
 @functools.wraps(dispersion.dftd3)
 def _dftd3(*, d3_params: Any = None, **arguments: Any) -> Any:
     if isinstance(d3_params, D3Parameters):
         d3_params = _parameters(d3_params)
-    elif isinstance(d3_params, _Tables):
-        d3_params = d3_params.parameters
     return dispersion.dftd3(d3_params=d3_params, **arguments)
 
 
@@ -120,4 +94,6 @@ def _shapes(positions: Any, compute_virial: bool = False, **others: Any) -> Any:
     return (*results, *[Shape((n_systems, 3, 3), dtype)] * compute_virial)
 
 
-dftd3: Any = operator(_dftd3, _shapes, prepare=_prepare, constants=("d3_params", *_PARTS))
+_CONSTANTS = ("d3_params", "covalent_radii", "r4r2", "c6_reference", "coord_num_ref")
+
+dftd3: Any = operator(_dftd3, _shapes, prepare=_prepare, constants=_CONSTANTS)

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import torch
 
-from nvalchemiops.jax.operators import ATOMS, SYSTEMS, Folding, Shape, operator, system_energies
+from nvalchemiops.jax.bridge import ATOMS, SYSTEMS
+from nvalchemiops.jax.operators import Shape, operator, system_energies
 
 
 def of_sum(
@@ -82,6 +83,7 @@ def sum_operator(function: Callable[..., Any], part: str = "both", **options: An
         function,
         of_sum,
         contract=system_energies(OF_CHARGES),
-        fold=Folding(functools.partial(_is_foldable, part=part), _folded),
+        fold=_folded,
+        folds=functools.partial(_is_foldable, part=part),
         **options,
     )

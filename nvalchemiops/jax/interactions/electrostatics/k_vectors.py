@@ -3,7 +3,7 @@
 from typing import Any
 
 from nvalchemiops.jax.operators import eager, operator
-from nvalchemiops.jax.utils.transformations import is_traced
+from nvalchemiops.jax.utils import is_traced
 from nvalchemiops.torch.interactions.electrostatics import k_vectors
 
 k_vectors_from_miller_indices: Any = operator(k_vectors.k_vectors_from_miller_indices)

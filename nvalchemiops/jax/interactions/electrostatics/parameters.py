@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from nvalchemiops.jax.operators import eager
-from nvalchemiops.jax.utils.dataclasses import dataclass, field
+from nvalchemiops.jax.utils import dataclass, field
 from nvalchemiops.torch.interactions.electrostatics import parameters
 
 
