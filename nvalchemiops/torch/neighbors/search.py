@@ -79,6 +79,11 @@ class Search(NamedTuple):
     tie_tolerance: float = 0.0
     symmetric: bool = False
 
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> "Search":
+        """The search of an op, from its arguments, which begin with these."""
+        return cls._make([*arguments.values()][: len(cls._fields)])
+
     @property
     def n_rows(self) -> int:
         """Rows of the result."""
@@ -417,48 +422,28 @@ def neighbor_pairs(
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The list format. Waits for the device to learn the number of pairs, and raises for faulty input."""
-    search = Search(
-        positions,
-        cutoff,
-        cell,
-        pbc,
-        batch_idx,
-        batch_ptr,
-        target_indices,
-        half,
-        method,
-        nearest,
-        tie_tolerance,
-        symmetric,
-    )
-
-    return _listed(search, lambda count: 0, with_first=True)
+    return neighbor_rows(Search.of(locals()))
 
 
 def neighbor_rows(
-    search: Search, spare: Callable[[torch.Tensor], int]
+    search: Search, spare: Callable[[torch.Tensor], int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Neighbors, pointers and shifts as of `neighbor_pairs`, with room at the end for rows of the caller.
+    """Pairs, pointers and shifts of `neighbor_pairs`; or neighbors alone, with room at the end for rows of the caller.
 
     Parameters
     ----------
-    spare : callable
+    spare : callable, optional
         Entries to leave, from the counts (n_rows,) of neighbors.
     """
-    return _listed(search, spare, with_first=False)
 
-
-def _listed(
-    search: Search, spare: Callable[[torch.Tensor], int], with_first: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     def filled(
         bins: _CellList, count: torch.Tensor, pointers: torch.Tensor, most: int, size: int
     ) -> tuple[torch.Tensor, ...]:
-        room = size + spare(count)
+        room = size if spare is None else size + spare(count)
         check_size(room)
-        neighbors = new_empty((2, room) if with_first else (room,), torch.int32, bins.device)
+        neighbors = new_empty((2, room) if spare is None else (room,), torch.int32, bins.device)
         shifts = new_empty((0 if search.cell is None else room, 3), torch.int32, bins.device)
-        first, second = neighbors.unbind() if with_first else (None, neighbors)
+        first, second = neighbors.unbind() if spare is None else (None, neighbors)
         ptr = pointers.clone()
         bins.fill(count, most, search.target_indices, _Destination(second, shifts, first, ptr))
         return neighbors, ptr, shifts
@@ -567,20 +552,7 @@ def neighbor_matrix(
     With a given width there is no wait: faults are returned, and counts include neighbors that did not fit. Without,
     the matrix is somewhat wider than needed; then it waits for the device, and raises for faulty input.
     """
-    search = Search(
-        positions,
-        cutoff,
-        cell,
-        pbc,
-        batch_idx,
-        batch_ptr,
-        target_indices,
-        half,
-        method,
-        nearest,
-        tie_tolerance,
-        symmetric,
-    )
+    search = Search.of(locals())
     n_rows = search.n_rows
 
     def matrix_of(columns: int) -> tuple[torch.Tensor, torch.Tensor, _Destination]:
@@ -633,20 +605,7 @@ def fill_neighbor_matrix(
     shifts: torch.Tensor | None,
 ) -> torch.Tensor:
     """The matrix format in given memory; see `neighbor_matrix`."""
-    search = Search(
-        positions,
-        cutoff,
-        cell,
-        pbc,
-        batch_idx,
-        batch_ptr,
-        target_indices,
-        half,
-        method,
-        nearest,
-        tie_tolerance,
-        symmetric,
-    )
+    search = Search.of(locals())
     bins = _CellList(search, may_wait=False, rebuild_flags=rebuild_flags)
     images = None if shifts is None else shifts.view(-1, 3)
     bins.run(count, _Destination(matrix.view(-1), images, None, None, matrix.shape[1], fill_value))
