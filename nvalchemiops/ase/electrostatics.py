@@ -232,16 +232,7 @@ class PairSum:
 
     def __call__(self, system: System, sources: Tensors, with_gradients: bool, _: Sources) -> Found:
         """Energies, forces, on request gradients by charges, and virial if wanted; in e²/angstrom."""
-        results: Any = self.potential(
-            system.positions,
-            system.cell,
-            **system.neighbors(self.potential.cutoff),
-            **self.parameters.of(system),
-            q=sources["charges"],
-            compute_forces=True,
-            compute_gradients=("q",) * with_gradients,
-            compute_virial=system.wants_virial,
-        )
+        results = self.parameters.sum_over(system, q=sources["charges"], compute_gradients=("q",) * with_gradients)
         return Found.of(results, ["charges"] * with_gradients, system.wants_virial)
 
 

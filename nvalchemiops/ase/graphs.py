@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import ase
@@ -182,7 +182,11 @@ def atoms_to_graph(
                 found.append(search(begin, end))
             except ValueError:
                 without_pairs()
-                _name_first_bad(search, begin, end)
+                for number in range(begin, end):  # name the first that raises by itself
+                    try:
+                        search(number, number + 1)
+                    except ValueError as error:
+                        raise ValueError(f"`atoms`: number {number}: {error}") from None
                 raise
             if bar is not None:
                 bar.update(end - begin)
@@ -196,15 +200,6 @@ def atoms_to_graph(
     pointers = torch.tensor(batch_ptr, dtype=torch.int32, device=device)
     edges = (pairs, neighbor_ptr, shifts, distances, vectors)
     return Graph(positions, numbers, cell, pbc, batch_idx, pointers, *edges)
-
-
-def _name_first_bad(search: Callable[[int, int], object], begin: int, end: int) -> None:
-    """Raise with the number of the first structure that raises by itself."""
-    for number in range(begin, end):
-        try:
-            search(number, number + 1)
-        except ValueError as error:
-            raise ValueError(f"`atoms`: number {number}: {error}") from None
 
 
 def _bar(total: int, progress: bool | None) -> Any:

@@ -126,12 +126,16 @@ def division_of(mesh: Sequence[int], windows: Sequence[int], rank: int) -> Divis
 # -- windows and slabs ----------------------------------------------------------------------------
 
 
+def _sizes(overlaps: Sequence[Overlap], rank: int, like: torch.Tensor) -> list[int]:
+    """Points that go to, or come from, each other rank."""
+    return [0 if r == rank else like.shape[0] * math.prod(overlap.shape) for r, overlap in enumerate(overlaps)]
+
+
 def _blocks(
     overlaps: Sequence[Overlap], rank: int, like: torch.Tensor, memory: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, list[int], list[list[torch.Tensor]]]:
     """Memory of planes for, or from, each other rank; its sizes; and the planes run by run. None for this rank."""
-    n_meshes = like.shape[0]
-    sizes = [0 if r == rank else n_meshes * math.prod(overlap.shape) for r, overlap in enumerate(overlaps)]
+    n_meshes, sizes = like.shape[0], _sizes(overlaps, rank, like)
     if memory is None:
         memory = new_empty((sum(sizes),), like.dtype, like.device)
     parts: list[list[torch.Tensor]] = []
@@ -147,8 +151,7 @@ def _to_slab(window: torch.Tensor, division: Division, group: Any) -> torch.Tens
     for overlap, block in zip(of_window, blocks):
         for part, planes in zip(block, overlap.in_window(window)):
             part.copy_(planes)
-    received = [0 if r == rank else window.shape[0] * math.prod(overlap.shape) for r, overlap in enumerate(of_slab)]
-    memory = swap_rows(sent, sizes, received, group)
+    memory = swap_rows(sent, sizes, _sizes(of_slab, rank, window), group)
     first, end = division.slabs[rank]
     slab = new_empty((window.shape[0], end - first, *division.mesh[1:]), window.dtype, window.device)
     here = of_slab[rank]
@@ -169,8 +172,7 @@ def _to_window(slab: torch.Tensor, division: Division, group: Any) -> torch.Tens
     for overlap, block in zip(of_slab, blocks):
         for planes, points in overlap.boxes(block, slab):
             planes.copy_(points)
-    received = [0 if r == rank else slab.shape[0] * math.prod(overlap.shape) for r, overlap in enumerate(of_window)]
-    memory = swap_rows(sent, sizes, received, group)
+    memory = swap_rows(sent, sizes, _sizes(of_window, rank, slab), group)
     window = new_empty((slab.shape[0], *division.window), slab.dtype, slab.device)
     here = of_window[rank]
     for planes, points in here.boxes(here.in_window(window), slab):
@@ -215,9 +217,7 @@ def _swap(values: torch.Tensor, division: Division, group: Any, to_columns: bool
     if in_order(other):
         return found.view(shape)
     result = new_empty(shape, values.dtype, values.device)
-    for piece, (first, end) in zip(pieces(found, ours, other, n_theirs), ours):
-        result.narrow(other, first, end - first).copy_(piece)
-    return result
+    return torch.cat(pieces(found, ours, other, n_theirs), other, out=result)
 
 
 # -- the transform --------------------------------------------------------------------------------

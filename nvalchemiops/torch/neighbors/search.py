@@ -3,6 +3,7 @@
 All geometry is computed in float64, for positions of either dtype.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -122,7 +123,6 @@ class _CellList:
         self.search = search
         self.rebuild_flags = rebuild_flags
         self.scratch: Scratch | None = None
-        self.bounds: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.device = search.positions.device
         self.layout = layout(self.device.type)
         self.n_rows = search.n_rows
@@ -210,16 +210,12 @@ class _CellList:
     def run(self, count: torch.Tensor | None, to: _Destination = _NOWHERE) -> None:
         """Count neighbors, and write them to rows if there are rows."""
         neighbors, shifts, first, *form = to
-        kind = "count" if neighbors is None else "fill"
-        outputs = [count, neighbors, first, shifts]
-        if self.search.nearest == 0:
-            self._launch(kernels.search_neighbors(), [*self.binned, *form], outputs, SEARCH_LANES, kind)
-            return
-        if self.bounds is None:
-            self.bounds = self._find_bounds()
-        selection = [0, self._steps, 0.0, int(self.search.symmetric), 0, None, None, *self.bounds]
-        inputs = [*self.binned, *form, *selection]
-        self._launch(nearest_kernels.search_nearest(), inputs, outputs, SEARCH_LANES, kind)
+        kernel, selection = kernels.search_neighbors(), []
+        if self.search.nearest:
+            kernel = nearest_kernels.search_nearest()
+            selection = [0, self._steps, 0.0, int(self.search.symmetric), 0, None, None, *self._bounds]
+        inputs, outputs = [*self.binned, *form, *selection], [count, neighbors, first, shifts]
+        self._launch(kernel, inputs, outputs, SEARCH_LANES, "count" if neighbors is None else "fill")
 
     @property
     def _steps(self) -> float:
@@ -228,7 +224,8 @@ class _CellList:
         by_index = self.search.tie_tolerance < 0.0
         return nearest_kernels.STEPS / max(cutoff * cutoff, 1e-290) if by_index else 0.0
 
-    def _find_bounds(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    @functools.cached_property
+    def _bounds(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Level (n_atoms,) and, in the order by index, neighbor and image (n_atoms, 4) that are each atom's last."""
         search, by_index = self.search, self.search.tie_tolerance < 0.0
         n_atoms = search.positions.shape[0]
