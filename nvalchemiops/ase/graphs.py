@@ -169,11 +169,6 @@ def atoms_to_graph(
         pairs, ptr, *others = neighbor_list(positions[first:last], cutoff, *of_systems, **options)
         return (pairs + first, ptr.diff(), *others)
 
-    def without_pairs() -> tuple[torch.Tensor, ...]:
-        """The same for no structure: all other arguments are checked."""
-        pairs, ptr, distances, vectors = neighbor_list(positions[:0], cutoff, **options)
-        return pairs, ptr.diff(), pairs.new_zeros(0, 3), distances, vectors
-
     found: list[tuple[torch.Tensor, ...]] = []
     with _bar(len(structures), progress) as bar:
         begin = 0
@@ -181,7 +176,7 @@ def atoms_to_graph(
             try:
                 found.append(search(begin, end))
             except ValueError:
-                without_pairs()
+                search(0, 0)  # for no structure all other arguments are checked
                 for number in range(begin, end):  # name the first that raises by itself
                     try:
                         search(number, number + 1)
@@ -191,7 +186,7 @@ def atoms_to_graph(
             if bar is not None:
                 bar.update(end - begin)
             begin = end
-    found = found or [without_pairs()]
+    found = found or [search(0, 0)]
     pairs = torch.cat([part[0] for part in found], 1)
     if pairs.shape[1] > torch.iinfo(torch.int32).max:
         raise ValueError(f"`cutoff`: {pairs.shape[1]} pairs are more than int32 can number; make several graphs")

@@ -415,12 +415,10 @@ class Domain:
         pairs : (2, n_pairs) int tensor
             Numbers among the atoms of all ranks.
         """
-        known, place = torch.sort(self._known_numbers)
-        at = torch.searchsorted(known, pairs.long()).clamp_(max=max(len(known) - 1, 0))
-        here = known[at] == pairs if len(known) else torch.zeros_like(pairs, dtype=torch.bool)
-        found = place[at] if len(known) else pairs
-        owned = here & (found < self.n_owned)
-        chosen = (here.all(0) & owned.any(0)).nonzero().squeeze(1)
+        known = self._known_numbers
+        place = known.new_full((self.n_atoms,), -1).index_copy_(0, known, torch.arange(len(known), device=known.device))
+        found = place[pairs.long()]
+        chosen = ((found >= 0).all(0) & (found < self.n_owned).any(0)).nonzero().squeeze(1)
         return found.index_select(1, chosen), chosen
 
     def _maximum(self, values: torch.Tensor) -> torch.Tensor:

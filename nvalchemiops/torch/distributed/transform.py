@@ -97,23 +97,19 @@ class Division(NamedTuple):
     of_slab: tuple[Overlap, ...]
 
 
-def slabs_of(n: int, count: int) -> tuple[Ends, ...]:
-    """The first of each of ``count`` parts of ``n`` planes, and the one after its last."""
-    return tuple(itertools.pairwise(n * part // count for part in range(count + 1)))
-
-
 @functools.lru_cache(maxsize=64)
 def _division(mesh: Numbers, windows: Numbers, rank: int) -> Division:
     boxes = [windows[at : at + 3] for at in range(0, len(windows), 3)]
     starts, sizes = boxes[::2], boxes[1::2]
-    slabs, columns = (slabs_of(n, len(starts)) for n in mesh[:2])
+    count = len(starts)
+    slabs, columns = (tuple(itertools.pairwise(n * part // count for part in range(count + 1))) for n in mesh[:2])
 
     def overlap(of: int, owner: int) -> Overlap:
         ends = (slabs[owner], (0, mesh[1]), (0, mesh[2]))
         x, y, z = (_runs(starts[of][a], sizes[of][a], mesh[a], *ends[a]) for a in range(3))
         return Overlap(x, y, z, (sum(run.size for run in x), *sizes[of][1:]))
 
-    ranks = range(len(starts))
+    ranks = range(count)
     of_window, of_slab = tuple(overlap(rank, r) for r in ranks), tuple(overlap(r, rank) for r in ranks)
     return Division(mesh, rank, slabs, columns, sizes[rank], of_window, of_slab)
 

@@ -73,7 +73,7 @@ def neighbor_list_needs_rebuild(
         A bad argument, named in the message.
     """
     positions = (reference_positions, current_positions)
-    return _stale(*positions, skin_distance_threshold, update_reference_positions, (cell, cell_inv, pbc))
+    return stale_systems(*positions, skin_distance_threshold, update_reference_positions, (cell, cell_inv, pbc))
 
 
 check_neighbor_list_rebuild_needed = neighbor_list_needs_rebuild
@@ -125,7 +125,7 @@ def batch_neighbor_list_needs_rebuild(
         ``batch_idx`` outside of the systems (on a GPU a device-side assertion).
     """
     positions, batch = (reference_positions, current_positions), (batch_idx, num_systems)
-    return _stale(*positions, skin_distance_threshold, update_reference_positions, (cell, cell_inv, pbc), batch)
+    return stale_systems(*positions, skin_distance_threshold, update_reference_positions, (cell, cell_inv, pbc), batch)
 
 
 def cell_list_needs_rebuild(
@@ -206,8 +206,13 @@ def batch_cell_list_needs_rebuild(
     return torch.ones(n_systems, dtype=torch.bool, device=current_positions.device)
 
 
-def _stale(
-    reference: Any, current: Any, threshold: Any, update: Any, lattice: tuple[Any, Any, Any], batch: Any = None
+def stale_systems(
+    reference: Any,
+    current: Any,
+    threshold: Any,
+    update: Any = False,
+    lattice: tuple[Any, Any, Any] = (None, None, None),
+    batch: Any = None,
 ) -> torch.Tensor:
     """Whether an atom of each system (n_systems,) is further than the threshold from its reference.
 

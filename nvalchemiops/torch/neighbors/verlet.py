@@ -10,10 +10,7 @@ from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, build, method_number
 from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
-from nvalchemiops.torch.neighbors.rebuild_detection import (
-    batch_neighbor_list_needs_rebuild,
-    neighbor_list_needs_rebuild,
-)
+from nvalchemiops.torch.neighbors.rebuild_detection import stale_systems
 from nvalchemiops.torch.neighbors.search import batch_idx_of, count_systems
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.context import eager, is_eager, is_mapped, values_of
@@ -232,12 +229,8 @@ def _stale(kept: _BuiltList, given: Systems, threshold: float) -> tuple[torch.Te
     That is so where atoms are divided into systems in another way. Does not wait.
     """
     old = kept.systems
-    if kept.system is None:
-        flags = neighbor_list_needs_rebuild(old.positions, given.positions, threshold)
-    else:
-        flags = batch_neighbor_list_needs_rebuild(
-            old.positions, given.positions, kept.system, threshold, num_systems=kept.n_systems
-        )
+    batch = None if kept.system is None else (kept.system, kept.n_systems)
+    flags = stale_systems(old.positions, given.positions, threshold, batch=batch)
     if given.cell is not None and old.cell is not None:
         changed = (given.cell != old.cell).any(-1).reshape(-1, 3)
         if given.pbc is not None and old.pbc is not None:
