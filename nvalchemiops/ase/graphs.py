@@ -159,7 +159,7 @@ def atoms_to_graph(
     options: dict[str, Any] = {"nearest": nearest, "ties": ties, "tie_tolerance": tie_tolerance, "symmetric": symmetric}
     # so many structures at once that a search has about as many atoms, or one that is larger
     part_of = (batch_ptr[1:] - 1).clip(0) // ATOMS_PER_SEARCH
-    ends = np.flatnonzero(np.diff(part_of, append=-1)) + 1 if structures else np.zeros(0, dtype=np.int64)
+    ends = np.flatnonzero(np.diff(part_of, append=-1)) + 1
     options |= {"return_neighbor_list": True, "return_distances": True, "return_vectors": True}
 
     def search(begin: int, end: int) -> tuple[torch.Tensor, ...]:
