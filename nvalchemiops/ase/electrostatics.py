@@ -190,15 +190,8 @@ class Electrostatics:
             forces = forces + more_forces
             virial = None if virial is None else virial + more_virial
         k = COULOMB_EV_ANGSTROM
-        torques = _torques(fixed, found.gradients)
-        return Contribution(
-            k * found.energies,
-            k * forces,
-            None if virial is None else k * virial,
-            fixed["charges"],
-            fixed.get("dipoles"),
-            None if torques is None else k * torques,
-        )
+        virial, torques = (None if v is None else k * v for v in (virial, _torques(fixed, found.gradients)))
+        return Contribution(k * found.energies, k * forces, virial, fixed["charges"], fixed.get("dipoles"), torques)
 
     def __repr__(self) -> str:
         return f"Electrostatics({', '.join([repr(self.method), *shown({'charges': self.charges, **self._arguments})])})"

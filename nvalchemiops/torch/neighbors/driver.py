@@ -147,9 +147,8 @@ def build(
         matrix, count, shifts, is_marked, most = _search_matrix(
             search, width, room, rebuild_flags, fill_value, readable
         )
-        present = (
-            torch.where(count == NOT_FINITE, 0, count) if is_marked and (as_list or any(wanted.values())) else count
-        )
+        is_marked = is_marked and (as_list or any(wanted.values()))
+        present = torch.where(count == NOT_FINITE, 0, count) if is_marked else count
         if as_list:
             images = None if cell is None else shifts
             pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, present, images)

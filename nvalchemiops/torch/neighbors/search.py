@@ -3,7 +3,6 @@
 All geometry is computed in float64, for positions of either dtype.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -82,8 +81,8 @@ class Search(NamedTuple):
 
     @classmethod
     def of(cls, arguments: dict[str, Any]) -> "Search":
-        """The search of an op, from its arguments, which begin with these."""
-        return cls._make([*arguments.values()][: len(cls._fields)])
+        """The search of an op, from its arguments by name."""
+        return cls._make([arguments[name] for name in cls._fields])
 
     @property
     def n_rows(self) -> int:
@@ -123,6 +122,7 @@ class _CellList:
         self.search = search
         self.rebuild_flags = rebuild_flags
         self.scratch: Scratch | None = None
+        self.bounds: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self.device = search.positions.device
         self.layout = layout(self.device.type)
         self.n_rows = search.n_rows
@@ -212,8 +212,9 @@ class _CellList:
         neighbors, shifts, first, *form = to
         kernel, selection = kernels.search_neighbors(), []
         if self.search.nearest:
+            self.bounds = self._find_bounds() if self.bounds is None else self.bounds
             kernel = nearest_kernels.search_nearest()
-            selection = [0, self._steps, 0.0, int(self.search.symmetric), 0, None, None, *self._bounds]
+            selection = [0, self._steps, 0.0, int(self.search.symmetric), 0, None, None, *self.bounds]
         inputs, outputs = [*self.binned, *form, *selection], [count, neighbors, first, shifts]
         self._launch(kernel, inputs, outputs, SEARCH_LANES, "count" if neighbors is None else "fill")
 
@@ -224,8 +225,7 @@ class _CellList:
         by_index = self.search.tie_tolerance < 0.0
         return nearest_kernels.STEPS / max(cutoff * cutoff, 1e-290) if by_index else 0.0
 
-    @functools.cached_property
-    def _bounds(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _find_bounds(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Level (n_atoms,) and, in the order by index, neighbor and image (n_atoms, 4) that are each atom's last."""
         search, by_index = self.search, self.search.tie_tolerance < 0.0
         n_atoms = search.positions.shape[0]
