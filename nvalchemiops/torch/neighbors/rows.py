@@ -136,13 +136,15 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
     assert entries is not None
     if shifts is not None:
         checks.check_index(name, shifts, positions, (*entries.shape, 3))
-        shifts = _int32(shifts).view(-1, 3)
+        shifts = _int32(shifts)
     padding = NO_PADDING if has_list else n_atoms
     if given.fill_value is not None:
         padding = checks.check_int(given.fill_name, given.fill_value)
         if padding == NO_PADDING:
             raise ValueError(f"`{given.fill_name}` must be larger than {NO_PADDING}, which means no padding")
-    neighbors = _int32(entries).view(-1)
+    neighbors = _int32(entries)
+    if not has_list:
+        neighbors, shifts = neighbors.view(-1), None if shifts is None else shifts.view(-1, 3)
     if not periodic and shifts is not None and may_read(shifts):
         if bool(shifts.any()) and bool(shifts[neighbors != padding].any()):
             raise ValueError(f"`cell` is needed with `{name}`: together they say where the images are")
