@@ -164,8 +164,7 @@ class _CellList:
         search = self.search
         positions = search.positions.to(torch.float64)
         n_atoms, n_systems = positions.shape[0], first_atom.shape[0] - 1
-        float64 = torch.float64
-        cell = None if search.cell is None else search.cell.to(float64).reshape(-1, 3, 3).contiguous()
+        cell = None if search.cell is None else search.cell.to(torch.float64).reshape(-1, 3, 3).contiguous()
         pbc = None if search.pbc is None else search.pbc.reshape(-1, 3).contiguous()
         # bins for every system may be more than memory has, where there are many more systems than atoms
         method = search.method
@@ -174,7 +173,7 @@ class _CellList:
         n_slots = grid.ring_slots(n_atoms, n_systems, method)
         grids = self._new(n_systems, *inner_shape(grid.Grid), dtype=torch.uint8)
         slot = self._new(n_atoms)
-        coordinates = self._new(3, n_atoms + LANES, dtype=float64)
+        coordinates = self._new(3, n_atoms + LANES, dtype=torch.float64)
         entry = self._new(n_atoms, 4)
         if self.layout.serial:
             order = self._new(n_atoms)
@@ -216,13 +215,12 @@ class _CellList:
             kernel = nearest_kernels.search_nearest()
             selection = [0, self._steps, 0.0, int(self.search.symmetric), 0, None, None, *self.bounds]
         inputs, outputs = [*self.binned, *form, *selection], [count, neighbors, first, shifts]
-        self._launch(kernel, inputs, outputs, SEARCH_LANES, "count" if neighbors is None else "fill")
+        self._launch(kernel, inputs, outputs, lanes=SEARCH_LANES, kind="count" if neighbors is None else "fill")
 
     @property
     def _steps(self) -> float:
         """Steps that squared distances are compared in; 0: they are compared as they are."""
-        _, cutoff, *_ = self.search
-        by_index = self.search.tie_tolerance < 0.0
+        cutoff, by_index = self.search.cutoff, self.search.tie_tolerance < 0.0
         return nearest_kernels.STEPS / max(cutoff * cutoff, 1e-290) if by_index else 0.0
 
     def _find_bounds(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -242,18 +240,15 @@ class _CellList:
         heap_level = self._new(size, dtype=torch.float64)
         level = self._new(n_atoms, dtype=torch.float64)
         heap_key, key = (self._new(n, 4) if by_index else None for n in (size, n_atoms))
-        tolerance = 0.0 if by_index else search.tie_tolerance
-        inputs = [*binned, None, -1, 0, search.nearest, self._steps, tolerance, 0, heaps]
+        inputs = [*binned, None, -1, 0, search.nearest, self._steps, max(search.tie_tolerance, 0.0), 0, heaps]
         outputs = [heap_level, heap_key, level, key, None, None, None, None, rows_per_thread]
         launch(nearest_kernels.search_nearest(), n_threads, inputs, outputs, lanes=SEARCH_LANES, kind="nearest")
         return level, key
 
-    def _launch(
-        self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], lanes: int = 0, kind: str | None = None
-    ) -> None:
+    def _launch(self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], **how: Any) -> None:
         rows_per_thread = self.layout.rows_per_thread(kernels.ROWS_PER_THREAD)
         n_threads = -(-self.n_rows // rows_per_thread)
-        launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], lanes=lanes, kind=kind)
+        launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], **how)
 
     def count(self, scratch: Callable[[int], Scratch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Counts of rows, pointers to rows of that length, and the largest count, their sum, and a fault, if any.
@@ -265,7 +260,7 @@ class _CellList:
             width = kernels.scratch_width(self.n_rows)
             self.scratch = index, shifts = scratch(self.n_rows * width)
             begin = torch.arange(0, (self.n_rows + 1) * width, width, dtype=torch.int32, device=self.device)
-            self.run(count, _Destination(index, self._images(shifts), None, begin))
+            self.run(count, _Destination(index, None if self.search.cell is None else shifts, None, begin))
         else:
             self.run(count)
         if self.layout.serial:
@@ -285,11 +280,8 @@ class _CellList:
             neighbors, shifts, first, *form = to
             index, images = self.scratch
             atoms = None if atoms is None else atoms.to(torch.int32)
-            inputs = [count, index, self._images(images), width, atoms, *form]
+            inputs = [count, index, None if self.search.cell is None else images, width, atoms, *form]
             self._launch(kernels.compact_neighbors(), inputs, [neighbors, first, shifts])
-
-    def _images(self, shifts: torch.Tensor) -> torch.Tensor | None:
-        return None if self.search.cell is None else shifts
 
 
 def _new_scratch(size: int = kernels.SCRATCH_ROWS * kernels.SCRATCH_WIDTH) -> Scratch:
@@ -602,8 +594,7 @@ def fill_neighbor_matrix(
     shifts: torch.Tensor | None,
 ) -> torch.Tensor:
     """The matrix format in given memory; see `neighbor_matrix`."""
-    search = Search.of(locals())
-    bins = _CellList(search, may_wait=False, rebuild_flags=rebuild_flags)
+    bins = _CellList(Search.of(locals()), may_wait=False, rebuild_flags=rebuild_flags)
     images = None if shifts is None else shifts.view(-1, 3)
     bins.run(count, _Destination(matrix.view(-1), images, None, None, matrix.shape[1], fill_value))
     return bins.fault
