@@ -209,13 +209,13 @@ class _CellList:
     def run(self, count: torch.Tensor | None, to: _Destination = _NOWHERE) -> None:
         """Count neighbors, and write them to rows if there are rows."""
         neighbors, shifts, first, *form = to
-        kernel, selection = kernels.search_neighbors(), []
+        find, selection = kernels.search_neighbors, []
         if self.search.nearest:
             self.bounds = self._find_bounds() if self.bounds is None else self.bounds
-            kernel = nearest_kernels.search_nearest()
+            find = nearest_kernels.search_nearest
             selection = [0, self._steps, 0.0, int(self.search.symmetric), 0, None, None, *self.bounds]
         inputs, outputs = [*self.binned, *form, *selection], [count, neighbors, first, shifts]
-        self._launch(kernel, inputs, outputs, lanes=SEARCH_LANES, kind="count" if neighbors is None else "fill")
+        self._launch(find(), inputs, outputs, lanes=SEARCH_LANES, kind="count" if neighbors is None else "fill")
 
     @property
     def _steps(self) -> float:
