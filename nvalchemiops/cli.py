@@ -124,6 +124,12 @@ def _show_note(message: Warning | str, *details: Any, **more: Any) -> None:
     print(f"note: {message}", file=sys.stderr)
 
 
+def _fail(command: str, error: object, status: int = 2) -> int:
+    """The exit status of a command, after it has said why."""
+    print(f"nvalchemiops {command}: {error}", file=sys.stderr)
+    return status
+
+
 # -- info -----------------------------------------------------------------------------------------
 
 
@@ -210,15 +216,13 @@ def _warmup(options: argparse.Namespace) -> int:
 
     cards = [str(device) for device in wp.get_cuda_devices()]
     if options.device == "cuda" and not cards:
-        print("nvalchemiops warmup: there is no CUDA device that Warp can use", file=sys.stderr)
-        return 2
+        return _fail("warmup", "there is no CUDA device that Warp can use")
     devices = {"cpu": ["cpu"], "cuda": cards, None: ["cpu", *cards]}[options.device]
     known = all_kernels()
     unknown = [part for part in options.name if not any(part in name for name, _ in known)]
     if unknown:
         names = ", ".join(dict.fromkeys(name.partition("(")[0] for name, _ in known))
-        print(f"nvalchemiops warmup: no kernel is called {' or '.join(unknown)}; there are {names}", file=sys.stderr)
-        return 2
+        return _fail("warmup", f"no kernel is called {' or '.join(unknown)}; there are {names}")
     kernels = [(n, build) for n, build in known if not options.name or any(part in n for part in options.name)]
     jobs = [(name, build, device) for device in devices for name, build in kernels]
     failures = []
@@ -228,7 +232,7 @@ def _warmup(options: argparse.Namespace) -> int:
         except Exception as error:  # one broken kernel must not hide the others
             failures.append(f"{name} [{device}]: {error}")
     for failure in failures:
-        print(f"nvalchemiops warmup: {failure}", file=sys.stderr)
+        _fail("warmup", failure)
     print(f"{len(jobs) - len(failures)} of {len(jobs)} kernels ready in {wp.config.kernel_cache_dir}")
     return 1 if failures else 0
 
@@ -256,8 +260,7 @@ def _tune(options: argparse.Namespace) -> int:
     quiet_warp()
     torch = _import_if_installed("torch")
     if torch is None:
-        print("nvalchemiops tune: torch is not installed", file=sys.stderr)
-        return 2
+        return _fail("tune", "torch is not installed")
     from nvalchemiops.torch.interactions.electrostatics.tuning import measure
 
     try:
@@ -265,15 +268,13 @@ def _tune(options: argparse.Namespace) -> int:
         if device.type not in costs.BUILT_IN or (device.type == "cuda" and not torch.cuda.is_available()):
             raise ValueError(f"there is no device '{options.device}' here")
     except (RuntimeError, ValueError) as error:
-        print(f"nvalchemiops tune: {error}", file=sys.stderr)
-        return 2
+        return _fail("tune", error)
     found = measure(device)
     print(f"{device.type:5s}{_costs_line(found)}")
     try:
         print(f"kept in {costs.write({device.type: found})}")
     except OSError as error:
-        print(f"nvalchemiops tune: {error}", file=sys.stderr)
-        return 1
+        return _fail("tune", error, 1)
     return 0
 
 
@@ -309,8 +310,7 @@ def _stand_in(options: argparse.Namespace) -> int:
     try:
         print(write_stand_in(options.folder, options.release))
     except ValueError as error:
-        print(f"nvalchemiops stand-in: {error}", file=sys.stderr)
-        return 2
+        return _fail("stand-in", error)
     return 0
 
 
@@ -339,6 +339,5 @@ def _energy(options: argparse.Namespace) -> int:
     try:
         from nvalchemiops.ase import command
     except ImportError as error:
-        print(f"nvalchemiops energy: {error}", file=sys.stderr)
-        return 2
+        return _fail("energy", error)
     return command.run(options)

@@ -1,7 +1,9 @@
 """`Calculator`: a sum of terms as an ASE calculator."""
 
+import functools
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import ase
@@ -114,16 +116,16 @@ class Calculator(base.Calculator):
         wants_stress = self._stress_was_asked_for and int(atoms.cell.rank) == 3
         with torch.no_grad():
             parts = self._evaluate(atoms, wants_stress)
-        energies = _total(part.energies for part in parts)
+        energies = _total([part.energies for part in parts])
         energy = math.fsum(energies)
         self.results = {
             "energy": energy,
             "free_energy": energy,
             "energies": energies,
-            "forces": _total(part.forces for part in parts),
+            "forces": _total([part.forces for part in parts]),
         }
         if wants_stress:
-            virial = _total(part.virial for part in parts)
+            virial = _total([part.virial for part in parts])
             # a virial is symmetric but for rounding and the error of a mesh
             self.results["stress"] = full_3x3_to_voigt_6_stress(-0.5 * (virial + virial.T) / atoms.get_volume())
         self._torques = None
@@ -143,14 +145,11 @@ def _usable(device: str) -> torch.device:
         raise ValueError(f"`device` = {device!r} cannot be used: {error}") from error
 
 
-def _total(values: Iterable[torch.Tensor | None]) -> np.ndarray:
-    total: torch.Tensor | None = None
-    for value in values:
-        if value is None:
-            raise ValueError("a term has no virial, so there is no stress")
-        total = value if total is None else total + value
-    assert total is not None
-    return _array(total)
+def _total(values: Sequence[torch.Tensor | None]) -> np.ndarray:
+    found = [value for value in values if value is not None]
+    if len(found) < len(values):
+        raise ValueError("a term has no virial, so there is no stress")
+    return _array(functools.reduce(operator.add, found))
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -50,51 +50,45 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _terms(options: argparse.Namespace) -> list[Term]:
-    terms = [term for make in (_pair, _electrostatics, _dispersion) if (term := make(options)) is not None]
+    terms = []
+    of_charges = ("charges", "accuracy", "electrostatics_parameters", "slab_correction")
+    for option, make, others in (
+        ("potential", _pair, ("parameters",)),
+        ("electrostatics", _electrostatics, of_charges),
+        ("dispersion", _dispersion, ("damping",)),
+    ):
+        if getattr(options, option) is not None:
+            terms.append(make(options))
+            continue
+        for other in others:
+            if getattr(options, other):
+                raise _Misuse(f"--{other.replace('_', '-')} is given without --{option}")
     if not terms:
         raise _Misuse("nothing to compute: give --potential, --electrostatics, --dispersion, or several of them")
     return terms
 
 
-def _pair(options: argparse.Namespace) -> Term | None:
-    if options.potential is None:
-        _refuse(options, "--potential", "parameters")
-        return None
+def _pair(options: argparse.Namespace) -> Term:
     return Pair(options.potential, **_keywords("--parameters", options.parameters))
 
 
-def _electrostatics(options: argparse.Namespace) -> Term | None:
-    if options.electrostatics is None:
-        _refuse(options, "--electrostatics", "charges", "accuracy", "electrostatics_parameters", "slab_correction")
-        return None
-    charges = None
-    if options.charges is not None:
-        charges = _keywords("--charges", options.charges.split(","))
+def _electrostatics(options: argparse.Namespace) -> Term:
     return Electrostatics(
         options.electrostatics,
-        charges,
+        None if options.charges is None else _keywords("--charges", options.charges.split(",")),
         accuracy=options.accuracy,
         slab_correction=options.slab_correction,
         **_keywords("--electrostatics-parameters", options.electrostatics_parameters),
     )
 
 
-def _dispersion(options: argparse.Namespace) -> Term | None:
-    if options.dispersion is None:
-        _refuse(options, "--dispersion", "damping")
-        return None
+def _dispersion(options: argparse.Namespace) -> Term:
     try:
         from nvalchemiops.ase.dispersion import Dispersion
 
         return Dispersion(options.dispersion, damping=options.damping or "bj")
     except ImportError as error:
         raise _Misuse(f"--dispersion: {error}") from error
-
-
-def _refuse(options: argparse.Namespace, lacking: str, *names: str) -> None:
-    for name in names:
-        if getattr(options, name):
-            raise _Misuse(f"--{name.replace('_', '-')} is given without {lacking}")
 
 
 def _keywords(option: str, entries: list[str] | None) -> dict[str, Any]:

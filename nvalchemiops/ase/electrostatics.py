@@ -190,15 +190,8 @@ class Electrostatics:
             forces = forces + more_forces
             virial = None if virial is None else virial + more_virial
         k = COULOMB_EV_ANGSTROM
-        torques = _torques(fixed, found.gradients)
-        return Contribution(
-            k * found.energies,
-            k * forces,
-            None if virial is None else k * virial,
-            fixed["charges"],
-            fixed.get("dipoles"),
-            None if torques is None else k * torques,
-        )
+        virial, torques = (None if v is None else k * v for v in (virial, _torques(fixed, found.gradients)))
+        return Contribution(k * found.energies, k * forces, virial, fixed["charges"], fixed.get("dipoles"), torques)
 
     def __repr__(self) -> str:
         return f"Electrostatics({', '.join([repr(self.method), *shown({'charges': self.charges, **self._arguments})])})"
@@ -232,16 +225,7 @@ class PairSum:
 
     def __call__(self, system: System, sources: Tensors, with_gradients: bool, _: Sources) -> Found:
         """Energies, forces, on request gradients by charges, and virial if wanted; in e²/angstrom."""
-        results: Any = self.potential(
-            system.positions,
-            system.cell,
-            **system.neighbors(self.potential.cutoff),
-            **self.parameters.of(system),
-            q=sources["charges"],
-            compute_forces=True,
-            compute_gradients=("q",) * with_gradients,
-            compute_virial=system.wants_virial,
-        )
+        results = self.parameters.sum_over(system, q=sources["charges"], compute_gradients=("q",) * with_gradients)
         return Found.of(results, ["charges"] * with_gradients, system.wants_virial)
 
 
@@ -272,7 +256,6 @@ class Chosen(NamedTuple):
     """Parameters of a lattice sum, and the atoms that they are for."""
 
     made_for: tuple[Any, ...]
-    cell: np.ndarray
     device: torch.device
     alpha: float
     cutoff: float
@@ -361,14 +344,13 @@ class LatticeSum:
         kept, strengths = self._chosen, None
         if len(whole) > 1:
             strengths = (atoms.numbers.tobytes(), whole["charges"].tobytes() if self.of_initial_charges else None)
-        made_for = (len(atoms), device, strengths)
-        if kept is None or kept.made_for != made_for or not np.array_equal(kept.cell, atoms.cell.array):
+        made_for = (len(atoms), atoms.cell.array.tobytes(), device, strengths)
+        if kept is None or kept.made_for != made_for:
             self._chosen = kept = self._choose(atoms, device, whole, made_for)
         return kept
 
     def _choose(self, atoms: ase.Atoms, device: torch.device, whole: Sources, made_for: tuple[Any, ...]) -> Chosen:
-        shape = atoms.cell.array.copy()
-        cell = torch.tensor(shape, dtype=torch.float64, device=device)
+        cell = torch.tensor(atoms.cell.array, dtype=torch.float64, device=device)
         positions = cell[:1].expand(len(atoms), 3)  # only how many there are matters
         order, by_mesh = self.spline_order, self.method == "pme"
         mesh, k_cutoff = None, None
@@ -405,7 +387,7 @@ class LatticeSum:
             k_vectors: Any = WaveVectors(*chosen_points(cell.reshape(1, 3, 3), length))
             long_range = functools.partial(KVectorSum.given, None, None, None, k_vectors)
             on_ranks = functools.partial(ewald_summation, miller_indices=k_vectors)
-        return Chosen(made_for, shape, device, float(alpha), float(cutoff), long_range, on_ranks)
+        return Chosen(made_for, device, float(alpha), float(cutoff), long_range, on_ranks)
 
 
 def _refuse(arguments: Mapping[str, Any], reason: str) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import ase
@@ -159,7 +159,7 @@ def atoms_to_graph(
     options: dict[str, Any] = {"nearest": nearest, "ties": ties, "tie_tolerance": tie_tolerance, "symmetric": symmetric}
     # so many structures at once that a search has about as many atoms, or one that is larger
     part_of = (batch_ptr[1:] - 1).clip(0) // ATOMS_PER_SEARCH
-    ends = np.flatnonzero(np.diff(part_of, append=-1)) + 1 if structures else np.zeros(0, dtype=np.int64)
+    ends = np.flatnonzero(np.diff(part_of, append=-1)) + 1
     options |= {"return_neighbor_list": True, "return_distances": True, "return_vectors": True}
 
     def search(begin: int, end: int) -> tuple[torch.Tensor, ...]:
@@ -169,11 +169,6 @@ def atoms_to_graph(
         pairs, ptr, *others = neighbor_list(positions[first:last], cutoff, *of_systems, **options)
         return (pairs + first, ptr.diff(), *others)
 
-    def without_pairs() -> tuple[torch.Tensor, ...]:
-        """The same for no structure: all other arguments are checked."""
-        pairs, ptr, distances, vectors = neighbor_list(positions[:0], cutoff, **options)
-        return pairs, ptr.diff(), pairs.new_zeros(0, 3), distances, vectors
-
     found: list[tuple[torch.Tensor, ...]] = []
     with _bar(len(structures), progress) as bar:
         begin = 0
@@ -181,13 +176,17 @@ def atoms_to_graph(
             try:
                 found.append(search(begin, end))
             except ValueError:
-                without_pairs()
-                _name_first_bad(search, begin, end)
+                search(0, 0)  # for no structure all other arguments are checked
+                for number in range(begin, end):  # name the first that raises by itself
+                    try:
+                        search(number, number + 1)
+                    except ValueError as error:
+                        raise ValueError(f"`atoms`: number {number}: {error}") from None
                 raise
             if bar is not None:
                 bar.update(end - begin)
             begin = end
-    found = found or [without_pairs()]
+    found = found or [search(0, 0)]
     pairs = torch.cat([part[0] for part in found], 1)
     if pairs.shape[1] > torch.iinfo(torch.int32).max:
         raise ValueError(f"`cutoff`: {pairs.shape[1]} pairs are more than int32 can number; make several graphs")
@@ -196,15 +195,6 @@ def atoms_to_graph(
     pointers = torch.tensor(batch_ptr, dtype=torch.int32, device=device)
     edges = (pairs, neighbor_ptr, shifts, distances, vectors)
     return Graph(positions, numbers, cell, pbc, batch_idx, pointers, *edges)
-
-
-def _name_first_bad(search: Callable[[int, int], object], begin: int, end: int) -> None:
-    """Raise with the number of the first structure that raises by itself."""
-    for number in range(begin, end):
-        try:
-            search(number, number + 1)
-        except ValueError as error:
-            raise ValueError(f"`atoms`: number {number}: {error}") from None
 
 
 def _bar(total: int, progress: bool | None) -> Any:

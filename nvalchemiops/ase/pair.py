@@ -84,14 +84,7 @@ class Pair:
 
     def evaluate(self, system: System) -> Contribution:
         """Energies, forces and virial of these atoms; see `Term`."""
-        energies, forces, *virial = self.potential(
-            system.positions,
-            system.cell,
-            **system.neighbors(self.potential.cutoff),
-            **self.parameters.of(system),
-            compute_forces=True,
-            compute_virial=system.wants_virial,
-        )
+        energies, forces, *virial = self.parameters.sum_over(system)
         return Contribution(energies, forces, virial[0][0] if virial else None)
 
     def __repr__(self) -> str:
@@ -133,7 +126,7 @@ class Parameters:
     """
 
     def __init__(self, potential: PairPotential, values: Mapping[str, Any], elsewhere: tuple[str, ...] = ()) -> None:
-        formula = potential.formula
+        self._potential, formula = potential, potential.formula
         known = [
             name for name in (*formula.per_atom, *formula.global_parameters, *formula.per_pair) if name not in elsewhere
         ]
@@ -147,10 +140,13 @@ class Parameters:
         self._of_atoms = {name: atom_values(name, values[name]) for name in formula.per_atom if name in values}
         self._of_pairs = {name: pair_table(name, values[name]) for name in formula.per_pair}
 
-    def of(self, system: System) -> dict[str, Any]:
-        """Arguments of the potential for these atoms; raise if they lack a value."""
+    def sum_over(self, system: System, **options: Any) -> Any:
+        """Energies, forces, what else the options ask for, and virial if wanted, of the potential for these atoms.
+
+        Raises if the atoms lack a value.
+        """
         atoms = system.atoms
-        found: dict[str, Any] = dict(self._numbers)
+        found = system.neighbors(self._potential.cutoff) | self._numbers
         found |= {name: system.of_atoms(values(atoms)) for name, values in self._of_atoms.items()}
         if self._of_pairs:
             elements = np.flatnonzero(np.bincount(atoms.numbers))
@@ -158,7 +154,8 @@ class Parameters:
             found["species"] = system.of_atoms(species, torch.int32)
             for name, table in self._of_pairs.items():
                 found[name] = system.tensor(of_pairs(name, table, elements))
-        return found
+        found |= {**options, "compute_forces": True, "compute_virial": system.wants_virial}
+        return self._potential(system.positions, system.cell, **found)
 
 
 def names(words: Iterable[str]) -> str:

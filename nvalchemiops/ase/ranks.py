@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from nvalchemiops.ase.calculator import Calculator
-from nvalchemiops.ase.system import Contribution, Periodicity, SharedLists, System, Term, periodicity
+from nvalchemiops.ase.system import Contribution, Periodicity, System, Term, periodicity
 from nvalchemiops.torch.distributed import Domain, OtherRankError
 from nvalchemiops.torch.distributed.communication import messages_of, tell_from
 
@@ -130,12 +130,11 @@ class RankCalculator(Calculator):
         if len(told) > 1:
             self._atoms = ase.Atoms(known["numbers"], cell=known["cell"], pbc=known["pbc"], charges=known["charges"])
         held = torch.empty((0, 3)) if positions is None else torch.as_tensor(positions)
-        domain, own = self._divided(held.to(self.device, torch.float64))
         cell = None
         if self._atoms.pbc.any():
             cell = torch.tensor(self._atoms.cell.array, dtype=torch.float64, device=self.device)
-        lists = _Lists(domain, periodicity(self._atoms.pbc))
-        system = _Share(self._atoms, own, cell, told["wants_virial"], lists, domain)
+        domain, own = self._divided(held.to(self.device, torch.float64), cell)
+        system = _Share(self._atoms, own, cell, told["wants_virial"], self._lists, domain)
         parts = [term.evaluate(system) for term in self.terms]
         gathered = []
         for part in parts:
@@ -146,7 +145,7 @@ class RankCalculator(Calculator):
             gathered.append(part._replace(**whole))
         return gathered
 
-    def _divided(self, held: torch.Tensor) -> tuple[Domain, torch.Tensor]:
+    def _divided(self, held: torch.Tensor, cell: torch.Tensor | None) -> tuple[Domain, torch.Tensor]:
         """The domain of these positions, or an earlier one that is still good; and positions of owned atoms."""
         atoms = self._atoms
         # a method that terms need here alone, which has been checked
@@ -159,30 +158,11 @@ class RankCalculator(Calculator):
             own = domain.distribute(held)
             if 2.0 * domain.displacement(own) <= self.skin:
                 return domain, own
-        cell, pbc = torch.tensor(atoms.cell.array, dtype=torch.float64), torch.tensor(atoms.pbc)
-        periodic: dict[str, Any] = {"cell": cell.to(self.device), "pbc": pbc.to(self.device)} if bool(pbc.any()) else {}
-        self._domain = domain = Domain(held, **periodic, cutoff=max(reaches), skin=self.skin, group=self.group)
+        pbc = None if cell is None else torch.tensor(atoms.pbc, device=self.device)
+        self._domain = domain = Domain(held, cell, pbc, cutoff=max(reaches), skin=self.skin, group=self.group)
         self._made_for = made_for
         self._searches += 1
         return domain, domain.distribute(held)
-
-
-class _Lists(SharedLists):
-    """Neighbors by a domain, in the place of lists."""
-
-    def __init__(self, domain: Domain, pbc: Periodicity) -> None:
-        super().__init__(domain.skin)
-        self.domain, self.pbc = domain, pbc
-
-    def near(
-        self, positions: torch.Tensor, cell: torch.Tensor | None, pbc: Periodicity, cutoff: float
-    ) -> dict[str, Any]:
-        if pbc != self.pbc:
-            raise ValueError("`pbc`: on several ranks all terms have the periodicity of the atoms: no slabs")
-        return {"domain": self.domain}
-
-    def all_pairs(self, positions: torch.Tensor) -> NoReturn:
-        raise ValueError("`cutoff` is needed on several ranks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +173,13 @@ class _Share(System):
 
     def of_atoms(self, values: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
         return super().of_atoms(values, dtype).index_select(0, self.domain.global_index)
+
+    def neighbors(self, cutoff: float | None, pbc: Periodicity | None = None) -> dict[str, Any]:
+        if cutoff is None:
+            raise ValueError("`cutoff` is needed on several ranks")
+        if pbc is not None and pbc != periodicity(self.atoms.pbc):
+            raise ValueError("`pbc`: on several ranks all terms have the periodicity of the atoms: no slabs")
+        return {"domain": self.domain}
 
     def pairs(self, cutoff: float | None) -> NoReturn:
         raise ValueError("`charges`: a function of the geometry is for one process")

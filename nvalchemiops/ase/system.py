@@ -84,7 +84,8 @@ class SharedLists:
             kept = self._lists[pbc] = VerletList(cutoff, self.skin, max_neighbors=width)
         before = kept.num_builds
         axes = None if cell is None else torch.tensor(pbc, device=positions.device)
-        found = _arguments(*kept(positions, cell, axes))
+        matrix, _, *shifts = kept(positions, cell, axes)
+        found = dict(zip(("neighbor_matrix", "neighbor_matrix_shifts"), (matrix, *shifts)))
         self.searches += kept.num_builds - before
         self._current[pbc] = kept.cutoff, found
         return found
@@ -97,10 +98,6 @@ class SharedLists:
             atoms = torch.arange(n_atoms, dtype=torch.int32, device=device).unsqueeze(1)
             self._current[None] = 0.0, {"neighbor_matrix": others + (others >= atoms).to(torch.int32)}
         return self._current[None][1]
-
-
-def _arguments(matrix: torch.Tensor, _: torch.Tensor, shifts: torch.Tensor | None = None) -> dict[str, Any]:
-    return {"neighbor_matrix": matrix} | ({} if shifts is None else {"neighbor_matrix_shifts": shifts})
 
 
 @dataclasses.dataclass(frozen=True)

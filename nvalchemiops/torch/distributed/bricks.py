@@ -125,16 +125,15 @@ class Bricks(NamedTuple):
         close.
         """
         far = reach / self.frames.heights
-        conditions: list[list[torch.Tensor | None]] = []
+        seen = [torch.arange(inside.shape[0], device=inside.device)]
         for axis, count in enumerate(self.grid):
             if count == 1:
-                conditions.append([None])
                 continue
             most = int(np.floor(np.where(self.wraps[:, axis], far[:, axis], -1.0).max())) + 1
             low = of_atoms(self.edges[axis][:, :-1] - far[:, axis, None] - SLACK, batch_idx, inside)
             high = of_atoms(self.edges[axis][:, 1:] + far[:, axis, None] + SLACK, batch_idx, inside)
             periodic = of_atoms(self.wraps[:, axis], batch_idx, inside)
-            found: list[torch.Tensor | None] = []
+            found = []
             for brick in range(count):
                 near = torch.zeros(inside.shape[0], dtype=torch.bool, device=inside.device)
                 for image in range(-most, most + 1):
@@ -142,15 +141,8 @@ class Bricks(NamedTuple):
                     is_near = (place >= low[:, brick]) & (place <= high[:, brick])
                     near |= is_near if image == 0 else is_near & periodic
                 found.append(near)
-            conditions.append(found)
-        # most bricks are far from all atoms here, and fall out early
-        seen = [torch.arange(inside.shape[0], device=inside.device)]
-        for along_axis in conditions:
-            seen = [
-                atoms if near is None else atoms[near.index_select(0, atoms)] if len(atoms) else atoms
-                for atoms in seen
-                for near in along_axis
-            ]
+            # most bricks are far from all atoms here, and fall out early
+            seen = [atoms[near.index_select(0, atoms)] if len(atoms) else atoms for atoms in seen for near in found]
         return seen
 
     def order(self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None, width: float) -> torch.Tensor:

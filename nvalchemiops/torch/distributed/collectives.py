@@ -91,14 +91,10 @@ def _dtype(values: torch.Tensor, *_: Any) -> Any:
     return next(kind for kind, dtype in TORCH_DTYPES.items() if dtype is values.dtype)
 
 
-def _back(send: Sequence[int], receive: Sequence[int], group: int, grad_rows: torch.Tensor) -> torch.Tensor:
-    return all_to_all_rows(grad_rows, receive, send, group)
-
-
 @warp_custom_op(
     "nvalchemiops::all_to_all_rows",
     outputs=[OutputSpec("rows", _dtype, lambda v, _, receive, __: (sum(receive), *v.shape[1:]))],
-    backward=_back,
+    backward=lambda send, receive, group, grad_rows: all_to_all_rows(grad_rows, receive, send, group),
     vmap=refuse_slices,
 )
 def all_to_all_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: int) -> torch.Tensor:

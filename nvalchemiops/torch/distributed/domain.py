@@ -153,28 +153,28 @@ class Domain:
         Inside of another one it is a part of that, without a message of its own. At the end all ranks raise if atoms on
         one of them have moved too far.
         """
-        agreement = self._open()
-        if agreement is not None:
+        # a part that an interrupt ended is gone with its frame
+        agreement = None if self._agreement is None else self._agreement()
+        if agreement is not None and not agreement.is_over:
             return contextlib.nullcontext(agreement)
         agreement = Agreement(self.group, self.device, self.skin)
         self._agreement = weakref.ref(agreement)
         return agreement
 
-    def _open(self) -> Agreement | None:
-        """The part of a call that this rank is in. One that an interrupt ended is gone with its frame."""
-        agreement = None if self._agreement is None else self._agreement()
-        return None if agreement is None or agreement.is_over else agreement
-
     def _divide(self, positions: torch.Tensor, batch_idx: torch.Tensor | None, grid: Grid | None) -> None:
-        numbers = self._numbers(positions.shape[0])
+        counts = torch.zeros(self.n_ranks, dtype=torch.int64, device=self.device)
+        counts[self.rank] = self._n_held = positions.shape[0]
+        add(counts, self.group)
+        self.n_atoms = int(counts.sum())
+        self._first_held = counts.cumsum(0) - counts
+        numbers = torch.arange(self._n_held, device=self.device) + self._first_held[self.rank]
         coordinates = self._frames.coordinates(positions, batch_idx)
-        self.bricks, counts = make_bricks(self._frames, coordinates, batch_idx, self.reach, grid, self.group)
+        self.bricks, of_systems = make_bricks(self._frames, coordinates, batch_idx, self.reach, grid, self.group)
         self.grid = self.bricks.grid
-        self.atoms_in_systems = torch.as_tensor(counts.astype(np.float64), device=self.device)
+        self.atoms_in_systems = torch.as_tensor(of_systems.astype(np.float64), device=self.device)
         # to the owners: rows for rank 0 first, in the order in which they are held
         owner = self.bricks.ranks_of(self.bricks.wrapped(coordinates, batch_idx)[0], batch_idx)
         order, ends = sorted_numbers(owner, self.n_ranks)
-        self._n_held = positions.shape[0]
         self._to_owners = Exchange.plan(self.group, order.long().split(ends.diff().tolist()))
         self.n_owned = self._to_owners.n_received
         # all in one message: numbers up to 2^53 are exact
@@ -199,16 +199,6 @@ class Domain:
         self.batch_idx_with_ghosts = None if self.batch_idx is None else known[:, 4].int()
         self._rows: dict[float, OwnedRows] = {}
         self.kept: dict[Any, Any] = {}
-
-    def _numbers(self, n_atoms: int) -> torch.Tensor:
-        """Numbers of the atoms that this rank holds, among those of all ranks."""
-        counts = torch.zeros(self.n_ranks, dtype=torch.int64, device=self.device)
-        counts[self.rank] = n_atoms
-        add(counts, self.group)
-        self.n_atoms = int(counts.sum())
-        self._first_held = counts.cumsum(0) - counts
-        first = int(self._first_held[self.rank])
-        return torch.arange(first, first + n_atoms, device=self.device)
 
     def follow(self, positions: torch.Tensor, *values: torch.Tensor) -> tuple[Any, ...]:
         """Return the domain, or a new one if an atom on any rank has moved by half of the skin; and values with it.
@@ -425,12 +415,10 @@ class Domain:
         pairs : (2, n_pairs) int tensor
             Numbers among the atoms of all ranks.
         """
-        known, place = torch.sort(self._known_numbers)
-        at = torch.searchsorted(known, pairs.long()).clamp_(max=max(len(known) - 1, 0))
-        here = known[at] == pairs if len(known) else torch.zeros_like(pairs, dtype=torch.bool)
-        found = place[at] if len(known) else pairs
-        owned = here & (found < self.n_owned)
-        chosen = (here.all(0) & owned.any(0)).nonzero().squeeze(1)
+        known = self._known_numbers
+        place = known.new_full((self.n_atoms,), -1).index_copy_(0, known, torch.arange(len(known), device=known.device))
+        found = place[pairs.long()]
+        chosen = ((found >= 0).all(0) & (found < self.n_owned).any(0)).nonzero().squeeze(1)
         return found.index_select(1, chosen), chosen
 
     def _maximum(self, values: torch.Tensor) -> torch.Tensor:
@@ -460,12 +448,11 @@ class Domain:
             raise ValueError("`cell` must be that of the `domain`")
         if lattice is not None and self.cell is not None and not torch.equal(lattice.expand_as(self.cell), self.cell):
             raise ValueError("`cell` has changed since the `domain` was made: make it anew")
-        agreement = self._open()
-        assert agreement is not None
-        same = agreement.same
-        for name in ("positions", "charges", "numbers", "dipoles", "quadrupoles", "widths"):
-            same[f"`{name}`"] = of_atoms(getattr(atoms, name))
-        same["`pbc`"], same["`cell`"] = described(atoms.pbc), "None" if atoms.cell is None else kind_of(atoms.cell)
+        with self._together() as agreement:
+            same = agreement.same
+            for name in ("positions", "charges", "numbers", "dipoles", "quadrupoles", "widths"):
+                same[f"`{name}`"] = of_atoms(getattr(atoms, name))
+            same["`pbc`"], same["`cell`"] = described(atoms.pbc), "None" if atoms.cell is None else kind_of(atoms.cell)
 
     def _alone(self, atoms: System) -> System:
         """The atoms as a system that knows nothing of other ranks, for a sum that is periodic along all axes."""
@@ -567,10 +554,9 @@ class Domain:
 
     def _must_be_near(self, positions: torch.Tensor) -> None:
         """Note how far atoms have moved, in a part of `_together`, at whose end all raise if that is too far."""
-        agreement = self._open()
-        assert agreement is not None
-        if agreement.largest[0] < 0.0:  # not noted yet
-            agreement.largest[0] = self._moved(positions)
+        with self._together() as agreement:
+            if agreement.largest[0] < 0.0:  # not noted yet
+                agreement.largest[0] = self._moved(positions)
 
     def _search(self, cutoff: float) -> OwnedRows:
         n, system, everywhere = self.n_owned, self.batch_idx_with_ghosts, self._known_positions

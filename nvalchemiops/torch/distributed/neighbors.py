@@ -16,9 +16,6 @@ from nvalchemiops.torch.neighbors.search import Search, neighbor_rows
 from nvalchemiops.torch.operators.segments import row_pointers
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 
-BLOCK = 1024
-"""Rows that are looked through at once for neighbors on other ranks."""
-
 
 class OwnedRows:
     """The neighbors of owned atoms among all.
@@ -40,11 +37,10 @@ class OwnedRows:
 
     def __init__(self, search: Search, order: torch.Tensor | None, seen: torch.Tensor) -> None:
         self._n_owned, self._n_atoms = search.n_rows, search.positions.shape[0]
-        # each once, in order: a sort takes four times as long
-        self._seen = seen.new_zeros(self._n_owned, dtype=torch.bool).index_fill_(0, seen, True).nonzero().squeeze(1)
+        is_seen = seen.new_zeros(self._n_owned, dtype=torch.bool).index_fill_(0, seen, True)
 
         def spare(count: torch.Tensor) -> int:
-            return int(count.index_select(0, self._seen).sum())
+            return int(count[is_seen].sum())
 
         # with room at the end for the rows of ghosts, which costs nothing until it is written
         self._neighbors, self._pointers, shifts = neighbor_rows(search, spare)
@@ -70,7 +66,7 @@ class OwnedRows:
     def _write_rows_of_ghosts(self) -> tuple[int, torch.Tensor]:
         """Write the pairs of owned atoms and ghosts once again, from the side of the ghosts; the size, and ends."""
         n, size = self._n_owned, int(self._pointers[-1])
-        border = self._border()
+        border = (self._neighbors[:size] >= n).nonzero().squeeze(1)  # places of ghosts
         counts = torch.searchsorted(border, self._pointers.long()).diff()
         first = torch.arange(n, device=border.device, dtype=torch.int32)
         first = first.repeat_interleave(counts, output_size=len(border))
@@ -82,18 +78,6 @@ class OwnedRows:
             places = border.index_select(0, order)
             torch.neg(self._shifts.index_select(0, places), out=self._shifts[size:end])
         return end, of_ghosts[1:] + size
-
-    def _border(self) -> torch.Tensor:
-        """Places (n,) of ghosts among the neighbors of owned atoms."""
-        # only atoms that other ranks see have ghosts for neighbors: look at the blocks of rows that hold some
-        blocks = torch.unique_consecutive(self._seen // BLOCK)
-        if not len(blocks):
-            return blocks
-        ends = torch.stack([blocks * BLOCK, (blocks * BLOCK + BLOCK).clamp(max=self._n_owned)])
-        found = []
-        for begin, end in self._pointers.index_select(0, ends.flatten()).view(2, -1).T.tolist():
-            found.append((self._neighbors[begin:end] >= self._n_owned).nonzero().squeeze(1) + begin)
-        return torch.cat(found)
 
 
 def sorted_numbers(index: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:

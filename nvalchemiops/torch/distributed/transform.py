@@ -96,24 +96,25 @@ class Division(NamedTuple):
     of_window: tuple[Overlap, ...]
     of_slab: tuple[Overlap, ...]
 
-
-def slabs_of(n: int, count: int) -> tuple[Ends, ...]:
-    """The first of each of ``count`` parts of ``n`` planes, and the one after its last."""
-    return tuple(itertools.pairwise(n * part // count for part in range(count + 1)))
+    def sizes(self, n_meshes: int) -> Iterator[list[int]]:
+        """Points of overlaps with other ranks, of the window and then of the slab of this one."""
+        for overlaps in (self.of_window, self.of_slab):
+            yield [0 if r == self.rank else n_meshes * math.prod(o.shape) for r, o in enumerate(overlaps)]
 
 
 @functools.lru_cache(maxsize=64)
 def _division(mesh: Numbers, windows: Numbers, rank: int) -> Division:
     boxes = [windows[at : at + 3] for at in range(0, len(windows), 3)]
     starts, sizes = boxes[::2], boxes[1::2]
-    slabs, columns = (slabs_of(n, len(starts)) for n in mesh[:2])
+    count = len(starts)
+    slabs, columns = (tuple(itertools.pairwise(n * part // count for part in range(count + 1))) for n in mesh[:2])
 
     def overlap(of: int, owner: int) -> Overlap:
         ends = (slabs[owner], (0, mesh[1]), (0, mesh[2]))
         x, y, z = (_runs(starts[of][a], sizes[of][a], mesh[a], *ends[a]) for a in range(3))
         return Overlap(x, y, z, (sum(run.size for run in x), *sizes[of][1:]))
 
-    ranks = range(len(starts))
+    ranks = range(count)
     of_window, of_slab = tuple(overlap(rank, r) for r in ranks), tuple(overlap(r, rank) for r in ranks)
     return Division(mesh, rank, slabs, columns, sizes[rank], of_window, of_slab)
 
@@ -126,37 +127,30 @@ def division_of(mesh: Sequence[int], windows: Sequence[int], rank: int) -> Divis
 # -- windows and slabs ----------------------------------------------------------------------------
 
 
-def _blocks(
-    overlaps: Sequence[Overlap], rank: int, like: torch.Tensor, memory: torch.Tensor | None = None
-) -> tuple[torch.Tensor, list[int], list[list[torch.Tensor]]]:
-    """Memory of planes for, or from, each other rank; its sizes; and the planes run by run. None for this rank."""
-    n_meshes = like.shape[0]
-    sizes = [0 if r == rank else n_meshes * math.prod(overlap.shape) for r, overlap in enumerate(overlaps)]
-    if memory is None:
-        memory = new_empty((sum(sizes),), like.dtype, like.device)
+def _blocks(memory: torch.Tensor, overlaps: Sequence[Overlap], sizes: Sequence[int]) -> list[list[torch.Tensor]]:
+    """Planes in the memory that goes to, or comes from, each other rank, run by run; none for this rank."""
     parts: list[list[torch.Tensor]] = []
     for part, overlap in zip(memory.split(sizes), overlaps):
-        parts.append(list(part.view(n_meshes, *overlap.shape).split(overlap.planes, 1)) if part.numel() else [])
-    return memory, sizes, parts
+        parts.append(list(part.view(-1, *overlap.shape).split(overlap.planes, 1)) if part.numel() else [])
+    return parts
 
 
 def _to_slab(window: torch.Tensor, division: Division, group: Any) -> torch.Tensor:
     """The slab (n_meshes, n_planes, n_y, n_z) of this rank, to which all ranks add their windows."""
-    rank, of_window, of_slab = division.rank, division.of_window, division.of_slab
-    sent, sizes, blocks = _blocks(of_window, rank, window)
-    for overlap, block in zip(of_window, blocks):
+    sizes, received = division.sizes(window.shape[0])
+    sent = new_empty((sum(sizes),), window.dtype, window.device)
+    for overlap, block in zip(division.of_window, _blocks(sent, division.of_window, sizes)):
         for part, planes in zip(block, overlap.in_window(window)):
             part.copy_(planes)
-    received = [0 if r == rank else window.shape[0] * math.prod(overlap.shape) for r, overlap in enumerate(of_slab)]
     memory = swap_rows(sent, sizes, received, group)
-    first, end = division.slabs[rank]
+    first, end = division.slabs[division.rank]
     slab = new_empty((window.shape[0], end - first, *division.mesh[1:]), window.dtype, window.device)
-    here = of_slab[rank]
+    here = division.of_slab[division.rank]
     if here.shape != slab.shape[1:] or len(here.y) * len(here.z) > 1:  # the window does not cover the slab
         slab.zero_()
     for planes, points in here.boxes(here.in_window(window), slab):
         points.copy_(planes)
-    for overlap, block in zip(of_slab, _blocks(of_slab, rank, window, memory)[2]):
+    for overlap, block in zip(division.of_slab, _blocks(memory, division.of_slab, received)):
         for planes, points in overlap.boxes(block, slab):
             points.add_(planes)
     return slab
@@ -164,18 +158,17 @@ def _to_slab(window: torch.Tensor, division: Division, group: Any) -> torch.Tens
 
 def _to_window(slab: torch.Tensor, division: Division, group: Any) -> torch.Tensor:
     """Values (n_meshes, *window) on the window of this rank from those on the slabs of all ranks."""
-    rank, of_window, of_slab = division.rank, division.of_window, division.of_slab
-    sent, sizes, blocks = _blocks(of_slab, rank, slab)
-    for overlap, block in zip(of_slab, blocks):
+    received, sizes = division.sizes(slab.shape[0])
+    sent = new_empty((sum(sizes),), slab.dtype, slab.device)
+    for overlap, block in zip(division.of_slab, _blocks(sent, division.of_slab, sizes)):
         for planes, points in overlap.boxes(block, slab):
             planes.copy_(points)
-    received = [0 if r == rank else slab.shape[0] * math.prod(overlap.shape) for r, overlap in enumerate(of_window)]
     memory = swap_rows(sent, sizes, received, group)
     window = new_empty((slab.shape[0], *division.window), slab.dtype, slab.device)
-    here = of_window[rank]
+    here = division.of_window[division.rank]
     for planes, points in here.boxes(here.in_window(window), slab):
         planes.copy_(points)
-    for overlap, block in zip(of_window, _blocks(of_window, rank, slab, memory)[2]):
+    for overlap, block in zip(division.of_window, _blocks(memory, division.of_window, received)):
         for part, planes in zip(block, overlap.in_window(window)):
             planes.copy_(part)
     return window
@@ -215,9 +208,7 @@ def _swap(values: torch.Tensor, division: Division, group: Any, to_columns: bool
     if in_order(other):
         return found.view(shape)
     result = new_empty(shape, values.dtype, values.device)
-    for piece, (first, end) in zip(pieces(found, ours, other, n_theirs), ours):
-        result.narrow(other, first, end - first).copy_(piece)
-    return result
+    return torch.cat(pieces(found, ours, other, n_theirs), other, out=result)
 
 
 # -- the transform --------------------------------------------------------------------------------

@@ -36,18 +36,6 @@ class Systems(NamedTuple):
     rebuild_flags: torch.Tensor | None = None
 
 
-class Selection(NamedTuple):
-    """Which of the neighbors within the cutoff are listed, as in `neighbor_list`."""
-
-    nearest: int | None = None
-    ties: str = "keep"
-    tie_tolerance: float | None = None
-    symmetric: bool = False
-
-
-ALL = Selection()
-
-
 class Form(NamedTuple):
     """Form of the results, and which neighbors they list, as in `neighbor_list`."""
 
@@ -57,7 +45,10 @@ class Form(NamedTuple):
     return_vectors: bool = False
     return_distances: bool = False
     check: bool = True
-    selection: Selection = ALL
+    nearest: int | None = None
+    ties: str = "keep"
+    tie_tolerance: float | None = None
+    symmetric: bool = False
 
 
 class Room(NamedTuple):
@@ -85,43 +76,6 @@ def method_number(method: str | None) -> int:
     if method is None:
         return AUTOMATIC
     return NAIVE if search_method(method) == "naive" else BINNED
-
-
-def build_lists(
-    systems: Systems,
-    cutoff: float | None,
-    cutoff2: float | None,
-    form: Form,
-    room: Room,
-    room1: Room,
-    room2: Room,
-    method: str | None,
-) -> Tensors:
-    """One list, or two with ``cutoff2``; raise if memory for the other case is given."""
-    number = method_number(method)
-    if cutoff is None:
-        raise ValueError("`cutoff` is required")
-    if cutoff2 is None:
-        if method is not None and method.endswith("_dual_cutoff"):
-            raise ValueError(f"`cutoff2` is required by the method '{method}'")
-        for suffix, numbered in (("1", room1), ("2", room2)):
-            for name, value in zip(Room._fields, numbered):
-                if value is not None:
-                    raise ValueError(f"`{name}{suffix}` is for one of two lists: give `cutoff2`")
-        return build(systems, cutoff, form, room, number)
-    if form.selection.nearest is not None:
-        raise ValueError("`nearest` is for one list: leave out `cutoff2`, and ask for the other list in another call")
-    for name, value in zip(Room._fields, room):
-        if value is not None and name != "max_neighbors":
-            raise ValueError(
-                f"`{name}` is for one list: with cutoff2 there are `neighbor_matrix1`, `neighbor_matrix2` ..."
-            )
-    if room.max_neighbors is not None:
-        if room1.max_neighbors is not None:
-            raise ValueError("`max_neighbors` and `max_neighbors1` are two names of one number: give one of them")
-        room1 = room1._replace(max_neighbors=checks.check_count("max_neighbors", room.max_neighbors))
-    cutoffs = {"cutoff": cutoff, "cutoff2": cutoff2}
-    return build_two(systems, cutoffs, form, room1, room2, number)
 
 
 def build_two(
@@ -159,8 +113,9 @@ def build(
         checks.check_index("target_indices", target_indices, positions, (None,))
     n_rows = (positions if target_indices is None else target_indices).shape[0]
     width, in_memory = _width(n_rows, form, room, suffix, positions, cell is not None)
-    chosen = (0, 0.0, False) if form.selection is ALL else _check_selection(form)
-    if chosen[0] and width is None and form.selection.ties == "index" and not (chosen[2] or form.return_neighbor_list):
+    is_default = form.nearest is None and form.ties == "keep" and form.tie_tolerance is None and form.symmetric is False
+    chosen = (0, 0.0, False) if is_default else _check_selection(form)
+    if chosen[0] and width is None and form.ties == "index" and not (chosen[2] or form.return_neighbor_list):
         width = chosen[0]
         ops.check_size(n_rows * width, "nearest")
     if rebuild_flags is not None:
@@ -192,9 +147,8 @@ def build(
         matrix, count, shifts, is_marked, most = _search_matrix(
             search, width, room, rebuild_flags, fill_value, readable
         )
-        present = (
-            torch.where(count == NOT_FINITE, 0, count) if is_marked and (as_list or any(wanted.values())) else count
-        )
+        is_marked = is_marked and (as_list or any(wanted.values()))
+        present = torch.where(count == NOT_FINITE, 0, count) if is_marked else count
         if as_list:
             images = None if cell is None else shifts
             pairs, ptr, *rest = get_neighbor_list_from_neighbor_matrix(matrix, present, images)
@@ -232,12 +186,12 @@ def build(
 
 def _check_selection(form: Form) -> tuple[int, float, bool]:
     """The last fields of a `Search`; raise for a bad argument."""
-    nearest, ties, tolerance, symmetric = form.selection
+    nearest, ties, tolerance, symmetric = form[6:]
     checks.check_choice("ties", ties, ("keep", "index"))
     symmetric = checks.check_flag("symmetric", symmetric)
     if nearest is None:
         for name in ("ties", "tie_tolerance", "symmetric"):
-            if getattr(form.selection, name) != getattr(ALL, name):
+            if getattr(form, name) != Form._field_defaults[name]:
                 raise ValueError(f"`{name}` says which neighbors are the nearest: give `nearest` as well")
         return 0, 0.0, False
     if checks.check_count("nearest", nearest) == 0:
@@ -306,6 +260,10 @@ def _search_matrix(
     Where values are ``readable``, a matrix too narrow for a row is replaced by a wider one, and the largest count is
     read.
     """
+
+    def new(*shape: int) -> torch.Tensor:
+        return new_empty((search.n_rows, *shape), torch.int32, search.positions.device)
+
     _, matrix, shifts, count, *_ = room
     if width is None:
         found, counted, images, _ = ops.neighbor_matrix(*search, fill_value, None)
@@ -317,13 +275,9 @@ def _search_matrix(
     if matrix is None and shifts is None and count is None:
         matrix, count, shifts, fault = ops.neighbor_matrix(*search, fill_value, width)
     else:
-        n_rows, device = search.n_rows, search.positions.device
-        if matrix is None:
-            matrix = new_empty((n_rows, width), torch.int32, device)
-        if shifts is None and search.cell is not None:
-            shifts = new_empty((n_rows, width, 3), torch.int32, device)
-        if count is None:
-            count = new_empty((n_rows,), torch.int32, device)
+        matrix = new(width) if matrix is None else matrix
+        shifts = new(width, 3) if shifts is None and search.cell is not None else shifts
+        count = new() if count is None else count
         fault = ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
     if not readable:
         # where faults are not read, an atom without a position or a cell has a special count, and its row is empty
@@ -335,36 +289,19 @@ def _search_matrix(
         rebuild_flags = ops.systems_beyond(count, width, search, rebuild_flags)
         ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, matrix, count, shifts)
         most = ops.largest_count(count)
-    if most > width:
-        matrix, shifts = _wider(search, most, rebuild_flags, fill_value, matrix, count, shifts)
-    return matrix, count, shifts, rebuild_flags is not None, most
-
-
-def _wider(
-    search: Search,
-    most: int,
-    rebuild_flags: torch.Tensor | None,
-    fill_value: int,
-    matrix: torch.Tensor,
-    count: torch.Tensor,
-    shifts: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Matrix and shifts with room for ``most`` neighbors, which begin with the columns of the given ones.
-
-    Rows are searched once more; those of systems without ``rebuild_flags`` fit, and are copied.
-    """
-    n_rows, width = matrix.shape
+    if most <= width:
+        return matrix, count, shifts, rebuild_flags is not None, most
+    # rows once more, with room for all; those of systems without flags fit, and are copied
     columns = grown_width(most)
-    if n_rows * columns > ops.MAX_SLOTS:
+    if search.n_rows * columns > ops.MAX_SLOTS:
         columns = most
     try:
-        if n_rows * columns > ops.MAX_SLOTS:
+        if search.n_rows * columns > ops.MAX_SLOTS:
             raise MemoryError("more entries than int32 can address")
         if rebuild_flags is None:
             wide, _, images, _ = ops.neighbor_matrix(*search, fill_value, columns)
-            return wide, images
-        wide = new_empty((n_rows, columns), torch.int32, matrix.device)
-        images = None if shifts is None else new_empty((n_rows, columns, 3), torch.int32, matrix.device)
+            return wide, count, images, False, most
+        wide, images = new(columns), None if shifts is None else new(columns, 3)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
@@ -373,7 +310,7 @@ def _wider(
     if images is not None and shifts is not None:
         images[:, :width], images[:, width:] = shifts, 0
     ops.fill_neighbor_matrix(*search, rebuild_flags, fill_value, wide, count, images)
-    return wide, images
+    return wide, count, images, True, most
 
 
 def _width(

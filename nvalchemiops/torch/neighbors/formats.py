@@ -98,7 +98,7 @@ def get_neighbor_list_from_neighbor_matrix(
     place = kept.reshape(-1).nonzero().squeeze(1)
     i = torch.div(place, max(width, 1), rounding_mode="floor").to(torch.int32)
     j = neighbor_matrix.reshape(-1).index_select(0, place).to(torch.int32)
-    pairs, ptr = torch.stack([i, j]), _pointers(kept.sum(1))
+    pairs, ptr = torch.stack([i, j]), row_pointers(i, n_atoms)
     if neighbor_shift_matrix is None:
         return pairs, ptr
     return pairs, ptr, neighbor_shift_matrix.reshape(-1, 3).index_select(0, place).to(torch.int32)
@@ -205,13 +205,11 @@ def half_to_full(
     n_atoms, _ = _check_list(neighbor_list, neighbor_ptr, shifts)
     if may_read(neighbor_list, wait=True):
         _check_entries(neighbor_list, neighbor_ptr)
-        wrong = direction_of(neighbor_list, shifts) <= 0
-        if bool(wrong.any()):
-            first = _pair_at(neighbor_list, shifts, int(wrong.to(torch.uint8).argmax()))
-            raise ValueError(
-                f"`neighbor_list` is not a half list: it holds (i, j, S) = {first}, but a half list keeps i < j, or "
-                "i = j and the first non-zero entry of S positive. A full list needs no expanding"
-            )
+        fault = (
+            " is not a half list: it holds (i, j, S) = {}, but a half list keeps i < j, or i = j and the first "
+            "non-zero entry of S positive. A full list needs no expanding"
+        )
+        _raise_at(direction_of(neighbor_list, shifts) <= 0, neighbor_list, shifts, fault)
 
     # reversed as a whole, so that a stable sort leaves -S of one pair ascending where S was
     i, j = neighbor_list.to(torch.int64).unbind(0)
@@ -347,26 +345,22 @@ def check_full_list(
     if n_pairs == 0:
         return
     direction = direction_of(neighbor_list, shifts)
-    _raise_at(direction == 0, neighbor_list, shifts, "joins an atom with itself, without an image: leave it out")
+    pair = ": the pair (i, j, S) = {} "
+    _raise_at(direction == 0, neighbor_list, shifts, pair + "joins an atom with itself, without an image: leave it out")
 
     i, j = neighbor_list.to(torch.int64)
     images_of = torch.zeros(n_pairs, 3, dtype=torch.int64, device=i.device) if shifts is None else shifts.long()
     there = (i, j, *images_of.unbind(1))
     back = (j, i, *(-images_of).unbind(1))
     number = _number_of_each([torch.cat(both) for both in zip(there, back)])
-    occurrences = torch.zeros(2 * n_pairs, dtype=torch.int64, device=i.device)
-    occurrences.index_add_(0, number[:n_pairs], torch.ones_like(i))
-    twice = occurrences.index_select(0, number[:n_pairs]) > 1
-    _raise_at(twice, neighbor_list, shifts, "is listed more than once: do not append images or rows to a full list")
+    times_there, times_back = number[:n_pairs].bincount(minlength=2 * n_pairs).index_select(0, number).chunk(2)
+    advice = "is listed more than once: do not append images or rows to a full list"
+    _raise_at(times_there > 1, neighbor_list, shifts, pair + advice)
     advice = "has no (j, i, -S), so the list is not full: build it with half_fill=False, or use `half_to_full`"
-    _raise_at(occurrences.index_select(0, number[n_pairs:]) == 0, neighbor_list, shifts, advice)
+    _raise_at(times_back == 0, neighbor_list, shifts, pair + advice)
 
 
 # -- helpers --------------------------------------------------------------------------------------
-
-
-def _pointers(counts: torch.Tensor) -> torch.Tensor:
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
 
 
 def direction_of(neighbor_list: torch.Tensor, shifts: torch.Tensor | None) -> torch.Tensor:
@@ -391,16 +385,12 @@ def _number_of_each(keys: Sequence[torch.Tensor]) -> torch.Tensor:
     return number
 
 
-def _pair_at(neighbor_list: torch.Tensor, shifts: torch.Tensor | None, place: int) -> tuple[int, int, tuple[int, ...]]:
-    """(i, j, S) of one pair, for messages."""
-    i, j = neighbor_list[:, place].tolist()
-    return i, j, (0, 0, 0) if shifts is None else tuple(shifts[place].tolist())
-
-
 def _raise_at(wrong: torch.Tensor, neighbor_list: torch.Tensor, shifts: torch.Tensor | None, fault: str) -> None:
+    """Raise if a pair is wrong; ``fault`` has a place for the first one, (i, j, S)."""
     if wrong.numel() and bool(wrong.any()):
-        first = _pair_at(neighbor_list, shifts, int(wrong.to(torch.uint8).argmax()))
-        raise ValueError(f"`neighbor_list`: the pair (i, j, S) = {first} {fault}")
+        place = int(wrong.to(torch.uint8).argmax())
+        image = (0, 0, 0) if shifts is None else tuple(shifts[place].tolist())
+        raise ValueError("`neighbor_list`" + fault.format((*neighbor_list[:, place].tolist(), image)))
 
 
 # -- checks ---------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from nvalchemiops.compat.ignored_arguments import ignore
-from nvalchemiops.torch.neighbors.driver import ALL, Form, Room, Selection, Systems, Tensors, build_lists
+from nvalchemiops.torch import checks
+from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, Tensors, build, build_two, method_number
 
 
 def neighbor_list(
@@ -174,13 +175,33 @@ def neighbor_list(
     """
     ignore("neighbor_list", without_effect)
     systems = Systems(positions, cell, pbc, batch_idx, batch_ptr, target_indices, rebuild_flags)
-    selection = ALL
-    if nearest is not None or ties != "keep" or tie_tolerance is not None or symmetric is not False:
-        selection = Selection(nearest, ties, tie_tolerance, symmetric)
-    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check, selection)
+    selection = (nearest, ties, tie_tolerance, symmetric)
+    form = Form(half_fill, fill_value, return_neighbor_list, return_vectors, return_distances, check, *selection)
     out = Room(
         max_neighbors, neighbor_matrix, neighbor_matrix_shifts, num_neighbors, neighbor_vectors, neighbor_distances
     )
     out1 = Room(max_neighbors1, neighbor_matrix1, neighbor_matrix_shifts1, num_neighbors1)
     out2 = Room(max_neighbors2, neighbor_matrix2, neighbor_matrix_shifts2, num_neighbors2)
-    return build_lists(systems, cutoff, cutoff2, form, out, out1, out2, method)
+    number = method_number(method)
+    if cutoff is None:
+        raise ValueError("`cutoff` is required")
+    if cutoff2 is None:
+        if method is not None and method.endswith("_dual_cutoff"):
+            raise ValueError(f"`cutoff2` is required by the method '{method}'")
+        for suffix, numbered in (("1", out1), ("2", out2)):
+            for name, value in zip(Room._fields, numbered):
+                if value is not None:
+                    raise ValueError(f"`{name}{suffix}` is for one of two lists: give `cutoff2`")
+        return build(systems, cutoff, form, out, number)
+    if nearest is not None:
+        raise ValueError("`nearest` is for one list: leave out `cutoff2`, and ask for the other list in another call")
+    for name, value in zip(Room._fields, out):
+        if value is not None and name != "max_neighbors":
+            raise ValueError(
+                f"`{name}` is for one list: with cutoff2 there are `neighbor_matrix1`, `neighbor_matrix2` ..."
+            )
+    if max_neighbors is not None:
+        if max_neighbors1 is not None:
+            raise ValueError("`max_neighbors` and `max_neighbors1` are two names of one number: give one of them")
+        out1 = out1._replace(max_neighbors=checks.check_count("max_neighbors", max_neighbors))
+    return build_two(systems, {"cutoff": cutoff, "cutoff2": cutoff2}, form, out1, out2, number)

@@ -72,15 +72,8 @@ def neighbor_list_needs_rebuild(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    _check_pair(reference_positions, current_positions, update_reference_positions)
-    threshold = _check_threshold(skin_distance_threshold)
-    _check_lattice(cell, cell_inv, pbc, current_positions, 1)
-    if reference_positions.shape != current_positions.shape:
-        return torch.ones(1, dtype=torch.bool, device=current_positions.device)
-    stale = _moved(reference_positions, current_positions, threshold).any().reshape(1)
-    if update_reference_positions:
-        _update(reference_positions, current_positions, stale)
-    return stale
+    positions = (reference_positions, current_positions)
+    return stale_systems(*positions, skin_distance_threshold, update_reference_positions, (cell, cell_inv, pbc))
 
 
 check_neighbor_list_rebuild_needed = neighbor_list_needs_rebuild
@@ -131,20 +124,8 @@ def batch_neighbor_list_needs_rebuild(
         A bad argument, named in the message; compiled also: the number of systems is unknown. An entry of
         ``batch_idx`` outside of the systems (on a GPU a device-side assertion).
     """
-    _check_pair(reference_positions, current_positions, update_reference_positions)
-    threshold = _check_threshold(skin_distance_threshold)
-    system, n_systems = _check_batch(batch_idx, current_positions, cell, cell_inv, pbc, num_systems)
-    _check_lattice(cell, cell_inv, pbc, current_positions, n_systems)
-    if reference_positions.shape != current_positions.shape:
-        return torch.ones(n_systems, dtype=torch.bool, device=current_positions.device)
-    system = system.to(torch.int64)
-    moved = _moved(reference_positions, current_positions, threshold)
-    # a maximum of integers does not depend on the order in which threads arrive
-    worst = torch.zeros(n_systems, dtype=torch.int32, device=system.device)
-    stale = worst.scatter_reduce(0, system, moved.to(torch.int32), "amax") > 0
-    if update_reference_positions:
-        _update(reference_positions, current_positions, stale.index_select(0, system))
-    return stale
+    positions, batch = (reference_positions, current_positions), (batch_idx, num_systems)
+    return stale_systems(*positions, skin_distance_threshold, update_reference_positions, (cell, cell_inv, pbc), batch)
 
 
 def cell_list_needs_rebuild(
@@ -225,27 +206,18 @@ def batch_cell_list_needs_rebuild(
     return torch.ones(n_systems, dtype=torch.bool, device=current_positions.device)
 
 
-def _moved(reference: torch.Tensor, current: torch.Tensor, threshold: float) -> torch.Tensor:
-    """Which atoms (n_atoms,) are further than the threshold from their reference."""
-    with torch.no_grad():
-        if threshold == 0.0:
-            # the square of a tiny displacement would vanish; an infinite position has moved, wherever it was
-            return ((current != reference) | ~torch.isfinite(current)).any(1)
-        # in float64, so that the square of what float32 holds neither vanishes nor overflows
-        displacement = (current.to(torch.float64) - reference.to(torch.float64)).square().sum(1).sqrt()
-        # not `>`: NaN counts as moved
-        return ~(displacement <= threshold)
+def stale_systems(
+    reference: Any,
+    current: Any,
+    threshold: Any,
+    update: Any = False,
+    lattice: tuple[Any, Any, Any] = (None, None, None),
+    batch: Any = None,
+) -> torch.Tensor:
+    """Whether an atom of each system (n_systems,) is further than the threshold from its reference.
 
-
-def _update(reference: torch.Tensor, current: torch.Tensor, stale: torch.Tensor) -> None:
-    with torch.no_grad():
-        reference.copy_(torch.where(stale.unsqueeze(-1), current, reference))
-
-
-# -- checks ---------------------------------------------------------------------------------------
-
-
-def _check_pair(reference: Any, current: Any, update: Any) -> None:
+    ``lattice`` is cell, its inverse and pbc; ``batch`` is ``batch_idx`` and ``num_systems``, None for one system.
+    """
     checks.check_flag("update_reference_positions", update)
     checks.check_positions(reference, finite=False, name="reference_positions")
     checks.check_positions(current, finite=False, name="current_positions")
@@ -253,6 +225,34 @@ def _check_pair(reference: Any, current: Any, update: Any) -> None:
         raise TypeError(f"`reference_positions` has dtype {reference.dtype}, but `current_positions` {current.dtype}")
     if reference.device != current.device:
         raise ValueError(f"`reference_positions` is on {reference.device}, but `current_positions` on {current.device}")
+    if isinstance(threshold, torch.Tensor):
+        raise TypeError("`skin_distance_threshold` must be a number, got Tensor")
+    threshold = checks.check_not_negative("skin_distance_threshold", threshold)
+    system, n_systems = (None, 1) if batch is None else _check_batch(batch[0], current, *lattice, batch[1])
+    _check_lattice(*lattice, current, n_systems)
+    if reference.shape != current.shape:
+        return torch.ones(n_systems, dtype=torch.bool, device=current.device)
+    with torch.no_grad():
+        if threshold == 0.0:
+            # the square of a tiny displacement would vanish; an infinite position has moved, wherever it was
+            moved = ((current != reference) | ~torch.isfinite(current)).any(1)
+        else:
+            # in float64, so that the square of what float32 holds neither vanishes nor overflows
+            displacement = (current.to(torch.float64) - reference.to(torch.float64)).square().sum(1).sqrt()
+            moved = ~(displacement <= threshold)  # not `>`: NaN counts as moved
+        if system is None:
+            stale = of_atoms = moved.any().reshape(1)
+        else:
+            # a maximum of integers does not depend on the order in which threads arrive
+            worst = torch.zeros(n_systems, dtype=torch.int32, device=system.device)
+            stale = worst.scatter_reduce(0, system.to(torch.int64), moved.to(torch.int32), "amax") > 0
+            of_atoms = stale.index_select(0, system) if update else stale
+        if update:
+            reference.copy_(torch.where(of_atoms.unsqueeze(-1), current, reference))
+    return stale
+
+
+# -- checks ---------------------------------------------------------------------------------------
 
 
 def _check_batch(
@@ -272,12 +272,6 @@ def _check_batch(
     if n_systems is None and not one_for_all:
         raise ValuesNeededError("`num_systems` is needed where values cannot be read: it is the size of the result")
     return system, max(n_systems or 0, int(one_for_all))
-
-
-def _check_threshold(threshold: Any) -> float:
-    if isinstance(threshold, torch.Tensor):
-        raise TypeError("`skin_distance_threshold` must be a number, got Tensor")
-    return checks.check_not_negative("skin_distance_threshold", threshold)
 
 
 def _check_lattice(

@@ -1,6 +1,6 @@
 """Neighbor lists in either public format, as the rows that kernels read (`nvalchemiops.neighbors.rows`)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import warp as wp
@@ -115,20 +115,42 @@ def rows_of(given: GivenNeighbors, positions: torch.Tensor, periodic: bool, chec
     name = given.shifts_name if has_list else "neighbor_matrix_shifts"
     if periodic and shifts is None:
         raise ValueError(f"`{name}` is needed with `cell`: together they say where the images are")
-    rows = (_from_list if has_list else _from_matrix)(given, positions)
-    if not periodic and rows.shifts is not None and may_read(rows.shifts):
-        _refuse_images(rows, name)
-        rows = rows._replace(shifts=None)
-    if half_list or check:
-        rows = _expanded(rows, positions.shape[0], half_list, check)
-    return rows
-
-
-def _refuse_images(rows: Rows, name: str) -> None:
-    """Raise unless the shifts, called ``name``, are zero, but for those of padding."""
-    assert rows.shifts is not None
-    if bool(rows.shifts.any()) and bool(rows.shifts[rows.neighbors != rows.padding].any()):
-        raise ValueError(f"`cell` is needed with `{name}`: together they say where the images are")
+    n_atoms, width, entries = positions.shape[0], 0, given.neighbor_matrix
+    pointers, first = given.neighbor_ptr, None
+    if has_list:
+        pairs: Any = given.neighbor_list
+        checks.check_index("neighbor_list", pairs, positions, (2, None))
+        first, entries = _int32(pairs[0]), pairs[1]
+        if isinstance(pointers, torch.Tensor) and pointers.shape == (1,) and pairs.shape[1] == 0:
+            checks.check_index("neighbor_ptr", pointers, positions, (1,))
+            pointers = pointers.new_zeros(n_atoms + 1)
+        if pointers is None:
+            pointers = row_pointers(first, n_atoms)
+        else:
+            checks.check_index("neighbor_ptr", pointers, positions, (n_atoms + 1,))
+            pointers = _int32(pointers)
+    else:
+        n_rows = 0 if isinstance(entries, torch.Tensor) and entries.shape[:1] == (0,) else n_atoms
+        checks.check_index("neighbor_matrix", entries, positions, (n_rows, None))
+        width = entries.shape[1] if n_rows else 0  # type: ignore[union-attr]  # it was checked
+    assert entries is not None
+    if shifts is not None:
+        checks.check_index(name, shifts, positions, (*entries.shape, 3))
+        shifts = _int32(shifts)
+    padding = NO_PADDING if has_list else n_atoms
+    if given.fill_value is not None:
+        padding = checks.check_int(given.fill_name, given.fill_value)
+        if padding == NO_PADDING:
+            raise ValueError(f"`{given.fill_name}` must be larger than {NO_PADDING}, which means no padding")
+    neighbors = _int32(entries)
+    if not has_list:
+        neighbors, shifts = neighbors.view(-1), None if shifts is None else shifts.view(-1, 3)
+    if not periodic and shifts is not None and may_read(shifts):
+        if bool(shifts.any()) and bool(shifts[neighbors != padding].any()):
+            raise ValueError(f"`cell` is needed with `{name}`: together they say where the images are")
+        shifts = None
+    rows = Rows(pointers, neighbors, shifts, width, padding, first)
+    return _expanded(rows, n_atoms, half_list, check) if half_list or check else rows
 
 
 def cell_without_images(rows: Rows, positions: torch.Tensor, n_systems: int) -> torch.Tensor | None:
@@ -150,7 +172,8 @@ def build_rows(
     if pbc is not None:
         _, pbc, _ = checks.check_systems(positions, cell, pbc, batch_idx, None)
     order = None
-    if batch_idx is not None and not _is_sorted(batch_idx):
+    # whether it ascends is read where that needs no wait
+    if batch_idx is not None and not (may_read(batch_idx) and bool((batch_idx[1:] >= batch_idx[:-1]).all())):
         batch_idx, order = torch.sort(batch_idx, stable=True)
         positions = positions.index_select(0, order)
     lattice = None if cell is None else cell.detach()
@@ -167,54 +190,13 @@ def build_rows(
     return Rows(ptr, pairs[1].contiguous(), shifts, 0, NO_PADDING, None)
 
 
-def _is_sorted(batch_idx: torch.Tensor) -> bool:
-    """Whether it is known to ascend, without a wait for a GPU."""
-    if not may_read(batch_idx):
-        return False
-    return bool((batch_idx[1:] >= batch_idx[:-1]).all())
-
-
-def _from_matrix(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
-    matrix, shifts, n_atoms = given.neighbor_matrix, given.matrix_shifts, positions.shape[0]
-    n_rows = 0 if isinstance(matrix, torch.Tensor) and matrix.shape[:1] == (0,) else n_atoms
-    checks.check_index("neighbor_matrix", matrix, positions, (n_rows, None))
-    assert matrix is not None
-    width = matrix.shape[1]
-    if shifts is not None:
-        checks.check_index("neighbor_matrix_shifts", shifts, positions, (n_rows, width, 3))
-        shifts = _int32(shifts).view(-1, 3)
-    if n_rows == 0:
-        width = 0
-    padding = _padding(given, n_atoms)
-    return Rows(None, _int32(matrix).view(-1), shifts, width, padding, None)
-
-
-def _from_list(given: GivenNeighbors, positions: torch.Tensor) -> Rows:
-    pairs, ptr, shifts, n_atoms = given.neighbor_list, given.neighbor_ptr, given.shifts, positions.shape[0]
-    checks.check_index("neighbor_list", pairs, positions, (2, None))
-    assert pairs is not None
-    first = _int32(pairs[0])
-    if isinstance(ptr, torch.Tensor) and ptr.shape == (1,) and pairs.shape[1] == 0:
-        checks.check_index("neighbor_ptr", ptr, positions, (1,))
-        ptr = ptr.new_zeros(n_atoms + 1)
-    if ptr is None:
-        ptr = row_pointers(first, n_atoms)
-    else:
-        checks.check_index("neighbor_ptr", ptr, positions, (n_atoms + 1,))
-    if shifts is not None:
-        checks.check_index(given.shifts_name, shifts, positions, (pairs.shape[1], 3))
-        shifts = _int32(shifts)
-    padding = _padding(given, NO_PADDING)
-    return Rows(_int32(ptr), _int32(pairs[1]), shifts, 0, padding, first)
-
-
 def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     """A full list of the pairs in ``rows``, without padding where values are read."""
-    if not (check or layout(rows.neighbors.device.type).reads):
-        return _both_directions(rows, n_atoms)
     _, neighbors, shifts, width, padding, first = rows
     if first is None:
         first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
+    if not (check or layout(neighbors.device.type).reads):
+        return _both_directions(first, neighbors, shifts, padding, n_atoms)
     places = (neighbors != padding).nonzero().squeeze(1)
     pairs = torch.stack([first, neighbors]).index_select(1, places)
     shifts = None if shifts is None else shifts.index_select(0, places)
@@ -227,15 +209,14 @@ def _expanded(rows: Rows, n_atoms: int, half_list: bool, check: bool) -> Rows:
     return Rows(ptr, pairs[1].contiguous(), shifts, 0, NO_PADDING, pairs[0].contiguous())
 
 
-def _both_directions(rows: Rows, n_atoms: int) -> Rows:
+def _both_directions(
+    first: torch.Tensor, neighbors: torch.Tensor, shifts: torch.Tensor | None, padding: int, n_atoms: int
+) -> Rows:
     """A full list of the pairs in a half list, with its padding, so that nothing is read.
 
     A pair that is not the direction that a half list keeps gets a neighbor that does not exist, for which kernels give
     NaN.
     """
-    _, neighbors, shifts, width, padding, first = rows
-    if first is None:
-        first = torch.arange(n_atoms, dtype=torch.int32, device=neighbors.device).repeat_interleave(width)
     absent = NO_PADDING + 1
     is_pair = neighbors != padding
     is_kept = direction_of(torch.stack([first, neighbors]), shifts) > 0
@@ -299,15 +280,6 @@ def row_indices(rows: Rows, n_atoms: int) -> torch.Tensor:
 
 def _int32(tensor: torch.Tensor) -> torch.Tensor:
     return checks.as_int32(tensor).contiguous()
-
-
-def _padding(given: GivenNeighbors, otherwise: int) -> int:
-    if given.fill_value is None:
-        return otherwise
-    value = checks.check_int(given.fill_name, given.fill_value)
-    if value == NO_PADDING:
-        raise ValueError(f"`{given.fill_name}` must be larger than {NO_PADDING}, which means no padding")
-    return value
 
 
 @warp_custom_op(

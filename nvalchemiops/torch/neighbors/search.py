@@ -79,6 +79,11 @@ class Search(NamedTuple):
     tie_tolerance: float = 0.0
     symmetric: bool = False
 
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> "Search":
+        """The search of an op, from its arguments by name."""
+        return cls._make([arguments[name] for name in cls._fields])
+
     @property
     def n_rows(self) -> int:
         """Rows of the result."""
@@ -159,8 +164,7 @@ class _CellList:
         search = self.search
         positions = search.positions.to(torch.float64)
         n_atoms, n_systems = positions.shape[0], first_atom.shape[0] - 1
-        float64 = torch.float64
-        cell = None if search.cell is None else search.cell.to(float64).reshape(-1, 3, 3).contiguous()
+        cell = None if search.cell is None else search.cell.to(torch.float64).reshape(-1, 3, 3).contiguous()
         pbc = None if search.pbc is None else search.pbc.reshape(-1, 3).contiguous()
         # bins for every system may be more than memory has, where there are many more systems than atoms
         method = search.method
@@ -169,7 +173,7 @@ class _CellList:
         n_slots = grid.ring_slots(n_atoms, n_systems, method)
         grids = self._new(n_systems, *inner_shape(grid.Grid), dtype=torch.uint8)
         slot = self._new(n_atoms)
-        coordinates = self._new(3, n_atoms + LANES, dtype=float64)
+        coordinates = self._new(3, n_atoms + LANES, dtype=torch.float64)
         entry = self._new(n_atoms, 4)
         if self.layout.serial:
             order = self._new(n_atoms)
@@ -205,22 +209,18 @@ class _CellList:
     def run(self, count: torch.Tensor | None, to: _Destination = _NOWHERE) -> None:
         """Count neighbors, and write them to rows if there are rows."""
         neighbors, shifts, first, *form = to
-        kind = "count" if neighbors is None else "fill"
-        outputs = [count, neighbors, first, shifts]
-        if self.search.nearest == 0:
-            self._launch(kernels.search_neighbors(), [*self.binned, *form], outputs, SEARCH_LANES, kind)
-            return
-        if self.bounds is None:
-            self.bounds = self._find_bounds()
-        selection = [0, self._steps, 0.0, int(self.search.symmetric), 0, None, None, *self.bounds]
-        inputs = [*self.binned, *form, *selection]
-        self._launch(nearest_kernels.search_nearest(), inputs, outputs, SEARCH_LANES, kind)
+        find, selection = kernels.search_neighbors, []
+        if self.search.nearest:
+            self.bounds = self._find_bounds() if self.bounds is None else self.bounds
+            find = nearest_kernels.search_nearest
+            selection = [0, self._steps, 0.0, int(self.search.symmetric), 0, None, None, *self.bounds]
+        inputs, outputs = [*self.binned, *form, *selection], [count, neighbors, first, shifts]
+        self._launch(find(), inputs, outputs, lanes=SEARCH_LANES, kind="count" if neighbors is None else "fill")
 
     @property
     def _steps(self) -> float:
         """Steps that squared distances are compared in; 0: they are compared as they are."""
-        _, cutoff, *_ = self.search
-        by_index = self.search.tie_tolerance < 0.0
+        cutoff, by_index = self.search.cutoff, self.search.tie_tolerance < 0.0
         return nearest_kernels.STEPS / max(cutoff * cutoff, 1e-290) if by_index else 0.0
 
     def _find_bounds(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -240,18 +240,15 @@ class _CellList:
         heap_level = self._new(size, dtype=torch.float64)
         level = self._new(n_atoms, dtype=torch.float64)
         heap_key, key = (self._new(n, 4) if by_index else None for n in (size, n_atoms))
-        tolerance = 0.0 if by_index else search.tie_tolerance
-        inputs = [*binned, None, -1, 0, search.nearest, self._steps, tolerance, 0, heaps]
+        inputs = [*binned, None, -1, 0, search.nearest, self._steps, max(search.tie_tolerance, 0.0), 0, heaps]
         outputs = [heap_level, heap_key, level, key, None, None, None, None, rows_per_thread]
         launch(nearest_kernels.search_nearest(), n_threads, inputs, outputs, lanes=SEARCH_LANES, kind="nearest")
         return level, key
 
-    def _launch(
-        self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], lanes: int = 0, kind: str | None = None
-    ) -> None:
+    def _launch(self, kernel: wp.Kernel, inputs: list[Any], outputs: list[Any], **how: Any) -> None:
         rows_per_thread = self.layout.rows_per_thread(kernels.ROWS_PER_THREAD)
         n_threads = -(-self.n_rows // rows_per_thread)
-        launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], lanes=lanes, kind=kind)
+        launch(kernel, n_threads, inputs, [*outputs, rows_per_thread], **how)
 
     def count(self, scratch: Callable[[int], Scratch]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Counts of rows, pointers to rows of that length, and the largest count, their sum, and a fault, if any.
@@ -263,7 +260,7 @@ class _CellList:
             width = kernels.scratch_width(self.n_rows)
             self.scratch = index, shifts = scratch(self.n_rows * width)
             begin = torch.arange(0, (self.n_rows + 1) * width, width, dtype=torch.int32, device=self.device)
-            self.run(count, _Destination(index, self._images(shifts), None, begin))
+            self.run(count, _Destination(index, None if self.search.cell is None else shifts, None, begin))
         else:
             self.run(count)
         if self.layout.serial:
@@ -283,11 +280,8 @@ class _CellList:
             neighbors, shifts, first, *form = to
             index, images = self.scratch
             atoms = None if atoms is None else atoms.to(torch.int32)
-            inputs = [count, index, self._images(images), width, atoms, *form]
+            inputs = [count, index, None if self.search.cell is None else images, width, atoms, *form]
             self._launch(kernels.compact_neighbors(), inputs, [neighbors, first, shifts])
-
-    def _images(self, shifts: torch.Tensor) -> torch.Tensor | None:
-        return None if self.search.cell is None else shifts
 
 
 def _new_scratch(size: int = kernels.SCRATCH_ROWS * kernels.SCRATCH_WIDTH) -> Scratch:
@@ -417,48 +411,28 @@ def neighbor_pairs(
     symmetric: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The list format. Waits for the device to learn the number of pairs, and raises for faulty input."""
-    search = Search(
-        positions,
-        cutoff,
-        cell,
-        pbc,
-        batch_idx,
-        batch_ptr,
-        target_indices,
-        half,
-        method,
-        nearest,
-        tie_tolerance,
-        symmetric,
-    )
-
-    return _listed(search, lambda count: 0, with_first=True)
+    return neighbor_rows(Search.of(locals()))
 
 
 def neighbor_rows(
-    search: Search, spare: Callable[[torch.Tensor], int]
+    search: Search, spare: Callable[[torch.Tensor], int] | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Neighbors, pointers and shifts as of `neighbor_pairs`, with room at the end for rows of the caller.
+    """Pairs, pointers and shifts of `neighbor_pairs`; or neighbors alone, with room at the end for rows of the caller.
 
     Parameters
     ----------
-    spare : callable
+    spare : callable, optional
         Entries to leave, from the counts (n_rows,) of neighbors.
     """
-    return _listed(search, spare, with_first=False)
 
-
-def _listed(
-    search: Search, spare: Callable[[torch.Tensor], int], with_first: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     def filled(
         bins: _CellList, count: torch.Tensor, pointers: torch.Tensor, most: int, size: int
     ) -> tuple[torch.Tensor, ...]:
-        room = size + spare(count)
+        room = size if spare is None else size + spare(count)
         check_size(room)
-        neighbors = new_empty((2, room) if with_first else (room,), torch.int32, bins.device)
+        neighbors = new_empty((2, room) if spare is None else (room,), torch.int32, bins.device)
         shifts = new_empty((0 if search.cell is None else room, 3), torch.int32, bins.device)
-        first, second = neighbors.unbind() if with_first else (None, neighbors)
+        first, second = neighbors.unbind() if spare is None else (None, neighbors)
         ptr = pointers.clone()
         bins.fill(count, most, search.target_indices, _Destination(second, shifts, first, ptr))
         return neighbors, ptr, shifts
@@ -567,20 +541,7 @@ def neighbor_matrix(
     With a given width there is no wait: faults are returned, and counts include neighbors that did not fit. Without,
     the matrix is somewhat wider than needed; then it waits for the device, and raises for faulty input.
     """
-    search = Search(
-        positions,
-        cutoff,
-        cell,
-        pbc,
-        batch_idx,
-        batch_ptr,
-        target_indices,
-        half,
-        method,
-        nearest,
-        tie_tolerance,
-        symmetric,
-    )
+    search = Search.of(locals())
     n_rows = search.n_rows
 
     def matrix_of(columns: int) -> tuple[torch.Tensor, torch.Tensor, _Destination]:
@@ -633,21 +594,7 @@ def fill_neighbor_matrix(
     shifts: torch.Tensor | None,
 ) -> torch.Tensor:
     """The matrix format in given memory; see `neighbor_matrix`."""
-    search = Search(
-        positions,
-        cutoff,
-        cell,
-        pbc,
-        batch_idx,
-        batch_ptr,
-        target_indices,
-        half,
-        method,
-        nearest,
-        tie_tolerance,
-        symmetric,
-    )
-    bins = _CellList(search, may_wait=False, rebuild_flags=rebuild_flags)
+    bins = _CellList(Search.of(locals()), may_wait=False, rebuild_flags=rebuild_flags)
     images = None if shifts is None else shifts.view(-1, 3)
     bins.run(count, _Destination(matrix.view(-1), images, None, None, matrix.shape[1], fill_value))
     return bins.fault

@@ -10,10 +10,7 @@ from nvalchemiops.neighbors.neighbor_utils import ROW_MULTIPLE
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.neighbors.driver import Form, Room, Systems, build, method_number
 from nvalchemiops.torch.neighbors.formats import get_neighbor_list_from_neighbor_matrix
-from nvalchemiops.torch.neighbors.rebuild_detection import (
-    batch_neighbor_list_needs_rebuild,
-    neighbor_list_needs_rebuild,
-)
+from nvalchemiops.torch.neighbors.rebuild_detection import stale_systems
 from nvalchemiops.torch.neighbors.search import batch_idx_of, count_systems
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 from nvalchemiops.torch.runtime.context import eager, is_eager, is_mapped, values_of
@@ -168,20 +165,27 @@ class VerletList:
         with torch.no_grad(), torch.inference_mode(False), outside_of_transforms():
             kept, flags = self._kept, None
             if kept is not None and _layout(given) == _layout(kept.systems):
-                flags = _stale(kept, given, self.skin / 2.0)
-                other_batch, some, every = torch.stack([_other_batch(kept, given), flags.any(), flags.all()]).tolist()
-                if not (some or other_batch):
+                flags, other_batch = _stale(kept, given, self.skin / 2.0)
+                is_other, some, every = torch.stack([other_batch, flags.any(), flags.all()]).tolist()
+                if not (some or is_other):
                     self.rebuilt = flags
                     return kept.result
-                if every or other_batch:
+                if every or is_other:
                     flags = None
             self._kept = self._build(given, flags, kept)
             self.num_builds += 1
             return self._kept.result
 
     def _build(self, given: Systems, flags: torch.Tensor | None, old: _BuiltList | None) -> _BuiltList:
-        """The list of the flagged systems, with that of the others as it was, or of all."""
-        rows = self._search(given, flags, old)
+        """The list of the flagged systems, with that of the others as it was, or of all; as wide as needed."""
+        padding = given.positions.shape[0] if self.fill_value is None else self.fill_value
+        room = Room(ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors)
+        if flags is not None and old is not None:
+            matrix, counts, *shifts = (rows.clone() for rows in old.rows)
+            room = Room(None, matrix, shifts[0] if shifts else None, counts)
+        asked, form = given._replace(rebuild_flags=flags), Form(self.half_fill, padding)
+        rows = build(asked, self.reach, form, room, method_number(self.method), silent=True)
+        self.max_neighbors = rows[0].shape[1]
         if flags is None or old is None or old.system is None:  # flags are given for some systems of several
             system, n_systems = _numbering(given)
             flags = torch.ones(n_systems, dtype=torch.bool, device=given.positions.device)
@@ -197,19 +201,6 @@ class VerletList:
             matrix, counts, *shifts = rows
             result = get_neighbor_list_from_neighbor_matrix(matrix, counts, shifts[0] if shifts else None)
         return _BuiltList(systems, system, n_systems, rows, result)
-
-    def _search(self, given: Systems, flags: torch.Tensor | None, old: _BuiltList | None) -> tuple[torch.Tensor, ...]:
-        """New rows for the flagged systems beside copies of the old ones, or for all. The matrix widens as needed."""
-        padding = given.positions.shape[0] if self.fill_value is None else self.fill_value
-        room = Room(ROW_MULTIPLE if self.max_neighbors is None else self.max_neighbors)
-        if flags is not None and old is not None:
-            matrix, counts, *shifts = (rows.clone() for rows in old.rows)
-            room = Room(None, matrix, shifts[0] if shifts else None, counts)
-        form = Form(self.half_fill, padding)
-        asked = given._replace(rebuild_flags=flags)
-        rows = build(asked, self.reach, form, room, method_number(self.method), silent=True)
-        self.max_neighbors = rows[0].shape[1]
-        return rows
 
 
 def _is_unchanged(
@@ -232,31 +223,25 @@ def _is_unchanged(
     return bool((displacement <= skin / 2.0).all())
 
 
-def _stale(kept: _BuiltList, given: Systems, threshold: float) -> torch.Tensor:
-    """Which systems (n_systems,) are no longer those that the list was built for. Does not wait."""
+def _stale(kept: _BuiltList, given: Systems, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which systems (n_systems,) are no longer those that the list was built for, and whether all are others.
+
+    That is so where atoms are divided into systems in another way. Does not wait.
+    """
     old = kept.systems
-    if kept.system is None:
-        flags = neighbor_list_needs_rebuild(old.positions, given.positions, threshold)
-    else:
-        flags = batch_neighbor_list_needs_rebuild(
-            old.positions, given.positions, kept.system, threshold, num_systems=kept.n_systems
-        )
+    batch = None if kept.system is None else (kept.system, kept.n_systems)
+    flags = stale_systems(old.positions, given.positions, threshold, batch=batch)
     if given.cell is not None and old.cell is not None:
         changed = (given.cell != old.cell).any(-1).reshape(-1, 3)
         if given.pbc is not None and old.pbc is not None:
             # an open axis may hold NaN, which differs from itself
             changed = (changed & given.pbc) | (given.pbc != old.pbc).reshape(-1, 3)
         flags = flags | changed.any(-1)
-    return flags
-
-
-def _other_batch(kept: _BuiltList, given: Systems) -> torch.Tensor:
-    """Whether atoms are now divided into systems in another way. Does not wait."""
-    other = torch.zeros((), dtype=torch.bool, device=given.positions.device)
-    for now, before in ((given.batch_idx, kept.systems.batch_idx), (given.batch_ptr, kept.systems.batch_ptr)):
+    others = torch.zeros((), dtype=torch.bool, device=given.positions.device)
+    for now, before in ((given.batch_idx, old.batch_idx), (given.batch_ptr, old.batch_ptr)):
         if now is not None and before is not None:
-            other = other | (now != before).any()
-    return other
+            others = others | (now != before).any()
+    return flags, others
 
 
 def _numbering(systems: Systems) -> tuple[torch.Tensor | None, int]:
