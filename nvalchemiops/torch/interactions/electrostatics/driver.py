@@ -23,13 +23,16 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.open_systems import (
     Part,
     all_pairs,
-    by_parts,
     check_mixed,
+    joined,
     open_system,
     open_systems,
+    parts_of,
+    system_of,
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
 from nvalchemiops.torch.interactions.electrostatics.results import (
+    SumOptions,
     SumRequest,
     Tensors,
     Term,
@@ -54,30 +57,17 @@ from nvalchemiops.torch.runtime.context import may_read
 from nvalchemiops.torch.systems import System
 
 
-class SumOptions(NamedTuple):
-    """Arguments that all Ewald sums have, as they were given; see `ewald_summation`."""
-
-    alpha: Any
-    accuracy: Any
-    cutoff: Any
-    potential: Any
-    exclusions: Any
-    exclusion_factors: Any
-    slab_correction: Any
-    self_interaction: Any = False
-    surface_dielectric: Any = None
-
-
 class EwaldSum(NamedTuple):
-    """A sum of all terms, as the arguments of a public function describe it.
+    """A sum of all terms, or of some, as the arguments of a public function describe it.
 
     Attributes
     ----------
-    method : type
-        The long-range part is ``method.given(*given, system)``.
+    method : type or None
+        The long-range part is ``method.given(*given, system)``. None for pairs alone.
     given : tuple
     atoms : System
-    neighbors : GivenNeighbors
+    neighbors : GivenNeighbors or ()
+        Nothing where none are needed.
     request : SumRequest
     options : SumOptions
     """
@@ -85,9 +75,24 @@ class EwaldSum(NamedTuple):
     method: Any
     given: tuple[Any, ...]
     atoms: System
-    neighbors: GivenNeighbors
+    neighbors: Any
     request: SumRequest
     options: SumOptions
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the potential is known to depend on no tensors."""
+        return getattr(self.options.potential, "is_constant", False)
+
+    def long_range(self, system: ChargedSystem) -> LongRange:
+        """The long-range part that is given, or still to be chosen."""
+        return self.method.given(*self.given, system)
+
+    def with_fixed_alpha(self) -> "EwaldSum":
+        """The same without gradients by alpha."""
+        alpha = self.options.alpha
+        alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
+        return self._replace(options=self.options._replace(alpha=alpha))
 
     def shapes(self) -> list[Sequence[int]] | None:
         """The shapes of the results; None without a cell, where the sum is over all pairs."""
@@ -128,75 +133,52 @@ def ewald_sum(asked: EwaldSum) -> Tensors:
 
 @compiled.whole(EwaldSum.shapes, EwaldSum.along)
 def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
-    method, given, atoms, neighbors, request, options = asked
-    if atoms.pbc is not None:
-        is_open = open_systems(atoms)
+    if asked.atoms.pbc is not None:
+        is_open = open_systems(asked.atoms)
         if is_open is not None:
             return _with_open_systems(asked, is_open)
-    is_constant = getattr(options.potential, "is_constant", False)
-    if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
-
-        def terms_of(atoms: System, neighbors: GivenNeighbors) -> Prepared:
-            return _terms(asked._replace(atoms=atoms, neighbors=neighbors))[:2]
-
-        constants = (method.given, given, options) if is_constant else None
-        return _sum("sum", terms_of, atoms, neighbors, request, constants, is_constant)
-    terms, system, rows, chosen = _terms(asked)
-    known = ("chosen", *chosen, options, request) if is_constant else engine.UNKNOWN
-    return evaluate(terms, system, request, is_constant, rows, known)
+    if is_listed(asked.neighbors):
+        return _sum("sum", _terms, asked, asked.is_constant)
+    terms, system, rows, *chosen = _terms(asked)
+    known = ("chosen", *chosen, asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
+    return evaluate(terms, system, asked.request, asked.is_constant, rows, known)
 
 
-Prepared = tuple[Sequence[Term], ChargedSystem]
-"""Terms of a sum, and the system that was checked."""
+def is_listed(neighbors: GivenNeighbors) -> bool:
+    """Whether there is a list of neighbors, or a matrix."""
+    return neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
 
 
-def _sum(
-    name: str,
-    terms_of: Callable[[System, Any], Prepared],
-    atoms: System,
-    neighbors: Any,
-    request: SumRequest,
-    constants: tuple[Any, ...] | None,
-    is_constant: bool,
-) -> tuple[torch.Tensor, ...]:
-    """The sum of terms, by a plan where it repeats; ``terms_of`` checks atoms and neighbors.
+Terms = Callable[[EwaldSum], tuple[Any, ...]]
+"""Gives the terms of a sum, the system that was checked, and perhaps more."""
 
-    ``constants`` are on what it depends beside these; None where that cannot be told.
-    """
+
+def _sum(name: str, terms_of: Terms, asked: EwaldSum, along: bool) -> tuple[torch.Tensor, ...]:
+    """The sum of terms, by a plan where it repeats; first derivatives may come ``along``."""
 
     def prepare(atoms: System, neighbors: Any) -> engine.Body:
-        return body_of(*terms_of(atoms, neighbors), request, atoms)
+        terms, system, *_ = terms_of(asked._replace(atoms=atoms, neighbors=neighbors))
+        return body_of(terms, system, asked.request, atoms)
 
-    call = _described(name, prepare, atoms, neighbors, request, constants, is_constant)
+    call = _described(name, prepare, asked, along)
     if call is not None:
         return engine.run(call)
-    return evaluate(*terms_of(atoms, neighbors), request, is_constant)
-
-
-def _constants(long_range_of: Any, potential: Any, *others: Any) -> tuple[Any, ...] | None:
-    """What a plan of a sum depends on beside its system; None where that cannot be told."""
-    if not isinstance(long_range_of, functools.partial) or not getattr(potential, "is_constant", False):
-        return None
-    return (long_range_of.func, long_range_of.args, *others)
+    terms, system, *_ = terms_of(asked)
+    return evaluate(terms, system, asked.request, along)
 
 
 SOURCES = ("charges", "dipoles", "quadrupoles")
 
 
 def _described(
-    name: str,
-    prepare: Callable[[System, Any], engine.Body],
-    atoms: System,
-    neighbors: Any,
-    request: SumRequest,
-    options: tuple[Any, ...] | None,
-    is_constant: bool,
+    name: str, prepare: Callable[[System, Any], engine.Body], asked: EwaldSum, along: bool
 ) -> engine.Call | None:
     """The call of a sum, whose arguments are checked by ``prepare``; None if they are to be checked before.
 
     Neighbors are given, or none are needed.
     """
-    if atoms.domain is not None or options is None:
+    method, given, atoms, neighbors, request, options = asked
+    if atoms.domain is not None or not asked.is_constant or (neighbors and not is_listed(neighbors)):
         return None
     names: tuple[str, ...] = ("positions", "charges", "cell")
     inputs: Any = (atoms.positions, atoms.charges, atoms.cell)
@@ -223,50 +205,68 @@ def _described(
         body,
         inputs,
         len(inputs) - 1,
-        () if neighbors is None else neighbors,
+        neighbors,
         (atoms.batch_idx, atoms.pbc),
-        (" ".join(names), request, atoms.widths, *options),
-        along=is_constant and has_first_derivatives(request),
+        (" ".join(names), request, atoms.widths, getattr(method, "given", None), given, options),
+        along=along and has_first_derivatives(request),
         batch_idx=atoms.batch_idx,
         n_systems=1 if cell.ndim == 2 else cell.shape[0],
         by_system=request.energy_reduction == "system",
     )
 
 
-def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, tuple[Any, ...]]:
+class Split(NamedTuple):
+    """How a sum is divided: the long-range part with all its parameters, alpha, neighbors, and where pairs end."""
+
+    long_range: LongRange
+    alpha: torch.Tensor
+    rows: Rows
+    cutoff: float | None
+
+
+def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[Any, float | None, Rows | None, float]:
+    """What is given of alpha, cutoff, neighbors and accuracy; with a domain the rest must be the ``same`` on ranks."""
+    alpha, accuracy, cutoff = asked.options[:3]
+    accuracy = check_accuracy(accuracy, system.positions)
+    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    if system.domain is None:
+        return alpha, cutoff, rows_of(asked.neighbors, system.positions, periodic=True), accuracy
+    must_be_same(system.domain, **same, **asked.options._asdict())
+    alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, asked.neighbors)
+    return alpha, cutoff, None, accuracy
+
+
+def split(system: ChargedSystem, long_range: LongRange, *given: Any) -> Split:
+    """All parameters of a sum, from what `check_split` returns."""
+    found = choose_splitting(system, long_range, *given)
+    alpha = nan_unless(long_range.valid, nan_unless(system.valid, found.alpha))
+    if not long_range.is_given:
+        long_range = long_range.chosen(system, alpha, found.target)
+    # the list of a domain goes further, by a skin
+    return Split(long_range, alpha, found.rows, None if system.domain is None else found.cutoff)
+
+
+def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange, torch.Tensor]:
     """The terms, the system, its neighbors, and what was chosen; raise unless the arguments fit together."""
-    method, given, atoms, neighbors, request, options = asked
-    alpha, accuracy, cutoff, potential, *others, self_interaction, surface_dielectric = options
-    with together(atoms.domain):
-        system = check_system(atoms, *others)
-        check_gradients(request, atoms)
-        keeps_gaussians = _keeps_gaussians(self_interaction, system)
-        dielectric = check_dielectric(surface_dielectric)
-        accuracy = check_accuracy(accuracy, system.positions)
-        cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    request, options = asked.request, asked.options
+    potential = options.potential
+    with together(asked.atoms.domain):
+        system = check_system(asked.atoms, options.exclusions, options.exclusion_factors, options.slab_correction)
+        check_gradients(request, asked.atoms)
+        keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
+        dielectric = check_dielectric(options.surface_dielectric)
         check_potential(potential)
         _check_coulomb(potential, system, dielectric)
-        long_range: LongRange = method.given(*given, system)
-        for name, is_given in (("`alpha`", alpha is not None), (long_range.argument, long_range.is_given)):
+        long_range = asked.long_range(system)
+        for name, is_given in (("`alpha`", options.alpha is not None), (long_range.argument, long_range.is_given)):
             if potential is not COULOMB and not is_given:
                 raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
         if request.hybrid:
-            system = system.at_fixed_geometry()
-            alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
-        rows = None
-        if system.domain is None:
-            rows = rows_of(neighbors, system.positions, periodic=True)
-        else:
-            must_be_same(system.domain, request=request, method=long_range, **options._asdict())
-            _check_trained(potential, system, alpha)
-            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
-    splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
-    alpha = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
-    if not long_range.is_given:
-        long_range = long_range.chosen(system, alpha, splitting.target)
-    # the list of a domain goes further, by a skin
-    pair_cutoff = None if system.domain is None else splitting.cutoff
-    terms: list[Term] = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
+            system, asked = system.at_fixed_geometry(), asked.with_fixed_alpha()
+        _check_trained(potential, system, options.alpha)
+        given = check_split(asked, system, request=request, method=long_range)
+    long_range, alpha, rows, cutoff = split(system, long_range, *given)
+    terms: list[Term] = [PairTerm(potential.short_range, alpha, rows, system.exclusions, cutoff)]
     if not system.of_points:
         terms += _own_terms(system, alpha, keeps_gaussians)
     if system.slab_axes is not None:
@@ -276,49 +276,53 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, tuple[Any,
     if system.exclusions is not None:
         terms.append(exclusion_term(potential, system, alpha))
     terms.append(long_range.term(system, potential, alpha))
-    return terms, system, splitting.rows, (long_range, alpha)
+    return terms, system, rows, long_range, alpha
+
+
+def by_kind(
+    asked: EwaldSum,
+    is_open: torch.Tensor,
+    functions: tuple[Callable[[EwaldSum, int], tuple[torch.Tensor, ...]], ...],
+    of_systems: Sequence[bool] = (),
+) -> tuple[torch.Tensor, ...]:
+    """Results where these systems (n_systems,) are open, and the others periodic.
+
+    The first function is for what is asked of the periodic ones, so many in number, the second for that of the others.
+    ``of_systems`` says which results belong to systems; by default they belong to atoms.
+    """
+    options, n_systems = asked.options, is_open.shape[0]
+    check_mixed(asked.atoms, is_open, asked.neighbors, options)
+    found = []
+    for part, function, is_periodic in zip(parts_of(asked.atoms, is_open), functions, (True, False)):
+        if part.systems.shape[0] == 0:
+            continue
+        pairs, factors = part.of_exclusions(options.exclusions, options.exclusion_factors)
+        alpha = part.of_systems("alpha", options.alpha, n_systems)
+        here = asked._replace(
+            atoms=system_of(part, asked.atoms, n_systems),
+            options=options._replace(alpha=alpha, exclusions=pairs, exclusion_factors=factors),
+        )
+        if is_periodic:
+            there = _of_systems(asked.method, asked.given, part, n_systems)
+            here = here._replace(given=there, neighbors=part.of_neighbors(asked.neighbors))
+        found.append((part, function(here, part.systems.shape[0])))
+    columns: list[Any] = list(zip(*[results for _, results in found]))
+    kinds = of_systems or [False] * len(columns)
+    return tuple([joined([part for part, _ in found], values, kind) for values, kind in zip(columns, kinds)])
 
 
 def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The sum where these systems (n_systems,) are open, and the others periodic."""
-    method, given, atoms, neighbors, request, options = asked
+    atoms, request, options = asked.atoms, asked.request, asked.options
     check_gradients(request, atoms)
-    n_systems = is_open.shape[0]
     if atoms.domain is not None:
         raise ValueError("`pbc` has three open axes: with a `domain` use coulomb_energy or dsf_coulomb with a cutoff")
     if options.potential is not COULOMB:
         raise ValueError("`pbc` has three open axes: sums over all pairs are for the Coulomb potential")
-
-    excluded = options.exclusions, options.exclusion_factors
-    numbers = {"alpha": options.alpha, "accuracy": options.accuracy, "cutoff": options.cutoff}
-    check_mixed(atoms, is_open, neighbors, *excluded, **numbers, slab_correction=options.slab_correction)
     check_dielectric(options.surface_dielectric)
-
-    def of(part: Part) -> SumOptions:
-        pairs, factors = part.of_exclusions(*excluded)
-        alpha = part.of_systems("alpha", options.alpha, n_systems)
-        return options._replace(alpha=alpha, exclusions=pairs, exclusion_factors=factors)
-
-    def periodic(part: Part, atoms: System) -> tuple[torch.Tensor, ...]:
-        there = _of_systems(method, given, part, n_systems)
-        return _ewald_sum(EwaldSum(method, there, atoms, part.of_neighbors(neighbors), request, of(part)))
-
-    def over_all_pairs(part: Part, atoms: System) -> tuple[torch.Tensor, ...]:
-        here = of(part)
-        system = open_system(atoms, here.exclusions, here.exclusion_factors, part.systems.shape[0])
-        keeps_gaussians = _keeps_gaussians(here.self_interaction, system)
-        if request.hybrid:
-            system = system.at_fixed_geometry()
-        rows = all_pairs(system)
-        alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
-        terms: list[Term] = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
-        if not system.of_points:
-            terms.append(SelfTerm(alpha, keeps_gaussians))
-        return evaluate(terms, system, request, is_constant=True)
-
     n_gradients = int(request.derivatives.forces) + sum(request.of_sources)
     of_systems = [request.energy_reduction == "system", *[False] * n_gradients, *[True] * request.derivatives.virial]
-    results = by_parts((periodic, over_all_pairs), atoms, is_open, of_systems)
+    results = by_kind(asked, is_open, (lambda here, _: _ewald_sum(here), _over_all_pairs), of_systems)
     if request.hybrid:
         return results
     energies, *others = results
@@ -327,6 +331,21 @@ def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Te
         if isinstance(value, torch.Tensor) and value.requires_grad:
             energies = energies + value.reshape(-1)[:0].sum().to(energies)
     return (energies, *others)
+
+
+def _over_all_pairs(asked: EwaldSum, n_systems: int) -> tuple[torch.Tensor, ...]:
+    """The sum where all systems are open."""
+    options = asked.options
+    system = open_system(asked.atoms, options.exclusions, options.exclusion_factors, n_systems)
+    keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
+    if asked.request.hybrid:
+        system = system.at_fixed_geometry()
+    rows = all_pairs(system)
+    alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
+    terms: list[Term] = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
+    if not system.of_points:
+        terms.append(SelfTerm(alpha, keeps_gaussians))
+    return evaluate(terms, system, asked.request, is_constant=True)
 
 
 def _of_systems(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) -> tuple[Any, ...]:
@@ -397,36 +416,20 @@ def _check_trained(potential: LongRangePotential, system: ChargedSystem, alpha: 
         )
 
 
-def long_range_part(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    request: SumRequest,
-    alpha: Any,
-    potential: Any,
-    self_interaction: Any = False,
-) -> Tensors:
-    """The long-range term and the self energies; arguments as of `ewald_sum`.
+def long_range_part(asked: EwaldSum) -> Tensors:
+    """The long-range term and the self energies.
 
     With ``self_interaction`` and without widths, that of the long-range part is kept.
     """
-    terms_of = functools.partial(_long_range_terms, long_range_of, request, alpha, potential, self_interaction)
-    constants = _constants(long_range_of, potential, alpha, potential, self_interaction)
-    is_constant = getattr(potential, "is_constant", False)
-    return one_or_several(_sum("long-range part", terms_of, atoms, None, request, constants, is_constant))
+    return one_or_several(_sum("long-range part", _long_range_terms, asked, asked.is_constant))
 
 
-def _long_range_terms(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    request: SumRequest,
-    alpha: Any,
-    potential: Any,
-    self_interaction: Any,
-    atoms: System,
-    _: Any,
-) -> Prepared:
-    with together(atoms.domain):
-        system = check_system(atoms)
-        check_gradients(request, atoms)
+def _long_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
+    request, options = asked.request, asked.options
+    alpha, potential, self_interaction = options.alpha, options.potential, options.self_interaction
+    with together(asked.atoms.domain):
+        system = check_system(asked.atoms)
+        check_gradients(request, asked.atoms)
         must_be_same(system.domain, request=request, alpha=alpha, potential=potential)
         if system.domain is not None and isinstance(alpha, torch.Tensor):
             alpha = system.domain.replicated(alpha)
@@ -434,7 +437,7 @@ def _long_range_terms(
         check_potential(potential)
         _check_coulomb(potential, system)
         _check_trained(potential, system, splitting)
-        long_range = long_range_of(system)
+        long_range = asked.long_range(system)
         must_be_same(system.domain, method=long_range)
         if not long_range.is_given:
             raise ValueError(f"{long_range.argument} is needed")
@@ -452,30 +455,26 @@ def _long_range_terms(
     return terms, system
 
 
-def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any) -> Tensors:
-    """The sum over neighbors, without self energies; arguments as of `ewald_sum`."""
-    terms_of = functools.partial(_short_range_terms, request, alpha, cutoff)
-    is_listed = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
-    constants = (alpha, cutoff) if is_listed else None
-    return one_or_several(_sum("short-range part", terms_of, atoms, neighbors, request, constants, is_constant=False))
+def short_range_part(asked: EwaldSum) -> Tensors:
+    """The sum over neighbors, without self energies."""
+    return one_or_several(_sum("short-range part", _short_range_terms, asked, False))
 
 
-def _short_range_terms(
-    request: SumRequest, alpha: Any, cutoff: Any, atoms: System, neighbors: GivenNeighbors
-) -> Prepared:
-    with together(atoms.domain):
-        system = check_system(atoms)
-        check_gradients(request, atoms)
+def _short_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
+    request, alpha, cutoff = asked.request, asked.options.alpha, asked.options.cutoff
+    with together(asked.atoms.domain):
+        system = check_system(asked.atoms)
+        check_gradients(request, asked.atoms)
         cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
         if isinstance(alpha, torch.Tensor):
             checks.check_real("alpha", alpha, system.positions)
         if system.domain is not None:
             must_be_same(system.domain, request=request)
-            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
+            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, asked.neighbors)
         splitting = given_alpha(alpha, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
-    rows = None if system.domain is not None else rows_of(neighbors, system.positions, periodic=True)
+    rows = None if system.domain is not None else rows_of(asked.neighbors, system.positions, periodic=True)
     if rows is None:
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
@@ -483,29 +482,18 @@ def _short_range_terms(
     return [PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)], system
 
 
-def sum_of_parts(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    alpha: float,
-    cutoff: float,
-) -> tuple[torch.Tensor, ...]:
-    """`short_range_part` with a ``cutoff``, plus `long_range_part`, of Coulomb's potential.
+def sum_of_parts(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
+    """`short_range_part` with a cutoff, plus `long_range_part`.
 
     Results do not depend on how far the list reaches beyond the cutoff.
     """
-    parts: tuple[Callable[[System, Any], Prepared], ...] = (
-        functools.partial(_short_range_terms, request, alpha, cutoff),
-        functools.partial(_long_range_terms, long_range_of, request, alpha, COULOMB, False),
-    )
 
     def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
-        near, far = [body_of(*terms_of(atoms, neighbors), request, atoms) for terms_of in parts]
+        here = asked._replace(atoms=atoms, neighbors=neighbors)
+        near, far = [body_of(*of(here), here.request, atoms) for of in (_short_range_terms, _long_range_terms)]
         return lambda at, needed: tuple([one + other for one, other in zip(near(at, needed), far(at, needed))])
 
-    options = _constants(long_range_of, COULOMB, alpha, cutoff)
-    call = _described("sum of parts", prepare, atoms, neighbors, request, options, is_constant=False)
+    call = _described("sum of parts", prepare, asked, along=False)
     if call is None:
         raise TypeError("positions, charges and cell must be tensors of one dtype")
     return engine.run(call)

@@ -6,7 +6,7 @@ are taken apart as a batch of their own, and results put together again. `open_s
 without a cell.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
+from nvalchemiops.torch.interactions.electrostatics.results import SumOptions
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
@@ -29,8 +30,6 @@ from nvalchemiops.torch.systems import System
 
 ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
 """What a system has of each atom."""
-
-Results = tuple[torch.Tensor, ...]
 
 
 def open_systems(atoms: System) -> torch.Tensor | None:
@@ -142,18 +141,7 @@ class Part(NamedTuple):
         return numbers if padding is None else torch.where(atoms == padding, self.atoms.shape[0], numbers)
 
 
-def check_mixed(
-    atoms: System,
-    is_open: torch.Tensor,
-    neighbors: GivenNeighbors,
-    exclusions: Any,
-    exclusion_factors: Any,
-    *,
-    alpha: Any,
-    accuracy: Any,
-    cutoff: Any,
-    slab_correction: Any,
-) -> None:
+def check_mixed(atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors, options: SumOptions) -> None:
     """Raise unless arguments of all systems of a batch fit together, so that they can be taken apart.
 
     Those of periodic systems alone are checked as well, so that they are the same errors where none is periodic.
@@ -163,15 +151,15 @@ def check_mixed(
     unit: Any = torch.eye(3, dtype=positions.dtype, device=positions.device)
     cell = unit if atoms.cell is None else check_periodic_cells(atoms.cell, positions)
     cell = torch.where(is_open.to(positions.device)[:, None, None], unit, cell)  # those of open systems are not used
-    system = check_system(atoms._replace(cell=cell, pbc=None), exclusions, exclusion_factors)
+    system = check_system(atoms._replace(cell=cell, pbc=None), options.exclusions, options.exclusion_factors)
     if system.exclusions is not None:
         check_same_system(system.exclusions, system.batch_idx)
-    check_accuracy(accuracy, positions)
-    checks.check_flag("slab_correction", slab_correction)
-    if cutoff is not None:
-        checks.check_positive("cutoff", cutoff)
-    if alpha is not None:
-        per_system("alpha", alpha, is_open.shape[0], positions.device)
+    check_accuracy(options.accuracy, positions)
+    checks.check_flag("slab_correction", options.slab_correction)
+    if options.cutoff is not None:
+        checks.check_positive("cutoff", options.cutoff)
+    if options.alpha is not None:
+        per_system("alpha", options.alpha, is_open.shape[0], positions.device)
     if not bool(is_open.all()):
         given = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
         rows_of(neighbors._replace(half_list=False) if given else neighbors, positions, periodic=True)
@@ -220,24 +208,6 @@ def joined(parts: Sequence[Part], values: Sequence[torch.Tensor], of_systems: bo
     for part, value in zip(parts, values):
         whole = whole.index_copy(0, part.systems if of_systems else part.atoms, value)
     return whole
-
-
-def by_parts(
-    functions: tuple[Callable[[Part, System], Results], Callable[[Part, System], Results]],
-    atoms: System,
-    is_open: torch.Tensor,
-    of_systems: Sequence[bool] = (),
-) -> Results:
-    """Results for all systems: by the first function for the periodic ones, by the second for the open ones.
-
-    ``of_systems`` says which results belong to systems; by default they belong to atoms.
-    """
-    parts, n_systems = parts_of(atoms, is_open), is_open.shape[0]
-    used = [(part, function) for part, function in zip(parts, functions) if part.systems.shape[0]]
-    results = [function(part, system_of(part, atoms, n_systems)) for part, function in used]
-    columns: list[Any] = list(zip(*results))
-    kinds = of_systems or [False] * len(columns)
-    return tuple(joined([part for part, _ in used], values, kind) for values, kind in zip(columns, kinds))
 
 
 def open_system(

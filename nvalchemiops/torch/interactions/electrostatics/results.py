@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
@@ -43,15 +44,19 @@ class SumRequest(NamedTuple):
     hybrid: bool = False
     of_sources: tuple[bool, bool, bool] = (False, False, False)
 
-    def with_sources(self, compute_dipole_gradients: Any, compute_quadrupole_gradients: Any) -> "SumRequest":
-        """The same with these gradients, as arguments of a public function ask for them."""
-        by_dipoles = checks.check_flag("compute_dipole_gradients", compute_dipole_gradients)
-        by_quadrupoles = checks.check_flag("compute_quadrupole_gradients", compute_quadrupole_gradients)
-        if not (by_dipoles or by_quadrupoles):
-            return self
-        of_sources = (self.of_sources[0], by_dipoles, by_quadrupoles)
-        derivatives = Derivatives(self.derivatives.forces, True, self.derivatives.virial)
-        return SumRequest(derivatives, self.energy_reduction, self.hybrid, of_sources)
+
+class SumOptions(NamedTuple):
+    """Arguments that all Ewald sums have, as they were given; see `ewald_summation`."""
+
+    alpha: Any
+    accuracy: Any = None
+    cutoff: Any = None
+    potential: Any = COULOMB
+    exclusions: Any = None
+    exclusion_factors: Any = None
+    slab_correction: Any = False
+    self_interaction: Any = False
+    surface_dielectric: Any = None
 
 
 def check_request(
@@ -60,17 +65,19 @@ def check_request(
     compute_virial: Any,
     energy_reduction: Any,
     hybrid_forces: Any = False,
+    compute_dipole_gradients: Any = False,
+    compute_quadrupole_gradients: Any = False,
 ) -> SumRequest:
     """The request that these arguments of a public function make."""
     checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
-    by_charges = checks.check_flag("compute_charge_gradients", compute_charge_gradients)
-    derivatives = Derivatives(
-        checks.check_flag("compute_forces", compute_forces),
-        by_charges,
-        checks.check_flag("compute_virial", compute_virial),
+    of_sources = (
+        checks.check_flag("compute_charge_gradients", compute_charge_gradients),
+        checks.check_flag("compute_dipole_gradients", compute_dipole_gradients),
+        checks.check_flag("compute_quadrupole_gradients", compute_quadrupole_gradients),
     )
-    is_hybrid = checks.check_flag("hybrid_forces", hybrid_forces)
-    return SumRequest(derivatives, energy_reduction, is_hybrid, (by_charges, False, False))
+    forces = checks.check_flag("compute_forces", compute_forces)
+    derivatives = Derivatives(forces, True in of_sources, checks.check_flag("compute_virial", compute_virial))
+    return SumRequest(derivatives, energy_reduction, checks.check_flag("hybrid_forces", hybrid_forces), of_sources)
 
 
 def check_gradients(request: SumRequest, atoms: System) -> None:
