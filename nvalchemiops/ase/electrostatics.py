@@ -22,7 +22,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
     particle_mesh_ewald,
 )
-from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy, splitting_by_sizes
+from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy, optimal_splitting
 from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
 from nvalchemiops.torch.interactions.electrostatics.driver import EwaldSum, sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, chosen_points
@@ -378,7 +378,7 @@ class LatticeSum:
             }
             system = check_system(ChargedAtoms(positions, cell=cell, **sources))
             open_part = MeshSum(order, None) if by_mesh else KVectorSum()
-            alphas, cutoffs, target = splitting_by_sizes(system, open_part, self.accuracy)
+            alphas, cutoffs, target, *_ = optimal_splitting(system, open_part, self.accuracy)
             alpha, cutoff = alphas[0], cutoffs[0]
             if by_mesh:
                 mesh = MeshSum(order, None).chosen(system, torch.as_tensor(alphas, device=device), target).mesh

@@ -14,7 +14,7 @@ which have widths and channels for each atom, exclusions, and results beyond ene
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -156,10 +156,6 @@ def _in_float64(positions: Any, cell: Any, batch_idx: Any) -> dict[str, Any]:
     return {"positions": positions.to(torch.float64), "cell": cell.to(torch.float64), "batch_idx": batch_idx}
 
 
-def _width(sigma: Any) -> float:
-    return checks.check_positive("sigma", sigma)
-
-
 def _either(given: Any, estimated: Any) -> Any:
     return estimated if given is None else given
 
@@ -191,6 +187,11 @@ def _valid_k_vectors(k_vectors: Any, counts: Any) -> torch.Tensor | None:
 
 
 # -- energies --------------------------------------------------------------------------------------
+
+
+def _energies(function: Callable[..., Any], system: dict[str, Any], **options: Any) -> torch.Tensor:
+    """Energies in eV, by a sum of Cartesian sources."""
+    return COULOMB_EV_ANGSTROM * function(**system, **options)
 
 
 def multipole_electrostatic_energy(
@@ -245,18 +246,16 @@ def multipole_electrostatic_energy(
     place = _in_float64(positions, cell, batch_idx)
     if _mode("normalize", normalize) != 0:
         raise NotImplementedError("`normalize` must be 0, for moments of the charge density")
-    width = _width(sigma)
-    energies = ewald_reciprocal_space(
-        **place,
-        **_unpack(multipole_moments, positions),
+    width = checks.check_positive("sigma", sigma)
+    return _energies(
+        ewald_reciprocal_space,
+        place | _unpack(multipole_moments, positions),
         k_vectors=_valid_k_vectors(k_vectors, valid_k_counts),
         k_cutoff=k_cutoff if k_vectors is None else None,
         alpha=0.5 / width,
         widths=width,
         self_interaction=include_self_interaction,
     )
-    assert isinstance(energies, torch.Tensor)
-    return COULOMB_EV_ANGSTROM * energies
 
 
 def multipole_ewald_summation(
@@ -303,21 +302,18 @@ def multipole_ewald_summation(
     """
     place = _in_float64(positions, cell, batch_idx)
     _refuse(cache=cache)
-    width = _width(sigma)
+    width = checks.check_positive("sigma", sigma)
     if alpha is None or k_cutoff is None:
         found = estimate_multipole_ewald_parameters(positions, cell, width, batch_idx, accuracy, cost_ratio)
         alpha, k_cutoff = _either(alpha, found.alpha), _either(k_cutoff, found.reciprocal_space_cutoff)
-    energies = ewald_summation(
-        **place,
-        **_unpack(multipole_moments, positions),
+    return _energies(
+        ewald_summation,
+        place | _unpack(multipole_moments, positions) | _neighbors(idx_j, neighbor_ptr, unit_shifts),
         alpha=_splitting(alpha, width),
         k_cutoff=k_cutoff,
         widths=width,
         half_list=half_neighbor_list,
-        **_neighbors(idx_j, neighbor_ptr, unit_shifts),
     )
-    assert isinstance(energies, torch.Tensor)
-    return COULOMB_EV_ANGSTROM * energies
 
 
 def multipole_particle_mesh_ewald(
@@ -359,24 +355,21 @@ def multipole_particle_mesh_ewald(
         As of `multipole_electrostatic_energy`, with the same errors.
     """
     place = _in_float64(positions, cell, batch_idx)
-    width = _width(sigma)
+    width = checks.check_positive("sigma", sigma)
     if alpha is None or mesh_dimensions is None:
         found = estimate_multipole_pme_parameters(
             positions, cell, width, batch_idx, accuracy, cost_ratio, spline_order=spline_order
         )
         alpha = _either(alpha, found.alpha)
         mesh_dimensions = found.mesh_dimensions if mesh_dimensions is None else mesh_dimensions
-    energies = particle_mesh_ewald(
-        **place,
-        **_unpack(multipole_moments, positions),
+    return _energies(
+        particle_mesh_ewald,
+        place | _unpack(multipole_moments, positions) | _neighbors(idx_j, neighbor_ptr, unit_shifts),
         alpha=_splitting(alpha, width),
         mesh_dimensions=mesh_dimensions,
         spline_order=spline_order,
         widths=width,
-        **_neighbors(idx_j, neighbor_ptr, unit_shifts),
     )
-    assert isinstance(energies, torch.Tensor)
-    return COULOMB_EV_ANGSTROM * energies
 
 
 def _neighbors(idx_j: torch.Tensor, neighbor_ptr: torch.Tensor, unit_shifts: torch.Tensor) -> dict[str, Any]:
@@ -483,7 +476,7 @@ def multipole_electrostatic_features(
     found = reciprocal_potential(
         **place,
         **_unpack(multipole_moments, positions),
-        widths=_width(sigma),
+        widths=checks.check_positive("sigma", sigma),
         receiver_widths=receivers,
         k_vectors=None if k_vectors is None else k_vectors.to(torch.float64),
         k_cutoff=k_cutoff if k_vectors is None else None,
