@@ -4,9 +4,8 @@ The long-range part is an argument: a `LongRange`, made of the arguments of a pu
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,36 +13,12 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.collectives import has_shares_of_gradients
-from nvalchemiops.torch.interactions.electrostatics.choice import (
-    LongRange,
-    check_accuracy,
-    choose_splitting,
-)
+from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
-from nvalchemiops.torch.interactions.electrostatics.open_systems import (
-    Part,
-    all_pairs,
-    check_mixed,
-    joined,
-    open_system,
-    open_systems,
-    parts_of,
-    system_of,
-)
+from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
-from nvalchemiops.torch.interactions.electrostatics.results import (
-    SumOptions,
-    SumRequest,
-    Tensors,
-    Term,
-    check_gradients,
-)
-from nvalchemiops.torch.interactions.electrostatics.sums import (
-    body_of,
-    evaluate,
-    has_first_derivatives,
-    one_or_several,
-)
+from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, Tensors, Term, check_gradients
+from nvalchemiops.torch.interactions.electrostatics.sums import body_of, evaluate, one_or_several
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import BackgroundTerm, SelfTerm, SurfaceTerm
@@ -54,67 +29,6 @@ from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
 from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import may_read
-from nvalchemiops.torch.systems import System
-
-
-class EwaldSum(NamedTuple):
-    """A sum of all terms, or of some, as the arguments of a public function describe it.
-
-    Attributes
-    ----------
-    method : type or None
-        The long-range part is ``method.given(*given, system)``. None for pairs alone.
-    given : tuple
-    atoms : System
-    neighbors : GivenNeighbors or ()
-        Nothing where none are needed.
-    request : SumRequest
-    options : SumOptions
-    """
-
-    method: Any
-    given: tuple[Any, ...]
-    atoms: System
-    neighbors: Any
-    request: SumRequest
-    options: SumOptions
-
-    @property
-    def is_constant(self) -> bool:
-        """Whether the potential is known to depend on no tensors."""
-        return getattr(self.options.potential, "is_constant", False)
-
-    def long_range(self, system: ChargedSystem) -> LongRange:
-        """The long-range part that is given, or still to be chosen."""
-        return self.method.given(*self.given, system)
-
-    def with_fixed_alpha(self) -> "EwaldSum":
-        """The same without gradients by alpha."""
-        alpha = self.options.alpha
-        alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
-        return self._replace(options=self.options._replace(alpha=alpha))
-
-    def shapes(self) -> list[Sequence[int]] | None:
-        """The shapes of the results; None without a cell, where the sum is over all pairs."""
-        atoms, request = self.atoms, self.request
-        if atoms.cell is None:
-            return None
-        system = check_system(atoms._replace(pbc=None))
-        check_gradients(request, atoms)
-        n_atoms, *channels = atoms.charges.shape  # type: ignore[union-attr]  # it was checked
-        forces, charge_gradients, virial = request.derivatives
-        shapes: list[Sequence[int]] = [(n_atoms if request.energy_reduction == "atom" else system.n_systems, *channels)]
-        shapes += [(n_atoms, 3)] * forces
-        if charge_gradients:
-            by_source = zip(((), (3,), (3, 3)), request.of_sources)
-            shapes += [(n_atoms, *channels, *rest) for rest, is_asked in by_source if is_asked]
-        return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
-
-    def along(self) -> Sequence[Any]:
-        """By what first derivatives come with the energies."""
-        atoms = self.atoms
-        inputs = (atoms.positions, atoms.charges, atoms.dipoles, atoms.quadrupoles, atoms.cell)
-        return inputs if has_first_derivatives(self.request) else ()
 
 
 @functools.partial(only_inlined, with_calls=True)
@@ -156,9 +70,9 @@ Terms = Callable[[EwaldSum], tuple[Any, ...]]
 def _sum(name: str, terms_of: Terms, asked: EwaldSum, along: bool) -> tuple[torch.Tensor, ...]:
     """The sum of terms, by a plan where it repeats; first derivatives may come ``along``."""
 
-    def prepare(atoms: System, neighbors: Any) -> engine.Body:
-        terms, system, *_ = terms_of(asked._replace(atoms=atoms, neighbors=neighbors))
-        return body_of(terms, system, asked.request, atoms)
+    def prepare(here: EwaldSum) -> engine.Body:
+        terms, system, *_ = terms_of(here)
+        return body_of(terms, system, here.request, here.atoms)
 
     call = _described(name, prepare, asked, along)
     if call is not None:
@@ -171,7 +85,7 @@ SOURCES = ("charges", "dipoles", "quadrupoles")
 
 
 def _described(
-    name: str, prepare: Callable[[System, Any], engine.Body], asked: EwaldSum, along: bool
+    name: str, prepare: Callable[[EwaldSum], engine.Body], asked: EwaldSum, along: bool
 ) -> engine.Call | None:
     """The call of a sum, whose arguments are checked by ``prepare``; None if they are to be checked before.
 
@@ -198,7 +112,8 @@ def _described(
         inputs = (inputs[0].detach(), *inputs[1:-1], cell.detach())
 
     def body(inputs: Sequence[torch.Tensor], near: Any) -> engine.Body:
-        return prepare(atoms._replace(**dict(zip(names, inputs))), near)  # type: ignore[arg-type]  # fields by name
+        here: Any = dict(zip(names, inputs))
+        return prepare(asked._replace(atoms=atoms._replace(**here), neighbors=near))
 
     return engine.Call(
         name,
@@ -208,20 +123,11 @@ def _described(
         neighbors,
         (atoms.batch_idx, atoms.pbc),
         (" ".join(names), request, atoms.widths, getattr(method, "given", None), given, options),
-        along=along and has_first_derivatives(request),
+        along=along and request.has_first_derivatives,
         batch_idx=atoms.batch_idx,
         n_systems=1 if cell.ndim == 2 else cell.shape[0],
         by_system=request.energy_reduction == "system",
     )
-
-
-class Split(NamedTuple):
-    """How a sum is divided: the long-range part with all its parameters, alpha, neighbors, and where pairs end."""
-
-    long_range: LongRange
-    alpha: torch.Tensor
-    rows: Rows
-    cutoff: float | None
 
 
 def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[Any, float | None, Rows | None, float]:
@@ -236,14 +142,16 @@ def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[An
     return alpha, cutoff, None, accuracy
 
 
-def split(system: ChargedSystem, long_range: LongRange, *given: Any) -> Split:
-    """All parameters of a sum, from what `check_split` returns."""
+def split(
+    system: ChargedSystem, long_range: LongRange, *given: Any
+) -> tuple[LongRange, torch.Tensor, Rows, float | None]:
+    """The long-range part with all parameters, alpha, neighbors, and where pairs end; ``given`` is by `check_split`."""
     found = choose_splitting(system, long_range, *given)
     alpha = nan_unless(long_range.valid, nan_unless(system.valid, found.alpha))
     if not long_range.is_given:
         long_range = long_range.chosen(system, alpha, found.target)
     # the list of a domain goes further, by a skin
-    return Split(long_range, alpha, found.rows, None if system.domain is None else found.cutoff)
+    return long_range, alpha, found.rows, None if system.domain is None else found.cutoff
 
 
 def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange, torch.Tensor]:
@@ -277,38 +185,6 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange,
         terms.append(exclusion_term(potential, system, alpha))
     terms.append(long_range.term(system, potential, alpha))
     return terms, system, rows, long_range, alpha
-
-
-def by_kind(
-    asked: EwaldSum,
-    is_open: torch.Tensor,
-    functions: tuple[Callable[[EwaldSum, int], tuple[torch.Tensor, ...]], ...],
-    of_systems: Sequence[bool] = (),
-) -> tuple[torch.Tensor, ...]:
-    """Results where these systems (n_systems,) are open, and the others periodic.
-
-    The first function is for what is asked of the periodic ones, so many in number, the second for that of the others.
-    ``of_systems`` says which results belong to systems; by default they belong to atoms.
-    """
-    options, n_systems = asked.options, is_open.shape[0]
-    check_mixed(asked.atoms, is_open, asked.neighbors, options)
-    found = []
-    for part, function, is_periodic in zip(parts_of(asked.atoms, is_open), functions, (True, False)):
-        if part.systems.shape[0] == 0:
-            continue
-        pairs, factors = part.of_exclusions(options.exclusions, options.exclusion_factors)
-        alpha = part.of_systems("alpha", options.alpha, n_systems)
-        here = asked._replace(
-            atoms=system_of(part, asked.atoms, n_systems),
-            options=options._replace(alpha=alpha, exclusions=pairs, exclusion_factors=factors),
-        )
-        if is_periodic:
-            there = _of_systems(asked.method, asked.given, part, n_systems)
-            here = here._replace(given=there, neighbors=part.of_neighbors(asked.neighbors))
-        found.append((part, function(here, part.systems.shape[0])))
-    columns: list[Any] = list(zip(*[results for _, results in found]))
-    kinds = of_systems or [False] * len(columns)
-    return tuple([joined([part for part, _ in found], values, kind) for values, kind in zip(columns, kinds)])
 
 
 def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -346,25 +222,6 @@ def _over_all_pairs(asked: EwaldSum, n_systems: int) -> tuple[torch.Tensor, ...]
     if not system.of_points:
         terms.append(SelfTerm(alpha, keeps_gaussians))
     return evaluate(terms, system, asked.request, is_constant=True)
-
-
-def _of_systems(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) -> tuple[Any, ...]:
-    """Arguments of a long-range part of all systems, for those of a part."""
-    if part.systems.shape[0] == n_systems:
-        return given
-    found = []
-    for name, value in zip(inspect.signature(method.given).parameters, given):
-        if name in ("k_cutoff", "mesh_spacing"):
-            value = part.of_systems(name, value, n_systems)
-        elif name == "k_vectors" and isinstance(value, torch.Tensor) and value.ndim == 3:
-            if value.shape[0] != n_systems:
-                raise ValueError(f"`k_vectors` must have shape ({n_systems}, n_k, 3), got {tuple(value.shape)}")
-            value = value.index_select(0, part.systems)
-        # what is prepared for a batch is a tuple of tensors
-        elif isinstance(value, tuple) and any([isinstance(field, torch.Tensor) for field in value]):
-            raise ValueError("`pbc` has three open axes: leave out what is prepared for all systems of the batch")
-        found.append(value)
-    return tuple(found)
 
 
 def _own_terms(system: ChargedSystem, alpha: torch.Tensor, keeps_gaussians: bool) -> list[Term]:
@@ -488,9 +345,8 @@ def sum_of_parts(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
     Results do not depend on how far the list reaches beyond the cutoff.
     """
 
-    def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
-        here = asked._replace(atoms=atoms, neighbors=neighbors)
-        near, far = [body_of(*of(here), here.request, atoms) for of in (_short_range_terms, _long_range_terms)]
+    def prepare(here: EwaldSum) -> engine.Body:
+        near, far = [body_of(*of(here), here.request, here.atoms) for of in (_short_range_terms, _long_range_terms)]
         return lambda at, needed: tuple([one + other for one, other in zip(near(at, needed), far(at, needed))])
 
     call = _described("sum of parts", prepare, asked, along=False)

@@ -6,7 +6,7 @@ import torch
 
 from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import SumOptions, check_request
+from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.systems import System
 
@@ -179,7 +179,7 @@ def ewald_summation(
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
     options = SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
     neighbors = driver.given_neighbors(*near)
-    return driver.ewald_sum(driver.EwaldSum(KVectorSum, vectors, atoms, neighbors, request, options))
+    return driver.ewald_sum(EwaldSum(KVectorSum, vectors, atoms, neighbors, request, options))
 
 
 def ewald_real_space(
@@ -240,7 +240,7 @@ def ewald_real_space(
     request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
     options = SumOptions(alpha, cutoff=cutoff)
-    return driver.short_range_part(driver.EwaldSum(None, (), atoms, driver.given_neighbors(*near), request, options))
+    return driver.short_range_part(EwaldSum(None, (), atoms, driver.given_neighbors(*near), request, options))
 
 
 def ewald_reciprocal_space(
@@ -295,4 +295,4 @@ quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients, domain
     request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
     options = SumOptions(alpha, potential=potential, self_interaction=self_interaction)
-    return driver.long_range_part(driver.EwaldSum(KVectorSum, vectors, atoms, (), request, options))
+    return driver.long_range_part(EwaldSum(KVectorSum, vectors, atoms, (), request, options))

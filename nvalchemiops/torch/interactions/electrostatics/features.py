@@ -24,18 +24,10 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import moment_interaction, moment_short_range
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.choice import LongRange
-from nvalchemiops.torch.interactions.electrostatics.driver import (
-    EwaldSum,
-    by_kind,
-    check_dielectric,
-    check_split,
-    given_neighbors,
-    split,
-)
-from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, open_system, open_systems
+from nvalchemiops.torch.interactions.electrostatics.driver import check_dielectric, check_split, given_neighbors, split
+from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
-from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, SumOptions, SumRequest, Term
+from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, EwaldSum, SumOptions, SumRequest, Term
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
     check_system,
@@ -247,7 +239,7 @@ def _at_atoms(asked: EwaldSum, receiver_widths: Any, derivatives: int) -> tuple[
         long_range = asked.long_range(system)
         given = check_split(asked, system, method=long_range, derivatives=derivatives)
     long_range, alpha, rows, reach = split(_widest(system, receivers), long_range, *given)
-    far = _of_long_range(system, long_range, alpha, derivatives)
+    far = _of_term(long_range.term(_padded(system, derivatives), COULOMB, alpha), system, derivatives)
     if system.exclusions is not None:
         far = far + _of_exclusions(system, alpha, derivatives)
     if dielectric is not None:
@@ -290,8 +282,8 @@ def reciprocal_potential(
         for (receiver, _), number in zip(_receivers(seen, system, True), seen):
             inverse = 1.0 / math.sqrt(2.0 * (number**2 + widths**2))
             alpha = torch.full((system.n_systems,), inverse, dtype=torch.float64, device=system.positions.device)
-            found = _of_long_range(system, long_range, nan_unless(long_range.valid, alpha), derivatives)
-            found = found + _background(system, receiver, derivatives)
+            term = long_range.term(_padded(system, derivatives), COULOMB, nan_unless(long_range.valid, alpha))
+            found = _of_term(term, system, derivatives) + _background(system, receiver, derivatives)
             if not self_interaction:
                 own = spread_systems(alpha, system.batch_idx, system.n_atoms)
                 found = found - _own_potential(system, own, derivatives)
@@ -331,29 +323,21 @@ def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> lis
             values = system.domain.replicated(values)
         keeps = checks.check_flag("self_interaction", self_interaction)
         positions, widths = system.positions, system.widths
-        found: list[Receiver]
-        if values is None:
-            found = [widths]
-        else:
-            if isinstance(values, torch.Tensor):
-                checks.check_real("receiver_widths", values, positions)
-                if values.ndim != 1:
-                    raise ValueError(f"`receiver_widths` must have shape (n_receivers,), got {tuple(values.shape)}")
-                numbers: list[Any] = list(values.unbind(0))
-                negative = may_read(values) and bool((values < 0.0).any())
-            else:
-                numbers = [checks.as_float("receiver_widths", value) for value in values]
-                negative = any(not 0.0 <= number < math.inf for number in numbers)
-            if not numbers or negative:
-                raise ValueError("`receiver_widths` must not be empty, nor negative, and finite")
-            found = []
-            for number in numbers:
-                if isinstance(number, torch.Tensor):
-                    found.append(number.expand(system.n_atoms))
-                elif number == 0.0 and widths is None:
-                    found.append(None)
-                else:
-                    found.append(torch.full_like(positions[:, 0], number))
+        found: list[Receiver] = [widths]
+        is_wrong = False
+        if isinstance(values, torch.Tensor):
+            checks.check_real("receiver_widths", values, positions)
+            if values.ndim != 1:
+                raise ValueError(f"`receiver_widths` must have shape (n_receivers,), got {tuple(values.shape)}")
+            is_wrong = may_read(values) and bool((values < 0.0).any())
+            found = [number.expand(system.n_atoms) for number in values.unbind(0)]
+        elif values is not None:
+            numbers = [checks.as_float("receiver_widths", value) for value in values]
+            is_wrong = any(not 0.0 <= number < math.inf for number in numbers)
+            of_points = [number == 0.0 and widths is None for number in numbers]
+            found = [None if p else torch.full_like(positions[:, 0], s) for s, p in zip(numbers, of_points)]
+        if not found or is_wrong:
+            raise ValueError("`receiver_widths` must not be empty, nor negative, and finite")
         for receiver in found:
             if not keeps:
                 break
@@ -378,12 +362,6 @@ def _widest(system: ChargedSystem, receivers: list[tuple[Receiver, bool]]) -> Ch
 
 
 # -- parts -----------------------------------------------------------------------------------------
-
-
-def _of_long_range(system: ChargedSystem, long_range: LongRange, alpha: torch.Tensor, derivatives: int) -> torch.Tensor:
-    """Derivatives (n_atoms, n_channels, count) of the long-range potential."""
-    system = _padded(system, derivatives)
-    return _of_term(long_range.term(system, COULOMB, alpha), system, derivatives)
 
 
 def _padded(system: ChargedSystem, derivatives: int) -> ChargedSystem:

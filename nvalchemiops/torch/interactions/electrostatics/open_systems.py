@@ -6,7 +6,8 @@ are taken apart as a batch of their own, and results put together again. `open_s
 without a cell.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
-from nvalchemiops.torch.interactions.electrostatics.results import SumOptions
+from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
@@ -165,7 +166,7 @@ def check_mixed(atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors,
         rows_of(neighbors._replace(half_list=False) if given else neighbors, positions, periodic=True)
 
 
-def parts_of(atoms: System, is_open: torch.Tensor) -> tuple[Part, Part]:
+def _parts_of(atoms: System, is_open: torch.Tensor) -> tuple[Part, Part]:
     """The periodic systems and the open ones of a batch."""
     positions: Any = atoms.positions
     batch_idx, device = atoms.batch_idx, positions.device
@@ -183,7 +184,7 @@ def parts_of(atoms: System, is_open: torch.Tensor) -> tuple[Part, Part]:
     return found[0], found[1]
 
 
-def system_of(part: Part, atoms: System, n_systems: int) -> System:
+def _system_of(part: Part, atoms: System, n_systems: int) -> System:
     """The atoms of a part, with its cells."""
     batch_idx: Any = atoms.batch_idx
     if batch_idx is not None:
@@ -201,13 +202,61 @@ def system_of(part: Part, atoms: System, n_systems: int) -> System:
     return atoms._replace(cell=cell, pbc=pbc, batch_idx=batch_idx, **of_atoms)
 
 
-def joined(parts: Sequence[Part], values: Sequence[torch.Tensor], of_systems: bool) -> torch.Tensor:
-    """Values of all atoms, or systems, from those of the parts."""
-    count = sum(value.shape[0] for value in values)
-    whole = values[0].new_zeros(count, *values[0].shape[1:])
-    for part, value in zip(parts, values):
-        whole = whole.index_copy(0, part.systems if of_systems else part.atoms, value)
-    return whole
+def by_kind(
+    asked: EwaldSum,
+    is_open: torch.Tensor,
+    functions: tuple[Callable[[EwaldSum, int], tuple[torch.Tensor, ...]], ...],
+    of_systems: Sequence[bool] = (),
+) -> tuple[torch.Tensor, ...]:
+    """Results where these systems (n_systems,) are open, and the others periodic.
+
+    The first function is for what is asked of the periodic ones, so many in number, the second for that of the others.
+    ``of_systems`` says which results belong to systems; by default they belong to atoms.
+    """
+    options, n_systems = asked.options, is_open.shape[0]
+    check_mixed(asked.atoms, is_open, asked.neighbors, options)
+    found = []
+    for part, function, is_periodic in zip(_parts_of(asked.atoms, is_open), functions, (True, False)):
+        if part.systems.shape[0] == 0:
+            continue
+        pairs, factors = part.of_exclusions(options.exclusions, options.exclusion_factors)
+        alpha = part.of_systems("alpha", options.alpha, n_systems)
+        here = asked._replace(
+            atoms=_system_of(part, asked.atoms, n_systems),
+            options=options._replace(alpha=alpha, exclusions=pairs, exclusion_factors=factors),
+        )
+        if is_periodic:
+            there = _of_part(asked.method, asked.given, part, n_systems)
+            here = here._replace(given=there, neighbors=part.of_neighbors(asked.neighbors))
+        found.append((part, function(here, part.systems.shape[0])))
+    whole = []
+    for number, values in enumerate(zip(*[results for _, results in found])):
+        count = sum(value.shape[0] for value in values)
+        result = values[0].new_zeros(count, *values[0].shape[1:])
+        for (part, _), value in zip(found, values):
+            place = part.systems if of_systems and of_systems[number] else part.atoms
+            result = result.index_copy(0, place, value)
+        whole.append(result)
+    return tuple(whole)
+
+
+def _of_part(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) -> tuple[Any, ...]:
+    """Arguments of a long-range part of all systems, for those of a part."""
+    if part.systems.shape[0] == n_systems:
+        return given
+    found = []
+    for name, value in zip(inspect.signature(method.given).parameters, given):
+        if name in ("k_cutoff", "mesh_spacing"):
+            value = part.of_systems(name, value, n_systems)
+        elif name == "k_vectors" and isinstance(value, torch.Tensor) and value.ndim == 3:
+            if value.shape[0] != n_systems:
+                raise ValueError(f"`k_vectors` must have shape ({n_systems}, n_k, 3), got {tuple(value.shape)}")
+            value = value.index_select(0, part.systems)
+        # what is prepared for a batch is a tuple of tensors
+        elif isinstance(value, tuple) and any([isinstance(field, torch.Tensor) for field in value]):
+            raise ValueError("`pbc` has three open axes: leave out what is prepared for all systems of the batch")
+        found.append(value)
+    return tuple(found)
 
 
 def open_system(

@@ -10,7 +10,7 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import (
     compute_bspline_moduli_1d as compute_bspline_moduli_1d,
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
-from nvalchemiops.torch.interactions.electrostatics.results import SumOptions, check_request
+from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed, PreparedMesh, influence
 from nvalchemiops.torch.operators.lattice import check_spline_order, lattice_of, mesh_and_order
 from nvalchemiops.torch.systems import System
@@ -171,7 +171,7 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
     options = SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
     neighbors = driver.given_neighbors(*near)
-    return driver.ewald_sum(driver.EwaldSum(MeshSum, mesh, atoms, neighbors, request, options))
+    return driver.ewald_sum(EwaldSum(MeshSum, mesh, atoms, neighbors, request, options))
 
 
 def pme_reciprocal_space(
@@ -232,4 +232,4 @@ potential, dipoles, quadrupoles, compute_dipole_gradients, compute_quadrupole_gr
     request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
     options = SumOptions(alpha, potential=potential, self_interaction=self_interaction)
-    return driver.long_range_part(driver.EwaldSum(MeshSum, mesh, atoms, (), request, options))
+    return driver.long_range_part(EwaldSum(MeshSum, mesh, atoms, (), request, options))

@@ -7,7 +7,7 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
-from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
@@ -44,6 +44,14 @@ class SumRequest(NamedTuple):
     hybrid: bool = False
     of_sources: tuple[bool, bool, bool] = (False, False, False)
 
+    @property
+    def has_first_derivatives(self) -> bool:
+        """Whether gradients of the energies by inputs are first derivatives, which terms can give beside the results.
+
+        In hybrid form those by charges are, unless they are among the results and so in the graph.
+        """
+        return not any(self.derivatives) or (self.hybrid and not self.derivatives.charge_gradients)
+
 
 class SumOptions(NamedTuple):
     """Arguments that all Ewald sums have, as they were given; see `ewald_summation`."""
@@ -57,6 +65,66 @@ class SumOptions(NamedTuple):
     slab_correction: Any = False
     self_interaction: Any = False
     surface_dielectric: Any = None
+
+
+class EwaldSum(NamedTuple):
+    """A sum of all terms, or of some, as the arguments of a public function describe it.
+
+    Attributes
+    ----------
+    method : type or None
+        The long-range part is ``method.given(*given, system)``. None for pairs alone.
+    given : tuple
+    atoms : System
+    neighbors : GivenNeighbors or ()
+        Nothing where none are needed.
+    request : SumRequest
+    options : SumOptions
+    """
+
+    method: Any
+    given: tuple[Any, ...]
+    atoms: System
+    neighbors: Any
+    request: SumRequest
+    options: SumOptions
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the potential is known to depend on no tensors."""
+        return getattr(self.options.potential, "is_constant", False)
+
+    def long_range(self, system: ChargedSystem) -> Any:
+        """The long-range part that is given, or still to be chosen."""
+        return self.method.given(*self.given, system)
+
+    def with_fixed_alpha(self) -> "EwaldSum":
+        """The same without gradients by alpha."""
+        alpha = self.options.alpha
+        alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
+        return self._replace(options=self.options._replace(alpha=alpha))
+
+    def shapes(self) -> list[Sequence[int]] | None:
+        """The shapes of the results; None without a cell, where the sum is over all pairs."""
+        atoms, request = self.atoms, self.request
+        if atoms.cell is None:
+            return None
+        system = check_system(atoms._replace(pbc=None))
+        check_gradients(request, atoms)
+        n_atoms, *channels = atoms.charges.shape  # type: ignore[union-attr]  # it was checked
+        forces, charge_gradients, virial = request.derivatives
+        shapes: list[Sequence[int]] = [(n_atoms if request.energy_reduction == "atom" else system.n_systems, *channels)]
+        shapes += [(n_atoms, 3)] * forces
+        if charge_gradients:
+            by_source = zip(((), (3,), (3, 3)), request.of_sources)
+            shapes += [(n_atoms, *channels, *rest) for rest, is_asked in by_source if is_asked]
+        return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
+
+    def along(self) -> Sequence[Any]:
+        """By what first derivatives come with the energies."""
+        atoms = self.atoms
+        inputs = (atoms.positions, atoms.charges, atoms.dipoles, atoms.quadrupoles, atoms.cell)
+        return inputs if self.request.has_first_derivatives else ()
 
 
 def check_request(
