@@ -170,7 +170,9 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange,
             if potential is not COULOMB and not is_given:
                 raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
         if request.hybrid:
-            system, asked = system.at_fixed_geometry(), asked.with_fixed_alpha()
+            system, alpha = system.at_fixed_geometry(), options.alpha
+            alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
+            asked = asked._replace(options=options._replace(alpha=alpha))
         _check_trained(potential, system, options.alpha)
         given = check_split(asked, system, request=request, method=long_range)
     long_range, alpha, rows, cutoff = split(system, long_range, *given)

@@ -25,27 +25,11 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_reciprocal_space, ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.features import reciprocal_potential
 from nvalchemiops.torch.interactions.electrostatics.multipole_parameters import (
-    MultipoleEwaldParameters,
-    MultipolePMEParameters,
     estimate_multipole_ewald_parameters,
     estimate_multipole_pme_parameters,
 )
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
 from nvalchemiops.torch.runtime.context import may_read
-
-__all__ = [
-    "MultipoleEwaldParameters",
-    "MultipolePMEParameters",
-    "estimate_multipole_ewald_parameters",
-    "estimate_multipole_pme_parameters",
-    "infer_l_max",
-    "multipole_electrostatic_energy",
-    "multipole_electrostatic_features",
-    "multipole_ewald_summation",
-    "multipole_particle_mesh_ewald",
-    "pack_multipole_moments",
-]
-
 
 # -- packed moments --------------------------------------------------------------------------------
 

@@ -49,15 +49,12 @@ def open_systems(atoms: System) -> torch.Tensor | None:
     if cell is None:
         if not bool(found.all()):
             return None  # a check says that the cell is missing
-        return found if found.shape[0] > 1 else found.expand(_count_without_cells(atoms.batch_idx))
+        numbers: Any = atoms.batch_idx
+        is_index = isinstance(numbers, torch.Tensor) and numbers.dtype in (torch.int32, torch.int64)
+        n_systems = max(1, 1 + int(numbers.max())) if is_index and numbers.numel() else 1
+        return found if found.shape[0] > 1 else found.expand(n_systems)
     n_systems = cell.shape[0] if isinstance(cell, torch.Tensor) and cell.ndim == 3 else 1
     return found.expand(n_systems) if found.shape[0] in (1, n_systems) else None
-
-
-def _count_without_cells(batch_idx: Any) -> int:
-    """Number of systems by the entries of ``batch_idx``, 1 if these are no numbers of systems."""
-    is_index = isinstance(batch_idx, torch.Tensor) and batch_idx.dtype in (torch.int32, torch.int64)
-    return max(1, 1 + int(batch_idx.max())) if is_index and batch_idx.numel() else 1
 
 
 class Part(NamedTuple):

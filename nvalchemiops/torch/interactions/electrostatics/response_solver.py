@@ -93,7 +93,9 @@ class Problem(NamedTuple):
         """Variables with dipoles in the place of fields."""
         if not self.has_dipoles:
             return v
-        return torch.cat([v[:, :-3], _times(self.own(tensors)["polarizabilities"], v[:, -3:])], 1)
+        alpha, fields = self.own(tensors)["polarizabilities"], v[:, -3:]
+        dipoles = alpha.unsqueeze(1) * fields if alpha.ndim == 1 else (alpha @ fields.unsqueeze(-1)).squeeze(-1)
+        return torch.cat([v[:, :-3], dipoles], 1)
 
     def sources(self, deviations: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Charges and dipoles."""
@@ -193,12 +195,6 @@ class Problem(NamedTuple):
             field = field - own["external_field"] if "external_field" in own else field
             parts.append((dipoles * field).sum(1))
         return self.results(torch.stack(parts).sum(0))
-
-
-def _times(polarizabilities: torch.Tensor, field: torch.Tensor) -> torch.Tensor:
-    if polarizabilities.ndim == 1:
-        return polarizabilities.unsqueeze(1) * field
-    return (polarizabilities @ field.unsqueeze(-1)).squeeze(-1)
 
 
 # -- the solver ------------------------------------------------------------------------------------

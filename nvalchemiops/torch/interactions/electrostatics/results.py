@@ -98,12 +98,6 @@ class EwaldSum(NamedTuple):
         """The long-range part that is given, or still to be chosen."""
         return self.method.given(*self.given, system)
 
-    def with_fixed_alpha(self) -> "EwaldSum":
-        """The same without gradients by alpha."""
-        alpha = self.options.alpha
-        alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
-        return self._replace(options=self.options._replace(alpha=alpha))
-
     def shapes(self) -> list[Sequence[int]] | None:
         """The shapes of the results; None without a cell, where the sum is over all pairs."""
         atoms, request = self.atoms, self.request

@@ -60,12 +60,13 @@ class Sizes(NamedTuple):
 def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Sizes:
     """Sizes of systems with cells (n_systems, 3, 3). Reads values on the host."""
     lattice = on_host(cell.detach()).astype(np.float64)
-    count = _counted(batch_idx, cell.shape[0], n_atoms)
+    count = counted(batch_idx, cell.shape[0], n_atoms)
     volume = np.abs(np.linalg.det(lattice))
     return Sizes(lattice, count, core.average_distance(count, volume))
 
 
-def _counted(batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int) -> np.ndarray:
+def counted(batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int) -> np.ndarray:
+    """Atoms (n_systems,) of each system. Reads values on the host."""
     if batch_idx is None:
         return np.full(1, float(n_atoms))
     return np.bincount(on_host(batch_idx), minlength=n_systems).astype(np.float64)
@@ -77,7 +78,7 @@ def key_of_sizes(system: ChargedSystem) -> Hashable:
         return None
     if system.batch_idx is not None and not may_read(system.batch_idx):
         return None
-    cell, count = on_host(system.cell.detach()), _counted(system.batch_idx, system.n_systems, system.n_atoms)
+    cell, count = on_host(system.cell.detach()), counted(system.batch_idx, system.n_systems, system.n_atoms)
     return cell.tobytes(), cell.dtype, count.tobytes()
 
 
