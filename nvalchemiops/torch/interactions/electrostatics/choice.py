@@ -138,7 +138,11 @@ def choose_splitting(
     chosen, target = given_alpha(alpha, system), core.Target(accuracy)
     limit = widest_alpha(system)
     if limit is not None and not compiling and bool((chosen > limit).any()):
-        _warn_of_widths(system, on_host(chosen.detach()), on_host(limit), rows, cutoff, accuracy)
+        reach: Any = cutoff
+        if reach is None and rows is not None:
+            reach = _reach(rows, system, np.full(system.n_systems, np.inf))
+        if reach is not None:
+            _warn_of_widths(system, on_host(chosen.detach()), on_host(limit), reach, accuracy)
     is_open = rows is None or not long_range.is_given
     if is_open and not compiling and has_known_moments(system):
         strengths = strengths_of(system, np)
@@ -206,7 +210,7 @@ def _choose(
                 model = strengths.mesh_model(charges_alone, accuracy, alpha, xp)
             alpha = balanced(reach)
         if limit is not None and not compiling:
-            _warn_of_widths(system, np.asarray(alpha), limit, None, float(np.min(reach)), accuracy)
+            _warn_of_widths(system, np.asarray(alpha), limit, float(np.min(reach)), accuracy)
     alpha = balanced(reach)
     if model is not None and not compiling:
         errors = core.expected_errors(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, model, target)
@@ -346,20 +350,9 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
 
 
 def _warn_of_widths(
-    system: ChargedSystem,
-    alpha: np.ndarray,
-    limit: np.ndarray,
-    rows: Rows | None,
-    cutoff: float | None,
-    accuracy: float,
+    system: ChargedSystem, alpha: np.ndarray, limit: np.ndarray, reach: float | np.ndarray, accuracy: float
 ) -> None:
     """Warn if Gaussians are so wide that pairs beyond the reach of the list would be needed."""
-    if rows is not None and cutoff is None:
-        reach = _reach(rows, system, np.full(system.n_systems, np.inf))
-    elif cutoff is not None:
-        reach = np.full(system.n_systems, cutoff)
-    else:
-        return
     sizes = sizes_of_system(system)
     errors = np.exp(core.log_real_error(limit, reach, sizes.spacing)) / core.TYPICAL_FORCE
     errors = np.where(alpha >= 0.999 * limit, errors, 0.0)  # a smaller alpha is not limited by them

@@ -158,11 +158,9 @@ def electrostatic_potential(
     whole = slab_correction, self_interaction, check_dielectric(surface_dielectric)
     options = SumOptions(alpha, accuracy, cutoff, COULOMB, exclusions, exclusion_factors, *whole)
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
-    if method == "pme":
-        mesh = mesh_dimensions, None, spline_order, Precomputed(), None
-        asked = EwaldSum(MeshSum, mesh, atoms, neighbors, ENERGIES, options)
-    else:
-        asked = EwaldSum(KVectorSum, (None, k_cutoff, None, None), atoms, neighbors, ENERGIES, options)
+    mesh, vectors = (mesh_dimensions, None, spline_order, Precomputed(), None), (None, k_cutoff, None, None)
+    kind, given = (MeshSum, mesh) if method == "pme" else (KVectorSum, vectors)
+    asked = EwaldSum(kind, given, atoms, neighbors, ENERGIES, options)
     seen = _Seen(tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths, derivatives)
     is_open = None if cell is None or domain is not None else open_systems(atoms)
     if is_open is None:

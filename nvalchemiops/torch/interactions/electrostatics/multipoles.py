@@ -151,10 +151,9 @@ def _splitting(alpha: Any, sigma: Any) -> Any:
     return 1.0 / math.sqrt(4.0 * sigma**2 + 1.0 / checks.check_positive("alpha", alpha) ** 2)
 
 
-def _refuse(**values: Any) -> None:
-    for name, value in values.items():
-        if value is not None:
-            raise NotImplementedError(f"`{name}` is not supported: leave it out, nothing needs to be prepared")
+def _refuse(cache: Any) -> None:
+    if cache is not None:
+        raise NotImplementedError("`cache` is not supported: leave it out, nothing needs to be prepared")
 
 
 def _valid_k_vectors(k_vectors: Any, counts: Any) -> torch.Tensor | None:
@@ -285,7 +284,7 @@ def multipole_ewald_summation(
         As of `multipole_electrostatic_energy`, with the same errors.
     """
     place = _in_float64(positions, cell, batch_idx)
-    _refuse(cache=cache)
+    _refuse(cache)
     width = checks.check_positive("sigma", sigma)
     if alpha is None or k_cutoff is None:
         found = estimate_multipole_ewald_parameters(positions, cell, width, batch_idx, accuracy, cost_ratio)
@@ -447,7 +446,7 @@ def multipole_electrostatic_features(
         A bad argument, named in the message.
     """
     place = _in_float64(positions, cell, batch_idx)
-    _refuse(cache=cache)
+    _refuse(cache)
     if _mode("density_normalize", density_normalize) != 0:
         raise NotImplementedError("`density_normalize` must be 0, for moments of the charge density")
     mode = _mode("feature_normalize", feature_normalize)
