@@ -111,6 +111,9 @@ def _described(
     if request.hybrid:
         inputs = (inputs[0].detach(), *inputs[1:-1], cell.detach())
 
+    # pairs alone have no other options
+    known: Any = options[:3] if method is None else (method.given, *given, *options)
+
     def body(inputs: Sequence[torch.Tensor], near: Any) -> engine.Body:
         here: Any = dict(zip(names, inputs))
         return prepare(asked._replace(atoms=atoms._replace(**here), neighbors=near))
@@ -122,7 +125,7 @@ def _described(
         len(inputs) - 1,
         neighbors,
         (atoms.batch_idx, atoms.pbc),
-        (" ".join(names), request, atoms.widths, getattr(method, "given", None), given, options),
+        (" ".join(names), request, atoms.widths, *known),
         along=along and request.has_first_derivatives,
         batch_idx=atoms.batch_idx,
         n_systems=1 if cell.ndim == 2 else cell.shape[0],

@@ -239,7 +239,7 @@ def ewald_real_space(
     wanted = compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces
     request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
-    options = SumOptions(alpha, cutoff=cutoff)
+    options = SumOptions(alpha, None, cutoff)
     return driver.short_range_part(EwaldSum(None, (), atoms, driver.given_neighbors(*near), request, options))
 
 
@@ -294,5 +294,5 @@ quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients, domain
     wanted = compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces
     request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
-    options = SumOptions(alpha, potential=potential, self_interaction=self_interaction)
+    options = SumOptions(alpha, None, None, potential, self_interaction=self_interaction)
     return driver.long_range_part(EwaldSum(KVectorSum, vectors, atoms, (), request, options))

@@ -231,5 +231,5 @@ potential, dipoles, quadrupoles, compute_dipole_gradients, compute_quadrupole_gr
     wanted = compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces
     request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
-    options = SumOptions(alpha, potential=potential, self_interaction=self_interaction)
+    options = SumOptions(alpha, None, None, potential, self_interaction=self_interaction)
     return driver.long_range_part(EwaldSum(MeshSum, mesh, atoms, (), request, options))
