@@ -5,8 +5,8 @@ bytes and messages are those that ``benchmarks/scale.py`` measures at 2 ranks, w
 (``--check``).
 
 - *Liquid*: molten salt, a cutoff of 9 angstrom, a mesh spacing of 1.25 angstrom, splines of order 5, a skin of 1.
-- *Device*: the roofline of an H100 in float64 (`nvalchemiops.interactions.electrostatics.costs`); kernels that reach
-  a half of it. Host time of a call in eager mode: measured, 1.2 ms.
+- *Device*: the roofline of an H100 in float64; kernels that reach a half of it. Host time of a call in eager mode:
+  measured, 1.2 ms.
 - *Network*: 50 GB/s in and out of each device at once, 5 µs for a collective call to start, 1 µs for each other rank
   in an all-to-all, which sends to all of them.
 - *Pairs*: rows of owned atoms; cubic bricks, with ghosts around them as far as cutoff and skin.
@@ -19,7 +19,7 @@ import argparse
 import math
 from typing import NamedTuple
 
-from nvalchemiops.interactions.electrostatics.costs import H100, modelled
+from nvalchemiops.interactions.electrostatics.costs import Costs
 
 DENSITY, CUTOFF, SKIN, SPACING, ORDER = 1.0 / 22.4, 9.0, 1.0, 1.25, 5
 EFFICIENCY = 0.5  # of the roofline
@@ -27,6 +27,69 @@ HOST = 1.2e-3  # s a call
 BANDWIDTH, START, PARTNER = 50e9, 5e-6, 1e-6
 COLLECTIVES = 7  # in a call, five of them all-to-all
 LIST = 16  # bytes of a pair: its number and its image
+
+
+# -- costs ----------------------------------------------------------------------------------------
+#
+# Each piece of work takes as long as its bytes take through the memory, or its operations through the units for
+# float64, whichever is longer (S. Williams, A. Waterman and D. Patterson, Commun. ACM 52, 65 (2009),
+# doi:10.1145/1498765.1498785). It is a floor: measured are 7 times its time of a pair, twice that of k-vectors, 10
+# times that of a point of the mesh.
+
+
+class Card(NamedTuple):
+    """What a GPU is said to reach: bytes from memory, and operations in float64, in a second."""
+
+    bandwidth: float
+    operations: float
+
+
+H100 = Card(3.35e12, 34e12)
+"""SXM5, from NVIDIA's data sheet (without tensor cores)."""
+
+NOT_FUSED = 0.5
+"""Of these operations, what remains where additions and multiplications are not fused, as in half of the code here."""
+
+
+class Work(NamedTuple):
+    """Bytes through the memory and operations, of one kernel."""
+
+    bytes: float
+    operations: float
+
+    def nanoseconds(self, card: Card) -> float:
+        """The time on a card, by its roofline."""
+        return 1e9 * max(self.bytes / card.bandwidth, self.operations / (NOT_FUSED * card.operations))
+
+
+PAIR = (
+    # the list (16 bytes), position and charge of the neighbor in two sectors of 32 bytes; erfc, exp, a root, a division
+    Work(80.0, 160.0),
+    # the search: a pair is written (16 bytes) for 6.4 that are looked at (27 bins by 4/3 π), 28 operations each
+    Work(16.0, 6.4 * 28.0),
+)
+K_VECTORS = (
+    # from atoms to k-vectors: three times sine and cosine (60 each), products of three phases, eight sums
+    Work(0.0, 3 * 60.0 + 40.0),
+    # back to atoms, with derivatives along three axes
+    Work(0.0, 3 * 60.0 + 80.0),
+)
+MESH = (
+    # two transforms of 8 bytes for each point, along three axes, each read and written
+    Work(2 * 3 * 16.0, 2 * 2.5 * 20.0),
+    # the product with the influence function, of half as many complex numbers
+    Work(20.0, 3.0),
+    # written by the spread, read by the gather; 125 points of a stencil twice, at 40 points for an atom
+    Work(16.0, 2 * 125.0 * 10.0 / 40.0),
+)
+
+
+def modelled(card: Card) -> Costs:
+    """Costs by the model."""
+    return Costs(*(sum(work.nanoseconds(card) for work in part) for part in (PAIR, K_VECTORS, MESH)))
+
+
+# -- a step ---------------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):

@@ -22,17 +22,13 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
     particle_mesh_ewald,
 )
-from nvalchemiops.torch.interactions.electrostatics.choice import (
-    LongRange,
-    check_accuracy,
-    splitting_by_sizes,
-)
+from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy, optimal_splitting
 from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
 from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, chosen_points
-from nvalchemiops.torch.interactions.electrostatics.results import check_request
+from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
 from nvalchemiops.torch.interactions.electrostatics.sizes import sizes_of_system
-from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
+from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.interactions.pair import PairPotential
@@ -259,7 +255,7 @@ class Chosen(NamedTuple):
     device: torch.device
     alpha: float
     cutoff: float
-    long_range: Callable[[ChargedSystem], LongRange]  # with its k-vectors or its mesh
+    long_range: tuple[type, tuple[Any, ...]]  # the first two fields of `EwaldSum`
     on_ranks: Callable[..., Any]  # the whole sum
 
 
@@ -300,14 +296,14 @@ class LatticeSum:
             options |= of_moments
             results: Sums = chosen.on_ranks(positions, cell=cell, alpha=chosen.alpha, **sources, **near, **options)
             return Found.of(results, names, system.wants_virial)
-        found = sum_of_parts(
-            chosen.long_range,
+        asked = EwaldSum(
+            *chosen.long_range,
             ChargedAtoms(positions, cell=cell, **sources),
             GivenNeighbors(neighbor_matrix=near["neighbor_matrix"], matrix_shifts=near["neighbor_matrix_shifts"]),
-            check_request(**options, energy_reduction="atom").with_sources(*of_moments.values()),
-            chosen.alpha,
-            chosen.cutoff,
+            check_request(**options, **of_moments, energy_reduction="atom"),
+            SumOptions(chosen.alpha, cutoff=chosen.cutoff),
         )
+        found = sum_of_parts(asked)
         if not pbc.all():
             axes = torch.tensor(pbc, device=positions.device)
             correction = compute_slab_correction(positions, cell=cell, pbc=axes, **sources, **options, **of_moments)
@@ -364,7 +360,7 @@ class LatticeSum:
             }
             system = check_system(ChargedAtoms(positions, cell=cell, **sources))
             open_part = MeshSum(order, None) if by_mesh else KVectorSum()
-            alphas, cutoffs, target = splitting_by_sizes(system, open_part, self.accuracy)
+            alphas, cutoffs, target, *_ = optimal_splitting(system, open_part, self.accuracy)
             alpha, cutoff = alphas[0], cutoffs[0]
             if by_mesh:
                 mesh = MeshSum(order, None).chosen(system, torch.as_tensor(alphas, device=device), target).mesh
@@ -376,16 +372,16 @@ class LatticeSum:
         else:
             ewald = estimate_ewald_parameters(positions, cell, accuracy=self.accuracy)
             alpha, cutoff, k_cutoff = ewald.alpha, ewald.real_space_cutoff, ewald.reciprocal_space_cutoff
-        long_range: Callable[[ChargedSystem], LongRange]
+        long_range: tuple[type, tuple[Any, ...]]
         if by_mesh:
-            long_range = functools.partial(MeshSum.given, mesh, None, order, Precomputed(), None)
+            long_range = (MeshSum, (mesh, None, order, Precomputed(), None))
             on_ranks = functools.partial(particle_mesh_ewald, mesh_dimensions=mesh, spline_order=order)
         else:
             assert k_cutoff is not None
             # as the sums choose them, so that they stay while the cell changes a little
             length = torch.as_tensor(k_cutoff, dtype=torch.float64, device=device).reshape(1)
             k_vectors: Any = WaveVectors(*chosen_points(cell.reshape(1, 3, 3), length))
-            long_range = functools.partial(KVectorSum.given, None, None, None, k_vectors)
+            long_range = (KVectorSum, (None, None, None, k_vectors))
             on_ranks = functools.partial(ewald_summation, miller_indices=k_vectors)
         return Chosen(made_for, device, float(alpha), float(cutoff), long_range, on_ranks)
 

@@ -6,11 +6,6 @@ For a CPU they were measured on two cores, for a GPU on an H100. Only ratios mat
 effect, and neither have launches (2 to 4 µs each): where they take most of the time, in small systems, any choice takes
 about as long.
 
-Beside them there is a model for GPUs, that of a roofline: each piece of work takes as long as its bytes take through
-the memory, or its operations through the units for float64, whichever is longer (S. Williams, A. Waterman and
-D. Patterson, Commun. ACM 52, 65 (2009), doi:10.1145/1498765.1498785). It is a floor: measured are 7 times its time of
-a pair, twice that of k-vectors, 10 times that of a point of the mesh.
-
 ``nvalchemiops tune`` measures them on the machine at hand and keeps them in a file, which later processes read:
 ``$NVALCHEMIOPS_COSTS``, by default ``nvalchemiops/costs.json`` in the user's folder for configurations. If that
 variable is empty, there is none.
@@ -30,61 +25,6 @@ class Costs(NamedTuple):
     pair: float  # of an atom and a neighbor, with a share of the search for neighbors
     k_vectors: float  # of an atom and eight k-vectors (±n_x, ±n_y, ±n_z)
     mesh: float  # of a point of the mesh
-
-
-# -- the model ------------------------------------------------------------------------------------
-
-
-class Card(NamedTuple):
-    """What a GPU is said to reach: bytes from memory, and operations in float64, in a second."""
-
-    bandwidth: float
-    operations: float
-
-
-H100 = Card(3.35e12, 34e12)
-"""SXM5, from NVIDIA's data sheet (without tensor cores)."""
-
-NOT_FUSED = 0.5
-"""Of these operations, what remains where additions and multiplications are not fused, as in half of the code here."""
-
-
-class Work(NamedTuple):
-    """Bytes through the memory and operations, of one kernel."""
-
-    bytes: float
-    operations: float
-
-    def nanoseconds(self, card: Card) -> float:
-        """The time on a card, by its roofline."""
-        return 1e9 * max(self.bytes / card.bandwidth, self.operations / (NOT_FUSED * card.operations))
-
-
-PAIR = (
-    # the list (16 bytes), position and charge of the neighbor in two sectors of 32 bytes; erfc, exp, a root, a division
-    Work(80.0, 160.0),
-    # the search: a pair is written (16 bytes) for 6.4 that are looked at (27 bins by 4/3 π), 28 operations each
-    Work(16.0, 6.4 * 28.0),
-)
-K_VECTORS = (
-    # from atoms to k-vectors: three times sine and cosine (60 each), products of three phases, eight sums
-    Work(0.0, 3 * 60.0 + 40.0),
-    # back to atoms, with derivatives along three axes
-    Work(0.0, 3 * 60.0 + 80.0),
-)
-MESH = (
-    # two transforms of 8 bytes for each point, along three axes, each read and written
-    Work(2 * 3 * 16.0, 2 * 2.5 * 20.0),
-    # the product with the influence function, of half as many complex numbers
-    Work(20.0, 3.0),
-    # written by the spread, read by the gather; 125 points of a stencil twice, at 40 points for an atom
-    Work(16.0, 2 * 125.0 * 10.0 / 40.0),
-)
-
-
-def modelled(card: Card) -> Costs:
-    """Costs by the model."""
-    return Costs(*(sum(work.nanoseconds(card) for work in part) for part in (PAIR, K_VECTORS, MESH)))
 
 
 # -- what is kept for the user --------------------------------------------------------------------

@@ -36,6 +36,7 @@ import numpy as np
 
 from nvalchemiops.interactions.electrostatics.costs import COSTS as COSTS
 from nvalchemiops.interactions.electrostatics.costs import Costs
+from nvalchemiops.locks import Kept
 
 TYPICAL_FORCE = 0.8
 """RMS of the forces in units of (Σq²/N)/d² where charges are unknown: that of rock salt with displacements of a tenth
@@ -121,7 +122,7 @@ MOST_REMEMBERED = 512
 
 def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which keeps its results for arrays of NumPy with one number."""
-    kept: dict[Hashable, np.ndarray] = {}
+    kept: Kept[np.ndarray] = Kept(MOST_REMEMBERED)
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
@@ -132,9 +133,8 @@ def _remembered(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments)
         found = kept.get(key)
         if found is None:
-            if len(kept) >= MOST_REMEMBERED:
-                kept.clear()
-            found = kept[key] = function(*arguments)
+            found = function(*arguments)
+            kept.keep(key, found)
         return found.copy()
 
     return call

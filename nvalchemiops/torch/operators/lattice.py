@@ -123,18 +123,14 @@ def shortest_vectors(cell: torch.Tensor) -> torch.Tensor:
 def check_cells(cell: torch.Tensor) -> None:
     """Raise for a singular cell, if its values can be read."""
     if may_read(cell):
-        _check_cells(cell, False)
+        check_vectors(cell, False)
 
 
-def check_vectors(cell: torch.Tensor) -> bool:
+def check_vectors(cell: torch.Tensor, may_be_open: bool = True) -> bool:
     """Whether a lattice vector is zero, as along an open axis.
 
     Raises if the others are not finite and independent. Its values must be readable.
     """
-    return _check_cells(cell, True)
-
-
-def _check_cells(cell: torch.Tensor, may_be_open: bool) -> bool:
     lattice = on_host(cell)
     return _check_values(lattice.tobytes(), lattice.dtype, lattice.shape[0], may_be_open)
 

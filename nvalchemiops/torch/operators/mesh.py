@@ -195,21 +195,17 @@ def _rows(of_atoms: torch.Tensor) -> int:
     return -(-of_atoms.shape[0] // layout(of_atoms.device.type).rows_per_thread(LANES))
 
 
-def spline_at_integers(order: int) -> list[float]:
-    """``M_p(j)`` of the centred spline of this order for j = 0, 1, ... as long as it is not zero."""
-    # of the recurrence in terms of x = j + p/2, exact but for the last division
+def spline_transform(n: int, order: int, half: bool, device: torch.device) -> torch.Tensor:
+    """b(m) at the frequencies of an axis with n points, float64."""
+    # M_p(j) of the centred spline for j = 0, 1, ... as long as it is not zero, of the recurrence in terms of
+    # x = j + p/2, exact but for the last division
     values = []
     for j in range((order + 1) // 2):
         x = j + order / 2
         terms = ((-1) ** k * math.comb(order, k) * (x - k) ** (order - 1) for k in range(order + 1) if x > k)
         values.append(sum(terms) / math.factorial(order - 1))
-    return values
-
-
-def spline_transform(n: int, order: int, half: bool, device: torch.device) -> torch.Tensor:
-    """b(m) at the frequencies of an axis with n points, float64."""
     angle = mesh_frequencies(n, half, device) * (2.0 * math.pi / n)
-    value, *others = spline_at_integers(order)
+    value, *others = values
     result = torch.full_like(angle, value)
     for j, other in enumerate(others, 1):
         result = result + 2.0 * other * torch.cos(j * angle)

@@ -22,11 +22,13 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     prepare_wave_vectors,
 )
 from nvalchemiops.torch.interactions.electrostatics.modules import EwaldSummation, ParticleMeshEwald
-from nvalchemiops.torch.interactions.electrostatics.multipoles import (
+from nvalchemiops.torch.interactions.electrostatics.multipole_parameters import (
     MultipoleEwaldParameters,
     MultipolePMEParameters,
     estimate_multipole_ewald_parameters,
     estimate_multipole_pme_parameters,
+)
+from nvalchemiops.torch.interactions.electrostatics.multipoles import (
     infer_l_max,
     multipole_electrostatic_energy,
     multipole_electrostatic_features,

@@ -138,7 +138,11 @@ def choose_splitting(
     chosen, target = given_alpha(alpha, system), core.Target(accuracy)
     limit = widest_alpha(system)
     if limit is not None and not compiling and bool((chosen > limit).any()):
-        _warn_of_widths(system, on_host(chosen.detach()), on_host(limit), rows, cutoff, accuracy)
+        reach: Any = cutoff
+        if reach is None and rows is not None:
+            reach = _reach(rows, system, np.full(system.n_systems, np.inf))
+        if reach is not None:
+            _warn_of_widths(system, on_host(chosen.detach()), on_host(limit), reach, accuracy)
     is_open = rows is None or not long_range.is_given
     if is_open and not compiling and has_known_moments(system):
         strengths = strengths_of(system, np)
@@ -163,28 +167,7 @@ def _choose(
     compiling, device = not may_read(), system.positions.device
     sampled = rows is None and cutoff is None and not long_range.is_given
     xp: Any = torch if compiling else np
-    count: Any
-    volume: Any
-    if compiling:
-        count, volume = count_and_volume(system)
-    else:
-        sizes = sizes_of_system(system)
-        count, volume = sizes.n_atoms, sizes.volume
-    spacing, target = core.average_distance(count, volume, xp), core.Target(accuracy)
-    lengths = None
-    if not (compiling or long_range.is_given or system.n_systems == 1):
-        lengths = sizes.lengths
-    optimal_alpha = long_range.optimal_alpha(count, volume, target, core.COSTS[device.type], xp, lengths)
-    strengths: Strengths | None = None
-    limit: Any = None
-    if has_known_moments(system) or (compiling and not system.of_points):
-        strengths, limit = strengths_of(system, xp), widest_alpha(system)
-        if limit is not None and not compiling:
-            limit = on_host(limit)
-            _warn_of_overlap(limit, spacing, accuracy)
-        sizes_known = (count, volume, lengths)
-        target, optimal_alpha = _settled(long_range, strengths, limit, accuracy, optimal_alpha, sizes_known, device, xp)
-    r_c = core.real_cutoff(optimal_alpha, spacing, target, xp)
+    optimal_alpha, r_c, target, spacing, strengths, limit = optimal_splitting(system, long_range, accuracy)
     model = long_range.error_model(system) if long_range.is_given else None
     if model is not None and not compiling:
         model = _on_host(model)
@@ -227,7 +210,7 @@ def _choose(
                 model = strengths.mesh_model(charges_alone, accuracy, alpha, xp)
             alpha = balanced(reach)
         if limit is not None and not compiling:
-            _warn_of_widths(system, np.asarray(alpha), limit, None, float(np.min(reach)), accuracy)
+            _warn_of_widths(system, np.asarray(alpha), limit, float(np.min(reach)), accuracy)
     alpha = balanced(reach)
     if model is not None and not compiling:
         errors = core.expected_errors(alpha, (core.WIDEST * r_c).clip(None, reach), spacing, model, target)
@@ -237,61 +220,40 @@ def _choose(
     return EwaldSplitting(given_alpha(torch.as_tensor(alpha, device=device), system), rows, target, longest)
 
 
-def _settled(
-    long_range: LongRange,
-    strengths: "Strengths",
-    limit: Any,
-    accuracy: float,
-    alpha: Any,
-    sizes: tuple[Any, Any, Any],
-    device: torch.device,
-    xp: Any,
-) -> tuple[core.Target, Any]:
-    """The target for moments of these strengths and the optimal alpha, beginning at that of charges.
-
-    ``sizes`` are numbers of atoms, volumes, and lengths or None, as `LongRange.optimal_alpha` takes them.
-    """
-    target, (count, volume, lengths) = core.Target(accuracy), sizes
-    for _ in range(SETTLED):
-        target = strengths.target(accuracy, alpha, xp)
-        alpha = long_range.optimal_alpha(count, volume, target, core.COSTS[device.type], xp, lengths)
-        alpha = alpha if limit is None else xp.minimum(alpha, limit)
-    return target, alpha
-
-
-def splitting_by_sizes(
+def optimal_splitting(
     system: ChargedSystem, long_range: LongRange, accuracy: float
-) -> tuple[np.ndarray, np.ndarray, core.Target]:
-    """Alpha (n_systems,), cutoff (n_systems,) and target for moments, without a look at positions."""
-    sizes, device = sizes_of_system(system), system.positions.device
-    known = sizes.n_atoms, sizes.volume, None
-    widest = widest_alpha(system)
-    limit = None if widest is None else on_host(widest)
-    if limit is not None:
-        _warn_of_overlap(limit, sizes.spacing, accuracy)
-    alpha = long_range.optimal_alpha(*known[:2], core.Target(accuracy), core.COSTS[device.type], np)
-    target, alpha = _settled(long_range, strengths_of(system, np), limit, accuracy, alpha, known, device, np)
-    return alpha, core.real_cutoff(alpha, sizes.spacing, target), target
+) -> tuple[Any, Any, core.Target, Any, Strengths | None, Any]:
+    """Alpha and cutoff (n_systems,) of least cost, and the target, without a look at positions.
 
-
-class _Choice(NamedTuple):
-    """What is chosen without a look at the atoms, in arrays and tensors (n_systems,); they are not changed.
-
-    Attributes
-    ----------
-    cutoff, spacing : array
-        Optimal reach of the list; d.
-    near, distance : tensor
-        Arguments of `force_on_host`.
-    splittings : Kept
-        Alpha, a tensor, and the target for forces, by their bytes: few for one system, since they are rounded.
+    By numpy, or by torch where values cannot be read. After them the average distance, and what is known of moments:
+    their strengths, and the `widest_alpha` of Gaussians.
     """
-
-    cutoff: np.ndarray
-    spacing: np.ndarray
-    near: torch.Tensor
-    distance: torch.Tensor
-    splittings: Kept[tuple[torch.Tensor, core.Target]]
+    compiling = not may_read()
+    xp: Any = torch if compiling else np
+    count: Any
+    volume: Any
+    lengths = None
+    if compiling:
+        count, volume = count_and_volume(system)
+    else:
+        sizes = sizes_of_system(system)
+        count, volume = sizes.n_atoms, sizes.volume
+        lengths = None if long_range.is_given or system.n_systems == 1 else sizes.lengths
+    spacing, target = core.average_distance(count, volume, xp), core.Target(accuracy)
+    others = (core.COSTS[system.positions.device.type], xp, lengths)
+    alpha = long_range.optimal_alpha(count, volume, target, *others)
+    strengths: Strengths | None = None
+    limit: Any = None
+    if has_known_moments(system) or (compiling and not system.of_points):
+        strengths, limit = strengths_of(system, xp), widest_alpha(system)
+        if limit is not None and not compiling:
+            limit = on_host(limit)
+            _warn_of_overlap(limit, spacing, accuracy)
+        for _ in range(SETTLED):
+            target = strengths.target(accuracy, alpha, xp)
+            alpha = long_range.optimal_alpha(count, volume, target, *others)
+            alpha = alpha if limit is None else xp.minimum(alpha, limit)
+    return alpha, core.real_cutoff(alpha, spacing, target, xp), target, spacing, strengths, limit
 
 
 SETTLED = 4
@@ -303,7 +265,12 @@ MOST_CHOICES = 16
 MOST_SPLITTINGS = 16
 """Forces, of all systems of a batch, for which each of these is kept."""
 
-_choices: Kept[_Choice] = Kept(MOST_CHOICES)
+_Splittings = Kept[tuple[torch.Tensor, core.Target]]
+
+_choices: Kept[tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor, _Splittings]] = Kept(MOST_CHOICES)
+"""What is chosen without a look at the atoms, (n_systems,) each, and not changed: the reach of the list, d, and the
+arguments of `force_on_host`. Last alpha and target for forces, by their bytes: few for one system, since they are
+rounded."""
 
 
 def _may_keep_choices(system: ChargedSystem) -> bool:
@@ -328,18 +295,19 @@ def _choose_by_sizes(
         with torch.inference_mode(False):
             values = (np.minimum(reach, core.NEARBY * sizes.spacing), sizes.spacing)
             near, distance = (torch.as_tensor(t, device=device) for t in values)
-        choice = _Choice(reach, sizes.spacing, near, distance, Kept(MOST_SPLITTINGS))
+        choice = (reach, sizes.spacing, near, distance, Kept(MOST_SPLITTINGS))
         _choices.keep(key, choice)
-    longest = float(choice.cutoff.max())
+    cutoff, spacing, near, distance, splittings = choice
+    longest = float(cutoff.max())
     rows = system.rows_within(longest)
-    force = force_on_host(system, rows, choice.near, choice.distance, sampled=True)
-    found = choice.splittings.get(force.tobytes())
+    force = force_on_host(system, rows, near, distance, sampled=True)
+    found = splittings.get(force.tobytes())
     if found is None:
         target = core.Target(accuracy, force)
         with torch.inference_mode(False):
-            alpha = torch.as_tensor(core.alpha_for_cutoff(choice.cutoff, choice.spacing, target), device=device)
+            alpha = torch.as_tensor(core.alpha_for_cutoff(cutoff, spacing, target), device=device)
             found = given_alpha(alpha, system), target
-        choice.splittings.keep(force.tobytes(), found)
+        splittings.keep(force.tobytes(), found)
     return EwaldSplitting(found[0], rows, found[1], longest)
 
 
@@ -382,20 +350,9 @@ def _reach(rows: Rows, system: ChargedSystem, optimal: np.ndarray) -> np.ndarray
 
 
 def _warn_of_widths(
-    system: ChargedSystem,
-    alpha: np.ndarray,
-    limit: np.ndarray,
-    rows: Rows | None,
-    cutoff: float | None,
-    accuracy: float,
+    system: ChargedSystem, alpha: np.ndarray, limit: np.ndarray, reach: float | np.ndarray, accuracy: float
 ) -> None:
     """Warn if Gaussians are so wide that pairs beyond the reach of the list would be needed."""
-    if rows is not None and cutoff is None:
-        reach = _reach(rows, system, np.full(system.n_systems, np.inf))
-    elif cutoff is not None:
-        reach = np.full(system.n_systems, cutoff)
-    else:
-        return
     sizes = sizes_of_system(system)
     errors = np.exp(core.log_real_error(limit, reach, sizes.spacing)) / core.TYPICAL_FORCE
     errors = np.where(alpha >= 0.999 * limit, errors, 0.0)  # a smaller alpha is not limited by them

@@ -88,11 +88,9 @@ def coulomb_energy(
     ValueError, TypeError
         A bad argument, named in the message.
     """
-    given = GivenNeighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
-    )
-    atoms = System(positions, charges, cell, batch_idx, domain=domain, dipoles=dipoles, quadrupoles=quadrupoles)
-    return _coulomb(atoms._replace(widths=widths), cutoff, alpha, given, PairRequest())[0]
+    near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
+    atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
+    return _coulomb(atoms, cutoff, alpha, GivenNeighbors(*near), PairRequest())[0]
 
 
 def coulomb_forces(
@@ -116,11 +114,9 @@ def coulomb_forces(
     widths: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Forces (n_atoms, 3) of `coulomb_energy`, which has the same arguments."""
-    given = GivenNeighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
-    )
-    atoms = System(positions, charges, cell, batch_idx, domain=domain, dipoles=dipoles, quadrupoles=quadrupoles)
-    return _coulomb(atoms._replace(widths=widths), cutoff, alpha, given, PairRequest(forces=True))[1]
+    near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
+    atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
+    return _coulomb(atoms, cutoff, alpha, GivenNeighbors(*near), PairRequest(forces=True))[1]
 
 
 def coulomb_energy_forces(
@@ -144,11 +140,9 @@ def coulomb_energy_forces(
     widths: float | torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Energies (n_atoms,) and forces (n_atoms, 3) of `coulomb_energy`, which has the same arguments, in one pass."""
-    given = GivenNeighbors(
-        neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
-    )
-    atoms = System(positions, charges, cell, batch_idx, domain=domain, dipoles=dipoles, quadrupoles=quadrupoles)
-    energies, forces = _coulomb(atoms._replace(widths=widths), cutoff, alpha, given, PairRequest(forces=True))
+    near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
+    atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
+    energies, forces = _coulomb(atoms, cutoff, alpha, GivenNeighbors(*near), PairRequest(forces=True))
     return energies, forces
 
 

@@ -4,9 +4,8 @@ The long-range part is an argument: a `LongRange`, made of the arguments of a pu
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,33 +13,12 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.collectives import has_shares_of_gradients
-from nvalchemiops.torch.interactions.electrostatics.choice import (
-    LongRange,
-    check_accuracy,
-    choose_splitting,
-)
+from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
-from nvalchemiops.torch.interactions.electrostatics.open_systems import (
-    Part,
-    all_pairs,
-    by_parts,
-    check_mixed,
-    open_system,
-    open_systems,
-)
+from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
-from nvalchemiops.torch.interactions.electrostatics.results import (
-    SumRequest,
-    Tensors,
-    Term,
-    check_gradients,
-)
-from nvalchemiops.torch.interactions.electrostatics.sums import (
-    body_of,
-    evaluate,
-    has_first_derivatives,
-    one_or_several,
-)
+from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, Tensors, Term, check_gradients
+from nvalchemiops.torch.interactions.electrostatics.sums import body_of, evaluate, one_or_several
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system, given_alpha, nan_unless
 from nvalchemiops.torch.interactions.electrostatics.terms.exclusions import exclusion_term
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import BackgroundTerm, SelfTerm, SurfaceTerm
@@ -51,65 +29,6 @@ from nvalchemiops.torch.neighbors.rows import GivenNeighbors, Rows, rows_of
 from nvalchemiops.torch.runtime import compiled, engine
 from nvalchemiops.torch.runtime._torch_internals import only_inlined
 from nvalchemiops.torch.runtime.context import may_read
-from nvalchemiops.torch.systems import System
-
-
-class SumOptions(NamedTuple):
-    """Arguments that all Ewald sums have, as they were given; see `ewald_summation`."""
-
-    alpha: Any
-    accuracy: Any
-    cutoff: Any
-    potential: Any
-    exclusions: Any
-    exclusion_factors: Any
-    slab_correction: Any
-    self_interaction: Any = False
-    surface_dielectric: Any = None
-
-
-class EwaldSum(NamedTuple):
-    """A sum of all terms, as the arguments of a public function describe it.
-
-    Attributes
-    ----------
-    method : type
-        The long-range part is ``method.given(*given, system)``.
-    given : tuple
-    atoms : System
-    neighbors : GivenNeighbors
-    request : SumRequest
-    options : SumOptions
-    """
-
-    method: Any
-    given: tuple[Any, ...]
-    atoms: System
-    neighbors: GivenNeighbors
-    request: SumRequest
-    options: SumOptions
-
-    def shapes(self) -> list[Sequence[int]] | None:
-        """The shapes of the results; None without a cell, where the sum is over all pairs."""
-        atoms, request = self.atoms, self.request
-        if atoms.cell is None:
-            return None
-        system = check_system(atoms._replace(pbc=None))
-        check_gradients(request, atoms)
-        n_atoms, *channels = atoms.charges.shape  # type: ignore[union-attr]  # it was checked
-        forces, charge_gradients, virial = request.derivatives
-        shapes: list[Sequence[int]] = [(n_atoms if request.energy_reduction == "atom" else system.n_systems, *channels)]
-        shapes += [(n_atoms, 3)] * forces
-        if charge_gradients:
-            by_source = zip(((), (3,), (3, 3)), request.of_sources)
-            shapes += [(n_atoms, *channels, *rest) for rest, is_asked in by_source if is_asked]
-        return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
-
-    def along(self) -> Sequence[Any]:
-        """By what first derivatives come with the energies."""
-        atoms = self.atoms
-        inputs = (atoms.positions, atoms.charges, atoms.dipoles, atoms.quadrupoles, atoms.cell)
-        return inputs if has_first_derivatives(self.request) else ()
 
 
 @functools.partial(only_inlined, with_calls=True)
@@ -128,75 +47,52 @@ def ewald_sum(asked: EwaldSum) -> Tensors:
 
 @compiled.whole(EwaldSum.shapes, EwaldSum.along)
 def _ewald_sum(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
-    method, given, atoms, neighbors, request, options = asked
-    if atoms.pbc is not None:
-        is_open = open_systems(atoms)
+    if asked.atoms.pbc is not None:
+        is_open = open_systems(asked.atoms)
         if is_open is not None:
             return _with_open_systems(asked, is_open)
-    is_constant = getattr(options.potential, "is_constant", False)
-    if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
-
-        def terms_of(atoms: System, neighbors: GivenNeighbors) -> Prepared:
-            return _terms(asked._replace(atoms=atoms, neighbors=neighbors))[:2]
-
-        constants = (method.given, given, options) if is_constant else None
-        return _sum("sum", terms_of, atoms, neighbors, request, constants, is_constant)
-    terms, system, rows, chosen = _terms(asked)
-    known = ("chosen", *chosen, options, request) if is_constant else engine.UNKNOWN
-    return evaluate(terms, system, request, is_constant, rows, known)
+    if is_listed(asked.neighbors):
+        return _sum("sum", _terms, asked, asked.is_constant)
+    terms, system, rows, *chosen = _terms(asked)
+    known = ("chosen", *chosen, asked.options, asked.request) if asked.is_constant else engine.UNKNOWN
+    return evaluate(terms, system, asked.request, asked.is_constant, rows, known)
 
 
-Prepared = tuple[Sequence[Term], ChargedSystem]
-"""Terms of a sum, and the system that was checked."""
+def is_listed(neighbors: GivenNeighbors) -> bool:
+    """Whether there is a list of neighbors, or a matrix."""
+    return neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
 
 
-def _sum(
-    name: str,
-    terms_of: Callable[[System, Any], Prepared],
-    atoms: System,
-    neighbors: Any,
-    request: SumRequest,
-    constants: tuple[Any, ...] | None,
-    is_constant: bool,
-) -> tuple[torch.Tensor, ...]:
-    """The sum of terms, by a plan where it repeats; ``terms_of`` checks atoms and neighbors.
+Terms = Callable[[EwaldSum], tuple[Any, ...]]
+"""Gives the terms of a sum, the system that was checked, and perhaps more."""
 
-    ``constants`` are on what it depends beside these; None where that cannot be told.
-    """
 
-    def prepare(atoms: System, neighbors: Any) -> engine.Body:
-        return body_of(*terms_of(atoms, neighbors), request, atoms)
+def _sum(name: str, terms_of: Terms, asked: EwaldSum, along: bool) -> tuple[torch.Tensor, ...]:
+    """The sum of terms, by a plan where it repeats; first derivatives may come ``along``."""
 
-    call = _described(name, prepare, atoms, neighbors, request, constants, is_constant)
+    def prepare(here: EwaldSum) -> engine.Body:
+        terms, system, *_ = terms_of(here)
+        return body_of(terms, system, here.request, here.atoms)
+
+    call = _described(name, prepare, asked, along)
     if call is not None:
         return engine.run(call)
-    return evaluate(*terms_of(atoms, neighbors), request, is_constant)
-
-
-def _constants(long_range_of: Any, potential: Any, *others: Any) -> tuple[Any, ...] | None:
-    """What a plan of a sum depends on beside its system; None where that cannot be told."""
-    if not isinstance(long_range_of, functools.partial) or not getattr(potential, "is_constant", False):
-        return None
-    return (long_range_of.func, long_range_of.args, *others)
+    terms, system, *_ = terms_of(asked)
+    return evaluate(terms, system, asked.request, along)
 
 
 SOURCES = ("charges", "dipoles", "quadrupoles")
 
 
 def _described(
-    name: str,
-    prepare: Callable[[System, Any], engine.Body],
-    atoms: System,
-    neighbors: Any,
-    request: SumRequest,
-    options: tuple[Any, ...] | None,
-    is_constant: bool,
+    name: str, prepare: Callable[[EwaldSum], engine.Body], asked: EwaldSum, along: bool
 ) -> engine.Call | None:
     """The call of a sum, whose arguments are checked by ``prepare``; None if they are to be checked before.
 
     Neighbors are given, or none are needed.
     """
-    if atoms.domain is not None or options is None:
+    method, given, atoms, neighbors, request, options = asked
+    if atoms.domain is not None or not asked.is_constant or (neighbors and not is_listed(neighbors)):
         return None
     names: tuple[str, ...] = ("positions", "charges", "cell")
     inputs: Any = (atoms.positions, atoms.charges, atoms.cell)
@@ -215,58 +111,75 @@ def _described(
     if request.hybrid:
         inputs = (inputs[0].detach(), *inputs[1:-1], cell.detach())
 
+    # pairs alone have no other options
+    known: Any = options[:3] if method is None else (method.given, *given, *options)
+
     def body(inputs: Sequence[torch.Tensor], near: Any) -> engine.Body:
-        return prepare(atoms._replace(**dict(zip(names, inputs))), near)  # type: ignore[arg-type]  # fields by name
+        here: Any = dict(zip(names, inputs))
+        return prepare(asked._replace(atoms=atoms._replace(**here), neighbors=near))
 
     return engine.Call(
         name,
         body,
         inputs,
         len(inputs) - 1,
-        () if neighbors is None else neighbors,
+        neighbors,
         (atoms.batch_idx, atoms.pbc),
-        (" ".join(names), request, atoms.widths, *options),
-        along=is_constant and has_first_derivatives(request),
+        (" ".join(names), request, atoms.widths, *known),
+        along=along and request.has_first_derivatives,
         batch_idx=atoms.batch_idx,
         n_systems=1 if cell.ndim == 2 else cell.shape[0],
         by_system=request.energy_reduction == "system",
     )
 
 
-def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, tuple[Any, ...]]:
+def check_split(asked: EwaldSum, system: ChargedSystem, **same: Any) -> tuple[Any, float | None, Rows | None, float]:
+    """What is given of alpha, cutoff, neighbors and accuracy; with a domain the rest must be the ``same`` on ranks."""
+    alpha, accuracy, cutoff = asked.options[:3]
+    accuracy = check_accuracy(accuracy, system.positions)
+    cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    if system.domain is None:
+        return alpha, cutoff, rows_of(asked.neighbors, system.positions, periodic=True), accuracy
+    must_be_same(system.domain, **same, **asked.options._asdict())
+    alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, asked.neighbors)
+    return alpha, cutoff, None, accuracy
+
+
+def split(
+    system: ChargedSystem, long_range: LongRange, *given: Any
+) -> tuple[LongRange, torch.Tensor, Rows, float | None]:
+    """The long-range part with all parameters, alpha, neighbors, and where pairs end; ``given`` is by `check_split`."""
+    found = choose_splitting(system, long_range, *given)
+    alpha = nan_unless(long_range.valid, nan_unless(system.valid, found.alpha))
+    if not long_range.is_given:
+        long_range = long_range.chosen(system, alpha, found.target)
+    # the list of a domain goes further, by a skin
+    return long_range, alpha, found.rows, None if system.domain is None else found.cutoff
+
+
+def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, LongRange, torch.Tensor]:
     """The terms, the system, its neighbors, and what was chosen; raise unless the arguments fit together."""
-    method, given, atoms, neighbors, request, options = asked
-    alpha, accuracy, cutoff, potential, *others, self_interaction, surface_dielectric = options
-    with together(atoms.domain):
-        system = check_system(atoms, *others)
-        check_gradients(request, atoms)
-        keeps_gaussians = _keeps_gaussians(self_interaction, system)
-        dielectric = check_dielectric(surface_dielectric)
-        accuracy = check_accuracy(accuracy, system.positions)
-        cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
+    request, options = asked.request, asked.options
+    potential = options.potential
+    with together(asked.atoms.domain):
+        system = check_system(asked.atoms, options.exclusions, options.exclusion_factors, options.slab_correction)
+        check_gradients(request, asked.atoms)
+        keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
+        dielectric = check_dielectric(options.surface_dielectric)
         check_potential(potential)
         _check_coulomb(potential, system, dielectric)
-        long_range: LongRange = method.given(*given, system)
-        for name, is_given in (("`alpha`", alpha is not None), (long_range.argument, long_range.is_given)):
+        long_range = asked.long_range(system)
+        for name, is_given in (("`alpha`", options.alpha is not None), (long_range.argument, long_range.is_given)):
             if potential is not COULOMB and not is_given:
                 raise ValueError(f"{name} is needed: parameters are estimated for the Coulomb potential only")
         if request.hybrid:
-            system = system.at_fixed_geometry()
+            system, alpha = system.at_fixed_geometry(), options.alpha
             alpha = alpha.detach() if isinstance(alpha, torch.Tensor) else alpha
-        rows = None
-        if system.domain is None:
-            rows = rows_of(neighbors, system.positions, periodic=True)
-        else:
-            must_be_same(system.domain, request=request, method=long_range, **options._asdict())
-            _check_trained(potential, system, alpha)
-            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
-    splitting = choose_splitting(system, long_range, alpha, cutoff, rows, accuracy)
-    alpha = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
-    if not long_range.is_given:
-        long_range = long_range.chosen(system, alpha, splitting.target)
-    # the list of a domain goes further, by a skin
-    pair_cutoff = None if system.domain is None else splitting.cutoff
-    terms: list[Term] = [PairTerm(potential.short_range, alpha, splitting.rows, system.exclusions, pair_cutoff)]
+            asked = asked._replace(options=options._replace(alpha=alpha))
+        _check_trained(potential, system, options.alpha)
+        given = check_split(asked, system, request=request, method=long_range)
+    long_range, alpha, rows, cutoff = split(system, long_range, *given)
+    terms: list[Term] = [PairTerm(potential.short_range, alpha, rows, system.exclusions, cutoff)]
     if not system.of_points:
         terms += _own_terms(system, alpha, keeps_gaussians)
     if system.slab_axes is not None:
@@ -276,49 +189,21 @@ def _terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem, Rows, tuple[Any,
     if system.exclusions is not None:
         terms.append(exclusion_term(potential, system, alpha))
     terms.append(long_range.term(system, potential, alpha))
-    return terms, system, splitting.rows, (long_range, alpha)
+    return terms, system, rows, long_range, alpha
 
 
 def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The sum where these systems (n_systems,) are open, and the others periodic."""
-    method, given, atoms, neighbors, request, options = asked
+    atoms, request, options = asked.atoms, asked.request, asked.options
     check_gradients(request, atoms)
-    n_systems = is_open.shape[0]
     if atoms.domain is not None:
         raise ValueError("`pbc` has three open axes: with a `domain` use coulomb_energy or dsf_coulomb with a cutoff")
     if options.potential is not COULOMB:
         raise ValueError("`pbc` has three open axes: sums over all pairs are for the Coulomb potential")
-
-    excluded = options.exclusions, options.exclusion_factors
-    numbers = {"alpha": options.alpha, "accuracy": options.accuracy, "cutoff": options.cutoff}
-    check_mixed(atoms, is_open, neighbors, *excluded, **numbers, slab_correction=options.slab_correction)
     check_dielectric(options.surface_dielectric)
-
-    def of(part: Part) -> SumOptions:
-        pairs, factors = part.of_exclusions(*excluded)
-        alpha = part.of_systems("alpha", options.alpha, n_systems)
-        return options._replace(alpha=alpha, exclusions=pairs, exclusion_factors=factors)
-
-    def periodic(part: Part, atoms: System) -> tuple[torch.Tensor, ...]:
-        there = _of_systems(method, given, part, n_systems)
-        return _ewald_sum(EwaldSum(method, there, atoms, part.of_neighbors(neighbors), request, of(part)))
-
-    def over_all_pairs(part: Part, atoms: System) -> tuple[torch.Tensor, ...]:
-        here = of(part)
-        system = open_system(atoms, here.exclusions, here.exclusion_factors, part.systems.shape[0])
-        keeps_gaussians = _keeps_gaussians(here.self_interaction, system)
-        if request.hybrid:
-            system = system.at_fixed_geometry()
-        rows = all_pairs(system)
-        alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
-        terms: list[Term] = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
-        if not system.of_points:
-            terms.append(SelfTerm(alpha, keeps_gaussians))
-        return evaluate(terms, system, request, is_constant=True)
-
     n_gradients = int(request.derivatives.forces) + sum(request.of_sources)
     of_systems = [request.energy_reduction == "system", *[False] * n_gradients, *[True] * request.derivatives.virial]
-    results = by_parts((periodic, over_all_pairs), atoms, is_open, of_systems)
+    results = by_kind(asked, is_open, (lambda here, _: _ewald_sum(here), _over_all_pairs), of_systems)
     if request.hybrid:
         return results
     energies, *others = results
@@ -329,23 +214,19 @@ def _with_open_systems(asked: EwaldSum, is_open: torch.Tensor) -> tuple[torch.Te
     return (energies, *others)
 
 
-def _of_systems(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) -> tuple[Any, ...]:
-    """Arguments of a long-range part of all systems, for those of a part."""
-    if part.systems.shape[0] == n_systems:
-        return given
-    found = []
-    for name, value in zip(inspect.signature(method.given).parameters, given):
-        if name in ("k_cutoff", "mesh_spacing"):
-            value = part.of_systems(name, value, n_systems)
-        elif name == "k_vectors" and isinstance(value, torch.Tensor) and value.ndim == 3:
-            if value.shape[0] != n_systems:
-                raise ValueError(f"`k_vectors` must have shape ({n_systems}, n_k, 3), got {tuple(value.shape)}")
-            value = value.index_select(0, part.systems)
-        # what is prepared for a batch is a tuple of tensors
-        elif isinstance(value, tuple) and any([isinstance(field, torch.Tensor) for field in value]):
-            raise ValueError("`pbc` has three open axes: leave out what is prepared for all systems of the batch")
-        found.append(value)
-    return tuple(found)
+def _over_all_pairs(asked: EwaldSum, n_systems: int) -> tuple[torch.Tensor, ...]:
+    """The sum where all systems are open."""
+    options = asked.options
+    system = open_system(asked.atoms, options.exclusions, options.exclusion_factors, n_systems)
+    keeps_gaussians = _keeps_gaussians(options.self_interaction, system)
+    if asked.request.hybrid:
+        system = system.at_fixed_geometry()
+    rows = all_pairs(system)
+    alpha = torch.zeros(system.n_systems, dtype=torch.float64, device=system.positions.device)
+    terms: list[Term] = [PairTerm(COULOMB.short_range, alpha, rows, system.exclusions)]
+    if not system.of_points:
+        terms.append(SelfTerm(alpha, keeps_gaussians))
+    return evaluate(terms, system, asked.request, is_constant=True)
 
 
 def _own_terms(system: ChargedSystem, alpha: torch.Tensor, keeps_gaussians: bool) -> list[Term]:
@@ -397,36 +278,20 @@ def _check_trained(potential: LongRangePotential, system: ChargedSystem, alpha: 
         )
 
 
-def long_range_part(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    request: SumRequest,
-    alpha: Any,
-    potential: Any,
-    self_interaction: Any = False,
-) -> Tensors:
-    """The long-range term and the self energies; arguments as of `ewald_sum`.
+def long_range_part(asked: EwaldSum) -> Tensors:
+    """The long-range term and the self energies.
 
     With ``self_interaction`` and without widths, that of the long-range part is kept.
     """
-    terms_of = functools.partial(_long_range_terms, long_range_of, request, alpha, potential, self_interaction)
-    constants = _constants(long_range_of, potential, alpha, potential, self_interaction)
-    is_constant = getattr(potential, "is_constant", False)
-    return one_or_several(_sum("long-range part", terms_of, atoms, None, request, constants, is_constant))
+    return one_or_several(_sum("long-range part", _long_range_terms, asked, asked.is_constant))
 
 
-def _long_range_terms(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    request: SumRequest,
-    alpha: Any,
-    potential: Any,
-    self_interaction: Any,
-    atoms: System,
-    _: Any,
-) -> Prepared:
-    with together(atoms.domain):
-        system = check_system(atoms)
-        check_gradients(request, atoms)
+def _long_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
+    request, options = asked.request, asked.options
+    alpha, potential, self_interaction = options.alpha, options.potential, options.self_interaction
+    with together(asked.atoms.domain):
+        system = check_system(asked.atoms)
+        check_gradients(request, asked.atoms)
         must_be_same(system.domain, request=request, alpha=alpha, potential=potential)
         if system.domain is not None and isinstance(alpha, torch.Tensor):
             alpha = system.domain.replicated(alpha)
@@ -434,7 +299,7 @@ def _long_range_terms(
         check_potential(potential)
         _check_coulomb(potential, system)
         _check_trained(potential, system, splitting)
-        long_range = long_range_of(system)
+        long_range = asked.long_range(system)
         must_be_same(system.domain, method=long_range)
         if not long_range.is_given:
             raise ValueError(f"{long_range.argument} is needed")
@@ -452,30 +317,26 @@ def _long_range_terms(
     return terms, system
 
 
-def short_range_part(atoms: System, neighbors: GivenNeighbors, request: SumRequest, alpha: Any, cutoff: Any) -> Tensors:
-    """The sum over neighbors, without self energies; arguments as of `ewald_sum`."""
-    terms_of = functools.partial(_short_range_terms, request, alpha, cutoff)
-    is_listed = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
-    constants = (alpha, cutoff) if is_listed else None
-    return one_or_several(_sum("short-range part", terms_of, atoms, neighbors, request, constants, is_constant=False))
+def short_range_part(asked: EwaldSum) -> Tensors:
+    """The sum over neighbors, without self energies."""
+    return one_or_several(_sum("short-range part", _short_range_terms, asked, False))
 
 
-def _short_range_terms(
-    request: SumRequest, alpha: Any, cutoff: Any, atoms: System, neighbors: GivenNeighbors
-) -> Prepared:
-    with together(atoms.domain):
-        system = check_system(atoms)
-        check_gradients(request, atoms)
+def _short_range_terms(asked: EwaldSum) -> tuple[list[Term], ChargedSystem]:
+    request, alpha, cutoff = asked.request, asked.options.alpha, asked.options.cutoff
+    with together(asked.atoms.domain):
+        system = check_system(asked.atoms)
+        check_gradients(request, asked.atoms)
         cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
         if isinstance(alpha, torch.Tensor):
             checks.check_real("alpha", alpha, system.positions)
         if system.domain is not None:
             must_be_same(system.domain, request=request)
-            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
+            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, asked.neighbors)
         splitting = given_alpha(alpha, system)
     if request.hybrid:
         system, splitting = system.at_fixed_geometry(), splitting.detach()
-    rows = None if system.domain is not None else rows_of(neighbors, system.positions, periodic=True)
+    rows = None if system.domain is not None else rows_of(asked.neighbors, system.positions, periodic=True)
     if rows is None:
         if cutoff is None:
             raise ValueError("`neighbor_list` or `neighbor_matrix` is needed: without `cutoff` no list can be built")
@@ -483,29 +344,17 @@ def _short_range_terms(
     return [PairTerm(_pairs_alone, splitting, rows, cutoff=cutoff)], system
 
 
-def sum_of_parts(
-    long_range_of: Callable[[ChargedSystem], LongRange],
-    atoms: System,
-    neighbors: GivenNeighbors,
-    request: SumRequest,
-    alpha: float,
-    cutoff: float,
-) -> tuple[torch.Tensor, ...]:
-    """`short_range_part` with a ``cutoff``, plus `long_range_part`, of Coulomb's potential.
+def sum_of_parts(asked: EwaldSum) -> tuple[torch.Tensor, ...]:
+    """`short_range_part` with a cutoff, plus `long_range_part`.
 
     Results do not depend on how far the list reaches beyond the cutoff.
     """
-    parts: tuple[Callable[[System, Any], Prepared], ...] = (
-        functools.partial(_short_range_terms, request, alpha, cutoff),
-        functools.partial(_long_range_terms, long_range_of, request, alpha, COULOMB, False),
-    )
 
-    def prepare(atoms: System, neighbors: GivenNeighbors) -> engine.Body:
-        near, far = [body_of(*terms_of(atoms, neighbors), request, atoms) for terms_of in parts]
+    def prepare(here: EwaldSum) -> engine.Body:
+        near, far = [body_of(*of(here), here.request, here.atoms) for of in (_short_range_terms, _long_range_terms)]
         return lambda at, needed: tuple([one + other for one, other in zip(near(at, needed), far(at, needed))])
 
-    options = _constants(long_range_of, COULOMB, alpha, cutoff)
-    call = _described("sum of parts", prepare, atoms, neighbors, request, options, is_constant=False)
+    call = _described("sum of parts", prepare, asked, along=False)
     if call is None:
         raise TypeError("positions, charges and cell must be tensors of one dtype")
     return engine.run(call)

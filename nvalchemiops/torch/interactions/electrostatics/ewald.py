@@ -1,13 +1,12 @@
 """Public functions for Ewald sums with exact k-vectors."""
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nvalchemiops.torch.interactions.electrostatics import driver
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import check_request
+from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.systems import System
 
@@ -175,12 +174,12 @@ def ewald_summation(
     vectors = k_vectors, k_cutoff, miller_bounds, miller_indices
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
     near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
-    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
+    wanted = compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces
+    request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
-    options = driver.SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
+    options = SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
     neighbors = driver.given_neighbors(*near)
-    return driver.ewald_sum(driver.EwaldSum(KVectorSum, vectors, atoms, neighbors, request, options))
+    return driver.ewald_sum(EwaldSum(KVectorSum, vectors, atoms, neighbors, request, options))
 
 
 def ewald_real_space(
@@ -237,10 +236,11 @@ def ewald_real_space(
         As from `ewald_summation`, with the same errors.
     """
     near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
-    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
+    wanted = compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces
+    request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
-    return driver.short_range_part(atoms, driver.given_neighbors(*near), request, alpha, cutoff)
+    options = SumOptions(alpha, None, cutoff)
+    return driver.short_range_part(EwaldSum(None, (), atoms, driver.given_neighbors(*near), request, options))
 
 
 def ewald_reciprocal_space(
@@ -290,8 +290,9 @@ quadrupoles, compute_dipole_gradients, compute_quadrupole_gradients, domain
     energies, forces, charge_gradients, dipole_gradients, quadrupole_gradients, virial
         As from `ewald_summation`, with the same errors.
     """
-    long_range = functools.partial(KVectorSum.given, k_vectors, k_cutoff, miller_bounds, miller_indices)
-    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
+    vectors = k_vectors, k_cutoff, miller_bounds, miller_indices
+    wanted = compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces
+    request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
-    return driver.long_range_part(long_range, atoms, request, alpha, potential, self_interaction)
+    options = SumOptions(alpha, None, None, potential, self_interaction=self_interaction)
+    return driver.long_range_part(EwaldSum(KVectorSum, vectors, atoms, (), request, options))

@@ -24,18 +24,10 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import moment_interaction, moment_short_range
 from nvalchemiops.kernels.moments import count
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
-from nvalchemiops.torch.interactions.electrostatics.driver import check_dielectric, given_neighbors
-from nvalchemiops.torch.interactions.electrostatics.open_systems import (
-    Part,
-    all_pairs,
-    by_parts,
-    check_mixed,
-    open_system,
-    open_systems,
-)
+from nvalchemiops.torch.interactions.electrostatics.driver import check_dielectric, check_split, given_neighbors, split
+from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
-from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, Term
+from nvalchemiops.torch.interactions.electrostatics.results import Derivatives, EwaldSum, SumOptions, SumRequest, Term
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
     check_system,
@@ -163,36 +155,33 @@ def electrostatic_potential(
     neighbors = given_neighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
     )
-    dielectric = check_dielectric(surface_dielectric)
+    whole = slab_correction, self_interaction, check_dielectric(surface_dielectric)
+    options = SumOptions(alpha, accuracy, cutoff, COULOMB, exclusions, exclusion_factors, *whole)
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
-    seen = tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths
-    given = _Given(
-        *(method, alpha, k_cutoff, mesh_dimensions, spline_order, accuracy, cutoff, exclusions, exclusion_factors),
-        *(seen, derivatives, self_interaction, slab_correction, dielectric),
-    )
+    mesh, vectors = (mesh_dimensions, None, spline_order, Precomputed(), None), (None, k_cutoff, None, None)
+    kind, given = (MeshSum, mesh) if method == "pme" else (KVectorSum, vectors)
+    asked = EwaldSum(kind, given, atoms, neighbors, ENERGIES, options)
+    seen = _Seen(tuple(receiver_widths) if isinstance(receiver_widths, list) else receiver_widths, derivatives)
     is_open = None if cell is None or domain is not None else open_systems(atoms)
     if is_open is None:
-        return Potentials(*_of_one_kind(atoms, neighbors, given))
-    return Potentials(*_of_mixed(atoms, is_open, neighbors, given))
+        return Potentials(*_of_one_kind(asked, seen))
+
+    def over_all_pairs(here: EwaldSum, _: int) -> tuple[torch.Tensor, ...]:
+        system = here.atoms._replace(cell=None, pbc=None)
+        alone = here.options._replace(alpha=None, cutoff=None, slab_correction=None, surface_dielectric=None)
+        return _of_one_kind(here._replace(atoms=system, neighbors=GivenNeighbors(), options=alone), seen)
+
+    return Potentials(*by_kind(asked, is_open, (lambda here, _: _of_one_kind(here, seen), over_all_pairs)))
 
 
-class _Given(NamedTuple):
-    """Arguments of `electrostatic_potential` beside atoms and neighbors."""
+ENERGIES = SumRequest(Derivatives(), "atom")
 
-    method: Any
-    alpha: Any
-    k_cutoff: Any
-    mesh_dimensions: Any
-    spline_order: Any
-    accuracy: Any
-    cutoff: Any
-    exclusions: Any
-    exclusion_factors: Any
+
+class _Seen(NamedTuple):
+    """Widths of receivers, and how many derivatives they see."""
+
     receiver_widths: Any
-    derivatives: Any
-    self_interaction: Any
-    slab_correction: Any
-    surface_dielectric: Any
+    derivatives: int
 
 
 def _run(
@@ -209,31 +198,33 @@ def _run(
     return engine.run_function(name, evaluate, moving, neighbors, fixed, options)
 
 
-def _of_one_kind(atoms: System, neighbors: GivenNeighbors, given: _Given) -> tuple[torch.Tensor, ...]:
+def _of_one_kind(asked: EwaldSum, seen: _Seen) -> tuple[torch.Tensor, ...]:
     """The potentials in systems that are all periodic, or without cells."""
+    atoms, options = asked.atoms, asked.options
 
     def evaluate(near: GivenNeighbors, /, alpha: Any, **values: Any) -> tuple[torch.Tensor, ...]:
-        return _at_atoms(atoms._replace(**values), near, given._replace(alpha=alpha))
+        here = asked._replace(atoms=atoms._replace(**values), neighbors=near, options=options._replace(alpha=alpha))
+        return _at_atoms(here, *seen)
 
-    options = options_if(neighbors, atoms.domain, False, given._replace(alpha=None))
-    return _run("potential at atoms", evaluate, atoms, neighbors, options, alpha=given.alpha)
+    fixed = (asked.method.__name__, asked.given, options._replace(alpha=None), seen)
+    known = options_if(asked.neighbors, atoms.domain, False, fixed)
+    return _run("potential at atoms", evaluate, atoms, asked.neighbors, known, alpha=options.alpha)
 
 
-def _at_atoms(atoms: System, neighbors: GivenNeighbors, given: _Given) -> tuple[torch.Tensor, ...]:
+def _at_atoms(asked: EwaldSum, receiver_widths: Any, derivatives: int) -> tuple[torch.Tensor, ...]:
     """The same, each time anew."""
-    method, alpha, k_cutoff, mesh_dimensions, spline_order, accuracy, cutoff, exclusions, factors = given[:9]
-    receiver_widths, derivatives, self_interaction, slab_correction, dielectric = given[9:]
-    domain = atoms.domain
+    atoms, options, domain = asked.atoms, asked.options, asked.atoms.domain
+    excluded, dielectric = (options.exclusions, options.exclusion_factors), options.surface_dielectric
     if atoms.cell is None:
-        periodic = {"pbc": atoms.pbc, "slab_correction": slab_correction or None, "surface_dielectric": dielectric}
-        for name, value in periodic.items():
+        needs_cell = {"slab_correction": options.slab_correction or None, "surface_dielectric": dielectric}
+        for name, value in {"pbc": atoms.pbc, **needs_cell}.items():
             if value is not None:
                 raise ValueError(f"`{name}` needs a `cell`")
         with together(domain):
-            system = open_system(atoms, exclusions, factors)._replace(of_points=False)
+            system = open_system(atoms, *excluded)._replace(of_points=False)
             must_be_same(domain, derivatives=derivatives)
-            receivers = _receivers(receiver_widths, system, self_interaction)
-            rows, reach = _rows_of_open(neighbors, cutoff, system)
+            receivers = _receivers(receiver_widths, system, options.self_interaction)
+            rows, reach = _rows_of_open(asked.neighbors, options.cutoff, system)
         parts = [
             _of_pairs(system, rows, None, receiver, derivatives, reach)
             + _own_part(system, None, receiver, derivatives, keeps)
@@ -241,36 +232,20 @@ def _at_atoms(atoms: System, neighbors: GivenNeighbors, given: _Given) -> tuple[
         ]
         return _potentials(parts, system, derivatives)
     with together(domain):
-        system = check_system(atoms, exclusions, factors, slab_correction)._replace(of_points=False)
-        receivers = _receivers(receiver_widths, system, self_interaction)
-        long_range: LongRange
-        if method == "pme":
-            precomputed = Precomputed(*(None,) * 7)
-            long_range = MeshSum.given(mesh_dimensions, None, spline_order, precomputed, None, system)
-        else:
-            long_range = KVectorSum.given(None, k_cutoff, None, None, system)
-        accuracy = check_accuracy(accuracy, system.positions)
-        cutoff = None if cutoff is None else checks.check_positive("cutoff", cutoff)
-        found_rows = None
-        if system.domain is None:
-            found_rows = rows_of(neighbors, system.positions, periodic=True)
-        else:
-            must_be_same(domain, method=long_range, derivatives=derivatives, accuracy=accuracy, surface=dielectric)
-            alpha, cutoff = system.domain._splitting(system.positions, alpha, cutoff, neighbors)
-    splitting = choose_splitting(_widest(system, receivers), long_range, alpha, cutoff, found_rows, accuracy)
-    split = nan_unless(long_range.valid, nan_unless(system.valid, splitting.alpha))
-    if not long_range.is_given:
-        long_range = long_range.chosen(system, split, splitting.target)
-    far = _of_long_range(system, long_range, split, derivatives)
+        system = check_system(atoms, *excluded, options.slab_correction)._replace(of_points=False)
+        receivers = _receivers(receiver_widths, system, options.self_interaction)
+        long_range = asked.long_range(system)
+        given = check_split(asked, system, method=long_range, derivatives=derivatives)
+    long_range, alpha, rows, reach = split(_widest(system, receivers), long_range, *given)
+    far = _of_term(long_range.term(_padded(system, derivatives), COULOMB, alpha), system, derivatives)
     if system.exclusions is not None:
-        far = far + _of_exclusions(system, split, derivatives)
+        far = far + _of_exclusions(system, alpha, derivatives)
     if dielectric is not None:
         far = far + _of_term(SurfaceTerm(dielectric), system, derivatives)
     parts = []
-    reach = None if system.domain is None else splitting.cutoff  # its list goes further, by a skin
     for receiver, keeps in receivers:
-        near = _of_pairs(system, splitting.rows, split, receiver, derivatives, reach)
-        own = _own_part(system, split, receiver, derivatives, keeps) + _background(system, receiver, derivatives)
+        near = _of_pairs(system, rows, alpha, receiver, derivatives, reach)
+        own = _own_part(system, alpha, receiver, derivatives, keeps) + _background(system, receiver, derivatives)
         if system.slab_axes is not None:
             own = own + _of_slab(system, receiver, derivatives)
         parts.append(far + near + own)
@@ -305,8 +280,8 @@ def reciprocal_potential(
         for (receiver, _), number in zip(_receivers(seen, system, True), seen):
             inverse = 1.0 / math.sqrt(2.0 * (number**2 + widths**2))
             alpha = torch.full((system.n_systems,), inverse, dtype=torch.float64, device=system.positions.device)
-            found = _of_long_range(system, long_range, nan_unless(long_range.valid, alpha), derivatives)
-            found = found + _background(system, receiver, derivatives)
+            term = long_range.term(_padded(system, derivatives), COULOMB, nan_unless(long_range.valid, alpha))
+            found = _of_term(term, system, derivatives) + _background(system, receiver, derivatives)
             if not self_interaction:
                 own = spread_systems(alpha, system.batch_idx, system.n_atoms)
                 found = found - _own_potential(system, own, derivatives)
@@ -318,33 +293,6 @@ def reciprocal_potential(
 
 
 # -- arguments -------------------------------------------------------------------------------------
-
-
-def _of_mixed(
-    atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors, given: _Given
-) -> tuple[torch.Tensor, ...]:
-    """The potentials where these systems (n_systems,) are open, and the others periodic."""
-    excluded = given.exclusions, given.exclusion_factors
-    numbers = {name: getattr(given, name) for name in ("alpha", "accuracy", "cutoff", "slab_correction")}
-    check_mixed(atoms, is_open, neighbors, *excluded, **numbers)
-
-    def of_part(part: Part, system: System, near: GivenNeighbors, **changes: Any) -> tuple[torch.Tensor, ...]:
-        pairs, factors = part.of_exclusions(*excluded)
-        return _of_one_kind(system, near, given._replace(exclusions=pairs, exclusion_factors=factors, **changes))
-
-    def periodic(part: Part, system: System) -> tuple[torch.Tensor, ...]:
-        of_systems = {
-            name: part.of_systems(name, getattr(given, name), is_open.shape[0]) for name in ("alpha", "k_cutoff")
-        }
-        return of_part(part, system, part.of_neighbors(neighbors), **of_systems)
-
-    def over_all_pairs(part: Part, system: System) -> tuple[torch.Tensor, ...]:
-        no_cell: dict[str, Any] = dict.fromkeys(
-            ("alpha", "k_cutoff", "cutoff", "slab_correction", "surface_dielectric")
-        )
-        return of_part(part, system._replace(cell=None, pbc=None), GivenNeighbors(), **no_cell)
-
-    return by_parts((periodic, over_all_pairs), atoms, is_open)
 
 
 def _rows_of_open(neighbors: GivenNeighbors, cutoff: Any, system: ChargedSystem) -> tuple[Rows, float | None]:
@@ -373,29 +321,21 @@ def _receivers(values: Any, system: ChargedSystem, self_interaction: Any) -> lis
             values = system.domain.replicated(values)
         keeps = checks.check_flag("self_interaction", self_interaction)
         positions, widths = system.positions, system.widths
-        found: list[Receiver]
-        if values is None:
-            found = [widths]
-        else:
-            if isinstance(values, torch.Tensor):
-                checks.check_real("receiver_widths", values, positions)
-                if values.ndim != 1:
-                    raise ValueError(f"`receiver_widths` must have shape (n_receivers,), got {tuple(values.shape)}")
-                numbers: list[Any] = list(values.unbind(0))
-                negative = may_read(values) and bool((values < 0.0).any())
-            else:
-                numbers = [checks.as_float("receiver_widths", value) for value in values]
-                negative = any(not 0.0 <= number < math.inf for number in numbers)
-            if not numbers or negative:
-                raise ValueError("`receiver_widths` must not be empty, nor negative, and finite")
-            found = []
-            for number in numbers:
-                if isinstance(number, torch.Tensor):
-                    found.append(number.expand(system.n_atoms))
-                elif number == 0.0 and widths is None:
-                    found.append(None)
-                else:
-                    found.append(torch.full_like(positions[:, 0], number))
+        found: list[Receiver] = [widths]
+        is_wrong = False
+        if isinstance(values, torch.Tensor):
+            checks.check_real("receiver_widths", values, positions)
+            if values.ndim != 1:
+                raise ValueError(f"`receiver_widths` must have shape (n_receivers,), got {tuple(values.shape)}")
+            is_wrong = may_read(values) and bool((values < 0.0).any())
+            found = [number.expand(system.n_atoms) for number in values.unbind(0)]
+        elif values is not None:
+            numbers = [checks.as_float("receiver_widths", value) for value in values]
+            is_wrong = any(not 0.0 <= number < math.inf for number in numbers)
+            of_points = [number == 0.0 and widths is None for number in numbers]
+            found = [None if p else torch.full_like(positions[:, 0], s) for s, p in zip(numbers, of_points)]
+        if not found or is_wrong:
+            raise ValueError("`receiver_widths` must not be empty, nor negative, and finite")
         for receiver in found:
             if not keeps:
                 break
@@ -420,12 +360,6 @@ def _widest(system: ChargedSystem, receivers: list[tuple[Receiver, bool]]) -> Ch
 
 
 # -- parts -----------------------------------------------------------------------------------------
-
-
-def _of_long_range(system: ChargedSystem, long_range: LongRange, alpha: torch.Tensor, derivatives: int) -> torch.Tensor:
-    """Derivatives (n_atoms, n_channels, count) of the long-range potential."""
-    system = _padded(system, derivatives)
-    return _of_term(long_range.term(system, COULOMB, alpha), system, derivatives)
 
 
 def _padded(system: ChargedSystem, derivatives: int) -> ChargedSystem:

@@ -158,14 +158,13 @@ _kept: Kept[_Points] = Kept(MOST_KEPT)
 def _within(cells: Sequence[bytes], lengths: Sequence[float]) -> list[_Points]:
     """Points and weights of each system: those from before, and the others together."""
     keys = list(zip(cells, lengths))
-    found = {key: points for key in keys if (points := _kept.get(key)) is not None}
-    new = [key for key in dict.fromkeys(keys) if key not in found]
+    found: dict[Any, Any] = {key: _kept.find(key) for key in keys}
+    new = [key for key, points in found.items() if points is None]
     if new:
         lattice = np.frombuffer(b"".join([cell for cell, _ in new])).reshape(-1, 3, 3)
-        found.update(zip(new, _points_of(lattice, np.array([length for _, length in new]))))
-    for key in keys[-MOST_KEPT:]:
-        _kept.pop(key, None)
-        _kept.keep(key, found[key])
+        for key, points in zip(new, _points_of(lattice, np.array([length for _, length in new]))):
+            found[key] = points
+            _kept.keep(key, points)
     return [found[key] for key in keys]
 
 

@@ -14,7 +14,7 @@ which have widths and channels for each atom, exclusions, and results beyond ene
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,27 +25,11 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.ewald import ewald_reciprocal_space, ewald_summation
 from nvalchemiops.torch.interactions.electrostatics.features import reciprocal_potential
 from nvalchemiops.torch.interactions.electrostatics.multipole_parameters import (
-    MultipoleEwaldParameters,
-    MultipolePMEParameters,
     estimate_multipole_ewald_parameters,
     estimate_multipole_pme_parameters,
 )
 from nvalchemiops.torch.interactions.electrostatics.pme import particle_mesh_ewald
 from nvalchemiops.torch.runtime.context import may_read
-
-__all__ = [
-    "MultipoleEwaldParameters",
-    "MultipolePMEParameters",
-    "estimate_multipole_ewald_parameters",
-    "estimate_multipole_pme_parameters",
-    "infer_l_max",
-    "multipole_electrostatic_energy",
-    "multipole_electrostatic_features",
-    "multipole_ewald_summation",
-    "multipole_particle_mesh_ewald",
-    "pack_multipole_moments",
-]
-
 
 # -- packed moments --------------------------------------------------------------------------------
 
@@ -156,10 +140,6 @@ def _in_float64(positions: Any, cell: Any, batch_idx: Any) -> dict[str, Any]:
     return {"positions": positions.to(torch.float64), "cell": cell.to(torch.float64), "batch_idx": batch_idx}
 
 
-def _width(sigma: Any) -> float:
-    return checks.check_positive("sigma", sigma)
-
-
 def _either(given: Any, estimated: Any) -> Any:
     return estimated if given is None else given
 
@@ -171,10 +151,9 @@ def _splitting(alpha: Any, sigma: Any) -> Any:
     return 1.0 / math.sqrt(4.0 * sigma**2 + 1.0 / checks.check_positive("alpha", alpha) ** 2)
 
 
-def _refuse(**values: Any) -> None:
-    for name, value in values.items():
-        if value is not None:
-            raise NotImplementedError(f"`{name}` is not supported: leave it out, nothing needs to be prepared")
+def _refuse(cache: Any) -> None:
+    if cache is not None:
+        raise NotImplementedError("`cache` is not supported: leave it out, nothing needs to be prepared")
 
 
 def _valid_k_vectors(k_vectors: Any, counts: Any) -> torch.Tensor | None:
@@ -191,6 +170,11 @@ def _valid_k_vectors(k_vectors: Any, counts: Any) -> torch.Tensor | None:
 
 
 # -- energies --------------------------------------------------------------------------------------
+
+
+def _energies(function: Callable[..., Any], system: dict[str, Any], **options: Any) -> torch.Tensor:
+    """Energies in eV, by a sum of Cartesian sources."""
+    return COULOMB_EV_ANGSTROM * function(**system, **options)
 
 
 def multipole_electrostatic_energy(
@@ -245,18 +229,16 @@ def multipole_electrostatic_energy(
     place = _in_float64(positions, cell, batch_idx)
     if _mode("normalize", normalize) != 0:
         raise NotImplementedError("`normalize` must be 0, for moments of the charge density")
-    width = _width(sigma)
-    energies = ewald_reciprocal_space(
-        **place,
-        **_unpack(multipole_moments, positions),
+    width = checks.check_positive("sigma", sigma)
+    return _energies(
+        ewald_reciprocal_space,
+        place | _unpack(multipole_moments, positions),
         k_vectors=_valid_k_vectors(k_vectors, valid_k_counts),
         k_cutoff=k_cutoff if k_vectors is None else None,
         alpha=0.5 / width,
         widths=width,
         self_interaction=include_self_interaction,
     )
-    assert isinstance(energies, torch.Tensor)
-    return COULOMB_EV_ANGSTROM * energies
 
 
 def multipole_ewald_summation(
@@ -302,22 +284,19 @@ def multipole_ewald_summation(
         As of `multipole_electrostatic_energy`, with the same errors.
     """
     place = _in_float64(positions, cell, batch_idx)
-    _refuse(cache=cache)
-    width = _width(sigma)
+    _refuse(cache)
+    width = checks.check_positive("sigma", sigma)
     if alpha is None or k_cutoff is None:
         found = estimate_multipole_ewald_parameters(positions, cell, width, batch_idx, accuracy, cost_ratio)
         alpha, k_cutoff = _either(alpha, found.alpha), _either(k_cutoff, found.reciprocal_space_cutoff)
-    energies = ewald_summation(
-        **place,
-        **_unpack(multipole_moments, positions),
+    return _energies(
+        ewald_summation,
+        place | _unpack(multipole_moments, positions) | _neighbors(idx_j, neighbor_ptr, unit_shifts),
         alpha=_splitting(alpha, width),
         k_cutoff=k_cutoff,
         widths=width,
         half_list=half_neighbor_list,
-        **_neighbors(idx_j, neighbor_ptr, unit_shifts),
     )
-    assert isinstance(energies, torch.Tensor)
-    return COULOMB_EV_ANGSTROM * energies
 
 
 def multipole_particle_mesh_ewald(
@@ -359,24 +338,21 @@ def multipole_particle_mesh_ewald(
         As of `multipole_electrostatic_energy`, with the same errors.
     """
     place = _in_float64(positions, cell, batch_idx)
-    width = _width(sigma)
+    width = checks.check_positive("sigma", sigma)
     if alpha is None or mesh_dimensions is None:
         found = estimate_multipole_pme_parameters(
             positions, cell, width, batch_idx, accuracy, cost_ratio, spline_order=spline_order
         )
         alpha = _either(alpha, found.alpha)
         mesh_dimensions = found.mesh_dimensions if mesh_dimensions is None else mesh_dimensions
-    energies = particle_mesh_ewald(
-        **place,
-        **_unpack(multipole_moments, positions),
+    return _energies(
+        particle_mesh_ewald,
+        place | _unpack(multipole_moments, positions) | _neighbors(idx_j, neighbor_ptr, unit_shifts),
         alpha=_splitting(alpha, width),
         mesh_dimensions=mesh_dimensions,
         spline_order=spline_order,
         widths=width,
-        **_neighbors(idx_j, neighbor_ptr, unit_shifts),
     )
-    assert isinstance(energies, torch.Tensor)
-    return COULOMB_EV_ANGSTROM * energies
 
 
 def _neighbors(idx_j: torch.Tensor, neighbor_ptr: torch.Tensor, unit_shifts: torch.Tensor) -> dict[str, Any]:
@@ -470,7 +446,7 @@ def multipole_electrostatic_features(
         A bad argument, named in the message.
     """
     place = _in_float64(positions, cell, batch_idx)
-    _refuse(cache=cache)
+    _refuse(cache)
     if _mode("density_normalize", density_normalize) != 0:
         raise NotImplementedError("`density_normalize` must be 0, for moments of the charge density")
     mode = _mode("feature_normalize", feature_normalize)
@@ -483,7 +459,7 @@ def multipole_electrostatic_features(
     found = reciprocal_potential(
         **place,
         **_unpack(multipole_moments, positions),
-        widths=_width(sigma),
+        widths=checks.check_positive("sigma", sigma),
         receiver_widths=receivers,
         k_vectors=None if k_vectors is None else k_vectors.to(torch.float64),
         k_cutoff=k_cutoff if k_vectors is None else None,

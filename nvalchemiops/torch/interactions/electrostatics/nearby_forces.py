@@ -17,6 +17,7 @@ from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.interactions.pair.potentials import coulomb_nearby
 from nvalchemiops.layout import layout
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives
+from nvalchemiops.torch.interactions.electrostatics.sizes import counted
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows
@@ -79,10 +80,7 @@ def force_on_host(
             if of_forces is None:
                 of_forces = _sums_of_squares(forces, system)
         of_charges = _sums_of_squares(system.charges, system)
-        if system.batch_idx is None:
-            count = np.full(1, float(system.n_atoms))
-        else:
-            count = np.bincount(on_host(system.batch_idx), minlength=system.n_systems).astype(np.float64)
+        count = counted(system.batch_idx, system.n_systems, system.n_atoms)
         nearby = np.sqrt(of_forces * count) / of_charges * np.square(on_host(spacing))
         return core.force_of(nearby, count)
 

@@ -6,6 +6,7 @@ are taken apart as a batch of their own, and results put together again. `open_s
 without a cell.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import torch
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
+from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources
 from nvalchemiops.torch.interactions.electrostatics.system import (
     ChargedSystem,
@@ -29,8 +31,6 @@ from nvalchemiops.torch.systems import System
 
 ATOMS = ("positions", "charges", "dipoles", "quadrupoles", "widths")
 """What a system has of each atom."""
-
-Results = tuple[torch.Tensor, ...]
 
 
 def open_systems(atoms: System) -> torch.Tensor | None:
@@ -49,15 +49,12 @@ def open_systems(atoms: System) -> torch.Tensor | None:
     if cell is None:
         if not bool(found.all()):
             return None  # a check says that the cell is missing
-        return found if found.shape[0] > 1 else found.expand(_count_without_cells(atoms.batch_idx))
+        numbers: Any = atoms.batch_idx
+        is_index = isinstance(numbers, torch.Tensor) and numbers.dtype in (torch.int32, torch.int64)
+        n_systems = max(1, 1 + int(numbers.max())) if is_index and numbers.numel() else 1
+        return found if found.shape[0] > 1 else found.expand(n_systems)
     n_systems = cell.shape[0] if isinstance(cell, torch.Tensor) and cell.ndim == 3 else 1
     return found.expand(n_systems) if found.shape[0] in (1, n_systems) else None
-
-
-def _count_without_cells(batch_idx: Any) -> int:
-    """Number of systems by the entries of ``batch_idx``, 1 if these are no numbers of systems."""
-    is_index = isinstance(batch_idx, torch.Tensor) and batch_idx.dtype in (torch.int32, torch.int64)
-    return max(1, 1 + int(batch_idx.max())) if is_index and batch_idx.numel() else 1
 
 
 class Part(NamedTuple):
@@ -142,18 +139,7 @@ class Part(NamedTuple):
         return numbers if padding is None else torch.where(atoms == padding, self.atoms.shape[0], numbers)
 
 
-def check_mixed(
-    atoms: System,
-    is_open: torch.Tensor,
-    neighbors: GivenNeighbors,
-    exclusions: Any,
-    exclusion_factors: Any,
-    *,
-    alpha: Any,
-    accuracy: Any,
-    cutoff: Any,
-    slab_correction: Any,
-) -> None:
+def check_mixed(atoms: System, is_open: torch.Tensor, neighbors: GivenNeighbors, options: SumOptions) -> None:
     """Raise unless arguments of all systems of a batch fit together, so that they can be taken apart.
 
     Those of periodic systems alone are checked as well, so that they are the same errors where none is periodic.
@@ -163,21 +149,21 @@ def check_mixed(
     unit: Any = torch.eye(3, dtype=positions.dtype, device=positions.device)
     cell = unit if atoms.cell is None else check_periodic_cells(atoms.cell, positions)
     cell = torch.where(is_open.to(positions.device)[:, None, None], unit, cell)  # those of open systems are not used
-    system = check_system(atoms._replace(cell=cell, pbc=None), exclusions, exclusion_factors)
+    system = check_system(atoms._replace(cell=cell, pbc=None), options.exclusions, options.exclusion_factors)
     if system.exclusions is not None:
         check_same_system(system.exclusions, system.batch_idx)
-    check_accuracy(accuracy, positions)
-    checks.check_flag("slab_correction", slab_correction)
-    if cutoff is not None:
-        checks.check_positive("cutoff", cutoff)
-    if alpha is not None:
-        per_system("alpha", alpha, is_open.shape[0], positions.device)
+    check_accuracy(options.accuracy, positions)
+    checks.check_flag("slab_correction", options.slab_correction)
+    if options.cutoff is not None:
+        checks.check_positive("cutoff", options.cutoff)
+    if options.alpha is not None:
+        per_system("alpha", options.alpha, is_open.shape[0], positions.device)
     if not bool(is_open.all()):
         given = neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None
         rows_of(neighbors._replace(half_list=False) if given else neighbors, positions, periodic=True)
 
 
-def parts_of(atoms: System, is_open: torch.Tensor) -> tuple[Part, Part]:
+def _parts_of(atoms: System, is_open: torch.Tensor) -> tuple[Part, Part]:
     """The periodic systems and the open ones of a batch."""
     positions: Any = atoms.positions
     batch_idx, device = atoms.batch_idx, positions.device
@@ -195,7 +181,7 @@ def parts_of(atoms: System, is_open: torch.Tensor) -> tuple[Part, Part]:
     return found[0], found[1]
 
 
-def system_of(part: Part, atoms: System, n_systems: int) -> System:
+def _system_of(part: Part, atoms: System, n_systems: int) -> System:
     """The atoms of a part, with its cells."""
     batch_idx: Any = atoms.batch_idx
     if batch_idx is not None:
@@ -213,31 +199,61 @@ def system_of(part: Part, atoms: System, n_systems: int) -> System:
     return atoms._replace(cell=cell, pbc=pbc, batch_idx=batch_idx, **of_atoms)
 
 
-def joined(parts: Sequence[Part], values: Sequence[torch.Tensor], of_systems: bool) -> torch.Tensor:
-    """Values of all atoms, or systems, from those of the parts."""
-    count = sum(value.shape[0] for value in values)
-    whole = values[0].new_zeros(count, *values[0].shape[1:])
-    for part, value in zip(parts, values):
-        whole = whole.index_copy(0, part.systems if of_systems else part.atoms, value)
-    return whole
-
-
-def by_parts(
-    functions: tuple[Callable[[Part, System], Results], Callable[[Part, System], Results]],
-    atoms: System,
+def by_kind(
+    asked: EwaldSum,
     is_open: torch.Tensor,
+    functions: tuple[Callable[[EwaldSum, int], tuple[torch.Tensor, ...]], ...],
     of_systems: Sequence[bool] = (),
-) -> Results:
-    """Results for all systems: by the first function for the periodic ones, by the second for the open ones.
+) -> tuple[torch.Tensor, ...]:
+    """Results where these systems (n_systems,) are open, and the others periodic.
 
+    The first function is for what is asked of the periodic ones, so many in number, the second for that of the others.
     ``of_systems`` says which results belong to systems; by default they belong to atoms.
     """
-    parts, n_systems = parts_of(atoms, is_open), is_open.shape[0]
-    used = [(part, function) for part, function in zip(parts, functions) if part.systems.shape[0]]
-    results = [function(part, system_of(part, atoms, n_systems)) for part, function in used]
-    columns: list[Any] = list(zip(*results))
-    kinds = of_systems or [False] * len(columns)
-    return tuple(joined([part for part, _ in used], values, kind) for values, kind in zip(columns, kinds))
+    options, n_systems = asked.options, is_open.shape[0]
+    check_mixed(asked.atoms, is_open, asked.neighbors, options)
+    found = []
+    for part, function, is_periodic in zip(_parts_of(asked.atoms, is_open), functions, (True, False)):
+        if part.systems.shape[0] == 0:
+            continue
+        pairs, factors = part.of_exclusions(options.exclusions, options.exclusion_factors)
+        alpha = part.of_systems("alpha", options.alpha, n_systems)
+        here = asked._replace(
+            atoms=_system_of(part, asked.atoms, n_systems),
+            options=options._replace(alpha=alpha, exclusions=pairs, exclusion_factors=factors),
+        )
+        if is_periodic:
+            there = _of_part(asked.method, asked.given, part, n_systems)
+            here = here._replace(given=there, neighbors=part.of_neighbors(asked.neighbors))
+        found.append((part, function(here, part.systems.shape[0])))
+    whole = []
+    for number, values in enumerate(zip(*[results for _, results in found])):
+        count = sum(value.shape[0] for value in values)
+        result = values[0].new_zeros(count, *values[0].shape[1:])
+        for (part, _), value in zip(found, values):
+            place = part.systems if of_systems and of_systems[number] else part.atoms
+            result = result.index_copy(0, place, value)
+        whole.append(result)
+    return tuple(whole)
+
+
+def _of_part(method: Any, given: tuple[Any, ...], part: Part, n_systems: int) -> tuple[Any, ...]:
+    """Arguments of a long-range part of all systems, for those of a part."""
+    if part.systems.shape[0] == n_systems:
+        return given
+    found = []
+    for name, value in zip(inspect.signature(method.given).parameters, given):
+        if name in ("k_cutoff", "mesh_spacing"):
+            value = part.of_systems(name, value, n_systems)
+        elif name == "k_vectors" and isinstance(value, torch.Tensor) and value.ndim == 3:
+            if value.shape[0] != n_systems:
+                raise ValueError(f"`k_vectors` must have shape ({n_systems}, n_k, 3), got {tuple(value.shape)}")
+            value = value.index_select(0, part.systems)
+        # what is prepared for a batch is a tuple of tensors
+        elif isinstance(value, tuple) and any([isinstance(field, torch.Tensor) for field in value]):
+            raise ValueError("`pbc` has three open axes: leave out what is prepared for all systems of the batch")
+        found.append(value)
+    return tuple(found)
 
 
 def open_system(

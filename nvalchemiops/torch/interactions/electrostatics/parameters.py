@@ -10,7 +10,7 @@ from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.electrostatics import choice
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_bounds, check_cells_alone, per_system
 from nvalchemiops.torch.interactions.electrostatics.nearby_forces import force_on_host, is_crowded
-from nvalchemiops.torch.interactions.electrostatics.sizes import Sizes, sizes_of
+from nvalchemiops.torch.interactions.electrostatics.sizes import Sizes, counted, sizes_of
 from nvalchemiops.torch.interactions.electrostatics.system import check_periodic_cells, check_system
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order
@@ -375,7 +375,7 @@ def _sizes_of(atoms: System) -> Sizes:
     cell = check_periodic_cells(atoms.cell, positions)
     check_cells(cell.detach().cpu())  # read in any case
     batch_idx, _ = checks.check_batch(atoms.batch_idx, positions, cell.shape[0], wait=True)
-    return sizes_of(cell, batch_idx, positions.shape[0])
+    return sizes_of(cell, counted(batch_idx, cell.shape[0], positions.shape[0]))
 
 
 def _target(accuracy: float, atoms: System, sizes: Sizes, real_space_cutoff: np.ndarray) -> core.Target:

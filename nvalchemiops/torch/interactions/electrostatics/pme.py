@@ -1,6 +1,5 @@
 """Public functions for particle-mesh Ewald."""
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +10,7 @@ from nvalchemiops.torch.interactions.electrostatics.parameters import (
     compute_bspline_moduli_1d as compute_bspline_moduli_1d,
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential
-from nvalchemiops.torch.interactions.electrostatics.results import check_request
+from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed, PreparedMesh, influence
 from nvalchemiops.torch.operators.lattice import check_spline_order, lattice_of, mesh_and_order
 from nvalchemiops.torch.systems import System
@@ -167,12 +166,12 @@ widths, compute_dipole_gradients, compute_quadrupole_gradients, self_interaction
     mesh = mesh_dimensions, mesh_spacing, spline_order, precomputed, prepared
     atoms = System(positions, charges, cell, batch_idx, pbc, None, domain, dipoles, quadrupoles, widths)
     near = neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, mask_value, half_list
-    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
+    wanted = compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces
+    request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     excluded, whole = (exclusions, exclusion_factors), (slab_correction, self_interaction, surface_dielectric)
-    options = driver.SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
+    options = SumOptions(alpha, accuracy, cutoff, potential, *excluded, *whole)
     neighbors = driver.given_neighbors(*near)
-    return driver.ewald_sum(driver.EwaldSum(MeshSum, mesh, atoms, neighbors, request, options))
+    return driver.ewald_sum(EwaldSum(MeshSum, mesh, atoms, neighbors, request, options))
 
 
 def pme_reciprocal_space(
@@ -228,8 +227,9 @@ potential, dipoles, quadrupoles, compute_dipole_gradients, compute_quadrupole_gr
         As from `particle_mesh_ewald`, with the same errors.
     """
     precomputed = Precomputed(k_vectors, k_squared, cell_inv_t, volume, moduli_x, moduli_y, moduli_z)
-    long_range = functools.partial(MeshSum.given, mesh_dimensions, mesh_spacing, spline_order, precomputed, None)
-    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces)
-    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
+    mesh = mesh_dimensions, mesh_spacing, spline_order, precomputed, None
+    wanted = compute_forces, compute_charge_gradients, compute_virial, energy_reduction, hybrid_forces
+    request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, None, None, domain, dipoles, quadrupoles, widths)
-    return driver.long_range_part(long_range, atoms, request, alpha, potential, self_interaction)
+    options = SumOptions(alpha, None, None, potential, self_interaction=self_interaction)
+    return driver.long_range_part(EwaldSum(MeshSum, mesh, atoms, (), request, options))

@@ -147,13 +147,7 @@ def induced_moments(
     It does not run inside of a compiled graph: `torch.compile` breaks the graph here, and with ``fullgraph=True``
     raises an error. Compile the energy instead. Function transforms (`torch.func`) are not supported.
     """
-    given = {
-        "hardness": hardness,
-        "electronegativity": electronegativity,
-        "total_charge": total_charge,
-        "polarizabilities": polarizabilities,
-        "external_field": external_field,
-    }
+    given = dict(zip(OWN, (hardness, electronegativity, total_charge, polarizabilities, external_field)))
     batch = _Batch(batch_idx, n_systems)
     if domain is not None:
         batch = _batch_of_domain(domain, batch, given, parameters)
@@ -163,7 +157,7 @@ def induced_moments(
         problem = problem._replace(returns_atoms=returns_atoms(problem, tensors))
     start = None if initial is None else problem.deviations(initial[:2], tensors)
     v, energies, residuals, iterations = _Minimum.apply(problem, start, *tensors)
-    charges, dipoles = problem.sources(v, tensors)
+    charges, dipoles = problem.sources(problem.polarized(v, tensors), tensors)
     energies = _MinimalEnergy.apply(problem, energies, v, *tensors)
     return InducedMoments(charges, dipoles, energies, residuals, int(iterations))
 
@@ -220,18 +214,18 @@ class _Minimum(torch.autograd.Function):
         if start is not None and problem.has_dipoles:
             slopes, _ = problem.slopes(start, operator.tensors)
             start = with_fields(problem, start, operator.right + operator.slopes_at_zero - slopes)
-        found = solve(operator, operator.right, start)
-        slopes, energies = problem.slopes(problem.polarized(found.v, tensors), operator.tensors)
-        left = problem.gradient(found.v, tensors) + slopes
+        found, residuals, count = solve(operator, operator.right, start)
+        slopes, energies = problem.slopes(problem.polarized(found, tensors), operator.tensors)
+        left = problem.gradient(found, tensors) + slopes
         check_quadratic(operator, left)
-        energies = energies.detach() + problem.energies_of_atoms(found.v, tensors)
-        v = with_fields(problem, found.v, found.v - left)
+        energies = energies.detach() + problem.energies_of_atoms(found, tensors)
+        v = with_fields(problem, found, found - left)
         ctx.operator = operator
         ctx.set_materialize_grads(False)  # zeros would be solved for
-        iterations = torch.tensor(found.iterations)
+        iterations = torch.tensor(count)
         ctx.save_for_backward(v, *tensors)
-        ctx.mark_non_differentiable(energies, found.residuals, iterations)
-        return v, energies, found.residuals, iterations
+        ctx.mark_non_differentiable(energies, residuals, iterations)
+        return v, energies, residuals, iterations
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None, *_: Any) -> Any:
@@ -257,7 +251,7 @@ class _Inverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, operator: Operator, right: torch.Tensor, *tensors: torch.Tensor) -> Any:
         right, problem = right.detach(), operator.problem
-        v = solve(operator, right).v
+        v, *_ = solve(operator, right)
         if problem.has_dipoles:
             v = with_fields(problem, v, right - operator.coupling(problem.polarized(v, operator.tensors)))
         ctx.operator = operator
@@ -309,9 +303,11 @@ class _MinimalEnergy(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         v, *tensors = ctx.saved_tensors
         v, gradient = _constant_unless_graph(v, gradient)
+        problem = ctx.problem
 
         def value(tensors: Tensors) -> torch.Tensor:
-            return (ctx.problem.energies(v, tensors) * gradient).sum()
+            interaction = problem.interaction(problem.polarized(v, tensors), tensors)
+            return ((interaction + problem.energies_of_atoms(v, tensors)) * gradient).sum()
 
         return (None, None, None, *_gradients(ctx.needs_input_grad[3:], tensors, value))
 

@@ -93,11 +93,13 @@ class Problem(NamedTuple):
         """Variables with dipoles in the place of fields."""
         if not self.has_dipoles:
             return v
-        return torch.cat([v[:, :-3], _times(self.own(tensors)["polarizabilities"], v[:, -3:])], 1)
+        alpha, fields = self.own(tensors)["polarizabilities"], v[:, -3:]
+        dipoles = alpha.unsqueeze(1) * fields if alpha.ndim == 1 else (alpha @ fields.unsqueeze(-1)).squeeze(-1)
+        return torch.cat([v[:, :-3], dipoles], 1)
 
-    def sources(self, v: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def sources(self, deviations: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Charges and dipoles."""
-        charges, dipoles = self.split(self.polarized(v, tensors))
+        charges, dipoles = self.split(deviations)
         return None if charges is None else charges + self.mean_charges(tensors), dipoles
 
     def deviations(self, initial: Sequence[torch.Tensor | None], tensors: Tensors) -> torch.Tensor:
@@ -154,9 +156,8 @@ class Problem(NamedTuple):
 
     def returned(self, deviations: torch.Tensor, tensors: Tensors) -> torch.Tensor:
         """What the callable returns."""
-        charges, dipoles = self.split(deviations)
-        unknown = [] if charges is None else [charges + self.mean_charges(tensors)]
-        return self.energy(*unknown, *([] if dipoles is None else [dipoles]), *tensors[len(self.names) :])
+        unknown = [values for values in self.sources(deviations, tensors) if values is not None]
+        return self.energy(*unknown, *tensors[len(self.names) :])
 
     def slopes(self, deviations: torch.Tensor, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         """∂E by charges and dipoles, with a graph where gradients are enabled; and E of each system."""
@@ -181,14 +182,10 @@ class Problem(NamedTuple):
             columns.append(fields - own["external_field"] if "external_field" in own else fields)
         return torch.cat(columns, 1)
 
-    def energies(self, v: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-        """The energies of systems at these variables."""
-        return self.interaction(self.polarized(v, tensors), tensors) + self.energies_of_atoms(v, tensors)
-
     def energies_of_atoms(self, v: torch.Tensor, tensors: Tensors) -> torch.Tensor:
-        """The same without E."""
+        """The energies of systems at these variables, without E."""
         own, parts = self.own(tensors), []
-        charges, dipoles = self.sources(v, tensors)
+        charges, dipoles = self.sources(self.polarized(v, tensors), tensors)
         if charges is not None:
             parts.append(0.5 * own["hardness"] * charges**2)
             if "electronegativity" in own:
@@ -200,21 +197,7 @@ class Problem(NamedTuple):
         return self.results(torch.stack(parts).sum(0))
 
 
-def _times(polarizabilities: torch.Tensor, field: torch.Tensor) -> torch.Tensor:
-    if polarizabilities.ndim == 1:
-        return polarizabilities.unsqueeze(1) * field
-    return (polarizabilities @ field.unsqueeze(-1)).squeeze(-1)
-
-
 # -- the solver ------------------------------------------------------------------------------------
-
-
-class Solution(NamedTuple):
-    """Variables, and how the solver found them."""
-
-    v: torch.Tensor  # (n_atoms, n_columns)
-    residuals: torch.Tensor  # (n_systems,), relative
-    iterations: int
 
 
 class Operator:
@@ -243,18 +226,14 @@ class Operator:
             # of sources: those that would be induced without an interaction, or whose energies compare with the given
             # ones, where symmetry leaves only rounding errors of fields
             first = self.norm(problem.polarized(z, self.tensors))
-            self.length = torch.maximum(first, (self.energies_at_zero * self._compliance(like)).sqrt())
-
-    def _compliance(self, like: torch.Tensor) -> torch.Tensor:
-        """Square of sources for an energy: averages (n_systems,) of softness and polarizability."""
-        problem, parts = self.problem, []
-        if problem.has_charges:
-            parts.append(self.softness)
-        if problem.has_dipoles:
-            alpha = problem.own(self.tensors)["polarizabilities"]
-            parts.append(alpha if alpha.ndim == 1 else alpha.diagonal(dim1=1, dim2=2).mean(1))
-        counts = problem.counts(like.to(torch.float64)).clamp(min=1.0)
-        return problem.sums(torch.stack(parts).sum(0).to(torch.float64)).clamp(min=0.0) / counts
+            # square of sources for an energy: averages (n_systems,) of softness and polarizability
+            parts = [self.softness] if problem.has_charges else []
+            if problem.has_dipoles:
+                alpha = own["polarizabilities"]
+                parts.append(alpha if alpha.ndim == 1 else alpha.diagonal(dim1=1, dim2=2).mean(1))
+            counts = problem.counts(like.to(torch.float64)).clamp(min=1.0)
+            compliance = problem.sums(torch.stack(parts).sum(0).to(torch.float64)).clamp(min=0.0) / counts
+            self.length = torch.maximum(first, (self.energies_at_zero * compliance).sqrt())
 
     def norm(self, columns: torch.Tensor) -> torch.Tensor:
         """The length (n_systems,) of all numbers of a system, not zero."""
@@ -298,8 +277,12 @@ class Operator:
         return left, torch.cat([(self.softness * charges).unsqueeze(1), residual[:, 1:]], 1)
 
 
-def solve(operator: Operator, right: torch.Tensor, start: torch.Tensor | None = None) -> Solution:
+def solve(
+    operator: Operator, right: torch.Tensor, start: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Solve ``K v = right`` by preconditioned conjugate gradients, all systems at once.
+
+    Returns v (n_atoms, n_columns), relative residuals (n_systems,) and the number of iterations.
 
     Fields where there is no polarizability are not found: `with_fields` adds them.
     """
@@ -319,12 +302,24 @@ def solve(operator: Operator, right: torch.Tensor, start: torch.Tensor | None = 
         if not bool(active.any()):
             break
         if iterations == problem.max_iterations:
-            raise _no_convergence(problem, (square / first).sqrt(), iterations)
+            residuals = (square / first).sqrt()
+            worse = torch.nonzero(residuals > problem.tolerance).squeeze(1)
+            some = ", ".join(f"{value:.1e}" for value in residuals[worse[:8]].tolist())
+            raise RuntimeError(
+                f"induced moments have not converged after {iterations} iterations (`max_iterations`): systems "
+                f"{worse[:8].tolist()} have relative residuals {some}{', ...' * (len(worse) > 8)}, above the tolerance "
+                f"{problem.tolerance:.1e}"
+            )
         along = operator.product(p)
         curvature = operator.inner(p, along)
         iterations += 1
-        if bool((active & (curvature <= 0.0)).any()):
-            raise _no_minimum(active & (curvature <= 0.0))
+        falls = active & (curvature <= 0.0)
+        if bool(falls.any()):
+            raise RuntimeError(
+                f"the energy of systems {torch.nonzero(falls).squeeze(1)[:8].tolist()} has no minimum: it falls "
+                "without end along some induced sources. Atoms are too close for their polarizabilities, or hardnesses "
+                "too small; Gaussian widths damp the interaction of close atoms"
+            )
         step = problem.spread(torch.where(active, square / curvature, 0.0).to(v.dtype)).unsqueeze(1)
         v = v + step * p
         residual, z = operator.preconditioned(residual - step * along)
@@ -334,34 +329,12 @@ def solve(operator: Operator, right: torch.Tensor, start: torch.Tensor | None = 
     residuals = torch.where(first > 0.0, (square.clamp(min=0.0) / first).sqrt(), 0.0 * square)
     # what is not a number anywhere in a system is so everywhere
     v = v + problem.spread(torch.where(square == square, 0.0, torch.nan).to(v.dtype)).unsqueeze(1)
-    return Solution(v, residuals, iterations)
+    return v, residuals, iterations
 
 
 def with_fields(problem: Problem, v: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
     """``v`` with the fields that these slopes are."""
     return torch.cat([v[:, :-3], slopes[:, -3:]], 1) if problem.has_dipoles else v
-
-
-def _listed(values: torch.Tensor) -> str:
-    some = ", ".join(f"{value:.1e}" for value in values[:8].tolist())
-    return some + (", ..." if len(values) > 8 else "")
-
-
-def _no_convergence(problem: Problem, residuals: torch.Tensor, iterations: int) -> RuntimeError:
-    worse = torch.nonzero(residuals > problem.tolerance).squeeze(1)
-    return RuntimeError(
-        f"induced moments have not converged after {iterations} iterations (`max_iterations`): systems "
-        f"{worse[:8].tolist()} have relative residuals {_listed(residuals[worse])}, above the tolerance "
-        f"{problem.tolerance:.1e}"
-    )
-
-
-def _no_minimum(where: torch.Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"the energy of systems {torch.nonzero(where).squeeze(1)[:8].tolist()} has no minimum: it falls without end "
-        "along some induced sources. Atoms are too close for their polarizabilities, or hardnesses too small; Gaussian "
-        "widths damp the interaction of close atoms"
-    )
 
 
 # -- checks ----------------------------------------------------------------------------------------

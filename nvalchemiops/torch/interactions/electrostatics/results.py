@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
+from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB
+from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, check_system
 from nvalchemiops.torch.operators.segments import system_sums
 from nvalchemiops.torch.runtime import engine
 from nvalchemiops.torch.systems import System
@@ -43,15 +44,81 @@ class SumRequest(NamedTuple):
     hybrid: bool = False
     of_sources: tuple[bool, bool, bool] = (False, False, False)
 
-    def with_sources(self, compute_dipole_gradients: Any, compute_quadrupole_gradients: Any) -> "SumRequest":
-        """The same with these gradients, as arguments of a public function ask for them."""
-        by_dipoles = checks.check_flag("compute_dipole_gradients", compute_dipole_gradients)
-        by_quadrupoles = checks.check_flag("compute_quadrupole_gradients", compute_quadrupole_gradients)
-        if not (by_dipoles or by_quadrupoles):
-            return self
-        of_sources = (self.of_sources[0], by_dipoles, by_quadrupoles)
-        derivatives = Derivatives(self.derivatives.forces, True, self.derivatives.virial)
-        return SumRequest(derivatives, self.energy_reduction, self.hybrid, of_sources)
+    @property
+    def has_first_derivatives(self) -> bool:
+        """Whether gradients of the energies by inputs are first derivatives, which terms can give beside the results.
+
+        In hybrid form those by charges are, unless they are among the results and so in the graph.
+        """
+        return not any(self.derivatives) or (self.hybrid and not self.derivatives.charge_gradients)
+
+
+class SumOptions(NamedTuple):
+    """Arguments that all Ewald sums have, as they were given; see `ewald_summation`."""
+
+    alpha: Any
+    accuracy: Any = None
+    cutoff: Any = None
+    potential: Any = COULOMB
+    exclusions: Any = None
+    exclusion_factors: Any = None
+    slab_correction: Any = False
+    self_interaction: Any = False
+    surface_dielectric: Any = None
+
+
+class EwaldSum(NamedTuple):
+    """A sum of all terms, or of some, as the arguments of a public function describe it.
+
+    Attributes
+    ----------
+    method : type or None
+        The long-range part is ``method.given(*given, system)``. None for pairs alone.
+    given : tuple
+    atoms : System
+    neighbors : GivenNeighbors or ()
+        Nothing where none are needed.
+    request : SumRequest
+    options : SumOptions
+    """
+
+    method: Any
+    given: tuple[Any, ...]
+    atoms: System
+    neighbors: Any
+    request: SumRequest
+    options: SumOptions
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the potential is known to depend on no tensors."""
+        return getattr(self.options.potential, "is_constant", False)
+
+    def long_range(self, system: ChargedSystem) -> Any:
+        """The long-range part that is given, or still to be chosen."""
+        return self.method.given(*self.given, system)
+
+    def shapes(self) -> list[Sequence[int]] | None:
+        """The shapes of the results; None without a cell, where the sum is over all pairs."""
+        atoms, request = self.atoms, self.request
+        if atoms.cell is None:
+            return None
+        system = check_system(atoms._replace(pbc=None))
+        check_gradients(request, atoms)
+        n_atoms, *channels = atoms.charges.shape  # type: ignore[union-attr]  # it was checked
+        forces, charge_gradients, virial = request.derivatives
+        shapes: list[Sequence[int]] = [(n_atoms if request.energy_reduction == "atom" else system.n_systems, *channels)]
+        shapes += [(n_atoms, 3)] * forces
+        if charge_gradients:
+            by_source = zip(((), (3,), (3, 3)), request.of_sources)
+            shapes += [(n_atoms, *channels, *rest) for rest, is_asked in by_source if is_asked]
+        return [*shapes, (system.n_systems, 3, 3)] if virial else shapes
+
+    def along(self) -> Sequence[Any]:
+        """By what first derivatives come with the energies."""
+        atoms = self.atoms
+        inputs = (atoms.positions, atoms.charges, atoms.dipoles, atoms.quadrupoles, atoms.cell)
+        return inputs if self.request.has_first_derivatives else ()
 
 
 def check_request(
@@ -60,17 +127,19 @@ def check_request(
     compute_virial: Any,
     energy_reduction: Any,
     hybrid_forces: Any = False,
+    compute_dipole_gradients: Any = False,
+    compute_quadrupole_gradients: Any = False,
 ) -> SumRequest:
     """The request that these arguments of a public function make."""
     checks.check_choice("energy_reduction", energy_reduction, ("atom", "system"))
-    by_charges = checks.check_flag("compute_charge_gradients", compute_charge_gradients)
-    derivatives = Derivatives(
-        checks.check_flag("compute_forces", compute_forces),
-        by_charges,
-        checks.check_flag("compute_virial", compute_virial),
+    of_sources = (
+        checks.check_flag("compute_charge_gradients", compute_charge_gradients),
+        checks.check_flag("compute_dipole_gradients", compute_dipole_gradients),
+        checks.check_flag("compute_quadrupole_gradients", compute_quadrupole_gradients),
     )
-    is_hybrid = checks.check_flag("hybrid_forces", hybrid_forces)
-    return SumRequest(derivatives, energy_reduction, is_hybrid, (by_charges, False, False))
+    forces = checks.check_flag("compute_forces", compute_forces)
+    derivatives = Derivatives(forces, True in of_sources, checks.check_flag("compute_virial", compute_virial))
+    return SumRequest(derivatives, energy_reduction, checks.check_flag("hybrid_forces", hybrid_forces), of_sources)
 
 
 def check_gradients(request: SumRequest, atoms: System) -> None:

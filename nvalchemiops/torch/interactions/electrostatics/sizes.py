@@ -57,15 +57,14 @@ class Sizes(NamedTuple):
         return core.mesh_model(self.cell, np.linalg.inv(self.cell), mesh, order)
 
 
-def sizes_of(cell: torch.Tensor, batch_idx: torch.Tensor | None, n_atoms: int) -> Sizes:
-    """Sizes of systems with cells (n_systems, 3, 3). Reads values on the host."""
+def sizes_of(cell: torch.Tensor, count: np.ndarray) -> Sizes:
+    """Sizes of systems with cells (n_systems, 3, 3) and so many atoms (n_systems,). Reads values on the host."""
     lattice = on_host(cell.detach()).astype(np.float64)
-    count = _counted(batch_idx, cell.shape[0], n_atoms)
-    volume = np.abs(np.linalg.det(lattice))
-    return Sizes(lattice, count, core.average_distance(count, volume))
+    return Sizes(lattice, count, core.average_distance(count, np.abs(np.linalg.det(lattice))))
 
 
-def _counted(batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int) -> np.ndarray:
+def counted(batch_idx: torch.Tensor | None, n_systems: int, n_atoms: int) -> np.ndarray:
+    """Atoms (n_systems,) of each system. Reads values on the host."""
     if batch_idx is None:
         return np.full(1, float(n_atoms))
     return np.bincount(on_host(batch_idx), minlength=n_systems).astype(np.float64)
@@ -77,17 +76,15 @@ def key_of_sizes(system: ChargedSystem) -> Hashable:
         return None
     if system.batch_idx is not None and not may_read(system.batch_idx):
         return None
-    cell, count = on_host(system.cell.detach()), _counted(system.batch_idx, system.n_systems, system.n_atoms)
+    cell, count = on_host(system.cell.detach()), counted(system.batch_idx, system.n_systems, system.n_atoms)
     return cell.tobytes(), cell.dtype, count.tobytes()
 
 
 def sizes_of_system(system: ChargedSystem) -> Sizes:
     """Sizes of systems, all their atoms counted. Reads values on the host."""
-    if system.domain is None:
-        return sizes_of(system.cell, system.batch_idx, system.n_atoms)
-    sizes = sizes_of(system.cell, system.batch_idx, 0)
-    count = on_host(system.domain.atoms_in_systems)
-    return Sizes(sizes.cell, count, core.average_distance(count, sizes.volume))
+    if system.domain is not None:
+        return sizes_of(system.cell, on_host(system.domain.atoms_in_systems))
+    return sizes_of(system.cell, counted(system.batch_idx, system.n_systems, system.n_atoms))
 
 
 def spacing_of(system: ChargedSystem) -> torch.Tensor:

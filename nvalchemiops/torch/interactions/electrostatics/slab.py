@@ -61,8 +61,8 @@ def compute_slab_correction(
     -----
     Formula and sources: `nvalchemiops.torch.interactions.electrostatics.terms.slab`.
     """
-    request = check_request(compute_forces, compute_charge_gradients, compute_virial, energy_reduction)
-    request = request.with_sources(compute_dipole_gradients, compute_quadrupole_gradients)
+    wanted = compute_forces, compute_charge_gradients, compute_virial, energy_reduction, False
+    request = check_request(*wanted, compute_dipole_gradients, compute_quadrupole_gradients)
     atoms = System(positions, charges, cell, batch_idx, pbc, None, None, dipoles, quadrupoles, widths)
     check_gradients(request, atoms)
     system = check_system(atoms, slab_correction=True)

@@ -54,7 +54,7 @@ def evaluate(
         near,
         (system.batch_idx, system.widths, system.slab_axes, system.has_channels),
         options if system.domain is None else "ranks share it",
-        along=is_constant and has_first_derivatives(request),
+        along=is_constant and request.has_first_derivatives,
         others=own,
         batch_idx=system.batch_idx,
         n_systems=system.n_systems,
@@ -67,14 +67,6 @@ def evaluate(
 def one_or_several(results: tuple[torch.Tensor, ...]) -> Tensors:
     """Results as public functions return them."""
     return results if len(results) > 1 else results[0]
-
-
-def has_first_derivatives(request: SumRequest) -> bool:
-    """Whether gradients of the energies by inputs are first derivatives, which the terms can give beside the results.
-
-    In hybrid form those by charges are, unless they are among the results and so in the graph.
-    """
-    return not any(request.derivatives) or (request.hybrid and not request.derivatives.charge_gradients)
 
 
 def body_of(

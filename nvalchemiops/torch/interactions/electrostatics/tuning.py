@@ -30,12 +30,8 @@ def measure(device: torch.device, seconds: float = 20.0, side: int | None = None
         Atoms, and points of the mesh, along an edge.
     """
     side, points = side or SIDE[device.type], points or POINTS[device.type]
-    calls = _calls(device, side, points)
-    found = []
-    for _ in Costs._fields:
-        call, units = next(calls)
-        found.append(1e9 * _shortest(call, device, seconds / len(Costs._fields)) / units)
-    return Costs(*found)
+    each = seconds / len(Costs._fields)
+    return Costs(*[1e9 * _shortest(call, device, each) / units for call, units in _calls(device, side, points)])
 
 
 def _calls(device: torch.device, side: int, points: int) -> Iterator[tuple[Callable[[], object], float]]:

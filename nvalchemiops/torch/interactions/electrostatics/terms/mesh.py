@@ -248,16 +248,11 @@ class MeshSum(NamedTuple):
         """As of `LongRange`."""
         assert self.mesh is not None
         self.precomputed.check(system.n_systems, self.mesh)
-        check_order_for_moments(self.spline_order, system)
+        lowest = HIGHEST[system.moments.shape[-1]] + 3  # for continuous forces
+        if self.spline_order < lowest and lowest > 3:
+            name = "dipoles" if lowest == 4 else "quadrupoles"
+            raise ValueError(f"`spline_order` must be at least {lowest} with `{name}`, got {self.spline_order}")
         return MeshTerm(potential, alpha, self.mesh, self.spline_order, self.influence, self.axes)
-
-
-def check_order_for_moments(spline_order: int, system: ChargedSystem) -> None:
-    """Raise unless splines of this order have continuous forces on the moments of a system."""
-    lowest = HIGHEST[system.moments.shape[-1]] + 3
-    if spline_order < lowest and lowest > 3:
-        name = "dipoles" if lowest == 4 else "quadrupoles"
-        raise ValueError(f"`spline_order` must be at least {lowest} with `{name}`, got {spline_order}")
 
 
 # -- the sum --------------------------------------------------------------------------------------

@@ -254,8 +254,7 @@ class BackgroundTerm(NamedTuple):
         factor = spread_systems(2.0 * math.pi / system.lattice().volume, batch_idx, system.n_atoms).unsqueeze(-1)
         potential = factor * (sums[..., 1] + sums[..., 0] * squares)
         energies = 0.5 * charges * potential
-        others = torch.zeros((*potential.shape, moments.shape[-1] - 1), dtype=torch.float64, device=potential.device)
-        gradients = torch.cat([potential.unsqueeze(-1), others], -1)
+        gradients = torch.nn.functional.pad(potential.unsqueeze(-1), (0, moments.shape[-1] - 1))
         found = _without_geometry(energies, gradients, derivatives)
         if not derivatives.virial:
             return found

@@ -86,7 +86,8 @@ class KVectorSum(NamedTuple):
             return cls(WaveVectors(*points_of_indices(cell, miller_indices)), argument, valid=valid)
         if k_cutoff is not None:
             lengths = per_system("k_cutoff", k_cutoff, n_systems, device).detach()
-            return cls(_vectors_within(cell, lengths), "`k_cutoff`", k_cutoff=lengths)
+            found = cached_by_value("k-vectors", (cell, lengths), (), lambda: points_within(cell, lengths))
+            return cls(WaveVectors(*found), "`k_cutoff`", k_cutoff=lengths)
         return cls()
 
     @property
@@ -134,11 +135,6 @@ class KVectorSum(NamedTuple):
         """As of `LongRange`."""
         assert self.k_vectors is not None
         return ReciprocalTerm(potential, alpha, self.k_vectors)
-
-
-def _vectors_within(cell: torch.Tensor, k_cutoff: torch.Tensor) -> WaveVectors:
-    """K-vectors up to lengths (n_systems,)."""
-    return WaveVectors(*cached_by_value("k-vectors", (cell, k_cutoff), (), lambda: points_within(cell, k_cutoff)))
 
 
 def _indices_of(k_vectors: Any, system: ChargedSystem) -> tuple[torch.Tensor, torch.Tensor | None]:
