@@ -38,7 +38,6 @@ from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, P
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import SurfaceTerm, second_moments
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum
 from nvalchemiops.torch.interactions.electrostatics.terms.slab import SlabTerm
-from nvalchemiops.torch.interactions.pair.driver import options_if
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.moments import gather_moments
 from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
@@ -206,8 +205,11 @@ def _of_one_kind(asked: EwaldSum, seen: _Seen) -> tuple[torch.Tensor, ...]:
         here = asked._replace(atoms=atoms._replace(**values), neighbors=near, options=options._replace(alpha=alpha))
         return _at_atoms(here, *seen)
 
-    fixed = (asked.method.__name__, asked.given, options._replace(alpha=None), seen)
-    known = options_if(asked.neighbors, atoms.domain, False, fixed)
+    known: tuple[Any, ...] | str = (asked.method.__name__, asked.given, options._replace(alpha=None), seen)
+    if atoms.domain is not None:
+        known = "ranks share it"
+    elif asked.neighbors.neighbor_list is None and asked.neighbors.neighbor_matrix is None:
+        known = "it searches for neighbors"
     return _run("potential at atoms", evaluate, atoms, asked.neighbors, known, alpha=options.alpha)
 
 

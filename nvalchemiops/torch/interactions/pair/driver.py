@@ -76,15 +76,6 @@ def run(
     return engine.run_function(name, evaluate, {"positions": atoms.positions, **moving}, near, fixed, ways)
 
 
-def options_if(given: GivenNeighbors, domain: Any, check: Any, options: tuple[Any, ...]) -> tuple[Any, ...] | str:
-    """The options of a call of the engine, or why it has no plan."""
-    if domain is not None:
-        return "ranks share it"
-    if given.neighbor_list is None and given.neighbor_matrix is None:
-        return "it searches for neighbors"
-    return options if check is False else "`check` is for debugging"
-
-
 def sum_pairs(
     formula: Formula,
     system: PairSystem,
