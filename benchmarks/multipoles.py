@@ -83,7 +83,7 @@ def chosen(
 ) -> tuple[Callable[..., Any], str]:
     """A sum with the parameters that the library chooses, and a list built before; and what was chosen."""
     # not at the top: the peer's interpreter runs this file, too
-    from nvalchemiops.torch.interactions.electrostatics.choice import choose_splitting
+    from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import choose_splitting
     from nvalchemiops.torch.interactions.electrostatics.system import check_system, given_alpha
     from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum
     from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum

@@ -261,7 +261,7 @@ def _tune(options: argparse.Namespace) -> int:
     torch = _import_if_installed("torch")
     if torch is None:
         return _fail("tune", "torch is not installed")
-    from nvalchemiops.torch.interactions.electrostatics.tuning import measure
+    from nvalchemiops.torch.interactions.electrostatics.accuracy.tuning import measure
 
     try:
         device = torch.device(options.device)

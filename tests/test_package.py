@@ -97,7 +97,7 @@ def test_every_launch_goes_through_the_helper():
 def test_operators_ask_for_the_layout_not_for_the_device():
     """What a GPU is prepared for is chosen by `nvalchemiops.layout`, which tests replace (`tests/lanes`)."""
     threads_of_transforms = PACKAGE / "torch" / "operators" / "mesh_transform.py"
-    waits_to_measure = PACKAGE / "torch" / "interactions" / "electrostatics" / "tuning.py"
+    waits_to_measure = PACKAGE / "torch" / "interactions" / "electrostatics" / "accuracy" / "tuning.py"
     rooms = [PACKAGE / "torch" / name for name in ("operators", "neighbors", "interactions")]
     offenders = []
     for path in (

@@ -22,12 +22,12 @@ from nvalchemiops.torch.interactions.electrostatics import (
     ewald_summation,
     particle_mesh_ewald,
 )
-from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy, optimal_splitting
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import check_accuracy, optimal_splitting
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.coulomb import coulomb_of_sources
 from nvalchemiops.torch.interactions.electrostatics.driver import sum_of_parts
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import WaveVectors, chosen_points
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions, check_request
-from nvalchemiops.torch.interactions.electrostatics.sizes import sizes_of_system
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.interactions.electrostatics.terms.mesh import MeshSum, Precomputed
 from nvalchemiops.torch.interactions.electrostatics.terms.reciprocal import KVectorSum

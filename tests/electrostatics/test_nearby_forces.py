@@ -5,8 +5,9 @@ import functools
 import pytest
 import torch
 
-from nvalchemiops.torch.interactions.electrostatics import ewald_summation, nearby_forces
-from nvalchemiops.torch.interactions.electrostatics.nearby_forces import force_of_neighbors, force_on_host
+from nvalchemiops.torch.interactions.electrostatics import ewald_summation
+from nvalchemiops.torch.interactions.electrostatics.accuracy import nearby_forces
+from nvalchemiops.torch.interactions.electrostatics.accuracy.nearby_forces import force_of_neighbors, force_on_host
 from nvalchemiops.torch.interactions.electrostatics.system import check_system
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors, build_rows, rows_of

@@ -13,7 +13,7 @@ from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.potentials import EWALD_REAL_SPACE, ewald_short_range
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.collectives import has_shares_of_gradients
-from nvalchemiops.torch.interactions.electrostatics.choice import LongRange, check_accuracy, choose_splitting
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import LongRange, check_accuracy, choose_splitting
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.open_systems import all_pairs, by_kind, open_system, open_systems
 from nvalchemiops.torch.interactions.electrostatics.potentials import COULOMB, LongRangePotential, check_potential

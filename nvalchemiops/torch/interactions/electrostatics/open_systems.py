@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.choice import check_accuracy
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import check_accuracy
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import per_system
 from nvalchemiops.torch.interactions.electrostatics.results import EwaldSum, SumOptions
 from nvalchemiops.torch.interactions.electrostatics.sources import check_sources

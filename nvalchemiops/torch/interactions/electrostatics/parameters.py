@@ -7,10 +7,10 @@ import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics import choice
+from nvalchemiops.torch.interactions.electrostatics.accuracy import choice
+from nvalchemiops.torch.interactions.electrostatics.accuracy.nearby_forces import force_on_host, is_crowded
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import Sizes, counted, sizes_of
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import check_bounds, check_cells_alone, per_system
-from nvalchemiops.torch.interactions.electrostatics.nearby_forces import force_on_host, is_crowded
-from nvalchemiops.torch.interactions.electrostatics.sizes import Sizes, counted, sizes_of
 from nvalchemiops.torch.interactions.electrostatics.system import check_periodic_cells, check_system
 from nvalchemiops.torch.neighbors.rows import build_rows
 from nvalchemiops.torch.operators.lattice import check_cells, check_spline_order, mesh_and_order

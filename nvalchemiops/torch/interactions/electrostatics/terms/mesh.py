@@ -22,13 +22,13 @@ from nvalchemiops.locks import Kept
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.mesh import MeshDivision
-from nvalchemiops.torch.interactions.electrostatics.choice import mesh_for
+from nvalchemiops.torch.interactions.electrostatics.accuracy.choice import mesh_for
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import key_of_sizes, sizes_of_system
+from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import has_known_moments, strengths_of
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import ELSEWHERE
 from nvalchemiops.torch.interactions.electrostatics.parameters import mesh_spacing_to_dimensions
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
-from nvalchemiops.torch.interactions.electrostatics.sizes import key_of_sizes, sizes_of_system
-from nvalchemiops.torch.interactions.electrostatics.strengths import has_known_moments, strengths_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import HIGHEST, frames_of
 from nvalchemiops.torch.operators.lattice import (

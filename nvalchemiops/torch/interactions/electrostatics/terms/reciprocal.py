@@ -22,6 +22,7 @@ from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.layout import layout
 from nvalchemiops.torch import checks
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import key_of_sizes, spacing_of
 from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
     WaveVectors,
     box_points,
@@ -33,7 +34,6 @@ from nvalchemiops.torch.interactions.electrostatics.k_vectors import (
 )
 from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
 from nvalchemiops.torch.interactions.electrostatics.results import Contribution, Derivatives
-from nvalchemiops.torch.interactions.electrostatics.sizes import key_of_sizes, spacing_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.moments import frames_of
 from nvalchemiops.torch.operators.fourier import fourier_gather, fourier_spread

@@ -9,7 +9,7 @@ zero, but for the same potential at all charges of a system, whose sum is fixed.
 cells, permanent sources, polarizabilities, ... Since y is a field, polarizabilities may be zero. E is quadratic, so
 ``ρ = K v - f``, where products with K are differences of gradients of E; K is not built.
 
-* ``K v = f`` is solved by conjugate gradients (`nvalchemiops.torch.interactions.electrostatics.response_solver`).
+* ``K v = f`` is solved by conjugate gradients (`nvalchemiops.torch.interactions.electrostatics.response.solver`).
 * A cotangent c of v becomes ``u = K⁻ᵀ c``, which is again such a solution, and then the derivative of ``-u·ρ(v, θ)``
   by θ at fixed v and u. There ``u·∂E`` is ``(E(x + u) - E(x - u)) / 2`` at the sources x: first derivatives of E.
 * The energy at the minimum changes as at fixed v: its gradient needs no second solution.
@@ -24,7 +24,7 @@ import torch
 
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.distributed.agreement import of_atoms
-from nvalchemiops.torch.interactions.electrostatics.response_solver import (
+from nvalchemiops.torch.interactions.electrostatics.response.solver import (
     Operator,
     Problem,
     Tensors,

@@ -12,21 +12,21 @@ from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.locks import Kept
 from nvalchemiops.notices import AccuracyWarning, notify
 from nvalchemiops.torch import checks
-from nvalchemiops.torch.interactions.electrostatics.nearby_forces import force_of_neighbors, force_on_host
-from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
-from nvalchemiops.torch.interactions.electrostatics.results import Term
-from nvalchemiops.torch.interactions.electrostatics.sizes import (
+from nvalchemiops.torch.interactions.electrostatics.accuracy.nearby_forces import force_of_neighbors, force_on_host
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import (
     Sizes,
     count_and_volume,
     key_of_sizes,
     sizes_of_system,
 )
-from nvalchemiops.torch.interactions.electrostatics.strengths import (
+from nvalchemiops.torch.interactions.electrostatics.accuracy.strengths import (
     Strengths,
     has_known_moments,
     strengths_of,
     widest_alpha,
 )
+from nvalchemiops.torch.interactions.electrostatics.potentials import LongRangePotential
+from nvalchemiops.torch.interactions.electrostatics.results import Term
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem, given_alpha
 from nvalchemiops.torch.neighbors.rows import Rows, build_rows, inspect_rows, pair_distances
 from nvalchemiops.torch.operators.lattice import check_mesh

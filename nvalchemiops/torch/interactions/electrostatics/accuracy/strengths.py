@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from nvalchemiops.interactions.electrostatics import error_models as core
-from nvalchemiops.torch.interactions.electrostatics.sizes import spacing_of
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import spacing_of
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.runtime.context import is_mapped, may_read, on_host, slices_of
 

@@ -16,8 +16,8 @@ import torch
 from nvalchemiops.interactions.electrostatics import error_models as core
 from nvalchemiops.interactions.pair.potentials import coulomb_nearby
 from nvalchemiops.layout import layout
+from nvalchemiops.torch.interactions.electrostatics.accuracy.sizes import counted
 from nvalchemiops.torch.interactions.electrostatics.results import Derivatives
-from nvalchemiops.torch.interactions.electrostatics.sizes import counted
 from nvalchemiops.torch.interactions.electrostatics.system import ChargedSystem
 from nvalchemiops.torch.interactions.electrostatics.terms.pairs import PairTerm
 from nvalchemiops.torch.neighbors.rows import Rows
