@@ -65,7 +65,7 @@ class Kept(dict[Hashable, Value]):
         found = self.get(key)
         if found is not None:
             self.pop(key, None)
-            self.keep(key, found)  # the last one now
+            self[key] = found  # the last one now
         return found
 
     def keep(self, key: Hashable, value: Value) -> list[Value]:

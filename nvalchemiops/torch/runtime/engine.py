@@ -85,7 +85,6 @@ def run(call: Call) -> Tensors:
     inputs = call.inputs
     if not is_eager(*inputs, under_modes=True):
         return _noted(call, "graph", "compilers, transforms or subclasses of tensors see the operations", _graph(call))
-    reads = layout(inputs[0].device.type).reads
     with_gradients = torch.is_grad_enabled()
     tracked = with_gradients and any([t.requires_grad for t in inputs])
     kind = kind_of(call, tracked)
@@ -100,9 +99,15 @@ def run(call: Call) -> Tensors:
             return _noted(
                 call, "graph", "gradients are asked for by what is fixed", _here(call, call.prepare(inputs, call.near))
             )
-    if not tracked:
-        found = _planned(call, kind, (), (), inputs)
-        return _here(call, call.prepare(inputs, call.near)) if found is None else found
+    if tracked:
+        return _tracked(call, kind, others)
+    found = _planned(call, kind, (), (), inputs)
+    return _here(call, call.prepare(inputs, call.near)) if found is None else found
+
+
+def _tracked(call: Call, kind: Kind | str, others: Sequence[torch.Tensor]) -> Tensors:
+    """The results of a call whose inputs require gradients; ``others`` are tensors that it depends on besides."""
+    inputs = call.inputs
     by = tuple([t.requires_grad for t in inputs])
     needed, body = by if call.along else (), None
     results_by: tuple[bool, ...] | None = None  # which results these inputs have gradients of
@@ -111,7 +116,7 @@ def run(call: Call) -> Tensors:
     found = None if results_by is None and not call.along else _planned(call, kind, (), needed, inputs)
     if found is None:
         body = call.prepare(inputs, call.near)
-        if not call.along or not reads:
+        if not call.along or not layout(inputs[0].device.type).reads:
             results = _here(call, body)
             if not isinstance(kind, str) and not call.along:
                 kind.table.tracked.keep((kind.key, by), tuple([t.requires_grad for t in results]))
@@ -121,8 +126,8 @@ def run(call: Call) -> Tensors:
     n_results = len(found) - sum(needed)
     first = dict(zip([k for k, is_needed in enumerate(needed) if is_needed], found[n_results:]))
     state = _State(call, kind, (), body, results_by or (True,) * n_results)
-    tracked_results: Tensors = _Differentiable.apply(state, first, found[:n_results], *inputs, *others)
-    return tracked_results
+    results = _Differentiable.apply(state, first, found[:n_results], *inputs, *others)
+    return results
 
 
 def _graph(call: Call) -> Tensors:
