@@ -53,7 +53,7 @@ class OtherRankError(RuntimeError):
 
 
 class Messages:
-    """This rank's count of the messages of a group.
+    """The messages of a group, as this rank counts them.
 
     All ranks must take part in the same messages in the same order.
 
