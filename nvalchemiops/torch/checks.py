@@ -237,9 +237,7 @@ def check_systems(
             raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")
         n_systems = _same_number("pbc", pbc.shape[0] if pbc.ndim == 2 else 1, n_systems)
     if n_systems == 0 and positions.shape[0] > 0:
-        raise ValueError(
-            f"`batch_ptr`, `cell` or `pbc` is for zero systems, but there are {positions.shape[0]} atoms"
-        )
+        raise ValueError(f"`batch_ptr`, `cell` or `pbc` is for zero systems, but there are {positions.shape[0]} atoms")
     if cell is None and pbc is not None:
         readable = may_read(pbc, wait=True)
         if not readable or bool(pbc.any()):
