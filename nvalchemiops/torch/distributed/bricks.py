@@ -82,7 +82,7 @@ def _taken_off(
 
 
 class Bricks(NamedTuple):
-    """Where bricks end.
+    """The ends of all bricks.
 
     Attributes
     ----------

@@ -45,7 +45,7 @@ Body = Callable[[Sequence[torch.Tensor] | None, Sequence[bool]], Tensors]
 gradients are enabled, followed by the gradients of the sum of the first result by the ``needed`` inputs."""
 
 
-UNKNOWN = "it depends on what cannot be compared"
+UNKNOWN = "it depends on values that cannot be compared"
 
 
 class Call(NamedTuple):

@@ -42,7 +42,7 @@ class Plan:
     ----------
     steps : list of callable
     external : list of torch.Tensor
-        Tensors on which results depend and that are no arguments.
+        Tensors other than arguments on which results depend.
     n_bytes : int
         Memory that only the plan uses.
     """

@@ -39,7 +39,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Fixed(NamedTuple):
-    """A tensor that a recorded function uses and that is no argument, with its values at the time of recording."""
+    """A tensor that a recorded function uses besides its arguments, with its values at the time of recording."""
 
     tensor: torch.Tensor
     address: int
@@ -288,7 +288,7 @@ def record(
     The first replay with other values is checked against the function, once.
 
     Plans run only in plain eager mode: under compilers, function transforms, modes and autocast the function is called
-    directly. On a GPU a graph is captured for each stream; tensors that are no arguments are used in place, with the
+    directly. On a GPU a graph is captured for each stream; tensors that are not arguments are used in place, with the
     values that they have at the replay. Kernels launched by ``wp.launch`` are refused; kernels of this library and of
     operators are recorded. Python code runs only while the function is recorded, so numbers that it computes are
     constants. If energies are differentiated with weights that vary, gradients have the same values up to rounding.
