@@ -26,8 +26,8 @@ Flags = tuple[bool, ...]
 class TorchFunction:
     """A torch function of tensors that the primitive calls. Compared by identity.
 
-    A `Bridge` holds one whose fields are functions of the caller's arguments, in any containers, and returns the
-    caller's results.
+    The functions among the fields take a tensor for each input. Those of a `Bridge` take the caller's arguments
+    instead, which may be nested in containers.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ class Request:
 
     @property
     def vectors_of_pass(self) -> int:
-        """How many operands at the end, weights or components of a direction, the last backward pass starts from."""
+        """The number of weights or directions from which the last backward pass starts. They are the last operands."""
         return len(self.directions[-1]) if self.directions else len(self.weights)
 
     def only(self, used: Sequence[bool]) -> "Request":
@@ -384,7 +384,10 @@ class _Point:
         self._slopes: dict[int, tuple[list[_Root], list[torch.Tensor]]] = {}
 
     def results(self, vectors: Sequence[torch.Tensor], count: int | None = None) -> list[torch.Tensor]:
-        """Values and gradients for the weights and directions ``vectors``, the last of which have an axis ``count``."""
+        """Values and gradients for the weights and directions ``vectors``.
+
+        With ``count``, those from which the last backward pass starts have a leading axis of this size.
+        """
         request, inputs = self.request, self._inputs
         given = iter(vectors)
         weights = {j: next(given) for j in request.weights}

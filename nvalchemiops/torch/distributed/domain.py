@@ -420,7 +420,7 @@ class Domain:
         return carried(lambda values: replicated(values, self.number), values)
 
     def _pairs_here(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of the pairs that have an owned atom, (2, n) with local numbers; and their places among the pairs.
+        """Return the pairs that have an owned atom, (2, n), with local numbers; and their indices among ``pairs``.
 
         Parameters
         ----------
@@ -481,7 +481,7 @@ class Domain:
     def _splitting(
         self, positions: torch.Tensor, alpha: Any, cutoff: float | None, neighbors: GivenNeighbors
     ) -> tuple[Any, float]:
-        """Alpha and cutoff of an Ewald sum, checked and with a neighbor search done. Alpha is marked as replicated."""
+        """Check alpha and cutoff of an Ewald sum, and search for neighbors. Return replicated alpha, and the cutoff."""
         with self._together() as agreement:
             if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
                 raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")

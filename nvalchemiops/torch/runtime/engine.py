@@ -1,4 +1,4 @@
-"""The choice how a call runs, made here for all operations: as a graph of operators, by a plan, or once.
+"""The engine decides for all operations how a call runs: as a graph of operators, by a plan, or once.
 
 An operation describes its call (`Call`): how to evaluate it, and what its results depend on. `run` then takes one of
 three ways:
@@ -315,7 +315,7 @@ def first_derivatives(result: torch.Tensor, by: Sequence[torch.Tensor]) -> list[
 def _planned(
     call: Call, kind: Kind | str, levels: Levels, needed: Sequence[bool], tensors: Sequence[torch.Tensor]
 ) -> Tensors | None:
-    """`full` by a plan, which is recorded if it is due; None without a plan. ``tensors`` as for `_value`."""
+    """Run `full` by a plan, recording it if it is due. Return None if there is no plan. ``tensors`` as for `_value`."""
     if isinstance(kind, str):
         return _noted(call, "once", kind, None)
     n_moving, n_inputs = kind.n_copied, len(call.inputs)

@@ -117,7 +117,7 @@ class Recorder:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context in which nothing is followed, and in which `NoPlan` ends the recording."""
+        """A context in which nothing is recorded. A `NoPlan` that is raised inside ends the recording."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -191,7 +191,7 @@ class Recorder:
             raise NoPlan(f"{what} reads memory that no recorded operation has written")
 
     def _refuse_lists(self, what: str, given: Iterable[int]) -> None:
-        """Raise, or note it, if an operation other than a kernel uses a list."""
+        """Refuse, or note, the use of a list by an operation that is not a kernel."""
         if not self.foreign.keys().isdisjoint(given):
             raise NoPlan(f"{what} of a list")
         self.needs_length = self.needs_length or not self._lists.isdisjoint(given)
@@ -364,7 +364,7 @@ class Recorder:
             self._add(step if patched or stretched else functools.partial(run, packed), found, written)
 
     def _row(self, value: torch.Tensor, offset: int, packed: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """For a list of any length, or one of its rows: the bytes before it, and the shape and strides of an entry."""
+        """Describe an array that is a list, or one of its rows, for any length: offset per entry, shape and strides."""
         strides = tuple(stride * value.element_size() for stride in value.stride())
         if value.shape[0] == self.length and not offset % self.length:
             for ndim in (1, value.ndim):  # an array of vectors, or of numbers
