@@ -26,8 +26,8 @@ GAIN = 0.9
 """Time of a shared launch, relative to the work of its threads, up to which it is a gain. Two threads reach 0.55."""
 
 REMEMBERED, MOST_IN_VAIN = 8, 2
-"""Number of recent launches that are remembered, and how many of them without a gain stop sharing. Two in a row happen
-when another process wakes up; on a quiet machine far less than one in a hundred has no gain."""
+"""If ``MOST_IN_VAIN`` of the last ``REMEMBERED`` shared launches had no gain, sharing stops for a while. Two in a row
+happen when another process wakes up; on a quiet machine far less than one in a hundred has no gain."""
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
 """Seconds for which launches are not shared. If another launch without a gain follows a pause, the next one is twice as

@@ -104,7 +104,7 @@ if _wrappers is not None:
 else:
 
     def is_wrapped(tensor: torch.Tensor) -> bool:
-        """Whether the outermost wrapper of the tensor is one of a transform; raises under a transform if unknown."""
+        """Whether a transform wraps the tensor; raises under a transform if that is not known."""
         _refuse_wrappers()
         return False
 
