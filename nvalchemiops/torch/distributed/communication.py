@@ -39,7 +39,7 @@ LOOK = timedelta(seconds=1.0)
 """Interval at which a waiting rank compares its message with those of other ranks."""
 
 RECENT = 16
-"""How many of its last messages a rank shows to others. It may be ahead of them by messages that it does not wait for."""
+"""How many of its last messages a rank shows to others. It may be ahead of them by messages without waiting."""
 
 _AT, _APART = "nvalchemiops/at", "nvalchemiops/out of step"
 """Keys in the store of a group: recent messages of a rank (its number follows), and why ranks are out of step."""
