@@ -1,8 +1,8 @@
 """Starting Warp: safely for a library, and quietly for a command.
 
-`ensure_warp` comes before the first kernel and leaves the user's ``wp.config`` as it is, except where Warp
-could not run at all. `quiet_warp` is for processes that this library starts (the commands, the demo): it turns Warp's
-messages off, so a library must not call it.
+`ensure_warp` is called before the first kernel. It leaves the user's ``wp.config`` unchanged, unless Warp could not run
+at all. `quiet_warp` is for processes that this library starts (the commands, the demo). It turns Warp's messages off,
+so library code must not call it.
 """
 
 import contextlib
@@ -27,13 +27,12 @@ _ready = False
 
 
 def ensure_warp() -> None:
-    """Initialise Warp and make sure that its kernel cache can be written. Cheap when called again.
+    """Initialise Warp and make sure that its kernel cache can be written. Further calls cost little.
 
-    Where the default cache cannot be written (a read-only or missing home), a folder below the system's
-    temporary one is used instead, with a warning; the folder carries the versions of this library and of
-    Warp, and belongs to the current user alone. A location chosen by the user (``WARP_CACHE_PATH`` or
-    ``wp.config.kernel_cache_dir``) is never replaced: what Warp says about it is raised, and a read-only one
-    is a good place for kernels compiled ahead.
+    If the default cache cannot be written (a read-only or missing home), a folder below the system's temporary folder
+    is used instead, with a warning. Its name contains the versions of this library and of Warp, and only the current
+    user can write to it. A location chosen by the user (``WARP_CACHE_PATH`` or ``wp.config.kernel_cache_dir``) is never
+    replaced: errors of Warp about it are raised. It may be read-only, for kernels compiled ahead.
 
     Raises
     ------
@@ -49,7 +48,7 @@ def ensure_warp() -> None:
 
 def _start() -> None:
     global _ready
-    # after a wp.init() elsewhere the setting holds Warp's own choice, which is not the user's
+    # after a wp.init() elsewhere the setting holds Warp's own choice, not one of the user
     setting = wp.config.kernel_cache_dir
     chosen_by_user = "WARP_CACHE_PATH" in os.environ or setting not in (None, str(_default_cache()))
     if chosen_by_user:
@@ -67,13 +66,13 @@ def _start() -> None:
 
 
 def _default_cache() -> Path:
-    """Where Warp keeps its kernels on Linux unless told otherwise."""
+    """The default folder of Warp's kernels on Linux."""
     base = os.environ.get("XDG_CACHE_HOME", os.path.expanduser("~/.cache"))
     return Path(base) / "warp" / wp.config.version
 
 
 def _check_writable(folder: str | None) -> None:
-    # only an attempt tells: permission bits say nothing about read-only mounts and quotas
+    # by trying: permission bits say nothing about read-only mounts and quotas
     with tempfile.TemporaryFile(dir=folder):
         pass
 
@@ -83,7 +82,7 @@ def _fall_back(reason: str) -> None:
     folder = base / wp.config.version
     folder.mkdir(exist_ok=True)
     wp.config.kernel_cache_dir = str(base)  # Warp appends its version when it starts ...
-    with without_driver_message():  # and has given this line already where it starts a second time
+    with without_driver_message():  # Warp may be starting for the second time, after it has printed this line
         wp.init()
     wp.config.kernel_cache_dir = str(folder)  # ... but not if it had started before
     warnings.warn(
@@ -95,7 +94,7 @@ def _fall_back(reason: str) -> None:
 
 
 def _private_temporary_folder() -> Path:
-    """A folder that processes of this user share and that no other user can put compiled code into."""
+    """A folder that processes of this user share, and into which no other user can put compiled code."""
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
     name = f"nvalchemiops-{__version__}-warp-{wp.config.version}-{user}"
     folder = Path(tempfile.gettempdir()) / name
@@ -112,7 +111,7 @@ def _private_temporary_folder() -> Path:
 def quiet_warp() -> None:
     """Initialise Warp without its banner, build messages and missing-driver line. For our own processes only.
 
-    Warnings and errors still come through.
+    Warnings and errors are still printed.
     """
     wp.config.log_level = max(wp.config.log_level, wp.LOG_WARNING)
     with without_driver_message():
@@ -123,8 +122,8 @@ def quiet_warp() -> None:
 def without_driver_message() -> Iterator[None]:
     """Drop the line about a missing CUDA driver from standard error, and nothing else.
 
-    Warp prints it from native code, past ``sys.stderr`` and its own log level, so the file descriptor is
-    redirected meanwhile and everything else is written afterwards.
+    Warp prints it from native code, past ``sys.stderr`` and its own log level. So the file descriptor is redirected
+    inside, and everything else is written afterwards.
     """
     sys.stderr.flush()
     try:

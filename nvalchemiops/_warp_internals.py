@@ -1,9 +1,9 @@
-"""Private parts of Warp, named in this file only, with a public way for releases that lack them.
+"""All private names of Warp that the library uses, with public fallbacks for releases that lack them.
 
-Shortcuts past ``wp.launch``: array descriptors as bytes, and launches that write all arguments at once. Each is tried
-before its first use. One that this release of Warp does not allow is switched off, with one line in the log, and
-``wp.launch`` is called with Warp arrays. The rest tells what a kernel or a type is made of, where Warp has no public
-function for it.
+There are two shortcuts past ``wp.launch``: array descriptors as bytes, and launches that write all arguments at once.
+Each is tested before its first use. A shortcut that does not work with this release of Warp is switched off, with one
+line in the log, and ``wp.launch`` is called with Warp arrays. The other functions inspect kernels and types where Warp
+has no public function for it.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _log = logging.getLogger("nvalchemiops")
 
 @functools.cache
 def _switched_off(shortcut: str, reason: str) -> None:
-    """Say so in the log, once."""
+    """Log that a shortcut is off, once."""
     _log.warning("%s: not with Warp %s (%s); launches take longer", shortcut, wp.config.version, reason)
 
 
@@ -30,19 +30,19 @@ def _switched_off(shortcut: str, reason: str) -> None:
 
 
 class Parameter(NamedTuple):
-    """A parameter of a kernel: its name, and its Warp type."""
+    """A parameter of a kernel: its name and its Warp type."""
 
     label: str
     type: Any
 
 
 def parameters(kernel: wp.Kernel) -> list[Parameter]:
-    """The parameters of a kernel, in their order."""
+    """The parameters of a kernel, in order."""
     return [Parameter(a.label, a.type) for a in kernel.adj.args]
 
 
 def source_of(value: wp.Kernel | wp.Function) -> tuple[str, Any]:
-    """The text of a kernel or function of Warp, and the Python function that it was made of."""
+    """The source of a Warp kernel or function, and the Python function from which it was made."""
     return str(getattr(getattr(value, "adj", None), "source", "")), value.func
 
 
@@ -53,7 +53,7 @@ def has_adjoint(kernel: wp.Kernel) -> bool:
 
 
 def component_type(dtype: Any) -> Any:
-    """The scalar type that a Warp vector, matrix or quaternion type is made of, None for any other type."""
+    """The scalar type of the components of a Warp vector, matrix or quaternion type, None for any other type."""
     return getattr(dtype, "_wp_scalar_type_", None)
 
 
@@ -73,7 +73,7 @@ def struct_size(dtype: Any) -> int | None:
 
 
 def load_module(kernel: wp.Kernel, device: wp.Device) -> None:
-    """Compile and load the module of a kernel, or find it loaded."""
+    """Compile and load the module of a kernel, unless it is loaded."""
     wp.load_module(kernel.module, device=device)
 
 
@@ -90,7 +90,7 @@ def unload_module(kernel: wp.Kernel) -> None:
 
 
 def compiled_folder(kernel: wp.Kernel, block_dim: int) -> Path:
-    """Where Warp keeps the compiled module of a kernel."""
+    """The folder in which Warp keeps the compiled module of a kernel."""
     return Path(str(wp.config.kernel_cache_dir), kernel.module.get_module_identifier(block_dim))
 
 
@@ -103,14 +103,14 @@ def failed_to_build(kernel: wp.Kernel) -> bool:
 
 
 class TapeRouter(wp.Tape):
-    """Hands what Warp records to the tape of the calling thread.
+    """Passes Warp's recordings on to the tape of the calling thread.
 
     Parameters
     ----------
     active : callable
-        Gives the tape of this thread, or None.
+        Returns the tape of this thread, or None.
     refuse : callable
-        Gets a kernel without an adjoint, and the arguments, before a launch is recorded; may raise.
+        Called with a kernel without an adjoint, and its arguments, before the launch is recorded. May raise.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class TapeRouter(wp.Tape):
         self.active, self.refuse = active, refuse
 
     def is_on(self) -> bool:
-        """Whether Warp has this as its tape."""
+        """Whether this is Warp's current tape."""
         runtime: Any = wp._src.context.runtime
         return runtime is not None and runtime.tape is self
 
@@ -156,7 +156,7 @@ class TapeRouter(wp.Tape):
 def descriptor_type() -> Any:
     """Warp's array descriptor (address, address of the gradient, shape, strides), a ``ctypes`` structure.
 
-    None where descriptors are not what is expected of them: then kernels are launched with Warp arrays.
+    None if the structure is not as expected: kernels are then launched with Warp arrays.
     """
     try:
         array = wp.empty((2, 3), dtype=wp.float32, device="cpu")
@@ -173,12 +173,12 @@ def descriptor_type() -> Any:
 
 
 def descriptor(shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    """A descriptor whose addresses, which come first, are zero."""
+    """A descriptor whose two addresses, at its start, are zero."""
     return bytes(descriptor_type()(0, 0, len(shape), shape, strides))
 
 
 def unpacked(arguments: Sequence[Any]) -> list[Any]:
-    """Arguments as ``wp.launch`` takes them, descriptors as such instead of bytes."""
+    """The arguments in the form that ``wp.launch`` takes, with descriptors in place of bytes."""
     return [descriptor_type().from_buffer_copy(a) if type(a) is bytes else a for a in arguments]
 
 
@@ -188,15 +188,15 @@ _FORMATS: dict[Any, str] = {wp.int32: "i", wp.float32: "f", wp.float64: "d"}
 
 
 class Command:
-    """A launch of one kernel on one device, whose grid and arguments are replaced each time; for one thread.
+    """A reusable launch of one kernel on one device, for one thread. Each launch has its own grid and arguments.
 
-    A launch in the midst of another one of the same command takes Warp's way, which has no memory from before.
+    All arguments are written at once into the structure that the compiled kernel reads (on a CPU), or from which CUDA
+    copies them (on a GPU). For a small kernel this takes half of the time of ``wp.launch`` on a CPU, and a tenth on a
+    GPU.
 
-    All arguments are written at once into the structure that the compiled kernel reads, on a CPU, or that CUDA copies
-    them from. That takes half of the time of ``wp.launch`` for a small kernel on a CPU, and a tenth on a GPU.
-
-    It keeps addresses and shapes only, so it holds no memory alive between launches. Loading the kernel is left to the
-    caller.
+    A launch during another launch of the same command (from a signal handler) uses ``wp.launch``, which does not share
+    memory with it. A command keeps only addresses and shapes, so it keeps no arrays alive between launches. The caller
+    must load the kernel.
     """
 
     def __init__(
@@ -211,15 +211,15 @@ class Command:
             kernel, grid, unpacked(arguments), device=device, record_tape=False, record_cmd=True, block_dim=block
         )
         try:
-            self.recorded.fwd_args = None  # or it would keep the arrays of each launch alive until the next one
+            self.recorded.fwd_args = None  # otherwise it would keep the arrays of a launch alive until the next one
             self._prepare()
         except Exception as error:
             self.pack = None
             _switched_off("launches that write all arguments at once", repr(error))
 
     def _prepare(self) -> None:
-        """Make the structure for all arguments, and find out how it reaches the kernel."""
-        # the first parameter that Warp gives to each kernel is the grid
+        """Make the structure for all arguments, and find out how to pass it to the kernel."""
+        # the first parameter that Warp passes to each kernel is the grid
         named = [Parameter("", None), *self.parameters] if self.on_gpu else self.parameters
         values = self.recorded.params if self.on_gpu else self.recorded.params[1:]
         fields = [(p.label, type(value)) for p, value in zip(named, values, strict=True)]
@@ -231,7 +231,7 @@ class Command:
             self.pack = pack
 
     def _find_call(self) -> None:
-        """Find out how the compiled kernel is called, by a launch that calls a function of ours in its place."""
+        """Find out how the compiled kernel is called, by a launch that calls a Python function in its place."""
         recorded = self.recorded
         seen: list[bytes] = []
         replaced = types.SimpleNamespace(forward=lambda *called: seen.extend(bytes(c._obj) for c in called))
@@ -245,7 +245,7 @@ class Command:
         self.call = hooks.forward
 
     def _find_call_on_gpu(self) -> None:
-        """Find out how Warp calls CUDA for this launch, by a launch whose call is kept instead of made."""
+        """Find out how Warp calls CUDA for this launch, by a launch whose call is intercepted."""
         recorded = self.recorded
         places = [getattr(type(self.structure), name) for name, _ in self.structure._fields_]
         start = ctypes.addressof(self.structure)
@@ -268,13 +268,13 @@ class Command:
         )
         if not known or theirs != ours:
             raise TypeError(f"kernel '{self.kernel.key}' gets its arguments in another form")
-        # constants are converted once, and the function is called without its list of types, which takes half the time
+        # constants are converted once, and the function is called without its argument types: this halves the time
         function = self.runtime.core.wp_cuda_launch_kernel
         constants = [kind(v) if isinstance(v, int) else v for kind, v in zip(function.argtypes, given)]
         self.before = constants[:size]
         self.between = (*constants[size + 1 : packed], ctypes.cast(addresses, ctypes.c_void_p))
         self.after = constants[handle + 1 :]
-        self.addresses = addresses  # which must live as long as the command
+        self.addresses = addresses  # they must live as long as the command
         self.bounds = {self.grid: (bytes(recorded.params[0]), ctypes.c_size_t(given[size]))}
         address = ctypes.cast(function, ctypes.c_void_p).value
         assert address is not None
@@ -282,7 +282,7 @@ class Command:
         self.memory = memoryview(self.structure)
 
     def launch(self, grid: tuple[int, ...], arguments: list[Any], stream: wp.Stream | None) -> None:
-        """Launch over ``grid`` with arrays, descriptors as bytes and numbers as arguments."""
+        """Launch over ``grid``. Arguments are arrays, descriptors as bytes, and numbers."""
         if len(arguments) != len(self.parameters):
             raise TypeError(f"kernel '{self.kernel.key}' takes {len(self.parameters)} arguments, got {len(arguments)}")
         is_free = not self.in_use
@@ -295,7 +295,7 @@ class Command:
                 self.in_use = False
 
     def _launch_packed(self, grid: tuple[int, ...], arguments: list[Any], stream: wp.Stream | None) -> bool:
-        """Write all arguments at once and launch; False where that is left to Warp."""
+        """Write all arguments at once and launch. Return False, without a launch, if Warp must do it."""
         assert self.pack is not None
         try:
             if self.on_gpu:
@@ -304,12 +304,12 @@ class Command:
             else:
                 self.pack(self.structure, 0, *arguments)
         except (struct.error, OverflowError):
-            return False  # what is no descriptor and no number of the right kind
+            return False  # an argument that is neither a descriptor nor a number of the right kind
         if not self.on_gpu:
             self._set_grid(grid)
             self.call(ctypes.byref(self.recorded.params[0]), ctypes.byref(self.structure))
             return True
-        # Warp itself must see a launch into a graph that it captures, and reports one that failed
+        # Warp itself must see launches into a graph that it captures, and report launches that fail
         if self.runtime.captures:
             return False
         handle = ctypes.c_void_p((self.device.stream if stream is None else stream).cuda_stream)
@@ -353,21 +353,23 @@ class Command:
 
 
 CUDA_CALL = (2, 8, 9, 11)
-"""Where Warp's function for launches on a GPU has the number of threads, the parameters and the stream; of how many."""
+"""Positions of the number of threads, the parameters and the stream in the arguments of Warp's function for launches on
+a GPU, and the number of its arguments."""
 
 KEPT_GRIDS = 64
-"""Grids that are kept for each command on a GPU: batches differ in size."""
+"""Number of grids that each command keeps on a GPU: batches differ in size."""
 
 
 def _written(value: Any) -> Any:
-    """A parameter as Warp has packed it, in the form that `_packer` takes."""
+    """A parameter that Warp has packed, in the form that `_packer` takes."""
     return value.value if hasattr(value, "value") else bytes(value)
 
 
 def _packer(structure: Any, declared_types: Sequence[Any]) -> Callable[..., None] | None:
-    """Write arguments into a structure all at once: numbers, and bytes for arrays; ``struct.error`` for anything else.
+    """A function that writes all arguments into a structure at once; None if a parameter has an unsupported type.
 
-    None as a declared type is that of any structure. None if a parameter is of another type.
+    It takes numbers, and bytes for arrays, and raises ``struct.error`` for anything else. A declared type of None
+    means any structure.
     """
     layout, at = "=", 0
     for (name, kind), declared in zip(structure._fields_, declared_types):

@@ -1,4 +1,4 @@
-"""Checks of numbers that callers give, without torch: each message names the argument."""
+"""Checks of numbers in arguments, without torch. Each message names the argument."""
 
 import math
 import operator
@@ -8,16 +8,16 @@ import numpy as np
 
 
 class ValuesError(ValueError):
-    """Values of tensors that cannot be used, or do not fit together; nothing else of an argument is wrong.
+    """Values of tensors that are invalid or do not fit together, while types and shapes are right.
 
-    Where they cannot be read, as in compiled graphs, results are NaN in place of this error.
+    Where values cannot be read, as in compiled graphs, results are NaN instead of this error.
     """
 
 
 def as_float(name: str, value: Any) -> float:
-    """The value as a float, infinite if none is that large; raise unless it is a number. Strings and bools are not."""
+    """The value as a float, infinite if it is too large for one; raises for anything but a number, and for bools."""
     refused = isinstance(value, (bool, str, bytes, bytearray))
-    if not isinstance(value, (int, float)):  # whose attributes a compiler does not know
+    if not isinstance(value, (int, float)):  # a compiler cannot look up attributes of Python numbers
         refused = refused or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
     try:
         return float("text" if refused else value)
@@ -28,7 +28,7 @@ def as_float(name: str, value: Any) -> float:
 
 
 def check_positive(name: str, value: Any) -> float:
-    """The value as a float; raise unless it is a finite number above zero."""
+    """The value as a float; raises unless it is finite and positive."""
     number = as_float(name, value)
     if not 0.0 < number < math.inf:
         raise ValueError(f"`{name}` must be positive and finite, got {number}")
@@ -36,17 +36,17 @@ def check_positive(name: str, value: Any) -> float:
 
 
 def check_not_negative(name: str, value: Any) -> float:
-    """The value as a float; raise unless it is a finite number, zero or above."""
+    """The value as a float; raises unless it is finite and non-negative."""
     number = as_float(name, value)
     if not 0.0 <= number < math.inf:
-        raise ValueError(f"`{name}` must be finite and not negative, got {number}")
+        raise ValueError(f"`{name}` must be finite and non-negative, got {number}")
     return number
 
 
 def as_int(name: str, value: Any) -> int:
-    """The value as an int; raise unless it is a whole number that fits into 32 bits."""
+    """The value as an int; raises unless it is an integer that fits into 32 bits."""
     try:
-        if type(value) is int:  # also the symbol of a compiler, of which `operator.index` would make a constant
+        if type(value) is int:  # also the symbol of a compiler, which `operator.index` would turn into a constant
             number = value
         else:
             whole: Any = "text" if isinstance(value, (bool, np.bool_)) else value
@@ -54,7 +54,7 @@ def as_int(name: str, value: Any) -> int:
     except TypeError:
         raise TypeError(f"`{name}` must be an int, got {type(value).__name__}") from None
     if not -(2**31) <= number < 2**31:
-        # written out only if short: Python refuses to write an int of thousands of digits
+        # only short numbers are printed: Python refuses to print an int of thousands of digits
         shown = number if number.bit_length() <= 64 else f"a number of {number.bit_length()} bits"
         raise ValueError(f"`{name}` must fit into 32 bits, got {shown}")
     return number

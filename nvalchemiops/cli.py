@@ -1,4 +1,4 @@
-"""The ``nvalchemiops`` command: what is installed here, kernels compiled ahead, energies of files, and a stand-in."""
+"""The ``nvalchemiops`` command: versions and devices, kernels compiled ahead, costs, energies of files, a stand-in."""
 
 import argparse
 import importlib
@@ -18,7 +18,7 @@ import nvalchemiops
 from nvalchemiops.compat.stand_in import RELEASE, write_stand_in
 
 OPTIONAL_PACKAGES = ("torch", "jax", "ase")
-"""Packages that a subpackage may need and an installation may lack."""
+"""Packages that some subpackages need, but that may not be installed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    description = (nvalchemiops.__doc__ or "").partition("\n")[0]  # python -OO leaves docstrings out
+    description = (nvalchemiops.__doc__ or "").partition("\n")[0]  # python -OO removes docstrings
     parser = argparse.ArgumentParser(prog="nvalchemiops", description=description)
     parser.add_argument("--version", action="version", version=f"nvalchemiops {nvalchemiops.__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -45,14 +45,14 @@ def _parser() -> argparse.ArgumentParser:
     warmup.add_argument(
         "--device",
         choices=["cpu", "cuda"],
-        help="compile for the CPU or for every CUDA device; by default for all devices there are",
+        help="compile for the CPU or for every CUDA device; by default for all devices",
     )
     warmup.add_argument("name", nargs="*", help="only kernels whose name contains one of these, as in: neighbor spline")
     warmup.set_defaults(run=_warmup)
 
     tune = commands.add_parser(
         "tune",
-        help="measure on this machine what the parts of an Ewald sum cost, for half a minute",
+        help="measure on this machine what the parts of an Ewald sum cost (half a minute)",
         epilog=_TUNE_EFFECT,
     )
     tune.add_argument("--device", default="cpu", help="what to measure: cpu (the default), cuda or cuda:1")
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Install it with pip install --no-deps; docs/coming_from.md says more.",
     )
     stand_in.add_argument(
-        "--release", default=RELEASE, help=f"which it claims to be ({RELEASE}), such as 0.3.1 for orb-models"
+        "--release", default=RELEASE, help=f"the release that it claims to be ({RELEASE}), such as 0.3.1 for orb-models"
     )
     stand_in.add_argument("--folder", type=Path, default=Path("dist"), help="where to write it (dist)")
     stand_in.set_defaults(run=_stand_in)
@@ -102,16 +102,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _TUNE_EFFECT = (
-    "The costs are kept in a file of the user, and used from the next process on: alpha, cutoffs, k-vectors and meshes "
-    "are chosen by them where they are not given. They change how long sums take, not how accurate they are; the last "
-    "digits of results change with them. Run it while the machine is idle."
+    "The costs are kept in a file of the user. Later processes use them to choose alpha, cutoffs, k-vectors and meshes "
+    "that are not given. They change how long sums take and the last digits of results, not the accuracy. Run it while "
+    "the machine is idle."
 )
 
 _WARMUP_LEAVES = (
-    "Compiled are the neighbor search, Ewald sums and particle meshes of splines of order 4, 5 and 8 with their first "
-    "derivatives, and for float64 the pair potentials that most use. What depends on a formula or on the elements is "
-    "compiled when it is first used, half a second for each kernel: expressions of your own, shifted, switched and "
-    "tabulated potentials, the pairs of DFT-D3, excluded pairs, several charges for an atom, second derivatives."
+    "It compiles the neighbor search, Ewald sums and particle meshes with splines of order 4, 5 and 8 with their first "
+    "derivatives, and the most common pair potentials in float64. Kernels that depend on a formula or on the elements "
+    "are compiled at their first use, half a second each: expressions of your own, shifted, switched and tabulated "
+    "potentials, the pairs of DFT-D3, excluded pairs, several charges for an atom, second derivatives."
 )
 
 _ENERGY_EXAMPLE = (
@@ -136,7 +136,7 @@ def _fail(command: str, error: object, status: int = 2) -> int:
 def describe() -> dict[str, Any]:
     """Versions, devices, threads and kernel cache of this installation, as plain data.
 
-    Turns Warp's messages off for the process, as a command may and a library may not.
+    It turns Warp's messages off for the process, so it is for commands, not for library code.
     """
     from nvalchemiops._warp import quiet_warp
 
@@ -283,7 +283,7 @@ def _costs_line(costs: Any) -> str:
 
 
 def _with_progress(jobs: list[Any], labels: list[str]) -> Iterator[Any]:
-    """The jobs, with a bar where tqdm is installed, otherwise a line for each."""
+    """The jobs, with a progress bar if tqdm is installed, otherwise with a line for each."""
     if importlib.util.find_spec("tqdm") is None:
         for number, (job, label) in enumerate(zip(jobs, labels), 1):
             print(f"[{number}/{len(jobs)}] {label}", file=sys.stderr)
@@ -321,7 +321,7 @@ def import_all(package: ModuleType) -> Iterator[ModuleType]:
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)  # of paths of older releases
+                warnings.simplefilter("ignore", DeprecationWarning)  # from import paths of older releases
                 module = importlib.import_module(found.name)
         except ImportError as error:
             if error.name in OPTIONAL_PACKAGES:

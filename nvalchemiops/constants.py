@@ -1,21 +1,20 @@
-"""Numbers of nature and unit conversions.
+"""Physical constants and unit conversions.
 
-The operators of this library know no units: with charges in e and lengths in angstrom, a Coulomb energy comes
-out in e²/angstrom, and the caller multiplies by `COULOMB_EV_ANGSTROM` to get eV (by
-`COULOMB_HARTREE_BOHR`, which is 1, in atomic units).
+The operators of this library have no units. With charges in e and lengths in angstrom, a Coulomb energy is in
+e²/angstrom: multiply by `COULOMB_EV_ANGSTROM` to get eV. In atomic units the factor is `COULOMB_HARTREE_BOHR`, which
+is 1.
 
-A name ``X_IN_Y`` is the value of one X in units of Y: multiply by it to go from X to Y.
+A name ``X_IN_Y`` is the value of one X in units of Y: multiply by it to convert from X to Y.
 
-Source: CODATA recommended values of the fundamental constants, 2022 adjustment (Mohr, Newell, Taylor and
-Tiesinga, Rev. Mod. Phys. 97, 025002 (2025), doi:10.1103/RevModPhys.97.025002; NIST SP 961, May 2024). Numbers
-that the SI fixes are exact; for measured ones the standard uncertainty of the last digits is in parentheses
-in the comment. Everything else is derived here.
+Source: CODATA recommended values of the fundamental constants, 2022 adjustment (Mohr, Newell, Taylor and Tiesinga,
+Rev. Mod. Phys. 97, 025002 (2025), doi:10.1103/RevModPhys.97.025002; NIST SP 961, May 2024). Numbers fixed by the SI are
+exact. For measured constants, a comment has the standard uncertainty of the last digits in parentheses. All other
+numbers are derived from these.
 
-Note for users of ASE: ``ase.units`` takes CODATA 2014 by default, from before the SI of 2019. Relative to it,
-the hartree, the Coulomb constant, the calorie, the pascal and the debye differ by 8e-9, ASE's time unit by
-5e-9, the bohr by 4e-11 and the Boltzmann constant by 3.4e-7. That is far below the accuracy of any model,
-but above that of a float64 comparison: use one set throughout. ``ase.units.create_units("2022")`` agrees
-with this module.
+Note for users of ASE: ``ase.units`` uses CODATA 2014 by default, which predates the SI of 2019. Relative to it, the
+hartree, the Coulomb constant, the calorie, the pascal and the debye differ by 8e-9, ASE's time unit by 5e-9, the bohr
+by 4e-11 and the Boltzmann constant by 3.4e-7. This is far below the accuracy of any model, but visible in a float64
+comparison: use one set throughout. ``ase.units.create_units("2022")`` agrees with this module.
 """
 
 from math import sqrt
@@ -83,10 +82,10 @@ ATOMIC_MASS_UNIT_IN_ELECTRON_MASS: Final = ATOMIC_MASS_UNIT_IN_KG / ELECTRON_MAS
 """Unified atomic mass unit, in electron masses (atomic units)."""
 
 ASE_TIME_IN_FEMTOSECOND: Final = 1e15 * 1e-10 * sqrt(ATOMIC_MASS_UNIT_IN_KG / ELEMENTARY_CHARGE_IN_COULOMB)
-"""Time unit that follows from eV, angstrom and atomic mass unit (ASE's), angstrom sqrt(u/eV), in fs."""
+"""Time unit of ASE, angstrom sqrt(u/eV), in fs."""
 
 FEMTOSECOND_IN_ASE_TIME: Final = 1.0 / ASE_TIME_IN_FEMTOSECOND
-"""Femtosecond, in units of angstrom sqrt(u/eV): what ``ase.units.fs`` is."""
+"""Femtosecond, in units of angstrom sqrt(u/eV): the same quantity as ``ase.units.fs``."""
 
 DEBYE_IN_E_ANGSTROM: Final = (
     1e-21 / SPEED_OF_LIGHT_IN_METRE_PER_SECOND / ELEMENTARY_CHARGE_IN_COULOMB * 1e10

@@ -1,14 +1,14 @@
-"""Whether threads gain anything at present: on a machine that others use as well, they may wait for each other.
+"""Detects whether threads save time at present. On a busy machine they may only wait for each other.
 
-A thread that the system does not run keeps all others of its launch waiting, for milliseconds, while the work takes
-fractions of one. Two signs tell:
+If the system does not run one of the threads of a launch, all others wait for it for milliseconds, while their work
+takes a fraction of one. There are two signs of that:
 
-- The launches that were shared among threads took no less time than their work takes on one thread. If too many of the
-  last ones did not, launches stay whole for a while; then a few are shared again, and decide for how long.
-- The system takes the processor away from this thread, as it does only for the sake of another one. It counts how
-  often, which is looked at some times a second.
+- Launches that are shared among threads take as long as their work would take on one thread. If too many of the last
+  launches did, launches are not shared for a while. Then a few are shared again, and decide how long the next pause is.
+- The system takes the processor away from this thread, which it does only for another one. The system counts these
+  interruptions, and the count is read at most a hundred times a second.
 
-Results do not depend on it, to the last bit.
+Results do not depend on the number of threads, to the last bit.
 """
 
 import threading
@@ -23,25 +23,26 @@ except ImportError:  # not on Windows
     resource = None  # type: ignore[assignment]
 
 GAIN = 0.9
-"""Time of a shared launch, in units of the work of all its threads, that counts as a gain. Two threads reach 0.55."""
+"""Time of a shared launch, relative to the work of its threads, up to which it is a gain. Two threads reach 0.55."""
 
 REMEMBERED, MOST_IN_VAIN = 8, 2
-"""Launches that are looked back on, and how many of them without a gain are too many. Two in a row happen when another
-process wakes up; on a quiet machine far less than one in a hundred is in vain."""
+"""If ``MOST_IN_VAIN`` of the last ``REMEMBERED`` shared launches had no gain, sharing stops for a while. Two in a row
+happen when another process wakes up; on a quiet machine far less than one in a hundred has no gain."""
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.02, 1.0
-"""Seconds in which launches stay whole. Each pause that was followed by another launch in vain is doubled."""
+"""Seconds for which launches are not shared. If another launch without a gain follows a pause, the next one is twice as
+long."""
 
 
 WINDOW = 0.05
-"""Seconds of processor time of a thread over which interruptions are counted, at least."""
+"""Shortest processor time of a thread, in seconds, over which interruptions are counted."""
 
 CROWDED, QUIET = 100.0, 50.0
-"""Interruptions for each second of processor time from which on a machine is crowded, and below which it no longer is.
-Beside other processes there are hundreds, on a quiet machine about ten."""
+"""Interruptions per second of processor time above which a machine becomes crowded, and below which it no longer is.
+Next to other busy processes there are hundreds, on a quiet machine about ten."""
 
 LOOK = 0.01
-"""Seconds after which the count is looked at again; that takes a microsecond."""
+"""Seconds between readings of the count. A reading takes a microsecond."""
 
 
 class Usage(NamedTuple):
@@ -52,7 +53,7 @@ class Usage(NamedTuple):
 
 
 def usage_of_thread() -> Usage | None:
-    """That of the calling thread, if the system tells."""
+    """The usage of the calling thread; None if the system does not report it."""
     if resource is None or not hasattr(resource, "RUSAGE_THREAD"):
         return None
     usage = resource.getrusage(resource.RUSAGE_THREAD)
@@ -60,12 +61,12 @@ def usage_of_thread() -> Usage | None:
 
 
 class Crowding:
-    """Looks back on launches that were shared among threads, and on interruptions.
+    """Keeps account of launches that were shared among threads, and of interruptions.
 
     Parameters
     ----------
     clock : callable
-        Seconds from any origin.
+        Returns seconds since any origin.
     usage : callable
         `usage_of_thread`.
     """
@@ -81,17 +82,17 @@ class Crowding:
         self.until = 0.0
         self.interrupted = False
         self.next_look = 0.0
-        # by the identifier of the thread: of one of XLA, Python forgets everything else between two callbacks
+        # by thread identifier: Python forgets all thread-local data of XLA's threads between two callbacks
         self.seen: dict[int, Usage] = {}
 
     def is_crowded(self) -> bool:
-        """Whether the system keeps interrupting the threads that ask."""
+        """Whether the system keeps interrupting the calling threads."""
         now = self.clock()
         if now >= self.next_look:
             self.next_look = now + LOOK
             thread, usage = threading.get_ident(), self.usage()
             before = self.seen.get(thread)
-            # a thread that has used less than before is another one with the same identifier
+            # a thread that has used less time than before is a new thread with the same identifier
             if usage is not None and (before is None or usage.seconds < before.seconds):
                 self.seen[thread] = usage
             elif usage is not None and before is not None and (spent := usage.seconds - before.seconds) >= WINDOW:
@@ -108,7 +109,7 @@ class Crowding:
         """Take account of a shared launch: its time, and the processor time of all threads on its pieces."""
         self.in_vain.append(wall > GAIN * work)
         if sum(self.in_vain) >= MOST_IN_VAIN:
-            # one stays on record: the next one in vain is enough
+            # one stays on record, so that the next launch without a gain is enough
             self.in_vain = deque([True], maxlen=REMEMBERED)
             self.until, self.pause = self.clock() + self.pause, min(2.0 * self.pause, LONGEST_PAUSE)
         elif len(self.in_vain) == REMEMBERED and not any(self.in_vain):

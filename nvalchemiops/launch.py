@@ -1,7 +1,7 @@
-"""The one caller of Warp launches: CPU chunks on threads, GPU lanes, and a tape for each thread.
+"""All launches of Warp kernels: CPU chunks on threads, GPU lanes, and a tape for each thread.
 
-Warp runs a CPU launch on one thread, records on one tape per process and spends most of a small launch
-in Python. This module solves all three, and depends on no kernel in particular.
+Warp itself runs a CPU launch on one thread, records on one tape per process, and spends most of a small launch in
+Python. This module solves all three problems, and does not depend on any kernel.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from typing import Any
 
 import warp as wp
 
-import nvalchemiops.compat.installation  # noqa: F401  # here too, should another `__init__.py` have replaced ours
+import nvalchemiops.compat.installation  # noqa: F401  # also here, in case another `__init__.py` has replaced ours
 from nvalchemiops import threads
 from nvalchemiops._warp import ensure_warp
 from nvalchemiops._warp_internals import Command, descriptor_type, has_adjoint, load_module, unpacked
@@ -34,18 +34,18 @@ from nvalchemiops.recording import NotDifferentiableError, active_tape, record, 
 from nvalchemiops.threads import Task, enter_as_worker, is_crowded, set_openmp, set_thread_count, thread_count
 
 MINIMUM_CHUNK = 120e-6
-"""Seconds of work for each thread, at least: a launch of less than twice this stays whole."""
+"""Least work for each thread, in seconds. A launch of less than twice this is not split."""
 
 PIECES = 8
-"""Pieces for each thread that a launch is cut into, at most; each is `MINIMUM_CHUNK` of work, at least."""
+"""Largest number of pieces per thread into which a launch is split. Each has at least `MINIMUM_CHUNK` of work."""
 
 
 _loaded: set[tuple[wp.Kernel, str]] = set()
-"""Kernels and devices on which they have been launched the way that Warp does it."""
+"""Kernels, and devices on which they have been launched by ``wp.launch``."""
 
 
 _row_cost: dict[tuple[wp.Kernel, Hashable], float] = {}
-"""Processor time per row in the last CPU launch of each kind of each gather-only kernel; only decides on chunks."""
+"""Processor time per row in the last CPU launch of a kernel, by kind of launch. It only decides on chunks."""
 
 
 def launch(
@@ -60,12 +60,12 @@ def launch(
     record_tape: bool = True,
     kind: Hashable = None,
 ) -> None:
-    """Launch ``kernel`` over ``dim`` threads; split over CPU threads if it is declared `gather_only`.
+    """Launch ``kernel`` over ``dim`` threads. A kernel declared `gather_only` is split over CPU threads.
 
     Parameters
     ----------
     kernel : wp.Kernel
-        A gather-only kernel gets its ``offset`` argument from here; leave it out of ``inputs``.
+        The ``offset`` argument of a gather-only kernel is added here: leave it out of ``inputs``.
     dim : int or sequence of int
         Number of rows, or launch grid.
     inputs, outputs : sequence
@@ -74,13 +74,13 @@ def launch(
     stream : wp.Stream, optional
         Stream to launch on; the device's current one by default.
     lanes : int, optional
-        On a GPU, threads that share each row: the kernel reads ``row, lane = wp.tid()`` and strides by
-        ``wp.block_dim()``. One lane on the CPU. 0 (the default): the kernel has no lane index.
+        On a GPU, the number of threads that share each row: the kernel reads ``row, lane = wp.tid()`` and strides by
+        ``wp.block_dim()``. On the CPU there is one lane. 0 (the default): the kernel has no lane index.
     record_tape : bool, optional
-        False keeps the launch off any active tape, which makes it cheaper. Gather-only kernels have no
-        adjoint and are never recorded.
+        False keeps the launch off any active tape, which makes it cheaper. Gather-only kernels have no adjoint and are
+        never recorded.
     kind : hashable, optional
-        Tells launches of one kernel apart whose rows take different times.
+        Distinguishes launches of one kernel whose rows take different times.
     """
     ensure_warp()
     if not isinstance(device, wp.Device):
@@ -119,7 +119,7 @@ def launch(
     if n_threads <= 1 or not threads.may_share():
         _launch_recorded(kernel, device, stream, block, grid, [0, *arguments])
         return
-    # a row may cost nanoseconds or milliseconds: the kernel's last launch tells, and a first one stays whole
+    # a row may take nanoseconds or milliseconds, which the last launch has measured; the first one is not split
     cost = _row_cost.get((kernel, kind), 0.0)
     chunks = rows * cost / MINIMUM_CHUNK
     each = max(1, min(PIECES, int(chunks / n_threads)))
@@ -130,9 +130,9 @@ def launch(
         _row_cost[kernel, kind] = (time.thread_time() - start) / rows
         return
     with loading():
-        load_module(kernel, device)  # again, if the module has got another kernel since
-    # A free thread takes the next piece: a thread may wake up late, or share its core with one that torch left spinning
-    # after an operation.
+        load_module(kernel, device)  # again, in case the module has another kernel since
+    # A free thread takes the next piece, since a thread may wake up late, or share its core with a thread that torch
+    # left spinning after an operation.
     edges = [rows * piece // count for piece in range(count + 1)]
     pieces = iter(range(count))
     work: list[float] = []
@@ -140,7 +140,7 @@ def launch(
     def take_pieces() -> None:
         """Launch pieces until none is left, and add the processor time of this thread to ``work``."""
         start = time.thread_time()
-        for piece in pieces:  # one thread at a time can advance an iterator over numbers
+        for piece in pieces:  # only one thread at a time can advance a range iterator
             first = edges[piece]
             size = edges[piece + 1] - first
             _launch_recorded(kernel, device, stream, block, (size, *grid[1:]), [first, *arguments])
@@ -153,13 +153,13 @@ def launch(
 
 
 MEASURED = 32
-"""One of so many launches of `prepared` is measured, as all of `launch` are."""
+"""One of this many launches of `prepared` goes through `launch`, which measures it."""
 
 
 def prepared(
     kernel: wp.Kernel, dim: Any, *, device: wp.Device, lanes: int, kind: Hashable
 ) -> Callable[[list[Any]], None]:
-    """A function of arguments that does the same as `launch` off any tape, in less time where the launch stays whole.
+    """A function of a kernel's arguments that does the same as `launch` without a tape, but faster if it is not split.
 
     Parameters
     ----------
@@ -200,12 +200,12 @@ def launch_adjoint(
     device: Any,
     stream: wp.Stream | None = None,
 ) -> None:
-    """Run the adjoint that Warp derived for ``kernel``: adds to the gradients of its inputs. Never split.
+    """Run the adjoint that Warp derived for ``kernel``, which adds to the gradients of its inputs. It is never split.
 
     Parameters
     ----------
     inputs, adjoints : sequence
-        One entry for each kernel parameter, outputs included; None for an adjoint that is not needed.
+        An entry for each kernel parameter, including outputs. None for an adjoint that is not needed.
     """
     ensure_warp()
     if not isinstance(device, wp.Device):
@@ -219,7 +219,7 @@ def launch_adjoint(
         stream=stream,
         adjoint=True,
         record_tape=False,
-        block_dim=layout("cpu" if device.is_cpu else "cuda").block_of(0),  # as the launch before, of the same module
+        block_dim=layout("cpu" if device.is_cpu else "cuda").block_of(0),  # that of the forward launch: same module
     )
 
 
@@ -231,7 +231,7 @@ def _launch_recorded(
     grid: tuple[int, ...],
     arguments: list[Any],
 ) -> None:
-    """Launch through a command that this thread keeps, which takes a part of the time of ``wp.launch``."""
+    """Launch through a command that this thread keeps, which is faster than ``wp.launch``."""
     if 0 in grid:
         return
     if kernel.is_generic:
@@ -242,7 +242,7 @@ def _launch_recorded(
     key = (kernel, device.alias, block)
     command = commands.get(key)
     if command is None:
-        # a worker finds the kernel loaded, and the lock perhaps taken by the thread that waits for it
+        # for a worker the kernel is loaded already; the thread that waits for it may hold the lock
         is_worker = threads.is_worker()
         with nullcontext() if is_worker else loading():
             if not is_worker:

@@ -1,7 +1,7 @@
-"""Which layout launches on a kind of device have: how rows are given to threads, and what is prepared for that.
+"""Launch layouts by type of device: how rows are assigned to threads, and what is prepared for that.
 
-The one place that decides by the device. Tests put the layout of one device in the place of another one's
-(`replaced_layout`), so that what a GPU is prepared for runs on a CPU.
+This is the only place that depends on the type of device. Tests can replace the layout of one device by that of another
+(`replaced_layout`), so that code for a GPU runs on a CPU.
 """
 
 from collections.abc import Iterator
@@ -10,23 +10,24 @@ from typing import NamedTuple
 
 
 class Layout(NamedTuple):
-    """How rows are given to threads.
+    """How rows are assigned to threads.
 
     Attributes
     ----------
     warps : bool
-        In kernels with lanes, the threads of a warp share a row. Otherwise a thread has a row alone, or several.
+        Whether the threads of a warp share a row, in kernels with lanes. Otherwise a thread has one row or several.
     block : int, optional
-        Threads of a block in kernels without lanes. None: a block is one thread. On a GPU two warps: small blocks give
-        more of its processors something to do for a thousand atoms, and as many as it takes fill it for many.
+        Threads per block in kernels without lanes; None means one thread. On a GPU a block has two warps: small blocks
+        occupy more processors for a thousand atoms, and many blocks fill all of them for more atoms.
     groups : bool
-        In kernels without lanes, a thread goes through a group of rows. Otherwise it has one.
+        Whether a thread processes a group of rows, in kernels without lanes. Otherwise it has one row.
     tabulated : bool
-        Phases of Fourier sums are tabulated before they are summed. Otherwise each thread computes them.
+        Whether phases of Fourier sums are tabulated before the sums. Otherwise each thread computes them.
     serial : bool
-        A kernel of one thread sorts and bins atoms, and small searches write before they count. Otherwise torch sorts.
+        Whether a kernel of one thread sorts and bins atoms, and small searches write before they count. Otherwise torch
+        sorts.
     reads : bool
-        The host reads values where that saves work or finds a mistake. Otherwise it never waits for results.
+        Whether the host reads values if that saves work or finds mistakes. Otherwise it never waits for results.
     """
 
     warps: bool
@@ -37,11 +38,11 @@ class Layout(NamedTuple):
     reads: bool
 
     def block_of(self, lanes: int) -> int | None:
-        """Threads of a block for a kernel with this many lanes, 0 for one without; None: one."""
+        """Threads per block for a kernel with this many lanes (0: without lanes). None means one thread."""
         return lanes if lanes and self.warps else self.block
 
     def rows_per_thread(self, group: int) -> int:
-        """Rows that a thread has, in kernels that can go through ``group`` of them."""
+        """Rows per thread in kernels that can process ``group`` rows in a thread."""
         return group if self.groups else 1
 
 
@@ -58,7 +59,7 @@ def layout(device_type: str) -> Layout:
 
 @contextmanager
 def replaced_layout(device_type: str, other: Layout) -> Iterator[None]:
-    """Launches on devices of this type have another layout, in all threads; for tests."""
+    """A context in which launches on devices of this type have another layout, in all threads. For tests."""
     before = layout(device_type)
     _layouts[device_type] = other
     try:

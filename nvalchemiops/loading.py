@@ -1,4 +1,4 @@
-"""Kernels: the Warp module of each, a list of all, declarations, and loading."""
+"""Warp modules of kernels, the registry of kernels, their declarations, and loading."""
 
 import functools
 import os
@@ -30,7 +30,7 @@ _registered: list[tuple[str, Callable[[], wp.Kernel]]] = []
 
 
 def kernel_module(name: str) -> Any:
-    """The Warp module for one kernel: compiled alone, in a cache folder that carries this library's version."""
+    """The Warp module for one kernel, compiled alone, in a cache folder whose name has this library's version."""
     release = "".join(c if c.isalnum() else "_" for c in __version__)
     return wp.get_module(f"nvalchemiops_{release}_{name}")
 
@@ -43,7 +43,7 @@ def kernel_variants(
     Parameters
     ----------
     *variants : tuple
-        Argument tuples of the specialisations worth compiling ahead.
+        Argument tuples of the specialisations that ``nvalchemiops warmup`` compiles.
     """
 
     def decorate(factory: Callable[..., wp.Kernel]) -> Callable[..., wp.Kernel]:
@@ -52,13 +52,13 @@ def kernel_variants(
         @functools.wraps(factory)
         def cached(*arguments: Any) -> wp.Kernel:
             if arguments not in kept:
-                # two threads that both made it would leave one of them a kernel that its module knows nothing of
+                # if two threads made the kernel, the module would know only one of the two
                 with loading():
                     if arguments not in kept:
                         kept[arguments] = factory(*arguments)
             return kept[arguments]
 
-        cached.cache_clear = kept.clear  # type: ignore[attr-defined]  # a function, which mypy knows no attributes of
+        cached.cache_clear = kept.clear  # type: ignore[attr-defined]  # mypy knows no attributes of functions
         for arguments in variants:
             label = ", ".join(str(a) for a in arguments)
             _registered.append((f"{factory.__name__}({label})", functools.partial(cached, *arguments)))
@@ -68,7 +68,7 @@ def kernel_variants(
 
 
 def registered_kernels() -> list[tuple[str, Callable[[], wp.Kernel]]]:
-    """Every kernel specialisation that imported modules declared, as ``(name, build)``."""
+    """All kernel specialisations that imported modules have declared, as ``(name, build)``."""
     return list(_registered)
 
 
@@ -76,16 +76,16 @@ _GATHER_ONLY = "_nvalchemiops_gather_only"
 
 
 def is_gather_only(kernel: wp.Kernel) -> bool:
-    """Whether `gather_only` was declared for ``kernel``."""
+    """Whether ``kernel`` was declared `gather_only`."""
     return getattr(kernel, _GATHER_ONLY, False)
 
 
 def gather_only(kernel: wp.Kernel) -> wp.Kernel:
     """Declare that each thread of ``kernel`` writes only entries that no other thread reads or writes.
 
-    Only such kernels are split over CPU threads. Their first parameter must be ``offset: wp.int32``, added to
-    ``wp.tid()``; `launch` supplies it. They must have no adjoint (``enable_backward=False``): a Warp adjoint
-    scatters, and Warp's CPU atomics are not atomic.
+    Only gather-only kernels are split over CPU threads. Their first parameter must be ``offset: wp.int32``, which the
+    kernel adds to ``wp.tid()``; `launch` supplies it. They must not have an adjoint (``enable_backward=False``): a Warp
+    adjoint scatters, and Warp's CPU atomics are not atomic.
 
     Raises
     ------
@@ -104,18 +104,18 @@ _LANES = "_nvalchemiops_lanes"
 
 
 def with_lanes(kernel: wp.Kernel, lanes: int) -> wp.Kernel:
-    """Declare that ``kernel`` is launched with so many lanes, for those who load it without a launch."""
+    """Declare the number of lanes with which ``kernel`` is launched, for loading it without a launch."""
     setattr(kernel, _LANES, lanes)
     return kernel
 
 
 def lanes_of(kernel: wp.Kernel) -> int:
-    """The lanes that `with_lanes` declared for ``kernel``, 0 for none."""
+    """The number of lanes that `with_lanes` has declared for ``kernel``; 0 without a declaration."""
     return getattr(kernel, _LANES, 0)
 
 
-# Warp loads modules without a lock, and threads that build or load the same one at once can crash the process. So every
-# launch that may be the first one holds this lock; workers of a split launch find the module loaded.
+# Warp loads modules without a lock, and threads that build or load the same module at once can crash the process. So
+# each launch that may be the first one holds this lock. For workers of a split launch the module is loaded already.
 _lock = fork_safe(threading.RLock())
 
 
@@ -125,26 +125,26 @@ def loading() -> AbstractContextManager[Any]:
 
 
 def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None:
-    """Compile and load ``kernel``, or find it loaded; a damaged file in Warp's cache is removed and made again, once.
+    """Compile and load ``kernel``, unless it is loaded. A damaged file in Warp's cache is removed and made again, once.
 
     Warp detects truncated and foreign files. Overwritten machine code is not detected before it runs.
 
     Parameters
     ----------
     kernel : wp.Kernel
-        Not a generic one, which has nothing to load before its first launch.
+        Must not be generic: a generic kernel has nothing to load before its first launch.
     device : wp.Device
     block : int, optional
-        Threads of a block; by default as many as launches of this kernel have. Another number is another module.
+        Threads per block, by default those of launches of this kernel. Each number has its own module.
 
     Raises
     ------
     RuntimeError
-        The damaged files cannot be removed; the message names their folder.
+        The damaged files cannot be removed. The message names their folder.
     """
     if block is None:
         block = layout("cpu" if device.is_cpu else "cuda").block_of(lanes_of(kernel))
-    block_dim = block or 256  # as a launch resolves it
+    block_dim = block or 256  # the default of a launch
     if device.is_cpu and not (block and wp.config.enable_cpu_blocks):
         block_dim = 1
     with loading():
@@ -157,7 +157,7 @@ def load(kernel: wp.Kernel, device: wp.Device, block: int | None = None) -> None
             if not from_before or failed_to_build(kernel):
                 raise
             reason = error
-        # moved first, so that no other process finds half of it
+        # renamed first, so that no other process finds half of the folder
         aside = folder.with_name(f"{folder.name}_damaged_p{os.getpid()}")
         try:
             folder.rename(aside)

@@ -1,16 +1,16 @@
-"""What calls share: with other threads, with forked processes, and with calls in the midst of which they are.
+"""State shared between threads, forked processes, and calls that interrupt other calls.
 
-A signal handler, or a finalizer that the garbage collector runs, may call this library while a call of the same thread
-is between any two of its instructions. The inner call ends before the outer one goes on, so it must never wait for it,
-nor change what the outer one is using:
+A signal handler, or a finalizer that the garbage collector runs, may call this library between any two instructions of
+a call in the same thread. The inner call ends before the outer one continues. So it must never wait for the outer call,
+nor change what that is using:
 
-- Memory and packed arguments that are kept for the next call belong to one call at a time. It takes them from where
-  they are kept (`Lent`), or marks them as in use; a call that finds none makes its own, or takes the ordinary way.
-- Results that are kept (`Kept`) are in dictionaries, of which each step is one operation, without a lock.
-- What is left of locks is for work that another thread must wait for. They let in a thread that holds them already, and
-  what they protect is valid at each step.
+- Memory and packed arguments that are kept for the next call belong to one call at a time. A call takes them out of
+  their place (`Lent`), or marks them as in use. A call that finds them taken makes its own, or does without.
+- Cached results (`Kept`) are in dictionaries, without a lock: each access is a single operation.
+- The remaining locks protect work for which other threads must wait. They are reentrant, and the state that they
+  protect is valid at each step.
 
-A forked process has only the thread that forked, and another one may have held a lock.
+A forked process has only the thread that forked, while another thread may have held a lock.
 """
 
 import os
@@ -23,14 +23,14 @@ Value = TypeVar("Value")
 
 
 class Lent(Generic[Value]):
-    """What each thread keeps for its next call, such as memory, and one call at a time has.
+    """A value that each thread keeps for its next call, such as memory, and that only one call at a time uses.
 
-    What is not given back, after an error say, is forgotten.
+    A value that is not given back, for example after an error, is forgotten.
 
     Parameters
     ----------
     make : callable
-        Makes another one, for the first call of a thread, or one in the midst of another.
+        Makes a new value, for the first call of a thread, or for a call that interrupts another one.
     """
 
     def __init__(self, make: Callable[[], Value]) -> None:
@@ -38,7 +38,7 @@ class Lent(Generic[Value]):
         self.kept = threading.local()
 
     def take(self) -> Value:
-        """What this thread keeps, which it no longer keeps."""
+        """Take the value of this thread out of its place, or make a new one."""
         found: Value | None = self.kept.__dict__.pop("value", None)
         return self.make() if found is None else found
 
@@ -48,12 +48,12 @@ class Lent(Generic[Value]):
 
 
 class Kept(dict[Hashable, Value]):
-    """Values by their keys, of which those are kept that were asked for last.
+    """A cache that keeps the most recently used values.
 
     Parameters
     ----------
     most : int
-        How many are kept.
+        How many values are kept.
     """
 
     def __init__(self, most: int) -> None:
@@ -61,7 +61,7 @@ class Kept(dict[Hashable, Value]):
         self.most = most
 
     def find(self, key: Hashable) -> Value | None:
-        """The value, if it is kept."""
+        """The value for this key; None if it is not kept."""
         found = self.get(key)
         if found is not None:
             self.pop(key, None)
@@ -69,19 +69,19 @@ class Kept(dict[Hashable, Value]):
         return found
 
     def keep(self, key: Hashable, value: Value) -> list[Value]:
-        """Keep ``value``; those that are no longer kept, oldest first."""
+        """Keep ``value``. Return the values that are dropped for it, oldest first."""
         self[key] = value
         return self.drop(len(self) - self.most)
 
     def drop(self, count: int) -> list[Value]:
-        """Keep so many of the oldest values no longer; these values."""
+        """Drop this many of the oldest values, and return them."""
         oldest = [self.pop(key, None) for key in list(self)[:count]] if count > 0 else []
         return [value for value in oldest if value is not None]
 
 
 @contextmanager
 def set_within(thread: threading.local, name: str, value: Any) -> Iterator[None]:
-    """Inside, what this thread keeps by this name is ``value``."""
+    """A context in which an attribute of thread-local storage has this value."""
     before = getattr(thread, name, None)
     setattr(thread, name, value)
     try:
@@ -91,16 +91,17 @@ def set_within(thread: threading.local, name: str, value: Any) -> Iterator[None]
 
 
 def after_fork(action: Callable[[], None]) -> Callable[[], None]:
-    """Call ``action`` in every forked child, where there is ``fork``; in the order of these calls. A decorator."""
+    """Call ``action`` in every forked child, in the order of registration. A decorator."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=action)
     return action
 
 
 def fork_safe(lock: Any) -> Any:
-    """``lock``, a ``threading.Lock`` or ``RLock``, which is free in every forked child. It is never forgotten.
+    """Make a ``threading.Lock`` or ``RLock`` free in every forked child, and return it. It is never garbage collected.
 
-    The state that it protects must be valid wherever another thread was stopped, and no thread may fork that holds it.
+    The state that it protects must be valid at any instruction of another thread, and no thread may fork while it holds
+    the lock.
     """
     after_fork(lock._at_fork_reinit)
     return lock

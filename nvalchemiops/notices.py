@@ -1,6 +1,6 @@
-"""Warnings about results that are probably not those that the caller meant.
+"""Warnings about arguments that are valid but probably not intended.
 
-Each is shown once for a line of the caller's code. One line silences them all::
+Each is shown once for each line of the caller's code. One line silences all of them::
 
     warnings.simplefilter("ignore", nvalchemiops.NvalchemiopsWarning)
 """
@@ -14,23 +14,23 @@ from contextlib import AbstractContextManager
 from nvalchemiops.locks import set_within
 
 _NOT_CALLERS = ("nvalchemiops", "torch")
-"""Packages whose code is not the caller's; torch calls modules."""
+"""Packages whose code does not count as the caller's. Torch is among them, since it calls modules."""
 
 
 class NvalchemiopsWarning(UserWarning):
-    """The result is correct for the arguments, which are probably not those that were meant."""
+    """The result is correct for the arguments, but the arguments are probably not intended."""
 
 
 class AccuracyWarning(NvalchemiopsWarning):
-    """Parameters, precision or a neighbor list do not reach the accuracy that was asked for."""
+    """Parameters, precision or a neighbor list do not reach the requested accuracy."""
 
 
 class NeighborListWarning(NvalchemiopsWarning):
-    """A neighbor list is not what was asked for: rows need more room than was given, or one direction is missing."""
+    """A neighbor list is not as requested: rows are wider than the given size, or one direction is missing."""
 
 
 _shown: set[tuple[object, ...]] = set()
-"""Python keeps such a record itself, but forgets it after ``warnings.catch_warnings``."""
+"""Warnings that were shown. Python's own record of them is lost after ``warnings.catch_warnings``."""
 
 
 _count = itertools.count()
@@ -38,12 +38,12 @@ _counted = 0
 
 
 def count() -> int:
-    """How often `notify` was called in this process: whether a call might warn when it is made again."""
+    """How often `notify` was called in this process, from which a caller can tell whether a call has warned."""
     return _counted
 
 
 class _OfThread(threading.local):
-    """Whether notices of this thread are said."""
+    """Whether warnings of this thread are suppressed."""
 
     is_unsaid = False
 
@@ -52,21 +52,21 @@ _thread = _OfThread()
 
 
 def unsaid() -> AbstractContextManager[None]:
-    """Inside, this thread warns of nothing: a call before has done so."""
+    """A context in which this thread does not warn, since an earlier call has done so."""
     return set_within(_thread, "is_unsaid", True)
 
 
 def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None = None) -> None:
-    """Warn the caller of this package, once for a line of their code, or as often as their filters say.
+    """Warn the caller of this package, once for each line of their code, or as often as their filters say.
 
-    Torch code must not come here while it is compiled.
+    Must not be called in code that ``torch.compile`` traces.
 
     Parameters
     ----------
     message : str
     category : type
     kind : str, optional
-        A common key for messages that differ in numbers; the message itself by default.
+        A common key for messages that differ only in numbers; by default the message itself.
     """
     global _counted
     _counted = next(_count) + 1
@@ -85,7 +85,7 @@ def notify(message: str, category: type[NvalchemiopsWarning], kind: str | None =
 
 
 def _action(message: str, category: type[Warning], module: str, line: int) -> str:
-    """What the filters say of this warning."""
+    """The action that the filters specify for this warning."""
     for action, of_message, of_category, of_module, of_line in warnings.filters:
         if (
             issubclass(category, of_category)

@@ -1,4 +1,4 @@
-"""Recording launches on Warp tapes: one tape for each thread, where Warp has one for the process."""
+"""Recording launches on Warp tapes. Each thread has its own tape, while Warp has one tape per process."""
 
 import threading
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from nvalchemiops.locks import after_fork, fork_safe
 
 
 class NotDifferentiableError(RuntimeError):
-    """A derivative was asked for that does not exist, or would silently be incomplete."""
+    """A requested derivative does not exist, or would silently be incomplete."""
 
 
 class _OfThread(threading.local):
-    """What this thread records."""
+    """The tape of this thread."""
 
     tape: wp.Tape | None = None
 
@@ -23,7 +23,7 @@ class _OfThread(threading.local):
 _thread = _OfThread()
 _lock = fork_safe(threading.RLock())
 _recorders = 0
-"""Threads that record at present."""
+"""Number of threads that record at present."""
 
 
 def active_tape() -> wp.Tape | None:
@@ -32,32 +32,32 @@ def active_tape() -> wp.Tape | None:
 
 
 def refuse_tracked(kernel: wp.Kernel, arguments: Sequence[Any]) -> None:
-    """Raise if a launch that a tape cannot differentiate gets arrays with gradients."""
+    """Raise if a launch that a tape cannot differentiate has arrays with gradients among its arguments."""
     if any(isinstance(a, wp.array) and a.requires_grad for a in arguments):
         raise NotDifferentiableError(
             f"kernel '{kernel.key}' is launched inside a recording, on arrays with gradients, but it has no adjoint "
-            "(enable_backward=False), or this launch is not recorded: its part of the gradient would be missing"
+            "(enable_backward=False) or this launch is not recorded, so its part of the gradient would be missing"
         )
 
 
 _router = TapeRouter(active_tape, refuse_tracked)
-"""Warp's tape while any thread records."""
+"""The object that is Warp's current tape while any thread records."""
 
 
 class record:  # used as a context manager, named like a function
-    """Record the launches of this thread, and of no other, on a new tape: ``with record() as tape``.
+    """Record the launches of this thread only, on a new tape: ``with record() as tape``.
 
     Raises
     ------
     RuntimeError
-        If this thread records already, or a plain ``with wp.Tape()`` is active: Warp has room for one tape per process.
+        If this thread already records, or a plain ``with wp.Tape()`` is active: Warp supports one tape per process.
     """
 
     def __enter__(self) -> wp.Tape:
         global _recorders
         if active_tape() is not None:
-            raise RuntimeError("this thread records on a tape already; launches inside would be lost to it")
-        with _lock:  # counted first: a call in the midst of this one leaves the router as it should be
+            raise RuntimeError("this thread already records on a tape, which would miss the launches inside")
+        with _lock:  # counted first, so that a call that interrupts this one leaves the router active
             _recorders += 1
             if not _router.is_on():
                 try:
@@ -66,7 +66,7 @@ class record:  # used as a context manager, named like a function
                     _recorders -= 1
                     raise RuntimeError(
                         "a wp.Tape is active around this torch operation; leave it first: torch's autograd "
-                        "differentiates the operation, and Warp has room for one tape per process"
+                        "differentiates the operation, and Warp supports one tape per process"
                     ) from error
         tape = _thread.tape = wp.Tape()
         return tape
@@ -82,7 +82,7 @@ class record:  # used as a context manager, named like a function
 
 @after_fork
 def _forget_recorders() -> None:
-    """No other thread than this one records in a forked child."""
+    """In a forked child, only the thread that forked may still record."""
     global _recorders
     mine = active_tape() is not None
     if _recorders and not mine:

@@ -1,4 +1,4 @@
-"""CPU threads that share the pieces of a launch: a pool, or the threads of OpenMP that torch has."""
+"""CPU threads that share the pieces of a launch: a pool, or torch's OpenMP threads."""
 
 import os
 import threading
@@ -11,14 +11,14 @@ from nvalchemiops.crowding import Crowding
 from nvalchemiops.locks import after_fork, fork_safe, set_within
 
 Task = Callable[[], None]
-"""A share of a launch; several threads run the same task, which deals out pieces."""
+"""The work of a launch. Several threads run the same task, which hands out pieces."""
 
 crowding = Crowding()
-"""Whether threads gain anything at present."""
+"""Keeps account of whether threads save time at present."""
 
 
 class _OfThread(threading.local):
-    """What is known of this thread."""
+    """State of this thread: whether it works for another one, shares a launch, or may use OpenMP."""
 
     is_worker = False
     shares = False
@@ -34,12 +34,12 @@ def is_worker() -> bool:
 
 
 def may_share() -> bool:
-    """Whether a launch of this thread may be shared: not in the midst of another one that is."""
+    """Whether a launch of this thread may be shared: not while another launch of it is."""
     return not is_worker() and not _thread.shares
 
 
 def enter_as_worker() -> None:
-    """Make this thread a worker, as long as Python knows it."""
+    """Mark this thread as a worker. For OpenMP threads this lasts as long as Python knows the thread."""
     _thread.is_worker = True
 
 
@@ -47,10 +47,10 @@ _commands: dict[int, dict[Any, Any]] = {}
 
 
 def commands() -> dict[Any, Any]:
-    """Launches that this thread has prepared.
+    """Launches that this thread has prepared, in a dictionary by kernel, device and block.
 
-    By its identifier: of a thread of OpenMP or of XLA, Python forgets everything else between two calls. One that ended
-    leaves them to the next with its identifier.
+    They are stored by thread identifier: Python forgets all thread-local data of OpenMP's and XLA's threads between two
+    calls. A new thread with the identifier of an ended one inherits its launches.
     """
     number = threading.get_ident()
     found = _commands.get(number)
@@ -58,7 +58,7 @@ def commands() -> dict[Any, Any]:
 
 
 def is_crowded() -> bool:
-    """Whether other work keeps interrupting this thread, so that threads which wait for each other gain nothing."""
+    """Whether other work keeps interrupting this thread, so that threads would only wait for each other."""
     return crowding.is_crowded()
 
 
@@ -74,7 +74,7 @@ _count: Callable[[], int] = available_cores
 
 
 def set_thread_count(source: Callable[[], int]) -> None:
-    """Ask ``source`` for the number of CPU threads at each launch; the torch layer passes torch's setting."""
+    """Call ``source`` for the number of CPU threads at each launch. The torch layer passes torch's setting."""
     global _count
     _count = source
 
@@ -90,18 +90,19 @@ _openmp: Callable[[Task, int], None] | None = None
 
 
 def set_openmp(run: Callable[[Task, int], None] | None) -> None:
-    """Let ``run(task, threads)`` run the tasks of some threads, instead of the pool; see `as_main_thread`.
+    """Run tasks by ``run(task, threads)`` instead of the pool, for some calling threads; see `as_main_thread`.
 
-    Threads of another library that wait for work in a loop keep cores busy that a pool would need: better to use them.
+    Threads of another library that wait for work in a busy loop occupy cores that a pool would need, so they should do
+    the work.
     """
     global _openmp
     _openmp = run
 
 
 def as_main_thread() -> AbstractContextManager[None]:
-    """Inside, tasks of this thread run on the threads of OpenMP that torch's operations in it have, too.
+    """A context in which tasks of this thread run on its OpenMP threads, as tasks of the main thread do.
 
-    As those of the main thread do. For threads of a runtime that call one at a time; others share the pool.
+    For threads of a runtime that call one at a time. All other threads share the pool.
     """
     return set_within(_thread, "has_openmp", True)
 
@@ -111,7 +112,7 @@ def _has_openmp() -> bool:
 
 
 def run(task: Task, threads: int) -> None:
-    """Run ``task`` in as many threads, this one among them; only where `may_share`."""
+    """Run ``task`` in this many threads, including the calling one. Only if `may_share` is True."""
     _thread.shares = True
     try:
         if _openmp is not None and _has_openmp():
@@ -128,11 +129,11 @@ _pool_lock = fork_safe(threading.Lock())
 
 
 def pool(count: int) -> ThreadPoolExecutor:
-    """The pool, with as many threads at least."""
+    """The pool, with at least this many threads."""
     global _pool, _pool_size
     with _pool_lock:
         if _pool is None or _pool_size < count:
-            # an outgrown pool ends by itself once its queue is empty and no launch holds it
+            # a pool that is too small ends by itself once its queue is empty and no launch holds it
             _pool, _pool_size = ThreadPoolExecutor(count, "nvalchemiops"), count
         return _pool
 
@@ -157,7 +158,7 @@ def _work(task: Task) -> None:
 
 
 def _wait_for_all(workers: Sequence[Future[Any]]) -> None:
-    """Wait even through Ctrl-C, which is raised afterwards: the arrays must outlive every piece that writes to them."""
+    """Wait for all workers. Ctrl-C is raised only afterwards: arrays must outlive all pieces that write to them."""
     interrupt = None
     for worker in workers:
         while not worker.done():

@@ -1,4 +1,4 @@
-"""Precision in one place: which Warp scalar, vector and matrix belong to a floating-point width."""
+"""Warp types: the scalar, vector and matrix of each floating-point precision, and properties of Warp types."""
 
 from typing import Any, NamedTuple
 
@@ -30,18 +30,18 @@ def is_warp_dtype(dtype: Any) -> bool:
 
 
 def is_struct(dtype: Any) -> bool:
-    """True for a ``wp.struct``, an array of which is a tensor of bytes."""
+    """True for a ``wp.struct``. A tensor of bytes holds an array of them."""
     return struct_size(dtype) is not None
 
 
 def scalar_type(dtype: Any) -> Any:
-    """The Warp scalar type that a Warp scalar, vector or matrix type is made of; a struct is made of bytes."""
+    """The scalar type of the components of a Warp scalar, vector or matrix type; bytes for a struct."""
     if is_struct(dtype):
         return wp.uint8
     return component_type(dtype) or dtype
 
 
 def inner_shape(dtype: Any) -> tuple[int, ...]:
-    """The trailing dimensions that a Warp vector, matrix or struct takes from a tensor; empty for a scalar."""
+    """The trailing dimensions of a tensor that hold a Warp vector, matrix or struct; empty for a scalar."""
     size = struct_size(dtype)
     return component_shape(dtype) if size is None else (size,)

@@ -122,7 +122,7 @@ def test_what_is_missing_is_named():
         EwaldSummation()(SYSTEM._replace(charges=None))
     with pytest.raises(ValueError, match="`numbers` of the system"):
         DFTD3("pbe", elements=(1,))(SYSTEM._replace(numbers=None))
-    with pytest.raises(TypeError, match="beside a System an interaction takes Neighbors, got Tensor"):
+    with pytest.raises(TypeError, match="with a System an interaction takes Neighbors, got Tensor"):
         EwaldSummation()(SYSTEM, SYSTEM.charges)
     near = SYSTEM.neighbors(3.0)
     with pytest.raises(TypeError, match="`neighbors` are given twice"):

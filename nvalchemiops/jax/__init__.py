@@ -7,8 +7,8 @@ import importlib
 from typing import Any
 
 try:
-    import jax as _jax  # noqa: F401  # only whether it works
-except Exception as error:  # JAX raises RuntimeError, too, such as for a jaxlib of another release
+    import jax as _jax  # noqa: F401  # only to see whether it works
+except Exception as error:  # JAX may also raise RuntimeError, for example for a jaxlib of another release
     raise ImportError(
         f'nvalchemiops.jax needs JAX ({type(error).__name__}: {error}): pip install "nvalchemiops[jax]"', name="jax"
     ) from error

@@ -1,4 +1,4 @@
-"""Names of jax that are not in its documentation, each with what it is for."""
+"""Undocumented names of JAX that the library uses, each in a function that says what it is for."""
 
 import traceback
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ def varying_axes(array: Any) -> frozenset[Any]:
 
 
 def vary_alike(arrays: Sequence[Any]) -> list[Any]:
-    """``arrays``, marked as varying over all axes over which one of them varies; the transpose sums over these."""
+    """``arrays``, each marked as varying over the axes over which any of them varies. The transpose sums over these."""
     axes = [varying_axes(array) for array in arrays]
     union = frozenset().union(*axes)
     return [
@@ -42,21 +42,21 @@ def is_for_export(context: Any) -> bool:
 
 
 def zero_tangent(primal: Any) -> ad.Zero:
-    """The tangent of a result that does not move."""
+    """The zero tangent of a result that does not depend on the inputs."""
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
 def with_text_first(error: Exception, name: str) -> Exception:
-    """An error of the torch function ``name`` for `jax.experimental.buffer_callback`, which makes one text of it.
+    """Prepare an error of the torch function ``name`` for `jax.experimental.buffer_callback`, which turns it into text.
 
-    That text is a traceback, beginning with the caller's own frames, and only then what is wrong. It lists the frame
-    where the error was raised and those that called it: here a generator's, which nothing has called. Where torch
-    raised the error follows what is wrong.
+    JAX's text is a traceback, followed by the message. It lists the frame that raised the error and its callers. So the
+    error is raised from the frame of a generator, which has no callers, and the torch traceback is put after the
+    message.
     """
     frames = traceback.extract_tb(error.__traceback__)
     text = f"{error}\n\nraised by `{name}`, called by JAX:\n" + "".join(traceback.format_list(frames)).rstrip()
     found = type(type(error).__name__, (Exception,), {})(text)
-    frame = _torch_function().gi_frame  # type: ignore[attr-defined]  # of generators
+    frame = _torch_function().gi_frame  # type: ignore[attr-defined]  # generators have it
     return found.with_traceback(TracebackType(None, frame, frame.f_lasti, frame.f_lineno))
 
 

@@ -19,7 +19,7 @@ Types = Any
 """A pytree of `jax.ShapeDtypeStruct`."""
 
 Arrays = Mapping[int, jax.Array]
-"""Arrays by the number of their input."""
+"""Arrays by the index of their input."""
 
 Shapes = Sequence[jax.ShapeDtypeStruct]
 
@@ -31,50 +31,50 @@ def from_torch(
     scalar: bool = False,
     requires_grad: bool = False,
 ) -> Callable[..., Any]:
-    """A JAX function that calls a torch function, with derivatives of every order.
+    """Make a JAX function that calls a torch function, with derivatives of every order.
 
-    It works under ``jit``, ``grad``, ``jvp``, ``hessian`` and their compositions, ``vmap`` (all slices in one call from
-    JAX, one after the other), ``scan``, ``checkpoint`` and ``shard_map``, on a CPU and on an NVIDIA GPU. Derivatives
-    are torch's, computed again where JAX asks for them. So the function must depend on nothing but its arguments, and
-    a derivative in forward mode takes one order more of torch.
+    It works under ``jit``, ``grad``, ``jvp``, ``hessian`` and their compositions, ``vmap`` (slice by slice, in one
+    callback), ``scan``, ``checkpoint`` and ``shard_map``, on a CPU and on an NVIDIA GPU. Derivatives are torch's. They
+    are recomputed whenever JAX requests them, so the function must depend on nothing but its arguments. A derivative in
+    forward mode needs one more order of derivatives in torch.
 
     Parameters
     ----------
     function : callable
         Takes tensors, and pytrees of them, by position or name; returns a tensor or a pytree of tensors. Arguments
-        that are Python numbers, strings or None are passed as they are, and are static. An input that the function
-        changes in place is copied first. The function must not keep a tensor that it was given: JAX uses the memory
-        again.
+        that are Python numbers, strings or None are passed on unchanged, and are static. The function gets copies of
+        arrays, so it may change and keep them.
     out_shapes : pytree of jax.ShapeDtypeStruct, or callable, optional
-        Shapes and dtypes of the outputs; or a function of the arguments that returns them, which is given a
+        Shapes and dtypes of the outputs; or a function that returns them, called with the arguments, with a
         `jax.ShapeDtypeStruct` for each array. By default ``function`` is traced with tensors without data.
     scalar : bool
-        The output is one number with shape ``()``, such as an energy: its gradient then comes from the same call as its
-        value.
+        Whether the output is a single number with shape ``()``, such as an energy. Its gradient then comes from the
+        same call as its value.
     requires_grad : bool
-        Record operations for torch's autograd in every call: for a function that calls `torch.autograd.grad` itself.
+        Whether to record operations for torch's autograd in every call: for functions that call `torch.autograd.grad`
+        themselves.
 
     Returns
     -------
     callable
-        Takes JAX or numpy arrays in the place of tensors, and returns JAX arrays.
+        Takes JAX or NumPy arrays in place of tensors, and returns JAX arrays.
 
     Raises
     ------
     TypeError
-        A dtype that torch does not have, an argument that is neither an array nor hashable, an output that is no
+        A dtype that torch does not have, an argument that is neither an array nor hashable, an output that is not a
         tensor, a derivative by a complex array.
     ValueError
-        ``scalar=True`` and another output than one real number.
+        ``scalar=True``, but the output is not a single real number.
     jax.errors.JaxRuntimeError, ValueError
-        When the compiled program runs: what the function raises, or an output with another shape or dtype than was
-        declared. JAX raises the one or the other, with the text of the cause in its third line.
+        While the compiled program runs: an error of the function, or an output whose shape or dtype was not declared.
+        JAX raises one of the two types, with the message of the cause in its third line.
 
     Notes
     -----
-    Without ``jax_enable_x64`` JAX has no arrays with 64 bits: outputs that torch computes in 64 bits are rounded to 32.
+    Without ``jax_enable_x64`` JAX has no 64-bit arrays: outputs that torch computes in 64 bits are rounded to 32 bits.
 
-    Make the function once and keep it: each call of `from_torch` gives a function that JAX traces anew.
+    Make the function once and keep it: JAX traces the result of each call of `from_torch` anew.
 
     Examples
     --------
@@ -92,7 +92,7 @@ def from_torch(
 
 
 KEPT_VARIANTS = 256
-"""Combinations of static arguments that are kept for a function."""
+"""Number of combinations of static arguments that are kept for a function."""
 
 
 def _is_array(leaf: Any) -> bool:
@@ -110,24 +110,24 @@ class _Outputs(NamedTuple):
 
 
 class Bridge:
-    """A torch function as JAX calls it; see `from_torch`.
+    """A torch function that JAX can call; see `from_torch`.
 
     Parameters
     ----------
     function : callable
     out_shapes : pytree, callable or None
     name : str, optional
-        For messages.
+        The name in messages.
     at_once : bool or callable
-        Slices of ``vmap`` go into one call along leading axes, if the shapes of its outputs show that it takes them,
-        and two slices that it is also given alone; or if a function of its arguments, with a `jax.ShapeDtypeStruct` for
-        each array of one slice, says so.
+        Whether slices of ``vmap`` may go into one call, along leading axes. True: they do if the outputs then have such
+        axes, and the results of two slices agree with separate calls. A callable decides; it is called with the
+        arguments of one slice, with a `jax.ShapeDtypeStruct` for each array.
     for_shapes : callable, optional
-        The same function, called with tensors without data.
+        An equivalent function that is called with tensors without data.
     device : callable
-        The device of tensors without data.
+        Returns the device of tensors without data.
     **options
-        What else is known about the function: fields of `TorchFunction`.
+        Further properties of the function: fields of `TorchFunction`.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Bridge:
                 self._variants.clear()
             variant = self._variants[tree, static, is_x64] = _Variant(self, tree, leaves, rounds=not is_x64)
         types = tuple(_type_of(x, self.name) for x in arrays)
-        if not is_x64:  # arrays that were made with x64 on are narrowed as other functions of JAX do
+        if not is_x64:  # arrays made while x64 was on are narrowed, as by other JAX functions
             arrays = [jax.numpy.asarray(x, t.dtype) for x, t in zip(arrays, types)]
         outputs = variant.outputs(types)
         n_inputs, n_outputs = len(arrays), len(outputs.types)
@@ -182,16 +182,16 @@ class Bridge:
 
 
 def _static(leaf: Any) -> Hashable:
-    """What tells a static argument apart; of floats -0.0 from 0.0, too."""
+    """The cache key of a static argument. It distinguishes -0.0 from 0.0."""
     return (type(leaf), leaf.hex() if isinstance(leaf, float) else leaf)
 
 
 class Operand(int):
-    """The number of an array among the arrays of a call."""
+    """The index of an array among the arrays of a call."""
 
 
 class _Variant:
-    """A bridge with its static arguments filled in, of a flat list of tensors."""
+    """A bridge with its static arguments filled in, as a function of a flat list of tensors."""
 
     def __init__(self, bridge: Bridge, tree: Any, leaves: Sequence[Any], rounds: bool):
         self._tree = tree
@@ -225,7 +225,7 @@ class _Variant:
         return lambda *tensors: jax.tree.leaves(self._call(function, tensors))
 
     def _constants(self, constants: frozenset[str]) -> dict[int, str]:
-        """Numbers of the arrays of ``constants``, and how a caller writes them, such as ``d3_params.rcov``."""
+        """Indices of the arrays in ``constants``, and their names in the caller's code, such as ``d3_params.rcov``."""
         operands = self._call(lambda **arguments: arguments, [Operand(i) for i in range(len(self._places))])
         paths, _ = jax.tree_util.tree_flatten_with_path(operands)
         found = [(i, path) for path, i in paths if isinstance(i, Operand) and path[0].key in constants]
@@ -235,11 +235,11 @@ class _Variant:
         return lambda results, *tensors: self._call(functools.partial(fill, results), tensors)
 
     def outputs(self, types: tuple[jax.ShapeDtypeStruct, ...]) -> _Outputs:
-        """Shapes and dtypes of the outputs for those of the inputs."""
+        """Shapes and dtypes of the outputs, for inputs with these shapes and dtypes."""
         found = self._known.get(types)
         if found is None:
             rule = self._bridge.out_shapes
-            with plain_state():  # as in calls
+            with plain_state():  # the state of a call
                 if rule is None:
                     declared = self._traced(types)
                 else:
@@ -253,21 +253,20 @@ class _Variant:
         return found
 
     def _declared(self, declared: Types) -> _Outputs:
-        """Outputs, checked, as narrow as JAX has them."""
+        """The declared outputs after a check, with the dtypes that JAX will give them."""
         leaves, tree = jax.tree.flatten(declared)
         for number, leaf in enumerate(leaves):
             if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
                 raise TypeError(
-                    f"`{self.function.name}`: output {number} must be a torch.Tensor, it is of type "
-                    f"{type(leaf).__name__}; types of your own are registered as pytrees "
-                    "(jax.tree_util.register_dataclass)"
+                    f"`{self.function.name}`: output {number} must be a torch.Tensor, got {type(leaf).__name__}; "
+                    "register types of your own as pytrees (jax.tree_util.register_dataclass)"
                 )
             torch_dtype(leaf.dtype, f"output {number} of {self.function.name}")
         shapes = (jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in leaves)
         return _Outputs(tree, tuple(shapes))
 
     def _traced(self, types: Sequence[jax.ShapeDtypeStruct]) -> Types:
-        """Outputs of the function for tensors without data."""
+        """The outputs of the function for tensors without data."""
         function, bridge = self.function, self._bridge
         with torch.set_grad_enabled(function.with_gradients):
             try:
@@ -279,7 +278,7 @@ class _Variant:
                 ) from error
 
     def _takes_all(self, sizes: tuple[int, ...], types: tuple[jax.ShapeDtypeStruct, ...]) -> bool:
-        """Whether the function, given slices along leading axes, returns outputs along leading axes."""
+        """Whether the function returns outputs with leading axes when it gets slices along leading axes."""
         says = self._bridge.at_once
         if callable(says):
             return bool(self._call(says, types))
@@ -289,14 +288,14 @@ class _Variant:
 
         try:
             found = self._declared(self._traced(stacked(types)))
-        except Exception:  # it is called slice by slice, then
+        except Exception:  # then it is called slice by slice
             return False
         outputs = self.outputs(types)
         return found == _Outputs(outputs.tree, stacked(outputs.types))
 
 
 def types_without_data(function: Callable[..., Any], arguments: Sequence[Any], device: torch.device) -> Types:
-    """Shapes and dtypes of what a torch function returns, called with tensors without data."""
+    """Shapes and dtypes of the outputs of a torch function, from a call with tensors without data."""
 
     def tensor(x: Any) -> Any:
         is_type = isinstance(x, jax.ShapeDtypeStruct)
@@ -313,7 +312,7 @@ def types_without_data(function: Callable[..., Any], arguments: Sequence[Any], d
 
 
 def is_energy(outputs: Sequence[jax.ShapeDtypeStruct]) -> bool:
-    """Whether there is one output, a real number."""
+    """Whether the only output is a real number."""
     return len(outputs) == 1 and not outputs[0].shape and jax.numpy.issubdtype(outputs[0].dtype, np.floating)
 
 
@@ -322,25 +321,26 @@ ATOMS, SYSTEMS = "atoms", "systems"
 
 @dataclass(frozen=True)
 class Energies:
-    """How the tangents of energies follow from the gradients of their sum.
+    """The rule by which the tangents of energies are computed from the gradients of their sum.
 
-    There is one energy, or each gradient belongs to a system: that of its atom, or of its row.
+    There is either a single energy, or each row of a gradient belongs to one system: to that of its atom, or its own.
 
     Parameters
     ----------
     roles : tuple of (int, str)
-        For the arrays that have a row for each atom, or each system; none where there is one energy.
+        For each array, whether its rows are those of atoms or of systems. Empty for a single energy.
     batch_idx : int, optional
-        The array that has the system of each atom.
+        The index of the array with the system of each atom.
     """
 
     roles: tuple[tuple[int, str], ...] = ()
     batch_idx: int | None = None
 
     def covers(self, shapes: Mapping[int, tuple[int, ...]], outputs: Shapes) -> bool:
-        """Whether it can, for inputs of these shapes that move.
+        """Whether the rule applies to derivatives by inputs of these shapes.
 
-        The outputs are energies without channels, and each array has such rows, or there is one energy.
+        It applies if there is a single energy, or if the outputs are energies without channels and each input has rows
+        of atoms or of systems.
         """
         if not self.roles:
             return is_energy(outputs)
@@ -352,14 +352,14 @@ class Energies:
 
         def has_rows(i: int, shape: tuple[int, ...]) -> bool:
             if roles.get(i) == ATOMS:
-                return of_atoms and shape[:1] not in ((), (1,))  # one number may be that of all atoms
-            # a cell (3, 3) of all systems has no rows, also where there are three
+                return of_atoms and shape[:1] not in ((), (1,))  # a single number may hold for all atoms
+            # a cell (3, 3) for all systems has no rows of systems, even if there are three systems
             return roles.get(i) == SYSTEMS and shape[:1] == (n_systems,) and len(shape) != 2
 
         return n_systems == 1 or all(has_rows(i, shape) for i, shape in shapes.items())
 
     def tangents(self, gradients: Arrays, tangents: Arrays, inputs: Arrays, outputs: Shapes) -> Sequence[jax.Array]:
-        """Tangents of the energies."""
+        """The tangents of the energies."""
         n_systems = math.prod(outputs[0].shape)
         roles, total = dict(self.roles), jax.numpy.zeros(outputs[0].shape, outputs[0].dtype)
         for i, gradient in gradients.items():

@@ -1,4 +1,4 @@
-"""The torch side of a call from JAX: buffers as tensors, derivatives by reverse mode, results into JAX's buffers."""
+"""The torch side of a call from JAX: buffers become tensors, derivatives use reverse mode, results are written back."""
 
 import contextlib
 import functools
@@ -24,42 +24,44 @@ Flags = tuple[bool, ...]
 
 @dataclass(eq=False)
 class TorchFunction:
-    """A torch function of tensors, as the primitive calls it. Compared by identity.
+    """A torch function of tensors that the primitive calls. Compared by identity.
 
-    A `Bridge` has one of whatever arguments its callers give; the functions among the fields then take these, and
-    results are what callers get.
+    The functions among the fields take a tensor for each input. Those of a `Bridge` take the caller's arguments
+    instead, which may be nested in containers.
 
     Parameters
     ----------
     evaluate : callable
         Takes a tensor for each input, returns a sequence of tensors.
     name : str
-        For messages.
+        The name in messages.
     contract : Energies, optional
-        For energies, whose gradient then comes with their values. Of a bridge also a function of the arguments, with an
-        `Operand` for each array, that returns it or None.
+        For energies: their gradient then comes with their values. For a bridge this may be a function of the arguments,
+        with an `Operand` for each array, that returns an `Energies` or None.
     with_gradients : bool
-        Torch records operations also where no derivative is requested: for functions that call `torch.autograd.grad`.
+        Whether torch records operations even if no derivative is requested: for functions that call
+        `torch.autograd.grad`.
     rounds : bool
-        Outputs may have twice the declared bits: without x64, JAX has 32 for what torch computes in 64.
+        Whether outputs may have twice the declared bits: without x64, JAX has 32 bits where torch computes in 64.
     differentiable : bool
     first_order : callable, optional
-        The same as ``evaluate``, for values and first derivatives.
+        An equivalent of ``evaluate`` for values and first derivatives.
     fill : callable, optional
-        ``fill(results, *inputs)``: write the values of all outputs into the tensors ``results``; False if it cannot.
+        ``fill(results, *inputs)`` writes the values of all outputs into the tensors ``results``, or returns False.
     takes_all : callable, optional
-        ``takes_all(sizes, types)``: whether one call takes all slices of ``vmap``, along leading axes; the types are
-        those of the inputs of one slice.
+        ``takes_all(sizes, types)`` says whether one call takes all slices of ``vmap``, along leading axes. ``types``
+        are those of the inputs of one slice.
     constants : mapping of int to str, optional
-        Numbers and names of inputs by which it has no derivatives, though its outputs may depend on them: to ask for
-        one is a NotImplementedError. Of a bridge the names of arguments.
+        Indices and names of inputs by which there is no derivative, although outputs may depend on them. A request for
+        one is a NotImplementedError. For a bridge, the names of arguments.
     only_reads : bool
-        It neither changes its inputs nor keeps them, and gets JAX's memory. Others get copies: what NumPy or
-        `torch.Tensor.data` write cannot be seen.
+        Whether the function neither changes nor keeps its inputs. It then gets JAX's memory; others get copies, since
+        writes by NumPy or `torch.Tensor.data` cannot be detected.
     folds : bool
-        What takes all slices gives the results of each. Otherwise that is tried, with those whose inputs differ.
+        Whether a call with all slices is known to return the results of each slice. If not, this is tested in calls
+        whose slices differ.
     batches_gradients : bool
-        Rows of a Jacobian come from one backward pass, by `torch.vmap`; switched off where that fails.
+        Whether rows of a Jacobian come from one backward pass, by `torch.vmap`. Switched off if that fails.
     """
 
     evaluate: Callable[..., Any]
@@ -76,33 +78,34 @@ class TorchFunction:
     folds: bool = False
     batches_gradients: bool = False
     verdicts: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False)
-    """Whether it computes the slices of a stack apart, by their number and shapes, as calls have shown."""
+    """Whether calls have shown that slices of a stack are computed independently, by their number and shapes."""
     jitted: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What one call of the primitive evaluates; see `nvalchemiops.jax.primitive`.
+    """The task of one call of the primitive; see `nvalchemiops.jax.primitive`.
 
-    Operands are the inputs, the weights, then the components of each direction; results are the values, then the
+    Operands are the inputs, then the weights, then the components of each direction. Results are the values, then the
     gradients.
 
     Parameters
     ----------
     function : TorchFunction
     outputs : tuple of jax.ShapeDtypeStruct
-        Of the function, for one slice.
+        Outputs of the function for one slice.
     inputs : int
+        Number of inputs.
     values : tuple of int
         Outputs whose value, or directional derivative, is a result.
     gradient : tuple of int
-        Inputs by which the gradient is a result.
+        Inputs whose gradient is a result.
     weights : tuple of int
-        Outputs that have a weight; without any, the sum of all outputs is differentiated.
+        Outputs that have a weight. If there are none, the sum of all outputs is differentiated.
     directions : tuple of tuple of int
-        The inputs along which each direction has components.
+        For each direction, the inputs along which it has components.
     sizes : tuple of int
-        Of the levels of ``vmap``.
+        Sizes of the levels of ``vmap``.
     operand_flags, result_flags : tuple of Flags
     """
 
@@ -119,20 +122,20 @@ class Request:
 
     @property
     def of_calls(self) -> Flags:
-        """The levels whose slices are not for one call of the function, unless it takes several at once.
+        """Whether the slices of each level need separate calls of the function, unless one call takes all slices.
 
-        Slices of weights and directions alone are for one call: inputs that are repeated for them are no batch.
+        A level on which only weights and directions differ does not: its slices share one call.
         """
         inputs = self.operand_flags[: self.inputs]
         return tuple(self.function.folds or any(flags[i] for flags in inputs) for i in range(len(self.sizes)))
 
     @property
     def vectors_of_pass(self) -> int:
-        """The number of weights and directions by which the last backward pass begins; they come last."""
+        """The number of weights or directions from which the last backward pass starts. They are the last operands."""
         return len(self.directions[-1]) if self.directions else len(self.weights)
 
     def only(self, used: Sequence[bool]) -> "Request":
-        """The same with some of the results."""
+        """The same request with some of the results."""
         count = len(self.values)
         return replace(
             self,
@@ -142,7 +145,7 @@ class Request:
         )
 
     def mapped(self, size: int, operands: Sequence[bool]) -> "Request":
-        """The same for ``size`` slices of the ``operands`` that are mapped."""
+        """The same request for ``size`` slices of the mapped ``operands``."""
         return replace(
             self,
             sizes=(size, *self.sizes),
@@ -163,14 +166,14 @@ class Request:
 def evaluate(
     request: Request, context: Any, results: Sequence[Any], operands: Sequence[Any], at_once: bool = False
 ) -> None:
-    """Evaluate ``request`` on JAX's buffers, writing into those of the results.
+    """Evaluate ``request`` on JAX's buffers, and write into those of the results.
 
-    All slices of ``vmap`` whose inputs differ go into one call of the function if ``at_once``.
+    With ``at_once``, all slices of ``vmap`` whose inputs differ go into one call of the function.
 
     Raises
     ------
     TypeError, ValueError
-        The function returns other tensors than it declared.
+        The function returns tensors that differ from the declared outputs.
     """
     with plain_state(), threads.as_main_thread():
         tensors = [_tensor(buffer) for buffer in operands]
@@ -185,7 +188,7 @@ def evaluate(
 
 
 def _fill(request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
-    """Let the function write its outputs into ``targets``, if these are all it is asked for, and it can."""
+    """Let the function write its outputs into ``targets``. Return False if it cannot, or if more is requested."""
     fill = request.function.fill
     if fill is None or request.gradient or request.directions or len(request.values) != len(request.outputs):
         return False
@@ -194,11 +197,11 @@ def _fill(request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[t
 
 
 SPLIT_COPIES = 2**15
-"""Elements from which on torch copies on several threads."""
+"""Number of elements from which on torch copies on several threads."""
 
 
 def _copy(target: torch.Tensor, result: torch.Tensor) -> None:
-    """Copy; on one thread where threads would wait for others to leave the cores."""
+    """Copy a result, on one thread if other work keeps the cores busy."""
     if result.numel() >= SPLIT_COPIES and threads.is_crowded():
         at_fixed_threads(lambda: target.copy_(result), alone=True)
     else:
@@ -208,11 +211,11 @@ def _copy(target: torch.Tensor, result: torch.Tensor) -> None:
 def _evaluate_slices(
     request: Request, targets: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], at_once: bool
 ) -> None:
-    """Call the function for one slice of the inputs after the other, or once for all of them.
+    """Call the function slice by slice, or once for all slices of the inputs.
 
-    Slices of weights and directions at the same inputs, such as the rows of a Jacobian, share a call. So levels of
-    ``vmap`` are of four kinds: those of several calls, those of several backward passes of a call, those of one such
-    pass, and those inside of a call.
+    Slices of weights and directions at the same inputs, such as the rows of a Jacobian, share a call. So there are four
+    kinds of levels of ``vmap``. Their slices are evaluated (0) by separate calls, (1) by separate backward passes of
+    one call, (2) by one backward pass, (3) inside one call.
     """
     function = request.function
     kinds = _kinds(request, at_once)
@@ -230,7 +233,7 @@ def _evaluate_slices(
     first_of_pass = len(operands) - request.vectors_of_pass
 
     def part(number: int, x: torch.Tensor, flags: Flags) -> torch.Tensor:
-        """An operand for one pass, whose ``flags`` are those of levels that are not looped over."""
+        """An operand for one pass. ``flags`` are those of the levels without a loop."""
         if number < first_of_pass or not together:
             return _along_all(inside, x, flags[len(together) :])
         return _along_all(together + inside, x, flags).flatten(0, len(together) - 1)
@@ -247,7 +250,7 @@ def _evaluate_slices(
             ]
             try:
                 found = point.results(given, math.prod(together) if together else None)
-            except Exception:  # of memory, or of an operation that torch.vmap does not have
+            except Exception:  # out of memory, or an operation that torch.vmap does not support
                 if not together:
                     raise
                 function.batches_gradients = False
@@ -260,7 +263,7 @@ def _evaluate_slices(
 
 
 def _kinds(request: Request, at_once: bool) -> list[int]:
-    """The kind of each level, in the order in which `_evaluate_slices` names them."""
+    """The kind of each level, 0 to 3, as numbered in `_evaluate_slices`."""
     early = request.operand_flags[request.inputs : len(request.operand_flags) - request.vectors_of_pass]
     batches = request.function.batches_gradients and 0 not in request.sizes
 
@@ -273,14 +276,14 @@ def _kinds(request: Request, at_once: bool) -> list[int]:
 
 
 def _ordered(tensor: torch.Tensor, flags: Flags, order: Sequence[int]) -> tuple[torch.Tensor, Flags]:
-    """``tensor`` and its flags with another order of the levels."""
+    """``tensor`` and its flags, with the levels in another order."""
     own = [level for level, flag in enumerate(flags) if flag]
     axes = [own.index(level) for level in order if flags[level]]
     return tensor.permute([*axes, *range(len(own), tensor.ndim)]), tuple(flags[level] for level in order)
 
 
 def _along_all(sizes: tuple[int, ...], tensor: torch.Tensor, flags: Flags) -> torch.Tensor:
-    """``tensor`` with an axis for each of ``sizes``, repeated along those that it lacked."""
+    """``tensor`` with an axis for each of ``sizes``, repeated along axes that it did not have."""
     if not sizes:
         return tensor
     shape = tensor.shape[sum(flags) :]
@@ -289,7 +292,7 @@ def _along_all(sizes: tuple[int, ...], tensor: torch.Tensor, flags: Flags) -> to
 
 
 def _is_batch_of_slices(request: Request, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the function gives the first and the last slice of a stack what it gives each of them alone."""
+    """Whether the function returns the same for the first and last slice of a stack as for each of them alone."""
     function, levels = request.function, request.of_calls
     if function.folds:
         return True
@@ -305,7 +308,7 @@ def _is_batch_of_slices(request: Request, tensors: Sequence[torch.Tensor]) -> bo
     with torch.set_grad_enabled(function.with_gradients):
         try:
             of_all = _outputs(replace(request, outputs=declared), stacks)
-        except Exception:  # it may take slices; what is wrong with these is raised there
+        except Exception:  # it may still take single slices; their errors are raised there
             of_all = []
         found = bool(of_all)
         for place in ((0,) * len(lead), (-1,) * len(lead)):
@@ -313,18 +316,18 @@ def _is_batch_of_slices(request: Request, tensors: Sequence[torch.Tensor]) -> bo
             found = found and all(_is_close(x[place], y) for x, y in zip(of_all, alone))
     if not found:
         warnings.warn(
-            f"`{function.name}` does not take leading axes as those of a batch: vmap calls it slice by slice, as with "
+            f"`{function.name}` does not treat leading axes as a batch: vmap calls it slice by slice, as with "
             'vmap_method="sequential"',
             UserWarning,
             stacklevel=2,
         )
     if not found or any(bool((x != x.flatten()[0]).any()) for x in of_all if x.numel()):
-        function.verdicts[key] = found  # equal numbers everywhere, as of zeros, show nothing
+        function.verdicts[key] = found  # a result with all numbers equal, such as zeros, would prove nothing
     return found
 
 
 def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors are equal to half of their digits, relative to the largest."""
+    """Whether two tensors agree to half of their digits, relative to the largest entry."""
     if not expected.is_floating_point() and not expected.is_complex():
         return torch.equal(found, expected)
     digits = torch.finfo(expected.dtype).eps ** 0.5
@@ -334,7 +337,7 @@ def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _tensor(buffer: Any) -> torch.Tensor:
-    """The memory of ``buffer`` as a tensor."""
+    """A tensor that shares the memory of ``buffer``."""
     return torch.utils.dlpack.from_dlpack(buffer.__dlpack__())
 
 
@@ -343,7 +346,7 @@ def _at(place: Sequence[int], tensor: torch.Tensor, flags: Flags) -> torch.Tenso
 
 
 def plain_state() -> contextlib.AbstractContextManager[Any]:
-    """Torch's state of this thread as a new thread has it: the caller may have set inference mode or autocast."""
+    """A context without inference mode and autocast, which the caller may have set in this thread."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     if not kinds and not torch.is_inference_mode_enabled():
         return contextlib.nullcontext()
@@ -355,25 +358,25 @@ def plain_state() -> contextlib.AbstractContextManager[Any]:
 
 
 def _stream_of(tensors: Sequence[torch.Tensor], context: Any) -> contextlib.AbstractContextManager[Any]:
-    """XLA's stream as torch's current stream; nothing on a CPU, where ``context`` has none."""
+    """A context in which XLA's stream is torch's current stream. On a CPU it does nothing."""
     if not tensors or tensors[0].device.type != "cuda":
         return contextlib.nullcontext()
     return torch.cuda.stream(torch.cuda.ExternalStream(context.stream, tensors[0].device))
 
 
 _Root = tuple[torch.Tensor, torch.Tensor]
-"""A tensor, and the weight of it."""
+"""A tensor and its weight."""
 
 
 class _Point:
-    """The function at one set of inputs. Values and derivatives are those of one call, whose graph is kept if shared.
+    """The function at one set of inputs. One call gives values and derivatives; its graph is kept if shared.
 
     Parameters
     ----------
     request : Request
     inputs : list of torch.Tensor
     is_shared : bool
-        There are several sets of weights and directions.
+        Whether there are several sets of weights and directions.
     """
 
     def __init__(self, request: Request, inputs: list[torch.Tensor], is_shared: bool = False):
@@ -381,7 +384,10 @@ class _Point:
         self._slopes: dict[int, tuple[list[_Root], list[torch.Tensor]]] = {}
 
     def results(self, vectors: Sequence[torch.Tensor], count: int | None = None) -> list[torch.Tensor]:
-        """Values and gradients for weights and directions ``vectors``; for ``count`` of those that come last."""
+        """Values and gradients for the weights and directions ``vectors``.
+
+        With ``count``, those from which the last backward pass starts have a leading axis of this size.
+        """
         request, inputs = self.request, self._inputs
         given = iter(vectors)
         weights = {j: next(given) for j in request.weights}
@@ -414,13 +420,13 @@ class _Point:
 
     @functools.cached_property
     def _ones(self) -> dict[int, torch.Tensor]:
-        """Weights where none are given: of the values, to differentiate by them, or of all outputs."""
+        """Default weights: those of the values, to differentiate by them, or those of all outputs."""
         if self.request.directions and self.request.values:
             return {j: torch.ones_like(self._outputs[j], requires_grad=True) for j in self.request.values}
         return {j: torch.ones_like(y) for j, y in enumerate(self._outputs) if y.is_floating_point()}
 
     def _along_with(self, weights: Mapping[int, torch.Tensor]) -> Sequence[torch.Tensor] | None:
-        """Gradients that came with an energy, if all of it has one weight; otherwise None."""
+        """Gradients that were computed along with an energy, if all its entries have one weight; otherwise None."""
         if len(self._outputs) != 1:
             return None
         found = engine.first_derivatives(self._outputs[0], [self._inputs[i] for i in self.request.gradient])
@@ -433,7 +439,7 @@ class _Point:
         return [gradient * scale for gradient in found] if bool((weight == scale).all()) else None
 
     def _along(self, number: int, roots: list[_Root], wanted: Sequence[int]) -> list[torch.Tensor]:
-        """Gradients that direction ``number`` is multiplied with; those of before where nothing else led to them."""
+        """The gradients by which direction ``number`` is multiplied, reused if the ``roots`` are the same as before."""
         known, slopes = self._slopes.get(number, ([], []))
         if not known or any(a is not b for a, b in zip(itertools.chain(*known), itertools.chain(*roots))):
             name = self.request.function.name if number == 0 else None
@@ -450,10 +456,10 @@ def _gradients(
     count: int | None = None,
     warn: str | None = None,
 ) -> list[torch.Tensor]:
-    """Gradients of the sum of products of the pairs in ``roots``, zeros where there is no dependence.
+    """Gradients of the sum of products of the pairs in ``roots``; zeros for inputs on which it does not depend.
 
-    For ``count`` weights along leading axes, as many gradients. Without any dependence, there is a warning about the
-    function ``warn``.
+    With ``count``, weights and gradients have a leading axis of this size. If the sum depends on no input, a warning
+    names the function ``warn``.
     """
     roots = [(y, weight) for y, weight in roots if y.requires_grad]
     found: Sequence[torch.Tensor | None] = [None] * len(inputs)
@@ -470,8 +476,7 @@ def _gradients(
         )
     if warn is not None and all(gradient is None for gradient in found):
         warnings.warn(
-            f"`{warn}`: its outputs do not depend on its inputs by torch's graph of operations, so the gradients are "
-            "zero",
+            f"`{warn}`: in torch's autograd graph the outputs do not depend on the inputs, so the gradients are zero",
             UserWarning,
             stacklevel=2,
         )
@@ -480,19 +485,19 @@ def _gradients(
 
 
 def _outputs(request: Request, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Outputs of the function, checked."""
+    """The outputs of the function, after a check."""
     function = request.function
     evaluate = function.evaluate if request.directions or function.first_order is None else function.first_order
     outputs = evaluate(*(inputs if function.only_reads else [x.clone() for x in inputs]))
     if len(outputs) != len(request.outputs):
-        raise ValueError(f"`{function.name}` returned {len(outputs)} tensors, {len(request.outputs)} were declared")
+        raise ValueError(f"`{function.name}` returned {len(outputs)} tensors, but {len(request.outputs)} were declared")
     for number, (output, declared) in enumerate(zip(outputs, request.outputs)):
         where = f"`{function.name}`: output {number}"
         if not isinstance(output, torch.Tensor):
-            raise TypeError(f"{where} is no tensor but {type(output).__name__}")
+            raise TypeError(f"{where} must be a tensor, got {type(output).__name__}")
         if tuple(output.shape) != tuple(declared.shape):
-            raise ValueError(f"{where} has shape {tuple(output.shape)}, declared was {tuple(declared.shape)}")
+            raise ValueError(f"{where} has shape {tuple(output.shape)}, but {tuple(declared.shape)} was declared")
         expected = torch_dtype(declared.dtype)
         if output.dtype != expected and not (function.rounds and output.dtype == WIDER.get(expected)):
-            raise TypeError(f"{where} has dtype {output.dtype}, declared was {expected}")
+            raise TypeError(f"{where} has dtype {output.dtype}, but {expected} was declared")
     return outputs

@@ -21,17 +21,17 @@ WIDER = {
     torch.uint32: torch.uint64,
     torch.complex64: torch.complex128,
 }
-"""What torch may compute where JAX, without x64, has half as many bits."""
+"""The dtypes in which torch may compute, where JAX without x64 has half as many bits."""
 
 
 @functools.lru_cache(maxsize=64)
 def torch_dtype(dtype: Any, name: str = "array") -> torch.dtype:
-    """The dtype of torch for one of JAX.
+    """The torch dtype for a JAX dtype.
 
     Raises
     ------
     TypeError
-        Torch has none, or JAX and torch do not exchange it.
+        Torch does not have the dtype, or JAX and torch cannot exchange it.
     """
     found = _TORCH.get(np.dtype(dtype)) if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else None
     if found is None:
@@ -40,7 +40,7 @@ def torch_dtype(dtype: Any, name: str = "array") -> torch.dtype:
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """The dtype of JAX for one of torch, as narrow as ``jax_enable_x64`` makes it."""
+    """The JAX dtype for a torch dtype, narrowed unless ``jax_enable_x64`` is set."""
     if dtype not in _JAX:
         raise TypeError(f"`tensor` has dtype {dtype}, which JAX does not have")
     return jax.dtypes.canonicalize_dtype(_JAX[dtype])

@@ -1,4 +1,4 @@
-"""JAX functions from the functions of `nvalchemiops.torch`: one definition, two front doors."""
+"""JAX functions made from the functions of `nvalchemiops.torch`."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 Shape = jax.ShapeDtypeStruct
 
 _ARRAYS, _NUMBERS = "Tensor", "float"
-"""What annotations say of parameters: arrays, or numbers that may be arrays without axes; all else is static."""
+"""Annotations of parameters that take arrays, and of numbers that may be arrays without axes. All others are static."""
 
 
 def operator(
@@ -36,31 +36,33 @@ def operator(
     without: Sequence[str] = ("device", "domain"),
     constants: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """A torch function as a function of JAX, with the same parameters.
+    """Make a JAX function of a torch function, with the same parameters.
 
     Parameters
     ----------
     function : callable
-        Of tensors; annotations tell arrays (``torch.Tensor``) and numbers (``float``) from static arguments.
+        A function of tensors. Annotations distinguish arrays (``torch.Tensor``) and numbers (``float``) from static
+        arguments.
     out_shapes : callable, optional
-        Shapes and dtypes of the results, from the arguments by keyword; those left at their default are left out.
-        Without it the function is traced with tensors without data.
+        Returns the shapes and dtypes of the results. It is called with the arguments by keyword, without those that
+        have their default. By default the function is traced with tensors without data.
     name : str, optional
-        For messages, of what is no function.
+        The name in messages. By default that of the function.
     contract : callable, optional
-        As for `Bridge`, from the same arguments.
+        As for `Bridge`, called with the same arguments.
     prepare : callable, optional
-        ``prepare(arguments)``: changes of the arguments, before the call.
+        ``prepare(arguments)`` returns changed arguments before the call.
     fold : callable, optional
-        ``fold(function, arguments)``: the results for all slices of ``vmap`` along leading axes, as systems of a batch.
+        ``fold(function, arguments)`` returns the results for all slices of ``vmap`` along leading axes, computed as the
+        systems of a batch.
     folds : callable, optional
-        Whether these arguments of one slice allow it, with the same results; arrays are `jax.ShapeDtypeStruct`.
+        Whether ``fold`` gives the same results for these arguments of one slice. Arrays are `jax.ShapeDtypeStruct`.
     extra : dict, optional
-        Names of further parameters that have no effect, each with the name of the one that it comes after.
+        Names of further parameters that have no effect, each with the name of the parameter that it follows.
     without : sequence of str, optional
-        Parameters that JAX has no use for.
+        Parameters to leave out in JAX.
     constants : sequence of str, optional
-        Parameters by which there are no derivatives, beside those that are numbers in torch.
+        Parameters by which there are no derivatives, in addition to those that are numbers in torch.
     """
     name, kinds = name or function.__name__, _kinds(function)
     signature, ignored = _signature(function, extra or {}, without), frozenset(extra or {})
@@ -98,7 +100,7 @@ def operator(
         positions: Any = arguments.get("positions")
         if fold is not None and not hasattr(positions, "ndim"):
             raise TypeError(f"`positions` must be an array, got {type(positions).__name__}")
-        if fold is not None and positions.ndim != 2:  # leading axes are those of vmap
+        if fold is not None and positions.ndim != 2:  # leading axes would be taken for those of vmap
             shape = tuple(positions.shape)
             raise ValueError(f"`positions` must have shape (n_atoms, 3), got {shape}: use jax.vmap, or a batch")
         return bridge(**(arguments if prepare is None else prepare(arguments)))
@@ -115,9 +117,9 @@ def named(call: Callable[..., Any], name: str, doc: str, signature: inspect.Sign
 
 
 def without_padding(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a torch function, with a list of pairs that ends at the last pair.
+    """The arguments of a torch function, without the padding at the end of a list of pairs.
 
-    A list of a declared capacity ends with slots of no atom, which the functions of torch do not take.
+    A list with a declared capacity ends with padding, which the torch functions do not take.
     """
     pairs, pointers = arguments.get("neighbor_list"), arguments.get("neighbor_ptr")
     if pairs is None or pairs.ndim != 2 or not may_read(pairs, wait=True):
@@ -128,14 +130,14 @@ def without_padding(arguments: dict[str, Any]) -> dict[str, Any]:
     else:
         count = int(pointers[-1]) if pointers.numel() else 0
     if not 0 <= count < pairs.shape[1] or 0 <= int(pairs[0, count]) < n_atoms:
-        return arguments  # without padding, or wrong
+        return arguments  # no padding, or invalid
     cut = {"neighbor_list": pairs[:, :count]}
     cut |= {name: arguments[name][:count] for name in _SHIFTS if arguments.get(name) is not None}
     return {**arguments, **cut}
 
 
 def _pairs_before_padding(rows: torch.Tensor, n_atoms: int) -> int:
-    """How many pairs come before slots of no atom; all where the last slot is a pair."""
+    """The number of pairs before the padding; all of them if the last entry is a pair."""
     if not rows.numel() or 0 <= int(rows[-1]) < n_atoms:
         return rows.numel()
     is_atom = (rows >= 0) & (rows < n_atoms)
@@ -147,9 +149,9 @@ _SHIFTS = ("neighbor_shifts", "unit_shifts")
 
 
 def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None, /, **arguments: Any) -> Any:
-    """Shapes of the results of a torch function, whose arguments are checked as far as they can be without values.
+    """Shapes of the results of a torch function, from a call without values, which also checks the arguments.
 
-    Where the function cannot do without values, the shapes are those that ``rule`` gives.
+    If the function needs values, ``rule`` returns the shapes.
     """
     try:
         with torch.no_grad():
@@ -160,24 +162,24 @@ def checked_shapes(function: Callable[..., Any], rule: Callable[..., Any] | None
             if type(error) not in (TypeError, ValueError) or text == str(error):
                 raise
             raise type(error)(text) from None
-        if rule is None:  # values are read, or sizes depend on them
+        if rule is None:  # the function reads values, or sizes depend on them
             raise
     return rule(**arguments)
 
 
 def as_array(name: str, value: Any) -> Any:
-    """``value`` as an array, if it is not a number or some other object; floats of numpy get the precision of JAX."""
+    """Lists and NumPy arrays as arrays, with JAX's precision; numbers and other objects unchanged."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         value = jnp.asarray(value) if is_traced(value) else np.asarray(value)
     if isinstance(value, torch.Tensor):
         raise TypeError(
-            f"`{name}` is a torch tensor: pass a JAX or numpy array, or call the function of nvalchemiops.torch"
+            f"`{name}` is a torch tensor: pass a JAX or NumPy array, or call the function of nvalchemiops.torch"
         )
     return jnp.asarray(value) if isinstance(value, (np.ndarray, np.generic)) else value
 
 
 def as_static(name: str, value: Any) -> Any:
-    """``value`` as Python objects: numbers for arrays without axes, tuples for others.
+    """``value`` as Python objects: numbers in place of arrays without axes, tuples in place of others.
 
     Raises
     ------
@@ -193,7 +195,7 @@ def as_static(name: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with tuples for lists and arrays, and numbers for arrays without axes."""
+    """``value`` with tuples in place of lists and arrays, and numbers in place of arrays without axes."""
     if isinstance(value, (jax.Array, np.ndarray, np.generic)):
         value = np.asarray(value).tolist()
     return tuple(map(_plain, value)) if type(value) in (list, tuple) else value
@@ -223,14 +225,14 @@ def _annotation(annotation: Any) -> Any:
 
 
 def _for_jax_arrays(text: str) -> str:
-    """A message of a torch function, for JAX."""
+    """Rewrite a message of a torch function for JAX arrays."""
     return re.sub(r"\btorch\.(?=(float|int|uint|bfloat|complex|bool)\d*\b)", "", text).replace(".to(", ".astype(")
 
 
 def _for_jax(function: Callable[..., Any]) -> str:
-    """The docstring of a torch function, for JAX."""
+    """Rewrite the docstring of a torch function for JAX."""
     text = inspect.getdoc(function) or ""
-    # inside of jit the functions of torch run with values, so what a compiler of torch needs is not needed
+    # inside of jit the torch functions run with values, so requirements of torch.compile do not apply
     text = re.sub(r"\s*Inside ``torch\.compile``[^.]*\.", "", text)
     text = re.sub(r"``torch\.compile``", "``jax.jit``", text)
     return re.sub(r"\btensor(s?)\b", r"array\1", text).replace("nvalchemiops.torch.", "nvalchemiops.jax.")
@@ -242,8 +244,8 @@ def _for_jax(function: Callable[..., Any]) -> str:
 def system_energies(roles: Mapping[str, str], reduction: str = "atom") -> Callable[..., Energies | None]:
     """The contraction of an operator, for calls whose results are energies of systems.
 
-    ``roles`` says of arrays, by name, whether they have rows for atoms or for systems; ``reduction`` is what
-    ``energy_reduction`` is where it is left out.
+    ``roles`` says for each array, by name, whether its rows are those of atoms or of systems. ``reduction`` is the
+    default of ``energy_reduction``.
     """
 
     def contract(energy_reduction: str = reduction, **arguments: Any) -> Energies | None:
@@ -258,12 +260,12 @@ def system_energies(roles: Mapping[str, str], reduction: str = "atom") -> Callab
 def number_of_systems(
     name: str, cell: Any = None, batch_idx: Any = None, num_systems: int | None = None, **others: Any
 ) -> int:
-    """The number of systems, from what is known when a function is traced.
+    """The number of systems, from arguments that are known when a function is traced.
 
     Raises
     ------
     ValueError
-        A batch without a cell for each system, and without ``num_systems``.
+        A batch has neither a cell for each system nor ``num_systems``.
     """
     if num_systems is not None:
         return num_systems
@@ -274,15 +276,15 @@ def number_of_systems(
     raise ValueError(f"{name}: `num_systems` is needed with `batch_idx`, unless each system has a cell")
 
 
-# -- what needs values ----------------------------------------------------------------------------
+# -- functions that need values -------------------------------------------------------------------
 
 
 def eager(
     function: Callable[..., Any], *, into: Callable[..., Any] | None = None, without: Sequence[str] = ("device",)
 ) -> Callable[..., Any]:
-    """A torch function that needs values, such as a choice of parameters, for JAX arrays outside of ``jit``.
+    """Make a function of JAX arrays, outside of ``jit``, of a torch function that needs values.
 
-    A result that is a dataclass becomes one of the class ``into``.
+    A result that is a dataclass is converted to the class ``into``.
     """
     signature, kinds = _signature(function, {}, without), _kinds(function)
 
@@ -304,7 +306,7 @@ def eager(
 
 
 def to_torch(value: Any) -> Any:
-    """A tensor with the values of an array, also of one that is spread over devices; anything else as it is."""
+    """A tensor with the values of an array, which may be sharded over devices. Other values are returned unchanged."""
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         return value
     with jax.ensure_compile_time_eval():  # also in a function that JAX is tracing
@@ -315,7 +317,7 @@ def to_torch(value: Any) -> Any:
 
 
 def from_torch_values(results: Any) -> Any:
-    """``results`` with JAX arrays for tensors, with the values of these."""
+    """``results`` with tensors replaced by JAX arrays of the same values."""
 
     def convert(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):

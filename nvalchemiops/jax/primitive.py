@@ -1,26 +1,27 @@
-"""The JAX primitive that calls torch: its derivatives of every order, its batching, its lowering.
+"""The JAX primitive that calls torch, with derivatives of every order, batching and lowering.
 
 With a torch function f of inputs x and weights u of its outputs, let
 
     L(x; u, t_1 .. t_k) = D_{t_1} .. D_{t_k} Σ u·f(x)
 
 be the k-fold directional derivative of the weighted outputs. It is linear in u and in each direction t_i, and symmetric
-in the directions. The primitive evaluates the derivative of L by u (*values*: f itself for k = 0, else its directional
-derivative) and by one more direction (*gradient*). These are closed under differentiation:
+in the directions. The primitive evaluates two derivatives of L: by u (*values*: f itself for k = 0, otherwise its
+directional derivative), and by a further direction (*gradient*). These are closed under differentiation:
 
-- The tangent by x is the same with one more direction; by u or t_i, the same with the tangent in its place.
-- The transpose by t_i with a cotangent c of the gradient is the gradient with c in the place of t_i, since L is
-  symmetric; with a cotangent c of the values, it is the gradient with weights c and without t_i. The transpose by u is
-  the values with c as one more direction.
+- The tangent by x is the same expression with one more direction. The tangent by u or t_i is the same expression with
+  the tangent in place of u or t_i.
+- Transpose by t_i: for a cotangent c of the gradient, it is the gradient with c in place of t_i, since L is symmetric.
+  For a cotangent c of the values, it is the gradient with weights c and without t_i.
+- Transpose by u: it is the values with c as one more direction.
 
 So torch's reverse mode gives every order in both of JAX's modes, and nothing is kept between callbacks.
 
-A function with a *contraction* is an energy: its gradient comes with the value from one callback, and its tangent is
-their product with the tangents of the inputs, in JAX.
+A function with a *contraction* returns energies. One callback gives their values and gradients, and JAX computes
+their tangent as the product of gradients and tangents of the inputs.
 
-``vmap`` adds a level, for which each operand and each result has an axis or has none. L is then the sum over all
-slices, so that a gradient without the axis is a sum over slices and the rules above hold as they are. All slices are
-evaluated in one callback.
+``vmap`` adds a level. Each operand and each result either has an axis for a level or not. L is then the sum over all
+slices: a gradient without the axis is a sum over slices, and the rules above still hold. All slices are evaluated in
+one callback.
 """
 
 import functools
@@ -46,7 +47,7 @@ torch_call_p.multiple_results = True
 
 
 class Part(NamedTuple):
-    """An operand, and whether it has an axis at each level."""
+    """An operand, and for each level whether the operand has an axis for it."""
 
     array: Any
     flags: Flags
@@ -62,7 +63,7 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, request: Request, operands: Sequence[Any]) -> "Form":
-        """The arguments of ``request`` when its operands are ``operands``."""
+        """The arguments of L for a request and its operands."""
         parts = iter([Part(array, flags) for array, flags in zip(operands, request.operand_flags)])
         return cls(
             request,
@@ -109,21 +110,21 @@ def _evaluate(*operands: Any, request: Request) -> list[Any]:
 
 
 KEPT_REQUESTS = 256
-"""Compiled calls outside of ``jit`` that are kept, of all functions: each takes more than a megabyte."""
+"""Number of compiled calls outside of ``jit`` that are kept, for all functions. Each takes more than a megabyte."""
 
 _kept: "deque[weakref.ref[Request]]" = deque()
-"""The requests of those that are kept, oldest first."""
+"""The requests of these compiled calls, oldest first."""
 
 
 def _compiled(request: Request) -> Callable[..., list[Any]]:
-    """The compiled call for ``request``, which its function keeps."""
+    """Compile a call for ``request``, and keep it with its function."""
     new: Any = jax.jit(functools.partial(torch_call_p.bind, request=request))
-    jitted = request.function.jitted.setdefault(request, new)  # all threads get the same
+    jitted = request.function.jitted.setdefault(request, new)  # all threads get the same one
     _kept.append(weakref.ref(request))
     while len(_kept) > KEPT_REQUESTS:
         oldest = _kept.popleft()()
         if oldest is not None and (dropped := oldest.function.jitted.pop(oldest, None)) is not None:
-            dropped.clear_cache()  # JAX and the function hold each other
+            dropped.clear_cache()  # otherwise JAX's cache would keep it alive
     return jitted
 
 
@@ -151,7 +152,7 @@ def _lower(context: Any, *operands: Any, request: Request) -> Any:
 
 
 def _takes_all(request: Request, operands: Sequence[Any]) -> bool:
-    """Whether the function takes all slices that are not for one call of it otherwise."""
+    """Whether one call of the function takes all slices that would otherwise need separate calls."""
     sizes = tuple(itertools.compress(request.sizes, request.of_calls))
     if not sizes or 0 in request.sizes or request.function.takes_all is None:
         return False
@@ -164,7 +165,7 @@ mlir.register_lowering(torch_call_p, _lower)
 
 
 def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
-    """The equation without results that are not used: derivatives of each cost as much as the first."""
+    """The equation without unused results: the derivatives of each would cost as much as those of the first."""
     if not any(used):
         return [False] * len(equation.invars), None
     outvars = list(itertools.compress(equation.outvars, used))
@@ -201,7 +202,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -
     if not values or not moved or form.directions or contract is None or not contract.covers(shapes, request.outputs):
         results = bind(request, primals)
         return results, _instantiated(results, _tangents(form, moving, moved, values, gradient))
-    # an energy: the gradients by all inputs that move come from the same callback
+    # an energy: its gradients by all inputs with tangents come from the same callback
     everywhere = (True,) * len(request.sizes)
     wanted = {**dict.fromkeys(moved, everywhere), **gradient}
     results = form.bind(values, wanted)
@@ -212,15 +213,15 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, request: Request) -
 
 
 def _check_differentiable(request: Request, moved: Mapping[int, Part]) -> None:
-    """Raise where torch or the declaration of the function has no derivative by these inputs."""
+    """Raise if torch, or the declaration of the function, has no derivative by these inputs."""
     name = request.function.name
     if not request.function.differentiable:
-        raise ValueError(f"`{name}` is not to be differentiated: enable_vjp=True allows it")
+        raise ValueError(f"`{name}` is not differentiable: enable_vjp=True allows derivatives")
     constants = [name for i, name in request.function.constants.items() if i in moved]
     if constants and (request.gradient or any(_is_smooth(request.outputs[j]) for j in request.values)):
         named = " and ".join(f"`{constant}`" for constant in constants)
         raise NotImplementedError(
-            f"{name}: there is no derivative by {named}: where it is meant to be zero, apply jax.lax.stop_gradient"
+            f"{name}: there is no derivative by {named}: if it is meant to be zero, apply jax.lax.stop_gradient"
         )
     kinds = [(f"by input {i}", part.array.dtype) for i, part in moved.items()]
     kinds += [(f"of output {j}", request.outputs[j].dtype) for j in request.values if moved]
@@ -238,7 +239,7 @@ def _instantiated(results: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
 def _tangents(
     form: Form, moving: Form, moved: Mapping[int, Part], values: Mapping[int, Flags], gradient: Mapping[int, Flags]
 ) -> list[Any]:
-    """Tangents of the results; None where they are zero."""
+    """Tangents of the results, None in place of zero."""
     smooth = {j: flags for j, flags in values.items() if _is_smooth(form.request.outputs[j])}
     if not smooth and not gradient:
         return [None] * len(values)
@@ -256,7 +257,7 @@ def _tangents(
 
 
 def _contract(form: Form, gradients: Mapping[int, Any], moved: Mapping[int, Part]) -> list[Any]:
-    """Tangents of energies whose gradients are known, slice by slice."""
+    """Tangents of energies from their gradients, slice by slice."""
     inputs, request = dict(enumerate(form.inputs)), form.request
     contract: Callable[..., Any] = functools.partial(request.function.contract.tangents, outputs=request.outputs)
     for level in reversed(range(len(request.sizes))):

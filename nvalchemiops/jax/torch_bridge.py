@@ -1,4 +1,4 @@
-"""Modules of torch as functions of JAX: `TorchModuleWrapper`."""
+"""Torch modules as JAX functions: `TorchModuleWrapper`."""
 
 import copy
 import functools
@@ -21,17 +21,18 @@ from nvalchemiops.locks import fork_safe
 VmapMethod = Literal["broadcast_all", "sequential"]
 
 COMPILED_DEVICES = frozenset({"cuda"})
-"""Devices for which modules are compiled. On a CPU, a network of atoms gained a tenth and took half a minute."""
+"""Devices on which modules are compiled. On a CPU, compiling an atomistic network took half a minute and saved a tenth
+of its time."""
 
 
 @dataclass(frozen=True)
 class TorchDtypeSpec:
-    """An argument that is an array, cast to a dtype before the module gets it.
+    """An array argument, cast to a dtype before it is passed to the module.
 
     Parameters
     ----------
     shape : tuple of int
-        -1 is any size.
+        -1 means any size.
     dtype : torch.dtype
     """
 
@@ -44,7 +45,7 @@ class TorchDtypeSpec:
 
 @dataclass(frozen=True)
 class ScalarSpec:
-    """An argument that is a Python number, which the module gets as it is.
+    """An argument that is a Python number, passed to the module unchanged.
 
     Parameters
     ----------
@@ -64,9 +65,9 @@ class TorchModuleWrapper:
     """A torch module as a function of JAX arrays.
 
     It takes JAX arrays, pytrees of them and Python numbers, by position or name, and returns the module's outputs with
-    JAX arrays in the place of tensors. It works under ``jit``, ``vmap`` and ``scan``, and, with ``enable_vjp``, under
-    derivatives of every order in both modes. Wrappers with the same module and options are equal, so that a jitted
-    function which takes one as an argument is not traced again for another.
+    JAX arrays in place of tensors. It works under ``jit``, ``vmap`` and ``scan``, and with ``enable_vjp`` under
+    derivatives of every order in both modes. Wrappers with the same module and options are equal, so a jitted function
+    that takes a wrapper as an argument is not traced again for an equal one.
 
     Parameters
     ----------
@@ -74,34 +75,36 @@ class TorchModuleWrapper:
         It must depend on nothing but its arguments and its parameters: switch dropout and running averages off by
         ``module.eval()``. Shapes of outputs are found by a run without data, so they must not depend on data.
     input_spec : sequence of TorchDtypeSpec, ScalarSpec or None, optional
-        One entry for each leaf of the arguments: a dtype to cast to, a Python number, or None for an array as it is.
+        One entry for each leaf of the arguments: a dtype to cast to, a Python number, or None for an unchanged array.
     vmap_method : {"broadcast_all", "sequential"}
-        How ``vmap`` calls the module: once, with all slices along leading axes, for modules that treat leading axes as
-        a batch; or slice by slice. Where the outputs have no such axes then, or those of the first and the last slice
-        are not what the module gives for them alone, it is slice by slice, too, the latter with a warning. That is
-        found in the first call with each number of slices. Rows of Jacobians and Hessians have one set of inputs: the
-        module gets it as it is, once, and torch differentiates for all rows together, or "sequential" for each.
+        How ``vmap`` calls the module. "broadcast_all": once, with all slices along leading axes, for modules that treat
+        leading axes as a batch. "sequential": slice by slice. The first call with each number of slices tests whether
+        the module treats leading axes as a batch. If its outputs have no leading axes, it is called slice by slice; if
+        the results of the first or last slice differ from those of a separate call, too, with a warning. The rows of
+        Jacobians and Hessians share one set of inputs, with which the module is called once. Torch then differentiates
+        for all rows at once, or with "sequential" row by row.
     requires_grad : bool
-        Torch records operations in the module, which computes derivatives itself.
+        Whether torch records operations in the module: for modules that compute derivatives themselves.
     enable_vjp : bool
-        JAX may differentiate through the module. Parameters are constants, their ``grad`` stays as it is.
+        Whether JAX may differentiate through the module. Its parameters are constants, and their ``grad`` is not
+        changed.
     _compile : bool
-        Compile the module by `torch.compile` on a GPU, for values and first derivatives. If that fails, it runs as it
-        is, with a warning.
+        Whether to compile the module by `torch.compile` on a GPU, for values and first derivatives. If that fails, the
+        module runs uncompiled, with a warning.
 
     Raises
     ------
     TypeError
-        An argument that is neither an array nor a Python number, or not of the type of its ``input_spec``; an output
-        that is no tensor.
+        An argument that is neither an array nor a Python number, or does not have the type in ``input_spec``; an output
+        that is not a tensor.
     ValueError
-        A number of arguments or a shape other than in ``input_spec``; a derivative without ``enable_vjp``.
+        A number of arguments, or a shape, that differs from ``input_spec``; a derivative without ``enable_vjp``.
 
     Warns
     -----
     UserWarning
-        A derivative is taken of outputs that do not depend on the inputs by torch's graph of operations. It is zero.
-        The module does not treat leading axes as a batch, though its outputs have them.
+        A derivative is zero because in torch's autograd graph the outputs do not depend on the inputs; or the module
+        does not treat leading axes as a batch, although its outputs have them.
 
     Examples
     --------
@@ -140,9 +143,9 @@ class TorchModuleWrapper:
         return TorchModuleWrapper, tuple(getattr(self, field.name) for field in fields(self))
 
     def get_for_device(self, device: torch.device | str) -> torch.nn.Module:
-        """The module on ``device``: itself, or a copy that is made once and goes with it.
+        """The module on ``device``: the module itself, or a copy that is made once and lives as long as the module.
 
-        A copy has the parameters that the module had when it was made.
+        A copy has the parameters that the module had when the copy was made.
         """
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -150,14 +153,14 @@ class TorchModuleWrapper:
         return module_on(self.module, device)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Outputs of the module."""
+        """The outputs of the module."""
         paths, _ = jax.tree_util.tree_flatten_with_path((args, kwargs))
         _check_arguments(self.module, paths, self.input_spec)
         return self._function.bridge(*args, **kwargs)
 
     @functools.cached_property
     def _function(self) -> "_Function":
-        """The function of this wrapper and of all that are equal."""
+        """The function of this wrapper, shared by all equal wrappers."""
         key = self._key()
         found = _functions.get(key)
         if found is None:
@@ -166,7 +169,7 @@ class TorchModuleWrapper:
 
 
 class _Function:
-    """The JAX function of equal wrappers. It holds the module, so that an ``id`` in its key is no other's."""
+    """The JAX function of equal wrappers. It keeps the module alive, so that no other object gets its ``id``."""
 
     def __init__(self, wrapper: TorchModuleWrapper):
         self._module, self._spec = wrapper.module, tuple(wrapper.input_spec or ())
@@ -185,7 +188,7 @@ class _Function:
         )
 
     def _calling(self, module_for: Callable[[torch.device | None], Callable[..., Any]]) -> Callable[..., Any]:
-        """The function that calls the module for the device of its arguments."""
+        """A function that calls the module returned for the device of its arguments."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             args, kwargs, device = self._prepared(args, kwargs)
@@ -203,7 +206,7 @@ class _Function:
         return compiled
 
     def _prepared(self, args: Any, kwargs: Any) -> tuple[Any, Any, torch.device | None]:
-        """Arguments cast as specified, and the device that they are on."""
+        """The arguments, cast as specified, and their device."""
         leaves, tree = jax.tree.flatten((args, kwargs))
         device = next((x.device for x in leaves if isinstance(x, torch.Tensor)), None)
         if any(isinstance(spec, TorchDtypeSpec) for spec in self._spec):
@@ -216,7 +219,7 @@ _functions: weakref.WeakValueDictionary[tuple[Hashable, ...], _Function] = weakr
 
 
 class _Compiled:
-    """A module by torch's compiler, or as it is where that fails."""
+    """A module compiled by torch, or the module itself if that fails."""
 
     def __init__(self, module: torch.nn.Module):
         self.module = module
@@ -227,7 +230,7 @@ class _Compiled:
             try:
                 return self._compiled(*args, **kwargs)
             except Exception as error:
-                outputs = self.module(*args, **kwargs)  # raises what is wrong in the module itself
+                outputs = self.module(*args, **kwargs)  # raises errors of the module itself
                 self._compiled = None
                 name = type(self.module).__name__
                 warnings.warn(f"`{name}` runs without torch.compile, which failed: {error}", UserWarning, stacklevel=2)
@@ -238,13 +241,13 @@ class _Compiled:
 # -- modules and devices --------------------------------------------------------------------------
 
 _copies: dict[int, dict[torch.device, torch.nn.Module]] = {}
-"""Copies of modules on other devices, by ``id``; they are forgotten when it is free for another module."""
+"""Copies of modules on other devices, by ``id`` of the module. They are dropped when the module is freed."""
 
 _copies_lock = fork_safe(threading.RLock())
 
 
 def device_of(module: torch.nn.Module) -> torch.device | None:
-    """The device of the first parameter or buffer; None without any."""
+    """The device of the first parameter or buffer; None if there are none."""
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return None if first is None else first.device
 
@@ -264,11 +267,11 @@ def module_on(module: torch.nn.Module, device: torch.device | None) -> torch.nn.
 
 
 def _scratch(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy with the same parameters and buffers, for a run without data, which may leave its tensors in it."""
+    """A copy with the same parameters and buffers, for a run without data, which may store tensors in the module."""
     shared = {id(x): x for x in itertools.chain(module.parameters(), module.buffers())}
     try:
         return copy.deepcopy(module, shared)
-    except Exception:  # of an attribute that cannot be copied
+    except Exception:  # an attribute cannot be copied
         return module
 
 
@@ -276,7 +279,7 @@ def _scratch(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _check_arguments(module: torch.nn.Module, paths: Sequence[Any], spec: Sequence[InputSpec] | None) -> None:
-    """Raise where an argument is not what the module or ``spec`` takes."""
+    """Raise unless all arguments have types that the module and ``spec`` take."""
     if spec is not None and len(spec) != len(paths):
         named = [_argument_name(module, path) for path, _ in paths]
         raise ValueError(
@@ -297,7 +300,7 @@ def _check_argument(name: Callable[[], str], leaf: Any, spec: InputSpec) -> None
         if type(leaf) is not spec.python_type:
             raise TypeError(
                 f"`{name()}`: expected {spec.python_type.__name__} by its ScalarSpec, got {type(leaf).__name__}; "
-                "numbers are arrays inside of jit unless they are static there"
+                "inside of jit numbers are arrays unless they are static arguments"
             )
     elif type(leaf) in (bool, int, float):
         raise TypeError(f"`{name()}`: expected an array by `input_spec`, got a number of type {type(leaf).__name__}")
@@ -308,7 +311,7 @@ def _check_argument(name: Callable[[], str], leaf: Any, spec: InputSpec) -> None
 
 
 def _argument_name(module: torch.nn.Module, path: tuple[Any, ...]) -> str:
-    """An argument as its caller writes it, such as ``graph['cell']``; ``path`` begins in ``(args, kwargs)``."""
+    """The name of an argument in the caller's code, such as ``graph['cell']``, by its path in ``(args, kwargs)``."""
     kind, first, *rest = path
     if kind.idx == 1:
         name = first.key

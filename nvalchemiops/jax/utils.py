@@ -1,7 +1,7 @@
-"""Utilities for programs in JAX: dataclasses that are pytrees, functions of pytrees, and guards of transformations.
+"""Utilities for JAX programs: dataclasses that are pytrees, functions of pytrees, and guards against transformations.
 
-Each has a function of JAX behind it where there is one, and a type by which decorated functions and classes keep their
-signatures in a type checker.
+Where JAX has such a function, these wrap it. Their types let decorated functions and classes keep their signatures in a
+type checker.
 """
 
 import contextlib
@@ -79,10 +79,10 @@ _post_init_is_off = contextvars.ContextVar("nvalchemiops.jax.utils: __post_init_
 
 @contextlib.contextmanager
 def no_post_init() -> Iterator[None]:
-    """Objects that are made inside run no ``__post_init__`` that `skip_post_init_if_disabled` decorates.
+    """A context in which no ``__post_init__`` runs that is decorated by `skip_post_init_if_disabled`.
 
-    For objects that hold something else than arrays for a moment: names of data sets, shardings, placeholders. It holds
-    for the current thread (and the current task of asyncio), and may be nested.
+    For objects that temporarily hold something other than arrays: names of data sets, shardings, placeholders. It
+    affects the current thread (and the current asyncio task), and may be nested.
     """
     token = _post_init_is_off.set(True)
     try:
@@ -94,8 +94,8 @@ def no_post_init() -> Iterator[None]:
 def skip_post_init_if_disabled(post_init: Callable[P, None]) -> Callable[P, None]:
     """Decorate a ``__post_init__`` (or any method without a result) that must not run inside `no_post_init`.
 
-    JAX takes pytrees apart and builds them again, sometimes with placeholders for leaves. A `dataclass` is built again
-    inside `no_post_init`, so a decorated check of shapes sees what programs make, and no placeholders.
+    JAX flattens pytrees and rebuilds them, sometimes with placeholders for leaves. A `dataclass` is rebuilt inside
+    `no_post_init`, so a decorated check of shapes sees only objects that programs make, and never placeholders.
     """
 
     @functools.wraps(post_init)
@@ -152,13 +152,14 @@ def field(
     default, default_factory, init, repr, hash, compare, metadata, kw_only
         Those of `dataclasses.field`.
     static : bool
-        The field belongs to the structure of the pytree: it is no leaf, transformations do not see it, and another
-        value means another compilation. It must be hashable and comparable by ``==``, so not an array.
+        Whether the field belongs to the structure of the pytree instead of being a leaf. Transformations do not see a
+        static field, and each value has its own compilation. The value must be hashable and comparable by ``==``, so
+        it cannot be an array.
 
     Returns
     -------
     dataclasses.Field
-        It has the type of whatever the field is annotated with, as far as a type checker is concerned.
+        For a type checker it has the annotated type of the field.
     """
     options = {
         "default": default,
@@ -176,15 +177,15 @@ def field(
 def lens_field(**options: Unpack[_AllOptions]) -> Any:
     """Describe a field of a `dataclass` whose type is a lens, or another generic protocol of functions.
 
-    The same as `field`, but that a type checker takes any default: the parameters of a generic lens cannot be inferred
-    from it. A lens that holds arrays, such as indices, is a pytree and stays a leaf; for one that is a plain function
-    say ``static=True``.
+    The same as `field`, but a type checker accepts any default, since it cannot infer the parameters of a generic lens
+    from one. A lens that holds arrays, such as indices, is a pytree and remains a leaf. For a lens that is a plain
+    function set ``static=True``.
     """
     of_anything: Callable[..., Any] = field
     return of_anything(**options)
 
 
-lens_field.__signature__ = inspect.signature(field)  # type: ignore[attr-defined]  # `inspect` looks there
+lens_field.__signature__ = inspect.signature(field)  # type: ignore[attr-defined]  # `inspect` reads it
 
 
 def _rebuild(cls: type[T], names: tuple[str, ...], values: Iterable[Any]) -> T:
@@ -193,7 +194,7 @@ def _rebuild(cls: type[T], names: tuple[str, ...], values: Iterable[Any]) -> T:
 
 
 def _register(cls: type[T]) -> type[T]:
-    """Register a dataclass as a pytree whose children are its fields, in order, without those that are static."""
+    """Register a dataclass as a pytree whose children are its non-static fields, in order."""
     parameters = [f for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
     data = tuple(f.name for f in parameters if not f.metadata.get("static", False))
     static = tuple(f.name for f in parameters if f.metadata.get("static", False))
@@ -204,7 +205,7 @@ def _register(cls: type[T]) -> type[T]:
     ]
     if required:
         raise TypeError(
-            f"`{cls.__name__}` cannot be rebuilt from its fields alone: its constructor needs "
+            f"`{cls.__name__}` cannot be rebuilt from its fields alone: its constructor also needs "
             f"{', '.join(f'`{name}`' for name in required)}. Give them defaults, or make them fields"
         )
     if not hasattr(cls, "__post_init__"):
@@ -246,30 +247,31 @@ def dataclass(cls: type[T] | None = None, /, *, frozen: bool = True, **options: 
     Parameters
     ----------
     cls : type
-        A class with annotated fields. Those of `field(static=True)` belong to the structure, the others are children.
+        A class with annotated fields. Fields with `field(static=True)` belong to the structure, all others are
+        children.
     frozen : bool
-        Whether attributes cannot be assigned; `dataclasses.replace` makes a changed copy.
+        Whether attributes cannot be assigned. Use `dataclasses.replace` to make a changed copy.
     **options : bool
-        Those of `dataclasses.dataclass`: ``init``, ``repr``, ``eq``, ``order``, ``unsafe_hash``, ``match_args``,
-        ``kw_only``, ``slots``, ``weakref_slot``. What they generate compares and hashes fields, so ``==`` and ``hash``
-        work as far as they do for the values: for numbers and strings, not for arrays.
+        Options of `dataclasses.dataclass`: ``init``, ``repr``, ``eq``, ``order``, ``unsafe_hash``, ``match_args``,
+        ``kw_only``, ``slots``, ``weakref_slot``. The generated methods compare and hash fields, so ``==`` and ``hash``
+        work for fields that are numbers and strings, but not for arrays.
 
     Returns
     -------
     type
-        The class, or a decorator if options are given alone. A subclass is decorated for itself. A class that was
-        decorated before is returned as it is: its own attribute ``_jax_dataclass`` is True.
+        The class; or a decorator, if only options are given. A subclass must be decorated itself. A class that is
+        decorated already, whose own attribute ``_jax_dataclass`` is True, is returned unchanged.
 
     Raises
     ------
     TypeError
-        The constructor needs something that is no field, such as an `dataclasses.InitVar` without a default.
+        The constructor needs an argument that is not a field, such as a `dataclasses.InitVar` without a default.
 
     Notes
     -----
-    JAX takes objects apart and builds them again by their constructor, `__post_init__` included: sometimes with
-    placeholders for leaves. Decorate a ``__post_init__`` that checks values by `skip_post_init_if_disabled`: it then
-    runs for objects that a program makes, and not for those that JAX builds. A field with ``init=False`` is no leaf: an
+    JAX flattens objects and rebuilds them by their constructor, including `__post_init__`, sometimes with placeholders
+    for leaves. Decorate a ``__post_init__`` that checks values by `skip_post_init_if_disabled`: it then runs for
+    objects that a program makes, and not for those that JAX rebuilds. A field with ``init=False`` is not a leaf: an
     undecorated ``__post_init__`` computes it from the others.
 
     Examples
@@ -299,7 +301,7 @@ def dataclass(cls: type[T] | None = None, /, *, frozen: bool = True, **options: 
 
 @runtime_checkable
 class PyTreeDef(Protocol[Tree_co]):
-    """The structure of a pytree, as `tree_structure` gives it: `jax.tree_util.PyTreeDef`, with the type of the tree."""
+    """The structure of a pytree from `tree_structure`: `jax.tree_util.PyTreeDef`, with the type of the tree."""
 
     @property
     def num_leaves(self) -> int:
@@ -307,22 +309,22 @@ class PyTreeDef(Protocol[Tree_co]):
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, leaves included."""
+        """Number of nodes, including leaves."""
 
     def unflatten(self, leaves: Iterable[Any], /) -> Tree_co:
         """Build the tree with these leaves."""
 
     def flatten_up_to(self, tree: Any, /) -> list[Any]:
-        """List the subtrees of a tree that stand where this structure has leaves."""
+        """List the subtrees of a tree at the places where this structure has leaves."""
 
     def __hash__(self) -> int: ...
 
 
 @runtime_checkable
 class SupportsTreeMatch(Protocol):
-    """A node of a pytree that aligns itself with its counterparts in other trees before these are mapped together.
+    """A node of a pytree that aligns itself with its counterparts in other trees before they are mapped together.
 
-    Such as an array of labels beside the list that they index: two of them can be added once the lists are the same.
+    An example is an array of labels with the list that they index: two such nodes can be added once their lists agree.
     """
 
     def __tree_match__(self: T, *others: T) -> tuple[T, ...]:
@@ -341,7 +343,7 @@ class ScatterArgs(TypedDict, total=False):
 
 @runtime_checkable
 class HasScatterArgs(Protocol):
-    """A node of a pytree that says how its arrays are written to, see `tree_scatter_set`."""
+    """A node of a pytree that specifies how its arrays are written to; see `tree_scatter_set`."""
 
     @property
     def scatter_args(self) -> ScatterArgs:
@@ -349,7 +351,7 @@ class HasScatterArgs(Protocol):
 
 
 def tree_structure(tree: T, is_leaf: Callable[[Any], bool] | None = None) -> PyTreeDef[T]:
-    """`jax.tree.structure`: what a pytree is without its leaves.
+    """`jax.tree.structure`: the structure of a pytree without its leaves.
 
     Parameters
     ----------
@@ -392,17 +394,17 @@ def _children(node: Any, others: Sequence[Any]) -> tuple[Any, list[tuple[Any, ..
 
 
 def tree_map(function: Callable[..., Any], tree: T, /, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
-    """`jax.tree.map`, of trees that align themselves.
+    """`jax.tree.map` for trees whose nodes may align themselves.
 
     Parameters
     ----------
     function : callable
         Takes a leaf of each tree.
     tree, *rest : pytrees
-        Trees with one structure. Where a node of ``tree`` has a method ``__tree_match__`` (`SupportsTreeMatch`), it
-        is called with its counterparts, and what it returns takes their places; its children are then mapped.
+        Trees with one structure. If a node of ``tree`` has a method ``__tree_match__`` (`SupportsTreeMatch`), it is
+        called with the counterparts of the node. The returned nodes replace these, and their children are mapped.
     is_leaf : callable, optional
-        Whether a node of ``tree`` counts as a leaf; such a node is not aligned.
+        Whether a node of ``tree`` counts as a leaf. Leaves are not aligned.
 
     Returns
     -------
@@ -419,7 +421,7 @@ def tree_map(function: Callable[..., Any], tree: T, /, *rest: Any, is_leaf: Call
             continue
         node, *others = _aligned(leaf, others)
         inside, children = _children(node, others)
-        if inside == tree_structure(0):  # it aligns, but is no pytree itself
+        if inside == tree_structure(0):  # the node aligns, but is not a pytree itself
             results.append(function(node, *others))
         else:
             results.append(inside.unflatten([tree_map(function, *child, is_leaf=is_leaf) for child in children]))
@@ -432,9 +434,9 @@ def tree_concat(*trees: T, axis: int = 0) -> T:
     Parameters
     ----------
     *trees : pytrees of arrays
-        One or more, with one structure; aligned as by `tree_map`.
+        One or more, with one structure. They are aligned as in `tree_map`.
     axis : int
-        Along which axis.
+        The axis to concatenate along.
 
     Returns
     -------
@@ -449,9 +451,9 @@ def tree_stack(*trees: T, axis: int = 0) -> T:
     Parameters
     ----------
     *trees : pytrees of arrays
-        One or more, with one structure; aligned as by `tree_map`.
+        One or more, with one structure. They are aligned as in `tree_map`.
     axis : int
-        Where the new axis stands.
+        The position of the new axis.
 
     Returns
     -------
@@ -462,7 +464,7 @@ def tree_stack(*trees: T, axis: int = 0) -> T:
 
 def _of_several(name: str, trees: tuple[T, ...], function: Callable[..., Array]) -> T:
     if not trees:
-        raise TypeError(f"`{name}` needs a tree at least")
+        raise TypeError(f"`{name}` needs at least one tree")
     return tree_map(function, *trees)
 
 
@@ -482,21 +484,21 @@ def tree_zeros_like(tree: T) -> T:
 
 
 def tree_where_broadcast_last(accept: ArrayLike, a: T, b: T) -> T:
-    """Choose between the leaves of two pytrees by a mask of their first axes.
+    """Choose between the leaves of two pytrees by a mask over their first axes.
 
     Parameters
     ----------
     accept : Array of bool, shape (n, ...) or ()
-        Where to take ``a``. It is broadcast over the axes that leaves have beyond its own, such as a mask of systems
+        True where to take ``a``. The mask is broadcast over the further axes of leaves, for example a mask of systems
         over their positions.
     a, b : pytrees of arrays
-        With one structure; aligned as by `tree_map`. Leaves have at least as many axes as ``accept``.
+        With one structure. They are aligned as in `tree_map`. Leaves have at least as many axes as ``accept``.
 
     Returns
     -------
     pytree of arrays
-        Derivatives go to what was chosen; the other is multiplied by zero, which a NaN survives, if it has one in its
-        derivative.
+        Derivatives flow to the chosen leaf. The derivative of the other one is multiplied by zero, so a NaN in it
+        remains NaN.
 
     Raises
     ------
@@ -509,7 +511,7 @@ def tree_where_broadcast_last(accept: ArrayLike, a: T, b: T) -> T:
         missing = max(jnp.ndim(x), jnp.ndim(y)) - mask.ndim
         if missing < 0:
             raise ValueError(
-                f"`accept` has shape {mask.shape}, so leaves must have {mask.ndim} axes at least, "
+                f"`accept` has shape {mask.shape}, so leaves must have at least {mask.ndim} axes, "
                 f"got shapes {jnp.shape(x)} and {jnp.shape(y)}"
             )
         return jnp.where(mask.reshape(mask.shape + (1,) * missing), x, y)
@@ -523,15 +525,15 @@ def tree_scatter_set(item: T, value: T, idxs: Any, args: ScatterArgs | None = No
     Parameters
     ----------
     item : pytree of arrays
-        What is written to.
+        The arrays to write into.
     value : pytree of arrays
-        What is written, with the same structure; aligned as by `tree_map`.
+        The values to write, with the same structure. They are aligned as in `tree_map`.
     idxs
         An index, a slice, an array of indices, or a tuple of those.
     args : ScatterArgs, optional
         Keyword arguments of ``set``, such as ``{"mode": "drop"}``. A node of ``item`` with ``scatter_args``
-        (`HasScatterArgs`) adds its own for the arrays below it. Where they differ, those of the inner node hold, and
-        those of the caller before all. ``fill_value`` is for reading and has no effect here.
+        (`HasScatterArgs`) adds its own for the arrays below it. Those of the caller take precedence, then those of
+        inner nodes. ``fill_value`` is for reading and has no effect here.
 
     Returns
     -------
@@ -564,18 +566,18 @@ def _scatter_set(item: Any, value: Any, idxs: Any, of_nodes: dict[str, Any], of_
 
 
 def isin(a: Array, b: Array, max_item: int) -> Array:
-    """Whether items occur in a set of integers, by a look-up in a table.
+    """Whether items occur in a set of integers, by a table look-up.
 
-    Takes time proportional to the sizes of ``a``, of ``b`` and of the table, where `jax.numpy.isin` compares or sorts.
+    The time is proportional to the sizes of ``a``, ``b`` and the table, while `jax.numpy.isin` compares or sorts.
 
     Parameters
     ----------
     a : Array of integers, any shape
-        What is looked up.
+        The items to look up.
     b : Array of integers, any shape
         The set.
     max_item : int
-        Size of the table: items are 0 to ``max_item - 1``. Others, also negative ones, are in no set.
+        Size of the table: items are 0 to ``max_item - 1``. All other numbers, also negative ones, are never in the set.
 
     Returns
     -------
@@ -590,16 +592,16 @@ def isin(a: Array, b: Array, max_item: int) -> Array:
     """
     size = operator.index(max_item)
     if size < 0:
-        raise ValueError(f"`max_item` must not be negative, got {size}")
+        raise ValueError(f"`max_item` must be non-negative, got {size}")
     table = jnp.zeros(size + 1, bool).at[_slots("b", b, size)].set(True)
     return table.at[size].set(False)[_slots("a", a, size)]
 
 
 def _slots(name: str, items: ArrayLike, size: int) -> Array:
-    """Where items stand in a table; those outside share the slot behind it."""
+    """The places of items in a table. Items out of range share an extra slot at its end."""
     array = jnp.asarray(items)
     if not array.size:
-        array = array.astype(int)  # an empty list has the type of floats
+        array = array.astype(int)  # an empty list has a float dtype
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"`{name}` must hold integers, got {array.dtype}")
     inside = array >= 0
@@ -609,12 +611,12 @@ def _slots(name: str, items: ArrayLike, size: int) -> Array:
 
 
 def kahan_summation(*summands: T, compensate: T | None = None) -> tuple[T, T]:
-    """Sum with the rounding errors beside the sum, so that long sums lose nothing.
+    """Sum and return the accumulated rounding error as well, so that long sums lose no digits.
 
     Parameters
     ----------
     *summands : pytrees of arrays
-        All with one structure. Their sum has the shape to which they broadcast and the dtype to which they promote.
+        All with one structure. The sum has the shape to which they broadcast and the dtype to which they promote.
     compensate : pytree of arrays, optional
         The compensation of the first summand, if that is itself a sum of this function.
 
@@ -623,20 +625,20 @@ def kahan_summation(*summands: T, compensate: T | None = None) -> tuple[T, T]:
     total : pytree of arrays
         The sum, rounded.
     compensation : pytree of arrays
-        What ``total`` is too large by: ``total - compensation`` is the better value, were there more digits for it.
-        Zero for integers, and where ``total`` is infinite or not a number.
+        The amount by which ``total`` is too large: in higher precision ``total - compensation`` would be the better
+        value. Zero for integers, and where ``total`` is infinite or NaN.
 
     Raises
     ------
     TypeError
-        No summands.
+        There are no summands.
 
     Notes
     -----
-    Each addition gives its error exactly, whichever summand is the larger (D. E. Knuth, The Art of Computer
-    Programming 2, section 4.2.2, theorem B), so that the sum of n numbers has an error of one rounding, and of about
-    n² ε² times the sum of their absolute values [1]_. Compilers are kept from cancelling it. Derivatives are those of
-    the plain sum.
+    The error of each addition is computed exactly, whichever summand is the larger (D. E. Knuth, The Art of Computer
+    Programming 2, section 4.2.2, theorem B). So the sum of n numbers has an error of one rounding, plus about n² ε²
+    times the sum of their absolute values [1]_. The compiler is prevented from cancelling the error terms. Derivatives
+    are those of the plain sum.
 
     .. [1] T. Ogita, S. M. Rump, S. Oishi, SIAM J. Sci. Comput. 26, 1955 (2005), proposition 4.5.
 
@@ -652,7 +654,7 @@ def kahan_summation(*summands: T, compensate: T | None = None) -> tuple[T, T]:
     True
     """
     if not summands:
-        raise TypeError("`kahan_summation` needs a summand at least")
+        raise TypeError("`kahan_summation` needs at least one summand")
     compensations = []
 
     def add(first: ArrayLike, *others: ArrayLike) -> Array:
@@ -684,7 +686,7 @@ def _sum_leaves(summands: Sequence[ArrayLike], compensation: ArrayLike | None) -
 
 
 def _exact_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded sum and its error, the latter zero where the sum overflows."""
+    """The rounded sum and its error. The error is zero where the sum overflows."""
     total = _as_computed(a + b)
     b_of_total = _as_computed(total - a)
     a_of_total = _as_computed(total - b_of_total)
@@ -693,35 +695,35 @@ def _exact_sum(a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def _rounded(x: Array) -> Array:
-    """A summand after its last rounding: as a product it would go unrounded into a fused multiply-add.
+    """A rounded summand: a product would otherwise enter a fused multiply-add without rounding.
 
-    Barriers are gone when LLVM fuses; a choice remains.
+    Optimization barriers are removed before LLVM fuses operations, but a select remains.
     """
     return jnp.where(x == x, x, jnp.full_like(x, jnp.nan))
 
 
 def _as_computed(x: Array) -> Array:
-    """A value that the compiler does not cancel against others."""
+    """A value that the compiler does not cancel against other values."""
     return cast(Array, jax.lax.optimization_barrier(x))
 
 
 def key_chain(key: Array, shape: int | Sequence[int] = ()) -> Iterator[Array]:
-    """Generate random keys without end, all different, the same ones for the same key.
+    """Generate an endless sequence of different random keys, the same sequence for the same key.
 
     Parameters
     ----------
     key : Array
-        A key of `jax.random.key` or `jax.random.PRNGKey`. Do not use it for anything else.
+        A key from `jax.random.key` or `jax.random.PRNGKey`. Do not use it for anything else.
     shape : int or sequence of int
-        Shape of the array of keys that each step gives; () for a single key.
+        Shape of the array of keys in each step; () for a single key.
 
     Yields
     ------
     Array of keys, shape ``shape``
-        Such as by ``next(chain)``.
+        For example by ``next(chain)``.
     """
     count = (shape,) if isinstance(shape, int) else tuple(shape)
-    jax.random.split(key)  # a wrong key is an error of this call, not of the first `next`
+    jax.random.split(key)  # raises for an invalid key now rather than in the first `next`
 
     def keys(key: Array) -> Iterator[Array]:
         while True:
@@ -735,29 +737,29 @@ def sequential_vmap_with_vjp(func: Callable[P, R]) -> Callable[P, R]:
     """Make a function that `jax.vmap` maps slice by slice, in a loop, and that has gradients.
 
     For functions that cannot be batched, or whose slices together would not fit into memory. `jax.grad`, `jax.vjp` and
-    `jax.jacrev` work inside and outside of vmap, and repeatedly; their loops run slice by slice, too. Nothing is kept
+    `jax.jacrev` work inside and outside of vmap, and repeatedly. Their loops run slice by slice, too. Nothing is kept
     from the forward pass: a gradient evaluates the function again.
 
     Parameters
     ----------
     func : callable
-        A function of pytrees of arrays that returns one. What it depends on is in its arguments: JAX raises where a
-        derivative by something else is taken that it closes over.
+        A function of pytrees of arrays that returns one. All differentiated values must be arguments: JAX raises for a
+        derivative by a value that the function closes over.
 
     Returns
     -------
     callable
-        The same function, with the same signature. Forward mode (`jax.jvp`, `jax.jacfwd`) is a TypeError of JAX.
+        The same function, with the same signature. In forward mode (`jax.jvp`, `jax.jacfwd`) JAX raises a TypeError.
 
     Notes
     -----
-    `jax.custom_batching.sequential_vmap` alone cannot be differentiated in reverse.
+    `jax.custom_batching.sequential_vmap` alone cannot be differentiated in reverse mode.
     """
     in_turn = jax.custom_batching.sequential_vmap(lambda args, kwargs: func(*args, **kwargs))
     run = jax.custom_vjp(lambda args, kwargs: in_turn(args, kwargs))
 
     @functools.cache
-    def pullback() -> Callable[..., Any]:  # made when it is needed: it has a pullback itself
+    def pullback() -> Callable[..., Any]:  # made when it is needed, since it has a pullback itself
         return sequential_vmap_with_vjp(functools.partial(_cotangents, func))
 
     def forward(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -813,19 +815,19 @@ def jit(**options: Any) -> Callable[[Function], Function]: ...
 
 
 def jit(function: Any = None, /, **options: Any) -> Any:
-    """`jax.jit`, as a function or a decorator with options, by which functions keep their signature and name.
+    """`jax.jit`, as a function or as a decorator with options. Functions keep their signature and name.
 
     Parameters
     ----------
     function : callable
-        What to compile.
+        The function to compile.
     **options
-        Those of `jax.jit`.
+        Options of `jax.jit`.
 
     Returns
     -------
     callable
-        What `jax.jit` returns, so ``lower`` and the like are there; or a decorator if options are given alone.
+        The result of `jax.jit`, with ``lower`` and its other methods; or a decorator, if only options are given.
     """
     if function is None:
         return functools.partial(jit, **options)
@@ -841,7 +843,7 @@ def vectorize(*, excluded: Any = ..., signature: str | None = ...) -> Callable[[
 
 
 def vectorize(function: Any = None, /, *, excluded: Any = frozenset(), signature: str | None = None) -> Any:
-    """`jax.numpy.vectorize`, as a function or a decorator with options, by which functions keep signature and name.
+    """`jax.numpy.vectorize`, as a function or as a decorator with options. Functions keep their signature and name.
 
     Parameters
     ----------
@@ -855,7 +857,7 @@ def vectorize(function: Any = None, /, *, excluded: Any = frozenset(), signature
     Returns
     -------
     callable
-        The function of arrays that broadcast against each other.
+        A function of arrays that broadcast against each other.
     """
     if function is None:
         return functools.partial(vectorize, excluded=excluded, signature=signature)
@@ -880,19 +882,19 @@ def linearize(function: Callable[[*Ts], Any], /, *primals: *Ts, has_aux: bool = 
     function : callable
         A function of positional arguments.
     *primals
-        Where it is evaluated.
+        The point at which it is evaluated.
     has_aux : bool
-        The function returns a pair, whose second is handed through.
+        Whether the function returns a pair of its value and auxiliary data, which are passed through.
 
     Returns
     -------
     value
-        Its value.
+        The value of the function.
     derivative : callable
-        Takes tangents with the structure of ``primals``, returns that of ``value``. It may be called many times, and
-        the function is not evaluated again.
+        Takes tangents with the structure of ``primals``, returns a tangent with the structure of ``value``. It may be
+        called many times without evaluating the function again.
     aux
-        If ``has_aux`` is set.
+        The auxiliary data, if ``has_aux`` is set.
     """
     of_jax: Callable[..., Any] = jax.linearize
     return of_jax(function, *primals, has_aux=has_aux)
@@ -907,19 +909,19 @@ def shard_map(**options: Any) -> Callable[[Function], Function]: ...
 
 
 def shard_map(function: Any = None, /, **options: Any) -> Any:
-    """`jax.shard_map`, as a function or a decorator with options, by which functions keep their signature and name.
+    """`jax.shard_map`, as a function or as a decorator with options. Functions keep their signature and name.
 
     Parameters
     ----------
     function : callable
-        What each device does with its part.
+        The function that each device runs on its part.
     **options
-        Those of `jax.shard_map`: ``out_specs``, ``in_specs``, ``mesh``, ``axis_names``, ``check_vma``.
+        Options of `jax.shard_map`: ``out_specs``, ``in_specs``, ``mesh``, ``axis_names``, ``check_vma``.
 
     Returns
     -------
     callable
-        The function of whole arrays, or a decorator if options are given alone.
+        The function of whole arrays; or a decorator, if only options are given.
     """
     if function is None:
         return functools.partial(shard_map, **options)
@@ -927,24 +929,24 @@ def shard_map(function: Any = None, /, **options: Any) -> Any:
 
 
 class NotJaxCompatibleError(TypeError):
-    """A function that needs values was called with values that a transformation of JAX stands in for."""
+    """A function that needs values was called with tracers, inside a transformation of JAX."""
 
 
 def is_traced(x: Any) -> bool:
-    """Whether a value, or a leaf of a pytree, is a tracer: it has a shape and a dtype, but no number yet."""
+    """Whether a value, or a leaf of a pytree, is a tracer, which has a shape and a dtype but no value."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x))
 
 
 def no_jax_tracing(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that needs numbers: with traced arguments it raises, naming itself and them.
+    """Decorate a function that needs concrete values: with traced arguments it raises an error that names them.
 
-    Where all its arguments are numbers, it computes with numbers, also in a program that jit is tracing; arrays that
-    are made inside such a program are traced.
+    If no argument is traced, the function computes with concrete values, also in a program that jit is tracing. Arrays
+    that are made inside such a program are traced.
 
     Raises
     ------
     NotJaxCompatibleError
-        In calls under jit, vmap, grad and so on, where a leaf of an argument is traced.
+        In calls under jit, vmap, grad and so on, if a leaf of an argument is traced.
     """
 
     @functools.wraps(function)
@@ -952,8 +954,8 @@ def no_jax_tracing(function: Callable[P, R]) -> Callable[P, R]:
         if is_traced((args, kwargs)):
             name = getattr(function, "__qualname__", repr(function))
             raise NotJaxCompatibleError(
-                f"`{name}` needs numbers and cannot run inside a transformation of JAX (jit, vmap, grad, ...): "
-                f"{', '.join(_names_of_traced(function, args, kwargs))} traced. Call it outside, and hand in its result"
+                f"`{name}` needs values and cannot run inside a transformation of JAX (jit, vmap, grad, ...): "
+                f"{', '.join(_names_of_traced(function, args, kwargs))} traced. Call it outside, and pass its result in"
             )
         with jax.ensure_compile_time_eval():
             return function(*args, **kwargs)
@@ -964,7 +966,7 @@ def no_jax_tracing(function: Callable[P, R]) -> Callable[P, R]:
 def _names_of_traced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     try:
         arguments: dict[str, Any] = dict(inspect.signature(function).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):  # the call is wrong, or there is no signature
+    except (TypeError, ValueError):  # the call is invalid, or the function has no signature
         arguments = {f"argument {i}": value for i, value in enumerate(args)} | kwargs
     names = [f"`{name}`" for name, value in arguments.items() if is_traced(value)]
     return [*names[:-1], f"{names[-1]} {'is' if len(names) == 1 else 'are'}"]
@@ -979,18 +981,19 @@ def _not_differentiable(x: Any) -> Any:
 def _raise_when_differentiated(primals: tuple[Any], tangents: tuple[Any]) -> Any:
     shapes = ", ".join(f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}" for leaf in jax.tree.leaves(primals))
     raise NotImplementedError(
-        f"`non_differentiable`: a value ({shapes}) that is not differentiable was differentiated. Where its derivative "
-        "is meant to be zero, take `jax.lax.stop_gradient` of what it is computed from"
+        f"`non_differentiable`: a value ({shapes}) that is not differentiable was differentiated. If its derivative is "
+        "meant to be zero, apply `jax.lax.stop_gradient` to the inputs of its computation"
     )
 
 
 def non_differentiable(x: T) -> T:
-    """Return arrays as they are, and raise where a derivative is taken through them.
+    """Return arrays unchanged, and raise if a derivative is taken through them.
 
     Parameters
     ----------
     x : pytree of arrays
-        What has no derivative, such as the result of a search. `jax.lax.stop_gradient` would make it zero in silence.
+        Values without a derivative, such as the result of a search. `jax.lax.stop_gradient` would silently make the
+        derivative zero.
 
     Returns
     -------
@@ -1000,6 +1003,6 @@ def non_differentiable(x: T) -> T:
     Raises
     ------
     NotImplementedError
-        In forward or reverse mode, while JAX traces the derivative, if ``x`` depends on what is differentiated.
+        In forward or reverse mode, while JAX traces the derivative, if ``x`` depends on a differentiated value.
     """
     return cast(T, _not_differentiable(x))

@@ -1,4 +1,4 @@
-"""The torch binding: custom ops on the framework-free kernels of `nvalchemiops`. Submodules are loaded when used."""
+"""The torch binding: custom ops for the framework-free kernels of `nvalchemiops`. Submodules are loaded when used."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Checks of arguments that describe atoms, cells and systems, at the public edge. Each message names the argument."""
+"""Checks of public arguments that describe atoms, cells and systems. Each message names the argument."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -15,31 +15,31 @@ from nvalchemiops.torch.runtime.context import ValuesNeededError, may_read
 FLOATS = (torch.float32, torch.float64)
 
 DEVICES = ("cpu", "cuda")
-"""Kinds of devices that kernels run on."""
+"""Types of devices on which kernels run."""
 
 
 def kind_of(value: Any) -> str:
-    """The type of an argument that is no tensor, for a message, with advice."""
+    """The type of an argument that is not a tensor, for a message, with advice."""
     advice = ": use torch.as_tensor" if isinstance(value, (np.ndarray, list, tuple)) else ""
     return type(value).__name__ + advice
 
 
 def check_tensor(name: str, tensor: Any) -> None:
-    """Raise unless this is a tensor with its elements in memory."""
+    """Raise unless this is a dense tensor."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"`{name}` must be a torch.Tensor, got {kind_of(tensor)}")
     if tensor.layout is not torch.strided:
-        raise TypeError(f"`{name}` has layout {tensor.layout}, but kernels need a dense one: call .to_dense()")
+        raise TypeError(f"`{name}` has layout {tensor.layout}, but kernels need a dense tensor: call .to_dense()")
 
 
 def check_place(name: str, tensor: torch.Tensor) -> None:
-    """Raise if kernels do not run where this tensor is."""
+    """Raise if kernels do not run on the device of this tensor."""
     if tensor.device.type not in DEVICES:
         raise ValueError(f"`{name}` is on {tensor.device}, but kernels run on {' and '.join(DEVICES)} only")
 
 
 def check_device(name: str, device: Any) -> torch.device:
-    """The device; raise unless this names one of a kind that kernels run on."""
+    """The device; raises unless it is one on which kernels run."""
     try:
         found = torch.device(device)
     except (TypeError, ValueError, RuntimeError):
@@ -59,20 +59,20 @@ def check_same_device(device: Any, positions: torch.Tensor) -> None:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """The value as a bool; raise unless this is True or False: another positional argument may have been given here."""
+    """The value as a bool; raises unless it is True or False, since it may be another argument in the wrong place."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"`{name}` must be True or False, got {type(value).__name__}")
     return bool(value)
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise unless this is one of several words."""
+    """Raise unless this is one of the given strings."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"`{name}` must be {' or '.join(map(repr, choices))}, got {value!r}")
 
 
 def check_positions(positions: Any, finite: bool = True, name: str = "positions") -> None:
-    """Raise unless ``positions`` is a float32 or float64 tensor (n_atoms, 3), with finite values if asked."""
+    """Raise unless ``positions`` is a float32 or float64 tensor (n_atoms, 3), if ``finite`` with finite values."""
     check_tensor(name, positions)
     check_place(name, positions)
     if positions.dtype not in FLOATS:
@@ -84,16 +84,16 @@ def check_positions(positions: Any, finite: bool = True, name: str = "positions"
 
 
 def check_int(name: str, value: Any) -> int:
-    """The value, which may be a symbol of a compiler; raise unless it is a whole number that fits into 32 bits."""
+    """The value, which may be a symbol of a compiler; raises unless it is an integer that fits into 32 bits."""
     if isinstance(value, torch.SymInt):
-        return value  # type: ignore[return-value]  # acts like an int wherever one is expected
+        return value  # type: ignore[return-value]  # it acts like an int
     if isinstance(value, torch.Tensor):
         raise TypeError(f"`{name}` must be an int, got Tensor")
     return as_int(name, value)
 
 
 def check_count(name: str, value: Any) -> int:
-    """The value as an int; raise unless it is a whole number, zero or above."""
+    """The value as an int; raises unless it is a non-negative integer."""
     number = check_int(name, value)
     if number < 0:
         raise ValueError(f"`{name}` must not be negative, got {number}")
@@ -126,7 +126,7 @@ def check_real(name: str, value: Any, positions: torch.Tensor) -> None:
 
 
 def check_lattice(cell: Any, positions: torch.Tensor) -> torch.Tensor:
-    """The cell; raise unless it is one or several, of the dtype and on the device of the positions."""
+    """The cell or cells; raises unless shape, dtype and device fit the positions."""
     check_real("cell", cell, positions)
     if cell.ndim not in (2, 3) or cell.shape[-2:] != (3, 3):
         raise ValueError(f"`cell` must have shape (3, 3) or (n_systems, 3, 3), got {tuple(cell.shape)}")
@@ -135,7 +135,7 @@ def check_lattice(cell: Any, positions: torch.Tensor) -> torch.Tensor:
 
 
 def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
-    """Periodicity as a bool tensor of any shape, on ``device`` if given; raise if it is a tensor elsewhere."""
+    """Periodicity as a bool tensor of any shape, on ``device`` if given; raises for a tensor on another device."""
     if not isinstance(pbc, torch.Tensor):
         try:
             if device is not None and device.type != "cpu":
@@ -156,7 +156,7 @@ def pbc_tensor(pbc: Any, device: torch.device | None = None) -> torch.Tensor:
 def check_batch(
     batch_idx: Any, positions: torch.Tensor, n_systems: int | None = None, wait: bool = False
 ) -> tuple[torch.Tensor | None, int | None]:
-    """System of each atom as int32, or None for the only one, and the number of systems, or None if it is unknown.
+    """The system of each atom as int32 (None for a single system), and the number of systems (None if unknown).
 
     Parameters
     ----------
@@ -164,18 +164,18 @@ def check_batch(
         In any order. The entries are checked if they may be read.
     positions : (n_atoms, 3) tensor
     n_systems : int, optional
-        From other arguments; by default the largest entry plus one.
+        The number of systems from other arguments. By default it is the largest entry plus one.
     wait : bool, optional
-        Read the entries on a GPU too.
+        Read the entries also on a GPU.
 
     Raises
     ------
     ValueError, TypeError
-        Shape, dtype or device; an entry that is negative or no system; several systems, but no ``batch_idx``.
+        Wrong shape, dtype or device; a negative entry or one beyond the systems; several systems, but no ``batch_idx``.
     """
     if batch_idx is None:
         if n_systems not in (None, 1):
-            raise ValueError("`batch_idx` is needed to tell several systems apart")
+            raise ValueError("`batch_idx` is needed for several systems")
         return None, 1
     check_index("batch_idx", batch_idx, positions, (positions.shape[0],))
     if may_read(batch_idx, wait=wait):
@@ -195,7 +195,7 @@ def check_batch(
 
 
 def _made_on(device: torch.device, values: np.ndarray) -> torch.Tensor:
-    """The values as a tensor; few truth values are made on the device, since it would wait for a copy."""
+    """The values as a tensor. Up to three bools are made on the device: a copy from the host would wait for it."""
     if values.dtype != np.bool_ or not 1 <= values.size <= 3:
         return torch.as_tensor(values, device=device)
     made = [torch.full((1,), bool(value), dtype=torch.bool, device=device) for value in values.ravel()]
@@ -203,7 +203,7 @@ def _made_on(device: torch.device, values: np.ndarray) -> torch.Tensor:
 
 
 def systems_in_shapes(*arguments: tuple[Any, int]) -> int | None:
-    """The number of systems by leading dimensions of tensors with the given ndim; a size of 1 is for all systems."""
+    """The number of systems from the leading size of tensors with the given ndim; a size of 1 means any number."""
     for tensor, ndim in arguments:
         if getattr(tensor, "ndim", None) == ndim and tensor.shape[0] != 1:
             return tensor.shape[0]
@@ -213,10 +213,10 @@ def systems_in_shapes(*arguments: tuple[Any, int]) -> int | None:
 def check_systems(
     positions: torch.Tensor, cell: Any, pbc: Any, batch_idx: Any, batch_ptr: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int | None]:
-    """Cell and pbc as tensors or None, and the number of systems, if shapes determine it.
+    """Cell and pbc as tensors or None, and the number of systems if shapes determine it, otherwise None.
 
-    Raises unless shapes, dtypes and devices of all four fit together. The values are not read, with one exception:
-    without a cell, pbc must be False, or is refused where it cannot be read.
+    Raises unless shapes, dtypes and devices of all four arguments fit together. Values are not read, with one
+    exception: without a cell, pbc must be False, and is refused if it cannot be read.
     """
     n_systems = 1 if batch_idx is None and batch_ptr is None else None
     if batch_ptr is not None:
@@ -237,20 +237,18 @@ def check_systems(
             raise ValueError(f"`pbc` must have shape (3,) or (n_systems, 3), got {tuple(pbc.shape)}")
         n_systems = _same_number("pbc", pbc.shape[0] if pbc.ndim == 2 else 1, n_systems)
     if n_systems == 0 and positions.shape[0] > 0:
-        raise ValueError(
-            f"`batch_ptr`, `cell` or `pbc` is for no system at all, but there are {positions.shape[0]} atoms"
-        )
+        raise ValueError(f"`batch_ptr`, `cell` or `pbc` is for zero systems, but there are {positions.shape[0]} atoms")
     if cell is None and pbc is not None:
         readable = may_read(pbc, wait=True)
         if not readable or bool(pbc.any()):
             error = ValueError if readable else ValuesNeededError
-            raise error("`pbc` is given without a `cell`: say where the images are, or leave it out")
+            raise error("`pbc` is given without a `cell`: give a cell, or leave `pbc` out")
         pbc = None
     return cell, pbc, n_systems
 
 
 def _same_number(name: str, number: int, n_systems: int | None) -> int | None:
-    """The number of systems; raise unless ``number``, the leading dimension of an argument, is that or one for all."""
+    """The number of systems; raises unless ``number``, the leading size of an argument, is the same or one."""
     if n_systems is None:
         return None if number == 1 else number
     if number not in (1, n_systems):
@@ -259,7 +257,7 @@ def _same_number(name: str, number: int, n_systems: int | None) -> int | None:
 
 
 def as_int32(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers as int32, clamped: numbers that do not fit stay out of range."""
+    """Integers as int32. Values that do not fit are clamped, so that they stay out of range."""
     if tensor.dtype == torch.int32:
         return tensor
     return tensor.clamp(-(2**31) + 1, 2**31 - 1).to(torch.int32)
@@ -268,9 +266,9 @@ def as_int32(tensor: torch.Tensor) -> torch.Tensor:
 def check_index(
     name: str, tensor: Any, beside: torch.Tensor | None, shape: tuple[int | None, ...], writable: bool = False
 ) -> None:
-    """Raise unless ``tensor`` holds integers in this shape (None: any size), on the device of ``beside``.
+    """Raise unless ``tensor`` has integers in this shape (None: any size), on the device of ``beside``.
 
-    One that is written to must be int32 and contiguous.
+    A ``writable`` tensor must be int32 and contiguous.
     """
     check_tensor(name, tensor)
     if tensor.dtype != torch.int32 and (writable or tensor.dtype != torch.int64):
@@ -286,7 +284,7 @@ def check_index(
 
 
 def check_flags(rebuild_flags: Any, positions: torch.Tensor, n_systems: int | None, batch_idx: Any) -> torch.Tensor:
-    """One flag for each system; raise unless ``rebuild_flags`` is a bool tensor with that many, or with one for all."""
+    """One flag for each system; raises unless ``rebuild_flags`` has one bool for each system, or one for all."""
     check_tensor("rebuild_flags", rebuild_flags)
     if rebuild_flags.dtype != torch.bool:
         raise TypeError("`rebuild_flags` must be a bool tensor")

@@ -1,7 +1,6 @@
-"""One Warp kernel as a torch function: allocate the outputs, launch, and, if asked, differentiate.
+"""Single Warp kernels as torch functions: they allocate the outputs, launch the kernel, and may be differentiable.
 
-For code that has a kernel and needs a tensor. An op that launches several kernels is written with
-`nvalchemiops.torch.autograd.warp_custom_op`.
+For an op that launches several kernels use `nvalchemiops.torch.autograd.warp_custom_op`.
 """
 
 import hashlib
@@ -66,23 +65,23 @@ def call_kernel(
     kernel : wp.Kernel
         Its parameters are the inputs, then the outputs.
     *inputs
-        Tensors and numbers in the kernel's order. Tensors may be strided wherever a view exists.
+        Tensors and numbers in the kernel's order. Tensors may be strided if they can be viewed as the array's elements.
     outputs : sequence of OutputSpec
     dim : int, sequence of int or callable of the inputs, optional
-        Launch grid; by default the elements of the first output.
+        Launch grid. By default one thread for each element of the first output.
 
     Raises
     ------
     ValueError
-        If an input requires a gradient while gradients are recorded: this function has none. Use
-        `differentiable_kernel`, or detach.
+        If an input requires a gradient while gradients are enabled: this function is not differentiable. Use
+        `differentiable_kernel`, or detach the input.
     """
     if torch.is_grad_enabled():
         for position, value in enumerate(inputs):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise ValueError(
-                    f"call_kernel: input {position} of kernel '{kernel.key}' requires a gradient, and a bare launch "
-                    "has none: use differentiable_kernel(kernel), or pass tensor.detach()"
+                    f"call_kernel: input {position} of kernel '{kernel.key}' requires a gradient, but call_kernel "
+                    "gives none: use differentiable_kernel(kernel), or pass tensor.detach()"
                 )
     return _Call(kernel, tuple(outputs), dim).run(inputs)
 
@@ -90,21 +89,21 @@ def call_kernel(
 def get_or_register_torch_op(
     kernel: wp.Kernel, outputs: Sequence[OutputSpec], *, dim: Dim = None, differentiable: bool = False
 ) -> Callable[..., Any]:
-    """The torch op of one kernel and its output specs: registered at the first call, the same one ever after.
+    """The torch op of a kernel and its output specs. The first call registers it, later calls return the same op.
 
     Parameters
     ----------
     kernel, outputs, dim
-        As for `call_kernel`. Callables count as the same if their code and closures are.
+        As for `call_kernel`. Functions count as equal if their code and closures are equal.
     differentiable : bool, optional
-        False: asking the op for a derivative raises. True: its backward launches the kernel's Warp adjoint, one
-        order.
+        False: a request for a derivative raises. True: the backward pass launches the kernel's Warp adjoint, which
+        gives first derivatives.
 
     Returns
     -------
     callable
-        Takes the kernel's inputs under their own names, eagerly and inside ``torch.compile``. Get it once, outside
-        of the compiled function.
+        Takes the kernel's inputs under their own names, in eager mode and inside ``torch.compile``. Get it once,
+        outside of the compiled function.
     """
     return _single_op(_Call(kernel, tuple(outputs), dim), differentiable).public
 
@@ -124,8 +123,8 @@ def call_kernel_via_torch_compile(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Launch ``kernel`` from inside ``torch.compile(fullgraph=True)``, differentiable by its Warp adjoint.
 
-    Arguments as for `call_kernel`; ``outputs`` and a callable ``dim`` must live outside of the compiled function
-    (at module level, say), because the op is looked up while tracing, which needs torch 2.12 or newer.
+    Arguments are those of `call_kernel`. ``outputs`` and a callable ``dim`` must be defined outside of the compiled
+    function, for example at module level, because the op is looked up while tracing. This needs torch 2.12 or newer.
     """
     if torch.compiler.is_compiling() and not CONSTANTS_FROM_OBJECTS:
         raise RuntimeError(
@@ -140,7 +139,7 @@ def call_kernel_via_torch_compile(
 
 @assume_constant
 def _op_while_tracing(kernel: wp.Kernel, dim: Dim, *outputs: OutputSpec) -> str:
-    # a string, because the compiler takes few other constants; each spec by itself, because it looks into lists
+    # returns a string, since the compiler takes few other constants; takes specs one by one, since it looks into lists
     op = _single_op(_Call(kernel, outputs, dim), has_adjoint(kernel))
     return f"{op.registered.partition('::')[2]} {op.identity}"
 
@@ -156,26 +155,26 @@ def differentiable_kernel(
     Parameters
     ----------
     forward_kernel : wp.Kernel
-        Parameters: the inputs, then the outputs.
+        Its parameters are the inputs, then the outputs.
     backward_kernel : wp.Kernel, optional
-        Parameters: the saved inputs, then the gradient of each floating-point output, then one to write for each of the
-        first ``num_grad_inputs`` inputs (allocated zero-filled, shaped like the input). Launched over the same
-        grid. Without one, the adjoint that Warp derives for ``forward_kernel`` is launched, without a tape.
+        Its parameters are the saved inputs, then the gradient of each floating-point output, then the gradients to
+        write, one for each of the first ``num_grad_inputs`` inputs (zero-filled, shaped like the input). It is launched
+        over the same grid. By default the adjoint that Warp derives for ``forward_kernel`` is launched, without a tape.
     save_for_backward : sequence of int, optional
-        Positions of the inputs that the backward kernel gets; all by default.
+        Positions of the inputs that the backward kernel takes. All by default.
     num_grad_inputs : int, optional
-        All inputs by default.
+        How many inputs have gradients. All by default.
 
     Returns
     -------
     callable
-        ``function(*inputs, outputs=[OutputSpec, ...], dim=None)``, differentiable once; a second derivative
-        raises. ``function.op(outputs, dim)`` is the registered op for use inside ``torch.compile``.
+        ``function(*inputs, outputs=[OutputSpec, ...], dim=None)``, which can be differentiated once; a second
+        derivative raises. ``function.op(outputs, dim)`` is the registered op for use inside ``torch.compile``.
 
     Raises
     ------
     ValueError
-        If the kernels' parameters do not match this description, or an output has the name of another parameter; the
+        If the kernels' parameters do not match this description, or an output has the name of another parameter. The
         message names the parameter.
     """
     if not isinstance(forward_kernel, wp.Kernel):
@@ -224,7 +223,7 @@ def _zeros(spec: OutputSpec, inputs: Sequence[Any]) -> torch.Tensor:
 
 
 class _Call(NamedTuple):
-    """A kernel, the outputs that are allocated for it, and its launch grid, as for `call_kernel`."""
+    """A kernel, the specs of its outputs, and its launch grid, as for `call_kernel`."""
 
     kernel: wp.Kernel
     outputs: tuple[OutputSpec, ...]
@@ -232,7 +231,7 @@ class _Call(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """By this calls are distinguished: callables count as the same if their code and closures are."""
+        """The key of the op. Functions count as equal if their code and closures are equal."""
         specs = tuple(value_identity(v) for o in self.outputs for v in (o.name, o.dtype, o.shape, o.torch_dtype))
         return self.kernel, specs, value_identity(list(self.dim) if isinstance(self.dim, Sequence) else self.dim)
 
@@ -259,10 +258,10 @@ class _Call(NamedTuple):
 
     @property
     def inputs(self) -> list[tuple[str, Any]]:
-        """Names and annotations of the inputs; raise unless the other parameters may be called like the outputs.
+        """Names and annotations of the inputs; raises if an output has the name of another parameter.
 
-        An output may have another name than its parameter, but not that of a different parameter: a wrong order would
-        go unnoticed.
+        An output may have another name than its parameter. But if it has the name of a different parameter, the order
+        of outputs is probably wrong.
         """
         kernel, names, arguments = self.kernel, [o.name for o in self.outputs], _arguments(self.kernel)
         labels, count = [a.label for a in arguments], len(arguments) - len(names)
@@ -271,13 +270,13 @@ class _Call(NamedTuple):
         for name, label in zip(names, labels[count:]):
             if names.count(name) > 1 or (name != label and name in labels):
                 raise ValueError(
-                    f"`outputs`: '{name}' stands where kernel '{kernel.key}' has `{label}`; its last parameters are "
-                    f"{', '.join(labels[count:])}"
+                    f"`outputs`: '{name}' is in the place of parameter `{label}` of kernel '{kernel.key}'; its last "
+                    f"parameters are {', '.join(labels[count:])}"
                 )
         return [(a.label, _annotation(a, kernel)) for a in arguments[:count]]
 
     def identity(self, extra: str) -> str:
-        """A hash of all this, the same in every process: part of the op's name, also in exported programs."""
+        """A hash of the call, the same in every process. It is part of the op's name, also in exported programs."""
         types_ = [
             value_identity(getattr(a.type, "dtype", a.type)) + str(getattr(a.type, "ndim", ""))
             for a in parameters_of(self.kernel)
@@ -288,7 +287,7 @@ class _Call(NamedTuple):
 
 
 def _arguments(kernel: wp.Kernel) -> list[Any]:
-    """The kernel's own parameters, without the offset that the launch helper supplies."""
+    """The kernel's parameters without the offset that `launch` supplies."""
     return parameters_of(kernel)[is_gather_only(kernel) :]
 
 
@@ -306,7 +305,7 @@ def _annotation(argument: Any, kernel: wp.Kernel) -> Any:
 
 
 def _body(function: Callable[..., Any], parameters: Sequence[tuple[str, Any]], name: str) -> Callable[..., Any]:
-    """A function with the given annotated signature that passes its arguments on as one tuple."""
+    """A function with the given annotated signature that passes its arguments on as a tuple."""
 
     def body(*arguments: Any) -> Any:
         return function(arguments)
@@ -333,8 +332,8 @@ def _new_op(
 ) -> WarpOp:
     """Register an op.
 
-    Its ``derivative``, if there is one, gives the ``gradients`` of inputs for all inputs, the outputs that it is to
-    ``read``, and the gradients of the outputs that may have some.
+    Its ``derivative``, if given, computes the ``gradients`` of inputs. Its arguments are all inputs, the outputs in
+    ``read``, and the incoming gradients of floating-point outputs.
     """
     identity = call.identity(extra)
     name, key, floats = f"{NAMESPACE}::{call.kernel.key}_{identity}", call.kernel.key, call.floats
@@ -350,7 +349,7 @@ def _new_op(
 
 
 def _op_by_adjoint(call: _Call) -> WarpOp:
-    """An op with one derivative: a launch of Warp's adjoint of the kernel."""
+    """An op that can be differentiated once, by a launch of Warp's adjoint of the kernel."""
     outputs, count = call.outputs, len(call.inputs)
     arrays = enumerate(zip(_arguments(call.kernel), call.inputs))
     tracked = [i for i, (a, (_, kind)) in arrays if kind is torch.Tensor and _is_float(a.type.dtype)]
@@ -372,7 +371,7 @@ def _op_by_adjoint(call: _Call) -> WarpOp:
 def _op_by_pair(
     call: _Call, backward_kernel: wp.Kernel, saved: tuple[int, ...] | None, num_grad_inputs: int | None
 ) -> WarpOp:
-    """An op with one derivative: a launch of another kernel."""
+    """An op that can be differentiated once, by a launch of another kernel."""
     kernel, parameters = call.kernel, call.inputs
     count = len(parameters)
     saved = tuple(range(count)) if saved is None else saved
@@ -384,7 +383,7 @@ def _op_by_pair(
     for (label, annotation), argument in zip(parameters[:n_grads], _arguments(kernel)):
         if annotation is not torch.Tensor or not _is_float(argument.type.dtype):
             raise ValueError(
-                f"`num_grad_inputs` covers `{label}`, which is no floating-point array: put it behind the others"
+                f"`num_grad_inputs` covers `{label}`, which is not a floating-point array: put it after the others"
             )
     expected = len(saved) + len(call.floats) + n_grads
     given = _arguments(backward_kernel)

@@ -1,4 +1,4 @@
-"""Launch a Warp kernel on torch tensors: views by the kernel's own argument types, torch's current stream."""
+"""Launch Warp kernels on torch tensors, which are viewed as the kernel's argument types, on torch's current stream."""
 
 import functools
 import struct
@@ -18,7 +18,7 @@ from nvalchemiops.torch.runtime.recorder import current_recorder
 from nvalchemiops.types import inner_shape, scalar_type
 
 _GENERIC = (torch.float32, torch.float64, torch.int32, torch.int64, torch.bool)
-"""Dtypes of tensors for generic kernels."""
+"""Dtypes of tensors that generic kernels take."""
 
 
 def launch(
@@ -32,15 +32,15 @@ def launch(
 ) -> None:
     """Launch ``kernel`` on tensors, on the device of the first one and on torch's current stream.
 
-    For the bodies of ops that need no tape: launches are not recorded. See `nvalchemiops.launch.launch` for
-    ``lanes`` and ``kind``, and for what is split over CPU threads.
+    For the bodies of ops without a tape: launches are not recorded. See `nvalchemiops.launch.launch` for ``lanes`` and
+    ``kind``, and for kernels that are split over CPU threads.
 
     Parameters
     ----------
     kernel : wp.Kernel
     dim : int or sequence of int
     inputs, outputs : sequence of torch.Tensor, number or None
-        In the order of the kernel's parameters, without the ``offset`` of a gather-only kernel. None is an array
+        In the order of the kernel's parameters, without the ``offset`` of a gather-only kernel. None means an array
         without elements.
 
     Raises
@@ -48,9 +48,9 @@ def launch(
     TypeError
         A tensor's dtype does not fit the kernel's parameter.
     ValueError
-        A tensor's shape or strides do not fit, or the tensors lie on different devices.
+        A tensor's shape or strides do not fit, or the tensors are on different devices.
     NotDifferentiableError
-        Inside a recording, which this launch would escape.
+        If a tape is recording, since it would miss this launch.
     """
     arguments = [*inputs, *outputs]
     recording = core.active_tape() is not None
@@ -72,7 +72,7 @@ def launch_adjoint(
     arguments: Sequence[Any],
     gradients: Sequence[torch.Tensor | None],
 ) -> None:
-    """Run the adjoint that Warp derives for ``kernel``, adding to ``gradients``, one for each argument or None."""
+    """Run the adjoint that Warp derives for ``kernel``. It adds to ``gradients``, one for each argument, or None."""
     if (recorder := current_recorder()) is not None:
         recorder.end(f"the adjoint of kernel '{kernel.key}'")
     device, descriptors = describe(kernel, arguments, gradients)
@@ -82,20 +82,20 @@ def launch_adjoint(
 
 
 def _place(device: torch.device) -> tuple[wp.Device, wp.Stream | None]:
-    """Where to launch: Warp's device, and torch's current stream on a GPU."""
+    """Warp's device, and on a GPU torch's current stream."""
     return warp_device(device), current_stream(device) if device.type == "cuda" else None
 
 
 def describe(
     kernel: wp.Kernel, arguments: Sequence[Any], gradients: Sequence[torch.Tensor | None] | None = None
 ) -> tuple[torch.device, list[Any]]:
-    """The device of the tensors; and their descriptors, as bytes, for tensors and None, other arguments as they are."""
+    """The device of the tensors, and the arguments with descriptors, as bytes, in place of tensors and None."""
     parameters = _parameters(kernel)
     if len(arguments) != len(parameters):
         raise TypeError(f"kernel '{kernel.key}' takes {len(parameters)} arguments, got {len(arguments)}")
     device = None
     descriptors: list[Any] = []
-    # inlined as far as it goes: a launch of a small kernel is nearly all of this loop
+    # inlined as far as possible: this loop is most of the time of a small launch
     for position, (value, expected) in enumerate(zip(arguments, parameters)):
         if type(value) in _PLAIN or not isinstance(value, torch.Tensor):
             descriptors.append(expected.absent if value is None and expected.absent is not None else value)
@@ -119,7 +119,7 @@ def describe(
 
 
 class _Expected(NamedTuple):
-    """What a kernel parameter expects of a tensor."""
+    """The properties that a tensor must have for a kernel parameter."""
 
     name: str
     element: Any  # Warp dtype of the array; None: a plain value; Any: a generic kernel
@@ -149,7 +149,7 @@ def _parameters(kernel: wp.Kernel) -> tuple[_Expected, ...]:
 
 
 def _unusual(tensor: torch.Tensor, gradient: torch.Tensor | None, kernel: wp.Kernel, expected: _Expected) -> Any:
-    """The array for a tensor that is not passed as a descriptor, to a generic kernel, say; or else an error."""
+    """The array for a tensor that cannot be passed as a descriptor, such as one for a generic kernel; or an error."""
     if expected.element is None:
         raise TypeError(f"{_label(kernel, expected)}: the kernel expects a plain value here, not a tensor")
     refuse_lazy(tensor)
@@ -161,14 +161,14 @@ def _unusual(tensor: torch.Tensor, gradient: torch.Tensor | None, kernel: wp.Ker
         return array
     if expected.element is not Any:
         raise TypeError(f"{_label(kernel, expected)}: expected dtype {expected.dtype}, got {tensor.dtype}")
-    # a generic kernel picks its overload from the array's type, which a bare descriptor does not carry
+    # a generic kernel picks its overload by the type of the array, which a descriptor does not have
     if tensor.dtype not in _GENERIC:
         raise TypeError(f"{_label(kernel, expected)}: dtype {tensor.dtype} has no Warp scalar type")
     return wp.from_torch(tensor.detach(), dtype=wp.dtype_from_torch(tensor.dtype))
 
 
 KEPT_LAYOUTS = 64
-"""Layouts that are kept for each parameter of a kernel: most launches see the same few again and again."""
+"""Number of layouts that are kept for each parameter of a kernel: most launches use the same few."""
 
 _PLAIN = {type(None), int, float}
 

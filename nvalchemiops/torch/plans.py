@@ -1,8 +1,8 @@
-"""Plans of calls that repeat: which way the last calls went, and how to limit plans or do without them.
+"""Plans of repeated calls: which way the last calls took, and how to limit plans or switch them off.
 
-Calls for small systems are recorded when they come again, and further calls do again what was recorded, for other
-values (`nvalchemiops.torch.runtime.engine`); on a GPU they are captured as CUDA graphs. Results have the bits of the
-ordinary way.
+Calls for small systems are recorded when they repeat, and later calls replay the recorded steps for other values
+(`nvalchemiops.torch.runtime.engine`). On a GPU they are captured as CUDA graphs. Results have the same bits as without
+plans.
 
 >>> from nvalchemiops.torch import plans
 >>> from nvalchemiops.torch.interactions.pair import lennard_jones
@@ -13,7 +13,7 @@ ordinary way.
 >>> [line for line in plans.explain(potential).splitlines() if "pair" in line]
 ['pair potential: once (plans are switched off)']
 
-The environment variable ``NVALCHEMIOPS_PLANS=0`` switches them off in all threads.
+The environment variable ``NVALCHEMIOPS_PLANS=0`` switches plans off in all threads.
 """
 
 from nvalchemiops.torch.checks import check_int
@@ -23,23 +23,23 @@ from nvalchemiops.torch.runtime.engine import off as off
 
 
 def clear() -> None:
-    """Forget all plans of functions, and with them their memory."""
+    """Forget all plans of functions and free their memory."""
     tables.everywhere.clear()
 
 
 def limit(n_bytes: int, device: str = "cpu") -> None:
-    """Let plans of functions have this much memory, at most, beside the last one; 256 MiB by default, 2 GiB on GPUs.
+    """Limit the memory of plans of functions. The default is 256 MiB on a CPU and 2 GiB on GPUs.
 
-    Those that ran longest ago are forgotten first.
+    The least recently used plans are forgotten first. The last plan is always kept, even if it is larger.
 
     Parameters
     ----------
     n_bytes : int
     device : {"cpu", "cuda"}, optional
-        Where the memory is: of plans for a CPU, or of those for all GPUs.
+        Whether this limits the plans for the CPU, or those for all GPUs together.
     """
     if check_int("n_bytes", n_bytes) < 0:
-        raise ValueError(f"`n_bytes` must not be negative, got {n_bytes}")
+        raise ValueError(f"`n_bytes` must be non-negative, got {n_bytes}")
     if device not in ("cpu", "cuda"):
         raise ValueError(f"`device` must be 'cpu' or 'cuda', got {device!r}")
     setattr(tables.everywhere, "most_bytes" if device == "cpu" else "most_bytes_on_gpu", n_bytes)

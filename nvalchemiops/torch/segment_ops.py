@@ -1,9 +1,9 @@
-"""Sums, means, extremes and products over segments: atoms of a system, say, or neighbors of an atom.
+"""Sums, means, extremes and products over segments, such as the atoms of a system or the neighbors of an atom.
 
-Row i of ``x`` belongs to segment ``idx[i]``. The segments may be in any order, and empty. Everything
-differentiates to any order, in all tensors of floats, and works in ``torch.compile`` and ``torch.func``. Sums are taken
-in float64 and in a fixed order, so that they are the same to the last bit for any number of threads. Where values can
-be read without waiting, eagerly on a CPU, an index out of range is an error; elsewhere it must not occur.
+Row i of ``x`` belongs to segment ``idx[i]``. Segments may be in any order, and may be empty. All functions are
+differentiable to any order in all floating-point tensors, and work in ``torch.compile`` and ``torch.func``. Sums are
+computed in float64 and in a fixed order, so they are the same to the last bit for any number of threads. In eager mode
+on a CPU an index out of range raises an error; elsewhere indices are not checked.
 """
 
 import torch
@@ -39,7 +39,7 @@ def segmented_sum(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torc
 
 
 def segmented_mean(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torch.Tensor:
-    """Mean (num_segments, ...) of each segment, zero where it is empty; arguments as for `segmented_sum`."""
+    """Mean (num_segments, ...) of each segment, zero for an empty one. Arguments as for `segmented_sum`."""
     _check(num_segments, idx, x=x)
     counts = _counts(idx, num_segments, x)
     return system_sums(x, idx, num_segments) / _with_axes(counts.clamp(min=1.0), x.ndim)
@@ -48,8 +48,8 @@ def segmented_mean(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> tor
 def segmented_max(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torch.Tensor:
     """Largest value of each segment, and of each component of vectors.
 
-    Arguments as for `segmented_sum`. Where several are largest, the gradient is shared evenly among them, as by
-    ``torch.amax``; second derivatives are zero. A segment with a NaN gives NaN.
+    Arguments as for `segmented_sum`. If several values are largest, they share the gradient evenly, as for
+    ``torch.amax``. Second derivatives are zero. A segment with a NaN gives NaN.
 
     Returns
     -------
@@ -60,7 +60,7 @@ def segmented_max(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torc
 
 
 def segmented_min(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torch.Tensor:
-    """Smallest value (num_segments, ...) of each segment, inf where it is empty; otherwise as `segmented_max`."""
+    """Smallest value (num_segments, ...) of each segment, inf for an empty one; otherwise like `segmented_max`."""
     return _extreme(x, idx, num_segments, "amin", torch.inf)
 
 
@@ -70,7 +70,7 @@ def segmented_dot(x: torch.Tensor, y: torch.Tensor, idx: torch.Tensor, num_segme
     Parameters
     ----------
     x, y : (n, ...) tensors, float32 or float64
-        Of the same shape, which is summed over.
+        Of the same shape. The products are summed over all axes.
     idx : (n,) int32 or int64 tensor
     num_segments : int
         As for `segmented_sum`.
@@ -137,21 +137,21 @@ def segmented_matvec(v: torch.Tensor, m: torch.Tensor, idx: torch.Tensor, num_se
 
 
 def segmented_rms_norm(x: torch.Tensor, idx: torch.Tensor, num_segments: int) -> torch.Tensor:
-    """Root of the mean of ``|x[i]|²`` of each segment (num_segments,), zero where it is empty.
+    """Root of the mean of ``|x[i]|²`` of each segment (num_segments,), zero for an empty one.
 
-    Arguments as for `segmented_sum`; the norm is over all axes but the first. Where all rows of a segment are zero, its
-    gradient is zero.
+    Arguments as for `segmented_sum`. The norm is over all axes but the first. If all rows of a segment are zero, so is
+    its gradient.
     """
     _check(num_segments, idx, x=x)
     counts = _counts(idx, num_segments, x)
     mean = segmented_dot(x, x, idx, num_segments) / counts.clamp(min=1.0)
-    # `x * 0` passes NaN on
+    # `mean * 0.0` keeps a NaN
     return torch.where(mean == 0, mean * 0.0, torch.where(mean == 0, 1.0, mean).sqrt())
 
 
 def _extreme(x: torch.Tensor, idx: torch.Tensor, num_segments: int, reduce: str, of_none: float) -> torch.Tensor:
     _check(num_segments, idx, x=x)
-    # equal to no result, which would share its gradient
+    # NaN, since a start value that equals the result would share its gradient
     start = x.new_full((num_segments, *x.shape[1:]), torch.nan)
     places = _with_axes(idx.to(torch.int64), x.ndim).expand(x.shape)
     found = start.scatter_reduce(0, places, x, reduce, include_self=False)
@@ -160,13 +160,13 @@ def _extreme(x: torch.Tensor, idx: torch.Tensor, num_segments: int, reduce: str,
 
 
 def _counts(idx: torch.Tensor, num_segments: int, x: torch.Tensor) -> torch.Tensor:
-    """Rows of each segment, as numbers like those of ``x``; whole numbers are exact in any order of the sum."""
+    """The number of rows of each segment, in the dtype of ``x``. Sums of integers are exact in any order."""
     counts = torch.zeros(num_segments, dtype=torch.float64, device=x.device)
     return counts.index_add(0, idx, counts.new_ones(idx.shape)).to(x.dtype)
 
 
 def _with_axes(values: torch.Tensor, ndim: int) -> torch.Tensor:
-    """With axes of one element behind the others, up to this number."""
+    """The values with trailing axes of size one, up to this number of axes."""
     return values.reshape(*values.shape, *[1] * (ndim - values.ndim))
 
 

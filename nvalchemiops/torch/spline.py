@@ -1,13 +1,13 @@
-"""B-splines on periodic meshes: spread values of atoms to a mesh, gather values of a mesh at atoms.
+"""B-splines on periodic meshes: spread values of atoms to a mesh, and gather values of a mesh at atoms.
 
-Mesh point (j_x, j_y, j_z) lies at the fractional coordinates (j_x/n_x, j_y/n_y, j_z/n_z). An atom at the fractional
+Mesh point (j_x, j_y, j_z) is at the fractional coordinates (j_x/n_x, j_y/n_y, j_z/n_z). An atom at the fractional
 coordinate s has the weight ``M_p(n s - j + p/2)`` at point j along each axis: its stencil of p points is centred on it,
-and the weights add up to one. Meshes continue periodically, and atoms may lie in any image. Spreading and gathering are
-transposes of each other.
+and the weights sum to one. Meshes are periodic, and atoms may be in any image. Spreading and gathering are transposes
+of each other.
 
-All functions are differentiable in positions, cell, and values or mesh, as often as splines of their order are: p - 2
-times, and once more in pieces; beyond that they raise `NotDifferentiableError`. Results are the same to the last bit
-for any number of threads. Kernels and sources: `nvalchemiops.kernels.mesh`.
+All functions are differentiable in positions, cell, and values or mesh, as often as splines of order p are: p - 2 times
+continuously, and once more piecewise. Higher derivatives raise `NotDifferentiableError`. Results are the same to the
+last bit for any number of threads. For kernels and sources see `nvalchemiops.kernels.mesh`.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Mesh = tuple[int, int, int]
 
 
 def bspline_weight(u: torch.Tensor, order: int) -> torch.Tensor:
-    """The cardinal B-spline ``M_order(u)``, which is not zero for 0 < u < order.
+    """The cardinal B-spline ``M_order(u)``, which is nonzero for 0 < u < order.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def bspline_weight(u: torch.Tensor, order: int) -> torch.Tensor:
 
 
 class _Atoms(NamedTuple):
-    """Arguments that all functions have, as in `spline_spread`."""
+    """Arguments that all functions have in common; see `spline_spread`."""
 
     positions: torch.Tensor
     cell: Any
@@ -74,7 +74,7 @@ class _Atoms(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Coordinates of atoms on a mesh, further arguments of the ops, the lattice, and the numbers of mesh points."""
+    """Coordinates of atoms on a mesh, the other arguments of the ops, the lattice, and the numbers of mesh points."""
 
     coordinates: torch.Tensor
     geometry: tuple[Any, ...]
@@ -107,7 +107,7 @@ def _plan(atoms: _Atoms, mesh_dims: Any, mesh_name: str = "mesh_dims", n_systems
         raise ValueError(f"`cell` is for {cell.shape[0]} systems, but there are {n_systems}")
     batch_idx, _ = checks.check_batch(batch_idx, positions, n_systems)
     lattice = lattice_of(cell, batch_idx, n_atoms)
-    # no constant of the host, for whose copy to a GPU it would wait
+    # made on the device: copying a constant from the host would wait for a GPU
     mesh = torch.cat([torch.full((1,), float(n), dtype=torch.float64, device=positions.device) for n in dimensions])
     coordinates = lattice.fractional(positions) * mesh
     columns = mesh_columns(coordinates, batch_idx, n_systems, dimensions, order)
@@ -115,13 +115,13 @@ def _plan(atoms: _Atoms, mesh_dims: Any, mesh_name: str = "mesh_dims", n_systems
 
 
 def _number_of_systems(cell: torch.Tensor, batch_idx: Any, n_atoms: int) -> int:
-    """The number of systems; ``batch_idx`` is read where one cell may be that of all."""
+    """The number of systems. ``batch_idx`` is read if a single cell may hold for all systems."""
     if cell.ndim == 3 and (cell.shape[0] != 1 or batch_idx is None or not may_read(batch_idx)):
         return cell.shape[0]
     if batch_idx is None or n_atoms == 0:
         return 1
     if not may_read(batch_idx, wait=True):
-        raise ValuesNeededError("`num_systems` is needed where `batch_idx` cannot be read, as inside torch.compile")
+        raise ValuesNeededError("`num_systems` is needed if `batch_idx` cannot be read, as inside torch.compile")
     return int(batch_idx.max()) + 1
 
 
@@ -133,7 +133,7 @@ def _check_values(name: str, values: Any, positions: torch.Tensor, shape: tuple[
 
 
 def _mesh_shape(mesh: Any, cell: Any, batched: bool, before: int, after: int) -> tuple[Mesh, tuple[int | None, ...]]:
-    """Points along the axes, and the shape that a mesh must have with ``before`` and ``after`` more dimensions."""
+    """Points along the axes, and the shape that a mesh must have with ``before`` and ``after`` additional axes."""
     checks.check_tensor("mesh", mesh)
     if mesh.ndim != 3 + batched + before + after:
         names = ["n_systems"] * batched + ["n_channels"] * before + ["n_x", "n_y", "n_z"] + ["3"] * after
@@ -152,7 +152,7 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _spread(atoms: _Atoms, values: Any, channels: tuple[int | None, ...], mesh_dims: Any, n: Any) -> torch.Tensor:
-    """Meshes of values (n_atoms, *channels); NaN for a system whose cell is singular, where that could not be read."""
+    """Meshes of values (n_atoms, *channels). If cells could not be read, systems with a singular cell get NaN."""
     checks.check_positions(atoms.positions, finite=False)
     _check_values("values", values, atoms.positions, (atoms.positions.shape[0], *channels))
     plan = _plan(atoms, mesh_dims, n_systems=None if n is None else _positive("num_systems", n))
@@ -181,22 +181,22 @@ def spline_spread(
     positions : (n_atoms, 3) tensor, float32 or float64, length
     values : (n_atoms,) tensor
     cell : (3, 3) or (n_systems, 3, 3) tensor, length
-        A single one holds for all systems.
+        A single cell holds for all systems.
     mesh_dims : (int, int, int)
-        At least ``spline_order`` each.
+        Mesh points along each axis, at least ``spline_order``.
     spline_order : int, optional
         1 to 8.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom, in any order.
     cell_inv_t : tensor, optional
-        Accepted, because callers may have prepared it; computed from the cell again.
+        Accepted for callers that have prepared it. Only its shape is used: the values are computed from the cell.
     num_systems : int, optional
-        Taken from the cell by default, with one cell for all from the largest entry of ``batch_idx``, which is read.
+        By default the number of cells, or with a single cell, the largest entry of ``batch_idx`` plus one.
 
     Returns
     -------
     (n_x, n_y, n_z) tensor, or (n_systems, n_x, n_y, n_z) with ``batch_idx``
-        Of the dtype of the positions. Its sum is that of the values.
+        In the dtype of the positions. It has the same sum as the values.
 
     Raises
     ------
@@ -217,7 +217,7 @@ def spline_spread_channels(
     *,
     num_systems: int | None = None,
 ) -> torch.Tensor:
-    """Spread several values of each atom, which share the work for positions.
+    """Spread several values of each atom at once. They share the work that depends on positions.
 
     Parameters
     ----------
@@ -235,7 +235,7 @@ def spline_spread_channels(
 def _gathered(
     atoms: _Atoms, mesh: torch.Tensor, derivatives: int, before: int = 0, after: int = 0
 ) -> tuple[torch.Tensor, _Plan]:
-    """Moments (n_atoms, n_channels, n_moments) at atoms, from a mesh with dimensions for channels before or after."""
+    """Moments (n_atoms, n_channels, n_moments) at atoms, from a mesh with axes for channels before or after its own."""
     checks.check_positions(atoms.positions, finite=False)
     batched = atoms.batch_idx is not None
     dimensions, shape = _mesh_shape(mesh, atoms.cell, batched, before, after)
@@ -308,7 +308,7 @@ def spline_gather_vec3(
     batch_idx: torch.Tensor | None = None,
     cell_inv_t: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Vectors on a mesh at atoms, times the charges: forces from a mesh of electric fields.
+    """Gather vectors of a mesh at atoms, times the charges: forces from a mesh of electric fields.
 
     Parameters
     ----------
@@ -388,8 +388,8 @@ def compute_bspline_deconvolution_1d(
     -------
     (n,) float64 tensor
         ``1 / b(m)²`` with ``b(m) = Σ_j M_p(j + p/2) cos(2π m j / n)``, in the order of ``torch.fft.fft``. For a smooth
-        function on the mesh this makes interpolation exact at mesh points (Essmann et al. 1995, with centred splines,
-        which have no zero of b).
+        function on the mesh this makes interpolation exact at mesh points (Essmann et al. 1995, here with centred
+        splines, for which b has no zeros).
     """
     n = _positive("n", n)
     order = check_spline_order(spline_order, 1)

@@ -1,4 +1,4 @@
-"""Atoms, their neighbors and results as objects: the short way to call what the functions take by many arguments.
+"""Atoms, neighbors and results as objects: the short way to call interactions, instead of many tensor arguments.
 
 >>> from nvalchemiops.torch.interactions.electrostatics import ParticleMeshEwald
 >>> system = System(positions, charges, cell)
@@ -7,8 +7,8 @@
 >>> result.forces.shape
 torch.Size([8, 3])
 
-A configured interaction (`EwaldSummation`, `ParticleMeshEwald`, `DFTD3`, `PairPotential`) takes a `System` in the place
-of its first arguments, and `Neighbors`, or builds them. Its results have names, and unpack in the order of the fields.
+An interaction object (`EwaldSummation`, `ParticleMeshEwald`, `DFTD3`, `PairPotential`) takes a `System` in place of its
+first arguments. It takes `Neighbors` too, or builds them. Its results have named fields, and unpack in their order.
 """
 
 import itertools
@@ -34,22 +34,22 @@ class System(NamedTuple):
     Attributes
     ----------
     positions : (n_atoms, 3) tensor, float32 or float64, length
-        Inside the cell or not.
+        Atoms may be outside of the cell.
     charges : (n_atoms,) or (n_atoms, n_channels) tensor, charge, optional
     cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
         Rows are lattice vectors. Without a cell there is no periodicity.
     batch_idx : (n_atoms,) int32 tensor, optional
         System of each atom; without it there is one system.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
-        Along which lattice vectors the system is periodic; by default along all.
+        Whether the system is periodic along each lattice vector. By default along all.
     numbers : (n_atoms,) int tensor, optional
         Atomic numbers.
     domain : Domain, optional
-        The atoms are those that this rank owns (`nvalchemiops.torch.distributed`).
+        The division among ranks. The atoms are then those that this rank owns (`nvalchemiops.torch.distributed`).
     dipoles : (n_atoms, 3) or (n_atoms, n_channels, 3) tensor, charge length, optional
     quadrupoles : (n_atoms, 3, 3) or (n_atoms, n_channels, 3, 3) tensor, charge length², optional
     widths : float or (n_atoms,) tensor, length, optional
-        As for `nvalchemiops.torch.interactions.electrostatics.ewald_summation`, which takes these three.
+        These three are as for `nvalchemiops.torch.interactions.electrostatics.ewald_summation`.
     """
 
     positions: torch.Tensor
@@ -72,13 +72,13 @@ class System(NamedTuple):
         dtype: torch.dtype = torch.float64,
         device: torch.device | str | None = None,
     ) -> "System":
-        """The system of an ``ase.Atoms``, or a batch of the systems of several.
+        """The system of an ``ase.Atoms``, or a batch of several systems.
 
         Parameters
         ----------
         atoms : ase.Atoms or sequence of ase.Atoms
         charges : sequence of float or tensor (n_atoms,), optional
-            Of all atoms, one structure after the other. By default the initial charges of the atoms, where some are not
+            Charges of all atoms, structure by structure. By default the initial charges of the atoms, unless all are
             zero.
         dtype : torch.dtype, optional
         device : torch.device or str, optional
@@ -86,7 +86,7 @@ class System(NamedTuple):
         Returns
         -------
         System
-            In angstrom. ``cell`` and ``pbc`` are None where no system is periodic.
+            Lengths are in angstrom. ``cell`` and ``pbc`` are None if no system is periodic.
         """
         systems = [atoms] if hasattr(atoms, "positions") else list(atoms)
         if not systems:
@@ -117,21 +117,21 @@ class System(NamedTuple):
 
     @property
     def volume(self) -> torch.Tensor:
-        """Volume of the cell, or (n_systems,) of the cells: the stress is ``-virial / volume``."""
+        """Volume of the cell, or volumes (n_systems,) of the cells. The stress is ``-virial / volume``."""
         if self.cell is None:
             raise ValueError("a system without `cell` has no volume")
         return volumes_of(self.cell)
 
     def neighbors(self, cutoff: float, *, as_matrix: bool = False, half: bool = False) -> "Neighbors":
-        """All pairs of atoms closer than ``cutoff``, see `nvalchemiops.torch.neighbors.neighbor_list`.
+        """All pairs of atoms closer than ``cutoff``; see `nvalchemiops.torch.neighbors.neighbor_list`.
 
         Parameters
         ----------
         cutoff : float, length
         as_matrix : bool, optional
-            A matrix instead of a list of pairs.
+            Whether to return a matrix instead of a list of pairs.
         half : bool, optional
-            Each pair once.
+            Whether to list each pair only once.
         """
         found = neighbor_list(
             self.positions,
@@ -161,11 +161,11 @@ class Neighbors(NamedTuple):
     shifts : (n_pairs, 3) or (n_atoms, width, 3) int tensor, or None
         Images of the second atoms, in lattice vectors: ``r_ij = r_j - r_i + shift @ cell``.
     padding : int or None
-        Entries of the matrix that are no neighbor; n_atoms by default.
+        The value of matrix entries without a neighbor. By default n_atoms.
     cutoff : float or None, length
-        All pairs closer than this are there.
+        The neighbors contain all pairs closer than this.
     half : bool
-        Each pair is there once.
+        Whether each pair is listed only once.
     """
 
     pairs: torch.Tensor | None = None
@@ -186,7 +186,7 @@ class Neighbors(NamedTuple):
         cutoff: float | None = None,
         half: bool = False,
     ) -> "Neighbors":
-        """Neighbors from a list of pairs; shapes as of the attributes."""
+        """Neighbors from a list of pairs. Shapes are those of the attributes."""
         return cls(pairs, row_pointers, None, shifts, None, cutoff, half)
 
     @classmethod
@@ -200,9 +200,9 @@ class Neighbors(NamedTuple):
         cutoff: float | None = None,
         half: bool = False,
     ) -> "Neighbors":
-        """Neighbors from a matrix; shapes as of the attributes.
+        """Neighbors from a matrix. Shapes are those of the attributes.
 
-        With ``counts`` (n_atoms,), the true numbers of neighbors, a matrix that is too narrow for them is an error.
+        ``counts`` (n_atoms,) are the true numbers of neighbors: a matrix with fewer columns raises an error.
         """
         if counts is not None and may_read(counts) and counts.numel():
             most = int(counts.max())
@@ -211,7 +211,7 @@ class Neighbors(NamedTuple):
         return cls(None, None, matrix, shifts, padding, cutoff, half)
 
     def given(self) -> GivenNeighbors:
-        """As arguments of a function that takes tensors one by one."""
+        """The neighbors as arguments of a function that takes tensors one by one."""
         shifts = (self.shifts, None) if self.matrix is None else (None, self.shifts)
         return GivenNeighbors(self.pairs, self.row_pointers, shifts[0], self.matrix, shifts[1], self.padding, self.half)
 
@@ -223,43 +223,43 @@ _OF_SYSTEM = ("batch_idx", "pbc")
 _OF_NEIGHBORS = ("neighbor_list", "neighbor_ptr", "neighbor_shifts", "neighbor_matrix", "neighbor_matrix_shifts")
 
 
-BESIDE_TENSORS = "`neighbors` go with a System; beside tensors give `neighbor_list` or `neighbor_matrix`"
-"""The message about neighbors as an object where a system is none."""
+BESIDE_TENSORS = "`neighbors` go with a System; with tensors give `neighbor_list` or `neighbor_matrix`"
+"""The message for `Neighbors` in a call with tensors."""
 
 
 def names_beside(padding: str) -> tuple[str, ...]:
-    """Arguments of functions that a system and its neighbors give, in the order of `GivenNeighbors`.
+    """Names of the arguments that a system and its neighbors replace, in the order of `GivenNeighbors`.
 
-    ``padding`` is what the function calls the padding of a matrix.
+    ``padding`` is the function's name for the padding of a matrix.
     """
     return (*_OF_SYSTEM, *_OF_NEIGHBORS, padding, "half_list")
 
 
 def neighbors_beside(given: Sequence[Any], tensors: Mapping[str, Any], cutoff: float | None = None) -> Neighbors:
-    """The neighbors that a caller gave beside a `System`, by position or by name; empty ones for none.
+    """The neighbors that a caller gave with a `System`, by position or by name; empty neighbors if none were given.
 
     Parameters
     ----------
     given : sequence of Neighbors or None
     tensors : mapping
-        Arguments that go with tensors: they must be None or False.
+        Arguments of calls with tensors. They must be None or False.
     cutoff : float, optional
         How far the neighbors must reach.
 
     Raises
     ------
     ValueError, TypeError
-        Tensors; neighbors of another type, given twice, empty, or of a reach below the cutoff.
+        If a tensor is given, or if neighbors have another type, are given twice, are empty, or do not reach the cutoff.
     """
     for name, value in tensors.items():
         if value is not None and value is not False:
-            raise TypeError(f"`{name}` goes with tensors; beside a System it belongs to the system or its neighbors")
+            raise TypeError(f"`{name}` goes with tensors; with a System it is part of the system or its neighbors")
     found = [value for value in given if value is not None]
     if not found:
         return Neighbors()
     for value in found:
         if not isinstance(value, Neighbors):
-            raise TypeError(f"beside a System an interaction takes Neighbors, got {type(value).__name__}")
+            raise TypeError(f"with a System an interaction takes Neighbors, got {type(value).__name__}")
     if len(found) > 1:
         raise TypeError("`neighbors` are given twice")
     (near,) = found
@@ -280,13 +280,13 @@ def long_arguments(
     reach: str = "",
     cutoff: float | None = None,
 ) -> dict[str, Any]:
-    """Arguments of a function that takes tensors one by one: those of system and neighbors, and ``options``.
+    """Arguments of a function that takes tensors one by one, from a system, its neighbors and ``options``.
 
     Parameters
     ----------
     system : System
     neighbors, cutoff
-        As for `neighbors_beside`, which has the same errors.
+        As for `neighbors_beside`, which raises the same errors.
     options : mapping
         Further arguments by name.
     needed : sequence of str
@@ -294,7 +294,7 @@ def long_arguments(
     padding : str
         As for `names_beside`.
     reach : str, optional
-        What the function calls the reach of the neighbors, if it asks for it.
+        The function's name for the reach of the neighbors, if it takes that.
     """
     names = names_beside(padding)
     near = neighbors_beside(neighbors, {name: options.get(name) for name in names}, cutoff)
@@ -313,7 +313,7 @@ def long_arguments(
 
 
 class Results(Protocol):
-    """Results with names; those that were asked for, in this order, by which they unpack as a tuple.
+    """Results with named fields. Only requested results are present; they unpack as a tuple in this order.
 
     Attributes
     ----------
@@ -322,9 +322,9 @@ class Results(Protocol):
     forces : (n_atoms, 3) tensor
     charge_gradients, dipole_gradients, quadrupole_gradients : tensors like the charges, dipoles and quadrupoles
     coordination_numbers : (n_atoms,) tensor
-        Of D3.
+        From D3.
     gradients : dict from names of parameters to tensors
-        Of pair potentials.
+        From pair potentials.
     virial : (n_systems, 3, 3) tensor
         ``-dE/dstrain``; the stress is ``-virial / volume``.
     """
@@ -346,16 +346,16 @@ _OPTIONAL = (
     ("forces", "charge_gradients", "dipole_gradients", "quadrupole_gradients", "virial"),
 )
 
-# all of them now: a compiler cannot make a type
+# all types are made here, since compiled code cannot make a type
 _TYPES: dict[tuple[str, ...], Any] = {
     names: namedtuple("_".join(["Results", *names[1:]]), names, module=__name__)
     for optional in _OPTIONAL
     for count in range(len(optional) + 1)
     for names in (("energies", *chosen) for chosen in itertools.combinations(optional, count))
 }
-globals().update({kind.__name__: kind for kind in _TYPES.values()})  # where pickle looks for them
+globals().update({kind.__name__: kind for kind in _TYPES.values()})  # pickle looks for them here
 
 
 def named(names: Sequence[str], values: Any) -> Results:
-    """What a function returned, a tensor or a tuple, with names."""
+    """The return value of a function, a tensor or a tuple, with named fields."""
     return _TYPES[tuple(names)](*(values if isinstance(values, tuple) else (values,)))

@@ -1,4 +1,4 @@
-"""Warp's types of torch's floating-point numbers."""
+"""The Warp types for torch's floating-point dtypes."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import warp as wp
 from nvalchemiops.types import REAL, Real
 
 _TYPES = {
-    # as arrays; the kernels of this package have no such precision
+    # for arrays only: the kernels of this package do not use half precision
     torch.float16: Real(wp.float16, wp.vec3h, wp.mat33h),
     torch.float32: REAL["float32"],
     torch.float64: REAL["float64"],
@@ -16,7 +16,7 @@ _TYPES = {
 
 
 def get_wp_dtype(dtype: torch.dtype) -> Any:
-    """Warp's scalar for numbers of this dtype.
+    """The Warp scalar type for this dtype.
 
     Parameters
     ----------
@@ -37,12 +37,12 @@ def get_wp_dtype(dtype: torch.dtype) -> Any:
 
 
 def get_wp_vec_dtype(dtype: torch.dtype) -> Any:
-    """Warp's vector of three numbers of this dtype: ``wp.vec3h``, ``wp.vec3f`` or ``wp.vec3d``; see `get_wp_dtype`."""
+    """The Warp type for vectors of this dtype: ``wp.vec3h``, ``wp.vec3f`` or ``wp.vec3d``; see `get_wp_dtype`."""
     return _types(dtype).vec3
 
 
 def get_wp_mat_dtype(dtype: torch.dtype) -> Any:
-    """Warp's 3 x 3 matrix of this dtype: ``wp.mat33h``, ``wp.mat33f`` or ``wp.mat33d``; see `get_wp_dtype`."""
+    """The Warp type for 3 x 3 matrices of this dtype: ``wp.mat33h``, ``wp.mat33f`` or ``wp.mat33d``."""
     return _types(dtype).mat33
 
 

@@ -207,7 +207,7 @@ def test_outputs_with_the_name_of_another_parameter(names):
     """Above all in another order, which nothing else would notice."""
     outputs = [OutputSpec(name, wp.vec3d, lambda v, m: v.shape) for name in names]
     for entry in (differentiable_kernel(norms_kernel).op, functools.partial(get_or_register_torch_op, norms_kernel)):
-        with pytest.raises(ValueError, match=f"`outputs`: '{names[0]}' stands where .* has `n`.* are n, u"):
+        with pytest.raises(ValueError, match=f"`outputs`: '{names[0]}' is in the place of parameter `n` .* are n, u"):
             entry(outputs)
 
 

@@ -221,7 +221,7 @@ def launches_nothing(x, w, y, arrays):
     [
         (calls_an_op, autograd.NotDifferentiableError, "tests::weighted_square was called inside a recording"),
         (launches_on_tensors, autograd.NotDifferentiableError, "on tensors inside a recording"),
-        (records_inside, RuntimeError, "records on a tape already"),
+        (records_inside, RuntimeError, "already records on a tape"),
         (launches_without_adjoint, autograd.NotDifferentiableError, "no_adjoint_kernel"),
         (launches_unrecorded, autograd.NotDifferentiableError, "weighted_square_kernel"),
         (launches_nothing, autograd.NotDifferentiableError, "recorded no launch"),

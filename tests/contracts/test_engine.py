@@ -368,9 +368,9 @@ def test_which_way_and_why():
     torch.func.vmap(call)(X.unsqueeze(0))
     assert way_of("sum").startswith("graph (compilers, transforms")
     call(alpha=torch.tensor([0.8], dtype=F64, requires_grad=True))
-    assert "what is fixed" in way_of("sum")
+    assert "a fixed argument" in way_of("sum")
     potential = PairPotential("exp(-r)", cutoff=3.0)
-    for expected in ("once (calls are recorded when they come again", "plan (recorded)", "plan (replayed)"):
+    for expected in ("once (calls are recorded when they repeat", "plan (recorded)", "plan (replayed)"):
         potential(X, CELL)
         assert way_of("pair potential").startswith(expected)
     for changed, part in (({"cell": 1.1 * CELL}, "cells or systems of atoms"), ({"compute_forces": True}, "options")):

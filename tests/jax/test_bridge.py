@@ -401,11 +401,11 @@ def test_without_x64():
 
 DECLARED = jax.ShapeDtypeStruct((3,), "float64")
 WRONG = {
-    "shape": (lambda x: x[:1], r"output 0 has shape \(1,\), declared was \(3,\)"),
-    "dtype": (lambda x: x.float(), "output 0 has dtype torch.float32, declared was torch.float64"),
+    "shape": (lambda x: x[:1], r"output 0 has shape \(1,\), but \(3,\) was declared"),
+    "dtype": (lambda x: x.float(), "output 0 has dtype torch.float32, but torch.float64 was declared"),
     "wider than declared": (lambda x: x.to(torch.complex128), "output 0 has dtype torch.complex128"),
-    "number": (lambda x: (x, x), "returned 2 tensors, 1 were declared"),
-    "no tensor": (lambda x: 3, "output 0 is no tensor but int"),
+    "number": (lambda x: (x, x), "returned 2 tensors, but 1 were declared"),
+    "no tensor": (lambda x: 3, "output 0 must be a tensor, got int"),
     "its own error": (lambda x: torch.linalg.cholesky(-torch.eye(3, dtype=x.dtype)), "not positive-definite"),
 }
 
@@ -439,7 +439,7 @@ def test_the_text_of_an_error_comes_before_where_it_was_raised():
 def test_errors_when_traced():
     with pytest.raises(ValueError, match="scalar=True needs one real number as output"):
         jax.jit(from_torch(lambda x: x, scalar=True))(X)
-    with pytest.raises(TypeError, match=r"output 0 must be a torch\.Tensor, it is of type float"):
+    with pytest.raises(TypeError, match=r"output 0 must be a torch\.Tensor, got float"):
         jax.jit(from_torch(lambda x: 1.0))(X)
     with pytest.raises(ValueError, match="declare"):
         jax.jit(from_torch(lambda x: x[x > 0]))(X)

@@ -150,7 +150,7 @@ JACOBIANS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*does not take leading axes as those of a batch")
+@pytest.mark.filterwarnings("ignore:.*does not treat leading axes as a batch")
 @pytest.mark.parametrize(
     ("forward", "of_jax", "vmap_method"),
     [
@@ -210,7 +210,7 @@ def test_a_module_that_does_not_batch_says_so_once():
     evaluate = jax.jit(jax.vmap(wrapper))
     zeros, x = np.zeros((3, 3)), np.arange(9.0).reshape(3, 3) / 9
     assert not evaluate(zeros).any()  # which tells nothing
-    with pytest.warns(UserWarning, match="`Module` does not take leading axes as those of a batch"):
+    with pytest.warns(UserWarning, match="`Module` does not treat leading axes as a batch"):
         found = jax.block_until_ready(evaluate(x))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -284,7 +284,7 @@ def test_derivatives_of_forces_that_the_module_computes():
 
 
 def test_no_derivative_without_enable_vjp():
-    with pytest.raises(ValueError, match="`Springs` is not to be differentiated: enable_vjp=True"):
+    with pytest.raises(ValueError, match="`Springs` is not differentiable: enable_vjp=True"):
         jax.grad(lambda x: TorchModuleWrapper(Springs())(x, PAIRS))(POSITIONS)
 
 
@@ -301,7 +301,7 @@ def test_outputs_without_a_graph(cut):
 
     wrapper = TorchModuleWrapper(Cut(), enable_vjp=True)
     evaluate = jax.jit(jax.grad(lambda x: wrapper(x, PAIRS)))
-    with pytest.warns(UserWarning, match="`Cut`: its outputs do not depend on its inputs by torch's graph"):
+    with pytest.warns(UserWarning, match="`Cut`: in torch's autograd graph the outputs do not depend on the inputs"):
         gradient = jax.block_until_ready(evaluate(POSITIONS))
     assert not gradient.any()
 
@@ -405,7 +405,7 @@ def test_a_shape_may_be_a_list():
 
 
 def test_an_output_that_is_no_tensor():
-    with pytest.raises(TypeError, match=r"output 1 must be a torch.Tensor, it is of type int"):
+    with pytest.raises(TypeError, match=r"output 1 must be a torch.Tensor, got int"):
         jax.jit(wrap(lambda x: (x, 42)))(np.ones(3))
 
 

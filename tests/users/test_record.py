@@ -212,9 +212,9 @@ REFUSED = {
     "normal_.default draws random numbers": lambda x: x + torch.empty(3).normal_(),
     "layout": lambda x: (x[:, None] * x).to_sparse().to_dense(),
     "`.grad`": lambda x: (x * WEIGHT).sum().backward(),
-    "writes into a tensor that was there": lambda x: x.mul_(2.0),
-    "was there before the call": lambda x: OUTSIDE.add_(x),
-    "a result was there": lambda x: OUTSIDE,
+    "writes into a tensor that existed": lambda x: x.mul_(2.0),
+    "existed before the call": lambda x: OUTSIDE.add_(x),
+    "a result existed": lambda x: OUTSIDE,
     "`data_ptr`": launched_by_warp,
 }
 
@@ -235,7 +235,7 @@ def test_what_a_kernel_reads_is_not_written(system):
         charges.add_(0.1 * energies)
         return energies
 
-    with pytest.raises(RecordingError, match="was there before"):
+    with pytest.raises(RecordingError, match="existed before"):
         record(step)(system.positions)
 
 
@@ -300,7 +300,7 @@ by_a_counter.calls = 0
 def test_what_is_not_followed_is_noticed_when_values_change(step):
     again, x = record(step), torch.rand(4)
     again(x), again(x)
-    with pytest.raises(RecordingError, match="other results than its plan"):
+    with pytest.raises(RecordingError, match="and its plan have different results"):
         again(2.0 * x)
 
 

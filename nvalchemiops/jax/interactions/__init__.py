@@ -1,1 +1,1 @@
-"""Interactions of JAX arrays."""
+"""Interactions for JAX arrays."""

@@ -1,4 +1,4 @@
-"""Pair potentials of JAX arrays, each from one line of mathematics; see `nvalchemiops.torch.interactions.pair`."""
+"""Pair potentials for JAX arrays, each from one line of mathematics; see `nvalchemiops.torch.interactions.pair`."""
 
 import functools
 import inspect
@@ -15,15 +15,15 @@ from nvalchemiops.torch.interactions import pair
 class PairPotential:
     """A potential that is a sum over pairs of a function of the distance, for JAX arrays.
 
-    It is made and called as `nvalchemiops.torch.interactions.pair.PairPotential`, with arrays for tensors; the results
-    are the same, with derivatives of every order. Parameters of the formula may be numbers or arrays.
+    It is made and called like `nvalchemiops.torch.interactions.pair.PairPotential`, with arrays in place of tensors.
+    Results are the same, with derivatives of every order. Parameters of the formula may be numbers or arrays.
 
     Parameters
     ----------
     expression : str
         The energy of a pair as a function of the distance ``r`` and of parameters.
     per_atom, global_parameters, per_pair : sequence of str, optional
-        Names of parameters of each atom, of the system, of each pair of species.
+        Names of parameters of each atom, of the system, and of each pair of species.
     **options
         ``cutoff``, ``shifted``, ``r_switch``, ``self_energy``.
 
@@ -62,7 +62,7 @@ class PairPotential:
         self._call = operator(potential, self._shapes, name=repr(potential), contract=contract)
 
     def __call__(self, positions: jax.Array, cell: jax.Array | None = None, **arguments: Any) -> Any:
-        """Energies and, if requested, forces, gradients by parameters and virial; arguments as in torch."""
+        """Energies and, if requested, forces, gradients by parameters and virial. Arguments are those in torch."""
         return self._call(positions, cell, **arguments)
 
     def _shapes(

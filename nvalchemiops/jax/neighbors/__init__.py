@@ -1,6 +1,6 @@
-"""Neighbor lists of JAX arrays: exact for every cell, in matrix or list format, for one system or a batch."""
+"""Neighbor lists for JAX arrays: exact for every cell, in matrix or list format, for one system or a batch."""
 
-# submodules with the name of a function come first, so that the functions replace them
+# submodules with the name of a function are imported first, so that the functions replace them
 import nvalchemiops.jax.neighbors.batch_cell_list
 import nvalchemiops.jax.neighbors.cell_list  # noqa: F401
 from nvalchemiops.jax.neighbors.lists import (

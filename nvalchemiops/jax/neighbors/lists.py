@@ -1,6 +1,6 @@
-"""Neighbor lists of JAX arrays: exact outside of ``jit``, of a declared width inside of it.
+"""Neighbor lists for JAX arrays: exact outside of ``jit``, with a declared size inside of it.
 
-`NeighborListState` has the lists of a fixed size inside of ``jit`` and ``scan``.
+`NeighborListState` holds lists of a fixed size for use inside of ``jit`` and ``scan``.
 """
 
 import dataclasses
@@ -39,7 +39,8 @@ SCRATCH = (
     | {"max_total_cells", "inv_cell", "positions_wrapped", "per_atom_cell_offsets", "sorted_atom_periodic_shifts"}
     | {"pair_centric_total_cells", "pair_centric_n_outer", "pair_centric_r_max", "graph_mode", "wrap_positions"}
 )
-"""Parameters that JAX clients know and that change no result; of those that would, only None is accepted."""
+"""Parameters of other libraries that JAX clients may pass. Most have no effect; those that would change results must be
+None."""
 
 _SYSTEMS = ("cell", "pbc", "batch_idx", "batch_ptr")
 
@@ -53,7 +54,7 @@ def rooms_of(
     max_neighbors2: int | None = None,
     **others: Any,
 ) -> tuple[Any, ...]:
-    """The declared width of each matrix, or capacity of each list; None where it is missing."""
+    """The declared width of each matrix, or capacity of each list; None if it is missing."""
     if return_neighbor_list:
         return coo_capacity if isinstance(coo_capacity, tuple) else (coo_capacity,) * n_lists
     return tuple(max_neighbors if room is None else room for room in (max_neighbors1, max_neighbors2)[:n_lists])
@@ -79,33 +80,33 @@ def types_of_list(n: int, room: int, dtype: Any, has_shifts: bool, options: Mapp
 _ARRAYS = ("positions", "cell", "pbc", "batch_idx", "batch_ptr", "rebuild_flags", "target_indices")
 
 _OUTPUTS = ("neighbor_matrix", "num_neighbors", "neighbor_matrix_shifts", "neighbor_distances", "neighbor_vectors")
-"""Memory for results in torch; in JAX, where arrays are immutable, results of before: see ``rebuild_flags``."""
+"""Memory for results in torch. In JAX, where arrays are immutable, earlier results: see ``rebuild_flags``."""
 
 
 def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) -> tuple[Any, ...]:
-    """The lists that a function of the arguments ``given`` returns, for a caller called ``name``.
+    """The lists for the arguments ``given`` of the public function ``name``.
 
-    Under ``jit``, or where ``declared`` says so, lists have the declared width or capacity, and counts tell what did
-    not fit. Elsewhere they are wide enough.
+    Under ``jit``, or with ``declared``, lists have the declared width or capacity, and counts show what did not fit.
+    Otherwise they are large enough.
     """
     arguments: dict[str, Any] = {}
     for key, value in given.items():
         if value is None or key in SCRATCH:
             if value is not None and key in OPTIONAL_ELSEWHERE:
                 raise NotImplementedError(
-                    f"{name}: `{key}` is not there; `PairPotential` sums over the pairs of a list"
+                    f"{name}: `{key}` is not supported; `PairPotential` sums over the pairs of a list"
                 )
             continue
         is_array = key in _ARRAYS or key.rstrip("12") in _OUTPUTS
         if key.startswith("cutoff") and is_traced(value):
-            arguments[key] = jax.lax.stop_gradient(value)  # by which lists do not change, but for whole neighbors
+            arguments[key] = jax.lax.stop_gradient(value)  # lists are piecewise constant in the cutoff
         else:
             arguments[key] = as_array(key, value) if is_array else as_static(f"{name}: `{key}`", value)
     arguments = _with_widths(arguments)
     if "coo_capacity" in arguments:
         if not arguments.get("return_neighbor_list"):
             raise ValueError(
-                f"{name}: `coo_capacity` is the room of a list of pairs: it needs return_neighbor_list=True"
+                f"{name}: `coo_capacity` is the capacity of a list of pairs: it needs return_neighbor_list=True"
             )
         for room in rooms_of(1, True, arguments["coo_capacity"]):
             check_count("coo_capacity", room)
@@ -117,7 +118,7 @@ def find_neighbors(name: str, given: Mapping[str, Any], declared: bool = False) 
 
 
 def _with_widths(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the widths of matrices of before; these themselves are needed for rows that stay."""
+    """The arguments with widths taken from earlier matrices. The matrices are kept only if some rows are reused."""
     found = dict(arguments)
     if "cutoff1" in found:
         found["cutoff"] = found.pop("cutoff1")
@@ -131,7 +132,7 @@ def _with_widths(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _search(check: bool = True, coo_capacity: Any = None, **arguments: Any) -> list[torch.Tensor]:
-    """The torch function; lists of a declared capacity end with padding, or are cut there without ``check``."""
+    """Call the torch function. Lists with a declared capacity are padded to it, or without ``check`` also cut to it."""
     for key, value in arguments.items():
         if key.rstrip("12") in _OUTPUTS:
             arguments[key] = value.clone()  # torch fills it in place
@@ -146,7 +147,7 @@ _OTHER_FORMS = ("return_neighbor_list", "return_distances", "return_vectors", "c
 
 
 def _fill(results: list[torch.Tensor], **arguments: Any) -> bool:
-    """Write a matrix, counts and shifts into ``results``; False if these are not all that is asked for."""
+    """Write a matrix, counts and shifts into ``results``. Return False if other results are requested."""
     if any(arguments.get(name) is not None and arguments[name] is not False for name in _OTHER_FORMS):
         return False
     if isinstance(arguments["cutoff"], torch.Tensor):
@@ -156,7 +157,7 @@ def _fill(results: list[torch.Tensor], **arguments: Any) -> bool:
 
 
 def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any], is_cut: bool) -> list[torch.Tensor]:
-    """Lists of pairs filled up to ``capacity``: list, pointers, shifts, ..., counts, whether pairs were cut there."""
+    """Lists of pairs padded to ``capacity``: list, pointers, shifts, ..., counts, and whether pairs were cut."""
     n_lists = 2 if "cutoff2" in arguments else 1
     padding = arguments.get("fill_value", arguments["positions"].shape[0])
     per_list = len(found) // n_lists
@@ -165,7 +166,7 @@ def _padded(found: list[torch.Tensor], capacity: Any, arguments: dict[str, Any],
         pairs, pointers, *others = found[number * per_list : (number + 1) * per_list]
         if pairs.shape[1] > room and not is_cut:
             notify(
-                f"`coo_capacity` = {room}, but there are {pairs.shape[1]} pairs: the list returned has room for all",
+                f"`coo_capacity` = {room}, but there are {pairs.shape[1]} pairs: the returned list has room for all",
                 NeighborListWarning,
                 kind=f"short list {number}",
             )
@@ -187,8 +188,8 @@ def _shapes(
     if None in rooms:
         needed = "coo_capacity" if options.get("return_neighbor_list") else "max_neighbors"
         raise ValueError(
-            f"`{needed}` is needed under jit, where shapes must be known; then look for overflow: `num_neighbors` "
-            "counts all neighbors, also those without room"
+            f"`{needed}` is needed under jit, where shapes must be known. Check for overflow afterwards: "
+            "`num_neighbors` counts all neighbors, also those that do not fit"
         )
     of_lists = [types_of_list(n, room, positions.dtype, cell is not None, options).values() for room in rooms]
     return list(itertools.chain(*of_lists))
@@ -222,15 +223,15 @@ def neighbor_list(
 ) -> Any:
     """Find all pairs of atoms closer than ``cutoff``, each with the image of the cell that the neighbor is in.
 
-    Outside of ``jit`` the list is exact: with ``max_neighbors`` or ``coo_capacity`` too small it is larger than that,
-    and a `NeighborListWarning` says so. Inside shapes must be known: give ``max_neighbors``, or for a list of pairs
-    ``coo_capacity``, and look for overflow afterwards. A `NeighborListState` keeps track of it.
+    Outside of ``jit`` the list is exact: if ``max_neighbors`` or ``coo_capacity`` is too small, the result is larger,
+    with a `NeighborListWarning`. Inside of ``jit`` shapes must be known: give ``max_neighbors``, or for a list of pairs
+    ``coo_capacity``, and check for overflow afterwards. A `NeighborListState` keeps track of overflow.
 
     Parameters
     ----------
     positions : (n_atoms, 3) array, float32 or float64, length
     cutoff : float, length
-        Needed without ``state``.
+        Required unless ``state`` is given.
     cell : (3, 3) or (n_systems, 3, 3) array, length, optional
     pbc : (3,) or (n_systems, 3) bool array, optional
         True along all axes by default.
@@ -238,38 +239,38 @@ def neighbor_list(
         System of each atom, in any order.
     batch_ptr : (n_systems + 1,) int32 array, optional
     cutoff2, half_fill, fill_value, return_neighbor_list, method
-        As in `nvalchemiops.torch.neighbors.neighbor_list`, to which all conventions are common.
+        As in `nvalchemiops.torch.neighbors.neighbor_list`, with the same conventions.
     wrap_positions, grid_policy
         Without effect.
     state : NeighborListState, optional
-        From `prepare_neighbor_list`: sizes, and what is left out of the other arguments.
+        From `prepare_neighbor_list`. It has the sizes, and replaces arguments that are not given.
     **options
-        ``max_neighbors`` (``max_neighbors1``, ``max_neighbors2``): width of the matrix, static. ``coo_capacity``: room
-        for pairs, static. ``return_distances``, ``return_vectors``: differentiable to any order. ``target_indices``:
-        rows for these atoms only. ``rebuild_flags`` (n_systems,) bool: search these systems only, and copy the rows of
-        the others from ``neighbor_matrix``, ``num_neighbors``, ``neighbor_matrix_shifts``. What has no effect in torch
-        has none here.
+        ``max_neighbors`` (``max_neighbors1``, ``max_neighbors2``): width of the matrix, static. ``coo_capacity``:
+        capacity of a list of pairs, static. ``return_distances``, ``return_vectors``: differentiable to any order.
+        ``target_indices``: rows for these atoms only. ``rebuild_flags`` (n_systems,) bool: search only these systems,
+        and copy the rows of the others from ``neighbor_matrix``, ``num_neighbors``, ``neighbor_matrix_shifts``. Options
+        without effect in torch have none here.
 
     Returns
     -------
     neighbor_matrix : (n_atoms, width) int32 array
-        Padded with ``fill_value``. With ``return_neighbor_list`` instead ``neighbor_list`` (2, n_pairs).
+        Padded with ``fill_value``. With ``return_neighbor_list``, ``neighbor_list`` (2, n_pairs) instead.
     num_neighbors : (n_atoms,) int32 array
-        All neighbors are counted, also those without room; 2**31 - 1 where the position or cell is unusable, or the
-        system does not exist. Instead ``neighbor_ptr`` (n_atoms + 1,) with a list of pairs.
+        The number of all neighbors, also of those that do not fit; 2**31 - 1 if the position or cell is unusable, or
+        the system does not exist. With ``return_neighbor_list``, ``neighbor_ptr`` (n_atoms + 1,) instead.
     shifts : (n_atoms, width, 3) or (n_pairs, 3) int32 array
-        With a cell only.
+        Only with a cell.
     distances, vectors
-        If requested, lists of pairs of ``coo_capacity`` then have ``num_neighbors`` and a bool that says whether pairs
-        are missing, for which there was no room. For two cutoffs all of these twice. With ``state`` a pair of this
-        tuple and the new state.
+        If requested. A list of pairs with a ``coo_capacity`` is followed by ``num_neighbors`` and a bool that says
+        whether pairs are missing because they did not fit. For two cutoffs all of these come twice. With ``state`` the
+        function returns a pair of this tuple and the new state.
 
     Raises
     ------
     NeighborOverflowError
-        Outside of ``jit``: there is no memory for a matrix that is wide enough.
+        Outside of ``jit``: there is not enough memory for a matrix that is wide enough.
     ValueError, TypeError
-        A bad argument, named in the message; sizes that are missing under ``jit``.
+        A bad argument, named in the message; missing sizes under ``jit``.
     """
     given = dict(locals())  # all arguments, by name
     given |= given.pop("options")
@@ -281,7 +282,7 @@ def neighbor_list(
     return find_neighbors("neighbor_list", given)
 
 
-# the parameters of nvalchemi-toolkit-ops 0.5.0, in its order; those after the star by keyword only
+# the parameters of nvalchemi-toolkit-ops 0.5.0, in its order; those after the star are keyword-only
 _OUT = "neighbor_matrix neighbor_matrix_shifts num_neighbors"
 _OUT_TWO = (
     "max_neighbors1 max_neighbors2 half_fill fill_value return_neighbor_list neighbor_matrix1 neighbor_matrix2 "
@@ -304,11 +305,11 @@ _DEFAULTS: dict[str, Any] = {
     **{"wrap_positions": True, "strategy": "auto", "atom_centric_path": "auto"},
     **{"graph_mode": "none", "grid_policy": "configured"},
 }
-"""Where it is not None."""
+"""Defaults other than None."""
 
 
 def _by_method(name: str, doc: str, parameters: str) -> Any:
-    """The function ``name``, which finds neighbors by the method that is in its name."""
+    """Make the function ``name``, which finds neighbors by the method in its name."""
     by_position, _, by_keyword = parameters.partition("*")
     kinds = {inspect.Parameter.POSITIONAL_OR_KEYWORD: by_position, inspect.Parameter.KEYWORD_ONLY: by_keyword}
     signature = inspect.Signature(
@@ -319,7 +320,7 @@ def _by_method(name: str, doc: str, parameters: str) -> Any:
         method = "naive" if "naive" in name else "cell_list"
         return find_neighbors(name, {**signature.bind(*args, **kwargs).arguments, "method": method})
 
-    doc = f"{doc}\n\nArguments and results as in `nvalchemiops.jax.neighbors.neighbor_list`."
+    doc = f"{doc}\n\nArguments and results are those of `nvalchemiops.jax.neighbors.neighbor_list`."
     return named(call, name, doc, signature)
 
 
@@ -370,7 +371,7 @@ batch_cell_list = _by_method(
 
 
 class _Search(NamedTuple):
-    """What a state fixes: static."""
+    """The static settings of a state."""
 
     cutoff: float
     cutoff2: float | None
@@ -392,26 +393,26 @@ class _Search(NamedTuple):
 
 
 _FIXED = _Search._fields[:8]
-"""Arguments of `neighbor_list` among them."""
+"""The fields that are arguments of `neighbor_list`."""
 
 
 @dataclass
 class NeighborListState:
-    """Sizes of neighbor lists, the lists of the last search, and whether all had room: a pytree.
+    """Sizes of neighbor lists, the lists of the last search, and whether all neighbors fit: a pytree.
 
-    From `prepare_neighbor_list`; `neighbor_list` returns the next one. Attributes that begin with the names of results,
-    such as ``neighbor_matrix`` and ``neighbor_list_shifts``, are those of the last search, those of two cutoffs end
-    with 1 and 2. All settings are attributes, too. Inside of ``jit`` sizes are fixed; in a call outside of it they grow
-    as needed, and so does what the next state declares.
+    `prepare_neighbor_list` makes a state, and `neighbor_list` returns the next one. The results of the last search are
+    attributes, such as ``neighbor_matrix`` and ``neighbor_list_shifts``; with two cutoffs their names end with 1 and 2.
+    All settings are attributes, too. Inside of ``jit`` sizes are fixed. Outside of it a call enlarges them as needed,
+    and the next state has the new sizes.
 
     Attributes
     ----------
     cell, pbc, batch_idx, batch_ptr : arrays or None
-        Used where a call leaves them out.
+        Used if a call does not give them.
     initialized : (n_systems,) bool array
         Whether a search was made.
     valid : (n_systems,) bool array
-        Whether all neighbors had room in every search so far: once False, it stays so.
+        Whether all neighbors fit in every search so far. Once False, it stays False.
     largest : (n_systems,) int32 array
         The most neighbors of an atom in any search; with a list of pairs, the most pairs.
     """
@@ -446,7 +447,7 @@ class NeighborListState:
 
     @property
     def is_batched(self) -> bool:
-        """Whether there is a system for each atom."""
+        """Whether the state is for a batch."""
         return self.batch_idx is not None or self.batch_ptr is not None
 
 
@@ -482,40 +483,41 @@ def prepare_neighbor_list(
     fixed_cell: bool = False,
     **without_effect: Any,
 ) -> NeighborListState:
-    """Sizes of neighbor lists for use inside of ``jit``: what `neighbor_list` needs as ``state``.
+    """Prepare sizes of neighbor lists for use inside of ``jit``: the ``state`` of `neighbor_list`.
 
     Parameters
     ----------
     positions : (n_atoms, 3) array
-        Outside of ``jit`` the width of a matrix is chosen for these: the longest row and a quarter more.
+        Outside of ``jit`` the width of a matrix is chosen for these positions: the longest row and a quarter more.
     cutoff, cell, pbc, batch_idx, batch_ptr, cutoff2, half_fill, fill_value, return_neighbor_list, method
         As for `neighbor_list`. A call with the state may give another cell.
     format : {"matrix", "coo"}, optional
-        Another way to say ``return_neighbor_list``.
+        Alternative to ``return_neighbor_list``.
     max_neighbors, max_neighbors1, max_neighbors2 : int, optional
         Widths of the matrices.
     coo_capacity : int or (int, int), optional
-        Room for pairs; needed with ``return_neighbor_list`` under ``jit``, else a quarter more than there are.
+        Capacity of lists of pairs. Required with ``return_neighbor_list`` under ``jit``; otherwise by default a quarter
+        more than the present pairs.
     return_vectors, return_distances : bool, optional
     selective : bool, optional
-        Calls give ``rebuild_flags``, and rows of other systems stay. Systems that were not searched yet are searched
-        in any case.
+        Whether calls give ``rebuild_flags`` and keep the rows of other systems. A system is always searched the first
+        time.
     wrap_positions, atomic_density, max_tiles_per_group, span_margin, strategy, atom_centric_path, fixed_cell
         Without effect.
 
     Returns
     -------
     NeighborListState
-        Without neighbors yet.
+        A state without neighbors so far.
 
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message; under ``jit`` sizes that are missing.
+        A bad argument, named in the message; missing sizes under ``jit``.
     """
     if pair_fn is not None or target_indices is not None:
         name = "pair_fn" if pair_fn is not None else "target_indices"
-        raise NotImplementedError(f"prepare_neighbor_list: `{name}` is not there")
+        raise NotImplementedError(f"prepare_neighbor_list: `{name}` is not supported")
     for name, value in without_effect.items():
         if name not in SCRATCH or (name in OPTIONAL_ELSEWHERE and value is not None):
             raise TypeError(f"prepare_neighbor_list() got an unexpected keyword argument '{name}'")
@@ -560,7 +562,7 @@ def prepare_neighbor_list(
     largest = jnp.zeros(search.num_systems, jnp.int32)
     found: dict[str, Any] = {name: arrays.get(name) for name in _SYSTEMS}
     state = NeighborListState(search, lists=lists, largest=largest, initialized=flags, valid=~flags, **found)
-    # inside of shard_map the next state varies over the axes of the positions, and `scan` needs equal types
+    # inside of shard_map the next state varies over the mesh axes of the positions, and `scan` needs equal types
     leaves, tree = jax.tree.flatten(state)
     return jax.tree.unflatten(tree, vary_alike([positions, *leaves])[1:])
 
@@ -574,12 +576,12 @@ def _number_of_systems(arrays: Mapping[str, Any]) -> int:
     if batch_idx is None:
         return 1
     if is_traced(batch_idx):
-        raise ValueError("`batch_ptr` is needed under jit, unless each system has a cell: it says how many there are")
+        raise ValueError("`batch_ptr` is needed under jit to know the number of systems, unless each has a cell")
     return int(np.asarray(batch_idx).max(initial=-1)) + 1
 
 
 def capacity_for(n_pairs: int) -> int:
-    """Capacity of a list of so many pairs, with room to spare."""
+    """The capacity of a list of this many pairs, with room for some more."""
     return n_pairs + max(n_pairs // 4, 4)
 
 
@@ -589,7 +591,7 @@ def _empty(search: _Search, room: int, dtype: Any) -> tuple[Any, ...]:
 
 
 def _state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...], NeighborListState]:
-    """The lists that a call with ``state`` and the arguments ``given`` finds, and the next state."""
+    """The lists for a call with ``state`` and the arguments ``given``, and the next state."""
     if not isinstance(state, NeighborListState):
         raise TypeError(f"`state` must be a NeighborListState from prepare_neighbor_list, got {type(state).__name__}")
     search, given = state.search, {**given, "positions": as_array("positions", given["positions"])}
@@ -605,12 +607,12 @@ def _state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...],
         names = ("max_neighbors1", "max_neighbors2") if two else ("max_neighbors",)
         arguments |= dict(zip(names, search.sizes))
     if search.selective:
-        # a system without a search so far has no rows that could stay
+        # a system that was never searched has no rows to keep
         arguments["rebuild_flags"] = as_array("rebuild_flags", given["rebuild_flags"]) | ~state.initialized
         for number, one in enumerate(state.lists):
             suffix = str(number + 1) if two else ""
             arguments |= {name + suffix: value for name, value in zip(search.types(), one)}
-    # the sizes of a state that is traced are fixed; outside of `jit` they grow
+    # a traced state has fixed sizes; outside of `jit` they grow
     found = find_neighbors("neighbor_list", arguments, declared=is_traced(state))
     per_list = len(found) // len(search.sizes)
     lists = tuple(found[i * per_list : (i + 1) * per_list] for i in range(len(search.sizes)))
@@ -630,38 +632,38 @@ def _state_after(state: Any, given: Mapping[str, Any]) -> tuple[tuple[Any, ...],
 
 
 _WITH_STATE = frozenset({"positions", "rebuild_flags", *_SYSTEMS, *_FIXED})
-"""Arguments of `neighbor_list` that a call with a state may have."""
+"""Arguments of `neighbor_list` that may be given with a state."""
 
 
 def _check_against(search: _Search, given: Mapping[str, Any]) -> None:
-    """Raise unless the arguments of a call agree with what the state has fixed."""
+    """Raise unless the arguments of a call agree with the settings of the state."""
     if tuple(given["positions"].shape) != (search.num_atoms, 3):
         raise ValueError(
-            f"`positions` have shape {tuple(given['positions'].shape)}, prepared were ({search.num_atoms}, 3)"
+            f"`positions` have shape {tuple(given['positions'].shape)}, but `state` is for ({search.num_atoms}, 3)"
         )
     for name in ("cutoff", "cutoff2", "fill_value", "method"):
         value = given.get(name)
-        if value is not None and as_static(f"neighbor_list: `{name}` beside `state`", value) != getattr(search, name):
+        if value is not None and as_static(f"neighbor_list: `{name}` with `state`", value) != getattr(search, name):
             raise ValueError(f"`{name}` = {value} differs from that of `state`, {getattr(search, name)}")
     for name in ("half_fill", "return_neighbor_list", "return_distances", "return_vectors"):
         if given.get(name) and not getattr(search, name):
-            raise ValueError(f"`{name}` is not what `state` was prepared for")
+            raise ValueError(f"`{name}` is requested, but `state` was prepared without it")
     for name, value in given.items():
         if value is not None and name not in _WITH_STATE and (name not in SCRATCH or name in OPTIONAL_ELSEWHERE):
             raise TypeError(f"neighbor_list: `{name}` cannot be given with `state`, which was prepared without it")
     flags = given.get("rebuild_flags")
     if search.selective != (flags is not None):
-        raise ValueError("`rebuild_flags` go with a state that was prepared with selective=True, and only with it")
+        raise ValueError("`rebuild_flags` are needed with a state prepared with selective=True, and only with that")
 
 
 def _occupancy(search: _Search, lists: tuple[tuple[Any, ...], ...], arguments: Mapping[str, Any]) -> tuple[Any, Any]:
-    """For each system the most neighbors of an atom, or pairs, and whether all had room."""
+    """For each system the largest number of neighbors of an atom, or the number of pairs, and whether all fit."""
     n_systems = search.num_systems
     largest, fits = jnp.zeros(n_systems, jnp.int32), jnp.ones(n_systems, bool)
     for room, one in zip(search.sizes, lists):
         counts = one[list(search.types()).index("num_neighbors")]
         if search.return_neighbor_list:
-            # pairs of all systems share the room
+            # pairs of all systems share the capacity
             most = jnp.broadcast_to(jnp.sum(counts), (n_systems,)).astype(jnp.int32)
         elif n_systems == 1:
             most = jnp.max(counts, initial=0)[None]
@@ -676,16 +678,16 @@ def _occupancy(search: _Search, lists: tuple[tuple[Any, ...], ...], arguments: M
 
 
 def check_neighbor_list_state(state: NeighborListState) -> None:
-    """Raise if neighbors had no room in a search of ``state`` or of one that it follows from.
+    """Raise if neighbors did not fit in the search of ``state`` or of an earlier state from which it was made.
 
     Raises
     ------
     NeighborOverflowError
-        With the first system in which it happened.
+        Neighbors did not fit. The error names the first such system.
     ValueError
         A position or a cell was not finite.
     TypeError
-        No state, or one that is traced.
+        ``state`` is not a state, or is traced.
     """
     if not isinstance(state, NeighborListState):
         raise TypeError(f"`state` must be a NeighborListState from prepare_neighbor_list, got {type(state).__name__}")

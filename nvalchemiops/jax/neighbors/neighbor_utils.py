@@ -1,4 +1,4 @@
-"""Sizes and forms of neighbor lists, under the path that clients import."""
+"""Sizes and conversion of neighbor lists, under the path that clients import."""
 
 from nvalchemiops.jax.neighbors.planning import get_neighbor_list_from_neighbor_matrix
 from nvalchemiops.neighbors import NeighborOverflowError

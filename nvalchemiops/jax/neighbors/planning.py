@@ -1,4 +1,4 @@
-"""Sizes of neighbor lists, and whether they need to be built again, for JAX arrays."""
+"""Sizes of neighbor lists, and checks whether they must be rebuilt, for JAX arrays."""
 
 from typing import Any
 
@@ -22,9 +22,9 @@ _sizes: Any = eager(planning.estimate_batch_cell_list_sizes)
 def estimate_cell_list_sizes(
     positions: jax.Array, cell: jax.Array, cutoff: float, pbc: jax.Array | None = None, buffer_factor: float = 1.5
 ) -> tuple[int, jax.Array, jax.Array]:
-    """How many bins a cell list has, along each axis too, and how many of them a search goes in each direction.
+    """The number of bins of a cell list, in all and along each axis, and how many bins a search visits per direction.
 
-    For callers that plan memory: the lists of this library need no such numbers.
+    For callers that plan memory. The lists of this library do not need these numbers.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ def estimate_cell_list_sizes(
     cutoff : float, length
     pbc : (3,) bool array, optional
     buffer_factor : float, optional
-        Bins more than there are.
+        Factor by which ``max_total_cells`` exceeds the number of bins.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def estimate_batch_cell_list_sizes(
     *,
     capacity_strategy: str = "volume",
 ) -> tuple[int, jax.Array, jax.Array]:
-    """The same as `estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all, numbers (n_systems, 3)."""
+    """`estimate_cell_list_sizes` for cells (n_systems, 3, 3): bins of all systems, and numbers (n_systems, 3)."""
     if cell is None:
         raise ValueError("`cell` is needed: without it bins follow the atoms")
     cells = jnp.reshape(jnp.asarray(cell), (-1, 3, 3))

@@ -38,8 +38,8 @@ def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool |
         Scalar, vector or matrix type; vectors and matrices take the trailing dimensions, so ``(n, 3)`` viewed
         as ``wp.vec3d`` is an array of n vectors.
     requires_grad : bool, optional
-        Whether the array gets a gradient buffer, a new one: ``tensor.grad`` is neither read nor written.
-        By default the tensor decides (``tensor.requires_grad``).
+        Whether the array gets a new gradient buffer. ``tensor.grad`` is neither read nor written. By default the array
+        gets one if the tensor requires a gradient.
 
     Returns
     -------
@@ -48,7 +48,7 @@ def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool |
     Raises
     ------
     TypeError
-        If the dtypes do not match, or a gradient is asked for an integer or bool tensor.
+        If the dtypes do not match, or a gradient is requested for an integer or bool tensor.
     ValueError
         If the trailing dimensions do not match ``warp_dtype`` or are not contiguous, so that no view exists:
         call ``.contiguous()`` first.
@@ -65,7 +65,7 @@ def warp_from_torch(tensor: torch.Tensor, warp_dtype: Any, requires_grad: bool |
 
 
 def _zeros_laid_out_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros with the strides of ``tensor``, as Warp requires of a gradient."""
+    """Zeros with the strides of ``tensor``, which Warp requires of a gradient."""
     if tensor.is_contiguous():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     reached = 0
@@ -93,7 +93,7 @@ def _layout(warp_dtype: Any) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def _view(tensor: torch.Tensor, warp_dtype: Any) -> wp.array:
-    """The tensor as an array without a gradient, which keeps it alive."""
+    """The tensor as an array without a gradient. The array keeps the tensor alive."""
     dtype, inner = _layout(warp_dtype)
     if tensor.dtype is not dtype:
         raise TypeError(f"`tensor` has dtype {tensor.dtype}, but {warp_dtype.__name__} needs {dtype}")
@@ -107,18 +107,18 @@ def _view(tensor: torch.Tensor, warp_dtype: Any) -> wp.array:
 
 
 def refuse_lazy(tensor: torch.Tensor) -> None:
-    """Raise for a tensor whose memory holds other values than torch reads: negated, conjugated or zero by a flag."""
+    """Raise for a tensor that is negated, conjugated or zero by a flag, so that its memory holds other values."""
     if tensor.is_neg() or tensor.is_conj() or is_zero_tensor(tensor):
         raise ValueError(
-            "`tensor` is negated, conjugated or zero only by a flag (after .conj().imag, say), which kernels do not "
-            "see: pass tensor.resolve_neg().clone()"
+            "`tensor` is negated, conjugated or zero only by a flag (as after .conj().imag), which kernels do not see: "
+            "pass tensor.resolve_neg().clone()"
         )
 
 
 def outer_layout(
     tensor: torch.Tensor, inner: tuple[int, ...], warp_dtype: Any
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and byte strides of the array elements that a tensor holds, the trailing ``inner`` shape taken off."""
+    """Shape and byte strides of the array that views a tensor, without the trailing ``inner`` shape."""
     size = tensor.element_size()
     shape, steps = tuple(tensor.shape), tensor.stride()
     if (1 in shape or 0 in shape) and tensor.is_contiguous():
@@ -127,7 +127,7 @@ def outer_layout(
     if inner:
         outer = len(shape) - len(inner)
         if outer < 0 or shape[outer:] != inner:
-            raise ValueError(f"`tensor` of shape {shape} is no array of {warp_dtype.__name__}: it must end in {inner}")
+            raise ValueError(f"`tensor` has shape {shape}, but an array of {warp_dtype.__name__} must end in {inner}")
         expected = 1
         for length, step in zip(reversed(inner), reversed(steps), strict=False):
             if step != expected and tensor.numel():
@@ -136,7 +136,7 @@ def outer_layout(
                     "without a copy: call .contiguous() first"
                 )
             expected *= length
-        # one vector or matrix alone is an array of one element
+        # a single vector or matrix becomes an array of one element
         shape, steps = (shape[:outer], steps[:outer]) if outer else ((1,), (expected,))
     elif not shape:
         shape, steps = (1,), (1,)
@@ -150,17 +150,17 @@ def warp_device(device: torch.device) -> wp.Device:
     Raises
     ------
     ValueError
-        If Warp does not reach it.
+        If Warp cannot use the device.
     """
     ensure_warp()
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"a tensor is on '{device}'; Warp reaches only the CPU and CUDA devices")
+        raise ValueError(f"a tensor is on '{device}', but Warp supports only the CPU and CUDA devices")
     return wp.device_from_torch(device)
 
 
 # -- streams --------------------------------------------------------------------------------------
 
-# Warp's current stream belongs to the device, not to the thread: one body at a time may bind it
+# Warp's current stream belongs to the device, not to the thread: only one body at a time may bind it
 _bind_locks: dict[int, threading.RLock] = {}
 
 
@@ -178,18 +178,18 @@ def current_stream(device: torch.device) -> wp.Stream:
 
 @contextmanager
 def warp_stream_from_torch(*values: Any) -> Iterator[wp.Stream | None]:
-    """Bind Warp's current stream to torch's for everything launched inside; nothing to do on the CPU.
+    """Bind Warp's current stream to torch's for all launches inside. On the CPU it does nothing.
 
     Parameters
     ----------
     *values
-        Tensors, devices or streams; the first CUDA one decides the device. The rest is ignored.
+        Tensors, devices or streams. The first one on CUDA selects the device, all others are ignored.
 
     Yields
     ------
     wp.Stream or None
-        The bound stream, None on the CPU. Warp does not wait for work on its default stream:
-        memory comes from torch's allocator, whose order torch's stream keeps.
+        The bound stream, or None on the CPU. Warp does not synchronize with its default stream: all memory comes from
+        torch's allocator, which follows the order of torch's stream.
     """
     device = _first_cuda_device(values)
     if device is None:

@@ -1,7 +1,7 @@
 """`warp_custom_op`: a torch op from a Python body that launches Warp kernels.
 
-One registration serves eager mode, ``torch.compile``, ``torch.export`` and function transforms. Two ways to
-differentiate (docs/custom_ops.md): a tape that the body records, or another op given as ``backward``.
+One registration serves eager mode, ``torch.compile``, ``torch.export`` and function transforms. An op is differentiated
+by a tape that its body records, or by another op given as ``backward`` (docs/custom_ops.md).
 """
 
 from collections.abc import Callable, Sequence
@@ -25,40 +25,43 @@ def warp_custom_op(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Turn a function that launches Warp kernels into a torch custom op.
 
-    The function's annotated signature becomes the op's: tensors, optional tensors, int, float, bool, str and
-    sequences of int, with defaults. The result has that signature and works eagerly, in ``torch.compile`` with
-    ``fullgraph=True``, in ``torch.export`` and, eagerly, under ``torch.func``. Warp's current stream is torch's
-    current one while the body runs.
+    The annotated signature of the function becomes that of the op. Parameters are tensors, optional tensors, int,
+    float, bool, str and sequences of int, with or without defaults. The op works in eager mode, in ``torch.compile``
+    with ``fullgraph=True``, in ``torch.export``, and in eager mode under ``torch.func``. While the body runs, Warp's
+    current stream is torch's current stream.
 
     Parameters
     ----------
     name : str
         ``"namespace::name"``.
     outputs : sequence of OutputSpec
-        What the body returns, in order. One output is returned as a tensor, several as a tuple, none as None.
+        The outputs that the body returns, in order: one output as a tensor, several as a tuple, none as None.
     grad_arrays : sequence of str, optional
-        Names of the differentiable outputs, then of the differentiable inputs. By default all outputs and all
-        tensor inputs except index-like names (``neighbor_list``, ``batch_idx``, ...), mutated ones and, at run
-        time, integer and bool tensors. With an empty sequence the op is not differentiable, and outputs have no
-        graph. With outputs only, it is an op without gradients, as by ``backward="none"``.
+        Names of the differentiable outputs, then of the differentiable inputs. The default is all outputs and all
+        tensor inputs, except inputs with index-like names (``neighbor_list``, ``batch_idx``, ...), mutated inputs and,
+        at run time, integer and bool tensors. With an empty sequence the op is not differentiable, and its outputs have
+        no graph. With names of outputs only, a request for a gradient raises, as with ``backward="none"``.
     mutates_args : sequence of str, optional
         Inputs that the body writes in place. They are never differentiable.
     backward : "tape", "none" or callable, optional
-        How to differentiate. ``"tape"`` (default): the body records a ``wp.Tape`` when ``needs_grad`` says so and
-        hands it over with `attach_for_backward`; one order. A callable: another op, or a function composed of ops
-        and torch operations. Its parameters are bound by name: any input's name, any output's name,
-        ``grad_<output>`` for incoming gradients (zeros when none arrives, or None if annotated ``Tensor | None``),
-        ``wanted`` for the names of the inputs whose gradients will be read (those of others may be left out), and
-        ``inputs`` and ``gradients`` for all inputs and all incoming gradients (or None) by name.
-        An op's outputs must be called ``grad_<input>``; a function returns a tuple in the order of the
-        differentiable inputs, or a dict by input name. Such ops keep no state and differentiate as often as the
-        backward does. ``"none"``: asking for a derivative raises; for the last op of such a chain.
+        How the op is differentiated.
+
+        - ``"tape"`` (default): if ``needs_grad`` is True, the body records a ``wp.Tape`` and hands it over with
+          `attach_for_backward`. This gives first derivatives only.
+        - A callable: another op, or a function composed of ops and torch operations. Its parameters are bound by name:
+          the name of any input or output; ``grad_<output>`` for an incoming gradient (if none arrives, zeros, or None
+          if the parameter is annotated ``Tensor | None``); ``wanted`` for the names of the inputs whose gradients will
+          be read (other gradients may be left out); ``inputs`` and ``gradients`` for dicts of all inputs and of all
+          incoming gradients (or None) by name. The outputs of an op must be called ``grad_<input>``. A function
+          returns a tuple in the order of the differentiable inputs, or a dict by input name. An op with a callable
+          keeps no state, and can be differentiated once more often than its backward.
+        - ``"none"``: a request for a derivative raises. For the last op of a chain of derivatives.
     vmap : callable, optional
         Rule for ``torch.func.vmap`` of an op with explicit backward, ``vmap(info, in_dims, *args) -> (outputs,
-        out_dims)`` as in ``torch.autograd.Function.vmap``, all inputs given. By default slices run one by one.
+        out_dims)`` as in ``torch.autograd.Function.vmap``, with all inputs given. By default slices run one by one.
     trusted : bool, optional
-        Do not compare what the body of an op without a tape returns with ``outputs`` in each call. For an op whose
-        tests do so (``torch.library.opcheck``) and for which ten microseconds matter.
+        Do not check in each call that the body's results match ``outputs``. Only for ops without a tape. Use it if
+        tests check the op (``torch.library.opcheck``) and ten microseconds matter.
 
     Returns
     -------
@@ -68,15 +71,15 @@ def warp_custom_op(
     Raises
     ------
     TypeError
-        Unannotated or unsupported parameters, names of inputs that are no tensors.
+        Unannotated or unsupported parameters, names of inputs that are not tensors.
     ValueError
-        Unknown or duplicate names, an output called like an input, a name that is taken.
+        Unknown or duplicate names, an output with the name of an input, a name that is taken.
 
     Notes
     -----
-    Tensor inputs reach the body contiguous (a copy is made of others, except of mutated ones), on one device,
-    with ``requires_grad`` set exactly where a gradient will be needed. Outputs are checked against ``outputs``.
-    Changing a saved input in place before the backward pass is an error, as everywhere in torch.
+    The body gets contiguous tensors (non-contiguous inputs are copied, unless they are mutated) on one device, with
+    ``requires_grad`` set exactly where a gradient will be needed. Results are checked against ``outputs``. Changing a
+    saved input in place before the backward pass is an error, as everywhere in torch.
 
     Examples
     --------

@@ -14,7 +14,7 @@ import torch
 from nvalchemiops.torch.autograd.specs import OutputSpec, fill_sizes
 
 MAX_ARGUMENTS = 64
-"""Most arguments of a torch schema; the derivative of an op takes its inputs, outputs and their gradients."""
+"""Largest number of arguments of a torch schema. The derivative of an op takes inputs, outputs and their gradients."""
 
 Backward = Callable[..., Any] | Literal["tape", "none"]
 
@@ -60,14 +60,14 @@ class Parameter:
 
     @property
     def has_literal(self) -> bool:
-        """Whether it has a default that a torch schema can express; the public function fills in the others."""
+        """Whether it has a default that a torch schema can express. The public function fills in other defaults."""
         default = self.default
         if isinstance(default, str):
             return default.isprintable() and not set(default) & set('"\\')
         return not self.required and (not isinstance(default, float) or math.isfinite(default))
 
     def declaration(self, mutated: bool = False, alias: str = "a", with_default: bool = True) -> str:
-        """How the parameter reads in a torch schema."""
+        """The text of the parameter in a torch schema."""
         kind = self.schema_type.replace("Tensor", f"Tensor({alias}!)", 1) if mutated else self.schema_type
         if not (with_default and self.has_literal):
             return f"{kind} {self.name}"
@@ -90,9 +90,9 @@ class Declaration:
     mutated : tuple of int
         Positions of the inputs that the body writes in place.
     diff_outputs, diff_inputs : tuple of int
-        Positions of the differentiable outputs and inputs. No outputs: the op has no graph.
+        Positions of the differentiable outputs and inputs. Without differentiable outputs, results have no graph.
     backward : callable, "tape" or "none"
-        "tape" only if there is a derivative to take.
+        "tape" only if the op has a differentiable output.
     """
 
     name: str
@@ -110,8 +110,8 @@ class Declaration:
         return tuple(i for i, p in enumerate(self.parameters) if p.is_tensor)
 
     def schema(self, hidden: Sequence[str], n_outputs: int) -> str:
-        """The torch schema without the name; ``hidden`` names integers after the parameters, 0 by default."""
-        # in a schema, as in Python, a parameter without a default does not follow one with a default
+        """The torch schema without the name. ``hidden`` are names of integers after the parameters, 0 by default."""
+        # in a schema, as in Python, a parameter without a default must not follow one with a default
         required = max((i for i, p in enumerate(self.parameters) if not p.has_literal), default=-1)
         declared = [
             p.declaration(i in self.mutated, f"a{i}", with_default=i > required) for i, p in enumerate(self.parameters)
@@ -122,7 +122,7 @@ class Declaration:
     # -- checks of a call -------------------------------------------------------------------------
 
     def device_of(self, inputs: Sequence[Any]) -> torch.device:
-        """The one device of all tensors, the CPU if there is none; raise for two devices or a sparse layout."""
+        """The device of all tensors, the CPU without tensors; raises for several devices or a sparse layout."""
         first = None
         for i in self.tensors:
             tensor = inputs[i]
@@ -144,7 +144,7 @@ class Declaration:
         return torch.device("cpu") if first is None else first
 
     def refuse_overlap(self, inputs: Sequence[Any]) -> None:
-        """Raise if the body writes into memory that it reads as another input: the order of threads would matter."""
+        """Raise if an input that the body writes overlaps another input: results would depend on thread order."""
         for i in self.mutated:
             if inputs[i] is None or not inputs[i].numel():
                 continue
@@ -163,14 +163,14 @@ class Declaration:
     def check_results(
         self, result: Any, inputs: Sequence[Any], prepared: Sequence[Any], device: torch.device
     ) -> list[torch.Tensor]:
-        """The outputs that a body returned, contiguous and without a graph; raise unless they are as declared.
+        """The results of a body, contiguous and without a graph; raises unless they match the declaration.
 
         Parameters
         ----------
         result : Any
-            Of the body.
+            The return value of the body.
         inputs, prepared : sequence
-            The arguments of the op, and those that the body got.
+            The arguments of the op, and the arguments of the body.
         device : torch.device
         """
         specs = self.outputs
@@ -209,7 +209,7 @@ class Declaration:
                         f"{self.name}: output '{spec.name}' shares memory with '{owners[address].name}': return a copy"
                     )
                 owners[address] = spec
-            if output.requires_grad or output.__dict__:  # attributes may keep the memory of a tape
+            if output.requires_grad or output.__dict__:  # attributes may keep a tape alive
                 output = output.detach()
             results.append(output if output.is_contiguous() else output.contiguous())
         return results
@@ -223,7 +223,7 @@ def declare(
     mutates_args: Sequence[str] = (),
     backward: Backward = "tape",
 ) -> Declaration:
-    """The declaration of an op, checked. Arguments and errors as for `warp_custom_op`."""
+    """Make and check the declaration of an op. Arguments and errors are those of `warp_custom_op`."""
     namespace, separator, short = name.partition("::") if isinstance(name, str) else ("", "", "")
     if not (separator and namespace.isidentifier() and short.isidentifier()):
         raise ValueError(f"`name` must be 'namespace::name' with two identifiers, got {name!r}")
@@ -240,7 +240,7 @@ def declare(
     if diff_outputs and not diff_inputs:
         if callable(backward):
             raise ValueError(f"{name}: `backward` has nothing to give: `grad_arrays` names outputs only")
-        # an op without gradients: asking for one is an error
+        # an op without gradients: a request for one raises
         backward = "none"
         diff_inputs = split_grad_arrays(None, parameters, outputs, mutates_args, name)[1]
         diff_outputs = diff_outputs if diff_inputs else ()
@@ -267,13 +267,13 @@ def _check_names(
         raise TypeError(f"{op_name}: `mutates_args` must be a sequence of names, got a string")
     for name in mutates_args:
         if name not in names:
-            raise ValueError(f"{op_name}: `mutates_args` names '{name}', which is no input")
+            raise ValueError(f"{op_name}: `mutates_args` names '{name}', which is not an input")
         if not parameters[names.index(name)].is_tensor:
-            raise TypeError(f"{op_name}: `mutates_args` names '{name}', which is no tensor")
+            raise TypeError(f"{op_name}: `mutates_args` names '{name}', which is not a tensor")
 
 
 def schema_type(annotation: Any) -> str | None:
-    """The torch schema type for a Python annotation, or None if torch has none that ops here support."""
+    """The torch schema type for a Python annotation, or None if the annotation is not supported."""
     if typing.get_origin(annotation) in (Union, types.UnionType):
         options = typing.get_args(annotation)
         inner = [schema_type(o) for o in options if o is not type(None)]
@@ -290,8 +290,8 @@ def read_parameters(body: Callable[..., Any], op_name: str) -> tuple[Parameter, 
     Raises
     ------
     TypeError
-        For a parameter without annotation, of an unsupported type, or of an unsupported kind
-        (keyword-only, ``*args``, ``**kwargs``); the message names it.
+        A parameter without annotation, of an unsupported type, or of an unsupported kind (keyword-only, ``*args``,
+        ``**kwargs``). The message names it.
     """
     try:
         hints = typing.get_type_hints(body)
@@ -325,14 +325,14 @@ def split_grad_arrays(
     mutated: Sequence[str],
     op_name: str,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Positions of the differentiable outputs and of the differentiable inputs, which may be none.
+    """Positions of the differentiable outputs and of the differentiable inputs. Either may be empty.
 
     Raises
     ------
     ValueError
-        For unknown or duplicate names, an output listed after an input, a mutated input.
+        Unknown or duplicate names, an output listed after an input, a mutated input.
     TypeError
-        For names of inputs that are not tensors.
+        Names of inputs that are not tensors.
     """
     of_outputs, of_inputs = {o.name: o for o in outputs}, {p.name: p for p in parameters}
     if grad_arrays is None:
@@ -357,7 +357,7 @@ def split_grad_arrays(
         elif name in of_inputs:
             first_input = first_input or name
             if not of_inputs[name].is_tensor:
-                raise TypeError(f"{op_name}: `grad_arrays` names '{name}', which is no tensor")
+                raise TypeError(f"{op_name}: `grad_arrays` names '{name}', which is not a tensor")
             if name in mutated:
                 raise ValueError(f"{op_name}: '{name}' is mutated, so it cannot be differentiable")
         else:

@@ -1,4 +1,4 @@
-"""The explicit way to differentiate an op: another op, or a function of ops, bound by parameter names."""
+"""Explicit derivatives of ops: another op, or a function of ops, whose parameters are bound by name."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 WANTED, INPUTS, GRADIENTS = "wanted", "inputs", "gradients"
-"""Parameters of a backward for the names of the inputs whose gradients will be read, for all inputs,
-and for all incoming gradients (None when none arrives), both by name."""
+"""Special parameters of a backward: the names of the inputs whose gradients will be read; a dict of all inputs; and a
+dict of all incoming gradients, None where none arrives."""
 
 
 class Formula:
-    """An explicit backward, its parameters bound by name to inputs, outputs and incoming gradients."""
+    """An explicit backward, with its parameters bound by name to inputs, outputs and incoming gradients."""
 
     def __init__(self, op: "WarpOp", backward: Callable[..., Any]) -> None:
         self.op = op
@@ -24,7 +24,7 @@ class Formula:
         inputs, outputs = [p.name for p in op.parameters], [s.name for s in op.outputs]
         gradients = {f"grad_{op.outputs[i].name}": i for i in op.diff_outputs}
         self.first_gradient = len(inputs) + len(outputs)
-        # where each value will be: inputs, outputs, incoming gradients, one after the other
+        # the place of each value in the sequence of inputs, outputs and incoming gradients
         place_of: dict[str, int | str] = {name: self.first_gradient + i for name, i in gradients.items()}
         place_of |= {name: len(inputs) + i for i, name in enumerate(outputs)}
         place_of |= {name: name for name in (WANTED, INPUTS, GRADIENTS)}
@@ -63,15 +63,16 @@ class Formula:
         shapes: Sequence[tuple[Any, torch.dtype, torch.device]],
         record: int = -1,
     ) -> list[torch.Tensor | None]:
-        """One gradient or None per declared input.
+        """Call the backward. Return a gradient or None for each declared input.
 
         Parameters
         ----------
         kept : sequence
-            All inputs, then all outputs; those in ``spared`` may be None.
+            All inputs, then all outputs. Those in ``spared`` may be None.
         cotangents : sequence of torch.Tensor or None
+            Incoming gradients.
         shapes : sequence
-            Shapes, dtypes and devices of the outputs, if ``filled``.
+            Shapes, dtypes and devices of the outputs. Only needed if ``filled`` is not empty.
         record : int, optional
             A bit for each differentiable input: whether its gradient will be read.
         """

@@ -1,6 +1,6 @@
-"""How ops enter torch's function transforms (``torch.func``, ``vmap``) in eager mode.
+"""Ops under torch's function transforms (``torch.func``, ``vmap``) in eager mode.
 
-The derivative formula is registered on the op. Transforms do not use it: they need an ``autograd.Function`` with
+Transforms do not use the derivative that is registered with an op. They need an ``autograd.Function`` with
 ``setup_context``, ``vmap`` and ``jvp``. This module wraps an op in one, for eager transforms only.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether this tensor takes part in a derivative: backward, forward, or by a transform."""
+    """Whether this tensor takes part in a derivative: in reverse mode, in forward mode, or by a transform."""
     while True:
         tracked = tensor.requires_grad and torch.is_grad_enabled()
         if tracked or forward_ad.unpack_dual(tensor).tangent is not None:
@@ -33,14 +33,14 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
 
 
 def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """A function of the op's arguments that function transforms can enter, and differentiate by the op's pullback.
+    """Wrap an op in a function that function transforms can follow, with derivatives from the op's pullback.
 
     Parameters
     ----------
     op : WarpOp
     fold : callable, optional
-        The vmap rule ``fold(info, in_dims, *args) -> (outputs, out_dims)``; by default slices are evaluated one
-        after the other and stacked.
+        The vmap rule ``fold(info, in_dims, *args) -> (outputs, out_dims)``. By default slices are evaluated one after
+        the other and stacked.
     """
     name, call = op.name.replace("::", "_"), op.call_for_transforms
 
@@ -68,12 +68,12 @@ def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Calla
         def jvp(ctx: Any, *tangents: torch.Tensor | None) -> Any:
             forward_levels, reverse_levels = internals.count_transforms()  # this one included
             if forward_levels > 1:
-                # torch drops the outer tangents of a custom function here without a word
+                # torch silently drops the outer tangents of a custom function here
                 raise NotDifferentiableError(
                     f"{name}: forward mode inside forward mode (jacfwd of jacfwd, jvp of jvp) is not supported by "
                     "torch for custom functions; use reverse mode for one of them: hessian, jacfwd(jacrev(f))"
                 )
-            # without their own tangents, or the pullback would push them forward again, without end
+            # without their own tangents: otherwise the pullback would push them forward again, endlessly
             primals = [_primal(value) for value in restore(ctx)]
             outputs = primals[len(op.parameters) :]
             needed = [isinstance(t, torch.Tensor) for t in tangents]
@@ -88,7 +88,7 @@ def transformable(op: "WarpOp", fold: Callable[..., Any] | None = None) -> Calla
                 return tuple(torch.zeros_like(primals[i]) if gradients[i] is None else gradients[i] for i in moved)
 
             like = [outputs[i] for i in ctx.differentiable]
-            # differentiating the pullback uses one more order than the columns of its matrix do
+            # differentiating the pullback needs one more order than evaluating it column by column
             spare = op.orders >= 2 + reverse_levels
             pushed = transpose(pull, like, [tangents[i] for i in moved], differentiate=spare) if like else []
             for i, t in zip(ctx.differentiable, pushed, strict=True):
@@ -115,10 +115,10 @@ def transpose(
     tangents: Sequence[Any],
     differentiate: bool = True,
 ) -> list[torch.Tensor]:
-    """Transpose the linear map ``pull`` and apply it to ``tangents``: a Jacobian-vector product from a vjp.
+    """Apply the transpose of the linear map ``pull`` to ``tangents``: a Jacobian-vector product from a vjp.
 
-    By differentiating ``pull`` with respect to the cotangents, if there is an order to spare; otherwise column by
-    column: exact as well, one call per output element.
+    With ``differentiate``, ``pull`` is differentiated by the cotangents, if it has a derivative. Otherwise the map is
+    evaluated column by column, which is also exact, but takes one call per output element.
     """
     zeros = [torch.zeros_like(t) for t in like]
     if differentiate:
@@ -150,8 +150,8 @@ def _one_by_one(
     def stacked(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if any(part.shape != parts[0].shape for part in parts):
             raise ValueError(
-                f"{name} under vmap: outputs differ in size between slices. Ask for one size (`max_neighbors` of a "
-                "neighbor list), or call it outside of vmap"
+                f"{name} under vmap: outputs differ in size between slices. Give a size (`max_neighbors` of a neighbor "
+                "list), or call it outside of vmap"
             )
         return torch.stack(tuple(parts))
 

@@ -1,4 +1,4 @@
-"""Names and identities of ops: where they are registered, and hashes by which compile caches distinguish them."""
+"""Names and identities of ops: the libraries that register them, and hashes that distinguish them in compile caches."""
 
 import contextlib
 import hashlib
@@ -19,14 +19,14 @@ _definitions: dict[str, tuple[tuple[str, str], int]] = {}
 _libraries: list[Any] = []  # an op lives as long as its library
 
 _FOREIGN = frozenset({"builtins", "numpy", "torch", "warp"})
-"""Packages whose functions count by name: their versions are part of every identity."""
+"""Packages whose functions are identified by name: their versions are part of every identity."""
 
 
 def library_for(name: str, body: Callable[..., Any]) -> tuple[Any, str]:
-    """A library to define ``name`` in, and the name to register, without its namespace.
+    """A library in which to define ``name``, and the name to register, without its namespace.
 
-    Running the same definition again (a notebook cell, a factory) registers another op, under a numbered name: taking
-    the first one back would leave functions and compiled graphs that call into freed memory.
+    Running the same definition again (a notebook cell, a factory) registers another op under a numbered name. The first
+    op stays: functions and compiled graphs may still call it.
     """
     origin = (body.__module__, body.__qualname__)
     previous, count = _definitions.get(name, (origin, 0))
@@ -47,9 +47,9 @@ def fingerprint(body: Callable[..., Any], backward: Any, outputs: Sequence[Outpu
 
 
 def value_identity(value: Any, _inside: tuple[Any, ...] = ()) -> str:
-    """A text by which values are distinguished, the same in every process.
+    """A text that identifies a value, the same in every process.
 
-    Functions count by their code, defaults, closures and the globals they name, kernels by their source
+    Functions are identified by their code, defaults, closures and the globals that they name, kernels by their source
     as well, arrays by their contents, other values by their ``repr``.
     """
     if any(value is v for v in _inside):

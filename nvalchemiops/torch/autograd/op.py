@@ -1,7 +1,7 @@
 """The registration of an op: its schema, its implementations for each dispatch key, and its public function.
 
-An op's derivative is here another op or a function of ops (`Formula`), or there is none. What differentiates by a
-recorded tape is the subclass `nvalchemiops.torch.autograd.tape_op.TapeOp`.
+Ops of this module have an explicit derivative (`Formula`) or none. The subclass
+`nvalchemiops.torch.autograd.tape_op.TapeOp` differentiates by a recorded tape.
 """
 
 import functools
@@ -34,9 +34,9 @@ class WarpOp:
     Attributes
     ----------
     name, registered : str
-        As given, and as registered: with a number, if the same definition ran before.
+        The given name, and the registered name, which has a number if the same definition ran before.
     parameters, outputs : tuple
-        As declared.
+        Those of the declaration.
     public : callable
         The function that users call.
     overload : torch.ops overload
@@ -44,7 +44,7 @@ class WarpOp:
     """
 
     hidden: tuple[str, ...] = ("_identity",)
-    """Names of the hidden arguments. By the identity compile caches distinguish two releases of an op."""
+    """Names of the hidden arguments. The identity lets compile caches distinguish two versions of an op."""
 
     n_hidden_outputs = 0
 
@@ -66,7 +66,7 @@ class WarpOp:
         self._formula = Formula(self, self.backward) if callable(self.backward) else None
         self.identity = fingerprint(self.body, self.backward, self.outputs, identity)
         self._loaded: set[tuple[torch.device, bool]] = set()
-        # the dispatcher drops arguments at the end that equal their defaults
+        # the dispatcher drops trailing arguments that equal their defaults
         defaults = tuple(None if p.required else p.default for p in self.parameters)
         self._defaults = defaults + (0,) * len(self.hidden)
         self._register()
@@ -90,14 +90,14 @@ class WarpOp:
 
     @property
     def orders(self) -> float:
-        """Order of derivatives of the op, as far as is known: a backward that is a function may have any."""
+        """How often the op can be differentiated. A backward that is a plain function counts as infinitely often."""
         backward = getattr(self.backward, "op", None)
         if isinstance(backward, WarpOp):
             return 1 + backward.orders
         return math.inf if callable(self.backward) else 0
 
     def _hidden_values(self, record: int = 0) -> tuple[int, ...]:
-        """Hidden arguments of a call that needs gradients by the inputs in ``record`` (one bit each)."""
+        """Hidden arguments of a call that needs gradients by the inputs in ``record`` (a bit for each input)."""
         return (self.identity,)
 
     def _make_public(self, vmap: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -150,15 +150,15 @@ def _make({", ".join(values)}):
         )
 
     def call_for_transforms(self, *args: Any) -> Any:
-        """Call the op where a transform may ask for any derivative."""
+        """Call the op under a transform, which may request any derivative."""
         # the gradient of every differentiable input may be needed, at some level
         return self.overload(*args, *self._hidden_values(self._record_everything(args)))
 
     def _call_eagerly(self, *args: Any) -> Any:
-        """Run the op as the dispatcher does for plain tensors in eager mode, at half the cost for many arguments."""
+        """Run the op as the dispatcher would for plain tensors in eager mode, in half the time for many arguments."""
         if internals.autocast_enabled() or internals.profiling() or internals.tracing_state():
             return self.overload(*args)
-        if not self.trusted and current_recorder() is not None:  # a body may do what is not followed: one operation
+        if not self.trusted and current_recorder() is not None:  # the recorder records the whole body as one operation
             return self.overload(*args)
         types, keys_of, plain = internals.PLAIN_TYPES, internals.dispatch_keys, internals.plain_keys
         record, device, ready = 0, None, True
@@ -179,7 +179,7 @@ def _make({", ".join(values)}):
                 ready = False
         ready = ready and self.trusted and device == _CPU and active_tape() is None
         if self.mutated:
-            # what is written must not require a gradient, and its changes are counted
+            # tensors that the body writes must not require gradients, and their changes are counted
             written = [args[i] for i in self.mutated if args[i] is not None]
             if not ready or (torch.is_grad_enabled() and (record or any(t.requires_grad for t in written))):
                 return self.overload(*args)
@@ -200,7 +200,7 @@ def _make({", ".join(values)}):
     # -- running the body -------------------------------------------------------------------------
 
     def _implementation(self, *args: Any) -> Any:
-        """What the op does on every device, below autograd."""
+        """The implementation on every device, below autograd."""
         args = self._complete(args)
         inputs = args[: self._count]
         device = self.declared.device_of(inputs)
@@ -210,8 +210,8 @@ def _make({", ".join(values)}):
                 self._count_changes(inputs)
         if self.diff_outputs and active_tape() is not None:
             raise NotDifferentiableError(
-                f"{self.name} was called inside a recording, whose gradient would miss it: launch its kernels there, "
-                "or call it outside"
+                f"{self.name} was called inside a recording, and the gradient of the tape would miss it: launch its "
+                "kernels there, or call it outside"
             )
         return self._execute(inputs, args[self._count :], device)
 
@@ -226,7 +226,7 @@ def _make({", ".join(values)}):
         return self.declared.check_results(result, inputs, prepared, device)
 
     def _prepare(self, inputs: Sequence[Any]) -> list[Any]:
-        """Arguments as the body gets them: without a graph, and contiguous if it does not write into them."""
+        """The arguments for the body: without a graph, and contiguous unless the body writes into them."""
         prepared = list(inputs)
         for i in self.tensors:
             tensor = prepared[i]
@@ -244,7 +244,7 @@ def _make({", ".join(values)}):
             return self._call_body(prepared, device, tracked)
 
     def _call_body(self, prepared: Sequence[Any], device: torch.device, tracked: bool) -> Any:
-        # a body may load any kernels, so the first call of each kind runs alone; with gradients kernels may differ
+        # the first call may load kernels, so it runs alone; a call with gradients may load other kernels
         kind = (device, tracked)
         if kind in self._loaded:
             return self.body(*prepared)
@@ -314,7 +314,7 @@ def _make({", ".join(values)}):
         )
 
     def mark_differentiable(self, ctx: Any, outputs: Sequence[torch.Tensor]) -> list[int]:
-        """Tell an ``autograd.Function`` which outputs have gradients, and return them; gradients may be None."""
+        """Tell an ``autograd.Function`` which outputs are differentiable. Return their positions."""
         differentiable = [i for i in self.diff_outputs if outputs[i].is_floating_point()]
         if len(differentiable) < len(outputs):
             ctx.mark_non_differentiable(*(o for i, o in enumerate(outputs) if i not in differentiable))
@@ -322,14 +322,14 @@ def _make({", ".join(values)}):
         return differentiable
 
     def _continue_below_autograd(self, keyset: Any, record: int, args: tuple[Any, ...]) -> Any:
-        """Continue below autograd, in a call whose gradients by the inputs in ``record`` (one bit each) are needed."""
+        """Continue below autograd, in a call that needs gradients by the inputs in ``record`` (a bit for each)."""
         if keyset is _READY:
             with internals.autograd_excluded():
                 return self._short_way(*args)
         return internals.below_autograd(self.overload, self._implementation, keyset, args)
 
     def _save(self, ctx: Any, args: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
-        """Save what `_gradients` takes."""
+        """Save the values that `_gradients` takes."""
         formula = self._formula
         values = () if formula is None else (*args[: self._count], *outputs)
         save(ctx, [None if formula and place in formula.spared else value for place, value in enumerate(values)])
@@ -342,15 +342,15 @@ def _make({", ".join(values)}):
         return tuple(self._gradients(values, cotangents, shapes, record))
 
     def _gradients(self, kept: Sequence[Any], cotangents: Gradients, shapes: Sequence[Any], record: int) -> Gradients:
-        """The vector-Jacobian product: a gradient or None for each input; arguments as for a `Formula`."""
+        """The vector-Jacobian product: a gradient or None for each input. Arguments are those of a `Formula`."""
         if self._formula is None:
             raise self._no_derivative()
         return self._formula(kept, cotangents, shapes, record)
 
     def _no_derivative(self) -> NotDifferentiableError:
         return NotDifferentiableError(
-            f"{self.name} has no derivative: it was declared with backward='none', as the last of a chain of "
-            "derivatives. Give it a backward, or ask for one order less"
+            f"{self.name} has no derivative: it was declared with backward='none', as the last op of a chain of "
+            "derivatives. Give it a backward, or differentiate once less"
         )
 
     # -- other dispatch keys ----------------------------------------------------------------------
@@ -366,14 +366,14 @@ def _make({", ".join(values)}):
                 torch.autograd.graph.increment_version(inputs[i])
 
     def _autocast(self, device: str, *args: Any) -> Any:
-        """Under autocast the op computes as without: half precision inputs widen, the rest stays."""
+        """Autocast does not change how the op computes. Inputs of half precision become float32."""
         args = self._complete(args)
         with torch.autocast(device, enabled=False):
             return self.overload(*[a if i in self.mutated else widened(a) for i, a in enumerate(args)])
 
 
 def refuse_transforms(name: str) -> None:
-    """Raise under transforms of torch.func, in an implementation for autograd."""
+    """Raise if an autograd implementation is called under transforms of torch.func."""
     if internals.DERIVATIVES_KNOWN and internals.transforms_active():
         raise RuntimeError(
             f"{name}: torch.func transforms of this op work in eager mode only. Inside torch.compile use "
@@ -382,7 +382,7 @@ def refuse_transforms(name: str) -> None:
 
 
 def widened(value: Any) -> Any:
-    """Tensors of half precision as float32, in lists, too; all else as it is."""
+    """The value with tensors of half precision as float32, also inside lists."""
     if isinstance(value, (list, tuple)):
         return [widened(entry) for entry in value]
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16)
@@ -390,7 +390,7 @@ def widened(value: Any) -> Any:
 
 
 def unpack(results: Sequence[torch.Tensor]) -> Any:
-    """Results in the form that an op returns: None, a tensor or a tuple."""
+    """The return value of an op for these results: None, a tensor or a tuple."""
     if not results:
         return None
     return results[0] if len(results) == 1 else tuple(results)

@@ -1,4 +1,4 @@
-"""Arguments and results that a backward pass needs, kept on the context of an ``autograd.Function``."""
+"""Saving arguments and results for a backward pass on the context of an ``autograd.Function``."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 def save(ctx: Any, values: Sequence[Any], forward_mode: bool = False) -> None:
-    """Save tensors, whose changes torch then notices, and other values; also for forward mode if asked."""
+    """Save tensors and other values. Torch notices changes of the tensors before they are restored."""
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     ctx.save_for_backward(*tensors)
     if forward_mode:
@@ -16,6 +16,6 @@ def save(ctx: Any, values: Sequence[Any], forward_mode: bool = False) -> None:
 
 
 def restore(ctx: Any) -> list[Any]:
-    """The values that `save` got."""
+    """The values that `save` has saved."""
     tensors = iter(ctx.saved_tensors)
     return [next(tensors) if plain is None else plain[0] for plain in ctx.plain]

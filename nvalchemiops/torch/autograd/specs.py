@@ -1,4 +1,4 @@
-"""Outputs of an op: shapes and dtypes that are known without running it."""
+"""Specifications of an op's outputs: shapes and dtypes that are known without running the op."""
 
 import dataclasses
 import functools
@@ -13,28 +13,28 @@ from nvalchemiops.types import inner_shape, is_warp_dtype, scalar_type
 _SAME_NAMES = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
 
 TORCH_DTYPES: dict[Any, torch.dtype] = {getattr(wp, name): getattr(torch, name) for name in _SAME_NAMES}
-# torch computes little with wide unsigned integers: they travel as signed bits
+# torch has few operations on wide unsigned integers, so their bits are held in signed tensors
 TORCH_DTYPES |= {wp.uint16: torch.int16, wp.uint32: torch.int32, wp.uint64: torch.int64}
 
 PRECISIONS = {torch.float32: wp.float32, torch.float64: wp.float64}
-"""Precisions of kernels, by the dtype of their tensors."""
+"""Warp scalar types of kernels, by the dtype of their tensors."""
 
 
 def real_of(values: torch.Tensor, *_: Any) -> Any:
-    """The Warp scalar of a tensor of floats: a ``dtype`` of an `OutputSpec` that follows the first input."""
+    """The Warp scalar type of the first input: for ``dtype`` of an `OutputSpec`."""
     return PRECISIONS[values.dtype]
 
 
 def precision_of(values: torch.Tensor) -> str:
-    """The precision as kernels name it: "float32" or "float64"."""
+    """The name of the Warp scalar type of a tensor: "float32" or "float64"."""
     return PRECISIONS[values.dtype].__name__
 
 
 @dataclasses.dataclass(frozen=True)
 class DynamicSize:
-    """A size in a shape of an `OutputSpec` that is known only after running the op; equal names mean equal sizes.
+    """A size in the shape of an `OutputSpec` that is known only after the op has run. Equal names mean equal sizes.
 
-    Under ``torch.compile`` it becomes an unbacked size. The op waits for its device to learn it.
+    Under ``torch.compile`` it becomes an unbacked size. To learn the size, the op waits for its device.
     """
 
     name: str
@@ -42,25 +42,25 @@ class DynamicSize:
 
 @dataclasses.dataclass(frozen=True)
 class OutputSpec:
-    """One output of an op: enough to know its shape and dtype without running anything.
+    """The name, shape and dtype of an output of an op.
 
     Parameters
     ----------
     name : str
         Name by which the body attaches the output's Warp array and ``grad_arrays`` refers to it.
     dtype : Warp type or callable
-        Warp scalar, vector or matrix type (``wp.float64``, ``wp.vec3d``), or a callable of the op's inputs
-        that returns one.
+        Warp scalar, vector or matrix type (``wp.float64``, ``wp.vec3d``), or a function of the op's inputs that returns
+        one.
     shape : tuple or callable
-        The torch shape, trailing vector dimensions included: ``(n, 3)`` for n ``wp.vec3d``. Or a callable of
-        the op's inputs that returns one. It must work under symbolic shapes: use ``tensor.shape``. A size that
-        depends on the data is a `DynamicSize`.
+        The torch shape, including trailing vector dimensions: ``(n, 3)`` for n ``wp.vec3d``. Or a function of the op's
+        inputs that returns a shape; it must work under symbolic shapes, so use ``tensor.shape``. A size that depends on
+        the data is a `DynamicSize`.
     torch_dtype : torch.dtype, optional
         Overrides the torch dtype that follows from ``dtype``.
 
     Notes
     -----
-    Callables get all inputs that the op declares, positionally, with defaults filled in.
+    The functions get all declared inputs of the op as positional arguments, with defaults filled in.
     """
 
     name: str
@@ -96,7 +96,7 @@ class OutputSpec:
         dtype = _torch_dtype(self.dtype(*inputs))
         if dtype is None:
             raise TypeError(
-                f"OutputSpec '{self.name}': `dtype` returned {self.dtype(*inputs)!r}, which is no Warp type"
+                f"OutputSpec '{self.name}': `dtype` returned {self.dtype(*inputs)!r}, which is not a Warp type"
             )
         return shape, dtype
 
@@ -115,12 +115,12 @@ def like(name: str, i: int) -> OutputSpec:
 
 @functools.cache
 def _torch_dtype(dtype: Any) -> torch.dtype | None:
-    """The torch dtype for a Warp type, or None if it is none."""
+    """The torch dtype for a Warp type; None for anything else."""
     return TORCH_DTYPES[scalar_type(dtype)] if is_warp_dtype(dtype) else None
 
 
 def fill_sizes(shape: tuple[Any, ...], sizes: dict[str, Any], new_size: Callable[[int], Any]) -> tuple[Any, ...]:
-    """``shape`` with a number for each `DynamicSize`, from ``sizes`` or else ``new_size(dimension)``, kept by name."""
+    """``shape`` with a number for each `DynamicSize`: from ``sizes``, or a new one, ``new_size(dimension)``."""
     filled = list(shape)
     for dimension, size in enumerate(shape):
         if isinstance(size, DynamicSize):

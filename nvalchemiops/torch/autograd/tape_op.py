@@ -1,7 +1,7 @@
-"""Ops that differentiate by a tape: the body records its Warp launches, the backward pass replays them backwards.
+"""Ops that differentiate by a tape: the body records its Warp launches, and the backward pass replays them in reverse.
 
-A second op takes the backward pass, so that compilers see it as one node. The recording of an execution is found by a
-hidden output, the token, whose memory exists as long as the graph.
+A second op runs the backward pass, so that compilers see it as one node. The recording of an execution is looked up by
+a hidden output, the token, whose memory lives as long as the graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +26,12 @@ class TapeOp(WarpOp):
     backward : callable
         Another op, which replays the tape.
     backward_overload : torch.ops overload
-        The same, as registered.
+        The registered overload of that op.
 
     Notes
     -----
-    The hidden argument ``_record`` has a bit for each differentiable input: whether its gradient is needed. A compiled
-    graph drops ``requires_grad`` from intermediate tensors, so it is decided outside of the op.
+    The hidden argument ``_record`` has a bit for each differentiable input: whether its gradient is needed. The caller
+    sets it, since intermediate tensors of a compiled graph have lost ``requires_grad``.
     """
 
     hidden = ("_record", "_identity")
@@ -61,9 +61,9 @@ class TapeOp(WarpOp):
     def record(
         self, inputs: Sequence[Any], record: int, device: torch.device
     ) -> tuple[list[torch.Tensor], tapes.Recording]:
-        """Run the body and keep what it records, for gradients by the inputs in ``record`` (one bit each)."""
-        # Aliases, because one tensor passed in two places needs two gradients; or copies, for a body that mutates its
-        # arguments and may overwrite what its own tape reads.
+        """Run the body and keep its recording, for gradients by the inputs in ``record`` (a bit for each)."""
+        # Aliases, because one tensor passed in two places needs two gradients; or copies, if the body mutates its
+        # arguments, since it may overwrite values that its own tape reads.
         own = bool(self.mutated)
         worked = list(inputs)
         for i in self.tensors:
@@ -81,7 +81,7 @@ class TapeOp(WarpOp):
             if inputs[i] is not None:
                 inputs[i].copy_(worked[i])
         recording = tapes.Recording(found, arrays, [worked[i] for i in self.tensors], results, own)
-        # The recording keeps the body's own tensors. Returned themselves, they would get a graph that keeps the
+        # The recording keeps the body's own tensors. If they were returned, they would get a graph that keeps the
         # recording: a cycle through C++ that Python never collects.
         return [r.detach() for r in results], recording
 
@@ -91,9 +91,9 @@ class TapeOp(WarpOp):
     # -- backward ---------------------------------------------------------------------------------
 
     def _save(self, ctx: Any, args: tuple[Any, ...], outputs: Sequence[torch.Tensor]) -> None:
-        # Eagerly, torch guards the saved inputs against changes, and the recording itself notices a changed output. A
-        # compiled graph overwrites any buffer that it does not need any more, without a trace: there the outputs, which
-        # the tape reads, must be inputs of the backward op too.
+        # In eager mode, torch notices changes of saved inputs, and the recording notices changes of outputs. A compiled
+        # graph silently reuses buffers that it no longer needs. There the outputs, which the tape reads, must be inputs
+        # of the backward op, too.
         traced = type(outputs[0]) is not torch.Tensor
         inputs = (None if i in self.mutated else a for i, a in enumerate(args[: self._count]))
         save(ctx, [*inputs, *(o if traced else None for o in outputs[:-1]), outputs[-1]])
@@ -111,9 +111,9 @@ class TapeOp(WarpOp):
 
 
 class _Replay(WarpOp):
-    """The op of the backward pass of a tape op: of its token, inputs, outputs, their gradients, and ``_record``.
+    """The op that runs the backward pass of a tape op. It has no derivative.
 
-    It has no derivative.
+    Its arguments are the token, the inputs, the outputs, the incoming gradients, and ``_record``.
     """
 
     def __init__(self, op: TapeOp) -> None:
@@ -126,7 +126,7 @@ class _Replay(WarpOp):
         parameters = (Parameter("_token", "Tensor"), *given, *maybe, Parameter("_record", "int"))
         outputs = tuple(like(f"grad_{op.parameters[i].name}", 1 + i) for i in op.diff_inputs)
         declared = Declaration(
-            name=f"{op.registered}__tape_backward",  # two underscores, so that it is no other op's name
+            name=f"{op.registered}__tape_backward",  # two underscores, so that no other op has this name
             body=op.body,
             parameters=parameters,
             outputs=outputs,
@@ -148,7 +148,7 @@ class _Replay(WarpOp):
             if op.mutated:
                 raise RuntimeError(
                     f"{op.name}: the recorded execution is gone or in use, and an op that mutates its arguments "
-                    "cannot be run again for its backward pass"
+                    "cannot run again for its backward pass"
                 )
             _, recording = op.record(inputs, record, device)
         wanted = [(op.parameters[i].name, inputs[i]) for i, bit in op._bits.items() if record >> bit & 1]
@@ -161,13 +161,13 @@ class _Replay(WarpOp):
         return self._one_each(args[self._count - 1], device, lambda i: inputs[i].new_empty(inputs[i].shape))
 
     def _one_each(self, record: int, device: torch.device, make: Callable[[int], torch.Tensor]) -> Any:
-        """``make(i)`` for each differentiable input i that is in ``record``, an empty tensor for each other one."""
+        """``make(i)`` for each differentiable input i that is in ``record``, an empty tensor for each of the others."""
         bits = self.op._bits.items()
         return unpack([make(i) if record >> bit & 1 else torch.empty(0, device=device) for i, bit in bits])
 
     def _no_derivative(self) -> NotDifferentiableError:
         return NotDifferentiableError(
-            f"{self.op.name}: a second derivative was asked for, but this op differentiates through a Warp tape, which "
-            "gives one order. Ways out: return the first derivative (forces, dE/dq) as an output of the op and "
+            f"{self.op.name}: a second derivative was requested, but this op differentiates through a Warp tape, which "
+            "gives first derivatives only. Return the first derivative (forces, dE/dq) as an output of the op and "
             "differentiate that, or give the op an explicit backward: warp_custom_op(..., backward=...)"
         )

@@ -1,4 +1,4 @@
-"""Recording an op's launches on a tape, keeping the tape exactly as long as its graph, and replaying it."""
+"""Tapes: recording an op's launches, keeping the tape exactly as long as its graph, and replaying it."""
 
 import dataclasses
 import threading
@@ -22,12 +22,12 @@ _PREFIX = "_wp_"
 
 
 def WarpAutogradContextManager(enable: bool) -> AbstractContextManager[wp.Tape | None]:
-    """Record this thread's launches if ``enable``: a context manager that yields the ``wp.Tape``, else None."""
+    """A context manager that records this thread's launches if ``enable``. It yields the ``wp.Tape``, or else None."""
     return record() if enable else nullcontext()
 
 
 def attach_for_backward(output: torch.Tensor, tape: wp.Tape | None = None, **warp_arrays: wp.array) -> None:
-    """Leave a tape and the arrays it recorded on an output, for the backward pass.
+    """Attach a tape and the arrays that it recorded to an output, for the backward pass.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def attach_for_backward(output: torch.Tensor, tape: wp.Tape | None = None, **war
     attached = getattr(output, _TAPE, None)
     if tape is not None and attached is not None and attached is not tape:
         raise ValueError(
-            "`output` holds another tape already, which would be lost: record all launches on one tape, or attach each "
+            "`output` already holds another tape, which would be lost: record all launches on one tape, or attach each "
             "tape to a separate output"
         )
     setattr(output, _TAPE, attached if tape is None else tape)
@@ -54,13 +54,13 @@ def attach_for_backward(output: torch.Tensor, tape: wp.Tape | None = None, **war
 
 
 def retrieve_for_backward(output: torch.Tensor, *array_names: str) -> tuple[wp.Tape | None, dict[str, wp.array]]:
-    """The tape and, of the named arrays, those that were attached to ``output``."""
+    """The tape of ``output``, and those of the named arrays that were attached to it."""
     arrays = {name: getattr(output, _PREFIX + name) for name in array_names if hasattr(output, _PREFIX + name)}
     return getattr(output, _TAPE, None), arrays
 
 
 def detach_all(outputs: Any) -> tuple[list[wp.Tape], dict[str, wp.array]]:
-    """Take off all that `attach_for_backward` left on the tensor or tensors that a body returned: tapes and arrays."""
+    """Remove the tapes and arrays that `attach_for_backward` has attached to the results of a body, and return them."""
     tapes: list[wp.Tape] = []
     arrays: dict[str, wp.array] = {}
     for output in outputs if isinstance(outputs, (tuple, list)) else [outputs]:
@@ -89,8 +89,8 @@ def extract_gradients(
     Returns
     -------
     tuple
-        For each name: None if ``ctx.<name>`` is no tensor or needs no gradient, zeros if its array is missing,
-        and otherwise the gradient, in fresh memory.
+        For each name: None if ``ctx.<name>`` is not a tensor or needs no gradient, zeros if its array is missing, and
+        otherwise the gradient, in new memory.
     """
     gradients: list[torch.Tensor | None] = []
     for name in input_names:
@@ -119,18 +119,18 @@ def standard_backward(
     grad_outputs : torch.Tensor or sequence of torch.Tensor or None
         Gradients of the outputs; None counts as zero.
     output_names : str or sequence of str
-        One output by string, several by sequence. The first one holds the tape.
+        A string for one output, a sequence for several. The first output holds the tape.
     array_names, input_names : sequence of str
-        Attached arrays to look up; inputs whose gradients are wanted, in signature order.
+        Attached arrays to look up; inputs whose gradients are requested, in signature order.
     output_dtypes : Warp type or sequence, optional
-        Warp dtype of each output; required for a sequence of outputs. A single output's dtype is read from
-        its attached array.
+        Warp dtype of each output; required for a sequence of outputs. The dtype of a single output is read from its
+        attached array.
 
     Raises
     ------
     ValueError
-        If counts do not match, several outputs come without ``output_dtypes``, or gradients of several
-        outputs are no tuple.
+        If counts do not match, if ``output_dtypes`` is missing for several outputs, or if their gradients are not a
+        tuple.
     """
     is_one = isinstance(output_names, str)
     if not is_one and output_dtypes is None:
@@ -145,7 +145,7 @@ def standard_backward(
         raise ValueError(f"`output_dtypes` has {len(dtypes)} entries for {len(names)} `output_names`")
 
     arrays: dict[str, wp.array] = {}
-    for name in reversed(names):  # what the first one holds counts
+    for name in reversed(names):  # the first output takes precedence
         tape, found = retrieve_for_backward(getattr(ctx, name), *names, *array_names, *input_names)
         arrays |= found
     if tape is None:
@@ -177,9 +177,9 @@ def replay(
     cotangents: Mapping[str, torch.Tensor | None],
     op_name: str,
 ) -> None:
-    """Run recorded launches backwards: leaves the gradients of all arrays in their gradient buffers.
+    """Run recorded launches in reverse, and leave the gradients of all arrays in their gradient buffers.
 
-    Any number of times on one tape: each pass starts from zero, and the incoming gradients are copied.
+    A tape can be replayed any number of times: each pass starts from zero, and incoming gradients are copied.
     """
     given = [g for g in cotangents.values() if g is not None]
     bound = warp_stream_from_torch(*given) if any(g.is_cuda for g in given) else nullcontext()
@@ -208,18 +208,18 @@ def replay(
 
 @dataclasses.dataclass(eq=False)
 class Recording:
-    """Data of one recorded execution for its backward pass.
+    """The data of one recorded execution for its backward pass.
 
     Parameters
     ----------
     tapes, arrays
-        As attached by the body.
+        Those that the body has attached.
     inputs : sequence of torch.Tensor or None
-        Aliases of the op's tensor inputs. Holding them keeps their memory from being given away.
+        Aliases of the op's tensor inputs. They keep the memory of the inputs from being reused.
     outputs : sequence of torch.Tensor
-        The body's own outputs, aliases of those returned.
+        The body's own outputs. The op returns aliases of them.
     owns_data : bool
-        The tape refers to copies that no other code can change.
+        Whether the tape refers to copies that no other code can change.
     """
 
     tapes: list[wp.Tape]
@@ -234,14 +234,14 @@ class Recording:
         self.replaying: int | None = None  # the thread that replays it
 
     def is_usable(self, inputs: Sequence[torch.Tensor | None], outputs: Sequence[torch.Tensor | None]) -> bool:
-        """Whether this thread may replay it, and the memory that the tape refers to still holds what it held.
+        """Whether this thread may replay the recording, and the memory that the tape reads is unchanged.
 
-        The arguments are those of the backward pass; outputs are None where their version is sufficient.
+        The arguments are those of the backward pass. Outputs are None if checking their version is sufficient.
 
-        The memory does not when a compiled graph recomputed an input (its first copy may have been overwritten), when
-        a saved tensor went through a hook that moved it, or when an output was changed in place.
+        The memory counts as changed if a compiled graph recomputed an input (its first copy may have been overwritten),
+        if a hook moved a saved tensor, or if an output was changed in place.
         """
-        if self.replaying == threading.get_ident():  # in the midst of a replay, which has the gradients of all arrays
+        if self.replaying == threading.get_ident():  # a replay of this thread is using the gradient buffers
             return False
         if any(version_of(t) != v for t, v in zip(self.outputs, self.versions)):
             return False
@@ -252,11 +252,11 @@ class Recording:
     def gradients(
         self, cotangents: Mapping[str, torch.Tensor | None], wanted: Sequence[tuple[str, torch.Tensor]], op_name: str
     ) -> list[torch.Tensor]:
-        """Gradients of the ``wanted`` inputs, in fresh memory."""
+        """Gradients of the ``wanted`` inputs, in new memory."""
         recorded = any(tape.launches for tape in self.tapes)
         if not recorded and any(tensor.numel() for _, tensor in wanted):
             raise NotDifferentiableError(
-                f"{op_name}: a gradient was asked for, but the body recorded no launch. Record the launches with "
+                f"{op_name}: a gradient was requested, but the body recorded no launch. Record the launches with "
                 "WarpAutogradContextManager(needs_grad(...)) and hand the tape over with attach_for_backward, or give "
                 "the op an explicit backward: warp_custom_op(..., backward=...)"
             )
@@ -270,13 +270,13 @@ class Recording:
 
 
 recordings: weakref.WeakKeyDictionary[torch.UntypedStorage, Recording] = weakref.WeakKeyDictionary()
-"""By the memory of their tokens.
+"""Recordings by the storage of their tokens.
 
-A token's Python object comes and goes as autograd saves and wraps it, and its content must be the same in every run for
-compilers to trust the op; its storage is what lives as long as the graph. A copy of a token leads to no recording.
+The Python object of a token is replaced as autograd saves and wraps it, and its content must be the same in each run,
+since compilers assume that. Only its storage lives as long as the graph. A copy of a token has no recording.
 """
 
 
 def live_recordings() -> int:
-    """How many recorded executions are kept for a backward pass that may still come."""
+    """The number of recorded executions that are kept for a later backward pass."""
     return len(recordings)

@@ -1,4 +1,4 @@
-"""One system on several processes: each rank of torch.distributed has a part of the atoms."""
+"""One system on several processes: each rank of torch.distributed owns a part of the atoms."""
 
 from nvalchemiops.torch.distributed.communication import OtherRankError
 from nvalchemiops.torch.distributed.domain import Domain

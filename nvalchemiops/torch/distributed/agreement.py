@@ -1,9 +1,9 @@
-"""What ranks agree on in one message: that none of them raises, numbers, and what must be the same on all of them.
+"""Agreement of ranks in one message: errors are shared, numbers reduced, and arguments compared.
 
-A collective call begins with a part without communication, in which each rank checks its arguments. At the end of it
-they all exchange a few numbers: whether a rank could not go on, how many calls and messages there were, largest values
-of numbers that it noted, and a check sum of all that must be the same. Only where they disagree a second message tells
-the reason.
+A collective call begins with a part without communication, in which each rank checks its arguments. At its end the
+ranks exchange a few numbers: whether a rank failed, how many calls and messages it has counted, the numbers that it has
+noted, and a checksum of all values that must be the same on all ranks. If they disagree, a second message tells the
+reason.
 """
 
 import contextlib
@@ -24,41 +24,41 @@ from nvalchemiops.torch.runtime import _torch_internals as internals
 from nvalchemiops.torch.runtime.context import may_read, values_of
 
 N_NUMBERS = 4
-"""Numbers of which a rank learns the largest. The message has always the same size, whatever is called."""
+"""How many numbers are reduced to their maximum over the ranks. The message has the same size in all calls."""
 
 SMALL = 64
-"""Numbers in a tensor up to which their values are compared; of larger ones a check sum is."""
+"""Largest number of elements of a tensor whose values are compared. Of larger tensors a checksum is compared."""
 
 _NOT_CALLERS = (
     *(os.path.join(os.path.dirname(path), "") for path in (torch.__file__, os.path.dirname(__file__))),
     contextlib.__file__,
 )
-"""Beginnings of paths of code that calls on behalf of others: torch, and this library for torch."""
+"""Prefixes of paths that do not count as the caller: torch, this package and contextlib."""
 
 
 class Agreement:
-    """What a rank says to the others at the end of a part of a collective call, in which a rank may raise; then all do.
+    """An error barrier around a part of a collective call: if one rank raises there, all ranks raise together.
 
-    A context manager, without communication inside. The rank with the error raises it, also if it was interrupted, the
-    others an `OtherRankError` with its number and message. Where ranks differ in what must be the same, all raise a
-    ValueError that names it. Where one has begun more calls than others, because it was interrupted, those raise an
-    `OtherRankError`, and it waits for their next one.
+    A context manager; the part inside has no communication. The rank with the error raises it, even if it is an
+    interrupt. The other ranks raise an `OtherRankError` with its rank and message. If a value that must be the same on
+    all ranks differs, all raise a ValueError that names the value. If an interrupted rank has begun more calls than the
+    others, these raise an `OtherRankError`, and it waits for their next call.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup
     device : torch.device
     skin : float, optional
-        All raise if the first of the largest numbers, how far atoms have moved, is more than half of it.
+        All ranks raise if ``largest[0]``, how far atoms have moved, is more than half of the skin.
 
     Attributes
     ----------
     largest : list of float
-        Numbers that this rank notes (each below 2^53 if it is an integer); after the part the largest of those of all
-        ranks.
+        Numbers that this rank notes (integers below 2^53). After the part, their maximum over all ranks.
     same : dict of str to str
-        What must be the same on all ranks, by name.
+        By name, descriptions of values that must be the same on all ranks.
     is_over : bool
+        Whether the part has ended.
     """
 
     def __init__(self, group: Any, device: torch.device, skin: float = math.inf) -> None:
@@ -74,7 +74,7 @@ class Agreement:
         return self
 
     def must_be_same(self, **values: Any) -> None:
-        """Note values that must be the same on all ranks, by names of arguments; `described` says what is compared."""
+        """Note values that must be the same on all ranks, by argument name. `described` says what is compared."""
         for name, value in values.items():
             self.same[f"`{name}`"] = described(value)
 
@@ -82,13 +82,13 @@ class Agreement:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_over = True
-        # who interrupts a rank learns that, whatever others say
+        # an interrupt must reach its rank, whatever other ranks report
         quiet = () if error is None or isinstance(error, Exception) else (OtherRankError,)
         with contextlib.suppress(*quiet), _untransformed():
             self._conclude(error)
 
     def _conclude(self, error: BaseException | None) -> None:
-        """Tell the others, and raise on all ranks if one has an error or they differ. A collective call."""
+        """Tell the other ranks, and raise on all ranks if one has an error or values differ. A collective call."""
         here = self._messages
         check, place = (zlib.crc32(text.encode()) for text in (repr(sorted(self.same.items())), here.place))
         while True:
@@ -96,7 +96,7 @@ class Agreement:
             highest, lowest = extremes(numbers, self._group, self._device)
             if highest[1] == lowest[1]:
                 break
-            # who is ahead waits for the others, which learn that there is no such call on all ranks
+            # a rank that is ahead waits here for the others, which raise
             calls = self._tell_counts()
             if here.calls < highest[1]:
                 raise OtherRankError(
@@ -131,7 +131,7 @@ class Agreement:
             )
 
     def _tell_counts(self) -> str:
-        """In which call each rank is, after how many messages; from here on they count messages alike."""
+        """A text with the call and the message count of each rank. It makes all ranks continue with the same count."""
         here = self._messages
         told = self._tell((here.calls, here.count, here.place))
         here.level(max(count for _, count, _ in told))
@@ -160,7 +160,7 @@ class Agreement:
 
 
 def _untransformed() -> contextlib.AbstractContextManager[Any]:
-    """What ranks say is no part of a function that ``torch.func`` transforms."""
+    """A context that keeps messages between ranks out of ``torch.func`` transforms."""
     return internals.without_transforms() if internals.transforms_active() else contextlib.nullcontext()
 
 
@@ -173,10 +173,11 @@ def _place() -> str:
 
 
 def described(value: Any) -> str:
-    """What a value must have in common with that of other ranks, as text.
+    """The properties of a value that must be the same on all ranks, as text.
 
-    Numbers, truth values and strings are themselves. Tensors and arrays on the host are their values, of many a check
-    sum, others their shapes; and whether gradients are required. Tuples are what they hold, other objects have a name.
+    For None, bools, numbers, strings and dtypes this is the value. For tensors it is the dtype, whether a gradient is
+    required, and the values: a checksum if there are many, only the shape if they are on a GPU. Arrays are described by
+    their values or a checksum, tuples and lists by their items, other objects by a name.
     """
     if value is None or isinstance(value, bool | int | float | str | torch.dtype):
         return repr(value)
@@ -202,7 +203,7 @@ def check_sum(tensor: torch.Tensor) -> int:
 
 
 def of_atoms(value: Any) -> str:
-    """The same of values of atoms, which differ between ranks: the dtype, the axes after the first, and gradients."""
+    """`described` for values of atoms, which differ between ranks: dtype, axes after the first, and gradients."""
     if isinstance(value, torch.Tensor) and value.ndim:
         return f"{kind_of(value)} of shape (n_owned{''.join(f', {n}' for n in value.shape[1:])})"
     return described(value)

@@ -1,6 +1,6 @@
-"""The bricks of a domain: cells cut along their axes, one brick for each rank, with about as many atoms in each.
+"""The bricks of a domain: cells cut along their axes, one brick for each rank, with about equal numbers of atoms.
 
-Coordinates are fractional along periodic axes. Along open ones they are lengths, and bricks at the ends have no end.
+Coordinates are fractional along periodic axes. Along open axes they are lengths, and the outer bricks are unbounded.
 """
 
 import math
@@ -15,20 +15,20 @@ from nvalchemiops.kernels.lattice import unit_vectors
 from nvalchemiops.torch.distributed.communication import add, maximum
 
 BINS, FEWEST_BINS, ALL_BINS = 4096, 16, 2**18
-"""Bins of the histograms of coordinates along an axis, by which bricks get equal numbers of atoms: of one system, of
-each of many, and of all together as long as that leaves each enough."""
+"""Numbers of bins of the histograms of coordinates along an axis, from which bricks get equal numbers of atoms: at most
+and at least for one system, and at most for all systems together."""
 
 BOXES = 2**13
-"""Boxes along an axis, on either side of the origin, by which atoms of a rank are put in order."""
+"""Boxes along an axis, on either side of the origin, into which the atoms of a rank are sorted."""
 
 SLACK = 1e-9
-"""Ghosts lie within the cutoff of a brick, and this much more in fractional coordinates, for rounding."""
+"""Margin in coordinates that is added to the cutoff when ghosts are selected, for rounding."""
 
 Grid = tuple[int, int, int]
 
 
 class Frames(NamedTuple):
-    """Cells with unit vectors along open axes, at right angles to all others.
+    """Cells with unit vectors along open axes, orthogonal to all other vectors.
 
     Attributes
     ----------
@@ -41,10 +41,10 @@ class Frames(NamedTuple):
 
     @classmethod
     def of(cls, lattice: np.ndarray | None, pbc: np.ndarray) -> "Frames":
-        """The frames of cells (n_systems, 3, 3), which are not read along open axes, or of none."""
+        """The frames of cells (n_systems, 3, 3), or of no cells (None). Vectors along open axes are ignored."""
         frame = np.tile(np.eye(3), (len(pbc), 1, 1))
         if lattice is not None:
-            unit_vectors(lattice, pbc)  # raises for what is no lattice
+            unit_vectors(lattice, pbc)  # raises for an invalid lattice
             for system, periodic in enumerate(pbc):
                 vectors = lattice[system][periodic]
                 frame[system][periodic] = vectors
@@ -64,7 +64,7 @@ class Frames(NamedTuple):
 
 
 def of_atoms(values: np.ndarray, batch_idx: torch.Tensor | None, atoms: torch.Tensor) -> torch.Tensor:
-    """For each of the ``atoms``, a tensor with a row for each, the value of its system."""
+    """For each row of ``atoms``, the value of the atom's system."""
     of_systems = torch.as_tensor(np.ascontiguousarray(values), device=atoms.device)
     if batch_idx is None:
         return of_systems[:1].expand(atoms.shape[0], *of_systems.shape[1:])
@@ -74,7 +74,7 @@ def of_atoms(values: np.ndarray, batch_idx: torch.Tensor | None, atoms: torch.Te
 def _taken_off(
     along: np.ndarray, coordinates: torch.Tensor, batch_idx: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Coordinates in the cell along some axes (n_systems, 3), and the whole cells that were taken off."""
+    """Coordinates wrapped into the cell along some axes (n_systems, 3), and the whole cells that were subtracted."""
     cells = coordinates.floor()
     if not along.all():
         cells.mul_(of_atoms(along.astype(np.float64), batch_idx, coordinates))
@@ -82,15 +82,15 @@ def _taken_off(
 
 
 class Bricks(NamedTuple):
-    """Where bricks end.
+    """The ends of all bricks.
 
     Attributes
     ----------
     frames : Frames
     grid : (int, int, int)
-        Bricks along each axis; the last axis is the fastest in the order of ranks.
+        Bricks along each axis. In the order of ranks the last axis varies fastest.
     edges : list of three (n_systems, n_bricks + 1) arrays
-        In coordinates.
+        Ends of the bricks along each axis, in coordinates.
     """
 
     frames: Frames
@@ -99,17 +99,17 @@ class Bricks(NamedTuple):
 
     @property
     def wraps(self) -> np.ndarray:
-        """Axes (n_systems, 3) that are periodic and divided: atoms are moved into the cell along them."""
+        """Axes (n_systems, 3) that are periodic and divided: atoms are wrapped into the cell along them."""
         return self.frames.pbc & (np.array(self.grid) > 1)
 
     def wrapped(self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Coordinates in the cell along divided axes, and the whole cells (n, 3) that were taken off."""
+        """Coordinates wrapped into the cell along divided axes, and the whole cells (n, 3) that were subtracted."""
         if not self.wraps.any():
             return coordinates, torch.zeros_like(coordinates)
         return _taken_off(self.wraps, coordinates, batch_idx)
 
     def ranks_of(self, inside: torch.Tensor, batch_idx: torch.Tensor | None) -> torch.Tensor:
-        """The rank (n,), int32, in whose brick each atom is, by coordinates as of `wrapped`."""
+        """The rank (n,), int32, whose brick holds each atom, from coordinates returned by `wrapped`."""
         rank = torch.zeros(inside.shape[0], dtype=torch.int32, device=inside.device)
         for axis, count in enumerate(self.grid):
             if count > 1:
@@ -119,10 +119,9 @@ class Bricks(NamedTuple):
         return rank
 
     def seen_by(self, inside: torch.Tensor, batch_idx: torch.Tensor | None, reach: float) -> list[torch.Tensor]:
-        """For each rank the atoms of which an image is closer to its brick than ``reach``.
+        """For each rank, the atoms with an image closer than ``reach`` to its brick.
 
-        Images are counted along the axes that are divided, from atoms in the cell (`wrapped`); along others all are
-        close.
+        ``inside`` are coordinates returned by `wrapped`. Only divided axes count: along other axes all atoms are close.
         """
         far = reach / self.frames.heights
         seen = [torch.arange(inside.shape[0], device=inside.device)]
@@ -146,10 +145,10 @@ class Bricks(NamedTuple):
         return seen
 
     def order(self, coordinates: torch.Tensor, batch_idx: torch.Tensor | None, width: float) -> torch.Tensor:
-        """The order (n,) of the atoms by system and by place, in boxes of about this width.
+        """The order (n,) of the atoms by system, then by place in boxes of about this width.
 
-        A search for neighbors copies what atoms in one place look through once for all of them, if they follow each
-        other; and those close to a border follow each other as well. Atoms in one box keep their order.
+        A neighbor search is faster if atoms close to each other are adjacent in memory, since they share candidates.
+        Atoms close to a border are adjacent, too. Atoms in one box keep their order.
         """
         frames = self.frames
         inside, _ = _taken_off(frames.pbc, coordinates, batch_idx)
@@ -161,7 +160,7 @@ class Bricks(NamedTuple):
         return torch.sort(place, stable=True)[1]
 
     def bounds(self, rank: int, margin: float) -> list[tuple[float, float]]:
-        """The ends of a brick and a margin around it along each axis, for all systems together."""
+        """The ends along each axis of a brick with a margin around it, for all systems together."""
         found = []
         for axis, number in enumerate(np.unravel_index(rank, self.grid)):
             spread = margin / self.frames.heights[:, axis]
@@ -183,9 +182,9 @@ def make_bricks(
     Parameters
     ----------
     coordinates : (n, 3) tensor
-        Of the atoms that this rank holds, as of `Frames.coordinates`.
+        Of the atoms that this rank holds, from `Frames.coordinates`.
     reach : float
-        How far a rank sees beyond its brick: the grid is the one with the fewest ghosts, unless it is given.
+        How far a rank sees beyond its brick. Without ``grid``, the grid with the fewest ghosts is chosen.
     """
     n_systems, device = len(frames.pbc), coordinates.device
     bins = min(max(ALL_BINS // n_systems, FEWEST_BINS), BINS)
@@ -225,7 +224,7 @@ def make_bricks(
 
 
 def check_grid(grid: Any, n_ranks: int) -> None:
-    """Raise unless these are numbers of bricks along three axes, for so many ranks."""
+    """Raise unless ``grid`` is None or three numbers of bricks whose product is the number of ranks."""
     if grid is None:
         return
     is_grid = isinstance(grid, tuple | list) and len(grid) == 3 and all(isinstance(n, int) and n > 0 for n in grid)
@@ -234,11 +233,11 @@ def check_grid(grid: Any, n_ranks: int) -> None:
 
 
 def _grids(n_ranks: int) -> list[Grid]:
-    """All grids of this many bricks, those that divide the first axes before others."""
+    """All grids of this many bricks. Grids with more bricks along the first axes come first."""
     sizes = [n for n in range(n_ranks, 0, -1) if n_ranks % n == 0]
     return [(a, b, n_ranks // (a * b)) for a in sizes for b in sizes if n_ranks % (a * b) == 0]
 
 
 def _ghost_volume(grid: Grid, reach: Sequence[float] | np.ndarray) -> float:
-    """The volume that a rank sees, for a cutoff in coordinates; of equal ones the first grid is taken."""
+    """The volume that a rank sees, for a reach in coordinates. It is rounded, so that ties go to the first grid."""
     return round(math.prod(1.0 / count + (2.0 * r if count > 1 else 0.0) for count, r in zip(grid, reach)), 6)

@@ -1,17 +1,16 @@
 """Collective operations of torch.distributed as torch ops, differentiable to any order.
 
 Each rank computes a share of a result, and the gradient of the sum of all shares. So there are two kinds of tensors:
-*own* ones, whose values differ between ranks, and *replicated* ones, which are the same on all. An op that turns one
-kind into the other has a derivative that turns it back:
+*own* tensors, whose values differ between ranks, and *replicated* tensors, which are the same on all ranks. An op that
+turns one kind into the other has a derivative that turns it back:
 
-- `sum_of_shares`: own values to their replicated sum. Its derivative is `replicated`.
-- `replicated`: a replicated tensor enters what each rank computes for itself. Its derivative is `sum_of_shares`, so
-  that the gradient of a replicated tensor is complete on each rank.
-- `sum_on_all_ranks`: own values to their sum, from which each rank goes on with its own share. Its derivative is
-  itself.
-- `all_to_all_rows`: rows from each rank to each other. Its derivative sends them back.
+- `sum_of_shares`: sums own values; the sum is replicated. Its derivative is `replicated`.
+- `replicated`: uses a replicated tensor in what each rank computes for itself. Its derivative is `sum_of_shares`, so
+  the gradient of a replicated tensor is complete on each rank.
+- `sum_on_all_ranks`: sums own values, and each rank uses the sum for its own share. Its derivative is the op itself.
+- `all_to_all_rows`: sends rows from each rank to each other rank. Its derivative sends them back.
 
-All ranks must call the same ones in the same order, backward passes included.
+All ranks must call the same ops in the same order, backward passes included.
 """
 
 import atexit
@@ -30,19 +29,19 @@ from nvalchemiops.torch.autograd.specs import TORCH_DTYPES
 from nvalchemiops.torch.distributed.communication import add, swap_rows
 
 _groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Groups of ranks by the numbers that ops know them by. They end with ``destroy_process_group``, with their threads."""
+"""Groups of ranks by number; ops take numbers. References are weak: ``destroy_process_group`` ends the groups."""
 
 LAST = 0.05
-"""Seconds at the end of a process in which threads of groups give back their last tensors."""
+"""Seconds at the end of a process in which the threads of groups release their last tensors."""
 
 
 SUMMED = ("nvalchemiops_replicatedBackward", "nvalchemiops_sum_on_all_ranksBackward")
-"""Names in a graph of the ops below by which gradients are added up over the ranks."""
+"""Names of the autograd nodes whose backward pass sums gradients over the ranks."""
 
 
 def number_of(group: Any) -> int:
-    """The number by which ops know a group of ranks, which is the same in each call."""
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to ranks that are not in it
+    """The number by which ops refer to a group of ranks."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # `new_group` returns it to ranks outside of the group
         raise ValueError("`group`: this rank is not in it")
     _end_in_order()
     number = id(group)
@@ -60,25 +59,25 @@ def group_of(number: int) -> Any:
 
 @functools.cache
 def _end_in_order() -> None:
-    """At the end of the process let threads of gloo finish while there is an interpreter.
+    """At the end of the process, let the threads of gloo finish before the interpreter ends.
 
-    They release a tensor of Python some time after the call that sent it has returned. Where the interpreter ends
-    meanwhile, the process aborts ("terminate called without an active exception").
+    They release a Python tensor some time after the call that sent it has returned. If the interpreter ends first, the
+    process aborts ("terminate called without an active exception").
     """
 
     def finish() -> None:
         _groups.clear()
-        gc.collect()  # of domains, which refer to themselves: the threads of their groups end with them
+        gc.collect()  # frees domains, which are in reference cycles; the threads of their groups end with them
         time.sleep(LAST)
 
     atexit.register(finish)
 
 
 def refuse_slices(*_: Any) -> Any:
-    """The rule for ``torch.func.vmap`` of an op that all ranks call.
+    """The rule for ``torch.func.vmap`` of a collective op: refuse.
 
-    Slices of ranks belong together where all have the same directions, but not where each has those of its own atoms,
-    as in ``jacfwd`` and ``hessian``: results would be sums of columns. The op cannot tell them apart.
+    A vmap over the same directions on all ranks would be right. In ``jacfwd`` and ``hessian`` each rank maps over
+    directions of its own atoms, and results would be sums of unrelated columns. The op cannot tell the two cases apart.
     """
     raise NotImplementedError(
         "torch.func.vmap over a call with a `domain`, as in jacfwd, jacrev of vectors and hessian: each rank has "
@@ -98,7 +97,7 @@ def _dtype(values: torch.Tensor, *_: Any) -> Any:
     vmap=refuse_slices,
 )
 def all_to_all_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: int) -> torch.Tensor:
-    """Rows from all ranks, in their order.
+    """Send rows to all ranks, and return the rows from all ranks in the order of ranks.
 
     Parameters
     ----------
@@ -125,26 +124,27 @@ def _add(values: torch.Tensor, group: int) -> torch.Tensor:
 
 @_like_values("sum_on_all_ranks", "total", lambda group, grad_total: sum_on_all_ranks(grad_total, group))
 def sum_on_all_ranks(values: torch.Tensor, group: int) -> torch.Tensor:
-    """The sum over all ranks, with which each goes on to compute its own share."""
+    """The sum over all ranks, from which each rank computes its own share of a result."""
     return _add(values, group)
 
 
 @_like_values("sum_of_shares", "total", lambda group, grad_total: replicated(grad_total, group))
 def sum_of_shares(values: torch.Tensor, group: int) -> torch.Tensor:
-    """The sum over all ranks as a result that all have, of which there is one loss."""
+    """The sum over all ranks, a replicated result. The loss is computed from it once, not summed over the ranks."""
     return _add(values, group)
 
 
 @_like_values("replicated", "value", lambda group, grad_value: sum_of_shares(grad_value, group))
 def replicated(values: torch.Tensor, group: int) -> torch.Tensor:
-    """The same values, whose gradients are summed over all ranks."""
+    """The same values. Their gradients are summed over all ranks."""
     return values.clone()
 
 
 def has_shares_of_gradients(value: torch.Tensor) -> bool:
-    """Whether a value that meets own ones depends on tensors by which a rank has its share of the gradient alone.
+    """Whether the gradient by some tensor on which ``value`` depends would be only this rank's share.
 
-    These are all that require a gradient and are not marked as `replicated`, nor part of a sum that ranks go on with.
+    This holds for each tensor that requires a gradient, unless it enters ``value`` through `replicated` or
+    `sum_on_all_ranks`.
     """
     if value.grad_fn is None:
         return value.requires_grad
@@ -154,7 +154,7 @@ def has_shares_of_gradients(value: torch.Tensor) -> bool:
         node = left.pop()
         if node is None or node in seen or node.name() in SUMMED:
             continue
-        if hasattr(node, "variable"):  # a tensor that gradients are accumulated in
+        if hasattr(node, "variable"):  # a leaf tensor, which accumulates gradients
             return True
         seen.add(node)
         left += [before for before, _ in node.next_functions]

@@ -1,9 +1,12 @@
 """Communication between ranks by torch.distributed.
 
-A rank that cannot go on must not leave the others to wait. What it raises they learn by
-`nvalchemiops.torch.distributed.agreement`. A rank that is gone, or does not come within the timeout of the group (an
-argument of ``init_process_group``), is named. Ranks that wait in different places, because one of them was interrupted
-or has left out a call, find it by the store of the group.
+If one rank fails, the others must not wait for it for ever. There are three cases:
+
+- A rank raises: `nvalchemiops.torch.distributed.agreement` passes the error on to the others.
+- A rank is gone, or is later than the timeout of the group (an argument of ``init_process_group``): the error of the
+  others names it.
+- Ranks wait in different places, because one of them was interrupted or has left out a call: they find out through the
+  store of the group.
 """
 
 import contextlib
@@ -26,44 +29,46 @@ from nvalchemiops.threads import available_cores
 from nvalchemiops.torch.runtime.memory import new_empty
 
 PATIENCE = 2.0
-"""Seconds in which ranks that are still there say so after a failure."""
+"""Seconds that ranks have to report after a failure that they are still there."""
 
 
 AWAKE = 0.005
-"""Seconds in which a rank looks for its messages before it sleeps until they have come."""
+"""Seconds for which a rank polls for a message before it sleeps until the message has arrived."""
 
 LOOK = timedelta(seconds=1.0)
-"""Time after which a rank that waits compares its message with those of others, and again each time it has passed."""
+"""Interval at which a waiting rank compares its message with those of other ranks."""
 
 RECENT = 16
-"""Messages of a rank that others can compare with theirs. A rank is ahead by those that it does not wait for."""
+"""How many of its last messages a rank shows to others. It may be ahead of them by messages without waiting."""
 
 _AT, _APART = "nvalchemiops/at", "nvalchemiops/out of step"
-"""Names in the store of a group: the recent messages of a rank, with its number, and how ranks are out of step."""
+"""Keys in the store of a group: recent messages of a rank (its number follows), and why ranks are out of step."""
 
 
 class OtherRankError(RuntimeError):
-    """Another rank could not do its part."""
+    """Another rank failed, or the ranks are out of step."""
 
 
-# -- which message a rank takes part in -----------------------------------------------------------
+# -- the messages of a group ----------------------------------------------------------------------
 
 
 class Messages:
-    """The messages of a group, in the order in which all its ranks must take part.
+    """The messages of a group, as this rank counts them.
+
+    All ranks must take part in the same messages in the same order.
 
     Attributes
     ----------
     calls, count : int
-        Calls that this rank has begun, and messages that it has taken part in.
+        Calls that this rank has begun, and messages in which it has taken part.
     place : str
         Where its last call was made.
     out_of_step : str
-        Why there can be no more messages; empty as long as there can.
+        Why the group can exchange no more messages; empty while it can.
     places : set of (float, float)
-        Pairs of places from which ranks have called together, of which they were warned.
+        Pairs of different places from which ranks have made the same call, and about which they were warned.
     answers : list of int
-        How often each rank has answered after failures, when the last one was over.
+        How often each rank had answered by the end of the last failure.
     """
 
     def __init__(self) -> None:
@@ -80,12 +85,12 @@ class Messages:
         self._recent.append((self.count, kind, self.calls, self.place))
 
     def level(self, count: int) -> None:
-        """Go on with this number of messages, where ranks have met in one and told each other theirs."""
+        """Set the message count, after ranks have told each other their counts."""
         self.count = count
         self._recent.clear()
 
     def leave(self, group: Any, why: str) -> None:
-        """There can be no more messages; others learn it at their next look."""
+        """End the messages of the group. Other ranks learn it at their next `look`."""
         text = f"ranks are out of step: {why}. Go on with a new group (torch.distributed.new_group) and a Domain of it"
         with contextlib.suppress(RuntimeError, AttributeError):  # the process with the store is gone
             group.get_group_store().set(_APART, text)
@@ -93,8 +98,8 @@ class Messages:
 
     def _end(self, group: Any, why: str) -> None:
         if not self.out_of_step:
-            # threads of the group wait for messages that do not come, until its timeout, and its end waits for them:
-            # it has none, or the end of the process would wait
+            # threads of the group wait until its timeout for messages that never come, and destroying the group waits
+            # for these threads. So it is never destroyed: otherwise the end of the process would wait
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
         self.out_of_step = why
 
@@ -103,14 +108,14 @@ class Messages:
         group.get_group_store().set(f"{_AT}/{dist.get_rank(group)}", json.dumps(list(self._recent)))
 
     def look(self, group: Any) -> None:
-        """Compare with other ranks that wait, too; raise if a message of one is another than that of this rank."""
+        """Compare messages with other waiting ranks; raise if one of theirs differs from that of this rank."""
         try:
             store, rank, n_ranks = group.get_group_store(), dist.get_rank(group), dist.get_world_size(group)
             if store.check([_APART]):
                 self._end(group, store.get(_APART).decode())
             else:
                 self.show(group)
-            # if any two differ, so do two that follow each other
+            # if any two ranks differ, so do two adjacent ranks
             for other in {(rank + 1) % n_ranks, (rank - 1) % n_ranks} - {rank}:
                 if not self.out_of_step and store.check([f"{_AT}/{other}"]):
                     self._compare(group, other, json.loads(store.get(f"{_AT}/{other}")))
@@ -145,7 +150,7 @@ def messages_of(group: Any) -> Messages:
 
 
 def _gone(group: Any) -> list[int]:
-    """Ranks that do not answer any more, by their numbers among all."""
+    """Global numbers of the ranks that no longer answer."""
     try:
         store, n_ranks = group.get_group_store(), dist.get_world_size(group)
         names = [f"nvalchemiops/here/{rank}" for rank in range(n_ranks)]
@@ -161,7 +166,7 @@ def _gone(group: Any) -> list[int]:
 
 @functools.cache
 def _has_cores(n_ranks: int) -> bool:
-    """Whether each rank on this machine has a core, so that one that waits takes none from another."""
+    """Whether each rank on this machine has a core, so that a polling rank takes no core from another."""
     on_this_machine = int(os.environ.get("LOCAL_WORLD_SIZE", n_ranks))
     return hasattr(os, "sched_yield") and on_this_machine <= available_cores()
 
@@ -169,10 +174,10 @@ def _has_cores(n_ranks: int) -> bool:
 def _wait(work: Any, tensor: torch.Tensor, group: Any, messages: Messages) -> None:
     """Wait for a message with this tensor.
 
-    A core that sleeps wakes up late, on virtual machines above all. So a rank stays awake for a while, as in other
-    libraries for messages, and gives way to threads with work.
+    A sleeping core wakes up late, above all on virtual machines. So a rank first polls for a while, as MPI libraries
+    do, and yields to threads with work.
     """
-    if work is None:  # of a rank outside of the group
+    if work is None:  # this rank is outside of the group
         return
     if tensor.device.type != "cpu":
         work.wait()
@@ -192,9 +197,9 @@ def _wait(work: Any, tensor: torch.Tensor, group: Any, messages: Messages) -> No
 
 
 def _take_part(kind: str, operation: Callable[..., Any], tensor: torch.Tensor, group: Any, **options: Any) -> None:
-    """Take part in a message of all ranks, an operation of torch.distributed with this tensor, and wait for it.
+    """Take part in a message of all ranks: run an operation of torch.distributed with this tensor, and wait for it.
 
-    Ranks that are gone are named if it fails.
+    If the message fails, the error names the ranks that are gone.
     """
     messages = messages_of(group)
     messages.begin(kind)
@@ -216,22 +221,22 @@ def _take_part(kind: str, operation: Callable[..., Any], tensor: torch.Tensor, g
 
 
 def add(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The tensor, in place the sum of those of all ranks."""
+    """Replace the tensor in place by the sum of the tensors of all ranks, and return it."""
     _take_part("a sum", dist.all_reduce, tensor, group)
     return tensor
 
 
 def maximum(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The tensor, in place the entrywise maximum of those of all ranks."""
+    """Replace the tensor in place by the elementwise maximum of the tensors of all ranks, and return it."""
     _take_part("a maximum", dist.all_reduce, tensor, group, op=dist.ReduceOp.MAX)
     return tensor
 
 
 def extremes(numbers: Sequence[float], group: Any, device: torch.device) -> tuple[list[float], list[float]]:
-    """The largest and the smallest of each number among those of all ranks.
+    """The maximum and the minimum of each number over all ranks.
 
-    On a CPU the numbers of all ranks are gathered, as nothing else is. Gloo brings messages together by kind and order,
-    of whatever size: a rank that is not in step then waits, instead of taking other numbers for these.
+    On a CPU the numbers are gathered, which no other message does. Gloo matches messages by kind and order, whatever
+    their size: so a rank that is out of step waits here, instead of taking other numbers for these.
     """
     here = torch.tensor(numbers, dtype=torch.float64, device=device)
     if device.type == "cpu":
@@ -242,7 +247,7 @@ def extremes(numbers: Sequence[float], group: Any, device: torch.device) -> tupl
 
 
 def _gathered(kind: str, values: torch.Tensor, group: Any) -> torch.Tensor:
-    """The values (n,) of each rank, (n_ranks, n)."""
+    """The values (n,) of all ranks, as (n_ranks, n)."""
     found = values.new_empty((dist.get_world_size(group), len(values)))
     _take_part(kind, functools.partial(dist.all_gather, list(found.unbind())), values, group)
     return found
@@ -253,7 +258,7 @@ def _in_bytes(what: Any, device: torch.device) -> torch.Tensor:
 
 
 def tell(what: Any, group: Any, device: torch.device) -> list[Any]:
-    """What each rank has to say, on all ranks."""
+    """Send an object to all ranks, and return the objects of all ranks."""
     said = _in_bytes(what, device)
     sizes = _gathered("what ranks tell", torch.tensor([len(said)], device=device), group).flatten().tolist()
     padded = said.new_zeros(max(sizes))
@@ -263,7 +268,7 @@ def tell(what: Any, group: Any, device: torch.device) -> list[Any]:
 
 
 def tell_from(rank: int, what: Any, group: Any, device: Any) -> Any:
-    """What one rank has to say, by its number among all, on all ranks of the group."""
+    """Broadcast an object from one rank, given by its global number, to all ranks of the group."""
     is_here = dist.get_rank() == rank
     said = _in_bytes(what, device)
     size = torch.tensor([len(said)], device=device)
@@ -275,7 +280,7 @@ def tell_from(rank: int, what: Any, group: Any, device: Any) -> Any:
 
 
 def swap_rows(values: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: Any) -> torch.Tensor:
-    """Rows from all ranks; see `nvalchemiops.torch.distributed.collectives.all_to_all_rows`."""
+    """Send rows to all ranks, and return theirs; see `nvalchemiops.torch.distributed.collectives.all_to_all_rows`."""
     rows = new_empty((sum(receive), *values.shape[1:]), values.dtype, values.device)
     sizes = {"output_split_sizes": list(receive), "input_split_sizes": list(send)}
     _take_part("rows", functools.partial(dist.all_to_all_single, rows), values, group, **sizes)

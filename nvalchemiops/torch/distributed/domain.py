@@ -1,8 +1,8 @@
-"""The division of a system among ranks: which atoms a rank owns, and which others it needs to see.
+"""The division of a system among ranks: the atoms that a rank owns, and its ghosts.
 
-The cells are cut into bricks, one for each rank. A rank owns the atoms in its brick, of all systems of a batch, and
-knows the *ghosts*: atoms of other ranks with an image that is closer to the brick than the cutoff. Atoms keep their
-owner until the domain is made anew.
+The cells are cut into bricks, one for each rank. A rank owns the atoms in its brick, of all systems of a batch. Its
+*ghosts* are the atoms of other ranks that have an image closer to the brick than cutoff + skin. Atoms keep their owner
+until a new domain is made.
 
 Source of the method: S. Plimpton, J. Comput. Phys. 117, 1 (1995), doi:10.1006/jcph.1995.1039.
 """
@@ -38,10 +38,10 @@ class Domain:
     Parameters
     ----------
     positions : (n, 3) tensor, float32 or float64, length
-        Those that this rank holds, in any division among the ranks; one rank may hold all. The numbers of the atoms are
-        their places if the tensors of all ranks follow each other.
+        Positions of the atoms that this rank holds. Any division among the ranks will do; one rank may hold all atoms.
+        Atoms are numbered in the order of the concatenated tensors of all ranks.
     cell : (3, 3) or (n_systems, 3, 3) tensor, length, optional
-        The same on all ranks, as are all arguments below but ``batch_idx``.
+        It must be the same on all ranks, and so must all arguments below except ``batch_idx``.
     pbc : (3,) or (n_systems, 3) bool tensor, optional
         Periodicity; True along all axes by default, if there is a cell.
     batch_idx : (n,) int tensor, optional
@@ -51,18 +51,18 @@ class Domain:
     skin : float, length, optional
         The domain is valid as long as no atom has moved by more than half of it.
     num_systems : int, optional
-        Taken from the cell by default, without one from the largest entry of ``batch_idx``.
+        By default the number of cells, or without a batch of cells, one more than the largest entry of ``batch_idx``.
     group : torch.distributed.ProcessGroup, optional
-        The ranks; all by default.
+        The ranks. All by default.
     grid : (int, int, int), optional
-        Bricks along each axis; by default those with the fewest ghosts.
+        Bricks along each axis. By default the grid with the fewest ghosts.
 
     Attributes
     ----------
     n_owned, n_ghosts : int
-        Atoms that this rank owns, and others that it sees.
+        Numbers of atoms that this rank owns, and of its ghosts.
     global_index : (n_owned,) int64 tensor
-        Their numbers. Atoms are in an order by place, so that neighbors stand close together.
+        Numbers of the owned atoms. Atoms are sorted by place, so that neighbors are close together in memory.
     batch_idx : (n_owned,) int32 tensor or None
         System of each owned atom.
     n_systems : int
@@ -72,7 +72,7 @@ class Domain:
     Raises
     ------
     ValueError, TypeError
-        A bad argument, named in the message, on the rank that has it; others raise `OtherRankError`.
+        A bad argument, named in the message, on the rank that has it. Other ranks raise `OtherRankError`.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class Domain:
             agreement.must_be_same(cell=lattice, pbc=periodic, cutoff=self.cutoff, skin=self.skin)
             agreement.must_be_same(grid=None if grid is None else tuple(grid), positions=positions.dtype)
         here = None
-        if self.is_batch:  # a rank without atoms may have left it out
+        if self.is_batch:  # a rank without atoms may have left `batch_idx` out
             here = torch.zeros(len(positions)) if batch_idx is None else batch_idx.detach()
             here = here.to(self.device, torch.int32)
-        with torch.inference_mode(False):  # tensors made in it, and kept, could not be used outside of it
+        with torch.inference_mode(False):  # tensors made in inference mode could not be used outside of it later
             self.pbc = torch.as_tensor(periodic, device=self.device)
             self.cell = None if lattice is None else torch.tensor(lattice, device=self.device)
             self._divide(positions.detach(), here, grid)
@@ -148,10 +148,10 @@ class Domain:
     # -- making it --------------------------------------------------------------------------------
 
     def _together(self) -> contextlib.AbstractContextManager[Agreement]:
-        """A part of a collective call in which this rank may raise; see `Agreement`.
+        """An error barrier around a part of a collective call; see `Agreement`.
 
-        Inside of another one it is a part of that, without a message of its own. At the end all ranks raise if atoms on
-        one of them have moved too far.
+        Nested barriers join the outer one and send no message. At the end all ranks raise if atoms on one of them have
+        moved too far.
         """
         # a part that an interrupt ended is gone with its frame
         agreement = None if self._agreement is None else self._agreement()
@@ -188,7 +188,7 @@ class Domain:
         found = found.index_select(0, place)
         self.global_index = found[:, 3].long()
         self.batch_idx = None if systems is None else systems.index_select(0, place)
-        # whole cells (n_owned, 3) to take off the fractional coordinates of owned atoms to be in their brick
+        # whole cells (n_owned, 3) to subtract from the fractional coordinates of owned atoms, so they lie in the brick
         inside, self.cells_left = self.bricks.wrapped(here.index_select(0, place), self.batch_idx)
         seen = self.bricks.seen_by(inside, self.batch_idx, self.reach)
         seen[self.rank] = seen[self.rank][:0]
@@ -201,23 +201,24 @@ class Domain:
         self.kept: dict[Any, Any] = {}
 
     def follow(self, positions: torch.Tensor, *values: torch.Tensor) -> tuple[Any, ...]:
-        """Return the domain, or a new one if an atom on any rank has moved by half of the skin; and values with it.
+        """Return a domain that is valid for these positions, and the positions and values of the atoms owned in it.
 
-        A collective call: all ranks decide alike. Atoms keep their numbers, and `gather` gives values back to the ranks
-        that held them in the beginning.
+        It is a new domain if an atom on any rank has moved by more than half of the skin. A collective call: all ranks
+        make the same choice. Atoms keep their numbers, and `gather` returns values to the ranks that held the atoms in
+        the beginning.
 
         Parameters
         ----------
         positions : (n_owned, 3) tensor
         *values : (n_owned, ...) tensors
-            What else belongs to the atoms, such as velocities.
+            Other values of the atoms, such as velocities.
 
         Returns
         -------
         domain : Domain
-            The same object if atoms have not moved that far.
+            The same object if no atom has moved that far.
         positions, *values : tensors
-            Of the atoms that this rank owns now.
+            Those of the atoms that this rank now owns.
         """
         with Agreement(self.group, self.device) as agreement:
             for name, value in (("positions", positions), *((f"values[{k}]", v) for k, v in enumerate(values))):
@@ -237,7 +238,7 @@ class Domain:
         return new, *moved
 
     def _in_units(self, length: float) -> "Domain":
-        """The same division for positions in another unit of length, given in the present one."""
+        """The same division for positions in another unit, whose ``length`` is given in the present unit."""
         if ("units", length) not in self.kept:
             other = copy.copy(self)
             with torch.inference_mode(False), outside_of_transforms():
@@ -246,13 +247,13 @@ class Domain:
             other.cutoff, other.skin, other.reach = self.cutoff / length, self.skin / length, self.reach / length
             other._frames = self._frames._replace(vectors=self._frames.vectors / length)
             other.bricks = self.bricks._replace(frames=other._frames)
-            other._options = {}  # it is not made anew
+            other._options = {}  # `follow` is never called on it
             other._rows, other.kept, other._agreement = {}, {}, None
             self.kept["units", length] = other
         return self.kept["units", length]
 
     def _from_holders(self) -> Exchange:
-        """The exchange that brings values from the ranks that hold atoms, by the numbers of the atoms here."""
+        """The exchange that brings values from the ranks that hold the atoms to the owners, found by atom numbers."""
         holder = torch.searchsorted(self._first_held, self.global_index, right=True) - 1
         holder, order = torch.sort(holder, stable=True)
         back = Exchange.plan(self.group, order.split(torch.bincount(holder, minlength=self.n_ranks).tolist()))
@@ -265,11 +266,11 @@ class Domain:
     def _carried(
         self, move: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor, n_rows: int | None = None
     ) -> torch.Tensor:
-        """``move(values)``, a collective call; raise on all ranks unless values are alike on all.
+        """Return ``move(values)``, a collective call; raise on all ranks if shapes or dtypes do not fit together.
 
-        With ``n_rows`` they are of atoms, and must have this many rows. Transport of what differs in size ends the
-        process, or sends rows of other atoms. In compiled code, and where the host would wait for a GPU, ranks do not
-        compare: there each checks its own rows.
+        With ``n_rows`` the values belong to atoms, and must have this many rows. Without the check, a message with
+        different sizes would end the process, or deliver rows of other atoms. In compiled code, and where the host
+        would wait for a GPU, ranks do not compare: each checks its own rows.
         """
         if torch.compiler.is_compiling() or not layout(self.device.type).reads:
             check_rows(values, n_rows)
@@ -286,12 +287,12 @@ class Domain:
         Parameters
         ----------
         values : (n, ...) tensor
-            Of the atoms that this rank holds.
+            Values of the atoms that this rank holds.
 
         Returns
         -------
         (n_owned, ...) tensor
-            Of the atoms that this rank owns.
+            Values of the atoms that this rank owns.
         """
         return self._carried(self._to_owners.apply, values, self._n_held)
 
@@ -301,12 +302,12 @@ class Domain:
         Parameters
         ----------
         values : (n_owned, ...) tensor
-            Of the atoms that this rank owns.
+            Values of the atoms that this rank owns.
 
         Returns
         -------
         (n, ...) tensor
-            Of the atoms that this rank holds, in their order.
+            Values of the atoms that this rank holds, in the order in which it holds them.
         """
         return self._carried(lambda rows: self._to_owners.transpose(rows, self._n_held), values, self.n_owned)
 
@@ -316,12 +317,12 @@ class Domain:
         Parameters
         ----------
         values : (n_owned, ...) tensor
-            Of owned atoms.
+            Values of owned atoms.
 
         Returns
         -------
         (n_owned + n_ghosts, ...) tensor
-            Of owned atoms, then of ghosts.
+            Values of owned atoms, then of ghosts.
         """
         return self._carried(self._with_ghosts, values, self.n_owned)
 
@@ -329,7 +330,7 @@ class Domain:
         return torch.cat([values, self._halo.apply(values)])
 
     def _all_with_ghosts(self, *columns: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Several times `_with_ghosts` in one message, for matrices and vectors of one dtype, or None."""
+        """`_with_ghosts` for several columns in one message. Columns are matrices and vectors of one dtype, or None."""
         there = [c if c.ndim == 2 else c.unsqueeze(1) for c in columns if c is not None]
         parts = iter(self._with_ghosts(torch.cat(there, 1)).split([c.shape[1] for c in there], 1))
         return tuple(
@@ -337,17 +338,17 @@ class Domain:
         )
 
     def add_ghosts(self, values: torch.Tensor) -> torch.Tensor:
-        """Add what other ranks have for their ghosts: the transpose of `with_ghosts`. A collective call.
+        """Add the values of ghosts to their owners: the transpose of `with_ghosts`. A collective call.
 
         Parameters
         ----------
         values : (n_owned + n_ghosts, ...) tensor
-            Of owned atoms, then of ghosts.
+            Values of owned atoms, then of ghosts.
 
         Returns
         -------
         (n_owned, ...) tensor
-            Of owned atoms, with the shares of all ranks.
+            Values of owned atoms, summed over the shares of all ranks.
         """
 
         def add(values: torch.Tensor) -> torch.Tensor:
@@ -357,7 +358,7 @@ class Domain:
         return self._carried(add, values, self.n_owned + self.n_ghosts)
 
     def sum(self, shares: torch.Tensor) -> torch.Tensor:
-        """Add up shares of a result that all ranks have in common, such as the energy. A collective call.
+        """Sum shares of a result that all ranks have in common, such as the energy. A collective call.
 
         Parameters
         ----------
@@ -367,7 +368,8 @@ class Domain:
         Returns
         -------
         (...) tensor
-            The sum, the same on all ranks. There is one loss of it: its gradient is that of each share.
+            The sum, the same on all ranks. Each rank computes the same loss from it, which counts once: the gradient of
+            a share is the gradient of the sum.
         """
         return self._carried(self._sum, shares)
 
@@ -375,7 +377,7 @@ class Domain:
         return sum_of_shares(shares, self.number)
 
     def sum_for_shares(self, values: torch.Tensor) -> torch.Tensor:
-        """Add up values with which each rank goes on to compute its own share of a result. A collective call.
+        """Sum values from which each rank then computes its own share of a result. A collective call.
 
         Parameters
         ----------
@@ -385,7 +387,7 @@ class Domain:
         Returns
         -------
         (...) tensor
-            The sum, whose gradients are added up over the ranks, too.
+            The sum. Its gradients are summed over the ranks, too.
         """
         return self._carried(self._sum_for_shares, values)
 
@@ -393,27 +395,27 @@ class Domain:
         return sum_on_all_ranks(values, self.number)
 
     def replicated(self, values: torch.Tensor) -> torch.Tensor:
-        """Mark a tensor that is the same on all ranks and meets values of owned atoms, such as a parameter of a model.
+        """Mark a tensor that is the same on all ranks before it is combined with values of owned atoms.
 
         Parameters
         ----------
         values : (...) tensor
-            The same on all ranks.
+            The same on all ranks, such as a parameter of a model.
 
         Returns
         -------
         (...) tensor
-            The same values. Their gradient is added up over the ranks, in a collective call of the backward pass.
+            The same values. Their gradient is summed over the ranks, in a collective call of the backward pass.
         """
         return carried(lambda values: replicated(values, self.number), values)
 
     def _pairs_here(self, pairs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pairs (2, n) of numbers among owned atoms and ghosts, of those with an owned atom; and which these are.
+        """Return the pairs that have an owned atom, (2, n), with local numbers; and their indices among ``pairs``.
 
         Parameters
         ----------
         pairs : (2, n_pairs) int tensor
-            Numbers among the atoms of all ranks.
+            Global numbers of atoms. Local numbers count owned atoms, then ghosts.
         """
         known = self._known_numbers
         place = known.new_full((self.n_atoms,), -1).index_copy_(0, known, torch.arange(len(known), device=known.device))
@@ -422,7 +424,7 @@ class Domain:
         return found.index_select(1, chosen), chosen
 
     def _maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """The entrywise maximum of the values, a constant of the same shape, on all ranks. A collective call."""
+        """The elementwise maximum of the values over all ranks, without gradients. A collective call."""
         return maximum(values.detach().clone(), self.group)
 
     def _union(self, numbers: torch.Tensor, size: int) -> list[int]:
@@ -434,7 +436,7 @@ class Domain:
     # -- neighbors --------------------------------------------------------------------------------
 
     def _check(self, atoms: System) -> None:
-        """Raise unless these are the atoms that this rank owns, in the cells of this domain. A part of `_together`."""
+        """Raise unless this rank owns these atoms, in the cells of this domain. Call inside `_together`."""
         checks.check_positions(atoms.positions, finite=False)
         if atoms.positions.shape[0] != self.n_owned:
             raise ValueError(
@@ -455,7 +457,7 @@ class Domain:
             same["`pbc`"], same["`cell`"] = described(atoms.pbc), "None" if atoms.cell is None else kind_of(atoms.cell)
 
     def _alone(self, atoms: System) -> System:
-        """The atoms as a system that knows nothing of other ranks, for a sum that is periodic along all axes."""
+        """The atoms as a system without a domain, for a sum that is periodic along all axes."""
         if not bool(self.pbc.all()):
             raise ValueError(
                 "`domain` has open axes, but this sum is periodic along all three: make it without `pbc`; for a slab "
@@ -466,7 +468,7 @@ class Domain:
     def _splitting(
         self, positions: torch.Tensor, alpha: Any, cutoff: float | None, neighbors: GivenNeighbors
     ) -> tuple[Any, float]:
-        """Alpha, a tensor of which has complete gradients, and the cutoff of an Ewald sum, for which there are rows."""
+        """Check alpha and cutoff of an Ewald sum, and search for neighbors. Return replicated alpha, and the cutoff."""
         with self._together() as agreement:
             if neighbors.neighbor_list is not None or neighbors.neighbor_matrix is not None:
                 raise ValueError("`neighbor_list` or `neighbor_matrix`: a `domain` has its own neighbors")
@@ -476,7 +478,7 @@ class Domain:
         return self.replicated(alpha) if isinstance(alpha, torch.Tensor) else alpha, cutoff
 
     def _agreed(self, weights: torch.Tensor | None, batch_idx: torch.Tensor | None) -> torch.Tensor | None:
-        """Weights (n_systems,) of the atoms of this rank, if they are the same on all; otherwise None."""
+        """The weights (n_systems,), if all ranks with atoms of a system have the same for it; otherwise None."""
         n, n_systems = self.n_owned, self.n_systems
         found = torch.full((2, n_systems), -torch.inf, dtype=torch.float64, device=self.device)
         if weights is None and n:
@@ -514,10 +516,10 @@ class Domain:
         return math.sqrt(float((x + y + z).amax().nan_to_num(nan=torch.inf))) if len(x) else 0.0
 
     def neighbors(self, positions: torch.Tensor, cutoff: float) -> Rows:
-        """Neighbors of owned atoms among all, and of ghosts among owned atoms, as far as ``cutoff`` and the skin.
+        """Return the neighbors of owned atoms, and the owned neighbors of ghosts, up to ``cutoff`` plus the skin.
 
-        A collective call. Pairs of ghosts are left out. The list is that of the positions with which the domain was
-        made, and is kept.
+        A collective call. Pairs of two ghosts are left out. The list is built from the positions with which the domain
+        was made, and is kept for later calls.
 
         Parameters
         ----------
@@ -527,7 +529,7 @@ class Domain:
         Returns
         -------
         Rows
-            Of owned atoms, then of ghosts, which are numbered after the owned atoms.
+            Rows of owned atoms, then of ghosts. Ghosts are numbered after the owned atoms.
 
         Raises
         ------
@@ -537,7 +539,7 @@ class Domain:
         return self._owned_rows(positions, cutoff).of_both()
 
     def _owned_rows(self, positions: torch.Tensor, cutoff: float) -> OwnedRows:
-        """What `neighbors` makes its rows of. A collective call."""
+        """The list from which `neighbors` makes its rows. A collective call."""
         with self._together() as agreement:
             agreement.must_be_same(cutoff=cutoff)
             self._must_be_near(positions)
@@ -549,7 +551,7 @@ class Domain:
         return self._rows[cutoff]
 
     def _found_rows(self, cutoff: float) -> OwnedRows:
-        """The same where `_owned_rows` has been called for these positions and this cutoff."""
+        """The result of `_owned_rows`, which was called before for these positions and this cutoff."""
         return self._rows[cutoff]
 
     def _must_be_near(self, positions: torch.Tensor) -> None:
@@ -570,5 +572,5 @@ class Domain:
         return OwnedRows(search, order, self._halo.rows)
 
     def _list_of(self, rows: Rows) -> OwnedRows | None:
-        """The list of which these are the rows of owned atoms, if it is one of this domain."""
+        """The list of this domain whose rows of owned atoms are ``rows``; None if there is none."""
         return next((found for found in self._rows.values() if rows is found.alone), None)

@@ -1,4 +1,4 @@
-"""Rows of tensors that move between ranks by a fixed plan: a linear map that is differentiable to any order."""
+"""Exchange of rows of tensors between ranks by a fixed plan: a linear map, differentiable to any order."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,18 +10,18 @@ from nvalchemiops.torch.distributed.communication import swap_rows
 
 
 class Exchange(NamedTuple):
-    """Which rows each rank sends to which other one, and where they arrive.
+    """The rows that this rank sends to each rank, and the order of the rows that it receives.
 
     Attributes
     ----------
     group : int
-        As of `number_of`.
+        From `number_of`.
     rows : (n_sent,) int64 tensor
         Rows of the input to send, those for rank 0 first.
     send, receive : tuple of int
-        How many rows go to each rank, and come from each.
+        How many rows go to each rank, and come from each rank.
     order, places : (n_received,) int64 tensors, optional
-        Rows are taken in this order after their arrival; the inverse of it.
+        The order into which received rows are put, and its inverse.
     """
 
     group: int
@@ -45,20 +45,20 @@ class Exchange(NamedTuple):
 
     @property
     def n_received(self) -> int:
-        """Rows that arrive here."""
+        """The number of rows that this rank receives."""
         return sum(self.receive)
 
     def in_order(self, order: torch.Tensor) -> "Exchange":
-        """The exchange whose rows are put in this order where they arrive."""
+        """The same exchange, with received rows put into this order."""
         return self._replace(order=order, places=inverse(order))
 
     def apply(self, values: torch.Tensor) -> torch.Tensor:
-        """The rows (n_received, ...) that arrive, those of rank 0 first, in the order in which they were sent."""
+        """The received rows (n_received, ...), in ``order``; without it, those of rank 0 first, in the order sent."""
         rows = all_to_all_rows(values.index_select(0, self.rows), self.send, self.receive, self.group)
         return rows if self.order is None else rows.index_select(0, self.order)
 
     def transpose(self, values: torch.Tensor, n_rows: int) -> torch.Tensor:
-        """What `apply` is the transpose of: rows go back where they came from, and are added (n_rows, ...)."""
+        """The transpose of `apply`: rows go back to where they came from, and are summed there (n_rows, ...)."""
         values = values if self.places is None else values.index_select(0, self.places)
         rows = all_to_all_rows(values, self.receive, self.send, self.group)
         return values.new_zeros((n_rows, *values.shape[1:])).index_add(0, self.rows, rows)
@@ -70,11 +70,11 @@ def inverse(order: torch.Tensor) -> torch.Tensor:
 
 
 CARRIED = (torch.float32, torch.float64, torch.int32, torch.int64)
-"""Dtypes that messages have. Others travel as a wider one of these, and complex numbers as two."""
+"""Dtypes of messages. Values of other dtypes travel as a wider one of these, complex numbers as pairs of reals."""
 
 
 def carried(move: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
-    """``move(values)``, a linear map of rows by messages, for values of any dtype."""
+    """Return ``move(values)``, a linear map of rows by messages, for values of any dtype."""
     if values.dtype in CARRIED:
         return move(values)
     if values.is_complex():
@@ -83,7 +83,7 @@ def carried(move: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) 
 
 
 def check_rows(values: Any, n_rows: int | None) -> None:
-    """Raise unless this is a tensor of numbers, of atoms with so many rows."""
+    """Raise unless ``values`` is a tensor with ``n_rows`` rows; with None for ``n_rows``, one that can be summed."""
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"`values` must be a tensor, got {type(values).__name__}")
     if n_rows is None and values.dtype is torch.bool:

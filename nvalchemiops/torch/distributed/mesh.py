@@ -1,11 +1,11 @@
 """A mesh that is divided among ranks, and its Fourier transform.
 
 Each rank spreads its atoms to a *window*: the part of the mesh around its brick that their splines reach. Windows
-overlap. The transform of their sum is that of `nvalchemiops.torch.distributed.transform`.
+overlap. `nvalchemiops.torch.distributed.transform` transforms their sum.
 
-Slabs are cut along the first or the second axis, where there are more bricks: then windows are nearly slabs. The last
-axis stays, because the transform along it is that of real numbers: frequencies on its last plane have another sign
-than on those of the other axes.
+The mesh is cut into slabs along the first or the second axis, whichever has more bricks, so that windows are nearly
+slabs. The last axis is never cut, since the real transform runs along it: the frequency of its last plane has another
+sign than on the other axes.
 """
 
 import torch
@@ -17,11 +17,11 @@ from nvalchemiops.torch.distributed.transform import division_of, window_spectru
 from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 
 SLACK = 1e-6
-"""Mesh spacings by which windows are wider, for rounding of coordinates."""
+"""Margin of windows in mesh spacings, for rounding of coordinates."""
 
 
 class MeshDivision:
-    """How the mesh of a domain is divided.
+    """The division of the mesh of a domain among its ranks.
 
     Parameters
     ----------
@@ -29,22 +29,22 @@ class MeshDivision:
     mesh : (int, int, int)
         Points along the lattice vectors of the domain.
     order : int
-        Of the splines.
+        Order of the splines.
 
     Attributes
     ----------
     axes : list of int
-        The order of the lattice vectors.
+        The lattice vectors in the order in which the mesh has them.
     mesh : (int, int, int)
-        Points along them in this order.
+        Points along these axes, in this order.
     window : (int, int, int)
         Points of the window of this rank.
     planes : (int, int)
-        First plane of this rank along the second axis, in Fourier space, and the one after the last.
+        First and end of the planes of this rank along the second axis, in Fourier space.
     """
 
     def __init__(self, domain: Domain, mesh: tuple[int, int, int], order: int) -> None:
-        # not the domain, which keeps its divisions: a cycle would hold its lists until the garbage is collected
+        # no reference to the domain, which keeps its divisions: a cycle would delay freeing its lists
         self._rank, self._group = domain.rank, domain.number
         self.axes = [0, 1, 2] if domain.grid[0] >= domain.grid[1] else [1, 0, 2]
         self.mesh = (mesh[self.axes[0]], mesh[self.axes[1]], mesh[2])
@@ -55,7 +55,7 @@ class MeshDivision:
         with (
             torch.inference_mode(False),
             outside_of_transforms(),
-        ):  # tensors made in them could not be differentiated later
+        ):  # tensors made in inference mode or under transforms could not be differentiated later
             self._first = torch.tensor(start, dtype=torch.float64, device=domain.device)
             self._offset = domain.cells_left[:, self.axes] * torch.tensor(self.mesh, device=domain.device)
             self._is_whole = torch.tensor([a == b for a, b in zip(self.window, self.mesh)], device=domain.device)
@@ -72,7 +72,7 @@ class MeshDivision:
         return (start[0], start[1], start[2]), (size[0], size[1], size[2])
 
     def in_window(self, coordinates: torch.Tensor) -> torch.Tensor:
-        """Coordinates (n_owned, 3) in mesh spacings, from the first point of the window."""
+        """Coordinates (n_owned, 3) in mesh spacings, relative to the first point of the window."""
         return torch.where(self._is_whole, coordinates, coordinates - self._offset - self._first)
 
     def spectrum(self, values: torch.Tensor) -> torch.Tensor:
@@ -89,5 +89,5 @@ class MeshDivision:
         return window_spectrum(values, self.mesh, self._windows, self._rank, self._group)
 
     def values(self, spectrum: torch.Tensor) -> torch.Tensor:
-        """Real values on the window (n_systems, n_channels, *window), without a division by the number of points."""
+        """Real values on the window (n_systems, n_channels, *window), not divided by the number of points."""
         return window_values(spectrum, self.mesh, self._windows, self._rank, self._group)

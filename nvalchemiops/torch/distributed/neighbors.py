@@ -1,9 +1,9 @@
 """Neighbors of the atoms that a rank owns, and the same pairs from the side of its ghosts.
 
-Sums over the neighbors of owned atoms, and derivatives of sums over pairs, need the rows of owned atoms alone.
-Derivatives of sums of moments are sums over a list that has each pair from both sides, also those of owned atoms and
-ghosts: for them there are rows of ghosts, which have owned atoms for neighbors. They take a third of the time of the
-search, and are made when they are first needed.
+Sums over the neighbors of owned atoms, and derivatives of sums over pairs, need only the rows of owned atoms.
+Derivatives of sums of moments need each pair from both sides, also the pairs of owned atoms and ghosts. For these there
+are rows of ghosts, which contain owned atoms. Making them takes a third of the time of the search, so they are made
+when they are first needed.
 """
 
 import torch
@@ -18,21 +18,21 @@ from nvalchemiops.torch.runtime._torch_internals import outside_of_transforms
 
 
 class OwnedRows:
-    """The neighbors of owned atoms among all.
+    """The neighbors of owned atoms among owned atoms and ghosts.
 
     Parameters
     ----------
     search : Search
-        For owned atoms and ghosts, with owned atoms for targets.
+        A search among owned atoms and ghosts, with owned atoms as targets.
     order : (n_owned + n_ghosts,) int64 tensor or None
-        Numbers of the atoms of the search, if it has them in another order than owned atoms, then ghosts.
+        Numbers of the atoms of the search, unless its atoms are owned atoms, then ghosts.
     seen : (n,) int64 tensor
-        Owned atoms that other ranks see, in any order: no others have ghosts for neighbors.
+        Owned atoms that other ranks see, in any order. Only these have ghosts as neighbors.
 
     Attributes
     ----------
     alone : Rows
-        Rows of owned atoms, then empty ones of ghosts.
+        Rows of owned atoms, then empty rows of ghosts.
     """
 
     def __init__(self, search: Search, order: torch.Tensor | None, seen: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ class OwnedRows:
         def spare(count: torch.Tensor) -> int:
             return int(count[is_seen].sum())
 
-        # with room at the end for the rows of ghosts, which costs nothing until it is written
+        # with spare memory at the end for the rows of ghosts, which costs nothing until it is written
         self._neighbors, self._pointers, shifts = neighbor_rows(search, spare)
         self._shifts = None if search.cell is None else shifts
         size = int(self._pointers[-1])
@@ -52,19 +52,19 @@ class OwnedRows:
         self._of_both: Rows | None = None
 
     def _rows(self, size: int, of_ghosts: torch.Tensor) -> Rows:
-        """The first ``size`` pairs, with the ends of the rows of ghosts."""
+        """Rows of the first ``size`` pairs. ``of_ghosts`` are the pointers of the rows of ghosts."""
         shifts = None if self._shifts is None else self._shifts[:size]
         return Rows(torch.cat([self._pointers, of_ghosts]), self._neighbors[:size], shifts, 0, NO_PADDING, None)
 
     def of_both(self) -> Rows:
-        """Rows of owned atoms, then of ghosts among owned atoms. Pairs of ghosts are left out."""
+        """Rows of owned atoms, then rows of ghosts, which contain owned atoms only."""
         if self._of_both is None:
             with torch.inference_mode(False), outside_of_transforms():  # it is kept
                 self._of_both = self._rows(*self._write_rows_of_ghosts())
         return self._of_both
 
     def _write_rows_of_ghosts(self) -> tuple[int, torch.Tensor]:
-        """Write the pairs of owned atoms and ghosts once again, from the side of the ghosts; the size, and ends."""
+        """Write the rows of ghosts after those of owned atoms. Return the number of all pairs, and their pointers."""
         n, size = self._n_owned, int(self._pointers[-1])
         border = (self._neighbors[:size] >= n).nonzero().squeeze(1)  # places of ghosts
         counts = torch.searchsorted(border, self._pointers.long()).diff()
@@ -81,7 +81,7 @@ class OwnedRows:
 
 
 def sorted_numbers(index: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order that sorts an ``index`` (int32), stable, and pointers (n + 1,) to the first place of each number."""
+    """The stable order that sorts an ``index`` (int32), and pointers (n + 1,) to the first place of each number."""
     if not layout(index.device.type).serial:
         found, order = torch.sort(index, stable=True)
         return order.int(), row_pointers(found, n)

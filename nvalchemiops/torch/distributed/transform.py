@@ -1,11 +1,12 @@
-"""The Fourier transform of a mesh that is divided among ranks, as torch ops that differentiate into each other.
+"""The Fourier transform of a mesh that is divided among ranks, as two torch ops, each the derivative of the other.
 
-Each rank has a *window* of the mesh, a box of its points; windows overlap, and the mesh is their sum. For the transform
-it is cut into slabs of planes along the first axis, one for each rank, and after two of the three transforms into slabs
-along the second axis, as in every distributed transform. The real transform comes first, so that half as many complex
-numbers move.
+Each rank has a *window* of the mesh, a box of its points. Windows overlap, and the mesh is their sum. For the transform
+the mesh is cut into slabs of planes along the first axis, one for each rank. After two of the three transforms it is
+cut into slabs along the second axis instead, as is usual for distributed transforms. The real transform comes first, so
+that half as many complex numbers are sent.
 
-One op has all of it: its memory is that of the parts that are sent, and nothing is recorded on the way.
+A whole transform is one op. It needs only the memory of the parts that are sent, and saves nothing for the backward
+pass.
 """
 
 import functools
@@ -30,7 +31,7 @@ Ends = tuple[int, int]
 
 
 class Run(NamedTuple):
-    """Points in a row along an axis: where they begin in a window and in a slab, and how many there are."""
+    """Consecutive points along an axis: where they begin in a window and in a slab, and how many there are."""
 
     in_window: int
     in_slab: int
@@ -38,7 +39,7 @@ class Run(NamedTuple):
 
 
 def _runs(start: int, size: int, n: int, first: int, end: int) -> tuple[Run, ...]:
-    """Points of a window on a periodic axis of n that lie from ``first`` to ``end``, counted from there."""
+    """Runs of points of a window, on a periodic axis of n points, that lie between ``first`` and ``end``."""
     found = []
     for turn in range(start // n, (start + size - 1) // n + 1):
         low, high = max(start, turn * n + first), min(start + size, turn * n + end)
@@ -48,7 +49,7 @@ def _runs(start: int, size: int, n: int, first: int, end: int) -> tuple[Run, ...
 
 
 class Overlap(NamedTuple):
-    """Where a window and a slab meet, by runs along each axis. Planes that are sent have all points of the window."""
+    """The overlap of a window and a slab, by runs along each axis. Whole planes of the window are sent."""
 
     x: tuple[Run, ...]
     y: tuple[Run, ...]
@@ -57,7 +58,7 @@ class Overlap(NamedTuple):
 
     @property
     def planes(self) -> list[int]:
-        """Planes of each run."""
+        """The number of planes of each run."""
         return [run.size for run in self.x]
 
     def in_window(self, window: torch.Tensor) -> list[torch.Tensor]:
@@ -65,7 +66,7 @@ class Overlap(NamedTuple):
         return [window.narrow(1, run.in_window, run.size) for run in self.x]
 
     def boxes(self, planes: Sequence[torch.Tensor], slab: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The same points of the planes of a window, run by run, and of a slab."""
+        """Pairs of boxes with the same points: in the planes of a window, run by run, and in a slab."""
         for part, x in zip(planes, self.x):
             of_planes = slab.narrow(1, x.in_slab, x.size)
             for y, z in itertools.product(self.y, self.z):
@@ -74,18 +75,18 @@ class Overlap(NamedTuple):
 
 
 class Division(NamedTuple):
-    """How a mesh is divided, as one rank sees it.
+    """The division of a mesh, from the view of one rank.
 
     Attributes
     ----------
     mesh : (int, int, int)
     rank : int
     slabs, columns : tuple of (int, int)
-        For each rank its first plane and the one after its last, along the first and the second axis.
+        First and end of the planes of each rank, along the first and along the second axis.
     window : (int, int, int)
         Points of the window of this rank.
     of_window, of_slab : tuple of Overlap
-        For each rank where its slab meets the window of this one, and where its window meets the slab of this one.
+        For each rank, the overlap of its slab with this rank's window, and of its window with this rank's slab.
     """
 
     mesh: Numbers
@@ -120,7 +121,7 @@ def _division(mesh: Numbers, windows: Numbers, rank: int) -> Division:
 
 
 def division_of(mesh: Sequence[int], windows: Sequence[int], rank: int) -> Division:
-    """The division of a mesh, from the first point and the size of the window of each rank, six numbers."""
+    """The division of a mesh. ``windows`` has six numbers for each rank: the first point and the size of its window."""
     return _division(tuple(mesh), tuple(windows), rank)
 
 
@@ -178,11 +179,11 @@ def _to_window(slab: torch.Tensor, division: Division, group: Any) -> torch.Tens
 
 
 def _swap(values: torch.Tensor, division: Division, group: Any, to_columns: bool) -> torch.Tensor:
-    """Complex slabs (n_meshes, n_x, n_y, n_z) cut along the first axis, then cut along the second, or back."""
+    """Turn complex slabs (n_meshes, n_x, n_y, n_z) along the first axis into slabs along the second, or back."""
     rank, (n_meshes, _, _, n_z) = division.rank, values.shape
     ours, theirs = (division.slabs, division.columns) if to_columns else (division.columns, division.slabs)
     n_ours, n_theirs = (cut[rank][1] - cut[rank][0] for cut in (ours, theirs))
-    # axes along which values are sent in pieces, and along which pieces arrive
+    # the axis along which values are cut to be sent, and the axis along which received pieces are joined
     axis, other = (2, 1) if to_columns else (1, 2)
 
     def pieces(memory: torch.Tensor, cut: Sequence[Ends], along: int, across: int) -> list[torch.Tensor]:
@@ -191,7 +192,7 @@ def _swap(values: torch.Tensor, division: Division, group: Any, to_columns: bool
         return [part.view(n_meshes, *shape, n_z) for part, shape in zip(memory.split(sizes), shapes)]
 
     def in_order(along: int) -> bool:
-        """Whether pieces along this axis, one after the other, are all of the values."""
+        """Whether the pieces along this axis are contiguous, so that together they are the values."""
         return n_meshes == 1 and along == 1
 
     if in_order(axis) and values.is_contiguous():
@@ -251,9 +252,9 @@ def window_spectrum(
     values : (n_systems, n_channels, *window) tensor
     mesh : (int, int, int)
     windows : sequence of int
-        First point and size of the window of each rank, six numbers.
+        Six numbers for each rank: the first point and the size of its window.
     rank, group : int
-        The group by its number (`nvalchemiops.torch.distributed.collectives.number_of`).
+        The number of this rank, and that of the group (`nvalchemiops.torch.distributed.collectives.number_of`).
 
     Returns
     -------
@@ -263,7 +264,7 @@ def window_spectrum(
     slab = _to_slab(values.flatten(0, 1), division, ranks)
     if slab.numel():
         halves = torch.fft.rfft2(slab)
-    else:  # of more ranks than planes some have none, which libraries refuse to transform
+    else:  # with more ranks than planes some ranks have none, and libraries refuse empty transforms
         halves = slab.new_empty((*slab.shape[:3], mesh[2] // 2 + 1), dtype=slab.dtype.to_complex())
     columns = _swap(halves, division, ranks, True)
     columns = torch.fft.fft(columns, dim=1) if columns.numel() else columns
@@ -281,7 +282,7 @@ def window_values(
 ) -> torch.Tensor:
     """Real values (n_systems, n_channels, *window) from the columns of all ranks, not divided by the number of points.
 
-    Arguments as of `window_spectrum`.
+    Arguments are those of `window_spectrum`.
     """
     division, ranks = division_of(mesh, windows, rank), group_of(group)
     columns = torch.view_as_complex(spectrum.flatten(0, 1))

@@ -1,1 +1,1 @@
-"""What runs ops: launches on torch's streams, threads, memory, results that are kept, and who is watching a call."""
+"""The machinery that runs ops: plans, compiled calls, threads, memory, cached results, and the context of a call."""

@@ -1,9 +1,9 @@
-"""Private names of torch, all of them in this file, each with a way to do without it.
+"""All private names of torch that the library uses, each with a fallback.
 
 The names are looked up in groups, one for each shortcut. If a release of torch lacks a name of a group, or a name no
-longer works as assumed, the whole group is off, with one line in the log, and a slower public way is taken. Where there
-is none, a call that needs the group raises a RuntimeError that says so. tests/autograd/test_torch_internals.py checks
-each assumption, and each way without.
+longer works as assumed, the whole group is switched off, with one line in the log, and a slower public API is used.
+Where torch has no public API for it, a call that needs the group raises a RuntimeError that says so.
+tests/autograd/test_torch_internals.py checks each assumption and each fallback.
 """
 
 import functools
@@ -23,11 +23,11 @@ _log = logging.getLogger("nvalchemiops")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors that are torch's own, no subclasses with operations of another kind."""
+"""Torch's own tensor types. Subclasses are excluded: they may override operations."""
 
 
 def _find(shortcut: str, *names: str, works: Callable[..., Any] = lambda *found: True) -> tuple[Any, ...] | None:
-    """Objects of torch by name; None, and a line in the log, if one is missing or ``works(*found)`` fails."""
+    """Look up objects of torch by name. If one is missing or ``works(*found)`` fails, log a line and return None."""
     try:
         found = tuple(pkgutil.resolve_name(f"torch:{name}") for name in names)
         if works(*found) is not False:
@@ -53,7 +53,7 @@ _derivatives = _find(
 )
 
 DERIVATIVES_KNOWN = _derivatives is not None
-"""Whether the two functions that follow can answer; otherwise they return True in any case."""
+"""Whether the next two functions can answer. If not, they always return True."""
 
 if _derivatives is not None:
     transforms_active: Callable[[], bool] = _derivatives[0]
@@ -98,24 +98,24 @@ if _wrappers is not None:
     _is_batched, _is_batched_by_autograd = _wrappers[2:4]
 
     def is_batched(tensor: torch.Tensor) -> bool:
-        """Whether ``vmap``, or ``is_grads_batched`` of ``torch.autograd.grad``, has wrapped the tensor last."""
+        """Whether the outermost wrapper is that of ``vmap``, or of ``torch.autograd.grad(is_grads_batched=True)``."""
         return _is_batched(tensor) or _is_batched_by_autograd(tensor)
 
 else:
 
     def is_wrapped(tensor: torch.Tensor) -> bool:
-        """Whether a transform has wrapped the tensor last; an error under a transform if that is not known."""
+        """Whether a transform wraps the tensor; raises under a transform if that is not known."""
         _refuse_wrappers()
         return False
 
     is_wrapped_for_gradients = is_batched = is_wrapped
 
     def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor without the wrapper of the last transform."""
+        """The tensor without its outermost wrapper."""
         raise _impossible("reading values under torch.func transforms")
 
     def without_transforms() -> AbstractContextManager[Any]:
-        """Inside of it, wrapped tensors are read as plain ones."""
+        """A context in which wrapped tensors are read as plain ones."""
         _refuse_wrappers()
         return nullcontext()
 
@@ -131,7 +131,7 @@ _stack = _find(
 
 
 def count_transforms() -> tuple[int, int]:
-    """How many transforms are on, as inside of ``torch.autograd.Function.jvp``: forward mode, reverse mode."""
+    """The numbers of active forward-mode and reverse-mode transforms, as seen in ``torch.autograd.Function.jvp``."""
     if _stack is None:
         raise _impossible("forward mode through an operator")
     _, interpreters, jvp, grad = _stack
@@ -141,7 +141,7 @@ def count_transforms() -> tuple[int, int]:
 
 @contextmanager
 def outside_of_transforms() -> Iterator[None]:
-    """As if no ``torch.func`` transform and no forward mode were on: ops that write in place refuse to run in them."""
+    """Suspend ``torch.func`` transforms and forward mode: ops that write in place refuse to run under them."""
     if _stack is None or _derivatives is None:
         if DERIVATIVES_KNOWN and derivative_asked():
             raise _impossible("writing in place under torch.func transforms")
@@ -176,25 +176,25 @@ _eager = _find(
 )
 
 EAGER_SHORTCUT = _eager is not None
-"""Whether the next five are available. If not, calls go through the dispatcher, and modes are assumed to be on."""
+"""Whether the next five names are available. If not, calls go through the dispatcher, and modes are assumed active."""
 
 count_dispatch_modes: Callable[[], int] = _eager[0] if _eager else lambda: 1
-"""Number of ``TorchDispatchMode`` that are on."""
+"""The number of active ``TorchDispatchMode``s."""
 
 autocast_enabled, profiling, tracing_state, dispatch_keys, autograd_excluded = _eager[1:] if _eager else (None,) * 5
 
 plain_keys: set[int] = set()
-"""Dispatch keys of plain tensors, by device; `learn_plain_keys` fills it at first use."""
+"""Dispatch keys of plain tensors on each device; `learn_plain_keys` fills the set at first use."""
 
 keys_with_inference: set[int] = set()
-"""These, and those of tensors that were made in inference mode."""
+"""`plain_keys`, and the dispatch keys of tensors made in inference mode."""
 
 
 def learn_plain_keys() -> None:
     """Record the dispatch keys of an ordinary tensor on each kind of device in use."""
     if EAGER_SHORTCUT and (not plain_keys or (torch.cuda.is_initialized() and len(plain_keys) == 1)):
         devices = ["cpu"] + ["cuda"] * torch.cuda.is_initialized()
-        with torch.inference_mode(False):  # whose tensors are not plain
+        with torch.inference_mode(False):  # tensors made in inference mode are not plain
             plain_keys.update(dispatch_keys(torch.empty(0, device=device)).raw_repr() for device in devices)
         with torch.inference_mode():
             keys_with_inference.update(dispatch_keys(torch.empty(0, device=device)).raw_repr() for device in devices)
@@ -202,16 +202,16 @@ def learn_plain_keys() -> None:
 
 
 def is_unobserved(*tensors: torch.Tensor | None, of_inference: bool = False) -> bool:
-    """Whether an operation on these may go around the dispatcher: they are plain and no mode, tracer or profiler is on.
+    """Whether an operation may bypass the dispatcher: its tensors are plain and no mode, tracer or profiler is active.
 
-    Plain are strided tensors on a CPU or CUDA device, of torch's own types, not negated, conjugated or zero by a flag,
-    and not wrapped by a transform; made in inference mode only if ``of_inference``.
+    A plain tensor is strided, on a CPU or CUDA device, of torch's own types, not negated, conjugated or zero by a flag,
+    and not wrapped by a transform. Tensors made in inference mode count as plain only with ``of_inference``.
     """
     if not EAGER_SHORTCUT or count_dispatch_modes() or autocast_enabled() or profiling() or tracing_state():
         return False
     learn_plain_keys()
     known = keys_with_inference if of_inference else plain_keys
-    for t in tensors:  # a loop, since each call asks
+    for t in tensors:  # a plain loop: this runs in each call
         if t is not None and (type(t) not in PLAIN_TYPES or dispatch_keys(t).raw_repr() not in known):
             return False
     return True
@@ -228,7 +228,7 @@ _modes = _find(
 
 
 class _OfThread(threading.local):
-    """Modes of `followed_by` that are on in this thread."""
+    """The number of `followed_by` modes that are active in this thread."""
 
     n_followers = 0
 
@@ -238,9 +238,9 @@ _thread = _OfThread()
 
 @contextmanager
 def followed_by(mode: Any) -> Iterator[None]:
-    """Inside, ``mode`` sees operations below autograd, and `has_other_modes` does not count it.
+    """Show ``mode`` the operations below autograd; `has_other_modes` does not count it.
 
-    Without ``TorchDispatchMode``, which imports the compiler, and whose flags are those of all threads.
+    This avoids ``TorchDispatchMode``, which imports the compiler and keeps flags that all threads share.
     """
     if _modes is None:
         raise _impossible("a plan")
@@ -256,7 +256,7 @@ def followed_by(mode: Any) -> Iterator[None]:
 
 
 def has_other_modes() -> bool:
-    """Whether a dispatch mode is on beside those of `followed_by`."""
+    """Whether a dispatch mode other than those of `followed_by` is active."""
     count = count_dispatch_modes()
     return bool(count) and count > _thread.n_followers
 
@@ -278,7 +278,7 @@ def places_written(func: Any) -> tuple[tuple[int, str], ...]:
 
 @functools.cache
 def out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
-    """The operation with the same arguments that writes into given memory, and the names of this memory."""
+    """The overload with the same arguments that writes into given tensors, and the names of these tensors."""
 
     def signature(arguments: Any) -> list[tuple[str, str, bool]]:
         return [(a.name, str(a.type), a.kwarg_only) for a in arguments]
@@ -294,12 +294,12 @@ def out_variant(func: Any) -> tuple[Any, tuple[str, ...]] | None:
 
 
 def has_function_modes() -> bool:
-    """Whether a ``TorchFunctionMode`` is on, as a default device is; True if that is not known."""
+    """Whether a ``TorchFunctionMode`` is active (a default device is one); True if that is not known."""
     return _modes is None or _modes[0]() > 0
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether hooks see the tensors that are saved for backward passes, as in checkpoints; True if not known."""
+    """Whether hooks see the tensors saved for backward passes, as with checkpointing; True if that is not known."""
     return _modes is None or _modes[1](True) is not None
 
 
@@ -316,9 +316,9 @@ _redispatch = _find(
 )
 
 CAN_REDISPATCH = _redispatch is not None
-"""Whether a call can be continued below autograd from an implementation for autograd.
+"""Whether the autograd implementation of an operator can continue the dispatch below autograd.
 
-If not, each operator has a second one of the same schema and implementation, without autograd."""
+If not, each operator gets a twin with the same schema and implementation, but without autograd."""
 
 _second: dict[Any, Callable[..., Any]] = {}
 
@@ -329,7 +329,7 @@ if _redispatch is not None:
 def define(
     library: torch.library.Library, name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
 ) -> Any:
-    """Define an operator with an implementation for all devices and one for fake tensors; its overload."""
+    """Define an operator with an implementation for all devices and one for fake tensors. Return its overload."""
 
     def add(short: str) -> Any:
         library.define(short + schema)
@@ -344,12 +344,12 @@ def define(
 
 
 def below_autograd(overload: Any, implementation: Callable[..., Any], keyset: Any, args: tuple[Any, ...]) -> Any:
-    """Continue a dispatch below autograd; straight to the implementation if no mode or tracer sees the call."""
+    """Continue a dispatch below autograd. If no mode or tracer sees the call, call the implementation directly."""
     if not CAN_REDISPATCH:
         with torch.no_grad():
             return _second[overload](*args)
     with _below_autograd():
-        if keyset is None:  # called around the dispatcher
+        if keyset is None:  # the call has bypassed the dispatcher
             return implementation(*args)
         keyset = keyset & _after_autograd
         if keyset.highestPriorityTypeId() in _backends:
@@ -358,7 +358,7 @@ def below_autograd(overload: Any, implementation: Callable[..., Any], keyset: An
 
 
 def below_inplace(overload: Any, keyset: Any, args: tuple[Any, ...]) -> Any:
-    """Continue a dispatch below the key at which versions of tensors are counted."""
+    """Continue a dispatch below the key at which torch counts the versions of tensors."""
     with _below_inplace():
         return overload.redispatch(keyset & _after_inplace, *args)
 
@@ -367,7 +367,7 @@ _views = _find("making views plain tensors", "Tensor._is_view", "_C._AutoDispatc
 
 
 def no_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor that is no view: autograd forbids in-place changes of an output that is a view."""
+    """The same memory as a non-view tensor: autograd forbids in-place changes of an output that is a view."""
     if _views is None or not tensor._is_view():
         return tensor
     with _views[1]():
@@ -381,7 +381,7 @@ _inside = _find(
     "_C._ForceDispatchKeyGuard",
     *(f"_C.DispatchKey.{key}" for key in ("AutocastCPU", "AutocastCUDA")),
     *(f"_C.DispatchKey.{key}" for key in ("AutogradCPU", "AutogradCUDA", "AutogradOther", "ADInplaceOrView")),
-    # without these torch reads the memory of tensors that are zero by a flag, which they do not have
+    # without these keys torch reads the memory of tensors that are zero by a flag, and these have no memory
     *(f"_C.DispatchKey.{key}" for key in ("ZeroTensor", "Negative", "Conjugate")),
     works=lambda include, exclude, guard, key, *_: isinstance(exclude().remove(key).add(key).raw_repr(), int),
 )
@@ -389,9 +389,9 @@ _excluded_inside: dict[int, Any] = {}
 
 
 def autograd_inside() -> AbstractContextManager[Any]:
-    """Switch autograd back on in the implementation of an operator, and autocast off.
+    """Switch autograd on and autocast off inside the implementation of an operator.
 
-    Then torch tracks ``requires_grad`` of the arguments of a body and of all that is derived from them.
+    Torch then tracks the arguments of the body that require gradients, and everything computed from them.
     """
     if _inside is None:
         raise _impossible("a derivative by a recorded tape")
@@ -417,7 +417,7 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
 
 
 is_zero_tensor: Callable[[torch.Tensor], bool] = _zero[0] if _zero else _has_no_memory
-"""Whether a tensor is zero by a flag only, as torch's derivatives of complex tensors make them: it has no memory."""
+"""Whether a tensor is zero by a flag and has no memory. Torch's derivatives of complex tensors make such tensors."""
 
 _copies = _find("copying several tensors at once", "_foreach_copy_")
 
@@ -428,7 +428,7 @@ def _copy_each(memory: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -
 
 
 def copy_all(memory: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Copy values into memory, by one launch for those of one dtype."""
+    """Copy values into memory, with one launch per dtype."""
     if memory:
         (_copy_each if _copies is None else _copies[0])(memory, values)
 
@@ -437,7 +437,7 @@ _COUNTS_VERSIONS = _find("telling whether a tensor has changed", "Tensor._versio
 
 
 def version_of(tensor: torch.Tensor) -> object:
-    """The number of in-place changes of a tensor; an object that equals no other where it is not counted."""
+    """The number of in-place changes of a tensor. Where torch does not count them, an object that equals no other."""
     return object() if not _COUNTS_VERSIONS or tensor.is_inference() else tensor._version
 
 
@@ -451,15 +451,15 @@ _fake = _find(
 )
 
 NEEDS_DATA: tuple[type[Exception], ...] = () if _fake is None else _fake[2:4]
-"""What operations on tensors without data raise whose results, or their shapes, depend on data."""
+"""Errors that operations on tensors without data raise if their results, or the shapes of these, depend on data."""
 
 
 @contextmanager
 def without_data() -> Iterator[None]:
-    """Inside, tensors are made without data, and operations find the shapes and dtypes of their results."""
+    """Make tensors without data: operations compute only the shapes and dtypes of their results."""
     if _fake is None:
         raise _impossible("finding the shapes of a function's outputs: declare them")
-    log = logging.getLogger(_fake[0].__module__)  # of errors, which are raised as well
+    log = logging.getLogger(_fake[0].__module__)  # it logs errors that are raised anyway
     before, log.disabled = log.disabled, True
     try:
         with _fake[0](allow_non_fake_inputs=True):
@@ -469,7 +469,7 @@ def without_data() -> Iterator[None]:
 
 
 def has_no_data(tensor: torch.Tensor) -> bool:
-    """Whether this is one of those tensors without data, or wraps one while a graph is traced."""
+    """Whether this is a tensor without data (see `without_data`), or wraps one while a graph is traced."""
     return _fake is not None and isinstance(tensor, (_fake[1], _fake[4]))
 
 
@@ -481,7 +481,7 @@ _passes = _find(
 )
 
 BACKWARD_KNOWN = _passes is not None
-"""Whether the next two are available."""
+"""Whether the next two functions work."""
 
 
 def in_backward_pass() -> bool:
@@ -490,7 +490,7 @@ def in_backward_pass() -> bool:
 
 
 def after_backward_pass(function: Callable[[], None]) -> None:
-    """Call ``function`` when the running backward pass ends; not if it raises."""
+    """Call ``function`` when the running backward pass ends, unless the pass raises."""
     if _passes is not None:
         _passes[1](function)
 
@@ -503,7 +503,7 @@ _exporting = _find(
 
 
 def is_exporting() -> bool:
-    """Whether a graph is exported; inside of compiled code torch 2.11 and older answer True where it is not."""
+    """Whether a graph is being exported. Without the private flag, torch <= 2.11 also says True in compiled code."""
     return torch.compiler.is_exporting() if _exporting is None else torch.compiler._is_exporting_flag
 
 
@@ -513,7 +513,7 @@ def _release() -> tuple[int, ...]:
 
 
 CONSTANTS_FROM_OBJECTS = _release() >= (2, 12)
-"""Whether functions that `assume_constant` marks can be called with objects inside of compiled code."""
+"""Whether compiled code can call functions marked by `assume_constant` with objects as arguments."""
 
 
 def compiler_loaded() -> bool:
@@ -522,13 +522,13 @@ def compiler_loaded() -> bool:
 
 
 def compiled_as_eager() -> AbstractContextManager[Any]:
-    """Inside, functions that ``torch.compile`` has compiled run as they were written."""
+    """A context in which functions compiled by ``torch.compile`` run eagerly."""
     return torch.compiler.set_stance("force_eager") if compiler_loaded() else nullcontext()
 
 
 def assume_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """The same as ``torch.compiler.assume_constant_result``, without importing the compiler."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # of functions mypy knows no attributes
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # mypy knows no attributes of functions
     return function
 
 
@@ -543,11 +543,12 @@ _frames = _find(
 
 
 def only_inlined(function: Function, *, with_calls: bool = False) -> Function:
-    """The same function, which ``torch.compile`` follows inside of what it compiles, but never compiles by itself.
+    """The same function, which ``torch.compile`` inlines into what it compiles, but never compiles by itself.
 
-    Behind a graph break, Python calls functions one by one, and the compiler looks at each. One that asks whether it is
-    being compiled would become the constant True there, for a caller that is not compiled. With ``with_calls`` what the
-    function calls is not compiled either: host code that reads values, which a compiler knows in part.
+    After a graph break, Python calls functions one by one, and the compiler tries to compile each of them. In a
+    function that asks whether it is being compiled, the answer would become the constant True, although its caller is
+    not compiled. With ``with_calls`` the functions that it calls are not compiled either: for host code that reads
+    values.
     """
     if _frames is not None:
         set_strategy, strategy, skip, default = _frames

@@ -1,7 +1,7 @@
-"""Results that are kept, for arguments that rarely change between calls, such as cells and atomic numbers.
+"""Cached results, for arguments that rarely change between calls, such as cells and atomic numbers.
 
-On a CPU keys are values, not tensors: a cell that was changed in any way is another one. Where reading values would
-wait for a GPU, a tensor is recognized by itself, as long as torch has counted no change of it.
+On a CPU keys contain values, not tensors: a cell that was changed in any way has another key. On a GPU, where reading
+values would wait, a tensor is recognized by its identity, as long as torch has counted no change of it.
 """
 
 import weakref
@@ -15,26 +15,26 @@ from nvalchemiops.torch.runtime._torch_internals import version_of
 from nvalchemiops.torch.runtime.context import is_capturing, may_keep, may_recognize
 
 MOST_BYTES = 2**26
-"""Memory that is kept, at most; a larger result is not."""
+"""Largest total memory of cached results. A larger result is not cached."""
 
 MOST_ENTRIES = 16
 
 Result = TypeVar("Result", bound=tuple)
 
 _kept: Kept[tuple[int, Any]] = Kept(MOST_ENTRIES)
-_captured: dict[Hashable, Any] = {}  # memory that captured graphs read, which must not be used for anything else
+_captured: dict[Hashable, Any] = {}  # memory that captured graphs read: it must not be reused
 
 _recognized: Kept[tuple[Any, Hashable, Any]] = Kept(MOST_ENTRIES)
-"""For name, tensor, other arguments and stream: weak reference to the tensor, its state, and what followed from it."""
+"""By name, tensor, other arguments and stream: a weak reference to the tensor, its state, and the result."""
 
 
 def cached_by_value(
     name: str, values: tuple[torch.Tensor, ...], others: Hashable, compute: Callable[[], Result]
 ) -> Result:
-    """``compute()``, a tuple of tensors that follow from ``values`` and ``others``, or the same from before.
+    """The result of ``compute()``, a tuple of tensors that depend on ``values`` and ``others`` alone, cached by value.
 
-    Only on a CPU, where values can be read at no cost, and only without a graph. With None for ``others``
-    always computed.
+    Cached only on a CPU, where values can be read at no cost, and only if no gradient is tracked. With None for
+    ``others`` the result is always computed.
     """
     if others is None or not may_keep(*values):
         return compute()
@@ -44,13 +44,13 @@ def cached_by_value(
 
 
 def cached_on_device(name: str, device: torch.device, others: Hashable, compute: Callable[[], Result]) -> Result:
-    """``compute()``, a tuple of tensors on this device that follow from ``others`` alone, or the same from before.
+    """The result of ``compute()``, a tuple of tensors on this device that depend on ``others`` alone, cached.
 
-    On a GPU that of the same stream: on another one they might not be there yet, and memory that is no longer kept is
-    used again in the order of the stream on which it was made.
+    On a GPU each stream has its own cached results: on another stream a result might not be computed yet, and torch
+    reuses freed memory in the order of the stream on which it was allocated.
 
-    What is found while a CUDA graph is captured, of any stream, is kept for good, since the graph reads it whenever it
-    replays; what is not found then becomes a part of the graph.
+    While a CUDA graph is captured, a cached result of any stream is used, and then kept for good, since the graph reads
+    it in each replay. A result that is not in the cache becomes a part of the graph.
     """
     if not may_keep():
         return compute()
@@ -66,14 +66,17 @@ def cached_on_device(name: str, device: torch.device, others: Hashable, compute:
 
 
 def stream_of(device: torch.device) -> int:
-    """The number of torch's current stream on this device, 0 on a CPU: a part of the key of all that is kept there."""
+    """The number of torch's current stream on this device, 0 on a CPU. It is part of each cache key."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _found_or_kept(
     key: Hashable, compute: Callable[[], Result], values: tuple[torch.Tensor, ...] = (), n_bytes: int = 0
 ) -> Result:
-    """What is kept by this key, of so many bytes, or else ``compute()``, independent of the memory of ``values``."""
+    """The cached result for this key, or else that of ``compute()``, which is cached without memory of ``values``.
+
+    ``n_bytes`` is the size of the key; that of the result is added.
+    """
     if (kept := _kept.find(key)) is not None:
         return kept[1]
     with torch.inference_mode(False), torch.no_grad():
@@ -88,10 +91,10 @@ def _found_or_kept(
 
 
 def cached_by_identity(name: str, tensor: torch.Tensor, others: Hashable, compute: Callable[[], Result]) -> Result:
-    """``compute()``, a tuple of tensors that follow from ``tensor`` and ``others``, or the same from before.
+    """The result of ``compute()``, tensors that depend on ``tensor`` and ``others`` alone, cached by identity.
 
-    Reads no values: the tensor must be the same object at the same version, on the same stream. What has changed its
-    memory unnoticed by torch, as a kernel of another library can, is not noticed here.
+    No values are read: the tensor must be the same object at the same version, on the same stream. A change that torch
+    does not count, such as one by a kernel of another library, goes unnoticed.
     """
     if not may_recognize(tensor):
         return compute()
@@ -105,7 +108,7 @@ def cached_by_identity(name: str, tensor: torch.Tensor, others: Hashable, comput
     if sum(t.numel() * t.element_size() for t in result if t is not None) <= MOST_BYTES:
 
         def forget(reference: Any) -> None:
-            # another tensor may have got the same number since
+            # another tensor may have got the same id since
             if (entry := _recognized.get(key)) is not None and entry[0] is reference:
                 _recognized.pop(key, None)
 
@@ -114,7 +117,7 @@ def cached_by_identity(name: str, tensor: torch.Tensor, others: Hashable, comput
 
 
 def _independent(result: Result, values: tuple[torch.Tensor, ...]) -> Result:
-    """``result`` with copies of what shares memory with ``values``: the caller may change it, or use it again."""
+    """``result``, in which tensors that share memory with ``values`` are copied: the caller may change ``values``."""
     taken = {value.untyped_storage().data_ptr() for value in values if value.numel()}
     copied = [t.clone() if t is not None and t.untyped_storage().data_ptr() in taken else t for t in result]
     return type(result)(*copied) if hasattr(result, "_fields") else type(result)(copied)

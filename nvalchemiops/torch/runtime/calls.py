@@ -1,6 +1,6 @@
-"""What a call of an operation is, and which calls have the same plan.
+"""The description of a call of an operation, and the key that says which calls share a plan.
 
-The kind of a call is a key: of tensors that move their shapes, of what is fixed the values.
+The key holds the shapes of moving tensors, and the values of fixed arguments.
 """
 
 import functools
@@ -25,26 +25,27 @@ from nvalchemiops.torch.runtime.context import is_capturing, is_eager
 from nvalchemiops.torch.runtime.recorder import current_recorder
 
 MOST_ATOMS = 2048
-"""Atoms up to which calls become plans; larger ones take far longer than the Python around them."""
+"""Largest number of atoms for which calls have plans. In larger calls the Python between kernels costs little."""
 
 MOST_ATOMS_ON_GPU = 2**17
 """The same on a GPU, where a launch takes as long for many atoms as for few."""
 
 SMALL = 256
-"""Elements up to which the values of tensors are part of a key. Larger ones, of prepared data, are recognized by
-themselves and then compared with the values that they had: NumPy and ``.data`` change them without a new version."""
+"""Largest number of elements of a tensor whose values are part of a key. Larger tensors, which hold prepared data, are
+recognized by identity, and then compared with their earlier values: NumPy and ``.data`` change them without a new
+version."""
 
 MOST_OF_SYSTEMS = 9 * MOST_ATOMS
-"""The same for cells and what tells the systems of atoms, which callers often make anew for each call."""
+"""The same limit for cells and system indices, which callers often make anew for each call."""
 
 Tensors = tuple[torch.Tensor, ...]
 
 Body = Callable[[Sequence[torch.Tensor] | None, Sequence[bool]], Tensors]
-"""``body(inputs, needed)``: the results at ``inputs`` (None: at those that were checked), a graph of operators if
-gradients are enabled; then the gradients of the sum of the first result by the inputs that are ``needed``."""
+"""``body(inputs, needed)`` returns the results at ``inputs`` (None: at the inputs that were checked), with a graph if
+gradients are enabled, followed by the gradients of the sum of the first result by the ``needed`` inputs."""
 
 
-UNKNOWN = "it depends on what cannot be compared"
+UNKNOWN = "it depends on values that cannot be compared"
 
 
 class Call(NamedTuple):
@@ -56,27 +57,28 @@ class Call(NamedTuple):
     prepare : callable
         ``prepare(inputs, near)`` checks the arguments and returns a `Body`.
     inputs : tuple of torch.Tensor
-        By which results may be differentiated. The first ones are *moving*: their values differ in each call.
+        Tensors by which results may be differentiated. The first ``n_moving`` are *moving*: their values differ in
+        each call.
     n_moving : int
     near : named tuple or ()
         *Listed*: neighbors, of any length and at any address.
     systems : tuple
-        *Fixed*: cells and systems of atoms, by value; callers make them anew.
+        *Fixed*: cells and system indices. They are compared by value, since callers make them anew.
     options : tuple or str
-        *Fixed*: all else on which results depend; or why there is no plan.
+        *Fixed*: all other arguments on which results depend; or the reason why the call has no plan.
     along : bool
-        Whether the body gives gradients by all inputs.
+        Whether the body returns first derivatives by the inputs along with the results.
     others : tuple
-        What else holds tensors, which follow from those above.
+        Further arguments that hold tensors, which are functions of those above.
     batch_idx : tensor, optional
         System of each atom, for weights of energies.
     n_systems : int
     by_system : bool
-        Whether energies are those of systems.
+        Whether there is one energy for each system rather than for each atom.
     domain : Domain, optional
     end : callable, optional
-        ``end(results, body)`` is what the call returns, in memory of its own: for what is outside of plans, since it
-        reads results. Only for calls without derivatives.
+        ``end(results, body)`` makes the return value of the call, in new memory. It runs outside of the plan, so it may
+        read results. Only for calls without derivatives.
     """
 
     name: str
@@ -98,25 +100,26 @@ class Call(NamedTuple):
 class Kind(NamedTuple):
     """The cache key of a call, and the tensors that its plan needs.
 
-    Calls with the same key differ by the values of moving tensors and lists alone.
+    Calls with the same key differ only in the values of moving tensors and lists.
 
     Attributes
     ----------
     key : tuple
-        Of parts, see `PARTS`.
+        Its parts are named in `PARTS`.
     place : tuple of torch.device and int, or None
         Device and stream of a captured graph; None on a CPU.
     n_copied : int
-        How many inputs a plan copies: the moving ones on a CPU, where values of the others are read; all on a GPU.
+        How many inputs a plan copies: only the moving ones on a CPU, where values of the others are read; all on a GPU.
     used, copied : list of torch.Tensor
-        Lists of neighbors that kernels alone read, which are used where they are; or those that a plan copies.
+        Neighbor lists that only kernels read, so a plan uses them in place; and neighbor lists that a plan copies.
     length : int
-        Pairs of the lists, if a plan may have any number of them; otherwise 0.
+        Number of pairs in the lists, if the plan works for any number of pairs; otherwise 0.
     small, large : list of torch.Tensor
-        Fixed tensors whose values are part of the key, and those that are recognized by themselves.
+        Fixed tensors whose values are part of the key, and fixed tensors that are recognized by identity.
     contents : list of bytes
-        Values of the small ones.
+        Values of the small tensors.
     table : Plans
+        Where the plan of the call is kept.
     """
 
     key: tuple[Any, ...]
@@ -132,11 +135,11 @@ class Kind(NamedTuple):
 
 
 PARTS = ("name", "layout", "device or stream", "tensors", "neighbors", "cells or systems of atoms", "options")
-"""What the parts of a key are about."""
+"""Names of the parts of a key."""
 
 
 def kind_of(call: Call, tracked: bool) -> Kind | str:
-    """The kind of a call, or why it has no plan."""
+    """The kind of a call, or the reason why it has no plan."""
     inputs, near = call.inputs, call.near
     n_atoms = inputs[0].shape[0] if inputs[0].ndim else 0
     if tables.are_off():
@@ -154,7 +157,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
     if has_function_modes() or has_other_modes():
         return "a mode, such as a default device, sees the operations"
     listed: list[torch.Tensor] = []
-    of_near: list[Any] = []  # in the place of tensors None
+    of_near: list[Any] = []  # with None in place of tensors
     for value in near:
         is_tensor = isinstance(value, torch.Tensor)
         of_near.append(None if is_tensor else value)
@@ -167,7 +170,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
         return "tensors are on several devices"
     if place is not None and (obstacle := graphs.obstacle(device)):
         return obstacle
-    if tracked and has_saved_tensor_hooks():  # checkpoints count what is saved, which is not the same with a plan
+    if tracked and has_saved_tensor_hooks():  # checkpointing counts saved tensors, and a plan saves others
         return "hooks see the tensors that are saved for the backward pass"
     length, is_used = _length(near, listed, n_atoms, how.reads)
     n_copied = call.n_moving if place is None else len(inputs)
@@ -179,7 +182,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
     for t in inputs[:n_copied]:
         forms += (t.shape, t.dtype, t.stride())
     for t in listed:
-        if length and length in (shape := t.shape):  # types and strides are known then
+        if length and length in (shape := t.shape):  # `_length` has checked dtypes and strides
             of_lists.append(tuple([-1 if size == length else size for size in shape]))
         else:
             of_lists += (t.shape, t.dtype, t.stride())
@@ -197,7 +200,7 @@ def kind_of(call: Call, tracked: bool) -> Kind | str:
 
 
 def kind_here(kind: Kind | str, incoming: Sequence[torch.Tensor]) -> Kind | str:
-    """The kind of a call for a derivative of it, with these incoming gradients; or why that has no plan."""
+    """The kind of a derivative of a call, for these incoming gradients, or the reason why it has no plan."""
     if isinstance(kind, str):
         return kind
     if current_recorder() is not None:
@@ -211,14 +214,14 @@ def kind_here(kind: Kind | str, incoming: Sequence[torch.Tensor]) -> Kind | str:
     if here and (graphs.place_of(here) != kind.place or is_capturing()):
         return "the backward pass is on another stream, or part of a recording"
     if kind.contents != [_bytes_of(t) for t in kind.small]:
-        return "what is fixed has changed since the call"
+        return "a fixed argument has changed since the call"
     return kind
 
 
 def _length(near: Any, listed: Sequence[torch.Tensor], n_atoms: int, reads: bool) -> tuple[int, bool]:
-    """Pairs of a list with pointers, of which a plan may have any number; 0 for a matrix, or where shapes are fixed.
+    """The number of pairs of a list, if its plan works for any number, otherwise 0; and whether only kernels read it.
 
-    And whether kernels alone read the lists.
+    The number is 0 for a matrix, and for a list whose shape is part of the key.
     """
     if not near:
         return 0, True
@@ -228,7 +231,7 @@ def _length(near: Any, listed: Sequence[torch.Tensor], n_atoms: int, reads: bool
     pairs, pointers = near[of_pairs], near[of_pointers]
     is_list = isinstance(pairs, torch.Tensor) and isinstance(pointers, torch.Tensor) and pairs.ndim in (1, 2)
     length = pairs.shape[-1] if is_list else 0
-    # only pairs have an axis as long; on a CPU kernels read the lists where they are, so they must be contiguous
+    # only arrays of pairs have an axis this long; on a CPU kernels read the lists in place, so they must be contiguous
     if length > max(n_atoms + 1, 3) and all(
         [t.dtype is torch.int32 and (not reads or t.is_contiguous()) for t in listed]
     ):
@@ -238,7 +241,7 @@ def _length(near: Any, listed: Sequence[torch.Tensor], n_atoms: int, reads: bool
 
 @functools.cache
 def _places(kind: Any) -> tuple[int, int, int | None]:
-    """Of pairs, pointers, and whether the list is half of one, among the entries of this kind of neighbors."""
+    """The indices of pairs, pointers and the half-list flag among the fields of this named tuple of neighbors."""
     names = kind._fields
     if "half_list" in names:
         return names.index("neighbor_list"), names.index("neighbor_ptr"), names.index("half_list")
@@ -246,7 +249,7 @@ def _places(kind: Any) -> tuple[int, int, int | None]:
 
 
 def form_of(t: torch.Tensor) -> Hashable:
-    """What tells two calls apart whose results differ by the values of this tensor alone."""
+    """The part of a cache key for a moving tensor: everything but its values."""
     return t.shape, t.dtype, t.stride()
 
 
@@ -262,14 +265,14 @@ def _add_fixed(
     contents: list[bytes],
     most: int,
 ) -> None:
-    """Add what tells ``values`` apart to ``key``.
+    """Append the identity of ``values`` to ``key``.
 
-    Tensors among them are added to ``small`` if their values are part of it, which have up to ``most`` elements, with
-    their ``contents``, and to ``large`` if they are recognized by themselves.
+    Tensors of up to ``most`` elements enter the key by value. They are appended to ``small``, and their bytes to
+    ``contents``. Larger tensors, and tensors on a GPU, enter it by identity and are appended to ``large``.
     """
     for value in values:
         kind = type(value)
-        if kind in _IMMUTABLE:  # most are
+        if kind in _IMMUTABLE:  # the usual case
             key += (kind, value if value or kind is not float else str(value))  # zero and minus zero are equal
         elif isinstance(value, torch.Tensor):
             if value.layout is not torch.strided:
@@ -302,10 +305,10 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 _IMMUTABLE = {type(None), bool, int, float, str, torch.dtype, MethodType}
-"""Types whose objects do not change. Others may convert to another number in each call."""
+"""Types whose objects do not change. Objects of other types may convert to another number in each call."""
 
 
 def immutable(kind: type) -> type:
-    """A type whose objects do not change, hold no tensors, and are equal if they mean the same. A decorator."""
+    """Mark a class whose objects do not change, hold no tensors, and compare by value. A decorator."""
     _IMMUTABLE.add(kind)
     return kind

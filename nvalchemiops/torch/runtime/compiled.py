@@ -1,13 +1,13 @@
-"""Calls in compiled graphs on a CPU: one op for a whole call, which runs it as eager mode does.
+"""Calls in compiled graphs on a CPU: a whole call is one op, which runs it as eager mode does.
 
-Called one by one from a compiled graph, the operators of a call take longer than the same call in eager mode, which
-runs a plan where it repeats, and keeps what depends on the cell alone. So a function of data (`whole`) is one op there.
-The op has the tensors among the arguments, and a text that says how they make up the arguments, so that a graph that is
-kept on disk has all that it needs in another process. Its derivatives, of any order, are the same op with incoming
-gradients; those of first order may come with the results.
+Eager mode replays plans and caches results that depend only on the cell. A compiled graph that calls the operators one
+by one has neither, and is slower. So a function marked by `whole` becomes one op in a compiled graph. The op takes the
+tensors among the arguments, and a text from which the other arguments are rebuilt, so that a graph cached on disk works
+in another process. Derivatives of any order are the same op with incoming gradients; first derivatives may come with
+the results.
 
-Values that do not fit together are NaN in results, as elsewhere in compiled graphs, in those of their system where
-that is known.
+Arguments whose values do not fit together give NaN, as elsewhere in compiled graphs: in the results of their system
+where it is known, otherwise in all results.
 """
 
 import functools
@@ -32,7 +32,7 @@ from nvalchemiops.torch.runtime.recorder import not_repeatable, storage_of
 
 
 class Leaves(NamedTuple):
-    """What arguments are made of beside words."""
+    """The tensors and numbers among the arguments. Everything else becomes part of the text."""
 
     tensors: Any
     integers: Any
@@ -40,7 +40,7 @@ class Leaves(NamedTuple):
 
 
 class _Whole(NamedTuple):
-    """A function that is one op, and the shapes of its results, from the same arguments."""
+    """A function that is one op, and a function of the same arguments that returns the shapes of its results."""
 
     function: Callable[..., Tensors]
     shapes: Callable[..., Sequence[Sequence[Any]] | None]
@@ -52,19 +52,19 @@ _functions: dict[str, _Whole] = {}
 def whole(
     shapes: Callable[..., Sequence[Sequence[Any]] | None], along: Callable[..., Sequence[Any]] = lambda *_: ()
 ) -> Callable[[Callable[..., Tensors]], Callable[..., Tensors]]:
-    """Make a function of data one op in compiled graphs on a CPU. A decorator.
+    """Make a function one op in compiled graphs on a CPU. A decorator.
 
-    Data are tensors, numbers, words, None, classes, and tuples of these, which may have names. A call with anything
-    else is traced, as is any on a GPU, and any that is exported. Results have the dtype of the first tensor.
+    Arguments are tensors, numbers, strings, None, classes, and tuples of these, plain or named. A call with any other
+    argument is traced, and so are all calls on a GPU or under export. Results have the dtype of the first tensor.
 
     Parameters
     ----------
     shapes : callable
-        Of the same arguments: the shapes of the results. Raises where arguments cannot be right;
-        None for a call that is traced.
+        Takes the same arguments. Returns the shapes of the results, or None for a call that is to be traced. Raises
+        for invalid arguments.
     along : callable, optional
-        Of the same arguments: tensors by which gradients of the sum of the first result come with the results, if
-        these tensors require gradients.
+        Takes the same arguments. Returns tensors: the op computes the gradients of the sum of the first result by those
+        of them that require gradients along with the results.
     """
 
     def decorate(function: Callable[..., Tensors]) -> Callable[..., Tensors]:
@@ -92,9 +92,9 @@ def whole(
 
 
 def _text(value: Any, leaves: Leaves) -> str | None:
-    """A text for ``value`` without its tensors and numbers, which are added to ``leaves``; None if there is none.
+    """A text for ``value`` without its tensors and numbers, which are appended to ``leaves``; None if not possible.
 
-    For a compiler, which follows it: words become constants of the graph, numbers may stay symbols.
+    The compiler traces this function: strings become constants of the graph, numbers may stay symbols.
     """
     if value is None:
         return "null"
@@ -131,7 +131,7 @@ Make = Callable[[Leaves], Any]
 
 
 def _part(value: Any) -> tuple[Any, Make | None]:
-    """What a text describes: a constant, or how to make it of the next leaves."""
+    """The value that a parsed text describes: a constant, or a function that builds it from the next leaves."""
     if not isinstance(value, list):
         return value, None
     head, *rest = value
@@ -149,16 +149,16 @@ def _part(value: Any) -> tuple[Any, Make | None]:
 
 
 _LEAVES = "tif"
-"""Of tensors, integers, floats: their letters in a text."""
+"""The letters for tensors, integers and floats in a text."""
 
 
 @functools.lru_cache(maxsize=256)
 def _function_of(text: str) -> _Whole:
-    """A function and its shapes, both of leaves, for the text of a call."""
+    """For the text of a call: the function and its shapes, both as functions of the leaves."""
     release, path, arguments = json.loads(text)
     if release != __version__:
         raise RuntimeError(f"a graph was compiled with nvalchemiops {release}: compile it again with {__version__}")
-    pkgutil.resolve_name(path)  # which imports the module
+    pkgutil.resolve_name(path)  # imports the module, which registers the function
     constant, make = _part(arguments)
 
     def applied(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,17 +175,18 @@ SCHEMA = (
     "(Tensor[] tensors, SymInt[] integers, float[] floats, Tensor[] incoming, Tensor[] first, str text, int[] along, "
     "int[] levels) -> Tensor[]"
 )
-"""Of results of a call, or of a derivative.
+"""The op returns the results of a call, or a derivative of it.
 
-``incoming`` are gradients; ``levels`` says of which derivative, as `_levels_of` reads it. ``along`` are numbers of
-tensors by which gradients of the sum of the first result follow the results. ``first`` are those, for a derivative by
-these tensors: if the incoming gradient has one value the derivative is a product.
+``levels`` says which derivative, encoded as `_levels_of` reads it, and ``incoming`` holds its incoming gradients.
+``along`` holds indices of tensors: the gradients of the sum of the first result by these tensors follow the results.
+For a derivative by these tensors, ``first`` holds those gradients: if all entries of the incoming gradient are equal,
+the derivative is their product.
 """
 
 
 @functools.lru_cache(maxsize=256)
 def _levels_of(numbers: tuple[int, ...]) -> Levels:
-    """Levels from one list: for each, how many results and tensors, then the numbers of both."""
+    """Decode levels from one list: for each level the numbers of results and tensors, then the indices of both."""
     found, waiting = [], list(numbers)
     while waiting:
         n_given, n_wanted, *waiting = waiting
@@ -232,7 +233,7 @@ def _run(
         try:
             found = evaluate()
         except ValuesError:
-            try:  # where values are not read, those of one system are no matter of others
+            try:  # without reading values, bad values of one system do not affect the others
                 with engine.off(), hidden_values(), np.errstate(invalid="ignore"):
                     found = evaluate()
             except ValuesError:
@@ -244,7 +245,7 @@ def _run(
 
 
 def _separate(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Results in memory that no two of them share, nor with what is given."""
+    """The results, copied where they share memory with each other or with ``given``."""
     known, found = {storage_of(t) for t in given}, []
     for result in results:
         own = result.detach().contiguous()
@@ -272,7 +273,7 @@ def _fake(tensors: Any, integers: Any, floats: Any, incoming: Any, first: Any, *
 
 
 class _Derivative(torch.autograd.Function):
-    """The op with its derivative, which is the op again."""
+    """The op with its derivative, which calls the op again."""
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, counts: Any, numbers: Any, others: Any, *flat: Any) -> tuple[torch.Tensor, ...]:

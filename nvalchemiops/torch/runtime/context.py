@@ -1,7 +1,7 @@
-"""Whether a call may read values of tensors, keep results that follow from them, and use shortcuts of eager mode.
+"""Whether a call may read values of tensors, cache results that depend on them, and use shortcuts of eager mode.
 
-The answers depend on compilers, function transforms, dispatch modes and devices. Helpers that go with them: values
-without wrappers, and functions that a compiler does not trace.
+The answers depend on compilers, function transforms, dispatch modes and devices. The module also has helpers that
+unwrap values, and a decorator for functions that a compiler must not trace.
 """
 
 import functools
@@ -20,17 +20,17 @@ from nvalchemiops.torch.runtime._torch_internals import PLAIN_TYPES, derivative_
 
 
 class ValuesNeededError(ValueError):
-    """An argument is missing that can be left out only where values of tensors may be read."""
+    """An argument was left out, but values of tensors may not be read here to choose it."""
 
 
 @internals.only_inlined
 def may_read(*tensors: Any, wait: bool = False) -> bool:
     """Whether values of these tensors may be read on the host, to check them or to choose shapes by them.
 
-    Not inside a compiler or of fake tensors, where there are none; not under vmap, where they differ between slices;
-    not on a GPU, for which the host would wait, unless ``wait`` allows it and no graph is captured; and not inside of
-    `hidden_values`. Without tensors:
-    whether this is not inside a compiler. Arguments that are no tensors may be read.
+    They may not be read inside a compiler or from fake tensors, which have no values; under vmap, where values differ
+    between slices; and on a GPU or inside `hidden_values`, unless ``wait`` is set and no graph is being captured.
+    Without tensors, the answer is whether the code is running outside of a compiler. Arguments that are not tensors may
+    always be read.
     """
     if torch.compiler.is_compiling():
         return False
@@ -46,7 +46,7 @@ def may_read(*tensors: Any, wait: bool = False) -> bool:
 
 
 class _OfThread(threading.local):
-    """What this thread does not read."""
+    """Whether this thread leaves values unread."""
 
     hides_values = False
 
@@ -55,7 +55,7 @@ _thread = _OfThread()
 
 
 def hidden_values() -> AbstractContextManager[None]:
-    """Inside, this thread reads values only where it would wait for a GPU to do so."""
+    """A context in which this thread reads values only where `may_read` is asked with ``wait=True``."""
     return set_within(_thread, "hides_values", True)
 
 
@@ -66,15 +66,15 @@ def is_capturing() -> bool:
 
 @internals.only_inlined
 def is_eager(*tensors: torch.Tensor | None, under_modes: bool = False) -> bool:
-    """Whether this is plain eager mode: nothing but autograd's backward mode sees the operations.
+    """Whether this is plain eager mode: only reverse-mode autograd sees the operations.
 
-    Nothing is compiled; no function transform, forward-mode derivative or dispatch mode (which tracers are) is on; and
-    the tensors are of torch's own types, no subclasses. With ``under_modes`` dispatch modes may be on: for what changes
-    which operations there are, but shows them all.
+    Nothing is compiled; no function transform, forward-mode derivative or dispatch mode (tracers are such modes) is
+    active; and the tensors have torch's own types, not subclasses. With ``under_modes`` dispatch modes may be active:
+    for code that calls other operations in eager mode, but hides none from a mode.
     """
     if torch.compiler.is_compiling() or derivative_asked() or (has_other_modes() and not under_modes):
         return False
-    for tensor in tensors:  # a loop, since operators ask in each call
+    for tensor in tensors:  # a plain loop: operators call this each time
         if tensor is not None and type(tensor) not in PLAIN_TYPES:
             return False
     return True
@@ -82,9 +82,9 @@ def is_eager(*tensors: torch.Tensor | None, under_modes: bool = False) -> bool:
 
 @internals.only_inlined
 def may_keep(*tensors: torch.Tensor) -> bool:
-    """Whether results that follow from the values of these tensors may be kept for later calls.
+    """Whether results that depend on the values of these tensors may be cached for later calls.
 
-    In plain eager mode on a CPU, where values can be read at no cost, and if no gradient flows through the tensors.
+    They may in plain eager mode on a CPU, where reading values costs nothing, if no gradient flows through the tensors.
     """
     if not is_eager(*tensors):
         return False
@@ -94,10 +94,10 @@ def may_keep(*tensors: torch.Tensor) -> bool:
 
 @internals.only_inlined
 def may_recognize(tensor: torch.Tensor) -> bool:
-    """Whether results that follow from this tensor may be kept for later calls with the same tensor, on any device.
+    """Whether results that depend on this tensor may be cached for later calls with the same tensor, on any device.
 
-    In plain eager mode, if torch counts changes of the tensor and no gradient flows through it; not while a graph is
-    captured, which would have addresses of results that may be forgotten.
+    They may in plain eager mode, if torch counts changes of the tensor and no gradient flows through it; but not while
+    a graph is captured, since the graph would hold addresses of results that the cache may drop.
     """
     if not is_eager(tensor) or tensor.requires_grad or tensor.is_inference():
         return False
@@ -108,7 +108,7 @@ def may_recognize(tensor: torch.Tensor) -> bool:
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its graph, also under ``torch.func.grad`` and its like."""
+    """The tensor without its graph, also under ``torch.func.grad`` and similar transforms."""
     values = tensor.detach()
     while internals.is_wrapped_for_gradients(values):
         values = internals.unwrapped(values)
@@ -116,21 +116,21 @@ def values_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether ``torch.func.vmap`` maps over this tensor, so that there are many values for one."""
+    """Whether ``torch.func.vmap`` maps over this tensor, so that it has values for many slices."""
     while internals.is_wrapped_for_gradients(tensor):
         tensor = internals.unwrapped(tensor)
     return internals.is_batched(tensor)
 
 
 def all_values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without wrappers of ``torch.func``; under vmap with those of all slices."""
+    """The tensor without wrappers of ``torch.func``; under vmap with the values of all slices."""
     while internals.is_wrapped(tensor):
         tensor = internals.unwrapped(tensor)
     return tensor
 
 
 def slices_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The values (n_slices, ...) of a tensor with an axis or more, of all slices under vmap, otherwise of one."""
+    """The values (n_slices, ...) of a tensor with at least one axis: all slices under vmap, otherwise a single one."""
     if not is_mapped(tensor):
         return values_of(tensor).unsqueeze(0)
     # a concatenation has the dimensions of slices in front
@@ -138,7 +138,7 @@ def slices_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_host(tensor: torch.Tensor) -> np.ndarray:
-    """The values of a tensor as a numpy array, also under ``torch.func.grad`` and its like."""
+    """The values of a tensor as a NumPy array, also under ``torch.func.grad`` and similar transforms."""
     if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and not internals.transforms_active():
         return tensor.detach().resolve_neg().numpy()
     values = values_of(tensor.cpu())
@@ -150,9 +150,9 @@ def on_host(tensor: torch.Tensor) -> np.ndarray:
 
 
 def eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run ``function`` eagerly inside ``torch.compile`` too: a graph break there, an error with ``fullgraph=True``.
+    """Run ``function`` eagerly also inside ``torch.compile``: a graph break, or an error with ``fullgraph=True``.
 
-    The same as ``torch.compiler.disable``, which however imports the whole compiler when it decorates.
+    It does the same as ``torch.compiler.disable``, which however imports the whole compiler when it decorates.
     """
     disabled: list[Callable[..., Any]] = []
 

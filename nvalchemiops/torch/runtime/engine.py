@@ -1,19 +1,19 @@
-"""How a call runs: as a graph of operators, by a plan, or once; decided here for all operations.
+"""The engine decides for all operations how a call runs: as a graph of operators, by a plan, or once.
 
-An operation describes its call (`Call`): how to evaluate it, and what its results depend on. Then `run` takes one of
-these ways:
+An operation describes its call (`Call`): how to evaluate it, and what its results depend on. `run` then takes one of
+three ways:
 
-- *graph*: operator by operator, differentiated by torch. Under compilers and transforms, on a GPU where there is no
-  plan, and for tensors whose derivatives the engine does not know.
-- *plan*: what an earlier call of the same kind did to memory, done again (`nvalchemiops.torch.runtime.plans`). For
-  small systems, from the second call of a kind on; on a GPU it is a captured graph.
-- *once*: the ordinary evaluation, with first derivatives along where energies will be differentiated.
+- *graph*: operator by operator, differentiated by torch. Used under compilers and transforms, on a GPU without a plan,
+  and for gradients by tensors other than the inputs.
+- *plan*: the recorded steps of an earlier call of the same kind are replayed (`nvalchemiops.torch.runtime.plans`). Used
+  for small systems, from the second call of a kind on. On a GPU a plan is a captured graph.
+- *once*: the normal evaluation. If energies will be differentiated, first derivatives are computed along with them.
 
-Derivatives of any order are functions of the inputs and of incoming gradients, so each has plans, too. First
-derivatives share most of their work with the energies: an operation that can give both at once does (`Call.along`), and
-the backward pass of a plain sum of energies is a product.
+Derivatives of any order are functions of the inputs and of incoming gradients, so they have plans, too. First
+derivatives share most of their work with the energies, so operations that can compute both at once do (`Call.along`).
+The backward pass of a plain sum of energies is then a product.
 
-`explain` says which way the last calls went, and why not by a plan.
+`explain` says which way the last calls took, and why they had no plan.
 """
 
 import contextlib
@@ -45,23 +45,23 @@ def run_function(
     fixed: dict[str, Any],
     options: tuple[Any, ...] | str,
 ) -> Tensors:
-    """``function(listed, **moving, **fixed)``, by a plan where it repeats.
+    """Return ``function(listed, **moving, **fixed)``, by a plan if the call repeats.
 
     Parameters
     ----------
     name : str
     function : callable
     moving : dict
-        Tensors whose values differ in each call, ``positions`` first; numbers and None among them are fixed.
+        Tensors whose values differ in each call, ``positions`` first. Numbers and None among them are fixed.
     listed : named tuple
         Neighbors.
     fixed : dict
-        Cells, systems of atoms and their like, by value.
+        Cells, system indices and similar arguments, which are compared by value.
     options : tuple or str
-        All else on which results depend; or why there is no plan.
+        All other values on which results depend; or the reason why the call has no plan.
     """
     if torch.compiler.is_compiling() or not isinstance(moving["positions"], torch.Tensor):
-        return function(listed, **moving, **fixed)  # which raises without positions
+        return function(listed, **moving, **fixed)  # it raises without positions
     names = [key for key, value in moving.items() if isinstance(value, torch.Tensor)]
     n_moving = len(names)
     names += [key for key, value in fixed.items() if isinstance(value, torch.Tensor) and value.is_floating_point()]
@@ -79,7 +79,7 @@ def run_function(
 
 
 def run(call: Call) -> Tensors:
-    """The results of a call."""
+    """Run a call in the way that suits it, and return its results."""
     if torch.compiler.is_compiling():
         return _graph(call)
     inputs = call.inputs
@@ -97,7 +97,7 @@ def run(call: Call) -> Tensors:
             others += _tensors_in(call.others)
         if any([t.requires_grad for t in others]):
             return _noted(
-                call, "graph", "gradients are asked for by what is fixed", _here(call, call.prepare(inputs, call.near))
+                call, "graph", "a fixed argument requires a gradient", _here(call, call.prepare(inputs, call.near))
             )
     if tracked:
         return _tracked(call, kind, others)
@@ -110,7 +110,7 @@ def _tracked(call: Call, kind: Kind | str, others: Sequence[torch.Tensor]) -> Te
     inputs = call.inputs
     by = tuple([t.requires_grad for t in inputs])
     needed, body = by if call.along else (), None
-    results_by: tuple[bool, ...] | None = None  # which results these inputs have gradients of
+    results_by: tuple[bool, ...] | None = None  # which results depend on inputs that require gradients
     if not call.along and not isinstance(kind, str):
         results_by = kind.table.tracked.get((kind.key, by))
     found = None if results_by is None and not call.along else _planned(call, kind, (), needed, inputs)
@@ -159,20 +159,20 @@ def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
 # -- derivatives ----------------------------------------------------------------------------------
 
 Levels = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-"""A derivative: for each order, of which results gradients come in, and by which tensors gradients are wanted.
+"""A derivative: for each order, the results with incoming gradients, and the tensors whose gradients are requested.
 
 The tensors of an order are the inputs and the incoming gradients of all lower orders."""
 
 
 def _value(body: Body, levels: Levels, needed: Sequence[bool], tensors: Sequence[torch.Tensor]) -> Any:
-    """A derivative of an operation, from its inputs and incoming gradients; a graph if gradients are enabled."""
+    """A derivative of an operation, from its inputs and incoming gradients; with a graph if gradients are enabled."""
     if not levels:
         return body(tensors, needed)
     *lower, (given, wanted) = levels
     count = len(tensors) - len(given)
     higher = torch.is_grad_enabled()
     with torch.enable_grad():
-        # views, so that the derivative by one input does not go on to another that it depends on
+        # views, so that the derivative by one input does not flow into another input on which it depends
         points = [t.view_as(t) if higher else t.detach() for t in tensors[:count]]
         for k in wanted:
             if not points[k].requires_grad:
@@ -187,7 +187,7 @@ def _value(body: Body, levels: Levels, needed: Sequence[bool], tensors: Sequence
 
 
 def full(body: Body, levels: Levels, needed: Sequence[bool], tensors: Sequence[torch.Tensor]) -> Tensors:
-    """`_value` with zeros in the place of None."""
+    """`_value` with zeros in place of None."""
     found = _value(body, levels, needed, tensors)
     if levels:
         return tuple([torch.zeros_like(tensors[k]) if g is None else g for k, g in zip(levels[-1][1], found)])
@@ -195,7 +195,10 @@ def full(body: Body, levels: Levels, needed: Sequence[bool], tensors: Sequence[t
 
 
 class _State(NamedTuple):
-    """What a backward pass needs beside tensors: ``body`` if it was made, and which results are ``tracked``."""
+    """What a backward pass needs besides tensors.
+
+    ``body`` is None if it was not made yet; ``tracked`` says which results are differentiable.
+    """
 
     call: Call
     kind: Kind | str
@@ -208,7 +211,7 @@ class _State(NamedTuple):
 
 
 class _Differentiable(torch.autograd.Function):
-    """Results whose derivatives are those of a call; for eager mode, never seen by compilers or transforms."""
+    """Connects results to the derivatives of their call. Eager mode only: compilers and transforms never see it."""
 
     @staticmethod
     def forward(ctx: Any, state: _State, first: Any, results: Tensors, *tensors: torch.Tensor) -> Any:
@@ -252,9 +255,9 @@ class _Differentiable(torch.autograd.Function):
 def weights_of_systems(
     gradient: torch.Tensor | None, by_system: bool, batch_idx: torch.Tensor | None, n_systems: int
 ) -> torch.Tensor | None:
-    """The weight (n_systems,) of each system, if all its atoms and channels have the same; otherwise None.
+    """The weight (n_systems,) of each system, if all its atoms and channels have the same weight; otherwise None.
 
-    Of a gradient by energies (n_atoms, ...), or ``by_system`` (n_systems, ...).
+    ``gradient`` is by the energies of atoms (n_atoms, ...), or with ``by_system`` by those of systems (n_systems, ...).
     """
     if gradient is None or gradient.numel() == 0 or is_mapped(gradient):
         return None
@@ -283,7 +286,7 @@ def _products(
     needed: Sequence[bool],
     call: Call,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients by inputs, from those of the sum of energies and the weights of systems."""
+    """Gradients by inputs: those of the sum of energies, multiplied by the weights of systems."""
     of_atoms = weights if call.batch_idx is None else weights.index_select(0, call.batch_idx)
     found: list[torch.Tensor | None] = []
     for k, is_needed in enumerate(needed):
@@ -299,7 +302,7 @@ def _products(
 
 
 def first_derivatives(result: torch.Tensor, by: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Gradients of the sum of ``result``, the first of a call, by these inputs, where they came with it."""
+    """Gradients of the sum of ``result``, the first result of a call, by these inputs; None if not computed with it."""
     first = getattr(result.grad_fn, "first", None)
     if not first:
         return None
@@ -317,7 +320,7 @@ def first_derivatives(result: torch.Tensor, by: Sequence[torch.Tensor]) -> list[
 def _planned(
     call: Call, kind: Kind | str, levels: Levels, needed: Sequence[bool], tensors: Sequence[torch.Tensor]
 ) -> Tensors | None:
-    """`full` by a plan, which is recorded if it is due; None if there is none. ``tensors`` as for `_value`."""
+    """Run `full` by a plan, recording it if it is due. Return None if there is no plan. ``tensors`` as for `_value`."""
     if isinstance(kind, str):
         return _noted(call, "once", kind, None)
     n_moving, n_inputs = kind.n_copied, len(call.inputs)
@@ -339,7 +342,7 @@ def _planned(
             _noted(call, "plan", "replayed", None)
             found = fairly(lambda *moving: plan(moving, kind.used, kind.length, end) or (), *moving)
             if not found:
-                return _noted(call, "once", "the plan is in use, or the ordinary call raises", None)
+                return _noted(call, "once", "the plan is in use, or the normal call raises", None)
             table.earn()
             return found
         table.entries.pop(key, None)
@@ -369,21 +372,21 @@ def _planned(
         )
     try:
         if found is not None:
-            # before others may use the plan and its memory; on a GPU the first body has run, the captured one has not
+            # before another thread may use the plan's memory; on a GPU the first body has run, not the captured one
             found = _finished(call, bodies[0], found)
     finally:
-        if found is not None and not reason.startswith(OF_LENGTH):  # otherwise it is a matter of this call
+        if found is not None and not reason.startswith(OF_LENGTH):  # such a reason holds for this call only
             kept = bodies[-1] if made and call.end else None
             table.keep(key, tables.Entry(made, reason, kind.large if made else [], kept))
     return _noted(call, "plan" if made else "once", "recorded" if made else reason, found)
 
 
-# -- which way was taken --------------------------------------------------------------------------
+# -- the way that was taken -----------------------------------------------------------------------
 
 _last: dict[str, tuple[str, str]] = {}
 
 _keys: dict[str, tuple[Any, ...]] = {}
-"""Of the last call of each operation that a plan was looked for."""
+"""For each operation, the key of the last call for which a plan was looked up."""
 
 
 def _noted(call: Call, way: str, reason: str, results: Any) -> Any:
@@ -392,12 +395,12 @@ def _noted(call: Call, way: str, reason: str, results: Any) -> Any:
 
 
 def explain(owner: Any = None) -> str:
-    """Which way the last call of each operation went and why, and what is kept.
+    """Say which way the last call of each operation took and why, and which plans are kept.
 
     Parameters
     ----------
     owner : object, optional
-        A module or potential, whose plans are counted; by default those of functions.
+        A module or potential whose plans are counted. By default the plans of functions are counted.
     """
     table: tables.Plans = tables.everywhere if owner is None else vars(owner).get(tables.OWN, tables.Plans())
     lines = [f"{name}: {way} ({reason})" for name, (way, reason) in list(_last.items())]

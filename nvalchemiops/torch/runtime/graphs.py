@@ -1,4 +1,4 @@
-"""CUDA graphs of calls: what a call enqueues on a GPU, captured once, with memory of its own."""
+"""CUDA graphs of calls: the work that a call enqueues on a GPU, captured once, with separate memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,11 +9,11 @@ from nvalchemiops.torch.runtime.cache import stream_of
 Tensors = Sequence[torch.Tensor]
 
 _failed: dict[torch.device, str] = {}
-"""Why captures have failed. After one, torch and the driver may be in a state in which others fail, too."""
+"""Why a capture has failed, for each device. After a failure, torch and the driver may let further captures fail."""
 
 
 class Graph:
-    """What a call enqueues.
+    """The captured work of a call.
 
     Parameters
     ----------
@@ -22,7 +22,7 @@ class Graph:
     Attributes
     ----------
     n_bytes : int
-        Memory that the device has for it alone.
+        Device memory that was reserved for the graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,9 +30,9 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
 
     def captured(self, function: Callable[[Tensors], Tensors], memory: Tensors) -> Tensors | None:
-        """The results of ``function(memory)``, which is not run but captured; None if that has failed.
+        """Capture ``function(memory)`` without running it, and return its results; None if the capture fails.
 
-        Not by ``torch.cuda.graph``, which waits for the device, collects garbage and empties torch's memory first.
+        ``torch.cuda.graph`` is not used: it first waits for the device, collects garbage and empties torch's cache.
         """
         try:
             with torch.cuda.device(self.device):
@@ -47,21 +47,21 @@ class Graph:
                         self._graph.capture_end()
                 current.wait_stream(aside)
                 self.n_bytes = max(torch.cuda.memory_reserved(self.device) - reserved, 0)
-        except Exception as error:  # what it does was seen before, so this is of torch, the driver or other threads
+        except Exception as error:  # the function has run before, so the cause is torch, the driver or another thread
             _failed[self.device] = f"{type(error).__name__}: {error}"
             return None
         return results
 
     def replay(self) -> None:
-        """Enqueue what was captured, on torch's current stream of the device."""
+        """Enqueue the captured work on torch's current stream of the device."""
         with torch.cuda.device(self.device):
             self._graph.replay()
 
 
 def place_of(device: torch.device) -> tuple[torch.device, int]:
-    """Where a graph may be replayed: on this device, and on torch's current stream there.
+    """Where a graph may be replayed: on this device, on torch's current stream.
 
-    Replays of one graph share memory, so they must be in order; on one stream they are.
+    Replays of a graph share memory, so they must run in order, as they do on one stream.
     """
     return device, stream_of(device)
 

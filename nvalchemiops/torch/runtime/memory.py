@@ -28,7 +28,7 @@ def new_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether there was no memory for a tensor, which on a CPU is a RuntimeError like others."""
+    """Whether the error means that there was no memory for a tensor. On a CPU torch raises a plain RuntimeError."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""Base class of the modules of this library."""
+"""The base class of the library's modules."""
 
 import json
 import zlib
@@ -17,30 +17,30 @@ _BLOCK = 256
 
 
 class ExactModule(torch.nn.Module):
-    """A module that carries the parameters of a method. They are consistent only together.
+    """A module that carries the parameters of a method, which are consistent only together.
 
     Its tensors are attributes, neither parameters nor buffers:
 
     - ``.to(device)`` moves them. ``.float()``, ``.half()`` and ``.to(dtype)`` leave them as they are, so that they are
       not rounded with the weights of a network. Results follow the dtype of the positions.
-    - ``DistributedDataParallel`` and its like do not touch them. They make the buffers of all processes equal, but
-      parameters of a method belong to the systems of a process.
-    - A state dict has all of them in one entry, ``_extra_state``, a tensor of bytes that are JSON. Loading takes all or
-      raises.
+    - ``DistributedDataParallel`` and similar wrappers do not touch them. These wrappers make the buffers of all
+      processes equal, but the parameters of a method belong to the systems of one process.
+    - A state dict has all of them in one entry, ``_extra_state``, a tensor of bytes that are JSON. Loading restores all
+      of them or raises.
 
-    A parameter that is trained (``module.alpha = torch.nn.Parameter(...)``) is one like those of other modules.
+    A trained parameter (``module.alpha = torch.nn.Parameter(...)``) is an ordinary module parameter.
     """
 
     _trainable: tuple[str, ...] = ()
-    """Tensors that may be parameters of the module, and then have entries in a state dict. They were buffers once,
-    whose entries looked the same."""
+    """Names of tensors that may be parameters of the module, with their own entries in a state dict. In earlier
+    versions they were buffers, with entries of the same form."""
 
     def _settings(self) -> dict[str, Any]:
-        """All that a state dict restores: tensors, and what JSON can hold."""
+        """All settings that a state dict restores: tensors, and values that JSON can hold."""
         raise NotImplementedError
 
     def _restored(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of attributes for these settings, all on the CPU; raise if the module cannot have them."""
+        """Attributes for these settings, all on the CPU; raises if the module cannot take them."""
         raise NotImplementedError
 
     # -- devices and dtypes -----------------------------------------------------------------------
@@ -58,20 +58,20 @@ class ExactModule(torch.nn.Module):
         return self
 
     def _move_to(self, positions: Any) -> None:
-        """To where the positions are. FSDP moves parameters and buffers alone."""
+        """Move the tensors to the device of the positions. FSDP moves only parameters and buffers."""
         if not may_read() or not isinstance(positions, torch.Tensor):
             return
         device = positions.device
-        # all are on one device; checked in each call
+        # all tensors are on one device, so one is enough: this runs in each call
         one = next((value for value in self.__dict__.values() if isinstance(value, torch.Tensor)), None)
-        if one is None:  # they are all in tuples, or trained
+        if one is None:  # all tensors are in tuples, or are trained parameters
             tuples = (value[0] for value in self.__dict__.values() if isinstance(value, tuple) and value)
             one = next((value for value in tuples if isinstance(value, torch.Tensor)), None)
         if one is not None and one.device != device:
             self._map(lambda tensor: tensor.to(device))
 
     def _map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Put results of ``fn`` in the place of all tensors, in tuples as well."""
+        """Replace each tensor, also inside tuples, by ``fn`` of it."""
         for name, value in list(self.__dict__.items()):
             now = _mapped(value, fn)
             if now is not value:
@@ -80,7 +80,7 @@ class ExactModule(torch.nn.Module):
     # -- state dicts ------------------------------------------------------------------------------
 
     def get_extra_state(self) -> torch.Tensor:
-        """The entry of a state dict for all but parameters that are trained."""
+        """The entry of a state dict that holds all settings but trained parameters."""
         settings = {name: value for name, value in self._settings().items() if name not in self._parameters}
         device = next((value.device for value in settings.values() if isinstance(value, torch.Tensor)), None)
         if device is not None and device.type == "meta":
@@ -103,13 +103,13 @@ class ExactModule(torch.nn.Module):
         try:
             self._gather(state_dict, prefix)
         except (TypeError, ValueError) as error:
-            # torch raises it with those of other modules, whether `strict` or not
+            # torch raises it together with the errors of other modules, whether `strict` or not
             arguments[-1].append(f"{prefix}{_ENTRY}: {error}")
         else:
             super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def _gather(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Put attributes in the place of what the state dict has for this module; raise unless all of it is there."""
+        """Replace this module's entry of the state dict by restored attributes; raise unless the entry is complete."""
         key = prefix + _ENTRY
         loose = {name: state_dict[prefix + name] for name in self._trainable if prefix + name in state_dict}
         if key not in state_dict and not loose:
@@ -121,8 +121,8 @@ class ExactModule(torch.nn.Module):
         if others:
             rest = ", ".join(name for name in own if name not in loose)
             raise ValueError(
-                f"the state dict has other values for {_listed(others)}, but not what belongs to them ({rest}): it is "
-                "that of an earlier version. Estimate parameters again, or set by hand all that belong together"
+                f"the state dict has other values for {_listed(others)}, but not the matching {rest}: an earlier "
+                "version wrote it. Estimate the parameters again, or set all of them by hand"
             )
         settings |= exact
         missing = [name for name in own if name not in settings]
@@ -149,7 +149,7 @@ class ExactModule(torch.nn.Module):
             raise TypeError(f"`{_ENTRY}` must be the tensor of bytes that was saved, got {_kind(state)}")
         check, _, text = bytes(state.tolist()).decode(errors="replace").rstrip(" ").partition(" ")
         if check != f"{zlib.crc32(text.encode()):08x}":
-            raise ValueError(f"`{_ENTRY}` is damaged: its check sum is wrong")
+            raise ValueError(f"`{_ENTRY}` is damaged: its checksum is wrong")
         settings = {
             name: _tensor(value) if isinstance(value, dict) else value for name, value in json.loads(text).items()
         }
@@ -160,7 +160,7 @@ class ExactModule(torch.nn.Module):
 
 
 def _mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The result of ``fn`` for a tensor, or for those in a tuple; the same object if nothing in it changes."""
+    """``value`` with ``fn`` applied to it, or to the tensors in it; the same object if nothing changes."""
     if isinstance(value, torch.Tensor):
         return fn(value)
     if not isinstance(value, tuple):
@@ -172,7 +172,7 @@ def _mapped(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def _name_of(module: ExactModule) -> str:
-    """The class of this library that a module is of."""
+    """The name of the module's class, or of its base class in this library."""
     return next(kind.__name__ for kind in type(module).__mro__ if "_settings" in vars(kind))
 
 
@@ -181,7 +181,7 @@ def _kind(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON, which keeps every digit of a float."""
+    """The value in a form that JSON can hold. JSON keeps every digit of a float."""
     if not isinstance(value, torch.Tensor):
         return value
     return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.detach().tolist()}
@@ -192,7 +192,7 @@ def _tensor(value: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _exact(name: str, value: Any) -> torch.Tensor:
-    """The value of an entry in a state dict, as the module computes with it."""
+    """The value of an entry of a state dict in the precision that the module computes with."""
     if not isinstance(value, torch.Tensor) or value.is_meta:
         raise TypeError(f"`{name}` must be a tensor with values, got {_kind(value)}")
     return value.detach().to("cpu", torch.float64)

@@ -1,9 +1,11 @@
-"""Kernels on the threads that torch's own operations run on, and these operations on one thread where that is better.
+"""Launches kernels on the threads of torch's operations, and runs these operations on one thread on busy machines.
 
-After an operation, the threads of GNU OpenMP wait for the next one in a loop, for some milliseconds. That is cheap for
-torch, but any other thread has to share a core with them meanwhile. So pieces of a launch are given to these threads.
-And on a machine that is busy with other work, torch's operations inside ours take one thread, as kernels do there: they
-are element by element, matrix products, Fourier transforms and sums along a dimension, whose bits do not depend on it.
+After an operation, the threads of GNU OpenMP wait for the next one in a busy loop, for some milliseconds. Any other
+thread would have to share a core with them. So the pieces of a launch run on these threads, too.
+
+On a machine that is busy with other work, kernels run on one thread, and so do torch's operations inside the library's
+calls. These are elementwise operations, matrix products, Fourier transforms and sums along a dimension: their bits do
+not depend on the number of threads.
 """
 
 import ctypes
@@ -19,11 +21,11 @@ from nvalchemiops.torch.runtime._torch_internals import BACKWARD_KNOWN, after_ba
 from nvalchemiops.torch.runtime.context import is_eager
 
 LIBRARY = "libgomp"
-"""The OpenMP library whose entry points are used here."""
+"""The OpenMP library whose entry points this module calls."""
 
 
 class OpenMP:
-    """Runs a task in the calling thread and in threads of OpenMP, which belong to one calling thread."""
+    """Runs a task in the calling thread and in its OpenMP threads: each calling thread has its own team."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -34,7 +36,7 @@ class OpenMP:
         self.running: dict[int, tuple[core.Task, list[BaseException]]] = {}  # by calling thread
 
     def __call__(self, task: core.Task, threads: int) -> None:
-        """Run ``task`` in as many threads, this one among them."""
+        """Run ``task`` in this many threads, the calling thread among them."""
         caller, errors = threading.get_ident(), list[BaseException]()
         self.running[caller] = task, errors
         try:
@@ -45,7 +47,7 @@ class OpenMP:
             raise errors[0]
 
     def enter(self, caller: int) -> None:
-        """Entry point of each thread. Python knows threads of OpenMP only while they are here."""
+        """Entry point of each thread. Python knows OpenMP threads only while they are inside this function."""
         found = self.running.get(caller)
         if found is None:
             return
@@ -59,7 +61,7 @@ class OpenMP:
 
 
 def openmp_of_torch() -> OpenMP | None:
-    """The threads of the OpenMP library that torch has loaded, if it is GNU's and can be found."""
+    """The threads of the OpenMP library that torch has loaded; None if it is not GNU's or cannot be found."""
     try:
         return OpenMP(_loaded(LIBRARY))
     except (OSError, AttributeError):
@@ -67,7 +69,7 @@ def openmp_of_torch() -> OpenMP | None:
 
 
 def _loaded(name: str) -> ctypes.CDLL:
-    """The library of this name that torch has loaded; OSError if that is not known."""
+    """The library of this name that torch has loaded; OSError unless exactly one is found."""
     with open("/proc/self/maps") as maps:
         loaded = {line.split()[-1] for line in maps if name in line}
     # other packages may bring another copy
@@ -78,7 +80,7 @@ def _loaded(name: str) -> ctypes.CDLL:
 
 
 class _Before(threading.local):
-    """Numbers of threads before the limit of a thread, and whether a backward pass has set it; None without a limit."""
+    """The thread numbers before the limit of this thread, and whether a backward pass set it; None without a limit."""
 
     state: tuple[int, Any, bool] | None = None
 
@@ -87,16 +89,16 @@ _before = _Before()
 
 
 class _ThreadLimit:
-    """The number of threads that the calling thread has for torch's operations; other threads keep theirs."""
+    """Limits torch's operations in the calling thread to one thread. Other threads are not affected."""
 
     def __init__(self) -> None:
         openmp = _loaded(LIBRARY)
         self.most, self.set = openmp.omp_get_max_threads, openmp.omp_set_num_threads
-        # Intel's library, where torch has it, has a number besides
+        # MKL, if torch uses it, has a separate number of threads
         self.set_products = getattr(_loaded("libtorch_cpu"), "MKL_Set_Num_Threads_Local", None)
 
     def enter(self, in_backward: bool = False) -> bool:
-        """Use one thread from now on; False if it is so already."""
+        """Use one thread from now on. Return False if that was so already."""
         if _before.state is not None or self.most() == 1:
             return False
         products = self.set_products(1) if self.set_products else None
@@ -110,7 +112,7 @@ class _ThreadLimit:
         return state is not None and state[2]
 
     def leave(self) -> bool:
-        """Use as many threads as before; False if it is so already."""
+        """Use as many threads as before the limit. Return False if there was no limit."""
         state = _before.state
         if state is None:
             return False
@@ -124,7 +126,7 @@ class _ThreadLimit:
 
 
 def at_fixed_threads(function: Callable[[], torch.Tensor], alone: bool) -> torch.Tensor:
-    """``function()`` on a CPU, on one thread or on all of the caller, however busy the machine is."""
+    """Run ``function`` on a CPU, on one thread (``alone``) or on all threads, however busy the machine is."""
     limit = _limit()
     if limit is None:
         return function()
@@ -148,20 +150,20 @@ def _limit() -> _ThreadLimit | None:
 
 
 def adapt_threads() -> int:
-    """Let torch's operations in this thread have one thread while other work keeps the cores busy, and all otherwise.
+    """Run torch's operations in this thread on one thread while other work keeps the cores busy, and on all otherwise.
 
-    Call it now and then, once for each step of a training loop, say: it takes a microsecond. Operators of this library
-    do the same by themselves. On a busy machine, threads of torch that wait for each other can take twenty times longer
-    than one thread alone.
+    Call it now and then, for example once in each step of a training loop: it takes a microsecond. The operators of
+    this library adapt by themselves. On a busy machine, threads of torch that wait for each other can take twenty times
+    longer than a single thread.
 
     Returns
     -------
     int
-        Number of threads from now on, as of ``torch.get_num_threads()``. Without GNU's OpenMP it does not change.
+        The number of threads from now on, as from ``torch.get_num_threads()``. Without GNU OpenMP it does not change.
 
     Notes
     -----
-    Sums over all elements of a tensor, as of a loss, depend on the number of threads in their last digit.
+    The last digit of a sum over all elements of a tensor, such as a loss, depends on the number of threads.
     """
     limit = _limit()
     if limit is not None:
@@ -173,17 +175,18 @@ def adapt_threads() -> int:
 
 
 def fairly(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    """``function(*tensors)``, a tensor or some; on one thread, as its backward pass, where others need the cores.
+    """Return ``function(*tensors)``, run on one thread if other work needs the cores, and so its backward pass.
 
-    For eager calls on a CPU. All that ``function`` has from elsewhere is a constant.
+    Only eager calls on a CPU are limited. The result is a tensor or a tuple of tensors. ``function`` must not depend on
+    other tensors that require gradients.
     """
-    if _before.state is None and not core.is_crowded():  # as in most calls
+    if _before.state is None and not core.is_crowded():  # the usual case
         return function(*tensors)
     limit = _limit() if is_eager() else None
     if limit is None:
         return function(*tensors)
     if limit.is_in_backward() and not in_backward_pass():
-        limit.leave()  # of a backward pass that raised before its end
+        limit.leave()  # a backward pass raised before its end and left the limit
     if not core.is_crowded() or tensors[0].device.type != "cpu" or not limit.enter():
         return function(*tensors)
     try:
@@ -198,7 +201,10 @@ def fairly(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
 
 
 def _limit_backward(limit: _ThreadLimit, inputs: Sequence[torch.Tensor], results: Any) -> None:
-    """One thread from the first result that is differentiated until all inputs are, or the backward pass ends."""
+    """Limit the backward pass to one thread, from the first of ``results`` until all ``inputs`` have their gradients.
+
+    The end of the backward pass also lifts the limit.
+    """
     outputs = [r for r in (results if isinstance(results, tuple) else (results,)) if r.requires_grad]
     waiting: set[int] = set()
     entered = False
@@ -212,7 +218,7 @@ def _limit_backward(limit: _ThreadLimit, inputs: Sequence[torch.Tensor], results
 
     def finish() -> None:
         nonlocal entered
-        if entered:  # otherwise another call has entered the limit
+        if entered:  # otherwise another call set the limit
             entered = False
             limit.leave()
 

@@ -1,12 +1,12 @@
-"""Calls of the same shapes again and again: what they do to memory is recorded once and done again for other values.
+"""Plans of repeated calls: the steps of a call are recorded once and replayed for other values.
 
-Most of the time of a small sum is spent in Python: arguments are checked, memory is found, launches are described. A
-`Plan` has the launches of one call with their arguments packed, and the torch operations between them with their
-memory; it is run with one call. So there is no second implementation: the steps are those of the ordinary way, and so
-are the bits. What `recorder` cannot follow makes no plan.
+A small sum spends most of its time in Python: checking arguments, allocating memory, describing launches. A `Plan`
+holds the launches of one call with packed arguments, and the torch operations between them with their memory. It is not
+a second implementation: its steps are those of the normal call, and its results have the same bits. A call that
+`recorder` cannot follow gets no plan.
 
-In plain eager mode only. On a CPU values of tensors that a call may read are part of the key of its plan. On a GPU,
-where values are not read, a CUDA graph is captured, and all that differs between calls is copied into its memory.
+Plans run only in plain eager mode. On a CPU the values of fixed tensors are part of the key of a plan. On a GPU, where
+values are not read, a CUDA graph is captured, and all tensors that differ between calls are copied into its memory.
 """
 
 import threading
@@ -22,29 +22,29 @@ from nvalchemiops.torch.runtime._torch_internals import copy_all
 from nvalchemiops.torch.runtime.recorder import OF_LENGTH, Recorder, Step, recording, storage_of
 
 MOST_BYTES, MOST_BYTES_ON_GPU = 2**24, 2**30
-"""Memory of a plan of an operation, at most."""
+"""Largest memory of a plan of an operation, in bytes."""
 
 
 class Plan:
-    """The steps of a call, in memory of its own.
+    """The steps of a call, with their own memory.
 
     Parameters
     ----------
     recorder : Recorder
-        What has followed the call.
+        The recorder that has followed the call.
     copied : sequence of torch.Tensor
         Memory of the plan for arguments that are copied.
     results : sequence of torch.Tensor
     raises : bool
-        Whether it looks for what the ordinary call raises; otherwise another call has done so for the same values.
+        Whether to look for faults for which the normal call raises. False if another call has checked the same values.
 
     Attributes
     ----------
     steps : list of callable
     external : list of torch.Tensor
-        On which results depend, beside arguments.
+        Tensors other than arguments on which results depend.
     n_bytes : int
-        Memory of its own.
+        Memory that only the plan uses.
     """
 
     is_graph = False
@@ -52,15 +52,15 @@ class Plan:
     def __init__(
         self, recorder: Recorder, copied: Sequence[torch.Tensor], results: Sequence[torch.Tensor], raises: bool
     ) -> None:
-        # numbers that kernels write: not zero where the ordinary call would raise
+        # numbers that kernels write: nonzero if the normal call would raise
         self.faults = recorder.faults if raises else []
         self.steps = self._steps(recorder, results)
         self.copied, self.results = copied, results
-        self.addresses = recorder.addresses  # of the other arguments; steps read them. The last number is a length
+        self.addresses = recorder.addresses  # of arguments used in place, then their length; the steps read them
         self.external = list(recorder.external.values())
         self.kept = {storage_of(t): t for t in copied if t.numel()} | self._memory(recorder, results)
         self.n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self.kept.values())
-        self._lock = threading.Lock()  # held in a forked child, it is held for ever: then calls are ordinary ones
+        self._lock = threading.Lock()  # if held at a fork it stays held in the child, where calls then run without it
 
     def _steps(self, recorder: Recorder, results: Sequence[torch.Tensor]) -> list[Step]:
         return recorder.needed((*results, *self.faults))
@@ -79,10 +79,11 @@ class Plan:
         length: int = 0,
         end: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]] | None = None,
     ) -> tuple[torch.Tensor, ...] | None:
-        """The results for these arguments, or None if the ordinary call is needed: it raises, or the plan is in use.
+        """Return the results for these arguments, or None if the normal call must run.
 
-        ``length`` is that of lists among ``used``, if the plan is for any length, and `takes` this one. Results are
-        copies; with ``end`` they are what that makes of the plan's own memory, and it may keep none of it.
+        It must if the plan is in use in another thread, or if the normal call raises for these values. ``length`` is
+        the length of lists among ``used``, if the plan takes any length (see `takes`). Results are copies. With ``end``
+        they are its return value instead: it gets the plan's memory, and may keep none of it.
         """
         if not self._lock.acquire(blocking=False):
             return None
@@ -98,26 +99,26 @@ class Plan:
             self._lock.release()
 
     def _take(self, copied: Sequence[torch.Tensor], used: Sequence[torch.Tensor], length: int) -> None:
-        """Let the steps have these arguments."""
+        """Hand these arguments to the steps."""
         self.addresses[:] = [*(tensor.data_ptr() for tensor in used), length]
         copy_all(self.copied, copied)
 
 
 class GraphPlan(Plan):
-    """What a call enqueues on a GPU, with a copy of all that differs between calls.
+    """The captured work of a call on a GPU, with memory for copies of all tensors that differ between calls.
 
     Parameters
     ----------
     graph : Graph
     recorder : Recorder
-        What has followed the capture.
+        The recorder that has followed the capture.
     memory : sequence of torch.Tensor
-        For copies: of arguments, then of lists.
+        Memory for copies: of arguments, then of lists.
     results : sequence of torch.Tensor
     n_lists : int
         How many of ``memory`` are lists.
     length, room : int
-        Of lists now, and at most; 0 if they have no length that may differ.
+        Present and largest length of the lists; 0 if their length is fixed.
     """
 
     is_graph = True
@@ -141,7 +142,7 @@ class GraphPlan(Plan):
         return [self._graph.replay]
 
     def _memory(self, recorder: Recorder, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        return {storage_of(t): t for t in results if t.numel()}  # the graph has what is between
+        return {storage_of(t): t for t in results if t.numel()}  # the graph holds all other memory
 
     def takes(self, length: int) -> bool:
         """Whether there is memory for lists of this length."""
@@ -151,19 +152,19 @@ class GraphPlan(Plan):
         values = (*copied, *used)
         copy_all([_part_like(memory, value) for memory, value in zip(self.copied, values)], values)
         if length != self._length:
-            for memory in self._lists:  # the entry after the last one says that the list ends
+            for memory in self._lists:  # the entry after the last one marks the end of the list
                 if length < self._room in memory.shape:
                     memory.select(memory.shape.index(self._room), length).fill_(NO_PADDING)
             self._length = length
 
 
 def share_memory(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether any of ``some`` is in the same memory as one of ``others``, at other places of it perhaps."""
+    """Whether any of ``some`` shares a storage with one of ``others``."""
     return not {storage_of(t) for t in some if t.numel()}.isdisjoint(storage_of(t) for t in others if t.numel())
 
 
 class Followed(NamedTuple):
-    """A call that was followed: its plan, or why there is none, and its results, if it was made."""
+    """A followed call: its plan, or None and the reason; and its results, or None if the call was not made."""
 
     plan: Plan | None
     results: tuple[torch.Tensor, ...] | None
@@ -180,27 +181,27 @@ def follow(
     raises: bool = True,
     graph: graphs.Graph | None = None,
 ) -> Followed:
-    """Call ``function(copied)``, and make a plan of it.
+    """Call ``function(copied)``, and make a plan of the call.
 
     Parameters
     ----------
     function : callable
-        Depends on the values of these, and otherwise on what is always the same.
+        Its results depend on the values of the arguments below, and otherwise only on constants.
     copied : sequence of torch.Tensor
-        Arguments that any operations may use; a plan copies their values.
+        Arguments that any operation may use. The plan copies their values.
     used : sequence of torch.Tensor
-        Arguments whose values kernels alone use.
+        Arguments whose values only kernels use.
     borrowed : sequence of torch.Tensor
-        Arguments whose values are always the same, but not their memory.
+        Arguments whose values never change, though their memory may.
     length : int, optional
-        Of lists among ``used``, which may have any other length when the plan runs: no axis of an argument that is
-        not so long by its meaning may be so long. By default shapes are always the same.
+        Length of the lists among ``used``, which may have any other length when the plan runs. No other axis of an
+        argument may have this length by chance. By default shapes never change.
     changing : sequence of torch.Tensor, optional
-        Other tensors whose values change in the same memory.
+        Other tensors whose values change in place.
     raises : bool, optional
         As for `Plan`.
     graph : Graph, optional
-        By which the call is captured on a GPU. Then ``function`` gets copies of ``used`` after those of ``copied``.
+        Captures the call on a GPU. ``function`` then gets copies of ``used`` after those of ``copied``.
     """
     if graph is not None:
         return _captured(function, copied, used, length, graph)
@@ -210,7 +211,7 @@ def follow(
         memory = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in copied]
         recorder = Recorder(memory, used, borrowed, length, changing)
         if len(recorder.foreign) < sum(tensor.numel() > 0 for tensor in used):
-            return Followed(None, None, "arguments share memory, which others may not")
+            return Followed(None, None, "arguments share memory")
         with recording(recorder):
             results = tuple(function(memory))
     reason = recorder.reason or _fault_of(recorder, results, (*memory, *changing))
@@ -227,10 +228,10 @@ def _captured(
     length: int,
     graph: graphs.Graph,
 ) -> Followed:
-    """As `follow`, on a GPU.
+    """`follow` on a GPU.
 
-    The call runs once before it is captured: kernels are loaded then, and what cannot be done again is known. Lists get
-    memory with room for more entries, if kernels alone read them.
+    The call runs once before it is captured. This loads the kernels, and finds operations that cannot be replayed.
+    Lists get memory with room for more entries, if only kernels read them.
     """
     with torch.inference_mode(False):
         memory = [t.detach().clone().requires_grad_(t.requires_grad) for t in (*copied, *used)]
@@ -243,7 +244,7 @@ def _captured(
         if length and not seen.needs_length and not any(length in t.shape for t in seen.kept.values()):
             room = (length + length // 4) // 64 * 64 + 64
             memory[len(copied) :] = [_with_room(t, length, room) for t in memory[len(copied) :]]
-        recorder = Recorder(memory, (), (), 0, (), makes_steps=False)  # of what was there before, which must stay
+        recorder = Recorder(memory, (), (), 0, (), makes_steps=False)  # notes external tensors, which must be kept
 
         def call(memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             with recording(recorder):
@@ -256,7 +257,7 @@ def _captured(
 
 
 def _with_room(tensor: torch.Tensor, length: int, room: int) -> torch.Tensor:
-    """A copy, in which axes of this length have room for more, which is marked."""
+    """A copy in which axes of this length are longer. The additional entries are marked as padding."""
     shape = [room if length and size == length else size for size in tensor.shape]
     memory = torch.full(shape, NO_PADDING, dtype=tensor.dtype, device=tensor.device)
     _part_like(memory, tensor).copy_(tensor)
@@ -269,21 +270,21 @@ def _part_like(memory: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _fault_of(recorder: Recorder, results: Sequence[torch.Tensor], arguments: Sequence[torch.Tensor]) -> str:
-    """Why there is no plan of a call that was followed to its end; an empty string if there is one."""
+    """Why a call that was followed to its end gets no plan; an empty string if it gets one."""
     for tensor in (*arguments, *recorder.external.values()):
         if tensor.is_leaf and tensor.grad is not None and storage_of(tensor.grad) in recorder.kept:
-            return "a backward pass puts gradients into `.grad` of a tensor: use torch.autograd.grad"
+            return "a backward pass writes gradients into `.grad` of a tensor: use torch.autograd.grad"
     length = recorder.length
     if length and any(length in t.shape for t in (*recorder.kept.values(), *recorder.external.values())):
-        return OF_LENGTH + "an axis is as long"
+        return OF_LENGTH + "another axis has the same length"
     known = recorder.varying | recorder.kept.keys()
-    return "" if all([storage_of(t) in known for t in results if t.numel()]) else "a result was there before the call"
+    return "" if all([storage_of(t) in known for t in results if t.numel()]) else "a result existed before the call"
 
 
 def record(*arguments: Any, **options: Any) -> Followed:
     """The plan of a call of an operation, without gradients. Arguments are those of `follow`.
 
-    A call with a warning has no plan, which would not repeat it.
+    A call that warns gets no plan, since a replay would not repeat the warning.
     """
     notes = notices.count()
     with torch.no_grad():
@@ -292,5 +293,5 @@ def record(*arguments: Any, **options: Any) -> Followed:
     if plan is not None and plan.n_bytes > most:
         plan, reason = None, f"its memory is more than {most} bytes"
     if notices.count() != notes:
-        plan, reason = None, "there was a warning"
+        plan, reason = None, "the call has warned"
     return Followed(plan, results, reason)

@@ -1,4 +1,4 @@
-"""Functions of users whose calls repeat: a plan of the whole of a step, with any torch operations in it."""
+"""`record`: plans of a user's own functions, with any torch operations in them."""
 
 import functools
 import threading
@@ -18,14 +18,14 @@ from nvalchemiops.torch.runtime.plans import Plan, follow
 from nvalchemiops.torch.runtime.recorder import current_recorder
 
 _records = fork_safe(threading.Lock())
-"""Held while a function is recorded: how compiled functions run meanwhile is the same for all threads."""
+"""Held while a function is recorded, since compiled functions then run eagerly in all threads."""
 
 MOST_PLANS = 4
-"""Plans of a function that are kept by default: for arguments of so many shapes."""
+"""Default number of plans that a function keeps, one for each combination of shapes."""
 
 
 class RecordingError(RuntimeError):
-    """A function cannot be recorded, or something that it was recorded with has changed."""
+    """A function cannot be recorded, or a tensor that it was recorded with has changed."""
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,16 +35,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By which values are compared: a NaN is equal to itself then."""
+"""Integer types for comparing values bit by bit, so that a NaN equals itself."""
 
 
 class _Fixed(NamedTuple):
-    """A tensor that a function uses and that is no argument, as it was when the function was recorded."""
+    """A tensor that a recorded function uses besides its arguments, with its values at the time of recording."""
 
     tensor: torch.Tensor
     address: int
-    bits: torch.Tensor  # in its memory
-    before: torch.Tensor | None  # a copy of the bits, where they may be read; a graph uses those that are there
+    bits: torch.Tensor  # a view of its memory
+    before: torch.Tensor | None  # a copy of the bits on a CPU; None on a GPU, where a graph uses the present values
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "_Fixed":
@@ -52,13 +52,13 @@ class _Fixed(NamedTuple):
         return cls(tensor, tensor.data_ptr(), bits, bits.clone() if layout(tensor.device.type).reads else None)
 
     def is_same(self) -> bool:
-        """Whether it has the values that it had: NumPy and ``.data`` change them without a new version."""
+        """Whether the values are the same. They are compared: NumPy and ``.data`` change them without a new version."""
         is_there = self.address == self.tensor.data_ptr()
         return is_there and (self.before is None or torch.equal(self.bits, self.before))
 
 
 class _Recording:
-    """A plan, what else it depends on, and the form of the results, with places instead of tensors."""
+    """A plan, the tensors on which it depends, and the structure of the results with placeholders for tensors."""
 
     def __init__(self, plan: Plan, changing: Sequence[torch.Tensor], moving: Sequence[torch.Tensor], form: Any) -> None:
         self.plan, self.form = plan, form
@@ -68,12 +68,12 @@ class _Recording:
         self._first: list[torch.Tensor] | None = [_bits(tensor).clone() for tensor in moving]
 
     def is_current(self) -> bool:
-        """Whether all that the plan depends on is as it was."""
+        """Whether no tensor on which the plan depends has moved or changed."""
         addresses = [tensor.data_ptr() for tensor in self._changing]
         return addresses == self._addresses and all([fixed.is_same() for fixed in self._fixed])
 
     def is_new(self, moving: Sequence[torch.Tensor]) -> bool:
-        """Whether the plan was not checked yet, and these arguments differ from those that it was recorded with."""
+        """Whether the plan is unchecked, and these arguments differ from those with which it was recorded."""
         if self._first is None or all(map(torch.equal, map(_bits, moving), self._first)):
             return False
         self._first = None
@@ -81,7 +81,7 @@ class _Recording:
 
 
 class Recorded:
-    """A function whose calls are recorded and done again; made by `record`."""
+    """A function whose calls are recorded and replayed; made by `record`."""
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class Recorded:
         functools.update_wrapper(self, function)
         self._function, self._changing, self._if_changed = function, tuple(changing), if_changed
         self._most = most_plans
-        self._recordings: dict[Hashable, _Recording] = {}  # without a lock: steps are single operations
+        self._recordings: dict[Hashable, _Recording] = {}  # without a lock: each access is a single operation
         self._counts = {"recorded": 0, "replayed": 0, "ordinary": 0}
         self._way = "not called yet"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The results of the function, by a plan where there is one."""
+        """The results of the function, by a plan if one is kept for these arguments."""
         moving: list[torch.Tensor] = []
         form = _taken_apart((args, kwargs), moving)
         reason = self._obstacle(moving)
@@ -112,19 +112,19 @@ class Recorded:
         try:
             found = self._recordings.get(key)
         except TypeError as error:
-            raise TypeError(f"`{self._name}`: arguments that are no tensors must be hashable: {error}") from None
+            raise TypeError(f"`{self._name}`: arguments other than tensors must be hashable: {error}") from None
         if found is not None and not found.is_current():
             if self._if_changed == "raise":
                 raise RecordingError(
                     f"`{self._name}` was recorded with tensors that have changed since: pass them as arguments, or "
-                    "name them in `changing`"
+                    "list them in `changing`"
                 )
             found = None
         if found is None:
             return self._record(key, moving, args, kwargs)
         results = fairly(lambda *values: found.plan(values) or (), *moving) if moving else found.plan(())
         if not results and found.plan.results:
-            return self._ordinary("the plan is in use, or the ordinary call raises", args, kwargs)
+            return self._ordinary("the plan is in use, or the ordinary call raises an error", args, kwargs)
         if found.is_new(moving):
             return self._checked(results or (), args, kwargs)
         self._counts["replayed"] += 1
@@ -139,15 +139,16 @@ class Recorded:
         return Recorded, (self._function, self._changing, self._if_changed, self._most)
 
     def _checked(self, results: Sequence[torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """The results of the function, if those of the plan are the same: it may do what is not followed."""
+        """The results of the function, if the plan has the same: the function may do things that are not recorded."""
         expected: list[torch.Tensor] = []
         returned = self._ordinary("the plan is compared with the function, once", args, kwargs)
         _taken_apart(returned, expected)
         if len(results) != len(expected) or not all(map(_is_close, results, expected)):
             self.clear()
             raise RecordingError(
-                f"`{self._name}` has other results than its plan: it does something that is not followed, such as code "
-                "of other libraries on the memory of tensors, threads, or Python that differs in each call"
+                f"`{self._name}` and its plan have different results: the function does something that is not "
+                "recorded, such as starting threads, letting other libraries change tensors, or running Python code "
+                "that differs in each call"
             )
         return returned
 
@@ -156,18 +157,18 @@ class Recorded:
         return getattr(self._function, "__name__", "the function")
 
     def explain(self) -> str:
-        """Which way the last call took and why, and what is kept."""
+        """Say which way the last call took and why, and which plans are kept."""
         plans = [recording.plan for recording in list(self._recordings.values())]
         counts = ", ".join(f"{number} {what}" for what, number in self._counts.items())
         kept = "; ".join(f"{len(plan.steps)} steps, {plan.n_bytes / 2**20:.2f} MiB" for plan in plans)
         return f"last call: {self._way}. Calls: {counts}. Plans: {kept or 'none'}"
 
     def clear(self) -> None:
-        """Forget all plans, and with them their memory."""
+        """Forget all plans and free their memory."""
         self._recordings.clear()
 
     def _obstacle(self, moving: Sequence[torch.Tensor]) -> str | None:
-        """Why a call with these tensors is an ordinary one; None if it may be a plan."""
+        """Why a call with these tensors runs without a plan; None if it may have one."""
         if not is_eager(*moving) or has_function_modes():
             return "compilers, transforms and modes see the operations"
         if current_recorder() is not None:
@@ -208,7 +209,7 @@ class Recorded:
         finally:
             _records.release()
         form, found = returned[0]
-        if plan is None and graph is not None and graphs.obstacle(device):  # which is no fault of the function
+        if plan is None and graph is not None and graphs.obstacle(device):  # the capture failed, not the function
             self._way = f"ordinary, since {reason}"
             return _put_together(form, iter(found))
         if plan is None:
@@ -216,8 +217,8 @@ class Recorded:
             raise RecordingError(f"`{self._name}` cannot be recorded: {reason}")
         if any([t.requires_grad for t in found]):
             raise RecordingError(
-                f"`{self._name}` returns tensors with a graph, which a plan does not have: take derivatives inside of "
-                "the function, and return them and all else detached"
+                f"`{self._name}` returns tensors with a graph, but a plan has no graph: take derivatives inside of the "
+                "function, and return detached tensors"
             )
         self._recordings.pop(key, None)
         self._recordings[key] = _Recording(plan, self._changing, moving, form)
@@ -235,13 +236,13 @@ def record(
     if_changed: str = "record",
     most_plans: int = MOST_PLANS,
 ) -> Any:
-    """A function that records what a call of ``function`` does, and does it again for other values.
+    """Record the operations of a call of ``function``, and replay them for other values.
 
     A step of a simulation or of a training loop consists of some hundred operations, and for small systems most of its
-    time is spent in Python. The first call with arguments of a shape follows the operations and launches of the
-    function below autograd, gradients that are taken inside of it included; further calls do them again, in memory that
-    is kept, without the Python between them. Results have the same bits. It is to a CPU what a CUDA graph is to a GPU,
-    where it is one.
+    time is spent in Python. The first call with arguments of given shapes records the operations and launches of the
+    function below autograd, including those of gradients taken inside of it. Later calls replay them in the same
+    memory, without the Python between them. Results have the same bits. On a CPU this does what a CUDA graph does on a
+    GPU; on a GPU the plan is a CUDA graph.
 
     Use it as a decorator, or call it with the function::
 
@@ -255,42 +256,42 @@ def record(
     Parameters
     ----------
     function : callable
-        Its tensor arguments (also in tuples, lists and dictionaries) may have other values in each call. All other
-        arguments must be hashable; other ones are another recording. What it does may depend on nothing else that
-        changes, but for tensors: see below. Its results are tensors without a graph, in such containers, and what is
-        always the same.
+        Its tensor arguments (also inside tuples, lists and dictionaries) may have other values in each call. All other
+        arguments must be hashable, and each combination of them gets its own recording. The function may depend on
+        other tensors (see below), but on nothing else that changes. It returns detached tensors, in the same
+        containers, and constants.
     changing : sequence of torch.Tensor, optional
-        Tensors that ``function`` uses beside its arguments and whose values change in place between calls, such as
+        Tensors that ``function`` uses besides its arguments and whose values change in place between calls, such as
         weights that are trained.
     if_changed : {"record", "raise"}, optional
-        What happens if another tensor that is no argument has changed, which is noticed: it is recorded again, or a
-        `RecordingError`.
+        What to do if any other tensor that the function uses has changed: record again, or raise a `RecordingError`.
     most_plans : int, optional
-        Recordings that are kept, each with all of its memory.
+        How many recordings are kept, each with all of its memory.
 
     Returns
     -------
     callable
-        With the methods ``explain()``, which way the last call took and why, and ``clear()``.
+        The function, with two methods: ``explain()`` says which way the last call took and why, ``clear()`` forgets all
+        recordings.
 
     Raises
     ------
     RecordingError
-        In a call: the function reads values of tensors, has results whose shapes depend on values (such as a list of
-        neighbors that is built inside), draws random numbers, writes into tensors that were there before, sends
+        In a call: the function reads values of tensors, has results whose shapes depend on values (such as a neighbor
+        list that is built inside), draws random numbers, writes into tensors that existed before the call, sends
         messages to other processes, or returns tensors with a graph.
     ValueError, TypeError
         A bad argument, named in the message.
 
     Notes
     -----
-    The second call with other values is compared with the function, once.
+    The first replay with other values is checked against the function, once.
 
-    Only in plain eager mode: under compilers, function transforms, modes and autocast the function is called as it is.
-    On a GPU a graph is captured for each stream; other tensors are used where they are, with the values that they have
-    then. Kernels that ``wp.launch`` launches are refused; those of this library and of
-    operators are followed. Python runs only when the function is recorded: numbers that it computes are constants.
-    Energies that are differentiated with weights that vary have gradients of the same value, perhaps not the same bits.
+    Plans run only in plain eager mode: under compilers, function transforms, modes and autocast the function is called
+    directly. On a GPU a graph is captured for each stream; tensors that are not arguments are used in place, with the
+    values that they have at the replay. Kernels launched by ``wp.launch`` are refused; kernels of this library and of
+    operators are recorded. Python code runs only while the function is recorded, so numbers that it computes are
+    constants. If energies are differentiated with weights that vary, gradients have the same values up to rounding.
     """
     if if_changed not in ("record", "raise"):
         raise ValueError(f"`if_changed` must be 'record' or 'raise', got {if_changed!r}")
@@ -308,7 +309,7 @@ def record(
 
 
 class _Place(NamedTuple):
-    """In the place of a tensor."""
+    """The placeholder for a tensor."""
 
     kind: str = "tensor"
 
@@ -317,7 +318,10 @@ _PLACE = _Place()
 
 
 def _taken_apart(values: Any, tensors: list[torch.Tensor]) -> Any:
-    """The form of nested containers, hashable if all else in them is; their tensors are added to ``tensors``."""
+    """The structure of nested containers, with placeholders for tensors, which are appended to ``tensors``.
+
+    It is hashable if all other values are.
+    """
     if isinstance(values, torch.Tensor):
         tensors.append(values)
         return _PLACE
@@ -342,7 +346,7 @@ def _put_together(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
 
 
 def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether results are the same, but for the rounding of sums in another order."""
+    """Whether results are the same, up to the rounding of sums in another order."""
     if one.shape != other.shape or one.dtype is not other.dtype:
         return False
     if not one.is_floating_point() or not one.numel():

@@ -1,7 +1,7 @@
-"""What a call does to memory, followed below autograd: torch's operations, and launches of tensors.
+"""The recorder, which follows the torch operations and kernel launches of a call below autograd.
 
-`nvalchemiops.torch.runtime.plans` makes a plan of it, which does the same for other values. What cannot be done again
-for other values, such as an operation whose shapes depend on them, ends the recording with a reason.
+`nvalchemiops.torch.runtime.plans` makes a plan of them. An operation that cannot be replayed for other values, such as
+one whose shapes depend on values, ends the recording with a reason.
 """
 
 import functools
@@ -28,60 +28,61 @@ Step = Callable[[], Any]
 
 
 OF_LENGTH = "a list of this length: "
-"""With this begin reasons that may not hold for a list of another length."""
+"""Prefix of reasons that may not hold for a list of another length."""
 
 
 class NoPlan(Exception):
-    """The call cannot be recorded, and why. Only a recorder sees it: the call goes on, and has its results."""
+    """The reason why a call cannot be recorded. Only the recorder catches it; the call itself continues."""
 
 
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"}
-"""Operations that make memory without values."""
+"""Operations that allocate memory without writing values."""
 
 _OF_SHAPES = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 """Operations whose results do not depend on the values of their argument."""
 
 _COPIES = {"_to_copy", "to", "contiguous", "reshape", "flatten"}
-"""Operations whose result has the elements of their first argument in its order, without a form that writes it."""
+"""Operations that copy the elements of their first argument in order, and that have no ``out=`` overload."""
 
 _READS = ("numpy", "tolist", "__array__", "__dlpack__", "storage")
 _WATCHED = {getattr(torch.Tensor, name) for name in (*_READS, "data_ptr")}
-"""Methods that give values, or memory, of a tensor to code that is not followed; launches ask for addresses, too."""
+"""Methods that give values or memory of a tensor to code that is not followed. Launches use ``data_ptr``, too."""
 
 _COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
 
 
 not_repeatable: set[Any] = set()
-"""Operators that cannot be done again: they keep something between calls, or are followed inside of their bodies."""
+"""Operators that cannot be replayed: they keep state between calls, or the recorder follows their bodies instead."""
 
 
 class Recorder:
-    """Follows a call.
+    """Follows a call and records its steps.
 
-    Storages are *constant* if their values are the same each time, or else *varying*. Those of arguments that are not
-    copied are *foreign*: only kernels may use them, since their addresses differ each time. Constant arguments are
-    *borrowed*: steps get a copy, since the memory may be changed or freed. *External* storages were there before and
-    are no arguments.
+    A storage is *constant* if it has the same values in each call, otherwise *varying*. Storages of arguments that are
+    used in place are *foreign*: only kernels may use them, since their addresses differ between calls. Constant
+    arguments are *borrowed*: steps get a copy, since their memory may be changed or freed. *External* storages existed
+    before the call and belong to no argument.
 
-    Lists of any ``length``: arrays that kernels get of foreign arguments are then rows of that length, and nothing else
-    may depend on it.
+    If lists may have any ``length``, the arrays that kernels take from foreign arguments must be rows of that length,
+    and nothing else may depend on it.
 
-    What cannot be recorded ends the recording, not the call: in the midst of it, a signal handler may call anything. If
-    that can be recorded it becomes a part of the plan, which has no influence on its results.
+    An operation that cannot be recorded ends the recording, but not the call. A signal handler may run any code in the
+    middle of a call; if its operations can be recorded they become part of the plan, without influence on its results.
 
     Parameters
     ----------
     copied, used, borrowed, length, changing
-        As for `plans.record`.
+        As for `plans.follow`.
     lists : sequence of torch.Tensor, optional
-        Those of ``copied`` that are lists; whether anything but kernels depends on their ``length`` is noted.
+        Those of ``copied`` that are lists. The recorder notes whether anything but kernels depends on their ``length``.
     makes_steps : bool, optional
-        Otherwise the recorder only refuses what cannot be captured, such as reads of values, even of constant ones.
+        If False, the recorder only refuses operations that cannot be captured, such as reads of values, even of
+        constants.
 
     Attributes
     ----------
     needs_length : bool
-        Whether something but kernels depends on the length of ``lists``.
+        Whether anything but kernels depends on the length of ``lists``.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class Recorder:
         self.makes_steps, self.needs_length = makes_steps, False
         self.device = copied[0].device if copied else None
         self._lists = {storage_of(tensor) for tensor in lists if tensor.numel()}
-        self.before: list[tuple[Step, set[int]]] = []  # with the storages that they write
-        self.steps: list[tuple[Step, set[int], set[int]]] = []  # with the storages that they read and write
+        self.before: list[tuple[Step, set[int]]] = []  # with the storages that each writes
+        self.steps: list[tuple[Step, set[int], set[int]]] = []  # with the storages that each reads and writes
         self.faults: list[torch.Tensor] = []
         self.length = length
         self.addresses = [*(tensor.data_ptr() for tensor in used), length]
@@ -107,16 +108,16 @@ class Recorder:
         self.varying = set(self.arguments)
         self.borrowed = {storage_of(tensor): tensor for tensor in borrowed if tensor.numel()}
         self.copies: dict[int, torch.Tensor] = {}
-        self.external: dict[int, torch.Tensor] = {}  # by storage, as the next
+        self.external: dict[int, torch.Tensor] = {}  # by storage
         self.uninitialised: set[int] = set()
         self.read: set[int] = set()  # by steps
-        self.kept: dict[int, torch.Tensor] = {}  # made during the call; kept, so that no address is used twice
+        self.kept: dict[int, torch.Tensor] = {}  # made during the call, by storage; kept so that no address is reused
         self.paused = False
         self.reason = ""  # why the recording has ended
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Inside, nothing is followed, and what cannot be recorded ends the recording."""
+        """A context in which nothing is recorded. A `NoPlan` that is raised inside ends the recording."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -130,7 +131,7 @@ class Recorder:
         self.reason = self.reason or reason
 
     def is_on(self) -> bool:
-        """Whether calls of this thread are followed: an interrupt at the end of `record` may leave this mode on."""
+        """Whether this recorder follows the calls of this thread. An interrupt may leave it on the stack of modes."""
         return current_recorder() is self
 
     # -- operations of torch ----------------------------------------------------------------------
@@ -156,9 +157,9 @@ class Recorder:
         return result
 
     def _before(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Before an operation: the tensors that it gets, and those that it writes into."""
+        """Check an operation before it runs. Return the tensors that it takes, and those that it writes into."""
         if func in not_repeatable or func.namespace in _COLLECTIVES:
-            raise NoPlan(f"{func} cannot be done again")
+            raise NoPlan(f"{func} cannot be replayed")
         given = _by_storage((args, tuple(kwargs.values())))
         places = () if func.overloadpacket.__name__ == "detach_" else places_written(func)
         written = _by_storage([args[k] if k < len(args) else kwargs.get(label) for k, label in places])
@@ -175,7 +176,7 @@ class Recorder:
         return not (self.varying.isdisjoint(given) and self.foreign.keys().isdisjoint(given))
 
     def _is_captured(self, given: dict[int, torch.Tensor]) -> bool:
-        """Whether an operation of these is to be captured: then even constants cannot be read."""
+        """Whether an operation on these tensors will be captured, so that even constants cannot be read."""
         return not self.makes_steps and any([t.device == self.device for t in given.values()])
 
     def _note_external(self, given: dict[int, torch.Tensor]) -> None:
@@ -185,18 +186,18 @@ class Recorder:
                 self.external.setdefault(storage, tensor)
 
     def _refuse_unwritten(self, what: Any, given: Iterable[int]) -> None:
-        """Raise if these storages, which are read, have values that were not followed."""
+        """Raise if one of these storages, which are about to be read, was not written by a followed operation."""
         if not self.uninitialised.isdisjoint(given):
-            raise NoPlan(f"{what} reads memory that something wrote which is not followed, or nothing")
+            raise NoPlan(f"{what} reads memory that no recorded operation has written")
 
     def _refuse_lists(self, what: str, given: Iterable[int]) -> None:
-        """Note, or raise, if lists are used by something else than kernels."""
+        """Refuse, or note, the use of a list by an operation that is not a kernel."""
         if not self.foreign.keys().isdisjoint(given):
             raise NoPlan(f"{what} of a list")
         self.needs_length = self.needs_length or not self._lists.isdisjoint(given)
 
     def _write(self, func: Any, args: Any, kwargs: Any, given: Any, written: Any) -> None:
-        """Before an operation that writes into its arguments."""
+        """Record an operation that writes into its arguments, before it runs."""
         self._refuse_outside(func, written)
         self._refuse_unwritten(func, given.keys() - written.keys())
         if not self._varies(given) and self.read.isdisjoint(written):
@@ -211,10 +212,10 @@ class Recorder:
 
     def _refuse_outside(self, what: Any, written: dict[int, torch.Tensor]) -> None:
         if not written.keys() <= self.kept.keys():
-            raise NoPlan(f"{what} writes into a tensor that was there before the call")
+            raise NoPlan(f"{what} writes into a tensor that existed before the call")
 
     def _will_vary(self, written: dict[int, torch.Tensor]) -> None:
-        """Before a step writes into these storages: what was constant in them is restored before all steps."""
+        """Mark storages that a step is about to write as varying. A replay first restores constant values in them."""
         for storage, tensor in written.items():
             if self.makes_steps and storage not in self.varying and storage not in self.uninitialised:
                 whole = whole_of(tensor)
@@ -223,7 +224,7 @@ class Recorder:
             self.uninitialised.discard(storage)
 
     def _make(self, func: Any, args: Any, kwargs: Any, given: Any, result: Any) -> None:
-        """After an operation that makes its results."""
+        """Record an operation that allocates its results, after it has run."""
         made = tensors_in((result,))
         fresh = [t for t in made if storage_of(t) not in given]
         self.kept.update((storage_of(t), t) for t in fresh)
@@ -257,7 +258,7 @@ class Recorder:
         self.varying.update(map(storage_of, fresh))
 
     def compute(self, function: Callable[[], torch.Tensor], given: torch.Tensor) -> torch.Tensor:
-        """``function()``, which depends on nothing but the values of ``given``."""
+        """Run and record ``function``, which depends only on the values of ``given``."""
         with self.pause():
             out = function()
         with self.pause():
@@ -284,7 +285,7 @@ class Recorder:
         return found[::-1]
 
     def _lasting(self, values: Any) -> Any:
-        """Arguments with copies in the place of borrowed memory."""
+        """The arguments, in which copies replace borrowed memory."""
         if isinstance(values, torch.Tensor):
             if not tensors_in((values,)) or storage_of(values) not in self.borrowed:
                 return values
@@ -295,7 +296,7 @@ class Recorder:
         return type(values)(map(self._lasting, values)) if isinstance(values, (tuple, list)) else values
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of the memory that a borrowed tensor is in."""
+        """A copy of the whole storage of a borrowed tensor."""
         storage = storage_of(tensor)
         if storage not in self.copies:
             self.copies[storage] = whole_of(tensor).clone()
@@ -315,7 +316,7 @@ class Recorder:
         lanes: int,
         kind: Any,
     ) -> None:
-        """Before a launch."""
+        """Record a kernel launch, before it runs."""
         with self.pause():
             found, written = _by_storage(inputs), _by_storage(outputs)
             what = f"kernel '{kernel.key}'"
@@ -329,7 +330,7 @@ class Recorder:
             self.read |= found.keys()
             if self.length and self.length in (dim, *(value for value in inputs if type(value) is int)):
                 if not self._lists:
-                    raise NoPlan(OF_LENGTH + "a number is the same")
+                    raise NoPlan(OF_LENGTH + "a number has the same value")
                 self.needs_length = True
             if not self.makes_steps:
                 return
@@ -337,7 +338,7 @@ class Recorder:
             for number, value in enumerate((*inputs, *outputs)):
                 if isinstance(value, torch.Tensor) and value.numel():
                     if type(packed[number]) is not bytes:
-                        raise NoPlan("an array that is no descriptor")
+                        raise NoPlan("an array without a descriptor")
                     if storage_of(value) in self.borrowed:
                         place_in_copy = self._copy(value).data_ptr() + value.data_ptr() - storage_of(value)
                         packed[number] = place_in_copy.to_bytes(8, "little") + packed[number][8:]
@@ -363,18 +364,18 @@ class Recorder:
             self._add(step if patched or stretched else functools.partial(run, packed), found, written)
 
     def _row(self, value: torch.Tensor, offset: int, packed: bytes) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-        """Of a list of any length, or one of its rows: bytes before it and shape and strides of it, for one entry."""
+        """Describe an array that is a list, or one of its rows, for any length: offset per entry, shape and strides."""
         strides = tuple(stride * value.element_size() for stride in value.stride())
         if value.shape[0] == self.length and not offset % self.length:
             for ndim in (1, value.ndim):  # an array of vectors, or of numbers
                 form = tuple(value.shape[1:ndim]), strides[:ndim]
                 if packed[8:] == _layout(self.length, *form):
                     return offset // self.length, *form
-        raise NoPlan("an array of another form than a list")
+        raise NoPlan("a kernel takes a list in another shape")
 
 
 class refuse_reads(TorchFunctionMode):  # used as a context manager, named like a function
-    """Inside, methods of tensors that give values to code that is not followed end the recording."""
+    """A context in which tensor methods that give values to code that is not followed end the recording."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -399,7 +400,7 @@ _ADDRESS = torch.Tensor.data_ptr
 
 
 def _called_here() -> bool:
-    """Whether a function of this package has called the function of torch."""
+    """Whether a function of this package has called the torch function."""
     return sys._getframe(2).f_globals.get("__name__", "").startswith("nvalchemiops")
 
 
@@ -407,7 +408,7 @@ def _called_here() -> bool:
 
 
 def _has_unknown_shape(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether shapes of results depend on values."""
+    """Whether the shapes of results depend on values."""
     if torch.Tag.dynamic_output_shape not in func.tags or kwargs.get("output_size") is not None:
         return False
     masks = (torch.bool, torch.uint8)
@@ -422,7 +423,7 @@ def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) ->
         kind = (func, *((t.dtype, t.is_contiguous()) for t in results), *map(type, args), *kwargs)
         if kind not in _agree:
             _agree[kind] = None
-            # functions of Python take half the time of overloads
+            # Python functions of torch take half the time of overloads
             for into in (getattr(torch, func.overloadpacket.__name__, None), overload):
                 memory = [torch.empty_like(t) for t in results]
                 out = _out(into is overload, names, memory)
@@ -444,16 +445,16 @@ def _into(func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) ->
 
 
 _agree: dict[Any, Step | None] = {}
-"""What has the same bits as an operation, for results of a kind, and writes into memory; tried at first use."""
+"""For an operation and a kind of results: the function with ``out=`` that gives the same bits, tried at first use."""
 
 
 def _out(by_name: bool, names: Sequence[str], memory: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The arguments that say where results are written."""
+    """The keyword arguments that say where results are written."""
     return dict(zip(names, memory)) if by_name else {"out": memory[0] if len(memory) == 1 else tuple(memory)}
 
 
 def _gives(results: Any, memory: Sequence[torch.Tensor], into: Step, args: Any, kwargs: Any) -> bool:
-    """Whether this writes these results into memory."""
+    """Whether ``into`` writes exactly these results into ``memory``."""
     before = [t.data_ptr() for t in memory]
     try:
         into(*args, **kwargs)
@@ -469,7 +470,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _layout(length: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    """The descriptor, after its address, of an array of so many entries of a shape."""
+    """The descriptor, without its address, of an array of ``length`` entries of a shape."""
     return descriptor((length, *shape), strides)[8:]
 
 
@@ -483,12 +484,12 @@ def _restoring(memory: torch.Tensor, values: torch.Tensor) -> Step:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The address of the memory that a tensor is in."""
+    """The address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory that a tensor is in."""
+    """A flat view of a tensor's whole storage."""
     return tensor.new_empty(0).set_(tensor.untyped_storage())
 
 
@@ -497,7 +498,7 @@ def _by_storage(values: Any) -> dict[int, torch.Tensor]:
 
 
 def tensors_in(values: Any) -> list[torch.Tensor]:
-    """All tensors with elements in memory, in nested sequences."""
+    """All tensors with elements in memory among nested sequences."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -510,11 +511,11 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return found
 
 
-# -- what records the calls of a thread -----------------------------------------------------------
+# -- the recorder of a thread ---------------------------------------------------------------------
 
 
 class _OfThread(threading.local):
-    """What follows the calls of this thread."""
+    """The recorder of this thread."""
 
     recorder: Recorder | None = None
 
@@ -524,7 +525,7 @@ _thread = _OfThread()
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[None]:
-    """Inside, ``recorder`` follows the calls of this thread."""
+    """A context in which ``recorder`` follows the calls of this thread."""
     try:
         _thread.recorder = recorder
         with refuse_reads(recorder), followed_by(recorder):
@@ -534,13 +535,13 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def current_recorder() -> Recorder | None:
-    """What follows the calls of this thread, if anything does at present."""
+    """The recorder that follows the calls of this thread; None if it is paused or has ended."""
     recorder = _thread.recorder
     return None if recorder is None or recorder.paused or recorder.reason else recorder
 
 
 def read_fault(fault: torch.Tensor) -> int:
-    """The number of a fault that kernels wrote, zero if there is none."""
+    """The number of a fault that kernels wrote; zero means no fault."""
     recorder = current_recorder()
     if recorder is None:
         return int(fault)

@@ -1,4 +1,4 @@
-"""Plans that are kept: those of functions, and those of an object for its methods."""
+"""Tables of kept plans: one for all functions, and one for each object with planned methods."""
 
 import contextlib
 import functools
@@ -14,25 +14,25 @@ from nvalchemiops.locks import Kept, set_within
 from nvalchemiops.torch.runtime import plans
 
 MOST_BYTES, MOST_BYTES_ON_GPU = 2**28, 2**31
-"""Memory of all plans of a table, on a CPU and on a GPU; those that ran longest ago go first."""
+"""Largest memory of all plans of a table, on a CPU and on a GPU. The least recently used plans are dropped first."""
 
 MOST_KINDS = 256
-"""Kinds of calls that a table counts."""
+"""Largest number of kinds of calls that a table counts."""
 
 PAID = 16
-"""Calls after which a plan has saved the time that its recording took, which is that of several calls."""
+"""Number of replays that save as much time as a recording takes."""
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Entry:
-    """The plan of a kind of calls, or why there is none."""
+    """The plan of a kind of calls, or the reason why it has none."""
 
     def __init__(self, plan: plans.Plan | None, reason: str, prepared: Sequence[torch.Tensor], body: Any) -> None:
         self.plan, self.reason = plan, reason
-        self.body = body  # which the end of the call uses
-        self.prepared = prepared  # kept, so that no other tensor gets their identity
-        # a graph uses them where they are, with the values that they have then
+        self.body = body  # for `Call.end`
+        self.prepared = prepared  # kept, so that no other tensor gets the same id
+        # on a GPU a graph uses them in place, with their present values
         self.compared = [t for t in prepared if layout(t.device.type).reads]
         self.values = [t.detach().clone() for t in self.compared]
         self.n_bytes = 0
@@ -49,8 +49,8 @@ class Entry:
 class Plans:
     """Plans of calls, up to a limit of memory.
 
-    Recordings are bought with credit, which replays earn: where plans are soon given up, as when each cell is there for
-    a few calls, only a call that is repeated often is recorded, and time is never lost for long.
+    A recording costs credit, and each replay earns some. If plans are soon dropped, for example because the cell
+    changes after a few calls, the credit runs out, and only calls that repeat often are recorded.
 
     Parameters
     ----------
@@ -62,25 +62,25 @@ class Plans:
         self.entries: Kept[Entry] = Kept(MOST_KINDS)
         self.counts: dict[Hashable, int] = {}
         self.tracked: Kept[tuple[bool, ...]] = Kept(MOST_KINDS)
-        """By kinds of calls and inputs that require gradients: which results do."""
+        """For a kind of calls and the inputs that require gradients: which results require gradients."""
         self.credit = 8 * PAID
         self.recorded = self.replayed = 0
 
     def obstacle(self, key: Hashable) -> str:
-        """Why a call of this kind, which has no plan, is not recorded; an empty string if it is. Counts the call."""
+        """Count a call of this kind. Return why it is not recorded, or an empty string if it is to be recorded."""
         count = self.counts.pop(key, 0) + 1
         if count == 1 or (count < PAID and self.credit < PAID):
             if len(self.counts) >= MOST_KINDS:
                 self.counts.clear()
             self.counts[key] = count
             if count == 1:
-                return "calls are recorded when they come again"
-            return f"recordings have not paid off lately: calls are recorded when they come for the {PAID}th time"
+                return "calls are recorded when they repeat"
+            return f"recordings have not paid off lately: calls are recorded when they repeat for the {PAID}th time"
         self.credit = max(self.credit - PAID, 0)
         return ""
 
     def earn(self) -> None:
-        """Count a plan that was replayed."""
+        """Count a replay."""
         self.replayed += 1
         self.credit = min(self.credit + 1, 8 * PAID)
 
@@ -91,7 +91,7 @@ class Plans:
         self.fit()
 
     def fit(self) -> None:
-        """Forget plans until they have no more memory than they may."""
+        """Forget plans until their memory is within the limits."""
         most = {False: self.most_bytes, True: self.most_bytes_on_gpu}
         while len(self.entries) > 1 and any([self.n_bytes(on_gpu) > limit for on_gpu, limit in most.items()]):
             self.entries.drop(1)
@@ -112,14 +112,14 @@ class Plans:
 
 
 everywhere = Plans()
-"""Of functions; modules have their own."""
+"""The table of plans of functions. Modules have their own."""
 
 enabled = os.environ.get("NVALCHEMIOPS_PLANS", "1") != "0"
-"""Whether there are plans, in all threads."""
+"""Whether plans are used at all, in all threads."""
 
 
 class _OfThread(threading.local):
-    """Plans of calls of this thread."""
+    """The table that this thread uses at present, and whether its plans are switched off."""
 
     table: Plans | None = None
     is_off = False
@@ -129,17 +129,17 @@ _thread = _OfThread()
 
 
 def are_off() -> bool:
-    """Whether calls of this thread have no plans."""
+    """Whether plans are switched off in this thread."""
     return not enabled or _thread.is_off
 
 
 def current() -> Plans:
-    """Where plans of calls of this thread are kept."""
+    """The table that keeps the plans of this thread's calls."""
     return _thread.table or everywhere
 
 
 def with_own_plans(method: Method) -> Method:
-    """A method that is called by users, of an object whose plans go with it. A decorator."""
+    """Keep the plans of a public method with its object, so that they are freed together. A decorator."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,13 +154,13 @@ def with_own_plans(method: Method) -> Method:
         finally:
             _thread.table = before
 
-    return call  # type: ignore[return-value]  # it is called like the method
+    return call  # type: ignore[return-value]  # it has the signature of the method
 
 
 OWN = "_plans"
-"""The attribute of an object with its plans."""
+"""The attribute of an object that holds its plans."""
 
 
 def off() -> contextlib.AbstractContextManager[None]:
-    """Inside, calls of this thread have no plans."""
+    """A context in which calls of this thread have no plans."""
     return set_within(_thread, "is_off", True)

@@ -1,4 +1,4 @@
-"""DFT-D3 dispersion of JAX arrays."""
+"""DFT-D3 dispersion for JAX arrays."""
 
 from nvalchemiops.jax.interactions.dispersion._dftd3 import D3Parameters, dftd3
 

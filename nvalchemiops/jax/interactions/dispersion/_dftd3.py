@@ -18,7 +18,7 @@ from nvalchemiops.torch.interactions import dispersion
 class D3Parameters:
     """Reference data of DFT-D3 for many elements, in atomic units (bohr, hartree): a pytree.
 
-    Energies have no derivatives by them: to ask for one is a NotImplementedError.
+    Energies have no derivatives by these data: a request for one raises a NotImplementedError.
 
     Attributes
     ----------
@@ -27,7 +27,7 @@ class D3Parameters:
     r4r2 : (n_numbers,) array
         ``C8 = 3 C6 r4r2_i r4r2_j``.
     c6ab : (n_numbers, n_numbers, n_references, n_references) array, hartree bohr^6
-        C6 of pairs of reference molecules; 0 or less where there is none.
+        C6 of pairs of reference molecules; 0 or less for missing pairs.
     cn_ref : (n_numbers, n_numbers, n_references, n_references) or (n_numbers, n_references) array
         Coordination number of the reference molecule of the first element.
     interp_mesh : int
@@ -50,11 +50,11 @@ class D3Parameters:
 
 
 _kept: Kept[tuple[Any, dispersion.D3Parameters]] = Kept(8)
-"""Tables of JAX and the same of torch, which are static arguments, compared by identity: no call reads them again."""
+"""Tables of JAX arrays, and their torch equivalents, which are static and compared by identity: each is read once."""
 
 
 def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with tables that are known as static ones."""
+    """The arguments, with known tables replaced by static ones."""
     given = arguments.get("d3_params")
     if isinstance(given, dict):
         given = arguments["d3_params"] = D3Parameters(**given)
@@ -68,7 +68,7 @@ def _prepare(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key_of(table: Any) -> Hashable:
-    """JAX arrays are immutable, so they are as good a key as their values, as long as they exist."""
+    """The key of tables. JAX arrays are immutable, so while they exist their identity serves in place of values."""
     if isinstance(table, jax.Array):
         return id(table)
     values = np.asarray(table)
@@ -76,7 +76,7 @@ def _key_of(table: Any) -> Hashable:
 
 
 def _parameters(tables: Any) -> dispersion.D3Parameters:
-    """Parameters of these tensors, which are not copied."""
+    """`D3Parameters` of these tensors, which are not copied."""
     given = {name: getattr(tables, name) for name in ("rcov", "r4r2", "c6ab", "cn_ref", "r0ab")}
     return dispersion.D3Parameters._of(jax.tree.map(lambda x: x.to("cpu"), given), tables.interp_mesh)
 

@@ -1,4 +1,4 @@
-"""Coulomb interactions of JAX arrays, within a cutoff and over all distances."""
+"""Coulomb interactions for JAX arrays, within a cutoff and over all distances."""
 
 from nvalchemiops.jax.interactions.electrostatics.coulomb import (
     coulomb_energy,

@@ -24,7 +24,7 @@ def of_sum(
     compute_quadrupole_gradients: bool = False,
     **others: Any,
 ) -> Any:
-    """Energies, and forces, gradients by sources and virial, where requested."""
+    """Shapes of energies, and of requested forces, gradients by sources and virial."""
     n_systems = cell.shape[0] if cell is not None and len(cell.shape) == 3 else 1
     rows = positions.shape[:1] if energy_reduction == "atom" else (n_systems,)
     results = [Shape(rows + charges.shape[1:], positions.dtype)]
@@ -42,11 +42,11 @@ OF_CHARGES = {"positions": ATOMS, "charges": ATOMS, "cell": SYSTEMS, "alpha": SY
 
 _OF_ATOMS = ("positions", "charges", "neighbor_matrix", "neighbor_matrix_shifts")
 _OF_SYSTEMS = {"cell": (3, 3), "pbc": (3,), "alpha": ()}
-"""Arrays that may have slices, with the shape for one system."""
+"""Arrays that may differ between slices, with the shape for one system."""
 
 
 def _is_foldable(cell: Any, **others: Any) -> bool:
-    """Whether nothing is chosen by values, since a choice for one system differs from one for a batch."""
+    """Whether all parameters are given: parameters chosen for a batch would differ from those for one system."""
     if len(cell.shape) == 3 and cell.shape[0] != 1:
         return False
     arrays = {name for name, value in others.items() if isinstance(value, Shape)}
@@ -58,7 +58,7 @@ def _is_foldable(cell: Any, **others: Any) -> bool:
 
 
 def _folded(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Results for arguments with leading axes, each slice a system of one batch."""
+    """Results for arguments with leading axes, whose slices become the systems of a batch."""
     positions = arguments["positions"]
     lead, n = positions.shape[:-2], positions.shape[-2]
     count = math.prod(lead)
@@ -72,13 +72,13 @@ def _folded(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         matrix = given["neighbor_matrix"]
         is_padding, is_atom = matrix == given.pop("mask_value", n), (matrix >= 0) & (matrix < n)
         of_batch = matrix + n * systems.to(matrix.dtype).unsqueeze(1)
-        of_batch = of_batch.where(is_atom, -1)  # an atom that does not exist is none of another slice
+        of_batch = of_batch.where(is_atom, -1)  # an index out of range must not become an atom of another slice
         given["neighbor_matrix"] = of_batch.where(~is_padding, count * n)
     return jax.tree.map(lambda t: t.reshape(*lead, t.shape[0] // count, *t.shape[1:]), function(**given))
 
 
 def sum_operator(function: Callable[..., Any], part: str = "both", **options: Any) -> Callable[..., Any]:
-    """The JAX function of a torch function that sums over all distances, or over a ``part``: real space or waves."""
+    """Make a JAX function of a torch function that sums over all distances, or over a ``part``: real space or waves."""
     return operator(
         function,
         of_sum,

@@ -1,4 +1,4 @@
-"""Ewald sums of JAX arrays; see `nvalchemiops.torch.interactions.electrostatics.ewald`."""
+"""Ewald sums for JAX arrays; see `nvalchemiops.torch.interactions.electrostatics.ewald`."""
 
 from typing import Any
 

@@ -15,14 +15,14 @@ _miller_indices: Any = eager(k_vectors.generate_ewald_miller_indices)
 
 
 def generate_ewald_miller_indices(cell: Any, k_cutoff: Any, miller_bounds: Any = None) -> Any:
-    """Miller indices of the k-vectors up to ``k_cutoff``, or in a box, one of k and -k.
+    """Miller indices of the k-vectors up to ``k_cutoff``, or in a box. Of k and -k only one is included.
 
     Parameters
     ----------
     cell : (3, 3) or (n_systems, 3, 3) array, length
     k_cutoff : float or (n_systems,) array, 1/length
     miller_bounds : (int, int, int), optional
-        Take the box up to these indices instead. Needed under ``jit``: their number depends on the cell otherwise.
+        Use the box up to these indices instead. Required under ``jit``, since their number would depend on the cell.
 
     Returns
     -------
@@ -39,7 +39,7 @@ def generate_ewald_miller_indices(cell: Any, k_cutoff: Any, miller_bounds: Any =
 
 
 def generate_k_vectors_ewald_summation(cell: Any, k_cutoff: Any, miller_bounds: Any = None) -> Any:
-    """K-vectors up to ``k_cutoff``, or in a box, one of k and -k; differentiable in the cell.
+    """K-vectors up to ``k_cutoff``, or in a box, differentiable in the cell. Of k and -k only one is included.
 
     Parameters and errors are those of `generate_ewald_miller_indices`.
 

@@ -1,4 +1,4 @@
-"""Choice of parameters for JAX arrays, outside of ``jit``: they decide about shapes."""
+"""Choice of parameters for JAX arrays, outside of ``jit``, since they determine shapes."""
 
 from typing import Any
 

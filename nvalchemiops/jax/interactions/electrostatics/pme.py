@@ -1,4 +1,4 @@
-"""Particle-mesh Ewald sums of JAX arrays; see `nvalchemiops.torch.interactions.electrostatics.pme`."""
+"""Particle-mesh Ewald sums for JAX arrays; see `nvalchemiops.torch.interactions.electrostatics.pme`."""
 
 from typing import Any
 
