@@ -16,8 +16,8 @@ from nvalchemiops.torch.interactions.electrostatics import (
     estimate_ewald_parameters,
     ewald_summation,
     particle_mesh_ewald,
-    tuning,
 )
+from nvalchemiops.torch.interactions.electrostatics.accuracy import tuning
 from tests.processes import run_python
 from tests.systems import crystal
 

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from nvalchemiops.locks import set_within
 from nvalchemiops.notices import AccuracyWarning
 from nvalchemiops.torch.interactions.electrostatics import (
-    choice,
     ewald_real_space,
     ewald_reciprocal_space,
     ewald_summation,
@@ -18,6 +17,7 @@ from nvalchemiops.torch.interactions.electrostatics import (
     pme_reciprocal_space,
     prepare_wave_vectors,
 )
+from nvalchemiops.torch.interactions.electrostatics.accuracy import choice
 from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime import tables

@@ -5,11 +5,11 @@ import torch
 
 from nvalchemiops.locks import Kept
 from nvalchemiops.torch.interactions.electrostatics import (
-    choice,
     ewald_summation,
     particle_mesh_ewald,
     pme_reciprocal_space,
 )
+from nvalchemiops.torch.interactions.electrostatics.accuracy import choice
 from nvalchemiops.torch.interactions.electrostatics.terms import mesh as meshes
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.runtime.cache import MOST_ENTRIES
