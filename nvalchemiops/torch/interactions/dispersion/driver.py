@@ -17,9 +17,9 @@ from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
-from nvalchemiops.torch.interactions.dispersion.three_body import three_body_share, three_body_sum
+from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, run, sum_pairs
-from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
+from nvalchemiops.torch.interactions.pair.shares import ghosts_of, must_be_same, together
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
@@ -263,7 +263,7 @@ def _factorised(
 
     if settings.has_triples:
         s9 = settings.s9
-        triples = _three_body(pairs, coefficients, atoms, settings.ranges.triples, derivatives)
+        triples = _three_body(pairs, coefficients, atoms, settings.ranges.triples)
         energies = energies + s9 * triples[0]
         forces = None if forces is None else forces - s9 * triples[1]
         virial = None if virial is None else virial + s9 * triples[4]
@@ -347,17 +347,15 @@ def _pair_radii(states: ReferenceStates, dtype: torch.dtype) -> torch.Tensor:
     return states.pair_radii.to(dtype)
 
 
-def _three_body(
-    system: PairSystem, coefficients: torch.Tensor, atoms: Atoms, reach: Range, derivatives: bool
-) -> tuple[torch.Tensor, ...]:
+def _three_body(system: PairSystem, coefficients: torch.Tensor, atoms: Atoms, reach: Range) -> tuple[torch.Tensor, ...]:
     """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
     positions, cell, batch_idx, n_systems, rows, domain = system
-    of_atoms = (coefficients, atoms.row, _pair_radii(atoms.states, coefficients.dtype), batch_idx, n_systems)
-    distances = (NO_CUTOFF if distance is None else distance for distance in reach)
-    others = (*rows[:5], atoms.states.n_positive, *distances)
+    species, ghosts = atoms.row, ()
     if domain is not None:
-        return three_body_share(domain, positions, cell, *of_atoms, *others, derivatives=derivatives)
-    return three_body_sum(positions, cell, *of_atoms, *others, derivatives=derivatives)
+        species, ghosts = domain._with_ghosts(species), ghosts_of(domain, batch_idx)
+    of_atoms = (coefficients, species, _pair_radii(atoms.states, coefficients.dtype), batch_idx, n_systems)
+    distances = (NO_CUTOFF if distance is None else distance for distance in reach)
+    return three_body_sum(positions, cell, *of_atoms, *rows[:5], atoms.states.n_positive, *distances, None, *ghosts)
 
 
 def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smoothing: Any) -> Ranges:

@@ -248,6 +248,7 @@ FOLDED_SLOTS = 2**22
 ABSENT = -2
 """Padding of the lists of mapped calls; a number out of range becomes -1."""
 
+_OF_NEIGHBORS = [f"{kind}{name}" for kind in ("", "direction_") for name in ("positions", "parameters", "weights")]
 _BY_ATOM = ("positions", "parameters", "weights", "batch_idx", "species")
 _BY_SYSTEM = ("cell", "global_parameters")
 
@@ -436,7 +437,7 @@ def pair_sum(
     """
     given = dict(locals())  # a copy, to which debuggers add nothing
     if sent is not None:
-        given = with_ghosts(given)
+        given = with_ghosts(given, _OF_NEIGHBORS)
     flags = (shifts is not None, n_species, weights is not None, excluded is not None)
     kernel, pick, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
     n_rows, device = positions.shape[0], positions.device

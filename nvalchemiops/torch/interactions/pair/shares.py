@@ -32,10 +32,10 @@ def ghosts_of(domain: Domain, batch_idx: torch.Tensor | None) -> tuple[Any, ...]
     return systems, halo.rows, halo.send, halo.receive, halo.group
 
 
-def with_ghosts(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `pair_sum` by name, with values of ghosts after those of owned atoms.
+def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Arguments of an op by name, with values of ghosts after those of owned atoms in the arguments called ``names``.
 
-    Among them are
+    Among the arguments are
 
     system_of_all : (n_owned + n_ghosts,) int32 tensor, optional
     sent : (n_sent,) int64 tensor
@@ -45,35 +45,15 @@ def with_ghosts(given: dict[str, Any]) -> dict[str, Any]:
     group : int
         As of `nvalchemiops.torch.distributed.collectives.number_of`.
     """
-    names = [f"{kind}{name}" for kind in ("", "direction_") for name in ("positions", "parameters", "weights")]
-    values = [given[name] for name in names]
-    along = given["direction_weights"]
-    values[-1] = None if along is None else along.unsqueeze(2)
-    found = _swapped(values, given["sent"], given["send"], given["receive"], given["group"])
-    found[-1] = None if along is None else found[-1].squeeze(2)  # type: ignore[union-attr]  # it is one of them
-    return {**given, **dict(zip(names, found)), "batch_idx": given["system_of_all"]}
-
-
-def _swapped(
-    values: Sequence[torch.Tensor | None], rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: int
-) -> list[torch.Tensor | None]:
-    """Values of owned atoms and ghosts, from those (n_owned,), (n_owned, n) or (n_directions, n_owned, n), or None."""
-    columns = []
-    for value in values:
-        if value is not None:
-            chosen = value.index_select(int(value.ndim == 3), rows)
-            flat = chosen.unsqueeze(1) if value.ndim == 1 else chosen
-            columns.append(flat if value.ndim < 3 else flat.movedim(1, 0).flatten(1))
-    arrived = swap_rows(torch.cat(columns, 1), send, receive, group_of(group)).split([c.shape[1] for c in columns], 1)
-    of_ghosts = iter(arrived)
-    found: list[torch.Tensor | None] = []
-    for value in values:
-        if value is None:
-            found.append(None)
-        elif value.ndim == 3:
-            found.append(torch.cat([value, next(of_ghosts).unflatten(1, value.shape[::2]).movedim(0, 1)], 1))
-        else:
-            found.append(torch.cat([value, next(of_ghosts).reshape(-1, *value.shape[1:])]))
+    # directions come first in changes of values along them, and atoms after
+    axes = {name: int(name.startswith("direction_")) for name in names if given[name] is not None}
+    owned = [given[name].movedim(axis, 0) for name, axis in axes.items()]
+    columns = [values.index_select(0, given["sent"]).unsqueeze(-1).flatten(1) for values in owned]
+    arrived = swap_rows(torch.cat(columns, 1), given["send"], given["receive"], group_of(given["group"]))
+    found = {**given, "batch_idx": given["system_of_all"]}
+    for (name, axis), values, part in zip(axes.items(), owned, arrived.split([c.shape[1] for c in columns], 1)):
+        ghosts = part.reshape(part.shape[0], *values.shape[1:]).movedim(0, axis)
+        found[name] = torch.cat([given[name], ghosts], axis)
     return found
 
 
