@@ -4,11 +4,15 @@ The body of the kernels of `nvalchemiops.interactions.pair.sum` and of `nvalchem
 say how the places ``@name@`` that differ are filled; `body` fills the others.
 """
 
+import hashlib
 import re
 import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import warp as wp
+
+from nvalchemiops.kernels.native import native_kernel, signature
 from nvalchemiops.kernels.simd import LANES, WARP, lanes_of_masks
 from nvalchemiops.kernels.special import scalar_functions, vector_functions
 from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
@@ -317,6 +321,35 @@ def filled_lines(text: str, pieces: dict[str, list[str]], numbers: dict[str, Any
         else:
             lines.append(re.sub(r"@(\w+)@", lambda match: str(numbers[match[1]]), line))
     return lines
+
+
+class Array(NamedTuple):
+    """An array that a kernel takes."""
+
+    name: str
+    element: str  # "real", or a Warp scalar type
+    ndim: int
+
+
+SCALARS = {
+    "width": wp.int32,  # of a matrix
+    "padding": wp.int32,  # entries that are no neighbors
+    "cutoff_distance": wp.float64,
+    "switch_distance": wp.float64,
+}
+"""Plain numbers that a kernel takes, between inputs and outputs."""
+
+
+def kernel(name: str, body: str, precision: str, inputs: list[Array], outputs: list[Array]) -> Any:
+    """The kernel with this body, called by its content, too."""
+    real = getattr(wp, precision)
+
+    def types(arrays: list[Array]) -> dict[str, Any]:
+        return {a.name: wp.array(dtype=getattr(wp, a.element, real), ndim=a.ndim) for a in arrays}
+
+    digest = hashlib.sha256(f"{body}{inputs}{outputs}".encode()).hexdigest()[:20]
+    parameters = signature(i=wp.int32, **types(inputs), **SCALARS, **types(outputs))
+    return native_kernel(f"{name}_{digest}", body, lanes=True)(parameters)
 
 
 class Form(NamedTuple):

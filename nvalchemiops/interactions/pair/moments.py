@@ -21,19 +21,15 @@ and T, whose numbers are those of Hermite polynomials.
 """
 
 import functools
-import hashlib
 import math
 from typing import Any, NamedTuple
-
-import warp as wp
 
 from nvalchemiops.interactions.pair import loop, potentials
 from nvalchemiops.interactions.pair.derivatives import CELL, FILES, VIRIAL, Program, printed
 from nvalchemiops.interactions.pair.expression import Formula, pair_energy, symbols_of, without_absolutes
-from nvalchemiops.interactions.pair.sum import SCALARS, Array
+from nvalchemiops.interactions.pair.loop import Array
 from nvalchemiops.kernels.kept_text import kept_text
 from nvalchemiops.kernels.moments import Component, components, count
-from nvalchemiops.kernels.native import native_kernel, signature
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.launch import kernel_variants
 
@@ -159,18 +155,10 @@ _EWALD = [
 def moment_kernel(variant: Variant) -> Any:
     """The kernel for ``variant``, compiled at its first launch and kept on disk by its content.
 
-    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `SCALARS` and the arrays of
+    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `loop.SCALARS` and the arrays of
     `outputs_of`.
     """
-    body, inputs, outputs = source(variant), inputs_of(variant), outputs_of(variant)
-    real = getattr(wp, variant.precision)
-
-    def types(arrays: list[Array]) -> dict[str, Any]:
-        return {a.name: wp.array(dtype=getattr(wp, a.element, real), ndim=a.ndim) for a in arrays}
-
-    digest = hashlib.sha256(f"{body}{inputs}{outputs}".encode()).hexdigest()[:20]
-    parameters = signature(i=wp.int32, **types(inputs), **SCALARS, **types(outputs))
-    return native_kernel(f"pair_moments_{digest}", body, lanes=True)(parameters)
+    return loop.kernel("pair_moments", source(variant), variant.precision, inputs_of(variant), outputs_of(variant))
 
 
 # -- the radial function --------------------------------------------------------------------------

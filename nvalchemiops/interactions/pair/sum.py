@@ -10,16 +10,13 @@ up in float64. On a GPU the lanes of a warp share a row, evaluate a neighbor eac
 and add up in float64.
 """
 
-import hashlib
 import re
 from typing import Any, NamedTuple
-
-import warp as wp
 
 from nvalchemiops.interactions.pair import derivatives, loop, potentials
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.kernels.native import native_kernel, signature
+from nvalchemiops.interactions.pair.loop import Array
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.launch import kernel_variants
 
@@ -69,14 +66,6 @@ class Variant(NamedTuple):
         return len(self.formula.per_atom) + len(self.formula.per_pair) * self.n_species
 
 
-class Array(NamedTuple):
-    """An array that a kernel takes."""
-
-    name: str
-    element: str  # "real", or a Warp scalar type
-    ndim: int
-
-
 def width_of_sums(outputs: str, n_globals: int) -> dict[str, int]:
     """Columns that each output summed over a system takes, in their order."""
     widths = {CELL: 9, GLOBALS: n_globals, VIRIAL: 9}
@@ -120,15 +109,6 @@ def outputs_of(variant: Variant) -> list[Array]:
     return [*arrays, Array("fault", "int32", 1)]
 
 
-SCALARS = {
-    "width": wp.int32,  # of a matrix
-    "padding": wp.int32,  # entries that are no neighbors
-    "cutoff_distance": wp.float64,
-    "switch_distance": wp.float64,
-}
-"""Plain numbers that the kernel takes, between inputs and outputs."""
-
-
 _COMMON = [
     Variant(Request(formula, (), outputs, weights), "float64", True, 0)
     for formula in (potentials.lennard_jones(), potentials.COULOMB, potentials.EWALD_REAL_SPACE, potentials.DSF)
@@ -155,18 +135,10 @@ _NEARBY = [
 def pair_kernel(variant: Variant) -> Any:
     """The kernel for ``variant``, compiled at its first launch and kept on disk by its content.
 
-    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `SCALARS` and the arrays of
+    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `loop.SCALARS` and the arrays of
     `outputs_of`.
     """
-    body, inputs, outputs = source(variant), inputs_of(variant), outputs_of(variant)
-    real = getattr(wp, variant.precision)
-
-    def types(arrays: list[Array]) -> dict[str, Any]:
-        return {a.name: wp.array(dtype=getattr(wp, a.element, real), ndim=a.ndim) for a in arrays}
-
-    digest = hashlib.sha256(f"{body}{inputs}{outputs}".encode()).hexdigest()[:20]
-    parameters = signature(i=wp.int32, **types(inputs), **SCALARS, **types(outputs))
-    return native_kernel(f"pair_sum_{digest}", body, lanes=True)(parameters)
+    return loop.kernel("pair_sum", source(variant), variant.precision, inputs_of(variant), outputs_of(variant))
 
 
 # -- the body -------------------------------------------------------------------------------------
