@@ -99,16 +99,10 @@ class Variant(NamedTuple):
         return CELL in self.outputs or VIRIAL in self.outputs
 
     @property
-    def keeps_shifts(self) -> bool:
-        """Whether the image of a neighbor matters beyond its position."""
-        return CELL in self.outputs or self.n_directions > 0
-
-    @property
-    def n_systems(self) -> str:
-        """C++ for the number of systems, if an atom must know its own."""
-        if self.periodic:
-            return "cell.shape[0]"
-        return "global_parameters.shape[0]" if self.formula.global_parameters else ""
+    def form(self) -> loop.Form:
+        """What the loop must know."""
+        keeps_shifts = CELL in self.outputs or self.n_directions > 0
+        return loop.Form(self.periodic, self.excluding, keeps_shifts, bool(self.formula.global_parameters))
 
 
 def width_of_sums(outputs: str) -> dict[str, int]:
@@ -127,13 +121,7 @@ def inputs_of(variant: Variant) -> list[Array]:
     arrays += [Array("row_parameters", "real", 2)] * variant.apart
     arrays += [Array("global_parameters", "real", 2)] * bool(formula.global_parameters)
     arrays += [Array("direction_cell", "real", 4)] * bool(variant.n_directions)
-    arrays += [Array("batch_idx", "int32", 1)] * bool(variant.n_systems)
-    arrays += [Array("row_begin", "int32", 1), Array("first", "int32", 1), Array("neighbors", "int32", 1)]
-    arrays += [Array("shifts", "int32", 2)] * variant.periodic
-    if variant.excluding:
-        arrays += [Array("excluded_begin", "int32", 1), Array("excluded", "int32", 1)]
-        arrays += [Array("excluded_factors", "float64", 1)]
-    return arrays
+    return arrays + variant.form.inputs()
 
 
 def outputs_of(variant: Variant) -> list[Array]:
@@ -315,10 +303,13 @@ class _Contraction:
         self.n_directions = 0
 
     def keep(self, key: Any, text: str) -> str:
-        name = f"{self.prefix}{len(self.statements)}"
-        self.statements.append(f"const lanes {name} = {text};")
-        self.known[key] = name
-        return name
+        """A name for the value of ``text``, which may be that of a moment, or empty for zero."""
+        if text and text not in self.moments.values():
+            name = f"{self.prefix}{len(self.statements)}"
+            self.statements.append(f"const lanes {name} = {text};")
+            text = name
+        self.known[key] = text
+        return text
 
     def power(self, exponents: Component) -> str:
         """A product of components of the displacement."""
@@ -353,9 +344,6 @@ class _Contraction:
                 ways = math.factorial(t) / math.prod(map(math.factorial, halves))
                 number = ways * math.prod(map(math.factorial, exponents)) / (2**t * math.factorial(t))
                 text += (" + " if text else "") + (name if number == 1 else f"one({number!r}) * {name}")
-        if not text or text in self.moments.values():
-            self.known[key] = text
-            return text
         return self.keep(key, text)
 
     def chain(self, k: int, raised: Component) -> str:
@@ -370,9 +358,6 @@ class _Contraction:
                 if polynomial:
                     sign = "-" if (order - t) % 2 else "+" if text else ""
                     text = f"{text} {sign} B{order - t + k} * {polynomial}".strip()
-        if not text:
-            self.known[key] = ""
-            return ""
         return self.keep(key, text)
 
     def derivative(self, component: Component) -> str:
@@ -400,9 +385,6 @@ class _Contraction:
                 factors += [self.power(exponents), value] if any(exponents) else [value]
                 sign = "-" if k % 2 else "+" if text else ""
                 text = f"{text} {sign} {' * '.join(factors)}".strip()
-        if not text:
-            self.known[key] = ""
-            return ""
         return self.keep(key, text)
 
     def along(self, component: Component, n_directions: int) -> str:
@@ -414,9 +396,6 @@ class _Contraction:
             return self.known[key]
         values = [self.along(_changed(component, a, 1), n_directions - 1) for a in range(3)]
         text = " + ".join(f"e{n_directions - 1}_{a} * {value}" for a, value in enumerate(values) if value)
-        if not text:
-            self.known[key] = ""
-            return ""
         return self.keep(key, text)
 
 
@@ -504,8 +483,6 @@ def source(variant: Variant) -> str:
         totals |= {f"h{c}{a}": f"shift{c} * f{a}" for c in range(3) for a in range(3)}
     if VIRIAL in variant.outputs:
         totals |= {f"v{a}{b}": f"-d{a} * f{b}" for a in range(3) for b in range(3)}
-    evaluation += [f"total_{name} += kept(lanes({value}));" for name, value in totals.items()]
-
     results = [
         f"gathered.data[{n_channels * n_gathered}LL * i + {c * n_gathered + a}] = sum_m{c}_{a};"
         for c in range(n_channels)
@@ -513,15 +490,13 @@ def source(variant: Variant) -> str:
     ]
     columns = [name for name in totals if not name.startswith("m")]
     results += [f"sums.data[{len(columns)}LL * i + {k}] = sum_{name};" for k, name in enumerate(columns)]
-    pieces: dict[str, list[str]] = {
-        "shared": shared,
-        "data": data,
-        "data_gpu": data,
-        "evaluation": evaluation,
-        "totals": [f"lanes total_{name} = 0.0;" for name in totals],
-        "totals_gpu": [f"double total_{name} = 0.0;" for name in totals],
-        "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
-        "results": results,
-    }
-    form = loop.Form(variant.periodic, variant.excluding, variant.keeps_shifts, 0, variant.n_systems)
-    return loop.body(form, variant.precision, program.functions, pieces)
+    return loop.body(
+        variant.form,
+        variant.precision,
+        program.functions,
+        {name: f"lanes({value})" for name, value in totals.items()},
+        shared=shared,
+        data=data,
+        evaluation=evaluation,
+        results=results,
+    )

@@ -51,14 +51,12 @@ class Variant(NamedTuple):
         return self.request.formula
 
     @property
-    def by_system(self) -> bool:
-        """Whether an atom must know its system."""
-        return self.periodic or bool(self.formula.global_parameters)
-
-    @property
-    def keeps_shifts(self) -> bool:
-        """Whether the image of a neighbor matters beyond its position."""
-        return CELL in self.request.outputs or any(CELL in d for d in self.request.directions)
+    def form(self) -> loop.Form:
+        """What the loop must know."""
+        request, formula = self.request, self.formula
+        keeps_shifts = CELL in request.outputs or any(CELL in d for d in request.directions)
+        has_globals = bool(formula.global_parameters)
+        return loop.Form(self.periodic, request.excluding, keeps_shifts, has_globals, self.n_species)
 
     @property
     def n_parameters(self) -> int:
@@ -89,14 +87,7 @@ def inputs_of(variant: Variant) -> list[Array]:
     ):
         if any(letter in d for d in directions):
             arrays.append(Array(f"direction_{name}", "real", ndim))
-    arrays += [Array("batch_idx", "int32", 1)] * variant.by_system
-    arrays += [Array("row_begin", "int32", 1), Array("first", "int32", 1), Array("neighbors", "int32", 1)]
-    arrays += [Array("shifts", "int32", 2)] * variant.periodic
-    arrays += [Array("species", "int32", 1)] * bool(variant.n_species)
-    if variant.request.excluding:
-        arrays += [Array("excluded_begin", "int32", 1), Array("excluded", "int32", 1)]
-        arrays += [Array("excluded_factors", "float64", 1)]
-    return arrays
+    return arrays + variant.form.inputs()
 
 
 def outputs_of(variant: Variant) -> list[Array]:
@@ -147,19 +138,26 @@ def pair_kernel(variant: Variant) -> Any:
 def source(variant: Variant) -> str:
     """The C++ that sums the row of atom i."""
     program = derivatives.program(variant.request)
-    totals = _totals(variant, program)
     evaluation = [*program.of_pair]
     if "derivative" in program.results:
         evaluation += [f"const lanes g{a} = {_gradient(program, a)};" for a in range(3)]
-    evaluation += [f"total_{name} += kept({value});" for name, value in totals.items()]
-    n_tables = len(_tables(program)) * variant.n_species
-    tables = [f"double table_sums[{n_tables}] = {{}};"] if n_tables else []
-    columns = _table_columns(variant, program)
-    data = _data_of_pair(variant, program)
-    pieces: dict[str, list[str]] = {
-        "shared": [*_data_of_atom(variant, program), *program.shared],
-        "data": data,
-        "data_gpu": data,
+    return loop.body(
+        variant.form,
+        variant.precision,
+        program.functions,
+        _totals(variant, program),
+        shared=[*_data_of_atom(variant, program), *program.shared],
+        data=_data_of_pair(variant, program),
+        evaluation=evaluation,
+        results=_results(variant, program),
+        tables=_lines_of_tables(variant, program) if variant.n_species else loop.NO_TABLES,
+    )
+
+
+def _lines_of_tables(variant: Variant, program: derivatives.Program) -> dict[str, list[str]]:
+    columns = [(k * variant.n_species, f"lanes({program.results[name]})") for k, name in enumerate(_tables(program))]
+    n_sums = len(columns) * variant.n_species
+    return {
         "take_both": [
             "const auto take_both = [&](const real *from, long long stride) {",
             "    lanes values;",
@@ -167,36 +165,20 @@ def source(variant: Variant) -> str:
             "        values[l] = 0.5 * (from[stride * i + species.data[j[l]]] + from[stride * j[l] + own_species]);",
             "    return values;",
             "};",
-        ]
-        * bool(variant.n_species),
+        ],
         "take_both_gpu": [
             "const auto take_both = [&](const real *from, long long stride) {",
             "    return one(0.5) * (from[stride * i + species.data[it.j]] + from[stride * it.j + own_species]);",
             "};",
-        ]
-        * bool(variant.n_species),
-        "evaluation": evaluation,
-        "totals": [*(f"lanes total_{name} = 0.0;" for name in totals), *tables],
-        "totals_gpu": [*(f"double total_{name} = 0.0;" for name in totals), *tables],
+        ],
+        "table_sums": [f"double table_sums[{n_sums}] = {{}};"] * bool(columns),
         "tables": [
             f"for (int l = 0; l < {LANES} && at + l < n; ++l) table_sums[{column} + species.data[j[l]]] += {value}[l];"
             for column, value in columns
         ],
         "tables_gpu": [f"table_sums[{column} + species.data[it.j]] += {value};" for column, value in columns],
-        "reduce_tables": ["for (double &sum : table_sums) sum = add_up(sum);"] * bool(tables),
-        "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
-        "results": _results(variant, program),
+        "reduce_tables": ["for (double &sum : table_sums) sum = add_up(sum);"] * bool(columns),
     }
-    excluding, n_species = variant.request.excluding, variant.n_species
-    form = loop.Form(variant.periodic, excluding, variant.keeps_shifts, n_species, _systems(variant))
-    return loop.body(form, variant.precision, program.functions, pieces)
-
-
-def _systems(variant: Variant) -> str:
-    """The number of systems, if atoms must know theirs."""
-    if not variant.by_system:
-        return ""
-    return "cell.shape[0]" if variant.periodic else "global_parameters.shape[0]"
 
 
 def _number_of(letter: str, k: int, variant: Variant) -> int:
@@ -301,12 +283,6 @@ def _gradient(program: derivatives.Program, a: int) -> str:
 
 def _tables(program: derivatives.Program) -> list[str]:
     return [name for name in program.results if name.startswith("table")]
-
-
-def _table_columns(variant: Variant, program: derivatives.Program) -> list[tuple[int, str]]:
-    return [
-        (number * variant.n_species, f"lanes({program.results[name]})") for number, name in enumerate(_tables(program))
-    ]
 
 
 def _totals(variant: Variant, program: derivatives.Program) -> dict[str, str]:
