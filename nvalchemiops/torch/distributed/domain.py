@@ -338,14 +338,6 @@ class Domain:
     def _with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cat([values, self._halo.apply(values)])
 
-    def _all_with_ghosts(self, *columns: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Several times `_with_ghosts` in one message, for matrices and vectors of one dtype, or None."""
-        there = [c if c.ndim == 2 else c.unsqueeze(1) for c in columns if c is not None]
-        parts = iter(self._with_ghosts(torch.cat(there, 1)).split([c.shape[1] for c in there], 1))
-        return tuple(
-            None if c is None else next(parts).reshape(self.n_owned + self.n_ghosts, *c.shape[1:]) for c in columns
-        )
-
     def add_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         """Add what other ranks have for their ghosts: the transpose of `with_ghosts`. A collective call.
 
@@ -582,7 +574,3 @@ class Domain:
             targets = inverse(order)[:n].int()
         search = Search(everywhere, cutoff, self.cell, self.pbc, system, None, targets)
         return OwnedRows(search, order, self._halo.rows)
-
-    def _list_of(self, rows: Rows) -> OwnedRows | None:
-        """The list of which these are the rows of owned atoms, if it is one of this domain."""
-        return next((found for found in self._rows.values() if rows is found.alone), None)

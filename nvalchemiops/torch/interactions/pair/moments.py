@@ -6,7 +6,7 @@ any order; the kernel of each order is printed and compiled when it is first nee
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from nvalchemiops.torch.autograd import warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
 from nvalchemiops.torch.interactions.pair.op import RowKernel, fold_systems, product, row_output
-from nvalchemiops.torch.interactions.pair.shares import moments_with_ghosts, rows_for_derivatives, without_energies
+from nvalchemiops.torch.interactions.pair.shares import ghosts_of, with_ghosts
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
 from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 from nvalchemiops.torch.runtime.context import is_eager
@@ -255,7 +255,8 @@ def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple
     """The rule for ``vmap``: slices of moments alone become channels, others systems of one call."""
     names = [p.name for p in pair_moments.op.parameters]  # type: ignore[attr-defined]
     given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
-    if given["outputs"] == GATHERED and all(dim is None for name, dim in dims.items() if name != "moments"):
+    is_alone = given["outputs"] == GATHERED and given["sent"] is None
+    if is_alone and all(dim is None for name, dim in dims.items() if name != "moments"):
         moments = given["moments"].movedim(dims["moments"], 1)
         found, *empty = pair_moments(**{**given, "moments": moments.flatten(1, 2).contiguous()})
         none = [result.new_empty(info.batch_size, 0) for result in empty]
@@ -346,6 +347,11 @@ def pair_moments(
     excluded_factors: torch.Tensor | None,
     cutoff: float,
     r_switch: float,
+    system_of_all: torch.Tensor | None = None,
+    sent: torch.Tensor | None = None,
+    send: Sequence[int] = (),
+    receive: Sequence[int] = (),
+    group: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """Sums over neighbors of the derivatives of a radial function, contracted with moments; parts not asked are empty.
 
@@ -385,11 +391,15 @@ def pair_moments(
         Rows of pairs whose nearest image has a factor: (n_atoms + 1,) int32, (n,) int32, (n,) float64.
     cutoff, r_switch : float
         Distances.
+    system_of_all, sent, send, receive, group : optional
+        Where ranks share the sum, as of `nvalchemiops.torch.interactions.pair.op.pair_sum`.
     """
     given = dict(locals())  # a copy, to which debuggers add nothing
     n_atoms, n_channels, n_moments = moments.shape
     if n_channels > MOST_CHANNELS:
         return _in_blocks(**given)
+    if sent is not None:
+        given = with_ghosts(given, ("positions", "moments", "parameters"))
     orders = (order_of(n_moments), derivatives, -1 if row_moments is None else order_of(row_moments.shape[-1]))
     n_directions = 0 if direction_cell is None else direction_cell.shape[0]
     flags = (shifts is not None, excluded is not None, row_parameters is not None)
@@ -416,21 +426,14 @@ def gather_moments(
     ``row_parameters`` are those of atoms as receivers, if they differ. Others are as for `sum_moments`.
     """
     positions, cell, batch_idx, n_systems, rows, domain = system
-    of_neighbors, of_rows = moments, moments if virial else None
-    if domain is not None:
-        inputs = (positions, cell, moments, parameters, row_parameters, global_parameters)
-        rows = rows_for_derivatives(domain, rows, inputs)
-        positions, of_neighbors, parameters, batch_idx = moments_with_ghosts(domain, positions, moments, parameters)
-        of_rows = without_energies(domain, moments) if virial else None
-        if row_parameters is not None:  # what ghosts receive counts on other ranks
-            row_parameters = torch.cat([row_parameters, row_parameters.new_ones((domain.n_ghosts, 1))])
     excluded = (None, None, None) if exclusions is None else exclusions[:3]
-    given = (of_neighbors, of_rows, positions, cell, parameters, row_parameters, global_parameters, None)
+    of_atoms = (moments, moments if virial else None, positions, cell, parameters, row_parameters)
     distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)
-    others = (batch_idx, n_systems, *rows, *excluded, *distances)
+    others = (global_parameters, None, batch_idx, n_systems, *rows, *excluded, *distances)
+    ghosts = () if domain is None else ghosts_of(domain, batch_idx)
     outputs = GATHERED + VIRIAL * virial
-    found, _, by_strain = pair_moments(formula.text, "", outputs, derivatives, *given, *others)
-    return found if domain is None else found[: domain.n_owned], by_strain
+    found, _, by_strain = pair_moments(formula.text, "", outputs, derivatives, *of_atoms, *others, *ghosts)
+    return found, by_strain
 
 
 class MomentSums(NamedTuple):

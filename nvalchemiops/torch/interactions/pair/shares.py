@@ -2,9 +2,9 @@
 
 A pair of an owned atom and a ghost is in the rows of both, on the ranks of both. Each owned atom has half of the energy
 of its pairs, so energies of ghosts are left to their owners; then the energies of all ranks add up, and so do their
-derivatives. Sums of moments fetch values of ghosts before their op.
+derivatives.
 
-Sums over pairs fetch them inside of theirs (`with_ghosts`), whose rows are those of owned atoms. With values of all
+Ops fetch values of ghosts by themselves (`with_ghosts`); their rows are those of owned atoms. With values of all
 neighbors, and the weights of their energies among these, a row has all that a derivative of the sum over the atoms of
 all ranks by a value of this atom depends on. So the op is closed under differentiation there, too: gradients of owned
 atoms are complete, no gradients of ghosts are computed or sent back, and there are no rows of ghosts.
@@ -17,17 +17,15 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.agreement import described, of_atoms
 from nvalchemiops.torch.distributed.collectives import group_of
 from nvalchemiops.torch.distributed.communication import swap_rows
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
-from nvalchemiops.torch.neighbors.rows import Rows
 
 
 def ghosts_of(domain: Domain, batch_idx: torch.Tensor | None) -> tuple[Any, ...]:
-    """What `pair_sum` needs to know about ghosts; with ``batch_idx`` if the sum tells systems apart."""
+    """What an op over pairs needs to know about ghosts; with ``batch_idx`` if the sum tells systems apart."""
     halo, systems = domain._halo, None if batch_idx is None else domain.batch_idx_with_ghosts
     return systems, halo.rows, halo.send, halo.receive, halo.group
 
@@ -55,28 +53,6 @@ def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
         ghosts = part.reshape(part.shape[0], *values.shape[1:]).movedim(0, axis)
         found[name] = torch.cat([given[name], ghosts], axis)
     return found
-
-
-def rows_for_derivatives(domain: Domain, rows: Rows, inputs: Sequence[torch.Tensor | None]) -> Rows:
-    """The rows of a sum of moments: derivatives of its op need those of ghosts, if one of the ``inputs`` has any."""
-    found = domain._list_of(rows)
-    if found is None or not any(t is not None and is_differentiated(t) for t in inputs):
-        return rows
-    return found.of_both()
-
-
-def moments_with_ghosts(
-    domain: Domain, positions: torch.Tensor, moments: torch.Tensor, parameters: torch.Tensor | None
-) -> tuple[Any, ...]:
-    """Positions, moments (n, n_channels, n_moments), parameters and systems of owned atoms and ghosts."""
-    x, columns, of_atoms = domain._all_with_ghosts(positions, moments.flatten(1), parameters)
-    assert columns is not None
-    return x, columns.unflatten(1, moments.shape[1:]), of_atoms, domain.batch_idx_with_ghosts
-
-
-def without_energies(domain: Domain, moments: torch.Tensor) -> torch.Tensor:
-    """Moments of the rows of a sum for energies of owned atoms: those of ghosts are left to their owners."""
-    return torch.cat([moments, moments.new_zeros((domain.n_ghosts, *moments.shape[1:]))])
 
 
 def of_all_atoms(domain: Domain | None, value: Any) -> Any:
