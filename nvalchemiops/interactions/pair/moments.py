@@ -159,7 +159,7 @@ def radial(formula: Formula, by: tuple[str, ...], order: int) -> tuple[Program, 
     Where ``s B_(n+1) - (2n + 1) B_n`` is shorter than B_(n+1), as for functions over r, B_(n+1) follows from B_n.
     """
     program, lines = kept_text((*FILES, __file__), (formula, by, order), lambda: _radial(formula, by, order))
-    return Program.of(program), lines
+    return Program(*program), lines
 
 
 def _radial(formula: Formula, by: tuple[str, ...], order: int) -> list[Any]:
@@ -196,7 +196,7 @@ def _radial(formula: Formula, by: tuple[str, ...], order: int) -> list[Any]:
         lines = [line.replace("const lanes B", "lanes B") for line in lines] + _overlapping(len(screened), order)
     program = printed(parts, definitions)
     of_results = {name: f"lanes({text})" for name, text in program.results.items()}
-    return [program.data(), [line.format(**of_results) for line in lines]]
+    return [program, [line.format(**of_results) for line in lines]]
 
 
 def _screened(function: Any, s: Any) -> list[tuple[Any, Any]]:

@@ -210,12 +210,12 @@ def _system(structure: System, settings: Settings, given: GivenNeighbors) -> Pai
 
 def _of_all_ranks(domain: Domain, settings: Settings) -> Settings:
     """Damping parameters with complete gradients."""
-    values = {
-        name: domain.replicated(value) if isinstance(value, torch.Tensor) else value
-        for name, value in settings.damping._asdict().items()
-    }
-    s9 = domain.replicated(settings.s9) if isinstance(settings.s9, torch.Tensor) else settings.s9
-    return settings._replace(damping=settings.damping._replace(**values), s9=s9)
+
+    def complete(value: Any) -> Any:
+        return domain.replicated(value) if isinstance(value, torch.Tensor) else value
+
+    damping = type(settings.damping)(*map(complete, settings.damping))
+    return settings._replace(damping=damping, s9=complete(settings.s9))
 
 
 class AtCounts(NamedTuple):
