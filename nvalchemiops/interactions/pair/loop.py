@@ -7,7 +7,7 @@ say how the places ``@name@`` that differ are filled; `body` fills the others.
 import hashlib
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import warp as wp
@@ -398,6 +398,11 @@ NO_TABLES: dict[str, list[str]] = {
     name: [] for name in ("take_both", "take_both_gpu", "table_sums", "tables", "tables_gpu", "reduce_tables")
 }
 """Places of what tables of parameters need."""
+
+
+def vector(name: str, values: Sequence[str]) -> str:
+    """The declaration of an array with these values."""
+    return f"const one {name}[{len(values)}] = {{{', '.join(f'one({value})' for value in values)}}};"
 
 
 def body(

@@ -420,10 +420,10 @@ def source(variant: Variant) -> str:
 
     shared: list[str] = []
     if variant.periodic:
-        shared.append(f"const one h[9] = {{{', '.join(f'one(cell.data[9 * system + {c}])' for c in range(9))}}};")
+        shared.append(loop.vector("h", [f"cell.data[9 * system + {c}]" for c in range(9)]))
     for k in range(n_directions):
-        places = [f"one(direction_cell.data[9 * ({k}LL * cell.shape[0] + system) + {c}])" for c in range(9)]
-        shared.append(f"const one h_d{k}[9] = {{{', '.join(places)}}};")
+        places = [f"direction_cell.data[9 * ({k}LL * cell.shape[0] + system) + {c}]" for c in range(9)]
+        shared.append(loop.vector(f"h_d{k}", places))
     n = len(formula.per_atom)
     for m in range(n):
         if f"own{m}" in program.inputs:

@@ -189,39 +189,35 @@ def _number_of(letter: str, k: int, variant: Variant) -> int:
 def _data_of_atom(variant: Variant, program: derivatives.Program) -> list[str]:
     """Loads of the data that all pairs of an atom share."""
     formula, n = variant.formula, variant.n_parameters
-    loads = []
+    lines = []
     if variant.periodic:
-        loads.append(("one h[9]", [f"one(cell.data[9 * system + {c}])" for c in range(9)]))
+        lines.append(loop.vector("h", [f"cell.data[9 * system + {c}]" for c in range(9)]))
     if variant.request.weights:
-        loads.append(("one w_i", ["weights.data[i]"]))
+        lines.append("const one w_i = weights.data[i];")
     names = [("", "", 0)] + [(f"_d{k}", "direction_", k) for k in range(len(variant.request.directions))]
     for suffix, prefix, k in names:
         at = {letter: f"{_number_of(letter, k, variant)}LL" if suffix else "0LL" for letter in "rcpgw"}
         for m in range(len(formula.per_atom)):
             if f"own{m}{suffix}" in program.inputs:
                 place = f"{prefix}parameters.data[({at[PARAMETERS]} * n_atoms + i) * {n} + {m}]"
-                loads.append((f"one own{m}{suffix}", [place]))
+                lines.append(f"const one own{m}{suffix} = {place};")
         for m in range(len(formula.global_parameters)):
             if f"shared{m}{suffix}" in program.inputs:
                 row = f"{at[GLOBALS]} * global_parameters.shape[0] + system"
                 place = f"{prefix}global_parameters.data[({row}) * {len(formula.global_parameters)} + {m}]"
-                loads.append((f"one shared{m}{suffix}", [place]))
+                lines.append(f"const one shared{m}{suffix} = {place};")
         if not suffix:
             continue
         parts = variant.request.directions[k]
         if POSITIONS in parts:
             row = f"3 * ({at[POSITIONS]} * n_atoms + i)"
-            places = [f"one(direction_positions.data[{row} + {a}])" for a in range(3)]
-            loads.append((f"one x_i{suffix}[3]", places))
+            lines.append(loop.vector(f"x_i{suffix}", [f"direction_positions.data[{row} + {a}]" for a in range(3)]))
         if CELL in parts:
             row = f"9 * ({at[CELL]} * cell.shape[0] + system)"
-            loads.append((f"one h{suffix}[9]", [f"one(direction_cell.data[{row} + {c}])" for c in range(9)]))
+            lines.append(loop.vector(f"h{suffix}", [f"direction_cell.data[{row} + {c}]" for c in range(9)]))
         if f"w_i{suffix}" in program.inputs or f"eta{k}" in program.inputs:
-            loads.append((f"one w_i{suffix}", [f"direction_weights.data[{at[WEIGHTS]} * n_atoms + i]"]))
-    return [
-        f"const {name} = " + (f"{{{', '.join(values)}}};" if name.endswith("]") else f"{values[0]};")
-        for name, values in loads
-    ]
+            lines.append(f"const one w_i{suffix} = direction_weights.data[{at[WEIGHTS]} * n_atoms + i];")
+    return lines
 
 
 def _data_of_pair(variant: Variant, program: derivatives.Program) -> list[str]:
