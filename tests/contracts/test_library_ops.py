@@ -14,7 +14,7 @@ from nvalchemiops.interactions.pair.potentials import DSF, moment_short_range
 from nvalchemiops.torch import neighbors
 from nvalchemiops.torch.autograd import live_recordings
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
-from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
+from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives, three_body_energies
 from nvalchemiops.torch.interactions.electrostatics import ewald_summation, k_vectors
 from nvalchemiops.torch.interactions.electrostatics.terms import reciprocal
 from nvalchemiops.torch.interactions.pair.moments import pair_moments
@@ -82,7 +82,8 @@ def op_calls(system: System):
         ),
         shortest_vectors: (cell,),
         d3_coefficients: (x[:, 0].contiguous(), *reference_states, -4.0, 0),
-        three_body_sum: (*triples, torch.randn_like(q)),
+        three_body_energies: triples,
+        three_body_derivatives: (*triples, torch.randn_like(q)),
         segments.system_sums: (x, system_of, n_systems),
         segments.spread_systems: (cell, system_of, x.shape[0]),
         fourier.fourier_spread: (moments, x, *plan, 1),
@@ -146,8 +147,8 @@ def test_that_import_names_each_module_with_ops():
 @pytest.mark.parametrize("system", [TWO, SYSTEMS["no atoms"]()], ids=["two systems", "no atoms"])
 def test_opcheck(op, system):
     arguments = op_calls(system)[op]
-    # leaves, as a training loop passes them; this one refuses to be differentiated, but for its energies
-    leaves = bool(op.op.diff_outputs) and op is not three_body_sum
+    # leaves, as a training loop passes them; the last of a chain refuses to be differentiated
+    leaves = bool(op.op.diff_outputs) and op is not three_body_derivatives
     arguments = tuple(
         a.clone().requires_grad_(leaves) if isinstance(a, torch.Tensor) and a.is_floating_point() else a
         for a in arguments

@@ -20,7 +20,7 @@ from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.launch import registered_kernels
 from nvalchemiops.neighbors.rows import NO_PADDING
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
-from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
+from nvalchemiops.torch.interactions.dispersion.three_body import three_body_derivatives
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.neighbors import neighbor_list
 from nvalchemiops.torch.neighbors.pairs import measure_pairs
@@ -189,7 +189,7 @@ def triples(precision) -> Problem:
     def problem():
         found = []
         for form, given in zip(forms, (None, weights)):
-            found += three_body_sum(rows.positions, rows.cell, *described, *form, 30, 4.0, 3.0, given)
+            found += three_body_derivatives(rows.positions, rows.cell, *described, *form, 30, 4.0, 3.0, given)
         return found
 
     return problem

@@ -257,7 +257,7 @@ def _factorised(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, set
 
     if settings.has_triples:
         s9 = settings.s9
-        triples = _three_body(pairs, coefficients, atoms, settings.ranges.triples)
+        triples = _three_body(pairs, coefficients, atoms, settings.ranges.triples, derivatives)
         energies = energies + s9 * triples[0]
         forces = None if forces is None else forces - s9 * triples[1]
         virial = None if virial is None else virial + s9 * triples[4]
@@ -339,15 +339,19 @@ def _pair_radii(states: ReferenceStates, dtype: torch.dtype) -> torch.Tensor:
     return states.pair_radii.to(dtype)
 
 
-def _three_body(system: PairSystem, coefficients: torch.Tensor, atoms: Atoms, reach: Range) -> tuple[torch.Tensor, ...]:
+def _three_body(
+    system: PairSystem, coefficients: torch.Tensor, atoms: Atoms, reach: Range, derivatives: bool
+) -> tuple[torch.Tensor, ...]:
     """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
     positions, cell, batch_idx, n_systems, rows, domain = system
-    species, ghosts = atoms.row, ()
+    species = atoms.row
+    ghosts: tuple[Any, ...] = ()
     if domain is not None:
         species, ghosts = domain._with_ghosts(species), ghosts_of(domain, batch_idx)
     of_atoms = (coefficients, species, _pair_radii(atoms.states, coefficients.dtype), batch_idx, n_systems)
     distances = (NO_CUTOFF if distance is None else distance for distance in reach)
-    return three_body_sum(positions, cell, *of_atoms, *rows[:5], atoms.states.n_positive, *distances, None, *ghosts)
+    given = (positions, cell, *of_atoms, *rows[:5], atoms.states.n_positive, *distances)
+    return three_body_sum(given, ghosts, derivatives)
 
 
 def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smoothing: Any) -> Ranges:

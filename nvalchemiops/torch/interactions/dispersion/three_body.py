@@ -1,12 +1,12 @@
-"""The triple-dipole energy of D3 as a torch op (`nvalchemiops.interactions.dispersion.three_body`).
+"""The triple-dipole energy of D3 as torch ops (`nvalchemiops.interactions.dispersion.three_body`).
 
-Its kernel computes energies together with their first derivatives, so the backward pass of energies is the op itself,
-with weights. It ends there: asking for more raises.
+Two ops share one kernel: the energies, and their first derivatives, which are the backward pass of the first op and end
+there: asking for more raises.
 
 **Several ranks.** The kernel gathers: an atom has a third of each of its triples, and all of their derivatives by
 itself. Its triples are those of its row, if the row has all atoms within the cutoff, on whichever rank they are. So
-each rank computes energies, and gradients, of its own atoms, with values and weights of its ghosts, which the op
-fetches. Nothing goes back to the owners of ghosts.
+each rank computes energies, and gradients, of its own atoms, with values and weights of its ghosts, which the
+ops fetch. Nothing goes back to the owners of ghosts.
 """
 
 from collections.abc import Sequence
@@ -16,26 +16,12 @@ import torch
 
 from nvalchemiops.interactions.dispersion.three_body import MOST_COEFFICIENTS, N_SUMS, three_body
 from nvalchemiops.kernels.simd import WARP
-from nvalchemiops.launch import NotDifferentiableError
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
 from nvalchemiops.torch.interactions.pair.shares import with_ghosts
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems
-
-
-def _pullback(
-    inputs: dict[str, Any], gradients: dict[str, torch.Tensor | None], wanted: frozenset[str]
-) -> dict[str, torch.Tensor]:
-    weights = gradients.pop("energies")
-    if weights is None or any(g is not None for g in gradients.values()):
-        raise NotDifferentiableError(
-            "the three-body energy of D3 (three_body_sum) has first derivatives only: ask for one order less, or leave "
-            "`s9` out"
-        )
-    _, *found, _ = three_body_sum(**{**inputs, "weights": weights.contiguous()})
-    results = dict(zip(("positions", "coefficients", "cell"), found))
-    return {name: gradient for name, gradient in results.items() if name in wanted}
+from nvalchemiops.torch.runtime.context import is_eager
 
 
 def _of_systems(*inputs: Any) -> tuple[Any, ...]:
@@ -52,14 +38,14 @@ _OUTPUTS = {
 
 
 @warp_custom_op(
-    "nvalchemiops::three_body_sum",
+    "nvalchemiops::three_body_derivatives",
     outputs=[OutputSpec(name, real_of, shape) for name, shape in _OUTPUTS.items()],
-    # so that asking for derivatives of any other than the energies raises, and never gives zero
+    # so that asking for derivatives raises, and never gives zero
     grad_arrays=[*_OUTPUTS, "positions", "cell", "coefficients", "weights"],
-    backward=_pullback,
+    backward="none",
     trusted=True,
 )
-def three_body_sum(
+def three_body_derivatives(
     positions: torch.Tensor,
     cell: torch.Tensor | None,
     coefficients: torch.Tensor,
@@ -88,26 +74,10 @@ def three_body_sum(
 
     Parameters
     ----------
-    positions : (n_atoms, 3) tensor
-    cell : (n_systems, 3, 3) tensor, optional
-        Goes with ``shifts``.
-    coefficients : (n_atoms, n_coefficients) tensor
-        ``C6_ij = Σ_q ± c_iq c_jq``, the first ``n_positive`` of them with a plus.
-    species : (n_atoms,) int32 tensor
-        Rows of the radii.
-    pair_radii : (n_species, n_species) tensor
-    batch_idx : (n_atoms,) int32 tensor, optional
-    n_systems : int
-    row_begin, neighbors, shifts, width, padding
-        See `nvalchemiops.torch.neighbors.rows.Rows`; full rows.
-    n_positive : int
-    cutoff, r_switch : float
-        A triple counts if all of its sides are shorter than the cutoff; each goes to zero from ``r_switch`` on, if that
-        is less.
     weights : (n_atoms,) tensor, optional
         Of the energies in the sum that is differentiated; one by default.
-    system_of_all, sent, send, receive, group : optional
-        Where ranks share the sum, as of `nvalchemiops.torch.interactions.pair.op.pair_sum`.
+    **others
+        As for `three_body_energies`.
     """
     given = dict(locals())  # a copy, to which debuggers add nothing
     if coefficients.shape[1] > MOST_COEFFICIENTS:
@@ -130,3 +100,82 @@ _READ = (
     *("shifts", "width", "padding", "n_positive", "cutoff", "r_switch"),
 )
 """Arguments of the kernel, in its order."""
+
+
+def _pullback(
+    inputs: dict[str, Any], gradients: dict[str, torch.Tensor | None], wanted: frozenset[str]
+) -> dict[str, torch.Tensor]:
+    weights = gradients["energies"]
+    assert weights is not None
+    _, *found, _ = three_body_derivatives(**inputs, weights=weights.contiguous())
+    results = dict(zip(("positions", "coefficients", "cell"), found))
+    return {name: results[name] for name in wanted}
+
+
+@warp_custom_op(
+    "nvalchemiops::three_body_energies",
+    outputs=[OutputSpec("energies", real_of, _OUTPUTS["energies"])],
+    grad_arrays=["energies", "positions", "cell", "coefficients"],
+    backward=_pullback,
+    trusted=True,
+)
+def three_body_energies(
+    positions: torch.Tensor,
+    cell: torch.Tensor | None,
+    coefficients: torch.Tensor,
+    species: torch.Tensor,
+    pair_radii: torch.Tensor,
+    batch_idx: torch.Tensor | None,
+    n_systems: int,
+    row_begin: torch.Tensor | None,
+    neighbors: torch.Tensor,
+    shifts: torch.Tensor | None,
+    width: int,
+    padding: int,
+    n_positive: int,
+    cutoff: float,
+    r_switch: float,
+    system_of_all: torch.Tensor | None = None,
+    sent: torch.Tensor | None = None,
+    send: Sequence[int] = (),
+    receive: Sequence[int] = (),
+    group: int = 0,
+) -> torch.Tensor:
+    """Energies (n_atoms,) of triples, a third for each atom.
+
+    Parameters
+    ----------
+    positions : (n_atoms, 3) tensor
+    cell : (n_systems, 3, 3) tensor, optional
+        Goes with ``shifts``.
+    coefficients : (n_atoms, n_coefficients) tensor
+        ``C6_ij = Σ_q ± c_iq c_jq``, the first ``n_positive`` of them with a plus.
+    species : (n_atoms,) int32 tensor
+        Rows of the radii.
+    pair_radii : (n_species, n_species) tensor
+    batch_idx : (n_atoms,) int32 tensor, optional
+    n_systems : int
+    row_begin, neighbors, shifts, width, padding
+        See `nvalchemiops.torch.neighbors.rows.Rows`; full rows.
+    n_positive : int
+    cutoff, r_switch : float
+        A triple counts if all of its sides are shorter than the cutoff; each goes to zero from ``r_switch`` on, if that
+        is less.
+    system_of_all, sent, send, receive, group : optional
+        Where ranks share the sum, as of `nvalchemiops.torch.interactions.pair.op.pair_sum`.
+    """
+    return three_body_derivatives(**locals())[0]
+
+
+def three_body_sum(given: tuple[Any, ...], ghosts: tuple[Any, ...], derivatives: bool) -> tuple[torch.Tensor, ...]:
+    """Energies of triples; with ``derivatives`` also gradients by positions, coefficients and cell, and the virial.
+
+    ``given`` and ``ghosts`` are the arguments of `three_body_energies`.
+    """
+    if not derivatives:
+        return (three_body_energies(*given, *ghosts),)
+    found = three_body_derivatives(*given, None, *ghosts)
+    in_graph = not is_eager()
+    if in_graph or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given[:3])):
+        return (three_body_energies(*given, *ghosts), *found[1:])
+    return found
