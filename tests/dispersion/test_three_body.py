@@ -113,6 +113,20 @@ def test_explicit_forces_and_virial_are_those_of_autograd():
     torch.testing.assert_close(virial[0].detach(), -(x.mT @ by_x + cell.mT @ by_cell).detach(), rtol=1e-10, atol=1e-14)
 
 
+def test_forward_mode():
+    x, numbers, _ = tensors(molecule("H2O"))
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(energy(x, None, numbers)[0].sum(), x)
+    along = torch.linspace(-1.0, 1.0, x.numel(), dtype=x.dtype).view_as(x)
+    states = PARAMETERS.states(numbers.unique().tolist())
+    options = {"cutoff": 13.0, "three_body_cutoff": 12.0, "smoothing": 5.0, "s9": 1.0}
+    options |= dict(zip(("neighbor_list", "neighbor_ptr"), neighbor_list(x.detach(), 13.0, return_neighbor_list=True)))
+    _, pushed = torch.func.jvp(
+        lambda x: d3_dispersion(x, numbers, PBE, states, **options)[0].sum(), (x.detach(),), (along,)
+    )
+    torch.testing.assert_close(pushed, (slope * along).sum(), rtol=1e-12, atol=0.0)
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_second_derivatives_are_refused(explicit):
     x, numbers, _ = tensors(molecule("H2O"))

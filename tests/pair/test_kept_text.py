@@ -63,5 +63,5 @@ def test_a_folder_that_cannot_be_written(folder):
 def test_a_program_is_the_same_from_its_file():
     request = derivatives.Request(Formula.read(Formula("q1*q2*exp(-k*r)/r", ("q",), ("k",), ()).text), ("r",), "wrg")
     program = derivatives.printed(derivatives.derivatives(request))
-    assert derivatives.Program.of(json.loads(json.dumps(program.data()))) == program
+    assert derivatives.Program(*json.loads(json.dumps(program))) == program
     assert derivatives.program(request) == program

@@ -26,11 +26,6 @@ COORDINATION_SWITCHED = COORDINATION._replace(switched=True)
 """The same, going to zero smoothly."""
 
 
-def coefficient_names(n_positive: int, n_negative: int) -> tuple[str, ...]:
-    """Names of the parameters ``c_iq``, those with a positive eigenvalue first."""
-    return tuple(f"c{q}_" for q in range(n_positive + n_negative))
-
-
 def rational(n_positive: int, n_negative: int, switched: bool) -> Formula:
     """D3 with the damping of Becke and Johnson: ``r^n + f^n`` instead of ``r^n``, with ``f = a1 sqrt(C8/C6) + a2``.
 
@@ -57,6 +52,7 @@ def zero(n_positive: int, n_negative: int, switched: bool) -> Formula:
 
 
 def _coefficient(n_positive: int, n_negative: int) -> tuple[tuple[str, ...], str]:
-    names = coefficient_names(n_positive, n_negative)
+    """Names of the parameters ``c_iq``, those with a positive eigenvalue first, and C6 by them."""
+    names = tuple(f"c{q}_" for q in range(n_positive + n_negative))
     terms = [f"{'+' if q < n_positive else '-'} {name}1*{name}2" for q, name in enumerate(names)]
     return names, " ".join(terms).removeprefix("+ ")

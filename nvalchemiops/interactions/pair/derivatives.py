@@ -58,12 +58,12 @@ class Request(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Statements and results in C++.
+    """Statements and results in C++, in lists as a file holds them.
 
     Attributes
     ----------
-    inputs : set of str
-        Names of the symbols that are used.
+    inputs : list of str
+        Names of the symbols that are used, sorted.
     shared, of_pair : list of str
         Statements that all pairs of an atom share, and those of each pair.
     results : dict
@@ -73,20 +73,11 @@ class Program(NamedTuple):
         Names of the functions called.
     """
 
-    inputs: set[str]
+    inputs: list[str]
     shared: list[str]
     of_pair: list[str]
     results: dict[str, str]
     functions: list[str]
-
-    def data(self) -> list[Any]:
-        """The same in lists, as a file holds it."""
-        return [sorted(self.inputs), *self[1:]]
-
-    @classmethod
-    def of(cls, data: list[Any]) -> "Program":
-        """From `data`."""
-        return cls(set(data[0]), *data[1:])
 
 
 FILES = (__file__, str(sys.modules[Formula.__module__].__file__))
@@ -96,7 +87,7 @@ FILES = (__file__, str(sys.modules[Formula.__module__].__file__))
 @functools.cache
 def program(request: Request) -> Program:
     """Statements that compute the parts of ``T_n`` asked for, for one pair."""
-    return Program.of(kept_text(FILES, request, lambda: printed(derivatives(request)).data()))
+    return Program(*kept_text(FILES, request, lambda: printed(derivatives(request))))
 
 
 def printed(results: Mapping[str, Any], definitions: Mapping[Any, Any] | None = None) -> Program:
@@ -194,7 +185,7 @@ class _Printer:
         self.results = {name: self.code(e).text for name, e in zip(results, reduced)}
 
     def program(self) -> Program:
-        return Program(self.inputs, self.statements[True], self.statements[False], self.results, self.functions)
+        return Program(sorted(self.inputs), self.statements[True], self.statements[False], self.results, self.functions)
 
     def keep(self, text: str, shared: bool) -> _Code:
         """A name for the value of ``text``, which may be a name or a number already."""

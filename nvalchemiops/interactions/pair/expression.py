@@ -245,18 +245,15 @@ def _check_symmetry(energy: Any, formula: Formula, symbols: Symbols) -> None:
         if exchanged == energy:
             return
         if abs(there - back) > 1e-9 * (abs(there) + abs(back)) + 1e-12:
+            r = math.sqrt(dict(zip(arguments, point)).get(symbols.squared, 1))
             raise ValueError(
                 "`expression` is not symmetric: it changes its value when the two atoms are exchanged, but a pair has "
-                f"no order. At r = {_value(symbols.squared, arguments, point) ** 0.5:.3f} with random parameters it "
+                f"no order. At r = {r:.3f} with random parameters it "
                 f"gives {float(mpmath.re(there)):.6g} and {float(mpmath.re(back)):.6g}. Write it symmetrically, for "
                 "instance as the mean of both orders"
             )
     if not compared:
         raise ValueError(f"`expression` is no finite real number at any of {SAMPLES} random points")
-
-
-def _value(symbol: Any, arguments: Sequence[Any], point: Sequence[Any]) -> Any:
-    return dict(zip(arguments, point)).get(symbol, 1)
 
 
 class _Reader:

@@ -4,11 +4,15 @@ The body of the kernels of `nvalchemiops.interactions.pair.sum` and of `nvalchem
 say how the places ``@name@`` that differ are filled; `body` fills the others.
 """
 
+import hashlib
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import warp as wp
+
+from nvalchemiops.kernels.native import native_kernel, signature
 from nvalchemiops.kernels.simd import LANES, WARP, lanes_of_masks
 from nvalchemiops.kernels.special import scalar_functions, vector_functions
 from nvalchemiops.neighbors.rows import NO_PADDING, NOWHERE
@@ -319,6 +323,35 @@ def filled_lines(text: str, pieces: dict[str, list[str]], numbers: dict[str, Any
     return lines
 
 
+class Array(NamedTuple):
+    """An array that a kernel takes."""
+
+    name: str
+    element: str  # "real", or a Warp scalar type
+    ndim: int
+
+
+SCALARS = {
+    "width": wp.int32,  # of a matrix
+    "padding": wp.int32,  # entries that are no neighbors
+    "cutoff_distance": wp.float64,
+    "switch_distance": wp.float64,
+}
+"""Plain numbers that a kernel takes, between inputs and outputs."""
+
+
+def kernel(name: str, body: str, precision: str, inputs: list[Array], outputs: list[Array]) -> Any:
+    """The kernel with this body, called by its content, too."""
+    real = getattr(wp, precision)
+
+    def types(arrays: list[Array]) -> dict[str, Any]:
+        return {a.name: wp.array(dtype=getattr(wp, a.element, real), ndim=a.ndim) for a in arrays}
+
+    digest = hashlib.sha256(f"{body}{inputs}{outputs}".encode()).hexdigest()[:20]
+    parameters = signature(i=wp.int32, **types(inputs), **SCALARS, **types(outputs))
+    return native_kernel(f"{name}_{digest}", body, lanes=True)(parameters)
+
+
 class Form(NamedTuple):
     """What a loop must know about rows and atoms.
 
@@ -330,20 +363,60 @@ class Form(NamedTuple):
         Whether some pairs are excluded or scaled by a factor.
     keeps_shifts : bool
         Whether the image of a neighbor matters beyond its position.
+    has_globals : bool
+        Whether there are parameters of systems.
     n_species : int
         Species in tables of parameters; 0 without tables.
-    n_systems : str
-        C++ for the number of systems; empty if an atom need not know its system.
     """
 
     periodic: bool
     excluding: bool
     keeps_shifts: bool
-    n_species: int
-    n_systems: str
+    has_globals: bool
+    n_species: int = 0
+
+    @property
+    def n_systems(self) -> str:
+        """C++ for the number of systems; empty if an atom need not know its system."""
+        if self.periodic:
+            return "cell.shape[0]"
+        return "global_parameters.shape[0]" if self.has_globals else ""
+
+    def inputs(self) -> list[Array]:
+        """Arrays that describe rows, which a kernel takes last."""
+        arrays = [Array("batch_idx", "int32", 1)] * bool(self.n_systems)
+        arrays += [Array("row_begin", "int32", 1), Array("first", "int32", 1), Array("neighbors", "int32", 1)]
+        arrays += [Array("shifts", "int32", 2)] * self.periodic
+        arrays += [Array("species", "int32", 1)] * bool(self.n_species)
+        if self.excluding:
+            arrays += [Array("excluded_begin", "int32", 1), Array("excluded", "int32", 1)]
+            arrays += [Array("excluded_factors", "float64", 1)]
+        return arrays
 
 
-def body(form: Form, precision: str, functions: Iterable[str], pieces: Mapping[str, list[str]]) -> str:
+NO_TABLES: dict[str, list[str]] = {
+    name: [] for name in ("take_both", "take_both_gpu", "table_sums", "tables", "tables_gpu", "reduce_tables")
+}
+"""Places of what tables of parameters need."""
+
+
+def vector(name: str, values: Sequence[str]) -> str:
+    """The declaration of an array with these values."""
+    return f"const one {name}[{len(values)}] = {{{', '.join(f'one({value})' for value in values)}}};"
+
+
+def body(
+    form: Form,
+    precision: str,
+    functions: Iterable[str],
+    totals: Mapping[str, str],
+    *,
+    shared: list[str],
+    data: list[str],
+    evaluation: list[str],
+    results: list[str],
+    tables: Mapping[str, list[str]] = NO_TABLES,
+) -> str:
     """The C++ that sums the row of atom i.
 
     Parameters
@@ -352,9 +425,13 @@ def body(form: Form, precision: str, functions: Iterable[str], pieces: Mapping[s
     precision : str
         "float32" or "float64".
     functions : iterable of str
-        Those that the pieces call.
-    pieces : mapping
-        Lines for the places of `SKELETON` that differ between kernels; those of tables may be absent.
+        Those that the lines below call.
+    totals : mapping
+        Names of the sums over the row, and the term of a pair in each.
+    shared, data, evaluation, results : list of str
+        Lines for what pairs have in common, for the data of a pair and its evaluation, and stores of ``sum_<name>``.
+    tables : mapping
+        Lines for the places of `NO_TABLES`.
     """
     functions = list(functions)
     real = {"float32": "float", "float64": "double"}[precision]
@@ -362,8 +439,13 @@ def body(form: Form, precision: str, functions: Iterable[str], pieces: Mapping[s
     stored += [(f"shift{a}", f"shift[{a}]") for a in range(3)] * form.keeps_shifts
     is_nearest = IS_NEAREST.strip().splitlines() if form.periodic else [ALWAYS_NEAREST]
     lines: dict[str, list[str]] = {
-        **{name: [] for name in ("take_both", "take_both_gpu", "tables", "tables_gpu", "reduce_tables")},
-        **pieces,
+        **tables,
+        "shared": shared,
+        "evaluation": [*evaluation, *(f"total_{name} += kept({value});" for name, value in totals.items())],
+        "totals": [*(f"lanes total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
+        "totals_gpu": [*(f"double total_{name} = 0.0;" for name in totals), *tables["table_sums"]],
+        "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
+        "results": results,
         "checks": _checks(form),
         "image": IMAGE.strip().splitlines() * form.periodic,
         "is_nearest": is_nearest * form.excluding,
@@ -372,8 +454,8 @@ def body(form: Form, precision: str, functions: Iterable[str], pieces: Mapping[s
         "collect": _collect(form, "[m]", "it.factor", "it.shift[a]"),
         "keep": _collect(form, "[m]", "block.factor[from]", "block.shift[a][from]"),
         "fill": _collect(form, "[m + rest]", "1.0", "0"),
-        "data": [*(f"const lanes {name} = load(block.{place});" for name, place in stored), *pieces["data"]],
-        "data_gpu": [*(f"const one {name} = it.{place};" for name, place in stored), *pieces["data_gpu"]],
+        "data": [*(f"const lanes {name} = load(block.{place});" for name, place in stored), *data],
+        "data_gpu": [*(f"const one {name} = it.{place};" for name, place in stored), *data],
         "scalar_functions": textwrap.dedent(scalar_functions(functions, "real")).strip().splitlines(),
         "vector_functions": textwrap.dedent(vector_functions(functions)).strip().splitlines(),
     }

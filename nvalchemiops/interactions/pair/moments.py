@@ -21,19 +21,15 @@ and T, whose numbers are those of Hermite polynomials.
 """
 
 import functools
-import hashlib
 import math
 from typing import Any, NamedTuple
-
-import warp as wp
 
 from nvalchemiops.interactions.pair import loop, potentials
 from nvalchemiops.interactions.pair.derivatives import CELL, FILES, VIRIAL, Program, printed
 from nvalchemiops.interactions.pair.expression import Formula, pair_energy, symbols_of, without_absolutes
-from nvalchemiops.interactions.pair.sum import SCALARS, Array
+from nvalchemiops.interactions.pair.loop import Array
 from nvalchemiops.kernels.kept_text import kept_text
 from nvalchemiops.kernels.moments import Component, components, count
-from nvalchemiops.kernels.native import native_kernel, signature
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.launch import kernel_variants
 
@@ -103,16 +99,10 @@ class Variant(NamedTuple):
         return CELL in self.outputs or VIRIAL in self.outputs
 
     @property
-    def keeps_shifts(self) -> bool:
-        """Whether the image of a neighbor matters beyond its position."""
-        return CELL in self.outputs or self.n_directions > 0
-
-    @property
-    def n_systems(self) -> str:
-        """C++ for the number of systems, if an atom must know its own."""
-        if self.periodic:
-            return "cell.shape[0]"
-        return "global_parameters.shape[0]" if self.formula.global_parameters else ""
+    def form(self) -> loop.Form:
+        """What the loop must know."""
+        keeps_shifts = CELL in self.outputs or self.n_directions > 0
+        return loop.Form(self.periodic, self.excluding, keeps_shifts, bool(self.formula.global_parameters))
 
 
 def width_of_sums(outputs: str) -> dict[str, int]:
@@ -131,13 +121,7 @@ def inputs_of(variant: Variant) -> list[Array]:
     arrays += [Array("row_parameters", "real", 2)] * variant.apart
     arrays += [Array("global_parameters", "real", 2)] * bool(formula.global_parameters)
     arrays += [Array("direction_cell", "real", 4)] * bool(variant.n_directions)
-    arrays += [Array("batch_idx", "int32", 1)] * bool(variant.n_systems)
-    arrays += [Array("row_begin", "int32", 1), Array("first", "int32", 1), Array("neighbors", "int32", 1)]
-    arrays += [Array("shifts", "int32", 2)] * variant.periodic
-    if variant.excluding:
-        arrays += [Array("excluded_begin", "int32", 1), Array("excluded", "int32", 1)]
-        arrays += [Array("excluded_factors", "float64", 1)]
-    return arrays
+    return arrays + variant.form.inputs()
 
 
 def outputs_of(variant: Variant) -> list[Array]:
@@ -159,18 +143,10 @@ _EWALD = [
 def moment_kernel(variant: Variant) -> Any:
     """The kernel for ``variant``, compiled at its first launch and kept on disk by its content.
 
-    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `SCALARS` and the arrays of
+    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `loop.SCALARS` and the arrays of
     `outputs_of`.
     """
-    body, inputs, outputs = source(variant), inputs_of(variant), outputs_of(variant)
-    real = getattr(wp, variant.precision)
-
-    def types(arrays: list[Array]) -> dict[str, Any]:
-        return {a.name: wp.array(dtype=getattr(wp, a.element, real), ndim=a.ndim) for a in arrays}
-
-    digest = hashlib.sha256(f"{body}{inputs}{outputs}".encode()).hexdigest()[:20]
-    parameters = signature(i=wp.int32, **types(inputs), **SCALARS, **types(outputs))
-    return native_kernel(f"pair_moments_{digest}", body, lanes=True)(parameters)
+    return loop.kernel("pair_moments", source(variant), variant.precision, inputs_of(variant), outputs_of(variant))
 
 
 # -- the radial function --------------------------------------------------------------------------
@@ -183,7 +159,7 @@ def radial(formula: Formula, by: tuple[str, ...], order: int) -> tuple[Program, 
     Where ``s B_(n+1) - (2n + 1) B_n`` is shorter than B_(n+1), as for functions over r, B_(n+1) follows from B_n.
     """
     program, lines = kept_text((*FILES, __file__), (formula, by, order), lambda: _radial(formula, by, order))
-    return Program.of(program), lines
+    return Program(*program), lines
 
 
 def _radial(formula: Formula, by: tuple[str, ...], order: int) -> list[Any]:
@@ -220,7 +196,7 @@ def _radial(formula: Formula, by: tuple[str, ...], order: int) -> list[Any]:
         lines = [line.replace("const lanes B", "lanes B") for line in lines] + _overlapping(len(screened), order)
     program = printed(parts, definitions)
     of_results = {name: f"lanes({text})" for name, text in program.results.items()}
-    return [program.data(), [line.format(**of_results) for line in lines]]
+    return [program, [line.format(**of_results) for line in lines]]
 
 
 def _screened(function: Any, s: Any) -> list[tuple[Any, Any]]:
@@ -327,10 +303,13 @@ class _Contraction:
         self.n_directions = 0
 
     def keep(self, key: Any, text: str) -> str:
-        name = f"{self.prefix}{len(self.statements)}"
-        self.statements.append(f"const lanes {name} = {text};")
-        self.known[key] = name
-        return name
+        """A name for the value of ``text``, which may be that of a moment, or empty for zero."""
+        if text and text not in self.moments.values():
+            name = f"{self.prefix}{len(self.statements)}"
+            self.statements.append(f"const lanes {name} = {text};")
+            text = name
+        self.known[key] = text
+        return text
 
     def power(self, exponents: Component) -> str:
         """A product of components of the displacement."""
@@ -365,9 +344,6 @@ class _Contraction:
                 ways = math.factorial(t) / math.prod(map(math.factorial, halves))
                 number = ways * math.prod(map(math.factorial, exponents)) / (2**t * math.factorial(t))
                 text += (" + " if text else "") + (name if number == 1 else f"one({number!r}) * {name}")
-        if not text or text in self.moments.values():
-            self.known[key] = text
-            return text
         return self.keep(key, text)
 
     def chain(self, k: int, raised: Component) -> str:
@@ -382,9 +358,6 @@ class _Contraction:
                 if polynomial:
                     sign = "-" if (order - t) % 2 else "+" if text else ""
                     text = f"{text} {sign} B{order - t + k} * {polynomial}".strip()
-        if not text:
-            self.known[key] = ""
-            return ""
         return self.keep(key, text)
 
     def derivative(self, component: Component) -> str:
@@ -412,9 +385,6 @@ class _Contraction:
                 factors += [self.power(exponents), value] if any(exponents) else [value]
                 sign = "-" if k % 2 else "+" if text else ""
                 text = f"{text} {sign} {' * '.join(factors)}".strip()
-        if not text:
-            self.known[key] = ""
-            return ""
         return self.keep(key, text)
 
     def along(self, component: Component, n_directions: int) -> str:
@@ -426,9 +396,6 @@ class _Contraction:
             return self.known[key]
         values = [self.along(_changed(component, a, 1), n_directions - 1) for a in range(3)]
         text = " + ".join(f"e{n_directions - 1}_{a} * {value}" for a, value in enumerate(values) if value)
-        if not text:
-            self.known[key] = ""
-            return ""
         return self.keep(key, text)
 
 
@@ -453,10 +420,10 @@ def source(variant: Variant) -> str:
 
     shared: list[str] = []
     if variant.periodic:
-        shared.append(f"const one h[9] = {{{', '.join(f'one(cell.data[9 * system + {c}])' for c in range(9))}}};")
+        shared.append(loop.vector("h", [f"cell.data[9 * system + {c}]" for c in range(9)]))
     for k in range(n_directions):
-        places = [f"one(direction_cell.data[9 * ({k}LL * cell.shape[0] + system) + {c}])" for c in range(9)]
-        shared.append(f"const one h_d{k}[9] = {{{', '.join(places)}}};")
+        places = [f"direction_cell.data[9 * ({k}LL * cell.shape[0] + system) + {c}]" for c in range(9)]
+        shared.append(loop.vector(f"h_d{k}", places))
     n = len(formula.per_atom)
     for m in range(n):
         if f"own{m}" in program.inputs:
@@ -516,8 +483,6 @@ def source(variant: Variant) -> str:
         totals |= {f"h{c}{a}": f"shift{c} * f{a}" for c in range(3) for a in range(3)}
     if VIRIAL in variant.outputs:
         totals |= {f"v{a}{b}": f"-d{a} * f{b}" for a in range(3) for b in range(3)}
-    evaluation += [f"total_{name} += kept(lanes({value}));" for name, value in totals.items()]
-
     results = [
         f"gathered.data[{n_channels * n_gathered}LL * i + {c * n_gathered + a}] = sum_m{c}_{a};"
         for c in range(n_channels)
@@ -525,15 +490,13 @@ def source(variant: Variant) -> str:
     ]
     columns = [name for name in totals if not name.startswith("m")]
     results += [f"sums.data[{len(columns)}LL * i + {k}] = sum_{name};" for k, name in enumerate(columns)]
-    pieces: dict[str, list[str]] = {
-        "shared": shared,
-        "data": data,
-        "data_gpu": data,
-        "evaluation": evaluation,
-        "totals": [f"lanes total_{name} = 0.0;" for name in totals],
-        "totals_gpu": [f"double total_{name} = 0.0;" for name in totals],
-        "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
-        "results": results,
-    }
-    form = loop.Form(variant.periodic, variant.excluding, variant.keeps_shifts, 0, variant.n_systems)
-    return loop.body(form, variant.precision, program.functions, pieces)
+    return loop.body(
+        variant.form,
+        variant.precision,
+        program.functions,
+        {name: f"lanes({value})" for name, value in totals.items()},
+        shared=shared,
+        data=data,
+        evaluation=evaluation,
+        results=results,
+    )

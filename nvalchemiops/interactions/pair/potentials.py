@@ -51,6 +51,8 @@ def soft_core_lennard_jones(mixing: str | None = "lorentz-berthelot") -> Formula
 def _mixed(energy: str, mixing: str | None, global_parameters: tuple[str, ...] = ()) -> Formula:
     if mixing is None:
         return Formula(energy, (), global_parameters, ("sigma", "epsilon"))
+    if not isinstance(mixing, str):
+        raise TypeError(f"`mixing` must be the name of a rule or None, got {type(mixing).__name__}")
     if mixing not in MIXING:
         raise ValueError(f"`mixing` must be one of {', '.join(map(repr, MIXING))} or None, got {mixing!r}")
     return Formula(f"{energy}; {MIXING[mixing]}", ("sigma", "epsilon"), global_parameters)

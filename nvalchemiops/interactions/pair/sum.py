@@ -10,16 +10,13 @@ up in float64. On a GPU the lanes of a warp share a row, evaluate a neighbor eac
 and add up in float64.
 """
 
-import hashlib
 import re
 from typing import Any, NamedTuple
-
-import warp as wp
 
 from nvalchemiops.interactions.pair import derivatives, loop, potentials
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.kernels.native import native_kernel, signature
+from nvalchemiops.interactions.pair.loop import Array
 from nvalchemiops.kernels.simd import LANES
 from nvalchemiops.launch import kernel_variants
 
@@ -54,27 +51,17 @@ class Variant(NamedTuple):
         return self.request.formula
 
     @property
-    def by_system(self) -> bool:
-        """Whether an atom must know its system."""
-        return self.periodic or bool(self.formula.global_parameters)
-
-    @property
-    def keeps_shifts(self) -> bool:
-        """Whether the image of a neighbor matters beyond its position."""
-        return CELL in self.request.outputs or any(CELL in d for d in self.request.directions)
+    def form(self) -> loop.Form:
+        """What the loop must know."""
+        request, formula = self.request, self.formula
+        keeps_shifts = CELL in request.outputs or any(CELL in d for d in request.directions)
+        has_globals = bool(formula.global_parameters)
+        return loop.Form(self.periodic, request.excluding, keeps_shifts, has_globals, self.n_species)
 
     @property
     def n_parameters(self) -> int:
         """Columns of the parameters of atoms: one for each parameter, and in tables one for each species."""
         return len(self.formula.per_atom) + len(self.formula.per_pair) * self.n_species
-
-
-class Array(NamedTuple):
-    """An array that a kernel takes."""
-
-    name: str
-    element: str  # "real", or a Warp scalar type
-    ndim: int
 
 
 def width_of_sums(outputs: str, n_globals: int) -> dict[str, int]:
@@ -100,14 +87,7 @@ def inputs_of(variant: Variant) -> list[Array]:
     ):
         if any(letter in d for d in directions):
             arrays.append(Array(f"direction_{name}", "real", ndim))
-    arrays += [Array("batch_idx", "int32", 1)] * variant.by_system
-    arrays += [Array("row_begin", "int32", 1), Array("first", "int32", 1), Array("neighbors", "int32", 1)]
-    arrays += [Array("shifts", "int32", 2)] * variant.periodic
-    arrays += [Array("species", "int32", 1)] * bool(variant.n_species)
-    if variant.request.excluding:
-        arrays += [Array("excluded_begin", "int32", 1), Array("excluded", "int32", 1)]
-        arrays += [Array("excluded_factors", "float64", 1)]
-    return arrays
+    return arrays + variant.form.inputs()
 
 
 def outputs_of(variant: Variant) -> list[Array]:
@@ -118,15 +98,6 @@ def outputs_of(variant: Variant) -> list[Array]:
     arrays += [Array("parameter_gradients", "real", 2)] * (PARAMETERS in outputs)
     arrays += [Array("sums", "float64", 2)] * bool(width_of_sums(outputs, 1))
     return [*arrays, Array("fault", "int32", 1)]
-
-
-SCALARS = {
-    "width": wp.int32,  # of a matrix
-    "padding": wp.int32,  # entries that are no neighbors
-    "cutoff_distance": wp.float64,
-    "switch_distance": wp.float64,
-}
-"""Plain numbers that the kernel takes, between inputs and outputs."""
 
 
 _COMMON = [
@@ -155,18 +126,10 @@ _NEARBY = [
 def pair_kernel(variant: Variant) -> Any:
     """The kernel for ``variant``, compiled at its first launch and kept on disk by its content.
 
-    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `SCALARS` and the arrays of
+    Its parameters are ``offset``, then the arrays of `inputs_of`, the numbers of `loop.SCALARS` and the arrays of
     `outputs_of`.
     """
-    body, inputs, outputs = source(variant), inputs_of(variant), outputs_of(variant)
-    real = getattr(wp, variant.precision)
-
-    def types(arrays: list[Array]) -> dict[str, Any]:
-        return {a.name: wp.array(dtype=getattr(wp, a.element, real), ndim=a.ndim) for a in arrays}
-
-    digest = hashlib.sha256(f"{body}{inputs}{outputs}".encode()).hexdigest()[:20]
-    parameters = signature(i=wp.int32, **types(inputs), **SCALARS, **types(outputs))
-    return native_kernel(f"pair_sum_{digest}", body, lanes=True)(parameters)
+    return loop.kernel("pair_sum", source(variant), variant.precision, inputs_of(variant), outputs_of(variant))
 
 
 # -- the body -------------------------------------------------------------------------------------
@@ -175,19 +138,26 @@ def pair_kernel(variant: Variant) -> Any:
 def source(variant: Variant) -> str:
     """The C++ that sums the row of atom i."""
     program = derivatives.program(variant.request)
-    totals = _totals(variant, program)
     evaluation = [*program.of_pair]
     if "derivative" in program.results:
         evaluation += [f"const lanes g{a} = {_gradient(program, a)};" for a in range(3)]
-    evaluation += [f"total_{name} += kept({value});" for name, value in totals.items()]
-    n_tables = len(_tables(program)) * variant.n_species
-    tables = [f"double table_sums[{n_tables}] = {{}};"] if n_tables else []
-    columns = _table_columns(variant, program)
-    data = _data_of_pair(variant, program)
-    pieces: dict[str, list[str]] = {
-        "shared": [*_data_of_atom(variant, program), *program.shared],
-        "data": data,
-        "data_gpu": data,
+    return loop.body(
+        variant.form,
+        variant.precision,
+        program.functions,
+        _totals(variant, program),
+        shared=[*_data_of_atom(variant, program), *program.shared],
+        data=_data_of_pair(variant, program),
+        evaluation=evaluation,
+        results=_results(variant, program),
+        tables=_lines_of_tables(variant, program) if variant.n_species else loop.NO_TABLES,
+    )
+
+
+def _lines_of_tables(variant: Variant, program: derivatives.Program) -> dict[str, list[str]]:
+    columns = [(k * variant.n_species, f"lanes({program.results[name]})") for k, name in enumerate(_tables(program))]
+    n_sums = len(columns) * variant.n_species
+    return {
         "take_both": [
             "const auto take_both = [&](const real *from, long long stride) {",
             "    lanes values;",
@@ -195,36 +165,20 @@ def source(variant: Variant) -> str:
             "        values[l] = 0.5 * (from[stride * i + species.data[j[l]]] + from[stride * j[l] + own_species]);",
             "    return values;",
             "};",
-        ]
-        * bool(variant.n_species),
+        ],
         "take_both_gpu": [
             "const auto take_both = [&](const real *from, long long stride) {",
             "    return one(0.5) * (from[stride * i + species.data[it.j]] + from[stride * it.j + own_species]);",
             "};",
-        ]
-        * bool(variant.n_species),
-        "evaluation": evaluation,
-        "totals": [*(f"lanes total_{name} = 0.0;" for name in totals), *tables],
-        "totals_gpu": [*(f"double total_{name} = 0.0;" for name in totals), *tables],
+        ],
+        "table_sums": [f"double table_sums[{n_sums}] = {{}};"] * bool(columns),
         "tables": [
             f"for (int l = 0; l < {LANES} && at + l < n; ++l) table_sums[{column} + species.data[j[l]]] += {value}[l];"
             for column, value in columns
         ],
         "tables_gpu": [f"table_sums[{column} + species.data[it.j]] += {value};" for column, value in columns],
-        "reduce_tables": ["for (double &sum : table_sums) sum = add_up(sum);"] * bool(tables),
-        "sums": [f"const double sum_{name} = add_up(total_{name}) + error;" for name in totals],
-        "results": _results(variant, program),
+        "reduce_tables": ["for (double &sum : table_sums) sum = add_up(sum);"] * bool(columns),
     }
-    excluding, n_species = variant.request.excluding, variant.n_species
-    form = loop.Form(variant.periodic, excluding, variant.keeps_shifts, n_species, _systems(variant))
-    return loop.body(form, variant.precision, program.functions, pieces)
-
-
-def _systems(variant: Variant) -> str:
-    """The number of systems, if atoms must know theirs."""
-    if not variant.by_system:
-        return ""
-    return "cell.shape[0]" if variant.periodic else "global_parameters.shape[0]"
 
 
 def _number_of(letter: str, k: int, variant: Variant) -> int:
@@ -235,39 +189,35 @@ def _number_of(letter: str, k: int, variant: Variant) -> int:
 def _data_of_atom(variant: Variant, program: derivatives.Program) -> list[str]:
     """Loads of the data that all pairs of an atom share."""
     formula, n = variant.formula, variant.n_parameters
-    loads = []
+    lines = []
     if variant.periodic:
-        loads.append(("one h[9]", [f"one(cell.data[9 * system + {c}])" for c in range(9)]))
+        lines.append(loop.vector("h", [f"cell.data[9 * system + {c}]" for c in range(9)]))
     if variant.request.weights:
-        loads.append(("one w_i", ["weights.data[i]"]))
+        lines.append("const one w_i = weights.data[i];")
     names = [("", "", 0)] + [(f"_d{k}", "direction_", k) for k in range(len(variant.request.directions))]
     for suffix, prefix, k in names:
         at = {letter: f"{_number_of(letter, k, variant)}LL" if suffix else "0LL" for letter in "rcpgw"}
         for m in range(len(formula.per_atom)):
             if f"own{m}{suffix}" in program.inputs:
                 place = f"{prefix}parameters.data[({at[PARAMETERS]} * n_atoms + i) * {n} + {m}]"
-                loads.append((f"one own{m}{suffix}", [place]))
+                lines.append(f"const one own{m}{suffix} = {place};")
         for m in range(len(formula.global_parameters)):
             if f"shared{m}{suffix}" in program.inputs:
                 row = f"{at[GLOBALS]} * global_parameters.shape[0] + system"
                 place = f"{prefix}global_parameters.data[({row}) * {len(formula.global_parameters)} + {m}]"
-                loads.append((f"one shared{m}{suffix}", [place]))
+                lines.append(f"const one shared{m}{suffix} = {place};")
         if not suffix:
             continue
         parts = variant.request.directions[k]
         if POSITIONS in parts:
             row = f"3 * ({at[POSITIONS]} * n_atoms + i)"
-            places = [f"one(direction_positions.data[{row} + {a}])" for a in range(3)]
-            loads.append((f"one x_i{suffix}[3]", places))
+            lines.append(loop.vector(f"x_i{suffix}", [f"direction_positions.data[{row} + {a}]" for a in range(3)]))
         if CELL in parts:
             row = f"9 * ({at[CELL]} * cell.shape[0] + system)"
-            loads.append((f"one h{suffix}[9]", [f"one(direction_cell.data[{row} + {c}])" for c in range(9)]))
+            lines.append(loop.vector(f"h{suffix}", [f"direction_cell.data[{row} + {c}]" for c in range(9)]))
         if f"w_i{suffix}" in program.inputs or f"eta{k}" in program.inputs:
-            loads.append((f"one w_i{suffix}", [f"direction_weights.data[{at[WEIGHTS]} * n_atoms + i]"]))
-    return [
-        f"const {name} = " + (f"{{{', '.join(values)}}};" if name.endswith("]") else f"{values[0]};")
-        for name, values in loads
-    ]
+            lines.append(f"const one w_i{suffix} = direction_weights.data[{at[WEIGHTS]} * n_atoms + i];")
+    return lines
 
 
 def _data_of_pair(variant: Variant, program: derivatives.Program) -> list[str]:
@@ -329,12 +279,6 @@ def _gradient(program: derivatives.Program, a: int) -> str:
 
 def _tables(program: derivatives.Program) -> list[str]:
     return [name for name in program.results if name.startswith("table")]
-
-
-def _table_columns(variant: Variant, program: derivatives.Program) -> list[tuple[int, str]]:
-    return [
-        (number * variant.n_species, f"lanes({program.results[name]})") for number, name in enumerate(_tables(program))
-    ]
 
 
 def _totals(variant: Variant, program: derivatives.Program) -> dict[str, str]:

@@ -329,14 +329,6 @@ class Domain:
     def _with_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         return torch.cat([values, self._halo.apply(values)])
 
-    def _all_with_ghosts(self, *columns: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """`_with_ghosts` for several columns in one message. Columns are matrices and vectors of one dtype, or None."""
-        there = [c if c.ndim == 2 else c.unsqueeze(1) for c in columns if c is not None]
-        parts = iter(self._with_ghosts(torch.cat(there, 1)).split([c.shape[1] for c in there], 1))
-        return tuple(
-            None if c is None else next(parts).reshape(self.n_owned + self.n_ghosts, *c.shape[1:]) for c in columns
-        )
-
     def add_ghosts(self, values: torch.Tensor) -> torch.Tensor:
         """Add the values of ghosts to their owners: the transpose of `with_ghosts`. A collective call.
 
@@ -570,7 +562,3 @@ class Domain:
             targets = inverse(order)[:n].int()
         search = Search(everywhere, cutoff, self.cell, self.pbc, system, None, targets)
         return OwnedRows(search, order, self._halo.rows)
-
-    def _list_of(self, rows: Rows) -> OwnedRows | None:
-        """The list of this domain whose rows of owned atoms are ``rows``; None if there is none."""
-        return next((found for found in self._rows.values() if rows is found.alone), None)

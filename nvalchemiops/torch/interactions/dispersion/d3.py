@@ -107,10 +107,10 @@ def d3_dispersion(
         A bad argument, named in the message; elements without parameters.
     """
     ranges = ranges_of(cutoff, coordination_cutoff, three_body_cutoff, smoothing)
-    settings = Settings(damping, ranges, k1, k3, s9)
     request = check_pair_request(compute_forces, compute_virial, energy_reduction)
+    settings = Settings(damping, ranges, k1, k3, s9, request, num_systems)
     given = GivenNeighbors(
         neighbor_list, neighbor_ptr, neighbor_shifts, neighbor_matrix, neighbor_matrix_shifts, fill_value, half_list
     )
     atoms = System(positions, None, cell, batch_idx, pbc, numbers, domain)
-    return dispersion_sum(atoms, parameters, settings, request, given, num_systems)
+    return dispersion_sum(atoms, parameters, settings, given)

@@ -144,10 +144,10 @@ def dftd3(
         ranges = Ranges(Range(off, on if on < off else None), *ranges[1:])
     of_list, of_matrix = (neighbor_list, neighbor_ptr, unit_shifts), (neighbor_matrix, neighbor_matrix_shifts)
     given = GivenNeighbors(*of_list, *of_matrix, fill_value, half_list, shifts_name="unit_shifts")
-    settings = Settings(RationalDamping(a1, a2, s8, s6), ranges, k1, k3, s9)
     request = check_pair_request(True, compute_virial, "system")
+    settings = Settings(RationalDamping(a1, a2, s8, s6), ranges, k1, k3, s9, request, num_systems)
     atoms = System(positions, None, cell, batch_idx, None, numbers)
-    return dispersion_sum(atoms, d3_params, settings, request, given, num_systems)
+    return dispersion_sum(atoms, d3_params, settings, given)
 
 
 def _from_parts(parts: dict[str, Any]) -> D3Parameters:

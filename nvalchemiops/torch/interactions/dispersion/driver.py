@@ -17,9 +17,9 @@ from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.dispersion.coefficients import d3_coefficients
 from nvalchemiops.torch.interactions.dispersion.pair_tables import coefficients_of_pairs, pairs_apart
 from nvalchemiops.torch.interactions.dispersion.reference_data import D3Parameters, ReferenceStates
-from nvalchemiops.torch.interactions.dispersion.three_body import three_body_share, three_body_sum
+from nvalchemiops.torch.interactions.dispersion.three_body import three_body_sum
 from nvalchemiops.torch.interactions.pair.driver import PairRequest, run, sum_pairs
-from nvalchemiops.torch.interactions.pair.shares import must_be_same, together
+from nvalchemiops.torch.interactions.pair.shares import ghosts_of, must_be_same, together
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem, pair_system
 from nvalchemiops.torch.neighbors.rows import GivenNeighbors
 from nvalchemiops.torch.operators.segments import system_sums
@@ -65,13 +65,15 @@ class Atoms(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Parameters of the energy other than atoms and reference data, as for `d3_dispersion`."""
+    """Arguments other than atoms, reference data and neighbors, as for `d3_dispersion`."""
 
     damping: RationalDamping | ZeroDamping
     ranges: Ranges
     k1: float
     k3: float
     s9: float | torch.Tensor
+    request: PairRequest
+    num_systems: int | None
 
     def checked(self) -> "Settings":
         """The same with numbers as floats; raise unless damping and numbers are of their kinds."""
@@ -84,23 +86,24 @@ class Settings(NamedTuple):
         """Whether there is a three-body energy."""
         return isinstance(self.s9, torch.Tensor) or self.s9 != 0.0
 
+    @property
+    def tells_apart(self) -> bool:
+        """Whether sums over pairs must tell systems apart: there is a result, or a damping parameter, for each."""
+        several = any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in self.damping)
+        return self.request.virial or several
+
 
 @functools.partial(only_inlined, with_calls=True)
 def dispersion_sum(
-    structure: System,
-    parameters: D3Parameters | ReferenceStates,
-    settings: Settings,
-    request: PairRequest,
-    given: GivenNeighbors,
-    num_systems: int | None,
+    structure: System, parameters: D3Parameters | ReferenceStates, settings: Settings, given: GivenNeighbors
 ) -> tuple[torch.Tensor, ...]:
     """Arguments and results as for `d3_dispersion`; neighbors are searched for within the largest of the ranges.
 
     Atoms that are padding are at the origin, wherever they were, without neighbors.
     """
     settings = settings.checked()
-    damping, others = settings.damping, (type(settings.damping).__name__, settings.ranges, settings.k1, settings.k3)
-    options: tuple[Any, ...] = (request, num_systems, *others)
+    damping = settings.damping
+    options: tuple[Any, ...] = (type(damping).__name__, *settings[1:4], *settings[5:])
     if structure.domain is None and is_eager():
         _check_numbers(structure)
         if isinstance(parameters, D3Parameters) and structure.numbers is not None and may_read(structure.numbers):
@@ -108,14 +111,14 @@ def dispersion_sum(
         options = (*options, parameters)
 
     def system_of(here: System, near: GivenNeighbors) -> PairSystem:
-        return _system(here, settings, request, near, num_systems)
+        return _system(here, settings, near)
 
     def evaluate(
         near: GivenNeighbors, /, positions: Any, cell: Any, s9: Any, **values: Any
     ) -> tuple[torch.Tensor, ...]:
         here = structure._replace(positions=positions, cell=cell)
         damped = damping._replace(**{name: values[name] for name in damping._fields})
-        return _dispersion_sum(here, parameters, settings._replace(damping=damped, s9=s9), request, near, num_systems)
+        return _dispersion_sum(here, parameters, settings._replace(damping=damped, s9=s9), near)
 
     call = "D3", evaluate, structure, given, system_of
     return run(*call, {**damping._asdict(), "s9": settings.s9}, {"numbers": structure.numbers}, options)
@@ -128,20 +131,20 @@ def _check_numbers(structure: System) -> None:
 
 
 def _dispersion_sum(
-    structure: System,
-    parameters: D3Parameters | ReferenceStates,
-    settings: Settings,
-    request: PairRequest,
-    given: GivenNeighbors,
-    num_systems: int | None,
+    structure: System, parameters: D3Parameters | ReferenceStates, settings: Settings, given: GivenNeighbors
 ) -> tuple[torch.Tensor, ...]:
-    domain = structure.domain
+    domain, request = structure.domain, settings.request
     ranges, positions, numbers = settings.ranges, structure.positions, structure.numbers
     with together(domain):
         _check_numbers(structure)
         assert numbers is not None
         if domain is not None:
-            must_be_same(domain, settings=settings, request=request, parameters=type(parameters).__name__)
+            must_be_same(
+                domain,
+                settings=Settings._make((*settings[:5], None, None)),
+                request=request,
+                parameters=type(parameters).__name__,
+            )
             if bool((numbers <= 0).any()):
                 raise ValueError("`numbers`: with a `domain` there is no padding")
     elements, tables = None, parameters
@@ -159,17 +162,17 @@ def _dispersion_sum(
         if domain is not None and atoms.states.pair_c6 is not None:
             raise ValueError("`parameters`: with a `domain` the tables must factorise, as published ones do")
         dtype = positions.dtype
-        system = _system(structure, settings, request, given, num_systems)
+        system = _system(structure, settings, given)
     pairs = system
     # atoms of different systems are no neighbors: without cells, sums over pairs need not know systems
-    if system.cell is None and not _are_apart(settings, request):
+    if system.cell is None and not settings.tells_apart:
         pairs = system._replace(batch_idx=None, n_systems=1)
 
     counting = formulas.COORDINATION if ranges.counted.r_switch is None else formulas.COORDINATION_SWITCHED
     radii: dict[str, Any] = {"radius": atoms.radius.to(dtype), "k1": settings.k1}
     (coordination,) = sum_pairs(counting, pairs, radii, PairRequest(), **ranges.counted._asdict())
     at_counts = _factorised if atoms.states.pair_c6 is None else _by_pair
-    found = at_counts(pairs, coordination, atoms, settings, request)
+    found = at_counts(pairs, coordination, atoms, settings)
     energies = found.energies
     if request.energy_reduction == "system":
         energies = system_sums(energies, system.batch_idx, system.n_systems)
@@ -190,14 +193,7 @@ def _dispersion_sum(
     return tuple(results)
 
 
-def _are_apart(settings: Settings, request: PairRequest) -> bool:
-    """Whether sums over pairs must tell systems apart: there is a result, or a damping parameter, for each."""
-    return request.virial or any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in settings.damping)
-
-
-def _system(
-    structure: System, settings: Settings, request: PairRequest, given: GivenNeighbors, num_systems: int | None
-) -> PairSystem:
+def _system(structure: System, settings: Settings, given: GivenNeighbors) -> PairSystem:
     """The atoms with their neighbors within the largest of the ranges."""
     numbers, domain, ranges = structure.numbers, structure.domain, settings.ranges
     assert numbers is not None
@@ -208,18 +204,18 @@ def _system(
     # ranks see no farther than they must
     cutoffs = [reach.cutoff for reach in (ranges if domain is None or settings.has_triples else ranges[:2])]
     farthest = None if None in cutoffs else max(c for c in cutoffs if c is not None)
-    by_system, absent = _are_apart(settings, request) or request.by_system, is_padding if has_padding else None
-    return pair_system(structure, given, num_systems, cutoff=farthest, by_system=by_system, is_padding=absent)
+    by_system, absent = settings.tells_apart or settings.request.by_system, is_padding if has_padding else None
+    return pair_system(structure, given, settings.num_systems, cutoff=farthest, by_system=by_system, is_padding=absent)
 
 
 def _of_all_ranks(domain: Domain, settings: Settings) -> Settings:
     """Damping parameters with complete gradients."""
-    values = {
-        name: domain.replicated(value) if isinstance(value, torch.Tensor) else value
-        for name, value in settings.damping._asdict().items()
-    }
-    s9 = domain.replicated(settings.s9) if isinstance(settings.s9, torch.Tensor) else settings.s9
-    return settings._replace(damping=settings.damping._replace(**values), s9=s9)
+
+    def complete(value: Any) -> Any:
+        return domain.replicated(value) if isinstance(value, torch.Tensor) else value
+
+    damping = type(settings.damping)(*map(complete, settings.damping))
+    return settings._replace(damping=damping, s9=complete(settings.s9))
 
 
 class AtCounts(NamedTuple):
@@ -240,11 +236,9 @@ class AtCounts(NamedTuple):
     by_count: torch.Tensor | None
 
 
-def _factorised(
-    pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settings: Settings, request: PairRequest
-) -> AtCounts:
+def _factorised(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settings: Settings) -> AtCounts:
     """With C6 as a product of coefficients of atoms."""
-    dtype, states = coordination.dtype, atoms.states
+    dtype, states, request = coordination.dtype, atoms.states, settings.request
     derivatives = request.forces or request.virial
     coefficients, by_coordination = d3_coefficients(
         coordination.to(torch.float64), atoms.row, states.coordination, states.places, states.vectors, settings.k3, 0
@@ -274,13 +268,11 @@ def _factorised(
     return AtCounts(energies, forces, virial, by_count)
 
 
-def _by_pair(
-    pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settings: Settings, request: PairRequest
-) -> AtCounts:
+def _by_pair(pairs: PairSystem, coordination: torch.Tensor, atoms: Atoms, settings: Settings) -> AtCounts:
     """With a C6 of each pair, for tables that do not factorise."""
     if settings.has_triples:
         raise ValueError("`s9`: there is no three-body term for tables `c6ab` and `cn_ref` that do not factorise")
-    dtype, n_atoms = coordination.dtype, coordination.shape[0]
+    dtype, n_atoms, request = coordination.dtype, coordination.shape[0], settings.request
     derivatives = request.forces or request.virial
     first, second, vectors, alone = pairs_apart(pairs)
     coefficients, by_first, by_second = coefficients_of_pairs(
@@ -352,12 +344,14 @@ def _three_body(
 ) -> tuple[torch.Tensor, ...]:
     """Three-body energies and their derivatives for s9 = 1, see `three_body_sum`."""
     positions, cell, batch_idx, n_systems, rows, domain = system
-    of_atoms = (coefficients, atoms.row, _pair_radii(atoms.states, coefficients.dtype), batch_idx, n_systems)
-    distances = (NO_CUTOFF if distance is None else distance for distance in reach)
-    others = (*rows[:5], atoms.states.n_positive, *distances)
+    species = atoms.row
+    ghosts: tuple[Any, ...] = ()
     if domain is not None:
-        return three_body_share(domain, positions, cell, *of_atoms, *others, derivatives=derivatives)
-    return three_body_sum(positions, cell, *of_atoms, *others, derivatives=derivatives)
+        species, ghosts = domain._with_ghosts(species), ghosts_of(domain, batch_idx)
+    of_atoms = (coefficients, species, _pair_radii(atoms.states, coefficients.dtype), batch_idx, n_systems)
+    distances = (NO_CUTOFF if distance is None else distance for distance in reach)
+    given = (positions, cell, *of_atoms, *rows[:5], atoms.states.n_positive, *distances)
+    return three_body_sum(given, ghosts, derivatives)
 
 
 def ranges_of(cutoff: Any, coordination_cutoff: Any, three_body_cutoff: Any, smoothing: Any) -> Ranges:

@@ -320,21 +320,22 @@ class D3Parameters:
         factors = _factors(c6, counts)
         by_pair: tuple[torch.Tensor, ...] = ()
         if factors is None:
-            factors = Factors(c6.new_zeros(n_elements, 0), c6.new_zeros(0, dtype=torch.bool), c6.new_zeros(0, 0), 0)
+            factors = c6.new_zeros(n_elements, 0), c6.new_zeros(0, dtype=torch.bool), c6.new_zeros(0, 0), 0
             by_pair = tuple(torch.nn.functional.pad(t, (0, 0, 0, 0, 0, 2, 0, 2)) for t in (c6, counts))
-        molecules = factors.is_there.nonzero().squeeze(1)
-        n_places = (n_elements + 2) * factors.coordination.shape[1]
+        coordination, is_there, vectors, n_positive = factors
+        molecules = is_there.nonzero().squeeze(1)
+        n_places = (n_elements + 2) * coordination.shape[1]
         places = torch.full((n_places,), len(molecules), dtype=torch.int32, device="cpu")
         places[molecules] = torch.arange(len(molecules), dtype=torch.int32, device="cpu")
         return ReferenceStates(
             rows,
             _padded(known["rcov"]),
             _padded(known["r4r2"].sqrt()),
-            _padded(factors.coordination),
+            _padded(coordination),
             places.view(n_elements + 2, -1),
-            torch.nn.functional.pad(factors.vectors, (0, 0, 0, 1)),
+            torch.nn.functional.pad(vectors, (0, 0, 0, 1)),
             pair_radii,
-            factors.n_positive,
+            n_positive,
             elements,
             *by_pair,
         )
@@ -350,11 +351,11 @@ def _entries(table: torch.Tensor, index: np.ndarray, of_pairs: bool) -> np.ndarr
     return on_host(entries.to("cpu", torch.float64))
 
 
-class Factors(NamedTuple):
-    """``C6(a, b) = Σ_q ± v_aq v_bq``.
+def _factors(c6: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None:
+    """``C6(a, b) = Σ_q ± v_aq v_bq``, if C6 and coordination numbers (n, n, n_references, n_references) allow it.
 
-    Attributes
-    ----------
+    Returns
+    -------
     coordination : (n_elements, n_references) tensor
         Coordination numbers of the reference molecules, 0 where there is none.
     is_there : (n_elements * n_references,) bool tensor
@@ -364,15 +365,6 @@ class Factors(NamedTuple):
     n_positive : int
         Coefficients with a plus, the first ones.
     """
-
-    coordination: torch.Tensor
-    is_there: torch.Tensor
-    vectors: torch.Tensor
-    n_positive: int
-
-
-def _factors(c6: torch.Tensor, counts: torch.Tensor) -> Factors | None:
-    """Factors of C6 and coordination numbers (n_elements, n_elements, n_references, n_references), or None."""
     n_elements, mesh = c6.shape[0], c6.shape[2]
     own, of_element = (t.diagonal(dim1=0, dim2=1).diagonal(dim1=0, dim2=1) for t in (c6, counts))
     has_reference = own > 0.0
@@ -394,7 +386,7 @@ def _factors(c6: torch.Tensor, counts: torch.Tensor) -> Factors | None:
     order = torch.argsort(values, descending=True)
     values, vectors = values[order], vectors[:, order] * scale.unsqueeze(1)
     coordination = of_element.where(has_reference, 0.0)
-    return Factors(coordination, is_there, vectors * values.abs().sqrt(), int((values > 0.0).sum()))
+    return coordination, is_there, vectors * values.abs().sqrt(), int((values > 0.0).sum())
 
 
 def _padded(of_element: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,12 @@ there: asking for more raises.
 
 **Several ranks.** The kernel gathers: an atom has a third of each of its triples, and all of their derivatives by
 itself. Its triples are those of its row, if the row has all atoms within the cutoff, on whichever rank they are. So
-each rank computes energies, and gradients, of its own atoms; for gradients it needs the weights of its ghosts as well,
-which is one more exchange. Nothing goes back to the owners of ghosts.
+each rank computes energies, and gradients, of its own atoms, with values and weights of its ghosts, which the
+ops fetch. Nothing goes back to the owners of ghosts.
 """
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -17,110 +18,30 @@ from nvalchemiops.interactions.dispersion.three_body import MOST_COEFFICIENTS, N
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
 from nvalchemiops.torch.autograd.specs import precision_of, real_of
+from nvalchemiops.torch.interactions.pair.shares import with_ghosts
 from nvalchemiops.torch.launch import launch
 from nvalchemiops.torch.operators.segments import add_systems
-from nvalchemiops.torch.runtime.context import eager, is_eager
-
-if TYPE_CHECKING:
-    from nvalchemiops.torch.distributed.domain import Domain
+from nvalchemiops.torch.runtime.context import is_eager
 
 
-def three_body_sum(
-    positions: torch.Tensor, cell: torch.Tensor | None, coefficients: torch.Tensor, *others: Any, derivatives: bool
-) -> tuple[torch.Tensor, ...]:
-    """Energies of triples; with ``derivatives`` also gradients by positions, coefficients and cell, and the virial.
-
-    Parameters
-    ----------
-    positions, cell, coefficients, *others
-        As for `three_body_energies`.
-    """
-    given = (positions, cell, coefficients)
-    if not derivatives:
-        return (three_body_energies(*given, *others),)
-    found = three_body_derivatives(*given, *others, None)
-    in_graph = not is_eager()
-    if in_graph or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)):
-        return (three_body_energies(*given, *others), *found[1:])
-    return found
+def _of_systems(*inputs: Any) -> tuple[Any, ...]:
+    return inputs[6], 3, 3
 
 
-@eager
-def three_body_share(
-    domain: "Domain",
-    positions: torch.Tensor,
-    cell: torch.Tensor | None,
-    coefficients: torch.Tensor,
-    species: torch.Tensor,
-    pair_radii: torch.Tensor,
-    batch_idx: torch.Tensor | None,
-    *others: Any,
-    derivatives: bool,
-) -> tuple[torch.Tensor, ...]:
-    """The same of the atoms that a rank owns; the gradient by the cell and the virial are its shares.
-
-    Parameters
-    ----------
-    domain : Domain
-    positions, cell, coefficients, species, pair_radii, batch_idx, *others
-        As for `three_body_energies`, of owned atoms; the rows are those of owned atoms, then empty ones of ghosts.
-    """
-    systems = None if batch_idx is None else domain.batch_idx_with_ghosts
-    constants = (domain._with_ghosts(species), pair_radii, systems, *others)
-    energies = _EnergiesOfShare.apply(domain, constants, positions, cell, coefficients)
-    if not derivatives:
-        return (energies,)
-    return (energies, *_derivatives_of_share(domain, constants, (positions, cell, coefficients))[1:])
-
-
-Moving = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
-"""Positions, cell and coefficients."""
-
-
-def _derivatives_of_share(
-    domain: "Domain", constants: tuple[Any, ...], moving: Moving, weights: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Results of `three_body_derivatives` for owned atoms."""
-    positions, cell, coefficients = moving
-    x, c, w = domain._all_with_ghosts(positions, coefficients, weights)
-    assert x is not None and c is not None
-    found = three_body_derivatives(x.contiguous(), cell, c.contiguous(), *constants, w)
-    return (*(of_atoms[: domain.n_owned] for of_atoms in found[:3]), *found[3:])
-
-
-class _EnergiesOfShare(torch.autograd.Function):
-    """Energies of owned atoms. Gradients are complete where they are computed, on the ranks that own the atoms."""
-
-    @staticmethod
-    def forward(ctx: Any, domain: "Domain", constants: tuple[Any, ...], *moving: Any) -> torch.Tensor:
-        ctx.domain, ctx.constants = domain, constants
-        ctx.save_for_backward(*moving)
-        return _derivatives_of_share(domain, constants, moving)[0].clone()
-
-    @staticmethod
-    def backward(ctx: Any, weights: torch.Tensor) -> Any:
-        moving = ctx.saved_tensors
-        _, by_positions, by_coefficients, by_cell, _ = _derivatives_of_share(ctx.domain, ctx.constants, moving, weights)
-        return None, None, by_positions, None if moving[1] is None else by_cell, by_coefficients
-
-
-def _real(name: str, shape: Any) -> OutputSpec:
-    return OutputSpec(name, real_of, shape)
+_OUTPUTS = {
+    "energies": lambda x, *_: (x.shape[0],),
+    "position_gradients": lambda x, *_: tuple(x.shape),
+    "coefficient_gradients": lambda x, h, c, *_: tuple(c.shape),
+    "cell_gradient": _of_systems,
+    "virial": _of_systems,
+}
 
 
 @warp_custom_op(
     "nvalchemiops::three_body_derivatives",
-    outputs=[
-        _real("energies", lambda x, *_: (x.shape[0],)),
-        _real("position_gradients", lambda x, *_: tuple(x.shape)),
-        _real("coefficient_gradients", lambda x, h, c, *_: tuple(c.shape)),
-        _real("cell_gradient", lambda x, h, c, s, r, b, n_systems, *_: (n_systems, 3, 3)),
-        _real("virial", lambda x, h, c, s, r, b, n_systems, *_: (n_systems, 3, 3)),
-    ],
-    grad_arrays=[  # so that asking for derivatives raises, and never gives zero
-        *("energies", "position_gradients", "coefficient_gradients", "cell_gradient", "virial"),
-        *("positions", "cell", "coefficients", "weights"),
-    ],
+    outputs=[OutputSpec(name, real_of, shape) for name, shape in _OUTPUTS.items()],
+    # so that asking for derivatives raises, and never gives zero
+    grad_arrays=[*_OUTPUTS, "positions", "cell", "coefficients", "weights"],
     backward="none",
     trusted=True,
 )
@@ -140,27 +61,45 @@ def three_body_derivatives(
     n_positive: int,
     cutoff: float,
     r_switch: float,
-    weights: torch.Tensor | None,
+    weights: torch.Tensor | None = None,
+    system_of_all: torch.Tensor | None = None,
+    sent: torch.Tensor | None = None,
+    send: Sequence[int] = (),
+    receive: Sequence[int] = (),
+    group: int = 0,
 ) -> tuple[torch.Tensor, ...]:
-    """Energies of triples, and the derivatives of their sum with ``weights`` (n_atoms,), by default one.
+    """Energies (n_atoms,) of triples, a third for each atom, and first derivatives of their sum with ``weights``.
 
-    Other parameters as for `three_body_energies`.
+    Gradients are by positions, coefficients and cell; then follows the virial.
+
+    Parameters
+    ----------
+    weights : (n_atoms,) tensor, optional
+        Of the energies in the sum that is differentiated; one by default.
+    **others
+        As for `three_body_energies`.
     """
-    n_atoms, device, dtype = positions.shape[0], positions.device, positions.dtype
+    given = dict(locals())  # a copy, to which debuggers add nothing
     if coefficients.shape[1] > MOST_COEFFICIENTS:
         raise ValueError(f"`s9`: the three-body term is for elements with {MOST_COEFFICIENTS} reference states at most")
-    energies, position_gradients = positions.new_empty(n_atoms), torch.empty_like(positions)
-    coefficient_gradients = torch.empty_like(coefficients)
+    if sent is not None:
+        given = with_ghosts(given, ("positions", "coefficients", "weights"))
+    n_atoms, device, dtype = positions.shape[0], positions.device, positions.dtype
     sums = torch.empty((n_atoms, N_SUMS), dtype=torch.float64, device=device) if cell is not None else None
-    arrays = [positions, cell, coefficients, species, pair_radii, weights, batch_idx, row_begin, neighbors, shifts]
-    numbers = [width, padding, n_positive, cutoff, r_switch]
-    results = [energies, position_gradients, coefficient_gradients, sums]
-    launch(three_body(precision_of(positions)), n_atoms, [*arrays, *numbers], results, lanes=WARP)
+    results = [positions.new_empty(n_atoms), torch.empty_like(positions), torch.empty_like(coefficients)]
+    launch(three_body(precision_of(positions)), n_atoms, [given[n] for n in _READ], [*results, sums], lanes=WARP)
     if sums is None:
         of_system = positions.new_zeros(n_systems, 2, 3, 3)
     else:
         of_system = add_systems(sums, batch_idx, n_systems).view(-1, 2, 3, 3).to(dtype)
-    return energies, position_gradients, coefficient_gradients, of_system[:, 0].clone(), of_system[:, 1].clone()
+    return *results, of_system[:, 0].clone(), of_system[:, 1].clone()
+
+
+_READ = (
+    *("positions", "cell", "coefficients", "species", "pair_radii", "weights", "batch_idx", "row_begin", "neighbors"),
+    *("shifts", "width", "padding", "n_positive", "cutoff", "r_switch"),
+)
+"""Arguments of the kernel, in its order."""
 
 
 def _pullback(
@@ -175,7 +114,7 @@ def _pullback(
 
 @warp_custom_op(
     "nvalchemiops::three_body_energies",
-    outputs=[_real("energies", lambda x, *_: (x.shape[0],))],
+    outputs=[OutputSpec("energies", real_of, _OUTPUTS["energies"])],
     grad_arrays=["energies", "positions", "cell", "coefficients"],
     backward=_pullback,
     trusted=True,
@@ -196,6 +135,11 @@ def three_body_energies(
     n_positive: int,
     cutoff: float,
     r_switch: float,
+    system_of_all: torch.Tensor | None = None,
+    sent: torch.Tensor | None = None,
+    send: Sequence[int] = (),
+    receive: Sequence[int] = (),
+    group: int = 0,
 ) -> torch.Tensor:
     """Energies (n_atoms,) of triples, a third for each atom.
 
@@ -217,5 +161,21 @@ def three_body_energies(
     cutoff, r_switch : float
         A triple counts if all of its sides are shorter than the cutoff; each goes to zero from ``r_switch`` on, if that
         is less.
+    system_of_all, sent, send, receive, group : optional
+        Where ranks share the sum, as of `nvalchemiops.torch.interactions.pair.op.pair_sum`.
     """
-    return three_body_derivatives(**locals(), weights=None)[0]
+    return three_body_derivatives(**locals())[0]
+
+
+def three_body_sum(given: tuple[Any, ...], ghosts: tuple[Any, ...], derivatives: bool) -> tuple[torch.Tensor, ...]:
+    """Energies of triples; with ``derivatives`` also gradients by positions, coefficients and cell, and the virial.
+
+    ``given`` and ``ghosts`` are the arguments of `three_body_energies`.
+    """
+    if not derivatives:
+        return (three_body_energies(*given, *ghosts),)
+    found = three_body_derivatives(*given, None, *ghosts)
+    in_graph = not is_eager()
+    if in_graph or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given[:3])):
+        return (three_body_energies(*given, *ghosts), *found[1:])
+    return found

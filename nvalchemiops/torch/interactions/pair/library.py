@@ -1,19 +1,10 @@
 """Library of pair potentials; formulas and sources in `nvalchemiops.interactions.pair.potentials`."""
 
-from typing import Any
-
 from nvalchemiops.constants import BOHR_IN_ANGSTROM, COULOMB_EV_ANGSTROM
 from nvalchemiops.interactions.pair import potentials
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.torch import checks
 from nvalchemiops.torch.interactions.pair.potential import PairPotential
-
-
-def _word(mixing: Any) -> str | None:
-    """The name of a mixing rule, or None; raise for other types."""
-    if mixing is not None and not isinstance(mixing, str):
-        raise TypeError(f"`mixing` must be the name of a rule or None, got {type(mixing).__name__}")
-    return mixing
 
 
 def lennard_jones(
@@ -37,7 +28,7 @@ def lennard_jones(
     shifted, r_switch
         As for `PairPotential`.
     """
-    formula = potentials.lennard_jones(_word(mixing), repulsive, attractive)
+    formula = potentials.lennard_jones(mixing, repulsive, attractive)
     return PairPotential.of(formula, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
 
 
@@ -54,7 +45,7 @@ def soft_core_lennard_jones(
     `lennard_jones`, ``scale`` (the coupling, 0 to 1) and ``softness`` (0.5 is usual) global. The gradient by ``scale``
     is the integrand of thermodynamic integration.
     """
-    formula = potentials.soft_core_lennard_jones(_word(mixing))
+    formula = potentials.soft_core_lennard_jones(mixing)
     return PairPotential.of(formula, cutoff=cutoff, shifted=shifted, r_switch=r_switch)
 
 

@@ -6,8 +6,7 @@ any order; the kernel of each order is printed and compiled when it is first nee
 """
 
 import functools
-import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +16,13 @@ from nvalchemiops.interactions.pair.derivatives import CELL, VIRIAL
 from nvalchemiops.interactions.pair.expression import Formula
 from nvalchemiops.interactions.pair.moments import GATHERED
 from nvalchemiops.kernels.moments import count, raised
-from nvalchemiops.torch.autograd import OutputSpec, warp_custom_op
-from nvalchemiops.torch.autograd.specs import precision_of, real_of
+from nvalchemiops.torch.autograd import warp_custom_op
+from nvalchemiops.torch.autograd.specs import precision_of
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows
-from nvalchemiops.torch.interactions.pair.op import fold_systems, launch_rows, product, repeated_systems, unfolded
-from nvalchemiops.torch.interactions.pair.shares import moments_with_ghosts, rows_for_derivatives, without_energies
+from nvalchemiops.torch.interactions.pair.op import RowKernel, fold_systems, product, row_output
+from nvalchemiops.torch.interactions.pair.shares import ghosts_of, with_ghosts
 from nvalchemiops.torch.interactions.pair.system import NO_CUTOFF, PairSystem
-from nvalchemiops.torch.operators.segments import add_systems, spread_systems, system_sums
+from nvalchemiops.torch.operators.segments import spread_systems, system_sums
 from nvalchemiops.torch.runtime.context import is_eager
 
 MOST_CHANNELS = 4
@@ -252,26 +251,17 @@ def _lower(gradient: torch.Tensor, moments: torch.Tensor, moved: torch.Tensor) -
     return (parts * moved[:, None, :, None]).sum(-2), (parts * moments.unsqueeze(-2)).sum((1, 3))
 
 
-_OF_ATOMS = ("moments", "row_moments", "positions", "parameters", "row_parameters", "batch_idx")
-_OF_SYSTEMS = ("cell", "global_parameters")
-
-
 def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
     """The rule for ``vmap``: slices of moments alone become channels, others systems of one call."""
     names = [p.name for p in pair_moments.op.parameters]  # type: ignore[attr-defined]
     given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
-    if given["outputs"] == GATHERED and all(dim is None for name, dim in dims.items() if name != "moments"):
+    is_alone = given["outputs"] == GATHERED and given["sent"] is None
+    if is_alone and all(dim is None for name, dim in dims.items() if name != "moments"):
         moments = given["moments"].movedim(dims["moments"], 1)
         found, *empty = pair_moments(**{**given, "moments": moments.flatten(1, 2).contiguous()})
         none = [result.new_empty(info.batch_size, 0) for result in empty]
         return (found.unflatten(1, moments.shape[1:3]), *none), (1, 0, 0)
-    return fold_systems(info, given, dims, _folded)
-
-
-def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.Tensor]:
-    """Results with a leading dimension for ``count`` slices, of which ``mapped`` are given."""
-    found = pair_moments(**repeated_systems(given, mapped, count, (*_OF_ATOMS, *_OF_SYSTEMS), ["direction_cell"]))
-    return unfolded(found, [letter in given["outputs"] for letter in (GATHERED, CELL, VIRIAL)], count)
+    return fold_systems(lambda: pair_moments, OUTPUTS, info, in_dims, *args)
 
 
 def _in_blocks(
@@ -294,23 +284,11 @@ def _in_blocks(
 
 
 @functools.cache
-def _kernel(
-    formula: str, by: str, outputs: str, source: int, derivatives: int, row: int, *others: Any
-) -> tuple[Any, Callable[[dict[str, Any]], tuple[Any, ...]], list[str], dict[str, int]]:
-    """The kernel, a function that picks its inputs by name, names of its outputs, and columns of its sums."""
+def _kernel(formula: str, by: str, outputs: str, source: int, derivatives: int, row: int, *others: Any) -> RowKernel:
     names = tuple(by.split(",")) if by else ()
     variant = core.Variant(Formula.read(formula), names, source, derivatives, row, outputs, *others)
-    pick = operator.itemgetter(*(a.name for a in core.inputs_of(variant)))
-    return core.moment_kernel(variant), pick, [a.name for a in core.outputs_of(variant)], core.width_of_sums(outputs)
-
-
-def _spec(name: str, letter: str, shape: Callable[..., tuple[Any, ...]]) -> OutputSpec:
-    """An output of the dtype of the positions; without elements where it is not requested."""
-    return OutputSpec(
-        name,
-        lambda *arguments: real_of(arguments[4]),
-        lambda *arguments: shape(*arguments) if letter in arguments[2] else (0,),
-    )
+    widths = core.width_of_sums(outputs)
+    return RowKernel(core.moment_kernel(variant), core.inputs_of(variant), core.outputs_of(variant), widths)
 
 
 def _of_atoms(*inputs: Any) -> Any:
@@ -321,18 +299,21 @@ def _of_systems(*inputs: Any) -> Any:
     return (inputs[13], 3, 3)
 
 
-_SPECS = (
-    _spec("gathered", GATHERED, _of_atoms),
-    _spec("cell_gradients", CELL, _of_systems),
-    _spec("virial", VIRIAL, _of_systems),
-)
+_output = functools.partial(row_output, requested=2, real=4)
+_SPECS = {
+    GATHERED: _output("gathered", GATHERED, _of_atoms),
+    CELL: _output("cell_gradients", CELL, _of_systems),
+    VIRIAL: _output("virial", VIRIAL, _of_systems),
+}
+OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
+"""Outputs of the op, in order, by letter."""
 
 
 @warp_custom_op(
     "nvalchemiops::pair_moments",
-    outputs=list(_SPECS),
+    outputs=list(_SPECS.values()),
     grad_arrays=[
-        *(spec.name for spec in _SPECS),
+        *OUTPUTS.values(),
         *("moments", "row_moments", "positions", "cell", "parameters", "row_parameters", "global_parameters"),
         "direction_cell",
     ],
@@ -366,6 +347,11 @@ def pair_moments(
     excluded_factors: torch.Tensor | None,
     cutoff: float,
     r_switch: float,
+    system_of_all: torch.Tensor | None = None,
+    sent: torch.Tensor | None = None,
+    send: Sequence[int] = (),
+    receive: Sequence[int] = (),
+    group: int = 0,
 ) -> tuple[torch.Tensor, ...]:
     """Sums over neighbors of the derivatives of a radial function, contracted with moments; parts not asked are empty.
 
@@ -405,32 +391,20 @@ def pair_moments(
         Rows of pairs whose nearest image has a factor: (n_atoms + 1,) int32, (n,) int32, (n,) float64.
     cutoff, r_switch : float
         Distances.
+    system_of_all, sent, send, receive, group : optional
+        Where ranks share the sum, as of `nvalchemiops.torch.interactions.pair.op.pair_sum`.
     """
     given = dict(locals())  # a copy, to which debuggers add nothing
     n_atoms, n_channels, n_moments = moments.shape
     if n_channels > MOST_CHANNELS:
         return _in_blocks(**given)
+    if sent is not None:
+        given = with_ghosts(given, ("positions", "moments", "parameters"))
     orders = (order_of(n_moments), derivatives, -1 if row_moments is None else order_of(row_moments.shape[-1]))
     n_directions = 0 if direction_cell is None else direction_cell.shape[0]
     flags = (shifts is not None, excluded is not None, row_parameters is not None)
-    kernel, pick, written, columns = _kernel(
-        formula, by, outputs, *orders, n_directions, n_channels, precision_of(positions), *flags
-    )
-    memory: dict[str, torch.Tensor] = {}
-    if GATHERED in outputs:
-        memory["gathered"] = positions.new_empty((n_atoms, n_channels, count(derivatives)))
-    if columns:
-        memory["sums"] = torch.empty((n_atoms, sum(columns.values())), dtype=torch.float64, device=positions.device)
-    launch_rows(kernel, n_atoms, [*pick(given), width, padding, cutoff, r_switch], written, memory, positions.device)
-    results = {GATHERED: memory.get("gathered")}
-    if columns:
-        parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(columns.values()), dim=1)
-        for letter, part in zip(columns, parts):
-            # outputs must not share memory
-            results[letter] = part.to(positions.dtype, copy=len(columns) > 1).reshape(n_systems, 3, 3)
-    return tuple(
-        positions.new_empty(0) if found is None else found for found in map(results.get, (GATHERED, CELL, VIRIAL))
-    )
+    kernel = _kernel(formula, by, outputs, *orders, n_directions, n_channels, precision_of(positions), *flags)
+    return kernel.results(given, OUTPUTS, {"gathered": (n_atoms, n_channels, count(derivatives))}, batch_idx)
 
 
 def gather_moments(
@@ -452,21 +426,14 @@ def gather_moments(
     ``row_parameters`` are those of atoms as receivers, if they differ. Others are as for `sum_moments`.
     """
     positions, cell, batch_idx, n_systems, rows, domain = system
-    of_neighbors, of_rows = moments, moments if virial else None
-    if domain is not None:
-        inputs = (positions, cell, moments, parameters, row_parameters, global_parameters)
-        rows = rows_for_derivatives(domain, rows, inputs)
-        positions, of_neighbors, parameters, batch_idx = moments_with_ghosts(domain, positions, moments, parameters)
-        of_rows = without_energies(domain, moments) if virial else None
-        if row_parameters is not None:  # what ghosts receive counts on other ranks
-            row_parameters = torch.cat([row_parameters, row_parameters.new_ones((domain.n_ghosts, 1))])
     excluded = (None, None, None) if exclusions is None else exclusions[:3]
-    given = (of_neighbors, of_rows, positions, cell, parameters, row_parameters, global_parameters, None)
+    of_atoms = (moments, moments if virial else None, positions, cell, parameters, row_parameters)
     distances = (NO_CUTOFF if cutoff is None else cutoff, 0.0 if r_switch is None else r_switch)
-    others = (batch_idx, n_systems, *rows, *excluded, *distances)
+    others = (global_parameters, None, batch_idx, n_systems, *rows, *excluded, *distances)
+    ghosts = () if domain is None else ghosts_of(domain, batch_idx)
     outputs = GATHERED + VIRIAL * virial
-    found, _, by_strain = pair_moments(formula.text, "", outputs, derivatives, *given, *others)
-    return found if domain is None else found[: domain.n_owned], by_strain
+    found, _, by_strain = pair_moments(formula.text, "", outputs, derivatives, *of_atoms, *others, *ghosts)
+    return found, by_strain
 
 
 class MomentSums(NamedTuple):

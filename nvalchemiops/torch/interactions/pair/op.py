@@ -7,7 +7,7 @@ and compiled when it is first needed.
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from nvalchemiops.arguments import ValuesError
 from nvalchemiops.interactions.pair import sum as core
 from nvalchemiops.interactions.pair.derivatives import CELL, GLOBALS, PARAMETERS, POSITIONS, VIRIAL, WEIGHTS, Request
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.interactions.pair.loop import FAULTS
+from nvalchemiops.interactions.pair.loop import FAULTS, Array
 from nvalchemiops.kernels.simd import WARP
 from nvalchemiops.layout import layout
 from nvalchemiops.locks import Lent
@@ -44,49 +44,16 @@ NO_DIRECTIONS = (None,) * len(INPUTS)
 Direction = dict[str, torch.Tensor]
 """A change of the inputs, by letter; inputs that are left out do not change."""
 
-# -- outputs --------------------------------------------------------------------------------------
+# -- kernels over rows ----------------------------------------------------------------------------
 
 
-def _spec(name: str, letter: str, shape: Callable[..., tuple[Any, ...]]) -> OutputSpec:
-    """An output of the dtype of the positions; without elements where it is not requested."""
+def row_output(name: str, letter: str, shape: Callable[..., Any], *, requested: int, real: int) -> OutputSpec:
+    """An output of the dtype of argument ``real``; without elements where argument ``requested`` lacks its letter."""
     return OutputSpec(
         name,
-        lambda *arguments: real_of(arguments[3]),
-        lambda *arguments: shape(*arguments[3:]) if letter in arguments[1] else (0,),
+        lambda *arguments: real_of(arguments[real]),
+        lambda *arguments: shape(*arguments) if letter in arguments[requested] else (0,),
     )
-
-
-def _of_atoms(positions: Any, *_: Any) -> Any:
-    return (positions.shape[0],)
-
-
-def _of_systems(*inputs: Any) -> Any:
-    return (inputs[11], 3, 3)
-
-
-_SPECS = {
-    WEIGHTS: _spec("energies", WEIGHTS, _of_atoms),
-    POSITIONS: _spec("position_gradients", POSITIONS, lambda *inputs: inputs[0].shape),
-    CELL: _spec("cell_gradients", CELL, _of_systems),
-    PARAMETERS: _spec("parameter_gradients", PARAMETERS, lambda *inputs: inputs[2].shape),
-    GLOBALS: _spec("global_gradients", GLOBALS, lambda *inputs: inputs[3].shape),
-    VIRIAL: _spec("virial", VIRIAL, _of_systems),
-}
-OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
-"""Outputs of the op, in order, by letter."""
-
-
-@functools.cache
-def _kernel(
-    formula: str, directions: str, outputs: str, precision: str, periodic: bool, n_species: int, *flags: bool
-) -> tuple[Any, Callable[[dict[str, Any]], tuple[Any, ...]], list[str], dict[str, int]]:
-    """The kernel, a function that picks its inputs by name, names of its outputs, and columns of its sums."""
-    parts = tuple(directions.split("|")) if directions else ()
-    request = Request(Formula.read(formula), parts, outputs, *flags)
-    variant = core.Variant(request, precision, periodic, n_species)
-    pick = operator.itemgetter(*(a.name for a in core.inputs_of(variant)))
-    widths = core.width_of_sums(outputs, len(request.formula.global_parameters))
-    return core.pair_kernel(variant), pick, [a.name for a in core.outputs_of(variant)], widths
 
 
 def _no_fault() -> torch.Tensor:
@@ -98,34 +65,94 @@ _fault = Lent(_no_fault)
 """A zero, into which kernels on the CPU write the number of a fault."""
 
 
-def launch_rows(
-    kernel: Any,
-    n_rows: int,
-    inputs: Sequence[Any],
-    written: Sequence[str],
-    memory: dict[str, torch.Tensor],
-    device: Any,
-) -> None:
-    """Launch a kernel over rows of pairs, and raise for what it finds wrong on a CPU.
-
-    Elsewhere results are NaN then, since reading a fault would wait for a GPU.
+class RowKernel:
+    """A kernel over rows of pairs, as ops launch it.
 
     Parameters
     ----------
-    written : sequence of str
-        Names of the outputs: those of ``memory``, and the fault.
+    kernel : wp.Kernel
+    inputs, outputs : list of Array
+        What it takes and writes.
+    widths : dict
+        Columns that each result takes among the sums by system, by letter.
     """
-    fault, is_lent = None, current_recorder() is None
-    if layout(device.type).reads:
-        fault = _fault.take() if is_lent else _no_fault()  # a plan has its own
-    outputs = [fault if name == "fault" else memory[name] for name in written]
-    launch(kernel, n_rows, inputs, outputs, lanes=WARP)
-    if fault is None:
-        return
-    if number := read_fault(fault):
-        raise ValuesError(FAULTS[number])
-    if is_lent:
-        _fault.give(fault)
+
+    def __init__(self, kernel: Any, inputs: list[Array], outputs: list[Array], widths: dict[str, int]) -> None:
+        self.kernel, self.widths = kernel, widths
+        self.pick = operator.itemgetter(*(a.name for a in inputs), "width", "padding", "cutoff", "r_switch")
+        self.written = [a.name for a in outputs]
+
+    def results(
+        self, given: dict[str, Any], names: Mapping[str, str], shapes: dict[str, tuple[int, ...]], batch_idx: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """All outputs of an op, those that the kernel does not write without elements.
+
+        On a CPU raises for what the kernel finds wrong. Elsewhere results are NaN then, since reading a fault would
+        wait for a GPU.
+
+        Parameters
+        ----------
+        given : dict
+            Arguments of the op, with values of ghosts.
+        names : mapping
+            Outputs of the op, in order, by letter.
+        shapes : dict
+            Those of outputs that have a row for each atom, by name.
+        batch_idx : (n_rows,) int32 tensor or None
+        """
+        positions, n_systems, n_rows = given["positions"], given["n_systems"], next(iter(shapes.values()))[0]
+        memory = {name: positions.new_empty(shapes[name]) for name in self.written if name in shapes}
+        if self.widths:
+            size = (n_rows, sum(self.widths.values()))
+            memory["sums"] = torch.empty(size, dtype=torch.float64, device=positions.device)
+        fault, is_lent = None, current_recorder() is None
+        if layout(positions.device.type).reads:
+            fault = _fault.take() if is_lent else _no_fault()  # a plan has its own
+        outputs = [fault if name == "fault" else memory[name] for name in self.written]
+        launch(self.kernel, n_rows, self.pick(given), outputs, lanes=WARP)
+        if fault is not None:
+            if number := read_fault(fault):
+                raise ValuesError(FAULTS[number])
+            if is_lent:
+                _fault.give(fault)
+        if self.widths:
+            parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(self.widths.values()), dim=1)
+            for letter, part in zip(self.widths, parts):
+                # outputs must not share memory
+                part = part.to(positions.dtype, copy=len(self.widths) > 1)
+                memory[names[letter]] = part if letter == GLOBALS else part.reshape(n_systems, 3, 3)
+        return tuple(memory[name] if name in memory else positions.new_empty(0) for name in names.values())
+
+
+# -- outputs --------------------------------------------------------------------------------------
+
+
+def _of_systems(*inputs: Any) -> Any:
+    return (inputs[14], 3, 3)
+
+
+_output = functools.partial(row_output, requested=1, real=3)
+_SPECS = {
+    WEIGHTS: _output("energies", WEIGHTS, lambda *inputs: (inputs[3].shape[0],)),
+    POSITIONS: _output("position_gradients", POSITIONS, lambda *inputs: inputs[3].shape),
+    CELL: _output("cell_gradients", CELL, _of_systems),
+    PARAMETERS: _output("parameter_gradients", PARAMETERS, lambda *inputs: inputs[5].shape),
+    GLOBALS: _output("global_gradients", GLOBALS, lambda *inputs: inputs[6].shape),
+    VIRIAL: _output("virial", VIRIAL, _of_systems),
+}
+OUTPUTS = {letter: spec.name for letter, spec in _SPECS.items()}
+"""Outputs of the op, in order, by letter."""
+
+
+@functools.cache
+def _kernel(
+    formula: str, directions: str, outputs: str, precision: str, periodic: bool, n_species: int, *flags: bool
+) -> RowKernel:
+    parts = tuple(directions.split("|")) if directions else ()
+    request = Request(Formula.read(formula), parts, outputs, *flags)
+    variant = core.Variant(request, precision, periodic, n_species)
+    widths = core.width_of_sums(outputs, len(request.formula.global_parameters))
+    return RowKernel(core.pair_kernel(variant), core.inputs_of(variant), core.outputs_of(variant), widths)
 
 
 # -- the derivative -------------------------------------------------------------------------------
@@ -248,69 +275,48 @@ FOLDED_SLOTS = 2**22
 ABSENT = -2
 """Padding of the lists of mapped calls; a number out of range becomes -1."""
 
-_BY_ATOM = ("positions", "parameters", "weights", "batch_idx", "species")
-_BY_SYSTEM = ("cell", "global_parameters")
-
-
-def _fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-    """The rule for ``vmap``: slices become systems of one call."""
-    names = [p.name for p in pair_sum.op.parameters]  # type: ignore[attr-defined]
-    given = dict(zip(names, args))
-    if given["sent"] is not None:
-        refuse_slices()
-    return fold_systems(info, given, dict(zip(names, in_dims)), _folded)
+_OF_NEIGHBORS = [f"{kind}{name}" for kind in ("", "direction_") for name in ("positions", "parameters", "weights")]
+_NUMBERS = ("batch_idx", "row_begin", "neighbors", "first", "excluded_begin", "excluded")
+"""Arguments that hold numbers of atoms, systems or entries."""
 
 
 def fold_systems(
-    info: Any,
-    given: dict[str, Any],
-    dims: dict[str, int | None],
-    evaluate: Callable[[dict[str, Any], set[str], int], list[torch.Tensor]],
+    op: Callable[[], Any], letters: Iterable[str], info: Any, in_dims: tuple[int | None, ...], *args: Any
 ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
-    """The same for arguments and mapped dimensions by name, and a function for some of the slices."""
-    for name, dim in dims.items():
-        if isinstance(dim, int):
-            if name != "shifts" and not given[name].is_floating_point():
-                raise NotImplementedError(f"vmap over `{name}`: map positions, cells and parameters over one list")
-            given[name] = given[name].movedim(dim, 0)
+    """The rule for ``vmap`` of an op with outputs of these letters: slices become systems of one call."""
+    names = [p.name for p in op().op.parameters]
+    given, dims = dict(zip(names, args)), dict(zip(names, in_dims))
+    if given.get("sent") is not None:
+        refuse_slices()
     mapped = {name for name, dim in dims.items() if isinstance(dim, int)}
+    for name in mapped:
+        if name != "shifts" and not given[name].is_floating_point():
+            raise NotImplementedError(f"vmap over `{name}`: map positions, cells and parameters over one list")
+        given[name] = given[name].movedim(dims[name], 0)
     chunk = max(1, FOLDED_SLOTS // max(given["neighbors"].shape[0], 1))
     parts = []
     for start in range(0, info.batch_size, chunk):
         count = min(chunk, info.batch_size - start)
         slices = {name: v[start : start + count] if name in mapped else v for name, v in given.items()}
-        parts.append(evaluate(slices, mapped, count))
+        found = op()(**_repeated_systems(slices, mapped, count))
+        parts.append(
+            [
+                result.unflatten(0, (count, -1)) if letter in given["outputs"] else result.new_empty(count, 0)
+                for letter, result in zip(letters, found)
+            ]
+        )
     results = tuple(torch.cat(tensors) if len(tensors) > 1 else tensors[0] for tensors in zip(*parts))
     return results, (0,) * len(results)
 
 
-def _folded(given: dict[str, Any], mapped: set[str], count: int) -> list[torch.Tensor]:
-    """Results with a leading dimension for ``count`` slices, of which ``mapped`` are given."""
-    directions = [f"direction_{name}" for name in INPUTS.values()]
-    found = pair_sum(**repeated_systems(given, mapped, count, (*_BY_ATOM, *_BY_SYSTEM), directions))
-    return unfolded(found, [letter in given["outputs"] for letter in OUTPUTS], count)
-
-
-def unfolded(found: Sequence[torch.Tensor], requested: Sequence[bool], count: int) -> list[torch.Tensor]:
-    """Results of ``count`` slices in one, taken apart."""
-    return [
-        result.unflatten(0, (count, -1)) if there else result.new_empty(count, 0)
-        for result, there in zip(found, requested)
-    ]
-
-
-def repeated_systems(
-    given: dict[str, Any], mapped: set[str], count: int, names: Sequence[str], directions: Sequence[str]
-) -> dict[str, Any]:
-    """Arguments for ``count`` slices as systems of one call; ``names`` are of atoms or systems, as are directions."""
+def _repeated_systems(given: dict[str, Any], mapped: set[str], count: int) -> dict[str, Any]:
+    """Arguments for ``count`` slices, of which ``mapped`` are given, as systems of one call."""
     n_atoms = given["positions"].shape["positions" in mapped]
     n_systems = given["n_systems"]
 
-    def repeated(name: str, axis: int = 0) -> torch.Tensor | None:
-        """All slices of an argument, one after the other along ``axis``."""
-        value = given[name]
-        if value is None:
-            return None
+    def repeated(name: str, value: torch.Tensor) -> torch.Tensor:
+        """All slices of an argument, one after the other; directions come first."""
+        axis = int(name.startswith("direction_"))
         if name not in mapped:
             value = value.unsqueeze(0).expand(count, *value.shape)
         return value.movedim(0, axis).flatten(axis, axis + 1)
@@ -323,9 +329,8 @@ def repeated_systems(
         steps = step * torch.arange(count, dtype=value.dtype, device=value.device)
         return value.unsqueeze(0) + steps.unsqueeze(1)
 
-    folded = dict(given)
-    folded |= {name: repeated(name) for name in (*names, "neighbors", "shifts", "excluded_factors")}
-    folded |= {name: repeated(name, 1) for name in directions}
+    others = {name: v for name, v in given.items() if isinstance(v, torch.Tensor) and name not in _NUMBERS}
+    folded = {**given, **{name: repeated(name, value) for name, value in others.items()}}
     folded["n_systems"] = count * n_systems
     if given["batch_idx"] is None:
         atoms = torch.arange(count, dtype=torch.int32, device=given["neighbors"].device)
@@ -359,7 +364,7 @@ def repeated_systems(
     outputs=list(_SPECS.values()),
     grad_arrays=[*OUTPUTS.values(), *INPUTS.values(), *(f"direction_{name}" for name in INPUTS.values())],
     backward=_pullback,
-    vmap=_fold,
+    vmap=functools.partial(fold_systems, lambda: pair_sum, OUTPUTS),
     trusted=True,
 )
 def pair_sum(
@@ -436,25 +441,9 @@ def pair_sum(
     """
     given = dict(locals())  # a copy, to which debuggers add nothing
     if sent is not None:
-        given = with_ghosts(given)
+        given = with_ghosts(given, _OF_NEIGHBORS)
     flags = (shifts is not None, n_species, weights is not None, excluded is not None)
-    kernel, pick, written, columns = _kernel(formula, directions, outputs, precision_of(positions), *flags)
-    n_rows, device = positions.shape[0], positions.device
-    memory: dict[str, torch.Tensor] = {}
-    if WEIGHTS in outputs:
-        memory["energies"] = positions.new_empty(n_rows)
-    if POSITIONS in outputs:
-        memory["position_gradients"] = positions.new_empty((n_rows, 3))
-    if PARAMETERS in outputs:
-        assert parameters is not None
-        memory["parameter_gradients"] = positions.new_empty((n_rows, parameters.shape[1]))
-    if columns:
-        memory["sums"] = torch.empty((n_rows, sum(columns.values())), dtype=torch.float64, device=device)
-    launch_rows(kernel, n_rows, [*pick(given), width, padding, cutoff, r_switch], written, memory, device)
-    if columns:
-        parts = add_systems(memory["sums"], batch_idx, n_systems).split(list(columns.values()), dim=1)
-        for letter, part in zip(columns, parts):
-            # outputs must not share memory
-            part = part.to(positions.dtype, copy=len(columns) > 1)
-            memory[OUTPUTS[letter]] = part if letter == GLOBALS else part.reshape(n_systems, 3, 3)
-    return tuple(memory[name] if name in memory else positions.new_empty(0) for name in OUTPUTS.values())
+    n_rows, n_parameters = positions.shape[0], 0 if parameters is None else parameters.shape[1]
+    shapes = {"energies": (n_rows,), "position_gradients": (n_rows, 3), "parameter_gradients": (n_rows, n_parameters)}
+    kernel = _kernel(formula, directions, outputs, precision_of(positions), *flags)
+    return kernel.results(given, OUTPUTS, shapes, batch_idx)

@@ -2,9 +2,9 @@
 
 A pair of an owned atom and a ghost is in the rows of both, on the ranks of both. Each owned atom has half of the energy
 of its pairs, so energies of ghosts are left to their owners; then the energies of all ranks add up, and so do their
-derivatives. Sums of moments fetch values of ghosts before their op.
+derivatives.
 
-Sums over pairs fetch them inside of theirs (`with_ghosts`), whose rows are those of owned atoms. With values of all
+Ops fetch values of ghosts by themselves (`with_ghosts`); their rows are those of owned atoms. With values of all
 neighbors, and the weights of their energies among these, a row has all that a derivative of the sum over the atoms of
 all ranks by a value of this atom depends on. So the op is closed under differentiation there, too: gradients of owned
 atoms are complete, no gradients of ghosts are computed or sent back, and there are no rows of ghosts.
@@ -17,25 +17,23 @@ from typing import Any
 import torch
 
 from nvalchemiops.interactions.pair.expression import Formula
-from nvalchemiops.torch.autograd.functorch import is_differentiated
 from nvalchemiops.torch.distributed.agreement import described, of_atoms
 from nvalchemiops.torch.distributed.collectives import group_of
 from nvalchemiops.torch.distributed.communication import swap_rows
 from nvalchemiops.torch.distributed.domain import Domain
 from nvalchemiops.torch.interactions.pair.exclusions import ExclusionRows, check_same_system, exclusion_rows
-from nvalchemiops.torch.neighbors.rows import Rows
 
 
 def ghosts_of(domain: Domain, batch_idx: torch.Tensor | None) -> tuple[Any, ...]:
-    """What `pair_sum` needs to know about ghosts; with ``batch_idx`` if the sum tells systems apart."""
+    """What an op over pairs needs to know about ghosts; with ``batch_idx`` if the sum tells systems apart."""
     halo, systems = domain._halo, None if batch_idx is None else domain.batch_idx_with_ghosts
     return systems, halo.rows, halo.send, halo.receive, halo.group
 
 
-def with_ghosts(given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `pair_sum` by name, with values of ghosts after those of owned atoms.
+def with_ghosts(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Arguments of an op by name, with values of ghosts after those of owned atoms in the arguments called ``names``.
 
-    Among them are
+    Among the arguments are
 
     system_of_all : (n_owned + n_ghosts,) int32 tensor, optional
     sent : (n_sent,) int64 tensor
@@ -45,58 +43,16 @@ def with_ghosts(given: dict[str, Any]) -> dict[str, Any]:
     group : int
         As of `nvalchemiops.torch.distributed.collectives.number_of`.
     """
-    names = [f"{kind}{name}" for kind in ("", "direction_") for name in ("positions", "parameters", "weights")]
-    values = [given[name] for name in names]
-    along = given["direction_weights"]
-    values[-1] = None if along is None else along.unsqueeze(2)
-    found = _swapped(values, given["sent"], given["send"], given["receive"], given["group"])
-    found[-1] = None if along is None else found[-1].squeeze(2)  # type: ignore[union-attr]  # it is one of them
-    return {**given, **dict(zip(names, found)), "batch_idx": given["system_of_all"]}
-
-
-def _swapped(
-    values: Sequence[torch.Tensor | None], rows: torch.Tensor, send: Sequence[int], receive: Sequence[int], group: int
-) -> list[torch.Tensor | None]:
-    """Values of owned atoms and ghosts, from those (n_owned,), (n_owned, n) or (n_directions, n_owned, n), or None."""
-    columns = []
-    for value in values:
-        if value is not None:
-            chosen = value.index_select(int(value.ndim == 3), rows)
-            flat = chosen.unsqueeze(1) if value.ndim == 1 else chosen
-            columns.append(flat if value.ndim < 3 else flat.movedim(1, 0).flatten(1))
-    arrived = swap_rows(torch.cat(columns, 1), send, receive, group_of(group)).split([c.shape[1] for c in columns], 1)
-    of_ghosts = iter(arrived)
-    found: list[torch.Tensor | None] = []
-    for value in values:
-        if value is None:
-            found.append(None)
-        elif value.ndim == 3:
-            found.append(torch.cat([value, next(of_ghosts).unflatten(1, value.shape[::2]).movedim(0, 1)], 1))
-        else:
-            found.append(torch.cat([value, next(of_ghosts).reshape(-1, *value.shape[1:])]))
+    # directions come first in changes of values along them, and atoms after
+    axes = {name: int(name.startswith("direction_")) for name in names if given[name] is not None}
+    owned = [given[name].movedim(axis, 0) for name, axis in axes.items()]
+    columns = [values.index_select(0, given["sent"]).unsqueeze(-1).flatten(1) for values in owned]
+    arrived = swap_rows(torch.cat(columns, 1), given["send"], given["receive"], group_of(given["group"]))
+    found = {**given, "batch_idx": given["system_of_all"]}
+    for (name, axis), values, part in zip(axes.items(), owned, arrived.split([c.shape[1] for c in columns], 1)):
+        ghosts = part.reshape(part.shape[0], *values.shape[1:]).movedim(0, axis)
+        found[name] = torch.cat([given[name], ghosts], axis)
     return found
-
-
-def rows_for_derivatives(domain: Domain, rows: Rows, inputs: Sequence[torch.Tensor | None]) -> Rows:
-    """The rows of a sum of moments: derivatives of its op need those of ghosts, if one of the ``inputs`` has any."""
-    found = domain._list_of(rows)
-    if found is None or not any(t is not None and is_differentiated(t) for t in inputs):
-        return rows
-    return found.of_both()
-
-
-def moments_with_ghosts(
-    domain: Domain, positions: torch.Tensor, moments: torch.Tensor, parameters: torch.Tensor | None
-) -> tuple[Any, ...]:
-    """Positions, moments (n, n_channels, n_moments), parameters and systems of owned atoms and ghosts."""
-    x, columns, of_atoms = domain._all_with_ghosts(positions, moments.flatten(1), parameters)
-    assert columns is not None
-    return x, columns.unflatten(1, moments.shape[1:]), of_atoms, domain.batch_idx_with_ghosts
-
-
-def without_energies(domain: Domain, moments: torch.Tensor) -> torch.Tensor:
-    """Moments of the rows of a sum for energies of owned atoms: those of ghosts are left to their owners."""
-    return torch.cat([moments, moments.new_zeros((domain.n_ghosts, *moments.shape[1:]))])
 
 
 def of_all_atoms(domain: Domain | None, value: Any) -> Any:
